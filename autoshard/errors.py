@@ -1,0 +1,31 @@
+"""The errors a user can cause, in one small tree.
+
+Each message says what was wanted, what came (with units), where, and what to do. Broken invariants of
+ours are asserts, not these.
+"""
+
+
+class AutoshardError(Exception):
+    """Base of every error that autoshard raises for a user's mistake."""
+
+    exit_status = 2
+
+
+class InputError(AutoshardError, ValueError):
+    """A step, an argument, an option or a file that autoshard cannot use."""
+
+
+class ClusterError(InputError):
+    """An unknown cluster, unit or device, or a cluster file that does not make sense."""
+
+
+class InfeasibleError(AutoshardError):
+    """No strategy fits the memory cap."""
+
+    exit_status = 3
+
+
+class PlanError(AutoshardError, ValueError):
+    """A plan that is malformed, stale, or made for another step, cluster, JAX or schema."""
+
+    exit_status = 4
