@@ -63,12 +63,16 @@ Atom = int | Any
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Op:
-    """One equation: a JAX primitive applied to values."""
+    """One equation: a JAX primitive applied to values.
+
+    `result_values` are the shapes and dtypes of `outputs`; `bodies` the inner graphs of control flow, by parameter name.
+    """
 
     primitive: Any
     params: dict[str, Any]
     inputs: tuple[Atom, ...]
     outputs: tuple[int, ...]
+    result_values: tuple[Value, ...]
     phase: Phase
     scope: str
     source_info: Any
@@ -83,6 +87,11 @@ class Op:
     def source(self) -> str:
         """`file:line` of the user's code, or an empty string."""
         return _jax.source_line(self.source_info)
+
+    @property
+    def loop_counts(self) -> tuple[int, int]:
+        """Of a `scan`: how many leading inputs are constants, and how many follow as carries."""
+        return _jax.scan_counts(self.params)
 
     @property
     def operands(self) -> tuple[int, ...]:

@@ -180,8 +180,8 @@ class _Builder:
         return tuple(through[a] if isinstance(a, int) else a for a in operands)
 
     def _append(self, primitive, params, inputs, outputs, scope, source_info, bodies) -> None:
-        op = Op(primitive, params, inputs, outputs, Phase.FORWARD, scope, source_info, bodies)
-        self.ops.append(op)
+        values = tuple(self.values[v] for v in outputs)
+        self.ops.append(Op(primitive, params, inputs, outputs, values, Phase.FORWARD, scope, source_info, bodies))
 
 
 def _without_dead_ops(graph: Graph) -> Graph:

@@ -1,13 +1,14 @@
 """What a primitive's dimensions mean: one frozen value per equation.
 
-A *factor* is one loop dimension of an op. A matrix product `(m, k), (k, n) -> (m, n)` has three: `m` and `n` are
-parallel (a mesh axis that splits one splits the result with it, no communication), `k` is contracted (each device
-then holds a partial result). A reshape `(b, h * d) -> (b, h, d)` has a *compound* dimension: `h * d` is the factor `h`
-(major) followed by `d` (minor). The idea and the notation are those of Shardy's factor rules (OpenXLA,
-`docs/propagation.md`); here one rule serves strategies, their collectives, local shapes and costs alike.
+A *factor* is one loop dimension of an op. A matrix product `(m, k), (k, n) -> (m, n)` has three: `m` and `n`
+are parallel (a mesh axis that splits one splits the result with it, no communication), `k` is contracted
+(each device then holds a partial result). A reshape `(b, h * d) -> (b, h, d)` has a *compound* dimension: `h
+* d` is the factor `h` (major) followed by `d` (minor). The idea and the notation are those of Shardy's factor
+rules (OpenXLA, `docs/propagation.md`); here one rule serves strategies, their collectives, local shapes and
+costs alike.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -24,7 +25,8 @@ class Kind(StrEnum):
     SUM = "sum"
     """Results that lack the factor are partial sums over the axis."""
     REDUCE = "reduce"
-    """As SUM, under another associative reduction (max, min, and, or, product, arg-max): resolved where it is made."""
+    """As SUM, under another associative reduction (max, min, and, or, product, arg-max): resolved where it is
+    made."""
     UNSPLITTABLE = "unsplittable"
     """The factor cannot be split without changing the result or moving data inside the op."""
 
@@ -45,10 +47,10 @@ class Rule:
       factors: the loop dimensions, in order of first appearance.
       operands: per operand, per dimension, the indices into `factors` (major to minor).
       results: per result, likewise.
-      flops_per_point: floating-point operations for each point of the full iteration space (the product of all
-        factor sizes); 2 for a product-sum, 1 for an elementwise op, 0 for a data movement.
-      is_additive: whether summing partial operands after the op equals the op on summed operands, when all operands are
-        partial over the same axes (add, sub, neg, convert, reshape, transpose, reduce_sum, ...).
+      flops_per_point: floating-point operations for each point of the full iteration space (the product of
+        all factor sizes); 2 for a product-sum, 1 for an elementwise op, 0 for a data movement.
+      is_additive: whether summing partial operands after the op equals the op on summed operands, when all
+        operands are partial over the same axes (add, sub, neg, convert, reshape, transpose, reduce_sum, ...).
     """
 
     factors: tuple[Factor, ...]
@@ -62,5 +64,5 @@ class Rule:
         assert all(0 <= f < len(self.factors) for f in used), f"factor index out of range in {self}"
 
 
-RuleFn = Callable[[tuple[Any, ...], tuple[Any, ...], dict[str, Any]], Rule]
+RuleFn = Callable[[Sequence[Any], Sequence[Any], dict[str, Any]], Rule]
 """(operand avals, result avals, equation parameters) -> Rule."""

@@ -1,0 +1,207 @@
+"""What a cluster is: one device model, how many, and the links between them.
+
+All values are vendor peaks in SI units; what share of them is reached is for the models to say (`compute`,
+`collectives`). Devices are numbered node by node: device d sits in node d // devices_per_node, and every
+node is full. Inside a node devices talk over `intra`, between nodes over `inter`, and each reaches its
+node's memory over `host_link`.
+"""
+
+import hashlib
+import json
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import DTypeLike
+
+from autoshard.errors import ClusterError
+from cost_model.json_fields import (
+    BYTES,
+    COUNT,
+    FLOPS,
+    RATE,
+    SECONDS,
+    TEXT,
+    in_file,
+    read_record,
+    record,
+    table,
+    write_record,
+)
+
+VECTOR = "vector"
+"""The entry of `Device.flops_per_s` for ordinary cores: ops that are not matrix products."""
+
+_STAND_INS = {
+    "float4": "float8",
+    "float8": "bfloat16",
+    "float16": "bfloat16",
+    "bfloat16": "float32",
+    "int4": "int8",
+    "complex64": "float32",
+    "complex128": "float64",
+}
+"""Where a device has no unit for a dtype, XLA:GPU computes in the wider one; all else counts as float32."""
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One accelerator.
+
+    Attributes:
+      name: the model, for example "H100-80GB".
+      memory_bytes: what the runtime sees as device memory.
+      memory_bytes_per_s: peak bandwidth of that memory.
+      flops_per_s: peak *dense* FLOP/s of matrix products by NumPy dtype name ("float8" stands for all its
+        variants), and of everything else under "vector". "float32" is required and means what JAX's default
+        precision gives: TensorFloat-32 where the device has it.
+      reserve_bytes: what the runtime keeps for itself and no XLA statistic shows: CUDA context, NCCL buffers.
+    """
+
+    name: str = field(metadata=in_file("name", TEXT))
+    memory_bytes: int = field(metadata=in_file("memory", BYTES))
+    memory_bytes_per_s: float = field(metadata=in_file("memory_bandwidth", RATE))
+    flops_per_s: tuple[tuple[str, float], ...] = field(metadata=in_file("flops", table(FLOPS)))
+    reserve_bytes: int = field(default=0, metadata=in_file("reserve", BYTES))
+
+    def __post_init__(self) -> None:
+        _check_name(self.name, "device name")
+        _check_positive(self.memory_bytes, "device memory", "bytes")
+        _check_positive(self.memory_bytes_per_s, "device memory bandwidth", "bytes/s")
+        for dtype, speed in self.flops_per_s:
+            _check_positive(speed, f"device speed for {dtype}", "FLOP/s")
+        names = [dtype for dtype, _ in self.flops_per_s]
+        if "float32" not in names or len(set(names)) < len(names):
+            raise ClusterError(
+                f"wanted one speed per dtype, with one for 'float32', got {', '.join(names) or 'none'}"
+            )
+        if not 0 <= self.reserve_bytes < self.memory_bytes:
+            raise ClusterError(
+                f"the runtime's reserve must be less than the device memory, {self.memory_bytes} bytes, "
+                f"and not negative, got {self.reserve_bytes} bytes"
+            )
+
+    def peak_flops_per_s(self, dtype: DTypeLike) -> float:
+        """Peak dense FLOP/s of matrix products of this dtype: a NumPy or JAX one, or its name.
+
+        Example:
+          >>> device = Device("toy", 2**30, 1e9, (("float32", 1e12), ("bfloat16", 2e12)))
+          >>> device.peak_flops_per_s("bfloat16"), device.peak_flops_per_s("float64")
+          (2000000000000.0, 1000000000000.0)
+        """
+        speeds = dict(self.flops_per_s)
+        name = _dtype_name(dtype)
+        name = next((family for family in ("float8", "float4") if name.startswith(family)), name)
+        while name not in speeds:
+            name = _STAND_INS.get(name, "float32")
+        return speeds[name]
+
+    @property
+    def vector_flops_per_s(self) -> float:
+        """Peak FLOP/s of ops that are not matrix products."""
+        speeds = dict(self.flops_per_s)
+        return speeds.get(VECTOR, speeds["float32"])
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """What one device can send, and at once receive, over one kind of wire.
+
+    Attributes:
+      bytes_per_s: per device and direction.
+      latency_s: of one message between two devices.
+    """
+
+    bytes_per_s: float = field(metadata=in_file("bandwidth", RATE))
+    latency_s: float = field(metadata=in_file("latency", SECONDS))
+
+    def __post_init__(self) -> None:
+        _check_positive(self.bytes_per_s, "link bandwidth", "bytes/s")
+        if not (math.isfinite(self.latency_s) and self.latency_s >= 0):
+            raise ClusterError(f"link latency must be finite and not negative, got {self.latency_s} s")
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """The hardware that a plan is for.
+
+    Attributes:
+      name: what the user called it.
+      device: the model of all its devices.
+      num_devices: a multiple of `devices_per_node`.
+      devices_per_node: how many share the intra link; all nodes are alike.
+      intra: between devices of a node.
+      inter: between devices of different nodes, each device's share when all send at once.
+      host_bytes_per_node: host memory per node, for all its devices.
+      host_link: between a device and its node's memory.
+      sources: where each number comes from, by its path in a cluster file ("device.memory"); a path covers
+        what is below it.
+    """
+
+    name: str = field(metadata=in_file("name", TEXT))
+    device: Device = field(metadata=in_file("device", record(Device)))
+    num_devices: int = field(metadata=in_file("num_devices", COUNT))
+    devices_per_node: int = field(metadata=in_file("devices_per_node", COUNT))
+    intra: Link = field(metadata=in_file("intra", record(Link)))
+    inter: Link = field(metadata=in_file("inter", record(Link)))
+    host_bytes_per_node: int = field(metadata=in_file("host_memory_per_node", BYTES))
+    host_link: Link = field(metadata=in_file("host_link", record(Link)))
+    sources: tuple[tuple[str, str], ...] = field(default=(), metadata=in_file("sources", table(TEXT)))
+
+    def __post_init__(self) -> None:
+        _check_name(self.name, "cluster name")
+        _check_positive(self.num_devices, "number of devices", "devices")
+        _check_positive(self.devices_per_node, "devices per node", "devices")
+        _check_positive(self.host_bytes_per_node, "host memory per node", "bytes")
+        if self.num_devices % self.devices_per_node:
+            raise ClusterError(
+                f"wanted full nodes, got {self.num_devices} devices in nodes of {self.devices_per_node}; "
+                f"num_devices must be a multiple of devices_per_node"
+            )
+
+    @property
+    def num_nodes(self) -> int:
+        return self.num_devices // self.devices_per_node
+
+    def device_memory_limit(self) -> int:
+        """Bytes that a program can use on one device: the default memory cap."""
+        return self.device.memory_bytes - self.device.reserve_bytes
+
+    def fingerprint(self) -> str:
+        """Sixteen hexadecimal digits that change with every number, and not with names or sources."""
+        numbers = self.to_json()
+        del numbers["name"], numbers["sources"], numbers["device"]["name"]
+        return hashlib.sha256(json.dumps(numbers, sort_keys=True).encode()).hexdigest()[:16]
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON object with units in the numbers; `from_json` is its exact inverse."""
+        return write_record(self)
+
+    @classmethod
+    def from_json(cls, data: Any, place: str = "cluster") -> "Cluster":
+        """The cluster that a JSON object describes.
+
+        Args:
+          data: as `json.loads` gives it.
+          place: the file's name, for messages.
+
+        Raises:
+          ClusterError: naming the place and the key.
+        """
+        return read_record(cls, data, place)
+
+
+def _dtype_name(dtype: Any) -> str:
+    """JAX's key dtypes have a name and no NumPy equivalent; names need no registered extension type."""
+    return dtype if isinstance(dtype, str) else getattr(dtype, "name", None) or np.dtype(dtype).name
+
+
+def _check_positive(value: float, what: str, unit: str) -> None:
+    if not (math.isfinite(value) and value > 0):
+        raise ClusterError(f"{what} must be finite and positive, got {value} {unit}")
+
+
+def _check_name(name: str, what: str) -> None:
+    if not name.strip():
+        raise ClusterError(f"{what} must not be empty")

@@ -1,0 +1,72 @@
+"""Clusters from JSON files: what `Cluster.to_json` writes, with a source for every number.
+
+A cost model is only as good as its figures, so a file must say where each comes from: `"sources"` maps the
+path of a number (`"device.memory"`), or of an object around it (`"device"`), to text.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from autoshard.errors import ClusterError
+from cost_model.cluster import Cluster
+from cost_model.json_fields import closest
+
+
+def read_cluster(path: Path) -> Cluster:
+    """The cluster that a JSON file describes.
+
+    Raises:
+      ClusterError: the file cannot be read, is not JSON, or does not make sense; with its name and the key.
+    """
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_without_repeats)
+    except OSError as error:
+        raise ClusterError(f"cannot read the cluster file {str(path)!r}: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise ClusterError(f"the cluster file {str(path)!r} is not valid JSON: {error}") from None
+    cluster = Cluster.from_json(data, str(path))
+    _check_sources(cluster, str(path))
+    return cluster
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        keys = [key for key, _ in pairs]
+        repeated = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"the key {repeated!r} stands twice in one object")
+    return values
+
+
+def _check_sources(cluster: Cluster, place: str) -> None:
+    numbers = _number_paths(cluster.to_json())
+    paths = {path: None for number in numbers for path in _and_above(number)}
+    for path, source in cluster.sources:
+        if path not in paths:
+            raise ClusterError(
+                f"{place}: sources: {path!r} is no number of the file{closest(path, tuple(paths))}"
+            )
+        if not source.strip():
+            raise ClusterError(f"{place}: sources: {path!r} is empty; say where the number comes from")
+    sourced = dict(cluster.sources)
+    bare = [number for number in numbers if not any(path in sourced for path in _and_above(number))]
+    if bare:
+        raise ClusterError(f"{place}: sources: wanted one for each number, missing: {', '.join(bare)}")
+
+
+def _number_paths(data: dict[str, Any], above: str = "") -> list[str]:
+    """Paths of the numbers that carry a unit: all text but names and sources."""
+    paths = []
+    for key, value in data.items():
+        if isinstance(value, dict) and key != "sources":
+            paths += _number_paths(value, f"{above}{key}.")
+        elif isinstance(value, str) and key != "name":
+            paths.append(f"{above}{key}")
+    return paths
+
+
+def _and_above(path: str) -> list[str]:
+    """`"a.b.c"` gives `["a", "a.b", "a.b.c"]`."""
+    parts = path.split(".")
+    return [".".join(parts[:length]) for length in range(1, len(parts) + 1)]

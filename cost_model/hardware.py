@@ -1,0 +1,120 @@
+"""The cluster that the user means: a preset's name, a JSON file, or a `Cluster` as it is.
+
+A preset counts devices: `"64xH100-80GB"`. Up to eight share one node. More come in nodes of eight, or,
+where eight does not divide the count, in equal nodes of four to seven (12 devices are two nodes of six). A
+node that is not full gets its share of the host memory and the network, as cloud providers and batch
+schedulers give it.
+
+See `cluster` for the types, `presets` for the numbers and `cluster_file` for the files.
+"""
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from autoshard.errors import ClusterError
+from autoshard.units import exact_bytes, parse_bytes
+from cost_model.cluster import Cluster, Device, Link
+from cost_model.cluster_file import read_cluster
+from cost_model.json_fields import closest
+from cost_model.presets import NODE_DEVICES, PRESETS
+
+__all__ = ["Cluster", "Device", "Link", "parse_cluster"]
+
+_MIN_NODE_DEVICES = 4
+"""Devices in the smallest node that larger counts are divided into: half a node. Source: a choice of ours."""
+
+_COUNTED = re.compile(r"([1-9][0-9]{0,5})x(.+)", re.IGNORECASE | re.ASCII)
+
+
+def parse_cluster(cluster: str | os.PathLike[str] | Cluster) -> Cluster:
+    """The cluster of that name, in that file, or itself.
+
+    Args:
+      cluster: `"<count>x<GPU>"` or `"<count>x<GPU>-<network>"` in any case, the path of a JSON file, or a
+        `Cluster`.
+
+    Raises:
+      ClusterError: an unknown name or count, with the accepted ones; a file that cannot be read or does not
+        make sense, with its name and the key.
+
+    Example:
+      >>> parse_cluster("64xh100-80gb").num_nodes
+      8
+    """
+    if isinstance(cluster, Cluster):
+        return cluster
+    if isinstance(cluster, os.PathLike):
+        return read_cluster(Path(cluster))
+    if not isinstance(cluster, str):
+        raise ClusterError(f"wanted a cluster as '<count>x<GPU>', a JSON file or a Cluster, got {cluster!r}")
+    counted = _COUNTED.fullmatch(cluster.strip())
+    if cluster.lower().endswith(".json") or (counted is None and os.path.isfile(cluster)):
+        return read_cluster(Path(cluster))
+    return _from_preset(cluster, counted)
+
+
+def _from_preset(text: str, counted: re.Match[str] | None) -> Cluster:
+    names = {
+        _name(gpu, network): (gpu, network)
+        for gpu, preset in PRESETS.items()
+        for network in preset["networks"]
+    }
+    known = f"presets: {', '.join(names)}"
+    if counted is None:
+        hint = closest(
+            f"{NODE_DEVICES}x{text}" if text else "", tuple(f"{NODE_DEVICES}x{name}" for name in names)
+        )
+        raise ClusterError(f"wanted a cluster as '<count>x<GPU>' or a JSON file, got {text!r}{hint}; {known}")
+    num_devices, wanted = int(counted[1]), counted[2]
+    spelled_out = {f"{gpu}-{network}": (gpu, network) for gpu, network in names.values()}
+    presets = {name.lower(): preset for name, preset in (names | spelled_out).items()}
+    if wanted.lower() not in presets:
+        raise ClusterError(f"unknown preset {wanted!r} in {text!r}{closest(wanted, tuple(names))}; {known}")
+    devices_per_node = _devices_per_node(num_devices)
+    if not devices_per_node:
+        raise ClusterError(
+            f"{num_devices} devices in {text!r} do not divide into equal nodes; {_nearest(num_devices)}"
+        )
+    gpu, network = presets[wanted.lower()]
+    return Cluster.from_json(_preset_json(gpu, network, num_devices, devices_per_node), f"preset {gpu}")
+
+
+def _name(gpu: str, network: str) -> str:
+    """How a preset is called: its default network goes without saying."""
+    return gpu if network == next(iter(PRESETS[gpu]["networks"])) else f"{gpu}-{network}"
+
+
+def _devices_per_node(num_devices: int) -> int:
+    """Devices in each of the equal nodes, or 0 when the count does not divide into any."""
+    if num_devices <= NODE_DEVICES:
+        return num_devices
+    sizes = range(NODE_DEVICES, _MIN_NODE_DEVICES - 1, -1)
+    return next((size for size in sizes if num_devices % size == 0), 0)
+
+
+def _nearest(num_devices: int) -> str:
+    lower = next(count for count in range(num_devices, 0, -1) if _devices_per_node(count))
+    upper = next(count for count in range(num_devices, 2 * num_devices) if _devices_per_node(count))
+    return f"the nearest counts that do: {lower}, {upper}"
+
+
+def _preset_json(gpu: str, network: str, num_devices: int, devices_per_node: int) -> dict[str, Any]:
+    preset = PRESETS[gpu]
+    numbers = ("memory", "memory_bandwidth", "flops", "reserve")
+    links = {"intra": preset["intra"], "inter": preset["networks"][network], "host_link": preset["host_link"]}
+    host_bytes = parse_bytes(preset["host_memory"]["value"]) * devices_per_node // NODE_DEVICES
+    return {
+        "name": f"{num_devices}x{_name(gpu, network)}",
+        "device": {"name": gpu} | {key: preset[key]["value"] for key in numbers},
+        "num_devices": num_devices,
+        "devices_per_node": devices_per_node,
+        **{key: {"bandwidth": link["bandwidth"], "latency": link["latency"]} for key, link in links.items()},
+        "host_memory_per_node": exact_bytes(host_bytes),
+        "sources": {
+            **{f"device.{key}": preset[key]["source"] for key in numbers},
+            **{key: link["source"] for key, link in links.items()},
+            "host_memory_per_node": preset["host_memory"]["source"],
+        },
+    }

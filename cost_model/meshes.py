@@ -1,0 +1,83 @@
+"""Which logical meshes are worth a search.
+
+A mesh in device order is a chain of boundaries: the strides at which one axis ends and the next begins. All
+ordered factorizations of the device count are too many (67 up to three axes of 4,096 devices) and most of
+them cost the same or straddle nodes. We keep the boundaries where the hardware, or a model's usual degrees
+of parallelism, make a difference:
+
+  * the divisors of `devices_per_node`: axes inside a node, and the node boundary itself;
+  * two or four whole nodes (the two smallest divisors of the node count where those do not divide it), so
+    that an inner axis can be larger than a node.
+
+Two meshes whose axes, up to their order, lie alike on the nodes cost the same: the first is kept. The
+number of meshes therefore does not grow with the number of devices: at most 6 of up to two axes with nodes of
+eight.
+"""
+
+from itertools import combinations, pairwise, permutations
+
+from autoshard.errors import InputError
+from cost_model.cluster import Cluster
+from cost_model.collectives import MeshModel
+
+MAX_BOUNDARIES = 7
+"""Boundaries considered, powers of two first: at most 8 meshes of two axes or one. Source: ours."""
+
+_NUM_NODE_BOUNDARIES = 2
+"""Boundaries beyond one node. Source: a choice of ours."""
+
+
+def mesh_shapes(cluster: Cluster, max_axes: int = 2) -> tuple[tuple[int, ...], ...]:
+    """The candidate meshes over all devices of a cluster, fewest axes first, always the same order.
+
+    Args:
+      cluster: the hardware.
+      max_axes: 1, 2 or 3.
+
+    Returns:
+      Shapes whose product is `num_devices`, every size above 1 (a single device has `(1,)`).
+
+    Example:
+      >>> from cost_model.hardware import parse_cluster
+      >>> mesh_shapes(parse_cluster("16xH100-80GB"))
+      ((16,), (2, 8), (4, 4), (8, 2))
+    """
+    if max_axes not in (1, 2, 3):
+        raise InputError(f"wanted at most 1, 2 or 3 mesh axes, got {max_axes}")
+    shapes = {}
+    for num_boundaries in range(max_axes):
+        for strides in combinations(_boundaries(cluster), num_boundaries):
+            chain = (cluster.num_devices, *strides, 1)
+            pairs = tuple(pairwise(chain))
+            if all(outer % inner == 0 for outer, inner in pairs):
+                shape = tuple(outer // inner for outer, inner in pairs)
+                shapes.setdefault(_placement(cluster, shape), shape)
+    return tuple(shapes.values())
+
+
+def _boundaries(cluster: Cluster) -> list[int]:
+    """The strides at which an axis may end, largest first."""
+    inside = [stride for stride in _divisors(cluster.devices_per_node) if stride > 1]
+    node_counts = [count for count in _divisors(cluster.num_nodes) if 1 < count < cluster.num_nodes]
+    across = [cluster.devices_per_node * count for count in node_counts[:_NUM_NODE_BOUNDARIES]]
+    strides = [stride for stride in inside + across if stride < cluster.num_devices]
+    preferred = sorted(
+        strides, key=lambda stride: (stride != cluster.devices_per_node, stride.bit_count(), stride)
+    )
+    return sorted(preferred[:MAX_BOUNDARIES], reverse=True)
+
+
+def _divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+
+
+def _placement(cluster: Cluster, shape: tuple[int, ...]) -> tuple:
+    """How all groups of a mesh lie on the nodes, the same whatever the order of its axes."""
+    mesh = MeshModel(cluster, shape)
+    subsets = [axes for size in range(1, len(shape) + 1) for axes in combinations(range(len(shape)), size)]
+
+    def seen_as(order: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+        groups = [mesh.group([order[axis] for axis in axes]) for axes in subsets]
+        return tuple((group.size, group.members_per_node) for group in groups)
+
+    return min(seen_as(order) for order in permutations(range(len(shape))))

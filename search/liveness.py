@@ -1,0 +1,232 @@
+"""Which arrays are in memory when: the program's liveness, before any mesh.
+
+Program order is taken as the schedule. Not every value becomes an array:
+
+* XLA fuses elementwise ops into their consumers, so a light value exists only if an op that reads whole arrays wants it
+  (a contraction, a loop, a result of the step), if it is a reduction or random, or if it crosses into another phase and
+  cannot be recomputed there from one array of its size. What is not stored keeps its *anchors*, the stored arrays that it
+  is computed from, alive as long as it is used.
+* Reshapes and other views share their operand's array.
+* State is donated: the new state is written where the old one was.
+
+A loop's operands live to its end; what it stacks is there from its start. An `Item` is a stretch of the program over which
+a node's label costs bytes.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from autoshard.factors import Kind
+from autoshard.graph import Role
+from search.choices import Way
+from search.kinds import Folded
+from search.program import Program
+from search.sketch import Group, Port, Sketch, group_of
+
+VIEWS = frozenset(
+    {"reshape", "squeeze", "expand_dims", "transpose", "optimization_barrier", "copy", "stop_gradient", "name", "enter"}
+)
+"""Ops that give their operand's array back."""
+
+MAX_ANCHORS = 4
+"""A value computed from more stored arrays is stored itself: fusions do not grow without end."""
+
+
+class Resident(StrEnum):
+    """What an array in memory is."""
+
+    PARAMETERS = "parameters"
+    OPTIMIZER_STATE = "optimizer_state"
+    OTHER_STATE = "other_state"
+    BATCH = "batch"
+    GRADIENTS = "gradients"
+    RESIDUALS = "residuals"
+    TEMPORARIES = "temporaries"
+
+
+_RESIDENT_OF = {
+    Role.PARAMETER: Resident.PARAMETERS,
+    Role.OPTIMIZER_STATE: Resident.OPTIMIZER_STATE,
+    Role.STATE: Resident.OTHER_STATE,
+    Role.KEY: Resident.OTHER_STATE,
+    Role.BATCH: Resident.BATCH,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """From op `start` to op `end`, both included, the value at a port is in memory.
+
+    Attributes:
+      port: the node whose label decides, and the value's dimensions there.
+      num_bytes: of the whole value.
+      start: first op position.
+      end: last op position.
+      way: for a copy: only labels that come by it in this way count.
+      resident: what it is.
+      position: the op that made the value.
+    """
+
+    port: Port
+    num_bytes: int
+    start: int
+    end: int
+    way: Way | None
+    resident: Resident
+    position: int
+
+
+def items(sketch: Sketch) -> tuple[Item, ...]:
+    """Everything that is ever in memory."""
+    return _Liveness(sketch).items()
+
+
+class _Liveness:
+    def __init__(self, sketch: Sketch) -> None:
+        self.sketch = sketch
+        self.folded: Folded = sketch.folded
+        self.program: Program = sketch.folded.program
+        self.maker = {v: (i, r) for i, op in enumerate(self.program.ops) for r, v in enumerate(op.results)}
+        self.uses: dict[int, list[int]] = {}
+        for i, op in enumerate(self.program.ops):
+            for v in op.operands:
+                self.uses.setdefault(v, []).append(i)
+        self.loops_at = self._loops_at()
+        self.is_light = [self._light(k) for k in range(len(self.folded.members))]
+        self.anchors: dict[int, frozenset[int]] = {}
+        self.held_until: dict[int, int] = {}
+
+    def _loops_at(self) -> list[tuple[tuple[int, int], ...]]:
+        at: list[tuple[tuple[int, int], ...]] = [()] * len(self.program.ops)
+        for loop in self.program.loops:
+            for i in range(*loop):
+                at[i] = (*at[i], loop)
+        return at
+
+    def _light(self, kind: int) -> bool:
+        op = self.folded.op(kind)
+        stuck = any(f.kind is Kind.UNSPLITTABLE and f.size > 1 for f in op.rule.factors)
+        return not (op.is_boundary or self.folded.is_heavy[kind] or stuck)
+
+    def items(self) -> tuple[Item, ...]:
+        for i, op in enumerate(self.program.ops):
+            for v in op.results:
+                self.anchors[v] = self._anchors(i, v)
+        for i in reversed(range(len(self.program.ops))):
+            for v in self.program.ops[i].results:
+                self._hold(v)
+        found: list[Item] = []
+        for i in range(len(self.program.ops)):
+            for v in self.program.ops[i].results:
+                if v in self.anchors[v]:
+                    found += self._of_value(v)
+        return tuple(found)
+
+    def _anchors(self, i: int, v: int) -> frozenset[int]:
+        """The stored arrays that a value is computed from: itself, if it is stored."""
+        op, own = self.program.ops[i], frozenset((v,))
+        if op.is_boundary and op.name != "enter":
+            return own
+        below = frozenset().union(*(self.anchors.get(o, frozenset((o,))) for o in op.operands))
+        if op.name in VIEWS and len(op.operands) == 1:
+            return below
+        if not self.is_light[self.folded.kind_of[i]] or self._is_stored(i, v):
+            return own
+        size = self.program.values[v].num_bytes
+        large = [a for a in below if 4 * self.program.values[a].num_bytes >= size]
+        crosses = any(group_of(self.program.ops[u]) is not group_of(op) for u in self.uses.get(v, ()))
+        is_too_many = len(below) > MAX_ANCHORS or (crosses and len(large) > 1)
+        return own if is_too_many else below
+
+    def _is_stored(self, i: int, v: int) -> bool:
+        op = self.program.ops[i]
+        is_reduction = any(f.kind in (Kind.SUM, Kind.REDUCE) and f.size > 1 for f in op.rule.factors)
+        if is_reduction or op.name.startswith(("random", "threefry", "rng")):
+            return True
+        readers = (self.program.ops[u] for u in self.uses.get(v, ()))
+        return any(r.name not in VIEWS and not self.is_light[self.folded.kind_of[self._at(r)]] for r in readers)
+
+    def _at(self, op) -> int:
+        return self.maker[op.results[0]][0] if op.results else 0
+
+    def _use(self, v: int, u: int) -> int:
+        """Where a use of a value at op `u` ends: at the end of the outermost loop that the value comes from outside of."""
+        born = self.maker[v][0]
+        for start, end in self.loops_at[u]:
+            if not start <= born < end:
+                return end - 1
+        return u
+
+    def _hold(self, v: int) -> None:
+        """A value that is not stored keeps its anchors until its own last use."""
+        if v in self.anchors[v]:
+            return
+        ends = [self._use(v, u) for u in self.uses.get(v, ()) if self.program.ops[u].name != "input"]
+        end = max([*ends, self.held_until.get(v, -1)], default=-1)
+        for a in self.anchors[v]:
+            self.held_until[a] = max(self.held_until.get(a, -1), end)
+
+    def _of_value(self, v: int) -> list[Item]:
+        i, r = self.maker[v]
+        op, kind, value = self.program.ops[i], self.folded.kind_of[i], self.program.values[v]
+        port = self.sketch.ports[kind, r, True]
+        if op.name == "input":
+            role = self.program.step.arguments[op.site[0]].role
+            stays = [Item(port, value.num_bytes, 0, len(self.program.ops) - 1, None, _RESIDENT_OF[role], i)]
+            return stays + self._copies(v, kind, r, len(self.program.ops) - 1)
+        by_group: dict[Group, list[int]] = {}
+        for u in self.uses.get(v, ()):
+            reader = self.program.ops[u]
+            if reader.name != "input":
+                by_group.setdefault(group_of(reader), []).append(self._use(v, u))
+        if not by_group and v not in self.held_until:
+            return []
+        start = self._born(i)
+        copied = {g for g in by_group if (kind, r, g) in self.sketch.copy_of}
+        ends = [min(us) if g in copied else max(us) for g, us in by_group.items()]
+        end = max([start, *ends, self.held_until.get(v, -1)])
+        resident = self._resident(op, end)
+        rest = self.sketch.copy_of.get((kind, r, Group.REST))
+        found = [Item(port, value.num_bytes, start, start if rest else end, None, resident, i)]
+        if rest:
+            resting = Port(rest.node, ())
+            found += [Item(resting, value.num_bytes, start, end, way, resident, i) for way in (Way.SAME, Way.FRESH)]
+        return found + self._copies(v, kind, r, end)
+
+    def _born(self, i: int) -> int:
+        op = self.program.ops[i]
+        if op.name != "stack":
+            return i
+        return max((start for start, end in self.program.loops if start <= i < end), default=i)
+
+    def _resident(self, op, end: int) -> Resident:
+        last = group_of(self.program.ops[end])
+        born = group_of(op)
+        if born is Group.BACKWARD and last is Group.UPDATE:
+            return Resident.GRADIENTS
+        if born is Group.FORWARD and last is not Group.FORWARD:
+            return Resident.RESIDUALS
+        return Resident.TEMPORARIES
+
+    def _copies(self, v: int, kind: int, r: int, source_end: int) -> list[Item]:
+        value, i = self.program.values[v], self.maker[v][0]
+        found = []
+        last_forward = i
+        for group in (Group.FORWARD, Group.BACKWARD, Group.UPDATE):
+            uses = [self._use(v, u) for u in self.uses.get(v, ()) if self._reads_in(u, group)]
+            if not uses:
+                continue
+            copy = self.sketch.copy_of.get((kind, r, group))
+            first, last = min(uses), max(uses)
+            if copy is not None:
+                stretches = [(Way.FRESH, first), (Way.SAME, source_end + 1), (Way.KEPT, last_forward + 1)]
+                for way, start in stretches:
+                    resident = Resident.RESIDUALS if way is Way.KEPT else Resident.TEMPORARIES
+                    if start <= last:
+                        found.append(Item(Port(copy.node, ()), value.num_bytes, start, last, way, resident, i))
+            last_forward = last if group is Group.FORWARD else last_forward
+        return found
+
+    def _reads_in(self, u: int, group: Group) -> bool:
+        op = self.program.ops[u]
+        return op.name != "input" and group_of(op) is group

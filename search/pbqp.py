@@ -1,0 +1,114 @@
+"""The search as a graph problem: one label a node, a price for every node and every pair of joined nodes.
+
+A partitioned Boolean quadratic problem (PBQP; a pairwise Markov random field, in other words) is a graph whose nodes
+choose one label each. A node is an op or a stored value, a label a strategy or a spec, a node's cost its time under
+that label, an edge's cost the reshard between two labels. Costs are seconds; +inf forbids. Memory comes as rows: at one
+point of the program the chosen labels' bytes must not exceed a limit.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+Labels = tuple[int, ...]
+"""A full assignment: the label of every node."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Edge:
+    """The cost of choosing label i at node u and label j at node v.
+
+    Attributes:
+      u: one node.
+      v: the other node, not u.
+      cost_s: [labels of u, labels of v], seconds; +inf = forbidden.
+    """
+
+    u: int
+    v: int
+    cost_s: np.ndarray
+
+    def __post_init__(self) -> None:
+        assert self.u != self.v, f"edge from node {self.u} to itself"
+
+    def turned(self) -> "Edge":
+        """The same edge, seen from v."""
+        return Edge(self.v, self.u, self.cost_s.T)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Row:
+    """The memory in use at one point of the program: fixed_bytes + the chosen labels' bytes.
+
+    Every row is held against one limit. A row with a limit of its own (the host's memory, say) is one whose
+    `fixed_bytes` carry the difference of the two limits.
+
+    Attributes:
+      name: the program point, for messages.
+      bytes: (node, [labels of node] bytes), sorted by node.
+      fixed_bytes: what is there whatever is chosen.
+    """
+
+    name: str
+    bytes: tuple[tuple[int, np.ndarray], ...]
+    fixed_bytes: float
+
+    def __post_init__(self) -> None:
+        nodes = [node for node, _ in self.bytes]
+        assert nodes == sorted(set(nodes)), f"row {self.name}: nodes not sorted or not distinct"
+
+    def total_bytes(self, labels: Sequence[int]) -> float:
+        """The row's value under a full assignment."""
+        return self.fixed_bytes + sum(float(per_label[labels[node]]) for node, per_label in self.bytes)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Problem:
+    """Node costs and edge costs to minimise the sum of.
+
+    Attributes:
+      node_cost_s: per node, [labels], seconds; +inf = forbidden.
+      edges: in any order and direction; several may join the same pair.
+    """
+
+    node_cost_s: tuple[np.ndarray, ...]
+    edges: tuple[Edge, ...]
+
+    def __post_init__(self) -> None:
+        for edge in self.edges:
+            want = (len(self.node_cost_s[edge.u]), len(self.node_cost_s[edge.v]))
+            assert edge.cost_s.shape == want, f"edge {edge.u}-{edge.v}: {edge.cost_s.shape} costs for {want} labels"
+
+    @property
+    def num_labels(self) -> Labels:
+        return tuple(len(cost) for cost in self.node_cost_s)
+
+    def cost_s(self, labels: Sequence[int]) -> float:
+        """The cost of a full assignment, +inf where it uses something forbidden."""
+        nodes = sum(float(cost[label]) for cost, label in zip(self.node_cost_s, labels, strict=True))
+        return nodes + sum(float(edge.cost_s[labels[edge.u], labels[edge.v]]) for edge in self.edges)
+
+
+def merged(problem: Problem) -> Problem:
+    """The same problem with one edge a pair, u < v, sorted by (u, v)."""
+    costs: dict[tuple[int, int], np.ndarray] = {}
+    for edge in problem.edges:
+        edge = edge if edge.u < edge.v else edge.turned()
+        pair = edge.u, edge.v
+        costs[pair] = costs[pair] + edge.cost_s if pair in costs else np.asarray(edge.cost_s, float)
+    edges = tuple(Edge(u, v, costs[u, v]) for u, v in sorted(costs))
+    return Problem(tuple(np.asarray(cost, float) for cost in problem.node_cost_s), edges)
+
+
+def restricted(problem: Problem, kept: Sequence[np.ndarray]) -> Problem:
+    """The problem on some of each node's labels, renumbered from 0."""
+    nodes = tuple(cost[labels] for cost, labels in zip(problem.node_cost_s, kept, strict=True))
+    return Problem(
+        nodes, tuple(Edge(e.u, e.v, e.cost_s[np.ix_(kept[e.u], kept[e.v])]) for e in problem.edges)
+    )
+
+
+def restricted_row(row: Row, kept: Sequence[np.ndarray]) -> Row:
+    """A row on the same labels."""
+    return Row(row.name, tuple((node, per_label[kept[node]]) for node, per_label in row.bytes), row.fixed_bytes)

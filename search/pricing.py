@@ -1,0 +1,181 @@
+"""The cost of every label and every wire on one mesh: the PBQP that the solver gets.
+
+A node's cost is its ops' time on the devices, by the roofline, for the part that one device computes, times how often
+they run, plus the reductions inside it. Light ops are fused by the compiler: what they move is what enters and leaves
+their cluster. A wire's cost is the cheapest reshard between the specs at its ends.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from autoshard.factors import Kind
+from autoshard.graph import Value
+from autoshard.spec import PARTIAL
+from cost_model.compute import op_time_s
+from search.choices import Choices, Way, all_choices, port_specs, shards_over
+from search.pbqp import Edge, Problem
+from search.reshard import Resharder
+from search.sketch import Group, Port, Sketch, Wire
+
+
+@dataclass(frozen=True, eq=False)
+class Priced:
+    """A sketch on one mesh: its labels and their costs."""
+
+    sketch: Sketch
+    resharder: Resharder
+    choices: tuple[Choices, ...]
+
+    @cached_property
+    def node_seconds(self) -> tuple[tuple[np.ndarray, np.ndarray], ...]:
+        """Per node, [labels] seconds of computation, and of communication inside it."""
+        clusters = [self._cluster_seconds(node) for node in range(len(self.sketch.clusters))]
+        copies = [np.zeros(len(self.choices[c.node])) for c in self.sketch.copies]
+        return tuple(clusters) + tuple((z, z) for z in copies)
+
+    @cached_property
+    def spec_index(self) -> dict[tuple[Port, int], np.ndarray]:
+        """Memo of `indices`."""
+        return {}
+
+    def indices(self, port: Port, rank: int) -> np.ndarray:
+        """[labels]: the spec at a port as an index of the reshard tables."""
+        key = (port, rank)
+        if key not in self.spec_index:
+            specs = port_specs(port, self.choices[port.node])
+            index = np.zeros(len(specs), np.int64)
+            for axis in range(specs.shape[1]):
+                index = index * (rank + 2) + specs[:, axis] + 2
+            self.spec_index[key] = index
+        return self.spec_index[key]
+
+    def shards(self, port: Port) -> np.ndarray:
+        """[labels]: into how many parts the value at a port is cut."""
+        specs = port_specs(port, self.choices[port.node])
+        return np.where(specs >= 0, np.array(self.resharder.mesh.shape), 1).prod(axis=1)
+
+    def problem(self) -> Problem:
+        """The PBQP."""
+        costs = [compute + inside for compute, inside in self.node_seconds]
+        edges = []
+        for wire in self.sketch.wires:
+            seconds = self.wire_seconds(wire)
+            if wire.source.node == wire.target.node:
+                costs[wire.source.node] = costs[wire.source.node] + np.diagonal(seconds)
+            else:
+                edges.append(Edge(wire.source.node, wire.target.node, seconds))
+        for copy in self.sketch.copies:
+            for port in copy.kept_from:
+                edges.append(Edge(port.node, copy.node, self._kept_matrix(port, copy.node)))
+        return Problem(tuple(costs), tuple(edges))
+
+    def wire_seconds(self, wire: Wire) -> np.ndarray:
+        """[labels of source, labels of target] seconds in one step."""
+        rank = len(wire.value.shape)
+        table = self.resharder.seconds(wire.value.shape, wire.value.itemsize)
+        source, target = self.indices(wire.source, rank), self.indices(wire.target, rank)
+        seconds = table[np.ix_(source, target)] * wire.count
+        ways = self.choices[wire.target.node].ways
+        if ways:
+            equal = source[:, None] == target[None, :]
+            seconds = np.where([w is Way.SAME for w in ways], np.where(equal, 0.0, np.inf), seconds)
+            seconds = np.where([w is Way.KEPT for w in ways], 0.0, seconds)
+        return seconds
+
+    def _kept_matrix(self, port: Port, node: int) -> np.ndarray:
+        ways = np.array([w is Way.KEPT for w in self.choices[node].ways])
+        forward, copy = port_specs(port, self.choices[port.node]), self.choices[node].assignment
+        equal = (forward[:, None, :] == copy[None, :, :]).all(axis=2)
+        return np.where(ways[None, :] & ~equal, np.inf, 0.0)
+
+    def _cluster_seconds(self, node: int) -> tuple[np.ndarray, np.ndarray]:
+        cluster, choices = self.sketch.clusters[node], self.choices[node]
+        compute, inside = np.zeros(len(choices)), np.zeros(len(choices))
+        for kind in cluster.kinds:
+            op, count = self.sketch.folded.op(kind), self.sketch.folded.counts[kind]
+            if op.is_boundary:
+                continue
+            compute += count * self._op_seconds(kind)
+            inside += count * self._reduction_seconds(kind)
+        return compute, inside
+
+    def _op_seconds(self, kind: int) -> np.ndarray:
+        """[labels]: one run of an op on one device."""
+        sketch, folded = self.sketch, self.sketch.folded
+        node, op = sketch.node_of[kind], folded.op(kind)
+        cluster, choices, shape = sketch.clusters[node], self.choices[node], self.resharder.mesh.shape
+        device = self.resharder.mesh.cluster.device
+        moved = np.zeros(len(choices))
+        for value, port in self._moved(kind):
+            moved += value.num_bytes / self.shards(port)
+        is_matmul = folded.is_heavy[kind] and op.rule.flops_per_point > 0
+        flops = np.zeros(1)
+        if is_matmul:
+            loops = frozenset(
+                cluster.factor_of[kind, f] for f in range(len(op.rule.factors)) if (kind, f) in cluster.factor_of
+            )
+            points = float(np.prod([float(f.size) for f in op.rule.factors]))
+            flops = op.rule.flops_per_point * points / shards_over(loops, choices, shape)
+        dtype = folded.program.values[op.operands[0] if op.operands else op.results[0]].dtype
+        dtype = dtype if is_matmul else np.float32
+        return np.asarray(op_time_s(device, flops, moved, dtype, is_matmul))
+
+    def _moved(self, kind: int) -> list[tuple[Value, Port]]:
+        """What an op reads and writes in memory: for a light op, only what crosses its cluster's border."""
+        sketch, folded = self.sketch, self.sketch.folded
+        op, values = folded.op(kind), folded.program.values
+        own = set(sketch.clusters[sketch.node_of[kind]].kinds)
+        is_alone = len(own) == 1
+        read = {l.operand for l in folded.links_into.get(kind, ()) if is_alone or l.producer not in own}
+        written = {r for r in range(len(op.results)) if is_alone or (kind, r) in self._leaving}
+        moved = [(values[op.operands[i]], sketch.ports[kind, i, False]) for i in sorted(read)]
+        return moved + [(values[op.results[r]], sketch.ports[kind, r, True]) for r in sorted(written)]
+
+    @cached_property
+    def _leaving(self) -> set[tuple[int, int]]:
+        """(kind, result) of what some other cluster reads."""
+        node_of = self.sketch.node_of
+        return {
+            (l.producer, l.result) for l in self.sketch.folded.links if node_of[l.producer] != node_of[l.consumer]
+        }
+
+    def _reduction_seconds(self, kind: int) -> np.ndarray:
+        """[labels]: all-reduces of an op's results that its own cluster resolves."""
+        total = np.zeros(len(self.choices[self.sketch.node_of[kind]]))
+        for axes, at, local_bytes in self.reductions(kind):
+            total[at] += self.resharder.mesh.time_s("all-reduce", axes, local_bytes)
+        return total
+
+    def reductions(self, kind: int):
+        """All-reduces inside an op: (mesh axes, [labels] where, bytes per device there), for each set of axes."""
+        sketch, op = self.sketch, self.sketch.folded.op(kind)
+        node = sketch.node_of[kind]
+        cluster, assignment = sketch.clusters[node], self.choices[node].assignment
+        for r, v in enumerate(op.results):
+            port = sketch.ports[kind, r, True]
+            carried = {f for dim in port.dims for f in dim} | set(port.partial_over)
+            reduced = sorted(
+                {
+                    cluster.factor_of[kind, i]
+                    for i, f in enumerate(op.rule.factors)
+                    if f.kind in (Kind.SUM, Kind.REDUCE) and (kind, i) in cluster.factor_of
+                }
+                - carried
+            )
+            if not reduced:
+                continue
+            split = np.isin(assignment, reduced)
+            value, shards = sketch.folded.program.values[v], self.shards(port)
+            for row in np.unique(split, axis=0):
+                if row.any():
+                    at = np.flatnonzero((split == row).all(axis=1))
+                    yield tuple(np.flatnonzero(row).tolist()), at, value.num_bytes / shards[at]
+
+
+def price(sketch: Sketch, resharder: Resharder) -> Priced:
+    """Puts a sketch on a mesh."""
+    return Priced(sketch, resharder, all_choices(sketch, resharder))
+
+

@@ -1,0 +1,240 @@
+"""The search problem before any mesh: who decides, and what passes between them.
+
+Nodes are clusters, and *copies*. A value is made in one spec and may be wanted in others. Where several consumers of one
+phase want it, they share one copy: a node whose label is a spec, resharded to once (the all-gather that queries, keys and
+values share). A value that the forward phase made and the backward phase reads again has a copy there too, because how
+it gets there is a choice: *fresh*, resharded again in the backward phase (FSDP's second all-gather), or *kept* from
+the forward phase. A value that may be partial and is read in several phases is first brought to *rest*, so that it is
+reduced once.
+
+A *port* is a place where a value enters or leaves a node: its dimensions as factors of the node, from which follows, for
+any mesh and label, its spec. A *wire* joins two ports and is handed over `count` times in one step.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
+
+from autoshard.factors import Kind, Rule
+from autoshard.factors.rule import Dims
+from autoshard.graph import Phase, Value
+from search.clusters import Cluster
+from search.kinds import Folded
+from search.program import FlatOp
+
+STUCK = -1
+"""In a port's dimensions: a factor that cannot be split."""
+
+MIN_RETAINED_BYTES = 1 << 16
+"""Smaller values need no choice of retention: resharding them is all latency, keeping them costs nothing."""
+
+
+class Group(StrEnum):
+    """Which consumers a copy serves; REST serves all."""
+
+    REST = "rest"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    UPDATE = "update"
+
+
+Place = tuple[int, int, bool]
+"""(kind, index, whether a result): an operand or a result of a kind."""
+
+
+@dataclass(frozen=True, slots=True)
+class Port:
+    """Where a value meets a node.
+
+    Attributes:
+      node: the node's number.
+      dims: per dimension, the node's factors that it is made of, major to minor; empty for a copy's port.
+      partial_over: factors of which the value holds partial sums.
+    """
+
+    node: int
+    dims: Dims
+    partial_over: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Wire:
+    """A value's way from one port to another, `count` times in one step."""
+
+    source: Port
+    target: Port
+    value: Value
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """A node that holds a value for one group of consumers.
+
+    Attributes:
+      node: its number.
+      maker: (kind, result) of the value.
+      value: its shape and dtype.
+      group: whom it serves.
+      source: where it comes from.
+      targets: whom it serves, as ports.
+      kept_from: the ports that read the value in the forward phase, whose spec a kept copy has; empty if it can't be kept.
+      count: how many there are in one step.
+    """
+
+    node: int
+    maker: tuple[int, int]
+    value: Value
+    group: Group
+    source: Port
+    targets: tuple[Port, ...]
+    kept_from: tuple[Port, ...]
+    count: int
+
+
+@dataclass(frozen=True, eq=False)
+class Sketch:
+    """The problem before any mesh.
+
+    Attributes:
+      folded: the folded program.
+      clusters: the first nodes, in order.
+      copies: the other nodes, in order.
+      wires: what passes between nodes; a wire from a node to itself is a reshard inside a cluster.
+      node_of: for each kind, its cluster.
+      ports: of every operand and result.
+    """
+
+    folded: Folded
+    clusters: tuple[Cluster, ...]
+    copies: tuple[Copy, ...]
+    wires: tuple[Wire, ...]
+    node_of: tuple[int, ...]
+    ports: dict[Place, Port]
+
+    @property
+    def num_nodes(self) -> int:
+        """Clusters and copies."""
+        return len(self.clusters) + len(self.copies)
+
+    @cached_property
+    def copy_of(self) -> dict[tuple[int, int, Group], Copy]:
+        """Copies by maker and group."""
+        return {(*c.maker, c.group): c for c in self.copies}
+
+
+def sketch(folded: Folded, parts: tuple[Cluster, ...]) -> Sketch:
+    """Connects the clusters of a folded program."""
+    node_of = [0] * len(folded.members)
+    for node, cluster in enumerate(parts):
+        for k in cluster.kinds:
+            node_of[k] = node
+    ports = {p: port for node, cluster in enumerate(parts) for p, port in _ports(folded, cluster, node)}
+    wiring = _Wiring(folded, parts, ports)
+    wiring.connect()
+    return Sketch(folded, parts, tuple(wiring.copies), tuple(wiring.wires), tuple(node_of), ports)
+
+
+def group_of(op: FlatOp) -> Group:
+    """The group in which an op reads: the next step's state is read by the update."""
+    return Group.UPDATE if op.name == "input" else Group(op.phase.value)
+
+
+def _ports(folded: Folded, cluster: Cluster, node: int) -> Iterator[tuple[Place, Port]]:
+    """The ports of all operands and results in a cluster."""
+    read_inside = {
+        link.producer for k in cluster.kinds for link in folded.links_into.get(k, ()) if link.producer in cluster.kinds
+    }
+    for kind in cluster.kinds:
+        rule = folded.op(kind).rule
+        may_be_partial = cluster.is_sum or kind not in read_inside
+        summed = {
+            cluster.factor_of[kind, i]
+            for i, f in enumerate(rule.factors)
+            if may_be_partial and f.kind is Kind.SUM and (kind, i) in cluster.factor_of
+        }
+        for i, dims in enumerate(rule.operands):
+            yield (kind, i, False), Port(node, _named(rule, cluster, kind, dims))
+        for i, dims in enumerate(rule.results):
+            named = _named(rule, cluster, kind, dims)
+            partial = summed - {f for dim in named for f in dim} if dims else set()
+            yield (kind, i, True), Port(node, named, tuple(sorted(partial)))
+
+
+def _named(rule: Rule, cluster: Cluster, kind: int, dims: Dims) -> Dims:
+    """Dimensions in terms of the cluster's factors."""
+    return tuple(tuple(cluster.factor_of.get((kind, f), STUCK) for f in d if rule.factors[f].size > 1) for d in dims)
+
+
+class _Wiring:
+    """Collects copies and wires, value by value."""
+
+    def __init__(self, folded: Folded, parts: tuple[Cluster, ...], ports: dict[Place, Port]) -> None:
+        self.folded, self.parts, self.ports = folded, parts, ports
+        self.copies: list[Copy] = []
+        self.wires: list[Wire] = []
+
+    def connect(self) -> None:
+        for (kind, result), reads in self._reads().items():
+            self._value(kind, result, reads)
+
+    def _reads(self) -> dict[tuple[int, int], dict[Group, dict[Port, dict[int, int]]]]:
+        """For each kind's result, by group and port: how often each value of that kind is read."""
+        program = self.folded.program
+        maker = {v: (i, r) for i, op in enumerate(program.ops) for r, v in enumerate(op.results)}
+        reads: dict = {}
+        for position, op in enumerate(program.ops):
+            consumer = self.folded.kind_of[position]
+            for operand, (v, count) in enumerate(zip(op.operands, op.operand_counts, strict=True)):
+                if not program.values[v].shape:
+                    continue
+                made, r = maker[v]
+                key = (self.folded.kind_of[made], r)
+                by_value = reads.setdefault(key, {}).setdefault((group_of(op), consumer, operand), {})
+                by_value[v] = max(by_value.get(v, 0), count)
+        return {key: self._by_port(key, reads[key]) for key in sorted(reads)}
+
+    def _by_port(self, key, by_consumer) -> dict[Group, dict[Port, dict[int, int]]]:
+        source = self.ports[(*key, True)]
+        grouped: dict[Group, dict[Port, dict[int, int]]] = {}
+        for (group, consumer, operand), by_value in by_consumer.items():
+            port = self.ports[consumer, operand, False]
+            if port == source:
+                continue
+            merged = grouped.setdefault(group, {}).setdefault(port, {})
+            for v, count in by_value.items():
+                merged[v] = max(merged.get(v, 0), count)
+        return grouped
+
+    def _value(self, kind: int, result: int, groups: dict[Group, dict[Port, dict[int, int]]]) -> None:
+        op = self.folded.op(kind)
+        value = self.folded.program.values[op.results[result]]
+        source = self.ports[kind, result, True]
+        outside = {g: ports for g, ports in groups.items() if any(p.node != source.node for p in ports)}
+        may_be_partial = bool(source.partial_over) or self.parts[source.node].is_sum
+        if may_be_partial and len(outside) > 1:
+            everything = {v: c for ports in groups.values() for by_value in ports.values() for v, c in by_value.items()}
+            source = self._copy((kind, result), value, Group.REST, source, (), (), sum(everything.values()))
+        forward = tuple(groups.get(Group.FORWARD, ()))
+        for group, ports in groups.items():
+            total: dict[int, int] = {}
+            for by_value in ports.values():
+                for v, count in by_value.items():
+                    total[v] = max(total.get(v, 0), count)
+            nodes = {p.node for p in ports}
+            is_retained = group is Group.BACKWARD and bool(forward) and value.num_bytes >= MIN_RETAINED_BYTES
+            start = source
+            if len(nodes - {source.node}) > 1 or (is_retained and nodes != {source.node}):
+                kept = forward if is_retained else ()
+                targets = tuple(ports)
+                start = self._copy((kind, result), value, group, source, targets, kept, sum(total.values()))
+            for port, by_value in ports.items():
+                self.wires.append(Wire(start, port, value, sum(by_value.values())))
+
+    def _copy(self, maker, value, group, source, targets, kept_from, count) -> Port:
+        node = len(self.parts) + len(self.copies)
+        self.copies.append(Copy(node, maker, value, group, source, targets, kept_from, count))
+        self.wires.append(Wire(source, Port(node, ()), value, count))
+        return Port(node, ())
+

@@ -1,0 +1,60 @@
+"""Models that the tests search, split and run: each a train step that a user might have written.
+
+`MAKERS` maps a name to a `make_*` function; called without arguments it gives a tiny `Case`. All
+take `dtype` (float64 wants `jax.enable_x64`). Batches of 24 split by 8 and by 6.
+"""
+
+from .autoencoder import make_autoencoder
+from .case import Case
+from .dlrm import make_dlrm
+from .evoformer import make_evoformer
+from .gpt_linen import make_gpt_linen
+from .gpt_nnx import make_gpt_nnx, make_gpt_nnx_optimizer
+from .gpt_scan import make_gpt_scan
+from .llama import LLAMA_3_8B, make_llama
+from .lstm import make_lstm
+from .megatron import make_megatron
+from .mlp import make_mlp
+from .moe import make_moe
+from .resnet import make_resnet
+from .t5 import make_t5
+from .vit import make_vit
+
+MAKERS = {
+    "mlp": make_mlp,
+    "gpt_linen": make_gpt_linen,
+    "gpt_nnx": make_gpt_nnx,
+    "gpt_nnx_optimizer": make_gpt_nnx_optimizer,
+    "gpt_scan": make_gpt_scan,
+    "megatron": make_megatron,
+    "llama": make_llama,
+    "moe": make_moe,
+    "t5": make_t5,
+    "vit": make_vit,
+    "resnet": make_resnet,
+    "autoencoder": make_autoencoder,
+    "lstm": make_lstm,
+    "dlrm": make_dlrm,
+    "evoformer": make_evoformer,
+}
+
+__all__ = [
+    "LLAMA_3_8B",
+    "MAKERS",
+    "Case",
+    "make_autoencoder",
+    "make_dlrm",
+    "make_evoformer",
+    "make_gpt_linen",
+    "make_gpt_nnx",
+    "make_gpt_nnx_optimizer",
+    "make_gpt_scan",
+    "make_llama",
+    "make_lstm",
+    "make_megatron",
+    "make_mlp",
+    "make_moe",
+    "make_resnet",
+    "make_t5",
+    "make_vit",
+]

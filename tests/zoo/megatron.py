@@ -1,0 +1,91 @@
+"""The GPT of the Megatron papers in plain JAX: fused QKV, a GELU MLP of 4 x hidden, tied embeddings."""
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from .case import Case, Integers
+
+
+def layer_norm(x, norm):
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    mean = wide.mean(-1, keepdims=True)
+    variance = wide.var(-1, keepdims=True)
+    return ((wide - mean) * jax.lax.rsqrt(variance + 1e-5)).astype(x.dtype) * norm["scale"] + norm["bias"]
+
+
+def attention(x, layer, heads):
+    batch, seq, hidden = x.shape
+    qkv = (x @ layer["qkv"]["w"] + layer["qkv"]["b"]).reshape(batch, seq, heads, 3, hidden // heads)
+    q, k, v = qkv[:, :, :, 0], qkv[:, :, :, 1], qkv[:, :, :, 2]
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / (hidden // heads) ** 0.5
+    causal = jnp.tril(jnp.ones((seq, seq), bool))
+    scores = jnp.where(causal, scores.astype(jnp.promote_types(x.dtype, jnp.float32)), -1e9)
+    weights = jax.nn.softmax(scores, axis=-1).astype(x.dtype)
+    mixed = jnp.einsum("bhqk,bkhd->bqhd", weights, v).reshape(batch, seq, hidden)
+    return mixed @ layer["out"]["w"] + layer["out"]["b"]
+
+
+def mlp(x, layer):
+    x = jax.nn.gelu(x @ layer["fc1"]["w"] + layer["fc1"]["b"])
+    return x @ layer["fc2"]["w"] + layer["fc2"]["b"]
+
+
+def forward(params, tokens, heads):
+    x = params["embed"][tokens] + params["positions"]
+    for layer in params["layers"]:
+        x = x + attention(layer_norm(x, layer["norm1"]), layer, heads)
+        x = x + mlp(layer_norm(x, layer["norm2"]), layer)
+    return layer_norm(x, params["norm"]) @ params["embed"].T
+
+
+def make_megatron(
+    num_layers=2, hidden=32, heads=8, vocab=64, seq=16, batch=24, dtype=jnp.float32, compute_dtype=None
+) -> Case:
+    """Parameters rest in `dtype`; the layers compute in `compute_dtype`, by default the same."""
+    compute_dtype = compute_dtype or dtype
+    optimizer = optax.adamw(1e-3, b2=0.95, weight_decay=0.1)
+
+    def norm():
+        return {"scale": jnp.ones(hidden, dtype), "bias": jnp.zeros(hidden, dtype)}
+
+    def init():
+        keys = iter(jax.random.split(jax.random.key(0), 4 * num_layers + 2))
+
+        def table(rows, columns):
+            return 0.02 * jax.random.normal(next(keys), (rows, columns), dtype)
+
+        def linear(fan_in, fan_out):
+            return {"w": table(fan_in, fan_out), "b": jnp.zeros(fan_out, dtype)}
+
+        def layer():
+            return {
+                "norm1": norm(),
+                "qkv": linear(hidden, 3 * hidden),
+                "out": linear(hidden, hidden),
+                "norm2": norm(),
+                "fc1": linear(hidden, 4 * hidden),
+                "fc2": linear(4 * hidden, hidden),
+            }
+
+        params = {
+            "embed": table(vocab, hidden),
+            "positions": table(seq, hidden),
+            "layers": [layer() for _ in range(num_layers)],
+            "norm": norm(),
+        }
+        return {"params": params, "opt_state": optimizer.init(params)}
+
+    def loss_fn(params, batch):
+        params = jax.tree.map(lambda param: param.astype(compute_dtype), params)
+        logits = forward(params, batch["tokens"], heads).astype(dtype)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"]).mean()
+
+    def step(state, batch):
+        loss, grads = jax.value_and_grad(loss_fn)(state["params"], batch)
+        updates, opt_state = optimizer.update(grads, state["opt_state"], state["params"])
+        params = optax.apply_updates(state["params"], updates)
+        return {"params": params, "opt_state": opt_state}, {"loss": loss}
+
+    inputs = {"tokens": Integers((batch, seq), vocab), "targets": Integers((batch, seq), vocab)}
+    return Case("megatron", step, init, inputs)

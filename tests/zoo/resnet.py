@@ -1,0 +1,83 @@
+"""A small ResNet in Flax Linen with BatchNorm: the state carries running statistics."""
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+from flax.training import train_state
+
+from .case import Case, Integers, Normal
+
+
+class ResidualBlock(nn.Module):
+    features: int
+    stride: int
+    dtype: Any
+
+    @nn.compact
+    def __call__(self, x):
+        y = nn.relu(self._norm()(self._conv(3, self.stride)(x)))
+        y = self._norm()(self._conv(3, 1)(y))
+        if y.shape != x.shape:
+            x = self._norm()(self._conv(1, self.stride)(x))
+        return nn.relu(x + y)
+
+    def _conv(self, size, stride):
+        types = {"dtype": self.dtype, "param_dtype": self.dtype}
+        return nn.Conv(self.features, (size, size), strides=stride, use_bias=False, **types)
+
+    def _norm(self):
+        # Statistics follow `dtype`; Flax's default keeps them in float32 even in a float64 model.
+        types = {"dtype": self.dtype, "param_dtype": self.dtype, "force_float32_reductions": False}
+        return nn.BatchNorm(use_running_average=False, momentum=0.9, **types)
+
+
+class ResNet(nn.Module):
+    stage_features: tuple[int, ...]
+    blocks_per_stage: int
+    num_classes: int
+    dtype: Any
+
+    @nn.compact
+    def __call__(self, x):
+        types = {"dtype": self.dtype, "param_dtype": self.dtype}
+        x = nn.relu(nn.Conv(self.stage_features[0], (3, 3), **types, name="stem")(x))
+        x = nn.max_pool(x, (2, 2), strides=(2, 2))
+        for stage, features in enumerate(self.stage_features):
+            for block in range(self.blocks_per_stage):
+                stride = 2 if stage > 0 and block == 0 else 1
+                x = ResidualBlock(features, stride, self.dtype, name=f"stage{stage}_block{block}")(x)
+        return nn.Dense(self.num_classes, **types, name="head")(x.mean(axis=(1, 2)))
+
+
+class TrainState(train_state.TrainState):
+    batch_stats: Any
+
+
+def make_resnet(
+    stage_features=(16, 32), blocks_per_stage=1, image=16, num_classes=16, batch=24, dtype=jnp.float32
+) -> Case:
+    """Images are `[batch, image, image, 3]`."""
+    model = ResNet(stage_features, blocks_per_stage, num_classes, dtype)
+    optimizer = optax.sgd(0.05, momentum=0.9, nesterov=True)
+
+    def init():
+        variables = model.init(jax.random.key(0), jnp.zeros((1, image, image, 3), dtype))
+        return TrainState.create(apply_fn=model.apply, tx=optimizer, **variables)
+
+    def step(state, batch):
+        def loss_fn(params):
+            variables = {"params": params, "batch_stats": state.batch_stats}
+            logits, updated = state.apply_fn(variables, batch["image"], mutable=["batch_stats"])
+            loss = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean()
+            accuracy = jnp.mean(logits.argmax(-1) == batch["label"], dtype=logits.dtype)
+            return loss, (updated["batch_stats"], accuracy)
+
+        (loss, (batch_stats, accuracy)), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params)
+        state = state.apply_gradients(grads=grads, batch_stats=batch_stats)
+        return state, {"loss": loss, "accuracy": accuracy}
+
+    inputs = {"image": Normal((batch, image, image, 3), dtype), "label": Integers((batch,), num_classes)}
+    return Case("resnet", step, init, inputs)
