@@ -11,10 +11,12 @@ JAX 0.11 and 0.12:
 """
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import Any
 
 import jax
+import numpy as np
 from jax._src import source_info_util
 from jax.extend import core as jex_core
 
@@ -109,7 +111,14 @@ def is_key_dtype(dtype: Any) -> bool:
     return jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
 
 
-def key_bytes(dtype: Any) -> int:
-    """Bytes of one typed PRNG key."""
-    return jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), dtype)).size * 4
+@functools.lru_cache(maxsize=256)
+def itemsize(dtype: Any) -> int:
+    """Bytes of one element; of a typed PRNG key, those of its data."""
+    if is_key_dtype(dtype):
+        return jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), dtype)).size * 4
+    return np.dtype(dtype).itemsize
 
+
+def abstract_value(shape: tuple[int, ...], dtype: Any, weak_type: bool) -> jax.ShapeDtypeStruct:
+    """What `make_jaxpr` takes for an argument of this type."""
+    return jax.ShapeDtypeStruct(shape, dtype, weak_type=weak_type)

@@ -15,7 +15,6 @@ from functools import cached_property
 from typing import Any
 
 import jax
-import numpy as np
 
 from autoshard import _jax
 
@@ -41,15 +40,16 @@ class Role(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """One array: its shape and dtype."""
+    """One array: its shape, its dtype, and whether that is weak in JAX's type promotion."""
 
     shape: tuple[int, ...]
     dtype: Any
+    weak_type: bool = False
 
     @property
     def itemsize(self) -> int:
         """Bytes of one element."""
-        return _jax.key_bytes(self.dtype) if _jax.is_key_dtype(self.dtype) else np.dtype(self.dtype).itemsize
+        return _jax.itemsize(self.dtype)
 
     @property
     def num_bytes(self) -> int:
@@ -156,7 +156,7 @@ class Step:
     def abstract_inputs(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Shape and dtype of every flat argument."""
         values = (self.graph.values[v] for v in self.graph.inputs)
-        return tuple(jax.ShapeDtypeStruct(v.shape, v.dtype) for v in values)
+        return tuple(jax.ShapeDtypeStruct(v.shape, v.dtype, weak_type=v.weak_type) for v in values)
 
 
 def walk(graph: Graph, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Graph]]:

@@ -1,12 +1,14 @@
 """Times the ILP and its possible backends on problems shaped like real searches.
 
-The problems are a Transformer step's: one block, forward and backward, folded over the layers, between an embedding and
+The problems are a Transformer step's: blocks, forward and backward, folded over the layers, between an embedding and
 a vocabulary head, with storage, gradients and optimizer updates. Nodes are ops (labels: which factor each mesh axis
-splits), values with several readers and residuals (labels: spec, and what happens to it until the backward phase), and
-parameters' storage. Costs are a small copy of the real ones: FLOPs, HBM and reshard bytes over link speeds.
+splits), values with several readers and residuals (labels: spec, and what happens to it until the backward phase),
+and parameters' storage. Costs are a small copy of the real ones: FLOPs, HBM and reshard bytes over link speeds. A
+"long" problem's step is mostly computation, a "short" one's (a sixteenth of the tokens) mostly communication. The
+memory limit is a fraction of what the fastest assignment takes.
 
-    .venv/bin/python benchmarks/solvers.py            # our pipeline on every problem
-    .venv/bin/python benchmarks/solvers.py backends   # plain MILPs too (minutes)
+    .venv/bin/python benchmarks/solvers.py                # our pipeline on every problem
+    .venv/bin/python benchmarks/solvers.py 8x8 backends   # one mesh, plain integer programs too (minutes)
 """
 
 import sys
@@ -17,7 +19,7 @@ from time import perf_counter
 import numpy as np
 from ortools.math_opt.python import mathopt
 
-from search.ilp import Edge, Labels, NoFitError, Problem, Row, minimise_peak, solve
+from search.ilp import Edge, Labels, NoFitError, Problem, Row, solve
 from search.milp import solve_milp
 from search.pbqp import merged
 
@@ -37,12 +39,14 @@ class Mesh:
     link_bytes_per_s: tuple[float, ...]
 
     def shards(self, spec: Spec) -> int:
-        return int(np.prod([n for n, dim in zip(self.sizes, spec, strict=True) if dim not in (None, PARTIAL)]))
+        return int(
+            np.prod([n for n, dim in zip(self.sizes, spec, strict=True) if dim not in (None, PARTIAL)])
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """A value: its dims, its bytes, and what stands for it (a node, and the spec that each label gives it)."""
+    """A value: its dims, its bytes, the node that stands for it and the spec that each label gives it."""
 
     dims: str
     num_bytes: float
@@ -72,7 +76,9 @@ class Builder:
 
     def _fits(self, spec: Spec) -> bool:
         dims = sorted({dim for dim in spec if dim})
-        split = (int(np.prod([n for n, d in zip(self.mesh.sizes, spec, strict=True) if d == dim])) for dim in dims)
+        split = (
+            int(np.prod([n for n, d in zip(self.mesh.sizes, spec, strict=True) if d == dim])) for dim in dims
+        )
         return all(self.sizes[dim] % num == 0 for dim, num in zip(dims, split, strict=True))
 
     def node(self, cost: np.ndarray) -> int:
@@ -96,7 +102,8 @@ class Builder:
     def join(self, value: Tensor, node: int, wanted: tuple[Spec, ...]) -> None:
         """The reshards from each spec of a value to each spec that a node wants it in."""
         cache = {
-            pair: self.reshard_s(value.num_bytes, *pair) for pair in product(sorted(set(value.specs), key=str), wanted)
+            pair: self.reshard_s(value.num_bytes, *pair)
+            for pair in product(sorted(set(value.specs), key=str), wanted)
         }
         cost = np.array([[cache[source, target] for target in wanted] for source in value.specs])
         self.edges.append(Edge(value.node, node, cost * self.repeat))
@@ -106,7 +113,9 @@ class Builder:
         labels = self.specs(factors)
         points, size = self.num_elements(factors), 2.0 * self.num_elements(out)
         moved = size + sum(t.num_bytes for t in operands)
-        cost = [max(points * flops / FLOPS_PER_S, moved / HBM_BYTES_PER_S) / self.mesh.shards(s) for s in labels]
+        cost = [
+            max(points * flops / FLOPS_PER_S, moved / HBM_BYTES_PER_S) / self.mesh.shards(s) for s in labels
+        ]
         node = self.node(np.array(cost))
         for operand in operands:
             self.join(operand, node, tuple(restricted(spec, operand.dims) for spec in labels))
@@ -173,15 +182,21 @@ def update(b: Builder, name: str, weight: Tensor, state: Tensor, gradient: Tenso
     b.join(new, weight.node, weight.specs)
 
 
-def transformer(mesh: Mesh, layers: int, sizes: dict[str, int], num_blocks: int = 1) -> tuple[Problem, tuple[Row, ...]]:
+def transformer(
+    mesh: Mesh, layers: int, sizes: dict[str, int], num_blocks: int = 1
+) -> tuple[Problem, tuple[Row, ...]]:
     """A training step: `num_blocks` kinds of block, each repeated `layers / num_blocks` times.
 
-    Dims: b batch, s sequence, t the keys' sequence, e embedding, h heads, d head size, f hidden, v vocabulary.
+    Dims: b batch, s sequence, t the keys' sequence, e embedding, h heads, d head size, f hidden,
+    v vocabulary.
     """
     b = Builder(mesh, sizes)
     each = layers // num_blocks
     head = b.parameter("ve", 1)
-    kinds = [[b.parameter(dims, each) for dims in ("ehd", "ehd", "ehd", "hde", "ef", "fe", "e", "e")] for _ in range(num_blocks)]
+    kinds = [
+        [b.parameter(dims, each) for dims in ("ehd", "ehd", "ehd", "hde", "ef", "fe", "e", "e")]
+        for _ in range(num_blocks)
+    ]
     tokens = b.op("embed", [head[0]], "bsve", "bse", 0.01)
     stream = b.value(tokens)
     saved = []
@@ -216,7 +231,11 @@ def forward(b: Builder, kind, x: Tensor, layers: int):
     normed2 = b.value(b.op("ln2", [middle, scale2[0]], "bse", "bse"), is_residual=True, layers=layers)
     hidden = b.value(linear(b, "up", normed2, up[0], "bsf"), is_residual=True, layers=layers)
     active = b.value(b.op("gelu", [hidden], "bsf", "bsf", 8.0), is_residual=True, layers=layers)
-    out = b.value(b.op("add2", [middle, linear(b, "down", active, down[0], "bse")], "bse", "bse"), is_residual=True, layers=layers)
+    out = b.value(
+        b.op("add2", [middle, linear(b, "down", active, down[0], "bse")], "bse", "bse"),
+        is_residual=True,
+        layers=layers,
+    )
     b.join(out, x.node, x.specs)
     return (x, normed, q, k, v, weights, mixed, middle, normed2, hidden, active), out
 
@@ -229,7 +248,9 @@ def backward(b: Builder, kind, block, grad: Tensor) -> Tensor:
     d_normed2 = b.value(linear_backward(b, "up", normed2, up, d_hidden))
     b.free(active, hidden, d_hidden)
     update(b, "scale2", *scale2, b.op("scale2.dw", [d_normed2, middle], "bse", "e"))
-    d_middle = b.value(b.op("add1.dx", [grad, b.op("ln2.dx", [d_normed2, middle], "bse", "bse")], "bse", "bse"))
+    d_middle = b.value(
+        b.op("add1.dx", [grad, b.op("ln2.dx", [d_normed2, middle], "bse", "bse")], "bse", "bse")
+    )
     d_mixed = b.value(linear_backward(b, "o", mixed, wo, d_middle))
     b.free(mixed, d_normed2)
     d_weights = b.op("av.dw", [d_mixed, v], "bhstd", "bhst", 2.0)
@@ -239,7 +260,10 @@ def backward(b: Builder, kind, block, grad: Tensor) -> Tensor:
     d_k = b.value(b.op("qk.dk", [d_scores, q], "bhstd", "bthd", 2.0))
     d_v = b.value(b.op("av.dv", [d_mixed, weights], "bhstd", "bthd", 2.0))
     b.free(d_scores)
-    parts = [linear_backward(b, name, normed, w, d) for name, w, d in (("q", wq, d_q), ("k", wk, d_k), ("v", wv, d_v))]
+    parts = [
+        linear_backward(b, name, normed, w, d)
+        for name, w, d in (("q", wq, d_q), ("k", wk, d_k), ("v", wv, d_v))
+    ]
     d_normed = b.value(b.op("sum", parts, "bse", "bse"))
     update(b, "scale1", *scale1, b.op("scale1.dw", [d_normed, x], "bse", "e"))
     out = b.value(b.op("add0.dx", [d_middle, b.op("ln1.dx", [d_normed, x], "bse", "bse")], "bse", "bse"))
@@ -258,8 +282,65 @@ MESHES = {
 }
 
 
+SHORT = {**SIZES, "s": 128, "t": 128}
+NUM_LAYERS = 32
+FRACTIONS = (None, 0.8, 0.5, 0.3)
+BACKENDS = (mathopt.SolverType.HIGHS, mathopt.SolverType.GSCIP, mathopt.SolverType.CP_SAT)
+TIME_LIMIT_S = 20.0
+
+
 def overflowing(rows: tuple[Row, ...], limit_bytes: float, labels: Labels) -> tuple[Row, ...]:
-    """The lazy oracle: only the worst few overflowing rows, as a search would give."""
-    over = [(row.total_bytes(labels), row) for row in rows]
-    over = sorted((item for item in over if item[0] > limit_bytes), key=lambda item: -item[0])
-    return tuple(row for _, row in over[:3])
+    """The lazy oracle."""
+    return tuple(row for row in rows if row.total_bytes(labels) > limit_bytes)
+
+
+def problems(mesh_names: list[str]):
+    """(name, problem, rows, limit) of every mesh, length and memory fraction."""
+    for mesh_name in mesh_names:
+        for length, sizes, num_blocks in (("long", SIZES, 1), ("short", SHORT, 1), ("short x2", SHORT, 2)):
+            problem, rows = transformer(MESHES[mesh_name], NUM_LAYERS, sizes, num_blocks)
+            free = solve(problem, time_limit_s=TIME_LIMIT_S)
+            peak_bytes = max(row.total_bytes(free.labels) for row in rows)
+            for fraction in FRACTIONS:
+                limit_bytes = peak_bytes * (fraction or 2.0)
+                yield f"{mesh_name} {length} {fraction or 'free'}", problem, rows, limit_bytes
+
+
+def ours(problem: Problem, rows: tuple[Row, ...], limit_bytes: float) -> str:
+    start_s = perf_counter()
+
+    def violated(labels: Labels) -> tuple[Row, ...]:
+        return overflowing(rows, limit_bytes, labels)
+
+    try:
+        found = solve(problem, limit_bytes=limit_bytes, violated=violated, time_limit_s=TIME_LIMIT_S)
+    except NoFitError as error:
+        return f"{perf_counter() - start_s:6.2f} s  infeasible{'' if error.is_proven else '?'}"
+    return f"{perf_counter() - start_s:6.2f} s  {found.cost_s:.6g} gap {found.gap:.0e}  {found.stats}"
+
+
+def plain(problem: Problem, rows: tuple[Row, ...], limit_bytes: float, backend: mathopt.SolverType) -> str:
+    """One integer program with every row."""
+    start_s = perf_counter()
+    answer = solve_milp(
+        merged(problem), rows, limit_bytes, time_limit_s=TIME_LIMIT_S, relative_gap=1e-4, backend=backend
+    )
+    taken_s = perf_counter() - start_s
+    if answer.labels is None:
+        return f"{taken_s:6.2f} s  none, bound {answer.bound:.6g}"
+    cost_s = problem.cost_s(answer.labels)
+    return f"{taken_s:6.2f} s  {cost_s:.6g} gap {(cost_s - answer.bound) / cost_s:.0e}"
+
+
+def main(mesh_names: list[str], with_backends: bool) -> None:
+    for name, problem, rows, limit_bytes in problems(mesh_names):
+        edges, labels = len(merged(problem).edges), sum(problem.num_labels)
+        print(f"{name}: {len(problem.node_cost_s)} nodes, {labels} labels, {edges} edges, {len(rows)} rows")
+        print(f"  ours    {ours(problem, rows, limit_bytes)}", flush=True)
+        for backend in BACKENDS if with_backends else ():
+            print(f"  {backend.name:<7} {plain(problem, rows, limit_bytes, backend)}", flush=True)
+
+
+if __name__ == "__main__":
+    words = sys.argv[1:]
+    main([word for word in words if word in MESHES] or list(MESHES), "backends" in words)

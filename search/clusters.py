@@ -47,10 +47,14 @@ def clusters(folded: Folded) -> tuple[Cluster, ...]:
     """Partitions the kinds into clusters, ordered by first kind."""
     sums = _sum_kinds(folded)
     joiner = _Joiner(folded)
-    for link in sorted(folded.links, key=lambda l: (-_link_size(folded, l), l.producer, l.consumer, l.operand)):
+    for link in sorted(
+        folded.links, key=lambda l: (-_link_size(folded, l), l.producer, l.consumer, l.operand)
+    ):
         u, v = link.producer, link.consumer
         both_sums = u in sums and v in sums
-        neither = not sums & {u, v} and _is_light(folded, u) and _is_light(folded, v) and _phases_meet(folded, u, v)
+        neither = (
+            not sums & {u, v} and _is_light(folded, u) and _is_light(folded, v) and _phases_meet(folded, u, v)
+        )
         if u != v and (both_sums or neither):
             joiner.join(link)
     return joiner.clusters(sums)
@@ -75,7 +79,9 @@ def _sum_kinds(folded: Folded) -> set[int]:
     """Additive kinds fed by contractions alone, that a sum of several operands is among or downstream of."""
     carriers: set[int] = set()
     sources = {k for k, heavy in enumerate(folded.is_heavy) if heavy}
-    additive = [k for k in range(len(folded.members)) if folded.op(k).rule.is_additive and _is_light(folded, k)]
+    additive = [
+        k for k in range(len(folded.members)) if folded.op(k).rule.is_additive and _is_light(folded, k)
+    ]
     changed = True
     while changed:
         fed = {
@@ -90,7 +96,9 @@ def _sum_kinds(folded: Folded) -> set[int]:
     kept = {k for k in carriers if len(folded.op(k).operands) > 1}
     grew = True
     while grew:
-        feeding = {l.producer for k in kept for l in folded.links_into.get(k, ()) if l.producer in carriers} - kept
+        feeding = {
+            l.producer for k in kept for l in folded.links_into.get(k, ()) if l.producer in carriers
+        } - kept
         kept |= feeding
         grew = bool(feeding)
     return kept
@@ -137,7 +145,9 @@ class _Joiner:
             return
         if any(self.loop_kinds[p] & self.loop_kinds[q] for p, q in roots):
             return
-        if a != b and len(self.loops[a]) + len(self.loops[b]) - len(roots) > max(len(self.loops[a]), len(self.loops[b])):
+        if a != b and len(self.loops[a]) + len(self.loops[b]) - len(roots) > max(
+            len(self.loops[a]), len(self.loops[b])
+        ):
             return
         self._merge(a, b, roots)
 

@@ -42,7 +42,10 @@ class _Bucket:
 
 def eliminate(problem: Problem, max_entries: float) -> tuple[float, Labels] | None:
     """The minimum of a merged problem and an assignment that attains it; None where a table would exceed `max_entries`."""
-    tables = [_compressed((edge.u, edge.v), tuple(map(np.arange, edge.cost_s.shape)), edge.cost_s) for edge in problem.edges]
+    tables = [
+        _compressed((edge.u, edge.v), tuple(map(np.arange, edge.cost_s.shape)), edge.cost_s)
+        for edge in problem.edges
+    ]
     left, buckets, total = set(range(len(problem.node_cost_s))), [], 0.0
     while left:
         node = min(sorted(left), key=lambda node: _size(node, tables, problem))
@@ -73,7 +76,14 @@ def _size(node: int, tables: Sequence[_Table], problem: Problem) -> float:
 def _minimised(node: int, cost: np.ndarray, tables: Sequence[_Table]) -> _Table:
     """The table over a node's neighbours: the smallest sum over the node's labels."""
     nodes = tuple(sorted({other for table in tables for other in table.nodes} - {node}))
-    joint = {other: _joint([t.classes[t.nodes.index(other)] for t in tables if other in t.nodes]) for other in (node, *nodes)} if tables else {}
+    joint = (
+        {
+            other: _joint([t.classes[t.nodes.index(other)] for t in tables if other in t.nodes])
+            for other in (node, *nodes)
+        }
+        if tables
+        else {}
+    )
     if not tables:
         return _Table((), (), cost.min())
     classes, firsts = joint[node]

@@ -71,7 +71,9 @@ def _edges(program: Program) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return table[:, 0], table[:, 1], _mix(table[:, 2].astype(np.uint64))
 
 
-def _refine(colors: np.ndarray, producers: np.ndarray, consumers: np.ndarray, meets: np.ndarray) -> np.ndarray:
+def _refine(
+    colors: np.ndarray, producers: np.ndarray, consumers: np.ndarray, meets: np.ndarray
+) -> np.ndarray:
     downward, upward = np.uint64(0xD1B54A32D192ED03), np.uint64(0xABC98388FB8FAC03)
     for _ in range(ROUNDS):
         sums = _mix(colors)

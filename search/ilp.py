@@ -24,13 +24,27 @@ from time import monotonic
 
 import numpy as np
 
-from autoshard.errors import InfeasibleError
+from search.elimination import eliminate
 from search.lagrangian import Planes, Relaxation
 from search.local_search import descend
 from search.messages import Messages
-from search.pbqp import Edge, Labels, Problem, Row, merged, restricted, restricted_row
+from search.milp import solve_milp
+from search.overflow import ROWS_PER_ROUND, NoFitError, Violated, oracle
+from search.pbqp import Edge, Labels, Problem, Row, merged, restricted_row
+from search.peak import Peak, minimise_peak, smallest_peak
 
-__all__ = ["Edge", "Labels", "NoFitError", "Problem", "Row", "Solution", "Stats", "minimise_peak", "solve"]
+__all__ = [
+    "Edge",
+    "Labels",
+    "NoFitError",
+    "Peak",
+    "Problem",
+    "Row",
+    "Solution",
+    "Stats",
+    "minimise_peak",
+    "solve",
+]
 
 RELATIVE_GAP = 1e-4
 """A plan within this of the optimum is called optimal: costs are not known any better."""
@@ -45,20 +59,12 @@ MAX_PRICINGS = 40
 MAX_STALLED_PRICINGS = 5
 MAX_REPAIRS = 12
 """Of one assignment; each either pays four times as much for memory or reckons with new rows."""
-ROWS_PER_ROUND = 3
-"""Of the rows that an assignment overflows, this many of the worst are added: neighbouring points hold nearly the same."""
+PRICINGS_PER_BRANCH = 3
 MAX_BRANCHES = 2000
-
-Violated = Callable[[Labels], Sequence[Row]]
-"""A full assignment -> the rows that it overflows, empty where it fits."""
-
-
-class NoFitError(InfeasibleError):
-    """No assignment satisfies the rows; `is_proven` is False where time ran out before one was found."""
-
-    def __init__(self, message: str, *, is_proven: bool) -> None:
-        super().__init__(message)
-        self.is_proven = is_proven
+MAX_PROGRAM_LABELS = 400
+"""A part with so few labels, over all nodes, is cheaper to solve as a mixed-integer program than to branch on."""
+MAX_TABLE_ENTRIES = 1e7
+"""80 MB of doubles."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +74,8 @@ class Stats:
     Attributes:
       search_s: wall time.
       num_pricings: prices tried in stage 2.
-      num_branches: mixed-integer programs solved in stage 3.
+      num_branches: parts that stage 3 looked at.
+      num_programs: mixed-integer programs that it solved.
       num_rows: memory rows that had to be reckoned with.
       num_labels: labels in play at the end, over all nodes.
     """
@@ -76,6 +83,7 @@ class Stats:
     search_s: float
     num_pricings: int
     num_branches: int
+    num_programs: int
     num_rows: int
     num_labels: int
 
@@ -125,22 +133,23 @@ def solve(
       >>> solve(Problem((a, b), (reshard,))).labels
       (1, 0)
     """
-    search = _Search(merged(problem), limit_bytes, _oracle(rows, violated, limit_bytes), time_limit_s, relative_gap, progress)
+    search = _Search(
+        merged(problem),
+        limit_bytes,
+        oracle(rows, violated, limit_bytes),
+        time_limit_s,
+        relative_gap,
+        progress,
+    )
     return search.run()
-
-
-def _oracle(rows: Sequence[Row], violated: Violated | None, limit_bytes: float) -> Violated:
-    def over(labels: Labels) -> list[Row]:
-        known = [row for row in rows if row.total_bytes(labels) > limit_bytes]
-        return known + list(violated(labels) if violated else ())
-
-    return over
 
 
 class _Search:
     """One run of `solve`: the incumbent, the bound, and what is left of the problem between them."""
 
-    def __init__(self, problem: Problem, limit_bytes: float, violated: Violated, time_limit_s, relative_gap, progress):
+    def __init__(
+        self, problem: Problem, limit_bytes: float, violated: Violated, time_limit_s, relative_gap, progress
+    ):
         self.problem, self.limit_bytes, self.violated = problem, limit_bytes, violated
         self.start_s, self.time_limit_s = monotonic(), time_limit_s
         self.relative_gap = max(relative_gap, ROUNDING)
@@ -148,21 +157,25 @@ class _Search:
         self.planes = Planes(problem, limit_bytes)
         self.labels: Labels | None = None
         self.cost_s, self.bound_s, self.floor_s = np.inf, -np.inf, np.inf
-        self.num_pricings = self.num_branches = 0
+        self.num_pricings = self.num_branches = self.num_programs = 0
 
     def run(self) -> Solution:
         messages = Messages(self.problem)
         messages.make_consistent()
         whole = Relaxation(self.planes, messages)
-        for stage in (self._relax, self._price, self._branch):
+        for stage in (self._relax, self._price, self._fit, self._branch):
             if self._is_open(whole):
                 stage(whole)
                 name = stage.__name__.strip("_")
-                self.progress(f"{name}: cost {self.cost_s:.6g} s, bound {self.bound_s:.6g} s, {whole.messages.num_kept} labels")
+                self.progress(
+                    f"{name}: cost {self.cost_s:.6g} s, bound {self.bound_s:.6g} s, {whole.messages.num_kept} labels"
+                )
         if not whole.messages.is_feasible:
             self._raise_bound(np.inf)
         if self.labels is None:
-            raise NoFitError("no assignment of strategies fits the memory limit", is_proven=self.bound_s == np.inf)
+            raise NoFitError(
+                "no assignment of strategies fits the memory limit", is_proven=self.bound_s == np.inf
+            )
         return Solution(self.labels, self.cost_s, min(self.bound_s, self.cost_s), self._stats(whole))
 
     def _relax(self, whole: Relaxation) -> None:
@@ -174,45 +187,95 @@ class _Search:
             self._drop(whole)
             if not self._is_open(whole):
                 return
+        self._eliminate(whole)
+
+    def _eliminate(self, whole: Relaxation) -> None:
+        """Ends a search without memory rows, if its tables are small."""
+        minimum = eliminate(whole.messages.rest(), MAX_TABLE_ENTRIES)
+        if minimum is not None:
+            whole.best_bound_s = minimum[0]
+            self._offer(whole.messages.original(minimum[1]))
+            self._raise_bound(minimum[0])
 
     def _price(self, whole: Relaxation) -> None:
-        self._tighten(whole, MAX_PRICINGS, MAX_STALLED_PRICINGS)
-        self._raise_bound(whole.best_bound_s)
-
-    def _tighten(self, part: Relaxation, max_pricings: int, max_stalled: int) -> None:
-        """Raises a part's bound by better prices, and looks for incumbents on the way."""
         stalled = 0
-        for _ in range(max_pricings):
-            if stalled >= max_stalled or not self._is_open(part):
-                return
-            self.num_pricings += 1
-            before_s = part.best_bound_s
-            part.set_prices(part.next_prices())
-            _, labels = part.run(SWEEPS_PER_PRICING)
-            self._repair(part, labels)
-            self._drop(part)
-            is_better = part.best_bound_s > before_s + 0.1 * self.relative_gap * abs(part.best_bound_s)
-            stalled = 0 if is_better else stalled + 1
+        while stalled < MAX_STALLED_PRICINGS and self.num_pricings < MAX_PRICINGS and self._is_open(whole):
+            before_s = whole.best_bound_s
+            self._repair(whole, self._reprice(whole))
+            self._drop(whole)
+            self._raise_bound(whole.best_bound_s)
+            stalled = 0 if self._is_higher(whole.best_bound_s, before_s) else stalled + 1
+
+    def _fit(self, whole: Relaxation) -> None:
+        """Where pricing found nothing that fits: the smallest peak fits, or proves that nothing does."""
+        has_new_rows = self.labels is None
+        while has_new_rows and self._left_s() > 0:
+            answer = smallest_peak(whole.messages, self.planes.rows, self.limit_bytes, self._left_s())
+            if answer.bound > self.limit_bytes * (1 + ROUNDING):
+                whole.best_bound_s = np.inf
+                self._raise_bound(np.inf)
+            has_new_rows = answer.labels is not None and self._offer(answer.labels)
 
     def _branch(self, whole: Relaxation) -> None:
         parts = [(whole.best_bound_s, 0, whole)]
         while parts and self._left_s() > 0 and self.num_branches < MAX_BRANCHES:
             self._raise_bound(parts[0][0])
-            _, _, part = heappop(parts)
-            if not self._is_open(part):
-                continue
+            part = heappop(parts)[2]
             for child in self._children(part):
                 self.num_branches += 1
-                self._drop(child)
-                self._tighten(child, 4, 2)
                 if self._is_open(child):
                     heappush(parts, (child.best_bound_s, self.num_branches, child))
         self._raise_bound(parts[0][0] if parts else np.inf)
 
     def _children(self, part: Relaxation) -> list[Relaxation]:
-        node, score = _disputed(part)
-        mask = score <= np.mean([score.min(), score.max()])
-        return [part.branch(node, mask), part.branch(node, ~mask)]
+        """A part's pieces, tightened; none where the part could be solved outright."""
+        if part.messages.num_kept <= MAX_PROGRAM_LABELS:
+            self._settle(part)
+        if not self._is_open(part):
+            return []
+        node, mask = part.disputed()
+        children = [part.branch(node, mask), part.branch(node, ~mask)]
+        for child in children:
+            self._tighten(child)
+        return children
+
+    def _tighten(self, part: Relaxation) -> None:
+        """Raises a branch's bound by better prices, and looks for an incumbent once."""
+        self._drop(part)
+        for _ in range(PRICINGS_PER_BRANCH):
+            if not self._is_open(part):
+                return
+            before_s = part.best_bound_s
+            self._reprice(part)
+            self._drop(part)
+            if not self._is_higher(part.best_bound_s, before_s):
+                break
+        if self._is_open(part):
+            self._repair(part, part.run(1)[1])
+            self._drop(part)
+
+    def _reprice(self, part: Relaxation) -> Labels:
+        """One better pricing; its best assignment."""
+        self.num_pricings += 1
+        part.set_prices(part.next_prices())
+        return part.run(SWEEPS_PER_PRICING)[1]
+
+    def _is_higher(self, bound_s: float, before_s: float) -> bool:
+        """Whether a bound rose enough to go on raising it."""
+        return bound_s > before_s + 0.1 * self.relative_gap * abs(bound_s)
+
+    def _settle(self, part: Relaxation) -> None:
+        """Solves a small part outright, as an integer program."""
+        has_new_rows = True
+        while has_new_rows and self._is_open(part):
+            self.num_programs += 1
+            rows = [restricted_row(row, part.messages.kept) for row in self.planes.rows]
+            gap, left_s = self.relative_gap / 2, self._left_s()
+            answer = solve_milp(
+                part.messages.rest(), rows, self.limit_bytes, time_limit_s=left_s, relative_gap=gap
+            )
+            part.best_bound_s = max(part.best_bound_s, answer.bound)
+            has_new_rows = answer.labels is not None and self._offer(part.messages.original(answer.labels))
 
     def _repair(self, part: Relaxation, labels: Labels) -> None:
         """Offers what descends from an assignment, paying ever more for the bytes that it overflows."""
@@ -225,18 +288,17 @@ class _Search:
                 return
 
     def _descended(self, part: Relaxation, labels: Labels, price_s: float) -> Labels:
-        kept = part.messages.kept
-        start = tuple(int(np.searchsorted(kept[node], label)) for node, label in enumerate(labels))
-        rows = [restricted_row(row, kept) for row in self.planes.rows]
-        end = descend(restricted(self.problem, kept), rows, self.limit_bytes, price_s, start)
-        return tuple(int(labels[index]) for labels, index in zip(kept, end, strict=True))
+        messages = part.messages
+        rows = [restricted_row(row, messages.kept) for row in self.planes.rows]
+        start = messages.renumbered(labels)
+        return messages.original(descend(messages.rest(), rows, self.limit_bytes, price_s, start))
 
     def _offer(self, labels: Labels) -> bool:
         """Makes an assignment the incumbent if it is better and fits; whether it brought new rows to light."""
         cost_s = self.problem.cost_s(labels)
         if not cost_s < self.cost_s or not self.planes.fits(labels):
             return False
-        over = sorted(self.violated(labels), key=lambda row: (-row.total_bytes(labels), row.name))
+        over = self.violated(labels)
         for row in over[:ROWS_PER_ROUND]:
             self.planes.add_row(row)
         if not over:
@@ -261,7 +323,7 @@ class _Search:
 
     def _is_open(self, part: Relaxation) -> bool:
         """Whether a part may hold something better than the incumbent, and there is time to look."""
-        if not part.messages.is_feasible or self._left_s() <= 0:
+        if not part.messages.is_feasible or part.best_bound_s == np.inf or self._left_s() <= 0:
             return False
         if self.labels is None:
             return True
@@ -274,36 +336,5 @@ class _Search:
 
     def _stats(self, whole: Relaxation) -> Stats:
         rows, kept = len(self.planes.rows), whole.messages.num_kept
-        return Stats(monotonic() - self.start_s, self.num_pricings, self.num_branches, rows, kept)
-
-
-def _disputed(part: Relaxation) -> tuple[int, np.ndarray]:
-    """The node about whose priced bytes the mixture's assignments disagree most, and its labels' priced bytes."""
-    kept = part.messages.kept
-    bytes_s = [np.zeros(len(labels)) for labels in kept]
-    for price, row in zip(part.best_prices_s, part.planes.rows, strict=False):
-        if price:
-            for node, per_label in row.bytes:
-                bytes_s[node] = bytes_s[node] + price * per_label[kept[node]]
-    mixture = [(w, [int(np.searchsorted(kept[n], label)) for n, label in enumerate(labels)]) for w, labels in part.mixture
-               if all(label in kept[n] for n, label in enumerate(labels))]
-    total = sum(w for w, _ in mixture) or 1.0
-    best, best_node = -1.0, 0
-    for node, score in enumerate(bytes_s):
-        if len(score) < 2 or np.ptp(score) == 0:
-            continue
-        values = np.array([score[labels[node]] for _, labels in mixture])
-        weights = np.array([w for w, _ in mixture]) / total
-        mean = float(values @ weights) if len(values) else 0.0
-        spread = float(weights @ (values - mean) ** 2) if len(values) else 0.0
-        spread += 1e-6 * float(np.ptp(score)) ** 2
-        if spread > best:
-            best, best_node = spread, node
-    if best < 0:
-        best_node = max(range(len(kept)), key=lambda node: len(kept[node]))
-        return best_node, np.arange(len(kept[best_node]), dtype=float)
-    return best_node, bytes_s[best_node]
-
-
-def minimise_peak(problem: Problem, **kwargs) -> Solution:
-    raise NotImplementedError
+        search_s = monotonic() - self.start_s
+        return Stats(search_s, self.num_pricings, self.num_branches, self.num_programs, rows, kept)

@@ -28,6 +28,9 @@ MAX_RISE = 4.0
 MIN_WEIGHT = 1e-6
 """Of an assignment in a mixture; less is the linear solver's rounding."""
 
+TIE = 1e-3
+"""Weight of a node's whole range of bytes beside what the mixture makes of it: decides where the mixture agrees."""
+
 
 @dataclass(slots=True, eq=False)
 class Planes:
@@ -63,8 +66,8 @@ class Planes:
         finite = [labels for labels, (cost, _) in self.seen.items() if np.isfinite(cost)]
         table = np.array(finite, int).reshape(len(finite), len(kept))
         is_within = np.ones(len(finite), bool)
-        for node, labels in enumerate(kept):
-            allowed = np.zeros(self.problem.num_labels[node], bool)
+        for node, (labels, num) in enumerate(zip(kept, self.problem.num_labels, strict=True)):
+            allowed = np.zeros(num, bool)
             allowed[labels] = True
             is_within &= allowed[table[:, node]]
         return [labels for labels, is_in in zip(finite, is_within, strict=True) if is_in]
@@ -92,8 +95,41 @@ class Relaxation:
     def branch(self, node: int, mask: np.ndarray) -> "Relaxation":
         """A copy in which a node has only the kept labels that the mask allows."""
         messages = self.messages.copy()
-        messages.keep([mask if index == node else np.ones(len(k), bool) for index, k in enumerate(messages.kept)])
-        return Relaxation(self.planes, messages, self.prices_s, self.best_prices_s, self.best_bound_s, self.mixture)
+        messages.keep(
+            [mask if index == node else np.ones(len(k), bool) for index, k in enumerate(messages.kept)]
+        )
+        return Relaxation(
+            self.planes, messages, self.prices_s, self.best_prices_s, self.best_bound_s, self.mixture
+        )
+
+    def disputed(self) -> tuple[int, np.ndarray]:
+        """Where to branch: the node about whose priced bytes the mixture disagrees most, and the mask of its lighter half."""
+        kept = self.messages.kept
+        priced = self._priced_bytes()
+        weights = np.array([weight for weight, _ in self.mixture])
+        members = [self.messages.renumbered(labels) for _, labels in self.mixture]
+        spread = np.zeros(len(kept))
+        for node, cost in enumerate(priced):
+            if np.ptp(cost):
+                at = np.array([cost[min(labels[node], len(cost) - 1)] for labels in members])
+                mean = np.dot(weights, at) / weights.sum() if members else 0.0
+                spread[node] = np.ptp(cost) * TIE + (
+                    np.sqrt(np.dot(weights, (at - mean) ** 2)) if members else 0.0
+                )
+        if spread.any():
+            node = int(spread.argmax())
+            return node, priced[node] <= (priced[node].min() + priced[node].max()) / 2
+        node = int(np.argmax([len(labels) for labels in kept]))
+        return node, np.arange(len(kept[node])) < len(kept[node]) // 2
+
+    def _priced_bytes(self) -> list[np.ndarray]:
+        """Per node and kept label, the price of its bytes."""
+        kept = self.messages.kept
+        priced = [np.zeros(len(labels)) for labels in kept]
+        for price, row in zip(self.best_prices_s, self.planes.rows, strict=False):
+            for node, per_label in row.bytes if price else ():
+                priced[node] = priced[node] + price * per_label[kept[node]]
+        return priced
 
     def run(self, num_sweeps: int) -> tuple[float, Labels]:
         """Sweeps at the present prices: a bound on what fits, and the best priced assignment met."""
@@ -124,21 +160,30 @@ class Relaxation:
         if not seen:
             return self.best_prices_s
         whole_s = max(abs(self.planes.of(labels)[0]) for labels in seen)
-        model, bound = mathopt.Model(), None
+        model = mathopt.Model()
         bound = model.add_variable()
-        prices = [model.add_variable(lb=0.0, ub=MAX_RISE * best * scale + whole_s) for best in self.best_prices_s]
+        prices = [
+            model.add_variable(lb=0.0, ub=MAX_RISE * best * scale + whole_s) for best in self.best_prices_s
+        ]
         planes = [model.add_linear_constraint(self._plane(labels, bound, prices)) for labels in seen]
         model.maximize(bound)
         result = mathopt.solve(model, mathopt.SolverType.GLOP)
+        if result.termination.reason != mathopt.TerminationReason.OPTIMAL:
+            return self.best_prices_s
         weights = np.abs(result.dual_values(planes))
-        self.mixture = tuple((float(w), labels) for w, labels in zip(weights, seen, strict=True) if w > MIN_WEIGHT)
+        self.mixture = tuple(
+            (float(w), labels) for w, labels in zip(weights, seen, strict=True) if w > MIN_WEIGHT
+        )
         outer = np.array(result.variable_values(prices)) / scale
         return INTERIOR * self.best_prices_s + (1 - INTERIOR) * outer
 
     def _plane(self, labels: Labels, bound, prices):
         cost, overflow = self.planes.of(labels)
         scale = self.planes.limit_bytes
-        return bound - mathopt.fast_sum(p * (over / scale) for p, over in zip(prices, overflow, strict=True)) <= cost
+        return (
+            bound - mathopt.fast_sum(p * (over / scale) for p, over in zip(prices, overflow, strict=True))
+            <= cost
+        )
 
     def _meet_new_rows(self) -> None:
         missing = np.zeros(len(self.planes.rows) - len(self.prices_s))

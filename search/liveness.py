@@ -24,7 +24,17 @@ from search.program import Program
 from search.sketch import Group, Port, Sketch, group_of
 
 VIEWS = frozenset(
-    {"reshape", "squeeze", "expand_dims", "transpose", "optimization_barrier", "copy", "stop_gradient", "name", "enter"}
+    {
+        "reshape",
+        "squeeze",
+        "expand_dims",
+        "transpose",
+        "optimization_barrier",
+        "copy",
+        "stop_gradient",
+        "name",
+        "enter",
+    }
 )
 """Ops that give their operand's array back."""
 
@@ -144,7 +154,9 @@ class _Liveness:
         if is_reduction or op.name.startswith(("random", "threefry", "rng")):
             return True
         readers = (self.program.ops[u] for u in self.uses.get(v, ()))
-        return any(r.name not in VIEWS and not self.is_light[self.folded.kind_of[self._at(r)]] for r in readers)
+        return any(
+            r.name not in VIEWS and not self.is_light[self.folded.kind_of[self._at(r)]] for r in readers
+        )
 
     def _at(self, op) -> int:
         return self.maker[op.results[0]][0] if op.results else 0
@@ -190,7 +202,9 @@ class _Liveness:
         found = [Item(port, value.num_bytes, start, start if rest else end, None, resident, i)]
         if rest:
             resting = Port(rest.node, ())
-            found += [Item(resting, value.num_bytes, start, end, way, resident, i) for way in (Way.SAME, Way.FRESH)]
+            found += [
+                Item(resting, value.num_bytes, start, end, way, resident, i) for way in (Way.SAME, Way.FRESH)
+            ]
         return found + self._copies(v, kind, r, end)
 
     def _born(self, i: int) -> int:
@@ -223,7 +237,9 @@ class _Liveness:
                 for way, start in stretches:
                     resident = Resident.RESIDUALS if way is Way.KEPT else Resident.TEMPORARIES
                     if start <= last:
-                        found.append(Item(Port(copy.node, ()), value.num_bytes, start, last, way, resident, i))
+                        found.append(
+                            Item(Port(copy.node, ()), value.num_bytes, start, last, way, resident, i)
+                        )
             last_forward = last if group is Group.FORWARD else last_forward
         return found
 

@@ -17,7 +17,9 @@ MAX_PASSES = 20
 """A guard; a handful of passes is usual."""
 
 
-def descend(problem: Problem, rows: Sequence[Row], limit_bytes: float, price_s: float, start: Labels) -> Labels:
+def descend(
+    problem: Problem, rows: Sequence[Row], limit_bytes: float, price_s: float, start: Labels
+) -> Labels:
     """A pairwise local optimum of cost + price_s * overflowing bytes, no worse than `start`.
 
     Args:
@@ -33,7 +35,9 @@ def descend(problem: Problem, rows: Sequence[Row], limit_bytes: float, price_s: 
 class _Descent:
     """The assignment under change, and what a change of each node's label does to cost and rows."""
 
-    def __init__(self, problem: Problem, rows: Sequence[Row], limit_bytes: float, price_s: float, start: Labels):
+    def __init__(
+        self, problem: Problem, rows: Sequence[Row], limit_bytes: float, price_s: float, start: Labels
+    ):
         self.problem, self.price_s, self.labels = problem, price_s, list(start)
         self.over = [row.total_bytes(start) - limit_bytes for row in rows]
         self.bytes: list[dict[int, np.ndarray]] = [{} for _ in problem.node_cost_s]
@@ -64,12 +68,14 @@ class _Descent:
         u, v = edge.u, edge.v
         old = self.labels[u], self.labels[v]
         cost = edge.cost_s + self._cost(u, v)[:, None] + self._cost(v, u)
-        changes = {row: (self._change(u, row), self._change(v, row)) for row in (self.bytes[u] | self.bytes[v])}
+        changes = {
+            row: (self._change(u, row), self._change(v, row)) for row in (self.bytes[u] | self.bytes[v])
+        }
         for row, (by_u, by_v) in changes.items():
             if self.over[row] + by_u.max() + by_v.max() > 0:
                 cost += self.price_s * np.maximum(self.over[row] + by_u[:, None] + by_v, 0.0)
-        best, is_better = divmod(int(cost.argmin()), cost.shape[1]), cost.min() < cost[old] - ROUNDING * abs(cost[old])
-        if not is_better:
+        best = divmod(int(cost.argmin()), cost.shape[1])
+        if not cost[best] < _worth_s(float(cost[old])):
             return set()
         self.labels[u], self.labels[v] = best
         for row, (by_u, by_v) in changes.items():
@@ -88,3 +94,8 @@ class _Descent:
             if other != without:
                 cost = cost + between[:, self.labels[other]]
         return cost
+
+
+def _worth_s(cost_s: float) -> float:
+    """What a change must come below."""
+    return cost_s - ROUNDING * abs(cost_s) if np.isfinite(cost_s) else cost_s

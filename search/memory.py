@@ -58,7 +58,9 @@ class Memory:
     @cached_property
     def _stretches(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """Start, end, node and bytes of every item."""
-        table = np.array([(i.start, i.end, i.port.node, i.num_bytes) for i in self.items], np.int64).reshape(-1, 4)
+        table = np.array([(i.start, i.end, i.port.node, i.num_bytes) for i in self.items], np.int64).reshape(
+            -1, 4
+        )
         return table[:, 0], table[:, 1], table[:, 2], table[:, 3]
 
     @cached_property

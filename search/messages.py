@@ -7,16 +7,16 @@ TPAMI 2015), on pairwise costs the same as TRW-S: visit the nodes in order; each
 all that it can charge to its own labels, then *pushes* equal shares of its cost onto its edges to later nodes; then the
 same backwards. A sweep is linear in the edges' entries, and two or three dozen do what a simplex needs seconds for.
 
-On the way, `sweep` also picks labels, each the best for what is picked already, and `label_bounds` says for each label what any
-assignment with it costs at least: a label whose bound exceeds a known assignment's cost can be dropped (`keep`), and what is
-dropped makes the next sweeps faster and tighter.
+On the way, `sweep` also picks labels, each the best for what is picked already, and `label_bounds` says for each label
+what any assignment with it costs at least: a label whose bound exceeds a known assignment's cost can be dropped
+(`keep`), and what is dropped makes the next sweeps faster and tighter.
 """
 
 from dataclasses import dataclass
 
 import numpy as np
 
-from search.pbqp import Labels, Problem
+from search.pbqp import Edge, Labels, Problem
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,8 @@ class Messages:
     """
 
     def __init__(self, problem: Problem) -> None:
-        self._node = [np.array(cost, float) for cost in problem.node_cost_s]
+        self._given = [np.array(cost, float) for cost in problem.node_cost_s]
+        self._node = list(self._given)
         self._edge = [np.array(edge.cost_s, float) for edge in problem.edges]
         self._at_u = [np.zeros(len(cost)) for cost in self._edge]
         self._at_v = [np.zeros(cost.shape[1]) for cost in self._edge]
@@ -52,6 +53,7 @@ class Messages:
     def copy(self) -> "Messages":
         """An independent copy; arrays are shared, because they are replaced and never written to."""
         new = object.__new__(Messages)
+        new._given = list(self._given)
         new._node, new._edge = list(self._node), list(self._edge)
         new._at_u, new._at_v = list(self._at_u), list(self._at_v)
         new._ends, new._sides, new._is_forward = self._ends, self._sides, self._is_forward
@@ -83,7 +85,20 @@ class Messages:
                 for side in later:
                     self._push(node, side, share)
             bound += self._node[node].min()
-        return float(bound), tuple(int(self.kept[node][index]) for node, index in enumerate(picked))
+        return float(bound), self.original(tuple(picked))
+
+    def rest(self) -> Problem:
+        """The problem as it was given, on the kept labels, renumbered from 0."""
+        edges = (Edge(u, v, cost) for (u, v), cost in zip(self._ends, self._edge, strict=True))
+        return Problem(tuple(self._given), tuple(edges))
+
+    def renumbered(self, labels: Labels) -> Labels:
+        """An assignment of kept labels, in the numbers of `rest`."""
+        return tuple(int(np.searchsorted(kept, label)) for kept, label in zip(self.kept, labels, strict=True))
+
+    def original(self, labels: Labels) -> Labels:
+        """The inverse of `renumbered`."""
+        return tuple(int(kept[index]) for kept, index in zip(self.kept, labels, strict=True))
 
     def add(self, node: int, cost: np.ndarray) -> None:
         """Adds a cost to all of a node's original labels."""
@@ -146,7 +161,7 @@ class Messages:
 
     def _restrict(self, node: int, mask: np.ndarray) -> None:
         self.kept[node] = self.kept[node][mask]
-        self._node[node] = self._node[node][mask]
+        self._given[node], self._node[node] = self._given[node][mask], self._node[node][mask]
         for side in self._sides[node]:
             edge = side.edge
             if side.is_u:

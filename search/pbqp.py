@@ -78,7 +78,9 @@ class Problem:
     def __post_init__(self) -> None:
         for edge in self.edges:
             want = (len(self.node_cost_s[edge.u]), len(self.node_cost_s[edge.v]))
-            assert edge.cost_s.shape == want, f"edge {edge.u}-{edge.v}: {edge.cost_s.shape} costs for {want} labels"
+            assert edge.cost_s.shape == want, (
+                f"edge {edge.u}-{edge.v}: {edge.cost_s.shape} costs for {want} labels"
+            )
 
     @property
     def num_labels(self) -> Labels:
@@ -101,14 +103,8 @@ def merged(problem: Problem) -> Problem:
     return Problem(tuple(np.asarray(cost, float) for cost in problem.node_cost_s), edges)
 
 
-def restricted(problem: Problem, kept: Sequence[np.ndarray]) -> Problem:
-    """The problem on some of each node's labels, renumbered from 0."""
-    nodes = tuple(cost[labels] for cost, labels in zip(problem.node_cost_s, kept, strict=True))
-    return Problem(
-        nodes, tuple(Edge(e.u, e.v, e.cost_s[np.ix_(kept[e.u], kept[e.v])]) for e in problem.edges)
-    )
-
-
 def restricted_row(row: Row, kept: Sequence[np.ndarray]) -> Row:
-    """A row on the same labels."""
-    return Row(row.name, tuple((node, per_label[kept[node]]) for node, per_label in row.bytes), row.fixed_bytes)
+    """A row on some of each node's labels, renumbered from 0."""
+    return Row(
+        row.name, tuple((node, per_label[kept[node]]) for node, per_label in row.bytes), row.fixed_bytes
+    )

@@ -114,7 +114,9 @@ class Priced:
         flops = np.zeros(1)
         if is_matmul:
             loops = frozenset(
-                cluster.factor_of[kind, f] for f in range(len(op.rule.factors)) if (kind, f) in cluster.factor_of
+                cluster.factor_of[kind, f]
+                for f in range(len(op.rule.factors))
+                if (kind, f) in cluster.factor_of
             )
             points = float(np.prod([float(f.size) for f in op.rule.factors]))
             flops = op.rule.flops_per_point * points / shards_over(loops, choices, shape)
@@ -138,7 +140,9 @@ class Priced:
         """(kind, result) of what some other cluster reads."""
         node_of = self.sketch.node_of
         return {
-            (l.producer, l.result) for l in self.sketch.folded.links if node_of[l.producer] != node_of[l.consumer]
+            (l.producer, l.result)
+            for l in self.sketch.folded.links
+            if node_of[l.producer] != node_of[l.consumer]
         }
 
     def _reduction_seconds(self, kind: int) -> np.ndarray:
@@ -177,5 +181,3 @@ class Priced:
 def price(sketch: Sketch, resharder: Resharder) -> Priced:
     """Puts a sketch on a mesh."""
     return Priced(sketch, resharder, all_choices(sketch, resharder))
-
-

@@ -15,11 +15,13 @@ A multi-operand identity (`optimization_barrier`) becomes one identity per opera
 known; it is taken as one.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from autoshard.factors import Factor, Kind, Rule, rule_for
 from autoshard.graph import Graph, Op, Phase, Role, Step, Value
+from autoshard.layout import Place
 
 Site = tuple[Any, ...]
 """Where an op stands in the nested graph: the path of its graph, then its index."""
@@ -40,7 +42,9 @@ class FlatOp:
       operand_counts: how often each operand is handed over: differs from `count` at a loop's border only.
       phase: as in the graph.
       op: the graph's op; None for a boundary.
-      site: where that op stands; for an input or output, its index.
+      site: where that op stands; for an input or output of the step, its index.
+      operand_places: per operand, the place in the nested graph where it is read; None where none is its own.
+      result_places: per result, the places where it appears.
     """
 
     name: str
@@ -52,6 +56,8 @@ class FlatOp:
     phase: Phase
     op: Op | None
     site: Site
+    operand_places: tuple[Place | None, ...]
+    result_places: tuple[tuple[Place, ...], ...]
 
     @property
     def is_boundary(self) -> bool:
@@ -91,11 +97,15 @@ def flatten(step: Step) -> Program:
         new = replaced.get(i)
         operands = () if new is None or new == value else (new,)
         phase = Phase.UPDATE if argument.role is Role.OPTIMIZER_STATE else Phase.FORWARD
-        layer.ops[slot] = layer.boundary("input", operands, value, (1,) * len(operands), 1, phase, (i,))
+        reads = [("output", (), step.replaces.index(i))] if operands else []
+        layer.ops[slot] = layer.boundary(
+            "input", operands, value, (1,) * len(operands), 1, phase, (i,), reads, [("input", (), i)]
+        )
     for i, (out, r) in enumerate(zip(outputs, step.replaces, strict=True)):
         if r is None and out is not None:
             result = layer.new_value(layer.values[out])
-            layer.ops.append(layer.boundary("output", (out,), result, (1,), 1, Phase.UPDATE, (i,)))
+            reads = [("output", (), i)]
+            layer.ops.append(layer.boundary("output", (out,), result, (1,), 1, Phase.UPDATE, (i,), reads, [("output", (), i)]))
     return Program(step, tuple(layer.values), tuple(layer.ops), inputs, tuple(layer.loops))
 
 
@@ -111,12 +121,14 @@ class _Layout:
         self.values.append(value)
         return len(self.values) - 1
 
-    def lay(self, graph: Graph, inputs: tuple[int | None, ...], count: int, path: Site) -> tuple[int | None, ...]:
+    def lay(
+        self, graph: Graph, inputs: tuple[int | None, ...], count: int, path: Site
+    ) -> tuple[int | None, ...]:
         """Appends the graph's ops; None stands for a literal, among the inputs and the outputs alike."""
         number: dict[int, int | None] = dict(zip(graph.inputs, inputs, strict=True))
         for v, _ in graph.constants:
             number[v] = self.new_value(graph.values[v])
-            self.append("enter", (), number[v], (), count, Phase.FORWARD, (*path, v))
+            self.append("enter", (), number[v], (), count, Phase.FORWARD, (*path, v), [], [])
         for i, op in enumerate(graph.ops):
             operands = tuple(number[a] if isinstance(a, int) else None for a in op.inputs)
             results = self._op(op, operands, count, (*path, i))
@@ -131,24 +143,48 @@ class _Layout:
         if op.name == "cond":
             return self._cond(op, operands, count, site)
         if op.name == "optimization_barrier":
-            return tuple(self.identity(op, v, count, site) for v in operands if v is not None)
-        in_values = tuple(self.values[v] if v is not None else a.aval for v, a in zip(operands, op.inputs, strict=True))
+            return tuple(
+                self.identity(op, i, v, count, site) for i, v in enumerate(operands) if v is not None
+            )
+        in_values = tuple(
+            self.values[v] if v is not None else a.aval for v, a in zip(operands, op.inputs, strict=True)
+        )
         rule = rule_for(op.name, in_values, op.result_values, op.params)
         kept = tuple(i for i, v in enumerate(operands) if v is not None)
         rule = Rule(
-            rule.factors, tuple(rule.operands[i] for i in kept), rule.results, rule.flops_per_point, rule.is_additive
+            rule.factors,
+            tuple(rule.operands[i] for i in kept),
+            rule.results,
+            rule.flops_per_point,
+            rule.is_additive,
         )
         results = tuple(self.new_value(v) for v in op.result_values)
         read = tuple(v for v in operands if v is not None)
-        self.ops.append(FlatOp(op.name, rule, read, results, count, (count,) * len(read), op.phase, op, site))
+        operand_places = tuple(("operand", site, i) for i in kept)
+        result_places = tuple((("result", site, r),) for r in range(len(results)))
+        counts = (count,) * len(read)
+        self.ops.append(
+            FlatOp(
+                op.name, rule, read, results, count, counts, op.phase, op, site, operand_places, result_places
+            )
+        )
         return results
 
-    def append(self, name: str, operands: tuple, result: int, counts: tuple, count: int, phase: Phase, site: Site) -> int:
-        self.ops.append(self.boundary(name, operands, result, counts, count, phase, site))
+    def append(self, name: str, operands: tuple, result: int, *details: Any) -> int:
+        self.ops.append(self.boundary(name, operands, result, *details))
         return result
 
     def boundary(
-        self, name: str, operands: tuple, result: int, counts: tuple, count: int, phase: Phase, site: Site
+        self,
+        name: str,
+        operands: tuple,
+        result: int,
+        counts: tuple,
+        count: int,
+        phase: Phase,
+        site: Site,
+        reads: Sequence[Place | None],
+        makes: Sequence[Place],
     ) -> FlatOp:
         """A boundary op that makes `result`; a stacked operand or result has one more leading dimension."""
         shape = self.values[result].shape
@@ -162,83 +198,128 @@ class _Layout:
             factors.append(Factor(length, Kind.UNSPLITTABLE))
             operand_dims, result_dims = (stacked, dims) if name == "slice" else (dims, stacked)
         rule = Rule(tuple(factors), tuple(operand_dims for _ in operands), (result_dims,))
-        return FlatOp(name, rule, tuple(operands), (result,), count, tuple(counts), phase, None, site)
+        return FlatOp(
+            name, rule, operands, (result,), count, counts, phase, None, site, tuple(reads), (tuple(makes),)
+        )
 
-    def identity(self, op: Op, operand: int, count: int, site: Site) -> int:
+    def identity(self, op: Op, i: int, operand: int, count: int, site: Site) -> int:
         """One operand's way through a barrier."""
         value = self.values[operand]
         dims = tuple((i,) for i in range(len(value.shape)))
         rule = Rule(tuple(Factor(n) for n in value.shape), (dims,), (dims,), is_additive=True)
         result = self.new_value(value)
-        self.ops.append(FlatOp(op.name, rule, (operand,), (result,), count, (count,), op.phase, op, site))
+        reads, makes = (("operand", site, i),), ((("result", site, i),),)
+        self.ops.append(
+            FlatOp(op.name, rule, (operand,), (result,), count, (count,), op.phase, op, site, reads, makes)
+        )
         return result
 
-    def _enter(self, operand: int | None, count: int, phase: Phase, site: Site) -> int | None:
+    def _enter(
+        self, op: Op, operand: int | None, count: int, site: Site, read: Place | None, make: Place
+    ) -> int | None:
         if operand is None:
             return None
         result = self.new_value(self.values[operand])
-        return self.append("enter", (operand,), result, (count,), count, phase, site)
+        return self.append("enter", (operand,), result, (count,), count, op.phase, site, [read], [make])
 
-    def _scan(self, op: Op, operands: tuple[int | None, ...], count: int, site: Site) -> tuple[int | None, ...]:
+    def _scan(
+        self, op: Op, operands: tuple[int | None, ...], count: int, site: Site
+    ) -> tuple[int | None, ...]:
         body, (num_consts, num_carry) = op.bodies["jaxpr"][0], op.loop_counts
         trips = count * max(int(op.params["length"]), 1)
         path = (*site, "jaxpr", 0)
-        consts = tuple(self._enter(v, count, op.phase, site) for v in operands[:num_consts])
-        inits = operands[num_consts : num_consts + num_carry]
-        inner = [body.values[v] for v in body.inputs]
-        carries = tuple(self.new_value(v) for v in inner[num_consts : num_consts + num_carry])
+        consts = tuple(
+            self._enter(op, v, count, site, ("operand", site, i), ("input", path, i))
+            for i, v in enumerate(operands[:num_consts])
+        )
+        carries = tuple(
+            self.new_value(body.values[v]) for v in body.inputs[num_consts : num_consts + num_carry]
+        )
         slots = self._reserve(len(carries))
-        slices = []
         start = len(self.ops)
-        for stacked, value in zip(operands[num_consts + num_carry :], inner[num_consts + num_carry :], strict=True):
-            if stacked is None:
-                slices.append(None)
-                continue
-            result = self.new_value(value)
-            slices.append(self.append("slice", (stacked,), result, (count,), trips, op.phase, site))
+        slices: list[int | None] = []
+        for i, stacked in enumerate(operands[num_consts + num_carry :], num_consts + num_carry):
+            slices.append(None if stacked is None else self._slice(op, body, stacked, i, count, trips, site))
         outputs = self.lay(body, (*consts, *carries, *slices), trips, path)
-        self._fill_carries(slots, carries, inits, outputs[:num_carry], (count, trips), op.phase, site)
+        for i, (slot, carry) in enumerate(zip(slots, carries, strict=True)):
+            init = (operands[num_consts + i], count, ("operand", site, num_consts + i))
+            again = (outputs[i], trips, ("output", path, i))
+            makes = [("input", path, num_consts + i), ("result", site, i)]
+            self.ops[slot] = self._carry(op, carry, (init, again), count, site, makes)
         stacks: list[int | None] = []
         for i, y in enumerate(outputs[num_carry:], num_carry):
             result = self.new_value(op.result_values[i])
-            operand, counts = ((), ()) if y is None else ((y,), (trips,))
-            stacks.append(self.append("stack", operand, result, counts, trips, op.phase, site))
+            read = () if y is None else (y,)
+            places = [("output", path, i)] * len(read)
+            counts = (trips,) * len(read)
+            self.append("stack", read, result, counts, trips, op.phase, site, places, [("result", site, i)])
+            stacks.append(result)
         self.loops.append((start, len(self.ops)))
         return (*carries, *stacks)
 
-    def _while(self, op: Op, operands: tuple[int | None, ...], count: int, site: Site) -> tuple[int | None, ...]:
+    def _slice(self, op: Op, body: Graph, stacked: int, i: int, count: int, trips: int, site: Site) -> int:
+        result = self.new_value(body.values[body.inputs[i]])
+        reads, makes = [("operand", site, i)], [("input", (*site, "jaxpr", 0), i)]
+        return self.append("slice", (stacked,), result, (count,), trips, op.phase, site, reads, makes)
+
+    def _carry(self, op: Op, carry: int, reads: tuple, count: int, site: Site, makes: list[Place]) -> FlatOp:
+        kept = [(v, c, place) for v, c, place in reads if v is not None and v != carry]
+        operands, counts = tuple(k[0] for k in kept), tuple(k[1] for k in kept)
+        return self.boundary(
+            "carry", operands, carry, counts, count, op.phase, site, [k[2] for k in kept], makes
+        )
+
+    def _while(
+        self, op: Op, operands: tuple[int | None, ...], count: int, site: Site
+    ) -> tuple[int | None, ...]:
         cond, body = op.bodies["cond_jaxpr"][0], op.bodies["body_jaxpr"][0]
         num_cond, num_body = op.params["cond_nconsts"], op.params["body_nconsts"]
-        entered = tuple(self._enter(v, count, op.phase, site) for v in operands[: num_cond + num_body])
-        inits = operands[num_cond + num_body :]
+        num_consts = num_cond + num_body
+        cond_path, body_path = (*site, "cond_jaxpr", 0), (*site, "body_jaxpr", 0)
+        inside = [("input", cond_path, i) for i in range(num_cond)]
+        inside += [("input", body_path, i) for i in range(num_body)]
+        entered = tuple(
+            self._enter(op, v, count, site, ("operand", site, i), inside[i])
+            for i, v in enumerate(operands[:num_consts])
+        )
         carries = tuple(self.new_value(body.values[v]) for v in body.inputs[num_body:])
         slots = self._reserve(len(carries))
         start = len(self.ops)
-        self.lay(cond, (*entered[:num_cond], *carries), count, (*site, "cond_jaxpr", 0))
-        outputs = self.lay(body, (*entered[num_cond:], *carries), count, (*site, "body_jaxpr", 0))
-        self._fill_carries(slots, carries, inits, outputs, (count, count), op.phase, site)
+        self.lay(cond, (*entered[:num_cond], *carries), count, cond_path)
+        outputs = self.lay(body, (*entered[num_cond:], *carries), count, body_path)
+        for i, (slot, carry) in enumerate(zip(slots, carries, strict=True)):
+            init = (operands[num_consts + i], count, ("operand", site, num_consts + i))
+            again = (outputs[i], count, ("output", body_path, i))
+            makes = [
+                ("input", cond_path, num_cond + i),
+                ("input", body_path, num_body + i),
+                ("result", site, i),
+            ]
+            self.ops[slot] = self._carry(op, carry, (init, again), count, site, makes)
         self.loops.append((start, len(self.ops)))
         return carries
 
-    def _cond(self, op: Op, operands: tuple[int | None, ...], count: int, site: Site) -> tuple[int | None, ...]:
-        branch_outputs = []
+    def _cond(
+        self, op: Op, operands: tuple[int | None, ...], count: int, site: Site
+    ) -> tuple[int | None, ...]:
+        outputs = []
         for j, branch in enumerate(op.bodies["branches"]):
-            inputs = tuple(self._enter(v, count, op.phase, site) for v in operands[1:])
-            branch_outputs.append(self.lay(branch, inputs, count, (*site, "branches", j)))
+            path = (*site, "branches", j)
+            inputs = tuple(
+                self._enter(op, v, count, site, None, ("input", path, i)) for i, v in enumerate(operands[1:])
+            )
+            outputs.append(self.lay(branch, inputs, count, path))
         results = []
-        for i, outs in enumerate(zip(*branch_outputs, strict=True)):
-            read = tuple(v for v in outs if v is not None)
-            result = self.new_value(op.result_values[i])
-            results.append(self.append("join", read, result, (count,) * len(read), count, op.phase, site))
+        for r, outs in enumerate(zip(*outputs, strict=True)):
+            kept = [(v, ("output", (*site, "branches", j), r)) for j, v in enumerate(outs) if v is not None]
+            result = self.new_value(op.result_values[r])
+            read, places = tuple(k[0] for k in kept), [k[1] for k in kept]
+            counts = (count,) * len(read)
+            self.append("join", read, result, counts, count, op.phase, site, places, [("result", site, r)])
+            results.append(result)
         return tuple(results)
 
     def _reserve(self, num: int) -> list[int]:
         slots = list(range(len(self.ops), len(self.ops) + num))
         self.ops.extend([None] * num)
         return slots
-
-    def _fill_carries(self, slots, carries, inits, outputs, counts, phase, site) -> None:
-        for slot, carry, init, out in zip(slots, carries, inits, outputs, strict=True):
-            pairs = [(v, c) for v, c in zip((init, out), counts, strict=True) if v is not None and v != carry]
-            read, read_counts = tuple(p[0] for p in pairs), tuple(p[1] for p in pairs)
-            self.ops[slot] = self.boundary("carry", read, carry, read_counts, counts[0], phase, site)

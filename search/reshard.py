@@ -92,8 +92,10 @@ class Resharder:
             move = leaving[int(np.argmin(totals))]
             kind, axes = moves.kinds[moves.kind[move]]
             after = moves.specs[moves.target[move]]
-            num_bytes = prod(shape) * itemsize / min(
-                num_shards(moves.specs[here], self.mesh.shape), num_shards(after, self.mesh.shape)
+            num_bytes = (
+                prod(shape)
+                * itemsize
+                / min(num_shards(moves.specs[here], self.mesh.shape), num_shards(after, self.mesh.shape))
             )
             steps.append(Step(kind, axes, num_bytes, after))
             here = int(moves.target[move])

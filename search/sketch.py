@@ -144,7 +144,10 @@ def group_of(op: FlatOp) -> Group:
 def _ports(folded: Folded, cluster: Cluster, node: int) -> Iterator[tuple[Place, Port]]:
     """The ports of all operands and results in a cluster."""
     read_inside = {
-        link.producer for k in cluster.kinds for link in folded.links_into.get(k, ()) if link.producer in cluster.kinds
+        link.producer
+        for k in cluster.kinds
+        for link in folded.links_into.get(k, ())
+        if link.producer in cluster.kinds
     }
     for kind in cluster.kinds:
         rule = folded.op(kind).rule
@@ -164,7 +167,9 @@ def _ports(folded: Folded, cluster: Cluster, node: int) -> Iterator[tuple[Place,
 
 def _named(rule: Rule, cluster: Cluster, kind: int, dims: Dims) -> Dims:
     """Dimensions in terms of the cluster's factors."""
-    return tuple(tuple(cluster.factor_of.get((kind, f), STUCK) for f in d if rule.factors[f].size > 1) for d in dims)
+    return tuple(
+        tuple(cluster.factor_of.get((kind, f), STUCK) for f in d if rule.factors[f].size > 1) for d in dims
+    )
 
 
 class _Wiring:
@@ -214,7 +219,9 @@ class _Wiring:
         outside = {g: ports for g, ports in groups.items() if any(p.node != source.node for p in ports)}
         may_be_partial = bool(source.partial_over) or self.parts[source.node].is_sum
         if may_be_partial and len(outside) > 1:
-            everything = {v: c for ports in groups.values() for by_value in ports.values() for v, c in by_value.items()}
+            everything = {
+                v: c for ports in groups.values() for by_value in ports.values() for v, c in by_value.items()
+            }
             source = self._copy((kind, result), value, Group.REST, source, (), (), sum(everything.values()))
         forward = tuple(groups.get(Group.FORWARD, ()))
         for group, ports in groups.items():
@@ -237,4 +244,3 @@ class _Wiring:
         self.copies.append(Copy(node, maker, value, group, source, targets, kept_from, count))
         self.wires.append(Wire(source, Port(node, ()), value, count))
         return Port(node, ())
-

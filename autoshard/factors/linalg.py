@@ -51,8 +51,8 @@ def _transformed(ins: Sequence[Any], outs: Sequence[Any], params: dict[str, Any]
     return range(rank - len(params["fft_lengths"]), rank)
 
 
-# Leading coefficients: Golub and Van Loan, "Matrix Computations", 4th edition, sections 3.2 (LU), 4.2 (Cholesky),
-# 5.2 (QR), 7.4 (Hessenberg), 7.5 (Schur), 8.3 (symmetric eigenproblem), 8.6 (SVD).
+# Leading coefficients: Golub and Van Loan, "Matrix Computations", 4th edition, sections 3.2 (LU), 4.2
+# (Cholesky), 5.2 (QR), 7.4 (Hessenberg), 7.5 (Schur), 8.3 (symmetric eigenproblem), 8.6 (SVD).
 RULES: dict[str, RuleFn] = {
     "cholesky": batched(2, 1 / 3),
     "lu": batched(2, 2 / 3),

@@ -6,7 +6,7 @@ JAX's type checker.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from math import prod
 from typing import Any
 
@@ -382,6 +382,7 @@ CASES: dict[str, tuple[Any, ...]] = {
 }
 
 
+@cache
 def equation(case: str) -> Equation:
     return capture(*CASES[case])
 

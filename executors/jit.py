@@ -1,0 +1,109 @@
+"""The jit executor: one program over the whole mesh, partitioned by XLA along the plan's constraints."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from autoshard.errors import InputError
+from autoshard.graph import Step
+from autoshard.layout import Layout
+from autoshard.spec import partition_spec
+from executors.rewrite import evaluator
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """What runs: a jitted function, and the arguments to lower it with.
+
+    Attributes:
+      fn: the jitted step. It takes the step's positional arguments, then its keyword arguments in alphabetical order.
+      args: `jax.ShapeDtypeStruct` pytrees with their shardings: `fn.lower(*args)` is exactly what runs.
+      mesh: the devices.
+      donated: for each of `args`, whether its buffers are reused for the new state.
+    """
+
+    fn: Any
+    args: tuple[Any, ...]
+    mesh: Mesh
+    donated: tuple[bool, ...]
+
+    @property
+    def shardings(self) -> tuple[Any, ...]:
+        """The shardings of `args`, as pytrees."""
+        return jax.tree.map(lambda s: s.sharding, self.args)
+
+
+def build(
+    step: Step, layout: Layout, devices: Sequence[Any], on_retrace: Callable[[], None] = lambda: None
+) -> Program:
+    """Writes a layout into a step and jits it.
+
+    Args:
+      step: the traced step.
+      layout: the specs to impose.
+      devices: at least as many as the mesh has, in the cluster's order: real, simulated or compile-only.
+      on_retrace: called when JAX traces the step for other shapes than those it was planned for; it should raise.
+
+    Raises:
+      InputError: there are fewer devices than the mesh has.
+    """
+    mesh = _mesh(layout, devices)
+    names = layout.axis_names
+
+    def sharding(place: Any) -> NamedSharding:
+        spec = layout.specs.get(place)
+        return NamedSharding(mesh, partition_spec(spec, names) if spec is not None else PartitionSpec())
+
+    inputs = [sharding(("input", (), i)) for i in range(len(step.arguments))]
+    outputs = [
+        sharding(("output", (), o)) if r is None else inputs[r] for o, r in enumerate(step.replaces)
+    ]
+    abstract = step.abstract_inputs()
+    placed = [
+        jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s, weak_type=a.weak_type)
+        for a, s in zip(abstract, inputs, strict=True)
+    ]
+    args, kwargs = jax.tree_util.tree_unflatten(step.in_tree, placed)
+    positional = (*args, *(kwargs[k] for k in sorted(kwargs)))
+    evaluate = evaluator(step.graph, layout, mesh)
+
+    def run(*values: Any) -> Any:
+        flat = jax.tree_util.tree_leaves(values)
+        if [(tuple(x.shape), x.dtype) for x in flat] != [(a.shape, a.dtype) for a in abstract]:
+            on_retrace()
+        return jax.tree_util.tree_unflatten(step.out_tree, evaluate(flat))
+
+    run.__name__ = run.__qualname__ = step.name
+    donated = _donated(step, positional)
+    fn = jax.jit(
+        run,
+        in_shardings=jax.tree.map(lambda s: s.sharding, positional),
+        out_shardings=jax.tree_util.tree_unflatten(step.out_tree, outputs),
+        donate_argnums=tuple(i for i, d in enumerate(donated) if d),
+    )
+    return Program(fn, positional, mesh, donated)
+
+
+def _mesh(layout: Layout, devices: Sequence[Any]) -> Mesh:
+    wanted = int(np.prod(layout.mesh_shape))
+    if len(devices) < wanted:
+        raise InputError(
+            f"the plan's mesh {'x'.join(map(str, layout.mesh_shape))} needs {wanted} devices, and there are {len(devices)}. "
+            "Search again for the devices at hand, or run on more"
+        )
+    return Mesh(np.array(devices[:wanted]).reshape(layout.mesh_shape), layout.axis_names)
+
+
+def _donated(step: Step, positional: tuple[Any, ...]) -> tuple[bool, ...]:
+    """An argument is donated when every leaf of it is replaced by a result."""
+    replaced = {r for r in step.replaces if r is not None}
+    donated, start = [], 0
+    for argument in positional:
+        size = len(jax.tree_util.tree_leaves(argument))
+        donated.append(size > 0 and replaced.issuperset(range(start, start + size)))
+        start += size
+    return tuple(donated)

@@ -1,0 +1,121 @@
+"""The step again, with the plan's specs written in.
+
+The graph is evaluated op by op by JAX's tracer, so what comes out is an ordinary function to jit. At the places that the
+layout names, `with_sharding_constraint` imposes a spec; everything else is left as the user wrote it, so numbers do not
+depend on the plan but for the order of sums. XLA's partitioner turns the constraints into the planned collectives.
+
+A copy that the backward phase makes anew (a gathered weight that was not kept) must not be merged by the compiler with the
+forward phase's. It is taken from behind an `optimization_barrier` that also holds an incoming gradient: without that tie
+the compiler hoists it (measured on XLA:GPU).
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding
+
+from autoshard import _jax
+from autoshard.graph import Graph, Op, Phase
+from autoshard.layout import Layout, Want
+from autoshard.spec import Spec, partition_spec
+
+
+def evaluator(graph: Graph, layout: Layout, mesh: Mesh) -> Callable[[Sequence[Any]], list[Any]]:
+    """A function of the graph's flat inputs that computes its flat outputs under the layout's constraints.
+
+    Args:
+      graph: what to compute.
+      layout: which specs to impose where.
+      mesh: devices, real, simulated or compile-only, with the layout's axes.
+    """
+
+    def evaluate(inputs: Sequence[Any]) -> list[Any]:
+        return _Evaluation(graph, layout, mesh, ()).run(inputs)
+
+    return evaluate
+
+
+@dataclass(eq=False)
+class _Evaluation:
+    """One walk over one graph (the step's, or a loop's body)."""
+
+    graph: Graph
+    layout: Layout
+    mesh: Mesh
+    path: tuple[Any, ...]
+    env: dict[int, Any] = field(default_factory=dict)
+    copies: dict[tuple[int, Spec, str], Any] = field(default_factory=dict)
+    made_backward: set[int] = field(default_factory=set)
+    last_backward: Any = None
+
+    def run(self, inputs: Sequence[Any]) -> list[Any]:
+        for i, (v, x) in enumerate(zip(self.graph.inputs, inputs, strict=True)):
+            self.env[v] = self._placed(x, ("input", self.path, i))
+        self.env.update(self.graph.constants)
+        for i, op in enumerate(self.graph.ops):
+            site = (*self.path, i)
+            operands = [self._read(a, ("operand", site, n), op) for n, a in enumerate(op.inputs)]
+            with _jax.provenance(op.scope, op.source_info):
+                results = _jax.bind(op.primitive, operands, self._params(op, site))
+            for r, (v, x) in enumerate(zip(op.outputs, results, strict=True)):
+                self.env[v] = self._placed(x, ("result", site, r))
+                if op.phase is Phase.BACKWARD and getattr(x, "ndim", 0):
+                    self.made_backward.add(v)
+                    self.last_backward = self.env[v]
+        return [self._read(a, ("output", self.path, i), None) for i, a in enumerate(self.graph.outputs)]
+
+    def _params(self, op: Op, site: tuple[Any, ...]) -> dict[str, Any]:
+        """The op's parameters, with the bodies rewritten."""
+        if not op.bodies:
+            return op.params
+        inner = {
+            key: tuple(self._body(b, (*site, key, j)) for j, b in enumerate(bodies)) for key, bodies in op.bodies.items()
+        }
+        one = {key: jaxprs if isinstance(op.params[key], tuple | list) else jaxprs[0] for key, jaxprs in inner.items()}
+        return {**op.params, **one}
+
+    def _body(self, body: Graph, path: tuple[Any, ...]) -> Any:
+        shapes = [body.values[v] for v in body.inputs]
+        abstract = [_jax.abstract_value(v.shape, v.dtype, v.weak_type) for v in shapes]
+        return jax.make_jaxpr(lambda *xs: _Evaluation(body, self.layout, self.mesh, path).run(xs))(*abstract)
+
+    def _placed(self, x: Any, place: Any) -> Any:
+        spec = self.layout.specs.get(place)
+        return x if spec is None else self._constrain(x, spec)
+
+    def _read(self, atom: Any, place: Any, op: Op | None) -> Any:
+        if not isinstance(atom, int):
+            return atom.val
+        want = self.layout.wants.get(place)
+        if want is None:
+            return self.env[atom]
+        x = self.env[atom] if want.copy is None else self._copy(atom, want, op)
+        return x if want.spec is None else self._constrained_once(x, atom, want)
+
+    def _copy(self, v: int, want: Want, op: Op | None) -> Any:
+        key = (v, want.copy, want.group if want.is_fresh else "")
+        if key not in self.copies:
+            x = self.env[v]
+            tie = self._incoming(v, op) if want.is_fresh else None
+            if tie is not None:
+                x, _ = jax.lax.optimization_barrier((x, tie))
+            self.copies[key] = self._constrain(x, want.copy)
+        return self.copies[key]
+
+    def _constrained_once(self, x: Any, v: int, want: Want) -> Any:
+        key = (v, (*(want.copy or ()), *want.spec), f"{want.group if want.is_fresh else ''}/read")
+        if key not in self.copies:
+            self.copies[key] = self._constrain(x, want.spec)
+        return self.copies[key]
+
+    def _incoming(self, v: int, op: Op | None) -> Any:
+        """A gradient that arrives where the copy is first needed."""
+        own = [a for a in (op.operands if op is not None else ()) if a != v and a in self.made_backward]
+        return self.env[own[0]] if own else self.last_backward
+
+    def _constrain(self, x: Any, spec: Spec) -> Any:
+        sharding = NamedSharding(self.mesh, partition_spec(spec, self.layout.axis_names))
+        return jax.lax.with_sharding_constraint(x, sharding)
+

@@ -1,0 +1,71 @@
+"""What a full assignment is predicted to cost: the plan's estimates, from the same numbers that the solver minimised."""
+
+from collections.abc import Sequence
+
+from autoshard.plan import Collective, Estimates
+from autoshard.spec import AXIS_NAMES
+from search.choices import Way, port_specs
+from search.memory import Memory
+from search.pricing import Priced
+from search.reshard import SLICE
+
+
+def estimate(memory: Memory, labels: Sequence[int]) -> Estimates:
+    """Time, memory and collectives under a full assignment of labels."""
+    priced = memory.priced
+    compute_s = sum(float(compute[label]) for (compute, _), label in zip(priced.node_seconds, labels, strict=True))
+    collectives = _collectives(priced, labels)
+    peak = memory.peak(labels)
+    return Estimates(
+        step_s=compute_s + sum(c.seconds for c in collectives),
+        compute_s=compute_s,
+        peak_bytes=round(peak.num_bytes),
+        host_bytes=0,
+        residents={r.value: round(b) for r, b in peak.residents},
+        peak_at=_where(priced, peak.position),
+        collectives=collectives,
+    )
+
+
+def _where(priced: Priced, position: int) -> str:
+    """An op in words: phase, scope and primitive, source line."""
+    op = priced.sketch.folded.program.ops[position]
+    if op.op is None:
+        return f"{op.phase} {op.name}"
+    scope = f"{op.op.scope}/" if op.op.scope else ""
+    source = f" ({op.op.source})" if op.op.source else ""
+    return f"{op.phase} {scope}{op.name}{source}"
+
+
+def _collectives(priced: Priced, labels: Sequence[int]) -> tuple[Collective, ...]:
+    names = AXIS_NAMES[priced.resharder.num_axes]
+    total: dict[tuple[str, tuple[int, ...]], list[float]] = {}
+
+    def add(kind: str, axes: tuple[int, ...], count: int, num_bytes: float) -> None:
+        seconds = float(priced.resharder.mesh.time_s(kind, axes, num_bytes))
+        entry = total.setdefault((kind, axes), [0, 0.0, 0.0])
+        entry[0] += count
+        entry[1] += count * num_bytes
+        entry[2] += count * seconds
+
+    for wire in priced.sketch.wires:
+        target = wire.target.node
+        ways = priced.choices[target].ways
+        if ways and ways[labels[target]] is not Way.FRESH:
+            continue
+        specs = [
+            tuple(port_specs(p, priced.choices[p.node])[labels[p.node]].tolist()) for p in (wire.source, wire.target)
+        ]
+        for step in priced.resharder.chain(wire.value.shape, wire.value.itemsize, *specs):
+            if step.kind != SLICE:
+                add(step.kind, step.axes, wire.count, step.num_bytes)
+    for node, cluster in enumerate(priced.sketch.clusters):
+        for kind in cluster.kinds:
+            for axes, at, local_bytes in priced.reductions(kind):
+                for label, num_bytes in zip(at.tolist(), local_bytes.tolist(), strict=True):
+                    if label == labels[node]:
+                        add("all-reduce", axes, priced.sketch.folded.counts[kind], num_bytes)
+    return tuple(
+        Collective(kind, tuple(names[a] for a in axes), count, round(num_bytes), seconds)
+        for (kind, axes), (count, num_bytes, seconds) in sorted(total.items())
+    )

@@ -1,0 +1,81 @@
+"""The smallest peak: what an infeasible search tells its user, and how it knows that it is infeasible.
+
+Without costs only memory and what is forbidden remain: minimise the largest row (`search.milp.solve_peak`). Few edges
+forbid anything, so the program is small. Rows come on demand here too: solve, ask which points overflow, add the worst.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from time import monotonic
+
+import numpy as np
+
+from search.messages import Messages
+from search.milp import Answer, solve_peak
+from search.overflow import ROWS_PER_ROUND, NoFitError, Violated, oracle
+from search.pbqp import Labels, Problem, Row, merged, restricted_row
+
+RELATIVE_GAP = 1e-3
+"""Of the smallest peak, which is for messages."""
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """An assignment whose largest row is small, that row's value, and a lower bound on every assignment's."""
+
+    labels: Labels
+    peak_bytes: float
+    bound_bytes: float
+
+
+def minimise_peak(
+    problem: Problem,
+    *,
+    limit_bytes: float,
+    rows: Sequence[Row] = (),
+    violated: Violated | None = None,
+    time_limit_s: float = 5.0,
+) -> Peak:
+    """The assignment with the smallest largest row where that exceeds `limit_bytes`, else one that fits.
+
+    Args:
+      problem: its costs do not matter, what it forbids does.
+      limit_bytes: the limit that `violated` reports overflows of.
+      rows: rows known beforehand.
+      violated: gives the rows that an assignment overflows.
+      time_limit_s: after it, the best so far is returned, with its bound.
+
+    Raises:
+      NoFitError: the problem forbids every assignment, or none was found in time.
+    """
+    start_s, overflowed = monotonic(), oracle(rows, violated, limit_bytes)
+    messages = Messages(merged(problem))
+    messages.make_consistent()
+    known: dict[str, Row] = {}
+    best, bound_bytes = Peak((), np.inf, -np.inf), -np.inf
+    while best.peak_bytes > max(bound_bytes, limit_bytes) * (1 + RELATIVE_GAP):
+        left_s = start_s + time_limit_s - monotonic()
+        answer = smallest_peak(messages, tuple(known.values()), limit_bytes, left_s)
+        bound_bytes = max(bound_bytes, answer.bound)
+        if answer.labels is None:
+            break
+        over = overflowed(answer.labels)
+        peak_bytes = over[0].total_bytes(answer.labels) if over else limit_bytes
+        best = min(best, Peak(answer.labels, peak_bytes, -np.inf), key=lambda peak: peak.peak_bytes)
+        new = {row.name: row for row in over[:ROWS_PER_ROUND] if row.name not in known}
+        if not new or left_s <= 0:
+            break
+        known |= new
+    if best.peak_bytes == np.inf:
+        raise NoFitError("no assignment of strategies is allowed", is_proven=bound_bytes == np.inf)
+    return Peak(best.labels, best.peak_bytes, min(bound_bytes, best.peak_bytes))
+
+
+def smallest_peak(messages: Messages, rows: Sequence[Row], unit_bytes: float, time_limit_s: float) -> Answer:
+    """The kept assignment whose largest of the given rows is smallest; the bound is in bytes."""
+    if not messages.is_feasible:
+        return Answer(None, np.inf)
+    rest_rows = [restricted_row(row, messages.kept) for row in rows]
+    gap = RELATIVE_GAP / 2
+    answer = solve_peak(messages.rest(), rest_rows, unit_bytes, time_limit_s=time_limit_s, relative_gap=gap)
+    return Answer(None if answer.labels is None else messages.original(answer.labels), answer.bound)

@@ -1,0 +1,89 @@
+"""From labels to a layout: every decision spelled out op by op, for the executor.
+
+A spec is imposed where it decides: on arguments and at loops' borders, on the results of heavy ops and of ops with loops
+that cannot be split, and on what leaves a cluster or is reduced in it; inside a fused chain the compiler propagates. Partial
+results are not imposed (a constraint cannot say them): their readers' specs are, and the compiler reduces on the way.
+"""
+
+from collections.abc import Sequence
+
+from autoshard.factors import Kind
+from autoshard.layout import Layout, Place, Want
+from autoshard.spec import AXIS_NAMES, PARTIAL, Spec
+from search.choices import Way, port_specs
+from search.pricing import Priced
+from search.program import FlatOp
+from search.sketch import Group, Port, group_of
+
+
+def spell(priced: Priced, labels: Sequence[int]) -> Layout:
+    """The layout that a full assignment means."""
+    shape = priced.resharder.mesh.shape
+    speller = _Speller(priced, labels)
+    return Layout(shape, AXIS_NAMES[len(shape)], speller.specs(), speller.wants())
+
+
+class _Speller:
+    def __init__(self, priced: Priced, labels: Sequence[int]) -> None:
+        self.priced, self.labels = priced, labels
+        self.sketch, self.folded = priced.sketch, priced.sketch.folded
+        self.program = self.folded.program
+        self.maker = {v: (i, r) for i, op in enumerate(self.program.ops) for r, v in enumerate(op.results)}
+        node_of = self.sketch.node_of
+        self.leaving = {
+            (l.producer, l.result) for l in self.folded.links if node_of[l.producer] != node_of[l.consumer]
+        }
+        self.memo: dict[Port, Spec] = {}
+
+    def spec(self, port: Port) -> Spec:
+        if port not in self.memo:
+            row = port_specs(port, self.priced.choices[port.node])[self.labels[port.node]]
+            self.memo[port] = tuple(int(d) for d in row)
+        return self.memo[port]
+
+    def way(self, node: int) -> Way:
+        return self.priced.choices[node].ways[self.labels[node]]
+
+    def resting(self, kind: int, result: int) -> Spec:
+        """The spec that a value has once it is made."""
+        rest = self.sketch.copy_of.get((kind, result, Group.REST))
+        return self.spec(Port(rest.node, ())) if rest else self.spec(self.sketch.ports[kind, result, True])
+
+    def specs(self) -> dict[Place, Spec]:
+        found: dict[Place, Spec] = {}
+        for i, op in enumerate(self.program.ops):
+            kind = self.folded.kind_of[i]
+            for r, (v, places) in enumerate(zip(op.results, op.result_places, strict=True)):
+                if self.program.values[v].shape and self._decides(op, kind, r):
+                    spec = self.resting(kind, r)
+                    if PARTIAL not in spec:
+                        found |= dict.fromkeys(places, spec)
+        return found
+
+    def _decides(self, op: FlatOp, kind: int, result: int) -> bool:
+        if op.is_boundary or self.folded.is_heavy[kind] or (kind, result) in self.leaving:
+            return True
+        return any(f.kind is not Kind.PARALLEL and f.size > 1 for f in op.rule.factors)
+
+    def wants(self) -> dict[Place, Want]:
+        found: dict[Place, Want] = {}
+        for i, op in enumerate(self.program.ops):
+            for operand, (v, place) in enumerate(zip(op.operands, op.operand_places, strict=True)):
+                if place is not None and self.program.values[v].shape:
+                    want = self._want(v, self.folded.kind_of[i], operand, group_of(op))
+                    if want is not None:
+                        found[place] = want
+        return found
+
+    def _want(self, v: int, consumer: int, operand: int, group: Group) -> Want | None:
+        made, r = self.maker[v]
+        kind = self.folded.kind_of[made]
+        here, need = self.resting(kind, r), self.spec(self.sketch.ports[consumer, operand, False])
+        copy = self.sketch.copy_of.get((kind, r, group))
+        held, is_fresh = None, False
+        if copy is not None and self.way(copy.node) is not Way.SAME:
+            held = self.spec(Port(copy.node, ()))
+            is_fresh = bool(copy.kept_from) and self.way(copy.node) is Way.FRESH and held != here
+            here, held = held, held if held != here else None
+        last = need if need != here and PARTIAL not in need else None
+        return Want(held, is_fresh, group.value, last) if held is not None or last is not None else None
