@@ -122,3 +122,8 @@ def itemsize(dtype: Any) -> int:
 def abstract_value(shape: tuple[int, ...], dtype: Any, weak_type: bool) -> jax.ShapeDtypeStruct:
     """What `make_jaxpr` takes for an argument of this type."""
     return jax.ShapeDtypeStruct(shape, dtype, weak_type=weak_type)
+
+
+def as_function(jaxpr: Any) -> Any:
+    """A function of the jaxpr's flat arguments that gives its flat results."""
+    return jex_core.jaxpr_as_fun(jaxpr)

@@ -25,7 +25,7 @@ def interact(vectors):
 
 def forward(params, batch):
     dense = mlp(batch["dense"], params["bottom"])
-    rows = [table[batch["sparse"][:, i]] for i, table in enumerate(params["tables"])]
+    rows = [table[ids] for table, ids in zip(params["tables"], batch["sparse"], strict=True)]
     pairs = interact(jnp.stack([dense, *rows], axis=1))
     top = mlp(jnp.concatenate([dense, pairs], axis=1), params["top"])
     return (top @ params["out"]["w"] + params["out"]["b"])[:, 0]
@@ -74,7 +74,7 @@ def make_dlrm(
 
     inputs = {
         "dense": Normal((batch, num_dense), dtype),
-        "sparse": Integers((batch, len(table_rows)), min(table_rows)),
+        "sparse": [Integers((batch,), rows) for rows in table_rows],
         "click": Integers((batch,), 2),
     }
     return Case("dlrm", step, init, inputs)

@@ -60,7 +60,7 @@ def swiglu(x, layer):
 def make_llama(
     num_layers=2,
     hidden=64,
-    heads=8,
+    heads=16,
     kv_heads=8,
     ffn=96,
     vocab=64,

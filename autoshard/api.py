@@ -1,0 +1,333 @@
+"""The face: `parallelize`, `search` and `emit`."""
+
+import functools
+import os
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+
+from autoshard import _jax
+from autoshard.errors import InputError
+from autoshard.graph import Step
+from autoshard.plan import Plan
+from autoshard.trace import trace
+from autoshard.units import parse_bytes
+from cost_model.cluster import Cluster
+from cost_model.hardware import parse_cluster
+from executors import devices as attached
+from executors import jit
+from executors.jit import Program
+from search import driver
+
+Pins = Mapping[str, PartitionSpec]
+
+
+class AutoshardWarning(UserWarning):
+    """Something that works, but perhaps not as its user thinks."""
+
+
+def search(
+    step: Callable[..., Any],
+    *abstract_args: Any,
+    cluster: str | os.PathLike[str] | Cluster,
+    memory: str | int | None = None,
+    mesh: Sequence[int] | None = None,
+    pin: Pins | None = None,
+    time_limit_s: float | None = None,
+    progress: Callable[[str], None] = lambda line: None,
+) -> Plan:
+    """Finds how to run a training step fastest on a cluster, without any of its devices.
+
+    Args:
+      step: a training step for one device, e.g. `(state, batch) -> (state, metrics)`.
+      *abstract_args: its arguments' shapes: pytrees of `jax.ShapeDtypeStruct` (arrays work too).
+      cluster: a preset such as "64xH100-80GB", a `Cluster`, or a JSON file that describes one.
+      memory: the cap per device, such as "70GiB" or bytes; by default the device's memory less what the runtime needs.
+      mesh: sizes of the logical mesh's axes, outermost first; by default it is searched. Axes are named "data" (one axis),
+        "data" and "model" (two), "replica", "data" and "model" (three).
+      pin: specs in which arguments must rest, by pytree path, e.g. `{"params['emb']": P("model")}`.
+      time_limit_s: seconds for the solver; the plan states the gap that is left.
+      progress: called with one line per stage of the search.
+
+    Returns:
+      The fastest plan found, with its estimates and the solver's certified gap.
+
+    Raises:
+      InputError: an argument, the cluster or an option cannot be used.
+      InfeasibleError: nothing fits the cap; says what would.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> def step(w, x):
+      ...     return w - 0.1 * jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w)
+      >>> w, x = jax.ShapeDtypeStruct((256, 256), "float32"), jax.ShapeDtypeStruct((64, 256), "float32")
+      >>> search(step, w, x, cluster="8xH100-80GB").num_devices
+      8
+    """
+    hardware = parse_cluster(cluster)
+    traced = _traced(step, abstract_args, {})
+    return _find(traced, hardware, memory, mesh, pin, time_limit_s, progress).plan
+
+
+def emit(
+    step: Callable[..., Any], *abstract_args: Any, plan: Plan, devices: Sequence[Any] | None = None
+) -> Program:
+    """Writes a plan into its step, so that anyone can lower and read what runs.
+
+    Args:
+      step: the step that the plan was made for.
+      *abstract_args: its arguments' shapes.
+      plan: what `search` returned, or `Plan.load`.
+      devices: in the cluster's order; real, simulated or compile-only (`jax.experimental.topologies`). By default those that
+        JAX sees.
+
+    Returns:
+      A `Program`: `program.fn.lower(*program.args)` is exactly what runs.
+
+    Raises:
+      PlanError: the plan is for another step, or decides something impossible.
+      InputError: there are fewer devices than the plan's mesh has.
+    """
+    traced = _traced(step, abstract_args, {})
+    found = driver.apply(traced, plan, Cluster.from_json(plan.cluster, "plan: cluster"))
+    return jit.build(traced, found.layout, jax.devices() if devices is None else devices)
+
+
+def parallelize(
+    step: Callable[..., Any] | None = None,
+    *,
+    cluster: str | os.PathLike[str] | Cluster | None = None,
+    memory: str | int | None = None,
+    mesh: Sequence[int] | None = None,
+    pin: Pins | None = None,
+    plan: str | os.PathLike[str] | Plan | None = None,
+    time_limit_s: float | None = None,
+    devices: Sequence[Any] | None = None,
+) -> Any:
+    """Makes a training step written for one device run on many.
+
+    The first call traces the step, searches and compiles; later calls only run. State arguments (those that come back as
+    results) are donated.
+
+    Args:
+      step: the training step; when left out, a decorator is returned.
+      cluster: the hardware; by default what the devices are.
+      memory: as for `search`.
+      mesh: as for `search`.
+      pin: as for `search`.
+      plan: a plan or its file: no search. The step, its shapes and the number of devices must be the plan's.
+      time_limit_s: as for `search`.
+      devices: where to run; by default all that JAX sees.
+
+    Returns:
+      A `Parallelized` step: call it as before; it has `.plan`, `.init` and `.lower` besides.
+
+    Raises:
+      InputError: an option cannot be used, or the step is parallelized already.
+
+    Example:
+      >>> @parallelize(memory="70GiB")  # doctest: +SKIP
+      ... def train_step(state, batch): ...
+    """
+    if step is None:
+        return functools.partial(
+            parallelize,
+            cluster=cluster,
+            memory=memory,
+            mesh=mesh,
+            pin=pin,
+            plan=plan,
+            time_limit_s=time_limit_s,
+            devices=devices,
+        )
+    if isinstance(step, Parallelized):
+        raise InputError(f"the step {step.__name__!r} is parallelized already; decorate it once")
+    if not callable(step):
+        raise InputError(f"parallelize wants a function, got {type(step).__name__}")
+    given = Plan.load(plan) if isinstance(plan, str | os.PathLike) else plan
+    place = str(plan) if isinstance(plan, str | os.PathLike) else "the plan"
+    request = _Request(cluster, memory, mesh, pin, given, place, time_limit_s, devices)
+    return Parallelized(step, request)
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """What `parallelize` was asked for."""
+
+    cluster: Any
+    memory: Any
+    mesh: Any
+    pin: Any
+    plan: Plan | None
+    place: str
+    time_limit_s: float | None
+    devices: Sequence[Any] | None
+
+
+class Parallelized:
+    """A training step that runs on many devices; made by `parallelize`."""
+
+    def __init__(self, step: Callable[..., Any], request: _Request) -> None:
+        functools.update_wrapper(self, step, updated=())
+        self._step, self._request = step, request
+        self._plan: Plan | None = request.plan
+        self._program: Program | None = None
+        self._signature: Any = None
+
+    @property
+    def plan(self) -> Plan:
+        """The plan in use.
+
+        Raises:
+          InputError: nothing has been planned yet.
+        """
+        if self._plan is None:
+            raise InputError(f"{self.__name__} has no plan yet: call it, its .init or its .lower first")
+        return self._plan
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs one step: the arguments and results of the decorated function."""
+        if self._program is not None and not kwargs:
+            try:
+                return self._program.fn(*args)
+            except (_Retraced, ValueError, TypeError):
+                if self._is_planned_for(args, kwargs) and self._is_placed(args):
+                    raise
+        self._prepare(args, kwargs)
+        assert self._program is not None
+        placed = jax.device_put(_positional(args, kwargs), self._program.shardings)
+        return self._program.fn(*placed)
+
+    def init(self, create: Callable[..., Any], *create_args: Any, args: tuple[Any, ...] = ()) -> Any:
+        """Creates the state directly on its shards.
+
+        Args:
+          create: makes the step's first argument; it is traced once and run sharded.
+          *create_args: its arguments, such as a PRNG key.
+          args: the step's other arguments, or their shapes.
+
+        Returns:
+          What `create` returns, each array sharded as the plan says.
+
+        Raises:
+          InputError: `create` cannot be traced, or its state does not suit the step.
+        """
+        try:
+            jaxpr, shapes = jax.make_jaxpr(create, return_shape=True)(*create_args)
+        except _TRACE_ERRORS as e:
+            raise InputError(f"init: {getattr(create, '__name__', 'create')} cannot be traced by jax.jit: {e}") from e
+        self._prepare((shapes, *args), {})
+        assert self._program is not None
+        shardings, tree = jax.tree.flatten(self._program.shardings[0])
+        flat = jax.jit(_jax.as_function(jaxpr), out_shardings=shardings)(*jax.tree.leaves(create_args))
+        return jax.tree.unflatten(tree, flat)
+
+    def lower(self, *args: Any, **kwargs: Any) -> Any:
+        """The step lowered for its devices, as `jax.jit(...).lower` gives it; arguments may be shapes."""
+        self._prepare(args, kwargs)
+        assert self._program is not None
+        return self._program.fn.lower(*self._program.args)
+
+    def _is_planned_for(self, args: Any, kwargs: Any) -> bool:
+        return self._signature == _signature(args, kwargs)
+
+    def _is_placed(self, args: Any) -> bool:
+        assert self._program is not None
+        wanted = jax.tree.leaves(self._program.shardings)
+        return all(getattr(x, "sharding", None) == s for x, s in zip(jax.tree.leaves(args), wanted, strict=True))
+
+    def _prepare(self, args: Any, kwargs: Any) -> None:
+        """Plans and builds for these arguments, if that has not been done."""
+        if self._is_planned_for(args, kwargs):
+            return
+        leaves = jax.tree.leaves((args, kwargs))
+        if any(isinstance(x, jax.core.Tracer) for x in leaves):
+            raise InputError(f"{self.__name__} is a parallelized step and cannot be called inside another jitted function")
+        traced = _traced(self._step, args, kwargs)
+        request = self._request
+        devices = list(jax.devices() if request.devices is None else request.devices)
+        if request.plan is not None:
+            hardware = Cluster.from_json(request.plan.cluster, f"{request.place}: cluster")
+            found = driver.apply(traced, request.plan, hardware, request.place)
+        else:
+            if self._signature is not None:
+                warnings.warn(
+                    f"the arguments of {self.__name__} changed in shape or structure; searching again for the new ones",
+                    AutoshardWarning,
+                    stacklevel=3,
+                )
+            hardware = parse_cluster(attached.cluster_name(devices) if request.cluster is None else request.cluster)
+            found = _find(traced, hardware, request.memory, request.mesh, request.pin, request.time_limit_s)
+        self._program = jit.build(traced, found.layout, devices, _retraced)
+        self._plan, self._signature = found.plan, _signature(args, kwargs)
+
+
+_TRACE_ERRORS = (jax.errors.JAXTypeError, jax.errors.JAXIndexError, TypeError, ValueError)
+
+
+class _Retraced(Exception):
+    """JAX began to trace the step for other shapes than those planned for."""
+
+
+def _retraced() -> None:
+    raise _Retraced
+
+
+def _positional(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    return (*args, *(kwargs[k] for k in sorted(kwargs)))
+
+
+def _signature(args: Any, kwargs: Any) -> Any:
+    leaves, tree = jax.tree.flatten((args, kwargs))
+    return tree, tuple((getattr(x, "shape", ()), getattr(x, "dtype", type(x))) for x in leaves)
+
+
+def _traced(step: Callable[..., Any], args: Any, kwargs: Any) -> Step:
+    if isinstance(step, Parallelized):
+        step = step.__wrapped__  # type: ignore[attr-defined]
+    traced = trace(step, *args, **kwargs)
+    for name, (count, source) in driver.primitives_without_rule(traced).items():
+        warnings.warn(
+            f"{name} has no factor rule and is computed alike on all devices ({count} in the step, first at {source})",
+            AutoshardWarning,
+            stacklevel=3,
+        )
+    return traced
+
+
+def _find(
+    traced: Step,
+    hardware: Cluster,
+    memory: str | int | None,
+    mesh: Sequence[int] | None,
+    pin: Pins | None,
+    time_limit_s: float | None,
+    progress: Callable[[str], None] = lambda line: None,
+) -> driver.Found:
+    limit = hardware.device_memory_limit() if memory is None else parse_bytes(memory)
+    seconds = driver.DEFAULT_TIME_LIMIT_S if time_limit_s is None else time_limit_s
+    shape = None if mesh is None else tuple(int(n) for n in mesh)
+    options = driver.Options(limit, shape, _resolved(traced, pin or {}), seconds)
+    return driver.find(traced, hardware, options, progress)
+
+
+def _resolved(traced: Step, pin: Pins) -> dict[str, PartitionSpec]:
+    """Pins by full argument name; a key may leave the path's beginning out."""
+    names = [a.name for a in traced.arguments]
+    resolved = {}
+    for key, spec in pin.items():
+        if not isinstance(spec, PartitionSpec):
+            raise InputError(f"pin {key!r}: wanted a jax.sharding.PartitionSpec, got {spec!r:.60}")
+        hits = [n for n in names if n == key] or [n for n in names if n.endswith((f".{key}", f"]{key}"))]
+        if len(hits) != 1:
+            what = f"matches {', '.join(hits[:4])}" if hits else f"matches no argument; they are named like {names[0]}"
+            raise InputError(f"pin {key!r} {what}. Name one argument by its pytree path")
+        resolved[hits[0]] = spec
+    return resolved
+
+
+__all__ = ["AutoshardWarning", "Parallelized", "emit", "parallelize", "search"]
