@@ -1,11 +1,11 @@
 """Times the ILP and its possible backends on problems shaped like real searches.
 
-The problems are a Transformer step's: blocks, forward and backward, folded over the layers, between an embedding and
-a vocabulary head, with storage, gradients and optimizer updates. Nodes are ops (labels: which factor each mesh axis
-splits), values with several readers and residuals (labels: spec, and what happens to it until the backward phase),
-and parameters' storage. Costs are a small copy of the real ones: FLOPs, HBM and reshard bytes over link speeds. A
-"long" problem's step is mostly computation, a "short" one's (a sixteenth of the tokens) mostly communication. The
-memory limit is a fraction of what the fastest assignment takes.
+The problems are a Transformer step's: blocks, forward and backward, folded over the layers, between an
+embedding and a vocabulary head, with storage, gradients and optimizer updates. Nodes are ops (labels: which
+factor each mesh axis splits), values with several readers and residuals (labels: spec, and what happens to it
+until the backward phase), and parameters' storage. Costs are a small copy of the real ones: FLOPs, HBM and
+reshard bytes over link speeds. A "long" problem's step is mostly computation, a "short" one's (a sixteenth of
+the tokens) mostly communication. The memory limit is a fraction of what the fastest assignment takes.
 
     .venv/bin/python benchmarks/solvers.py                # our pipeline on every problem
     .venv/bin/python benchmarks/solvers.py 8x8 backends   # one mesh, plain integer programs too (minutes)

@@ -1,13 +1,14 @@
 """Exact minimisation of a PBQP by eliminating one node after another.
 
-To eliminate a node, add up the tables that it appears in, minimise over its labels, and keep the result as one table over its
-neighbours (bucket elimination; Dechter 1999). Nodes of degree one or two vanish for almost nothing: chains and trees of parameters,
-gradients and updates collapse; what grows is the tables around the residual stream. The order is greedy: always the node whose table is
-smallest. Labels that cost the same towards each other table's labels are merged first, and the merging is repeated on every new table:
-a table's dimension is a node's *classes*, not its labels.
+To eliminate a node, add up the tables that it appears in, minimise over its labels, and keep the result as
+one table over its neighbours (bucket elimination; Dechter 1999). Nodes of degree one or two vanish for almost
+nothing: chains and trees of parameters, gradients and updates collapse; what grows is the tables around the
+residual stream. The order is greedy: always the node whose table is smallest. Labels that cost the same
+towards each other table's labels are merged first, and the merging is repeated on every new table: a table's
+dimension is a node's *classes*, not its labels.
 
-Widths are small for training steps, so tables fit once hopeless labels are dropped; `eliminate` gives up where they do not.
-"""
+Widths are small for training steps, so tables fit once hopeless labels are dropped; `eliminate` gives up
+where they do not."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -41,7 +42,7 @@ class _Bucket:
 
 
 def eliminate(problem: Problem, max_entries: float) -> tuple[float, Labels] | None:
-    """The minimum of a merged problem and an assignment that attains it; None where a table would exceed `max_entries`."""
+    """The minimum of a merged problem, and where it is; None where a table would exceed `max_entries`."""
     tables = [
         _compressed((edge.u, edge.v), tuple(map(np.arange, edge.cost_s.shape)), edge.cost_s)
         for edge in problem.edges

@@ -1,21 +1,24 @@
 """The intra-op search's core: the cheapest assignment of labels whose memory fits at every program point.
 
-Minimise a PBQP's cost (`search.pbqp`) under one memory row for each program point. There are thousands of points and
-few of them bind, so rows are made on demand: whenever an assignment looks good, ask which points it overflows, and from
-then on reckon with the worst of those.
+Minimise a PBQP's cost (`search.pbqp`) under one memory row for each program point. There are thousands of
+points and few of them bind, so rows are made on demand: whenever an assignment looks good, ask which points
+it overflows, and from then on reckon with the worst of those.
 
-A bound and an incumbent close in on each other, in three stages, and most problems end before the third:
+A bound and an incumbent close in on each other, in four stages, and most problems end before the last:
 
-  1. `_relax`: sweeps of messages (`search.messages`) without any memory row. Their assignments, improved by pair moves
-     (`search.local_search`), are often optimal and sometimes fit.
-  2. `_price`: memory rows as prices (`search.lagrangian`), raised until no price gives a better bound. Each pricing's assignment
-     is repaired where it overflows, improved, and offered as the incumbent.
-  3. `_prove`: what is left, as a mixed-integer program (`search.milp`).
+  1. `_relax`: sweeps of messages (`search.messages`) without any memory row. Their assignments, improved by
+     pair moves (`search.local_search`), are often optimal. If they fit, `search.elimination` ends the search.
+  2. `_price`: memory rows as prices (`search.lagrangian`), raised until no price gives a better bound. Each
+     pricing's assignment is repaired where it overflows, improved, and offered as the incumbent.
+  3. `_fit`, if nothing fitted yet: the smallest peak (`search.peak`) fits, or proves that nothing does.
+  4. `_branch`: best first, on the node about whose memory good assignments disagree most. Every part is priced
+     like the whole, and a small one is solved as an integer program (`search.milp`).
 
-All along, `_drop` removes labels that no assignment better than the incumbent (by more than the gap asked for) can have:
-of some thousand labels a few hundred reach stage 3, which is why it is fast. What was dropped is remembered in `floor_s`: no
-dropped assignment costs less.
-"""
+The message bound is that of the linear relaxation, at a fraction of a simplex's time; what remains open after
+stage 2 is which of a few lumps of memory to spend, and that is what stage 4 branches on. All along, `_drop`
+removes labels that no assignment better than the incumbent (by more than the gap asked for) can have: of some
+thousand labels a few hundred remain. What was dropped is remembered in `floor_s`: no dropped assignment costs
+less."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -61,8 +64,8 @@ MAX_REPAIRS = 12
 """Of one assignment; each either pays four times as much for memory or reckons with new rows."""
 PRICINGS_PER_BRANCH = 3
 MAX_BRANCHES = 2000
-MAX_PROGRAM_LABELS = 400
-"""A part with so few labels, over all nodes, is cheaper to solve as a mixed-integer program than to branch on."""
+MAX_PROGRAM_LABELS = 500
+"""Labels beyond one a node; a part with fewer is cheaper to solve as an integer program than to branch on."""
 MAX_TABLE_ENTRIES = 1e7
 """80 MB of doubles."""
 
@@ -167,9 +170,7 @@ class _Search:
             if self._is_open(whole):
                 stage(whole)
                 name = stage.__name__.strip("_")
-                self.progress(
-                    f"{name}: cost {self.cost_s:.6g} s, bound {self.bound_s:.6g} s, {whole.messages.num_kept} labels"
-                )
+                self.progress(f"{name}: cost {self.cost_s:.6g} s, bound {self.bound_s:.6g} s")
         if not whole.messages.is_feasible:
             self._raise_bound(np.inf)
         if self.labels is None:
@@ -223,15 +224,15 @@ class _Search:
             part = heappop(parts)[2]
             for child in self._children(part):
                 self.num_branches += 1
-                if self._is_open(child):
+                if not self._is_closed(child):
                     heappush(parts, (child.best_bound_s, self.num_branches, child))
         self._raise_bound(parts[0][0] if parts else np.inf)
 
     def _children(self, part: Relaxation) -> list[Relaxation]:
         """A part's pieces, tightened; none where the part could be solved outright."""
-        if part.messages.num_kept <= MAX_PROGRAM_LABELS:
+        if part.messages.num_kept - len(part.messages.kept) <= MAX_PROGRAM_LABELS:
             self._settle(part)
-        if not self._is_open(part):
+        if self._is_closed(part):
             return []
         node, mask = part.disputed()
         children = [part.branch(node, mask), part.branch(node, ~mask)]
@@ -294,7 +295,7 @@ class _Search:
         return messages.original(descend(messages.rest(), rows, self.limit_bytes, price_s, start))
 
     def _offer(self, labels: Labels) -> bool:
-        """Makes an assignment the incumbent if it is better and fits; whether it brought new rows to light."""
+        """Makes an assignment the incumbent if it is better and fits; whether it brought rows to light."""
         cost_s = self.problem.cost_s(labels)
         if not cost_s < self.cost_s or not self.planes.fits(labels):
             return False
@@ -321,15 +322,17 @@ class _Search:
         """Records a bound on what is left; what was dropped costs at least `floor_s`."""
         self.bound_s = max(self.bound_s, min(bound_s, self.floor_s))
 
-    def _is_open(self, part: Relaxation) -> bool:
-        """Whether a part may hold something better than the incumbent, and there is time to look."""
-        if not part.messages.is_feasible or part.best_bound_s == np.inf or self._left_s() <= 0:
-            return False
-        if self.labels is None:
+    def _is_closed(self, part: Relaxation) -> bool:
+        """Whether a part holds nothing better than the incumbent."""
+        if not part.messages.is_feasible or part.best_bound_s == np.inf:
             return True
-        is_hopeless = part.best_bound_s >= self._worth_s()
+        is_hopeless = self.labels is not None and part.best_bound_s >= self._worth_s()
         self.floor_s = min(self.floor_s, part.best_bound_s) if is_hopeless else self.floor_s
-        return not is_hopeless
+        return is_hopeless
+
+    def _is_open(self, part: Relaxation) -> bool:
+        """Whether a part may hold something better and there is time to look."""
+        return self._left_s() > 0 and not self._is_closed(part)
 
     def _left_s(self) -> float:
         return self.time_limit_s - (monotonic() - self.start_s)

@@ -1,17 +1,17 @@
 """Memory rows as prices: the Lagrangian relaxation of a PBQP with rows.
 
-Charge every byte of a row a price instead of limiting the row: seconds a byte, a price a row. What remains is a plain
-PBQP, whose bound (`search.messages`), less the price of the bytes that the limit allows, is a bound on every
-assignment that fits. The best prices maximise that bound. It is concave in them, and every assignment x ever seen is
-a plane above it:
+Charge every byte of a row a price instead of limiting the row: seconds a byte, a price a row. What remains is
+a plain PBQP, whose bound (`search.messages`), less the price of the bytes that the limit allows, is a bound
+on every assignment that fits. The best prices maximise that bound. It is concave in them, and every
+assignment x ever seen is a plane above it:
 
     bound(prices) <= cost(x) + sum over rows of price[row] * overflow(x, row)
 
-`Relaxation.next_prices` maximises the lowest of these planes (Kelley's cutting planes, a tiny linear program) and goes
-half-way from the best prices so far towards that (the in-out stabilisation of Ben-Ameur and Neto, 2007). The linear
-program's dual is a mixture of assignments that fits on average: where its members disagree about much memory is where
-to branch. Prices move node costs only, so the messages of one pricing are a warm start for the next.
-"""
+`Relaxation.next_prices` maximises the lowest of these planes (Kelley's cutting planes, a tiny linear program)
+and goes half-way from the best prices so far towards that (the in-out stabilisation of Ben-Ameur and Neto,
+2007). The linear program's dual is a mixture of assignments that fits on average: where its members disagree
+about much memory is where to branch. Prices move node costs only, so the messages of one pricing are a warm
+start for the next."""
 
 from dataclasses import dataclass, field
 
@@ -24,12 +24,12 @@ from search.pbqp import Labels, Problem, Row
 INTERIOR = 0.5
 """How far from the planes' best prices towards the best so far the next prices lie."""
 MAX_RISE = 4.0
-"""One step raises a price at most so many times, beyond the price that makes the limit as dear as the whole step."""
+"""One step raises a price to at most so many times the best, plus what makes the limit as dear as the step."""
 MIN_WEIGHT = 1e-6
 """Of an assignment in a mixture; less is the linear solver's rounding."""
 
 TIE = 1e-3
-"""Weight of a node's whole range of bytes beside what the mixture makes of it: decides where the mixture agrees."""
+"""Weight of a node's whole range of bytes beside the mixture's: decides where the mixture agrees."""
 
 
 @dataclass(slots=True, eq=False)
@@ -103,7 +103,7 @@ class Relaxation:
         )
 
     def disputed(self) -> tuple[int, np.ndarray]:
-        """Where to branch: the node about whose priced bytes the mixture disagrees most, and the mask of its lighter half."""
+        """Where to branch: the node about whose bytes the mixture disagrees most; the mask of its lighter half."""
         kept = self.messages.kept
         priced = self._priced_bytes()
         weights = np.array([weight for weight, _ in self.mixture])

@@ -1,16 +1,16 @@
 """Lower bounds, good assignments and hopeless labels of a PBQP, by passing messages along its edges.
 
-Cost can be moved between a node and its edges without changing any assignment's total. Moved well, the sum of every
-node's and every edge's smallest cost, a lower bound on every assignment, rises to the value of the pairwise linear
-relaxation. This is sequential reweighted message passing (Kolmogorov, "A new look at reweighted message passing",
-TPAMI 2015), on pairwise costs the same as TRW-S: visit the nodes in order; each *pulls* from its edges to earlier nodes
-all that it can charge to its own labels, then *pushes* equal shares of its cost onto its edges to later nodes; then the
-same backwards. A sweep is linear in the edges' entries, and two or three dozen do what a simplex needs seconds for.
+Cost can be moved between a node and its edges without changing any assignment's total. Moved well, the sum of
+every node's and every edge's smallest cost, a lower bound on every assignment, rises to the value of the
+pairwise linear relaxation. This is sequential reweighted message passing (Kolmogorov, "A new look at
+reweighted message passing", TPAMI 2015), on pairwise costs the same as TRW-S: visit the nodes in order; each
+*pulls* from its edges to earlier nodes all that it can charge to its own labels, then *pushes* equal shares
+of its cost onto its edges to later nodes; then the same backwards. A sweep is linear in the edges' entries,
+and two or three dozen do what a simplex needs seconds for.
 
-On the way, `sweep` also picks labels, each the best for what is picked already, and `label_bounds` says for each label
-what any assignment with it costs at least: a label whose bound exceeds a known assignment's cost can be dropped
-(`keep`), and what is dropped makes the next sweeps faster and tighter.
-"""
+On the way, `sweep` also picks labels, each the best for what is picked already, and `label_bounds` says for
+each label what any assignment with it costs at least: a label whose bound exceeds a known assignment's cost
+can be dropped (`keep`), and what is dropped makes the next sweeps faster and tighter."""
 
 from dataclasses import dataclass
 

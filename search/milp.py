@@ -1,8 +1,8 @@
 """A PBQP with memory rows as a mixed-integer program, solved through OR-Tools' MathOpt.
 
-Variables: x[n, i] in {0, 1}, node n takes label i; y[e, a, b] >= 0, edge e runs from label class a to label class b. A
-class is a set of labels with equal rows (columns) of the edge's costs: costs depend on the few specs that labels
-imply, so classes are few where labels are many. Forbidden labels and pairs get no variable.
+Variables: x[n, i] in {0, 1}, node n takes label i; y[e, a, b] >= 0, edge e runs from label class a to label
+class b. A class is a set of labels with equal rows (columns) of the edge's costs: costs depend on the few
+specs that labels imply, so classes are few where labels are many. Forbidden labels and pairs get no variable.
 
 Objective: sum of cost[n, i] x[n, i] + sum of cost[e, a, b] y[e, a, b].
 
@@ -11,9 +11,8 @@ Constraints (the local polytope, the tightest pairwise relaxation of the graph p
   `_add_edge`:     sum over b of y[e, a, b] = sum over i in a of x[u, i], and the same for v
   `add_row`:       sum of bytes[n, i] x[n, i] <= limit - fixed
 
-`solve_peak` asks for the smallest peak instead: no costs, one variable that every row must not exceed, minimised.
-Seconds and bytes are scaled to sizes near one before the solver sees them.
-"""
+`solve_peak` asks for the smallest peak instead: no costs, one variable that every row must not exceed,
+minimised. Seconds and bytes are scaled to sizes near one before the solver sees them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -33,7 +32,7 @@ FEASIBILITY = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What the solver found: labels None where it has none; a bound of +inf where it proved that there are none."""
+    """What the solver found: labels None where it has none; a bound of +inf where it proved so."""
 
     labels: Labels | None
     bound: float

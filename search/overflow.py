@@ -1,13 +1,11 @@
 """Memory rows on demand: which program points does an assignment overflow?
 
-There are thousands of program points, neighbours hold nearly the same, and few ever bind. So nobody writes all the rows
-down: whoever has an assignment worth looking at asks for the rows that it overflows and reckons with the worst of them
-from then on.
-"""
+There are thousands of program points, neighbours hold nearly the same, and few ever bind. So nobody writes
+all the rows down: whoever has an assignment worth looking at asks for the rows that it overflows and reckons
+with the worst of them from then on."""
 
 from collections.abc import Callable, Sequence
 
-from autoshard.errors import InfeasibleError
 from search.pbqp import Labels, Row
 
 ROWS_PER_ROUND = 3
@@ -17,8 +15,11 @@ Violated = Callable[[Labels], Sequence[Row]]
 """A full assignment -> the rows that it overflows, empty where it fits."""
 
 
-class NoFitError(InfeasibleError):
-    """No assignment satisfies the rows; `is_proven` is False where time ran out before one was found."""
+class NoFitError(Exception):
+    """No assignment satisfies the rows; `is_proven` is False where time ran out before one was found.
+
+    For whoever poses the problem, who knows what its rows and labels mean, to turn into a user's error.
+    """
 
     def __init__(self, message: str, *, is_proven: bool) -> None:
         super().__init__(message)

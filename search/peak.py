@@ -1,8 +1,8 @@
 """The smallest peak: what an infeasible search tells its user, and how it knows that it is infeasible.
 
-Without costs only memory and what is forbidden remain: minimise the largest row (`search.milp.solve_peak`). Few edges
-forbid anything, so the program is small. Rows come on demand here too: solve, ask which points overflow, add the worst.
-"""
+Without costs only memory and what is forbidden remain: minimise the largest row (`search.milp.solve_peak`).
+Few edges forbid anything, so the program is small. Rows come on demand here too: solve, ask which points
+overflow, add the worst."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -44,7 +44,7 @@ class Rule:
     """The factors of one equation.
 
     Attributes:
-      factors: the loop dimensions, in order of first appearance.
+      factors: the loop dimensions, each listed once.
       operands: per operand, per dimension, the indices into `factors` (major to minor).
       results: per result, likewise.
       flops_per_point: floating-point operations for each point of the full iteration space (the product of

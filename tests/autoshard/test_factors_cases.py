@@ -402,6 +402,13 @@ def test_no_loop_has_one_iteration(case: str):
     assert all(factor.size > 1 for factor in equation(case).rule.factors)
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_summed_factors_are_in_no_result(case: str):
+    rule = equation(case).rule
+    carried = {f for dims in rule.results for dim in dims for f in dim}
+    assert not any(rule.factors[f].kind in (Kind.SUM, Kind.REDUCE) for f in carried)
+
+
 @pytest.mark.parametrize("case", [case for case in CASES if case != "nextafter"])
 def test_additive_means_that_sums_commute(case: str):
     """`f(a + b) == f(a) + f(b)`, every operand a sum: exactly what `is_additive` claims, and no less.

@@ -40,7 +40,15 @@ COLLECTIVES = {
 """Steps for one device hold none."""
 
 KNOWN_WITHOUT_RULE = COLLECTIVES | {
-    *("create_token", "after_all", "dce_sink", "tie", "empty2", "unreachable"),  # carry no data to split
+    *(
+        "create_token",
+        "after_all",
+        "dce_sink",
+        "tie",
+        "program_order",
+        "empty2",
+        "unreachable",
+    ),  # carry no data to split
     *("custom_linear_solve", "platform_index", "call_hi_primitive"),  # hold programs that nothing inlines yet
     *("scaled_dot", "relayout"),
 }

@@ -125,8 +125,8 @@ def test_any_reshape(eqn: Equation):
 
 
 LOOSER = {"select_n", "select_n-scalar", "float-to-int", "reduce_max", "reduce_min", "dynamic_update_slice"}
-"""Where JAX (some only in 0.11) passes partial sums on and we do not: predicates and indices cannot be partial,
-rounding and maxima are not linear."""
+"""Where JAX (for some only 0.11) passes partial sums on and we do not: predicates and indices cannot be
+partial, rounding and maxima are not linear."""
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case not in LOOSER])
