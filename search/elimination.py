@@ -8,7 +8,8 @@ towards each other table's labels are merged first, and the merging is repeated 
 dimension is a node's *classes*, not its labels.
 
 Widths are small for training steps, so tables fit once hopeless labels are dropped; `eliminate` gives up
-where they do not."""
+where they do not.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -77,16 +78,12 @@ def _size(node: int, tables: Sequence[_Table], problem: Problem) -> float:
 def _minimised(node: int, cost: np.ndarray, tables: Sequence[_Table]) -> _Table:
     """The table over a node's neighbours: the smallest sum over the node's labels."""
     nodes = tuple(sorted({other for table in tables for other in table.nodes} - {node}))
-    joint = (
-        {
-            other: _joint([t.classes[t.nodes.index(other)] for t in tables if other in t.nodes])
-            for other in (node, *nodes)
-        }
-        if tables
-        else {}
-    )
     if not tables:
         return _Table((), (), cost.min())
+    joint = {
+        other: _joint([table.classes[table.nodes.index(other)] for table in tables if other in table.nodes])
+        for other in (node, *nodes)
+    }
     classes, firsts = joint[node]
     own = np.full(len(firsts), np.inf)
     np.minimum.at(own, classes, cost)

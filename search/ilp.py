@@ -11,14 +11,15 @@ A bound and an incumbent close in on each other, in four stages, and most proble
   2. `_price`: memory rows as prices (`search.lagrangian`), raised until no price gives a better bound. Each
      pricing's assignment is repaired where it overflows, improved, and offered as the incumbent.
   3. `_fit`, if nothing fitted yet: the smallest peak (`search.peak`) fits, or proves that nothing does.
-  4. `_branch`: best first, on the node about whose memory good assignments disagree most. Every part is priced
-     like the whole, and a small one is solved as an integer program (`search.milp`).
+  4. `_branch`: best first, on the node about whose memory good assignments disagree most. Every part is
+     priced like the whole, and a small one is solved as an integer program (`search.milp`).
 
 The message bound is that of the linear relaxation, at a fraction of a simplex's time; what remains open after
 stage 2 is which of a few lumps of memory to spend, and that is what stage 4 branches on. All along, `_drop`
 removes labels that no assignment better than the incumbent (by more than the gap asked for) can have: of some
 thousand labels a few hundred remain. What was dropped is remembered in `floor_s`: no dropped assignment costs
-less."""
+less.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -64,10 +65,10 @@ MAX_REPAIRS = 12
 """Of one assignment; each either pays four times as much for memory or reckons with new rows."""
 PRICINGS_PER_BRANCH = 3
 MAX_BRANCHES = 2000
-MAX_PROGRAM_LABELS = 500
+MAX_PROGRAM_LABELS = 300
 """Labels beyond one a node; a part with fewer is cheaper to solve as an integer program than to branch on."""
-MAX_TABLE_ENTRIES = 1e7
-"""80 MB of doubles."""
+MAX_TABLE_ENTRIES = 2e6
+"""16 MB of doubles; a node's table takes some 10 ms."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,8 @@ assignment x ever seen is a plane above it:
 and goes half-way from the best prices so far towards that (the in-out stabilisation of Ben-Ameur and Neto,
 2007). The linear program's dual is a mixture of assignments that fits on average: where its members disagree
 about much memory is where to branch. Prices move node costs only, so the messages of one pricing are a warm
-start for the next."""
+start for the next.
+"""
 
 from dataclasses import dataclass, field
 
@@ -24,7 +25,7 @@ from search.pbqp import Labels, Problem, Row
 INTERIOR = 0.5
 """How far from the planes' best prices towards the best so far the next prices lie."""
 MAX_RISE = 4.0
-"""One step raises a price to at most so many times the best, plus what makes the limit as dear as the step."""
+"""A move raises a price to at most so many times the best, plus what makes the limit as dear as a step."""
 MIN_WEIGHT = 1e-6
 """Of an assignment in a mixture; less is the linear solver's rounding."""
 
@@ -44,6 +45,11 @@ class Planes:
     limit_bytes: float
     rows: list[Row] = field(default_factory=list)
     seen: dict[Labels, tuple[float, list[float]]] = field(default_factory=dict)
+
+    @property
+    def unit_bytes(self) -> float:
+        """What the linear program counts bytes in."""
+        return max(abs(self.limit_bytes), 1.0)
 
     def add_row(self, row: Row) -> None:
         self.rows.append(row)
@@ -103,7 +109,7 @@ class Relaxation:
         )
 
     def disputed(self) -> tuple[int, np.ndarray]:
-        """Where to branch: the node about whose bytes the mixture disagrees most; the mask of its lighter half."""
+        """The node about whose bytes the mixture disagrees most, and the mask of its lighter half."""
         kept = self.messages.kept
         priced = self._priced_bytes()
         weights = np.array([weight for weight, _ in self.mixture])
@@ -156,7 +162,7 @@ class Relaxation:
     def next_prices(self) -> np.ndarray:
         """The prices to try next; sets the mixture."""
         self._meet_new_rows()
-        scale, seen = self.planes.limit_bytes, self.planes.within(self.messages.kept)
+        scale, seen = self.planes.unit_bytes, self.planes.within(self.messages.kept)
         if not seen:
             return self.best_prices_s
         whole_s = max(abs(self.planes.of(labels)[0]) for labels in seen)
@@ -179,7 +185,7 @@ class Relaxation:
 
     def _plane(self, labels: Labels, bound, prices):
         cost, overflow = self.planes.of(labels)
-        scale = self.planes.limit_bytes
+        scale = self.planes.unit_bytes
         return (
             bound - mathopt.fast_sum(p * (over / scale) for p, over in zip(prices, overflow, strict=True))
             <= cost

@@ -2,7 +2,8 @@
 
 What falls is the cost plus a price on every byte by which a row overflows: from an assignment that fits, a
 dear enough price allows only moves that fit; from one that does not, it buys the missing bytes where they are
-cheapest. Single-node moves are among the pairs. The first pass that changes nothing ends it."""
+cheapest. Single-node moves are among the pairs. The first pass that changes nothing ends it.
+"""
 
 from collections.abc import Sequence
 

@@ -10,7 +10,8 @@ and two or three dozen do what a simplex needs seconds for.
 
 On the way, `sweep` also picks labels, each the best for what is picked already, and `label_bounds` says for
 each label what any assignment with it costs at least: a label whose bound exceeds a known assignment's cost
-can be dropped (`keep`), and what is dropped makes the next sweeps faster and tighter."""
+can be dropped (`keep`), and what is dropped makes the next sweeps faster and tighter.
+"""
 
 from dataclasses import dataclass
 

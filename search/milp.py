@@ -12,7 +12,8 @@ Constraints (the local polytope, the tightest pairwise relaxation of the graph p
   `add_row`:       sum of bytes[n, i] x[n, i] <= limit - fixed
 
 `solve_peak` asks for the smallest peak instead: no costs, one variable that every row must not exceed,
-minimised. Seconds and bytes are scaled to sizes near one before the solver sees them."""
+minimised. Seconds and bytes are scaled to sizes near one before the solver sees them.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -54,7 +55,7 @@ def solve_milp(
     """
     program = _Program(problem, _scale_s(problem))
     for row in rows:
-        program.add_row(row, limit_bytes, limit_bytes)
+        program.add_row(row, limit_bytes, max(abs(limit_bytes), 1.0))
     return program.solve(time_limit_s, relative_gap, backend)
 
 

@@ -2,7 +2,8 @@
 
 There are thousands of program points, neighbours hold nearly the same, and few ever bind. So nobody writes
 all the rows down: whoever has an assignment worth looking at asks for the rows that it overflows and reckons
-with the worst of them from then on."""
+with the worst of them from then on.
+"""
 
 from collections.abc import Callable, Sequence
 

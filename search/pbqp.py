@@ -4,7 +4,8 @@ A partitioned Boolean quadratic problem (PBQP; a pairwise Markov random field, i
 whose nodes choose one label each. A node is an op or a stored value, a label a strategy or a spec, a node's
 cost its time under that label, an edge's cost the reshard between two labels. Costs are seconds; +inf
 forbids. Memory comes as rows: at one point of the program the chosen labels' bytes must not exceed a
-limit."""
+limit.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

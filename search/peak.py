@@ -2,7 +2,8 @@
 
 Without costs only memory and what is forbidden remain: minimise the largest row (`search.milp.solve_peak`).
 Few edges forbid anything, so the program is small. Rows come on demand here too: solve, ask which points
-overflow, add the worst."""
+overflow, add the worst.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -233,7 +233,34 @@ def test_bound_holds_when_time_runs_out(monkeypatch, time_limit_s):
             found = solve(problem, limit_bytes=15e9, rows=rows, time_limit_s=time_limit_s, relative_gap=0.0)
         except NoFitError as error:
             is_proven = error.is_proven
-            assert not is_proven  # noqa: PT017
+            assert not is_proven
             continue
         assert found.bound_s <= want_s * (1 + 1e-9)
         assert found.cost_s >= want_s * (1 - 1e-9)
+
+
+def test_no_edges_and_one_label():
+    assert solve(Problem((np.array([2.0]), np.array([3.0, 1.0])), ())).labels == (0, 1)
+
+
+def test_no_nodes():
+    assert solve(Problem((), ())).labels == ()
+
+
+def test_limit_of_zero_bytes():
+    problem = Problem((np.array([1.0, 2.0]),), ())
+    rows = (Row("point", ((0, np.array([1.0, 0.0])),), 0.0),)
+    assert solve(problem, limit_bytes=0.0, rows=rows).labels == (1,)
+
+
+def test_a_node_without_labels_fits_nothing():
+    with pytest.raises(NoFitError) as error:
+        solve(Problem((np.zeros(0), np.zeros(2)), (Edge(0, 1, np.zeros((0, 2))),)))
+    assert error.value.is_proven
+
+
+def test_ties_go_to_the_same_labels_whatever_the_edges_order():
+    problem, rows = layered(3, 2, 4, 7)
+    turned = Problem(problem.node_cost_s, tuple(edge.turned() for edge in reversed(problem.edges)))
+    given_rows = {"limit_bytes": 20e9, "rows": rows}
+    assert solve(problem, **given_rows).labels == solve(turned, **given_rows).labels

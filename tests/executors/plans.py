@@ -1,0 +1,52 @@
+"""Layouts to run: found by the search, of the smallest peak, or drawn at random among all that are possible."""
+
+from dataclasses import replace
+
+import numpy as np
+
+from autoshard.graph import Step
+from autoshard.layout import Layout
+from cost_model.hardware import parse_cluster
+from search import driver, ilp
+from search.memory import Memory
+from search.spelling import spell
+
+PLENTY_BYTES = 1 << 40
+"""No cap for a tiny model."""
+
+SEARCH_S = 4.0
+"""A good plan is enough, it need not be proven the best."""
+
+
+def fastest(step: Step, mesh: tuple[int, ...]) -> Layout:
+    """What the search finds where memory is plenty."""
+    cluster, options = parse_cluster(_name(mesh)), driver.Options(PLENTY_BYTES, mesh, time_limit_s=SEARCH_S)
+    return driver.find(step, cluster, options).layout
+
+
+def smallest(step: Step, mesh: tuple[int, ...]) -> Layout:
+    """The plan of the smallest peak, at any cost: all state sharded, little kept."""
+    memory, problem = _priced(step, mesh)
+    peak = ilp.minimise_peak(
+        problem, limit_bytes=1.0, violated=lambda labels: memory.rows_over(labels, 1), time_limit_s=SEARCH_S
+    )
+    return spell(memory.priced, peak.labels)
+
+
+def drawn(step: Step, mesh: tuple[int, ...], seed: int) -> Layout:
+    """A plan that nobody would choose: each node's labels are ranked at random, and only the impossible is forbidden."""
+    memory, problem = _priced(step, mesh)
+    rng = np.random.default_rng(seed)
+    nodes = tuple(np.where(np.isfinite(c), rng.random(c.shape), np.inf) for c in problem.node_cost_s)
+    edges = tuple(replace(e, cost_s=np.where(np.isfinite(e.cost_s), 0.0, np.inf)) for e in problem.edges)
+    solution = ilp.solve(ilp.Problem(nodes, edges), relative_gap=0.5, time_limit_s=SEARCH_S)
+    return spell(memory.priced, solution.labels)
+
+
+def _priced(step: Step, mesh: tuple[int, ...]) -> tuple[Memory, ilp.Problem]:
+    memory, problem, _ = driver._Ground.of(step, ()).on(parse_cluster(_name(mesh)), mesh)
+    return memory, problem
+
+
+def _name(mesh: tuple[int, ...]) -> str:
+    return f"{int(np.prod(mesh))}xCPU"
