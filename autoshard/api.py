@@ -22,6 +22,7 @@ from executors import devices as attached
 from executors import jit
 from executors.jit import Program
 from search import driver
+from search.ground import DEFAULT_TIME_LIMIT_S, Options
 
 Pins = Mapping[str, PartitionSpec]
 
@@ -309,9 +310,9 @@ def _find(
     progress: Callable[[str], None] = lambda line: None,
 ) -> driver.Found:
     limit = hardware.device_memory_limit() if memory is None else parse_bytes(memory)
-    seconds = driver.DEFAULT_TIME_LIMIT_S if time_limit_s is None else time_limit_s
+    seconds = DEFAULT_TIME_LIMIT_S if time_limit_s is None else time_limit_s
     shape = None if mesh is None else tuple(int(n) for n in mesh)
-    options = driver.Options(limit, shape, _resolved(traced, pin or {}), seconds)
+    options = Options(limit, shape, _resolved(traced, pin or {}), seconds)
     return driver.find(traced, hardware, options, progress)
 
 

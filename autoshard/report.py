@@ -192,7 +192,8 @@ class _Section:
 
 def _arguments(arguments: Mapping[str, str]) -> list[str]:
     lines = [f"arguments ({_plural(len(arguments), 'array')})"]
-    for section in _sections({_tokens(path): spec for path, spec in arguments.items()}):
+    sections = list(_sections({_tokens(path): spec for path, spec in arguments.items()}))
+    for section in sections:
         found = _lines(section)
         rows = [(spec, f"{count}x", path) for spec, count, path in found[:_MAX_ARGUMENT_LINES]]
         more = _more(sum(count for _, count, _ in found[_MAX_ARGUMENT_LINES:]), "array", indent=4)

@@ -34,7 +34,7 @@ def measure(num_layers: int, seq: int, batch: int, cluster: str) -> float:
     step = trace(case.step, *args)
     traced_s = time.perf_counter() - start
     hardware = parse_cluster(cluster)
-    found = driver.find(step, hardware, driver.Options(hardware.device_memory_limit()))
+    found = driver.find(step, hardware, Options(hardware.device_memory_limit()))
     split = found.plan.search_s
     after_s = sum(split.values())
     parts = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in split.items())

@@ -25,13 +25,13 @@ from flax import nnx
 
 import autoshard
 
-OPTIMIZER = optax.adamw(2e-3, b2=0.95)
+OPTIMIZER = optax.adamw(5e-3, b2=0.95)
 
 
 @dataclass(frozen=True)
 class Config:
-    num_layers: int = 4
-    hidden: int = 96
+    num_layers: int = 3
+    hidden: int = 64
     heads: int = 4
     vocab: int = 256  # bytes
     seq: int = 128
@@ -108,7 +108,7 @@ def read_batches(config: Config):
         yield {"tokens": windows[:, :-1], "targets": windows[:, 1:]}
 
 
-def main(num_steps=200, report_every=20):
+def main(num_steps=300, report_every=25):
     jax.config.update("jax_num_cpu_devices", 8)  # simulated; GPUs are preferred where there are any
     config = Config()
     batches = read_batches(config)

@@ -55,8 +55,8 @@ def build(
     names = layout.axis_names
 
     def sharding(place: Any) -> NamedSharding:
-        spec = layout.specs.get(place)
-        return NamedSharding(mesh, partition_spec(spec, names) if spec is not None else PartitionSpec())
+        route = layout.specs.get(place)
+        return NamedSharding(mesh, partition_spec(route[-1], names) if route else PartitionSpec())
 
     inputs = [sharding(("input", (), i)) for i in range(len(step.arguments))]
     outputs = [

@@ -18,8 +18,8 @@ from jax.sharding import Mesh, NamedSharding
 
 from autoshard import _jax
 from autoshard.graph import Graph, Op, Phase
-from autoshard.layout import Layout, Want
-from autoshard.spec import Spec, partition_spec
+from autoshard.layout import Layout, Route, Want
+from autoshard.spec import partition_spec
 
 
 def evaluator(graph: Graph, layout: Layout, mesh: Mesh) -> Callable[[Sequence[Any]], list[Any]]:
@@ -46,7 +46,7 @@ class _Evaluation:
     mesh: Mesh
     path: tuple[Any, ...]
     env: dict[int, Any] = field(default_factory=dict)
-    copies: dict[tuple[int, Spec, str], Any] = field(default_factory=dict)
+    copies: dict[tuple[int, Route, str], Any] = field(default_factory=dict)
     made_backward: set[int] = field(default_factory=set)
     last_backward: Any = None
 
@@ -82,8 +82,7 @@ class _Evaluation:
         return jax.make_jaxpr(lambda *xs: _Evaluation(body, self.layout, self.mesh, path).run(xs))(*abstract)
 
     def _placed(self, x: Any, place: Any) -> Any:
-        spec = self.layout.specs.get(place)
-        return x if spec is None else self._constrain(x, spec)
+        return self._sent(x, self.layout.specs.get(place, ()))
 
     def _read(self, atom: Any, place: Any, op: Op | None) -> Any:
         if not isinstance(atom, int):
@@ -91,8 +90,8 @@ class _Evaluation:
         want = self.layout.wants.get(place)
         if want is None:
             return self.env[atom]
-        x = self.env[atom] if want.copy is None else self._copy(atom, want, op)
-        return x if want.spec is None else self._constrained_once(x, atom, want)
+        x = self._copy(atom, want, op) if want.copy else self.env[atom]
+        return self._sent_once(x, atom, want) if want.last else x
 
     def _copy(self, v: int, want: Want, op: Op | None) -> Any:
         key = (v, want.copy, want.group if want.is_fresh else "")
@@ -101,13 +100,13 @@ class _Evaluation:
             tie = self._incoming(v, op) if want.is_fresh else None
             if tie is not None:
                 x, _ = jax.lax.optimization_barrier((x, tie))
-            self.copies[key] = self._constrain(x, want.copy)
+            self.copies[key] = self._sent(x, want.copy)
         return self.copies[key]
 
-    def _constrained_once(self, x: Any, v: int, want: Want) -> Any:
-        key = (v, (*(want.copy or ()), *want.spec), f"{want.group if want.is_fresh else ''}/read")
+    def _sent_once(self, x: Any, v: int, want: Want) -> Any:
+        key = (v, (*want.copy, *want.last), f"{want.group if want.is_fresh else ''}/read")
         if key not in self.copies:
-            self.copies[key] = self._constrain(x, want.spec)
+            self.copies[key] = self._sent(x, want.last)
         return self.copies[key]
 
     def _incoming(self, v: int, op: Op | None) -> Any:
@@ -115,7 +114,9 @@ class _Evaluation:
         own = [a for a in (op.operands if op is not None else ()) if a != v and a in self.made_backward]
         return self.env[own[0]] if own else self.last_backward
 
-    def _constrain(self, x: Any, spec: Spec) -> Any:
-        sharding = NamedSharding(self.mesh, partition_spec(spec, self.layout.axis_names))
-        return jax.lax.with_sharding_constraint(x, sharding)
+    def _sent(self, x: Any, route: Route) -> Any:
+        for spec in route:
+            sharding = NamedSharding(self.mesh, partition_spec(spec, self.layout.axis_names))
+            x = jax.lax.with_sharding_constraint(x, sharding)
+        return x
 

@@ -22,12 +22,12 @@ def estimate(memory: Memory, labels: Sequence[int]) -> Estimates:
         peak_bytes=round(peak.num_bytes),
         host_bytes=0,
         residents={r.value: round(b) for r, b in peak.residents},
-        peak_at=_where(priced, peak.position),
+        peak_at=where(priced, peak.position),
         collectives=collectives,
     )
 
 
-def _where(priced: Priced, position: int) -> str:
+def where(priced: Priced, position: int) -> str:
     """An op in words: phase, scope and primitive, source line."""
     op = priced.sketch.folded.program.ops[position]
     if op.op is None:

@@ -8,7 +8,7 @@ results are not imposed (a constraint cannot say them): their readers' specs are
 from collections.abc import Sequence
 
 from autoshard.factors import Kind
-from autoshard.layout import Layout, Place, Want
+from autoshard.layout import Layout, Place, Route, Want
 from autoshard.spec import AXIS_NAMES, PARTIAL, Spec
 from search.choices import Way, port_specs
 from search.pricing import Priced
@@ -49,15 +49,15 @@ class _Speller:
         rest = self.sketch.copy_of.get((kind, result, Group.REST))
         return self.spec(Port(rest.node, ())) if rest else self.spec(self.sketch.ports[kind, result, True])
 
-    def specs(self) -> dict[Place, Spec]:
-        found: dict[Place, Spec] = {}
+    def specs(self) -> dict[Place, Route]:
+        found: dict[Place, Route] = {}
         for i, op in enumerate(self.program.ops):
             kind = self.folded.kind_of[i]
             for r, (v, places) in enumerate(zip(op.results, op.result_places, strict=True)):
                 if self.program.values[v].shape and self._decides(op, kind, r):
-                    spec = self.resting(kind, r)
-                    if PARTIAL not in spec:
-                        found |= dict.fromkeys(places, spec)
+                    made, rest = self.spec(self.sketch.ports[kind, r, True]), self.resting(kind, r)
+                    if PARTIAL not in rest:
+                        found |= dict.fromkeys(places, (*_whole_sums(made), *self._route(v, made, rest)))
         return found
 
     def _decides(self, op: FlatOp, kind: int, result: int) -> bool:
@@ -80,10 +80,20 @@ class _Speller:
         kind = self.folded.kind_of[made]
         here, need = self.resting(kind, r), self.spec(self.sketch.ports[consumer, operand, False])
         copy = self.sketch.copy_of.get((kind, r, group))
-        held, is_fresh = None, False
+        held, is_fresh = here, False
         if copy is not None and self.way(copy.node) is not Way.SAME:
             held = self.spec(Port(copy.node, ()))
             is_fresh = bool(copy.kept_from) and self.way(copy.node) is Way.FRESH and held != here
-            here, held = held, held if held != here else None
-        last = need if need != here and PARTIAL not in need else None
-        return Want(held, is_fresh, group.value, last) if held is not None or last is not None else None
+        shared = self._route(v, here, held)
+        last = self._route(v, held, need) if PARTIAL not in need else ()
+        return Want(shared, is_fresh, group.value, last) if shared or last else None
+
+    def _route(self, v: int, here: Spec, there: Spec) -> Route:
+        """What the cheapest chain passes through, less what a constraint cannot say."""
+        value = self.program.values[v]
+        chain = self.priced.resharder.chain(value.shape, value.itemsize, here, there)
+        return tuple(s.after for s in chain if PARTIAL not in s.after)
+
+
+def _whole_sums(spec: Spec) -> Route:
+    return () if PARTIAL in spec else (spec,)

@@ -8,6 +8,7 @@ from autoshard.graph import Step
 from autoshard.layout import Layout
 from cost_model.hardware import parse_cluster
 from search import driver, ilp
+from search.ground import Ground, Options
 from search.memory import Memory
 from search.spelling import spell
 
@@ -20,7 +21,7 @@ SEARCH_S = 4.0
 
 def fastest(step: Step, mesh: tuple[int, ...]) -> Layout:
     """What the search finds where memory is plenty."""
-    cluster, options = parse_cluster(_name(mesh)), driver.Options(PLENTY_BYTES, mesh, time_limit_s=SEARCH_S)
+    cluster, options = parse_cluster(_name(mesh)), Options(PLENTY_BYTES, mesh, time_limit_s=SEARCH_S)
     return driver.find(step, cluster, options).layout
 
 
@@ -44,8 +45,8 @@ def drawn(step: Step, mesh: tuple[int, ...], seed: int) -> Layout:
 
 
 def _priced(step: Step, mesh: tuple[int, ...]) -> tuple[Memory, ilp.Problem]:
-    memory, problem, _ = driver._Ground.of(step, ()).on(parse_cluster(_name(mesh)), mesh)
-    return memory, problem
+    on_mesh = Ground.of(step, ()).on(parse_cluster(_name(mesh)), mesh)
+    return on_mesh.memory, on_mesh.problem
 
 
 def _name(mesh: tuple[int, ...]) -> str:

@@ -1,0 +1,379 @@
+"""The command line: `autoshard search` and `autoshard show`.
+
+Results go to stdout; progress, warnings and errors to stderr. Exit status: 0, 2 for a user's mistake, 3 when
+nothing fits the memory cap, 4 for a plan that is damaged or foreign, 130 after Ctrl-C.
+
+The search runs in a thread of its own, so that Ctrl-C is heard at once: the solver's native code would only
+hand it over when it is done. What the solver or the user's module writes to stdout is kept away from the result.
+"""
+
+import argparse
+import ast
+import contextlib
+import functools
+import importlib
+import importlib.util
+import inspect
+import json
+import math
+import os
+import sys
+import threading
+import traceback
+import types
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+from rich.console import Console
+from rich.markup import escape
+
+from autoshard import api
+from autoshard.errors import AutoshardError, InputError, PlanError
+from autoshard.plan import Plan
+
+_INTERRUPTED = 128 + 2
+"""Exit status after Ctrl-C: 128 + SIGINT, as shells have it."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command.
+
+    Args:
+      argv: the arguments after the program's name; by default the process's.
+
+    Returns:
+      The exit status.
+    """
+    try:
+        options = _parser().parse_args(argv)
+    except SystemExit as e:  # argparse has said what is wrong
+        return int(e.code or 0)
+    if "JAX_PLATFORMS" not in os.environ:
+        jax.config.update("jax_platforms", "cpu")
+    with _one_line_warnings():
+        try:
+            options.run(options)
+        except AutoshardError as e:
+            _say(f"error: {e}")
+            return e.exit_status
+        except KeyboardInterrupt:
+            _say("interrupted")
+            return _INTERRUPTED
+        except BrokenPipeError:  # the reader of our output has gone: nothing more to write, not even at exit
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="autoshard",
+        description="Finds the fastest way to run a one-device JAX training step on a cluster.",
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    search = commands.add_parser("search", help="plan a training step for a cluster; needs no device")
+    search.add_argument(
+        "target",
+        metavar="TARGET",
+        help="file.py:function or package.module:function; the function takes nothing and returns "
+        "(train_step, args), args a tuple of arrays or jax.ShapeDtypeStructs",
+    )
+    search.add_argument("--cluster", required=True, help="such as 64xH100-80GB, or a JSON file")
+    search.add_argument("--memory", help="the cap per device, such as 70GiB; by default what the device has")
+    search.add_argument("--mesh", type=_mesh, help="sizes of the mesh axes, such as 2x4; by default searched")
+    search.add_argument(
+        "--pin",
+        type=_pin,
+        action="append",
+        default=[],
+        metavar="PATH=SPEC",
+        help="such as \"params['emb']=P('model')\"",
+    )
+    search.add_argument("--time-limit", type=_seconds, metavar="S", help="seconds for the solver")
+    search.add_argument("--out", type=Path, metavar="FILE", help="save the plan")
+    search.set_defaults(run=_search)
+    show = commands.add_parser("show", help="sum up a saved plan")
+    show.add_argument("plan", metavar="PLAN")
+    show.set_defaults(run=_show)
+    for command in (search, show):
+        command.add_argument("--json", action="store_true", help="print the plan as JSON")
+    return parser
+
+
+# --- commands
+
+
+def _search(options: argparse.Namespace) -> None:
+    if options.out is not None:
+        _check_writable(options.out)
+    with _progress() as progress, contextlib.redirect_stdout(sys.stderr):
+        progress(f"loading {options.target}")
+        with _target(options.target) as (step, args), _native_stdout_dropped():
+            progress("tracing and folding the step")
+            work = functools.partial(
+                api.search,
+                step,
+                *args,
+                cluster=options.cluster,
+                memory=options.memory,
+                mesh=options.mesh,
+                pin=dict(options.pin),
+                time_limit_s=options.time_limit,
+                progress=progress,
+            )
+            plan = _planned(work)
+    if options.out is not None:
+        _saved(plan, options.out)
+    _print(plan, options.json)
+
+
+def _show(options: argparse.Namespace) -> None:
+    _print(Plan.load(options.plan), options.json)
+
+
+def _print(plan: Plan, as_json: bool) -> None:
+    if as_json:
+        data = plan.to_json() | ({"search_s": dict(plan.search_s)} if plan.search_s else {})
+        print(json.dumps(data, indent=1, allow_nan=False), flush=True)
+    else:
+        print(plan, flush=True)
+
+
+def _planned(work: Callable[[], Plan]) -> Plan:
+    try:
+        return _interruptible(work)
+    except PlanError as e:  # no plan was given: a pin that cannot be is a mistake in the options
+        raise InputError(str(e)) from e
+
+
+def _saved(plan: Plan, path: Path) -> None:
+    try:
+        plan.save(path)
+    except PlanError as e:
+        raise InputError(str(e)) from e
+
+
+def _check_writable(path: Path) -> None:
+    """Before the search, not after it."""
+    if path.is_dir():
+        raise InputError(f"--out {path} is a folder; name a file in it")
+    if not path.parent.is_dir():
+        raise InputError(f"--out {path}: there is no folder {path.parent}")
+    if not os.access(path.parent, os.W_OK):
+        raise InputError(f"--out {path}: the folder {path.parent} cannot be written to")
+
+
+# --- TARGET
+
+
+@contextlib.contextmanager
+def _target(text: str) -> Iterator[tuple[Callable[..., Any], tuple[Any, ...]]]:
+    """The step and its arguments that a TARGET gives; its folder is importable meanwhile."""
+    place, _, name = text.rpartition(":")
+    if not place or not name.isidentifier():
+        raise InputError(f"wanted TARGET as file.py:function or package.module:function, got {text!r}")
+    path = Path(place)
+    is_file = place.endswith(".py") or path.is_file() or os.sep in place
+    if is_file and not path.is_file():
+        raise InputError(f"TARGET {text}: there is no file {place}")
+    saved = list(sys.path)
+    sys.path.insert(0, str(path.resolve().parent) if is_file else os.getcwd())
+    try:
+        module = _file_module(path, text) if is_file else _named_module(place, text)
+        yield _step_and_args(_function(module, name, text), text)
+    finally:
+        sys.path[:] = saved
+
+
+def _file_module(path: Path, text: str) -> types.ModuleType:
+    name = path.stem if path.stem not in sys.modules else f"autoshard_target_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise InputError(f"TARGET {text}: {path} is not a Python file")
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    _user_code(functools.partial(spec.loader.exec_module, module), text)
+    return module
+
+
+def _named_module(name: str, text: str) -> types.ModuleType:
+    try:
+        found = importlib.util.find_spec(name)
+    except (ModuleNotFoundError, ValueError):
+        found = None
+    if found is None:
+        raise InputError(f"TARGET {text}: there is no module {name!r} to import from {os.getcwd()}")
+    return _user_code(lambda: importlib.import_module(name), text)
+
+
+def _function(module: types.ModuleType, name: str, text: str) -> Callable[[], Any]:
+    if not hasattr(module, name):
+        own = [
+            k for k, v in vars(module).items() if inspect.isfunction(v) and v.__module__ == module.__name__
+        ]
+        raise InputError(f"TARGET {text}: there is no {name!r}; functions there: {', '.join(own) or 'none'}")
+    function = getattr(module, name)
+    if not callable(function):
+        raise InputError(f"TARGET {text}: {name} is no function but {type(function).__name__}")
+    parameters = inspect.signature(function).parameters.values()
+    optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    wanted = [p.name for p in parameters if p.default is p.empty and p.kind not in optional]
+    if wanted:
+        raise InputError(
+            f"TARGET {text}: {name} must take no arguments and return (train_step, args), but it takes "
+            f"{', '.join(wanted)}"
+        )
+    return function
+
+
+def _step_and_args(function: Callable[[], Any], text: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    made = _user_code(function, text)
+    wanted = f"TARGET {text} must return (train_step, args)"
+    if not isinstance(made, tuple) or len(made) != 2:
+        size = f" of {len(made)}" if isinstance(made, tuple) else ""
+        raise InputError(f"{wanted}; it returned {type(made).__name__}{size}")
+    step, args = made
+    if not callable(step):
+        raise InputError(f"{wanted}; its train_step is {type(step).__name__}, not a function")
+    if not isinstance(args, tuple | list):
+        raise InputError(f"{wanted}; its args are {type(args).__name__}, not a tuple")
+    step = step.__wrapped__ if isinstance(step, api.Parallelized) else step  # type: ignore[attr-defined]
+
+    @functools.wraps(step, updated=())
+    def traced(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return step(*args, **kwargs)
+        except (TypeError, ValueError, jax.errors.JAXTypeError, jax.errors.JAXIndexError):
+            raise  # tracing words these
+        except Exception as e:  # the user's code may raise anything
+            raise _raised(e, "it") from e
+
+    return traced, tuple(args)
+
+
+def _user_code[T](call: Callable[[], T], text: str) -> T:
+    """Calls what the user wrote; whatever it raises is a mistake to report in one line."""
+    try:
+        return call()
+    except AutoshardError:
+        raise
+    except (Exception, SystemExit) as e:
+        raise _raised(e, f"TARGET {text}") from e
+
+
+def _raised(error: BaseException, who: str) -> InputError:
+    """One line: what was raised, and the innermost line of the user's that did."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [f for f in frames if "site-packages" not in f.filename and not f.filename.startswith("<")]
+    own = [f for f in own if f.filename != __file__]
+    where = f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
+    if isinstance(error, SyntaxError) and error.filename:
+        where = f" ({error.filename}:{error.lineno})"
+    said = (str(error.msg if isinstance(error, SyntaxError) else error).strip().splitlines() or [""])[0]
+    return InputError(f"{who} raised {type(error).__name__}{': ' if said else ''}{said}{where}")
+
+
+# --- options
+
+
+def _mesh(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(size) for size in text.lower().split("x"))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"wanted sizes such as 2x4, got {text!r}") from None
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not (math.isfinite(seconds) and seconds > 0):
+        raise argparse.ArgumentTypeError(f"wanted a positive number of seconds, got {text!r}")
+    return seconds
+
+
+def _pin(text: str) -> tuple[str, PartitionSpec]:
+    path, _, spec = text.partition("=")
+    try:
+        call = ast.parse(spec.strip(), mode="eval").body
+        if (
+            not isinstance(call, ast.Call)
+            or ast.unparse(call.func) not in ("P", "PartitionSpec")
+            or call.keywords
+        ):
+            raise ValueError
+        return path.strip(), PartitionSpec(*(ast.literal_eval(entry) for entry in call.args))
+    except (SyntaxError, ValueError, TypeError):
+        message = f"wanted PATH=SPEC such as \"params['emb']=P('model')\", got {text!r}"
+        raise argparse.ArgumentTypeError(message) from None
+
+
+# --- the terminal
+
+
+def _say(line: str) -> None:
+    print(f"autoshard: {line}", file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[Callable[[str], None]]:
+    """A status line on a terminal, and nothing elsewhere."""
+    if not sys.stderr.isatty():
+        yield lambda line: None
+        return
+    with Console(stderr=True).status("") as status:
+        yield lambda line: status.update(escape(line))
+
+
+@contextlib.contextmanager
+def _one_line_warnings() -> Iterator[None]:
+    def show(message: Warning | str, category: type[Warning], *args: Any, **kwargs: Any) -> None:
+        if issubclass(category, api.AutoshardWarning):
+            _say(f"warning: {message}")
+        else:
+            ordinary(message, category, *args, **kwargs)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", api.AutoshardWarning)
+        ordinary, warnings.showwarning = warnings.showwarning, show
+        yield
+
+
+@contextlib.contextmanager
+def _native_stdout_dropped() -> Iterator[None]:
+    """What native code writes to stdout (the solver has notes of its own) must not stand in the result."""
+    sys.stdout.flush()
+    kept, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+        os.close(nowhere)
+
+
+def _interruptible[T](work: Callable[[], T]) -> T:
+    """Does the work in a thread and waits for it; Ctrl-C ends the wait at once, and the process with it."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as e:  # noqa: BLE001  (handed on to the thread that waits)
+            future.set_exception(e)
+
+    threading.Thread(target=run, daemon=True).start()
+    try:
+        return future.result()
+    except KeyboardInterrupt:
+        if (
+            not future.done()
+        ):  # the solver still runs, and cannot be told: leave without tearing down beneath it
+            _say("interrupted")
+            os._exit(_INTERRUPTED)
+        raise

@@ -1,0 +1,231 @@
+"""What a compiled program communicates, read from its HLO text.
+
+XLA prints a module as computations of one instruction a line. A collective stands there in one of three forms, and each is
+counted once: plain (`all-gather`), as a pair (`all-gather-start`, `all-gather-done`), or plain inside a computation that an
+`async-start` calls. How often it runs is the product of the trip counts of the loops around it. A combined collective
+has several operands; `num_operands` counts them and `num_bytes` is their sum.
+
+Which devices take part is printed in one of four forms:
+
+  ==================================================  ===========================================================
+  `{{0,1},{2,3}}`                                     the groups themselves; `{}` is one group of all
+  `[2,4]<=[8]`, `[4,2]<=[2,4]T(1,0)`                  iota of the right shape, transposed, cut into rows
+  `mesh['x'=2,'y'=4] {'y'}`                           over axes of a mesh of XLA's own naming; `device_ids=(...)`
+                                                      gives its devices, `'y':(1)2` a part of an axis
+  `source_target_pairs={{0,1},{1,0}}`                 of a collective-permute
+  ==================================================  ===========================================================
+
+Whatever the form, `axes` are the axes of *our* mesh along which the members of a group differ.
+
+Written against the text of JAX 0.11 and 0.12 (XLA of 2026; `xla/hlo/ir/replica_group.cc`, `mesh_and_axis.cc`).
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+
+KINDS = (
+    "all-reduce",
+    "all-gather",
+    "reduce-scatter",
+    "all-to-all",
+    "ragged-all-to-all",
+    "collective-permute",
+    "collective-broadcast",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class HloCollective:
+    """One collective instruction of a compiled program.
+
+    Attributes:
+      kind: one of `KINDS`.
+      axes: the mesh axes along which the members of a group differ, outermost first.
+      group_size: members of a group; smaller than the product of `axes` when it is over a part of them. Of a permute, the
+        product.
+      num_operands: how many arrays it moves; XLA combines small ones.
+      num_bytes: per device, each time it runs: the larger of what goes in and what comes out.
+      count: how often it runs in one step.
+      op_name: where it comes from: the name stack and primitive that JAX gave to the compiler.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    group_size: int
+    num_operands: int
+    num_bytes: int
+    count: int
+    op_name: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Instruction:
+    name: str
+    type: str
+    opcode: str
+    operands: tuple[str, ...]
+    attributes: str
+
+
+def collectives(text: str, mesh: Mapping[str, int]) -> tuple[HloCollective, ...]:
+    """The collectives of a compiled module, in program order.
+
+    Args:
+      text: what `compiled.as_text()` gives.
+      mesh: the size of each mesh axis by name, outermost first; devices are numbered in that order.
+    """
+    computations = dict(_computations(text))
+    runs = _runs(text, computations)
+    return tuple(
+        _collective(kind, i, num_bytes, runs[name], mesh)
+        for name, instructions in computations.items()
+        if runs.get(name)
+        for kind, i, num_bytes in _moving(instructions)
+    )
+
+
+def totals(found: Sequence[HloCollective]) -> dict[tuple[str, tuple[str, ...]], tuple[int, int]]:
+    """(Arrays moved, bytes per device) in one step, by kind and axes."""
+    sums: dict[tuple[str, tuple[str, ...]], tuple[int, int]] = {}
+    for c in found:
+        count, num_bytes = sums.get((c.kind, c.axes), (0, 0))
+        sums[c.kind, c.axes] = (count + c.count * c.num_operands, num_bytes + c.count * c.num_bytes)
+    return dict(sorted(sums.items()))
+
+
+_COMPUTATION = re.compile(r"(?:ENTRY )?%?([\w.-]+) \(.*\) -> .* \{$")
+_INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?([\w.-]+) = (\(.*?\)|\S+) ([a-z][a-z0-9-]*)\((.*)$")
+
+
+def _computations(text: str) -> Iterator[tuple[str, list[_Instruction]]]:
+    instructions: list[_Instruction] = []
+    for line in text.splitlines():
+        if head := _COMPUTATION.match(line):
+            instructions = []
+            yield head[1], instructions
+        elif body := _INSTRUCTION.match(re.sub(r"/\*.*?\*/", "", line)):
+            operands, _, attributes = body[4].partition(")")
+            instructions.append(
+                _Instruction(body[1], body[2], body[3], tuple(re.findall(r"%([\w.-]+)", operands)), attributes)
+            )
+
+
+_CALLED = re.compile(r"(?:body|condition|calls|to_apply|(?:true|false)_computation)=%?([\w.-]+)")
+_BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
+_TRIPS = re.compile(r'"?known_trip_count"?:\{"?n"?:"?(\d+)"?\}')
+_CALLERS = frozenset({"while", "call", "conditional", "async-start"})
+
+
+def _runs(text: str, computations: Mapping[str, list[_Instruction]]) -> dict[str, int]:
+    """How often each computation runs in one step; a loop of unknown trip count is taken to run once."""
+    entry = re.search(r"^ENTRY %?([\w.-]+)", text, re.MULTILINE)
+    runs: dict[str, int] = {}
+    waiting = [(entry[1], 1)] if entry else []
+    while waiting:
+        name, times = waiting.pop()
+        runs[name] = runs.get(name, 0) + times
+        for i in computations.get(name, ()):
+            if i.opcode in _CALLERS:
+                trips = _TRIPS.search(i.attributes) if i.opcode == "while" else None
+                called = _CALLED.findall(i.attributes)
+                called += [c.strip(" %") for names in _BRANCHES.findall(i.attributes) for c in names.split(",")]
+                waiting += [(c, times * (int(trips[1]) if trips else 1)) for c in called]
+    return runs
+
+
+def _moving(instructions: Sequence[_Instruction]) -> Iterator[tuple[str, _Instruction, int]]:
+    """(Kind, instruction, bytes) of the collectives in one computation."""
+    types = {i.name: i.type for i in instructions}
+    for i in instructions:
+        kind = i.opcode.removesuffix("-start")
+        if kind in KINDS:
+            read = sum(_num_bytes(types.get(o, "")) for o in i.operands)
+            made = _num_bytes(i.type)
+            if kind != i.opcode and made > read:
+                made -= read  # the pair's first half makes a tuple of its operands and its results
+            yield kind, i, max(read, made)
+
+
+_ARRAY = re.compile(r"([a-z]+)(\d*)\w*\[([\d,]*)\]")
+
+
+def _num_bytes(type_text: str) -> int:
+    """Bytes of an array, or of all arrays in a tuple; a `u32[]` in it is a permute's bookkeeping, or negligible."""
+    total = 0
+    for letters, bits, dims in _ARRAY.findall(type_text):
+        if (letters, bits, dims) != ("u", "32", "") and letters != "token":
+            size = prod(int(n) for n in dims.split(",") if n)
+            total += -(-size * (int(bits) if bits else 8) // 8)
+    return total
+
+
+def _collective(
+    kind: str, i: _Instruction, num_bytes: int, count: int, mesh: Mapping[str, int]
+) -> HloCollective:
+    ids = np.arange(prod(mesh.values())).reshape(tuple(mesh.values()))
+    pairs = re.search(r"source_target_pairs=\{(.*?)\}\}", i.attributes)
+    groups = _pairs(pairs[1]) if pairs else _groups(i.attributes, ids.size)
+    coordinates = np.stack(np.unravel_index(groups, ids.shape))
+    differs = (coordinates != coordinates[:, :, :1]).any(axis=(1, 2))
+    axes = tuple(a for a, d in zip(mesh, differs, strict=True) if d)
+    size = prod(mesh[a] for a in axes) if pairs else groups.shape[1]
+    source = re.search(r'op_name="([^"]*)"', i.attributes)
+    return HloCollective(
+        kind, axes, size, max(1, len(i.operands)), num_bytes, count, source[1] if source else ""
+    )
+
+
+_EXPLICIT = re.compile(r"replica_groups=\{((?:\{[\d,]*\},?)*)\}")
+_IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+_AXES = re.compile(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\((.*?)\))? \{([^}]*)\}")
+
+
+def _groups(attributes: str, num_devices: int) -> np.ndarray:
+    """[groups, members]: device numbers."""
+    if found := _IOTA.search(attributes):
+        rows, shape, order = (_ints(part or "") for part in found.groups())
+        devices = np.arange(prod(shape)).reshape(shape)
+        return devices.transpose(order or range(len(shape))).reshape(rows)
+    if found := _AXES.search(attributes):
+        return _over_axes(*found.groups())
+    found = _EXPLICIT.search(attributes)
+    rows = [_ints(row) for row in re.findall(r"\{([\d,]+)\}", found[1])] if found else []
+    return np.array(rows or [range(num_devices)])
+
+
+def _over_axes(axes: str, device_ids: str | None, members: str) -> np.ndarray:
+    """Groups over some axes of a mesh, or over parts of them: `pre:(before)size` is the part after `before` parts."""
+    sizes = {name: int(n) for name, n in re.findall(r"([^\s=,]+)=(\d+)", axes)}
+    devices = np.array(_ints(device_ids)) if device_ids else np.arange(prod(sizes.values()))
+    split: dict[str, list[int]] = {name: [1, n] for name, n in sizes.items()}
+    wanted = [
+        (name, int(before or 1), int(size or sizes[name]))
+        for name, before, size in re.findall(r"([^\s:,]+)(?::\((\d+)\)(\d+))?", members)
+    ]
+    for name, before, size in wanted:
+        split[name] = sorted({*split[name], before, before * size})
+    places = {(name, cut): None for name, cuts in split.items() for cut in cuts[:-1]}
+    shape = [b // a for cuts in split.values() for a, b in zip(cuts, cuts[1:], strict=False)]
+    order = list(places)
+    inner = [
+        order.index((name, cut))
+        for name, before, size in wanted
+        for cut in split[name]
+        if before <= cut < before * size
+    ]
+    outer = [k for k in range(len(shape)) if k not in inner]
+    num_members = prod(shape[k] for k in inner)
+    return devices.reshape(shape).transpose(*outer, *inner).reshape(-1, num_members)
+
+
+def _pairs(text: str) -> np.ndarray:
+    """[pairs, (source, target)]."""
+    return np.array([_ints(pair) for pair in re.findall(r"\{(\d+,\d+)", text)])
+
+
+def _ints(text: str) -> list[int]:
+    return [int(n) for n in re.findall(r"\d+", text)]

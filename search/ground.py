@@ -1,0 +1,187 @@
+"""A step made ready for the search, and the solution of one mesh.
+
+`Ground` is all that does not depend on the mesh: the flat program, its kinds, clusters, wires and liveness. `on` puts it
+on a mesh, `solve` finds the cheapest labels that fit there.
+"""
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from autoshard.errors import InputError
+from autoshard.graph import Step
+from autoshard.spec import AXIS_NAMES, from_partition_spec
+from cost_model.cluster import Cluster
+from cost_model.collectives import MeshModel
+from cost_model.meshes import mesh_shapes
+from search import ilp
+from search.clusters import clusters
+from search.decisions import Words, allowed_by_pins
+from search.folding import fold
+from search.kinds import folded
+from search.liveness import Item, items
+from search.memory import Memory
+from search.pbqp import Problem
+from search.pricing import price
+from search.program import Program, flatten
+from search.reshard import Resharder
+from search.sketch import Sketch, sketch
+
+DEFAULT_TIME_LIMIT_S = 15.0
+"""Seconds for all meshes together; what is not proven by then is stated as the plan's gap."""
+
+RELATIVE_GAP = 5e-3
+"""Plans within this of the optimum are taken for optimal: the cost model is not finer."""
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What a search is asked for.
+
+    Attributes:
+      memory_bytes: the cap per device.
+      mesh: sizes of the mesh axes, outermost first; None to search it.
+      pins: the `PartitionSpec` in which an argument must rest, by its pytree path.
+      time_limit_s: seconds for the solver.
+    """
+
+    memory_bytes: int
+    mesh: tuple[int, ...] | None = None
+    pins: Mapping[str, Any] | None = None
+    time_limit_s: float = DEFAULT_TIME_LIMIT_S
+
+    def __post_init__(self) -> None:
+        if self.memory_bytes <= 0 or not self.time_limit_s > 0:
+            raise InputError(
+                f"the memory cap and the time limit must be positive, got {self.memory_bytes} bytes and "
+                f"{self.time_limit_s} s"
+            )
+
+
+@dataclass(frozen=True, eq=False)
+class Ground:
+    """All that does not depend on the mesh."""
+
+    sketch: Sketch
+    items: tuple[Item, ...]
+    fingerprint: str
+
+    @classmethod
+    def of(cls, step: Step, marks: Sequence[str]) -> "Ground":
+        """Makes a step ready; `marks` keep arguments apart that would be folded together."""
+        program = flatten(step)
+        whole = folded(program, fold(program, marks))
+        drawn = sketch(whole, clusters(whole))
+        return cls(drawn, items(drawn), fingerprint(program))
+
+    @property
+    def step(self) -> Step:
+        """The traced step."""
+        return self.sketch.folded.program.step
+
+    def on(self, cluster: Cluster, shape: tuple[int, ...]) -> "Grounded":
+        """The problem on one mesh."""
+        priced = price(self.sketch, Resharder(MeshModel(cluster, shape)))
+        return Grounded(Memory(priced, self.items), priced.problem(), Words(priced))
+
+
+@dataclass(frozen=True, eq=False)
+class Grounded:
+    """The problem on one mesh: its memory, its costs, its words."""
+
+    memory: Memory
+    problem: Problem
+    words: Words
+
+    def pinned(self, pins: Mapping[str, Any]) -> tuple[np.ndarray, ...]:
+        """Per node: the labels that the pins leave."""
+        kept = [np.arange(n) for n in self.problem.num_labels]
+        specs = {name: from_partition_spec(spec, self.words.axis_names) for name, spec in pins.items()}
+        for node, labels in allowed_by_pins(self.words, specs).items():
+            kept[node] = labels
+        return tuple(kept)
+
+    def solve(self, kept: Sequence[np.ndarray], limit_bytes: int, time_limit_s: float) -> ilp.Solution:
+        """The cheapest of the kept labels that fit, in the original numbering.
+
+        Raises:
+          NoFitError: nothing fits.
+        """
+        solution = ilp.solve(
+            self._restricted(kept),
+            limit_bytes=float(limit_bytes),
+            violated=self._violated(kept, limit_bytes),
+            time_limit_s=time_limit_s,
+            relative_gap=RELATIVE_GAP,
+        )
+        return replace(solution, labels=_original(kept, solution.labels))
+
+    def smallest_peak(self, kept: Sequence[np.ndarray], limit_bytes: int, time_limit_s: float) -> tuple[int, ...]:
+        """The kept labels whose peak is smallest, costs aside.
+
+        Raises:
+          NoFitError: the kept labels contradict one another.
+        """
+        found = ilp.minimise_peak(
+            self._restricted(kept),
+            limit_bytes=float(limit_bytes),
+            violated=self._violated(kept, limit_bytes),
+            time_limit_s=time_limit_s,
+        )
+        return _original(kept, found.labels)
+
+    def _restricted(self, kept: Sequence[np.ndarray]) -> Problem:
+        nodes = tuple(cost[k] for cost, k in zip(self.problem.node_cost_s, kept, strict=True))
+        edges = tuple(ilp.Edge(e.u, e.v, e.cost_s[np.ix_(kept[e.u], kept[e.v])]) for e in self.problem.edges)
+        return Problem(nodes, edges)
+
+    def _violated(self, kept: Sequence[np.ndarray], limit_bytes: int):
+        def violated(labels: Sequence[int]) -> tuple[ilp.Row, ...]:
+            rows = self.memory.rows_over(_original(kept, labels), limit_bytes)
+            return tuple(ilp.Row(r.name, tuple((n, b[kept[n]]) for n, b in r.bytes), r.fixed_bytes) for r in rows)
+
+        return violated
+
+
+def _original(kept: Sequence[np.ndarray], labels: Sequence[int]) -> tuple[int, ...]:
+    return tuple(int(k[label]) for k, label in zip(kept, labels, strict=True))
+
+
+def fingerprint(program: Program) -> str:
+    """16 hex digits that change with the traced step: its ops, shapes, dtypes and argument names."""
+    said = [(a.name, a.role.value) for a in program.step.arguments]
+    said += [(op.name, op.operands, op.results, op.count, op.phase.value) for op in program.ops]
+    said += [(v.shape, v.dtype.name) for v in program.values]
+    return hashlib.sha256(repr(said).encode()).hexdigest()[:16]
+
+
+def candidate_shapes(cluster: Cluster, options: Options) -> tuple[tuple[int, ...], ...]:
+    """The meshes to try.
+
+    Raises:
+      InputError: the mesh that is asked for does not suit the cluster, or no mesh has the axes that the pins name.
+    """
+    if options.mesh is None:
+        shapes = mesh_shapes(cluster, max_axes=2)
+        named = {a for spec in (options.pins or {}).values() for a in _axes_of(spec)}
+        shapes = tuple(s for s in shapes if named <= set(AXIS_NAMES[len(s)]))
+        if not shapes:
+            raise InputError(f"no mesh has all the axes that the pins name: {sorted(named)}; axes are {AXIS_NAMES}")
+        return shapes
+    if len(options.mesh) not in AXIS_NAMES or min(options.mesh) < 1:
+        raise InputError(f"wanted a mesh of 1 to 3 axes of positive size, got {options.mesh}")
+    if int(np.prod(options.mesh)) != cluster.num_devices:
+        raise InputError(
+            f"the mesh {options.mesh} has {int(np.prod(options.mesh))} devices, the cluster {cluster.name} has "
+            f"{cluster.num_devices}"
+        )
+    return (tuple(options.mesh),)
+
+
+def _axes_of(spec: Any) -> set[str]:
+    return {a for entry in spec if entry is not None for a in (entry if isinstance(entry, tuple) else (entry,))}
