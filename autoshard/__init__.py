@@ -1,7 +1,7 @@
 """autoshard: training steps written for one device, run fastest on many.
 
-`parallelize` decorates a step, `search` plans it without any device, `emit` writes a plan into a program; a `Plan` can be
-printed, saved, edited and loaded.
+`parallelize` decorates a step, `search` plans it without any device, `emit` writes a plan into a program; a
+`Plan` can be printed, saved, edited and loaded.
 """
 
 from pathlib import Path as _Path

@@ -1,12 +1,13 @@
 """The one door to JAX's internals.
 
-JAX's public surface does not cover everything a whole-step rewriter needs. What we rely on beyond it, all present in
-JAX 0.11 and 0.12:
+JAX's public surface does not cover everything a whole-step rewriter needs. What we rely on beyond it, all
+present in JAX 0.11 and 0.12:
 
-* equations carry `source_info` (name stack and traceback), and `jax._src.source_info_util` can print and re-enter it;
+* equations carry `source_info` (name stack and traceback), and `jax._src.source_info_util` can print and
+  re-enter it;
 * `Primitive.bind` and `get_bind_params` re-apply an equation;
-* `scan` says how many of its operands are constants and carries: by `num_consts`/`num_carry` (0.11), or by a flat tree
-  of three children, `ft_in` (0.12); `while` and `cond` carry inner jaxprs in their parameters;
+* `scan` says how many of its operands are constants and carries: by `num_consts`/`num_carry` (0.11), or by a
+  flat tree of three children, `ft_in` (0.12); `while` and `cond` carry inner jaxprs in their parameters;
 * `make_jaxpr` returns a `ClosedJaxpr` (0.11) or a `Jaxpr` that holds its own constants (0.12).
 """
 
@@ -17,6 +18,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax._src import core as jax_core
 from jax._src import source_info_util
 from jax.extend import core as jex_core
 
@@ -108,7 +110,7 @@ def bind(primitive: Any, operands: list[Any], params: dict[str, Any]) -> list[An
 
 def is_key_dtype(dtype: Any) -> bool:
     """Whether `dtype` is a typed PRNG key."""
-    return jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
+    return jax.numpy.issubdtype(dtype, jax.dtypes.prng_key)
 
 
 @functools.lru_cache(maxsize=256)
@@ -127,3 +129,8 @@ def abstract_value(shape: tuple[int, ...], dtype: Any, weak_type: bool) -> jax.S
 def as_function(jaxpr: Any) -> Any:
     """A function of the jaxpr's flat arguments that gives its flat results."""
     return jex_core.jaxpr_as_fun(jaxpr)
+
+
+def is_tracer(x: Any) -> bool:
+    """Whether a value only exists inside a JAX transformation."""
+    return isinstance(x, jax_core.Tracer)

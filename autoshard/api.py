@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import PartitionSpec
 
 from autoshard import _jax
-from autoshard.errors import InputError
+from autoshard.errors import InputError, PlanError
 from autoshard.graph import Step
 from autoshard.plan import Plan
 from autoshard.trace import trace
@@ -43,12 +44,11 @@ def search(
 ) -> Plan:
     """Finds how to run a training step fastest on a cluster, without any of its devices.
 
-    Args:
-      step: a training step for one device, e.g. `(state, batch) -> (state, metrics)`.
-      *abstract_args: its arguments' shapes: pytrees of `jax.ShapeDtypeStruct` (arrays work too).
-      cluster: a preset such as "64xH100-80GB", a `Cluster`, or a JSON file that describes one.
-      memory: the cap per device, such as "70GiB" or bytes; by default the device's memory less what the runtime needs.
-      mesh: sizes of the logical mesh's axes, outermost first; by default it is searched. Axes are named "data" (one axis),
+    Args: step: a training step for one device, e.g. `(state, batch) -> (state, metrics)`. *abstract_args: its
+      arguments' shapes: pytrees of `jax.ShapeDtypeStruct` (arrays work too). cluster: a preset such as
+      "64xH100-80GB", a `Cluster`, or a JSON file that describes one. memory: the cap per device, such as
+      "70GiB" or bytes; by default the device's memory less what the runtime needs. mesh: sizes of the logical
+      mesh's axes, outermost first; by default it is searched. Axes are named "data" (one axis),
         "data" and "model" (two), "replica", "data" and "model" (three).
       pin: specs in which arguments must rest, by pytree path, e.g. `{"params['emb']": P("model")}`.
       time_limit_s: seconds for the solver; the plan states the gap that is left.
@@ -79,11 +79,9 @@ def emit(
 ) -> Program:
     """Writes a plan into its step, so that anyone can lower and read what runs.
 
-    Args:
-      step: the step that the plan was made for.
-      *abstract_args: its arguments' shapes.
-      plan: what `search` returned, or `Plan.load`.
-      devices: in the cluster's order; real, simulated or compile-only (`jax.experimental.topologies`). By default those that
+    Args: step: the step that the plan was made for. *abstract_args: its arguments' shapes. plan: what
+      `search` returned, or `Plan.load`. devices: in the cluster's order; real, simulated or compile-only
+      (`jax.experimental.topologies`). By default those that
         JAX sees.
 
     Returns:
@@ -94,7 +92,7 @@ def emit(
       InputError: there are fewer devices than the plan's mesh has.
     """
     traced = _traced(step, abstract_args, {})
-    found = driver.apply(traced, plan, Cluster.from_json(plan.cluster, "plan: cluster"))
+    found = _applied(traced, plan, "the plan")
     return jit.build(traced, found.layout, jax.devices() if devices is None else devices)
 
 
@@ -111,8 +109,8 @@ def parallelize(
 ) -> Any:
     """Makes a training step written for one device run on many.
 
-    The first call traces the step, searches and compiles; later calls only run. State arguments (those that come back as
-    results) are donated.
+    The first call traces the step, searches and compiles; later calls only run. State arguments (those that
+    come back as results) are donated.
 
     Args:
       step: the training step; when left out, a decorator is returned.
@@ -173,6 +171,7 @@ class Parallelized:
     """A training step that runs on many devices; made by `parallelize`."""
 
     def __init__(self, step: Callable[..., Any], request: _Request) -> None:
+        self.__name__: str = getattr(step, "__name__", type(step).__name__)
         functools.update_wrapper(self, step, updated=())
         self._step, self._request = step, request
         self._plan: Plan | None = request.plan
@@ -195,7 +194,7 @@ class Parallelized:
         if self._program is not None and not kwargs:
             try:
                 return self._program.fn(*args)
-            except (_Retraced, ValueError, TypeError):
+            except (_RetracedError, ValueError, TypeError):
                 if self._is_planned_for(args, kwargs) and self._is_placed(args):
                     raise
         self._prepare(args, kwargs)
@@ -220,7 +219,9 @@ class Parallelized:
         try:
             jaxpr, shapes = jax.make_jaxpr(create, return_shape=True)(*create_args)
         except _TRACE_ERRORS as e:
-            raise InputError(f"init: {getattr(create, '__name__', 'create')} cannot be traced by jax.jit: {e}") from e
+            raise InputError(
+                f"init: {getattr(create, '__name__', 'create')} cannot be traced by jax.jit: {_first_line(e)}"
+            ) from e
         self._prepare((shapes, *args), {})
         assert self._program is not None
         shardings, tree = jax.tree.flatten(self._program.shardings[0])
@@ -239,21 +240,29 @@ class Parallelized:
     def _is_placed(self, args: Any) -> bool:
         assert self._program is not None
         wanted = jax.tree.leaves(self._program.shardings)
-        return all(getattr(x, "sharding", None) == s for x, s in zip(jax.tree.leaves(args), wanted, strict=True))
+        return all(
+            getattr(x, "sharding", None) == s for x, s in zip(jax.tree.leaves(args), wanted, strict=True)
+        )
 
     def _prepare(self, args: Any, kwargs: Any) -> None:
         """Plans and builds for these arguments, if that has not been done."""
         if self._is_planned_for(args, kwargs):
             return
         leaves = jax.tree.leaves((args, kwargs))
-        if any(isinstance(x, jax.core.Tracer) for x in leaves):
-            raise InputError(f"{self.__name__} is a parallelized step and cannot be called inside another jitted function")
+        if any(_jax.is_tracer(x) for x in leaves):
+            raise InputError(
+                f"{self.__name__} is a parallelized step and cannot be called inside another jitted function"
+            )
         traced = _traced(self._step, args, kwargs)
         request = self._request
         devices = list(jax.devices() if request.devices is None else request.devices)
         if request.plan is not None:
-            hardware = Cluster.from_json(request.plan.cluster, f"{request.place}: cluster")
-            found = driver.apply(traced, request.plan, hardware, request.place)
+            if self._signature is not None:
+                raise PlanError(
+                    f"the arguments of {self.__name__} changed in shape or structure, and {request.place} was made for "
+                    "the first ones. Pass arguments of the same shapes, or leave plan= out to search again"
+                )
+            found = _applied(traced, request.plan, request.place)
         else:
             if self._signature is not None:
                 warnings.warn(
@@ -261,7 +270,9 @@ class Parallelized:
                     AutoshardWarning,
                     stacklevel=3,
                 )
-            hardware = parse_cluster(attached.cluster_name(devices) if request.cluster is None else request.cluster)
+            hardware = parse_cluster(
+                attached.cluster_name(devices) if request.cluster is None else request.cluster
+            )
             found = _find(traced, hardware, request.memory, request.mesh, request.pin, request.time_limit_s)
         self._program = jit.build(traced, found.layout, devices, _retraced)
         self._plan, self._signature = found.plan, _signature(args, kwargs)
@@ -270,12 +281,16 @@ class Parallelized:
 _TRACE_ERRORS = (jax.errors.JAXTypeError, jax.errors.JAXIndexError, TypeError, ValueError)
 
 
-class _Retraced(Exception):
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+class _RetracedError(Exception):
     """JAX began to trace the step for other shapes than those planned for."""
 
 
 def _retraced() -> None:
-    raise _Retraced
+    raise _RetracedError
 
 
 def _positional(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
@@ -311,9 +326,30 @@ def _find(
 ) -> driver.Found:
     limit = hardware.device_memory_limit() if memory is None else parse_bytes(memory)
     seconds = DEFAULT_TIME_LIMIT_S if time_limit_s is None else time_limit_s
-    shape = None if mesh is None else tuple(int(n) for n in mesh)
-    options = Options(limit, shape, _resolved(traced, pin or {}), seconds)
-    return driver.find(traced, hardware, options, progress)
+    options = Options(limit, _mesh_shape(mesh), _resolved(traced, pin or {}), seconds)
+    try:
+        return driver.find(traced, hardware, options, progress)
+    except PlanError as e:  # there is no plan yet: it is a pin that cannot be
+        raise InputError(str(e)) from e
+
+
+def _applied(traced: Step, plan: Plan, place: str) -> driver.Found:
+    """A given plan on its step. Where JAX has changed in between, the fingerprint decides whether it still suits."""
+    if plan.jax != jax.__version__:
+        made = f"{place} was made with JAX {plan.jax}, and this is JAX {jax.__version__}"
+        if plan.fingerprint != driver.fingerprint(traced):
+            raise PlanError(f"{made}: the step {traced.name!r} is another one or is traced otherwise. Search again")
+        warnings.warn(f"{made}; the step is the same, so it is used", AutoshardWarning, stacklevel=4)
+    try:
+        return driver.apply(traced, plan, Cluster.from_json(plan.cluster, f"{place}: cluster"), place)
+    except InputError as e:  # in a plan, a cluster or a mesh that cannot be is the plan's fault
+        raise PlanError(str(e)) from e
+
+
+def _mesh_shape(mesh: Sequence[int] | None) -> tuple[int, ...] | None:
+    if mesh is not None and (isinstance(mesh, str) or not all(isinstance(n, int | np.integer) for n in mesh)):
+        raise InputError(f"wanted a mesh as sizes of its axes, such as (2, 4), got {mesh!r}")
+    return None if mesh is None else tuple(int(n) for n in mesh)
 
 
 def _resolved(traced: Step, pin: Pins) -> dict[str, PartitionSpec]:
@@ -325,7 +361,11 @@ def _resolved(traced: Step, pin: Pins) -> dict[str, PartitionSpec]:
             raise InputError(f"pin {key!r}: wanted a jax.sharding.PartitionSpec, got {spec!r:.60}")
         hits = [n for n in names if n == key] or [n for n in names if n.endswith((f".{key}", f"]{key}"))]
         if len(hits) != 1:
-            what = f"matches {', '.join(hits[:4])}" if hits else f"matches no argument; they are named like {names[0]}"
+            what = (
+                f"matches {', '.join(hits[:4])}"
+                if hits
+                else f"matches no argument; they are named like {names[0]}"
+            )
             raise InputError(f"pin {key!r} {what}. Name one argument by its pytree path")
         resolved[hits[0]] = spec
     return resolved

@@ -4,7 +4,8 @@ Results go to stdout; progress, warnings and errors to stderr. Exit status: 0, 2
 nothing fits the memory cap, 4 for a plan that is damaged or foreign, 130 after Ctrl-C.
 
 The search runs in a thread of its own, so that Ctrl-C is heard at once: the solver's native code would only
-hand it over when it is done. What the solver or the user's module writes to stdout is kept away from the result.
+hand it over when it is done. What the solver or the user's module writes to stdout is kept away from the
+result.
 """
 
 import argparse
@@ -33,7 +34,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from autoshard import api
-from autoshard.errors import AutoshardError, InputError, PlanError
+from autoshard.errors import AutoshardError, InputError
 from autoshard.plan import Plan
 
 _INTERRUPTED = 128 + 2
@@ -114,7 +115,7 @@ def _search(options: argparse.Namespace) -> None:
         progress(f"loading {options.target}")
         with _target(options.target) as (step, args), _native_stdout_dropped():
             progress("tracing and folding the step")
-            work = functools.partial(
+            search = functools.partial(
                 api.search,
                 step,
                 *args,
@@ -125,9 +126,9 @@ def _search(options: argparse.Namespace) -> None:
                 time_limit_s=options.time_limit,
                 progress=progress,
             )
-            plan = _planned(work)
+            plan = _interruptible(search)
     if options.out is not None:
-        _saved(plan, options.out)
+        plan.save(options.out)
     _print(plan, options.json)
 
 
@@ -141,20 +142,6 @@ def _print(plan: Plan, as_json: bool) -> None:
         print(json.dumps(data, indent=1, allow_nan=False), flush=True)
     else:
         print(plan, flush=True)
-
-
-def _planned(work: Callable[[], Plan]) -> Plan:
-    try:
-        return _interruptible(work)
-    except PlanError as e:  # no plan was given: a pin that cannot be is a mistake in the options
-        raise InputError(str(e)) from e
-
-
-def _saved(plan: Plan, path: Path) -> None:
-    try:
-        plan.save(path)
-    except PlanError as e:
-        raise InputError(str(e)) from e
 
 
 def _check_writable(path: Path) -> None:

@@ -1,8 +1,9 @@
 """The graph: one traced training step, in program order.
 
-A `Graph` is a flat list of ops over numbered values. Calls are inlined; `scan`, `while` and `cond` stay ops and hold
-their bodies as inner graphs. A `Step` is the outermost graph with what it knows of the user's function: the pytree path
-of every argument, what each argument is for, and which result replaces which argument in the next step.
+A `Graph` is a flat list of ops over numbered values. Calls are inlined; `scan`, `while` and `cond` stay ops
+and hold their bodies as inner graphs. A `Step` is the outermost graph with what it knows of the user's
+function: the pytree path of every argument, what each argument is for, and which result replaces which
+argument in the next step.
 
 Everything is frozen. `verify` is the specification: it is run after every pass that makes a graph.
 """
@@ -65,7 +66,8 @@ Atom = int | Any
 class Op:
     """One equation: a JAX primitive applied to values.
 
-    `result_values` are the shapes and dtypes of `outputs`; `bodies` the inner graphs of control flow, by parameter name.
+    `result_values` are the shapes and dtypes of `outputs`; `bodies` the inner graphs of control flow, by
+    parameter name.
     """
 
     primitive: Any

@@ -1,8 +1,9 @@
 """The plan: the search's answer, the JSON's content, the executor's input.
 
-`decisions` are the contract: readable, one value per line, keyed by pytree paths and op names, in PartitionSpec terms. They
-can be edited by hand and are honoured. `estimates` are what the cost model says of them: they are recomputed whenever a
-plan is loaded against a step, never trusted. A fingerprint ties the plan to the traced step.
+`decisions` are the contract: readable, one value per line, keyed by pytree paths and op names, in
+PartitionSpec terms. They can be edited by hand and are honoured. `estimates` are what the cost model says of
+them: they are recomputed whenever a plan is loaded against a step, never trusted. A fingerprint ties the plan
+to the traced step.
 """
 
 import json
@@ -14,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from autoshard.errors import PlanError
+from autoshard.errors import InputError, PlanError
 
 SCHEMA = "autoshard.plan/1"
 
@@ -65,11 +66,10 @@ class Estimates:
 class Decisions:
     """Every choice of a plan.
 
-    Attributes:
-      mesh: size of each mesh axis by name, outermost first.
-      arguments: per argument of the step, by pytree path: the spec it rests in.
-      ops: per kind of op, by name: the specs that it reads and makes.
-      copies: per value that is resharded for a phase, by its op's name: its spec there and how it comes by it.
+    Attributes: mesh: size of each mesh axis by name, outermost first. arguments: per argument of the step, by
+      pytree path: the spec it rests in. ops: per kind of op, by name: the specs that it reads and makes.
+      copies: per value that is resharded for a phase, by its op's name: its spec there and how it comes by
+      it.
     """
 
     mesh: Mapping[str, int]
@@ -140,7 +140,13 @@ class Plan:
                 "residents": dict(e.residents),
                 "peak_at": e.peak_at,
                 "collectives": [
-                    {"kind": c.kind, "axes": list(c.axes), "count": c.count, "bytes": c.bytes, "seconds": c.seconds}
+                    {
+                        "kind": c.kind,
+                        "axes": list(c.axes),
+                        "count": c.count,
+                        "bytes": c.bytes,
+                        "seconds": c.seconds,
+                    }
                     for c in e.collectives
                 ],
                 "gap": self.gap,
@@ -151,14 +157,14 @@ class Plan:
         """Writes the plan as JSON, atomically: the file is whole or not there.
 
         Raises:
-          PlanError: the path cannot be written.
+          InputError: the path cannot be written.
         """
         target = Path(path)
         text = json.dumps(self.to_json(), indent=1, allow_nan=False) + "\n"
         try:
             handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
         except OSError as e:
-            raise PlanError(f"the plan cannot be written to {target}: {e.strerror}") from e
+            raise InputError(f"the plan cannot be written to {target}: {e.strerror}") from e
         temporary = Path(name)
         try:
             with os.fdopen(handle, "w") as file:
@@ -166,23 +172,30 @@ class Plan:
             temporary.replace(target)
         except OSError as e:
             temporary.unlink(missing_ok=True)
-            raise PlanError(f"the plan cannot be written to {target}: {e.strerror}") from e
+            raise InputError(f"the plan cannot be written to {target}: {e.strerror}") from e
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Plan":
         """Reads what `save` wrote.
 
         Raises:
-          PlanError: no such file, not JSON, or not a plan of this schema; says where.
+          InputError: no such file, or it cannot be read.
+          PlanError: not JSON, or not a plan of this schema; says where.
         """
         try:
             text = Path(path).read_text()
         except OSError as e:
-            raise PlanError(f"the plan {path} cannot be read: {e.strerror}") from e
+            raise InputError(f"the plan {path} cannot be read: {e.strerror}") from e
+        except UnicodeDecodeError as e:
+            raise PlanError(f"the plan {path} is not text: {e.reason} at byte {e.start}") from e
         try:
             data = json.loads(text)
         except json.JSONDecodeError as e:
-            raise PlanError(f"the plan {path} is not whole JSON: {e.msg} at line {e.lineno}, column {e.colno}") from e
+            raise PlanError(
+                f"the plan {path} is not whole JSON: {e.msg} at line {e.lineno}, column {e.colno}"
+            ) from e
+        except (ValueError, RecursionError) as e:
+            raise PlanError(f"the plan {path} cannot be read as JSON: {e}") from e
         return cls.from_json(data, str(path))
 
     @classmethod
@@ -195,11 +208,13 @@ class Plan:
         read = _Reader(data, place)
         schema = read.get("schema", str)
         if schema != SCHEMA:
-            raise PlanError(f"{place} has schema {schema!r}; this autoshard reads {SCHEMA!r}. Search again to make one")
+            raise PlanError(
+                f"{place} has schema {schema!r}; this autoshard reads {SCHEMA!r}. Search again to make one"
+            )
         decisions = read.inner("decisions")
         mesh = decisions.table("mesh", int)
         if not mesh or min(mesh.values()) < 1:
-            raise PlanError(f"{place}: decisions.mesh must give each axis a positive size, got {mesh}")
+            raise PlanError(f"{place}: decisions.mesh must give each axis a positive size, got {_shown(mesh)}")
         estimates = read.inner("estimates")
         return cls(
             read.get("step", str),
@@ -214,7 +229,9 @@ class Plan:
         )
 
     def __str__(self) -> str:
-        from autoshard.report import summary  # noqa: PLC0415  (the face formats; the ground does not depend on it)
+        from autoshard.report import (
+            summary,
+        )  # the face formats; imported late, as the ground must not need it
 
         return summary(self)
 
@@ -222,10 +239,10 @@ class Plan:
 def _read_estimates(read: "_Reader") -> Estimates:
     collectives = []
     for i, item in enumerate(read.get("collectives", list)):
-        one = _Reader(item, f"{read.place}.collectives[{i}]")
-        axes = tuple(one.get("axes", list))
+        one = _Reader(item, read.place, f"{read.path}.collectives[{i}]")
+        count, num_bytes = one.get("count", int), one.get("bytes", int)
         collectives.append(
-            Collective(one.get("kind", str), axes, one.get("count", int), one.get("bytes", int), one.number("seconds"))
+            Collective(one.get("kind", str), one.names("axes"), count, num_bytes, one.number("seconds"))
         )
     return Estimates(
         read.number("step_s"),
@@ -241,28 +258,48 @@ def _read_estimates(read: "_Reader") -> Estimates:
 class _Reader:
     """Reads typed fields of a JSON object, naming the place of whatever is wrong."""
 
-    def __init__(self, data: Any, place: str) -> None:
+    def __init__(self, data: Any, place: str, path: str = "") -> None:
         if not isinstance(data, dict):
-            raise PlanError(f"{place} must be a JSON object, got {type(data).__name__}")
-        self.data, self.place = data, place
+            where = f"{place}: {path}" if path else place
+            raise PlanError(f"{where} must be an object, got {_shown(data)}")
+        self.data, self.place, self.path = data, place, path
+
+    def where(self, key: str) -> str:
+        """`plan.json: decisions.mesh` for messages."""
+        return f"{self.place}: {self.path}.{key}" if self.path else f"{self.place}: {key}"
 
     def get(self, key: str, kind: type) -> Any:
         if key not in self.data:
-            raise PlanError(f"{self.place} has no {key!r}")
+            raise PlanError(f"{self.where(key)} is missing")
         value = self.data[key]
         if not isinstance(value, kind) or isinstance(value, bool):
-            raise PlanError(f"{self.place}.{key} must be {kind.__name__}, got {value!r:.60}")
+            raise PlanError(f"{self.where(key)} must be {_KINDS[kind]}, got {_shown(value)}")
+        if kind is int and value < 0:
+            raise PlanError(f"{self.where(key)} must not be negative, got {_shown(value)}")
         return value
 
     def number(self, key: str) -> float:
-        value = float(self.get(key, float | int))  # type: ignore[arg-type]
-        if not math.isfinite(value) or value < 0:
-            raise PlanError(f"{self.place}.{key} must be a finite number, at least zero; got {value}")
-        return value
+        value = self.get(key, int) if isinstance(self.data.get(key), int) else self.get(key, float)
+        if not (math.isfinite(value) and value >= 0):
+            raise PlanError(f"{self.where(key)} must be a finite number, at least zero; got {value}")
+        return float(value)
+
+    def names(self, key: str) -> tuple[str, ...]:
+        values = self.get(key, list)
+        if not all(isinstance(v, str) for v in values):
+            raise PlanError(f"{self.where(key)} must be a list of texts, got {_shown(values)}")
+        return tuple(values)
 
     def inner(self, key: str) -> "_Reader":
-        return _Reader(self.get(key, dict), f"{self.place}: {key}")
+        return _Reader(self.get(key, dict), self.place, f"{self.path}.{key}" if self.path else key)
 
     def table(self, key: str, kind: type) -> dict[str, Any]:
         inner = self.inner(key)
         return {name: inner.get(name, kind) for name in inner.data}
+
+
+_KINDS = {str: "text", int: "a whole number", float: "a number", dict: "an object", list: "a list"}
+
+
+def _shown(value: Any) -> str:
+    return json.dumps(value)[:60]

@@ -178,7 +178,7 @@ class _Section:
     """Arguments under one title, by their path below it.
 
     Attributes:
-      title: what they have in common.
+      title: what they have in common; empty when they are all there is.
       specs: per path below.
       copies: how many arguments each of these paths stands for.
       among: the paths from which these were taken.
@@ -192,12 +192,12 @@ class _Section:
 
 def _arguments(arguments: Mapping[str, str]) -> list[str]:
     lines = [f"arguments ({_plural(len(arguments), 'array')})"]
-    sections = list(_sections({_tokens(path): spec for path, spec in arguments.items()}))
-    for section in sections:
-        found = _lines(section)
+    for section in _sections({_tokens(path): spec for path, spec in arguments.items()}):
+        found, indent = _lines(section), 4 if section.title else 2
         rows = [(spec, f"{count}x", path) for spec, count, path in found[:_MAX_ARGUMENT_LINES]]
-        more = _more(sum(count for _, count, _ in found[_MAX_ARGUMENT_LINES:]), "array", indent=4)
-        lines += [f"  {section.title}", *_table(rows, indent=4, right=(1,)), *more]
+        more = _more(sum(count for _, count, _ in found[_MAX_ARGUMENT_LINES:]), "array", indent)
+        lines += [f"  {section.title}"] if section.title else []
+        lines += [*_table(rows, indent, right=(1,)), *more]
     return lines
 
 
@@ -206,7 +206,7 @@ def _sections(specs: Mapping[Tokens, str]) -> Iterator[_Section]:
     below = _below(specs)
     model, followers = _model(below, len(specs))
     if not followers:
-        yield _Section("all", specs, 1, specs)
+        yield _Section("", specs, 1, specs)
         return
     alike = sum(specs[q + tail] == specs[model + tail] for q in followers for tail in below[q])
     title = f"{''.join(model)} ({len(below[model])})"

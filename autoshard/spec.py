@@ -1,8 +1,9 @@
 """How a value lies on a mesh, in the form that the search counts with, and as a `PartitionSpec`.
 
-A `Spec` says for each mesh axis which of the value's dimensions it splits: a dimension's number, `WHOLE` when the value
-is replicated over the axis, `PARTIAL` when the devices along it hold terms of a sum (JAX's `unreduced`). Several axes
-may split one dimension; the outer axis is then the major one, so the order needs no saying.
+A `Spec` says for each mesh axis which of the value's dimensions it splits: a dimension's number, `WHOLE` when
+the value is replicated over the axis, `PARTIAL` when the devices along it hold terms of a sum (JAX's
+`unreduced`). Several axes may split one dimension; the outer axis is then the major one, so the order needs
+no saying.
 """
 
 import math
@@ -74,7 +75,11 @@ def parse_spec(text: str, axis_names: Sequence[str]) -> Spec:
     named = [a for entry in (*entries, partial) for a in _names(entry, text)]
     unknown = [a for a in named if a not in axis_names]
     if unknown or len(set(named)) < len(named):
-        what = f"axis {unknown[0]!r} is not in the mesh {tuple(axis_names)}" if unknown else "an axis is used twice"
+        what = (
+            f"axis {unknown[0]!r} is not in the mesh {tuple(axis_names)}"
+            if unknown
+            else "an axis is used twice"
+        )
         raise PlanError(f"{what}, in the spec {text!r}")
     return tuple(dims.get(a, WHOLE) for a in axis_names)
 

@@ -1,15 +1,16 @@
 """From a training step to its graph.
 
-The step is traced whole, already differentiated, with `jax.make_jaxpr`; nothing is asked of the user. Three things are
-then read off:
+The step is traced whole, already differentiated, with `jax.make_jaxpr`; nothing is asked of the user. Three
+things are then read off:
 
-* *Calls* (`jit`, `custom_jvp`, `custom_vjp`, `checkpoint`) are inlined. A differentiated `checkpoint` is lowered by JAX
-  behind an optimization barrier, which keeps XLA from sharing the recomputation with the forward phase; so is ours.
-* *Phases* come from name stacks: `transpose(...)` is backward, `jvp(...)` alone is forward. Where a name stack says
-  nothing, dataflow decides: what depends on the backward phase is update, the rest is forward.
-* *Roles* come from structure: an argument whose pytree comes back as a result (same structure, shapes and dtypes, and
-  touched by the update) is state; a state leaf that the forward phase reads and the backward phase differentiates is a
-  parameter, and a floating one that only the update reads is optimizer state.
+* *Calls* (`jit`, `custom_jvp`, `custom_vjp`, `checkpoint`) are inlined. A differentiated `checkpoint` is
+  lowered by JAX behind an optimization barrier, which keeps XLA from sharing the recomputation with the
+  forward phase; so is ours.
+* *Phases* come from name stacks: `transpose(...)` is backward, `jvp(...)` alone is forward. Where a name
+  stack says nothing, dataflow decides: what depends on the backward phase is update, the rest is forward.
+* *Roles* come from structure: an argument whose pytree comes back as a result (same structure, shapes and
+  dtypes, and touched by the update) is state; a state leaf that the forward phase reads and the backward
+  phase differentiates is a parameter, and a floating one that only the update reads is optimizer state.
 """
 
 import re
@@ -39,8 +40,8 @@ def trace(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Step:
     Returns:
       The traced step.
 
-    Raises:
-      InputError: an argument is not an array, has a 64-bit dtype without `jax_enable_x64`, or the step cannot be traced.
+    Raises: InputError: an argument is not an array, has a 64-bit dtype without `jax_enable_x64`, or the step
+      cannot be traced.
 
     Example:
       >>> import jax.numpy as jnp
@@ -49,7 +50,9 @@ def trace(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Step:
       ['parameter', 'batch']
     """
     leaves, in_tree = jax.tree_util.tree_flatten((args, kwargs))
-    abstract = [_abstract(path, leaf) for path, leaf in jax.tree_util.tree_flatten_with_path((args, kwargs))[0]]
+    abstract = [
+        _abstract(path, leaf) for path, leaf in jax.tree_util.tree_flatten_with_path((args, kwargs))[0]
+    ]
     args_, kwargs_ = jax.tree_util.tree_unflatten(in_tree, abstract)
     name = getattr(step, "__name__", type(step).__name__)
     try:
@@ -187,7 +190,9 @@ class _Builder:
 
     def _append(self, primitive, params, inputs, outputs, scope, source_info, bodies) -> None:
         values = tuple(self.values[v] for v in outputs)
-        self.ops.append(Op(primitive, params, inputs, outputs, values, Phase.FORWARD, scope, source_info, bodies))
+        self.ops.append(
+            Op(primitive, params, inputs, outputs, values, Phase.FORWARD, scope, source_info, bodies)
+        )
 
 
 def _without_dead_ops(graph: Graph) -> Graph:
@@ -201,11 +206,14 @@ def _without_dead_ops(graph: Graph) -> Graph:
     return Graph(graph.values, graph.inputs, constants, tuple(reversed(kept)), graph.outputs)
 
 
-_EFFECTFUL = frozenset({"debug_callback", "debug_print", "io_callback", "pure_callback", "run_state", "swap", "addupdate"})
+_EFFECTFUL = frozenset(
+    {"debug_callback", "debug_print", "io_callback", "pure_callback", "run_state", "swap", "addupdate"}
+)
 
 
 def _with_phases(graph: Graph) -> Graph:
-    """Names first; then what depends on the backward phase, or on arguments alone and feeds no named op, is update."""
+    """Names first; then what depends on the backward phase, or on arguments alone and feeds no named op, is
+    update."""
     phases = [_named_phase(op.scope) for op in graph.ops]
     if not any(phases):
         return _in_phases(graph, [Phase.FORWARD] * len(phases))
@@ -216,9 +224,15 @@ def _with_phases(graph: Graph) -> Graph:
             phases[i] = Phase.UPDATE
         elif phases[i] is None and Phase.FORWARD in before:
             phases[i] = Phase.FORWARD
-        if phases[i] is not None:
-            after.update(dict.fromkeys(op.outputs, phases[i]))
-    needed = {v for op, p in zip(graph.ops, phases, strict=True) if p not in (None, Phase.UPDATE) for v in op.operands}
+        phase = phases[i]
+        if phase is not None:
+            after.update(dict.fromkeys(op.outputs, phase))
+    needed = {
+        v
+        for op, p in zip(graph.ops, phases, strict=True)
+        if p not in (None, Phase.UPDATE)
+        for v in op.operands
+    }
     for i, op in reversed(list(enumerate(graph.ops))):
         if phases[i] is None:
             phases[i] = Phase.UPDATE if needed.isdisjoint(op.outputs) else Phase.FORWARD
@@ -227,7 +241,8 @@ def _with_phases(graph: Graph) -> Graph:
 
 
 def _in_phases(graph: Graph, phases: Sequence[Phase | None]) -> Graph:
-    """The graph with a phase per op; a body stands in its op's phase, but for ops named backward (a gradient inside)."""
+    """The graph with a phase per op; a body stands in its op's phase, but for ops named backward (a gradient
+    inside)."""
     ops = []
     for op, phase in zip(graph.ops, phases, strict=True):
         assert phase is not None
@@ -282,7 +297,8 @@ def _spans(tree: Any, depth: int, start: int = 0) -> list[tuple[Any, int]]:
 
 
 def _result_spans(tree: Any) -> list[tuple[Any, int]]:
-    """The result as a whole, then its top-level elements: whichever has an argument's structure is that state."""
+    """The result as a whole, then its top-level elements: whichever has an argument's structure is that
+    state."""
     elements = _spans(tree, depth=1) if tree.num_nodes > 1 else []
     return [(tree, 0), *elements] if tree.num_leaves else []
 
@@ -301,7 +317,9 @@ def _roles(graph: Graph, replaces: tuple[int | None, ...]) -> tuple[Role, ...]:
     for op in graph.ops:
         for v in op.operands:
             read_in.setdefault(v, set()).add(op.phase)
-    changed = {i for o, i in zip(graph.outputs, replaces, strict=True) if i is not None and o != graph.inputs[i]}
+    changed = {
+        i for o, i in zip(graph.outputs, replaces, strict=True) if i is not None and o != graph.inputs[i]
+    }
     made_in = {v: op.phase for op in graph.ops for v in op.outputs}
     new_phase = {i: made_in.get(o) for o, i in zip(graph.outputs, replaces, strict=True) if i is not None}
     roles = []
@@ -311,7 +329,9 @@ def _roles(graph: Graph, replaces: tuple[int | None, ...]) -> tuple[Role, ...]:
             roles.append(Role.KEY)
         elif i not in state:
             roles.append(Role.BATCH)
-        elif not np.issubdtype(np.dtype(value.dtype), np.inexact) and not jnp.issubdtype(value.dtype, jnp.inexact):
+        elif not np.issubdtype(np.dtype(value.dtype), np.inexact) and not jnp.issubdtype(
+            value.dtype, jnp.inexact
+        ):
             roles.append(Role.STATE)
         elif i not in changed or (Phase.FORWARD in phases and new_phase[i] is Phase.UPDATE):
             roles.append(Role.PARAMETER)

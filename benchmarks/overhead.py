@@ -1,7 +1,7 @@
 """What calling a step through `parallelize` costs beside its jitted function: a ratio of medians.
 
-A state of 200 tiny arrays, so that the call itself is all there is to measure. Both ways alternate, so that the machine's
-mood hits both alike.
+A state of 200 tiny arrays, so that the call itself is all there is to measure. Both ways alternate, so that
+the machine's mood hits both alike.
 
     python benchmarks/overhead.py
 """

@@ -1,6 +1,6 @@
 """How long a search takes: a Llama-3-8B training step, unrolled, AdamW, for 64 H100s, by part and by depth.
 
-    python benchmarks/search_time.py [--layers 32 64] [--seq 2048] [--batch 64]
+python benchmarks/search_time.py [--layers 32 64] [--seq 2048] [--batch 64]
 """
 
 import argparse
@@ -9,11 +9,12 @@ import time
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-import autoshard  # noqa: E402
-from autoshard.trace import trace  # noqa: E402
-from cost_model.hardware import parse_cluster  # noqa: E402
-from search import driver  # noqa: E402
-from tests.zoo.llama import make_llama  # noqa: E402
+import autoshard
+from autoshard.trace import trace
+from cost_model.hardware import parse_cluster
+from search import driver
+from search.ground import Options
+from tests.zoo.llama import make_llama
 
 
 def measure(num_layers: int, seq: int, batch: int, cluster: str) -> float:

@@ -1,9 +1,10 @@
 """What a compiled program communicates, read from its HLO text.
 
-XLA prints a module as computations of one instruction a line. A collective stands there in one of three forms, and each is
-counted once: plain (`all-gather`), as a pair (`all-gather-start`, `all-gather-done`), or plain inside a computation that an
-`async-start` calls. How often it runs is the product of the trip counts of the loops around it. A combined collective
-has several operands; `num_operands` counts them and `num_bytes` is their sum.
+XLA prints a module as computations of one instruction a line. A collective stands there in one of three
+forms, and each is counted once: plain (`all-gather`), as a pair (`all-gather-start`, `all-gather-done`), or
+plain inside a computation that an `async-start` calls. How often it runs is the product of the trip counts of
+the loops around it. A combined collective has several operands; `num_operands` counts them and `num_bytes` is
+their sum.
 
 Which devices take part is printed in one of four forms:
 
@@ -17,7 +18,8 @@ Which devices take part is printed in one of four forms:
 
 Whatever the form, `axes` are the axes of *our* mesh along which the members of a group differ.
 
-Written against the text of JAX 0.11 and 0.12 (XLA of 2026; `xla/hlo/ir/replica_group.cc`, `mesh_and_axis.cc`).
+Written against the text of JAX 0.11 and 0.12 (XLA of 2026; `xla/hlo/ir/replica_group.cc`,
+`mesh_and_axis.cc`).
 """
 
 import re
@@ -42,10 +44,9 @@ KINDS = (
 class HloCollective:
     """One collective instruction of a compiled program.
 
-    Attributes:
-      kind: one of `KINDS`.
-      axes: the mesh axes along which the members of a group differ, outermost first.
-      group_size: members of a group; smaller than the product of `axes` when it is over a part of them. Of a permute, the
+    Attributes: kind: one of `KINDS`. axes: the mesh axes along which the members of a group differ, outermost
+      first. group_size: members of a group; smaller than the product of `axes` when it is over a part of
+      them. Of a permute, the
         product.
       num_operands: how many arrays it moves; XLA combines small ones.
       num_bytes: per device, each time it runs: the larger of what goes in and what comes out.
@@ -110,7 +111,9 @@ def _computations(text: str) -> Iterator[tuple[str, list[_Instruction]]]:
         elif body := _INSTRUCTION.match(re.sub(r"/\*.*?\*/", "", line)):
             operands, _, attributes = body[4].partition(")")
             instructions.append(
-                _Instruction(body[1], body[2], body[3], tuple(re.findall(r"%([\w.-]+)", operands)), attributes)
+                _Instruction(
+                    body[1], body[2], body[3], tuple(re.findall(r"%([\w.-]+)", operands)), attributes
+                )
             )
 
 
@@ -132,7 +135,9 @@ def _runs(text: str, computations: Mapping[str, list[_Instruction]]) -> dict[str
             if i.opcode in _CALLERS:
                 trips = _TRIPS.search(i.attributes) if i.opcode == "while" else None
                 called = _CALLED.findall(i.attributes)
-                called += [c.strip(" %") for names in _BRANCHES.findall(i.attributes) for c in names.split(",")]
+                called += [
+                    c.strip(" %") for names in _BRANCHES.findall(i.attributes) for c in names.split(",")
+                ]
                 waiting += [(c, times * (int(trips[1]) if trips else 1)) for c in called]
     return runs
 
@@ -154,7 +159,8 @@ _ARRAY = re.compile(r"([a-z]+)(\d*)\w*\[([\d,]*)\]")
 
 
 def _num_bytes(type_text: str) -> int:
-    """Bytes of an array, or of all arrays in a tuple; a `u32[]` in it is a permute's bookkeeping, or negligible."""
+    """Bytes of an array, or of all arrays in a tuple; a `u32[]` in it is a permute's bookkeeping, or
+    negligible."""
     total = 0
     for letters, bits, dims in _ARRAY.findall(type_text):
         if (letters, bits, dims) != ("u", "32", "") and letters != "token":
@@ -198,7 +204,8 @@ def _groups(attributes: str, num_devices: int) -> np.ndarray:
 
 
 def _over_axes(axes: str, device_ids: str | None, members: str) -> np.ndarray:
-    """Groups over some axes of a mesh, or over parts of them: `pre:(before)size` is the part after `before` parts."""
+    """Groups over some axes of a mesh, or over parts of them: `pre:(before)size` is the part after `before`
+    parts."""
     sizes = {name: int(n) for name, n in re.findall(r"([^\s=,]+)=(\d+)", axes)}
     devices = np.array(_ints(device_ids)) if device_ids else np.arange(prod(sizes.values()))
     split: dict[str, list[int]] = {name: [1, n] for name, n in sizes.items()}

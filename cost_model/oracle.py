@@ -1,14 +1,15 @@
 """XLA's own GPU compiler, on a machine without a GPU: the judge of what the cost model predicts.
 
-The wheels `jax-cuda13-plugin` and `jax-cuda13-pjrt` (the extra `autoshard[verify]`) can describe a GPU that is not there and
-compile for it: real fusions, real NCCL collectives, real buffers. They need a process of their own:
+The wheels `jax-cuda13-plugin` and `jax-cuda13-pjrt` (the extra `autoshard[verify]`) can describe a GPU that
+is not there and compile for it: real fusions, real NCCL collectives, real buffers. They need a process of
+their own:
 
 * `JAX_PLATFORMS=cpu` must be in the environment before JAX is imported, or the plugin looks for a driver;
 * so must `XLA_FLAGS` (see `ENVIRONMENT`): without a device, the autotuner has nothing to measure on.
 
-XLA's scheduler trades memory for overlap up to a budget for temporaries of `0.95 x (0.8 x device memory - arguments -
-outputs + aliased)`: a program compiled for a device that is larger than the cap tells nothing about the cap. So
-`memory_bytes` can be given, and `memory_for_cap` says which.
+XLA's scheduler trades memory for overlap up to a budget for temporaries of `0.95 x (0.8 x device memory -
+arguments - outputs + aliased)`: a program compiled for a device that is larger than the cap tells nothing
+about the cap. So `memory_bytes` can be given, and `memory_for_cap` says which.
 """
 
 import importlib.util
@@ -31,10 +32,12 @@ ENVIRONMENT = MappingProxyType(
 """What must be in the environment before JAX is imported."""
 
 MEMORY_SHARE = 0.8
-"""Of the device's memory, what XLA's scheduler plans with. Source: measured; `xla_gpu_memory_limit_slop_factor` is 95."""
+"""Of the device's memory, what XLA's scheduler plans with. Source: measured;
+`xla_gpu_memory_limit_slop_factor` is 95."""
 
 BUDGET_SHARE = 0.95
-"""Of what then is left beside arguments and outputs, the budget for temporaries. Source: as above, to the byte."""
+"""Of what then is left beside arguments and outputs, the budget for temporaries. Source: as above, to the
+byte."""
 
 _HOPPER = {
     "shared_memory_per_core": "233472",

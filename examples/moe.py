@@ -5,7 +5,7 @@ holds some of the experts (expert parallelism, with its all-to-alls) is for the 
 
     python examples/moe.py              # on the GPUs here; without any, on 8 simulated devices
 
-The same step at the size of Mixtral 8x7B, planned for a cluster that this machine does not have:
+The same step with Mixtral 8x7B's widths, planned for a cluster that this machine does not have:
 
     autoshard search examples/moe.py:target --cluster 64xH100-80GB --memory 70GiB --out plan.json
 """

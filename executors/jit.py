@@ -19,11 +19,10 @@ from executors.rewrite import evaluator
 class Program:
     """What runs: a jitted function, and the arguments to lower it with.
 
-    Attributes:
-      fn: the jitted step. It takes the step's positional arguments, then its keyword arguments in alphabetical order.
-      args: `jax.ShapeDtypeStruct` pytrees with their shardings: `fn.lower(*args)` is exactly what runs.
-      mesh: the devices.
-      donated: for each of `args`, whether its buffers are reused for the new state.
+    Attributes: fn: the jitted step. It takes the step's positional arguments, then its keyword arguments in
+      alphabetical order. args: `jax.ShapeDtypeStruct` pytrees with their shardings: `fn.lower(*args)` is
+      exactly what runs. mesh: the devices. donated: for each of `args`, whether its buffers are reused for
+      the new state.
     """
 
     fn: Any
@@ -42,11 +41,9 @@ def build(
 ) -> Program:
     """Writes a layout into a step and jits it.
 
-    Args:
-      step: the traced step.
-      layout: the specs to impose.
-      devices: at least as many as the mesh has, in the cluster's order: real, simulated or compile-only.
-      on_retrace: called when JAX traces the step for other shapes than those it was planned for; it should raise.
+    Args: step: the traced step. layout: the specs to impose. devices: at least as many as the mesh has, in
+      the cluster's order: real, simulated or compile-only. on_retrace: called when JAX traces the step for
+      other shapes than those it was planned for; it should raise.
 
     Raises:
       InputError: there are fewer devices than the mesh has.
@@ -59,9 +56,7 @@ def build(
         return NamedSharding(mesh, partition_spec(route[-1], names) if route else PartitionSpec())
 
     inputs = [sharding(("input", (), i)) for i in range(len(step.arguments))]
-    outputs = [
-        sharding(("output", (), o)) if r is None else inputs[r] for o, r in enumerate(step.replaces)
-    ]
+    outputs = [sharding(("output", (), o)) if r is None else inputs[r] for o, r in enumerate(step.replaces)]
     abstract = step.abstract_inputs()
     placed = [
         jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s, weak_type=a.weak_type)

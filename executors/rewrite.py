@@ -1,12 +1,13 @@
 """The step again, with the plan's specs written in.
 
-The graph is evaluated op by op by JAX's tracer, so what comes out is an ordinary function to jit. At the places that the
-layout names, `with_sharding_constraint` imposes a spec; everything else is left as the user wrote it, so numbers do not
-depend on the plan but for the order of sums. XLA's partitioner turns the constraints into the planned collectives.
+The graph is evaluated op by op by JAX's tracer, so what comes out is an ordinary function to jit. At the
+places that the layout names, `with_sharding_constraint` imposes a spec; everything else is left as the user
+wrote it, so numbers do not depend on the plan but for the order of sums. XLA's partitioner turns the
+constraints into the planned collectives.
 
-A copy that the backward phase makes anew (a gathered weight that was not kept) must not be merged by the compiler with the
-forward phase's. It is taken from behind an `optimization_barrier` that also holds an incoming gradient: without that tie
-the compiler hoists it (measured on XLA:GPU).
+A copy that the backward phase makes anew (a gathered weight that was not kept) must not be merged by the
+compiler with the forward phase's. It is taken from behind an `optimization_barrier` that also holds an
+incoming gradient: without that tie the compiler hoists it (measured on XLA:GPU).
 """
 
 from collections.abc import Callable, Sequence
@@ -71,9 +72,13 @@ class _Evaluation:
         if not op.bodies:
             return op.params
         inner = {
-            key: tuple(self._body(b, (*site, key, j)) for j, b in enumerate(bodies)) for key, bodies in op.bodies.items()
+            key: tuple(self._body(b, (*site, key, j)) for j, b in enumerate(bodies))
+            for key, bodies in op.bodies.items()
         }
-        one = {key: jaxprs if isinstance(op.params[key], tuple | list) else jaxprs[0] for key, jaxprs in inner.items()}
+        one = {
+            key: jaxprs if isinstance(op.params[key], tuple | list) else jaxprs[0]
+            for key, jaxprs in inner.items()
+        }
         return {**op.params, **one}
 
     def _body(self, body: Graph, path: tuple[Any, ...]) -> Any:
@@ -119,4 +124,3 @@ class _Evaluation:
             sharding = NamedSharding(self.mesh, partition_spec(spec, self.layout.axis_names))
             x = jax.lax.with_sharding_constraint(x, sharding)
         return x
-

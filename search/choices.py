@@ -1,8 +1,8 @@
 """The labels of each node on one mesh.
 
-A cluster's label says for each mesh axis which of the cluster's factors it splits, or none. A copy's label is a spec and
-a way to get there. Labels that do not divide evenly, or whose values no `PartitionSpec` could describe (a compound
-dimension split in its minor part), are left out.
+A cluster's label says for each mesh axis which of the cluster's factors it splits, or none. A copy's label is
+a spec and a way to get there. Labels that do not divide evenly, or whose values no `PartitionSpec` could
+describe (a compound dimension split in its minor part), are left out.
 """
 
 from dataclasses import dataclass
@@ -23,7 +23,8 @@ ALL_PARTIAL = -2
 """In an assignment of a sum cluster: all its values are partial over the axis."""
 
 MAX_LABELS = 130
-"""Labels per node; above it, the factors of smallest extent are not split. Three axes with four factors have 125."""
+"""Labels per node; above it, the factors of smallest extent are not split. Three axes with four factors have
+125."""
 
 
 class Way(StrEnum):
@@ -41,9 +42,8 @@ class Way(StrEnum):
 class Choices:
     """The labels of one node.
 
-    Attributes:
-      assignment: [labels, axes]: per mesh axis, the factor that it splits, NONE or ALL_PARTIAL; for a copy, a spec.
-      ways: per label, for a copy; empty for a cluster.
+    Attributes: assignment: [labels, axes]: per mesh axis, the factor that it splits, NONE or ALL_PARTIAL; for
+      a copy, a spec. ways: per label, for a copy; empty for a cluster.
     """
 
     assignment: np.ndarray

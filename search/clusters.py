@@ -1,18 +1,20 @@
 """Ops that are decided by one choice.
 
-An elementwise chain between two matrix products has, for every sensible plan, one layout: its ops' factors are the same
-loops. So light ops (elementwise, broadcasts, reductions, reshapes, transposes) are joined along the values that they
-pass, the largest first, and their factors are unified; a *cluster* then has one factor list and one decision. Heavy ops
-(`Folded.is_heavy`), ops with loops that cannot be split, and boundaries stand alone.
+An elementwise chain between two matrix products has, for every sensible plan, one layout: its ops' factors
+are the same loops. So light ops (elementwise, broadcasts, reductions, reshapes, transposes) are joined along
+the values that they pass, the largest first, and their factors are unified; a *cluster* then has one factor
+list and one decision. Heavy ops (`Folded.is_heavy`), ops with loops that cannot be split, and boundaries
+stand alone.
 
-Two clusters join only when that adds no loop: the union must have as many splittable factors as the larger of the two.
-A rotary table shared by queries and keys does not tie their heads together; layer-norm statistics join the
-activations that they normalise. The update phase never joins the others, so that a parameter can be updated in another
-layout than it is used in (ZeRO; Rajbhandari et al. 2020).
+Two clusters join only when that adds no loop: the union must have as many splittable factors as the larger of
+the two. A rotary table shared by queries and keys does not tie their heads together; layer-norm statistics
+join the activations that they normalise. The update phase never joins the others, so that a parameter can be
+updated in another layout than it is used in (ZeRO; Rajbhandari et al. 2020).
 
-*Sums* are the one case where partial results should travel further: the gradient of a value read by three products is
-the sum of three products, reduced once, not thrice. Additive ops that are fed by contractions alone form clusters of
-their own, with one factor more: splitting it over an axis means that everything in the cluster is partial over it.
+*Sums* are the one case where partial results should travel further: the gradient of a value read by three
+products is the sum of three products, reduced once, not thrice. Additive ops that are fed by contractions
+alone form clusters of their own, with one factor more: splitting it over an axis means that everything in the
+cluster is partial over it.
 """
 
 from dataclasses import dataclass
@@ -48,7 +50,7 @@ def clusters(folded: Folded) -> tuple[Cluster, ...]:
     sums = _sum_kinds(folded)
     joiner = _Joiner(folded)
     for link in sorted(
-        folded.links, key=lambda l: (-_link_size(folded, l), l.producer, l.consumer, l.operand)
+        folded.links, key=lambda k: (-_link_size(folded, k), k.producer, k.consumer, k.operand)
     ):
         u, v = link.producer, link.consumer
         both_sums = u in sums and v in sums
@@ -89,7 +91,9 @@ def _sum_kinds(folded: Folded) -> set[int]:
             for k in additive
             if k not in carriers
             and len(folded.op(k).operands) > 0
-            and all(l.producer in carriers or l.producer in sources for l in folded.links_into.get(k, ()))
+            and all(
+                link.producer in carriers or link.producer in sources for link in folded.links_into.get(k, ())
+            )
         }
         carriers |= fed
         changed = bool(fed)
@@ -97,7 +101,7 @@ def _sum_kinds(folded: Folded) -> set[int]:
     grew = True
     while grew:
         feeding = {
-            l.producer for k in kept for l in folded.links_into.get(k, ()) if l.producer in carriers
+            link.producer for k in kept for link in folded.links_into.get(k, ()) if link.producer in carriers
         } - kept
         kept |= feeding
         grew = bool(feeding)
@@ -185,14 +189,14 @@ class _Joiner:
 
     def _cluster(self, kinds: tuple[int, ...], is_sum: bool) -> Cluster:
         loops = [(k, i) for k in kinds for i, f in enumerate(self.folded.op(k).rule.factors) if f.size > 1]
-        stuck = {self.find(l) for l in loops if self._factor(l).kind is Kind.UNSPLITTABLE}
+        stuck = {self.find(loop) for loop in loops if self._factor(loop).kind is Kind.UNSPLITTABLE}
         index: dict[Loop, int] = {}
         for loop in loops:
             root = self.find(loop)
             if root not in stuck:
                 index.setdefault(root, len(index))
         sizes = tuple(self._factor(root).size for root in index)
-        factor_of = {l: index[self.find(l)] for l in loops if self.find(l) in index}
+        factor_of = {loop: index[self.find(loop)] for loop in loops if self.find(loop) in index}
         return Cluster(kinds, sizes, factor_of, is_sum)
 
     def _factor(self, loop: Loop):

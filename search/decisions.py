@@ -1,9 +1,10 @@
 """Labels in words, and words as labels.
 
-A plan names a decision by what it decides. An argument's key is its pytree path. A cluster's is its largest op, named by
-phase, scope and primitive, numbers replaced by `*` where it stands for several; its value lists the specs that this op
-reads and makes. A copy's key adds the phase that it serves. Words are made for all labels of a node, so reading a value is
-looking it up, and what is not among them is refused with what would have been accepted.
+A plan names a decision by what it decides. An argument's key is its pytree path. A cluster's is its largest
+op, named by phase, scope and primitive, numbers replaced by `*` where it stands for several; its value lists
+the specs that this op reads and makes. A copy's key adds the phase that it serves. Words are made for all
+labels of a node, so reading a value is looking it up, and what is not among them is refused with what would
+have been accepted.
 """
 
 import re
@@ -29,7 +30,9 @@ def node_names(sketch: Sketch) -> tuple[str, ...]:
     seen: dict[str, int] = {}
     names = []
     for node, cluster in enumerate(sketch.clusters):
-        names.append(_unique(_cluster_name(sketch, node, max(cluster.kinds, key=lambda k: _weight(sketch, k))), seen))
+        names.append(
+            _unique(_cluster_name(sketch, node, max(cluster.kinds, key=lambda k: _weight(sketch, k))), seen)
+        )
     for copy in sketch.copies:
         maker = sketch.folded.op(copy.maker[0])
         base = _kind_name(sketch, copy.maker[0]) + (f"[{copy.maker[1]}]" if len(maker.results) > 1 else "")
@@ -67,7 +70,9 @@ def _kind_name(sketch: Sketch, kind: int) -> str:
 def _weight(sketch: Sketch, kind: int) -> tuple[int, int, int]:
     """How well an op stands for its cluster: the most loops, then the largest, then the first."""
     op = sketch.folded.op(kind)
-    splittable = sum((kind, i) in sketch.clusters[sketch.node_of[kind]].factor_of for i in range(len(op.rule.factors)))
+    splittable = sum(
+        (kind, i) in sketch.clusters[sketch.node_of[kind]].factor_of for i in range(len(op.rule.factors))
+    )
     return splittable, prod(f.size for f in op.rule.factors), -kind
 
 
@@ -120,7 +125,9 @@ class Words:
         arguments: dict[str, str] = {}
         for i, value in enumerate(program.inputs):
             node = sketch.node_of[sketch.folded.kind_of[i]]
-            arguments[program.step.arguments[i].name] = self.text(node, labels[node]) if program.values[value].shape else "P()"
+            arguments[program.step.arguments[i].name] = (
+                self.text(node, labels[node]) if program.values[value].shape else "P()"
+            )
         ops = {
             self.names[node]: self.text(node, labels[node])
             for node, cluster in enumerate(sketch.clusters)
@@ -165,7 +172,9 @@ class Words:
         port = sketch.ports[sketch.clusters[node].kinds[0], 0, True]
         found = np.flatnonzero((port_specs(port, self.priced.choices[node]) == np.array(wanted)).all(axis=1))
         if not len(found):
-            shape = sketch.folded.program.values[sketch.folded.op(sketch.clusters[node].kinds[0]).results[0]].shape
+            shape = sketch.folded.program.values[
+                sketch.folded.op(sketch.clusters[node].kinds[0]).results[0]
+            ].shape
             mesh = dict(zip(self.axis_names, self.priced.resharder.mesh.shape, strict=True))
             raise PlanError(
                 f"{place}: {name} of shape {shape} cannot rest as {format_spec(wanted, self.axis_names)} on the mesh "
@@ -177,7 +186,9 @@ class Words:
         texts = self.texts(node)
         if said not in texts:
             shown = "; ".join(texts[:6])
-            raise PlanError(f"{place}: {name!r} cannot be {said!r}. Possible are: {shown}{'; ...' * (len(texts) > 6)}")
+            raise PlanError(
+                f"{place}: {name!r} cannot be {said!r}. Possible are: {shown}{'; ...' * (len(texts) > 6)}"
+            )
         return np.array([texts.index(said)])
 
 

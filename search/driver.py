@@ -1,7 +1,7 @@
 """The search: from a traced step and a cluster to a plan.
 
-Each mesh shape worth trying is priced and solved, and the fastest plan that fits wins; ties go to the first. A plan that
-is loaded goes the same way, with its decisions as the only labels left.
+Each mesh shape worth trying is priced and solved, and the fastest plan that fits wins; ties go to the first.
+A plan that is loaded goes the same way, with its decisions as the only labels left.
 """
 
 import time

@@ -1,6 +1,7 @@
-"""What a full assignment is predicted to cost: the plan's estimates, from the same numbers that the solver minimised."""
+"""What a full assignment is predicted to cost: the plan's estimates, from the same numbers that the solver
+minimised."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from autoshard.plan import Collective, Estimates
 from autoshard.spec import AXIS_NAMES
@@ -13,7 +14,9 @@ from search.reshard import SLICE
 def estimate(memory: Memory, labels: Sequence[int]) -> Estimates:
     """Time, memory and collectives under a full assignment of labels."""
     priced = memory.priced
-    compute_s = sum(float(compute[label]) for (compute, _), label in zip(priced.node_seconds, labels, strict=True))
+    compute_s = sum(
+        float(compute[label]) for (compute, _), label in zip(priced.node_seconds, labels, strict=True)
+    )
     collectives = _collectives(priced, labels)
     peak = memory.peak(labels)
     return Estimates(
@@ -38,34 +41,44 @@ def where(priced: Priced, position: int) -> str:
 
 
 def _collectives(priced: Priced, labels: Sequence[int]) -> tuple[Collective, ...]:
+    """All collectives of a step, added up by kind and axes."""
     names = AXIS_NAMES[priced.resharder.num_axes]
-    total: dict[tuple[str, tuple[int, ...]], list[float]] = {}
-
-    def add(kind: str, axes: tuple[int, ...], count: int, num_bytes: float) -> None:
+    total: dict[tuple[str, tuple[int, ...]], tuple[int, float, float]] = {}
+    for kind, axes, count, num_bytes in (*_between_nodes(priced, labels), *_inside_nodes(priced, labels)):
         seconds = float(priced.resharder.mesh.time_s(kind, axes, num_bytes))
-        entry = total.setdefault((kind, axes), [0, 0.0, 0.0])
-        entry[0] += count
-        entry[1] += count * num_bytes
-        entry[2] += count * seconds
+        so_far = total.get((kind, axes), (0, 0.0, 0.0))
+        total[kind, axes] = (so_far[0] + count, so_far[1] + count * num_bytes, so_far[2] + count * seconds)
+    return tuple(
+        Collective(kind, tuple(names[a] for a in axes), count, round(num_bytes), seconds)
+        for (kind, axes), (count, num_bytes, seconds) in sorted(total.items())
+    )
 
+
+_Run = tuple[str, tuple[int, ...], int, float]
+"""Kind, mesh axes, how often in a step, bytes per device of each."""
+
+
+def _between_nodes(priced: Priced, labels: Sequence[int]) -> Iterator[_Run]:
+    """The collectives of reshards."""
     for wire in priced.sketch.wires:
         target = wire.target.node
         ways = priced.choices[target].ways
         if ways and ways[labels[target]] is not Way.FRESH:
             continue
         specs = [
-            tuple(port_specs(p, priced.choices[p.node])[labels[p.node]].tolist()) for p in (wire.source, wire.target)
+            tuple(port_specs(p, priced.choices[p.node])[labels[p.node]].tolist())
+            for p in (wire.source, wire.target)
         ]
         for step in priced.resharder.chain(wire.value.shape, wire.value.itemsize, *specs):
             if step.kind != SLICE:
-                add(step.kind, step.axes, wire.count, step.num_bytes)
+                yield step.kind, step.axes, wire.count, step.num_bytes
+
+
+def _inside_nodes(priced: Priced, labels: Sequence[int]) -> Iterator[_Run]:
+    """The all-reduces of partial results that their own cluster reads."""
     for node, cluster in enumerate(priced.sketch.clusters):
         for kind in cluster.kinds:
             for axes, at, local_bytes in priced.reductions(kind):
                 for label, num_bytes in zip(at.tolist(), local_bytes.tolist(), strict=True):
                     if label == labels[node]:
-                        add("all-reduce", axes, priced.sketch.folded.counts[kind], num_bytes)
-    return tuple(
-        Collective(kind, tuple(names[a] for a in axes), count, round(num_bytes), seconds)
-        for (kind, axes), (count, num_bytes, seconds) in sorted(total.items())
-    )
+                        yield "all-reduce", axes, priced.sketch.folded.counts[kind], num_bytes

@@ -1,14 +1,15 @@
 """Repeated blocks share their variables: ops that look alike, and stand alike, are decided together.
 
 A model of depth 64 makes one decision per *kind* of op, not sixty-four. Two ops are of one kind when their
-neighbourhoods in the program agree up to a few steps: colour refinement (Weisfeiler and Leman 1968), stopped early. An
-op starts with the colour of its primitive, factors, phase, trip count and name, numbers in names left out (`layers_3`
-and `layers_17` look alike); each round mixes in the colours of producers and consumers, with the positions at which they
-meet. Stopping early is what folds a stack: after `ROUNDS` rounds only the layers within that distance of an irregular op
-(the embedding, the head) differ from the rest.
+neighbourhoods in the program agree up to a few steps: colour refinement (Weisfeiler and Leman 1968), stopped
+early. An op starts with the colour of its primitive, factors, phase, trip count and name, numbers in names
+left out (`layers_3` and `layers_17` look alike); each round mixes in the colours of producers and consumers,
+with the positions at which they meet. Stopping early is what folds a stack: after `ROUNDS` rounds only the
+layers within that distance of an irregular op (the embedding, the head) differ from the rest.
 
-Any partition would be sound, since deciding two ops together only restricts the plan; a finer one is merely larger.
-Colours are sums of 64-bit mixes (Steele, Lea and Flood 2014, SplitMix64), so the result does not depend on any order.
+Any partition would be sound, since deciding two ops together only restricts the plan; a finer one is merely
+larger. Colours are sums of 64-bit mixes (Steele, Lea and Flood 2014, SplitMix64), so the result does not
+depend on any order.
 """
 
 import re
@@ -27,9 +28,8 @@ ROUNDS = 4
 def fold(program: Program, marks: Sequence[Any] = ()) -> tuple[tuple[int, ...], ...]:
     """The kinds of ops: a partition of op positions.
 
-    Args:
-      program: the flat program.
-      marks: per argument of the step, anything hashable by `repr` that keeps it apart from others (a pin, a decision).
+    Args: program: the flat program. marks: per argument of the step, anything hashable by `repr` that keeps
+      it apart from others (a pin, a decision).
 
     Returns:
       For each kind, the positions of its ops, ascending; kinds ordered by their first op.

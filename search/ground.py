@@ -1,7 +1,7 @@
 """A step made ready for the search, and the solution of one mesh.
 
-`Ground` is all that does not depend on the mesh: the flat program, its kinds, clusters, wires and liveness. `on` puts it
-on a mesh, `solve` finds the cheapest labels that fit there.
+`Ground` is all that does not depend on the mesh: the flat program, its kinds, clusters, wires and liveness.
+`on` puts it on a mesh, `solve` finds the cheapest labels that fit there.
 """
 
 import hashlib
@@ -121,7 +121,9 @@ class Grounded:
         )
         return replace(solution, labels=_original(kept, solution.labels))
 
-    def smallest_peak(self, kept: Sequence[np.ndarray], limit_bytes: int, time_limit_s: float) -> tuple[int, ...]:
+    def smallest_peak(
+        self, kept: Sequence[np.ndarray], limit_bytes: int, time_limit_s: float
+    ) -> tuple[int, ...]:
         """The kept labels whose peak is smallest, costs aside.
 
         Raises:
@@ -143,7 +145,9 @@ class Grounded:
     def _violated(self, kept: Sequence[np.ndarray], limit_bytes: int):
         def violated(labels: Sequence[int]) -> tuple[ilp.Row, ...]:
             rows = self.memory.rows_over(_original(kept, labels), limit_bytes)
-            return tuple(ilp.Row(r.name, tuple((n, b[kept[n]]) for n, b in r.bytes), r.fixed_bytes) for r in rows)
+            return tuple(
+                ilp.Row(r.name, tuple((n, b[kept[n]]) for n, b in r.bytes), r.fixed_bytes) for r in rows
+            )
 
         return violated
 
@@ -163,15 +167,17 @@ def fingerprint(program: Program) -> str:
 def candidate_shapes(cluster: Cluster, options: Options) -> tuple[tuple[int, ...], ...]:
     """The meshes to try.
 
-    Raises:
-      InputError: the mesh that is asked for does not suit the cluster, or no mesh has the axes that the pins name.
+    Raises: InputError: the mesh that is asked for does not suit the cluster, or no mesh has the axes that the
+      pins name.
     """
     if options.mesh is None:
         shapes = mesh_shapes(cluster, max_axes=2)
         named = {a for spec in (options.pins or {}).values() for a in _axes_of(spec)}
         shapes = tuple(s for s in shapes if named <= set(AXIS_NAMES[len(s)]))
         if not shapes:
-            raise InputError(f"no mesh has all the axes that the pins name: {sorted(named)}; axes are {AXIS_NAMES}")
+            raise InputError(
+                f"no mesh has all the axes that the pins name: {sorted(named)}; axes are {AXIS_NAMES}"
+            )
         return shapes
     if len(options.mesh) not in AXIS_NAMES or min(options.mesh) < 1:
         raise InputError(f"wanted a mesh of 1 to 3 axes of positive size, got {options.mesh}")
@@ -184,4 +190,6 @@ def candidate_shapes(cluster: Cluster, options: Options) -> tuple[tuple[int, ...
 
 
 def _axes_of(spec: Any) -> set[str]:
-    return {a for entry in spec if entry is not None for a in (entry if isinstance(entry, tuple) else (entry,))}
+    return {
+        a for entry in spec if entry is not None for a in (entry if isinstance(entry, tuple) else (entry,))
+    }

@@ -1,7 +1,8 @@
 """Nothing fits: how close the search came, and what would fit.
 
 The smallest peak over all meshes says how far off the cap is, where, and what resides there. Then each single
-relaxation is tried: a higher cap, more devices, no pin, another mesh. What fits is listed with its predicted step time.
+relaxation is tried: a higher cap, more devices, no pin, another mesh. What fits is listed with its predicted
+step time.
 """
 
 from collections.abc import Iterator
@@ -35,8 +36,12 @@ def explain(ground: Ground, cluster: Cluster, options: Options) -> InfeasibleErr
         f"{format_bytes(peak.num_bytes)} (mesh {_by(shape)}), at {where(on_mesh.memory.priced, peak.position)}, where "
         f"these reside: {residents}."
     )
-    fitting = [f"{what} (step {format_seconds(step_s)})" for what, step_s in _relaxed(ground, cluster, options, peak)]
-    advice = f" Any one of these would fit: {'; '.join(fitting)}." if fitting else " Use a smaller batch or model."
+    fitting = [
+        f"{what} (step {format_seconds(step_s)})" for what, step_s in _relaxed(ground, cluster, options, peak)
+    ]
+    advice = (
+        f" Any one of these would fit: {'; '.join(fitting)}." if fitting else " Use a smaller batch or model."
+    )
     return InfeasibleError(message + advice)
 
 

@@ -1,7 +1,7 @@
 """The folded program: kinds of ops, and the links between them.
 
-A *kind* is a set of ops decided together (see `folding`); a *link* says that a result of one kind is an operand of
-another, and how often it is handed over in one step.
+A *kind* is a set of ops decided together (see `folding`); a *link* says that a result of one kind is an
+operand of another, and how often it is handed over in one step.
 """
 
 from dataclasses import dataclass

@@ -2,15 +2,15 @@
 
 Program order is taken as the schedule. Not every value becomes an array:
 
-* XLA fuses elementwise ops into their consumers, so a light value exists only if an op that reads whole arrays wants it
-  (a contraction, a loop, a result of the step), if it is a reduction or random, or if it crosses into another phase and
-  cannot be recomputed there from one array of its size. What is not stored keeps its *anchors*, the stored arrays that it
-  is computed from, alive as long as it is used.
+* XLA fuses elementwise ops into their consumers, so a light value exists only if an op that reads whole
+  arrays wants it (a contraction, a loop, a result of the step), if it is a reduction or random, or if it
+  crosses into another phase and cannot be recomputed there from one array of its size. What is not stored
+  keeps its *anchors*, the stored arrays that it is computed from, alive as long as it is used.
 * Reshapes and other views share their operand's array.
 * State is donated: the new state is written where the old one was.
 
-A loop's operands live to its end; what it stacks is there from its start. An `Item` is a stretch of the program over which
-a node's label costs bytes.
+A loop's operands live to its end; what it stacks is there from its start. An `Item` is a stretch of the
+program over which a node's label costs bytes.
 """
 
 from dataclasses import dataclass
@@ -162,7 +162,8 @@ class _Liveness:
         return self.maker[op.results[0]][0] if op.results else 0
 
     def _use(self, v: int, u: int) -> int:
-        """Where a use of a value at op `u` ends: at the end of the outermost loop that the value comes from outside of."""
+        """Where a use of a value at op `u` ends: at the end of the outermost loop that the value comes from
+        outside of."""
         born = self.maker[v][0]
         for start, end in self.loops_at[u]:
             if not start <= born < end:

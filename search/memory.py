@@ -1,7 +1,8 @@
 """Memory on one mesh: the rows that the solver must respect, and the peak of a plan.
 
-Every program point is a row: the bytes per device of everything in memory there, a linear function of the labels. The
-solver asks for rows as it needs them (`rows_over`); there are thousands of points and few of them bind.
+Every program point is a row: the bytes per device of everything in memory there, a linear function of the
+labels. The solver asks for rows as it needs them (`rows_over`); there are thousands of points and few of them
+bind.
 """
 
 from collections.abc import Sequence
@@ -41,7 +42,8 @@ class Memory:
 
     @cached_property
     def _shares(self) -> tuple[np.ndarray, ...]:
-        """Per item, [labels of its node]: the share of the value that a device holds, zero where it does not count."""
+        """Per item, [labels of its node]: the share of the value that a device holds, zero where it does not
+        count."""
         memo: dict = {}
         for item in self.items:
             key = (item.port, item.way)

@@ -1,8 +1,8 @@
 """The cost of every label and every wire on one mesh: the PBQP that the solver gets.
 
-A node's cost is its ops' time on the devices, by the roofline, for the part that one device computes, times how often
-they run, plus the reductions inside it. Light ops are fused by the compiler: what they move is what enters and leaves
-their cluster. A wire's cost is the cheapest reshard between the specs at its ends.
+A node's cost is its ops' time on the devices, by the roofline, for the part that one device computes, times
+how often they run, plus the reductions inside it. Light ops are fused by the compiler: what they move is what
+enters and leaves their cluster. A wire's cost is the cheapest reshard between the specs at its ends.
 """
 
 from dataclasses import dataclass
@@ -12,12 +12,11 @@ import numpy as np
 
 from autoshard.factors import Kind
 from autoshard.graph import Value
-from autoshard.spec import PARTIAL
 from cost_model.compute import op_time_s
 from search.choices import Choices, Way, all_choices, port_specs, shards_over
 from search.pbqp import Edge, Problem
 from search.reshard import Resharder
-from search.sketch import Group, Port, Sketch, Wire
+from search.sketch import Port, Sketch, Wire
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,7 +129,8 @@ class Priced:
         op, values = folded.op(kind), folded.program.values
         own = set(sketch.clusters[sketch.node_of[kind]].kinds)
         is_alone = len(own) == 1
-        read = {l.operand for l in folded.links_into.get(kind, ()) if is_alone or l.producer not in own}
+        links = folded.links_into.get(kind, ())
+        read = {link.operand for link in links if is_alone or link.producer not in own}
         written = {r for r in range(len(op.results)) if is_alone or (kind, r) in self._leaving}
         moved = [(values[op.operands[i]], sketch.ports[kind, i, False]) for i in sorted(read)]
         return moved + [(values[op.results[r]], sketch.ports[kind, r, True]) for r in sorted(written)]
@@ -140,9 +140,9 @@ class Priced:
         """(kind, result) of what some other cluster reads."""
         node_of = self.sketch.node_of
         return {
-            (l.producer, l.result)
-            for l in self.sketch.folded.links
-            if node_of[l.producer] != node_of[l.consumer]
+            (link.producer, link.result)
+            for link in self.sketch.folded.links
+            if node_of[link.producer] != node_of[link.consumer]
         }
 
     def _reduction_seconds(self, kind: int) -> np.ndarray:
@@ -153,7 +153,8 @@ class Priced:
         return total
 
     def reductions(self, kind: int):
-        """All-reduces inside an op: (mesh axes, [labels] where, bytes per device there), for each set of axes."""
+        """All-reduces inside an op: (mesh axes, [labels] where, bytes per device there), for each set of
+        axes."""
         sketch, op = self.sketch, self.sketch.folded.op(kind)
         node = sketch.node_of[kind]
         cluster, assignment = sketch.clusters[node], self.choices[node].assignment

@@ -1,18 +1,19 @@
 """The step as the search sees it: one flat list of ops, loops unrolled into counts.
 
-The graph nests: a `scan` holds its body. Sharding decisions do not care for nesting, only for what flows where and how
-often, so the bodies are laid out flat and every op gets a `count`, the number of times it runs in one step. What crosses
-a loop's border passes through *boundary* ops, which compute nothing and have a spec of their own like any other:
+The graph nests: a `scan` holds its body. Sharding decisions do not care for nesting, only for what flows
+where and how often, so the bodies are laid out flat and every op gets a `count`, the number of times it runs
+in one step. What crosses a loop's border passes through *boundary* ops, which compute nothing and have a spec
+of their own like any other:
 
-* `input` stands for an argument of the step; its operand is the result that replaces it in the next step, so state that
-  comes back resharded pays for it;
+* `input` stands for an argument of the step; its operand is the result that replaces it in the next step, so
+  state that comes back resharded pays for it;
 * `carry` reads a loop's initial value once and the body's result every iteration: all three get one spec;
-* `slice` takes an iteration's part of a stacked operand, `stack` collects the results: the stacked dimension is not
-  split, the others keep their spec;
+* `slice` takes an iteration's part of a stacked operand, `stack` collects the results: the stacked dimension
+  is not split, the others keep their spec;
 * `enter` and `join` carry other operands in and branch results out; `output` stands for a result of the step.
 
-A multi-operand identity (`optimization_barrier`) becomes one identity per operand. A `while` loop's trip count is not
-known; it is taken as one.
+A multi-operand identity (`optimization_barrier`) becomes one identity per operand. A `while` loop's trip
+count is not known; it is taken as one.
 """
 
 from collections.abc import Sequence
@@ -105,7 +106,11 @@ def flatten(step: Step) -> Program:
         if r is None and out is not None:
             result = layer.new_value(layer.values[out])
             reads = [("output", (), i)]
-            layer.ops.append(layer.boundary("output", (out,), result, (1,), 1, Phase.UPDATE, (i,), reads, [("output", (), i)]))
+            layer.ops.append(
+                layer.boundary(
+                    "output", (out,), result, (1,), 1, Phase.UPDATE, (i,), reads, [("output", (), i)]
+                )
+            )
     return Program(step, tuple(layer.values), tuple(layer.ops), inputs, tuple(layer.loops))
 
 
@@ -127,8 +132,8 @@ class _Layout:
         """Appends the graph's ops; None stands for a literal, among the inputs and the outputs alike."""
         number: dict[int, int | None] = dict(zip(graph.inputs, inputs, strict=True))
         for v, _ in graph.constants:
-            number[v] = self.new_value(graph.values[v])
-            self.append("enter", (), number[v], (), count, Phase.FORWARD, (*path, v), [], [])
+            constant = number[v] = self.new_value(graph.values[v])
+            self.append("enter", (), constant, (), count, Phase.FORWARD, (*path, v), [], [])
         for i, op in enumerate(graph.ops):
             operands = tuple(number[a] if isinstance(a, int) else None for a in op.inputs)
             results = self._op(op, operands, count, (*path, i))
@@ -147,7 +152,8 @@ class _Layout:
                 self.identity(op, i, v, count, site) for i, v in enumerate(operands) if v is not None
             )
         in_values = tuple(
-            self.values[v] if v is not None else a.aval for v, a in zip(operands, op.inputs, strict=True)
+            getattr(a, "aval", None) if v is None else self.values[v]
+            for v, a in zip(operands, op.inputs, strict=True)
         )
         rule = rule_for(op.name, in_values, op.result_values, op.params)
         kept = tuple(i for i, v in enumerate(operands) if v is not None)

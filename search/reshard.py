@@ -1,7 +1,7 @@
 """What it costs to take a value from one spec to another: the cheapest chain of collectives.
 
-All specs of a value of rank r on a mesh of k axes number (r + 2)^k: per axis whole, partial, or one of the dimensions.
-Between them, one step changes a set of axes alike:
+All specs of a value of rank r on a mesh of k axes number (r + 2)^k: per axis whole, partial, or one of the
+dimensions. Between them, one step changes a set of axes alike:
 
   =============  =======================  ===========================
   from           to                       by
@@ -13,9 +13,9 @@ Between them, one step changes a set of axes alike:
   partial        split                    reduce-scatter
   =============  =======================  ===========================
 
-A step may only add or take the minor-most axes of a dimension, since shards lie in axis order. The cheapest chains
-between all pairs are shortest paths (Floyd 1962), found for each size of value once. `num_bytes` of a step is the larger
-of what a device holds before and after it.
+A step may only add or take the minor-most axes of a dimension, since shards lie in axis order. The cheapest
+chains between all pairs are shortest paths (Floyd 1962), found for each size of value once. `num_bytes` of a
+step is the larger of what a device holds before and after it.
 """
 
 from dataclasses import dataclass, field
@@ -138,7 +138,7 @@ def _moves(rank: int, num_axes: int) -> _Moves:
     kinds: dict[tuple[str, tuple[int, ...]], int] = {}
     rows = []
     for spec in specs:
-        for axes, place, kind, after in _steps_from(spec, places):
+        for axes, kind, after in _steps_from(spec, places):
             rows.append((index[spec], index[after], kinds.setdefault((kind, axes), len(kinds))))
     table = np.array(rows, np.int64).reshape(-1, 3)
     return _Moves(specs, table[:, 0], table[:, 1], tuple(kinds), table[:, 2])
@@ -157,7 +157,7 @@ def _steps_from(spec: Spec, places: tuple[int, ...]):
                     continue
                 after = tuple(place if a in axes else d for a, d in enumerate(spec))
                 if _is_minor(spec, axes, here) and _is_minor(after, axes, place):
-                    yield axes, place, kind, after
+                    yield axes, kind, after
 
 
 def _kind(here: int, there: int) -> str | None:

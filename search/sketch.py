@@ -1,14 +1,15 @@
 """The search problem before any mesh: who decides, and what passes between them.
 
-Nodes are clusters, and *copies*. A value is made in one spec and may be wanted in others. Where several consumers of one
-phase want it, they share one copy: a node whose label is a spec, resharded to once (the all-gather that queries, keys and
-values share). A value that the forward phase made and the backward phase reads again has a copy there too, because how
-it gets there is a choice: *fresh*, resharded again in the backward phase (FSDP's second all-gather), or *kept* from
-the forward phase. A value that may be partial and is read in several phases is first brought to *rest*, so that it is
-reduced once.
+Nodes are clusters, and *copies*. A value is made in one spec and may be wanted in others. Where several
+consumers of one phase want it, they share one copy: a node whose label is a spec, resharded to once (the
+all-gather that queries, keys and values share). A value that the forward phase made and the backward phase
+reads again has a copy there too, because how it gets there is a choice: *fresh*, resharded again in the
+backward phase (FSDP's second all-gather), or *kept* from the forward phase. A value that may be partial and
+is read in several phases is first brought to *rest*, so that it is reduced once.
 
-A *port* is a place where a value enters or leaves a node: its dimensions as factors of the node, from which follows, for
-any mesh and label, its spec. A *wire* joins two ports and is handed over `count` times in one step.
+A *port* is a place where a value enters or leaves a node: its dimensions as factors of the node, from which
+follows, for any mesh and label, its spec. A *wire* joins two ports and is handed over `count` times in one
+step.
 """
 
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ from functools import cached_property
 
 from autoshard.factors import Kind, Rule
 from autoshard.factors.rule import Dims
-from autoshard.graph import Phase, Value
+from autoshard.graph import Value
 from search.clusters import Cluster
 from search.kinds import Folded
 from search.program import FlatOp
@@ -72,15 +73,10 @@ class Wire:
 class Copy:
     """A node that holds a value for one group of consumers.
 
-    Attributes:
-      node: its number.
-      maker: (kind, result) of the value.
-      value: its shape and dtype.
-      group: whom it serves.
-      source: where it comes from.
-      targets: whom it serves, as ports.
-      kept_from: the ports that read the value in the forward phase, whose spec a kept copy has; empty if it can't be kept.
-      count: how many there are in one step.
+    Attributes: node: its number. maker: (kind, result) of the value. value: its shape and dtype. group: whom
+      it serves. source: where it comes from. targets: whom it serves, as ports. kept_from: the ports that
+      read the value in the forward phase, whose spec a kept copy has; empty if it can't be kept. count: how
+      many there are in one step.
     """
 
     node: int

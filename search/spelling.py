@@ -1,8 +1,9 @@
 """From labels to a layout: every decision spelled out op by op, for the executor.
 
-A spec is imposed where it decides: on arguments and at loops' borders, on the results of heavy ops and of ops with loops
-that cannot be split, and on what leaves a cluster or is reduced in it; inside a fused chain the compiler propagates. Partial
-results are not imposed (a constraint cannot say them): their readers' specs are, and the compiler reduces on the way.
+A spec is imposed where it decides: on arguments and at loops' borders, on the results of heavy ops and of ops
+with loops that cannot be split, and on what leaves a cluster or is reduced in it; inside a fused chain the
+compiler propagates. Partial results are not imposed (a constraint cannot say them): their readers' specs are,
+and the compiler reduces on the way.
 """
 
 from collections.abc import Sequence
@@ -31,7 +32,9 @@ class _Speller:
         self.maker = {v: (i, r) for i, op in enumerate(self.program.ops) for r, v in enumerate(op.results)}
         node_of = self.sketch.node_of
         self.leaving = {
-            (l.producer, l.result) for l in self.folded.links if node_of[l.producer] != node_of[l.consumer]
+            (link.producer, link.result)
+            for link in self.folded.links
+            if node_of[link.producer] != node_of[link.consumer]
         }
         self.memo: dict[Port, Spec] = {}
 
