@@ -259,8 +259,8 @@ class Parallelized:
         if request.plan is not None:
             if self._signature is not None:
                 raise PlanError(
-                    f"the arguments of {self.__name__} changed in shape or structure, and {request.place} was made for "
-                    "the first ones. Pass arguments of the same shapes, or leave plan= out to search again"
+                    f"the arguments of {self.__name__} changed in shape or structure, and {request.place} was "
+                    "made for the first ones. Pass arguments of the same shapes, or leave plan= out to search again"
                 )
             found = _applied(traced, request.plan, request.place)
         else:
@@ -334,16 +334,22 @@ def _find(
 
 
 def _applied(traced: Step, plan: Plan, place: str) -> driver.Found:
-    """A given plan on its step. Where JAX has changed in between, the fingerprint decides whether it still suits."""
-    if plan.jax != jax.__version__:
-        made = f"{place} was made with JAX {plan.jax}, and this is JAX {jax.__version__}"
-        if plan.fingerprint != driver.fingerprint(traced):
-            raise PlanError(f"{made}: the step {traced.name!r} is another one or is traced otherwise. Search again")
-        warnings.warn(f"{made}; the step is the same, so it is used", AutoshardWarning, stacklevel=4)
+    """A given plan on its step. Where JAX has changed in between, the fingerprint decides if it still suits."""
+    versions = f"JAX {plan.jax}, and this is JAX {jax.__version__}" if plan.jax != jax.__version__ else ""
     try:
-        return driver.apply(traced, plan, Cluster.from_json(plan.cluster, f"{place}: cluster"), place)
-    except InputError as e:  # in a plan, a cluster or a mesh that cannot be is the plan's fault
-        raise PlanError(str(e)) from e
+        found = driver.apply(traced, plan, Cluster.from_json(plan.cluster, f"{place}: cluster"), place)
+    except (InputError, PlanError) as e:  # in a plan, a cluster or a mesh that cannot be is the plan's fault
+        raise PlanError(f"{e}. It was made with {versions}" if versions else str(e)) from e
+    known = {a.name for a in traced.arguments}
+    if unknown := [name for name in plan.decisions.arguments if name not in known]:
+        raise PlanError(f"{place}: {unknown[0]!r} names no argument of this step")
+    if versions:
+        warnings.warn(
+            f"{place} was made with {versions}; the step is the same, so it is used",
+            AutoshardWarning,
+            stacklevel=4,
+        )
+    return found
 
 
 def _mesh_shape(mesh: Sequence[int] | None) -> tuple[int, ...] | None:

@@ -9,6 +9,7 @@ to the traced step.
 import json
 import math
 import os
+import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -280,8 +281,8 @@ class _Reader:
 
     def number(self, key: str) -> float:
         value = self.get(key, int) if isinstance(self.data.get(key), int) else self.get(key, float)
-        if not (math.isfinite(value) and value >= 0):
-            raise PlanError(f"{self.where(key)} must be a finite number, at least zero; got {value}")
+        if not 0 <= value <= sys.float_info.max:
+            raise PlanError(f"{self.where(key)} must be a finite number, at least zero; got {_shown(value)}")
         return float(value)
 
     def names(self, key: str) -> tuple[str, ...]:

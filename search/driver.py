@@ -4,6 +4,7 @@ Each mesh shape worth trying is priced and solved, and the fastest plan that fit
 A plan that is loaded goes the same way, with its decisions as the only labels left.
 """
 
+import math
 import time
 from dataclasses import dataclass, replace
 from typing import Any
@@ -58,22 +59,24 @@ def find(step: Step, cluster: Cluster, options: Options, progress: Progress = la
     pins = options.pins or {}
     ground = Ground.of(step, [repr(pins.get(a.name, "")) for a in step.arguments])
     clock.lap("graph")
-    shapes, found = candidate_shapes(cluster, options), []
+    shapes, best, bound_s = candidate_shapes(cluster, options), None, math.inf
     for i, shape in enumerate(shapes):
         progress(f"mesh {'x'.join(map(str, shape))} ({i + 1} of {len(shapes)})")
         on_mesh = ground.on(cluster, shape)
+        kept = on_mesh.pinned(pins)
         clock.lap("strategies")
         left_s = max(options.time_limit_s - clock.seconds.get("solve", 0.0), 1.0) / (len(shapes) - i)
+        cutoff_s = best[1].cost_s if best else math.inf
         try:
-            found.append((on_mesh, on_mesh.solve(on_mesh.pinned(pins), options.memory_bytes, left_s)))
-        except ilp.NoFitError:
-            progress("nothing fits on this mesh")
+            solution = on_mesh.solve(kept, options.memory_bytes, left_s, cutoff_s)
+            best, bound_s = (on_mesh, solution), min(bound_s, solution.bound_s)
+        except ilp.NoFitError as e:
+            bound_s = min(bound_s, e.bound_s)
         clock.lap("solve")
-    if not found:
+    if best is None:
         progress("nothing fits; looking for what would")
         raise explain(ground, cluster, options)
-    on_mesh, solution = min(found, key=lambda pair: pair[1].cost_s)
-    bound_s = min(solution.bound_s for _, solution in found)
+    on_mesh, solution = best
     gap = max(0.0, 1.0 - bound_s / solution.cost_s) if solution.cost_s > 0 else 0.0
     return _finished(ground, on_mesh, solution, cluster, options, gap, clock)
 

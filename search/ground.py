@@ -106,11 +106,13 @@ class Grounded:
             kept[node] = labels
         return tuple(kept)
 
-    def solve(self, kept: Sequence[np.ndarray], limit_bytes: int, time_limit_s: float) -> ilp.Solution:
+    def solve(
+        self, kept: Sequence[np.ndarray], limit_bytes: int, time_limit_s: float, cutoff_s: float = np.inf
+    ) -> ilp.Solution:
         """The cheapest of the kept labels that fit, in the original numbering.
 
         Raises:
-          NoFitError: nothing fits.
+          NoFitError: nothing fits and costs less than the cutoff.
         """
         solution = ilp.solve(
             self._restricted(kept),
@@ -118,6 +120,7 @@ class Grounded:
             violated=self._violated(kept, limit_bytes),
             time_limit_s=time_limit_s,
             relative_gap=RELATIVE_GAP,
+            cutoff_s=cutoff_s,
         )
         return replace(solution, labels=_original(kept, solution.labels))
 

@@ -115,6 +115,7 @@ def solve(
     violated: Violated | None = None,
     time_limit_s: float = 10.0,
     relative_gap: float = RELATIVE_GAP,
+    cutoff_s: float = np.inf,
     progress: Callable[[str], None] | None = None,
 ) -> Solution:
     """The cheapest assignment whose every row is at most `limit_bytes`.
@@ -126,10 +127,11 @@ def solve(
       violated: gives the rows that an assignment overflows; called for assignments worth having only.
       time_limit_s: after it, the incumbent is returned with the gap that it has.
       relative_gap: stop when the gap is at most this.
+      cutoff_s: what an answer must beat by more than the gap; hopeless problems end early.
       progress: called with one line a step.
 
     Raises:
-      NoFitError: no assignment fits, or none was found in time.
+      NoFitError: no assignment fits and beats the cutoff, or none was found in time.
 
     Example:
       >>> a, b = np.array([1.0, 2.0]), np.array([0.0, 5.0])
@@ -143,16 +145,24 @@ def solve(
         oracle(rows, violated, limit_bytes),
         time_limit_s,
         relative_gap,
+        cutoff_s,
         progress,
     )
     return search.run()
 
 
 class _Search:
-    """One run of `solve`: the incumbent, the bound, and what is left of the problem between them."""
+    """One run of `solve`: the incumbent (a cutoff at first), the bound, what is left of the problem between them."""
 
     def __init__(
-        self, problem: Problem, limit_bytes: float, violated: Violated, time_limit_s, relative_gap, progress
+        self,
+        problem: Problem,
+        limit_bytes: float,
+        violated: Violated,
+        time_limit_s,
+        relative_gap,
+        cutoff_s,
+        progress,
     ):
         self.problem, self.limit_bytes, self.violated = problem, limit_bytes, violated
         self.start_s, self.time_limit_s = monotonic(), time_limit_s
@@ -160,7 +170,7 @@ class _Search:
         self.progress = progress or (lambda line: None)
         self.planes = Planes(problem, limit_bytes)
         self.labels: Labels | None = None
-        self.cost_s, self.bound_s, self.floor_s = np.inf, -np.inf, np.inf
+        self.cost_s, self.bound_s, self.floor_s = cutoff_s, -np.inf, np.inf
         self.num_pricings = self.num_branches = self.num_programs = 0
 
     def run(self) -> Solution:
@@ -175,8 +185,9 @@ class _Search:
         if not whole.messages.is_feasible:
             self._raise_bound(np.inf)
         if self.labels is None:
+            is_proven = self.bound_s == np.inf
             raise NoFitError(
-                "no assignment of strategies fits the memory limit", is_proven=self.bound_s == np.inf
+                "no assignment of strategies fits the memory limit", is_proven=is_proven, bound_s=self.bound_s
             )
         return Solution(self.labels, self.cost_s, min(self.bound_s, self.cost_s), self._stats(whole))
 
@@ -210,7 +221,7 @@ class _Search:
 
     def _fit(self, whole: Relaxation) -> None:
         """Where pricing found nothing that fits: the smallest peak fits, or proves that nothing does."""
-        has_new_rows = self.labels is None
+        has_new_rows = self.cost_s == np.inf
         while has_new_rows and self._left_s() > 0:
             answer = smallest_peak(whole.messages, self.planes.rows, self.limit_bytes, self._left_s())
             if answer.bound > self.limit_bytes * (1 + ROUNDING):
@@ -309,7 +320,7 @@ class _Search:
 
     def _drop(self, part: Relaxation) -> None:
         """Drops the labels that only assignments no better than the incumbent use."""
-        if self.labels is None or not part.messages.is_feasible:
+        if self.cost_s == np.inf or not part.messages.is_feasible:
             return
         worth_s = self._worth_s()
         self.floor_s = min(self.floor_s, worth_s)
@@ -327,7 +338,7 @@ class _Search:
         """Whether a part holds nothing better than the incumbent."""
         if not part.messages.is_feasible or part.best_bound_s == np.inf:
             return True
-        is_hopeless = self.labels is not None and part.best_bound_s >= self._worth_s()
+        is_hopeless = self.cost_s < np.inf and part.best_bound_s >= self._worth_s()
         self.floor_s = min(self.floor_s, part.best_bound_s) if is_hopeless else self.floor_s
         return is_hopeless
 

@@ -7,6 +7,8 @@ with the worst of them from then on.
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
 from search.pbqp import Labels, Row
 
 ROWS_PER_ROUND = 3
@@ -17,14 +19,17 @@ Violated = Callable[[Labels], Sequence[Row]]
 
 
 class NoFitError(Exception):
-    """No assignment satisfies the rows; `is_proven` is False where time ran out before one was found.
+    """No assignment satisfies the rows and beats the cutoff; no one that satisfies them costs less than `bound_s`.
+
+    `is_proven` is False where time ran out before one was found.
 
     For whoever poses the problem, who knows what its rows and labels mean, to turn into a user's error.
     """
 
-    def __init__(self, message: str, *, is_proven: bool) -> None:
+    def __init__(self, message: str, *, is_proven: bool, bound_s: float = np.inf) -> None:
         super().__init__(message)
         self.is_proven = is_proven
+        self.bound_s = bound_s
 
 
 def oracle(rows: Sequence[Row], violated: Violated | None, limit_bytes: float) -> Violated:

@@ -81,8 +81,10 @@ class _Speller:
     def _want(self, v: int, consumer: int, operand: int, group: Group) -> Want | None:
         made, r = self.maker[v]
         kind = self.folded.kind_of[made]
-        here, need = self.resting(kind, r), self.spec(self.sketch.ports[consumer, operand, False])
-        copy = self.sketch.copy_of.get((kind, r, group))
+        port = self.sketch.ports[consumer, operand, False]
+        here, need = self.resting(kind, r), self.spec(port)
+        is_made_so = port == self.sketch.ports[kind, r, True]
+        copy = None if is_made_so else self.sketch.copy_of.get((kind, r, group))
         held, is_fresh = here, False
         if copy is not None and self.way(copy.node) is not Way.SAME:
             held = self.spec(Port(copy.node, ()))

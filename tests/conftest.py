@@ -1,4 +1,4 @@
-"""Eight simulated CPU devices, on every machine alike."""
+"""Eight simulated CPU devices, on every machine alike; XLA optimises little, so that tests do not wait for it."""
 
 import jax
 

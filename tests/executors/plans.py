@@ -6,18 +6,10 @@ import numpy as np
 
 from autoshard.graph import Step
 from autoshard.layout import Layout
-from cost_model.collectives import MeshModel
 from cost_model.hardware import parse_cluster
 from search import driver, ilp
-from search.clusters import clusters
-from search.folding import fold
-from search.kinds import folded
-from search.liveness import items
+from search.ground import Ground, Options
 from search.memory import Memory
-from search.pricing import price
-from search.program import flatten
-from search.reshard import Resharder
-from search.sketch import sketch
 from search.spelling import spell
 
 PLENTY_BYTES = 1 << 40
@@ -53,11 +45,8 @@ def drawn(step: Step, mesh: tuple[int, ...], seed: int) -> Layout:
 
 
 def _priced(step: Step, mesh: tuple[int, ...]) -> tuple[Memory, ilp.Problem]:
-    program = flatten(step)
-    whole = folded(program, fold(program))
-    drawing = sketch(whole, clusters(whole))
-    priced = price(drawing, Resharder(MeshModel(parse_cluster(_name(mesh)), mesh)))
-    return Memory(priced, items(drawing)), priced.problem()
+    on_mesh = Ground.of(step, ()).on(parse_cluster(_name(mesh)), mesh)
+    return on_mesh.memory, on_mesh.problem
 
 
 def _name(mesh: tuple[int, ...]) -> str:

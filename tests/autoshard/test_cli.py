@@ -1,0 +1,371 @@
+"""The command line: what it prints where, and the exit status of each kind of mistake."""
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import pytest
+
+import autoshard
+from autoshard import cli
+from autoshard.plan import Plan
+
+ROOT = Path(__file__).parents[2]
+
+TRAIN = """
+import jax
+import jax.numpy as jnp
+import numpy as np
+import autoshard
+
+print("printed on import")
+
+def step(w, x):
+    return w - 0.1 * jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w)
+
+ARGS = jax.ShapeDtypeStruct((256, 256), "float32"), jax.ShapeDtypeStruct((64, 256), "float32")
+
+def target():
+    print("printed by target")
+    return step, ARGS
+
+def decorated():
+    return autoshard.parallelize(step), ARGS
+
+def branching():
+    def step(w, x):
+        if x.sum() > 0:
+            return w
+        return -w
+    return step, ARGS
+
+def lookup():
+    def step(w, x):
+        return {}["nothing"]
+    return step, ARGS
+
+def without_rule():
+    def step(w, x):
+        return jnp.linalg.eigh(w + x.sum())[1]
+    return step, ARGS
+
+def raising():
+    raise KeyError("no such model")
+
+def exiting():
+    raise SystemExit(1)
+
+def wanting(size, depth=2):
+    return step, ARGS
+
+def alone():
+    return step
+
+def three():
+    return step, ARGS, 1
+
+def stepless():
+    return 1, ARGS
+
+def unpacked():
+    return step, {"w": ARGS[0]}
+
+number = 3
+"""
+
+
+@pytest.fixture
+def train(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(TRAIN)
+    return path
+
+
+@pytest.fixture
+def run(capsys):
+    """Runs one command in this process: (exit status, stdout, stderr)."""
+
+    def call(*argv):
+        status = cli.main([str(a) for a in argv])
+        captured = capsys.readouterr()
+        assert "Traceback" not in captured.err
+        return status, captured.out, captured.err
+
+    return call
+
+
+def command(*argv, **options):
+    environment = {k: v for k, v in os.environ.items() if k != "JAX_PLATFORMS"} | {"PYTHONPATH": str(ROOT)}
+    arguments = [sys.executable, "-m", "autoshard", *map(str, argv)]
+    return subprocess.Popen(arguments, env=environment, text=True, **options)
+
+
+# --- what is printed
+
+
+def test_search_prints_the_summary(run, train):
+    status, out, err = run("search", f"{train}:target", "--cluster", "8xH100-80GB")
+    assert status == 0
+    assert out.startswith("step     step (fingerprint ")
+    assert "search time" in out
+    assert err == "printed on import\nprinted by target\n"
+
+
+def test_search_saves_what_show_shows(run, train, tmp_path):
+    path = tmp_path / "plan.json"
+    status, searched, _ = run("search", f"{train}:target", "--cluster", "8xH100-80GB", "--out", path)
+    assert status == 0
+    status, shown, err = run("show", path)
+    assert (status, err) == (0, "")
+    assert searched.startswith(shown)
+    assert shown == f"{Plan.load(path)}\n"
+
+
+def test_json_is_all_of_stdout(run, train, tmp_path):
+    path = tmp_path / "plan.json"
+    _, out, _ = run("search", f"{train}:target", "--cluster", "8xH100-80GB", "--json", "--out", path)
+    printed = json.loads(out)
+    assert set(printed.pop("search_s")) >= {"graph", "solve"}
+    assert printed == json.loads(path.read_text())
+    assert Plan.from_json(printed) == Plan.load(path)
+    assert run("show", path, "--json") == (0, path.read_text(), "")
+
+
+def test_options_reach_the_search(run, train):
+    options = ["--cluster", "8xCPU", "--mesh", "2x4", "--pin", "w=P(None, 'model')", "--memory", "1GiB"]
+    status, out, _ = run("search", f"{train}:target", *options, "--time-limit", "5", "--json")
+    plan = json.loads(out)
+    assert status == 0
+    assert plan["decisions"]["mesh"] == {"data": 2, "model": 4}
+    assert plan["decisions"]["arguments"]["w"] == "P(None, 'model')"
+    assert plan["memory_bytes"] == 1 << 30
+
+
+def test_a_parallelized_step_is_a_step(run, train):
+    _, plain, _ = run("search", f"{train}:target", "--cluster", "8xCPU", "--json")
+    status, decorated, _ = run("search", f"{train}:decorated", "--cluster", "8xCPU", "--json")
+    assert status == 0
+    assert json.loads(decorated)["decisions"] == json.loads(plain)["decisions"]
+
+
+def test_a_module_of_a_package(run, train, monkeypatch):
+    package = train.parent / "shop"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    train.rename(package / "checkout.py")
+    monkeypatch.chdir(train.parent)
+    path = list(sys.path)
+    assert run("search", "shop.checkout:target", "--cluster", "8xCPU")[0] == 0
+    assert sys.path == path
+
+
+def test_a_warning_is_one_line(run, train):
+    status, _, err = run("search", f"{train}:without_rule", "--cluster", "8xCPU")
+    assert status == 0
+    lines = [line for line in err.splitlines() if "no factor rule" in line]
+    assert lines == [line for line in lines if line.startswith("autoshard: warning: ")]
+
+
+def test_a_pipe_gets_no_progress(train):
+    process = command(
+        "search", f"{train}:target", "--cluster", "8xH100-80GB", stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0
+    assert err == "printed on import\nprinted by target\n"
+    assert "\x1b" not in out
+
+
+def read_all(descriptor):
+    chunks = []
+    while True:
+        try:
+            chunks.append(os.read(descriptor, 4096))
+        except OSError:  # Linux's way to say that the other end has been closed
+            break
+        if not chunks[-1]:
+            break
+    return b"".join(chunks).decode()
+
+
+def test_a_terminal_gets_progress(train):
+    ours, theirs = pty.openpty()
+    process = command(
+        "search", f"{train}:target", "--cluster", "8xH100-80GB", stdout=subprocess.DEVNULL, stderr=theirs
+    )
+    os.close(theirs)
+    shown = read_all(ours)
+    os.close(ours)
+    assert process.wait(timeout=120) == 0
+    assert "tracing" in shown
+
+
+def test_ctrl_c(tmp_path):
+    path = tmp_path / "slow.py"
+    path.write_text(TRAIN + "\n\ndef slow():\n    import time\n    print('now')\n    time.sleep(60)\n")
+    process = command(
+        "search", f"{path}:slow", "--cluster", "8xCPU", stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert process.stderr is not None
+    while "now" not in process.stderr.readline():
+        pass
+    time.sleep(0.2)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    assert (process.returncode, out, err) == (130, "", "autoshard: interrupted\n")
+
+
+def test_ctrl_c_while_the_solver_runs(tmp_path):
+    path = tmp_path / "slow.py"
+    wait = "\n\ndef search(*args, **kwargs):\n    print('now', file=sys.__stderr__, flush=True)\n    time.sleep(60)\n"
+    path.write_text(TRAIN + "\nimport sys, time\nfrom autoshard import api" + wait + "\napi.search = search\n")
+    process = command(
+        "search", f"{path}:target", "--cluster", "8xCPU", stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert process.stderr is not None
+    while "now" not in process.stderr.readline():
+        pass
+    time.sleep(0.2)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    assert (process.returncode, out, err) == (130, "", "autoshard: interrupted\n")
+
+
+def test_a_reader_that_goes_away(train, tmp_path):
+    path = tmp_path / "plan.json"
+    cli.main(["search", f"{train}:target", "--cluster", "8xCPU", "--out", str(path)])
+    process = command("show", path, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None
+    process.stdout.close()
+    assert process.stderr is not None
+    assert process.stderr.read() == ""
+    assert process.wait(timeout=120) == 0
+
+
+# --- mistakes
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("nowhere.py:target", r"there is no file nowhere.py"),
+        ("nowhere.nothing:target", "there is no module 'nowhere.nothing' to import"),
+        ("train.py", "wanted TARGET as file.py:function or package.module:function, got 'train.py'"),
+        ("train.py:", "wanted TARGET as file.py:function"),
+        ("{train}:missing", "there is no 'missing'; functions there: step, target, "),
+        ("{train}:number", "number is no function but int"),
+        ("{train}:wanting", "wanting must take no arguments and return (train_step, args), but it takes size"),
+        ("{train}:raising", "raised KeyError: 'no such model' ({train}:"),
+        ("{train}:exiting", "raised SystemExit: 1 ({train}:"),
+        ("{train}:alone", "must return (train_step, args); it returned function"),
+        ("{train}:three", "must return (train_step, args); it returned tuple of 3"),
+        ("{train}:stepless", "must return (train_step, args); its train_step is int, not a function"),
+        ("{train}:unpacked", "must return (train_step, args); its args are dict, not a tuple"),
+        ("{train}:branching", "Attempted boolean conversion of traced array with shape bool[]. ({train}:"),
+        ("{train}:lookup", "it raised KeyError: 'nothing' ({train}:"),
+    ],
+)
+def test_target_mistakes(run, train, target, message):
+    status, out, err = run("search", target.format(train=train), "--cluster", "8xCPU")
+    assert (status, out) == (2, "")
+    last = err.splitlines()[-1]
+    assert last.startswith("autoshard: error: ")
+    assert message.format(train=train) in last
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("import nonexistent_package", "raised ModuleNotFoundError: No module named 'nonexistent_package'"),
+        ("def target(:", "raised SyntaxError: "),
+        ("1 / 0", "raised ZeroDivisionError: division by zero"),
+    ],
+)
+def test_a_file_that_cannot_be_imported(run, tmp_path, source, message):
+    path = tmp_path / "broken.py"
+    path.write_text(f"\n{source}\n")
+    status, _, err = run("search", f"{path}:target", "--cluster", "8xCPU")
+    assert status == 2
+    assert message in err
+    assert err.endswith(f"({path}:2)\n")
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--cluster", "8xH1000"], "error: unknown preset 'H1000' in '8xH1000' (did you mean 'H100-80GB'?)"),
+        (["--cluster", "mine.json"], "mine.json"),
+        (["--cluster", "8xCPU", "--memory", "70 gigs"], "error: wanted a size such as '70GiB', got the unit 'gigs'"),
+        (["--cluster", "8xCPU", "--mesh", "3x2"], "error: the mesh (3, 2) has 6 devices, the cluster 8xCPU has 8"),
+        (["--cluster", "8xCPU", "--mesh", "wide"], "argument --mesh: wanted sizes such as 2x4, got 'wide'"),
+        (["--cluster", "8xCPU", "--time-limit", "nan"], "wanted a positive number of seconds, got 'nan'"),
+        (["--cluster", "8xCPU", "--pin", "w"], "wanted PATH=SPEC such as"),
+        (["--cluster", "8xCPU", "--pin", "w=exit(1)"], "wanted PATH=SPEC such as"),
+        (["--cluster", "8xCPU", "--pin", "v=P('data')"], "pin 'v' matches no argument"),
+        (["--cluster", "8xCPU", "--pin", "w=P(None, None, 'data')"], "w of shape (256, 256) cannot rest as"),
+        (["--cluster", "8xCPU", "--out", "/nowhere/plan.json"], "there is no folder /nowhere"),
+        (["--cluster", "8xCPU", "--out", "/"], "--out / is a folder; name a file in it"),
+        ([], "the following arguments are required: --cluster"),
+    ],
+)
+def test_option_mistakes(run, train, options, message):
+    status, out, err = run("search", f"{train}:target", *options)
+    assert (status, out) == (2, "")
+    assert message in err
+
+
+def test_no_command(run):
+    assert run()[0] == 2
+    assert run("guess")[0] == 2
+    assert run("--help")[0] == 0
+
+
+def test_a_nan_in_a_cluster_file(run, train, tmp_path):
+    path = tmp_path / "mine.json"
+    path.write_text('{"name": "mine", "num_devices": NaN}')
+    status, _, err = run("search", f"{train}:target", "--cluster", path)
+    assert status == 2
+    assert "mine.json" in err
+
+
+def test_a_cap_too_small(run, train, tmp_path):
+    path = tmp_path / "plan.json"
+    status, out, err = run("search", f"{train}:target", "--cluster", "8xCPU", "--memory", "1KiB", "--out", path)
+    assert (status, out) == (3, "")
+    assert "autoshard: error: " in err
+    assert not path.exists()
+
+
+def test_damaged_plans(run, train, tmp_path):
+    path = tmp_path / "plan.json"
+    run("search", f"{train}:target", "--cluster", "8xCPU", "--out", path)
+    text = path.read_text()
+    for damaged, message in [
+        (text[:500], "is not whole JSON"),
+        (text.replace("autoshard.plan/1", "autoshard.plan/9"), "has schema 'autoshard.plan/9'"),
+        (text.replace('"num_devices": 8', '"num_devices": NaN'), "num_devices"),
+        (text.replace('"mesh"', '"mash"'), "decisions.mesh is missing"),
+    ]:
+        path.write_text(damaged)
+        status, out, err = run("show", path)
+        assert (status, out) == (4, "")
+        assert err.startswith("autoshard: error: ")
+        assert message in err
+
+
+def test_a_plan_that_is_not_there(run, tmp_path):
+    status, _, err = run("show", tmp_path / "none.json")
+    assert status == 2
+    assert err == f"autoshard: error: the plan {tmp_path}/none.json cannot be read: No such file or directory\n"
+
+
+def test_show_needs_no_device_and_the_version_is_known(run):
+    assert autoshard.__version__ == "0.1.0"
+    assert jax.config.jax_platforms == "cpu"

@@ -1,0 +1,279 @@
+"""What a user can do wrong, and what is said about it."""
+
+import functools
+import json
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import autoshard
+from autoshard import AutoshardWarning, ClusterError, InfeasibleError, InputError, PlanError
+from cost_model.hardware import parse_cluster
+
+
+def train_step(w, x):
+    return w - 0.1 * jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w)
+
+
+def other_step(w, x):
+    return w * 0.9 + 0 * x.sum()
+
+
+W, X = jax.ShapeDtypeStruct((16, 8), "float32"), jax.ShapeDtypeStruct((24, 16), "float32")
+
+
+def arrays(w=W, x=X):
+    return jnp.ones(w.shape), jnp.ones(x.shape)
+
+
+search = functools.partial(autoshard.search, train_step, cluster="8xCPU")
+
+
+# --- the hardware and the cap
+
+
+@pytest.mark.parametrize(
+    ("cluster", "message"),
+    [
+        ("8xH1000", r"unknown preset 'H1000' in '8xH1000' \(did you mean 'H100-80GB'\?\); presets: V100-16GB, .*CPU"),
+        ("H100-80GB", r"wanted a cluster as '<count>x<GPU>' or a JSON file, got 'H100-80GB'.*8xH100-80GB"),
+        ("13xH100-80GB", "13 devices in '13xH100-80GB' do not divide into equal nodes; the nearest counts"),
+        ("nowhere.json", "nowhere.json"),
+        (8, "wanted a cluster as '<count>x<GPU>', a JSON file or a Cluster, got 8"),
+    ],
+)
+def test_unknown_clusters(cluster, message):
+    with pytest.raises(ClusterError, match=message):
+        autoshard.search(train_step, W, X, cluster=cluster)
+
+
+def cluster_file(tmp_path, **changes):
+    data = parse_cluster("8xH100-80GB").to_json() | changes
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps(data))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_devices": float("nan")}, r"mine\.json.*(NaN|num_devices)"),
+        ({"intra": {"bandwidth": "nanGB/s", "latency": "1us"}}, r"mine\.json.*intra\.bandwidth.*finite"),
+        ({"intra": {"bandwidth": "450 furlongs", "latency": "1us"}}, r"mine\.json.*intra\.bandwidth.*450 furlongs"),
+        ({"host_memory_per_node": "-1GiB"}, r"mine\.json.*host_memory_per_node.*not negative"),
+    ],
+)
+def test_a_cluster_file_with_numbers_that_are_none(tmp_path, changes, message):
+    with pytest.raises(ClusterError, match=message):
+        autoshard.search(train_step, W, X, cluster=cluster_file(tmp_path, **changes))
+
+
+@pytest.mark.parametrize(
+    ("memory", "message"),
+    [
+        ("70 gigs", r"wanted a size such as '70GiB', got the unit 'gigs' in '70 gigs'; units \(case matters\): B, KiB"),
+        ("70", "got '70' without a unit"),
+        ("nanGiB", "must be finite"),
+        (-1, "cannot be negative, got -1 bytes"),
+        (0.5, "whole number of bytes, got 0.5"),
+    ],
+)
+def test_unknown_units(memory, message):
+    with pytest.raises(InputError, match=message):
+        search(W, X, memory=memory)
+
+
+def test_a_cap_that_nothing_fits():
+    with pytest.raises(InfeasibleError) as caught:
+        search(W, X, memory=16)
+    assert caught.value.exit_status == 3
+
+
+@pytest.mark.parametrize(
+    ("mesh", "message"),
+    [
+        ((3, 2), "has 6 devices, the cluster 8xCPU has 8"),
+        ("2x4", r"wanted a mesh as sizes of its axes, such as \(2, 4\), got '2x4'"),
+        ((2.0, 4.0), r"wanted a mesh as sizes of its axes, such as \(2, 4\), got \(2\.0, 4\.0\)"),
+        ((0, 8), "positive size"),
+        ((2, 2, 2, 1), "1 to 3 axes"),
+    ],
+)
+def test_meshes_that_cannot_be(mesh, message):
+    with pytest.raises(InputError, match=message):
+        search(W, X, mesh=mesh)
+
+
+@pytest.mark.parametrize(
+    ("pin", "message"),
+    [
+        ({"w": "P('data')"}, r"pin 'w': wanted a jax\.sharding\.PartitionSpec"),
+        ({"v": jax.P("data")}, r"pin 'v' matches no argument; they are named like w\. Name one argument"),
+        ({"w": jax.P("dta")}, r"no mesh has all the axes that the pins name: \['dta'\]"),
+        ({"w": jax.P(None, None, "data")}, r"pin: w of shape \(16, 8\) cannot rest as P\(None, None, 'data'\)"),
+    ],
+)
+def test_pins_that_cannot_be(pin, message):
+    with pytest.raises(InputError, match=message):
+        search(W, X, pin=pin)
+
+
+def test_a_dimension_pinned_that_does_not_divide():
+    odd = jax.ShapeDtypeStruct((9, 7), "float32"), jax.ShapeDtypeStruct((3, 9), "float32")
+    with pytest.raises(InputError, match=r"w of shape \(9, 7\) cannot rest as P\('data'.*does not divide evenly"):
+        search(*odd, pin={"w": jax.P("data")})
+
+
+# --- the step and its arguments
+
+
+def test_a_batch_that_does_not_divide_is_no_mistake():
+    w, x = jnp.arange(63.0).reshape(9, 7) / 63, jnp.linspace(-1, 1, 27).reshape(3, 9)
+    wanted = train_step(w, x)  # first: the step donates w
+    np.testing.assert_allclose(autoshard.parallelize(train_step)(w, x), wanted, rtol=1e-5)
+
+
+@pytest.mark.parametrize("argument", ["adam", object()])
+def test_arguments_that_are_no_arrays(argument):
+    with pytest.raises(InputError, match=r"must be an array.*argument \[1\] is (str|object).*functools\.partial"):
+        search(W, argument)
+
+
+def test_an_argument_inside_a_tree_is_named_by_its_path():
+    with pytest.raises(InputError, match=r"argument \[0\]\['name'\] is str 'gpt'"):
+        autoshard.search(lambda state: state, {"w": W, "name": "gpt"}, cluster="8xCPU")
+
+
+BRANCHING = """
+def branching_step(w, x):
+    if x.sum() > 0:
+        return w
+    return -w
+"""
+
+
+def test_a_step_that_cannot_be_jitted(tmp_path):
+    names = {}
+    exec(compile(BRANCHING, tmp_path / "train.py", "exec"), names)
+    reason = "Attempted boolean conversion of traced array with shape bool"
+    with pytest.raises(InputError, match=rf"the step 'branching_step' cannot be traced.*{reason}") as caught:
+        autoshard.search(names["branching_step"], W, X, cluster="8xCPU")
+    assert str(caught.value).endswith(f"({tmp_path / 'train.py'}:3)")
+
+
+def test_too_few_arguments():
+    with pytest.raises(InputError, match=r"'train_step' cannot be traced.*missing 1 required positional argument: 'x'"):
+        search(W)
+
+
+def test_float64_without_x64():
+    wide = jax.ShapeDtypeStruct((16, 8), "float64")
+    with pytest.raises(InputError, match=r"argument \[0\] is float64, but 64-bit types are off.*jax_enable_x64"):
+        search(wide, X)
+
+
+def test_what_is_no_function():
+    with pytest.raises(InputError, match="parallelize wants a function, got int"):
+        autoshard.parallelize(3)
+
+
+# --- decoration
+
+
+@pytest.mark.parametrize("options", [{}, {"memory": "1GiB"}])
+def test_nested_decoration(options):
+    once = autoshard.parallelize(train_step)
+    with pytest.raises(InputError, match="the step 'train_step' is parallelized already; decorate it once"):
+        autoshard.parallelize(**options)(once)
+
+
+def test_a_parallelized_step_inside_jit():
+    step = autoshard.parallelize(train_step)
+    with pytest.raises(InputError, match="train_step is a parallelized step and cannot be called inside another jitted"):
+        jax.jit(step)(*arrays())
+
+
+def test_no_plan_before_the_first_call():
+    with pytest.raises(InputError, match=r"train_step has no plan yet: call it, its \.init or its \.lower first"):
+        autoshard.parallelize(train_step).plan  # noqa: B018
+    with pytest.raises(InputError, match="partial has no plan yet"):
+        autoshard.parallelize(functools.partial(train_step)).plan  # noqa: B018
+
+
+def test_other_shapes_are_planned_again_with_a_warning():
+    step = autoshard.parallelize(train_step)
+    step(*arrays())
+    first = step.plan
+    longer = jax.ShapeDtypeStruct((48, 16), "float32")
+    with pytest.warns(AutoshardWarning, match="arguments of train_step changed in shape or structure; searching again"):
+        result = step(*arrays(x=longer))
+    np.testing.assert_allclose(result, train_step(*arrays(x=longer)), rtol=1e-5)
+    assert step.plan.fingerprint != first.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("create", "message"),
+    [
+        (lambda key: "no array", r"init: <lambda> cannot be traced by jax\.jit: .*not a valid JAX type"),
+        (lambda key: jnp.ones(int(key[0])), r"init: <lambda> cannot be traced by jax\.jit: .*concrete value"),
+    ],
+)
+def test_a_state_that_cannot_be_created(create, message):
+    with pytest.raises(InputError, match=message) as caught:
+        autoshard.parallelize(train_step).init(create, jnp.zeros(2, "uint32"), args=(X,))
+    assert "\n" not in str(caught.value)
+
+
+# --- a plan for something else
+
+
+@pytest.fixture(scope="module")
+def plan():
+    return search(W, X)
+
+
+def test_a_plan_for_another_step(plan):
+    with pytest.raises(PlanError, match=r"the plan was made for another step .*'other_step'.*Search again"):
+        autoshard.emit(other_step, W, X, plan=plan)
+
+
+def test_a_plan_file_for_another_step_is_named(plan, tmp_path):
+    plan.save(tmp_path / "mine.json")
+    with pytest.raises(PlanError, match=r"mine\.json was made for another step"):
+        autoshard.parallelize(other_step, plan=tmp_path / "mine.json")(*arrays())
+
+
+def test_a_plan_for_other_shapes(plan):
+    with pytest.raises(PlanError, match="the plan was made for another step"):
+        autoshard.parallelize(train_step, plan=plan)(*arrays(x=jax.ShapeDtypeStruct((48, 16), "float32")))
+
+
+def test_other_shapes_where_a_plan_is_given(plan):
+    step = autoshard.parallelize(train_step, plan=plan)
+    step(*arrays())
+    with pytest.raises(PlanError, match=r"train_step changed in shape.*the plan was made for the first ones.*plan="):
+        step(*arrays(x=jax.ShapeDtypeStruct((48, 16), "float32")))
+    np.testing.assert_allclose(step(*arrays()), train_step(*arrays()), rtol=1e-5)
+
+
+def test_fewer_devices_than_the_plan_has(plan):
+    few = jax.devices()[:4]
+    with pytest.raises(InputError, match=r"the plan's mesh \d(x\d)? needs 8 devices, and there are 4"):
+        autoshard.parallelize(train_step, plan=plan, devices=few)(*arrays())
+    with pytest.raises(InputError, match="needs 8 devices, and there are 4"):
+        autoshard.emit(train_step, W, X, plan=plan, devices=few)
+
+
+def test_a_plan_of_another_jax_for_the_same_step_is_used_with_a_warning(plan):
+    step = autoshard.parallelize(train_step, plan=replace(plan, jax="0.11.2"))
+    with pytest.warns(AutoshardWarning, match=r"the plan was made with JAX 0\.11\.2, and this is JAX .*; the step is the same"):
+        np.testing.assert_allclose(step(*arrays()), train_step(*arrays()), rtol=1e-5)
+
+
+def test_a_plan_of_another_jax_for_a_step_that_is_traced_otherwise(plan):
+    old = replace(plan, jax="0.11.2", fingerprint="0" * 16)
+    with pytest.raises(PlanError, match=r"another step.*It was made with JAX 0\.11\.2, and this is JAX"):
+        autoshard.emit(train_step, W, X, plan=old)
