@@ -96,23 +96,26 @@ class _Evaluation:
         if want is None:
             return self.env[atom]
         x = self._copy(atom, want, op) if want.copy else self.env[atom]
-        return self._sent_once(x, atom, want) if want.last else x
+        return self._sent_once(x, atom, want, op) if want.last else x
 
     def _copy(self, v: int, want: Want, op: Op | None) -> Any:
         key = (v, want.copy, want.group if want.is_fresh else "")
         if key not in self.copies:
-            x = self.env[v]
-            tie = self._incoming(v, op) if want.is_fresh else None
-            if tie is not None:
-                x, _ = jax.lax.optimization_barrier((x, tie))
+            x = self._tied(self.env[v], v, op) if want.is_fresh else self.env[v]
             self.copies[key] = self._sent(x, want.copy)
         return self.copies[key]
 
-    def _sent_once(self, x: Any, v: int, want: Want) -> Any:
+    def _sent_once(self, x: Any, v: int, want: Want, op: Op | None) -> Any:
         key = (v, (*want.copy, *want.last), f"{want.group if want.is_fresh else ''}/read")
         if key not in self.copies:
+            x = self._tied(x, v, op) if want.is_fresh and not want.copy else x
             self.copies[key] = self._sent(x, want.last)
         return self.copies[key]
+
+    def _tied(self, x: Any, v: int, op: Op | None) -> Any:
+        """The value, no sooner than a gradient has arrived."""
+        tie = self._incoming(v, op)
+        return x if tie is None else jax.lax.optimization_barrier((x, tie))[0]
 
     def _incoming(self, v: int, op: Op | None) -> Any:
         """A gradient that arrives where the copy is first needed."""

@@ -7,6 +7,7 @@ A plan that is loaded goes the same way, with its decisions as the only labels l
 import math
 import time
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -36,10 +37,16 @@ from search.spelling import spell
 
 @dataclass(frozen=True, eq=False)
 class Found:
-    """A plan, and its layout for the executor."""
+    """A plan, and the labels behind it."""
 
     plan: Plan
-    layout: Layout
+    on_mesh: Grounded
+    labels: tuple[int, ...]
+
+    @cached_property
+    def layout(self) -> Layout:
+        """The plan spelled out for the executor."""
+        return spell(self.on_mesh.memory.priced, self.labels)
 
 
 def find(step: Step, cluster: Cluster, options: Options, progress: Progress = lambda line: None) -> Found:
@@ -135,9 +142,8 @@ def _finished(
         estimates=estimate(on_mesh.memory, solution.labels),
         gap=gap,
     )
-    layout = spell(on_mesh.memory.priced, solution.labels)
     clock.lap("plan")
-    return Found(replace(plan, search_s=clock.seconds), layout)
+    return Found(replace(plan, search_s=clock.seconds), on_mesh, solution.labels)
 
 
 def _said(options: Options) -> dict[str, Any]:

@@ -17,7 +17,7 @@ count is not known; it is taken as one.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from autoshard.factors import Factor, Kind, Rule, rule_for
@@ -121,6 +121,7 @@ class _Layout:
         self.values: list[Value] = []
         self.ops: list[Any] = []
         self.loops: list[tuple[int, int]] = []
+        self.rules: dict[Any, Rule] = {}
 
     def new_value(self, value: Value) -> int:
         self.values.append(value)
@@ -151,20 +152,9 @@ class _Layout:
             return tuple(
                 self.identity(op, i, v, count, site) for i, v in enumerate(operands) if v is not None
             )
-        in_values = tuple(
-            getattr(a, "aval", None) if v is None else self.values[v]
-            for v, a in zip(operands, op.inputs, strict=True)
-        )
-        rule = rule_for(op.name, in_values, op.result_values, op.params)
-        kept = tuple(i for i, v in enumerate(operands) if v is not None)
-        rule = Rule(
-            rule.factors,
-            tuple(rule.operands[i] for i in kept),
-            rule.results,
-            rule.flops_per_point,
-            rule.is_additive,
-        )
+        rule = self._rule(op, operands)
         results = tuple(self.new_value(v) for v in op.result_values)
+        kept = tuple(i for i, v in enumerate(operands) if v is not None)
         read = tuple(v for v in operands if v is not None)
         operand_places = tuple(("operand", site, i) for i in kept)
         result_places = tuple((("result", site, r),) for r in range(len(results)))
@@ -175,6 +165,25 @@ class _Layout:
             )
         )
         return results
+
+    def _rule(self, op: Op, operands: tuple[int | None, ...]) -> Rule:
+        """An op's factors, its literals left out; ops that look alike share one."""
+        shapes = tuple(None if v is None else self.values[v] for v in operands)
+        try:
+            key = (op.name, shapes, op.result_values, tuple(op.params.items()))
+            if key in self.rules:
+                return self.rules[key]
+        except TypeError:  # a parameter that cannot be hashed
+            key = None
+        ins = tuple(
+            getattr(a, "aval", None) if v is None else v for v, a in zip(shapes, op.inputs, strict=True)
+        )
+        rule = rule_for(op.name, ins, op.result_values, op.params)
+        read = tuple(dims for dims, v in zip(rule.operands, operands, strict=True) if v is not None)
+        rule = replace(rule, operands=read)
+        if key is not None:
+            self.rules[key] = rule
+        return rule
 
     def append(self, name: str, operands: tuple, result: int, *details: Any) -> int:
         self.ops.append(self.boundary(name, operands, result, *details))

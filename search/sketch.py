@@ -19,7 +19,7 @@ from functools import cached_property
 
 from autoshard.factors import Kind, Rule
 from autoshard.factors.rule import Dims
-from autoshard.graph import Value
+from autoshard.graph import Phase, Value
 from search.clusters import Cluster
 from search.kinds import Folded
 from search.program import FlatOp
@@ -134,7 +134,14 @@ def sketch(folded: Folded, parts: tuple[Cluster, ...]) -> Sketch:
 
 def group_of(op: FlatOp) -> Group:
     """The group in which an op reads: the next step's state is read by the update."""
-    return Group.UPDATE if op.name == "input" else Group(op.phase.value)
+    return Group.UPDATE if op.name == "input" else _GROUP_OF[op.phase]
+
+
+_GROUP_OF = {
+    Phase.FORWARD: Group.FORWARD,
+    Phase.BACKWARD: Group.BACKWARD,
+    Phase.UPDATE: Group.UPDATE,
+}
 
 
 def _ports(folded: Folded, cluster: Cluster, node: int) -> Iterator[tuple[Place, Port]]:

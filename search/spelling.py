@@ -91,6 +91,7 @@ class _Speller:
             is_fresh = bool(copy.kept_from) and self.way(copy.node) is Way.FRESH and held != here
         shared = self._route(v, here, held)
         last = self._route(v, held, need) if PARTIAL not in need else ()
+        is_fresh |= copy is not None and bool(copy.kept_from) and not shared and bool(last)
         return Want(shared, is_fresh, group.value, last) if shared or last else None
 
     def _route(self, v: int, here: Spec, there: Spec) -> Route:

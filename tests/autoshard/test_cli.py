@@ -9,10 +9,8 @@ import sys
 import time
 from pathlib import Path
 
-import jax
 import pytest
 
-import autoshard
 from autoshard import cli
 from autoshard.plan import Plan
 
@@ -52,7 +50,7 @@ def lookup():
 
 def without_rule():
     def step(w, x):
-        return jnp.linalg.eigh(w + x.sum())[1]
+        return w + jax.pure_callback(np.sin, jax.ShapeDtypeStruct((), "float32"), x.sum())
     return step, ARGS
 
 def raising():
@@ -168,8 +166,8 @@ def test_a_module_of_a_package(run, train, monkeypatch):
 def test_a_warning_is_one_line(run, train):
     status, _, err = run("search", f"{train}:without_rule", "--cluster", "8xCPU")
     assert status == 0
-    lines = [line for line in err.splitlines() if "no factor rule" in line]
-    assert lines == [line for line in lines if line.startswith("autoshard: warning: ")]
+    (line,) = [line for line in err.splitlines() if "no factor rule" in line]
+    assert line.startswith("autoshard: warning: pure_callback has no factor rule")
 
 
 def test_a_pipe_gets_no_progress(train):
@@ -203,7 +201,8 @@ def test_a_terminal_gets_progress(train):
     shown = read_all(ours)
     os.close(ours)
     assert process.wait(timeout=120) == 0
-    assert "tracing" in shown
+    assert "loading" in shown
+    assert "\x1b" in shown
 
 
 def test_ctrl_c(tmp_path):
@@ -240,12 +239,12 @@ def test_ctrl_c_while_the_solver_runs(tmp_path):
 def test_a_reader_that_goes_away(train, tmp_path):
     path = tmp_path / "plan.json"
     cli.main(["search", f"{train}:target", "--cluster", "8xCPU", "--out", str(path)])
-    process = command("show", path, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    assert process.stdout is not None
-    process.stdout.close()
-    assert process.stderr is not None
-    assert process.stderr.read() == ""
-    assert process.wait(timeout=120) == 0
+    with command("show", path, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.close()
+        assert process.stderr is not None
+        assert process.stderr.read() == ""
+        assert process.wait(timeout=120) == 0
 
 
 # --- mistakes
@@ -364,8 +363,3 @@ def test_a_plan_that_is_not_there(run, tmp_path):
     status, _, err = run("show", tmp_path / "none.json")
     assert status == 2
     assert err == f"autoshard: error: the plan {tmp_path}/none.json cannot be read: No such file or directory\n"
-
-
-def test_show_needs_no_device_and_the_version_is_known(run):
-    assert autoshard.__version__ == "0.1.0"
-    assert jax.config.jax_platforms == "cpu"
