@@ -38,7 +38,7 @@ class Config:
     dtype: Any = jnp.float32  # of the computation; parameters are float32
 
 
-GPT3_13B = Config(40, 5120, 40, vocab=50304, seq=2048, batch=512, dtype=jnp.bfloat16)
+GPT3_13B = Config(40, 5120, 40, vocab=50304, seq=2048, batch=64, dtype=jnp.bfloat16)
 
 
 class Block(nn.Module):

@@ -44,7 +44,7 @@ class Config:
         return 2 * self.seq // self.num_experts
 
 
-MIXTRAL = Config(32, 4096, 32, ffn=14336, vocab=32000, seq=4096, batch=256, dtype=jnp.bfloat16)
+MIXTRAL = Config(32, 4096, 32, ffn=14336, vocab=32000, seq=4096, batch=32, dtype=jnp.bfloat16)
 
 
 def route(probs, capacity):

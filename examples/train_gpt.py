@@ -39,7 +39,7 @@ class Config:
     dtype: Any = jnp.float32  # of the computation; parameters are float32
 
 
-GPT2_XL = Config(48, 1600, 25, vocab=50304, seq=1024, batch=512, dtype=jnp.bfloat16)
+GPT2_XL = Config(48, 1600, 25, vocab=50304, seq=1024, batch=256, dtype=jnp.bfloat16)
 
 
 class Block(nnx.Module):

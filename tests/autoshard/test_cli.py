@@ -172,7 +172,12 @@ def test_a_warning_is_one_line(run, train):
 
 def test_a_pipe_gets_no_progress(train):
     process = command(
-        "search", f"{train}:target", "--cluster", "8xH100-80GB", stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        "search",
+        f"{train}:target",
+        "--cluster",
+        "8xH100-80GB",
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
     )
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0
@@ -223,7 +228,9 @@ def test_ctrl_c(tmp_path):
 def test_ctrl_c_while_the_solver_runs(tmp_path):
     path = tmp_path / "slow.py"
     wait = "\n\ndef search(*args, **kwargs):\n    print('now', file=sys.__stderr__, flush=True)\n    time.sleep(60)\n"
-    path.write_text(TRAIN + "\nimport sys, time\nfrom autoshard import api" + wait + "\napi.search = search\n")
+    path.write_text(
+        TRAIN + "\nimport sys, time\nfrom autoshard import api" + wait + "\napi.search = search\n"
+    )
     process = command(
         "search", f"{path}:target", "--cluster", "8xCPU", stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
@@ -259,7 +266,10 @@ def test_a_reader_that_goes_away(train, tmp_path):
         ("train.py:", "wanted TARGET as file.py:function"),
         ("{train}:missing", "there is no 'missing'; functions there: step, target, "),
         ("{train}:number", "number is no function but int"),
-        ("{train}:wanting", "wanting must take no arguments and return (train_step, args), but it takes size"),
+        (
+            "{train}:wanting",
+            "wanting must take no arguments and return (train_step, args), but it takes size",
+        ),
         ("{train}:raising", "raised KeyError: 'no such model' ({train}:"),
         ("{train}:exiting", "raised SystemExit: 1 ({train}:"),
         ("{train}:alone", "must return (train_step, args); it returned function"),
@@ -301,8 +311,14 @@ def test_a_file_that_cannot_be_imported(run, tmp_path, source, message):
     [
         (["--cluster", "8xH1000"], "error: unknown preset 'H1000' in '8xH1000' (did you mean 'H100-80GB'?)"),
         (["--cluster", "mine.json"], "mine.json"),
-        (["--cluster", "8xCPU", "--memory", "70 gigs"], "error: wanted a size such as '70GiB', got the unit 'gigs'"),
-        (["--cluster", "8xCPU", "--mesh", "3x2"], "error: the mesh (3, 2) has 6 devices, the cluster 8xCPU has 8"),
+        (
+            ["--cluster", "8xCPU", "--memory", "70 gigs"],
+            "error: wanted a size such as '70GiB', got the unit 'gigs'",
+        ),
+        (
+            ["--cluster", "8xCPU", "--mesh", "3x2"],
+            "error: the mesh (3, 2) has 6 devices, the cluster 8xCPU has 8",
+        ),
         (["--cluster", "8xCPU", "--mesh", "wide"], "argument --mesh: wanted sizes such as 2x4, got 'wide'"),
         (["--cluster", "8xCPU", "--time-limit", "nan"], "wanted a positive number of seconds, got 'nan'"),
         (["--cluster", "8xCPU", "--pin", "w"], "wanted PATH=SPEC such as"),
@@ -336,7 +352,9 @@ def test_a_nan_in_a_cluster_file(run, train, tmp_path):
 
 def test_a_cap_too_small(run, train, tmp_path):
     path = tmp_path / "plan.json"
-    status, out, err = run("search", f"{train}:target", "--cluster", "8xCPU", "--memory", "1KiB", "--out", path)
+    status, out, err = run(
+        "search", f"{train}:target", "--cluster", "8xCPU", "--memory", "1KiB", "--out", path
+    )
     assert (status, out) == (3, "")
     assert "autoshard: error: " in err
     assert not path.exists()
@@ -362,4 +380,6 @@ def test_damaged_plans(run, train, tmp_path):
 def test_a_plan_that_is_not_there(run, tmp_path):
     status, _, err = run("show", tmp_path / "none.json")
     assert status == 2
-    assert err == f"autoshard: error: the plan {tmp_path}/none.json cannot be read: No such file or directory\n"
+    assert (
+        err == f"autoshard: error: the plan {tmp_path}/none.json cannot be read: No such file or directory\n"
+    )

@@ -38,7 +38,10 @@ search = functools.partial(autoshard.search, train_step, cluster="8xCPU")
 @pytest.mark.parametrize(
     ("cluster", "message"),
     [
-        ("8xH1000", r"unknown preset 'H1000' in '8xH1000' \(did you mean 'H100-80GB'\?\); presets: V100-16GB, .*CPU"),
+        (
+            "8xH1000",
+            r"unknown preset 'H1000' in '8xH1000' \(did you mean 'H100-80GB'\?\); presets: V100-16GB, .*CPU",
+        ),
         ("H100-80GB", r"wanted a cluster as '<count>x<GPU>' or a JSON file, got 'H100-80GB'.*8xH100-80GB"),
         ("13xH100-80GB", "13 devices in '13xH100-80GB' do not divide into equal nodes; the nearest counts"),
         ("nowhere.json", "nowhere.json"),
@@ -62,7 +65,10 @@ def cluster_file(tmp_path, **changes):
     [
         ({"num_devices": float("nan")}, r"mine\.json.*(NaN|num_devices)"),
         ({"intra": {"bandwidth": "nanGB/s", "latency": "1us"}}, r"mine\.json.*intra\.bandwidth.*finite"),
-        ({"intra": {"bandwidth": "450 furlongs", "latency": "1us"}}, r"mine\.json.*intra\.bandwidth.*450 furlongs"),
+        (
+            {"intra": {"bandwidth": "450 furlongs", "latency": "1us"}},
+            r"mine\.json.*intra\.bandwidth.*450 furlongs",
+        ),
         ({"host_memory_per_node": "-1GiB"}, r"mine\.json.*host_memory_per_node.*not negative"),
     ],
 )
@@ -74,7 +80,10 @@ def test_a_cluster_file_with_numbers_that_are_none(tmp_path, changes, message):
 @pytest.mark.parametrize(
     ("memory", "message"),
     [
-        ("70 gigs", r"wanted a size such as '70GiB', got the unit 'gigs' in '70 gigs'; units \(case matters\): B, KiB"),
+        (
+            "70 gigs",
+            r"wanted a size such as '70GiB', got the unit 'gigs' in '70 gigs'; units \(case matters\): B, KiB",
+        ),
         ("70", "got '70' without a unit"),
         ("nanGiB", "must be finite"),
         (-1, "cannot be negative, got -1 bytes"),
@@ -113,7 +122,10 @@ def test_meshes_that_cannot_be(mesh, message):
         ({"w": "P('data')"}, r"pin 'w': wanted a jax\.sharding\.PartitionSpec"),
         ({"v": jax.P("data")}, r"pin 'v' matches no argument; they are named like w\. Name one argument"),
         ({"w": jax.P("dta")}, r"no mesh has all the axes that the pins name: \['dta'\]"),
-        ({"w": jax.P(None, None, "data")}, r"pin: w of shape \(16, 8\) cannot rest as P\(None, None, 'data'\)"),
+        (
+            {"w": jax.P(None, None, "data")},
+            r"pin: w of shape \(16, 8\) cannot rest as P\(None, None, 'data'\)",
+        ),
     ],
 )
 def test_pins_that_cannot_be(pin, message):
@@ -123,7 +135,9 @@ def test_pins_that_cannot_be(pin, message):
 
 def test_a_dimension_pinned_that_does_not_divide():
     odd = jax.ShapeDtypeStruct((9, 7), "float32"), jax.ShapeDtypeStruct((3, 9), "float32")
-    with pytest.raises(InputError, match=r"w of shape \(9, 7\) cannot rest as P\('data'.*does not divide evenly"):
+    with pytest.raises(
+        InputError, match=r"w of shape \(9, 7\) cannot rest as P\('data'.*does not divide evenly"
+    ):
         search(*odd, pin={"w": jax.P("data")})
 
 
@@ -138,7 +152,9 @@ def test_a_batch_that_does_not_divide_is_no_mistake():
 
 @pytest.mark.parametrize("argument", ["adam", object()])
 def test_arguments_that_are_no_arrays(argument):
-    with pytest.raises(InputError, match=r"must be an array.*argument \[1\] is (str|object).*functools\.partial"):
+    with pytest.raises(
+        InputError, match=r"must be an array.*argument \[1\] is (str|object).*functools\.partial"
+    ):
         search(W, argument)
 
 
@@ -165,13 +181,17 @@ def test_a_step_that_cannot_be_jitted(tmp_path):
 
 
 def test_too_few_arguments():
-    with pytest.raises(InputError, match=r"'train_step' cannot be traced.*missing 1 required positional argument: 'x'"):
+    with pytest.raises(
+        InputError, match=r"'train_step' cannot be traced.*missing 1 required positional argument: 'x'"
+    ):
         search(W)
 
 
 def test_float64_without_x64():
     wide = jax.ShapeDtypeStruct((16, 8), "float64")
-    with pytest.raises(InputError, match=r"argument \[0\] is float64, but 64-bit types are off.*jax_enable_x64"):
+    with pytest.raises(
+        InputError, match=r"argument \[0\] is float64, but 64-bit types are off.*jax_enable_x64"
+    ):
         search(wide, X)
 
 
@@ -192,12 +212,16 @@ def test_nested_decoration(options):
 
 def test_a_parallelized_step_inside_jit():
     step = autoshard.parallelize(train_step)
-    with pytest.raises(InputError, match="train_step is a parallelized step and cannot be called inside another jitted"):
+    with pytest.raises(
+        InputError, match="train_step is a parallelized step and cannot be called inside another jitted"
+    ):
         jax.jit(step)(*arrays())
 
 
 def test_no_plan_before_the_first_call():
-    with pytest.raises(InputError, match=r"train_step has no plan yet: call it, its \.init or its \.lower first"):
+    with pytest.raises(
+        InputError, match=r"train_step has no plan yet: call it, its \.init or its \.lower first"
+    ):
         autoshard.parallelize(train_step).plan  # noqa: B018
     with pytest.raises(InputError, match="partial has no plan yet"):
         autoshard.parallelize(functools.partial(train_step)).plan  # noqa: B018
@@ -208,7 +232,9 @@ def test_other_shapes_are_planned_again_with_a_warning():
     step(*arrays())
     first = step.plan
     longer = jax.ShapeDtypeStruct((48, 16), "float32")
-    with pytest.warns(AutoshardWarning, match="arguments of train_step changed in shape or structure; searching again"):
+    with pytest.warns(
+        AutoshardWarning, match="arguments of train_step changed in shape or structure; searching again"
+    ):
         result = step(*arrays(x=longer))
     np.testing.assert_allclose(result, train_step(*arrays(x=longer)), rtol=1e-5)
     assert step.plan.fingerprint != first.fingerprint
@@ -254,7 +280,9 @@ def test_a_plan_for_other_shapes(plan):
 def test_other_shapes_where_a_plan_is_given(plan):
     step = autoshard.parallelize(train_step, plan=plan)
     step(*arrays())
-    with pytest.raises(PlanError, match=r"train_step changed in shape.*the plan was made for the first ones.*plan="):
+    with pytest.raises(
+        PlanError, match=r"train_step changed in shape.*the plan was made for the first ones.*plan="
+    ):
         step(*arrays(x=jax.ShapeDtypeStruct((48, 16), "float32")))
     np.testing.assert_allclose(step(*arrays()), train_step(*arrays()), rtol=1e-5)
 
@@ -269,7 +297,10 @@ def test_fewer_devices_than_the_plan_has(plan):
 
 def test_a_plan_of_another_jax_for_the_same_step_is_used_with_a_warning(plan):
     step = autoshard.parallelize(train_step, plan=replace(plan, jax="0.11.2"))
-    with pytest.warns(AutoshardWarning, match=r"the plan was made with JAX 0\.11\.2, and this is JAX .*; the step is the same"):
+    with pytest.warns(
+        AutoshardWarning,
+        match=r"the plan was made with JAX 0\.11\.2, and this is JAX .*; the step is the same",
+    ):
         np.testing.assert_allclose(step(*arrays()), train_step(*arrays()), rtol=1e-5)
 
 

@@ -22,7 +22,10 @@ def train_step(params, batch):
     return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params))
 
 
-PARAMS = {"up": jax.ShapeDtypeStruct((64, 128), "float32"), "down": jax.ShapeDtypeStruct((128, 64), "float32")}
+PARAMS = {
+    "up": jax.ShapeDtypeStruct((64, 128), "float32"),
+    "down": jax.ShapeDtypeStruct((128, 64), "float32"),
+}
 BATCH = jax.ShapeDtypeStruct((48, 64), "float32")
 
 
@@ -124,7 +127,10 @@ def test_truncation_anywhere_is_a_plan_error(plan, tmp_path):
         ("[]", r"must be an object, got \[\]"),
         ("null", "must be an object, got null"),
         ("{}", "schema is missing"),
-        ('{"schema": "autoshard.plan/7"}', "has schema 'autoshard.plan/7'; this autoshard reads 'autoshard.plan/1'"),
+        (
+            '{"schema": "autoshard.plan/7"}',
+            "has schema 'autoshard.plan/7'; this autoshard reads 'autoshard.plan/1'",
+        ),
         ('{"schema": 1}', "schema must be text, got 1"),
     ],
 )
@@ -230,7 +236,12 @@ def test_edited_estimates_are_not_trusted(plan):
 @pytest.mark.parametrize(
     ("kind", "key", "value", "message"),
     [
-        ("arguments", "params['up']", "P(None, None, 'model')", r"params\['up'\] of shape \(64, 128\) cannot rest as"),
+        (
+            "arguments",
+            "params['up']",
+            "P(None, None, 'model')",
+            r"params\['up'\] of shape \(64, 128\) cannot rest as",
+        ),
         ("arguments", "params['up']", "P('modle')", r"axis 'modle' is not in the mesh \('data', 'model'\)"),
         ("arguments", "params['up']", "P('data', 'data')", "an axis is used twice"),
         ("arguments", "params['up']", "sharded", r"wanted a spec such as P\('data', None\), got 'sharded'"),

@@ -19,7 +19,9 @@ COLLECTIVES = (
 )
 
 
-def make_plan(arguments, mesh=(("data", 2), ("model", 8)), ops=(), collectives=COLLECTIVES, cluster="16xH100-80GB"):
+def make_plan(
+    arguments, mesh=(("data", 2), ("model", 8)), ops=(), collectives=COLLECTIVES, cluster="16xH100-80GB"
+):
     compute_s = 6e-3
     estimates = Estimates(
         step_s=compute_s + sum(c.seconds for c in collectives),
@@ -94,7 +96,9 @@ def test_layers_that_lie_otherwise_are_told_apart():
         arguments[f"params['block_{i}']['attn']['key']['kernel']"] = "P('data')"
     text = summary(make_plan(arguments))
     assert re.search(r"P\('data'\) +4x  params\['block_0-2,5'\]\['attn'\]\['key'\]\['kernel'\]", text)
-    assert re.search(r"P\(None, 'model'\) +4x  params\['block_3-4,6-7'\]\['attn'\]\['key'\]\['kernel'\]", text)
+    assert re.search(
+        r"P\(None, 'model'\) +4x  params\['block_3-4,6-7'\]\['attn'\]\['key'\]\['kernel'\]", text
+    )
 
 
 def test_a_line_is_a_full_product():
@@ -132,7 +136,11 @@ def test_times_and_bytes_add_up():
     text = summary(make_plan(gpt()))
     assert re.search(r"total +88x +393 MiB +4 ms", text)
     assert "predicted step time: 10 ms" in text
-    assert [int(n) for n in re.findall(r"(?:computation|all-gather|all-reduce) +\d+ ms +(\d+)%", text)] == [60, 10, 30]
+    assert [int(n) for n in re.findall(r"(?:computation|all-gather|all-reduce) +\d+ ms +(\d+)%", text)] == [
+        60,
+        10,
+        30,
+    ]
     assert "predicted peak memory: 10 GiB of 20 GiB per device (50%)" in text
     shares = text[text.index("predicted peak") : text.index("certified")]
     assert sum(int(n) for n in re.findall(r"GiB +(\d+)%", shares)) == 100
@@ -145,7 +153,12 @@ def test_overlap_is_shown_when_the_step_is_shorter_than_its_parts():
 
 
 def test_heavy_ops_are_grouped_by_decision():
-    ops = {"forward attn/dot_general": "A", "forward attn/dot_general #2": "A", "backward gather": "B", "forward add": "C"}
+    ops = {
+        "forward attn/dot_general": "A",
+        "forward attn/dot_general #2": "A",
+        "backward gather": "B",
+        "forward add": "C",
+    }
     text = summary(make_plan(gpt(), ops=ops))
     assert "heavy ops (3 kinds)\n  dot_general  2x  A\n  gather       1x  B\n" in text
 
@@ -161,7 +174,9 @@ def test_the_gap_and_the_search_time_are_told():
     assert "within 0.5% of the fastest plan of its search space" in summary(plan)
     assert "it is the fastest plan of its search space" in summary(replace(plan, gap=1e-14))
     assert "search time" not in summary(plan)
-    assert "search time: 3 s (graph 1 s, solve 2 s)" in summary(replace(plan, search_s={"graph": 1.0, "solve": 2.0}))
+    assert "search time: 3 s (graph 1 s, solve 2 s)" in summary(
+        replace(plan, search_s={"graph": 1.0, "solve": 2.0})
+    )
 
 
 def test_plain_text_the_same_each_time():

@@ -172,7 +172,7 @@ def loop_with_trip_count(w, x):
 @case(normal(4, 16, 16), normal(24, 16))
 @trained
 def nnx_scanned_layers(w, x):
-    layers = nnx.vmap(lambda rngs: nnx.Linear(16, 16, rngs=rngs), axis_size=4)(nnx.Rngs(0).fork(split=4))
+    layers = nnx.vmap(lambda rngs: nnx.Linear(16, 16, rngs=rngs), axis_size=4)(nnx.Rngs(0).split(4))
     layers.kernel.set_value(w)
 
     @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
@@ -260,7 +260,7 @@ def scalars_and_nothing(state, x):
 @case(1.0, normal(24, 16))
 @trained
 def weak_types(scale, x):
-    return jnp.mean((x.astype(jnp.bfloat16) * scale) ** 2).astype(jnp.float32)
+    return jnp.mean((x * scale) ** 2) + scale
 
 
 @case(normal(16, 16) + 1j * normal(16, 16), normal(24, 16))
