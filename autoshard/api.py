@@ -44,12 +44,14 @@ def search(
 ) -> Plan:
     """Finds how to run a training step fastest on a cluster, without any of its devices.
 
-    Args: step: a training step for one device, e.g. `(state, batch) -> (state, metrics)`. *abstract_args: its
-      arguments' shapes: pytrees of `jax.ShapeDtypeStruct` (arrays work too). cluster: a preset such as
-      "64xH100-80GB", a `Cluster`, or a JSON file that describes one. memory: the cap per device, such as
-      "70GiB" or bytes; by default the device's memory less what the runtime needs. mesh: sizes of the logical
-      mesh's axes, outermost first; by default it is searched. Axes are named "data" (one axis),
-        "data" and "model" (two), "replica", "data" and "model" (three).
+    Args:
+      step: a training step for one device, e.g. `(state, batch) -> (state, metrics)`.
+      *abstract_args: its arguments' shapes: pytrees of `jax.ShapeDtypeStruct` (arrays work too).
+      cluster: a preset such as "64xH100-80GB", a `Cluster`, or a JSON file that describes one.
+      memory: the cap per device, such as "70GiB" or bytes; by default the device's memory less what the
+        runtime needs.
+      mesh: sizes of the logical mesh's axes, outermost first; by default it is searched. Axes are named "data"
+        (one axis), "data" and "model" (two), "replica", "data" and "model" (three).
       pin: specs in which arguments must rest, by pytree path, e.g. `{"params['emb']": P("model")}`.
       time_limit_s: seconds for the solver; the plan states the gap that is left.
       progress: called with one line per stage of the search.
@@ -79,10 +81,12 @@ def emit(
 ) -> Program:
     """Writes a plan into its step, so that anyone can lower and read what runs.
 
-    Args: step: the step that the plan was made for. *abstract_args: its arguments' shapes. plan: what
-      `search` returned, or `Plan.load`. devices: in the cluster's order; real, simulated or compile-only
-      (`jax.experimental.topologies`). By default those that
-        JAX sees.
+    Args:
+      step: the step that the plan was made for.
+      *abstract_args: its arguments' shapes.
+      plan: what `search` returned, or `Plan.load`.
+      devices: in the cluster's order; real, simulated or compile-only (`jax.experimental.topologies`). By
+        default those that JAX sees.
 
     Returns:
       A `Program`: `program.fn.lower(*program.args)` is exactly what runs.

@@ -238,6 +238,7 @@ def _step_and_args(function: Callable[[], Any], text: str) -> tuple[Callable[...
         except Exception as e:  # the user's code may raise anything
             raise _raised(e, "it") from e
 
+    traced.__name__ = getattr(step, "__name__", type(step).__name__)
     return traced, tuple(args)
 
 

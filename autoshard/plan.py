@@ -67,10 +67,11 @@ class Estimates:
 class Decisions:
     """Every choice of a plan.
 
-    Attributes: mesh: size of each mesh axis by name, outermost first. arguments: per argument of the step, by
-      pytree path: the spec it rests in. ops: per kind of op, by name: the specs that it reads and makes.
-      copies: per value that is resharded for a phase, by its op's name: its spec there and how it comes by
-      it.
+    Attributes:
+      mesh: size of each mesh axis by name, outermost first.
+      arguments: per argument of the step, by pytree path: the spec it rests in.
+      ops: per kind of op, by name: the specs that it reads and makes.
+      copies: per value that is resharded for a phase, by its op's name: its spec there and how it comes by it.
     """
 
     mesh: Mapping[str, int]
@@ -215,7 +216,9 @@ class Plan:
         decisions = read.inner("decisions")
         mesh = decisions.table("mesh", int)
         if not mesh or min(mesh.values()) < 1:
-            raise PlanError(f"{place}: decisions.mesh must give each axis a positive size, got {_shown(mesh)}")
+            raise PlanError(
+                f"{place}: decisions.mesh must give each axis a positive size, got {_shown(mesh)}"
+            )
         estimates = read.inner("estimates")
         return cls(
             read.get("step", str),

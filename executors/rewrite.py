@@ -8,10 +8,6 @@ constraints into the planned collectives.
 A copy that the backward phase makes anew (a gathered weight that was not kept) must not be merged by the
 compiler with the forward phase's. It is taken from behind an `optimization_barrier` that also holds an
 incoming gradient: without that tie the compiler hoists it (measured on XLA:GPU).
-
-A `scatter-add` of which no spec is imposed is a term of a sum that is reduced as a whole (a tied embedding's gradient). What it
-adds to is hidden behind a barrier: where the compiler sees that it is zero, it scatters into the other term instead, which
-it has to reduce before (measured on XLA:GPU: two all-reduces in place of one).
 """
 
 from collections.abc import Callable, Sequence
@@ -62,8 +58,6 @@ class _Evaluation:
         for i, op in enumerate(self.graph.ops):
             site = (*self.path, i)
             operands = [self._read(a, ("operand", site, n), op) for n, a in enumerate(op.inputs)]
-            if op.name == "scatter-add" and ("result", site, 0) not in self.layout.specs:
-                operands[0] = jax.lax.optimization_barrier(operands[0])
             with _jax.provenance(op.scope, op.source_info):
                 results = _jax.bind(op.primitive, operands, self._params(op, site))
             for r, (v, x) in enumerate(zip(op.outputs, results, strict=True)):

@@ -2,8 +2,12 @@
 
 A spec is imposed where it decides: on arguments and at loops' borders, on the results of heavy ops and of ops
 with loops that cannot be split, and on what leaves a cluster or is reduced in it; inside a fused chain the
-compiler propagates. Partial results are not imposed (a constraint cannot say them): their readers' specs are,
-and the compiler reduces on the way.
+compiler propagates. A partial result is not imposed (a constraint cannot say it): its reader's spec is, and the
+compiler reduces on the way.
+
+The terms of a sum of partial results are imposed as if they were reduced one by one. The compiler moves the reductions
+behind the sum (measured on XLA:GPU, for any mix of products and scatters, reduced wholly or scattered). Without the
+constraints, it scatters a tied embedding's gradient into the other term, which it then has to reduce before.
 """
 
 from collections.abc import Sequence
@@ -36,6 +40,11 @@ class _Speller:
             for link in self.folded.links
             if node_of[link.producer] != node_of[link.consumer]
         }
+        self.summed = {
+            (l.producer, l.result)
+            for l in self.folded.links
+            if self.sketch.clusters[node_of[l.consumer]].is_sum and self.folded.is_heavy[l.producer]
+        }
         self.memo: dict[Port, Spec] = {}
 
     def spec(self, port: Port) -> Spec:
@@ -61,6 +70,8 @@ class _Speller:
                     made, rest = self.spec(self.sketch.ports[kind, r, True]), self.resting(kind, r)
                     if PARTIAL not in rest:
                         found |= dict.fromkeys(places, (*_whole_sums(made), *self._route(v, made, rest)))
+                    elif (kind, r) in self.summed:
+                        found |= dict.fromkeys(places, (rest,))
         return found
 
     def _decides(self, op: FlatOp, kind: int, result: int) -> bool:

@@ -3,6 +3,7 @@
 import json
 import os
 import pty
+import runpy
 import signal
 import subprocess
 import sys
@@ -11,12 +12,14 @@ from pathlib import Path
 
 import pytest
 
+import autoshard
 from autoshard import cli
 from autoshard.plan import Plan
 
 ROOT = Path(__file__).parents[2]
 
 TRAIN = """
+import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -32,6 +35,9 @@ ARGS = jax.ShapeDtypeStruct((256, 256), "float32"), jax.ShapeDtypeStruct((64, 25
 def target():
     print("printed by target")
     return step, ARGS
+
+def partial():
+    return functools.partial(step), ARGS
 
 def decorated():
     return autoshard.parallelize(step), ARGS
@@ -123,6 +129,16 @@ def test_search_saves_what_show_shows(run, train, tmp_path):
     assert (status, err) == (0, "")
     assert searched.startswith(shown)
     assert shown == f"{Plan.load(path)}\n"
+
+
+def test_a_saved_plan_suits_the_step_that_it_was_made_for(run, train, tmp_path):
+    path = tmp_path / "plan.json"
+    for name in ("target", "partial"):
+        run("search", f"{train}:{name}", "--cluster", "8xCPU", "--out", path)
+        step, args = runpy.run_path(str(train))[name]()
+        program = autoshard.emit(step, *args, plan=Plan.load(path))
+        assert program.fn.lower(*program.args)
+        assert Plan.load(path).step == getattr(step, "__name__", "partial")
 
 
 def test_json_is_all_of_stdout(run, train, tmp_path):
@@ -264,7 +280,7 @@ def test_a_reader_that_goes_away(train, tmp_path):
         ("nowhere.nothing:target", "there is no module 'nowhere.nothing' to import"),
         ("train.py", "wanted TARGET as file.py:function or package.module:function, got 'train.py'"),
         ("train.py:", "wanted TARGET as file.py:function"),
-        ("{train}:missing", "there is no 'missing'; functions there: step, target, "),
+        ("{train}:missing", "there is no 'missing'; functions there: step, target, partial, "),
         ("{train}:number", "number is no function but int"),
         (
             "{train}:wanting",
