@@ -13,6 +13,7 @@ present in JAX 0.11 and 0.12:
 
 import contextlib
 import functools
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -86,9 +87,21 @@ def body_params(name: str, params: dict[str, Any]) -> dict[str, tuple[Any, ...]]
 
 
 def source_line(source_info: Any) -> str:
-    """`file:line` of the user's code that made an equation, or an empty string."""
-    frame = source_info_util.user_frame(source_info.traceback) if source_info is not None else None
-    return f"{frame.file_name}:{frame.start_line}" if frame is not None else ""
+    """`file:line` of the user's code that made an equation, or an empty string.
+
+    Installed packages are passed over where there is a frame of somebody else; paths below the working directory
+    are relative to it.
+    """
+    frames = list(source_info_util.user_frames(source_info.traceback)) if source_info is not None else []
+    if not frames:
+        return ""
+    own = next((f for f in frames if "site-packages" not in f.file_name), frames[0])
+    return f"{relative(own.file_name)}:{own.start_line}"
+
+
+def relative(file: str) -> str:
+    """A path as seen from the working directory, if it is below it."""
+    return os.path.relpath(file) if file.startswith(os.getcwd() + os.sep) else file
 
 
 @contextlib.contextmanager

@@ -145,6 +145,7 @@ class Step:
       replaces: for each output, the input that it replaces in the next step (state), or None.
       in_tree: the pytree of `(args, kwargs)`.
       out_tree: the pytree of the result.
+      trace_s: seconds that tracing took.
     """
 
     name: str
@@ -154,6 +155,7 @@ class Step:
     replaces: tuple[int | None, ...]
     in_tree: Any
     out_tree: Any
+    trace_s: float = 0.0
 
     def abstract_inputs(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Shape and dtype of every flat argument."""

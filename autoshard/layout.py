@@ -30,10 +30,12 @@ Route = tuple[Spec, ...]
 class Want:
     """How an op wants an operand.
 
-    Attributes: copy: the route to the copy that it shares with the other readers of its phase; empty when it
-      reads the value itself. is_fresh: whether that copy is made anew in the backward phase, not shared with
-      the forward phase. group: the phase's name, so that copies are told apart. last: the route from there to
-      what it reads.
+    Attributes:
+      copy: the route to the copy that it shares with the other readers of its phase; empty when it reads the
+        value itself.
+      is_fresh: whether that copy is made anew in the backward phase, not shared with the forward phase.
+      group: the phase's name, so that copies are told apart.
+      last: the route from there to what it reads.
     """
 
     copy: Route

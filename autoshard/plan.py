@@ -93,7 +93,8 @@ class Plan:
       memory_bytes: the cap per device.
       decisions: the choices.
       estimates: what they are predicted to cost.
-      gap: how far the step time may be from the best plan's, relative; certified by the solver.
+      gap: how far the step time may be from the best plan's, relative; certified by the solver. None when
+        decisions were edited since.
       search_s: seconds of the search, in all and by part; not saved.
 
     Example:
@@ -109,7 +110,7 @@ class Plan:
     memory_bytes: int
     decisions: Decisions
     estimates: Estimates
-    gap: float
+    gap: float | None
     search_s: Mapping[str, float] = field(default_factory=dict, compare=False)
 
     @property
@@ -229,7 +230,7 @@ class Plan:
             read.get("memory_bytes", int),
             Decisions(mesh, *(decisions.table(name, str) for name in ("arguments", "ops", "copies"))),
             _read_estimates(estimates),
-            estimates.number("gap"),
+            None if estimates.data.get("gap", 0) is None else estimates.number("gap"),
         )
 
     def __str__(self) -> str:

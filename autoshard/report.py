@@ -160,10 +160,16 @@ def _memory(estimates: Estimates, cap_bytes: int) -> list[str]:
     )
 
 
+def _gap(gap: float | None) -> str:
+    if gap is None:
+        return "certified gap: none, as these decisions were edited by hand"
+    is_proven = gap < 1e-9  # the solver's own rounding
+    within = "it is the fastest" if is_proven else f"within {100 * gap:.2g}% of the fastest"
+    return f"certified gap: {within} plan of its search space, by this cost model"
+
+
 def _search(plan: Plan) -> list[str]:
-    is_proven = plan.gap < 1e-9  # the solver's own rounding
-    within = "it is the fastest" if is_proven else f"within {100 * plan.gap:.2g}% of the fastest"
-    lines = [f"certified gap: {within} plan of its search space, by this cost model"]
+    lines = [_gap(plan.gap)]
     if plan.search_s:
         split = ", ".join(f"{name} {format_seconds(s)}" for name, s in plan.search_s.items())
         lines.append(f"search time: {format_seconds(sum(plan.search_s.values()))} ({split})")

@@ -13,7 +13,7 @@ things are then read off:
   phase differentiates is a parameter, and a floating one that only the update reads is optimizer state.
 """
 
-import re
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -40,8 +40,9 @@ def trace(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Step:
     Returns:
       The traced step.
 
-    Raises: InputError: an argument is not an array, has a 64-bit dtype without `jax_enable_x64`, or the step
-      cannot be traced.
+    Raises:
+      InputError: an argument is not an array, has a 64-bit dtype without `jax_enable_x64`, or the step cannot
+        be traced.
 
     Example:
       >>> import jax.numpy as jnp
@@ -49,6 +50,7 @@ def trace(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Step:
       >>> [a.role.value for a in step.arguments]
       ['parameter', 'batch']
     """
+    start_s = time.perf_counter()
     leaves, in_tree = jax.tree_util.tree_flatten((args, kwargs))
     abstract = [
         _abstract(path, leaf) for path, leaf in jax.tree_util.tree_flatten_with_path((args, kwargs))[0]
@@ -68,7 +70,8 @@ def trace(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Step:
     names = _argument_names(jaxpr, len(leaves))
     roles = _roles(graph, replaces)
     arguments = tuple(Argument(n, r) for n, r in zip(names, roles, strict=True))
-    return Step(name, graph, arguments, _jax.result_names(jaxpr), replaces, in_tree, out_tree)
+    results, trace_s = _jax.result_names(jaxpr), time.perf_counter() - start_s
+    return Step(name, graph, arguments, results, replaces, in_tree, out_tree, trace_s)
 
 
 def _abstract(path: tuple[Any, ...], leaf: Any) -> jax.ShapeDtypeStruct:
@@ -80,12 +83,18 @@ def _abstract(path: tuple[Any, ...], leaf: Any) -> jax.ShapeDtypeStruct:
                 f"{type(leaf).__name__} {leaf!r:.60}. Bind it beforehand, e.g. with functools.partial"
             )
         return jax.ShapeDtypeStruct((), jnp.result_type(leaf), weak_type=True)
-    if not _jax.is_key_dtype(leaf.dtype) and jax.dtypes.canonicalize_dtype(leaf.dtype) != leaf.dtype:
+    weak_type = bool(getattr(leaf, "weak_type", False))
+    if _jax.is_key_dtype(leaf.dtype):
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+    dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)
+    if dtype != leaf.dtype and not jnp.issubdtype(
+        dtype, jnp.integer
+    ):  # integers are narrowed, as jax.jit does
         raise InputError(
             f"argument {where} is {leaf.dtype}, but 64-bit types are off in JAX. Turn them on with "
-            f"jax.config.update('jax_enable_x64', True), or pass {jax.dtypes.canonicalize_dtype(leaf.dtype)}"
+            f"jax.config.update('jax_enable_x64', True), or pass {dtype}"
         )
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=bool(getattr(leaf, "weak_type", False)))
+    return jax.ShapeDtypeStruct(leaf.shape, dtype, weak_type=weak_type)
 
 
 def _first_line(error: BaseException) -> str:
@@ -97,8 +106,8 @@ def _where(error: BaseException) -> str:
     found, tb = "", error.__traceback__
     while tb is not None:
         file = tb.tb_frame.f_code.co_filename
-        if not re.search(r"[/\\](jax|autoshard|flax|optax)[/\\]", file) and not file.startswith("<"):
-            found = f" ({file}:{tb.tb_lineno})"
+        if file != __file__ and "site-packages" not in file and not file.startswith("<"):
+            found = f" ({_jax.relative(file)}:{tb.tb_lineno})"
         tb = tb.tb_next
     return found
 

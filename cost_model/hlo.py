@@ -44,10 +44,11 @@ KINDS = (
 class HloCollective:
     """One collective instruction of a compiled program.
 
-    Attributes: kind: one of `KINDS`. axes: the mesh axes along which the members of a group differ, outermost
-      first. group_size: members of a group; smaller than the product of `axes` when it is over a part of
-      them. Of a permute, the
-        product.
+    Attributes:
+      kind: one of `KINDS`.
+      axes: the mesh axes along which the members of a group differ, outermost first.
+      group_size: members of a group; smaller than the product of `axes` when it is over a part of them. Of a
+        permute, the product.
       num_operands: how many arrays it moves; XLA combines small ones.
       num_bytes: per device, each time it runs: the larger of what goes in and what comes out.
       count: how often it runs in one step.

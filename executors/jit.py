@@ -19,10 +19,12 @@ from executors.rewrite import evaluator
 class Program:
     """What runs: a jitted function, and the arguments to lower it with.
 
-    Attributes: fn: the jitted step. It takes the step's positional arguments, then its keyword arguments in
-      alphabetical order. args: `jax.ShapeDtypeStruct` pytrees with their shardings: `fn.lower(*args)` is
-      exactly what runs. mesh: the devices. donated: for each of `args`, whether its buffers are reused for
-      the new state.
+    Attributes:
+      fn: the jitted step. It takes the step's positional arguments, then its keyword arguments in
+        alphabetical order.
+      args: `jax.ShapeDtypeStruct` pytrees with their shardings: `fn.lower(*args)` is exactly what runs.
+      mesh: the devices.
+      donated: for each of `args`, whether its buffers are reused for the new state.
     """
 
     fn: Any
@@ -41,9 +43,12 @@ def build(
 ) -> Program:
     """Writes a layout into a step and jits it.
 
-    Args: step: the traced step. layout: the specs to impose. devices: at least as many as the mesh has, in
-      the cluster's order: real, simulated or compile-only. on_retrace: called when JAX traces the step for
-      other shapes than those it was planned for; it should raise.
+    Args:
+      step: the traced step.
+      layout: the specs to impose.
+      devices: at least as many as the mesh has, in the cluster's order: real, simulated or compile-only.
+      on_retrace: called when JAX traces the step for other shapes than those it was planned for; it should
+        raise.
 
     Raises:
       InputError: there are fewer devices than the mesh has.

@@ -42,8 +42,10 @@ class Way(StrEnum):
 class Choices:
     """The labels of one node.
 
-    Attributes: assignment: [labels, axes]: per mesh axis, the factor that it splits, NONE or ALL_PARTIAL; for
-      a copy, a spec. ways: per label, for a copy; empty for a cluster.
+    Attributes:
+      assignment: [labels, axes]: per mesh axis, the factor that it splits, NONE or ALL_PARTIAL; for a copy, a
+        spec.
+      ways: per label, for a copy; empty for a cluster.
     """
 
     assignment: np.ndarray

@@ -62,7 +62,7 @@ def find(step: Step, cluster: Cluster, options: Options, progress: Progress = la
       InfeasibleError: nothing fits the cap; says what would.
       InputError: the mesh or a pin does not suit the cluster or the step.
     """
-    clock = _Clock()
+    clock = _Clock(step)
     pins = options.pins or {}
     ground = Ground.of(step, [repr(pins.get(a.name, "")) for a in step.arguments])
     clock.lap("graph")
@@ -95,7 +95,7 @@ def apply(step: Step, plan: Plan, cluster: Cluster, place: str = "plan") -> Foun
       PlanError: the plan is for another step, or decides something impossible.
       InfeasibleError: what it decides does not fit its memory cap.
     """
-    clock = _Clock()
+    clock = _Clock(step)
     decided = plan.decisions.arguments
     ground = Ground.of(step, [decided.get(a.name, "") for a in step.arguments])
     if plan.fingerprint != ground.fingerprint:
@@ -118,8 +118,10 @@ def apply(step: Step, plan: Plan, cluster: Cluster, place: str = "plan") -> Foun
             "itself. Undo the last edit, or raise memory_bytes"
         ) from e
     clock.lap("solve")
-    found = _finished(ground, on_mesh, solution, cluster, Options(plan.memory_bytes), plan.gap, clock)
-    return replace(found, plan=replace(found.plan, options=plan.options, cluster=plan.cluster))
+    found = _finished(ground, on_mesh, solution, cluster, Options(plan.memory_bytes), None, clock)
+    is_unchanged = math.isclose(found.plan.estimates.step_s, plan.estimates.step_s, rel_tol=1e-6)
+    gap = plan.gap if is_unchanged else None
+    return replace(found, plan=replace(found.plan, options=plan.options, cluster=plan.cluster, gap=gap))
 
 
 def _finished(
@@ -128,7 +130,7 @@ def _finished(
     solution: ilp.Solution,
     cluster: Cluster,
     options: Options,
-    gap: float,
+    gap: float | None,
     clock: "_Clock",
 ) -> Found:
     plan = Plan(
@@ -169,8 +171,8 @@ def primitives_without_rule(step: Step) -> dict[str, tuple[int, str]]:
 class _Clock:
     """Seconds by stage."""
 
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
+    def __init__(self, step: Step) -> None:
+        self.seconds: dict[str, float] = {"trace": step.trace_s}
         self._last = time.perf_counter()
 
     def lap(self, stage: str) -> None:

@@ -28,8 +28,10 @@ ROUNDS = 4
 def fold(program: Program, marks: Sequence[Any] = ()) -> tuple[tuple[int, ...], ...]:
     """The kinds of ops: a partition of op positions.
 
-    Args: program: the flat program. marks: per argument of the step, anything hashable by `repr` that keeps
-      it apart from others (a pin, a decision).
+    Args:
+      program: the flat program.
+      marks: per argument of the step, anything hashable by `repr` that keeps it apart from others (a pin, a
+        decision).
 
     Returns:
       For each kind, the positions of its ops, ascending; kinds ordered by their first op.

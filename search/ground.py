@@ -170,8 +170,9 @@ def fingerprint(program: Program) -> str:
 def candidate_shapes(cluster: Cluster, options: Options) -> tuple[tuple[int, ...], ...]:
     """The meshes to try.
 
-    Raises: InputError: the mesh that is asked for does not suit the cluster, or no mesh has the axes that the
-      pins name.
+    Raises:
+      InputError: the mesh that is asked for does not suit the cluster, or no mesh has the axes that the pins
+        name.
     """
     if options.mesh is None:
         shapes = mesh_shapes(cluster, max_axes=2)

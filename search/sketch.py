@@ -73,10 +73,16 @@ class Wire:
 class Copy:
     """A node that holds a value for one group of consumers.
 
-    Attributes: node: its number. maker: (kind, result) of the value. value: its shape and dtype. group: whom
-      it serves. source: where it comes from. targets: whom it serves, as ports. kept_from: the ports that
-      read the value in the forward phase, whose spec a kept copy has; empty if it can't be kept. count: how
-      many there are in one step.
+    Attributes:
+      node: its number.
+      maker: (kind, result) of the value.
+      value: its shape and dtype.
+      group: whom it serves.
+      source: where it comes from.
+      targets: whom it serves, as ports.
+      kept_from: the ports that read the value in the forward phase, whose spec a kept copy has; empty if it
+        can't be kept.
+      count: how many there are in one step.
     """
 
     node: int

@@ -165,6 +165,8 @@ def test_every_field_that_is_missing_or_of_another_type_is_named(data):
             parent(damaged, path)[path[-1]] = value
             if isinstance(value, type(was)) and not isinstance(was, int | float | list):
                 continue  # other text may be good text
+            if path == ("estimates", "gap") and value is None:
+                continue  # not certified
             with pytest.raises(PlanError) as caught:
                 Plan.from_json(damaged, "my.json")
             assert "my.json" in str(caught.value)

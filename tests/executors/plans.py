@@ -1,13 +1,17 @@
 """Layouts to run: found by the search, of the smallest peak, or drawn at random among all that are possible."""
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
 from autoshard.graph import Step
 from autoshard.layout import Layout
+from cost_model.cluster import Cluster
 from cost_model.hardware import parse_cluster
 from search import driver, ilp
+from search.choices import Way
 from search.ground import Ground, Options
 from search.memory import Memory
 from search.spelling import spell
@@ -21,8 +25,8 @@ SEARCH_S = 4.0
 
 def fastest(step: Step, mesh: tuple[int, ...]) -> Layout:
     """What the search finds where memory is plenty."""
-    cluster, options = parse_cluster(_name(mesh)), Options(PLENTY_BYTES, mesh, time_limit_s=SEARCH_S)
-    return driver.find(step, cluster, options).layout
+    options = Options(PLENTY_BYTES, mesh, time_limit_s=SEARCH_S)
+    return driver.find(step, cluster(mesh), options).layout
 
 
 def smallest(step: Step, mesh: tuple[int, ...]) -> Layout:
@@ -44,10 +48,23 @@ def drawn(step: Step, mesh: tuple[int, ...], seed: int) -> Layout:
     return spell(memory.priced, solution.labels)
 
 
+def fsdp_layout(step: Step, pins: Mapping[str, Any], is_fresh: bool) -> Layout:
+    """The fastest plan under these pins in which the backward phase's copies are all made anew, or all kept."""
+    on_mesh = Ground.of(step, ["" for _ in step.arguments]).on(cluster((8,)), (8,))
+    kept = list(on_mesh.pinned(pins))
+    for copy in on_mesh.memory.priced.sketch.copies:
+        ways = on_mesh.memory.priced.choices[copy.node].ways
+        if copy.kept_from:
+            kept[copy.node] = np.array([i for i, w in enumerate(ways) if w is (Way.FRESH if is_fresh else Way.KEPT)])
+    solution = on_mesh.solve(kept, PLENTY_BYTES, SEARCH_S)
+    return spell(on_mesh.memory.priced, solution.labels)
+
+
 def _priced(step: Step, mesh: tuple[int, ...]) -> tuple[Memory, ilp.Problem]:
-    on_mesh = Ground.of(step, ()).on(parse_cluster(_name(mesh)), mesh)
+    on_mesh = Ground.of(step, ()).on(cluster(mesh), mesh)
     return on_mesh.memory, on_mesh.problem
 
 
-def _name(mesh: tuple[int, ...]) -> str:
-    return f"{int(np.prod(mesh))}xCPU"
+def cluster(mesh: tuple[int, ...]) -> Cluster:
+    """Simulated devices, as many as the mesh has."""
+    return parse_cluster(f"{int(np.prod(mesh))}xCPU")

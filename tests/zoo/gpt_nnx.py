@@ -8,14 +8,22 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
+from flax.nnx.nn.attention import dot_product_attention_weights
 
 from .case import Case, Integers
 
 
+def attention(query, key, value, mask=None, **_):
+    weights = dot_product_attention_weights(query, key, mask=mask)
+    return jnp.einsum("...hqk,...khd->...qhd", weights, value)
+
+
 class Block(nnx.Module):
     def __init__(self, hidden, heads, dropout, **options):
+        # NNX's default takes the softmax in float32 even in a float64 model.
+        own = {"attention_fn": attention} if options["dtype"] == jnp.float64 else {}
         self.norm1 = nnx.LayerNorm(hidden, **options)
-        self.attn = nnx.MultiHeadAttention(heads, hidden, decode=False, **options)
+        self.attn = nnx.MultiHeadAttention(heads, hidden, decode=False, **own, **options)
         self.norm2 = nnx.LayerNorm(hidden, **options)
         self.fc1 = nnx.Linear(hidden, 4 * hidden, **options)
         self.fc2 = nnx.Linear(4 * hidden, hidden, **options)
