@@ -20,7 +20,12 @@ from jax.sharding import Mesh, NamedSharding
 from autoshard import _jax
 from autoshard.graph import Graph, Op, Phase
 from autoshard.layout import Layout, Route, Want
-from autoshard.spec import partition_spec
+from autoshard.spec import WHOLE, partition_spec
+
+
+BY_HAND = frozenset({"top_k"})
+"""What XLA's partitioner gathers if it is split over some axes of the mesh and not over others. The ops here compute along
+one dimension that is whole, so every device applies them to its shard."""
 
 
 def evaluator(graph: Graph, layout: Layout, mesh: Mesh) -> Callable[[Sequence[Any]], list[Any]]:
@@ -59,13 +64,27 @@ class _Evaluation:
             site = (*self.path, i)
             operands = [self._read(a, ("operand", site, n), op) for n, a in enumerate(op.inputs)]
             with _jax.provenance(op.scope, op.source_info):
-                results = _jax.bind(op.primitive, operands, self._params(op, site))
+                results = self._applied(op, operands, site)
             for r, (v, x) in enumerate(zip(op.outputs, results, strict=True)):
                 self.env[v] = self._placed(x, ("result", site, r))
                 if op.phase is Phase.BACKWARD and getattr(x, "ndim", 0):
                     self.made_backward.add(v)
                     self.last_backward = self.env[v]
         return [self._read(a, ("output", self.path, i), None) for i, a in enumerate(self.graph.outputs)]
+
+    def _applied(self, op: Op, operands: list[Any], site: tuple[Any, ...]) -> list[Any]:
+        route = self.layout.specs.get(("result", site, 0), ())
+        if op.name not in BY_HAND or not route or max(route[0]) == WHOLE:
+            return _jax.bind(op.primitive, operands, self._params(op, site))
+        spec = partition_spec(route[0], self.layout.axis_names)
+        by_hand = jax.shard_map(
+            lambda *xs: tuple(_jax.bind(op.primitive, list(xs), op.params)),
+            mesh=self.mesh,
+            in_specs=spec,
+            out_specs=spec,
+            check_vma=False,
+        )
+        return list(by_hand(*operands))
 
     def _params(self, op: Op, site: tuple[Any, ...]) -> dict[str, Any]:
         """The op's parameters, with the bodies rewritten."""
@@ -93,24 +112,18 @@ class _Evaluation:
         if not isinstance(atom, int):
             return atom.val
         want = self.layout.wants.get(place)
-        if want is None:
-            return self.env[atom]
-        x = self._copy(atom, want, op) if want.copy else self.env[atom]
-        return self._sent_once(x, atom, want, op) if want.last else x
+        return self.env[atom] if want is None else self._arrived(atom, want, op)
 
-    def _copy(self, v: int, want: Want, op: Op | None) -> Any:
-        key = (v, want.copy, want.group if want.is_fresh else "")
-        if key not in self.copies:
-            x = self._tied(self.env[v], v, op) if want.is_fresh else self.env[v]
-            self.copies[key] = self._sent(x, want.copy)
-        return self.copies[key]
-
-    def _sent_once(self, x: Any, v: int, want: Want, op: Op | None) -> Any:
-        key = (v, (*want.copy, *want.last), f"{want.group if want.is_fresh else ''}/read")
-        if key not in self.copies:
-            x = self._tied(x, v, op) if want.is_fresh and not want.copy else x
-            self.copies[key] = self._sent(x, want.last)
-        return self.copies[key]
+    def _arrived(self, v: int, want: Want, op: Op | None) -> Any:
+        """The value at the end of its route, shared with all that go the same way."""
+        route, lap = (*want.copy, *want.last), want.group if want.is_fresh else ""
+        gone = max((n for n in range(len(route) + 1) if (v, route[:n], lap) in self.copies), default=0)
+        if gone == 0:
+            self.copies[v, (), lap] = self._tied(self.env[v], v, op) if want.is_fresh else self.env[v]
+        for n in range(gone, len(route)):
+            x = self.copies[v, route[:n], lap]
+            self.copies[v, route[: n + 1], lap] = self._sent(x, route[n : n + 1])
+        return self.copies[v, route, lap]
 
     def _tied(self, x: Any, v: int, op: Op | None) -> Any:
         """The value, no sooner than a gradient has arrived."""

@@ -4,7 +4,7 @@ minimised."""
 from collections.abc import Iterator, Sequence
 
 from autoshard.plan import Collective, Estimates
-from autoshard.spec import AXIS_NAMES
+from autoshard.spec import AXIS_NAMES, Spec
 from search.choices import Way, port_specs
 from search.memory import Memory
 from search.pricing import Priced
@@ -59,9 +59,10 @@ _Run = tuple[str, tuple[int, ...], int, float]
 
 
 def _between_nodes(priced: Priced, labels: Sequence[int]) -> Iterator[_Run]:
-    """The collectives of reshards."""
+    """The collectives of reshards; readers of one copy share what they have in common of their ways."""
+    shared: dict[tuple[int, tuple[Spec, ...]], int] = {}
     for wire in priced.sketch.wires:
-        target = wire.target.node
+        source, target = wire.source.node, wire.target.node
         ways = priced.choices[target].ways
         if ways and ways[labels[target]] is not Way.FRESH:
             continue
@@ -69,9 +70,15 @@ def _between_nodes(priced: Priced, labels: Sequence[int]) -> Iterator[_Run]:
             tuple(port_specs(p, priced.choices[p.node])[labels[p.node]].tolist())
             for p in (wire.source, wire.target)
         ]
-        for step in priced.resharder.chain(wire.value.shape, wire.value.itemsize, *specs):
-            if step.kind != SLICE:
-                yield step.kind, step.axes, wire.count, step.num_bytes
+        chain = priced.resharder.chain(wire.value.shape, wire.value.itemsize, *specs)
+        for n, step in enumerate(chain):
+            count = wire.count
+            if priced.choices[source].ways:
+                so_far = (source, tuple(s.after for s in chain[: n + 1]))
+                count = max(0, wire.count - shared.get(so_far, 0))
+                shared[so_far] = max(wire.count, shared.get(so_far, 0))
+            if step.kind != SLICE and count:
+                yield step.kind, step.axes, count, step.num_bytes
 
 
 def _inside_nodes(priced: Priced, labels: Sequence[int]) -> Iterator[_Run]:

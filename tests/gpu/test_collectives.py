@@ -1,0 +1,82 @@
+"""A compiled step contains the collectives that its plan lists: by kind, mesh axes and bytes.
+
+The judge is XLA's own GPU compiler, which needs no GPU (`cost_model.oracle`). XLA combines small collectives, so bytes are
+compared and counts are not.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cost_model.oracle import ENVIRONMENT
+
+SHARE = 0.01
+"""Of a kind's bytes over an axis; the cases here agree to the byte, but for scalars."""
+
+FLOOR_BYTES = 1 << 16
+"""Below it nobody cares: losses, norms' sums and the like, which XLA merges or moves as it likes."""
+
+WHAT_IT_SHOWS = {
+    "mlp on 8": {"all-gather", "reduce-scatter"},
+    "mlp on 2x4": {"all-gather", "reduce-scatter", "all-reduce"},
+    "mlp on 8x8": {"all-reduce"},
+    "tensor parallel": {"all-reduce"},
+    "sequence parallel": {"all-gather", "reduce-scatter"},
+    "data parallel": {"all-reduce"},
+    "fsdp": {"all-gather", "reduce-scatter"},
+    "mixed on 2x4": {"all-reduce"},
+    "mixed on 8x8": {"all-reduce"},
+    "vocabulary parallel": {"all-reduce"},
+    "grouped heads": {"all-reduce"},
+    "grouped heads on 2x4": {"all-reduce"},
+    "experts": {"all-to-all"},
+    "experts on 2x4": {"all-to-all"},
+    "scanned": {"all-reduce"},
+    "scanned, tight": {"all-gather", "reduce-scatter"},
+    "scanned with checkpoint on 2x4": {"all-gather"},
+    "tables by rows": {"all-reduce"},
+    "tables on 2x4": {"all-gather"},
+}
+"""By case of `compiled`: kinds of collectives without which it would not be what it is called."""
+
+
+@pytest.mark.parametrize("name", WHAT_IT_SHOWS)
+def test_the_compiler_emits_what_the_plan_lists(name):
+    answer = _compiled(name)
+    predicted, compiled = _by_kind(answer["predicted"]), _by_kind(answer["compiled"])
+    differing = {
+        key: (predicted.get(key, 0), compiled.get(key, 0))
+        for key in sorted(predicted | compiled)
+        if _differ(predicted.get(key, 0), compiled.get(key, 0))
+    }
+    assert not differing, "predicted and compiled bytes per device"
+    shown = {kind for (kind, _), num_bytes in compiled.items() if num_bytes > FLOOR_BYTES}
+    assert shown >= WHAT_IT_SHOWS[name]
+
+
+def _by_kind(collectives) -> dict[tuple[str, str], int]:
+    return {(kind, ",".join(axes)): num_bytes for kind, axes, num_bytes in collectives}
+
+
+def _differ(predicted: int, compiled: int) -> bool:
+    return abs(predicted - compiled) > max(FLOOR_BYTES, SHARE * max(predicted, compiled))
+
+
+def _compiled(name: str) -> dict:
+    environment = os.environ | ENVIRONMENT
+    # LLVM is told to hurry: that changes kernels, not the program that we read.
+    environment["XLA_FLAGS"] += " --xla_llvm_disable_expensive_passes=true"
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.gpu.compiled", name],
+        cwd=Path(__file__).parents[2],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout)
