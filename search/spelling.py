@@ -2,12 +2,16 @@
 
 A spec is imposed where it decides: on arguments and at loops' borders, on the results of heavy ops and of ops
 with loops that cannot be split, and on what leaves a cluster or is reduced in it; inside a fused chain the
-compiler propagates. A partial result is not imposed (a constraint cannot say it): its reader's spec is, and the
-compiler reduces on the way.
+compiler propagates.
 
-The terms of a sum of partial results are imposed as if they were reduced one by one. The compiler moves the reductions
-behind the sum (measured on XLA:GPU, for any mix of products and scatters, reduced wholly or scattered). Without the
-constraints, it scatters a tied embedding's gradient into the other term, which it then has to reduce before.
+A constraint cannot say that a value is partial. It says that the value is whole, and where the reader wants it scattered, the
+compiler makes one reduce-scatter of the two. This holds for XLA:GPU, measured on products and scatters, in these cases:
+
+* partial over one axis. With the reader's spec alone, the compiler may compute on an axis that the plan leaves idle;
+* terms of a sum: the compiler moves the reductions behind it. Left alone, it scatters a tied embedding's gradient into
+  the other term, which it has to reduce before.
+
+A value that is partial over several axes and no such term is not imposed: its reader's spec is.
 """
 
 from collections.abc import Sequence
@@ -68,11 +72,13 @@ class _Speller:
             for r, (v, places) in enumerate(zip(op.results, op.result_places, strict=True)):
                 if self.program.values[v].shape and self._decides(op, kind, r):
                     made, rest = self.spec(self.sketch.ports[kind, r, True]), self.resting(kind, r)
-                    if PARTIAL not in rest:
-                        found |= dict.fromkeys(places, (*_whole_sums(made), *self._route(v, made, rest)))
-                    elif (kind, r) in self.summed:
-                        found |= dict.fromkeys(places, (rest,))
+                    route = (*self._imposed(kind, r, made), *self._route(v, made, rest))
+                    if route:
+                        found |= dict.fromkeys(places, route)
         return found
+
+    def _imposed(self, kind: int, result: int, made: Spec) -> Route:
+        return (made,) if made.count(PARTIAL) <= 1 or (kind, result) in self.summed else ()
 
     def _decides(self, op: FlatOp, kind: int, result: int) -> bool:
         if op.is_boundary or self.folded.is_heavy[kind] or (kind, result) in self.leaving:
@@ -114,7 +120,3 @@ class _Speller:
         value = self.program.values[v]
         chain = self.priced.resharder.chain(value.shape, value.itemsize, here, there)
         return tuple(s.after for s in chain if PARTIAL not in s.after or s.kind == "reduce-scatter")
-
-
-def _whole_sums(spec: Spec) -> Route:
-    return () if PARTIAL in spec else (spec,)

@@ -48,7 +48,7 @@ def drawn(step: Step, mesh: tuple[int, ...], seed: int) -> Layout:
     return spell(memory.priced, solution.labels)
 
 
-def fsdp_layout(step: Step, pins: Mapping[str, Any], is_fresh: bool) -> Layout:
+def with_copies(step: Step, pins: Mapping[str, Any], is_fresh: bool) -> Layout:
     """The fastest plan under these pins in which the backward phase's copies are all made anew, or all kept."""
     on_mesh = Ground.of(step, ["" for _ in step.arguments]).on(cluster((8,)), (8,))
     kept = list(on_mesh.pinned(pins))

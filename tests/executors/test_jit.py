@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import autoshard
 from autoshard.trace import trace
-from executors.jit import build
+from executors.jit import Program, build
 from search.driver import find
 from search.ground import Options
 from tests import zoo
@@ -45,7 +45,7 @@ MANY = jax.ShapeDtypeStruct((8192, WIDTH), jnp.float32)
 """So many examples that weights travel rather than activations."""
 
 
-def compiled_text(program) -> str:
+def compiled_text(program: Program) -> str:
     return program.fn.lower(*program.args).compile().as_text()
 
 
@@ -55,15 +55,13 @@ def gathers_of(text: str, shape: tuple[int, ...]) -> int:
     return len(re.findall(rf"= f32\[{wanted}\][^ ]* all-gather\(", text))
 
 
-def fsdp(cap_bytes: int):
-    """Weights and momentum sharded, the batch split: what a cap below the replicated state forces."""
+def searched() -> Program:
     traced = trace(step, STATE, X)
-    found = find(traced, plans.cluster((8,)), Options(cap_bytes, (8,)))
-    return found, build(traced, found.layout, jax.devices())
+    return build(traced, plans.fastest(traced, (8,)), jax.devices())
 
 
 def test_shardings_of_arguments_and_results_are_the_plans():
-    found, program = fsdp(plans.PLENTY_BYTES)
+    program = searched()
     compiled = program.fn.lower(*program.args).compile()
     wanted = jax.tree.leaves(program.shardings)
     got = jax.tree.leaves(compiled.input_shardings[0])
@@ -75,7 +73,7 @@ def test_shardings_of_arguments_and_results_are_the_plans():
 
 
 def test_state_is_donated_and_aliased():
-    _, program = fsdp(plans.PLENTY_BYTES)
+    program = searched()
     assert program.donated == (True, False)
     header = compiled_text(program).splitlines()[0]
     aliases = re.search(r"input_output_alias=\{(.*?)\}, entry", header)
@@ -83,31 +81,29 @@ def test_state_is_donated_and_aliased():
     assert len(re.findall(r"-alias\)", aliases[1])) == 6
 
 
-def test_data_parallel_plan_reduces_every_gradient_and_gathers_nothing():
-    traced = trace(step, STATE, X)
-    pins = {f"state['{kind}'][{i}]": P() for kind in ("params", "momentum") for i in range(3)} | {"x": P("data")}
-    found = find(traced, plans.cluster((8,)), Options(plans.PLENTY_BYTES, (8,), pins))
-    text = compiled_text(build(traced, found.layout, jax.devices()))
-    assert "all-gather(" not in text
-    assert "all-reduce(" in text
+@pytest.mark.parametrize(("rest", "num_gathers"), [(P(), 6), (P("data"), 3)], ids=["whole", "sharded"])
+def test_state_is_gathered_as_often_as_the_plan_says(rest, num_gathers):
+    traced = trace(step, STATE, MANY)
+    pins = {f"state['{kind}'][{i}]": rest for kind in ("params", "momentum") for i in range(3)}
+    found = find(traced, plans.cluster((8,)), Options(plans.PLENTY_BYTES, (8,), pins | {"x": P("data")}))
+    planned = sum(c.count for c in found.plan.estimates.collectives if c.kind == "all-gather")
+    compiled = gathers_of(compiled_text(build(traced, found.layout, jax.devices())), (WIDTH, WIDTH))
+    assert compiled == planned == num_gathers
 
 
 def test_fsdp_gathers_a_weight_again_in_the_backward_phase():
     traced = trace(step, STATE, MANY)
     pins = {f"state['{kind}'][{i}]": P("data") for kind in ("params", "momentum") for i in range(3)}
     pins["x"] = P("data")
-    layouts = {}
+    gathers = {}
     for is_fresh in (True, False):
-        layouts[is_fresh] = plans.fsdp_layout(traced, pins, is_fresh)
-    counts = {
-        is_fresh: gathers_of(compiled_text(build(traced, layout, jax.devices())), (WIDTH, WIDTH))
-        for is_fresh, layout in layouts.items()
-    }
-    # The first weight is not read by the backward phase: the batch has no gradient.
-    assert counts == {True: 5, False: 3}
+        layout = plans.with_copies(traced, pins, is_fresh)
+        gathers[is_fresh] = gathers_of(compiled_text(build(traced, layout, jax.devices())), (WIDTH, WIDTH))
+    # The backward phase does not read the first weight: the batch has no gradient.
+    assert gathers == {True: 5, False: 3}
 
 
-def test_tensor_parallel_pins_give_one_all_reduce_per_product_and_no_gather():
+def test_tensor_parallel_weights_stay_where_they_are():
     traced = trace(step, STATE, X)
     column, row = P(None, "data"), P("data", None)
     pins = {f"state['{kind}'][{i}]": (column, row)[i % 2] for kind in ("params", "momentum") for i in range(2)}
