@@ -12,7 +12,7 @@ from math import prod
 
 import numpy as np
 
-from autoshard.spec import PARTIAL, WHOLE
+from autoshard.spec import PARTIAL, WHOLE, may_split
 from search.clusters import Cluster
 from search.reshard import Resharder
 from search.sketch import STUCK, Copy, Port, Sketch
@@ -55,9 +55,21 @@ class Choices:
         return len(self.assignment)
 
 
-def cluster_choices(cluster: Cluster, ports: tuple[Port, ...], mesh_shape: tuple[int, ...]) -> Choices:
-    """All labels of a cluster whose values enter and leave at `ports`."""
+def cluster_choices(
+    cluster: Cluster, ports: tuple[Port, ...], mesh_shape: tuple[int, ...], must_divide: bool
+) -> Choices:
+    """All labels of a cluster whose values enter and leave at `ports`.
+
+    Arguments and results of the step must divide evenly (JAX wants it so), and so must what is only a part of some
+    dimension; other factors may be padded.
+    """
     minor = {f for p in ports for dim in p.dims for f in dim[1:]}
+    even = {dim[0] for p in ports for dim in p.dims if len(dim) > 1}
+
+    def may_split_into(factor: int, parts: int) -> bool:
+        size = cluster.sizes[factor]
+        return size % parts == 0 if must_divide or factor in even else may_split(size, parts)
+
     factors = [f for f, size in enumerate(cluster.sizes) if f not in minor]
     places = [NONE, *([ALL_PARTIAL] if cluster.is_sum else [])]
     factors.sort(key=lambda f: (-cluster.sizes[f], f))
@@ -66,7 +78,7 @@ def cluster_choices(cluster: Cluster, ports: tuple[Port, ...], mesh_shape: tuple
     labels = [
         label
         for label in product((*places, *sorted(factors)), repeat=len(mesh_shape))
-        if all(cluster.sizes[f] % _parts(label, f, mesh_shape) == 0 for f in set(label) if f >= 0)
+        if all(may_split_into(f, _parts(label, f, mesh_shape)) for f in set(label) if f >= 0)
     ]
     return Choices(np.array(labels, np.int64).reshape(len(labels), len(mesh_shape)))
 
@@ -99,7 +111,10 @@ def all_choices(sketch: Sketch, resharder: Resharder) -> tuple[Choices, ...]:
     ports: dict[int, set[Port]] = {}
     for port in sketch.ports.values():
         ports.setdefault(port.node, set()).add(port)
-    made = [cluster_choices(c, tuple(ports.get(i, ())), shape) for i, c in enumerate(sketch.clusters)]
+    made = []
+    for node, cluster in enumerate(sketch.clusters):
+        is_border = sketch.folded.op(cluster.kinds[0]).name in ("input", "output")
+        made.append(cluster_choices(cluster, tuple(ports.get(node, ())), shape, is_border))
     for copy in sketch.copies:
         made.append(_copy_choices(copy, made))
     return tuple(made)

@@ -70,7 +70,8 @@ def _between_nodes(priced: Priced, labels: Sequence[int]) -> Iterator[_Run]:
             tuple(port_specs(p, priced.choices[p.node])[labels[p.node]].tolist())
             for p in (wire.source, wire.target)
         ]
-        chain = priced.resharder.chain(wire.value.shape, wire.value.itemsize, *specs)
+        at_once = priced.sketch.is_sum(source)
+        chain = priced.resharder.chain(wire.value.shape, wire.value.itemsize, *specs, at_once)
         for n, step in enumerate(chain):
             count = wire.count
             if priced.choices[source].ways:

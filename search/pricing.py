@@ -73,7 +73,8 @@ class Priced:
     def wire_seconds(self, wire: Wire) -> np.ndarray:
         """[labels of source, labels of target] seconds in one step."""
         rank = len(wire.value.shape)
-        table = self.resharder.seconds(wire.value.shape, wire.value.itemsize)
+        at_once = self.sketch.is_sum(wire.source.node)
+        table = self.resharder.seconds(wire.value.shape, wire.value.itemsize, at_once)
         source, target = self.indices(wire.source, rank), self.indices(wire.target, rank)
         seconds = table[np.ix_(source, target)] * wire.count
         ways = self.choices[wire.target.node].ways

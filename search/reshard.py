@@ -13,9 +13,15 @@ dimensions. Between them, one step changes a set of axes alike:
   partial        split                    reduce-scatter
   =============  =======================  ===========================
 
-A step may only add or take the minor-most axes of a dimension, since shards lie in axis order. The cheapest
+A step may only add or take the minor-most axes of a dimension, since shards lie in axis order. An all-to-all wants
+even splits; the others may be padded. The cheapest
 chains between all pairs are shortest paths (Floyd 1962), found for each size of value once. `num_bytes` of a
 step is the larger of what a device holds before and after it.
+
+What XLA:GPU makes of each step was measured (`tests/gpu/test_collectives.py`): with every step's spec imposed in
+turn, the collective named here, to the byte. One chain it does not do: a sum of terms that are partial over
+several axes is reduced over all of them at once, so for sums the steps that leave some of these axes partial are
+not there (`at_once`).
 """
 
 from dataclasses import dataclass, field
@@ -25,7 +31,7 @@ from math import prod
 
 import numpy as np
 
-from autoshard.spec import PARTIAL, WHOLE, Spec, divides, num_shards
+from autoshard.spec import PARTIAL, WHOLE, Spec, divides, num_shards, splits
 from cost_model.collectives import MeshModel
 
 SLICE = "slice"
@@ -75,14 +81,19 @@ class Resharder:
         """All specs of a rank, by index."""
         return _moves(rank, self.num_axes).specs
 
-    def seconds(self, shape: tuple[int, ...], itemsize: int) -> np.ndarray:
-        """Seconds from every spec (row) to every other (column); infinite where there is no way."""
-        return self._table(shape, itemsize)[1]
+    def seconds(self, shape: tuple[int, ...], itemsize: int, at_once: bool = False) -> np.ndarray:
+        """Seconds from every spec (row) to every other (column); infinite where there is no way.
 
-    def chain(self, shape: tuple[int, ...], itemsize: int, source: Spec, target: Spec) -> tuple[Step, ...]:
+        `at_once` is for sums of partial terms: XLA reduces them over all their axes in one collective.
+        """
+        return self._table(shape, itemsize, at_once)[1]
+
+    def chain(
+        self, shape: tuple[int, ...], itemsize: int, source: Spec, target: Spec, at_once: bool = False
+    ) -> tuple[Step, ...]:
         """The steps of the cheapest chain."""
-        direct, best = self._table(shape, itemsize)
-        moves, rank = _moves(len(shape), self.num_axes), len(shape)
+        direct, best = self._table(shape, itemsize, at_once)
+        moves, rank = _moves(len(shape), self.num_axes, at_once), len(shape)
         here, goal = self.index(source, rank), self.index(target, rank)
         assert np.isfinite(best[here, goal]), f"no way from {source} to {target} for {shape}"
         steps = []
@@ -101,22 +112,25 @@ class Resharder:
             here = int(moves.target[move])
         return tuple(steps)
 
-    def _table(self, shape: tuple[int, ...], itemsize: int) -> tuple[np.ndarray, np.ndarray]:
+    def _table(self, shape: tuple[int, ...], itemsize: int, at_once: bool) -> tuple[np.ndarray, np.ndarray]:
         """(Seconds of each direct move, seconds of the best chain between all pairs)."""
-        key = (shape, itemsize)
+        key = (shape, itemsize, at_once)
         if key not in self._tables:
-            self._tables[key] = self._solve(shape, itemsize)
+            self._tables[key] = self._solve(shape, itemsize, at_once)
         return self._tables[key]
 
-    def _solve(self, shape: tuple[int, ...], itemsize: int) -> tuple[np.ndarray, np.ndarray]:
-        moves = _moves(len(shape), self.num_axes)
-        fits = np.array([divides(s, shape, self.mesh.shape) for s in moves.specs])
+    def _solve(self, shape: tuple[int, ...], itemsize: int, at_once: bool) -> tuple[np.ndarray, np.ndarray]:
+        moves = _moves(len(shape), self.num_axes, at_once)
+        fits = np.array([splits(s, shape, self.mesh.shape) for s in moves.specs])
+        is_even = np.array([divides(s, shape, self.mesh.shape) for s in moves.specs])
         local = np.array([prod(shape) * itemsize / num_shards(s, self.mesh.shape) for s in moves.specs])
         moved = np.maximum(local[moves.source], local[moves.target])
         direct = np.full(len(moved), np.inf)
         for i, (kind, axes) in enumerate(moves.kinds):
             of_kind = moves.kind == i
             direct[of_kind] = SLICE_S if kind == SLICE else self.mesh.time_s(kind, axes, moved[of_kind])
+            if kind == "all-to-all":
+                direct[of_kind & ~(is_even[moves.source] & is_even[moves.target])] = np.inf
         direct[~(fits[moves.source] & fits[moves.target])] = np.inf
         best = np.full((len(fits), len(fits)), np.inf)
         np.fill_diagonal(best, np.where(fits, 0.0, np.inf))
@@ -131,7 +145,7 @@ SLICE_S = 1e-9
 
 
 @lru_cache(maxsize=64)
-def _moves(rank: int, num_axes: int) -> _Moves:
+def _moves(rank: int, num_axes: int, at_once: bool = False) -> _Moves:
     places = (PARTIAL, WHOLE, *range(rank))
     specs = tuple(product(places, repeat=num_axes))
     index = {s: i for i, s in enumerate(specs)}
@@ -139,6 +153,8 @@ def _moves(rank: int, num_axes: int) -> _Moves:
     rows = []
     for spec in specs:
         for axes, kind, after in _steps_from(spec, places):
+            if at_once and spec[axes[0]] == PARTIAL and PARTIAL in after:
+                continue
             rows.append((index[spec], index[after], kinds.setdefault((kind, axes), len(kinds))))
     table = np.array(rows, np.int64).reshape(-1, 3)
     return _Moves(specs, table[:, 0], table[:, 1], tuple(kinds), table[:, 2])

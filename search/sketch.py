@@ -120,6 +120,10 @@ class Sketch:
         """Clusters and copies."""
         return len(self.clusters) + len(self.copies)
 
+    def is_sum(self, node: int) -> bool:
+        """Whether a node is a cluster whose values may be partial."""
+        return node < len(self.clusters) and self.clusters[node].is_sum
+
     @cached_property
     def copy_of(self) -> dict[tuple[int, int, Group], Copy]:
         """Copies by maker and group."""

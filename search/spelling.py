@@ -4,8 +4,8 @@ A spec is imposed where it decides: on arguments and at loops' borders, on the r
 with loops that cannot be split, and on what leaves a cluster or is reduced in it; inside a fused chain the
 compiler propagates.
 
-A constraint cannot say that a value is partial. It says that the value is whole, and where the reader wants it scattered, the
-compiler makes one reduce-scatter of the two. This holds for XLA:GPU, measured on products and scatters, in these cases:
+A constraint cannot say that a value is partial. It says that the value is whole, and where the reader wants it
+scattered, the compiler makes one reduce-scatter of the two. This holds for XLA:GPU, measured on products and scatters, in these cases:
 
 * partial over one axis. With the reader's spec alone, the compiler may compute on an axis that the plan leaves idle;
 * terms of a sum: the compiler moves the reductions behind it. Left alone, it scatters a tied embedding's gradient into
@@ -118,5 +118,7 @@ class _Speller:
         the compiler then does both in this order (measured on XLA:GPU).
         """
         value = self.program.values[v]
-        chain = self.priced.resharder.chain(value.shape, value.itemsize, here, there)
+        kind = self.folded.kind_of[self.maker[v][0]]
+        at_once = self.sketch.is_sum(self.sketch.node_of[kind])
+        chain = self.priced.resharder.chain(value.shape, value.itemsize, here, there, at_once)
         return tuple(s.after for s in chain if PARTIAL not in s.after or s.kind == "reduce-scatter")

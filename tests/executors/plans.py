@@ -55,7 +55,9 @@ def with_copies(step: Step, pins: Mapping[str, Any], is_fresh: bool) -> Layout:
     for copy in on_mesh.memory.priced.sketch.copies:
         ways = on_mesh.memory.priced.choices[copy.node].ways
         if copy.kept_from:
-            kept[copy.node] = np.array([i for i, w in enumerate(ways) if w is (Way.FRESH if is_fresh else Way.KEPT)])
+            kept[copy.node] = np.array(
+                [i for i, w in enumerate(ways) if w is (Way.FRESH if is_fresh else Way.KEPT)]
+            )
     solution = on_mesh.solve(kept, PLENTY_BYTES, SEARCH_S)
     return spell(on_mesh.memory.priced, solution.labels)
 

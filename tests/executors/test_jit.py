@@ -1,4 +1,4 @@
-"""What the jit executor writes: shardings in and out, donation, the collectives of the plan, and state born on its shards."""
+"""What the jit executor writes: shardings, donation, the collectives of the plan, and state born on its shards."""
 
 import re
 
@@ -106,7 +106,9 @@ def test_fsdp_gathers_a_weight_again_in_the_backward_phase():
 def test_tensor_parallel_weights_stay_where_they_are():
     traced = trace(step, STATE, X)
     column, row = P(None, "data"), P("data", None)
-    pins = {f"state['{kind}'][{i}]": (column, row)[i % 2] for kind in ("params", "momentum") for i in range(2)}
+    pins = {
+        f"state['{kind}'][{i}]": (column, row)[i % 2] for kind in ("params", "momentum") for i in range(2)
+    }
     pins["x"] = P()
     found = find(traced, plans.cluster((8,)), Options(plans.PLENTY_BYTES, (8,), pins))
     text = compiled_text(build(traced, found.layout, jax.devices()))
@@ -132,8 +134,12 @@ def test_init_creates_every_array_on_its_shards():
         sharded += array.sharding.shard_shape(array.shape) != array.shape
         np.testing.assert_allclose(array, single, rtol=1e-5, atol=1e-6)
     assert sharded >= 4
-    lowered = jax.jit(create, out_shardings=jax.tree.map(lambda x: x.sharding, state)).lower(jax.random.key(0))
-    assert lowered.compile().memory_analysis().output_size_in_bytes < sum(x.nbytes for x in jax.tree.leaves(wanted))
+    lowered = jax.jit(create, out_shardings=jax.tree.map(lambda x: x.sharding, state)).lower(
+        jax.random.key(0)
+    )
+    assert lowered.compile().memory_analysis().output_size_in_bytes < sum(
+        x.nbytes for x in jax.tree.leaves(wanted)
+    )
 
 
 def test_init_state_and_an_ordinary_state_take_the_same_steps():

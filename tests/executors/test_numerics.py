@@ -59,7 +59,9 @@ PLANS = {
 def on_one_device(model: str, dtype: Any) -> "Reference":
     case = zoo.MAKERS[model](dtype=dtype, **MODELS[model])
     state = case.init()
-    return Reference(case, trace(case.step, *case.abstract_args()), state, *run(jax.jit(case.step), case, state))
+    return Reference(
+        case, trace(case.step, *case.abstract_args()), state, *run(jax.jit(case.step), case, state)
+    )
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,15 @@ def _megatron(**sizes) -> Callable[[], Case]:
 
 
 def _llama(batch: int) -> Callable[[], Case]:
-    sizes = {"num_layers": 1, "hidden": 512, "heads": 16, "kv_heads": 8, "ffn": 1536, "vocab": 4096, "seq": 256}
+    sizes = {
+        "num_layers": 1,
+        "hidden": 512,
+        "heads": 16,
+        "kv_heads": 8,
+        "ffn": 1536,
+        "vocab": 4096,
+        "seq": 256,
+    }
     return lambda: make_llama(**sizes, batch=batch, compute_dtype=jnp.bfloat16)
 
 
@@ -68,7 +76,9 @@ def _mlp(batch: int) -> Callable[[], Case]:
 
 
 def _dlrm() -> Case:
-    return make_dlrm((1 << 20, 1 << 18), embed_dim=64, num_dense=64, bottom=(512,), top=(1024, 512), batch=8192)
+    return make_dlrm(
+        (1 << 20, 1 << 18), embed_dim=64, num_dense=64, bottom=(512,), top=(1024, 512), batch=8192
+    )
 
 
 _ROWS = {
