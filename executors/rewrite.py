@@ -17,7 +17,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding
 
-from autoshard import _jax
+from autoshard._jax import abstract_value, bind, provenance
 from autoshard.graph import Graph, Op, Phase
 from autoshard.layout import Layout, Route, Want
 from autoshard.spec import WHOLE, partition_spec
@@ -63,7 +63,7 @@ class _Evaluation:
         for i, op in enumerate(self.graph.ops):
             site = (*self.path, i)
             operands = [self._read(a, ("operand", site, n), op) for n, a in enumerate(op.inputs)]
-            with _jax.provenance(op.scope, op.source_info):
+            with provenance(op.scope, op.source_info):
                 results = self._applied(op, operands, site)
             for r, (v, x) in enumerate(zip(op.outputs, results, strict=True)):
                 self.env[v] = self._placed(x, ("result", site, r))
@@ -75,10 +75,10 @@ class _Evaluation:
     def _applied(self, op: Op, operands: list[Any], site: tuple[Any, ...]) -> list[Any]:
         route = self.layout.specs.get(("result", site, 0), ())
         if op.name not in BY_HAND or not route or max(route[0]) == WHOLE:
-            return _jax.bind(op.primitive, operands, self._params(op, site))
+            return bind(op.primitive, operands, self._params(op, site))
         spec = partition_spec(route[0], self.layout.axis_names)
         by_hand = jax.shard_map(
-            lambda *xs: tuple(_jax.bind(op.primitive, list(xs), op.params)),
+            lambda *xs: tuple(bind(op.primitive, list(xs), op.params)),
             mesh=self.mesh,
             in_specs=spec,
             out_specs=spec,
@@ -102,7 +102,7 @@ class _Evaluation:
 
     def _body(self, body: Graph, path: tuple[Any, ...]) -> Any:
         shapes = [body.values[v] for v in body.inputs]
-        abstract = [_jax.abstract_value(v.shape, v.dtype, v.weak_type) for v in shapes]
+        abstract = [abstract_value(v.shape, v.dtype, v.weak_type) for v in shapes]
         return jax.make_jaxpr(lambda *xs: _Evaluation(body, self.layout, self.mesh, path).run(xs))(*abstract)
 
     def _placed(self, x: Any, place: Any) -> Any:

@@ -19,9 +19,9 @@ chains between all pairs are shortest paths (Floyd 1962), found for each size of
 step is the larger of what a device holds before and after it.
 
 What XLA:GPU makes of each step was measured (`tests/gpu/test_collectives.py`): with every step's spec imposed in
-turn, the collective named here, to the byte. One chain it does not do: a sum of terms that are partial over
-several axes is reduced over all of them at once, so for sums the steps that leave some of these axes partial are
-not there (`at_once`).
+turn, the collective named here, to the byte. Two things it does not do, and there are no such steps: a partial
+value does not move before it is reduced; and a sum of terms that are partial over several axes is reduced over all
+of them at once (`at_once`).
 """
 
 from dataclasses import dataclass, field
@@ -153,7 +153,8 @@ def _moves(rank: int, num_axes: int, at_once: bool = False) -> _Moves:
     rows = []
     for spec in specs:
         for axes, kind, after in _steps_from(spec, places):
-            if at_once and spec[axes[0]] == PARTIAL and PARTIAL in after:
+            leaves_partial = PARTIAL in after and (at_once or spec[axes[0]] != PARTIAL)
+            if leaves_partial:
                 continue
             rows.append((index[spec], index[after], kinds.setdefault((kind, axes), len(kinds))))
     table = np.array(rows, np.int64).reshape(-1, 3)

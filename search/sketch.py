@@ -185,6 +185,10 @@ def _named(rule: Rule, cluster: Cluster, kind: int, dims: Dims) -> Dims:
     )
 
 
+Reads = dict[tuple[int, int], int]
+"""How often values of one kind are read: by value and count, as a loop's carry is read inside the loop and after it."""
+
+
 class _Wiring:
     """Collects copies and wires, value by value."""
 
@@ -197,7 +201,7 @@ class _Wiring:
         for (kind, result), reads in self._reads().items():
             self._value(kind, result, reads)
 
-    def _reads(self) -> dict[tuple[int, int], dict[Group, dict[Port, dict[int, int]]]]:
+    def _reads(self) -> dict[tuple[int, int], dict[Group, dict[Port, Reads]]]:
         """For each kind's result, by group and port: how often each value of that kind is read."""
         program = self.folded.program
         maker = {v: (i, r) for i, op in enumerate(program.ops) for r, v in enumerate(op.results)}
@@ -210,12 +214,12 @@ class _Wiring:
                 made, r = maker[v]
                 key = (self.folded.kind_of[made], r)
                 by_value = reads.setdefault(key, {}).setdefault((group_of(op), consumer, operand), {})
-                by_value[v] = max(by_value.get(v, 0), count)
+                by_value[v, count] = count
         return {key: self._by_port(key, reads[key]) for key in sorted(reads)}
 
-    def _by_port(self, key, by_consumer) -> dict[Group, dict[Port, dict[int, int]]]:
+    def _by_port(self, key, by_consumer) -> dict[Group, dict[Port, Reads]]:
         source = self.ports[(*key, True)]
-        grouped: dict[Group, dict[Port, dict[int, int]]] = {}
+        grouped: dict[Group, dict[Port, Reads]] = {}
         for (group, consumer, operand), by_value in by_consumer.items():
             port = self.ports[consumer, operand, False]
             if port == source:
@@ -225,7 +229,7 @@ class _Wiring:
                 merged[v] = max(merged.get(v, 0), count)
         return grouped
 
-    def _value(self, kind: int, result: int, groups: dict[Group, dict[Port, dict[int, int]]]) -> None:
+    def _value(self, kind: int, result: int, groups: dict[Group, dict[Port, Reads]]) -> None:
         op = self.folded.op(kind)
         value = self.folded.program.values[op.results[result]]
         source = self.ports[kind, result, True]
@@ -238,7 +242,7 @@ class _Wiring:
             source = self._copy((kind, result), value, Group.REST, source, (), (), sum(everything.values()))
         forward = tuple(groups.get(Group.FORWARD, ()))
         for group, ports in groups.items():
-            total: dict[int, int] = {}
+            total: Reads = {}
             for by_value in ports.values():
                 for v, count in by_value.items():
                     total[v] = max(total.get(v, 0), count)

@@ -38,7 +38,7 @@ SPLIT = {"state['params']['up']": jax.P(None, "model"), "state['velocity']['up']
 parallelize = functools.partial(autoshard.parallelize, mesh=(2, 4), pin=SPLIT)
 
 
-def close(a, b):
+def assert_close(a, b):
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6), a, b)
 
 
@@ -56,7 +56,7 @@ def test_steps_are_those_of_the_plain_function():
     step, state = parallelize(train_step), create_state(jax.random.key(0))
     for i in range(3):
         state, metrics = step(state, make_batch(i))
-    close((state, metrics), plain_steps(3))
+    assert_close((state, metrics), plain_steps(3))
 
 
 def test_as_a_decorator_with_and_without_options():
@@ -71,7 +71,7 @@ def test_as_a_decorator_with_and_without_options():
 
     for step in (bare, capped):
         assert isinstance(step, Parallelized)
-        close(step(jnp.ones(8), jnp.ones(16)), jnp.full(8, 17.0))
+        assert_close(step(jnp.ones(8), jnp.ones(16)), jnp.full(8, 17.0))
     assert (bare.__name__, bare.__doc__) == ("bare", "Doubles.")
     assert capped.plan.memory_bytes == 1 << 30
 
@@ -105,7 +105,7 @@ def test_keyword_arguments(call):
     step, state = autoshard.parallelize(train_step, mesh=(2, 4)), create_state(jax.random.key(0))
     for i in range(2):
         state, metrics = call(step, state, make_batch(i))
-    close((state, metrics), plain_steps(2))
+    assert_close((state, metrics), plain_steps(2))
 
 
 class Trainer:
@@ -123,7 +123,7 @@ class Trainer:
 )
 def test_anything_that_can_be_called(function):
     state, metrics = autoshard.parallelize(function)(create_state(jax.random.key(0)), make_batch())
-    close((state, metrics), plain_steps(1))
+    assert_close((state, metrics), plain_steps(1))
 
 
 def test_state_is_donated_and_batches_are_not():
@@ -138,7 +138,7 @@ def test_state_is_donated_and_batches_are_not():
 def test_fewer_devices_than_jax_sees():
     step = autoshard.parallelize(train_step, devices=jax.devices()[2:4])
     state, metrics = step(create_state(jax.random.key(0)), make_batch())
-    close((state, metrics), plain_steps(1))
+    assert_close((state, metrics), plain_steps(1))
     used = {d for x in jax.tree.leaves(state) for d in x.devices()}
     assert used == set(jax.devices()[2:4])
 
@@ -152,15 +152,15 @@ def test_state_is_born_on_its_shards():
     assert state["params"]["up"].sharding.spec == jax.P(None, "model")
     assert state["velocity"]["up"].sharding.spec == jax.P("data", "model")
     assert {s.data.shape for s in state["velocity"]["up"].addressable_shards} == {(16, 16)}
-    close(state, create_state(jax.random.key(0)))
-    close(step(state, make_batch()), plain_steps(1))
+    assert_close(state, create_state(jax.random.key(0)))
+    assert_close(step(state, make_batch()), plain_steps(1))
 
 
 def test_init_takes_shapes_for_the_other_arguments():
     shapes = jax.eval_shape(make_batch_arrays)
     step = parallelize(train_step)
     state = step.init(create_state, jax.random.key(0), args=(shapes,))
-    close(step(state, make_batch()), plain_steps(1))
+    assert_close(step(state, make_batch()), plain_steps(1))
 
 
 def make_batch_arrays():
@@ -198,7 +198,7 @@ def test_a_plan_is_run_without_a_search(plan, given, tmp_path, monkeypatch):
     step = autoshard.parallelize(train_step, plan={"path": path, "text": str(path), "plan": plan}[given])
     state = step.init(create_state, jax.random.key(0), args=(make_batch(),))
     assert state["velocity"]["up"].sharding.spec == jax.P("data", "model")
-    close(step(state, make_batch()), plain_steps(1))
+    assert_close(step(state, make_batch()), plain_steps(1))
     assert step.plan == plan
 
 
@@ -210,7 +210,7 @@ def test_an_edited_plan_file_is_run(plan, tmp_path):
     step = autoshard.parallelize(train_step, plan=path)
     state = step.init(create_state, jax.random.key(0), args=(make_batch(),))
     assert state["velocity"]["up"].sharding.spec == jax.P("model")
-    close(step(state, make_batch()), plain_steps(1))
+    assert_close(step(state, make_batch()), plain_steps(1))
 
 
 def test_emit_gives_what_to_lower(plan):
@@ -219,7 +219,7 @@ def test_emit_gives_what_to_lower(plan):
     assert program.args[0]["params"]["up"].sharding.spec == jax.P(None, "model")
     assert program.donated == (True, False)
     placed = jax.device_put((create_state(jax.random.key(0)), make_batch()), program.shardings)
-    close(program.fn(*placed), plain_steps(1))
+    assert_close(program.fn(*placed), plain_steps(1))
 
 
 def test_emit_takes_a_parallelized_step(plan):

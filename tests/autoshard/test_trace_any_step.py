@@ -88,7 +88,7 @@ def debug_print(w, x):
 @case(normal(16, 32), normal(24, 16))
 @trained
 def fourier_mixing(w, x):
-    return jnp.mean(jnp.fft.fft2(x @ w).real ** 2) + jnp.mean(jnp.abs(jnp.fft.rfft(x)))
+    return jnp.mean((jnp.fft.fft2(x).real @ w) ** 2) + jnp.mean(jnp.abs(jnp.fft.rfft(x @ w)) ** 2)
 
 
 @case(normal(16, 32), normal(24, 16))

@@ -23,10 +23,11 @@ from tests.zoo import Case
 NUM_STEPS = 20
 
 NOISE = 1e-12
-"""Absolute: entries of size 1 that cancel to nothing, and 20 steps of rounding on them."""
+"""Absolute: 20 steps of rounding on entries of size 1 that cancel to nothing."""
 
 NOISE_GROWN_BY_ADAM = 1e-10
-"""Attention does not see its keys' bias: the gradient is rounding, which Adam divides by its own size."""
+"""Absolute, of what a loss does not see, such as the bias of attention's keys: its gradient is rounding, which Adam divides
+by its own size. Such a leaf holds nothing larger on one device either."""
 
 MODELS = {
     "mlp": {},
@@ -50,9 +51,18 @@ PLANS = {
     "8-smallest": lambda step: plans.smallest(step, (8,)),
     "2x4-fastest": lambda step: plans.fastest(step, (2, 4)),
     "2x4-drawn": lambda step: plans.drawn(step, (2, 4), seed=0),
+    "2x2x2-fastest": lambda step: plans.fastest(step, (2, 2, 2)),
     "2x2x2-smallest": lambda step: plans.smallest(step, (2, 2, 2)),
+    "6-smallest": lambda step: plans.smallest(step, (6,)),
+    "2x3-fastest": lambda step: plans.fastest(step, (2, 3)),
     "2x3-drawn": lambda step: plans.drawn(step, (2, 3), seed=1),
 }
+
+FOR_ALL = ("8-smallest", "2x4-drawn", "2x2x2-fastest", "2x3-fastest")
+QUICK = ("mlp", "gpt_linen", "dlrm", "resnet")
+"""Models that compile fast enough to run every plan."""
+
+RUNS = [(m, p) for m in MODELS for p in (PLANS if m in QUICK else FOR_ALL)]
 
 
 @functools.cache
@@ -93,8 +103,7 @@ def numbers(x: Any) -> np.ndarray:
     return np.asarray(jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x)
 
 
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("model", "plan"), RUNS)
 def test_float64_losses_and_states_equal_one_devices(model, plan):
     with jax.enable_x64(True):
         single = on_one_device(model, jnp.float64)
@@ -103,12 +112,8 @@ def test_float64_losses_and_states_equal_one_devices(model, plan):
         jax.tree.leaves_with_path((single.state, single.history)), leaves, strict=True
     ):
         name = jax.tree_util.keystr(path)
-        noise = NOISE_GROWN_BY_ADAM if _is_key_bias(name) else NOISE
+        noise = NOISE_GROWN_BY_ADAM if np.abs(wanted).max(initial=0) < NOISE_GROWN_BY_ADAM else NOISE
         np.testing.assert_allclose(got, wanted, rtol=1e-9, atol=noise, err_msg=name)
-
-
-def _is_key_bias(name: str) -> bool:
-    return name.endswith(("['key']['bias']", "['key']['bias'].value", "['key'].bias"))
 
 
 @pytest.mark.parametrize("model", MODELS)
