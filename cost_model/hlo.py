@@ -25,6 +25,7 @@ Written against the text of JAX 0.11 and 0.12 (XLA of 2026; `xla/hlo/ir/replica_
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 
 import numpy as np
@@ -74,7 +75,7 @@ class _Instruction:
 
 
 def collectives(text: str, mesh: Mapping[str, int]) -> tuple[HloCollective, ...]:
-    """The collectives of a compiled module, in program order.
+    """The collectives of a compiled module, in program order; those in which every device talks to itself are left out.
 
     Args:
       text: what `compiled.as_text()` gives.
@@ -82,12 +83,13 @@ def collectives(text: str, mesh: Mapping[str, int]) -> tuple[HloCollective, ...]
     """
     computations = dict(_computations(text))
     runs = _runs(text, computations)
-    return tuple(
+    found = (
         _collective(kind, i, num_bytes, runs[name], mesh)
         for name, instructions in computations.items()
         if runs.get(name)
         for kind, i, num_bytes in _moving(instructions)
     )
+    return tuple(c for c in found if c.axes)
 
 
 def totals(found: Sequence[HloCollective]) -> dict[tuple[str, tuple[str, ...]], tuple[int, int]]:
@@ -217,7 +219,7 @@ def _over_axes(axes: str, device_ids: str | None, members: str) -> np.ndarray:
     for name, before, size in wanted:
         split[name] = sorted({*split[name], before, before * size})
     places = {(name, cut): None for name, cuts in split.items() for cut in cuts[:-1]}
-    shape = [b // a for cuts in split.values() for a, b in zip(cuts, cuts[1:], strict=False)]
+    shape = [b // a for cuts in split.values() for a, b in pairwise(cuts)]
     order = list(places)
     inner = [
         order.index((name, cut))

@@ -66,12 +66,12 @@ def _between_nodes(priced: Priced, labels: Sequence[int]) -> Iterator[_Run]:
         ways = priced.choices[target].ways
         if ways and ways[labels[target]] is not Way.FRESH:
             continue
-        specs = [
+        here, there = (
             tuple(port_specs(p, priced.choices[p.node])[labels[p.node]].tolist())
             for p in (wire.source, wire.target)
-        ]
+        )
         at_once = priced.sketch.is_sum(source)
-        chain = priced.resharder.chain(wire.value.shape, wire.value.itemsize, *specs, at_once)
+        chain = priced.resharder.chain(wire.value.shape, wire.value.itemsize, here, there, at_once)
         for n, step in enumerate(chain):
             count = wire.count
             if priced.choices[source].ways:

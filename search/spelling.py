@@ -5,7 +5,7 @@ with loops that cannot be split, and on what leaves a cluster or is reduced in i
 compiler propagates.
 
 A constraint cannot say that a value is partial. It says that the value is whole, and where the reader wants it
-scattered, the compiler makes one reduce-scatter of the two. This holds for XLA:GPU, measured on products and scatters, in these cases:
+scattered, the compiler makes one reduce-scatter of the two (XLA:GPU, measured on products and scatters):
 
 * partial over one axis. With the reader's spec alone, the compiler may compute on an axis that the plan leaves idle;
 * terms of a sum: the compiler moves the reductions behind it. Left alone, it scatters a tied embedding's gradient into

@@ -1,4 +1,5 @@
 """Excerpts of what XLA:GPU printed (JAX 0.12, compiled for H100s), less metadata; the answers are worked out by hand."""
+# ruff: noqa: E501 (one instruction a line, as XLA prints them)
 
 import pytest
 
@@ -125,9 +126,20 @@ def test_a_collective_counts_as_often_as_its_loops_run():
 )
 def test_groups_are_named_by_the_axes_along_which_they_differ(groups, axes, size):
     kind = "collective-permute" if groups.startswith("source") else "all-to-all"
-    text = f"ENTRY %main (p: f32[8]) -> f32[8] {{\n  %p = f32[8]{{0}} parameter(0)\n  ROOT %c = f32[8]{{0}} {kind}(%p), {groups}\n}}\n"
+    text = (
+        "ENTRY %main (p: f32[8]) -> f32[8] {\n  %p = f32[8]{0} parameter(0)\n"
+        f"  ROOT %c = f32[8]{{0}} {kind}(%p), {groups}\n}}\n"
+    )
     (found,) = collectives(text, {"replica": 2, "data": 2, "model": 2})
     assert (found.axes, found.group_size, found.num_bytes) == (axes, size, 32)
+
+
+def test_a_permute_in_place_is_none():
+    pairs = "source_target_pairs={{4,4},{0,0},{1,1},{5,5},{2,2},{6,6},{3,3},{7,7}}"
+    text = (
+        f"ENTRY %main (p: f32[8]) -> f32[8] {{\n  ROOT %c = f32[8]{{0}} collective-permute(%p), {pairs}\n}}\n"
+    )
+    assert collectives(text, {"data": 2, "model": 4}) == ()
 
 
 def test_packed_and_odd_types_have_their_size():

@@ -27,7 +27,7 @@ PLENTY_BYTES = 1 << 45
 SEARCH_S = 4.0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Job:
     """What to plan and compile.
 
@@ -82,11 +82,10 @@ def _dlrm() -> Case:
 
 
 _ROWS = {
-    f"state[{state}]['tables'][{i}]": P("data")
-    for state in ("'params'", "'opt_state'][0].sum_of_squares")
+    f"{holder}['tables'][{i}]": P("data")
+    for holder in ("state['params']", "state['opt_state'][0].sum_of_squares")
     for i in range(2)
 }
-_ROWS = {name.replace("squares]", "squares"): spec for name, spec in _ROWS.items()}
 
 JOBS = {
     "mlp on 8": Job(_mlp(4096), (8,)),
@@ -123,8 +122,6 @@ def compiled(job: Job) -> dict:
     return {
         "predicted": [[c.kind, c.axes, c.bytes] for c in estimates.collectives],
         "compiled": [[kind, axes, num_bytes] for (kind, axes), (_, num_bytes) in hlo.totals(seen).items()],
-        "peak": [estimates.peak_bytes, program.peak_bytes],
-        "arguments": dict(found.plan.decisions.arguments),
     }
 
 
