@@ -22,7 +22,6 @@ from autoshard.graph import Graph, Op, Phase
 from autoshard.layout import Layout, Route, Want
 from autoshard.spec import WHOLE, partition_spec
 
-
 BY_HAND = frozenset({"top_k"})
 """What XLA's partitioner gathers if it is split over some axes of the mesh and not over others. The ops here compute along
 one dimension that is whole, so every device applies them to its shard."""

@@ -225,7 +225,7 @@ def test_tensor_parallelism_stays_inside_the_node():
     case = make_megatron(
         num_layers=4, hidden=8192, heads=64, vocab=1024, seq=1024, batch=32, compute_dtype=jnp.bfloat16
     )
-    plan = plan_for(case, "16xV100-32GB", (2, 8))  # nodes, devices of a node; a tenth of NVLink between nodes
+    plan = plan_for(case, "16xH100-80GB", (2, 8))  # nodes, devices of a node
     split = [s for s in products(plan) if "unreduced" in s]
     assert split
     assert all("unreduced={'model'}" in s for s in split)
