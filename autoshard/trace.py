@@ -87,9 +87,8 @@ def _abstract(path: tuple[Any, ...], leaf: Any) -> jax.ShapeDtypeStruct:
     if _jax.is_key_dtype(leaf.dtype):
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
     dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)
-    if dtype != leaf.dtype and not jnp.issubdtype(
-        dtype, jnp.integer
-    ):  # integers are narrowed, as jax.jit does
+    is_narrowed = jnp.issubdtype(dtype, jnp.integer)  # as jax.jit does, silently
+    if dtype != leaf.dtype and not is_narrowed:
         raise InputError(
             f"argument {where} is {leaf.dtype}, but 64-bit types are off in JAX. Turn them on with "
             f"jax.config.update('jax_enable_x64', True), or pass {dtype}"
@@ -278,19 +277,30 @@ def _named_phase(scope: str) -> Phase | None:
 
 
 def _pair_state(graph: Graph, in_tree: Any, out_tree: Any) -> tuple[int | None, ...]:
-    """For each flat result, the flat argument that it replaces in the next step."""
+    """For each flat result, the flat argument that it replaces in the next step.
+
+    First what the update made (gradients alone are not new parameters); where there is such state, also pytrees of
+    several levels that the forward phase made, such as running statistics.
+    """
     replaces: list[int | None] = [None] * out_tree.num_leaves
-    updated = {v for op in graph.ops if op.phase is not Phase.FORWARD for v in op.outputs}
-    arguments = _spans(in_tree, depth=2)
-    for result_tree, r in _result_spans(out_tree):
+    updated = {v for op in graph.ops if op.phase is Phase.UPDATE for v in op.outputs}
+    arguments, results = _spans(in_tree, depth=2), _result_spans(out_tree)
+
+    def pair(result_tree: Any, r: int) -> None:
         outputs = graph.outputs[r : r + result_tree.num_leaves]
-        if not any(isinstance(a, int) and a in updated for a in outputs):
-            continue
         for position, (tree, a) in enumerate(arguments):
             if tree == result_tree and _same_shapes(graph, outputs, graph.inputs[a : a + tree.num_leaves]):
                 replaces[r : r + tree.num_leaves] = range(a, a + tree.num_leaves)
                 del arguments[position]
-                break
+                return
+
+    for tree, r in results:
+        if any(isinstance(a, int) and a in updated for a in graph.outputs[r : r + tree.num_leaves]):
+            pair(tree, r)
+    for tree, r in results:
+        is_new = not any(i is not None for i in replaces[r : r + tree.num_leaves])
+        if is_new and tree.num_nodes > tree.num_leaves and any(i is not None for i in replaces):
+            pair(tree, r)
     return tuple(replaces)
 
 

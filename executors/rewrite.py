@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding
 from autoshard._jax import abstract_value, bind, provenance
 from autoshard.graph import Graph, Op, Phase
 from autoshard.layout import Layout, Route, Want
-from autoshard.spec import WHOLE, partition_spec
+from autoshard.spec import WHOLE, divides, partition_spec
 
 BY_HAND = frozenset({"top_k"})
 """What XLA's partitioner gathers if it is split over some axes of the mesh and not over others. The ops here compute along
@@ -73,17 +73,18 @@ class _Evaluation:
 
     def _applied(self, op: Op, operands: list[Any], site: tuple[Any, ...]) -> list[Any]:
         route = self.layout.specs.get(("result", site, 0), ())
-        if op.name not in BY_HAND or not route or max(route[0]) == WHOLE:
+        by_hand = op.name in BY_HAND and bool(route) and max(route[0]) > WHOLE
+        if not by_hand or not divides(route[0], op.result_values[0].shape, self.layout.mesh_shape):
             return bind(op.primitive, operands, self._params(op, site))
         spec = partition_spec(route[0], self.layout.axis_names)
-        by_hand = jax.shard_map(
+        on_shards = jax.shard_map(
             lambda *xs: tuple(bind(op.primitive, list(xs), op.params)),
             mesh=self.mesh,
             in_specs=spec,
             out_specs=spec,
             check_vma=False,
         )
-        return list(by_hand(*operands))
+        return list(on_shards(*operands))
 
     def _params(self, op: Op, site: tuple[Any, ...]) -> dict[str, Any]:
         """The op's parameters, with the bodies rewritten."""

@@ -51,10 +51,18 @@ def test_a_step_without_a_gradient_is_all_forward():
     assert step.replaces == (None,)
 
 
-def test_a_step_that_returns_only_gradients_pairs_them_with_its_parameters():
-    step = trace(lambda w, x: jax.grad(loss)(w, x), W, X)
-    # A gradient has its parameter's structure, and nothing tells it from the new parameter.
-    assert step.replaces == (0,)
+def test_gradients_are_not_new_parameters():
+    assert trace(lambda w, x: jax.grad(loss)(w, x), W, X).replaces == (None,)
+
+
+def test_running_statistics_are_state_beside_what_the_update_makes():
+    def step(params, statistics, batch):
+        grads = jax.grad(lambda p: loss(p["w"], batch))(params)
+        new = jax.tree.map(lambda s: 0.9 * s + 0.1 * batch.mean(), statistics)
+        return jax.tree.map(lambda p, g: p - g, params, grads), new, {"loss": loss(params["w"], batch)}
+
+    traced = trace(step, {"w": W}, {"mean": jax.ShapeDtypeStruct((), "float32")}, X)
+    assert traced.replaces == (0, 1, None)
 
 
 def test_ops_on_arguments_alone_that_feed_the_loss_are_forward():
