@@ -33,17 +33,18 @@ MODELS = {
     "mlp": {},
     "gpt_linen": {"num_layers": 1},
     "gpt_nnx": {},
-    "gpt_nnx_optimizer": {"num_layers": 1},
     "gpt_scan": {},
-    "llama": {},
     "moe": {"num_layers": 1},
-    "t5": {"num_layers": 1},
-    "vit": {"num_layers": 1},
     "resnet": {},
     "autoencoder": {},
     "lstm": {},
     "dlrm": {},
     "evoformer": {"num_layers": 1},
+    "gpt_nnx_optimizer": {"num_layers": 1},
+    "llama": {"num_layers": 1},
+    "megatron": {"num_layers": 1, "vocab": 257, "seq": 63},  # no axis divides these: padded
+    "t5": {"num_layers": 1},
+    "vit": {"num_layers": 1},
 }
 """Name in the zoo -> options of its maker."""
 
@@ -62,7 +63,10 @@ FOR_ALL = ("8-smallest", "2x4-drawn", "2x2x2-fastest", "2x3-fastest")
 QUICK = ("mlp", "gpt_linen", "dlrm", "resnet")
 """Models that compile fast enough to run every plan."""
 
-RUNS = [(m, p) for m in MODELS for p in (PLANS if m in QUICK else FOR_ALL)]
+ONCE = ("gpt_nnx_optimizer", "llama", "megatron", "t5", "vit")
+"""Models whose ops the others have too: the plan that nobody would choose is enough."""
+
+RUNS = [(m, p) for m in MODELS for p in (PLANS if m in QUICK else ("2x4-drawn",) if m in ONCE else FOR_ALL)]
 
 
 @functools.cache
@@ -116,7 +120,7 @@ def test_float64_losses_and_states_equal_one_devices(model, plan):
         np.testing.assert_allclose(got, wanted, rtol=1e-9, atol=noise, err_msg=name)
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", [m for m in MODELS if m not in ONCE])
 def test_float32_losses_equal_one_devices(model):
     single = on_one_device(model, jnp.float32)
     _, history = single.on_many_devices("2x4-fastest")
