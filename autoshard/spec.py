@@ -22,11 +22,6 @@ AXIS_NAMES = {1: ("data",), 2: ("data", "model"), 3: ("replica", "data", "model"
 """Names of mesh axes, outermost first, by their number."""
 
 
-def replicated(num_axes: int) -> Spec:
-    """The spec of a value that every device holds whole."""
-    return (WHOLE,) * num_axes
-
-
 def num_shards(spec: Spec, mesh_shape: Sequence[int]) -> int:
     """Into how many different parts a value is cut."""
     return math.prod(n for d, n in zip(spec, mesh_shape, strict=True) if d >= 0)

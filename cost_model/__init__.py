@@ -1,1 +1,1 @@
-"""."""
+"""What hardware is and what work costs on it."""

@@ -1,1 +1,1 @@
-"""."""
+"""Programs that run: a plan written into its step."""
