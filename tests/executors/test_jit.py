@@ -169,4 +169,4 @@ def test_drawn_plans_lower_in_every_dtype(model):
     case = zoo.MAKERS[model](num_layers=2, dtype=jnp.bfloat16)
     traced = trace(case.step, *case.abstract_args())
     program = build(traced, plans.drawn(traced, (2, 4), seed=3), jax.devices())
-    program.fn.lower(*program.args)
+    assert "sharding_constraint" in program.fn.lower(*program.args).as_text()
