@@ -38,7 +38,13 @@ VIEWS = frozenset(
 )
 """Ops that give their operand's array back."""
 
-MAX_ANCHORS = 4
+LOOKUPS = frozenset({"gather", "dynamic_slice"})
+"""Ops that read a few elements of what may itself be computed on the fly."""
+
+EXPENSIVE = frozenset({"tanh", "erf", "erfc", "erf_inv", "logistic", "log", "log1p", "expm1", "pow", "sin", "cos", "tan"})
+"""Elementwise ops that the compiler does not compute twice."""
+
+MAX_ANCHORS = 2
 """A value computed from more stored arrays is stored itself: fusions do not grow without end."""
 
 
@@ -88,10 +94,10 @@ class Item:
 
 def items(sketch: Sketch) -> tuple[Item, ...]:
     """Everything that is ever in memory."""
-    return _Liveness(sketch).items()
+    return Liveness(sketch).items()
 
 
-class _Liveness:
+class Liveness:
     def __init__(self, sketch: Sketch) -> None:
         self.sketch = sketch
         self.folded: Folded = sketch.folded
@@ -103,8 +109,12 @@ class _Liveness:
                 self.uses.setdefault(v, []).append(i)
         self.loops_at = self._loops_at()
         self.is_light = [self._light(k) for k in range(len(self.folded.members))]
+        self.computed_in = self._computed_in()
         self.anchors: dict[int, frozenset[int]] = {}
         self.held_until: dict[int, int] = {}
+        for i, op in enumerate(self.program.ops):
+            for v in op.results:
+                self.anchors[v] = self._anchors(i, v)
 
     def _loops_at(self) -> list[tuple[tuple[int, int], ...]]:
         at: list[tuple[tuple[int, int], ...]] = [()] * len(self.program.ops)
@@ -118,10 +128,21 @@ class _Liveness:
         stuck = any(f.kind is Kind.UNSPLITTABLE and f.size > 1 for f in op.rule.factors)
         return not (op.is_boundary or self.folded.is_heavy[kind] or stuck)
 
+    def resident(self, v: int) -> Resident:
+        """What a value is that is made inside the step."""
+        born = group_of(self.program.ops[self.maker[v][0]])
+        read = {group_of(self.program.ops[u]) for u in self.uses.get(v, ())}
+        if born is Group.BACKWARD and Group.UPDATE in read:
+            return Resident.GRADIENTS
+        if born is Group.FORWARD and read - {Group.FORWARD}:
+            return Resident.RESIDUALS
+        return Resident.TEMPORARIES
+
+    def resident_of_argument(self, op) -> Resident:
+        """What an argument of the step is."""
+        return _RESIDENT_OF[self.program.step.arguments[op.site[0]].role]
+
     def items(self) -> tuple[Item, ...]:
-        for i, op in enumerate(self.program.ops):
-            for v in op.results:
-                self.anchors[v] = self._anchors(i, v)
         for i in reversed(range(len(self.program.ops))):
             for v in self.program.ops[i].results:
                 self._hold(v)
@@ -144,22 +165,47 @@ class _Liveness:
             return own
         size = self.program.values[v].num_bytes
         large = [a for a in below if 4 * self.program.values[a].num_bytes >= size]
-        crosses = any(group_of(self.program.ops[u]) is not group_of(op) for u in self.uses.get(v, ()))
-        is_too_many = len(below) > MAX_ANCHORS or (crosses and len(large) > 1)
-        return own if is_too_many else below
+        is_dear = op.name in EXPENSIVE and len(self.computed_in[v]) > 1
+        return own if len(large) > MAX_ANCHORS or is_dear else below
+
+    def _computed_in(self) -> dict[int, frozenset[Group]]:
+        """Per value, the phases of the kernels that read it, or compute it on the fly."""
+        found: dict[int, frozenset[Group]] = {}
+        for i in reversed(range(len(self.program.ops))):
+            op = self.program.ops[i]
+            for v in op.results:
+                groups: set[Group] = set()
+                for u in self.uses.get(v, ()):
+                    reader = self.program.ops[u]
+                    is_fused = self.is_light[self.folded.kind_of[u]] and not self._is_stored(u, reader.results[0])
+                    groups |= found.get(reader.results[0], frozenset()) if is_fused else {group_of(reader)}
+                found[v] = frozenset(groups)
+        return found
 
     def _is_stored(self, i: int, v: int) -> bool:
         op = self.program.ops[i]
         is_reduction = any(f.kind in (Kind.SUM, Kind.REDUCE) and f.size > 1 for f in op.rule.factors)
         if is_reduction or op.name.startswith(("random", "threefry", "rng")):
             return True
-        readers = (self.program.ops[u] for u in self.uses.get(v, ()))
-        return any(
-            r.name not in VIEWS and not self.is_light[self.folded.kind_of[self._at(r)]] for r in readers
-        )
+        if op.name.startswith("scatter"):
+            return not self._is_scattered_into(v)
+        return self._is_read_whole(v) or any(self._is_scattered_into(o) for o in op.operands)
 
-    def _at(self, op) -> int:
-        return self.maker[op.results[0]][0] if op.results else 0
+    def _is_scattered_into(self, v: int) -> bool:
+        """Whether a value is scattered to zeros and then added to another: XLA scatters into the other."""
+        readers = [self.program.ops[u].name for u in self.uses.get(v, ())]
+        return self.program.ops[self.maker[v][0]].name == "scatter-add" and readers in (["add_any"], ["add"])
+
+    def _is_read_whole(self, v: int) -> bool:
+        """Whether an op that is not fused reads a value, or a view of it."""
+        for u in self.uses.get(v, ()):
+            op = self.program.ops[u]
+            if op.name in VIEWS:
+                if any(self._is_read_whole(r) for r in op.results):
+                    return True
+            elif op.name not in LOOKUPS and not self.is_light[self.folded.kind_of[u]]:
+                return True
+        return False
 
     def _use(self, v: int, u: int) -> int:
         """Where a use of a value at op `u` ends: at the end of the outermost loop that the value comes from

@@ -1,0 +1,118 @@
+"""XLA joins collectives of one kind that do not wait for one another: one launch, and all their results at once.
+
+Joined are collectives of one kind, over the same axes, of one dtype and in one loop, as long as they come to no more
+than `THRESHOLD_BYTES` together. The joined collective starts when all its members could, and ends for all; so gathered
+weights of several layers may be there before they are needed.
+"""
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import replace
+
+from search.lowered import Kernel, Lowered
+
+THRESHOLD_BYTES = 30 * 2**20
+"""Source: XLA, `xla_gpu_all_reduce_combine_threshold_bytes` and its like for all-gather and reduce-scatter."""
+
+JOINED = frozenset({"all-reduce", "all-gather", "reduce-scatter"})
+
+
+def combined(lowered: Lowered) -> Lowered:
+    """The program with its collectives joined, in an order in which each kernel comes after what it needs."""
+    groups = _groups(lowered.kernels)
+    kernels = [
+        lowered.kernels[g[0]] if len(g) == 1 else _join([lowered.kernels[k] for k in g]) for g in groups
+    ]
+    group_of = {k: n for n, g in enumerate(groups) for k in g}
+    kernels = [replace(k, after=tuple(dict.fromkeys(group_of[a] for a in k.after))) for k in kernels]
+    order = _sorted(kernels)
+    place = {n: at for at, n in enumerate(order)}
+    kernels = [replace(kernels[n], after=tuple(place[a] for a in kernels[n].after)) for n in order]
+    return replace(lowered, kernels=tuple(kernels))
+
+
+def _groups(kernels: Sequence[Kernel]) -> list[list[int]]:
+    """Kernel numbers that become one kernel, by their first member.
+
+    Sets of groups are bits of an integer. A kernel joins a group unless it waits for it, directly or through groups
+    that have come to wait for it by their other members.
+    """
+    made_by = {b: k for k, kernel in enumerate(kernels) for b in kernel.makes}
+    waits: list[int] = []
+    groups: list[list[int]] = []
+    group_waits: list[int] = []
+    total: list[float] = []
+    open_group: dict[tuple, int] = {}
+    for k, kernel in enumerate(kernels):
+        below = 0
+        for n in (*(made_by[b] for b in kernel.reads if b in made_by), *kernel.after):
+            below |= waits[n]
+        key = num_bytes = None
+        if kernel.collective is not None and kernel.collective[0] in JOINED:
+            kind, axes, num_bytes, dtype = kernel.collective
+            key = (kind, axes, dtype, kernel.loops)
+            below = _closure(below, group_waits)
+        g = None if key is None else open_group.get(key)
+        if g is None or num_bytes is None or below >> g & 1 or total[g] + num_bytes > THRESHOLD_BYTES:
+            g = len(groups)
+            groups.append([])
+            group_waits.append(0)
+            total.append(0.0)
+        groups[g].append(k)
+        if key is not None and num_bytes is not None:
+            open_group[key] = g
+            group_waits[g] |= below
+            total[g] += num_bytes
+            below |= 1 << g
+        waits.append(below)
+    return groups
+
+
+def _closure(below: int, group_waits: Sequence[int]) -> int:
+    """All groups that these wait for."""
+    waiting, seen = below, 0
+    while waiting:
+        g = waiting.bit_length() - 1
+        seen |= 1 << g
+        waiting = (waiting | group_waits[g]) & ~seen
+    return seen
+
+
+def _join(members: Sequence[Kernel]) -> Kernel:
+    first = members[0]
+    assert first.collective is not None
+    kind, axes, _, dtype = first.collective
+    num_bytes = sum(m.collective[2] for m in members if m.collective is not None)
+    return replace(
+        first,
+        position=max(m.position for m in members),
+        reads=tuple(dict.fromkeys(b for m in members for b in m.reads)),
+        makes=tuple(b for m in members for b in m.makes),
+        after=tuple(dict.fromkeys(a for m in members for a in m.after)),
+        collective=(kind, axes, num_bytes, dtype),
+        seconds=sum(m.seconds for m in members),
+    )
+
+
+def _sorted(kernels: Sequence[Kernel]) -> list[int]:
+    """Topological order, by position where it is free."""
+    made_by = {b: n for n, kernel in enumerate(kernels) for b in kernel.makes}
+    readers: list[dict[int, None]] = [{} for _ in kernels]
+    missing = [0] * len(kernels)
+    for n, kernel in enumerate(kernels):
+        needed = dict.fromkeys((*(made_by[b] for b in kernel.reads if b in made_by), *kernel.after))
+        missing[n] = len(needed)
+        for m in needed:
+            readers[m][n] = None
+    ready = [(kernel.position, n) for n, kernel in enumerate(kernels) if not missing[n]]
+    heapq.heapify(ready)
+    order: list[int] = []
+    while ready:
+        _, n = heapq.heappop(ready)
+        order.append(n)
+        for reader in readers[n]:
+            missing[reader] -= 1
+            if not missing[reader]:
+                heapq.heappush(ready, (kernels[reader].position, reader))
+    assert len(order) == len(kernels), "joined collectives wait for one another"
+    return order
