@@ -1,9 +1,9 @@
 """What a cluster is: one device model, how many, and the links between them.
 
-All values are vendor peaks in SI units; what share of them is reached is for the models to say (`compute`,
-`collectives`). Devices are numbered node by node: device d sits in node d // devices_per_node, and every
-node is full. Inside a node devices talk over `intra`, between nodes over `inter`, and each reaches its
-node's memory over `host_link`.
+All values are in SI units. Rates are peaks, each with the share of it that real programs sustain: a preset has
+the vendor's rates and the usual shares, a calibrated file the measured rates and shares of 1. Devices are
+numbered node by node: device d sits in node d // devices_per_node, and every node is full. Inside a node devices
+talk over `intra`, between nodes over `inter`, and each reaches its node's memory over `host_link`.
 """
 
 import hashlib
@@ -19,9 +19,11 @@ from autoshard.errors import ClusterError
 from cost_model.json_fields import (
     BYTES,
     COUNT,
+    FLAG,
     FLOPS,
     RATE,
     SECONDS,
+    SHARE,
     TEXT,
     in_file,
     read_record,
@@ -45,6 +47,27 @@ _STAND_INS = {
 """Where a device has no unit for a dtype, XLA:GPU computes in the wider one; all else counts as float32."""
 
 
+MATMUL_EFFICIENCY = 0.7
+"""Of the matrix units' peak, what a large GEMM sustains. Source: assumed, from the usual range 0.6 to 0.85 of
+cuBLAS on training shapes."""
+
+VECTOR_EFFICIENCY = 0.7
+"""Of the ordinary cores' peak, what fused elementwise and reduction kernels sustain. Source: assumed; such ops
+are bound by memory on every preset (fewer than 10 FLOP per byte), so it rarely matters."""
+
+MEMORY_EFFICIENCY = 0.9
+"""Of the memory's peak, what streaming kernels sustain. Source: assumed, the usual result of STREAM-like
+benchmarks (BabelStream triad) on HBM GPUs, 0.85 to 0.93."""
+
+LINK_EFFICIENCY = 0.8
+"""Of a link's peak, what collectives and copies sustain. Source: assumed; NCCL counts 20 of 25 GB/s per NVLink of
+Volta and Ampere, 20.6 of 25 on Hopper, 12 of 15.75 GB/s of PCIe 3.0 x16 (its `src/graph/topo.h`)."""
+
+LAUNCH_S = 2e-6
+"""From one kernel to the next where each does nothing. Source: assumed, 1.5 to 2.5 us is usual where the kernels
+are launched as a CUDA graph, which is what XLA:GPU's command buffers are; 3 to 5 us one by one."""
+
+
 @dataclass(frozen=True, slots=True)
 class Device:
     """One accelerator.
@@ -57,6 +80,11 @@ class Device:
         variants), and of everything else under "vector". "float32" is required and means what JAX's default
         precision gives: TensorFloat-32 where the device has it.
       reserve_bytes: what the runtime keeps for itself and no XLA statistic shows: CUDA context, NCCL buffers.
+      num_cores: units that work on one tile of a matrix product each: streaming multiprocessors.
+      matmul_efficiency: share of `flops_per_s` that a large, well-shaped matrix product sustains.
+      vector_efficiency: share of the "vector" speed that other kernels sustain.
+      memory_efficiency: share of `memory_bytes_per_s` that streaming kernels sustain.
+      launch_s: from the start of one kernel to that of the next, however short it is.
     """
 
     name: str = field(metadata=in_file("name", TEXT))
@@ -64,6 +92,11 @@ class Device:
     memory_bytes_per_s: float = field(metadata=in_file("memory_bandwidth", RATE))
     flops_per_s: tuple[tuple[str, float], ...] = field(metadata=in_file("flops", table(FLOPS)))
     reserve_bytes: int = field(default=0, metadata=in_file("reserve", BYTES))
+    num_cores: int = field(default=1, metadata=in_file("cores", COUNT))
+    matmul_efficiency: float = field(default=MATMUL_EFFICIENCY, metadata=in_file("matmul_efficiency", SHARE))
+    vector_efficiency: float = field(default=VECTOR_EFFICIENCY, metadata=in_file("vector_efficiency", SHARE))
+    memory_efficiency: float = field(default=MEMORY_EFFICIENCY, metadata=in_file("memory_efficiency", SHARE))
+    launch_s: float = field(default=LAUNCH_S, metadata=in_file("launch", SECONDS))
 
     def __post_init__(self) -> None:
         _check_name(self.name, "device name")
@@ -81,6 +114,11 @@ class Device:
                 f"the runtime's reserve must be less than the device memory, {self.memory_bytes} bytes, "
                 f"and not negative, got {self.reserve_bytes} bytes"
             )
+        _check_positive(self.num_cores, "number of cores", "cores")
+        _check_share(self.matmul_efficiency, "efficiency of matrix products")
+        _check_share(self.vector_efficiency, "efficiency of vector ops")
+        _check_share(self.memory_efficiency, "efficiency of device memory")
+        _check_not_negative(self.launch_s, "launch time", "s")
 
     def peak_flops_per_s(self, dtype: DTypeLike) -> float:
         """Peak dense FLOP/s of matrix products of this dtype: a NumPy or JAX one, or its name.
@@ -110,16 +148,25 @@ class Link:
 
     Attributes:
       bytes_per_s: per device and direction.
-      latency_s: of one message between two devices.
+      latency_s: of one small message between two devices, as a step of a larger collective.
+      efficiency: share of `bytes_per_s` that collectives of large messages, or copies, sustain.
+      sums_in_switch: whether its switch can add what devices send (NVLink SHARP).
     """
 
     bytes_per_s: float = field(metadata=in_file("bandwidth", RATE))
     latency_s: float = field(metadata=in_file("latency", SECONDS))
+    efficiency: float = field(default=LINK_EFFICIENCY, metadata=in_file("efficiency", SHARE))
+    sums_in_switch: bool = field(default=False, metadata=in_file("sums_in_switch", FLAG))
 
     def __post_init__(self) -> None:
         _check_positive(self.bytes_per_s, "link bandwidth", "bytes/s")
-        if not (math.isfinite(self.latency_s) and self.latency_s >= 0):
-            raise ClusterError(f"link latency must be finite and not negative, got {self.latency_s} s")
+        _check_not_negative(self.latency_s, "link latency", "s")
+        _check_share(self.efficiency, "efficiency of a link")
+
+    @property
+    def sustained_bytes_per_s(self) -> float:
+        """What large messages get."""
+        return self.bytes_per_s * self.efficiency
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,6 +247,16 @@ def _dtype_name(dtype: Any) -> str:
 def _check_positive(value: float, what: str, unit: str) -> None:
     if not (math.isfinite(value) and value > 0):
         raise ClusterError(f"{what} must be finite and positive, got {value} {unit}")
+
+
+def _check_not_negative(value: float, what: str, unit: str) -> None:
+    if not (math.isfinite(value) and value >= 0):
+        raise ClusterError(f"{what} must be finite and not negative, got {value} {unit}")
+
+
+def _check_share(value: float, what: str) -> None:
+    if not 0 < value <= 1:
+        raise ClusterError(f"{what} must be above 0 and at most 1, got {value}")
 
 
 def _check_name(name: str, what: str) -> None:

@@ -1,7 +1,8 @@
 """Clusters from JSON files: what `Cluster.to_json` writes, with a source for every number.
 
 A cost model is only as good as its figures, so a file must say where each comes from: `"sources"` maps the
-path of a number (`"device.memory"`), or of an object around it (`"device"`), to text.
+path of a number (`"device.memory"`), or of an object around it (`"device"`), to text. Numbers that a file leaves
+out have the defaults of `cluster`.
 """
 
 import json
@@ -11,6 +12,9 @@ from typing import Any
 from autoshard.errors import ClusterError
 from cost_model.cluster import Cluster
 from cost_model.json_fields import closest
+
+_PLAIN_KEYS = frozenset({"name", "num_devices", "devices_per_node", "sources"})
+"""What needs no source."""
 
 
 def read_cluster(path: Path) -> Cluster:
@@ -26,7 +30,7 @@ def read_cluster(path: Path) -> Cluster:
     except (ValueError, RecursionError) as error:
         raise ClusterError(f"the cluster file {str(path)!r} is not valid JSON: {error}") from None
     cluster = Cluster.from_json(data, str(path))
-    _check_sources(cluster, str(path))
+    _check_sources(cluster, _number_paths(data), str(path))
     return cluster
 
 
@@ -39,8 +43,7 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return values
 
 
-def _check_sources(cluster: Cluster, place: str) -> None:
-    numbers = _number_paths(cluster.to_json())
+def _check_sources(cluster: Cluster, numbers: list[str], place: str) -> None:
     paths = {path: None for number in numbers for path in _and_above(number)}
     for path, source in cluster.sources:
         if path not in paths:
@@ -56,12 +59,12 @@ def _check_sources(cluster: Cluster, place: str) -> None:
 
 
 def _number_paths(data: dict[str, Any], above: str = "") -> list[str]:
-    """Paths of the numbers that carry a unit: all text but names and sources."""
+    """Paths of what was measured or looked up: all but names and the counts of devices."""
     paths = []
     for key, value in data.items():
         if isinstance(value, dict) and key != "sources":
             paths += _number_paths(value, f"{above}{key}.")
-        elif isinstance(value, str) and key != "name":
+        elif key not in _PLAIN_KEYS:
             paths.append(f"{above}{key}")
     return paths
 

@@ -18,7 +18,7 @@ from autoshard.units import exact_bytes, parse_bytes
 from cost_model.cluster import Cluster, Device, Link
 from cost_model.cluster_file import read_cluster
 from cost_model.json_fields import closest
-from cost_model.presets import NODE_DEVICES, PRESETS
+from cost_model.presets import DEVICE_KEYS, LINK_KEYS, NODE_DEVICES, PRESETS
 
 __all__ = ["Cluster", "Device", "Link", "parse_cluster"]
 
@@ -102,18 +102,17 @@ def _nearest(num_devices: int) -> str:
 
 def _preset_json(gpu: str, network: str, num_devices: int, devices_per_node: int) -> dict[str, Any]:
     preset = PRESETS[gpu]
-    numbers = ("memory", "memory_bandwidth", "flops", "reserve")
     links = {"intra": preset["intra"], "inter": preset["networks"][network], "host_link": preset["host_link"]}
     host_bytes = parse_bytes(preset["host_memory"]["value"]) * devices_per_node // NODE_DEVICES
     return {
         "name": f"{num_devices}x{_name(gpu, network)}",
-        "device": {"name": gpu} | {key: preset[key]["value"] for key in numbers},
+        "device": {"name": gpu} | {key: preset[key]["value"] for key in DEVICE_KEYS},
         "num_devices": num_devices,
         "devices_per_node": devices_per_node,
-        **{key: {"bandwidth": link["bandwidth"], "latency": link["latency"]} for key, link in links.items()},
+        **{key: {name: link[name] for name in LINK_KEYS} for key, link in links.items()},
         "host_memory_per_node": exact_bytes(host_bytes),
         "sources": {
-            **{f"device.{key}": preset[key]["source"] for key in numbers},
+            **{f"device.{key}": preset[key]["source"] for key in DEVICE_KEYS},
             **{key: link["source"] for key, link in links.items()},
             "host_memory_per_node": preset["host_memory"]["source"],
         },

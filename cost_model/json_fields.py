@@ -1,13 +1,13 @@
 """Dataclasses as JSON objects whose numbers carry their units.
 
 A field declares how it is written in a file with `field(metadata=in_file("memory", BYTES))`: the key, and
-how its value is read and written. `read_record` and `write_record` are generic over such dataclasses and
-inverse to each other. Every mistake becomes one `ClusterError` that names the file and the path of the key,
-such as `device.memory`.
+how its value is read and written. A field with a default may be absent from a file. `read_record` and
+`write_record` are generic over such dataclasses and inverse to each other. Every mistake becomes one
+`ClusterError` that names the file and the path of the key, such as `device.memory`.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import Field, dataclass, fields
+from dataclasses import MISSING, Field, dataclass, fields
 from difflib import get_close_matches
 from typing import Any
 
@@ -54,10 +54,12 @@ def read_record(cls: type, data: Any, place: str) -> Any:
     forms = _forms(cls)
     data = _object(data, place)
     check_keys(data, tuple(forms), place)
-    missing = [key for key in forms if key not in data]
+    required = [key for key, (item, _) in forms.items() if item.default is MISSING]
+    missing = [key for key in required if key not in data]
     if missing:
-        raise ClusterError(f"{place}: missing {_names(missing)}; wanted the keys {_names(forms)}")
-    values = {item.name: form.read(data[key], join(place, key)) for key, (item, form) in forms.items()}
+        raise ClusterError(f"{place}: missing {_names(missing)}; wanted the keys {_names(required)}")
+    given = {key: forms[key] for key in forms if key in data}
+    values = {item.name: form.read(data[key], join(place, key)) for key, (item, form) in given.items()}
     return _located(lambda: cls(**values), place)
 
 
@@ -101,17 +103,25 @@ def _quantity(parse: Callable[[str], Any], exact: Callable[[Any], str]) -> Form:
     return Form(read=read, write=exact)
 
 
-def _plain(kind: type, wanted: str) -> Form:
+def _plain(kinds: tuple[type, ...], wanted: str) -> Form:
     def read(value: Any, place: str) -> Any:
-        if not isinstance(value, kind) or isinstance(value, bool):
+        if not isinstance(value, kinds) or isinstance(value, bool):
             raise ClusterError(f"{place}: wanted {wanted}, got {value!r}")
-        return value
+        return kinds[0](value)
 
     return Form(read=read, write=lambda value: value)
 
 
-TEXT = _plain(str, "text")
-COUNT = _plain(int, "a whole number")
+def _read_flag(value: Any, place: str) -> bool:
+    if not isinstance(value, bool):
+        raise ClusterError(f"{place}: wanted true or false, got {value!r}")
+    return value
+
+
+TEXT = _plain((str,), "text")
+COUNT = _plain((int,), "a whole number")
+SHARE = _plain((float, int), "a number above 0 and at most 1")
+FLAG = Form(read=_read_flag, write=lambda value: value)
 BYTES = _quantity(parse_bytes, exact_bytes)
 RATE = _quantity(parse_rate, exact_rate)
 SECONDS = _quantity(parse_seconds, exact_seconds)

@@ -12,8 +12,27 @@ fabric.
 
 from typing import Any
 
+from autoshard.units import exact_seconds
+from cost_model.cluster import LAUNCH_S, MATMUL_EFFICIENCY, MEMORY_EFFICIENCY, VECTOR_EFFICIENCY
+
 NODE_DEVICES = 8
 """Devices in a full node. Source: NVIDIA DGX-1 to DGX B200; Google Cloud g2-standard-96 for L4."""
+
+DEVICE_KEYS = (
+    "memory",
+    "memory_bandwidth",
+    "flops",
+    "reserve",
+    "cores",
+    "matmul_efficiency",
+    "vector_efficiency",
+    "memory_efficiency",
+    "launch",
+)
+"""The numbers of a device, each with its source."""
+
+LINK_KEYS = ("bandwidth", "latency", "efficiency", "sums_in_switch")
+"""The numbers of a link, with one source for all."""
 
 _CONTEXT_MIB = 576
 """CUDA context with libraries and kernels loaded, MiB. Source: assumed, usually 400 to 600 in nvidia-smi."""
@@ -37,6 +56,9 @@ _RESERVE = {
 }
 
 _LATENCY_SOURCE = "NCCL 2.8, src/graph/tuning.cc, hwLat of rings with LL128"
+_NVLINK_SHARE_SOURCE = (
+    "GB/s per NVLink in NCCL, src/graph/topo.h: 20 of 25 (SM70, SM80), 20.6 of 25 (SM90), 40.1 of 50 (SM100)"
+)
 _NVLINK_LATENCY = "1.9us"
 _PCIE_LATENCY = "2.5us"
 _NETWORK_LATENCY = "4us"
@@ -45,34 +67,62 @@ _COPY_LATENCY = "10us"
 
 _XLA_SPECS = "XLA xla/backends/gpu/target_config/specs"
 
+_KERNELS = {
+    "matmul_efficiency": {
+        "value": MATMUL_EFFICIENCY,
+        "source": "assumed: cuBLAS on training shapes, 0.6 to 0.85",
+    },
+    "vector_efficiency": {"value": VECTOR_EFFICIENCY, "source": "assumed: such ops are bound by memory"},
+    "memory_efficiency": {"value": MEMORY_EFFICIENCY, "source": "assumed: BabelStream triad, 0.85 to 0.93"},
+    "launch": {"value": exact_seconds(LAUNCH_S), "source": "assumed: kernels of a CUDA graph, 1.5 to 2.5 us"},
+}
+"""What every GPU's programs sustain, until `autoshard calibrate` has measured it."""
+
 _ETHERNET = {
     "bandwidth": "12.5Gb/s",
     "latency": _ETHERNET_LATENCY,
-    "source": "one 100 Gb/s port per node of 8 (AWS p3dn, Google Cloud a2, g2); latency of TCP, assumed",
+    "efficiency": 0.8,
+    "sums_in_switch": False,
+    "source": "one 100 Gb/s port per node of 8 (AWS p3dn, Google Cloud a2, g2); latency and share of TCP, assumed",
 }
 
 
-def _infiniband(bandwidth: str, source: str) -> dict[str, str]:
+_LOOPBACK = {
+    "bandwidth": "5GB/s",
+    "latency": "1us",
+    "efficiency": 1.0,
+    "sums_in_switch": False,
+    "source": "invented: all links are equal",
+}
+
+
+def _infiniband(bandwidth: str, source: str) -> dict[str, Any]:
     return {
         "bandwidth": bandwidth,
         "latency": _NETWORK_LATENCY,
-        "source": f"{source}; latency: {_LATENCY_SOURCE}",
+        "efficiency": 0.95,
+        "sums_in_switch": False,
+        "source": f"{source}; latency: {_LATENCY_SOURCE}; share: assumed, ib_write_bw reaches 0.96 to 0.98",
     }
 
 
-def _nvlink(bandwidth: str, source: str) -> dict[str, str]:
+def _nvlink(bandwidth: str, source: str, efficiency: float, sums_in_switch: bool) -> dict[str, Any]:
     return {
         "bandwidth": bandwidth,
         "latency": _NVLINK_LATENCY,
-        "source": f"{source}; latency: {_LATENCY_SOURCE}",
+        "efficiency": efficiency,
+        "sums_in_switch": sums_in_switch,
+        "source": f"{source}; latency: {_LATENCY_SOURCE}; share: {_NVLINK_SHARE_SOURCE}",
     }
 
 
-def _pcie(bandwidth: str, source: str) -> dict[str, str]:
+def _pcie(bandwidth: str, source: str) -> dict[str, Any]:
     return {
         "bandwidth": bandwidth,
         "latency": _COPY_LATENCY,
-        "source": f"{source}; latency assumed, cudaMemcpyAsync",
+        "efficiency": 0.85,
+        "sums_in_switch": False,
+        "source": f"{source}; latency assumed, cudaMemcpyAsync; share assumed, bandwidthTest with pinned memory",
     }
 
 
@@ -112,7 +162,7 @@ _H100_FLOPS = {
 }
 
 _V100_NODE = {
-    "intra": _nvlink("150GB/s", "NVIDIA V100 datasheet: NVLink 300 GB/s, both directions"),
+    "intra": _nvlink("150GB/s", "NVIDIA V100 datasheet: NVLink 300 GB/s, both directions", 0.8, False),
     "host_memory": {"value": "512GiB", "source": "NVIDIA DGX-1 user guide: 512 GB"},
     "host_link": _pcie("15.75GB/s", "PCIe 3.0 x16"),
     "networks": {
@@ -121,7 +171,7 @@ _V100_NODE = {
     },
 }
 _A100_NODE = {
-    "intra": _nvlink("300GB/s", "NVIDIA A100 datasheet: NVLink 600 GB/s, both directions"),
+    "intra": _nvlink("300GB/s", "NVIDIA A100 datasheet: NVLink 600 GB/s, both directions", 0.8, False),
     "host_link": _pcie("31.5GB/s", "PCIe 4.0 x16"),
     "networks": {
         "InfiniBand": _infiniband("200Gb/s", "NVIDIA DGX A100: 8 x 200 Gb/s HDR for 8 GPUs"),
@@ -129,7 +179,9 @@ _A100_NODE = {
     },
 }
 _HOPPER_NODE = {
-    "intra": _nvlink("450GB/s", "NVIDIA H100 and H200 datasheets: NVLink 900 GB/s, both directions"),
+    "intra": _nvlink(
+        "450GB/s", "NVIDIA H100 and H200 datasheets: NVLink 900 GB/s, both directions", 0.824, True
+    ),
     "host_memory": {"value": "2TiB", "source": "NVIDIA DGX H100 and H200 datasheets: 2 TB"},
     "host_link": _pcie("63GB/s", "PCIe 5.0 x16"),
     "networks": {
@@ -145,6 +197,8 @@ PRESETS: dict[str, dict[str, Any]] = {
         "memory_bandwidth": {"value": "898.048GB/s", "source": f"{_XLA_SPECS}/v100.txtpb"},
         "flops": _V100_FLOPS,
         "reserve": _RESERVE,
+        "cores": {"value": 80, "source": f"{_XLA_SPECS}/v100.txtpb: core_count"},
+        **_KERNELS,
     },
     "V100-32GB": _V100_NODE
     | {
@@ -152,6 +206,8 @@ PRESETS: dict[str, dict[str, Any]] = {
         "memory_bandwidth": {"value": "898.048GB/s", "source": f"{_XLA_SPECS}/v100.txtpb"},
         "flops": _V100_FLOPS,
         "reserve": _RESERVE,
+        "cores": {"value": 80, "source": f"{_XLA_SPECS}/v100.txtpb: core_count"},
+        **_KERNELS,
     },
     "L4": {
         "memory": {
@@ -172,10 +228,17 @@ PRESETS: dict[str, dict[str, Any]] = {
             "source": "NVIDIA L4 datasheet, half of those with sparsity; float32 is TF32, float64 vector/64",
         },
         "reserve": _RESERVE,
+        "cores": {"value": 58, "source": "NVIDIA L4 datasheet: 7,424 CUDA cores, 128 per multiprocessor"},
+        **_KERNELS,
         "intra": {
             "bandwidth": "31.5GB/s",
             "latency": _PCIE_LATENCY,
-            "source": f"NVIDIA L4 datasheet: PCIe 4.0 x16, no NVLink; latency: {_LATENCY_SOURCE}",
+            "efficiency": 0.76,
+            "sums_in_switch": False,
+            "source": (
+                f"NVIDIA L4 datasheet: PCIe 4.0 x16, no NVLink; latency: {_LATENCY_SOURCE}; share: NCCL, "
+                f"src/graph/topo.h, 12 of 15.75 GB/s of PCIe 3.0 x16"
+            ),
         },
         "host_memory": {"value": "384GiB", "source": "Google Cloud g2-standard-96: 384 GB for 8 L4"},
         "host_link": _pcie("31.5GB/s", "PCIe 4.0 x16"),
@@ -187,6 +250,8 @@ PRESETS: dict[str, dict[str, Any]] = {
         "memory_bandwidth": {"value": "1555.2GB/s", "source": f"{_XLA_SPECS}/a100_sxm_40.txtpb"},
         "flops": _A100_FLOPS,
         "reserve": _RESERVE,
+        "cores": {"value": 108, "source": f"{_XLA_SPECS}/a100_sxm_40.txtpb: core_count"},
+        **_KERNELS,
         "host_memory": {"value": "1TiB", "source": "NVIDIA DGX A100 320GB datasheet: 1 TB"},
     },
     "A100-80GB": _A100_NODE
@@ -195,6 +260,8 @@ PRESETS: dict[str, dict[str, Any]] = {
         "memory_bandwidth": {"value": "2039.04GB/s", "source": f"{_XLA_SPECS}/a100_sxm_80.txtpb"},
         "flops": _A100_FLOPS,
         "reserve": _RESERVE,
+        "cores": {"value": 108, "source": f"{_XLA_SPECS}/a100_sxm_80.txtpb: core_count"},
+        **_KERNELS,
         "host_memory": {"value": "2TiB", "source": "NVIDIA DGX A100 640GB datasheet: 2 TB"},
     },
     "H100-80GB": _HOPPER_NODE
@@ -206,6 +273,8 @@ PRESETS: dict[str, dict[str, Any]] = {
         "memory_bandwidth": {"value": "3352.32GB/s", "source": f"{_XLA_SPECS}/h100_sxm.txtpb"},
         "flops": _H100_FLOPS,
         "reserve": _RESERVE,
+        "cores": {"value": 132, "source": f"{_XLA_SPECS}/h100_sxm.txtpb: core_count"},
+        **_KERNELS,
     },
     "H200": _HOPPER_NODE
     | {
@@ -213,6 +282,8 @@ PRESETS: dict[str, dict[str, Any]] = {
         "memory_bandwidth": {"value": "4.8TB/s", "source": f"{_XLA_SPECS}/h200.txtpb"},
         "flops": _H100_FLOPS,
         "reserve": _RESERVE,
+        "cores": {"value": 132, "source": f"{_XLA_SPECS}/h200.txtpb: core_count"},
+        **_KERNELS,
     },
     "B200": {
         "memory": {"value": "191514411008B", "source": f"{_XLA_SPECS}/b200.txtpb"},
@@ -231,7 +302,11 @@ PRESETS: dict[str, dict[str, Any]] = {
             "source": "NVIDIA HGX B200 datasheet, per GPU, half of those with sparsity; float32 is TF32",
         },
         "reserve": _RESERVE,
-        "intra": _nvlink("900GB/s", "NVIDIA HGX B200 datasheet: NVLink 1.8 TB/s, both directions"),
+        "cores": {"value": 148, "source": f"{_XLA_SPECS}/b200.txtpb: core_count"},
+        **_KERNELS,
+        "intra": _nvlink(
+            "900GB/s", "NVIDIA HGX B200 datasheet: NVLink 1.8 TB/s, both directions", 0.802, True
+        ),
         "host_memory": {"value": "2TiB", "source": "NVIDIA DGX B200 datasheet: 2 TB"},
         "host_link": _pcie("63GB/s", "PCIe 5.0 x16"),
         "networks": {
@@ -247,12 +322,15 @@ PRESETS: dict[str, dict[str, Any]] = {
             "source": "invented: simulated devices",
         },
         "reserve": {"value": "0B", "source": "invented: simulated devices need no context"},
-        "intra": {"bandwidth": "5GB/s", "latency": "1us", "source": "invented: all links are equal"},
+        "cores": {"value": 1, "source": "invented: simulated devices"},
+        "matmul_efficiency": {"value": MATMUL_EFFICIENCY, "source": "invented: simulated devices"},
+        "vector_efficiency": {"value": VECTOR_EFFICIENCY, "source": "invented: simulated devices"},
+        "memory_efficiency": {"value": MEMORY_EFFICIENCY, "source": "invented: simulated devices"},
+        "launch": {"value": "1ns", "source": "invented: so short that small examples split like large ones"},
+        "intra": _LOOPBACK,
         "host_memory": {"value": "128GiB", "source": "invented: simulated devices"},
-        "host_link": {"bandwidth": "5GB/s", "latency": "1us", "source": "invented: all links are equal"},
-        "networks": {
-            "Loopback": {"bandwidth": "5GB/s", "latency": "1us", "source": "invented: all links are equal"}
-        },
+        "host_link": _LOOPBACK,
+        "networks": {"Loopback": _LOOPBACK},
     },
 }
 """Numbers and their sources, by GPU; the first network is the default."""

@@ -133,7 +133,9 @@ def test_dtypes_come_in_any_form():
 
 
 finite = st.floats(min_value=1e-12, max_value=1e24)
-links = st.builds(Link, finite, st.floats(min_value=0, max_value=1e3))
+shares = st.floats(min_value=1e-6, max_value=1.0)
+times = st.floats(min_value=0, max_value=1e3)
+links = st.builds(Link, finite, times, shares, st.booleans())
 devices = st.builds(
     Device,
     name=st.text(min_size=1).filter(str.strip),
@@ -141,6 +143,11 @@ devices = st.builds(
     memory_bytes_per_s=finite,
     flops_per_s=st.tuples(st.tuples(st.just("float32"), finite), st.tuples(st.just("bfloat16"), finite)),
     reserve_bytes=st.integers(0, 1),
+    num_cores=st.integers(1, 1000),
+    matmul_efficiency=shares,
+    vector_efficiency=shares,
+    memory_efficiency=shares,
+    launch_s=times,
 )
 clusters = st.builds(
     lambda num_nodes, devices_per_node, **rest: Cluster(
@@ -192,6 +199,21 @@ def changed(path, value):
         ("device.flops.float32", "989TFLOPs", r"device.flops.float32: wanted a computing speed"),
         ("device.flops.float32", ..., r"device: wanted one speed per dtype, with one for 'float32'"),
         ("device.flops", [], r"device.flops: wanted a JSON object"),
+        ("device.cores", 0, r"device: number of cores must be finite and positive, got 0 cores"),
+        ("device.launch", "2", r"device.launch: .*without a unit"),
+        (
+            "device.matmul_efficiency",
+            "70%",
+            r"matmul_efficiency: wanted a number above 0 and at most 1, got '70%'",
+        ),
+        (
+            "device.memory_efficiency",
+            float("nan"),
+            r"efficiency of device memory must be above 0 and at most 1",
+        ),
+        ("intra.efficiency", 1.5, r"intra: efficiency of a link must be above 0 and at most 1, got 1.5"),
+        ("intra.sums_in_switch", 1, r"intra.sums_in_switch: wanted true or false, got 1"),
+        ("intra.efficiency", 0, r"intra: efficiency of a link must be above 0 and at most 1, got 0"),
         ("device.name", "", r"device: device name must not be empty"),
         ("intra.bandwidth", "0GB/s", r"intra: link bandwidth must be finite and positive"),
         ("inter.latency", "-1us", r"inter.latency: a time must be finite and not negative, got '-1us'"),
@@ -204,7 +226,7 @@ def changed(path, value):
         (
             "sources.intra",
             ...,
-            r"sources: wanted one for each number, missing: intra.bandwidth, intra.latency",
+            r"sources: wanted one for each number, missing: intra.bandwidth, intra.latency, intra.efficiency, intra",
         ),
         ("sources.intra", " ", r"sources: 'intra' is empty"),
         ("sources.inta", "guess", r"sources: 'inta' is no number of the file \(did you mean 'intra'\?\)"),
@@ -250,6 +272,29 @@ def test_a_source_covers_what_is_below_it(tmp_path):
     assert parse_cluster(write_file(tmp_path, data)).sources[0] == ("device", "measured")
 
 
+def test_a_file_may_leave_out_what_has_a_default(tmp_path):
+    data = preset_json()
+    for key in ("reserve", "cores", "matmul_efficiency", "vector_efficiency", "memory_efficiency", "launch"):
+        del data["device"][key], data["sources"][f"device.{key}"]
+    for name in ("intra", "inter", "host_link"):
+        del data[name]["efficiency"], data[name]["sums_in_switch"]
+    cluster = parse_cluster(write_file(tmp_path, data))
+    plain = Device("any", 2**30, 1e9, (("float32", 1e12),))
+    shares = ("num_cores", "matmul_efficiency", "vector_efficiency", "memory_efficiency", "launch_s")
+    assert [getattr(cluster.device, name) for name in shares] == [getattr(plain, name) for name in shares]
+    assert cluster.intra == Link(450e9, 1.9e-6)
+    assert cluster.intra.sustained_bytes_per_s == 0.8 * 450e9
+
+
+def test_a_share_may_have_a_source_of_its_own(tmp_path):
+    data = preset_json()
+    data["device"]["matmul_efficiency"] = 1
+    data["sources"]["device.matmul_efficiency"] = "measured"
+    cluster = parse_cluster(write_file(tmp_path, data))
+    assert cluster.device.matmul_efficiency == 1.0
+    assert dict(cluster.sources)["device.matmul_efficiency"] == "measured"
+
+
 def test_fingerprint_follows_numbers_only():
     cluster = parse_cluster("16xH100-80GB")
     assert cluster.fingerprint() == replace(cluster, name="other", sources=()).fingerprint()
@@ -258,4 +303,4 @@ def test_fingerprint_follows_numbers_only():
 
 
 def test_fingerprint_is_stable_across_releases():
-    assert toy_cluster().fingerprint() == "4689fa82ea7611b3"
+    assert toy_cluster().fingerprint() == "408089b834c4d324"
