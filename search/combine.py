@@ -9,6 +9,7 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import replace
 
+from cost_model.collectives import MeshModel
 from search.lowered import Kernel, Lowered
 
 THRESHOLD_BYTES = 30 * 2**20
@@ -17,11 +18,11 @@ THRESHOLD_BYTES = 30 * 2**20
 JOINED = frozenset({"all-reduce", "all-gather", "reduce-scatter"})
 
 
-def combined(lowered: Lowered) -> Lowered:
+def combined(lowered: Lowered, mesh: MeshModel) -> Lowered:
     """The program with its collectives joined, in an order in which each kernel comes after what it needs."""
     groups = _groups(lowered.kernels)
     kernels = [
-        lowered.kernels[g[0]] if len(g) == 1 else _join([lowered.kernels[k] for k in g]) for g in groups
+        lowered.kernels[g[0]] if len(g) == 1 else _join([lowered.kernels[k] for k in g], mesh) for g in groups
     ]
     group_of = {k: n for n, g in enumerate(groups) for k in g}
     kernels = [replace(k, after=tuple(dict.fromkeys(group_of[a] for a in k.after))) for k in kernels]
@@ -78,7 +79,7 @@ def _closure(below: int, group_waits: Sequence[int]) -> int:
     return seen
 
 
-def _join(members: Sequence[Kernel]) -> Kernel:
+def _join(members: Sequence[Kernel], mesh: MeshModel) -> Kernel:
     first = members[0]
     assert first.collective is not None
     kind, axes, _, dtype = first.collective
@@ -90,7 +91,7 @@ def _join(members: Sequence[Kernel]) -> Kernel:
         makes=tuple(b for m in members for b in m.makes),
         after=tuple(dict.fromkeys(a for m in members for a in m.after)),
         collective=(kind, axes, num_bytes, dtype),
-        seconds=sum(m.seconds for m in members),
+        seconds=float(mesh.time_s(kind, axes, num_bytes)),
     )
 
 

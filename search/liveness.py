@@ -42,7 +42,11 @@ LOOKUPS = frozenset({"gather", "dynamic_slice"})
 """Ops that read a few elements of what may itself be computed on the fly."""
 
 EXPENSIVE = frozenset({"tanh", "erf", "erfc", "erf_inv", "logistic", "log", "log1p", "expm1", "pow", "sin", "cos", "tan"})
-"""Elementwise ops that the compiler does not compute twice."""
+"""Elementwise ops that the compiler does not compute twice, where moving the result is cheap."""
+
+MAX_DEAR_ITEMSIZE = 2
+"""Bytes of an element up to which moving it beats computing it again. Source: XLA's fusion on an H100: it stores a tanh
+in bfloat16, and computes it again in float32."""
 
 MAX_ANCHORS = 2
 """A value computed from more stored arrays is stored itself: fusions do not grow without end."""
@@ -166,6 +170,7 @@ class Liveness:
         size = self.program.values[v].num_bytes
         large = [a for a in below if 4 * self.program.values[a].num_bytes >= size]
         is_dear = op.name in EXPENSIVE and len(self.computed_in[v]) > 1
+        is_dear &= self.program.values[v].itemsize <= MAX_DEAR_ITEMSIZE
         return own if len(large) > MAX_ANCHORS or is_dear else below
 
     def _computed_in(self) -> dict[int, frozenset[Group]]:

@@ -11,11 +11,10 @@ Kernels of a loop's body stand between those before and after it; `loops` says i
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-import numpy as np
-
 from autoshard.layout import Route
-from cost_model.compute import op_time_s
+from cost_model.compute import kernel_s
 from search.choices import Way, port_specs
+from search.kernels import is_light
 from search.liveness import VIEWS, Liveness, Resident
 from search.pricing import Priced
 from search.reshard import SLICE, Step
@@ -97,7 +96,7 @@ class _Lowering:
         self.made_by: dict[int, int] = {}
         self.sources: dict[int, tuple[int, ...]] = {}
         self.copies: dict[tuple[int, Route, str], tuple[int, ...]] = {}
-        self.seconds_of: dict[int, np.ndarray] = {}
+        self.seconds_of: dict[int, float] = {}
         self.reduced: dict[int, list] = {}
         self.specs: dict[Port, tuple[int, ...]] = {}
         self.last_backward: int | None = None
@@ -124,9 +123,10 @@ class _Lowering:
     def chain(self, v: int, here, there) -> tuple[Step, ...]:
         if here == there:
             return ()
-        value, kind = self.program.values[v], self.folded.kind_of[self.maker[v][0]]
-        at_once = self.sketch.is_sum(self.sketch.node_of[kind])
-        return self.priced.resharder.chain(value.shape, value.itemsize, here, there, at_once)
+        made_at, r = self.maker[v]
+        kind = self.folded.kind_of[made_at]
+        how = self.priced.handling(self.sketch.node_of[kind], (kind, r))
+        return self.priced.resharder.chain(self.program.values[v], here, there, how)
 
     def ways(self, i: int, operand: int) -> tuple[tuple[Step, ...], str]:
         """The chain by which an op gets an operand, and the phase that its steps are shared within ("" for all)."""
@@ -232,7 +232,7 @@ class _Lowering:
             label = self.labels[self.sketch.node_of[kind]]
             self.reduced[kind] = [
                 (axes, float(local[at.tolist().index(label)]))
-                for axes, at, local in self.priced.reductions(kind)
+                for axes, at, local, _ in self.priced.reductions(kind)
                 if label in at
             ]
         return self.reduced[kind]
@@ -243,23 +243,19 @@ class _Lowering:
         is_product = op.op is not None and self.folded.is_heavy[kind] and op.rule.flops_per_point > 0
         light = self.liveness.is_light[kind]
         loops = self.liveness.loops_at[i]
-        seconds = self._seconds(i, kind, is_product, reads, makes)
+        seconds = self._seconds(kind, reads, makes)
         self.kernels.append(Kernel(i, reads, makes, after, None, light, is_product, seconds, loops))
         for b in makes:
             self.made_by[b] = len(self.kernels) - 1
         return len(self.kernels) - 1
 
-    def _seconds(self, i, kind, is_product, reads, makes) -> float:
-        if is_product:
-            return float(self.op_seconds(kind)[self.labels[self.sketch.node_of[kind]]])
-        moved = sum(self.buffers[b].num_bytes for b in (*reads, *makes))
-        return float(op_time_s(self.priced.resharder.mesh.cluster.device, 0.0, moved, "float32", False))
-
-    def op_seconds(self, kind: int):
+    def _seconds(self, kind: int, reads: tuple[int, ...], makes: tuple[int, ...]) -> float:
+        if self.folded.op(kind).is_boundary or is_light(self.folded, kind):
+            moved = sum(self.buffers[b].num_bytes for b in (*reads, *makes))
+            return float(kernel_s(self.priced.resharder.mesh.cluster.device, moved))
         if kind not in self.seconds_of:
-            self.seconds_of[kind] = np.broadcast_to(
-                self.priced._op_seconds(kind), len(self.priced.choices[self.sketch.node_of[kind]])
-            )
+            seconds = self.priced.op_seconds(kind)
+            self.seconds_of[kind] = float(seconds[self.labels[self.sketch.node_of[kind]]] if seconds.ndim else seconds)
         return self.seconds_of[kind]
 
     def _buffer(self, num_bytes: float, resident: Resident, loops: Loops, is_argument: bool) -> int:

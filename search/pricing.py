@@ -133,7 +133,7 @@ class Priced:
             if op.is_boundary:
                 continue
             if not is_light(self.sketch.folded, kind):
-                compute += count * self._op_seconds(kind)
+                compute += count * self.op_seconds(kind)
             inside += count * self._reduction_seconds(kind)
         for kernel in self.sketch.kernels_of[node]:
             compute += kernel.count * kernel_s(self._device, self._bytes(node, kernel.moved))
@@ -143,7 +143,7 @@ class Priced:
     def _device(self) -> Device:
         return self.resharder.mesh.cluster.device
 
-    def _op_seconds(self, kind: int) -> np.ndarray:
+    def op_seconds(self, kind: int) -> np.ndarray:
         """[labels]: one run of an op that is a kernel of its own, on one device."""
         folded, node = self.sketch.folded, self.sketch.node_of[kind]
         op = folded.op(kind)
