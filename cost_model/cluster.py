@@ -19,6 +19,7 @@ from autoshard.errors import ClusterError
 from cost_model.json_fields import (
     BYTES,
     COUNT,
+    FLAG,
     FLOPS,
     RATE,
     SECONDS,
@@ -147,13 +148,15 @@ class Link:
 
     Attributes:
       bytes_per_s: per device and direction.
-      latency_s: of one message between two devices.
+      latency_s: of one small message between two devices, as a step of a larger collective.
       efficiency: share of `bytes_per_s` that collectives of large messages, or copies, sustain.
+      sums_in_switch: whether its switch can add what devices send (NVLink SHARP).
     """
 
     bytes_per_s: float = field(metadata=in_file("bandwidth", RATE))
     latency_s: float = field(metadata=in_file("latency", SECONDS))
     efficiency: float = field(default=LINK_EFFICIENCY, metadata=in_file("efficiency", SHARE))
+    sums_in_switch: bool = field(default=False, metadata=in_file("sums_in_switch", FLAG))
 
     def __post_init__(self) -> None:
         _check_positive(self.bytes_per_s, "link bandwidth", "bytes/s")

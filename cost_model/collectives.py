@@ -1,40 +1,42 @@
-"""The time of collectives on a logical mesh: latency and bandwidth of the slowest link.
+"""The time of collectives on a logical mesh, as NCCL runs them.
 
 A mesh `(n0, n1, n2)` lies over the cluster's devices in device order, the last axis innermost (stride 1). A
 collective over some of its axes runs in disjoint groups at once: the devices that differ only in those
-coordinates. *Where a group lies* decides what it gets:
+coordinates. *Where a group lies* decides what it gets. Say n members lie in N nodes, g in each that they touch:
 
-  * inside a node: the intra link;
-  * across nodes, with at least g members in each node that it touches: min(intra, g x inter). Several rings
-    enter and leave a node through the network ports of all g members, while other groups use the other
-    members' ports.
+  * rings run at the intra link's rate inside a node, and across nodes at min(intra, g x inter): several of them
+    enter and leave a node through the network ports of all g members, while other groups use the other members'
+    ports;
+  * of a ring's n hops, N cross the network.
 
-The time is alpha-beta (Thakur, Rabenseifner & Gropp, "Optimization of Collective Communication Operations
-in MPICH", 2005): steps x latency + bytes on the wire / bandwidth. With n members and B bytes per device,
-the larger of input and output:
+NCCL runs a collective by one of several algorithms, each under one of three protocols. Each pair costs a fixed
+time and a time per byte, a straight line; NCCL estimates all and takes the best for the size at hand (its
+`src/graph/tuning.cc`), and so does `MeshModel.lines`. With B bytes per device, the larger of input and output:
 
-  ==================  =======================  =============================
-  collective          bytes on the wire        steps
-  ==================  =======================  =============================
-  all-gather          (n-1)/n B                min(n-1, 2 ceil(log2 n))
-  reduce-scatter      (n-1)/n B                min(n-1, 2 ceil(log2 n))
-  all-reduce          2 (n-1)/n B              min(2 (n-1), 2 ceil(log2 n))
-  all-to-all          (n-1)/n B                min(n-1, 2 ceil(log2 n))
-  collective-permute  B                        1
-  ==================  =======================  =============================
+  ==================  =========  ======================================  =========================================
+  collective          algorithm  hops, of these across nodes             bytes per device and direction
+  ==================  =========  ======================================  =========================================
+  all-gather          ring       n-1, N-1                                (n-1)/n B
+  reduce-scatter      ring       n-1, N-1                                (n-1)/n B
+  all-reduce          ring       2 (n-1), 2 (N-1)                        2 (n-1)/n B
+  all-reduce          tree       2 (g-1) + 2 log2 N, 2 log2 N            2 B in a node; B/g between two, else 2 B/g
+  all-reduce          in switch  one, and 2 log2 N                       B in a node; between nodes as a tree
+  all-to-all          pairwise   n-1, n-g                                (n-1)/n B, all between nodes by `inter`
+  collective-permute  one send   1                                       B
+  ==================  =========  ======================================  =========================================
 
-The bytes are those of rings, which are bandwidth-optimal (Patarasuk & Yuan, "Bandwidth optimal all-reduce
-algorithms", 2009) and NCCL's choice for large messages; the steps those of a ring or a double tree,
-whichever is shorter, as NCCL chooses for small ones. An all-to-all and a permute send each device's own
-data through its own port: between nodes they get `inter`, whatever g is.
+Rings are bandwidth-optimal (Patarasuk & Yuan, "Bandwidth optimal all-reduce algorithms", 2009); double trees need
+fewer hops (Sanders, Speck & Traeff, "Two-tree algorithms for full bandwidth broadcast, reduction and scan", 2009)
+and fewer bytes between two nodes; NVLink SHARP sums and copies in the switch. The protocols trade latency for
+bandwidth: LL sends a flag with every 4 bytes, LL128 with every 120, Simple synchronises per chunk.
 
-Links count at their peak: NCCL sustains about 0.8 of NVLink's (20.6 of 25 GB/s per link on Hopper, its
-`src/graph/topo.h`), and the fixed cost of a kernel launch is left out.
+Of NCCL's model are left out: PAT, the overhead of network proxies, and the plateau of rings across nodes; its
+correction of trees for their size is taken at its mean.
 """
 
 from collections.abc import Collection
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, field
+from functools import lru_cache, reduce
 from math import ceil, log2, prod
 
 import numpy as np
@@ -44,6 +46,48 @@ from cost_model.cluster import Cluster
 
 type Amount = float | np.ndarray
 """A number, or an array of them: every function here works elementwise."""
+
+
+@dataclass(frozen=True, slots=True)
+class Protocol:
+    """How a protocol's hops compare with `Link.latency_s`, which is that of one hop under LL128 in a ring.
+
+    Attributes:
+      start_s: fixed time of a collective.
+      intra: of a hop inside a node; in NCCL's table 0.6, 1.9 and 3.4 us on NVLink.
+      inter: of a hop between nodes in a ring with several members per node; 2.7, 4.0 and 14 us.
+      lone: of a hop between nodes in trees, and in rings with one member per node; 5.0, 8.5 and 14 us.
+      ring: share of the links' rate that rings get.
+      tree: share that trees get.
+      most_inter_bytes_per_s: that a group gets between nodes, whatever the links.
+    """
+
+    start_s: float
+    intra: float
+    inter: float
+    lone: float
+    ring: float
+    tree: float
+    most_inter_bytes_per_s: float = float("inf")
+
+
+LL = Protocol(6.6e-6, 0.32, 0.68, 1.25, 0.38, 0.17, 20e9)
+LL128 = Protocol(14e-6, 1.0, 1.0, 2.1, 0.92, 0.6)
+SIMPLE = Protocol(8.4e-6, 1.8, 3.5, 3.5, 1.0, 0.83)
+PROTOCOLS = (LL, LL128, SIMPLE)
+"""Source: NCCL 2.27, `src/graph/tuning.cc`: baseLatencies, hwLatencies and the refinements of bandwidth. Of LL's
+limits, 39 to 282 GB/s in a node are 0.33 to 0.39 of the links' rate from V100 to B200; across nodes they are 19 to
+45 GB/s. Trees: 0.92, times 1/3.8 (LL) or 7/9 (LL128), times the mean of treeCorrectionFactor above 64 KiB."""
+
+SWITCH_START_S = 25e-6
+"""Fixed time of an all-reduce in NVLink's switches. Source: NCCL 2.27, `src/graph/tuning.cc`, hwLatencies, NVLS."""
+
+SWITCH_SHARE = 0.74
+"""Of the rate that rings sustain, what an all-reduce in the switch does, in bytes reduced. Source: 275 of 370 GB/s on
+eight H100s (S. Jeaugey of NVIDIA, github.com/NVIDIA/nccl-tests issue 212)."""
+
+Line = tuple[float, float]
+"""Fixed seconds, and seconds per byte."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,14 +106,18 @@ class Group:
     def crosses_nodes(self) -> bool:
         return self.members_per_node < self.size
 
+    @property
+    def num_nodes(self) -> int:
+        """Nodes that the group touches, were all alike."""
+        return ceil(self.size / self.members_per_node)
+
 
 @dataclass(frozen=True, slots=True)
 class MeshModel:
     """Collective times on one logical mesh of one cluster.
 
-    `axes` are always indices into `shape`, in any order and without repetition; `num_bytes` (and its like)
-    are bytes per device, the larger of input and output. Times are seconds, of the same form as
-    `num_bytes`.
+    `axes` are always indices into `shape`, in any order and without repetition; `num_bytes` are bytes per device,
+    the larger of input and output. Times are seconds, of the same form as `num_bytes`.
 
     Attributes:
       cluster: the hardware; the mesh takes its first devices.
@@ -80,10 +128,13 @@ class MeshModel:
       >>> mesh = MeshModel(parse_cluster("16xH100-80GB"), (2, 8))
       >>> mesh.axis_link(1), mesh.axis_link(0)
       ((450000000000.0, 1.9e-06), (50000000000.0, 4e-06))
+      >>> f"{mesh.time_s('all-gather', (1,), 2**30) * 1e3:.2f} ms"
+      '2.57 ms'
     """
 
     cluster: Cluster
     shape: tuple[int, ...]
+    _lines: dict[tuple, tuple[Line, ...]] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if not self.shape or min(self.shape) < 1 or prod(self.shape) > self.cluster.num_devices:
@@ -93,11 +144,11 @@ class MeshModel:
             )
 
     def axis_link(self, axis: int) -> tuple[float, float]:
-        """(bytes per second, latency in seconds) that collectives over one axis get."""
+        """(Peak bytes per second, latency in seconds) of the wires that collectives over one axis use."""
         return self.link((axis,))
 
     def link(self, axes: Collection[int]) -> tuple[float, float]:
-        """(bytes per second, latency in seconds) that ring collectives over the product of axes get."""
+        """(Peak bytes per second, latency in seconds) of the wires that rings over the product of axes use."""
         group = self.group(axes)
         intra, inter = self.cluster.intra, self.cluster.inter
         if not group.crosses_nodes:
@@ -108,63 +159,138 @@ class MeshModel:
         """How the groups over these axes lie on the nodes."""
         return _group(self.shape, tuple(sorted(axes)), self.cluster.devices_per_node)
 
-    def time_s(self, kind: str, axes: Collection[int], num_bytes: Amount) -> Amount:
-        """Seconds of one collective, by XLA's name for its kind."""
-        if kind not in _TIMES:
-            raise InputError(f"wanted a collective among {', '.join(_TIMES)}, got {kind!r}")
-        return _TIMES[kind](self, num_bytes, axes)
+    def time_s(
+        self, kind: str, axes: Collection[int], num_bytes: Amount, combined_bytes: float = 0.0
+    ) -> Amount:
+        """Seconds of one collective, by XLA's name for its kind.
 
-    def all_gather_s(self, out_bytes: Amount, axes: Collection[int]) -> Amount:
-        """Every device gets all shards; `out_bytes` is the gathered size."""
-        return self._ring_s(out_bytes, axes)
+        Args:
+          kind: "all-reduce", "all-gather", "reduce-scatter", "all-to-all" or "collective-permute".
+          axes: over which it runs.
+          num_bytes: per device.
+          combined_bytes: the size of the collectives that the compiler makes of many small ones like this; a
+            smaller one costs its share of such a collective.
+        """
+        lines = self.lines(kind, axes)
+        if not lines:
+            return 0.0 * num_bytes
+        if combined_bytes <= 0:
+            return _lowest(lines, num_bytes)
+        whole = np.maximum(num_bytes, combined_bytes)
+        return _lowest(lines, whole) * (num_bytes / whole)
 
-    def reduce_scatter_s(self, in_bytes: Amount, axes: Collection[int]) -> Amount:
-        """Every device gets one shard of the sum; `in_bytes` is the size of what is summed."""
-        return self._ring_s(in_bytes, axes)
-
-    def all_reduce_s(self, num_bytes: Amount, axes: Collection[int]) -> Amount:
-        """Every device gets the sum: in bytes, a reduce-scatter and then an all-gather."""
-        size = self.group(axes).size
-        bytes_per_s, latency_s = self.link(axes)
-        steps = min(2 * (size - 1), _tree_steps(size))
-        return steps * latency_s + 2 * (size - 1) / size * num_bytes / bytes_per_s
-
-    def all_to_all_s(self, local_bytes: Amount, axes: Collection[int]) -> Amount:
-        """Every device sends an equal part of its bytes to every member, through its own port."""
-        group = self.group(axes)
-        intra, inter = self.cluster.intra, self.cluster.inter
-        num_remote = group.size - group.members_per_node
-        num_local = group.members_per_node - 1
-        wire_s_per_byte = num_local / intra.bytes_per_s + num_remote / inter.bytes_per_s
-        return _steps(group.size) * self.link(axes)[1] + local_bytes / group.size * wire_s_per_byte
-
-    def permute_s(self, num_bytes: Amount, axes: Collection[int]) -> Amount:
-        """Every device sends its bytes to one other member, at worst in another node."""
-        group = self.group(axes)
-        link = self.cluster.inter if group.crosses_nodes else self.cluster.intra
-        return 0.0 * num_bytes if group.size == 1 else link.latency_s + num_bytes / link.bytes_per_s
-
-    def _ring_s(self, num_bytes: Amount, axes: Collection[int]) -> Amount:
-        size = self.group(axes).size
-        bytes_per_s, latency_s = self.link(axes)
-        return _steps(size) * latency_s + (size - 1) / size * num_bytes / bytes_per_s
+    def lines(self, kind: str, axes: Collection[int]) -> tuple[Line, ...]:
+        """What the collective costs by each algorithm and protocol; nothing when there is nobody to talk to."""
+        key = (kind, *sorted(axes))
+        if key not in self._lines:
+            if kind not in _ALGORITHMS:
+                raise InputError(f"wanted a collective among {', '.join(_ALGORITHMS)}, got {kind!r}")
+            group, launch_s = self.group(axes), self.cluster.device.launch_s
+            made = _ALGORITHMS[kind](self.cluster, group) if group.size > 1 else []
+            self._lines[key] = tuple((launch_s + fixed_s, s_per_byte) for fixed_s, s_per_byte in made)
+        return self._lines[key]
 
 
-_TIMES = {
-    "all-reduce": MeshModel.all_reduce_s,
-    "all-gather": MeshModel.all_gather_s,
-    "reduce-scatter": MeshModel.reduce_scatter_s,
-    "all-to-all": MeshModel.all_to_all_s,
-    "collective-permute": MeshModel.permute_s,
+def _lowest(lines: tuple[Line, ...], num_bytes: Amount) -> Amount:
+    return reduce(np.minimum, [fixed_s + s_per_byte * num_bytes for fixed_s, s_per_byte in lines])
+
+
+def _half_ring(cluster: Cluster, group: Group) -> list[Line]:
+    return _ring(cluster, group, 1)
+
+
+def _all_reduce(cluster: Cluster, group: Group) -> list[Line]:
+    lines = _ring(cluster, group, 2)
+    if group.crosses_nodes:
+        lines += _tree(cluster, group)
+    if cluster.intra.sums_in_switch and group.members_per_node > 1:
+        lines.append(_in_switch(cluster, group))
+    return lines
+
+
+def _ring(cluster: Cluster, group: Group, rounds: int) -> list[Line]:
+    """Each member sends `rounds` times all parts but one to its neighbour."""
+    intra, inter = cluster.intra, cluster.inter
+    num_inter = group.num_nodes - 1
+    num_intra = group.size - 1 - num_inter
+    share = (group.size - 1) / group.size
+    lines = []
+    for protocol in PROTOCOLS:
+        inter_hop = protocol.lone if group.members_per_node == 1 else protocol.inter
+        hops_s = num_intra * protocol.intra * intra.latency_s + num_inter * inter_hop * inter.latency_s
+        bytes_per_s = protocol.ring * intra.sustained_bytes_per_s
+        if group.crosses_nodes:
+            bytes_per_s = min(bytes_per_s, _inter_bytes_per_s(cluster, group, protocol, protocol.ring))
+        lines.append((protocol.start_s + rounds * hops_s, rounds * share / bytes_per_s))
+    return lines
+
+
+def _tree(cluster: Cluster, group: Group) -> list[Line]:
+    """Chains inside nodes, double trees between them, up and down."""
+    lines = []
+    for protocol in PROTOCOLS:
+        chain_s = 2 * (group.members_per_node - 1) * protocol.intra * cluster.intra.latency_s
+        across_s = _tree_hops(group) * protocol.lone * cluster.inter.latency_s
+        in_node = (
+            2 / (protocol.tree * cluster.intra.sustained_bytes_per_s) if group.members_per_node > 1 else 0.0
+        )
+        between = _tree_copies(group) / _inter_bytes_per_s(cluster, group, protocol, protocol.tree)
+        lines.append((protocol.start_s + chain_s + across_s, max(in_node, between)))
+    return lines
+
+
+def _in_switch(cluster: Cluster, group: Group) -> Line:
+    """The switch sums what the members of a node send it, and sends everyone the sum."""
+    s_per_byte = 1 / (SWITCH_SHARE * cluster.intra.sustained_bytes_per_s)
+    if not group.crosses_nodes:
+        return SWITCH_START_S, s_per_byte
+    across_s = _tree_hops(group) * SIMPLE.lone * cluster.inter.latency_s
+    between = _tree_copies(group) / _inter_bytes_per_s(cluster, group, SIMPLE, 1.0)
+    return SWITCH_START_S + across_s, max(s_per_byte, between)
+
+
+def _inter_bytes_per_s(cluster: Cluster, group: Group, protocol: Protocol, share: float) -> float:
+    """What a group moves in or out of a node, through the ports of all its members there."""
+    ports = group.members_per_node * cluster.inter.sustained_bytes_per_s
+    return min(share * ports, protocol.most_inter_bytes_per_s)
+
+
+def _tree_hops(group: Group) -> int:
+    return 2 * ceil(log2(group.num_nodes))
+
+
+def _tree_copies(group: Group) -> int:
+    """How often a node sends the data: up to its parent and down to two children, in two trees of half the data."""
+    return 1 if group.num_nodes == 2 else 2
+
+
+def _pairwise(cluster: Cluster, group: Group) -> list[Line]:
+    """Every member sends an equal part to every other, through its own port; small messages go by LL."""
+    intra, inter = cluster.intra, cluster.inter
+    num_local = group.members_per_node - 1
+    num_remote = group.size - group.members_per_node
+    hops_s = num_local * LL.intra * intra.latency_s + num_remote * LL.inter * inter.latency_s
+    wire_s_per_byte = num_local / intra.sustained_bytes_per_s + num_remote / inter.sustained_bytes_per_s
+    return [(SIMPLE.start_s + hops_s, wire_s_per_byte / group.size)]
+
+
+def _one_send(cluster: Cluster, group: Group) -> list[Line]:
+    """Every member sends its bytes to one other, at worst in another node."""
+    link = cluster.inter if group.crosses_nodes else cluster.intra
+    lines = []
+    for protocol in (LL, SIMPLE):
+        hop_s = (protocol.lone if group.crosses_nodes else protocol.intra) * link.latency_s
+        lines.append((protocol.start_s + hop_s, 1 / (protocol.ring * link.sustained_bytes_per_s)))
+    return lines
+
+
+_ALGORITHMS = {
+    "all-reduce": _all_reduce,
+    "all-gather": _half_ring,
+    "reduce-scatter": _half_ring,
+    "all-to-all": _pairwise,
+    "collective-permute": _one_send,
 }
-
-
-def _tree_steps(size: int) -> int:
-    return 2 * ceil(log2(size))
-
-
-def _steps(size: int) -> int:
-    return min(size - 1, _tree_steps(size))
 
 
 @lru_cache(maxsize=4096)

@@ -112,9 +112,16 @@ def _plain(kinds: tuple[type, ...], wanted: str) -> Form:
     return Form(read=read, write=lambda value: value)
 
 
+def _read_flag(value: Any, place: str) -> bool:
+    if not isinstance(value, bool):
+        raise ClusterError(f"{place}: wanted true or false, got {value!r}")
+    return value
+
+
 TEXT = _plain((str,), "text")
 COUNT = _plain((int,), "a whole number")
 SHARE = _plain((float, int), "a number above 0 and at most 1")
+FLAG = Form(read=_read_flag, write=lambda value: value)
 BYTES = _quantity(parse_bytes, exact_bytes)
 RATE = _quantity(parse_rate, exact_rate)
 SECONDS = _quantity(parse_seconds, exact_seconds)

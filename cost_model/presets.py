@@ -31,7 +31,7 @@ DEVICE_KEYS = (
 )
 """The numbers of a device, each with its source."""
 
-LINK_KEYS = ("bandwidth", "latency", "efficiency")
+LINK_KEYS = ("bandwidth", "latency", "efficiency", "sums_in_switch")
 """The numbers of a link, with one source for all."""
 
 _CONTEXT_MIB = 576
@@ -82,6 +82,7 @@ _ETHERNET = {
     "bandwidth": "12.5Gb/s",
     "latency": _ETHERNET_LATENCY,
     "efficiency": 0.8,
+    "sums_in_switch": False,
     "source": "one 100 Gb/s port per node of 8 (AWS p3dn, Google Cloud a2, g2); latency and share of TCP, assumed",
 }
 
@@ -90,6 +91,7 @@ _LOOPBACK = {
     "bandwidth": "5GB/s",
     "latency": "1us",
     "efficiency": 1.0,
+    "sums_in_switch": False,
     "source": "invented: all links are equal",
 }
 
@@ -99,15 +101,17 @@ def _infiniband(bandwidth: str, source: str) -> dict[str, Any]:
         "bandwidth": bandwidth,
         "latency": _NETWORK_LATENCY,
         "efficiency": 0.95,
+        "sums_in_switch": False,
         "source": f"{source}; latency: {_LATENCY_SOURCE}; share: assumed, ib_write_bw reaches 0.96 to 0.98",
     }
 
 
-def _nvlink(bandwidth: str, source: str, efficiency: float) -> dict[str, Any]:
+def _nvlink(bandwidth: str, source: str, efficiency: float, sums_in_switch: bool) -> dict[str, Any]:
     return {
         "bandwidth": bandwidth,
         "latency": _NVLINK_LATENCY,
         "efficiency": efficiency,
+        "sums_in_switch": sums_in_switch,
         "source": f"{source}; latency: {_LATENCY_SOURCE}; share: {_NVLINK_SHARE_SOURCE}",
     }
 
@@ -117,6 +121,7 @@ def _pcie(bandwidth: str, source: str) -> dict[str, Any]:
         "bandwidth": bandwidth,
         "latency": _COPY_LATENCY,
         "efficiency": 0.85,
+        "sums_in_switch": False,
         "source": f"{source}; latency assumed, cudaMemcpyAsync; share assumed, bandwidthTest with pinned memory",
     }
 
@@ -157,7 +162,7 @@ _H100_FLOPS = {
 }
 
 _V100_NODE = {
-    "intra": _nvlink("150GB/s", "NVIDIA V100 datasheet: NVLink 300 GB/s, both directions", 0.8),
+    "intra": _nvlink("150GB/s", "NVIDIA V100 datasheet: NVLink 300 GB/s, both directions", 0.8, False),
     "host_memory": {"value": "512GiB", "source": "NVIDIA DGX-1 user guide: 512 GB"},
     "host_link": _pcie("15.75GB/s", "PCIe 3.0 x16"),
     "networks": {
@@ -166,7 +171,7 @@ _V100_NODE = {
     },
 }
 _A100_NODE = {
-    "intra": _nvlink("300GB/s", "NVIDIA A100 datasheet: NVLink 600 GB/s, both directions", 0.8),
+    "intra": _nvlink("300GB/s", "NVIDIA A100 datasheet: NVLink 600 GB/s, both directions", 0.8, False),
     "host_link": _pcie("31.5GB/s", "PCIe 4.0 x16"),
     "networks": {
         "InfiniBand": _infiniband("200Gb/s", "NVIDIA DGX A100: 8 x 200 Gb/s HDR for 8 GPUs"),
@@ -174,7 +179,9 @@ _A100_NODE = {
     },
 }
 _HOPPER_NODE = {
-    "intra": _nvlink("450GB/s", "NVIDIA H100 and H200 datasheets: NVLink 900 GB/s, both directions", 0.824),
+    "intra": _nvlink(
+        "450GB/s", "NVIDIA H100 and H200 datasheets: NVLink 900 GB/s, both directions", 0.824, True
+    ),
     "host_memory": {"value": "2TiB", "source": "NVIDIA DGX H100 and H200 datasheets: 2 TB"},
     "host_link": _pcie("63GB/s", "PCIe 5.0 x16"),
     "networks": {
@@ -227,6 +234,7 @@ PRESETS: dict[str, dict[str, Any]] = {
             "bandwidth": "31.5GB/s",
             "latency": _PCIE_LATENCY,
             "efficiency": 0.76,
+            "sums_in_switch": False,
             "source": (
                 f"NVIDIA L4 datasheet: PCIe 4.0 x16, no NVLink; latency: {_LATENCY_SOURCE}; share: NCCL, "
                 f"src/graph/topo.h, 12 of 15.75 GB/s of PCIe 3.0 x16"
@@ -296,7 +304,9 @@ PRESETS: dict[str, dict[str, Any]] = {
         "reserve": _RESERVE,
         "cores": {"value": 148, "source": f"{_XLA_SPECS}/b200.txtpb: core_count"},
         **_KERNELS,
-        "intra": _nvlink("900GB/s", "NVIDIA HGX B200 datasheet: NVLink 1.8 TB/s, both directions", 0.802),
+        "intra": _nvlink(
+            "900GB/s", "NVIDIA HGX B200 datasheet: NVLink 1.8 TB/s, both directions", 0.802, True
+        ),
         "host_memory": {"value": "2TiB", "source": "NVIDIA DGX B200 datasheet: 2 TB"},
         "host_link": _pcie("63GB/s", "PCIe 5.0 x16"),
         "networks": {

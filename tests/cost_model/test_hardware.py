@@ -135,7 +135,7 @@ def test_dtypes_come_in_any_form():
 finite = st.floats(min_value=1e-12, max_value=1e24)
 shares = st.floats(min_value=1e-6, max_value=1.0)
 times = st.floats(min_value=0, max_value=1e3)
-links = st.builds(Link, finite, times, shares)
+links = st.builds(Link, finite, times, shares, st.booleans())
 devices = st.builds(
     Device,
     name=st.text(min_size=1).filter(str.strip),
@@ -212,6 +212,7 @@ def changed(path, value):
             r"efficiency of device memory must be above 0 and at most 1",
         ),
         ("intra.efficiency", 1.5, r"intra: efficiency of a link must be above 0 and at most 1, got 1.5"),
+        ("intra.sums_in_switch", 1, r"intra.sums_in_switch: wanted true or false, got 1"),
         ("intra.efficiency", 0, r"intra: efficiency of a link must be above 0 and at most 1, got 0"),
         ("device.name", "", r"device: device name must not be empty"),
         ("intra.bandwidth", "0GB/s", r"intra: link bandwidth must be finite and positive"),
@@ -225,7 +226,7 @@ def changed(path, value):
         (
             "sources.intra",
             ...,
-            r"sources: wanted one for each number, missing: intra.bandwidth, intra.latency, intra.efficiency",
+            r"sources: wanted one for each number, missing: intra.bandwidth, intra.latency, intra.efficiency, intra",
         ),
         ("sources.intra", " ", r"sources: 'intra' is empty"),
         ("sources.inta", "guess", r"sources: 'inta' is no number of the file \(did you mean 'intra'\?\)"),
@@ -276,7 +277,7 @@ def test_a_file_may_leave_out_what_has_a_default(tmp_path):
     for key in ("reserve", "cores", "matmul_efficiency", "vector_efficiency", "memory_efficiency", "launch"):
         del data["device"][key], data["sources"][f"device.{key}"]
     for name in ("intra", "inter", "host_link"):
-        del data[name]["efficiency"]
+        del data[name]["efficiency"], data[name]["sums_in_switch"]
     cluster = parse_cluster(write_file(tmp_path, data))
     plain = Device("any", 2**30, 1e9, (("float32", 1e12),))
     shares = ("num_cores", "matmul_efficiency", "vector_efficiency", "memory_efficiency", "launch_s")
@@ -302,4 +303,4 @@ def test_fingerprint_follows_numbers_only():
 
 
 def test_fingerprint_is_stable_across_releases():
-    assert toy_cluster().fingerprint() == "6d4b8442fd9fe3ec"
+    assert toy_cluster().fingerprint() == "408089b834c4d324"
