@@ -26,6 +26,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from cost_model.cluster import Cluster
+from cost_model.machine import AXES
 from cost_model.probes import (
     FLOAT32_BYTES,
     VECTOR_ADDS,
@@ -35,11 +36,9 @@ from cost_model.probes import (
     Probe,
     Product,
     Stream,
+    Timing,
     Vector,
 )
-
-AXES = ("node", "local")
-"""The mesh of all probes: nodes, and the devices of each."""
 
 _CHAIN = 128
 """Kernels in one round of the launch probe. Source: a choice of ours; a compiled program of a second or less."""
@@ -73,34 +72,6 @@ FULL = Effort(run_s=10e-3, round_s=200e-3, repeats=15)
 QUICK = Effort(run_s=3e-3, round_s=100e-3, repeats=5)
 
 
-@dataclass(frozen=True, slots=True)
-class Timing:
-    """A probe and the seconds that one round of it took."""
-
-    probe: Probe
-    seconds: float
-
-
-def attached_mesh(devices: Sequence[Any]) -> Mesh:
-    """The devices as (nodes, devices of a node), in their order.
-
-    A node is what shares a fast interconnect: JAX's slice where the backend tells, else a process. Where nodes
-    have unequal numbers of devices, all count as one.
-    """
-    nodes: dict[int, list[Any]] = {}
-    for device in devices:
-        nodes.setdefault(_node(device), []).append(device)
-    rows = list(nodes.values())
-    grid = rows if len({len(row) for row in rows}) == 1 else [list(devices)]
-    return Mesh(np.array(grid), AXES)
-
-
-def _node(device: Any) -> int:
-    """Backends name it differently, and XLA:CPU not at all."""
-    told = (getattr(device, name, None) for name in ("partition_index", "slice_index"))
-    return next((index for index in told if index is not None), device.process_index)
-
-
 def measure_all(
     probes: Sequence[Probe],
     expected: Cluster,
@@ -113,7 +84,7 @@ def measure_all(
     Args:
       probes: small ones first in each group, as `probes.ladder` gives them.
       expected: a first guess at the hardware, such as the nearest preset.
-      mesh: from `attached_mesh`.
+      mesh: from `machine.attached_mesh`.
       effort: how long to measure.
       progress: called with one line per probe.
     """
@@ -199,7 +170,7 @@ def _product(probe: Product, mesh: Mesh) -> _Program:
     operands = tuple(jax.ShapeDtypeStruct(shape, dtype) for shape in shapes)
 
     def step(x: jax.Array, y: jax.Array) -> jax.Array:
-        return _touched(x, lax.batch_matmul(x, y, preferred_element_type=jnp.dtype(probe.result_dtype)))
+        return _touched(x, jnp.matmul(x, y, preferred_element_type=jnp.dtype(probe.result_dtype)))
 
     return _Program(step, operands, unroll=4)
 

@@ -5,6 +5,9 @@ their power, their host and, simulated ones, their cores. A probe knows two thin
 (those that fit the same numbers of a cluster, see `calibration`), and `model_s`, the seconds that the cost model
 gives one round of it. Its program is in `measure`.
 
+Besides its own kernel, a round has small ones: the loop's counter, and what passes the result on. XLA:GPU was
+read for how many; each counts as a launch.
+
 Sizes go from where a kernel's launch is all there is to where the device is saturated. A ladder is the same for
 every machine; what would take too long on a slow one is left out (`measure.measure_all`).
 """
@@ -61,9 +64,10 @@ class Stream:
         return {"sum": 1, "scale": 2, "triad": 3}[self.kind]
 
     def model_s(self, cluster: Cluster) -> float:
-        device = cluster.device
+        device, num_more = cluster.device, {"sum": 3, "scale": 1, "triad": 1}[self.kind]
         moved = self.num_passes * self.num_bytes
-        return float(op_time_s(device, 0, moved, "float32", is_matmul=False, launch_s=device.launch_s))
+        seconds = op_time_s(device, 0, moved, "float32", is_matmul=False, launch_s=device.launch_s)
+        return float(seconds) + num_more * device.launch_s
 
     def __str__(self) -> str:
         return f"{self.kind} of {format_bytes(self.num_bytes)}"
@@ -82,7 +86,7 @@ class Vector:
         seconds = op_time_s(
             device, flops, 2 * self.num_bytes, "float32", is_matmul=False, launch_s=device.launch_s
         )
-        return float(seconds)
+        return float(seconds) + device.launch_s
 
     def __str__(self) -> str:
         return f"multiply-adds on {format_bytes(self.num_bytes)}"
@@ -168,6 +172,14 @@ class HostCopy:
 
 
 type Probe = Launch | Stream | Vector | Product | Collective | HostCopy
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """A probe and the seconds that one round of it took."""
+
+    probe: Probe
+    seconds: float
 
 
 # --- the ladders
