@@ -134,7 +134,7 @@ class MeshModel:
 
     cluster: Cluster
     shape: tuple[int, ...]
-    _lines: dict[tuple, tuple[Line, ...]] = field(default_factory=dict, compare=False, repr=False)
+    _lines: dict[tuple, tuple[Line, ...]] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if not self.shape or min(self.shape) < 1 or prod(self.shape) > self.cluster.num_devices:

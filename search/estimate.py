@@ -44,8 +44,9 @@ def _collectives(priced: Priced, labels: Sequence[int]) -> tuple[Collective, ...
     """All collectives of a step, added up by kind and axes."""
     names = AXIS_NAMES[priced.resharder.num_axes]
     total: dict[tuple[str, tuple[int, ...]], tuple[int, float, float]] = {}
-    for kind, axes, count, num_bytes in (*_between_nodes(priced, labels), *_inside_nodes(priced, labels)):
-        seconds = float(priced.resharder.mesh.time_s(kind, axes, num_bytes))
+    runs = (*_between_nodes(priced, labels), *_inside_nodes(priced, labels))
+    for kind, axes, count, num_bytes, combined_bytes in runs:
+        seconds = float(priced.resharder.mesh.time_s(kind, axes, num_bytes, combined_bytes))
         so_far = total.get((kind, axes), (0, 0.0, 0.0))
         total[kind, axes] = (so_far[0] + count, so_far[1] + count * num_bytes, so_far[2] + count * seconds)
     return tuple(
@@ -54,8 +55,8 @@ def _collectives(priced: Priced, labels: Sequence[int]) -> tuple[Collective, ...
     )
 
 
-_Run = tuple[str, tuple[int, ...], int, float]
-"""Kind, mesh axes, how often in a step, bytes per device of each."""
+_Run = tuple[str, tuple[int, ...], int, float, float]
+"""Kind, mesh axes, how often in a step, bytes per device of each and of the collectives it is joined into."""
 
 
 def _between_nodes(priced: Priced, labels: Sequence[int]) -> Iterator[_Run]:
@@ -70,8 +71,8 @@ def _between_nodes(priced: Priced, labels: Sequence[int]) -> Iterator[_Run]:
             tuple(port_specs(p, priced.choices[p.node])[labels[p.node]].tolist())
             for p in (wire.source, wire.target)
         )
-        at_once = priced.sketch.is_sum(source)
-        chain = priced.resharder.chain(wire.value.shape, wire.value.itemsize, here, there, at_once)
+        how = priced.handling(source, wire.maker)
+        chain = priced.resharder.chain(wire.value, here, there, how)
         for n, step in enumerate(chain):
             count = wire.count
             if priced.choices[source].ways:
@@ -79,14 +80,15 @@ def _between_nodes(priced: Priced, labels: Sequence[int]) -> Iterator[_Run]:
                 count = max(0, wire.count - shared.get(so_far, 0))
                 shared[so_far] = max(wire.count, shared.get(so_far, 0))
             if step.kind != SLICE and count:
-                yield step.kind, step.axes, count, step.num_bytes
+                yield step.kind, step.axes, count, step.num_bytes, how.combined_bytes
 
 
 def _inside_nodes(priced: Priced, labels: Sequence[int]) -> Iterator[_Run]:
     """The all-reduces of partial results that their own cluster reads."""
     for node, cluster in enumerate(priced.sketch.clusters):
         for kind in cluster.kinds:
-            for axes, at, local_bytes in priced.reductions(kind):
+            count = priced.sketch.folded.counts[kind]
+            for axes, at, local_bytes, combined_bytes in priced.reductions(kind):
                 for label, num_bytes in zip(at.tolist(), local_bytes.tolist(), strict=True):
                     if label == labels[node]:
-                        yield "all-reduce", axes, priced.sketch.folded.counts[kind], num_bytes
+                        yield "all-reduce", axes, count, num_bytes, combined_bytes

@@ -11,12 +11,16 @@ from functools import cached_property
 import numpy as np
 
 from autoshard.factors import Kind
-from autoshard.graph import Value
+from autoshard.graph import Phase, Value
 from cost_model.compute import op_time_s
 from search.choices import Choices, Way, all_choices, port_specs, shards_over
 from search.pbqp import Edge, Problem
-from search.reshard import Resharder
-from search.sketch import Port, Sketch, Wire
+from search.reshard import Handling, Resharder
+from search.sketch import Maker, Port, Sketch, Wire
+
+COMBINED_BYTES = 30 * 2**20
+"""XLA:GPU joins collectives of one kind that wait for nothing else of it, up to this size. Source: XLA,
+`service/collective_utils.h`, kDefaultAllReduceCombineThreshold and its like for all-gathers and reduce-scatters."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,8 +77,7 @@ class Priced:
     def wire_seconds(self, wire: Wire) -> np.ndarray:
         """[labels of source, labels of target] seconds in one step."""
         rank = len(wire.value.shape)
-        at_once = self.sketch.is_sum(wire.source.node)
-        table = self.resharder.seconds(wire.value.shape, wire.value.itemsize, at_once)
+        table = self.resharder.seconds(wire.value, self.handling(wire.source.node, wire.maker))
         source, target = self.indices(wire.source, rank), self.indices(wire.target, rank)
         seconds = table[np.ix_(source, target)] * wire.count
         ways = self.choices[wire.target.node].ways
@@ -83,6 +86,23 @@ class Priced:
             seconds = np.where([w is Way.SAME for w in ways], np.where(equal, 0.0, np.inf), seconds)
             seconds = np.where([w is Way.KEPT for w in ways], 0.0, seconds)
         return seconds
+
+    def handling(self, source: int, maker: Maker) -> Handling:
+        """What the compiler does with the collectives of these values on their way from a node."""
+        return Handling(self.sketch.is_sum(source), self._joined_bytes(maker))
+
+    def _joined_bytes(self, maker: Maker) -> float:
+        """The size of the collectives that these values' are joined into; zero where they are left alone."""
+        return self._combined_bytes if maker in self.sketch.combined else 0.0
+
+    @cached_property
+    def _combined_bytes(self) -> float:
+        """How large combined collectives get: a model may have fewer gradients than would fit."""
+        folded = self.sketch.folded
+        gradients = [(k, r) for k, r in self.sketch.combined if folded.op(k).phase is Phase.BACKWARD]
+        values = folded.program.values
+        total = sum(len(folded.members[k]) * values[folded.op(k).results[r]].num_bytes for k, r in gradients)
+        return float(min(COMBINED_BYTES, total))
 
     def _kept_matrix(self, port: Port, node: int) -> np.ndarray:
         ways = np.array([w is Way.KEPT for w in self.choices[node].ways])
@@ -149,13 +169,13 @@ class Priced:
     def _reduction_seconds(self, kind: int) -> np.ndarray:
         """[labels]: all-reduces of an op's results that its own cluster resolves."""
         total = np.zeros(len(self.choices[self.sketch.node_of[kind]]))
-        for axes, at, local_bytes in self.reductions(kind):
-            total[at] += self.resharder.mesh.time_s("all-reduce", axes, local_bytes)
+        for axes, at, local_bytes, combined_bytes in self.reductions(kind):
+            total[at] += self.resharder.mesh.time_s("all-reduce", axes, local_bytes, combined_bytes)
         return total
 
     def reductions(self, kind: int):
-        """All-reduces inside an op: (mesh axes, [labels] where, bytes per device there), for each set of
-        axes."""
+        """All-reduces inside an op: (mesh axes, [labels] where, bytes per device there, bytes of the collectives that
+        they are joined into), for each set of axes."""
         sketch, op = self.sketch, self.sketch.folded.op(kind)
         node = sketch.node_of[kind]
         cluster, assignment = sketch.clusters[node], self.choices[node].assignment
@@ -177,7 +197,8 @@ class Priced:
             for row in np.unique(split, axis=0):
                 if row.any():
                     at = np.flatnonzero((split == row).all(axis=1))
-                    yield tuple(np.flatnonzero(row).tolist()), at, value.num_bytes / shards[at]
+                    axes = tuple(np.flatnonzero(row).tolist())
+                    yield axes, at, value.num_bytes / shards[at], self._joined_bytes((kind, r))
 
 
 def price(sketch: Sketch, resharder: Resharder) -> Priced:

@@ -31,10 +31,27 @@ from math import prod
 
 import numpy as np
 
+from autoshard.graph import Value
 from autoshard.spec import PARTIAL, WHOLE, Spec, divides, num_shards, splits
 from cost_model.collectives import MeshModel
 
 SLICE = "slice"
+
+
+@dataclass(frozen=True, slots=True)
+class Handling:
+    """What the compiler does with the collectives of a value.
+
+    Attributes:
+      at_once: for sums of partial terms: XLA reduces them over all their axes in one collective.
+      combined_bytes: it joins small ones with others, into collectives of this size; zero if not.
+    """
+
+    at_once: bool = False
+    combined_bytes: float = 0.0
+
+
+ALONE = Handling()
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,19 +98,15 @@ class Resharder:
         """All specs of a rank, by index."""
         return _moves(rank, self.num_axes).specs
 
-    def seconds(self, shape: tuple[int, ...], itemsize: int, at_once: bool = False) -> np.ndarray:
-        """Seconds from every spec (row) to every other (column); infinite where there is no way.
+    def seconds(self, value: Value, how: Handling = ALONE) -> np.ndarray:
+        """Seconds from every spec (row) to every other (column); infinite where there is no way."""
+        return self._table(value.shape, value.itemsize, how)[1]
 
-        `at_once` is for sums of partial terms: XLA reduces them over all their axes in one collective.
-        """
-        return self._table(shape, itemsize, at_once)[1]
-
-    def chain(
-        self, shape: tuple[int, ...], itemsize: int, source: Spec, target: Spec, at_once: bool = False
-    ) -> tuple[Step, ...]:
+    def chain(self, value: Value, source: Spec, target: Spec, how: Handling = ALONE) -> tuple[Step, ...]:
         """The steps of the cheapest chain."""
-        direct, best = self._table(shape, itemsize, at_once)
-        moves, rank = _moves(len(shape), self.num_axes, at_once), len(shape)
+        shape, itemsize = value.shape, value.itemsize
+        direct, best = self._table(shape, itemsize, how)
+        moves, rank = _moves(len(shape), self.num_axes, how.at_once), len(shape)
         here, goal = self.index(source, rank), self.index(target, rank)
         assert np.isfinite(best[here, goal]), f"no way from {source} to {target} for {shape}"
         steps = []
@@ -112,15 +125,15 @@ class Resharder:
             here = int(moves.target[move])
         return tuple(steps)
 
-    def _table(self, shape: tuple[int, ...], itemsize: int, at_once: bool) -> tuple[np.ndarray, np.ndarray]:
+    def _table(self, shape: tuple[int, ...], itemsize: int, how: Handling) -> tuple[np.ndarray, np.ndarray]:
         """(Seconds of each direct move, seconds of the best chain between all pairs)."""
-        key = (shape, itemsize, at_once)
+        key = (shape, itemsize, how)
         if key not in self._tables:
-            self._tables[key] = self._solve(shape, itemsize, at_once)
+            self._tables[key] = self._solve(*key)
         return self._tables[key]
 
-    def _solve(self, shape: tuple[int, ...], itemsize: int, at_once: bool) -> tuple[np.ndarray, np.ndarray]:
-        moves = _moves(len(shape), self.num_axes, at_once)
+    def _solve(self, shape: tuple[int, ...], itemsize: int, how: Handling) -> tuple[np.ndarray, np.ndarray]:
+        moves = _moves(len(shape), self.num_axes, how.at_once)
         fits = np.array([splits(s, shape, self.mesh.shape) for s in moves.specs])
         is_even = np.array([divides(s, shape, self.mesh.shape) for s in moves.specs])
         local = np.array([prod(shape) * itemsize / num_shards(s, self.mesh.shape) for s in moves.specs])
@@ -128,7 +141,9 @@ class Resharder:
         direct = np.full(len(moved), np.inf)
         for i, (kind, axes) in enumerate(moves.kinds):
             of_kind = moves.kind == i
-            direct[of_kind] = SLICE_S if kind == SLICE else self.mesh.time_s(kind, axes, moved[of_kind])
+            direct[of_kind] = (
+                SLICE_S if kind == SLICE else self.mesh.time_s(kind, axes, moved[of_kind], how.combined_bytes)
+            )
             if kind == "all-to-all":
                 direct[of_kind & ~(is_even[moves.source] & is_even[moves.target])] = np.inf
         direct[~(fits[moves.source] & fits[moves.target])] = np.inf

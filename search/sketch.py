@@ -40,6 +40,9 @@ class Group(StrEnum):
     UPDATE = "update"
 
 
+Maker = tuple[int, int]
+"""(kind, result): the values that these make."""
+
 Place = tuple[int, int, bool]
 """(kind, index, whether a result): an operand or a result of a kind."""
 
@@ -61,12 +64,13 @@ class Port:
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """A value's way from one port to another, `count` times in one step."""
+    """A value's way from one port to another, `count` times in one step; `maker` is its (kind, result)."""
 
     source: Port
     target: Port
     value: Value
     count: int
+    maker: Maker
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +90,7 @@ class Copy:
     """
 
     node: int
-    maker: tuple[int, int]
+    maker: Maker
     value: Value
     group: Group
     source: Port
@@ -125,6 +129,36 @@ class Sketch:
         return node < len(self.clusters) and self.clusters[node].is_sum
 
     @cached_property
+    def combined(self) -> frozenset[Maker]:
+        """Values whose collectives wait for nothing else of their kind, so that the compiler joins small ones: the
+        step's inputs, cast or not, and what is only for the update."""
+        folded, readers = self.folded, self._readers
+        made_by: dict[int, set[int]] = {}
+        for link in folded.links:
+            made_by.setdefault(link.consumer, set()).add(link.producer)
+        read_by = {k: readers[k, 0] for k in range(len(folded.members)) if (k, 0) in readers}
+        inputs = {k for k in range(len(folded.members)) if folded.op(k).name == "input"}
+        updates = {k for k in range(len(folded.members)) if group_of(folded.op(k)) is Group.UPDATE}
+        early, late = self._grown(inputs, made_by), self._grown(updates, read_by)
+        return frozenset(m for m, r in readers.items() if m[0] in early or r <= late)
+
+    def _grown(self, kinds: set[int], neighbours: dict[int, set[int]]) -> set[int]:
+        """These kinds, and those that only hand on what comes from, or goes to, kinds among them."""
+        waiting = {k for k in neighbours if _hands_on(self.folded.op(k))} - kinds
+        while reached := {k for k in waiting if neighbours[k] <= kinds}:
+            kinds = kinds | reached
+            waiting -= reached
+        return kinds
+
+    @cached_property
+    def _readers(self) -> dict[Maker, set[int]]:
+        """The kinds that read each value."""
+        readers: dict[Maker, set[int]] = {}
+        for link in self.folded.links:
+            readers.setdefault((link.producer, link.result), set()).add(link.consumer)
+        return readers
+
+    @cached_property
     def copy_of(self) -> dict[tuple[int, int, Group], Copy]:
         """Copies by maker and group."""
         return {(*c.maker, c.group): c for c in self.copies}
@@ -145,6 +179,12 @@ def sketch(folded: Folded, parts: tuple[Cluster, ...]) -> Sketch:
 def group_of(op: FlatOp) -> Group:
     """The group in which an op reads: the next step's state is read by the update."""
     return Group.UPDATE if op.name == "input" else _GROUP_OF[op.phase]
+
+
+def _hands_on(op: FlatOp) -> bool:
+    """Whether an op passes a value on as it is, or nearly so: a cast, a reshape, a slice of a stack, a sum of rows."""
+    is_plain = op.rule.is_additive and len(op.operands) == len(op.results) == 1
+    return is_plain or op.name in ("stack", "slice")
 
 
 _GROUP_OF = {
@@ -254,10 +294,10 @@ class _Wiring:
                 targets = tuple(ports)
                 start = self._copy((kind, result), value, group, source, targets, kept, sum(total.values()))
             for port, by_value in ports.items():
-                self.wires.append(Wire(start, port, value, sum(by_value.values())))
+                self.wires.append(Wire(start, port, value, sum(by_value.values()), (kind, result)))
 
     def _copy(self, maker, value, group, source, targets, kept_from, count) -> Port:
         node = len(self.parts) + len(self.copies)
         self.copies.append(Copy(node, maker, value, group, source, targets, kept_from, count))
-        self.wires.append(Wire(source, Port(node, ()), value, count))
+        self.wires.append(Wire(source, Port(node, ()), value, count, maker))
         return Port(node, ())

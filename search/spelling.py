@@ -117,8 +117,8 @@ class _Speller:
         Where it scatters a sum over one axis before it reduces it over another, that is said with the other axis whole:
         the compiler then does both in this order (measured on XLA:GPU).
         """
-        value = self.program.values[v]
-        kind = self.folded.kind_of[self.maker[v][0]]
-        at_once = self.sketch.is_sum(self.sketch.node_of[kind])
-        chain = self.priced.resharder.chain(value.shape, value.itemsize, here, there, at_once)
+        made, result = self.maker[v]
+        kind = self.folded.kind_of[made]
+        how = self.priced.handling(self.sketch.node_of[kind], (kind, result))
+        chain = self.priced.resharder.chain(self.program.values[v], here, there, how)
         return tuple(s.after for s in chain if PARTIAL not in s.after or s.kind == "reduce-scatter")
