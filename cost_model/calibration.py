@@ -8,9 +8,10 @@ the other, each with the numbers of those before in place:
     launch -> memory bandwidth -> vector speed -> speed per dtype -> intra link, inter link, host link
 
 The model is piecewise (a product is bound by arithmetic, by memory or by its launch), so where a number is far
-off, small changes of it may change nothing. The search is therefore one by compass (Hooke & Jeeves, "Direct
+off, small changes of it may change nothing. So each number is first tried at many scales, a thousandth to a
+thousandfold, and then refined together with the others of its fit by compass search (Hooke & Jeeves, "Direct
 search solution of numerical and statistical problems", JACM 8(2), 1961): try each number a factor up and down,
-keep what is better, else take the square root of the factor; at first the factor is a thousand.
+keep what is better, else take the square root of the factor.
 
 Measured rates are what programs sustain, so their shares in the cluster become 1. What nothing was measured for
 comes from the nearest preset, times its share, and its source says so.
@@ -26,10 +27,12 @@ from cost_model.cluster import VECTOR, Cluster
 from cost_model.cluster_file import number_paths, source_of
 from cost_model.probes import Timing
 
-_FIRST_FACTOR = 1000.0
-"""How far off a preset may be at first. Source: simulated devices on two slow cores are off by a hundred."""
+_SCALES = tuple(10 ** (tenth / 10) for tenth in sorted(range(-30, 31), key=abs))
+"""How far off a preset may be, nearest first. Source: simulated devices on two slow cores are off by a hundred."""
 
-_LAST_FACTOR = 1.001
+_FIRST_FACTOR, _LAST_FACTOR = 1.25, 1.001
+"""Of the compass: a step of `_SCALES`, and what no measurement can tell."""
+
 _LEAST_GAIN = 1e-6
 """Of the loss, what a step must win: narrow valleys would take thousands."""
 
@@ -102,6 +105,8 @@ def fitted(cluster: Cluster, timings: Sequence[Timing], paths: Sequence[Path]) -
     def loss(candidate: Cluster) -> float:
         return sum(math.log(t.probe.model_s(candidate) / t.seconds) ** 2 for t in timings)
 
+    for path in paths:
+        cluster = min((_scaled(cluster, path, scale) for scale in _SCALES), key=loss)
     factor, lowest = _FIRST_FACTOR, loss(cluster)
     while factor > _LAST_FACTOR:
         steps = [_scaled(cluster, path, scale) for path in paths for scale in (factor, 1 / factor)]
