@@ -1,69 +1,146 @@
-"""The time of one op on one device: the roofline.
+"""The time of one kernel on one device: a roofline whose roof for matrix products is made of tiles.
 
-An op cannot finish before its arithmetic is done at the device's peak, nor before its bytes have moved at
-the memory's bandwidth, and real kernels reach a known share of both:
+A kernel cannot finish before its arithmetic is done, nor before its bytes have moved, nor can the next one start
+before it has been launched:
 
-    time = max(flops / (peak x efficiency), bytes / (bandwidth x efficiency)) + launch
+    time = max(arithmetic, bytes / (bandwidth x efficiency), launch)
 
-(Williams, Waterman & Patterson, "Roofline", CACM 52(4), 2009.) Inputs are *local*: what one device computes
-and moves after sharding. Everything accepts NumPy arrays, so that all strategies of an op are priced in one
-call.
+(Williams, Waterman & Patterson, "Roofline", CACM 52(4), 2009.) Of a matrix product `[b] (m, k) (k, n) -> (m, n)` each
+core computes one tile of the result at a time, and the device all its cores' tiles in *waves*. What is lost at the
+edges, in the last wave, and in starting a tile is what makes small products slow:
+
+    arithmetic = ceil(tiles / cores) x (2 tile_m tile_n (k + DEPTH) / (speed of a core x efficiency of the tile))
+
+(NVIDIA, "Matrix Multiplication Background User's Guide": tile and wave quantisation.) Small tiles waste less at the
+edges and are slower within; where there are fewer tiles than cores, the sum over k can be split among several tiles,
+whose partial results are then added up through memory. cuBLAS tries many; we take the best of `TILES` and `SPLITS`.
+Where a device's cores are not known (`num_cores` is 1), products run at their rate whatever their shape.
+
+Inputs are *local*: what one device computes and moves after sharding. Everything accepts NumPy arrays, so that all
+strategies of an op are priced in one call.
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import numpy as np
-from numpy.typing import ArrayLike, DTypeLike
+from numpy.typing import ArrayLike
 
 from cost_model.cluster import Device
 
-MATMUL_EFFICIENCY = 0.7
-"""Share of the dense tensor-core peak that a large GEMM sustains. Source: assumed, from the usual range 0.6
-to 0.85 of cuBLAS on training shapes; replace it by calibration on the machine at hand."""
-
-VECTOR_EFFICIENCY = 0.7
-"""Share of the ordinary cores' peak that fused elementwise and reduction kernels sustain. Source: assumed;
-such ops are bound by memory on every preset (fewer than 10 FLOP per byte), so it rarely matters."""
-
-MEMORY_EFFICIENCY = 0.9
-"""Share of the memory bandwidth that streaming kernels sustain. Source: assumed, the usual result of
-STREAM-like benchmarks (BabelStream triad) on HBM GPUs, 0.85 to 0.93."""
-
-KERNEL_LAUNCH_S = 3e-6
-"""Seconds from one kernel to the next when the device does nothing else. Source: assumed, a few
-microseconds is the usual figure for a CUDA launch; XLA's command buffers (CUDA graphs) and fusions hide
-most of it, so it is opt-in."""
+type Seconds = np.ndarray | float
+"""Of the inputs' shape; a float for scalars."""
 
 
-def op_time_s(
-    device: Device,
-    flops: ArrayLike,
-    num_bytes: ArrayLike,
-    dtype: DTypeLike,
-    is_matmul: bool,
-    launch_s: float = 0.0,
-) -> np.ndarray | float:
-    """Seconds that one op takes on one device.
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """A part of the result that one core computes, and its speed relative to the largest tiles'."""
+
+    m: int
+    n: int
+    efficiency: float
+
+
+TILES: Sequence[Tile] = (
+    Tile(256, 128, 1.0),
+    Tile(128, 256, 1.0),
+    Tile(128, 128, 0.95),
+    Tile(128, 64, 0.8),
+    Tile(64, 128, 0.8),
+    Tile(64, 64, 0.65),
+)
+"""Source: the guide named above, which lists these for cuBLAS, the most efficient first; speeds assumed."""
+
+SPLITS = (1, 2, 4, 8, 16)
+"""Into how many parts the sum over k may be split. Source: a choice of ours among CUTLASS's split-k factors."""
+
+DEPTH = 64
+"""Steps of k that a tile takes to load its first operands and store its results. Source: assumed, one stage of the
+pipeline in CUTLASS's kernels for 16-bit operands."""
+
+_WAYS = np.array([(tile.m, tile.n, tile.efficiency, parts) for tile in TILES for parts in SPLITS], float).T
+
+_PARTIAL_BYTES = 8
+"""For each element and part of a split sum: 4 bytes written and read again, in float32."""
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """A matrix product on one device, or many of one batch, or as many strategies in arrays.
+
+    Attributes:
+      batch: independent products.
+      m: rows of the left operand.
+      n: columns of the right operand.
+      k: summed over.
+    """
+
+    batch: ArrayLike
+    m: ArrayLike
+    n: ArrayLike
+    k: ArrayLike
+
+
+def kernel_s(device: Device, num_bytes: ArrayLike, flops: ArrayLike = 0.0) -> Seconds:
+    """Seconds of a kernel that is no matrix product.
 
     Args:
       device: where it runs.
-      flops: floating-point operations of the local op (2 per multiply-add). Any shape.
-      num_bytes: bytes that the local op reads and writes. Broadcasts with `flops`.
-      dtype: of the operands: it selects the peak.
-      is_matmul: whether the op runs on matrix units (products, convolutions) or on ordinary cores.
-      launch_s: fixed cost to add per op, `KERNEL_LAUNCH_S` for ops that are kernels of their own.
-
-    Returns:
-      Seconds, of the broadcast shape; a float for scalars.
+      num_bytes: that it reads and writes.
+      flops: floating-point operations.
 
     Example:
       >>> from cost_model.hardware import parse_cluster
       >>> h100 = parse_cluster("8xH100-80GB").device
-      >>> seconds = op_time_s(h100, 2 * 4096**3, 3 * 2 * 4096**2, "bfloat16", is_matmul=True)
-      >>> f"{seconds * 1e6:.0f} us"
-      '199 us'
+      >>> f"{kernel_s(h100, 2 * 2**30) * 1e6:.0f} us"
+      '712 us'
     """
-    peak_flops_per_s = device.peak_flops_per_s(dtype) if is_matmul else device.vector_flops_per_s
-    efficiency = MATMUL_EFFICIENCY if is_matmul else VECTOR_EFFICIENCY
-    compute_s = np.asarray(flops, dtype=float) / (peak_flops_per_s * efficiency)
-    memory_s = np.asarray(num_bytes, dtype=float) / (device.memory_bytes_per_s * MEMORY_EFFICIENCY)
-    seconds = np.maximum(compute_s, memory_s) + launch_s
+    vector_s = np.asarray(flops, float) / (device.vector_flops_per_s * device.vector_efficiency)
+    return _plain(np.maximum(np.maximum(vector_s, _memory_s(device, num_bytes)), device.launch_s))
+
+
+def product_s(device: Device, product: Product, num_bytes: ArrayLike, peak_flops_per_s: float) -> Seconds:
+    """Seconds of a matrix product, or of a convolution as the product that it amounts to.
+
+    Args:
+      device: where it runs.
+      product: its sizes.
+      num_bytes: that it reads and writes.
+      peak_flops_per_s: of the device, for the operands' dtype.
+
+    Example:
+      >>> from cost_model.hardware import parse_cluster
+      >>> h100 = parse_cluster("8xH100-80GB").device
+      >>> seconds = product_s(h100, Product(1, 4096, 4096, 4096), 3 * 2 * 4096**2, h100.peak_flops_per_s("bfloat16"))
+      >>> f"{seconds * 1e6:.0f} us"
+      '206 us'
+    """
+    flops_per_s = peak_flops_per_s * device.matmul_efficiency
+    b, m, n, k = (np.asarray(size, float) for size in (product.batch, product.m, product.n, product.k))
+    if device.num_cores == 1:
+        seconds = np.maximum(2 * b * m * n * k / flops_per_s, _memory_s(device, num_bytes))
+    else:
+        seconds = _tiled_s(device, (b, m, n, k), _memory_s(device, num_bytes), flops_per_s)
+    return _plain(np.maximum(seconds, device.launch_s))
+
+
+def _tiled_s(
+    device: Device, sizes: tuple[np.ndarray, ...], memory_s: np.ndarray, flops_per_s: float
+) -> np.ndarray:
+    b, m, n, k = sizes
+    ways = (-1,) + (1,) * np.broadcast(*sizes, memory_s).ndim
+    tile_m, tile_n, efficiency, parts = (column.reshape(ways) for column in _WAYS)
+    num_tiles = b * np.ceil(m / tile_m) * np.ceil(n / tile_n)
+    waves = np.ceil(num_tiles * parts / device.num_cores)
+    step_s = 2 * tile_m * tile_n * device.num_cores / (flops_per_s * efficiency)
+    arithmetic_s = waves * (np.ceil(k / parts) + DEPTH) * step_s
+    joining_s = parts * _memory_s(device, _PARTIAL_BYTES * b * m * n) + device.launch_s
+    return (np.maximum(arithmetic_s, memory_s) + np.where(parts > 1, joining_s, 0.0)).min(axis=0)
+
+
+def _memory_s(device: Device, num_bytes: ArrayLike) -> np.ndarray:
+    return np.asarray(num_bytes, float) / (device.memory_bytes_per_s * device.memory_efficiency)
+
+
+def _plain(seconds: np.ndarray) -> Seconds:
     return float(seconds) if seconds.ndim == 0 else seconds

@@ -5,18 +5,26 @@ how often they run, plus the reductions inside it. Light ops are fused by the co
 enters and leaves their cluster. A wire's cost is the cheapest reshard between the specs at its ends.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 
 import numpy as np
+from jax.lax import Precision
 
 from autoshard.factors import Kind
-from autoshard.graph import Phase, Value
-from cost_model.compute import op_time_s
+from autoshard.factors.contraction import FLOPS_PER_PRODUCT_SUM
+from autoshard.factors.contraction import RULES as PRODUCTS
+from autoshard.graph import Phase
+from cost_model.cluster import Device
+from cost_model.compute import Product, kernel_s, product_s
 from search.choices import Choices, Way, all_choices, port_specs, shards_over
+from search.kernels import is_light, moved_alone
 from search.pbqp import Edge, Problem
+from search.program import FlatOp
 from search.reshard import Handling, Resharder
-from search.sketch import Maker, Port, Sketch, Wire
+from search.sketch import Maker, Place, Port, Sketch, Wire
 
 COMBINED_BYTES = 30 * 2**20
 """XLA:GPU joins collectives of one kind that wait for nothing else of it, up to this size. Source: XLA,
@@ -43,6 +51,11 @@ class Priced:
         """Memo of `indices`."""
         return {}
 
+    @cached_property
+    def _shards(self) -> dict[Port, np.ndarray]:
+        """Memo of `shards`."""
+        return {}
+
     def indices(self, port: Port, rank: int) -> np.ndarray:
         """[labels]: the spec at a port as an index of the reshard tables."""
         key = (port, rank)
@@ -56,8 +69,10 @@ class Priced:
 
     def shards(self, port: Port) -> np.ndarray:
         """[labels]: into how many parts the value at a port is cut."""
-        specs = port_specs(port, self.choices[port.node])
-        return np.where(specs >= 0, np.array(self.resharder.mesh.shape), 1).prod(axis=1)
+        if port not in self._shards:
+            specs = port_specs(port, self.choices[port.node])
+            self._shards[port] = np.where(specs >= 0, np.array(self.resharder.mesh.shape), 1).prod(axis=1)
+        return self._shards[port]
 
     def problem(self) -> Problem:
         """The PBQP."""
@@ -117,54 +132,81 @@ class Priced:
             op, count = self.sketch.folded.op(kind), self.sketch.folded.counts[kind]
             if op.is_boundary:
                 continue
-            compute += count * self._op_seconds(kind)
+            if not is_light(self.sketch.folded, kind):
+                compute += count * self._op_seconds(kind)
             inside += count * self._reduction_seconds(kind)
+        for kernel in self.sketch.kernels_of[node]:
+            compute += kernel.count * kernel_s(self._device, self._bytes(node, kernel.moved))
         return compute, inside
 
+    @property
+    def _device(self) -> Device:
+        return self.resharder.mesh.cluster.device
+
     def _op_seconds(self, kind: int) -> np.ndarray:
-        """[labels]: one run of an op on one device."""
-        sketch, folded = self.sketch, self.sketch.folded
-        node, op = sketch.node_of[kind], folded.op(kind)
-        cluster, choices, shape = sketch.clusters[node], self.choices[node], self.resharder.mesh.shape
-        device = self.resharder.mesh.cluster.device
-        moved = np.zeros(len(choices))
-        for value, port in self._moved(kind):
-            moved += value.num_bytes / self.shards(port)
-        is_matmul = folded.is_heavy[kind] and op.rule.flops_per_point > 0
-        flops = np.zeros(1)
-        if is_matmul:
-            loops = frozenset(
-                cluster.factor_of[kind, f]
-                for f in range(len(op.rule.factors))
-                if (kind, f) in cluster.factor_of
-            )
-            points = float(np.prod([float(f.size) for f in op.rule.factors]))
-            flops = op.rule.flops_per_point * points / shards_over(loops, choices, shape)
-        dtype = folded.program.values[op.operands[0] if op.operands else op.results[0]].dtype
-        dtype = dtype if is_matmul else np.float32
-        return np.asarray(op_time_s(device, flops, moved, dtype, is_matmul))
+        """[labels]: one run of an op that is a kernel of its own, on one device."""
+        folded, node = self.sketch.folded, self.sketch.node_of[kind]
+        op = folded.op(kind)
+        num_bytes = self._bytes(node, moved_alone(folded, kind))
+        if not (folded.is_heavy[kind] and op.rule.flops_per_point > 0 and len(op.operands) > 1):
+            return np.asarray(kernel_s(self._device, num_bytes))
+        if op.name not in PRODUCTS:
+            return np.asarray(kernel_s(self._device, num_bytes, self._flops(kind)))
+        peak_flops_per_s = self._product_flops_per_s(op)
+        return np.asarray(product_s(self._device, self._product(kind), num_bytes, peak_flops_per_s))
 
-    def _moved(self, kind: int) -> list[tuple[Value, Port]]:
-        """What an op reads and writes in memory: for a light op, only what crosses its cluster's border."""
-        sketch, folded = self.sketch, self.sketch.folded
-        op, values = folded.op(kind), folded.program.values
-        own = set(sketch.clusters[sketch.node_of[kind]].kinds)
-        is_alone = len(own) == 1
-        links = folded.links_into.get(kind, ())
-        read = {link.operand for link in links if is_alone or link.producer not in own}
-        written = {r for r in range(len(op.results)) if is_alone or (kind, r) in self._leaving}
-        moved = [(values[op.operands[i]], sketch.ports[kind, i, False]) for i in sorted(read)]
-        return moved + [(values[op.results[r]], sketch.ports[kind, r, True]) for r in sorted(written)]
+    def _bytes(self, node: int, moved: Sequence[tuple[Place, float]]) -> np.ndarray:
+        """[labels]: bytes that one device moves."""
+        total = np.zeros(len(self.choices[node]))
+        for place, times in moved:
+            kind, index, is_result = place
+            op = self.sketch.folded.op(kind)
+            value = self.sketch.folded.program.values[(op.results if is_result else op.operands)[index]]
+            total += times * value.num_bytes / self.shards(self.sketch.ports[place])
+        return total
 
-    @cached_property
-    def _leaving(self) -> set[tuple[int, int]]:
-        """(kind, result) of what some other cluster reads."""
-        node_of = self.sketch.node_of
-        return {
-            (link.producer, link.result)
-            for link in self.sketch.folded.links
-            if node_of[link.producer] != node_of[link.consumer]
-        }
+    def _product(self, kind: int) -> Product:
+        """[labels]: the matrix product that one device computes.
+
+        Loops of the result are batches, rows or columns by the operands that they index; all others are summed over.
+        """
+        rule = self.sketch.folded.op(kind).rule
+        left, right, made = (
+            {f for dim in dims for f in dim} for dims in (*rule.operands[:2], rule.results[0])
+        )
+        batch, rows, columns = made & left & right, made - right, made & right - left
+        sizes = [prod(rule.factors[f].size for f in loops) for loops in (batch, rows, columns)]
+        depth = self._points(kind) * rule.flops_per_point / (FLOPS_PER_PRODUCT_SUM * prod(sizes))
+        rest = set(range(len(rule.factors))) - made
+        local = [
+            np.ceil(size / self._parts(kind, loops))
+            for size, loops in zip((*sizes, depth), (batch, rows, columns, rest), strict=True)
+        ]
+        return Product(*local)
+
+    def _flops(self, kind: int) -> np.ndarray:
+        """[labels]: floating-point operations of one device."""
+        rule = self.sketch.folded.op(kind).rule
+        return rule.flops_per_point * self._points(kind) / self._parts(kind, set(range(len(rule.factors))))
+
+    def _points(self, kind: int) -> float:
+        return prod(float(f.size) for f in self.sketch.folded.op(kind).rule.factors)
+
+    def _parts(self, kind: int, loops: set[int]) -> np.ndarray:
+        """[labels]: into how many parts some of an op's loops are cut."""
+        node = self.sketch.node_of[kind]
+        factor_of = self.sketch.clusters[node].factor_of
+        own = frozenset(factor_of[kind, f] for f in loops if (kind, f) in factor_of)
+        return shards_over(own, self.choices[node], self.resharder.mesh.shape)
+
+    def _product_flops_per_s(self, op: FlatOp) -> float:
+        """The peak for an op's operands; a product that asks for all of float32's digits runs on ordinary cores."""
+        device = self._device
+        dtype = self.sketch.folded.program.values[op.operands[0]].dtype
+        asked = op.op.params.get("precision") if op.op is not None else None
+        if asked and dtype == np.float32 and Precision.HIGHEST in tuple(asked):
+            return device.vector_flops_per_s
+        return device.peak_flops_per_s(dtype)
 
     def _reduction_seconds(self, kind: int) -> np.ndarray:
         """[labels]: all-reduces of an op's results that its own cluster resolves."""

@@ -21,6 +21,7 @@ from autoshard.factors import Kind, Rule
 from autoshard.factors.rule import Dims
 from autoshard.graph import Phase, Value
 from search.clusters import Cluster
+from search.kernels import Kernel, Place, kernels
 from search.kinds import Folded
 from search.program import FlatOp
 
@@ -42,9 +43,6 @@ class Group(StrEnum):
 
 Maker = tuple[int, int]
 """(kind, result): the values that these make."""
-
-Place = tuple[int, int, bool]
-"""(kind, index, whether a result): an operand or a result of a kind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +125,14 @@ class Sketch:
     def is_sum(self, node: int) -> bool:
         """Whether a node is a cluster whose values may be partial."""
         return node < len(self.clusters) and self.clusters[node].is_sum
+
+    @cached_property
+    def kernels_of(self) -> tuple[tuple[Kernel, ...], ...]:
+        """Per node: the kernels of its light ops."""
+        found: list[list[Kernel]] = [[] for _ in range(self.num_nodes)]
+        for kernel in kernels(self.folded, self.node_of):
+            found[self.node_of[kernel.kinds[0]]].append(kernel)
+        return tuple(tuple(k) for k in found)
 
     @cached_property
     def combined(self) -> frozenset[Maker]:

@@ -1,41 +1,102 @@
-"""The roofline: the slower of arithmetic and memory, worked out by hand."""
+"""The roofline: the slowest of arithmetic, memory and launch, worked out by hand."""
+
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from cost_model.compute import (
-    KERNEL_LAUNCH_S,
-    MATMUL_EFFICIENCY,
-    MEMORY_EFFICIENCY,
-    VECTOR_EFFICIENCY,
-    op_time_s,
+from cost_model.compute import DEPTH, Product, kernel_s, product_s
+from cost_model.hardware import Device, parse_cluster
+
+TOY = Device(
+    "toy",
+    2**30,
+    1e9,
+    (("float32", 1e12), ("vector", 1e11)),
+    matmul_efficiency=0.5,
+    vector_efficiency=0.5,
+    memory_efficiency=0.5,
+    launch_s=1e-6,
 )
-from cost_model.hardware import Device
-
-TOY = Device("toy", 2**30, 1e9, (("float32", 1e12), ("bfloat16", 4e12), ("vector", 1e11)))
-
-
-def test_a_large_product_is_bound_by_arithmetic():
-    assert op_time_s(TOY, 1e12, 1.0, "float32", is_matmul=True) == pytest.approx(1 / MATMUL_EFFICIENCY)
-    assert op_time_s(TOY, 1e12, 1.0, "bfloat16", is_matmul=True) == pytest.approx(0.25 / MATMUL_EFFICIENCY)
+MANY = replace(TOY, num_cores=100, matmul_efficiency=1.0, memory_efficiency=1.0)
+PEAK = 1e12
 
 
-def test_an_elementwise_op_is_bound_by_memory():
-    assert op_time_s(TOY, 1e9, 1e9, "bfloat16", is_matmul=False) == pytest.approx(1 / MEMORY_EFFICIENCY)
+def tiled_s(tiles_in_turn, tile_m, tile_n, k):
+    """So many tiles on one of the hundred cores, each of a hundredth of the peak."""
+    return tiles_in_turn * 2 * tile_m * tile_n * (k + DEPTH) / (PEAK / 100)
 
 
-def test_what_is_no_product_runs_on_ordinary_cores():
-    assert op_time_s(TOY, 1e11, 0.0, "bfloat16", is_matmul=False) == pytest.approx(1 / VECTOR_EFFICIENCY)
+def test_a_kernel_takes_its_slowest_part():
+    assert kernel_s(TOY, 1e9) == pytest.approx(2.0)
+    assert kernel_s(TOY, 0.0, 1e11) == pytest.approx(2.0)
+    assert kernel_s(TOY, 1e9, 2e11) == pytest.approx(4.0)
+    assert kernel_s(TOY, 0.0) == 1e-6
 
 
-def test_launch_is_added_only_when_asked_for():
-    assert op_time_s(TOY, 0.0, 0.0, "float32", is_matmul=False) == 0.0
-    assert op_time_s(TOY, 0.0, 0.0, "float32", is_matmul=False, launch_s=KERNEL_LAUNCH_S) == KERNEL_LAUNCH_S
+def test_products_on_unknown_cores_run_at_their_rate():
+    assert product_s(TOY, Product(1, 1e4, 1e4, 1e4), 0.0, PEAK) == pytest.approx(4.0)
+    assert product_s(TOY, Product(1, 1e2, 1e2, 1e2), 1e9, PEAK) == pytest.approx(2.0)
+    assert product_s(TOY, Product(1, 1, 1, 1), 0.0, PEAK) == 1e-6
+
+
+def test_a_full_wave_of_the_largest_tiles():
+    assert product_s(MANY, Product(1, 1280, 2560, 10**4), 0.0, PEAK) == pytest.approx(
+        tiled_s(1, 128, 256, 10**4)
+    )
+
+
+def test_one_tile_more_is_a_wave_more():
+    full, more = (product_s(MANY, Product(batch, 128, 256, 10**4), 0.0, PEAK) for batch in (100, 101))
+    assert full == pytest.approx(tiled_s(1, 128, 256, 10**4))
+    assert full < 1.2 * full < more <= 2 * full
+
+
+def test_edges_are_computed_whole():
+    """100 x 200 elements take what 128 x 256 take."""
+    odd, even = (product_s(MANY, Product(100, m, n, 1000), 0.0, PEAK) for m, n in ((100, 200), (128, 256)))
+    assert odd == even
+
+
+def test_few_tiles_split_the_sum():
+    """One tile of a hundred cores: in sixteen parts the sum takes a sixteenth, and the parts are added in memory."""
+    k = 2**20
+    split = tiled_s(1, 64, 64, k / 16) / 0.65 + 16 * 8 * 64 * 64 / 1e9 + 1e-6
+    assert product_s(MANY, Product(1, 64, 64, k), 0.0, PEAK) == pytest.approx(split)
+
+
+def test_short_sums_are_slow():
+    deep, short = (product_s(MANY, Product(100, 128, 256, k), 0.0, PEAK) / k for k in (8192, 64))
+    assert short / deep == pytest.approx(2 * 8192 / (8192 + DEPTH))
+
+
+def test_rows_and_columns_are_alike():
+    assert product_s(MANY, Product(3, 1000, 77, 500), 1e3, PEAK) == product_s(
+        MANY, Product(3, 77, 1000, 500), 1e3, PEAK
+    )
+
+
+@pytest.mark.parametrize(
+    ("gpu", "size", "least", "most"),
+    [  # TFLOP/s of 16-bit cuBLAS on square matrices: Horace He, "What shapes do matrix multiplications like?", 2024; and
+        # NVIDIA's guide named in the module for A100
+        ("H100-80GB", 8192, 600e12, 760e12),
+        ("A100-80GB", 8192, 210e12, 280e12),
+        ("A100-80GB", 4096, 190e12, 270e12),
+        ("A100-80GB", 1024, 60e12, 160e12),
+    ],
+)
+def test_square_products_of_gpus(gpu, size, least, most):
+    device = parse_cluster(f"8x{gpu}").device
+    product = Product(1, size, size, size)
+    seconds = product_s(device, product, 6.0 * size**2, device.peak_flops_per_s("bfloat16"))
+    assert least < 2 * size**3 / seconds < most
 
 
 def test_strategies_are_priced_at_once():
-    flops, num_bytes = np.array([1e12, 5e11, 0.0]), np.array([1e6, 1e6, 1e9])
-    times = op_time_s(TOY, flops, num_bytes, "float32", is_matmul=True)
-    pairs = zip(flops, num_bytes, strict=True)
-    assert times.tolist() == [op_time_s(TOY, float(f), float(b), "float32", is_matmul=True) for f, b in pairs]
-    assert isinstance(op_time_s(TOY, 1.0, 1.0, "float32", is_matmul=True), float)
+    m, num_bytes = np.array([64.0, 100.0, 4096.0]), np.array([1e6, 1e3, 1e9])
+    times = product_s(MANY, Product(2, m, 512, 64), num_bytes, PEAK)
+    pairs = zip(m, num_bytes, strict=True)
+    assert times.tolist() == [product_s(MANY, Product(2, a, 512, 64), b, PEAK) for a, b in pairs]
+    assert isinstance(product_s(MANY, Product(1, 1, 1, 1), 1.0, PEAK), float)
+    assert isinstance(kernel_s(MANY, 1.0), float)
