@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from itertools import product
 
 from autoshard.units import format_bytes
+from cost_model import compute
 from cost_model.cluster import Cluster
 from cost_model.collectives import MeshModel
-from cost_model.compute import op_time_s
+from cost_model.compute import kernel_s
 
 KIB, MIB = 2**10, 2**20
 
@@ -64,10 +65,9 @@ class Stream:
         return {"sum": 1, "scale": 2, "triad": 3}[self.kind]
 
     def model_s(self, cluster: Cluster) -> float:
-        device, num_more = cluster.device, {"sum": 3, "scale": 1, "triad": 1}[self.kind]
-        moved = self.num_passes * self.num_bytes
-        seconds = op_time_s(device, 0, moved, "float32", is_matmul=False, launch_s=device.launch_s)
-        return float(seconds) + num_more * device.launch_s
+        num_small = {"sum": 3, "scale": 1, "triad": 1}[self.kind]
+        seconds = kernel_s(cluster.device, self.num_passes * self.num_bytes)
+        return float(seconds) + num_small * cluster.device.launch_s
 
     def __str__(self) -> str:
         return f"{self.kind} of {format_bytes(self.num_bytes)}"
@@ -81,12 +81,8 @@ class Vector:
     group: str = "vector"
 
     def model_s(self, cluster: Cluster) -> float:
-        device, num_elements = cluster.device, self.num_bytes / FLOAT32_BYTES
-        flops = 2.0 * VECTOR_ADDS * num_elements
-        seconds = op_time_s(
-            device, flops, 2 * self.num_bytes, "float32", is_matmul=False, launch_s=device.launch_s
-        )
-        return float(seconds) + device.launch_s
+        flops = 2.0 * VECTOR_ADDS * self.num_bytes / FLOAT32_BYTES
+        return float(kernel_s(cluster.device, 2 * self.num_bytes, flops)) + cluster.device.launch_s
 
     def __str__(self) -> str:
         return f"multiply-adds on {format_bytes(self.num_bytes)}"
@@ -119,8 +115,8 @@ class Product:
 
     def model_s(self, cluster: Cluster) -> float:
         device = cluster.device
-        flops = 2.0 * self.batch * self.m * self.k * self.n
-        seconds = op_time_s(device, flops, self.num_bytes, self.dtype, is_matmul=True, launch_s=device.launch_s)
+        sizes = compute.Product(self.batch, self.m, self.n, self.k)
+        seconds = compute.product_s(device, sizes, self.num_bytes, device.peak_flops_per_s(self.dtype))
         return float(seconds) + device.launch_s
 
     def __str__(self) -> str:
