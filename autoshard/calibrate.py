@@ -45,7 +45,9 @@ class Calibration:
         for fit in self.fits:
             errors = f"{100 * fit.median_error:.1f}%", f"{100 * max(fit.errors):.1f}%", str(len(fit.errors))
             for i, (key, before, after) in enumerate(zip(fit.keys, fit.before, fit.after, strict=True)):
-                rows.append((key, _format(key, before), _format(key, after), *(errors if i == 0 else ("",) * 3)))
+                rows.append(
+                    (key, _format(key, before), _format(key, after), *(errors if i == 0 else ("",) * 3))
+                )
         missing = [key for key, source in self.cluster.sources if source.startswith(NOT_MEASURED)]
         name = f"{self.cluster.name}: {self.cluster.num_devices} x {self.cluster.device.name}"
         lines = [f"{name}, in {format_seconds(self.seconds)}", *aligned(rows, right=(1, 2, 3, 4, 5))]
@@ -92,7 +94,9 @@ def calibrate(
     cluster, fits = calibrated(form, timings)
     today = time.strftime("%Y-%m-%d")
     kind = devices[0].device_kind
-    cluster = sourced(cluster, preset, fits, facts, f"{len(devices)} x {kind}, {today}, JAX {jax.__version__}")
+    cluster = sourced(
+        cluster, preset, fits, facts, f"{len(devices)} x {kind}, {today}, JAX {jax.__version__}"
+    )
     return Calibration(cluster, fits, time.perf_counter() - start)
 
 

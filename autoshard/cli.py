@@ -113,7 +113,9 @@ def _add_calibrate(commands: Any) -> None:
     command = commands.add_parser("calibrate", help="measure the attached devices, for a cluster file")
     command.add_argument("--out", type=Path, required=True, metavar="FILE", help="the cluster file to write")
     command.add_argument("--name", help="of the cluster; by default the file's")
-    command.add_argument("--devices", type=int, metavar="N", help="the first N; without a GPU, N simulated ones")
+    command.add_argument(
+        "--devices", type=int, metavar="N", help="the first N; without a GPU, N simulated ones"
+    )
     command.add_argument("--quick", action="store_true", help="fewer and smaller sizes")
     command.add_argument(
         "--distributed",
@@ -160,7 +162,9 @@ def _clusters(options: argparse.Namespace) -> None:
         print(json.dumps(shown, indent=1) if options.json else clusters.preset_table(), flush=True)
         return
     cluster = clusters.named(options.cluster)
-    print(json.dumps(cluster.to_json(), indent=1) if options.json else clusters.description(cluster), flush=True)
+    print(
+        json.dumps(cluster.to_json(), indent=1) if options.json else clusters.description(cluster), flush=True
+    )
 
 
 def _calibrate(options: argparse.Namespace) -> None:

@@ -109,7 +109,11 @@ def _ops(ops: Mapping[str, str]) -> list[str]:
     if not rows:
         return []
     more = _more(sum(n for _, n in taken.most_common()[_MAX_OP_LINES:]), "kind")
-    return [f"heavy ops ({_plural(taken.total(), 'kind')})", *aligned(rows[:_MAX_OP_LINES], right=(1,)), *more]
+    return [
+        f"heavy ops ({_plural(taken.total(), 'kind')})",
+        *aligned(rows[:_MAX_OP_LINES], right=(1,)),
+        *more,
+    ]
 
 
 def _collectives(estimates: Estimates) -> list[str]:

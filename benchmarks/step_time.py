@@ -37,9 +37,7 @@ CASES: Mapping[str, Callable[[], Case]] = {
         24, 1024, 16, vocab=50304, seq=1024, batch=16, remat=True, dtype=BF16
     ),
     "GPT 1.3B, scan": lambda: make_gpt_scan(24, 2048, 16, vocab=50304, seq=1024, batch=4, dtype=BF16),
-    "ViT-B, 224": lambda: make_vit(
-        12, 768, 12, image=224, patch=16, num_classes=1000, batch=128, dtype=BF16
-    ),
+    "ViT-B, 224": lambda: make_vit(12, 768, 12, image=224, patch=16, num_classes=1000, batch=128, dtype=BF16),
     "ResNet-50, 224": lambda: make_resnet(
         (64, 128, 256, 512), (3, 4, 6, 3), True, (7, 2), image=224, num_classes=1000, batch=128, dtype=BF16
     ),

@@ -40,8 +40,8 @@ from cost_model.probes import (
     Vector,
 )
 
-_CHAIN = 128
-"""Kernels in one round of the launch probe. Source: a choice of ours; a compiled program of a second or less."""
+_CHAIN = 32
+"""Kernels in one round of the launch probe. Source: a choice of ours; more take long to compile."""
 
 _MAX_ROUNDS = 20_000
 """In one run: of the quickest kernels, a tenth of a second."""
@@ -106,7 +106,7 @@ def measure(probe: Probe, guess_s: float, mesh: Mesh, effort: Effort) -> float:
     if isinstance(probe, HostCopy):
         return _host_copy_s(probe, guess_s, mesh, effort)
     with jax.enable_x64(isinstance(probe, Product) and probe.dtype == "float64"):
-        program = _PROGRAMS[type(probe)](probe, mesh)
+        program = program_of(probe, mesh)
         rounds = _rounds(effort, guess_s * program.num_units)
         run_s = _run_s(_compiled(program, rounds, mesh), effort)
         if run_s < effort.run_s / 2:
@@ -119,7 +119,7 @@ def measure(probe: Probe, guess_s: float, mesh: Mesh, effort: Effort) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class _Program:
+class Program:
     """A round: from a value to the next value of that shape, with constants.
 
     Attributes:
@@ -136,34 +136,34 @@ class _Program:
     unroll: int = 1
 
 
-def _launches(probe: Launch, mesh: Mesh) -> _Program:
+def _launches(probe: Launch, mesh: Mesh) -> Program:
     def step(x: jax.Array) -> jax.Array:
         for _ in range(_CHAIN):
             x = lax.optimization_barrier(x * 0.5 + 1)
         return x
 
-    return _Program(step, (_floats(128),), num_units=_CHAIN)
+    return Program(step, (_floats(128),), num_units=_CHAIN + 1)  # with the loop's counter
 
 
-def _stream(probe: Stream, mesh: Mesh) -> _Program:
+def _stream(probe: Stream, mesh: Mesh) -> Program:
     vector = _floats(probe.num_bytes // FLOAT32_BYTES)
     if probe.kind == "scale":
-        return _Program(lambda x, c: c * x, (vector, _floats(1)))
+        return Program(lambda x, c: c * x, (vector, _floats(1)))
     if probe.kind == "triad":
-        return _Program(lambda x, a, c: a + c * x, (vector, vector, _floats(1)))
-    return _Program(lambda x: _touched(x, x.sum(keepdims=True)), (vector,))
+        return Program(lambda x, a, c: a + c * x, (vector, vector, _floats(1)))
+    return Program(lambda x: _touched(x, x.sum(keepdims=True)), (vector,))
 
 
-def _vector(probe: Vector, mesh: Mesh) -> _Program:
+def _vector(probe: Vector, mesh: Mesh) -> Program:
     def step(x: jax.Array, c: jax.Array) -> jax.Array:
         for _ in range(VECTOR_ADDS):
             x = x * x + c
         return x
 
-    return _Program(step, (_floats(probe.num_bytes // FLOAT32_BYTES), _floats(1)))
+    return Program(step, (_floats(probe.num_bytes // FLOAT32_BYTES), _floats(1)))
 
 
-def _product(probe: Product, mesh: Mesh) -> _Program:
+def _product(probe: Product, mesh: Mesh) -> Program:
     b, m, k, n = probe.batch, probe.m, probe.k, probe.n
     dtype = jnp.dtype("float8_e4m3fn" if probe.dtype == "float8" else probe.dtype)
     shapes = ((b, m, k), (b, k, n))
@@ -172,10 +172,10 @@ def _product(probe: Product, mesh: Mesh) -> _Program:
     def step(x: jax.Array, y: jax.Array) -> jax.Array:
         return _touched(x, jnp.matmul(x, y, preferred_element_type=jnp.dtype(probe.result_dtype)))
 
-    return _Program(step, operands, unroll=4)
+    return Program(step, operands, unroll=4)
 
 
-def _collective(probe: Collective, mesh: Mesh) -> _Program:
+def _collective(probe: Collective, mesh: Mesh) -> Program:
     axes = tuple(AXES[axis] for axis in probe.axes)
     size = math.prod(mesh.shape[axis] for axis in axes)
     num_elements = probe.num_bytes // FLOAT32_BYTES
@@ -193,7 +193,7 @@ def _collective(probe: Collective, mesh: Mesh) -> _Program:
         return lax.ppermute(x, axes, ring).at[0].set(lax.axis_index(axes))
 
     operand = _floats(num_elements // size if probe.kind == "all-gather" else num_elements)
-    return _Program(step, (operand,), unroll=4)
+    return Program(step, (operand,), unroll=4)
 
 
 def _touched(x: jax.Array, result: jax.Array) -> jax.Array:
@@ -206,7 +206,7 @@ def _floats(num_elements: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((num_elements,), jnp.float32)
 
 
-_PROGRAMS: dict[type, Callable[[Any, Mesh], _Program]] = {
+_PROGRAMS: dict[type, Callable[[Any, Mesh], Program]] = {
     Launch: _launches,
     Stream: _stream,
     Vector: _vector,
@@ -215,21 +215,32 @@ _PROGRAMS: dict[type, Callable[[Any, Mesh], _Program]] = {
 }
 
 
+def program_of(probe: Probe, mesh: Mesh) -> Program:
+    """A round of a probe that is not a host copy."""
+    return _PROGRAMS[type(probe)](probe, mesh)
+
+
 # --- timing
 
 
-def _compiled(program: _Program, rounds: int, mesh: Mesh) -> Callable[[], None]:
-    """A function that runs so many rounds to their end."""
-    everywhere = NamedSharding(mesh, P(AXES))
+def looped(program: Program, rounds: int, mesh: Mesh) -> Any:
+    """So many rounds as one jitted function of the operands of all devices; it takes the value's buffer over."""
 
     def local(value: Any, *constants: Any) -> Any:
-        return lax.fori_loop(
-            0, rounds, lambda _, x: program.step(x, *constants), value, unroll=min(program.unroll, rounds)
-        )
+        def body(_: Any, x: Any) -> Any:
+            return program.step(x, *constants)
+
+        return lax.fori_loop(0, rounds, body, value, unroll=min(program.unroll, rounds))
 
     mapped = jax.shard_map(local, mesh=mesh, in_specs=P(AXES), out_specs=P(AXES), check_vma=False)
+    return jax.jit(mapped, donate_argnums=0)
+
+
+def _compiled(program: Program, rounds: int, mesh: Mesh) -> Callable[[], None]:
+    """A function that runs so many rounds to their end."""
+    everywhere = NamedSharding(mesh, P(AXES))
     operands = [_values(shape, mesh.size, everywhere) for shape in program.operands]
-    run = jax.jit(mapped, donate_argnums=0).lower(*operands).compile()
+    run = looped(program, rounds, mesh).lower(*operands).compile()
     value, *constants = operands
 
     def once() -> None:

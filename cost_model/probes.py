@@ -239,7 +239,5 @@ def _collectives(cluster: Cluster, quick: bool) -> list[Probe]:
     axes: list[tuple[int, ...]] = [(1,)] if cluster.devices_per_node > 1 else []
     if cluster.num_nodes > 1:
         axes += [(0,), (0, 1)] if cluster.devices_per_node > 1 else [(0,)]
-    sizes = (
-        (64 * KIB, 4 * MIB) if quick else (4 * KIB, 64 * KIB, 512 * KIB, 4 * MIB, 32 * MIB, 128 * MIB)
-    )
+    sizes = (64 * KIB, 4 * MIB) if quick else (4 * KIB, 64 * KIB, 512 * KIB, 4 * MIB, 32 * MIB, 128 * MIB)
     return [Collective(kind, over, size) for over in axes for kind, size in product(_KINDS, sizes)]

@@ -415,7 +415,14 @@ def test_clusters_lists_the_presets(run):
     lines = out.splitlines()
     assert lines[0].split()[:3] == ["preset", "memory", "bandwidth"]
     (h100,) = [line for line in lines if line.startswith("H100-80GB")]
-    for number in ("79.1 GiB", "3.35 TB/s", "989 TFLOP/s", "450 GB/s", "InfiniBand 50 GB/s", "Ethernet 1.56 GB/s"):
+    for number in (
+        "79.1 GiB",
+        "3.35 TB/s",
+        "989 TFLOP/s",
+        "450 GB/s",
+        "InfiniBand 50 GB/s",
+        "Ethernet 1.56 GB/s",
+    ):
         assert number in h100
 
 
@@ -423,7 +430,9 @@ def test_clusters_lists_the_presets(run):
 def test_clusters_shows_each_number_with_its_source(run, name):
     status, out, _ = run("clusters", name)
     assert status == 0
-    assert out.startswith("8xH100-80GB: 1 node of 8" if name.islower() else "64xH100-80GB: 8 nodes of 8 H100-80GB")
+    assert out.startswith(
+        "8xH100-80GB: 1 node of 8" if name.islower() else "64xH100-80GB: 8 nodes of 8 H100-80GB"
+    )
     (line,) = [line for line in out.splitlines() if "device.flops.bfloat16" in line]
     assert line.split()[1] == "989TFLOP/s"
     assert "NVIDIA H100 and H200 datasheets" in line

@@ -66,11 +66,21 @@ def test_the_fits_find_what_made_the_times(start, noise):
     truth = true_cluster(preset)
     found, fits = calibrated(preset, timings_of(truth, noise))
     off = relative(found, truth)
-    assert max(off.values()) < (0.01 if noise == 0 else 0.25), off  # a latency is but a part of a small message
+    assert max(off.values()) < (0.01 if noise == 0 else 0.25), (
+        off
+    )  # a latency is but a part of a small message
     rates = {name: error for name, error in off.items() if "latency" not in name}
     assert max(rates.values()) < (0.01 if noise == 0 else 0.05), rates
     assert all(fit.median_error < noise + 0.01 for fit in fits)
-    assert {fit.group for fit in fits} == {"launch", "memory", "vector", "intra", "inter", "host_link", *SPEEDS}
+    assert {fit.group for fit in fits} == {
+        "launch",
+        "memory",
+        "vector",
+        "intra",
+        "inter",
+        "host_link",
+        *SPEEDS,
+    }
 
 
 def test_a_preset_that_is_far_off_does_no_harm():
@@ -140,7 +150,7 @@ def test_a_collective_probe_moves_what_it_says(kind):
     """One of each round, of `num_bytes` per device, the larger of input and output."""
     mesh = attached_mesh(jax.devices()[:4])
     probe = Collective(kind, (1,), 2**12)
-    program = measure._collective(probe, mesh)
+    program = measure.program_of(probe, mesh)
     spec = jax.P(("node", "local"))
     step = jax.shard_map(program.step, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
     (operand,) = program.operands
