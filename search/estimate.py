@@ -60,7 +60,8 @@ _Run = tuple[str, tuple[int, ...], int, float, float]
 
 
 def _between_nodes(priced: Priced, labels: Sequence[int]) -> Iterator[_Run]:
-    """The collectives of reshards; readers of one copy share what they have in common of their ways."""
+    """The collectives of reshards; readers of one copy share what they have in common of their ways, so that there are
+    no more of them than copies."""
     shared: dict[tuple[int, tuple[Spec, ...]], int] = {}
     for wire in priced.sketch.wires:
         source, target = wire.source.node, wire.target.node
@@ -77,8 +78,11 @@ def _between_nodes(priced: Priced, labels: Sequence[int]) -> Iterator[_Run]:
             count = wire.count
             if priced.choices[source].ways:
                 so_far = (source, tuple(s.after for s in chain[: n + 1]))
-                count = max(0, wire.count - shared.get(so_far, 0))
-                shared[so_far] = max(wire.count, shared.get(so_far, 0))
+                done = shared.get(so_far, 0)
+                count = min(
+                    wire.count, priced.sketch.copies[source - len(priced.sketch.clusters)].count - done
+                )
+                shared[so_far] = done + count
             if step.kind != SLICE and count:
                 yield step.kind, step.axes, count, step.num_bytes, how.combined_bytes
 

@@ -78,8 +78,7 @@ def test_rows_and_columns_are_alike():
 
 @pytest.mark.parametrize(
     ("gpu", "size", "least", "most"),
-    [  # TFLOP/s of 16-bit cuBLAS on square matrices: Horace He, "What shapes do matrix multiplications like?", 2024; and
-        # NVIDIA's guide named in the module for A100
+    [  # the range that 16-bit cuBLAS products on square matrices are usually found in
         ("H100-80GB", 8192, 600e12, 760e12),
         ("A100-80GB", 8192, 210e12, 280e12),
         ("A100-80GB", 4096, 190e12, 270e12),

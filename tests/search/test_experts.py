@@ -99,12 +99,14 @@ def test_sequence_parallelism_replaces_all_reduces_when_memory_asks_for_it():
     case = make_megatron(
         num_layers=2, hidden=2048, heads=16, vocab=512, seq=256, batch=2, compute_dtype=jnp.bfloat16
     )
-    loose = plan_for(case, "8xH100-80GB", (8,))
-    tight = plan_for(case, "8xH100-80GB", (8,), 0.97 * loose.estimates.peak_bytes)
+    loose = plan_for(
+        case, "8xA100-80GB", (8,)
+    )  # whose switches don't sum: an all-reduce has no other advantage
+    tight = plan_for(case, "8xA100-80GB", (8,), 0.97 * loose.estimates.peak_bytes)
     assert large(loose, "reduce-scatter") == 0
     assert large(tight, "reduce-scatter") > 0
-    assert large(tight, "all-gather") > large(loose, "all-gather")
-    assert large(tight, "all-reduce") < large(loose, "all-reduce")
+    assert moved(tight, "all-gather") > 2 * moved(loose, "all-gather")
+    assert moved(tight, "all-reduce") < 0.1 * moved(loose, "all-reduce")
     assert tight.estimates.peak_bytes <= 0.97 * loose.estimates.peak_bytes
 
 
@@ -129,7 +131,7 @@ def test_a_falling_cap_turns_data_parallelism_into_fsdp():
         num_layers=12, hidden=2048, heads=16, vocab=512, seq=128, batch=256, compute_dtype=jnp.bfloat16
     )
     loose = plan_for(case, "8xH100-80GB", (8,))
-    caps = [loose.estimates.peak_bytes - saved * GIB for saved in (0.6, 1.2, 1.7)]
+    caps = [share * loose.estimates.peak_bytes for share in (0.94, 0.88, 0.83)]
     plans = [loose, *(plan_for(case, "8xH100-80GB", (8,), cap) for cap in caps)]
     once = 2 * 12 * 2048**2 * 12
     gathered = [moved(plan, "all-gather") / once for plan in plans]
@@ -225,7 +227,8 @@ def test_tensor_parallelism_stays_inside_the_node():
     case = make_megatron(
         num_layers=4, hidden=8192, heads=64, vocab=1024, seq=1024, batch=32, compute_dtype=jnp.bfloat16
     )
-    plan = plan_for(case, "16xH100-80GB", (2, 8))  # nodes, devices of a node
+    # Nodes, devices of a node. With a 400 Gb/s port for each GPU, rings across nodes are as fast as within.
+    plan = plan_for(case, "16xH100-80GB-Ethernet", (2, 8))
     split = [s for s in products(plan) if "unreduced" in s]
     assert split
     assert all("unreduced={'model'}" in s for s in split)
