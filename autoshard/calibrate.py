@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from autoshard.errors import ClusterError, InputError
-from autoshard.text_table import aligned
+from autoshard.text_table import Row, aligned
 from autoshard.units import format_flops, format_rate, format_seconds
 from cost_model.calibration import NOT_MEASURED, Fit, calibrated, sourced
 from cost_model.cluster import Cluster
@@ -41,7 +41,7 @@ class Calibration:
 
     def __str__(self) -> str:
         head = ("measured", "preset", "sustained", "residual: median", "worst", "sizes")
-        rows = [head]
+        rows: list[Row] = [head]
         for fit in self.fits:
             errors = f"{100 * fit.median_error:.1f}%", f"{100 * max(fit.errors):.1f}%", str(len(fit.errors))
             for i, (key, before, after) in enumerate(zip(fit.keys, fit.before, fit.after, strict=True)):
@@ -81,7 +81,7 @@ def calibrate(
       progress: called with one line per thing measured.
 
     Raises:
-      InputError: there are not as many devices.
+      InputError: there are not as many devices, or JAX cannot use them.
     """
     start = time.perf_counter()
     devices = _devices(num_devices)
@@ -101,7 +101,14 @@ def calibrate(
 
 
 def _devices(num_devices: int | None) -> Sequence[Any]:
-    attached = jax.devices()
+    try:
+        attached = jax.devices()
+    except (
+        RuntimeError,
+        AssertionError,
+    ) as error:  # the latter where a plugin is there and its driver is not
+        reason = (str(error).splitlines() or ["no backend works"])[0]
+        raise InputError(f"JAX finds no devices to measure: {reason}") from None
     if num_devices is None:
         return attached
     if not 1 <= num_devices <= len(attached):

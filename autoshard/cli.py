@@ -172,7 +172,7 @@ def _calibrate(options: argparse.Namespace) -> None:
     if options.devices is not None and options.devices > 0:
         jax.config.update("jax_num_cpu_devices", options.devices)
     if options.distributed:
-        jax.distributed.initialize()
+        _join_processes()
     with _progress() as progress, _native_stdout_dropped():
         name = options.name or options.out.stem
         found = _interruptible(
@@ -181,6 +181,16 @@ def _calibrate(options: argparse.Namespace) -> None:
     if jax.process_index() == 0:
         found.save(options.out)
         print(f"{found}\nsaved {options.out}: pass it as --cluster or cluster=", flush=True)
+
+
+def _join_processes() -> None:
+    try:
+        jax.distributed.initialize()
+    except (ValueError, RuntimeError) as e:
+        message = str(e).splitlines()[0]
+        raise InputError(
+            f"--distributed: {message} Start it in each process of a launcher that JAX knows, such as srun or mpirun"
+        ) from None
 
 
 def _print(plan: Plan, as_json: bool) -> None:

@@ -21,8 +21,8 @@ _KIB = 1024
 def attached_mesh(devices: Sequence[Any]) -> Mesh:
     """The devices as (nodes, devices of a node), in their order.
 
-    A node is what shares a fast interconnect: JAX's slice where the backend tells, else a process. Where nodes
-    have unequal numbers of devices, all count as one.
+    A node is what shares a fast interconnect, where the backend tells, else a process. Where nodes have unequal
+    numbers of devices, all count as one.
     """
     nodes: dict[int, list[Any]] = {}
     for device in devices:
@@ -71,7 +71,10 @@ def described(mesh: Mesh, preset: Cluster, name: str) -> tuple[Cluster, Mapping[
 
 
 def _node(device: Any) -> int:
-    """Backends name it differently, and XLA:CPU not at all."""
+    """XLA:GPU's slice is what NVLink connects (`pjrt/gpu/gpu_topology.proto`); JAX renames it to partition. On the
+    CPU all are one."""
+    if device.platform == "cpu":
+        return device.process_index
     told = (getattr(device, name, None) for name in ("partition_index", "slice_index"))
     return next((index for index in told if index is not None), device.process_index)
 

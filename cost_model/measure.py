@@ -25,6 +25,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from autoshard.errors import ClusterError
 from cost_model.cluster import Cluster
 from cost_model.machine import AXES
 from cost_model.probes import (
@@ -79,7 +80,7 @@ def measure_all(
     effort: Effort,
     progress: Callable[[str], None] = lambda line: None,
 ) -> tuple[Timing, ...]:
-    """Times the probes, but for those that would take too long or for which the device's memory is too small.
+    """Times the probes, but for those that would take too long and those after one of their group has failed.
 
     Args:
       probes: small ones first in each group, as `probes.ladder` gives them.
@@ -87,17 +88,26 @@ def measure_all(
       mesh: from `machine.attached_mesh`.
       effort: how long to measure.
       progress: called with one line per probe.
+
+    Raises:
+      ClusterError: all fail, as when another program holds the devices' memory.
     """
-    timings: list[Timing] = []
+    failure, timings = "", list[Timing]()
     slowdowns: dict[str, float] = {}
     for i, probe in enumerate(probes):
         guess_s = probe.model_s(expected) * slowdowns.get(probe.group, 1.0)
         if guess_s > effort.round_s:
             continue
         progress(f"{probe} ({i + 1} of {len(probes)})")
-        seconds = measure(probe, guess_s, mesh, effort)
+        try:
+            seconds = measure(probe, guess_s, mesh, effort)
+        except jax.errors.JaxRuntimeError as error:  # such as a dtype that the device does not know
+            failure, slowdowns[probe.group] = f"{probe}: {str(error).splitlines()[0]}", math.inf
+            continue
         slowdowns[probe.group] = seconds / probe.model_s(expected)
         timings.append(Timing(probe, seconds))
+    if not timings:
+        raise ClusterError(f"nothing could be measured on these devices. The last failure: {failure}")
     return tuple(timings)
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from autoshard.calibrate import Calibration
+from autoshard.errors import ClusterError
 from cost_model import measure, probes
 from cost_model.calibration import NOT_MEASURED, calibrated, sourced
 from cost_model.cluster import Cluster
@@ -176,6 +177,23 @@ def test_what_would_take_too_long_is_left_out(monkeypatch):
     effort = measure.Effort(run_s=1e-3, round_s=2.0, repeats=3)
     timings = measure.measure_all(sizes, cluster, attached_mesh(jax.devices()[:1]), effort)
     assert [t.probe for t in timings] == sizes[:2]
+
+
+def test_what_fails_is_left_out_with_the_larger_ones_of_its_group(monkeypatch):
+    def one_fails(probe, *rest):
+        if probe.group == "float8":
+            raise jax.errors.JaxRuntimeError("UNIMPLEMENTED: no such type\nmore")
+        return probe.model_s(cluster)
+
+    cluster, mesh = parse_cluster("1xH100-80GB"), attached_mesh(jax.devices()[:1])
+    monkeypatch.setattr(measure, "measure", one_fails)
+    small, large, other = (Product(d, n, n, n) for d, n in (("float8", 64), ("float8", 128), ("float32", 64)))
+    lines: list[str] = []
+    timings = measure.measure_all((small, large, other), cluster, mesh, measure.FULL, lines.append)
+    assert [t.probe for t in timings] == [other]
+    assert len(lines) == 2
+    with pytest.raises(ClusterError, match=r"nothing could be measured .* UNIMPLEMENTED: no such type"):
+        measure.measure_all((small, large), cluster, mesh, measure.FULL)
 
 
 def test_the_ladder_follows_the_cluster():
