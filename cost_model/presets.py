@@ -326,7 +326,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "matmul_efficiency": {"value": MATMUL_EFFICIENCY, "source": "invented: simulated devices"},
         "vector_efficiency": {"value": VECTOR_EFFICIENCY, "source": "invented: simulated devices"},
         "memory_efficiency": {"value": MEMORY_EFFICIENCY, "source": "invented: simulated devices"},
-        "launch": {"value": "1us", "source": "invented: simulated devices"},
+        "launch": {"value": "1ns", "source": "invented: so short that small examples split like large ones"},
         "intra": _LOOPBACK,
         "host_memory": {"value": "128GiB", "source": "invented: simulated devices"},
         "host_link": _LOOPBACK,

@@ -172,7 +172,7 @@ def test_lower_takes_shapes_and_is_what_runs():
     lowered = step.lower(jax.eval_shape(create_state, jax.random.key(0)), jax.eval_shape(make_batch_arrays))
     compiled = lowered.compile()
     assert compiled.input_shardings[0][0]["params"]["up"].spec == jax.P(None, "model")
-    assert "all-reduce" in compiled.as_text()
+    assert any(kind in compiled.as_text() for kind in ("all-reduce", "all-gather"))
 
 
 # --- plans
