@@ -68,7 +68,10 @@ class Calibration:
 
 
 def calibrate(
-    name: str, quick: bool = False, num_devices: int | None = None, progress: Callable[[str], None] = print
+    name: str,
+    quick: bool = False,
+    num_devices: int | None = None,
+    progress: Callable[[str], None] = lambda line: None,
 ) -> Calibration:
     """Measures the attached devices and fits the cost model to them.
 

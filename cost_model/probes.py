@@ -212,7 +212,9 @@ def ladder(cluster: Cluster, quick: bool) -> tuple[Probe, ...]:
       quick: fewer and smaller ones, for a first look or a test.
     """
     probes: list[Probe] = [Launch()]
-    sizes = (MIB, 16 * MIB) if quick else (MIB, 8 * MIB, 64 * MIB, 256 * MIB, 512 * MIB)
+    sizes = (
+        (64 * MIB,) if quick else (128 * MIB, 256 * MIB, 512 * MIB)
+    )  # larger than the caches: 50 MB on H100
     probes += [Stream(kind, size) for size, kind in product(sizes, ("scale", "triad", "sum"))]
     probes += [Vector(size) for size in ((MIB, 4 * MIB) if quick else (MIB, 8 * MIB, 64 * MIB))]
     probes += [Product(dtype, *shape) for dtype in _dtypes(cluster, quick) for shape in _shapes(dtype, quick)]
