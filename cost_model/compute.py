@@ -113,7 +113,7 @@ def product_s(device: Device, product: Product, num_bytes: ArrayLike, peak_flops
       >>> h100 = parse_cluster("8xH100-80GB").device
       >>> seconds = product_s(h100, Product(1, 4096, 4096, 4096), 3 * 2 * 4096**2, h100.peak_flops_per_s("bfloat16"))
       >>> f"{seconds * 1e6:.0f} us"
-      '206 us'
+      '208 us'
     """
     flops_per_s = peak_flops_per_s * device.matmul_efficiency
     b, m, n, k = (np.asarray(size, float) for size in (product.batch, product.m, product.n, product.k))
