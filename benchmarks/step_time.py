@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 
 import autoshard
-from autoshard.text_table import aligned
+from autoshard.text_table import Row, aligned
 from autoshard.units import format_bytes, format_seconds
 from executors.devices import cluster_name
 from tests.zoo import Case, make_gpt_linen, make_gpt_scan, make_llama, make_moe, make_resnet, make_vit
@@ -111,7 +111,7 @@ def measured(name: str, small: bool, calibrated: Path) -> dict[str, Any]:
 def table(results: list[dict[str, Any]]) -> str:
     """What came out, with the medians of the errors."""
     head = ("model", "step measured", "by preset", "error", "calibrated", "error")
-    rows = [(*head, "peak predicted", "compiled", "error", "device")]
+    rows: list[Row] = [(*head, "peak predicted", "compiled", "error", "device")]
     errors: dict[str, list[float]] = {"preset_s": [], "calibrated_s": [], "predicted_bytes": []}
     for r in results:
         if "failed" in r:

@@ -71,8 +71,8 @@ def test_the_fits_find_what_made_the_times(start, noise):
         off
     )  # a latency is but a part of a small message
     rates = {name: error for name, error in off.items() if "latency" not in name}
-    assert max(rates.values()) < (0.01 if noise == 0 else 0.05), rates
-    assert all(fit.median_error < noise + 0.01 for fit in fits)
+    assert max(rates.values()) < (0.01 if noise == 0 else 0.1), rates
+    assert all(fit.median_error < 2 * noise + 0.01 for fit in fits)
     assert {fit.group for fit in fits} == {
         "launch",
         "memory",
