@@ -1,9 +1,9 @@
-"""The command line: `autoshard search` and `autoshard show`.
+"""The command line: `autoshard search`, `show`, `clusters` and `calibrate`.
 
 Results go to stdout; progress, warnings and errors to stderr. Exit status: 0, 2 for a user's mistake, 3 when
 nothing fits the memory cap, 4 for a plan that is damaged or foreign, 130 after Ctrl-C.
 
-The search runs in a thread of its own, so that Ctrl-C is heard at once: the solver's native code would only
+What takes long runs in a thread of its own, so that Ctrl-C is heard at once: the solver's native code would only
 hand it over when it is done. What the solver or the user's module writes to stdout is kept away from the
 result.
 """
@@ -16,6 +16,7 @@ import json
 import math
 import os
 import sys
+import tempfile
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -28,7 +29,8 @@ from jax.sharding import PartitionSpec
 from rich.console import Console
 from rich.markup import escape
 
-from autoshard import api
+from autoshard import api, clusters
+from autoshard.calibrate import calibrate
 from autoshard.errors import AutoshardError, InputError
 from autoshard.plan import Plan
 from autoshard.target import target
@@ -50,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         options = _parser().parse_args(argv)
     except SystemExit as e:  # argparse has said what is wrong
         return int(e.code or 0)
-    if "JAX_PLATFORMS" not in os.environ:
+    if "JAX_PLATFORMS" not in os.environ and not options.uses_devices:
         jax.config.update("jax_platforms", "cpu")
     with _one_line_warnings():
         try:
@@ -71,6 +73,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="autoshard",
         description="Finds the fastest way to run a one-device JAX training step on a cluster.",
     )
+    parser.set_defaults(uses_devices=False)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     search = commands.add_parser("search", help="plan a training step for a cluster; needs no device")
     search.add_argument(
@@ -98,7 +101,28 @@ def _parser() -> argparse.ArgumentParser:
     show.set_defaults(run=_show)
     for command in (search, show):
         command.add_argument("--json", action="store_true", help="print the plan as JSON")
+    listing = commands.add_parser("clusters", help="list the presets, or show a cluster with its sources")
+    listing.add_argument("cluster", nargs="?", metavar="CLUSTER", help="a preset, 64xH100-80GB or a file")
+    listing.add_argument("--json", action="store_true", help="print it as a cluster file, to be edited")
+    listing.set_defaults(run=_clusters)
+    _add_calibrate(commands)
     return parser
+
+
+def _add_calibrate(commands: Any) -> None:
+    command = commands.add_parser("calibrate", help="measure the attached devices, for a cluster file")
+    command.add_argument("--out", type=Path, required=True, metavar="FILE", help="the cluster file to write")
+    command.add_argument("--name", help="of the cluster; by default the file's")
+    command.add_argument(
+        "--devices", type=int, metavar="N", help="the first N; without a GPU, N simulated ones"
+    )
+    command.add_argument("--quick", action="store_true", help="fewer and smaller sizes")
+    command.add_argument(
+        "--distributed",
+        action="store_true",
+        help="join the other processes, as jax.distributed.initialize() finds them; run it in each",
+    )
+    command.set_defaults(run=_calibrate, uses_devices=True)
 
 
 # --- commands
@@ -132,6 +156,43 @@ def _show(options: argparse.Namespace) -> None:
     _print(Plan.load(options.plan), options.json)
 
 
+def _clusters(options: argparse.Namespace) -> None:
+    if options.cluster is None:
+        shown = {name: cluster.to_json() for name, cluster in clusters.presets().items()}
+        print(json.dumps(shown, indent=1) if options.json else clusters.preset_table(), flush=True)
+        return
+    cluster = clusters.named(options.cluster)
+    print(
+        json.dumps(cluster.to_json(), indent=1) if options.json else clusters.description(cluster), flush=True
+    )
+
+
+def _calibrate(options: argparse.Namespace) -> None:
+    _check_writable(options.out)
+    if options.devices is not None and options.devices > 0:
+        jax.config.update("jax_num_cpu_devices", options.devices)
+    if options.distributed:
+        _join_processes()
+    with _progress() as progress, _native_stdout_dropped():
+        name = options.name or options.out.stem
+        found = _interruptible(
+            functools.partial(calibrate, name, options.quick, options.devices, progress=progress)
+        )
+    if jax.process_index() == 0:
+        found.save(options.out)
+        print(f"{found}\nsaved {options.out}: pass it as --cluster or cluster=", flush=True)
+
+
+def _join_processes() -> None:
+    try:
+        jax.distributed.initialize()
+    except (ValueError, RuntimeError) as e:
+        message = str(e).splitlines()[0]
+        raise InputError(
+            f"--distributed: {message} Start it in each process of a launcher that JAX knows, such as srun or mpirun"
+        ) from None
+
+
 def _print(plan: Plan, as_json: bool) -> None:
     if as_json:
         data = plan.to_json() | ({"search_s": dict(plan.search_s)} if plan.search_s else {})
@@ -141,13 +202,15 @@ def _print(plan: Plan, as_json: bool) -> None:
 
 
 def _check_writable(path: Path) -> None:
-    """Before the search, not after it."""
+    """Before the work, not after it."""
     if path.is_dir():
         raise InputError(f"--out {path} is a folder; name a file in it")
     if not path.parent.is_dir():
         raise InputError(f"--out {path}: there is no folder {path.parent}")
-    if not os.access(path.parent, os.W_OK):
-        raise InputError(f"--out {path}: the folder {path.parent} cannot be written to")
+    try:
+        tempfile.TemporaryFile(dir=path.parent).close()
+    except OSError:
+        raise InputError(f"--out {path}: the folder {path.parent} cannot be written to") from None
 
 
 # --- options

@@ -23,6 +23,7 @@ from typing import Any
 
 from autoshard.errors import InputError, PlanError
 from autoshard.plan import Estimates, Plan
+from autoshard.text_table import aligned
 from autoshard.units import format_bytes, format_rate, format_seconds
 from cost_model.cluster import Cluster
 from cost_model.collectives import MeshModel
@@ -45,8 +46,6 @@ _HEAVY = re.compile(
 
 Tokens = tuple[str, ...]
 """A pytree path in pieces: `("state", "['params']", "[0]", ".kernel")`."""
-
-Row = tuple[str, ...]
 
 
 def summary(plan: Plan) -> str:
@@ -95,7 +94,7 @@ def _head(plan: Plan, cluster: Cluster, model: MeshModel) -> list[str]:
         ),
     ]
     given = ", ".join(f"{key} {value}" for key, value in plan.options.items())
-    return _table([*rows, ("given", given)] if given else rows, indent=0)
+    return aligned([*rows, ("given", given)] if given else rows, indent=0)
 
 
 def _lies(model: MeshModel, axis: int) -> str:
@@ -110,7 +109,11 @@ def _ops(ops: Mapping[str, str]) -> list[str]:
     if not rows:
         return []
     more = _more(sum(n for _, n in taken.most_common()[_MAX_OP_LINES:]), "kind")
-    return [f"heavy ops ({_plural(taken.total(), 'kind')})", *_table(rows[:_MAX_OP_LINES], right=(1,)), *more]
+    return [
+        f"heavy ops ({_plural(taken.total(), 'kind')})",
+        *aligned(rows[:_MAX_OP_LINES], right=(1,)),
+        *more,
+    ]
 
 
 def _collectives(estimates: Estimates) -> list[str]:
@@ -131,7 +134,7 @@ def _collectives(estimates: Estimates) -> list[str]:
     )
     return [
         "collectives per step (bytes per device)",
-        *_table([*rows, *[total] * (len(rows) > 1)], right=(2, 3, 4)),
+        *aligned([*rows, *[total] * (len(rows) > 1)], right=(2, 3, 4)),
     ]
 
 
@@ -143,7 +146,7 @@ def _time(estimates: Estimates) -> list[str]:
     if abs(hidden) > 1e-6 * estimates.step_s:
         parts["overlapped"] = -hidden
     rows = [(name, format_seconds(s), _percent(s, estimates.step_s)) for name, s in parts.items()]
-    return [f"predicted step time: {format_seconds(estimates.step_s)}", *_table(rows, right=(1, 2))]
+    return [f"predicted step time: {format_seconds(estimates.step_s)}", *aligned(rows, right=(1, 2))]
 
 
 def _memory(estimates: Estimates, cap_bytes: int) -> list[str]:
@@ -152,7 +155,7 @@ def _memory(estimates: Estimates, cap_bytes: int) -> list[str]:
     rows = [(kind.replace("_", " "), format_bytes(b), _percent(b, peak)) for kind, b in residents]
     of_cap = f"{format_bytes(cap_bytes)} per device ({_percent(peak, cap_bytes)})"
     title = f"predicted peak memory: {format_bytes(peak)} of {of_cap}"
-    lines = [title, *_table(rows, right=(1, 2)), f"  at {_short_source(estimates.peak_at)}"]
+    lines = [title, *aligned(rows, right=(1, 2)), f"  at {_short_source(estimates.peak_at)}"]
     return (
         [*lines, f"  on the host: {format_bytes(estimates.host_bytes)} per device"]
         if estimates.host_bytes
@@ -203,7 +206,7 @@ def _arguments(arguments: Mapping[str, str]) -> list[str]:
         rows = [(spec, f"{count}x", path) for spec, count, path in found[:_MAX_ARGUMENT_LINES]]
         more = _more(sum(count for _, count, _ in found[_MAX_ARGUMENT_LINES:]), "array", indent)
         lines += [f"  {section.title}"] if section.title else []
-        lines += [*_table(rows, indent, right=(1,)), *more]
+        lines += [*aligned(rows, indent, right=(1,)), *more]
     return lines
 
 
@@ -390,19 +393,6 @@ def _last_name(path: Tokens) -> str:
 
 
 # --- text
-
-
-def _table(rows: Sequence[Row], indent: int = 2, right: tuple[int, ...] = ()) -> list[str]:
-    """Rows in aligned columns; those in `right` are right-aligned."""
-    if not rows:
-        return []
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-
-    def line(row: Row) -> str:
-        cells = enumerate(zip(row, widths, strict=True))
-        return "  ".join(c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in cells).rstrip()
-
-    return [" " * indent + line(row) for row in rows]
 
 
 def _more(count: int, what: str, indent: int = 2) -> list[str]:

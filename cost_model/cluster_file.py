@@ -30,7 +30,7 @@ def read_cluster(path: Path) -> Cluster:
     except (ValueError, RecursionError) as error:
         raise ClusterError(f"the cluster file {str(path)!r} is not valid JSON: {error}") from None
     cluster = Cluster.from_json(data, str(path))
-    _check_sources(cluster, _number_paths(data), str(path))
+    _check_sources(cluster, number_paths(data), str(path))
     return cluster
 
 
@@ -58,15 +58,21 @@ def _check_sources(cluster: Cluster, numbers: list[str], place: str) -> None:
         raise ClusterError(f"{place}: sources: wanted one for each number, missing: {', '.join(bare)}")
 
 
-def _number_paths(data: dict[str, Any], above: str = "") -> list[str]:
+def number_paths(data: dict[str, Any], above: str = "") -> list[str]:
     """Paths of what was measured or looked up: all but names and the counts of devices."""
     paths = []
     for key, value in data.items():
         if isinstance(value, dict) and key != "sources":
-            paths += _number_paths(value, f"{above}{key}.")
+            paths += number_paths(value, f"{above}{key}.")
         elif key not in _PLAIN_KEYS:
             paths.append(f"{above}{key}")
     return paths
+
+
+def source_of(cluster: Cluster, path: str) -> str:
+    """Where the number at a path of the cluster's file comes from; nothing where that is not said."""
+    sources = dict(cluster.sources)
+    return next((sources[above] for above in reversed(_and_above(path)) if above in sources), "")
 
 
 def _and_above(path: str) -> list[str]:

@@ -14,7 +14,10 @@ import pytest
 
 import autoshard
 from autoshard import cli
+from autoshard.calibrate import calibrate
 from autoshard.plan import Plan
+from cost_model.hardware import parse_cluster
+from cost_model.presets import PRESETS
 
 ROOT = Path(__file__).parents[2]
 
@@ -104,8 +107,10 @@ def run(capsys):
     return call
 
 
-def command(*argv, **options):
+def command(*argv, env=None, **options):
+    """A process of its own; `env` adds to the environment."""
     environment = {k: v for k, v in os.environ.items() if k != "JAX_PLATFORMS"} | {"PYTHONPATH": str(ROOT)}
+    environment |= env or {}
     arguments = [sys.executable, "-m", "autoshard", *map(str, argv)]
     return subprocess.Popen(arguments, env=environment, text=True, **options)
 
@@ -399,3 +404,103 @@ def test_a_plan_that_is_not_there(run, tmp_path):
     assert (
         err == f"autoshard: error: the plan {tmp_path}/none.json cannot be read: No such file or directory\n"
     )
+
+
+# --- clusters and calibrate
+
+
+def test_clusters_lists_the_presets(run):
+    status, out, err = run("clusters")
+    assert (status, err) == (0, "")
+    lines = out.splitlines()
+    assert lines[0].split()[:3] == ["preset", "memory", "bandwidth"]
+    (h100,) = [line for line in lines if line.startswith("H100-80GB")]
+    for number in (
+        "79.1 GiB",
+        "3.35 TB/s",
+        "989 TFLOP/s",
+        "450 GB/s",
+        "InfiniBand 50 GB/s",
+        "Ethernet 1.56 GB/s",
+    ):
+        assert number in h100
+
+
+@pytest.mark.parametrize("name", ["h100-80gb", "64xH100-80GB"])
+def test_clusters_shows_each_number_with_its_source(run, name):
+    status, out, _ = run("clusters", name)
+    assert status == 0
+    assert out.startswith(
+        "8xH100-80GB: 1 node of 8" if name.islower() else "64xH100-80GB: 8 nodes of 8 H100-80GB"
+    )
+    (line,) = [line for line in out.splitlines() if "device.flops.bfloat16" in line]
+    assert line.split()[1] == "989TFLOP/s"
+    assert "NVIDIA H100 and H200 datasheets" in line
+    assert not [line for line in out.splitlines() if line.endswith("default")]
+
+
+def test_clusters_writes_a_file_to_start_from(run, tmp_path):
+    status, out, _ = run("clusters", "16xA100-80GB-Ethernet", "--json")
+    assert status == 0
+    path = tmp_path / "mine.json"
+    path.write_text(out)
+    assert parse_cluster(path) == parse_cluster("16xA100-80GB-Ethernet")
+    status, shown, _ = run("clusters", path)
+    assert status == 0
+    assert shown.startswith("16xA100-80GB-Ethernet: 2 nodes of 8")
+    status, out, _ = run("clusters", "--json")
+    assert set(json.loads(out)) == set(PRESETS)
+
+
+def test_clusters_knows_no_other_names(run):
+    status, out, err = run("clusters", "H100-80G")
+    assert (status, out) == (2, "")
+    assert "did you mean '8xH100-80GB'" in err
+
+
+def test_calibrate_measures_and_search_takes_the_file(run, train, tmp_path):
+    path = tmp_path / "node.json"
+    process = command(
+        *("calibrate", "--quick", "--devices", 2, "--out", path),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={"JAX_PLATFORMS": "cpu"},
+    )
+    out, err = process.communicate(timeout=300)
+    assert (process.returncode, err) == (0, "")
+    assert out.startswith("node: 2 x CPU, in ")
+    assert f"saved {path}" in out
+    cluster = parse_cluster(path)
+    assert (cluster.num_devices, cluster.num_nodes, cluster.device.matmul_efficiency) == (2, 1, 1.0)
+    sources = dict(cluster.sources)
+    for key in ("device.launch", "device.flops.bfloat16", "intra.latency", "host_link.bandwidth"):
+        assert sources[key].startswith("measured on 2 x cpu, 20"), key
+        assert key in out
+    assert sources["inter.bandwidth"].startswith("not measured: preset CPU")
+    status, out, _ = run("search", f"{train}:target", "--cluster", path)
+    assert status == 0
+    assert "node: 1 node of 2 CPU" in out
+    assert run("clusters", path)[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--out", "{tmp}/none/node.json"), "there is no folder"),
+        (("--out", "{tmp}"), "is a folder; name a file in it"),
+        ((), "--out"),
+        (("--out", "{tmp}/node.json", "--slow"), "unrecognized arguments: --slow"),
+        (("--out", "{tmp}/node.json", "--devices", "few"), "invalid int value: 'few'"),
+    ],
+)
+def test_calibrate_refuses_before_it_measures(run, tmp_path, options, message, monkeypatch):
+    monkeypatch.setattr(cli, "calibrate", None)
+    status, out, err = run("calibrate", *(option.format(tmp=tmp_path) for option in options))
+    assert (status, out) == (2, "")
+    assert message in err
+    assert not list(tmp_path.iterdir())
+
+
+def test_calibrate_has_not_more_devices_than_there_are():
+    with pytest.raises(autoshard.InputError, match="wanted between 1 and 8 devices, as JAX sees here, got 9"):
+        calibrate("here", num_devices=9)

@@ -1,4 +1,4 @@
-"""A small ResNet in Flax Linen with BatchNorm: the state carries running statistics."""
+"""A ResNet in Flax Linen with BatchNorm: the state carries running statistics."""
 
 from typing import Any
 
@@ -14,19 +14,22 @@ from .case import Case, Integers, Normal
 class ResidualBlock(nn.Module):
     features: int
     stride: int
+    bottleneck: bool
     dtype: Any
 
     @nn.compact
     def __call__(self, x):
-        y = nn.relu(self._norm()(self._conv(3, self.stride)(x)))
-        y = self._norm()(self._conv(3, 1)(y))
+        width = 4 * self.features if self.bottleneck else self.features
+        y = nn.relu(self._norm()(self._conv(1, 1, self.features)(x))) if self.bottleneck else x
+        y = nn.relu(self._norm()(self._conv(3, self.stride, self.features)(y)))
+        y = self._norm()(self._conv(1 if self.bottleneck else 3, 1, width)(y))
         if y.shape != x.shape:
-            x = self._norm()(self._conv(1, self.stride)(x))
+            x = self._norm()(self._conv(1, self.stride, width)(x))
         return nn.relu(x + y)
 
-    def _conv(self, size, stride):
+    def _conv(self, size, stride, features):
         types = {"dtype": self.dtype, "param_dtype": self.dtype}
-        return nn.Conv(self.features, (size, size), strides=stride, use_bias=False, **types)
+        return nn.Conv(features, (size, size), strides=stride, use_bias=False, **types)
 
     def _norm(self):
         # Statistics follow `dtype`; Flax's default keeps them in float32 even in a float64 model.
@@ -36,19 +39,23 @@ class ResidualBlock(nn.Module):
 
 class ResNet(nn.Module):
     stage_features: tuple[int, ...]
-    blocks_per_stage: int
+    blocks_per_stage: tuple[int, ...]
+    bottleneck: bool
+    stem: tuple[int, int]
     num_classes: int
     dtype: Any
 
     @nn.compact
     def __call__(self, x):
         types = {"dtype": self.dtype, "param_dtype": self.dtype}
-        x = nn.relu(nn.Conv(self.stage_features[0], (3, 3), **types, name="stem")(x))
+        size, stride = self.stem
+        stem = nn.Conv(self.stage_features[0], (size, size), strides=stride, **types, name="stem")
+        x = nn.relu(stem(x))
         x = nn.max_pool(x, (2, 2), strides=(2, 2))
         for stage, features in enumerate(self.stage_features):
-            for block in range(self.blocks_per_stage):
-                stride = 2 if stage > 0 and block == 0 else 1
-                x = ResidualBlock(features, stride, self.dtype, name=f"stage{stage}_block{block}")(x)
+            for block in range(self.blocks_per_stage[stage]):
+                stride, name = 2 if stage > 0 and block == 0 else 1, f"stage{stage}_block{block}"
+                x = ResidualBlock(features, stride, self.bottleneck, self.dtype, name=name)(x)
         return nn.Dense(self.num_classes, **types, name="head")(x.mean(axis=(1, 2)))
 
 
@@ -57,10 +64,17 @@ class TrainState(train_state.TrainState):
 
 
 def make_resnet(
-    stage_features=(16, 32), blocks_per_stage=1, image=16, num_classes=16, batch=24, dtype=jnp.float32
+    stage_features=(16, 32),
+    blocks_per_stage=(1, 1),
+    bottleneck=False,
+    stem=(3, 1),
+    image=16,
+    num_classes=16,
+    batch=24,
+    dtype=jnp.float32,
 ) -> Case:
-    """Images are `[batch, image, image, 3]`."""
-    model = ResNet(stage_features, blocks_per_stage, num_classes, dtype)
+    """Images are `[batch, image, image, 3]`; `stem` is the first convolution's size and stride."""
+    model = ResNet(stage_features, blocks_per_stage, bottleneck, stem, num_classes, dtype)
     optimizer = optax.sgd(0.05, momentum=0.9, nesterov=True)
 
     def init():

@@ -1,0 +1,125 @@
+"""A cluster file from the attached devices: what `autoshard calibrate` does."""
+
+import contextlib
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from autoshard.errors import ClusterError, InputError
+from autoshard.text_table import Row, aligned
+from autoshard.units import format_flops, format_rate, format_seconds
+from cost_model.calibration import NOT_MEASURED, Fit, calibrated, sourced
+from cost_model.cluster import Cluster
+from cost_model.hardware import parse_cluster
+from cost_model.machine import attached_mesh, described
+from cost_model.measure import FULL, QUICK, measure_all
+from cost_model.probes import ladder
+from executors.devices import cluster_name
+
+_UNKNOWN = "1xL4"
+"""The preset that stands in for devices that no preset describes. Source: a choice of ours, the smallest one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """The attached devices as a cluster, and how well the cost model fits what was measured.
+
+    Attributes:
+      cluster: with measured numbers where there are any, else those of the nearest preset.
+      fits: the numbers measured.
+      seconds: that it took.
+    """
+
+    cluster: Cluster
+    fits: tuple[Fit, ...]
+    seconds: float
+
+    def __str__(self) -> str:
+        head = ("measured", "preset", "sustained", "residual: median", "worst", "sizes")
+        rows: list[Row] = [head]
+        for fit in self.fits:
+            errors = f"{100 * fit.median_error:.1f}%", f"{100 * max(fit.errors):.1f}%", str(len(fit.errors))
+            for i, (key, before, after) in enumerate(zip(fit.keys, fit.before, fit.after, strict=True)):
+                rows.append(
+                    (key, _format(key, before), _format(key, after), *(errors if i == 0 else ("",) * 3))
+                )
+        missing = [key for key, source in self.cluster.sources if source.startswith(NOT_MEASURED)]
+        name = f"{self.cluster.name}: {self.cluster.num_devices} x {self.cluster.device.name}"
+        lines = [f"{name}, in {format_seconds(self.seconds)}", *aligned(rows, right=(1, 2, 3, 4, 5))]
+        return "\n".join([*lines, f"from the nearest preset: {', '.join(missing)}"])
+
+    def save(self, path: Path) -> None:
+        """Writes the cluster file, whole or not at all.
+
+        Raises:
+          InputError: it cannot be written.
+        """
+        whole = path.with_name(f"{path.name}.part")
+        try:
+            whole.write_text(json.dumps(self.cluster.to_json(), indent=1) + "\n", encoding="utf-8")
+            whole.replace(path)
+        except OSError as error:
+            raise InputError(f"cannot write the cluster file {str(path)!r}: {error.strerror}") from None
+
+
+def calibrate(
+    name: str,
+    quick: bool = False,
+    num_devices: int | None = None,
+    progress: Callable[[str], None] = lambda line: None,
+) -> Calibration:
+    """Measures the attached devices and fits the cost model to them.
+
+    Every process of a distributed job must call it; all return the same.
+
+    Args:
+      name: of the cluster.
+      quick: fewer and smaller sizes.
+      num_devices: how many, the first ones; by default all.
+      progress: called with one line per thing measured.
+
+    Raises:
+      InputError: there are not as many devices, or JAX cannot use them.
+    """
+    start = time.perf_counter()
+    devices = _devices(num_devices)
+    mesh = attached_mesh(devices)
+    preset = parse_cluster(_UNKNOWN)
+    with contextlib.suppress(ClusterError):
+        preset = parse_cluster(cluster_name(devices[:1]))
+    form, facts = described(mesh, preset, name)
+    timings = measure_all(ladder(form, quick), form, mesh, QUICK if quick else FULL, progress)
+    cluster, fits = calibrated(form, timings)
+    today = time.strftime("%Y-%m-%d")
+    kind = devices[0].device_kind
+    cluster = sourced(
+        cluster, preset, fits, facts, f"{len(devices)} x {kind}, {today}, JAX {jax.__version__}"
+    )
+    return Calibration(cluster, fits, time.perf_counter() - start)
+
+
+def _devices(num_devices: int | None) -> Sequence[Any]:
+    try:
+        attached = jax.devices()
+    except (
+        RuntimeError,
+        AssertionError,
+    ) as error:  # the latter where a plugin is there and its driver is not
+        reason = (str(error).splitlines() or ["no backend works"])[0]
+        raise InputError(f"JAX finds no devices to measure: {reason}") from None
+    if num_devices is None:
+        return attached
+    if not 1 <= num_devices <= len(attached):
+        raise InputError(f"wanted between 1 and {len(attached)} devices, as JAX sees here, got {num_devices}")
+    return attached[:num_devices]
+
+
+def _format(key: str, value: float) -> str:
+    if key.startswith("device.flops"):
+        return format_flops(value)
+    return format_seconds(value) if key.endswith(("latency", "launch")) else format_rate(value)

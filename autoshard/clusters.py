@@ -1,0 +1,60 @@
+"""The presets, and every number of a cluster with its source: what `autoshard clusters` prints."""
+
+from typing import Any
+
+from autoshard.text_table import aligned
+from autoshard.units import format_bytes, format_flops, format_rate
+from cost_model.cluster import Cluster
+from cost_model.cluster_file import number_paths, source_of
+from cost_model.hardware import parse_cluster
+from cost_model.presets import NODE_DEVICES, PRESETS
+
+
+def presets() -> dict[str, Cluster]:
+    """A full node of each preset, by name."""
+    return {name: parse_cluster(f"{NODE_DEVICES}x{name}") for name in PRESETS}
+
+
+def preset_table() -> str:
+    """One line per preset: the peaks, as the vendors have them."""
+    head = ("preset", "memory", "bandwidth", "bfloat16 peak", "link in a node", "networks, per device")
+    rows = [_row(name, cluster) for name, cluster in presets().items()]
+    note = "Use one as COUNTxPRESET or COUNTxPRESET-NETWORK: 64xH100-80GB, 16xA100-80GB-Ethernet."
+    return "\n".join([*aligned([head, *rows], indent=0, right=(1, 2, 3, 4)), note])
+
+
+def named(text: str) -> Cluster:
+    """The cluster of a command line: also a preset's bare name, for a full node of it."""
+    bare = {name.lower(): name for name in PRESETS}.get(text.lower())
+    return parse_cluster(f"{NODE_DEVICES}x{bare}" if bare else text)
+
+
+def description(cluster: Cluster) -> str:
+    """Every number of a cluster, and where it comes from."""
+    nodes = "1 node" if cluster.num_nodes == 1 else f"{cluster.num_nodes} nodes"
+    data = cluster.to_json()
+    rows = [(key, str(_at(data, key)), source_of(cluster, key) or "default") for key in number_paths(data)]
+    head = f"{cluster.name}: {nodes} of {cluster.devices_per_node} {cluster.device.name}"
+    return "\n".join([head, *aligned([("number", "value", "source"), *rows])])
+
+
+def _row(name: str, cluster: Cluster) -> tuple[str, ...]:
+    networks = (
+        f"{network} {format_rate(parse_cluster(f'{NODE_DEVICES}x{name}-{network}').inter.bytes_per_s)}"
+        for network in PRESETS[name]["networks"]
+    )
+    device = cluster.device
+    return (
+        name,
+        format_bytes(device.memory_bytes),
+        format_rate(device.memory_bytes_per_s),
+        format_flops(device.peak_flops_per_s("bfloat16")),
+        format_rate(cluster.intra.bytes_per_s),
+        ", ".join(networks),
+    )
+
+
+def _at(data: dict[str, Any], path: str) -> Any:
+    for key in path.split("."):
+        data = data[key]
+    return data

@@ -1,0 +1,85 @@
+"""What the attached machine says of itself, before anything is timed: nodes, memory, host memory."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from cost_model.cluster import Cluster
+
+AXES = ("node", "local")
+"""The mesh of what is measured: nodes, and the devices of each."""
+
+_MEMINFO = Path("/proc/meminfo")
+_KIB = 1024
+
+
+def attached_mesh(devices: Sequence[Any]) -> Mesh:
+    """The devices as (nodes, devices of a node), in their order.
+
+    A node is what shares a fast interconnect, where the backend tells, else a process. Where nodes have unequal
+    numbers of devices, all count as one.
+    """
+    nodes: dict[int, list[Any]] = {}
+    for device in devices:
+        nodes.setdefault(_node(device), []).append(device)
+    rows = list(nodes.values())
+    grid = rows if len({len(row) for row in rows}) == 1 else [list(devices)]
+    return Mesh(np.array(grid), AXES)
+
+
+def described(mesh: Mesh, preset: Cluster, name: str) -> tuple[Cluster, Mapping[str, str]]:
+    """The preset in the form of the attached devices, with the memory that they have.
+
+    Args:
+      mesh: from `attached_mesh`.
+      preset: for one device of the nearest kind.
+      name: of the cluster.
+
+    Returns:
+      The cluster, and the sources of what the machine told, by key in a cluster file.
+    """
+    num_nodes, per_node = mesh.devices.shape
+    cluster = replace(
+        preset,
+        name=name,
+        num_devices=num_nodes * per_node,
+        devices_per_node=per_node,
+        host_bytes_per_node=preset.host_bytes_per_node * per_node,
+    )
+    sources = {}
+    host_bytes, share = _host_bytes(), min(1.0, per_node / jax.local_device_count())
+    if host_bytes:
+        cluster = replace(cluster, host_bytes_per_node=int(host_bytes * share))
+        sources["host_memory_per_node"] = f"MemTotal of /proc/meminfo, {per_node} devices' share"
+    device = mesh.local_devices[0]
+    limit_bytes = (device.memory_stats() or {}).get("bytes_limit")
+    if limit_bytes:
+        told = "bytes_limit of memory_stats(): XLA_PYTHON_CLIENT_MEM_FRACTION of the device's memory"
+        sources["device.memory"] = told
+        sources["device.reserve"] = "none, as the runtime's own memory is outside of bytes_limit"
+    elif host_bytes and device.platform == "cpu":
+        limit_bytes = host_bytes // jax.local_device_count()
+        sources["device.memory"] = "a simulated device's share of the host's memory"
+    if limit_bytes:
+        cluster = replace(cluster, device=replace(cluster.device, memory_bytes=limit_bytes, reserve_bytes=0))
+    return cluster, sources
+
+
+def _node(device: Any) -> int:
+    """XLA:GPU's slice is what NVLink connects (`pjrt/gpu/gpu_topology.proto`); JAX renames it to partition. On the
+    CPU all are one."""
+    if device.platform == "cpu":
+        return device.process_index
+    told = (getattr(device, name, None) for name in ("partition_index", "slice_index"))
+    return next((index for index in told if index is not None), device.process_index)
+
+
+def _host_bytes() -> int:
+    """The host's memory, or 0 where the system does not tell."""
+    lines = _MEMINFO.read_text().splitlines() if _MEMINFO.is_file() else []
+    return next((int(line.split()[1]) * _KIB for line in lines if line.startswith("MemTotal:")), 0)
