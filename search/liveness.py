@@ -34,9 +34,11 @@ VIEWS = frozenset(
         "stop_gradient",
         "name",
         "enter",
+        "slice",
     }
 )
-"""Ops that give their operand's array back."""
+"""Ops that give their operand's array back, or read a part of it where it is. (`slice` is a boundary: a loop's part of a
+stacked array. The primitive of that name makes an array.)"""
 
 LOOKUPS = frozenset({"gather", "dynamic_slice"})
 """Ops that read a few elements of what may itself be computed on the fly."""
@@ -160,7 +162,7 @@ class Liveness:
     def _anchors(self, i: int, v: int) -> frozenset[int]:
         """The stored arrays that a value is computed from: itself, if it is stored."""
         op, own = self.program.ops[i], frozenset((v,))
-        if op.is_boundary and op.name != "enter":
+        if op.is_boundary and op.name not in VIEWS:
             return own
         below = frozenset().union(*(self.anchors.get(o, frozenset((o,))) for o in op.operands))
         if op.name in VIEWS and len(op.operands) == 1:

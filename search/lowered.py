@@ -52,7 +52,7 @@ class Kernel:
       after: kernels that must have run, besides those whose buffers it reads.
       collective: (kind, mesh axes, bytes per device, dtype), or None.
       is_light: whether it computes element by element, so that it may write where it reads.
-      is_product: whether it is a matrix product.
+      workspace_bytes: scratch memory while it runs.
       seconds: how long it takes.
       loops: the loops that it is in.
     """
@@ -63,7 +63,7 @@ class Kernel:
     after: tuple[int, ...]
     collective: tuple[str, tuple[int, ...], float, str] | None
     is_light: bool
-    is_product: bool
+    workspace_bytes: float
     seconds: float
     loops: Loops
 
@@ -84,6 +84,13 @@ def lower(priced: Priced, liveness: Liveness, labels: Sequence[int]) -> Lowered:
         lowering.loop_ends(i + 1)
     lowering.finish()
     return Lowered(tuple(lowering.kernels), tuple(lowering.buffers))
+
+
+WORKSPACE_BYTES = 4 * 2**20
+"""Of a matrix product. Source: XLA:GPU's default for cuBLASLt."""
+
+SLICED_WORKSPACE_BYTES = 32 * 2**20
+"""Of a matrix product that reads a slice in place. Source: XLA:GPU on Hopper, cuBLAS's recommended workspace."""
 
 
 class _Lowering:
@@ -222,7 +229,7 @@ class _Lowering:
         made = self._buffer(moved_bytes if num_bytes is None else num_bytes, self.liveness.resident(v), loops, False)
         seconds = float(self.priced.resharder.mesh.time_s(kind, axes, moved_bytes))
         what = (kind, axes, moved_bytes, str(self.program.values[v].dtype))
-        self.kernels.append(Kernel(i, source, (made,), tie, what, kind == "all-reduce", False, seconds, loops))
+        self.kernels.append(Kernel(i, source, (made,), tie, what, kind == "all-reduce", 0.0, seconds, loops))
         self.made_by[made] = len(self.kernels) - 1
         return (made,)
 
@@ -240,14 +247,58 @@ class _Lowering:
     def _kernel(self, i: int, reads: tuple[int, ...], makes: tuple[int, ...], after: tuple[int, ...]) -> int:
         kind = self.folded.kind_of[i]
         op = self.program.ops[i]
-        is_product = op.op is not None and self.folded.is_heavy[kind] and op.rule.flops_per_point > 0
         light = self.liveness.is_light[kind]
         loops = self.liveness.loops_at[i]
         seconds = self._seconds(kind, reads, makes)
-        self.kernels.append(Kernel(i, reads, makes, after, None, light, is_product, seconds, loops))
+        self.kernels.append(Kernel(i, reads, makes, after, None, light, self._workspace(i), seconds, loops))
         for b in makes:
             self.made_by[b] = len(self.kernels) - 1
         return len(self.kernels) - 1
+
+    def _workspace(self, i: int) -> float:
+        """What cuBLAS and cuDNN ask for: scratch, and a padded copy of what they cannot pad themselves."""
+        op = self.program.ops[i]
+        if op.name == "conv_general_dilated":
+            return WORKSPACE_BYTES + self._padded(i)
+        if op.op is None or not self.folded.is_heavy[self.folded.kind_of[i]] or not op.rule.flops_per_point:
+            return 0.0
+        is_sliced = any(self._is_sliced(i, operand) for operand in range(len(op.operands)))
+        return SLICED_WORKSPACE_BYTES if is_sliced else WORKSPACE_BYTES
+
+    def _is_sliced(self, i: int, operand: int) -> bool:
+        """Whether an op reads a part of a larger array in place."""
+        v = self.program.ops[i].operands[operand]
+        before: tuple[int, ...] | None = None
+        for step in self.ways(i, operand)[0]:
+            if step.kind == SLICE:
+                return self._is_leading(v, before or self.resting(v), step.after)
+            before = step.after
+        made = self.program.ops[self.maker[v][0]]
+        while made.name in VIEWS - {"slice"} and made.operands:
+            made = self.program.ops[self.maker[made.operands[0]][0]]
+        return made.name == "slice" and made.is_boundary
+
+    def _is_leading(self, v: int, here, there) -> bool:
+        """Whether a slice is of one piece: along the first dimension that is not of size 1."""
+        first = next((d for d, n in enumerate(self.program.values[v].shape) if n > 1), 0)
+        return all(b == first for a, b in zip(here, there, strict=True) if a != b)
+
+    def _padded(self, i: int) -> float:
+        """Bytes of a convolution's operand with the zeros that cuDNN does not imagine: those of a dilated operand, unless
+        its kernel is reversed (it is the gradient of a strided convolution), and those of uneven padding."""
+        op = self.program.ops[i]
+        assert op.op is not None
+        params, v = op.op.params, op.operands[0]
+        is_gradient = self.program.ops[self.maker[op.operands[1]][0]].name == "rev"
+        is_uneven = any(low != high for low, high in params["padding"])
+        if is_gradient or not (is_uneven or max(params["lhs_dilation"], default=1) > 1):
+            return 0.0
+        shape = self.program.values[v].shape
+        growth = 1.0
+        spatial = params["dimension_numbers"].lhs_spec[2:]
+        for d, (low, high), dilation in zip(spatial, params["padding"], params["lhs_dilation"], strict=True):
+            growth *= ((shape[d] - 1) * dilation + 1 + max(low, 0) + max(high, 0)) / shape[d]
+        return growth * self._local(v, self.spec(self.sketch.ports[self.folded.kind_of[i], 0, False]))
 
     def _seconds(self, kind: int, reads: tuple[int, ...], makes: tuple[int, ...]) -> float:
         if self.folded.op(kind).is_boundary or is_light(self.folded, kind):
@@ -275,7 +326,7 @@ class _Lowering:
 
     def _bytes_made(self, v: int) -> float:
         uses = self.uses.get(v, ())
-        becomes_state = bool(uses) and all(self.program.ops[u].name == "input" for u in uses)
+        becomes_state = any(self.program.ops[u].name == "input" for u in uses)
         if becomes_state and v not in self.resharded:
             return 0.0
         return self._local(v, self.made(v))

@@ -22,7 +22,7 @@ class Peak:
     residents: tuple[tuple[Resident, float], ...]
 
 
-def peak(lowered: Lowered, order: Sequence[int], workspace_bytes: float) -> Peak:
+def peak(lowered: Lowered, order: Sequence[int]) -> Peak:
     """The highest point of a schedule."""
     buffers, kernels = lowered.buffers, lowered.kernels
     loop_end: dict = {}
@@ -57,8 +57,8 @@ def peak(lowered: Lowered, order: Sequence[int], workspace_bytes: float) -> Peak
     for at, k in enumerate(order):
         held += change[at]
         kernel = kernels[k if k >= 0 else ~k]
-        total = held + (workspace_bytes if kernel.is_product else 0.0)
-        if kernel.is_light and k >= 0:
+        total = held + kernel.workspace_bytes
+        if kernel.collective is not None and kernel.collective[0] == "all-reduce" and k >= 0:
             total -= _reused(kernel, buffers, dies, born, at)
         if total > highest:
             highest, where = total, at
