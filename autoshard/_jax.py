@@ -24,9 +24,9 @@ import numpy as np
 from jax._src import compiler, source_info_util
 from jax._src import core as jax_core
 from jax._src.interpreters import mlir
-from jax._src.lib import _jax as jaxlib
-from jax._src.lib.mlir import ir
 from jax.extend import core as jex_core
+from jaxlib import _jax as jaxlib
+from jaxlib.mlir import ir
 
 Literal = jex_core.Literal
 Primitive = jex_core.Primitive

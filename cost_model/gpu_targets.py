@@ -114,7 +114,9 @@ def target_config(gpu: str, memory_bytes: int | None = None, description: str | 
 
 def compute_capability(config: str) -> float:
     """The compute capability that a description names, such as 9.0; 0 when it names none."""
-    found = re.search(r"cuda_compute_capability\s*:?\s*\{\s*major\s*:\s*(\d+)(?:\s+minor\s*:\s*(\d+))?", config)
+    found = re.search(
+        r"cuda_compute_capability\s*:?\s*\{\s*major\s*:\s*(\d+)(?:\s+minor\s*:\s*(\d+))?", config
+    )
     return float(f"{found[1]}.{found[2] or 0}") if found else 0.0
 
 

@@ -31,8 +31,9 @@ def main() -> None:
 
 
 def _compiled(job: dict[str, Any], module: bytes) -> dict[str, Any]:
-    import jax  # takes seconds, and the parent may be gone by then
+    import jax  # this takes seconds, and the parent may be gone by then
 
+    import autoshard  # noqa: F401  (the face first: it imports what it stands on in order)
     from cost_model import oracle
 
     try:

@@ -52,7 +52,7 @@ def compile_apart(
     module: bytes,
     cluster: Cluster,
     memory_bytes: int,
-    compiler: Compiler = Compiler(),  # noqa: B008  (frozen)
+    compiler: Compiler = Compiler(),
     progress: Callable[[str], None] = lambda line: None,
 ) -> Compiled:
     """Compiles a lowered program for a cluster, in a process of its own.
@@ -105,9 +105,7 @@ def _send(child: "subprocess.Popen[bytes]", data: bytes) -> None:
         child.stdin.flush()
 
 
-def _wait(
-    child: "subprocess.Popen[bytes]", timeout_s: float | None, progress: Callable[[str], None]
-) -> None:
+def _wait(child: "subprocess.Popen[bytes]", timeout_s: float | None, progress: Callable[[str], None]) -> None:
     start_s = time.monotonic()
     while child.poll() is None:
         elapsed_s = time.monotonic() - start_s
@@ -163,7 +161,8 @@ _SOURCES = (
 def shortened(message: str) -> str:
     """The first useful line of what the compiler said, with the op and the source line where it names them."""
     lines = [line for line in message.splitlines() if not _NOISE.match(line)] or ["it gave no reason"]
-    fatal = next((line for line in lines if re.match(r"F\d{4} ", line)), lines[0])
+    said = lines[-1] if "Traceback (most recent call last)" in message else lines[0]
+    fatal = next((line for line in lines if re.match(r"F\d{4} ", line)), said)
     text = _STATUS.sub("", _GLOG.sub("", fatal.strip()))[:_MESSAGE_CHARS]
     op = _OP.search(message)
     source = next((found for pattern in _SOURCES if (found := pattern.search(message))), None)

@@ -27,7 +27,9 @@ BY_HAND = frozenset({"top_k"})
 one dimension that is whole, so every device applies them to its shard."""
 
 
-def evaluator(graph: Graph, layout: Layout, mesh: Mesh | AbstractMesh) -> Callable[[Sequence[Any]], list[Any]]:
+def evaluator(
+    graph: Graph, layout: Layout, mesh: Mesh | AbstractMesh
+) -> Callable[[Sequence[Any]], list[Any]]:
     """A function of the graph's flat inputs that computes its flat outputs under the layout's constraints.
 
     Args:
