@@ -24,8 +24,8 @@ import numpy as np
 from jax._src import compiler, source_info_util
 from jax._src import core as jax_core
 from jax._src.interpreters import mlir
+from jax._src.lib import xla_client  # type: ignore[attr-defined]
 from jax.extend import core as jex_core
-from jaxlib import _jax as jaxlib
 from jaxlib.mlir import ir
 
 Literal = jex_core.Literal
@@ -170,7 +170,7 @@ def compile_module(module: bytes, devices: Sequence[Any]) -> tuple[str, Any]:
     with mlir.make_ir_context():
         executable = devices[0].client.compile(
             ir.Module.parse(module),
-            executable_devices=jaxlib.DeviceList(tuple(devices)),
+            executable_devices=xla_client.DeviceList(tuple(devices)),
             compile_options=options,
         )
     text = "\n\n".join(one.to_string() for one in executable.hlo_modules())

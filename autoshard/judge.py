@@ -9,12 +9,13 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import jax
 
 from autoshard import _jax
 from autoshard.errors import CompilerError, InfeasibleError, InputError
-from autoshard.graph import Step
+from autoshard.graph import Step, walk
 from autoshard.layout import Layout
 from autoshard.plan import Plan
 from autoshard.units import format_bytes, format_seconds
@@ -36,6 +37,9 @@ compilation, and the second nearly always fits."""
 MARGIN = 0.005
 """Of the cap, by how much more than the overshoot the solver's limit is lowered. Source: a choice of ours, as the peak
 comes in steps."""
+
+_CALLBACKS = frozenset({"debug_callback", "debug_print", "io_callback", "pure_callback"})
+"""JAX's primitives that call Python."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,10 +73,7 @@ class Judge:
         """
         clock.begin("lower")
         program = jit.build(step, layout, None)
-        try:
-            lowered = program.fn.trace(*program.args).lower(lowering_platforms=("cuda",))
-        except (ValueError, NotImplementedError) as e:
-            raise CompilerError(f"{step.name} cannot be lowered for GPUs: {str(e).splitlines()[0]}") from e
+        lowered = _lowered(step, program)
         memory_bytes = oracle.memory_for_cap(cap_bytes, _resting_bytes(step, program, lowered.out_info))
         clock.begin("compile")
         module = _jax.module_bytes(lowered)
@@ -137,6 +138,21 @@ def target_config_text(given: str | os.PathLike[str] | None) -> str | None:
         return Path(given).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as e:
         raise InputError(f"the target config {os.fspath(given)} cannot be read: {e}") from e
+
+
+def _lowered(step: Step, program: Program) -> Any:
+    try:
+        return program.fn.trace(*program.args).lower(lowering_platforms=("cuda",))
+    except (ValueError, NotImplementedError) as e:
+        callback = next(
+            (op for _, graph in walk(step.graph) for op in graph.ops if op.name in _CALLBACKS), None
+        )
+        if callback is not None:
+            raise CompilerError(
+                f"{callback.name} ({callback.source}) calls Python on the host, which cannot be compiled without the "
+                "devices. Verify the step without it"
+            ) from e
+        raise CompilerError(f"{step.name} cannot be lowered for GPUs: {str(e).splitlines()[0]}") from e
 
 
 def _resting_bytes(step: Step, program: Program, out_info: object) -> int:

@@ -245,4 +245,4 @@ def _copied(v: Verification) -> Iterator[str]:
 
 def _percent(found: int, wanted: int) -> str:
     share = abs(found - wanted) / wanted if wanted else 0.0
-    return f"{100 * share:.3g}%"
+    return f"{100 * share:.3g}%" if share < 10 else f"{100 * share:,.0f}%"

@@ -5,11 +5,13 @@ lowered program. It answers on its standard output with JSON: the fields of `ora
 compiler said. It never sees the user's code.
 
 Standard input stays open while it works: it is the line on which the parent's life hangs. When it is cut, however
-the parent ended, this process ends itself and whatever the compiler has started.
+the parent ended, this process removes the folder for the compiler's temporary files and ends itself and whatever the
+compiler has started.
 """
 
 import json
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -45,6 +47,7 @@ def _compiled(job: dict[str, Any], module: bytes) -> dict[str, Any]:
 
 def _end_with_parent(line: int) -> None:
     os.read(line, 1)  # nothing more is sent: it returns when the other end is closed
+    shutil.rmtree(os.environ["TMPDIR"], ignore_errors=True)
     os.killpg(0, signal.SIGKILL)
 
 

@@ -2,7 +2,8 @@
 
 The child (`oracle_child`) gets the lowered program through a pipe and the environment that the compiler wants. It
 is the leader of its own process group: Ctrl-C does not reach it, the group is killed as one when the wait for it
-ends early, and it kills itself when its parent is gone. Nothing is written to disk under a name.
+ends early, and it kills itself when its parent is gone. Whoever ends it removes the folder in which the compiler
+keeps its temporary files.
 """
 
 import contextlib
@@ -74,10 +75,14 @@ def compile_apart(
         "target_config": target_config(cluster.device.name, memory_bytes, compiler.target_config),
         "module_bytes": len(module),
     }
-    with tempfile.TemporaryFile() as answer, tempfile.TemporaryFile() as said:
+    with (
+        tempfile.TemporaryDirectory(prefix="autoshard-", ignore_cleanup_errors=True) as folder,
+        open(os.path.join(folder, "answer"), "w+b") as answer,
+        open(os.path.join(folder, "said"), "w+b") as said,
+    ):
         child = subprocess.Popen(
             [sys.executable, "-P", "-m", _CHILD],
-            env=_environment(compiler.flags),
+            env=_environment(compiler.flags, folder),
             stdin=subprocess.PIPE,
             stdout=answer,
             stderr=said,
@@ -91,9 +96,9 @@ def compile_apart(
         return _answer(child.returncode, _text(answer), _text(said))
 
 
-def _environment(flags: str) -> dict[str, str]:
+def _environment(flags: str, folder: str) -> dict[str, str]:
     path = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))
-    environment = {**os.environ, **oracle.ENVIRONMENT, "PYTHONPATH": path}
+    environment = {**os.environ, **oracle.ENVIRONMENT, "PYTHONPATH": path, "TMPDIR": folder}
     environment["XLA_FLAGS"] += f" {flags}"
     return environment
 
