@@ -52,7 +52,7 @@ class Compiler:
 def compile_apart(
     module: bytes,
     cluster: Cluster,
-    memory_bytes: int,
+    memory_bytes: int | None = None,
     compiler: Compiler = Compiler(),
     progress: Callable[[str], None] = lambda line: None,
 ) -> Compiled:
@@ -61,7 +61,7 @@ def compile_apart(
     Args:
       module: what `_jax.module_bytes` gave of a program over all devices of the cluster, in its order.
       cluster: GPUs.
-      memory_bytes: of each device, as the compiler is told; see `oracle.memory_for_cap`.
+      memory_bytes: of each device, as the compiler is told (see `oracle.memory_for_cap`); by default what it has.
       compiler: how to ask.
       progress: called about once a second with a line that says for how long it has been compiling.
 
