@@ -27,7 +27,7 @@ from cost_model.gpu_targets import target_config
 from cost_model.oracle import Compiled
 
 _ROOT = Path(__file__).parents[1]
-_CHILD = "cost_model.oracle_child"
+_COMMAND = (sys.executable, "-P", "-m", "cost_model.oracle_child")
 _TICK_S = 1.0
 """How often the progress line is written."""
 _MESSAGE_CHARS = 300
@@ -81,7 +81,7 @@ def compile_apart(
         open(os.path.join(folder, "said"), "w+b") as said,
     ):
         child = subprocess.Popen(
-            [sys.executable, "-P", "-m", _CHILD],
+            _COMMAND,
             env=_environment(compiler.flags, folder),
             stdin=subprocess.PIPE,
             stdout=answer,
@@ -155,7 +155,7 @@ def _answer(status: int, answer: str, said: str) -> Compiled:
 
 _NOISE = re.compile(r"^(\s*@|\s*$|\*\*\*|[WI]\d{4} |WARNING|Traceback|\s+File |-+$)")
 _GLOG = re.compile(r"^[EF]\d{4} [\d:.]+\s+\d+ [\w./-]+:\d+\] ")
-_STATUS = re.compile(r"^(?:[\w.]+Error: )?(?:[A-Z]+(?:_[A-Z]+)*: )?")
+_STATUS = re.compile(r"^(?:[\w.]*JaxRuntimeError: )?(?:[A-Z]+(?:_[A-Z]+)*: )?")
 _OP = re.compile(r'op_name="([^"]+)"')
 _SOURCES = (
     re.compile(r'source_file="([^"]+)" source_line=(\d+)'),
