@@ -161,12 +161,14 @@ def module_bytes(lowered: Any) -> bytes:
     return written.getvalue()
 
 
-def compile_module(module: bytes, devices: Sequence[Any]) -> tuple[str, Any]:
+def compile_module(module: bytes, devices: Sequence[Any], cuda_folder: str) -> tuple[str, Any]:
     """Compiles what `module_bytes` gave for compile-only devices: the optimised HLO, and its memory statistics.
 
-    Does what `lowered.compile()` does for a program over these devices in this order, shardings all given.
+    Does what `lowered.compile()` does for a program over these devices in this order, shardings all given, but that the
+    assembler and the linker are those in `cuda_folder`.
     """
     options = compiler.get_compile_options(1, len(devices), np.arange(len(devices)).reshape(1, -1))
+    options.executable_build_options.debug_options.xla_gpu_cuda_data_dir = cuda_folder
     with mlir.make_ir_context():
         executable = devices[0].client.compile(
             ir.Module.parse(module),

@@ -82,9 +82,6 @@ _EVERY_CHIP = MappingProxyType(
     }
 )
 
-OLDEST_OF_CUDA_13 = 7.5
-"""The lowest compute capability for which the tools of CUDA 13 compile. Source: CUDA 13.0 release notes."""
-
 
 def target_config(gpu: str, memory_bytes: int | None = None, description: str | None = None) -> str:
     """XLA's description of a GPU.
@@ -110,14 +107,6 @@ def target_config(gpu: str, memory_bytes: int | None = None, description: str | 
             f"{text.strip()[:60]!r}; there are examples in XLA's sources, under xla/backends/gpu/target_config/specs"
         )
     return described
-
-
-def compute_capability(config: str) -> float:
-    """The compute capability that a description names, such as 9.0; 0 when it names none."""
-    found = re.search(
-        r"cuda_compute_capability\s*:?\s*\{\s*major\s*:\s*(\d+)(?:\s+minor\s*:\s*(\d+))?", config
-    )
-    return float(f"{found[1]}.{found[2] or 0}") if found else 0.0
 
 
 def _known(gpu: str) -> str:

@@ -25,7 +25,7 @@ from jax.experimental import topologies
 from autoshard import _jax
 from autoshard.errors import InputError
 from cost_model.cluster import Cluster
-from cost_model.gpu_targets import OLDEST_OF_CUDA_13, compute_capability, target_config
+from cost_model.gpu_targets import target_config
 
 ENVIRONMENT = MappingProxyType(
     {
@@ -91,21 +91,15 @@ def check(cluster: Cluster, description: str | None = None) -> None:
       description: XLA's target config in text, for a GPU that is not known here.
 
     Raises:
-      InputError: no plugin, one that does not suit this JAX, an unknown GPU, or one too old for the plugin.
+      InputError: no plugin, one that does not suit this JAX, or an unknown GPU.
     """
-    plugin = _plugin()
+    _check_plugin()
     if cluster.device.name == "CPU":
         raise InputError(f"XLA's GPU compiler cannot be asked about {cluster.name}: its devices are no GPUs")
-    capability = compute_capability(target_config(cluster.device.name, description=description))
-    if "cuda13" in plugin and 0 < capability < OLDEST_OF_CUDA_13:
-        raise InputError(
-            f"{plugin} compiles for compute capability {OLDEST_OF_CUDA_13} and up, and {cluster.device.name} has "
-            f"{capability}: install jax-cuda12-plugin and jax-cuda12-pjrt in its place"
-        )
+    target_config(cluster.device.name, 1, description)
 
 
-def _plugin() -> str:
-    """The installed plugin's name."""
+def _check_plugin() -> None:
     versions = {name: version for name in PLUGINS if (version := _version(name)) is not None}
     if not versions:
         raise InputError(
@@ -119,7 +113,6 @@ def _plugin() -> str:
                 f"jaxlib {jaxlib} needs {name} of the same version, and {found or 'none'} is installed: "
                 f"pip install '{name}=={jaxlib}'"
             )
-    return plugin
 
 
 def _version(distribution: str) -> str | None:
@@ -163,9 +156,9 @@ def compile_for(program: Lowerable) -> Compiled:
     return _read(executable.as_text(), executable.memory_analysis())
 
 
-def compile_module(module: bytes, devices: Sequence[Any]) -> Compiled:
-    """Compiles a program that was lowered elsewhere: what `_jax.module_bytes` gave."""
-    return _read(*_jax.compile_module(module, devices))
+def compile_module(module: bytes, devices: Sequence[Any], cuda_folder: str) -> Compiled:
+    """Compiles a program that was lowered elsewhere: what `_jax.module_bytes` gave; CUDA's tools are those in the folder."""
+    return _read(*_jax.compile_module(module, devices, cuda_folder))
 
 
 def _read(text: str, memory: Any) -> Compiled:

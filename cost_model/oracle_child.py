@@ -1,8 +1,8 @@
 """The process in which XLA's GPU compiler runs: `python -m cost_model.oracle_child`, started by `oracle_process`.
 
-It reads one job from its standard input: a line of JSON (`topology`, `target_config`, `module_bytes`), then the
-lowered program. It answers on its standard output with JSON: the fields of `oracle.Compiled`, or `error`, what the
-compiler said. It never sees the user's code.
+It reads one job from its standard input: a line of JSON (`topology`, `target_config`, `cuda_folder`,
+`module_bytes`), then the lowered program. It answers on its standard output with JSON: the fields of
+`oracle.Compiled`, or `error`, what the compiler said. It never sees the user's code.
 
 Standard input stays open while it works: it is the line on which the parent's life hangs. When it is cut, however
 the parent ended, this process removes the folder for the compiler's temporary files and ends itself and whatever the
@@ -40,7 +40,7 @@ def _compiled(job: dict[str, Any], module: bytes) -> dict[str, Any]:
 
     try:
         devices = oracle.described_devices(job["topology"], job["target_config"])
-        return asdict(oracle.compile_module(module, devices))
+        return asdict(oracle.compile_module(module, devices, job["cuda_folder"]))
     except (jax.errors.JaxRuntimeError, ValueError, NotImplementedError) as e:
         return {"error": str(e)}
 

@@ -4,6 +4,12 @@ The child (`oracle_child`) gets the lowered program through a pipe and the envir
 is the leader of its own process group: Ctrl-C does not reach it, the group is killed as one when the wait for it
 ends early, and it kills itself when its parent is gone. Whoever ends it removes the folder in which the compiler
 keeps its temporary files.
+
+XLA wants an assembler and a linker from the CUDA toolkit for its kernels. Nobody will run these kernels, and neither
+tool says anything about fusions, buffers or collectives: so both are replaced by stand-ins that write an empty file,
+and the library of mathematical functions by an empty one.
+No toolkit is needed, no GPU is too old for it, and time is saved (a 7B model, scanned: 16 s instead of 27 s, with the
+same HLO and sizes to the byte).
 """
 
 import contextlib
@@ -32,6 +38,19 @@ _TICK_S = 1.0
 """How often the progress line is written."""
 _MESSAGE_CHARS = 300
 """How much of the compiler's message is shown. Source: a choice of ours, some three lines."""
+
+_STAND_IN = """\
+#!/bin/sh
+while [ $# -gt 0 ]; do
+  case "$1" in
+    --version) echo "Cuda compilation tools, release 13.0, V13.0.88";;
+    -o) shift; echo nothing > "$1";;
+  esac
+  shift
+done
+"""
+"""A `ptxas` or `nvlink` that does nothing: XLA asks for its version and then for a file. Source: the command lines of XLA
+of 2026, `xla/stream_executor/cuda/subprocess_compilation.cc`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,16 +89,19 @@ def compile_apart(
       CompilerError: it failed, ran out of memory or took too long.
     """
     oracle.check(cluster, compiler.target_config)
-    job = {
-        "topology": oracle.topology(cluster),
-        "target_config": target_config(cluster.device.name, memory_bytes, compiler.target_config),
-        "module_bytes": len(module),
-    }
+    config = target_config(cluster.device.name, memory_bytes, compiler.target_config)
     with (
         tempfile.TemporaryDirectory(prefix="autoshard-", ignore_cleanup_errors=True) as folder,
         open(os.path.join(folder, "answer"), "w+b") as answer,
         open(os.path.join(folder, "said"), "w+b") as said,
     ):
+        _write_stand_ins(Path(folder))
+        job = {
+            "topology": oracle.topology(cluster),
+            "target_config": config,
+            "cuda_folder": folder,
+            "module_bytes": len(module),
+        }
         child = subprocess.Popen(
             _COMMAND,
             env=_environment(compiler.flags, folder),
@@ -94,6 +116,16 @@ def compile_apart(
         finally:
             _end(child)
         return _answer(child.returncode, _text(answer), _text(said))
+
+
+def _write_stand_ins(folder: Path) -> None:
+    tools, libdevice = folder / "bin", folder / "nvvm" / "libdevice"
+    tools.mkdir()
+    for tool in ("ptxas", "nvlink"):
+        (tools / tool).write_text(_STAND_IN)
+        (tools / tool).chmod(0o700)
+    libdevice.mkdir(parents=True)
+    (libdevice / "libdevice.10.bc").write_text("; an empty LLVM module\n")
 
 
 def _environment(flags: str, folder: str) -> dict[str, str]:

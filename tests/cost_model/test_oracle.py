@@ -6,7 +6,7 @@ import pytest
 
 from autoshard.errors import InputError
 from cost_model import oracle
-from cost_model.gpu_targets import compute_capability, target_config
+from cost_model.gpu_targets import target_config
 from cost_model.hardware import parse_cluster
 
 SUITING = {
@@ -38,12 +38,6 @@ def installed(monkeypatch):
             "H100-80GB",
             "needs jax-cuda13-pjrt of the same version, and none is installed",
         ),
-        (
-            SUITING,
-            "V100-32GB",
-            "jax-cuda13-plugin compiles for compute capability 7.5 and up, and V100-32GB has 7.0: install "
-            "jax-cuda12-plugin",
-        ),
         (SUITING, "L4", "does not know 'L4'. Describe it with --target-config FILE (target_config=)"),
         (SUITING, "CPU", "cannot be asked about 8xCPU: its devices are no GPUs"),
     ],
@@ -58,11 +52,6 @@ def test_who_cannot_be_asked(installed, versions, gpu, message):
 def test_either_plugin_will_do(installed, versions):
     installed(versions)
     oracle.check(parse_cluster("8xH100-80GB"))
-
-
-def test_the_plugin_of_cuda_12_knows_older_gpus(installed):
-    installed(OF_CUDA_12)
-    oracle.check(parse_cluster("8xV100-32GB"))
 
 
 def test_a_gpu_that_is_described_need_not_be_known(installed):
@@ -81,12 +70,6 @@ def test_the_memory_is_ours_to_say():
 def test_a_description_that_is_none():
     with pytest.raises(InputError, match=r"GpuTargetConfigProto in text.* got 'sm_89'"):
         target_config("L4", 1 << 30, "sm_89")
-
-
-def test_compute_capabilities():
-    assert compute_capability(target_config("B200")) == 10.0
-    assert compute_capability("cuda_compute_capability { major: 8 minor: 9 }") == 8.9
-    assert compute_capability("") == 0.0
 
 
 def test_arguments_that_exceed_the_cap_leave_nothing_for_temporaries():
