@@ -4,6 +4,7 @@ A program is lowered here, over an abstract mesh, and compiled in a process of i
 device whose memory is such that its scheduler aims at the plan's cap.
 """
 
+import math
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -99,7 +100,7 @@ def fitting(
     Raises:
       InfeasibleError: nothing fits, as predicted or as compiled; says what was compiled last.
     """
-    limit_bytes, compiled_bytes, last, verify_s = cap_bytes, 0, "", 0.0
+    n, limit_bytes, smallest_bytes, last, verify_s = 0, cap_bytes, math.inf, "", 0.0
     for n in range(1, MAX_ROUNDS + 1):
         said = _after(progress, f"round {n}, as {last}" if last else "")
         try:
@@ -112,6 +113,7 @@ def fitting(
         if proof.fits:
             return replace(found.plan, search_s={**found.plan.search_s, "verify": verify_s})
         compiled_bytes = proof.compiled.peak_bytes
+        smallest_bytes = min(smallest_bytes, compiled_bytes)
         last = (
             f"the plan predicted to need {format_bytes(proof.predicted.peak_bytes)} a device was compiled to "
             f"{format_bytes(compiled_bytes)}, above the cap of {format_bytes(cap_bytes)}"
@@ -121,8 +123,8 @@ def fitting(
         if limit_bytes <= 0:
             break
     raise InfeasibleError(
-        f"{last}, and so were those found under lower limits. Allow {format_bytes(1.01 * compiled_bytes)} a device, "
-        "use more devices or a smaller batch"
+        f"{last}, and the smallest of {n} was compiled to {format_bytes(smallest_bytes)}. "
+        f"Allow {format_bytes(1.01 * smallest_bytes)} a device, use more devices or a smaller batch"
     )
 
 
