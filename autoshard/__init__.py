@@ -1,7 +1,7 @@
 """autoshard: training steps written for one device, run fastest on many.
 
-`parallelize` decorates a step, `search` plans it without any device, `emit` writes a plan into a program; a
-`Plan` can be printed, saved, edited and loaded.
+`parallelize` decorates a step, `search` plans it without any device, `emit` writes a plan into a program,
+`verify` compiles that program and compares; a `Plan` can be printed, saved, edited and loaded.
 """
 
 from pathlib import Path as _Path
@@ -18,9 +18,17 @@ for _package in (_cost_model, _executors, _search):
             "folder later on sys.path"
         )
 
-from autoshard.api import AutoshardWarning, Parallelized, emit, parallelize, search  # noqa: E402
-from autoshard.errors import AutoshardError, ClusterError, InfeasibleError, InputError, PlanError  # noqa: E402
+from autoshard.api import AutoshardWarning, Parallelized, emit, parallelize, search, verify  # noqa: E402
+from autoshard.errors import (  # noqa: E402
+    AutoshardError,
+    ClusterError,
+    CompilerError,
+    InfeasibleError,
+    InputError,
+    PlanError,
+)
 from autoshard.plan import Collective, Decisions, Estimates, Plan  # noqa: E402
+from autoshard.verification import Verification  # noqa: E402
 from cost_model.cluster import Cluster  # noqa: E402
 from executors.jit import Program  # noqa: E402
 
@@ -32,6 +40,7 @@ __all__ = [
     "Cluster",
     "ClusterError",
     "Collective",
+    "CompilerError",
     "Decisions",
     "Estimates",
     "InfeasibleError",
@@ -40,7 +49,9 @@ __all__ = [
     "Plan",
     "PlanError",
     "Program",
+    "Verification",
     "emit",
     "parallelize",
     "search",
+    "verify",
 ]

@@ -8,20 +8,25 @@ present in JAX 0.11 and 0.12:
 * `Primitive.bind` and `get_bind_params` re-apply an equation;
 * `scan` says how many of its operands are constants and carries: by `num_consts`/`num_carry` (0.11), or by a
   flat tree of three children, `ft_in` (0.12); `while` and `cond` carry inner jaxprs in their parameters;
-* `make_jaxpr` returns a `ClosedJaxpr` (0.11) or a `Jaxpr` that holds its own constants (0.12).
+* `make_jaxpr` returns a `ClosedJaxpr` (0.11) or a `Jaxpr` that holds its own constants (0.12);
+* a lowered module can be written as bytecode, and compile-only devices' client compiles a module that it is given.
 """
 
 import contextlib
 import functools
+import io
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
+from jax._src import compiler, source_info_util
 from jax._src import core as jax_core
-from jax._src import source_info_util
+from jax._src.interpreters import mlir
+from jax._src.lib import xla_client  # type: ignore[attr-defined]
 from jax.extend import core as jex_core
+from jaxlib.mlir import ir
 
 Literal = jex_core.Literal
 Primitive = jex_core.Primitive
@@ -147,3 +152,28 @@ def as_function(jaxpr: Any) -> Any:
 def is_tracer(x: Any) -> bool:
     """Whether a value only exists inside a JAX transformation."""
     return isinstance(x, jax_core.Tracer)
+
+
+def module_bytes(lowered: Any) -> bytes:
+    """A lowered program (`jax.jit(f).lower(...)`) as bytecode; the names and source lines of its ops are in it."""
+    written = io.BytesIO()
+    lowered.compiler_ir().operation.write_bytecode(file=written)
+    return written.getvalue()
+
+
+def compile_module(module: bytes, devices: Sequence[Any], cuda_folder: str) -> tuple[str, Any]:
+    """Compiles what `module_bytes` gave for compile-only devices: the optimised HLO, and its memory statistics.
+
+    Does what `lowered.compile()` does for a program over these devices in this order, shardings all given, but that the
+    assembler and the linker are those in `cuda_folder`.
+    """
+    options = compiler.get_compile_options(1, len(devices), np.arange(len(devices)).reshape(1, -1))
+    options.executable_build_options.debug_options.xla_gpu_cuda_data_dir = cuda_folder
+    with mlir.make_ir_context():
+        executable = devices[0].client.compile(
+            ir.Module.parse(module),
+            executable_devices=xla_client.DeviceList(tuple(devices)),
+            compile_options=options,
+        )
+    text = "\n\n".join(one.to_string() for one in executable.hlo_modules())
+    return text, executable.get_compiled_memory_stats()

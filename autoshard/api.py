@@ -1,35 +1,26 @@
-"""The face: `parallelize`, `search` and `emit`."""
+"""The face: `parallelize`, `search`, `emit` and `verify`."""
 
 import functools
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-import numpy as np
-from jax.sharding import PartitionSpec
 
-from autoshard import _jax
+from autoshard import _jax, judge, planning
 from autoshard.errors import InputError, PlanError
 from autoshard.graph import Step
 from autoshard.plan import Plan
-from autoshard.trace import trace
-from autoshard.units import parse_bytes
+from autoshard.planning import AutoshardWarning, Pins
+from autoshard.verification import Verification
 from cost_model.cluster import Cluster
 from cost_model.hardware import parse_cluster
+from cost_model.oracle_process import Compiler
 from executors import devices as attached
 from executors import jit
 from executors.jit import Program
-from search import driver
-from search.ground import DEFAULT_TIME_LIMIT_S, Options
-
-Pins = Mapping[str, PartitionSpec]
-
-
-class AutoshardWarning(UserWarning):
-    """Something that works, but perhaps not as its user thinks."""
 
 
 def search(
@@ -40,6 +31,8 @@ def search(
     mesh: Sequence[int] | None = None,
     pin: Pins | None = None,
     time_limit_s: float | None = None,
+    verify: bool = False,
+    target_config: str | os.PathLike[str] | None = None,
     progress: Callable[[str], None] = lambda line: None,
 ) -> Plan:
     """Finds how to run a training step fastest on a cluster, without any of its devices.
@@ -54,6 +47,9 @@ def search(
         (one axis), "data" and "model" (two), "replica", "data" and "model" (three).
       pin: specs in which arguments must rest, by pytree path, e.g. `{"params['emb']": P("model")}`.
       time_limit_s: seconds for the solver; the plan states the gap that is left.
+      verify: whether XLA's GPU compiler judges if the plan fits: where it does not, the search goes on under a
+        lower limit. Needs the extra `autoshard[verify]`.
+      target_config: as for `verify`.
       progress: called with one line per stage of the search.
 
     Returns:
@@ -62,6 +58,7 @@ def search(
     Raises:
       InputError: an argument, the cluster or an option cannot be used.
       InfeasibleError: nothing fits the cap; says what would.
+      CompilerError: the compiler that should verify failed.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -73,7 +70,16 @@ def search(
     """
     hardware = parse_cluster(cluster)
     traced = _traced(step, abstract_args, {})
-    return _find(traced, hardware, memory, mesh, pin, time_limit_s, progress).plan
+    options = planning.options(traced, hardware, memory, mesh, pin, time_limit_s)
+    if not verify:
+        return planning.find(traced, hardware, options, progress).plan
+    asked = judge.Judge(hardware, Compiler(judge.target_config_text(target_config)), progress)
+    return judge.fitting(
+        lambda limit, said: planning.find(traced, hardware, replace(options, memory_bytes=limit), said),
+        lambda found: asked.verified(traced, found),
+        options.memory_bytes,
+        progress,
+    )
 
 
 def emit(
@@ -96,8 +102,48 @@ def emit(
       InputError: there are fewer devices than the plan's mesh has.
     """
     traced = _traced(step, abstract_args, {})
-    found = _applied(traced, plan, "the plan")
+    found = planning.applied(traced, plan, "the plan")
     return jit.build(traced, found.layout, jax.devices() if devices is None else devices)
+
+
+def verify(
+    step: Callable[..., Any],
+    *abstract_args: Any,
+    plan: str | os.PathLike[str] | Plan,
+    target_config: str | os.PathLike[str] | None = None,
+    timeout_s: float | None = None,
+    progress: Callable[[str], None] = lambda line: None,
+) -> Verification:
+    """Compiles a plan's program with XLA's own GPU compiler, which needs no GPU, and compares.
+
+    The compiler runs in a process of its own: JAX's platform and flags in this one stay as they are. It needs the
+    extra `autoshard[verify]`.
+
+    Args:
+      step: the step that the plan was made for.
+      *abstract_args: its arguments' shapes.
+      plan: a plan or its file.
+      target_config: XLA's `GpuTargetConfigProto` in text, or its file, for a GPU that is no preset.
+      timeout_s: seconds for the compiler; by default it may take as long as it does.
+      progress: called with one line per stage, and every second while the compiler works.
+
+    Returns:
+      Memory and collectives, predicted and compiled, and the verdict: `.fits`, `.differences`.
+
+    Raises:
+      PlanError: the plan is for another step, or decides something impossible.
+      InputError: the compiler is not installed, or cannot be asked about the plan's cluster.
+      CompilerError: the compiler failed, ran out of memory or took too long.
+
+    Example:
+      >>> print(autoshard.verify(train_step, state, batch, plan="plan.json"))  # doctest: +SKIP
+    """
+    given, place = _given(plan)
+    cluster = planning.cluster(given, place)
+    asked = judge.Judge(cluster, Compiler(judge.target_config_text(target_config), timeout_s), progress)
+    progress("tracing the step")
+    traced = _traced(step, abstract_args, {})
+    return asked.verified(traced, planning.applied(traced, given, place))
 
 
 def parallelize(
@@ -151,8 +197,7 @@ def parallelize(
         raise InputError(f"the step {step.__name__!r} is parallelized already; decorate it once")
     if not callable(step):
         raise InputError(f"parallelize wants a function, got {type(step).__name__}")
-    given = Plan.load(plan) if isinstance(plan, str | os.PathLike) else plan
-    place = str(plan) if isinstance(plan, str | os.PathLike) else "the plan"
+    given, place = (None, "") if plan is None else _given(plan)
     request = _Request(cluster, memory, mesh, pin, given, place, time_limit_s, devices)
     return Parallelized(step, request)
 
@@ -266,7 +311,7 @@ class Parallelized:
                     f"the arguments of {self.__name__} changed in shape or structure, and {request.place} was "
                     "made for the first ones. Pass arguments of the same shapes, or leave plan= out to search again"
                 )
-            found = _applied(traced, request.plan, request.place)
+            found = planning.applied(traced, request.plan, request.place)
         else:
             if self._signature is not None:
                 warnings.warn(
@@ -277,7 +322,10 @@ class Parallelized:
             hardware = parse_cluster(
                 attached.cluster_name(devices) if request.cluster is None else request.cluster
             )
-            found = _find(traced, hardware, request.memory, request.mesh, request.pin, request.time_limit_s)
+            options = planning.options(
+                traced, hardware, request.memory, request.mesh, request.pin, request.time_limit_s
+            )
+            found = planning.find(traced, hardware, options)
         self._program = jit.build(traced, found.layout, devices, _retraced)
         self._plan, self._signature = found.plan, _signature(args, kwargs)
 
@@ -306,79 +354,15 @@ def _signature(args: Any, kwargs: Any) -> Any:
     return tree, tuple((getattr(x, "shape", ()), getattr(x, "dtype", type(x))) for x in leaves)
 
 
+def _given(plan: str | os.PathLike[str] | Plan) -> tuple[Plan, str]:
+    """A plan, and how messages call it."""
+    return (plan, "the plan") if isinstance(plan, Plan) else (Plan.load(plan), str(plan))
+
+
 def _traced(step: Callable[..., Any], args: Any, kwargs: Any) -> Step:
     if isinstance(step, Parallelized):
         step = step.__wrapped__  # type: ignore[attr-defined]
-    traced = trace(step, *args, **kwargs)
-    for name, (count, source) in driver.primitives_without_rule(traced).items():
-        warnings.warn(
-            f"{name} has no factor rule and is computed alike on all devices ({count} in the step, first at {source})",
-            AutoshardWarning,
-            stacklevel=3,
-        )
-    return traced
+    return planning.traced(step, args, kwargs)
 
 
-def _find(
-    traced: Step,
-    hardware: Cluster,
-    memory: str | int | None,
-    mesh: Sequence[int] | None,
-    pin: Pins | None,
-    time_limit_s: float | None,
-    progress: Callable[[str], None] = lambda line: None,
-) -> driver.Found:
-    limit = hardware.device_memory_limit() if memory is None else parse_bytes(memory)
-    seconds = DEFAULT_TIME_LIMIT_S if time_limit_s is None else time_limit_s
-    options = Options(limit, _mesh_shape(mesh), _resolved(traced, pin or {}), seconds)
-    try:
-        return driver.find(traced, hardware, options, progress)
-    except PlanError as e:  # there is no plan yet: it is a pin that cannot be
-        raise InputError(str(e)) from e
-
-
-def _applied(traced: Step, plan: Plan, place: str) -> driver.Found:
-    """A given plan on its step. Where JAX has changed in between, the fingerprint decides if it still suits."""
-    versions = f"JAX {plan.jax}, and this is JAX {jax.__version__}" if plan.jax != jax.__version__ else ""
-    try:
-        found = driver.apply(traced, plan, Cluster.from_json(plan.cluster, f"{place}: cluster"), place)
-    except (InputError, PlanError) as e:  # in a plan, a cluster or a mesh that cannot be is the plan's fault
-        raise PlanError(f"{e}. It was made with {versions}" if versions else str(e)) from e
-    known = {a.name for a in traced.arguments}
-    if unknown := [name for name in plan.decisions.arguments if name not in known]:
-        raise PlanError(f"{place}: {unknown[0]!r} names no argument of this step")
-    if versions:
-        warnings.warn(
-            f"{place} was made with {versions}; the step is the same, so it is used",
-            AutoshardWarning,
-            stacklevel=4,
-        )
-    return found
-
-
-def _mesh_shape(mesh: Sequence[int] | None) -> tuple[int, ...] | None:
-    if mesh is not None and (isinstance(mesh, str) or not all(isinstance(n, int | np.integer) for n in mesh)):
-        raise InputError(f"wanted a mesh as sizes of its axes, such as (2, 4), got {mesh!r}")
-    return None if mesh is None else tuple(int(n) for n in mesh)
-
-
-def _resolved(traced: Step, pin: Pins) -> dict[str, PartitionSpec]:
-    """Pins by full argument name; a key may leave the path's beginning out."""
-    names = [a.name for a in traced.arguments]
-    resolved = {}
-    for key, spec in pin.items():
-        if not isinstance(spec, PartitionSpec):
-            raise InputError(f"pin {key!r}: wanted a jax.sharding.PartitionSpec, got {spec!r:.60}")
-        hits = [n for n in names if n == key] or [n for n in names if n.endswith((f".{key}", f"]{key}"))]
-        if len(hits) != 1:
-            what = (
-                f"matches {', '.join(hits[:4])}"
-                if hits
-                else f"matches no argument; they are named like {names[0]}"
-            )
-            raise InputError(f"pin {key!r} {what}. Name one argument by its pytree path")
-        resolved[hits[0]] = spec
-    return resolved
-
-
-__all__ = ["AutoshardWarning", "Parallelized", "emit", "parallelize", "search"]
+__all__ = ["AutoshardWarning", "Parallelized", "emit", "parallelize", "search", "verify"]

@@ -1,7 +1,8 @@
-"""The command line: `autoshard search`, `show`, `clusters` and `calibrate`.
+"""The command line: `autoshard search`, `verify`, `show`, `clusters` and `calibrate`.
 
-Results go to stdout; progress, warnings and errors to stderr. Exit status: 0, 2 for a user's mistake, 3 when
-nothing fits the memory cap, 4 for a plan that is damaged or foreign, 130 after Ctrl-C.
+Results go to stdout; progress, warnings and errors to stderr. Exit status: 0, 1 when a verified plan differs
+from what it predicts, 2 for a user's mistake or a compiler that fails, 3 when nothing fits the memory cap or the
+compiled program does not, 4 for a plan that is damaged or foreign, 130 after Ctrl-C.
 
 What takes long runs in a thread of its own, so that Ctrl-C is heard at once: the solver's native code would only
 hand it over when it is done. What the solver or the user's module writes to stdout is kept away from the
@@ -56,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         jax.config.update("jax_platforms", "cpu")
     with _one_line_warnings():
         try:
-            options.run(options)
+            return options.run(options)
         except AutoshardError as e:
             _say(f"error: {e}")
             return e.exit_status
@@ -65,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _INTERRUPTED
         except BrokenPipeError:  # the reader of our output has gone: nothing more to write, not even at exit
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return 0
+            return 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -95,17 +96,34 @@ def _parser() -> argparse.ArgumentParser:
     )
     search.add_argument("--time-limit", type=_seconds, metavar="S", help="seconds for the solver")
     search.add_argument("--out", type=Path, metavar="FILE", help="save the plan")
+    search.add_argument(
+        "--verify",
+        action="store_true",
+        help="let XLA's GPU compiler judge if the plan fits, and search on where it does not",
+    )
     search.set_defaults(run=_search)
+    verify = commands.add_parser("verify", help="compile a plan's program, without a GPU, and compare")
+    verify.add_argument("target", metavar="TARGET", help="as for search")
+    verify.add_argument("plan", metavar="PLAN", help="what search --out wrote")
+    verify.add_argument("--timeout", type=_seconds, metavar="S", help="seconds for the compiler")
+    verify.set_defaults(run=_verify)
+    for command in (search, verify):
+        command.add_argument(
+            "--target-config",
+            type=Path,
+            metavar="FILE",
+            help="for a GPU that is no preset: XLA's GpuTargetConfigProto in text",
+        )
     show = commands.add_parser("show", help="sum up a saved plan")
     show.add_argument("plan", metavar="PLAN")
     show.set_defaults(run=_show)
-    for command in (search, show):
-        command.add_argument("--json", action="store_true", help="print the plan as JSON")
     listing = commands.add_parser("clusters", help="list the presets, or show a cluster with its sources")
     listing.add_argument("cluster", nargs="?", metavar="CLUSTER", help="a preset, 64xH100-80GB or a file")
     listing.add_argument("--json", action="store_true", help="print it as a cluster file, to be edited")
     listing.set_defaults(run=_clusters)
     _add_calibrate(commands)
+    for command in (search, verify, show):
+        command.add_argument("--json", action="store_true", help="print the result as JSON")
     return parser
 
 
@@ -128,7 +146,7 @@ def _add_calibrate(commands: Any) -> None:
 # --- commands
 
 
-def _search(options: argparse.Namespace) -> None:
+def _search(options: argparse.Namespace) -> int:
     if options.out is not None:
         _check_writable(options.out)
     with _progress() as progress, contextlib.redirect_stdout(sys.stderr):
@@ -144,30 +162,52 @@ def _search(options: argparse.Namespace) -> None:
                 mesh=options.mesh,
                 pin=dict(options.pin),
                 time_limit_s=options.time_limit,
+                verify=options.verify,
+                target_config=options.target_config,
                 progress=progress,
             )
             plan = _interruptible(search)
     if options.out is not None:
         plan.save(options.out)
     _print(plan, options.json)
+    return 0
 
 
-def _show(options: argparse.Namespace) -> None:
+def _verify(options: argparse.Namespace) -> int:
+    Plan.load(options.plan)  # before the target, which may take its time
+    with _progress() as progress, contextlib.redirect_stdout(sys.stderr):
+        progress(f"loading {options.target}")
+        with target(options.target) as (step, args), _native_stdout_dropped():
+            proof = api.verify(
+                step,
+                *args,
+                plan=options.plan,
+                target_config=options.target_config,
+                timeout_s=options.timeout,
+                progress=progress,
+            )
+    print(json.dumps(proof.to_json(), indent=1) if options.json else proof, flush=True)
+    return proof.exit_status
+
+
+def _show(options: argparse.Namespace) -> int:
     _print(Plan.load(options.plan), options.json)
+    return 0
 
 
-def _clusters(options: argparse.Namespace) -> None:
+def _clusters(options: argparse.Namespace) -> int:
     if options.cluster is None:
         shown = {name: cluster.to_json() for name, cluster in clusters.presets().items()}
         print(json.dumps(shown, indent=1) if options.json else clusters.preset_table(), flush=True)
-        return
+        return 0
     cluster = clusters.named(options.cluster)
     print(
         json.dumps(cluster.to_json(), indent=1) if options.json else clusters.description(cluster), flush=True
     )
+    return 0
 
 
-def _calibrate(options: argparse.Namespace) -> None:
+def _calibrate(options: argparse.Namespace) -> int:
     _check_writable(options.out)
     if options.devices is not None and options.devices > 0:
         jax.config.update("jax_num_cpu_devices", options.devices)
@@ -181,6 +221,7 @@ def _calibrate(options: argparse.Namespace) -> None:
     if jax.process_index() == 0:
         found.save(options.out)
         print(f"{found}\nsaved {options.out}: pass it as --cluster or cluster=", flush=True)
+    return 0
 
 
 def _join_processes() -> None:

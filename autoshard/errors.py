@@ -25,6 +25,10 @@ class InfeasibleError(AutoshardError):
     exit_status = 3
 
 
+class CompilerError(AutoshardError):
+    """XLA's compiler failed on a program, ran out of memory or took too long."""
+
+
 class PlanError(AutoshardError, ValueError):
     """A plan that is malformed, stale, or made for another step, cluster, JAX or schema."""
 

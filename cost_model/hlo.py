@@ -1,4 +1,4 @@
-"""What a compiled program communicates, read from its HLO text.
+"""What a compiled program communicates, and what it copies to and from the host, read from its HLO text.
 
 XLA prints a module as computations of one instruction a line. A collective stands there in one of three
 forms, and each is counted once: plain (`all-gather`), as a pair (`all-gather-start`, `all-gather-done`), or
@@ -17,6 +17,9 @@ Which devices take part is printed in one of four forms:
   ==================================================  ===========================================================
 
 Whatever the form, `axes` are the axes of *our* mesh along which the members of a group differ.
+
+Host memory is where a layout says `S(5)`. What crosses is a `copy`, or a slice of a stack that lies there (the
+residuals of a loop), each plain or as a pair of `-start` and `-done`.
 
 Written against the text of JAX 0.11 and 0.12 (XLA of 2026; `xla/hlo/ir/replica_group.cc`,
 `mesh_and_axis.cc`).
@@ -66,6 +69,24 @@ class HloCollective:
 
 
 @dataclass(frozen=True, slots=True)
+class HostCopy:
+    """One instruction that takes data between a device and its host.
+
+    Attributes:
+      direction: `TO_HOST` or `FROM_HOST`.
+      num_bytes: per device, each time it runs.
+      count: how often it runs in one step.
+    """
+
+    direction: str
+    num_bytes: int
+    count: int
+
+
+TO_HOST, FROM_HOST = "to host", "from host"
+
+
+@dataclass(frozen=True, slots=True)
 class _Instruction:
     name: str
     type: str
@@ -90,6 +111,18 @@ def collectives(text: str, mesh: Mapping[str, int]) -> tuple[HloCollective, ...]
         for kind, i, num_bytes in _moving(instructions)
     )
     return tuple(c for c in found if c.axes)
+
+
+def host_copies(text: str) -> tuple[HostCopy, ...]:
+    """What a compiled module takes to the host and back, in program order."""
+    computations = dict(_computations(text))
+    runs = _runs(text, computations)
+    return tuple(
+        HostCopy(direction, num_bytes, runs[name])
+        for name, instructions in computations.items()
+        if runs.get(name)
+        for direction, num_bytes in _crossing(instructions)
+    )
 
 
 def totals(found: Sequence[HloCollective]) -> dict[tuple[str, tuple[str, ...]], tuple[int, int]]:
@@ -156,6 +189,25 @@ def _moving(instructions: Sequence[_Instruction]) -> Iterator[tuple[str, _Instru
             if kind != i.opcode and made > read:
                 made -= read  # the pair's first half makes a tuple of its operands and its results
             yield kind, i, max(read, made)
+
+
+_HOST = re.compile(r"S\(5\)")
+_CROSSERS = re.compile(r"(?:copy|fusion|async|dynamic-slice|dynamic-update-slice)(?:-start)?")
+
+
+def _crossing(instructions: Sequence[_Instruction]) -> Iterator[tuple[str, int]]:
+    """(Direction, bytes) of what crosses between device and host in one computation."""
+    types = {i.name: i.type for i in instructions}
+    made = {i.operands[0]: i.type for i in instructions if i.opcode.endswith("-done")}
+    for i in instructions:
+        if not _CROSSERS.fullmatch(i.opcode):
+            continue
+        result, operands = made.get(i.name, i.type), [types.get(o, "") for o in i.operands]
+        on_device = sum(_num_bytes(o) for o in operands if "[]" not in o and not _HOST.search(o))
+        if _HOST.search(result) and on_device:
+            yield TO_HOST, on_device
+        elif not _HOST.search(result) and any(_HOST.search(o) for o in operands):
+            yield FROM_HOST, _num_bytes(result)
 
 
 _ARRAY = re.compile(r"([a-z]+)(\d*)\w*\[([\d,]*)\]")

@@ -1,18 +1,20 @@
 """XLA's own GPU compiler, on a machine without a GPU: the judge of what the cost model predicts.
 
-The wheels `jax-cuda13-plugin` and `jax-cuda13-pjrt` (the extra `autoshard[verify]`) can describe a GPU that
-is not there and compile for it: real fusions, real NCCL collectives, real buffers. They need a process of
-their own:
+The wheels `jax-cuda13-plugin` and `jax-cuda13-pjrt` (the extra `autoshard[verify]`), or those of CUDA 12, can
+describe a GPU that is not there and compile for it: real fusions, real NCCL collectives, real buffers. They need
+a process of their own:
 
 * `JAX_PLATFORMS=cpu` must be in the environment before JAX is imported, or the plugin looks for a driver;
 * so must `XLA_FLAGS` (see `ENVIRONMENT`): without a device, the autotuner has nothing to measure on.
+
+`oracle_process` starts one. What is here runs inside it, but for the checks of what is asked.
 
 XLA's scheduler trades memory for overlap up to a budget for temporaries of `0.95 x (0.8 x device memory -
 arguments - outputs + aliased)`: a program compiled for a device that is larger than the cap tells nothing
 about the cap. So `memory_bytes` can be given, and `memory_for_cap` says which.
 """
 
-import importlib.util
+import importlib.metadata
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -20,8 +22,10 @@ from typing import Any, Protocol
 
 from jax.experimental import topologies
 
+from autoshard import _jax
 from autoshard.errors import InputError
 from cost_model.cluster import Cluster
+from cost_model.gpu_targets import target_config
 
 ENVIRONMENT = MappingProxyType(
     {
@@ -39,63 +43,8 @@ BUDGET_SHARE = 0.95
 """Of what then is left beside arguments and outputs, the budget for temporaries. Source: as above, to the
 byte."""
 
-_HOPPER = {
-    "shared_memory_per_core": "233472",
-    "core_count": "132",
-    "fpus_per_core": "128",
-    "l2_cache_size": "52428800",
-    "clock_rate_ghz": "1.98",
-    "shared_memory_per_block_optin": "232448",
-}
-
-_TARGETS = MappingProxyType(
-    {
-        "A100-40GB": ("A100", 42949672960, "1555200000000"),
-        "A100-80GB": ("A100", 85100068864, "2039040000000"),
-        "H100-80GB": ("H100", 84929347584, "3352320000000"),
-        "H200": ("H100", 151397597184, "4800000000000"),
-        "B200": ("B200", 191514411008, "7672320000000"),
-    }
-)
-"""By device name: chip, memory in bytes, memory bandwidth in bytes/s. Source: XLA, `target_config/specs`."""
-
-_CHIPS = MappingProxyType(
-    {
-        "A100": {
-            **_HOPPER,
-            "shared_memory_per_core": "167936",
-            "core_count": "108",
-            "fpus_per_core": "64",
-            "l2_cache_size": "41943040",
-            "clock_rate_ghz": "1.41",
-            "shared_memory_per_block_optin": "166912",
-            "cuda_compute_capability": "{ major: 8 }",
-        },
-        "H100": {**_HOPPER, "cuda_compute_capability": "{ major: 9 }"},
-        "B200": {
-            **_HOPPER,
-            "core_count": "148",
-            "l2_cache_size": "132644864",
-            "clock_rate_ghz": "1.965",
-            "cuda_compute_capability": "{ major: 10 }",
-        },
-    }
-)
-"""What XLA knows of a chip. Source: as above."""
-
-_EVERY_CHIP = MappingProxyType(
-    {
-        "threads_per_block_limit": "1024",
-        "threads_per_warp": "32",
-        "shared_memory_per_block": "49152",
-        "threads_per_core_limit": "2048",
-        "block_dim_limit_x": "2147483647",
-        "block_dim_limit_y": "65535",
-        "block_dim_limit_z": "65535",
-        "registers_per_core_limit": "65536",
-        "registers_per_block_limit": "65536",
-    }
-)
+PLUGINS = ("jax-cuda13-plugin", "jax-cuda12-plugin")
+"""The wheels that hold the compiler's kernels, each with its `-pjrt` half, in the order in which JAX takes them."""
 
 
 class Lowerable(Protocol):
@@ -118,7 +67,7 @@ class Compiled:
       output_bytes: results, aliased ones included.
       alias_bytes: results that take over an argument's buffer.
       temporary_bytes: everything else, at its highest.
-      host_bytes: temporaries in host memory.
+      host_bytes: what lies in host memory: arguments, results and temporaries.
     """
 
     text: str
@@ -134,36 +83,96 @@ class Compiled:
         return self.argument_bytes + self.output_bytes - self.alias_bytes + self.temporary_bytes
 
 
+def check(cluster: Cluster, description: str | None = None) -> None:
+    """Whether the compiler is there and can be asked about a cluster.
+
+    Args:
+      cluster: what to compile for.
+      description: XLA's target config in text, for a GPU that is not known here.
+
+    Raises:
+      InputError: no plugin, one that does not suit this JAX, or an unknown GPU.
+    """
+    _check_plugin()
+    if cluster.device.name == "CPU":
+        raise InputError(f"XLA's GPU compiler cannot be asked about {cluster.name}: its devices are no GPUs")
+    target_config(cluster.device.name, 1, description)
+
+
+def _check_plugin() -> None:
+    versions = {name: version for name in PLUGINS if (version := _version(name)) is not None}
+    if not versions:
+        raise InputError(
+            "compiling for GPUs that are not there needs NVIDIA's JAX plugin: pip install 'autoshard[verify]'"
+        )
+    plugin, version = next(iter(versions.items()))
+    pjrt, jaxlib = plugin.replace("-plugin", "-pjrt"), _version("jaxlib") or ""
+    for name, found in ((plugin, version), (pjrt, _version(pjrt))):
+        if found is None or _minor(found) != _minor(jaxlib):
+            raise InputError(
+                f"jaxlib {jaxlib} needs {name} of the same version, and {found or 'none'} is installed: "
+                f"pip install '{name}=={jaxlib}'"
+            )
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _minor(version: str) -> list[str]:
+    return version.split(".")[:2]
+
+
+def topology(cluster: Cluster) -> str:
+    """Slices x hosts x GPUs per host, as the plugin wants it."""
+    return f"1x{cluster.num_nodes}x{cluster.devices_per_node}"
+
+
+def described_devices(topology: str, config: str) -> Sequence[Any]:
+    """Devices to compile for, in the cluster's order. See the module for what the process must be like."""
+    return topologies.get_topology_desc(platform="cuda", topology=topology, target_config=config).devices
+
+
 def compile_only_devices(cluster: Cluster, memory_bytes: int | None = None) -> Sequence[Any]:
     """Devices to compile for, in the cluster's order. See the module for what the process must be like.
 
     Args:
-      cluster: of A100, H100, H200 or B200.
+      cluster: of GPUs that are known here.
       memory_bytes: the memory of each, as the compiler is told; by default what the GPU has.
 
     Raises:
-      InputError: the plugin is not installed, or the GPU is unknown.
+      InputError: as `check`.
     """
-    if importlib.util.find_spec("jax_cuda13_plugin") is None:
-        raise InputError(
-            "compiling for GPUs that are not there needs NVIDIA's JAX plugin: pip install 'autoshard[verify]'"
-        )
-    topology = f"1x{cluster.num_nodes}x{cluster.devices_per_node}"
-    config = target_config(cluster.device.name, memory_bytes)
-    return topologies.get_topology_desc(platform="cuda", topology=topology, target_config=config).devices
+    check(cluster)
+    return described_devices(topology(cluster), target_config(cluster.device.name, memory_bytes))
 
 
 def compile_for(program: Lowerable) -> Compiled:
     """Compiles a program that was built for compile-only devices."""
-    compiled = program.fn.trace(*program.args).lower(lowering_platforms=("cuda",)).compile()
-    memory = compiled.memory_analysis()
+    executable = program.fn.trace(*program.args).lower(lowering_platforms=("cuda",)).compile()
+    return _read(executable.as_text(), executable.memory_analysis())
+
+
+def compile_module(module: bytes, devices: Sequence[Any], cuda_folder: str) -> Compiled:
+    """Compiles a program that was lowered elsewhere: what `_jax.module_bytes` gave; CUDA's tools are those in the folder."""
+    return _read(*_jax.compile_module(module, devices, cuda_folder))
+
+
+def _read(text: str, memory: Any) -> Compiled:
+    m = memory
     return Compiled(
-        text=compiled.as_text(),
-        argument_bytes=memory.argument_size_in_bytes,
-        output_bytes=memory.output_size_in_bytes,
-        alias_bytes=memory.alias_size_in_bytes,
-        temporary_bytes=memory.temp_size_in_bytes,
-        host_bytes=memory.host_temp_size_in_bytes,
+        text=text,
+        argument_bytes=m.argument_size_in_bytes,
+        output_bytes=m.output_size_in_bytes,
+        alias_bytes=m.alias_size_in_bytes,
+        temporary_bytes=m.temp_size_in_bytes,
+        host_bytes=m.host_argument_size_in_bytes
+        + m.host_output_size_in_bytes
+        - m.host_alias_size_in_bytes
+        + m.host_temp_size_in_bytes,
     )
 
 
@@ -171,34 +180,12 @@ def memory_for_cap(cap_bytes: int, resting_bytes: int) -> int:
     """The device memory with which XLA's scheduler aims at a cap.
 
     Args:
-      cap_bytes: what the program may use.
+      cap_bytes: what the program may use; where its arguments and outputs alone exceed it, nothing is left for
+        temporaries.
       resting_bytes: its arguments and outputs, aliased ones once.
 
     Example:
       >>> memory_for_cap(8_000_000_000, 2_000_000_000)
       10394736842
     """
-    return int(((cap_bytes - resting_bytes) / BUDGET_SHARE + resting_bytes) / MEMORY_SHARE)
-
-
-def target_config(gpu: str, memory_bytes: int | None = None) -> str:
-    """XLA's description of a GPU, a `GpuTargetConfigProto` as text.
-
-    Raises:
-      InputError: the GPU is not among those described here.
-    """
-    if gpu not in _TARGETS:
-        raise InputError(f"the compiler can be asked about {', '.join(_TARGETS)}, not about {gpu!r}")
-    chip, own_bytes, bandwidth = _TARGETS[gpu]
-    fields = {
-        **_EVERY_CHIP,
-        **_CHIPS[chip],
-        "memory_bandwidth": bandwidth,
-        "device_memory_size": str(own_bytes if memory_bytes is None else memory_bytes),
-    }
-    dnn = "{ major: 8 minor: 9 patch: 4 }" if chip == "A100" else "{ major: 9 minor: 7 }"
-    info = " ".join(f"{k} {v}" if v.startswith("{") else f"{k}: {v}" for k, v in fields.items())
-    return (
-        f'gpu_device_info {{ {info} }} platform_name: "CUDA" dnn_version_info {dnn} '
-        f'runtime_version {{ major: 12 minor: 8 patch: 0 }} device_description_str: "{gpu}"'
-    )
+    return int((max(0, cap_bytes - resting_bytes) / BUDGET_SHARE + resting_bytes) / MEMORY_SHARE)

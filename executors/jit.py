@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from autoshard.errors import InputError
 from autoshard.graph import Step
@@ -23,13 +23,13 @@ class Program:
       fn: the jitted step. It takes the step's positional arguments, then its keyword arguments in
         alphabetical order.
       args: `jax.ShapeDtypeStruct` pytrees with their shardings: `fn.lower(*args)` is exactly what runs.
-      mesh: the devices.
+      mesh: the devices, or only their number along each axis.
       donated: for each of `args`, whether its buffers are reused for the new state.
     """
 
     fn: Any
     args: tuple[Any, ...]
-    mesh: Mesh
+    mesh: Mesh | AbstractMesh
     donated: tuple[bool, ...]
 
     @property
@@ -39,14 +39,15 @@ class Program:
 
 
 def build(
-    step: Step, layout: Layout, devices: Sequence[Any], on_retrace: Callable[[], None] = lambda: None
+    step: Step, layout: Layout, devices: Sequence[Any] | None, on_retrace: Callable[[], None] = lambda: None
 ) -> Program:
     """Writes a layout into a step and jits it.
 
     Args:
       step: the traced step.
       layout: the specs to impose.
-      devices: at least as many as the mesh has, in the cluster's order: real, simulated or compile-only.
+      devices: at least as many as the mesh has, in the cluster's order: real, simulated or compile-only; None for
+        a program that is only lowered, over an abstract mesh.
       on_retrace: called when JAX traces the step for other shapes than those it was planned for; it should
         raise.
 
@@ -88,7 +89,10 @@ def build(
     return Program(fn, positional, mesh, donated)
 
 
-def _mesh(layout: Layout, devices: Sequence[Any]) -> Mesh:
+def _mesh(layout: Layout, devices: Sequence[Any] | None) -> Mesh | AbstractMesh:
+    if devices is None:
+        automatic = (AxisType.Auto,) * len(layout.axis_names)
+        return AbstractMesh(layout.mesh_shape, layout.axis_names, axis_types=automatic)
     wanted = int(np.prod(layout.mesh_shape))
     if len(devices) < wanted:
         raise InputError(

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from autoshard._jax import abstract_value, bind, provenance
 from autoshard.graph import Graph, Op, Phase
@@ -27,13 +27,15 @@ BY_HAND = frozenset({"top_k"})
 one dimension that is whole, so every device applies them to its shard."""
 
 
-def evaluator(graph: Graph, layout: Layout, mesh: Mesh) -> Callable[[Sequence[Any]], list[Any]]:
+def evaluator(
+    graph: Graph, layout: Layout, mesh: Mesh | AbstractMesh
+) -> Callable[[Sequence[Any]], list[Any]]:
     """A function of the graph's flat inputs that computes its flat outputs under the layout's constraints.
 
     Args:
       graph: what to compute.
       layout: which specs to impose where.
-      mesh: devices, real, simulated or compile-only, with the layout's axes.
+      mesh: devices, real, simulated or compile-only, with the layout's axes; or only the axes.
     """
 
     def evaluate(inputs: Sequence[Any]) -> list[Any]:
@@ -48,7 +50,7 @@ class _Evaluation:
 
     graph: Graph
     layout: Layout
-    mesh: Mesh
+    mesh: Mesh | AbstractMesh
     path: tuple[Any, ...]
     env: dict[int, Any] = field(default_factory=dict)
     copies: dict[tuple[int, Route, str], Any] = field(default_factory=dict)

@@ -43,7 +43,9 @@ stacked array. The primitive of that name makes an array.)"""
 LOOKUPS = frozenset({"gather", "dynamic_slice"})
 """Ops that read a few elements of what may itself be computed on the fly."""
 
-EXPENSIVE = frozenset({"tanh", "erf", "erfc", "erf_inv", "logistic", "log", "log1p", "expm1", "pow", "sin", "cos", "tan"})
+EXPENSIVE = frozenset(
+    {"tanh", "erf", "erfc", "erf_inv", "logistic", "log", "log1p", "expm1", "pow", "sin", "cos", "tan"}
+)
 """Elementwise ops that the compiler does not compute twice, where moving the result is cheap."""
 
 MAX_DEAR_ITEMSIZE = 2
@@ -184,7 +186,9 @@ class Liveness:
                 groups: set[Group] = set()
                 for u in self.uses.get(v, ()):
                     reader = self.program.ops[u]
-                    is_fused = self.is_light[self.folded.kind_of[u]] and not self._is_stored(u, reader.results[0])
+                    is_fused = self.is_light[self.folded.kind_of[u]] and not self._is_stored(
+                        u, reader.results[0]
+                    )
                     groups |= found.get(reader.results[0], frozenset()) if is_fused else {group_of(reader)}
                 found[v] = frozenset(groups)
         return found

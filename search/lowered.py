@@ -195,7 +195,9 @@ class _Lowering:
                 self.sources[v] = self._launched(i, v, self.sources[v], "all-reduce", axes, num_bytes, ())
         for v in op.results:
             if self.program.values[v].shape and self.resting(v) != self.made(v):
-                self.sources[v] = self._sent(i, v, self.sources[v], self.chain(v, self.made(v), self.resting(v)), "")
+                self.sources[v] = self._sent(
+                    i, v, self.sources[v], self.chain(v, self.made(v), self.resting(v)), ""
+                )
 
     def _reads(self, i: int) -> tuple[int, ...]:
         """The buffers that an op reads, fused ops' included."""
@@ -208,7 +210,9 @@ class _Lowering:
             read |= dict.fromkeys(self._sent(i, v, self.sources[v], steps, lap))
         return tuple(read)
 
-    def _sent(self, i: int, v: int, source: tuple[int, ...], steps: Sequence[Step], lap: str) -> tuple[int, ...]:
+    def _sent(
+        self, i: int, v: int, source: tuple[int, ...], steps: Sequence[Step], lap: str
+    ) -> tuple[int, ...]:
         """The buffers where a chain ends; steps that were made before are shared."""
         here, route = source, ()
         for step in steps:
@@ -226,7 +230,9 @@ class _Lowering:
 
     def _launched(self, i, v, source, kind, axes, moved_bytes, tie, num_bytes=None) -> tuple[int, ...]:
         loops = self.liveness.loops_at[i]
-        made = self._buffer(moved_bytes if num_bytes is None else num_bytes, self.liveness.resident(v), loops, False)
+        made = self._buffer(
+            moved_bytes if num_bytes is None else num_bytes, self.liveness.resident(v), loops, False
+        )
         seconds = float(self.priced.resharder.mesh.time_s(kind, axes, moved_bytes))
         what = (kind, axes, moved_bytes, str(self.program.values[v].dtype))
         self.kernels.append(Kernel(i, source, (made,), tie, what, kind == "all-reduce", 0.0, seconds, loops))
@@ -306,7 +312,9 @@ class _Lowering:
             return float(kernel_s(self.priced.resharder.mesh.cluster.device, moved))
         if kind not in self.seconds_of:
             seconds = self.priced.op_seconds(kind)
-            self.seconds_of[kind] = float(seconds[self.labels[self.sketch.node_of[kind]]] if seconds.ndim else seconds)
+            self.seconds_of[kind] = float(
+                seconds[self.labels[self.sketch.node_of[kind]]] if seconds.ndim else seconds
+            )
         return self.seconds_of[kind]
 
     def _buffer(self, num_bytes: float, resident: Resident, loops: Loops, is_argument: bool) -> int:

@@ -19,7 +19,7 @@ WINDOW = 5
 """Kernels that hide a collective. Source: XLA, kHighLatency / kMediumCost of its approximate estimator."""
 
 
-def latency_hiding(lowered: Lowered, tie=(-1,-1)) -> tuple[int, ...]:
+def latency_hiding(lowered: Lowered, tie=(-1, -1)) -> tuple[int, ...]:
     """Kernel numbers in the order in which they start; collectives appear twice: `k` for the start, `~k` for the end."""
     return _Region(lowered, list(range(len(lowered.kernels))), (), tie).order()
 

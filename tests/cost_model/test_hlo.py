@@ -3,7 +3,7 @@
 
 import pytest
 
-from cost_model.hlo import HloCollective, collectives, totals
+from cost_model.hlo import FROM_HOST, TO_HOST, HloCollective, HostCopy, collectives, host_copies, totals
 
 ADD = """\
 %add.clone (x: f32[], y: f32[]) -> f32[] {
@@ -150,3 +150,70 @@ def test_packed_and_odd_types_have_their_size():
     )
     (found,) = collectives(text, {"data": 8})
     assert (found.num_operands, found.num_bytes) == (3, 4 + 3 + 5)
+
+
+OFFLOADED = """\
+HloModule jit_step, is_scheduled=true, num_partitions=8
+
+ENTRY %main.9_spmd (param.1: f32[8192,4096], param.2: f32[4096,4096]) -> f32[8192,4096] {
+  %param.1 = f32[8192,4096]{1,0} parameter(0)
+  %copy-start.6 = (f32[8192,4096]{1,0:S(5)}, f32[8192,4096]{1,0}, u32[]) copy-start(%param.1), backend_config={"operation_queue_id":"5"}
+  %copy.26 = f32[8192,4096]{0,1} copy(%param.1)
+  %copy-done.6 = f32[8192,4096]{1,0:S(5)} copy-done(%copy-start.6), metadata={op_name="jit(step)/optimization_barrier"}
+  %copy-start.3.0 = (f32[8192,4096]{1,0}, f32[8192,4096]{1,0:S(5)}, u32[]) copy-start(%copy-done.6)
+  ROOT %copy-done.3.0 = f32[8192,4096]{1,0} copy-done(%copy-start.3.0)
+}
+"""
+
+STACKED = """\
+HloModule jit_scan_step, is_scheduled=true, num_partitions=8
+
+%wrapped_dynamic-update-slice_computation (param_0.14: f32[4,8192,4096], param_1.13: f32[1,8192,4096], param_2.7: s32[]) -> f32[4,8192,4096] {
+  %param_0.14 = f32[4,8192,4096]{2,1,0:S(5)} parameter(0)
+  %param_1.13 = f32[1,8192,4096]{2,1,0} parameter(1)
+  %param_2.7 = s32[] parameter(2)
+  ROOT %dynamic-update-slice.1.1 = f32[4,8192,4096]{2,1,0:S(5)} dynamic-update-slice(%param_0.14, %param_1.13, %param_2.7, %param_2.7, %param_2.7)
+}
+
+%region_0.1_spmd (param: (s32[], f32[8192,4096], f32[4,8192,4096])) -> (s32[], f32[8192,4096], f32[4,8192,4096]) {
+  %param = (s32[], f32[8192,4096]{1,0}, f32[4,8192,4096]{2,1,0:S(5)}) parameter(0)
+  %get-tuple-element.65 = s32[] get-tuple-element(%param), index=0
+  %get-tuple-element.66 = f32[8192,4096]{1,0} get-tuple-element(%param), index=1
+  %bitcast.1.0 = f32[1,8192,4096]{2,1,0} bitcast(%get-tuple-element.66)
+  %get-tuple-element.67 = f32[4,8192,4096]{2,1,0:S(5)} get-tuple-element(%param), index=2
+  %dynamic-update-slice-start.1 = ((f32[4,8192,4096]{2,1,0:S(5)}, f32[1,8192,4096]{2,1,0}, s32[]), f32[4,8192,4096]{2,1,0:S(5)}, u32[]) fusion-start(%get-tuple-element.67, %bitcast.1.0, %get-tuple-element.65), kind=kLoop, calls=%wrapped_dynamic-update-slice_computation
+  %dynamic-update-slice-done.1 = f32[4,8192,4096]{2,1,0:S(5)} fusion-done(%dynamic-update-slice-start.1)
+  ROOT %tuple.12 = (s32[], f32[8192,4096]{1,0}, f32[4,8192,4096]{2,1,0:S(5)}) tuple(%get-tuple-element.65, %get-tuple-element.66, %dynamic-update-slice-done.1)
+}
+
+%region_2.3_spmd (param.2: (s32[], f32[8192,4096], f32[4,8192,4096])) -> (s32[], f32[8192,4096], f32[4,8192,4096]) {
+  %param.2 = (s32[], f32[8192,4096]{1,0}, f32[4,8192,4096]{2,1,0:S(5)}) parameter(0)
+  %get-tuple-element.78 = s32[] get-tuple-element(%param.2), index=0
+  %get-tuple-element.87 = f32[4,8192,4096]{2,1,0:S(5)} get-tuple-element(%param.2), index=2
+  %dynamic-slice-start.1 = ((f32[4,8192,4096]{2,1,0:S(5)}, s32[]), f32[1,8192,4096]{2,1,0}, u32[]) fusion-start(%get-tuple-element.87, %get-tuple-element.78), kind=kLoop, calls=%wrapped_dynamic-slice_computation
+  %dynamic-slice-done.1 = f32[1,8192,4096]{2,1,0} fusion-done(%dynamic-slice-start.1)
+  %bitcast.3.0 = f32[8192,4096]{1,0} bitcast(%dynamic-slice-done.1)
+  ROOT %tuple.15 = (s32[], f32[8192,4096]{1,0}, f32[4,8192,4096]{2,1,0:S(5)}) tuple(%get-tuple-element.78, %bitcast.3.0, %get-tuple-element.87)
+}
+
+ENTRY %main (param.4: (s32[], f32[8192,4096])) -> (s32[], f32[8192,4096], f32[4,8192,4096]) {
+  %custom-call.12 = f32[4,8192,4096]{2,1,0:S(5)} custom-call(), custom_call_target="AllocateBuffer"
+  %tuple.10 = (s32[], f32[8192,4096]{1,0}, f32[4,8192,4096]{2,1,0:S(5)}) tuple(%copy.4, %copy.27, %custom-call.12)
+  %while.20 = (s32[], f32[8192,4096]{1,0}, f32[4,8192,4096]{2,1,0:S(5)}) while(%tuple.10), condition=%region_1.2_spmd, body=%region_0.1_spmd, backend_config={"known_trip_count":{"n":"4"}}
+  ROOT %while.21 = (s32[], f32[8192,4096]{1,0}, f32[4,8192,4096]{2,1,0:S(5)}) while(%while.20), condition=%region_3.4_spmd, body=%region_2.3_spmd, backend_config={"known_trip_count":{"n":"4"}}
+}
+"""
+
+
+@pytest.mark.parametrize(("text", "count"), [(OFFLOADED, 1), (STACKED, 4)])
+def test_what_goes_to_the_host_and_comes_back(text, count):
+    num_bytes = 4 * 8192 * 4096
+    assert host_copies(text) == (HostCopy(TO_HOST, num_bytes, count), HostCopy(FROM_HOST, num_bytes, count))
+
+
+def test_a_plain_copy_to_the_host_counts_and_one_on_the_device_does_not():
+    text = (
+        "ENTRY %main (p: f32[8]) -> f32[8] {\n  %p = f32[8]{0} parameter(0)\n  %here = f32[8]{0} copy(%p)\n"
+        "  %there = f32[8]{0:S(5)} copy(%here)\n  ROOT %still = f32[8]{0:S(5)} copy(%there)\n}\n"
+    )
+    assert host_copies(text) == (HostCopy(TO_HOST, 32, 1),)

@@ -1,11 +1,8 @@
-"""Plans a case, compiles it for H100s that are not there, and prints what was predicted and what came out, as JSON.
+"""Steps to plan for H100s that are not there, and what the compiler makes of the plans.
 
-Run by `test_collectives` as `python -m tests.gpu.compiled CASE`, in a process of its own: the compiler wants the environment
-of `cost_model.oracle`, which is not that of the other tests.
+Planned and lowered here; only the compiler runs in a process of its own (`cost_model.oracle_process`).
 """
 
-import json
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
@@ -13,11 +10,14 @@ from math import prod
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+from autoshard import _jax
 from autoshard.graph import Step
+from autoshard.plan import Plan
 from autoshard.trace import trace
-from cost_model import hlo, oracle
 from cost_model.cluster import Cluster
 from cost_model.hardware import parse_cluster
+from cost_model.numbers import Numbers
+from cost_model.oracle_process import Compiler, compile_apart
 from executors.jit import build
 from search import driver
 from search.ground import Ground, Options
@@ -25,6 +25,8 @@ from tests.zoo import Case, make_dlrm, make_gpt_scan, make_llama, make_megatron,
 
 PLENTY_BYTES = 1 << 45
 SEARCH_S = 4.0
+HURRY = "--xla_llvm_disable_expensive_passes=true"
+"""LLVM is told to hurry: that changes kernels, not the program that we read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,26 +112,19 @@ JOBS = {
 }
 
 
-def compiled(job: Job) -> dict:
-    """The plan's estimates and the compiled program's, JSON-ready."""
+def compiled(job: Job) -> tuple[Plan, Numbers]:
+    """The plan, and its program as compiled."""
     case, cluster = job.make(), parse_cluster(f"{prod(job.mesh)}xH100-80GB")
     step = trace(case.step, *case.abstract_args())
     cap = PLENTY_BYTES if job.slack is None else int(_smallest_peak(step, cluster, job.mesh) * job.slack)
     found = driver.find(step, cluster, Options(cap, job.mesh, job.pins, SEARCH_S))
-    program = oracle.compile_for(build(step, found.layout, oracle.compile_only_devices(cluster)))
-    estimates = found.plan.estimates
-    seen = hlo.collectives(program.text, found.plan.decisions.mesh)
-    return {
-        "predicted": [[c.kind, c.axes, c.bytes] for c in estimates.collectives],
-        "compiled": [[kind, axes, num_bytes] for (kind, axes), (_, num_bytes) in hlo.totals(seen).items()],
-    }
+    program = build(step, found.layout, None)
+    module = _jax.module_bytes(program.fn.trace(*program.args).lower(lowering_platforms=("cuda",)))
+    answer = compile_apart(module, cluster, compiler=Compiler(flags=HURRY))
+    return found.plan, Numbers.of(answer, found.plan.decisions.mesh)
 
 
 def _smallest_peak(step: Step, cluster: Cluster, mesh: tuple[int, ...]) -> float:
     grounded = Ground.of(step, ["None"] * len(step.arguments)).on(cluster, mesh)
     labels = grounded.smallest_peak(grounded.pinned({}), 1, SEARCH_S)
     return grounded.memory.peak(labels).num_bytes
-
-
-if __name__ == "__main__":
-    json.dump(compiled(JOBS[sys.argv[1]]), sys.stdout)

@@ -4,15 +4,9 @@ The judge is XLA's own GPU compiler, which needs no GPU (`cost_model.oracle`). X
 compared and counts are not.
 """
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
-from cost_model.oracle import ENVIRONMENT
+from .compiled import JOBS, compiled
 
 SHARE = 0.01
 """Of a kind's bytes over an axis; the cases here agree to the byte, but for scalars."""
@@ -46,37 +40,18 @@ WHAT_IT_SHOWS = {
 
 @pytest.mark.parametrize("name", WHAT_IT_SHOWS)
 def test_the_compiler_emits_what_the_plan_lists(name):
-    answer = _compiled(name)
-    predicted, compiled = _by_kind(answer["predicted"]), _by_kind(answer["compiled"])
+    plan, numbers = compiled(JOBS[name])
+    predicted = {(c.kind, c.axes): c.bytes for c in plan.estimates.collectives}
+    compiled_bytes = {key: num_bytes for key, (_, num_bytes) in numbers.collectives.items()}
     differing = {
-        key: (predicted.get(key, 0), compiled.get(key, 0))
-        for key in sorted(predicted | compiled)
-        if _differ(predicted.get(key, 0), compiled.get(key, 0))
+        key: (predicted.get(key, 0), compiled_bytes.get(key, 0))
+        for key in sorted(predicted | compiled_bytes)
+        if _differ(predicted.get(key, 0), compiled_bytes.get(key, 0))
     }
     assert not differing, "predicted and compiled bytes per device"
-    shown = {kind for (kind, _), num_bytes in compiled.items() if num_bytes > FLOOR_BYTES}
+    shown = {kind for (kind, _), num_bytes in compiled_bytes.items() if num_bytes > FLOOR_BYTES}
     assert shown >= WHAT_IT_SHOWS[name]
-
-
-def _by_kind(collectives) -> dict[tuple[str, str], int]:
-    return {(kind, ",".join(axes)): num_bytes for kind, axes, num_bytes in collectives}
 
 
 def _differ(predicted: int, compiled: int) -> bool:
     return abs(predicted - compiled) > max(FLOOR_BYTES, SHARE * max(predicted, compiled))
-
-
-def _compiled(name: str) -> dict:
-    environment = os.environ | ENVIRONMENT
-    # LLVM is told to hurry: that changes kernels, not the program that we read.
-    environment["XLA_FLAGS"] += " --xla_llvm_disable_expensive_passes=true"
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.gpu.compiled", name],
-        cwd=Path(__file__).parents[2],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout)

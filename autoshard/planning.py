@@ -1,0 +1,116 @@
+"""From what the user gave to a plan on its step: what `search`, `emit`, `verify` and `parallelize` share."""
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from autoshard.errors import InputError, PlanError
+from autoshard.graph import Step
+from autoshard.plan import Plan
+from autoshard.trace import trace
+from autoshard.units import parse_bytes
+from cost_model.cluster import Cluster
+from search import driver
+from search.ground import DEFAULT_TIME_LIMIT_S, Options
+
+Pins = Mapping[str, PartitionSpec]
+
+
+class AutoshardWarning(UserWarning):
+    """Something that works, but perhaps not as its user thinks."""
+
+
+def traced(step: Callable[..., Any], args: Any, kwargs: Any) -> Step:
+    """The step as a graph; warns of primitives that have no factor rule."""
+    graph = trace(step, *args, **kwargs)
+    for name, (count, source) in driver.primitives_without_rule(graph).items():
+        warnings.warn(
+            f"{name} has no factor rule and is computed alike on all devices ({count} in the step, first at {source})",
+            AutoshardWarning,
+            stacklevel=4,
+        )
+    return graph
+
+
+def options(
+    step: Step,
+    cluster: Cluster,
+    memory: str | int | None,
+    mesh: Sequence[int] | None,
+    pin: Pins | None,
+    time_limit_s: float | None,
+) -> Options:
+    """What the user asks of a search, checked."""
+    limit = cluster.device_memory_limit() if memory is None else parse_bytes(memory)
+    seconds = DEFAULT_TIME_LIMIT_S if time_limit_s is None else time_limit_s
+    return Options(limit, _mesh_shape(mesh), _resolved(step, pin or {}), seconds)
+
+
+def find(
+    step: Step, cluster: Cluster, options: Options, progress: Callable[[str], None] = lambda line: None
+) -> driver.Found:
+    """The fastest plan that fits."""
+    try:
+        return driver.find(step, cluster, options, progress)
+    except PlanError as e:  # there is no plan yet: it is a pin that cannot be
+        raise InputError(str(e)) from e
+
+
+def cluster(plan: Plan, place: str) -> Cluster:
+    """The cluster that a plan is for.
+
+    Raises:
+      PlanError: what the plan says of it does not make sense.
+    """
+    try:
+        return Cluster.from_json(plan.cluster, f"{place}: cluster")
+    except InputError as e:
+        raise PlanError(str(e)) from e
+
+
+def applied(step: Step, plan: Plan, place: str) -> driver.Found:
+    """A given plan on its step. Where JAX has changed in between, the fingerprint decides if it still suits."""
+    versions = f"JAX {plan.jax}, and this is JAX {jax.__version__}" if plan.jax != jax.__version__ else ""
+    try:
+        found = driver.apply(step, plan, cluster(plan, place), place)
+    except (InputError, PlanError) as e:  # in a plan, a cluster or a mesh that cannot be is the plan's fault
+        raise PlanError(f"{e}. It was made with {versions}" if versions else str(e)) from e
+    known = {a.name for a in step.arguments}
+    if unknown := [name for name in plan.decisions.arguments if name not in known]:
+        raise PlanError(f"{place}: {unknown[0]!r} names no argument of this step")
+    if versions:
+        warnings.warn(
+            f"{place} was made with {versions}; the step is the same, so it is used",
+            AutoshardWarning,
+            stacklevel=4,
+        )
+    return found
+
+
+def _mesh_shape(mesh: Sequence[int] | None) -> tuple[int, ...] | None:
+    if mesh is not None and (isinstance(mesh, str) or not all(isinstance(n, int | np.integer) for n in mesh)):
+        raise InputError(f"wanted a mesh as sizes of its axes, such as (2, 4), got {mesh!r}")
+    return None if mesh is None else tuple(int(n) for n in mesh)
+
+
+def _resolved(step: Step, pin: Pins) -> dict[str, PartitionSpec]:
+    """Pins by full argument name; a key may leave the path's beginning out."""
+    names = [a.name for a in step.arguments]
+    resolved = {}
+    for key, spec in pin.items():
+        if not isinstance(spec, PartitionSpec):
+            raise InputError(f"pin {key!r}: wanted a jax.sharding.PartitionSpec, got {spec!r:.60}")
+        hits = [n for n in names if n == key] or [n for n in names if n.endswith((f".{key}", f"]{key}"))]
+        if len(hits) != 1:
+            what = (
+                f"matches {', '.join(hits[:4])}"
+                if hits
+                else f"matches no argument; they are named like {names[0]}"
+            )
+            raise InputError(f"pin {key!r} {what}. Name one argument by its pytree path")
+        resolved[hits[0]] = spec
+    return resolved

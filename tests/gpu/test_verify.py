@@ -1,0 +1,105 @@
+"""`verify` from the command line to the compiler and back. What peaks should be is not judged here."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from autoshard import cli
+from autoshard.plan import Plan
+
+TRAIN = """
+import jax
+import jax.numpy as jnp
+
+ARGS = jax.ShapeDtypeStruct((1024, 1024), "float32"), jax.ShapeDtypeStruct((64, 1024), "float32")
+
+def target():
+    def step(w, x):
+        return w - 0.1 * jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w)
+    return step, ARGS
+
+def refused():
+    def step(w, x):
+        return w + jax.ffi.ffi_call("nowhere", jax.ShapeDtypeStruct(w.shape, w.dtype))(w)
+    return step, ARGS
+
+def talking():
+    def step(w, x):
+        jax.debug.print("{}", x.sum())
+        return w * 2
+    return step, ARGS
+"""
+
+
+@pytest.fixture
+def run(tmp_path, capfd):
+    """Plans one of the targets and verifies the plan: (exit status, stdout, stderr)."""
+    train, plan = tmp_path / "train.py", tmp_path / "plan.json"
+    train.write_text(TRAIN)
+
+    def call(name, *options, cluster="8xH100-80GB"):
+        assert cli.main(["search", f"{train}:{name}", "--cluster", cluster, "--out", str(plan)]) == 0
+        capfd.readouterr()
+        status = cli.main(["verify", f"{train}:{name}", str(plan), *options])
+        return status, *capfd.readouterr()
+
+    return call
+
+
+def test_a_plan_is_compiled_and_compared(run, tmp_path):
+    status, out, err = run("target", "--json")
+    found = json.loads(out)
+    assert (status, err) == (found["exit_status"], "")
+    assert found["fits"]
+    rests = Plan.load(tmp_path / "plan.json").decisions.arguments.values()
+    whole_bytes = (4 * 1024 * 1024, 4 * 64 * 1024)
+    expected = sum(n // (8 if "data" in spec else 1) for n, spec in zip(whole_bytes, rests, strict=True))
+    assert found["compiled"]["residents"]["arguments"] == expected
+    assert not [s for s in found["differences"] if " over " in s], "collectives"
+    assert set(found["seconds"]) == {"trace", "lower", "compile"}
+
+
+def test_a_program_that_the_compiler_refuses(run):
+    status, out, err = run("refused")
+    assert (status, out) == (2, "")
+    assert err.splitlines()[-1] == (
+        "autoshard: error: the compiler refused the program: No FFI handler registered for nowhere on a platform CUDA "
+        "(canonical cuda)"
+    )
+
+
+def test_a_program_that_calls_python(run):
+    status, _, err = run("talking")
+    assert status == 2
+    last = err.splitlines()[-1]
+    assert last.startswith("autoshard: error: debug_")
+    assert "train.py:19) calls Python on the host" in last
+
+
+def test_too_little_time(run):
+    status, _, err = run("target", "--timeout", "0.1")
+    assert (status, err) == (
+        2,
+        "autoshard: error: the compiler was stopped after 0.1 s, the time limit. Give it more time, or a smaller program\n",
+    )
+
+
+@pytest.mark.parametrize(
+    ("cluster", "options", "message"),
+    [
+        ("8xCPU", (), "XLA's GPU compiler cannot be asked about 8xCPU"),
+        ("8xL4", (), "does not know 'L4'. Describe it with --target-config FILE"),
+        ("8xL4", ("--target-config", "nowhere.txtpb"), "the target config nowhere.txtpb cannot be read"),
+        (
+            "8xL4",
+            ("--target-config", "{train}"),
+            "wanted a target config as XLA's GpuTargetConfigProto in text",
+        ),
+    ],
+)
+def test_who_cannot_be_asked(run, tmp_path, cluster, options, message):
+    options = tuple(o.format(train=Path(tmp_path, "train.py")) for o in options)
+    status, out, err = run("target", *options, cluster=cluster)
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert message in err
