@@ -45,8 +45,9 @@ class Estimates:
     """What the cost model predicts of a plan.
 
     Attributes:
-      step_s: seconds per step: `compute_s` plus the collectives' seconds.
+      step_s: seconds per step: `compute_s` plus the collectives' seconds, less `hidden_s`.
       compute_s: seconds of computation.
+      hidden_s: seconds of the collectives that run behind computation.
       peak_bytes: device memory at its highest, per device.
       host_bytes: pinned host memory, per device.
       residents: bytes per device at the peak, by what they are.
@@ -56,6 +57,7 @@ class Estimates:
 
     step_s: float
     compute_s: float
+    hidden_s: float
     peak_bytes: int
     host_bytes: int
     residents: Mapping[str, int]
@@ -138,6 +140,7 @@ class Plan:
             "estimates": {
                 "step_s": e.step_s,
                 "compute_s": e.compute_s,
+                "hidden_s": e.hidden_s,
                 "peak_bytes": e.peak_bytes,
                 "host_bytes": e.host_bytes,
                 "residents": dict(e.residents),
@@ -252,6 +255,7 @@ def _read_estimates(read: "_Reader") -> Estimates:
     return Estimates(
         read.number("step_s"),
         read.number("compute_s"),
+        read.number("hidden_s"),
         read.get("peak_bytes", int),
         read.get("host_bytes", int),
         read.table("residents", int),

@@ -68,6 +68,15 @@ _GPUS = MappingProxyType(
 _DNN = MappingProxyType({"V100": "{ major: 8 minor: 9 patch: 4 }", "A100": "{ major: 8 minor: 9 patch: 4 }"})
 """cuDNN's version, where it is not 9.7. Source: as above."""
 
+_BEFORE_HOPPER = ("V100", "A100", "L4", "CPU")
+
+
+def is_hopper_or_later(gpu: str) -> bool:
+    """Whether XLA treats a GPU, by its name, like Hopper: it hides latencies there by default, and gives cuBLAS more
+    workspace. A GPU that is not known is taken for a new one."""
+    return not gpu.startswith(_BEFORE_HOPPER)
+
+
 _EVERY_CHIP = MappingProxyType(
     {
         "threads_per_block_limit": "1024",

@@ -49,9 +49,9 @@ def _groups(kernels: Sequence[Kernel]) -> list[list[int]]:
         for n in (*(made_by[b] for b in kernel.reads if b in made_by), *kernel.after):
             below |= waits[n]
         key = num_bytes = None
-        if kernel.collective is not None and kernel.collective[0] in JOINED:
-            kind, axes, num_bytes, dtype = kernel.collective
-            key = (kind, axes, dtype, kernel.loops)
+        if kernel.collective is not None and kernel.collective.kind in JOINED:
+            what, num_bytes = kernel.collective, kernel.collective.num_bytes
+            key = (what.kind, what.axes, what.dtype, kernel.loops)
             below = _closure(below, group_waits)
         g = None if key is None else open_group.get(key)
         if g is None or num_bytes is None or below >> g & 1 or total[g] + num_bytes > THRESHOLD_BYTES:
@@ -80,18 +80,17 @@ def _closure(below: int, group_waits: Sequence[int]) -> int:
 
 
 def _join(members: Sequence[Kernel], mesh: MeshModel) -> Kernel:
-    first = members[0]
-    assert first.collective is not None
-    kind, axes, _, dtype = first.collective
-    num_bytes = sum(m.collective[2] for m in members if m.collective is not None)
+    first, moved = members[0], [m.collective for m in members if m.collective is not None]
+    one = replace(moved[0], num_bytes=sum(c.num_bytes for c in moved))
+    runs = first.seconds / float(mesh.time_s(one.kind, one.axes, moved[0].num_bytes))
     return replace(
         first,
         position=max(m.position for m in members),
         reads=tuple(dict.fromkeys(b for m in members for b in m.reads)),
         makes=tuple(b for m in members for b in m.makes),
-        after=tuple(dict.fromkeys(a for m in members for a in m.after)),
-        collective=(kind, axes, num_bytes, dtype),
-        seconds=float(mesh.time_s(kind, axes, num_bytes)),
+        after=tuple(dict.fromkeys(n for m in members for n in m.after)),
+        collective=one,
+        seconds=runs * float(mesh.time_s(one.kind, one.axes, one.num_bytes)),
     )
 
 

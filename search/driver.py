@@ -21,6 +21,7 @@ from autoshard.spec import AXIS_NAMES
 from autoshard.units import format_bytes
 from cost_model.cluster import Cluster
 from search import ilp
+from search.device import Simulated
 from search.estimate import estimate
 from search.ground import (
     DEFAULT_TIME_LIMIT_S,
@@ -75,17 +76,17 @@ def find(step: Step, cluster: Cluster, options: Options, progress: Progress = la
         left_s = max(options.time_limit_s - clock.seconds.get("solve", 0.0), 1.0) / (len(shapes) - i)
         cutoff_s = best[1].cost_s if best else math.inf
         try:
-            solution = on_mesh.solve(kept, options.memory_bytes, left_s, cutoff_s)
-            best, bound_s = (on_mesh, solution), min(bound_s, solution.bound_s)
+            solution, found = on_mesh.fitting(kept, options.memory_bytes, left_s, cutoff_s)
+            best, bound_s = (on_mesh, solution, found), min(bound_s, solution.bound_s)
         except ilp.NoFitError as e:
             bound_s = min(bound_s, e.bound_s)
         clock.lap("solve")
     if best is None:
         progress("nothing fits; looking for what would")
         raise explain(ground, cluster, options)
-    on_mesh, solution = best
+    on_mesh, solution, found = best
     gap = max(0.0, 1.0 - bound_s / solution.cost_s) if solution.cost_s > 0 else 0.0
-    return _finished(ground, on_mesh, solution, cluster, options, gap, clock)
+    return _finished(ground, on_mesh, solution, found, cluster, options, gap, clock)
 
 
 def apply(step: Step, plan: Plan, cluster: Cluster, place: str = "plan") -> Found:
@@ -111,14 +112,14 @@ def apply(step: Step, plan: Plan, cluster: Cluster, place: str = "plan") -> Foun
     kept = on_mesh.words.allowed(plan.decisions, place)
     clock.lap("strategies")
     try:
-        solution = on_mesh.solve(kept, plan.memory_bytes, DEFAULT_TIME_LIMIT_S)
+        solution, device = on_mesh.fitting(kept, plan.memory_bytes, DEFAULT_TIME_LIMIT_S)
     except ilp.NoFitError as e:
         raise InfeasibleError(
             f"what {place} decides does not fit its cap of {format_bytes(plan.memory_bytes)} a device, or contradicts "
             "itself. Undo the last edit, or raise memory_bytes"
         ) from e
     clock.lap("solve")
-    found = _finished(ground, on_mesh, solution, cluster, Options(plan.memory_bytes), None, clock)
+    found = _finished(ground, on_mesh, solution, device, cluster, Options(plan.memory_bytes), None, clock)
     is_unchanged = math.isclose(found.plan.estimates.step_s, plan.estimates.step_s, rel_tol=1e-6)
     gap = plan.gap if is_unchanged else None
     return replace(found, plan=replace(found.plan, options=plan.options, cluster=plan.cluster, gap=gap))
@@ -128,6 +129,7 @@ def _finished(
     ground: Ground,
     on_mesh: Grounded,
     solution: ilp.Solution,
+    device: Simulated,
     cluster: Cluster,
     options: Options,
     gap: float | None,
@@ -141,7 +143,7 @@ def _finished(
         options=_said(options),
         memory_bytes=options.memory_bytes,
         decisions=on_mesh.words.decisions(solution.labels),
-        estimates=estimate(on_mesh.memory, solution.labels),
+        estimates=estimate(on_mesh.memory.priced, solution.labels, device),
         gap=gap,
     )
     clock.lap("plan")

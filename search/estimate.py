@@ -1,31 +1,35 @@
-"""What a full assignment is predicted to cost: the plan's estimates, from the same numbers that the solver
-minimised."""
+"""What a full assignment is predicted to cost: the plan's estimates.
+
+Computation and communication are the numbers that the solver minimised; what of the communication is hidden, and the
+memory, come from the schedule of one device's kernels.
+"""
 
 from collections.abc import Iterator, Sequence
 
 from autoshard.plan import Collective, Estimates
 from autoshard.spec import AXIS_NAMES, Spec
 from search.choices import Way, port_specs
-from search.memory import Memory
+from search.device import Simulated
 from search.pricing import Priced
 from search.reshard import SLICE
 
 
-def estimate(memory: Memory, labels: Sequence[int]) -> Estimates:
+def estimate(priced: Priced, labels: Sequence[int], device: Simulated) -> Estimates:
     """Time, memory and collectives under a full assignment of labels."""
-    priced = memory.priced
     compute_s = sum(
         float(compute[label]) for (compute, _), label in zip(priced.node_seconds, labels, strict=True)
     )
     collectives = _collectives(priced, labels)
-    peak = memory.peak(labels)
+    communication_s = sum(c.seconds for c in collectives)
+    hidden_s = min(max(device.hidden_s, 0.0), communication_s)
     return Estimates(
-        step_s=compute_s + sum(c.seconds for c in collectives),
+        step_s=compute_s + communication_s - hidden_s,
         compute_s=compute_s,
-        peak_bytes=round(peak.num_bytes),
+        hidden_s=hidden_s,
+        peak_bytes=round(device.peak.num_bytes),
         host_bytes=0,
-        residents={r.value: round(b) for r, b in peak.residents},
-        peak_at=where(priced, peak.position),
+        residents={r.value: round(b) for r, b in device.peak.residents},
+        peak_at=where(priced, device.peak.position),
         collectives=collectives,
     )
 

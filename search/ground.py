@@ -7,6 +7,7 @@
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from time import monotonic
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,8 @@ from search.clusters import clusters
 from search.decisions import Words, allowed_by_pins
 from search.folding import fold
 from search.kinds import folded
-from search.liveness import Item, items
+from search.device import Simulated, simulate
+from search.liveness import Item, Liveness
 from search.memory import Memory
 from search.pbqp import Problem
 from search.pricing import price
@@ -35,6 +37,15 @@ DEFAULT_TIME_LIMIT_S = 15.0
 
 RELATIVE_GAP = 5e-3
 """Plans within this of the optimum are taken for optimal: the cost model is not finer."""
+
+MAX_TIGHTENINGS = 6
+"""How often the solver's limit is lowered. Source: a choice of ours; once is enough as a rule."""
+
+MARGIN = 2e-3
+"""By how much more than needed it is lowered. Source: a choice of ours, as peaks come in steps."""
+
+MIN_TIME_S = 0.5
+"""Seconds that the solver gets in any case."""
 
 Progress = Callable[[str], None]
 
@@ -68,6 +79,7 @@ class Ground:
     """All that does not depend on the mesh."""
 
     sketch: Sketch
+    liveness: Liveness
     items: tuple[Item, ...]
     fingerprint: str
 
@@ -77,7 +89,8 @@ class Ground:
         program = flatten(step)
         whole = folded(program, fold(program, marks))
         drawn = sketch(whole, clusters(whole))
-        return cls(drawn, items(drawn), fingerprint(program))
+        liveness = Liveness(drawn)
+        return cls(drawn, liveness, liveness.items(), fingerprint(program))
 
     @property
     def step(self) -> Step:
@@ -87,7 +100,7 @@ class Ground:
     def on(self, cluster: Cluster, shape: tuple[int, ...]) -> "Grounded":
         """The problem on one mesh."""
         priced = price(self.sketch, Resharder(MeshModel(cluster, shape)))
-        return Grounded(Memory(priced, self.items), priced.problem(), Words(priced))
+        return Grounded(Memory(priced, self.items), self.liveness, priced.problem(), Words(priced))
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,6 +108,7 @@ class Grounded:
     """The problem on one mesh: its memory, its costs, its words."""
 
     memory: Memory
+    liveness: Liveness
     problem: Problem
     words: Words
 
@@ -105,6 +119,33 @@ class Grounded:
         for node, labels in allowed_by_pins(self.words, specs).items():
             kept[node] = labels
         return tuple(kept)
+
+    def fitting(
+        self, kept: Sequence[np.ndarray], limit_bytes: int, time_limit_s: float, cutoff_s: float = np.inf
+    ) -> tuple[ilp.Solution, Simulated]:
+        """The cheapest of the kept labels that fit, as the kernels of a device tell.
+
+        The solver's rows are linear in the labels; what kernels hold is not. Where they hold more than the limit, the
+        solver gets a lower one.
+
+        Raises:
+          NoFitError: nothing fits and costs less than the cutoff.
+        """
+        end_s, solver_limit_bytes = monotonic() + time_limit_s, float(limit_bytes)
+        for _ in range(MAX_TIGHTENINGS):
+            left_s = max(end_s - monotonic(), MIN_TIME_S)
+            solution = self.solve(kept, int(solver_limit_bytes), left_s, cutoff_s)
+            found = self.simulated(solution.labels, limit_bytes)
+            if found.least_bytes <= limit_bytes:
+                return solution, found
+            highest_bytes = self.memory.peak(solution.labels).num_bytes
+            over = found.least_bytes / limit_bytes
+            solver_limit_bytes = min(solver_limit_bytes, highest_bytes) / over * (1 - MARGIN)
+        raise ilp.NoFitError(f"nothing was found that fits {limit_bytes} bytes", is_proven=False)
+
+    def simulated(self, labels: Sequence[int], limit_bytes: float) -> Simulated:
+        """A step on one device under full labels."""
+        return simulate(self.memory.priced, self.liveness, labels, limit_bytes)
 
     def solve(
         self, kept: Sequence[np.ndarray], limit_bytes: int, time_limit_s: float, cutoff_s: float = np.inf

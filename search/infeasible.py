@@ -14,7 +14,7 @@ from cost_model.cluster import Cluster
 from search import ilp
 from search.estimate import where
 from search.ground import Ground, Grounded, Options, candidate_shapes
-from search.memory import Peak
+from search.simulate import Peak
 
 PEAK_TIME_LIMIT_S = 3.0
 """Seconds for the smallest peak of one mesh."""
@@ -56,7 +56,7 @@ def _smallest(
             labels = on_mesh.smallest_peak(kept, options.memory_bytes, PEAK_TIME_LIMIT_S)
         except ilp.NoFitError:
             continue
-        peak = on_mesh.memory.peak(labels)
+        peak = max(on_mesh.memory.peak(labels), on_mesh.simulated(labels, 0.0).peak, key=lambda p: p.num_bytes)
         if best is None or peak.num_bytes < best[2].num_bytes:
             best = (shape, on_mesh, peak)
     return best
@@ -104,7 +104,7 @@ def _step_s(ground: Ground, cluster: Cluster, options: Options) -> float | None:
         on_mesh = ground.on(cluster, shape)
         try:
             kept = on_mesh.pinned(options.pins or {})
-            found = on_mesh.solve(kept, options.memory_bytes, TRIAL_TIME_LIMIT_S)
+            found, _ = on_mesh.fitting(kept, options.memory_bytes, TRIAL_TIME_LIMIT_S)
         except ilp.NoFitError:
             continue
         best = found.cost_s if best is None else min(best, found.cost_s)

@@ -9,10 +9,11 @@ Kernels of a loop's body stand between those before and after it; `loops` says i
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from autoshard.layout import Route
 from cost_model.compute import kernel_s
+from cost_model.gpu_targets import is_hopper_or_later
 from search.choices import Way, port_specs
 from search.kernels import is_light
 from search.liveness import VIEWS, Liveness, Resident
@@ -42,6 +43,16 @@ class Buffer:
 
 
 @dataclass(frozen=True, slots=True)
+class Collective:
+    """What a kernel communicates: a collective's kind, its mesh axes, bytes per device each time, and the dtype."""
+
+    kind: str
+    axes: tuple[int, ...]
+    num_bytes: float
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
 class Kernel:
     """One launch on one device.
 
@@ -50,10 +61,9 @@ class Kernel:
       reads: buffers.
       makes: buffers.
       after: kernels that must have run, besides those whose buffers it reads.
-      collective: (kind, mesh axes, bytes per device, dtype), or None.
-      is_light: whether it computes element by element, so that it may write where it reads.
+      collective: what it communicates; None when it computes.
       workspace_bytes: scratch memory while it runs.
-      seconds: how long it takes.
+      seconds: how long it takes in one step, all its runs together.
       loops: the loops that it is in.
     """
 
@@ -61,8 +71,7 @@ class Kernel:
     reads: tuple[int, ...]
     makes: tuple[int, ...]
     after: tuple[int, ...]
-    collective: tuple[str, tuple[int, ...], float, str] | None
-    is_light: bool
+    collective: Collective | None
     workspace_bytes: float
     seconds: float
     loops: Loops
@@ -107,6 +116,8 @@ class _Lowering:
         self.reduced: dict[int, list] = {}
         self.specs: dict[Port, tuple[int, ...]] = {}
         self.last_backward: int | None = None
+        self.device = priced.resharder.mesh.cluster.device
+        self.is_hopper = is_hopper_or_later(self.device.name)
         self.resharded = self._resharded()
         self.carried = self._carried()
 
@@ -233,9 +244,9 @@ class _Lowering:
         made = self._buffer(
             moved_bytes if num_bytes is None else num_bytes, self.liveness.resident(v), loops, False
         )
-        seconds = float(self.priced.resharder.mesh.time_s(kind, axes, moved_bytes))
-        what = (kind, axes, moved_bytes, str(self.program.values[v].dtype))
-        self.kernels.append(Kernel(i, source, (made,), tie, what, kind == "all-reduce", 0.0, seconds, loops))
+        seconds = self.program.ops[i].count * float(self.priced.resharder.mesh.time_s(kind, axes, moved_bytes))
+        what = Collective(kind, axes, moved_bytes, str(self.program.values[v].dtype))
+        self.kernels.append(Kernel(i, source, (made,), tie, what, 0.0, seconds, loops))
         self.made_by[made] = len(self.kernels) - 1
         return (made,)
 
@@ -252,11 +263,9 @@ class _Lowering:
 
     def _kernel(self, i: int, reads: tuple[int, ...], makes: tuple[int, ...], after: tuple[int, ...]) -> int:
         kind = self.folded.kind_of[i]
-        op = self.program.ops[i]
-        light = self.liveness.is_light[kind]
         loops = self.liveness.loops_at[i]
-        seconds = self._seconds(kind, reads, makes)
-        self.kernels.append(Kernel(i, reads, makes, after, None, light, self._workspace(i), seconds, loops))
+        seconds = self.program.ops[i].count * self._seconds(kind, reads, makes)
+        self.kernels.append(Kernel(i, reads, makes, after, None, self._workspace(i), seconds, loops))
         for b in makes:
             self.made_by[b] = len(self.kernels) - 1
         return len(self.kernels) - 1
@@ -264,12 +273,14 @@ class _Lowering:
     def _workspace(self, i: int) -> float:
         """What cuBLAS and cuDNN ask for: scratch, and a padded copy of what they cannot pad themselves."""
         op = self.program.ops[i]
+        if self.device.name == "CPU":
+            return 0.0
         if op.name == "conv_general_dilated":
             return WORKSPACE_BYTES + self._padded(i)
         if op.op is None or not self.folded.is_heavy[self.folded.kind_of[i]] or not op.rule.flops_per_point:
             return 0.0
         is_sliced = any(self._is_sliced(i, operand) for operand in range(len(op.operands)))
-        return SLICED_WORKSPACE_BYTES if is_sliced else WORKSPACE_BYTES
+        return SLICED_WORKSPACE_BYTES if is_sliced and self.is_hopper else WORKSPACE_BYTES
 
     def _is_sliced(self, i: int, operand: int) -> bool:
         """Whether an op reads a part of a larger array in place."""
@@ -309,7 +320,7 @@ class _Lowering:
     def _seconds(self, kind: int, reads: tuple[int, ...], makes: tuple[int, ...]) -> float:
         if self.folded.op(kind).is_boundary or is_light(self.folded, kind):
             moved = sum(self.buffers[b].num_bytes for b in (*reads, *makes))
-            return float(kernel_s(self.priced.resharder.mesh.cluster.device, moved))
+            return float(kernel_s(self.device, moved))
         if kind not in self.seconds_of:
             seconds = self.priced.op_seconds(kind)
             self.seconds_of[kind] = float(

@@ -16,21 +16,7 @@ from search.choices import port_specs
 from search.liveness import Item, Resident
 from search.pbqp import Row
 from search.pricing import Priced
-
-
-@dataclass(frozen=True, slots=True)
-class Peak:
-    """The most memory that a device holds, and where.
-
-    Attributes:
-      num_bytes: per device.
-      position: the op at which it occurs.
-      residents: bytes per device there, by what they are; only what is there.
-    """
-
-    num_bytes: float
-    position: int
-    residents: tuple[tuple[Resident, float], ...]
+from search.simulate import Peak
 
 
 @dataclass(frozen=True, eq=False)

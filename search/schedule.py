@@ -1,116 +1,139 @@
-"""The order in which a device runs its kernels: XLA's latency-hiding scheduler, in outline.
+"""The order in which a device runs its kernels: program order, and XLA's latency-hiding one in outline.
 
-Program order is not what runs. XLA lists the kernels from the last to the first (`latency_hiding_scheduler.cc`): a
-collective's end goes right before its first reader, then as many kernels as hide its latency are put between its end and
-its start, the deepest first. Whatever is only needed late (weight gradients, above all) is thus put off into the
-windows of later collectives, and what it reads stays in memory meanwhile. Over its memory budget, the scheduler takes
-the kernel that adds least.
+XLA lists the kernels from the last to the first (`xla/service/latency_hiding_scheduler.cc`): a collective's end goes
+right before its first reader, then kernels are put between its end and its start until they take as long as it does,
+those that lie deepest among collectives first. One collective is under way at a time. Whatever is only needed late,
+weight gradients above all, is thus put off into the windows of later collectives, and what it reads stays in memory
+meanwhile.
 
-Costs are those that XLA uses where it has measured nothing: every kernel counts alike, and a collective wants
-`WINDOW` kernels beside it. One collective is under way at a time.
+An order lists kernel numbers; a collective appears twice, as `k` where it starts and as `~k` where it ends.
 """
 
 import heapq
 from collections.abc import Sequence
+from enum import Enum
 
-from search.lowered import Lowered
-
-WINDOW = 5
-"""Kernels that hide a collective. Source: XLA, kHighLatency / kMediumCost of its approximate estimator."""
+from search.lowered import Loops, Lowered
 
 
-def latency_hiding(lowered: Lowered, tie=(-1, -1)) -> tuple[int, ...]:
-    """Kernel numbers in the order in which they start; collectives appear twice: `k` for the start, `~k` for the end."""
-    return _Region(lowered, list(range(len(lowered.kernels))), (), tie).order()
+class Ties(Enum):
+    """Which of two kernels that lie equally deep is listed first; XLA's own choice depends on details of no meaning."""
+
+    LATEST = -1
+    """The later one in program order: a schedule as it was written."""
+    EARLIEST = 1
+    """The earlier one."""
+
+
+def program_order(lowered: Lowered) -> tuple[int, ...]:
+    """Kernels as they were written; collectives end where they start."""
+    pairs = (
+        (k,) if kernel.collective is None else (k, ~k) for k, kernel in enumerate(lowered.kernels)
+    )
+    return tuple(k for pair in pairs for k in pair)
+
+
+def latency_hiding(lowered: Lowered, ties: Ties) -> tuple[int, ...]:
+    """Kernels put off into the windows of collectives."""
+    return _Region(lowered, range(len(lowered.kernels)), (), ties).order()
 
 
 class _Region:
-    """The kernels of one loop's body, or of the step; an inner loop is one kernel."""
+    """The kernels of one loop's body, or of the step. An inner loop is one *unit*, as is any other kernel."""
 
-    def __init__(self, lowered: Lowered, members: Sequence[int], loops, tie) -> None:
-        self.lowered = lowered
-        self.tie = tie
-        depth = len(loops)
+    def __init__(self, lowered: Lowered, members: Sequence[int], loops: Loops, ties: Ties) -> None:
+        self.kernels, self.lowered, self.ties = lowered.kernels, lowered, ties
         self.units: list[list[int]] = []
+        self.loops_of: dict[int, Loops] = {}
         unit_of: dict[int, int] = {}
-        inner: dict = {}
         for k in members:
-            own = lowered.kernels[k].loops
-            key = own[len(own) - depth - 1] if len(own) > depth else None
-            if key is None or key not in inner:
-                if key is not None:
-                    inner[key] = len(self.units)
-                self.units.append([])
-            at = inner[key] if key is not None else len(self.units) - 1
-            self.units[at].append(k)
-            unit_of[k] = at
-        self.loop_of = {at: (key, *loops) for key, at in inner.items()}
-        made_by = {b: k for k in members for b in lowered.kernels[k].makes}
+            unit_of[k] = self._unit(k, loops)
+            self.units[unit_of[k]].append(k)
+        made_by = {b: k for k in members for b in self.kernels[k].makes}
         self.before: list[dict[int, None]] = [{} for _ in self.units]
         for k in members:
-            kernel = lowered.kernels[k]
+            kernel = self.kernels[k]
             needed = [made_by[b] for b in kernel.reads if b in made_by]
-            needed += [a for a in kernel.after if a in unit_of]
-            for n in needed:
-                if unit_of[n] != unit_of[k]:
-                    self.before[unit_of[k]][unit_of[n]] = None
+            needed += [n for n in kernel.after if n in unit_of]
+            self.before[unit_of[k]] |= dict.fromkeys(unit_of[n] for n in needed if unit_of[n] != unit_of[k])
 
-    def is_collective(self, unit: int) -> bool:
-        return unit not in self.loop_of and self.lowered.kernels[self.units[unit][0]].collective is not None
-
-    def cost(self, unit: int) -> float:
-        """Seconds of a unit."""
-        return sum(self.lowered.kernels[k].seconds for k in self.units[unit])
+    def _unit(self, k: int, loops: Loops) -> int:
+        """The unit that a kernel belongs to, made where it is the first."""
+        own = self.kernels[k].loops
+        if len(own) > len(loops):
+            inner = own[len(own) - len(loops) - 1 :]
+            last = len(self.units) - 1
+            if self.loops_of.get(last) == inner:
+                return last
+            self.loops_of[len(self.units)] = inner
+        self.units.append([])
+        return len(self.units) - 1
 
     def order(self) -> tuple[int, ...]:
-        backward = self._listed()
         found: list[int] = []
-        for unit, is_end in reversed(backward):
-            if unit in self.loop_of:
-                found += _Region(self.lowered, self.units[unit], self.loop_of[unit], self.tie).order()
+        for unit, is_end in reversed(_Listing(self).run()):
+            if unit in self.loops_of:
+                body = _Region(self.lowered, self.units[unit], self.loops_of[unit], self.ties)
+                found += body.order()
             else:
-                k = self.units[unit][0]
+                (k,) = self.units[unit]
                 found.append(~k if is_end else k)
         return tuple(found)
 
-    def _listed(self) -> list[tuple[int, bool]]:
-        """From the last to the first: (unit, whether it is a collective's end)."""
-        after = [0] * len(self.units)
-        for needed in self.before:
+    def is_collective(self, unit: int) -> bool:
+        return unit not in self.loops_of and self.kernels[self.units[unit][0]].collective is not None
+
+    def seconds(self, unit: int) -> float:
+        return sum(self.kernels[k].seconds for k in self.units[unit])
+
+
+class _Listing:
+    """One pass from the last unit to the first."""
+
+    def __init__(self, region: _Region) -> None:
+        self.region = region
+        self.after = [0] * len(region.units)
+        self.depth = [0] * len(region.units)
+        for unit, needed in enumerate(region.before):
+            self.depth[unit] = max((self.depth[n] for n in needed), default=0) + region.is_collective(unit)
             for n in needed:
-                after[n] += 1
-        depth = [0] * len(self.units)
-        for unit, needed in enumerate(self.before):  # program order
-            below = max((depth[n] for n in needed), default=0)
-            depth[unit] = below + self.is_collective(unit)
-        ready: list[tuple[int, int]] = []
-        ends: list[tuple[int, int]] = []
+                self.after[n] += 1
+        self.ready: list[tuple[int, int]] = []
+        self.ends: list[tuple[int, int]] = []
+        self.listed: list[tuple[int, bool]] = []
 
-        def free(unit: int) -> None:
-            if self.is_collective(unit):
-                heapq.heappush(ends, (-depth[unit], self.tie[0] * unit))
+    def run(self) -> list[tuple[int, bool]]:
+        """From the last to the first: (unit, whether it is a collective's end)."""
+        for unit, count in enumerate(self.after):
+            if not count:
+                self._free(unit)
+        while self.ready or self.ends:
+            if self.ends:
+                self._window(self._take(self.ends))
             else:
-                heapq.heappush(ready, (-depth[unit], self.tie[1] * unit))
+                self._list(self._take(self.ready))
+        return self.listed
 
-        for unit, count in enumerate(after):
-            if count == 0:
-                free(unit)
-        listed: list[tuple[int, bool]] = []
-        under_way, left = None, 0.0
-        while ready or ends or under_way is not None:
-            if under_way is None and ends:
-                under_way = self.tie[0] * heapq.heappop(ends)[1]
-                left = self.cost(under_way)
-                listed.append((under_way, True))
-                continue
-            if under_way is not None and (left <= 0 or not ready):
-                unit, under_way = under_way, None
-            else:
-                unit = self.tie[1] * heapq.heappop(ready)[1]
-                left -= self.cost(unit)
-            listed.append((unit, False))
-            for n in self.before[unit]:
-                after[n] -= 1
-                if after[n] == 0:
-                    free(n)
-        return listed
+    def _window(self, collective: int) -> None:
+        """A collective, and what hides it."""
+        self.listed.append((collective, True))
+        left_s = self.region.seconds(collective)
+        while left_s > 0 and self.ready:
+            unit = self._take(self.ready)
+            left_s -= self.region.seconds(unit)
+            self._list(unit)
+        self._list(collective)
+
+    def _list(self, unit: int) -> None:
+        self.listed.append((unit, False))
+        for n in self.region.before[unit]:
+            self.after[n] -= 1
+            if not self.after[n]:
+                self._free(n)
+
+    def _free(self, unit: int) -> None:
+        waiting = self.ends if self.region.is_collective(unit) else self.ready
+        heapq.heappush(waiting, (-self.depth[unit], self.region.ties.value * unit))
+
+    def _take(self, waiting: list[tuple[int, int]]) -> int:
+        return self.region.ties.value * heapq.heappop(waiting)[1]

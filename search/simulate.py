@@ -1,10 +1,15 @@
-"""A device's memory over a schedule."""
+"""A device's memory and time over a schedule of its kernels.
+
+Memory: a buffer is there from the kernel that makes it to the last one that reads it; one from outside of a loop that
+the loop reads, to the loop's end; one that a loop stacks, from the loop's start. Two streams take the time: kernels run
+one after another, collectives beside them, one at a time, and what reads a collective's result waits for it.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from search.lowered import Lowered
 from search.liveness import Resident
+from search.lowered import Kernel, Loops, Lowered
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,61 +28,70 @@ class Peak:
 
 
 def peak(lowered: Lowered, order: Sequence[int]) -> Peak:
-    """The highest point of a schedule."""
-    buffers, kernels = lowered.buffers, lowered.kernels
-    loop_end: dict = {}
-    for at, k in enumerate(order):
-        for loop in kernels[k if k >= 0 else ~k].loops:
-            loop_end[loop] = at
-    loop_start: dict = {}
-    for at, k in reversed(list(enumerate(order))):
-        for loop in kernels[k if k >= 0 else ~k].loops:
-            loop_start[loop] = at
-    born = [0] * len(buffers)
-    dies = [-1] * len(buffers)
-    for b, buffer in enumerate(buffers):
-        if buffer.is_argument:
-            dies[b] = len(order) - 1
-    for at, k in enumerate(order):
-        kernel = kernels[k if k >= 0 else ~k]
-        if k >= 0:
-            for b in kernel.makes:
-                outside = [loop for loop in kernel.loops if loop not in buffers[b].loops]
-                born[b] = loop_start[outside[-1]] if outside else at
-                dies[b] = max(dies[b], at)
-        for b in (*kernel.reads, *kernel.makes):
-            outside = [loop for loop in kernel.loops if loop not in buffers[b].loops]
-            dies[b] = max(dies[b], loop_end[outside[-1]] if outside else at)
+    """The highest point of a schedule, as `search.schedule` gives it."""
+    run = [lowered.kernels[k if k >= 0 else ~k] for k in order]
+    stretches = _stretches(lowered, order, run)
     change = [0.0] * (len(order) + 1)
-    for b, buffer in enumerate(buffers):
-        if dies[b] >= 0:
-            change[born[b]] += buffer.num_bytes
-            change[dies[b] + 1] -= buffer.num_bytes
+    for buffer, (born, dies) in zip(lowered.buffers, stretches, strict=True):
+        if dies >= born:
+            change[born] += buffer.num_bytes
+            change[dies + 1] -= buffer.num_bytes
     held, highest, where = 0.0, -1.0, 0
-    for at, k in enumerate(order):
+    for at, kernel in enumerate(run):
         held += change[at]
-        kernel = kernels[k if k >= 0 else ~k]
-        total = held + kernel.workspace_bytes
-        if kernel.collective is not None and kernel.collective[0] == "all-reduce" and k >= 0:
-            total -= _reused(kernel, buffers, dies, born, at)
+        total = held + kernel.workspace_bytes - _in_place(lowered, kernel)
         if total > highest:
             highest, where = total, at
-    residents: dict[Resident, float] = {}
-    for b, buffer in enumerate(buffers):
-        if born[b] <= where <= dies[b]:
-            residents[buffer.resident] = residents.get(buffer.resident, 0.0) + buffer.num_bytes
-    k = order[where]
-    position = kernels[k if k >= 0 else ~k].position
-    ordered = tuple((r, residents[r]) for r in Resident if residents.get(r, 0.0) > 0.0)
-    return Peak(highest, position, ordered)
+    residents = dict.fromkeys(Resident, 0.0)
+    for buffer, (born, dies) in zip(lowered.buffers, stretches, strict=True):
+        if born <= where <= dies:
+            residents[buffer.resident] += buffer.num_bytes
+    residents[Resident.TEMPORARIES] += highest - sum(residents.values())
+    there = tuple((r, num_bytes) for r, num_bytes in residents.items() if num_bytes > 0)
+    return Peak(highest, run[where].position, there)
 
 
-def _reused(kernel, buffers, dies, born, at: int) -> float:
-    """What a light kernel saves by writing where it reads for the last time."""
-    dying = sorted(buffers[b].num_bytes for b in kernel.reads if dies[b] == at and not buffers[b].is_argument)
-    saved = 0.0
-    for b in kernel.makes:
-        if buffers[b].num_bytes in dying:
-            dying.remove(buffers[b].num_bytes)
-            saved += buffers[b].num_bytes
-    return saved
+def seconds(lowered: Lowered, order: Sequence[int]) -> float:
+    """How long a schedule takes."""
+    now = free = 0.0
+    done: dict[int, float] = {}
+    for k in order:
+        kernel = lowered.kernels[k if k >= 0 else ~k]
+        if kernel.collective is None:
+            now += kernel.seconds
+        elif k >= 0:
+            free = done[k] = max(now, free) + kernel.seconds
+        else:
+            now = max(now, done[~k])
+    return max(now, free)
+
+
+def _stretches(lowered: Lowered, order: Sequence[int], run: Sequence[Kernel]) -> list[tuple[int, int]]:
+    """Per buffer: the first and the last place in the schedule at which it is there."""
+    starts: dict[tuple[int, int], int] = {}
+    ends: dict[tuple[int, int], int] = {}
+    for at, kernel in enumerate(run):
+        for loop in kernel.loops:
+            starts.setdefault(loop, at)
+            ends[loop] = at
+    found = [(0, len(run) - 1 if buffer.is_argument else -1) for buffer in lowered.buffers]
+    for at, (k, kernel) in enumerate(zip(order, run, strict=True)):
+        for b in kernel.makes if k >= 0 else ():
+            outermost = _left(kernel.loops, lowered.buffers[b].loops)
+            found[b] = (at if outermost is None else starts[outermost], found[b][1])
+        for b in (*kernel.reads, *kernel.makes):
+            outermost = _left(kernel.loops, lowered.buffers[b].loops)
+            found[b] = (found[b][0], max(found[b][1], at if outermost is None else ends[outermost]))
+    return found
+
+
+def _left(inside: Loops, outside: Loops) -> tuple[int, int] | None:
+    """The outermost loop between a kernel and a buffer from further out."""
+    return inside[len(inside) - len(outside) - 1] if len(inside) > len(outside) else None
+
+
+def _in_place(lowered: Lowered, kernel: Kernel) -> float:
+    """An all-reduce writes where it reads."""
+    if kernel.collective is None or kernel.collective.kind != "all-reduce":
+        return 0.0
+    return sum(lowered.buffers[b].num_bytes for b in kernel.makes)
