@@ -187,7 +187,9 @@ class _Flow:
     def _is_passed_on(self, node: int) -> bool:
         """Whether another block's forward ops read it too, as they read the residual stream."""
         own = self.block[node]
-        return any(self.block.get(r, own) != own for r in self.readers[node] if self.phase(r) is Phase.FORWARD)
+        return any(
+            self.block.get(r, own) != own for r in self.readers[node] if self.phase(r) is Phase.FORWARD
+        )
 
     def _looks_like(self, looks: Sequence[int], node: int, op: int) -> bool:
         return node >= self.num_arguments and looks[node - self.num_arguments] == looks[op]
