@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from autoshard.graph import Atom, Step
+from autoshard.graph import Atom, Phase, Step
 from autoshard.layout import Layout
 from search.blocks import Blocks
 
@@ -45,20 +45,50 @@ class Likeness:
 
     def __init__(self, step: Step, layout: Layout, blocks: Blocks) -> None:
         self.step, self.blocks, self.ops = step, blocks, step.graph.ops
-        self.members: dict[int, list[int]] = {b: [] for stack in blocks.stacks for b in stack}
-        self._place = [0] * len(self.ops)
-        for i, b in enumerate(blocks.of_op):
-            if b is not None:
-                self._place[i] = len(self.members[b])
-                self.members[b].append(i)
         self._maker = {v: (i, r) for i, op in enumerate(self.ops) for r, v in enumerate(op.outputs)}
         self._argument = {v: a for a, v in enumerate(step.graph.inputs)}
+        self.members: dict[int, list[int]] = {b: [] for stack in blocks.stacks for b in stack}
+        for i, b in enumerate(blocks.of_op):
+            if b is not None:
+                self.members[b].append(i)
+        self._place = [0] * len(self.ops)
+        for b, ops in self.members.items():
+            self.members[b] = self._in_order(ops)
+            for place, i in enumerate(self.members[b]):
+                self._place[i] = place
         self._first_read = self._first_reads()
         self._layout = _by_op(layout)
         self.result_block = tuple(
             self.block_of(out) if a is None else blocks.of_argument[a]
             for out, a in zip(step.graph.outputs, step.replaces, strict=True)
         )
+
+    def _in_order(self, ops: Sequence[int]) -> list[int]:
+        """A block's ops, each update op where its dataflow says: leaves may come in the order of their names.
+
+        Its rank mixes the ranks of what it reads in the block, then of what reads it there.
+        """
+        updates = [i for i in ops if self.ops[i].phase is Phase.UPDATE]
+        others = [i for i in ops if self.ops[i].phase is not Phase.UPDATE]
+        rank: dict[int, int] = {}
+        for place, i in enumerate(others):
+            for n, v in enumerate(self.ops[i].inputs):
+                if isinstance(v, int) and v in self._argument:
+                    rank.setdefault(v, hash((place, n)))
+            rank.update((v, hash((place, -1 - r))) for r, v in enumerate(self.ops[i].outputs))
+        for i in updates:
+            read = (rank.get(a, 0) if isinstance(a, int) else 0 for a in self.ops[i].inputs)
+            made = hash((self.blocks.looks[i], *read))
+            rank.update((v, hash((made, r))) for r, v in enumerate(self.ops[i].outputs))
+        readers: dict[int, list[int]] = {}
+        last: dict[int, int] = {}
+        for i in reversed(updates):
+            op = self.ops[i]
+            last[i] = hash(tuple((rank[v], *sorted(readers.get(v, ()))) for v in op.outputs))
+            for n, v in enumerate(op.inputs):
+                if isinstance(v, int):
+                    readers.setdefault(v, []).append(hash((last[i], n)))
+        return others + sorted(updates, key=lambda i: (last[i], i))
 
     def _first_reads(self) -> dict[int, Slot]:
         """Where each argument is read first in its block."""
@@ -121,7 +151,7 @@ class Likeness:
             )
             for i in self.members[block]
         )
-        return ops, tuple(self._result_structure(block, o) for o in results)
+        return ops, tuple(sorted((self._result_structure(block, o) for o in results), key=repr))
 
     def _result_structure(self, block: int, o: int) -> Any:
         replaced = self.step.replaces[o]

@@ -156,7 +156,8 @@ class _Cut:
         self, value: int, block: int, reader: int | None, operand: int, gone: AbstractSet[int]
     ) -> Atom:
         group, likeness = self.group[block], self.likeness
-        if reader is not None and self.group.get(likeness.blocks.of_op[reader]) is group:
+        own = likeness.blocks.of_op[reader] if reader is not None else None
+        if reader is not None and own in group:
             return likeness.at(block, likeness.operand_slot(reader, operand))
         slot = likeness.slot_of(value)
         entering = {likeness.at(block, p.reader) for p in self.passed[block] if p.maker == slot}
