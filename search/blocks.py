@@ -61,8 +61,10 @@ def find_blocks(step: Step) -> Blocks:
             flow.block[flow.op_node(i)] = first + n // period
         flow.own_what_it_alone_reads((None, Phase.FORWARD))
     if stacks:
+        flow.own_what_works_on_it()
         flow.follow(looks)
         flow.own_what_it_alone_reads((None, *Phase))
+        flow.own_what_it_makes(step.replaces)
     arguments = tuple(flow.block.get(n) for n in range(flow.num_arguments))
     ops = tuple(flow.block.get(flow.op_node(i)) for i in range(len(looks)))
     return Blocks(tuple(stacks), ops, arguments, tuple(looks))
@@ -155,27 +157,52 @@ class _Flow:
         """What has no block, and is read in these phases by one block only, belongs to it."""
         for node in reversed(self.readers):
             if node not in self.block and self.phase(node) in phases:
-                blocks = {self.block.get(r) for r in self.readers[node] if self.phase(r) in phases}
-                block = blocks.pop() if len(blocks) == 1 else None
-                if block is not None:
-                    self.block[node] = block
+                self._own(node, {self.block.get(r) for r in self.readers[node] if self.phase(r) in phases})
+
+    def own_what_works_on_it(self) -> None:
+        """An op after the forward phase belongs to the block whose parameter or residual it reads.
+
+        What then becomes a leaf's gradient and nothing else (the sum that is a bias's) belongs where its known readers do.
+        """
+        residuals = {node for node in self.block if not self._is_passed_on(node)}
+        later = [self.op_node(i) for i, op in enumerate(self.graph.ops) if op.phase is not Phase.FORWARD]
+        read = {node: self.made_by(self.graph.ops[node - self.num_arguments]) for node in later}
+        for node in later:
+            self._own(node, {self.block[n] for n in read[node] if n in residuals})
+        becomes_gradient = {node for node in later if self.phase(node) is Phase.UPDATE}
+        for node in reversed(later):
+            readers = self.readers[node]
+            if all(
+                r in becomes_gradient and (len(read[r]) == 1 or self.phase(r) is Phase.UPDATE)
+                for r in readers
+            ):
+                becomes_gradient.add(node)
+                if node not in self.block:
+                    self._own(node, {self.block[r] for r in readers if r in self.block})
+
+    def own_what_it_makes(self, replaces: Sequence[int | None]) -> None:
+        """State that is only written belongs to the block that makes the new one."""
+        for out, a in zip(self.graph.outputs, replaces, strict=True):
+            if a is not None and not self.readers[a] and isinstance(out, int) and out in self.maker:
+                self._own(a, {self.block.get(self.maker[out])})
+
+    def _own(self, node: int, blocks: set[Any]) -> None:
+        block = blocks.pop() if len(blocks) == 1 else None
+        if block is not None:
+            self.block[node] = block
 
     def follow(self, looks: Sequence[int]) -> None:
-        """Gives each op the block that its operands belong to, in program order.
+        """Gives each other op the block that its operands belong to, in program order.
 
         `origins` are the blocks that a value comes from: of a running total over leaves, all so far.
         """
         origins = {node: frozenset([b]) for node, b in self.block.items()}
-        residuals = {node for node in self.block if not self._is_passed_on(node)}
         for i, op in enumerate(self.graph.ops):
             node = self.op_node(i)
             read = [n for n in self.made_by(op) if n in origins]
             if node in self.block or not read:
                 continue
-            anchors = {self.block[n] for n in read if n in residuals and op.phase is not Phase.FORWARD}
-            if len(anchors) == 1:
-                block, origin = anchors.pop(), frozenset[int]()
-            elif op.phase is Phase.BACKWARD:
+            if op.phase is Phase.BACKWARD:
                 block, origin = _newest(read, origins), frozenset[int]()
             else:
                 totals = {n for n in read if self._looks_like(looks, n, i)}

@@ -45,13 +45,18 @@ def test_each_result_is_that_of_the_model_with_fewer_layers(name):
     wanted = expressions(traced_from_zoo(name, num_layers=shallow))
     got = expressions(found.short[0])
     unread = {k for k in got if k not in wanted}
-    assert all(re.search(r"\.v(_row|_col)?\[", name) for name, _ in unread), "only Adafactor's placeholders may stay"
+    assert all(re.search(r"\.v(_row|_col)?\[", name) for name, _ in unread), (
+        "only Adafactor's placeholders may stay"
+    )
     assert {k: got[k] for k in got if k not in unread} == wanted
 
 
 def test_stages_of_a_convolutional_network_are_stacks_of_their_own():
     found = shortened(traced_from_zoo("resnet", blocks_per_stage=6))
-    assert sorted(found.missing) == [1, 2]  # a stage that halves the image starts with a block unlike the others
+    assert sorted(found.missing) == [
+        1,
+        2,
+    ]  # a stage that halves the image starts with a block unlike the others
 
 
 @pytest.mark.parametrize("name", ["mlp", "dlrm", "gpt_scan", "autoencoder"])
@@ -151,7 +156,9 @@ def test_layers_that_read_past_their_neighbours_stay():
 
     found = shorten(deep_step(dense), UNPLANNED)
     assert isinstance(found, Whole)
-    assert re.search(r"no layer of the step 'step' can be left out: .* at .*reads past the layers next to", found.reason)
+    assert re.search(
+        r"no layer of the step 'step' can be left out: .* at .*reads past the layers next to", found.reason
+    )
 
 
 def test_a_layer_that_is_planned_otherwise_is_kept():
@@ -161,7 +168,7 @@ def test_a_layer_that_is_planned_otherwise_is_kept():
     found = shortened(step, Layout((8,), ("data",), {place: ((0, 1),)}, {}))
     assert found.missing == (4,)
     short, layout = found.short
-    (_, _, i), = layout.specs
+    ((_, _, i),) = layout.specs
     assert short.arguments[i].name == name
 
 
@@ -187,9 +194,7 @@ def test_collectives_and_arguments_of_the_whole_program_follow(batch):
     whole, short = compiled(*planned(batch)), compiled(*found.short)
     less = [compiled(*pair) for pair in found.less]
     assert len(whole) > 2, "some collective"
-    following = {
-        key: found.extrapolate(short.get(key, 0), [x.get(key, 0) for x in less]) for key in whole
-    }
+    following = {key: found.extrapolate(short.get(key, 0), [x.get(key, 0) for x in less]) for key in whole}
     assert following == whole
 
 
