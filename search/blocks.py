@@ -6,10 +6,10 @@ Nothing says so in a traced step, but four things can be read off it, with no na
   longest periodic run of ops that look alike (primitive, types, parameters), and a block is one period of it.
   Further stacks (a decoder, the next stage of a convolutional network) are looked for in what is left.
 * *What only one block reads* is its own: parameters, and their casts ahead of the first layer.
-* *What a block's values flow into.* A backward op that reads a parameter or a residual of one block belongs to
-  it. One that reads only gradients belongs where the newest of them was made: a gradient that comes from the
-  next block is older than those made here. An update op belongs to the block whose leaf it works on, even where
-  a total over all leaves comes in.
+* *What works on a block's values.* A backward op that reads a parameter or a residual of one block belongs to it, and
+  so does what only makes the gradient of one of its leaves. An op that reads nothing but gradients belongs where
+  the newest of them was made: one that comes from the next block is older than those made here. An update op
+  belongs to the block whose leaf it works on, even where a total over all leaves comes in.
 * *What only one block reads*, once more: moments, their decay.
 
 Anything else (the mask that all blocks read, the embedding, the loss) belongs to no block. A wrong guess is not

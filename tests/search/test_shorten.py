@@ -70,13 +70,19 @@ def test_without_a_stack_the_step_stays_whole(name):
 
 
 def deep_step(apply: Callable, num_layers: int = 8, batch: int = 128) -> Step:
-    """A step with clipping and Adam around `apply(params, x) -> loss`."""
+    """A step with clipping and Adam around `apply(layers, x) -> loss`; leaves come in the order of their names."""
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3))
-    square = jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)
-    params = {"layers": [{"up": square, "down": square} for _ in range(num_layers)]}
+    square, row = (
+        jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32),
+        jax.ShapeDtypeStruct((WIDTH,), jnp.float32),
+    )
+    params = {f"layer_{i}": {"up": square, "down": square, "bias": row} for i in range(num_layers)}
+
+    def loss_of(params, x):
+        return apply([params[f"layer_{i}"] for i in range(num_layers)], x)
 
     def step(state, x):
-        loss, grads = jax.value_and_grad(apply)(state["params"], x)
+        loss, grads = jax.value_and_grad(loss_of)(state["params"], x)
         updates, opt_state = optimizer.update(grads, state["opt_state"])
         return {"params": optax.apply_updates(state["params"], updates), "opt_state": opt_state}, loss
 
@@ -84,25 +90,29 @@ def deep_step(apply: Callable, num_layers: int = 8, batch: int = 128) -> Step:
     return trace(step, state, jax.ShapeDtypeStruct((batch, WIDTH), jnp.float32))
 
 
-def layer(params, x):
-    return x + jnp.tanh(x @ params["up"]) @ params["down"]
+def layer(p, x):
+    return x + jnp.tanh(x @ p["up"]) @ p["down"] + p["bias"]
 
 
-def plain(params, x):
-    for p in params["layers"]:
+def plain(layers, x):
+    for p in layers:
         x = layer(p, x)
     return jnp.mean(x**2)
 
 
-def checkpointed(params, x):
-    for p in params["layers"]:
+def checkpointed(layers, x):
+    for p in layers:
         x = jax.checkpoint(layer)(p, x)
     return jnp.mean(x**2)
 
 
-def in_pairs(params, x):
+def cast_first(layers, x):
+    return plain(jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), layers), x.astype(jnp.bfloat16))
+
+
+def in_pairs(layers, x):
     """Every other layer has another activation."""
-    for even, odd in zip(params["layers"][::2], params["layers"][1::2], strict=True):
+    for even, odd in zip(layers[::2], layers[1::2], strict=True):
         x = layer(even, x)
         x = x + jax.nn.relu(x @ odd["up"]) @ odd["down"]
     return jnp.mean(x**2)
@@ -110,8 +120,8 @@ def in_pairs(params, x):
 
 @pytest.mark.parametrize(
     ("apply", "deep", "shallow"),
-    [(plain, 8, 4), (checkpointed, 8, 4), (in_pairs, 12, 8)],
-    ids=["plain", "checkpointed", "in pairs"],
+    [(plain, 12, 4), (checkpointed, 12, 4), (cast_first, 12, 4), (in_pairs, 10, 8)],
+    ids=["plain", "checkpointed", "cast first", "in pairs"],
 )
 def test_each_result_is_that_of_fewer_layers(apply, deep, shallow):
     found = shortened(deep_step(apply, deep))
@@ -121,20 +131,23 @@ def test_each_result_is_that_of_fewer_layers(apply, deep, shallow):
 
 
 def test_layers_that_share_their_weights_are_left_out_without_them():
-    def tied(params, x, times=8):
+    def tied(layers, x, times=8):
         for _ in range(times):
-            x = layer(params["layers"][0], x)
+            x = layer(layers[0], x)
         return jnp.mean(x**2)
 
     found = shortened(deep_step(tied, 1))
-    assert found.missing == (4,)
-    assert expressions(found.short[0]) == expressions(deep_step(functools.partial(tied, times=4), 1))
+    (missing,) = found.missing
+    assert missing == 3
+    assert expressions(found.short[0]) == expressions(
+        deep_step(functools.partial(tied, times=8 - missing), 1)
+    )
 
 
 def test_what_reads_all_layers_at_once_stays_as_it_is():
-    def stacked(params, x):
+    def stacked(layers, x):
         outputs = []
-        for p in params["layers"]:
+        for p in layers:
             x = layer(p, x)
             outputs.append(jnp.mean(x, axis=0))
         return jnp.mean(jnp.stack(outputs) ** 2)
@@ -148,9 +161,9 @@ def test_what_reads_all_layers_at_once_stays_as_it_is():
 
 
 def test_layers_that_read_past_their_neighbours_stay():
-    def dense(params, x):
+    def dense(layers, x):
         before = x
-        for p in params["layers"]:
+        for p in layers:
             before, x = x, layer(p, x) + before
         return jnp.mean(x**2)
 
@@ -163,7 +176,7 @@ def test_layers_that_read_past_their_neighbours_stay():
 
 def test_a_layer_that_is_planned_otherwise_is_kept():
     step = deep_step(plain, 9)
-    name = "state['params']['layers'][4]['up']"
+    name = "state['params']['layer_4']['up']"
     place = ("input", (), [a.name for a in step.arguments].index(name))
     found = shortened(step, Layout((8,), ("data",), {place: ((0, 1),)}, {}))
     assert found.missing == (4,)
