@@ -114,7 +114,7 @@ def in_pairs(layers, x):
     """Every other layer has another activation."""
     for even, odd in zip(layers[::2], layers[1::2], strict=True):
         x = layer(even, x)
-        x = x + jax.nn.relu(x @ odd["up"]) @ odd["down"]
+        x = x + jax.nn.relu(x @ odd["up"]) @ odd["down"] + odd["bias"]
     return jnp.mean(x**2)
 
 
