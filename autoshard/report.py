@@ -142,9 +142,8 @@ def _time(estimates: Estimates) -> list[str]:
     parts = {"computation": estimates.compute_s}
     for c in estimates.collectives:
         parts[c.kind] = parts.get(c.kind, 0.0) + c.seconds
-    hidden = sum(parts.values()) - estimates.step_s
-    if abs(hidden) > 1e-6 * estimates.step_s:
-        parts["overlapped"] = -hidden
+    if estimates.hidden_s > 1e-6 * estimates.step_s:
+        parts["hidden behind computation"] = -estimates.hidden_s
     rows = [(name, format_seconds(s), _percent(s, estimates.step_s)) for name, s in parts.items()]
     return [f"predicted step time: {format_seconds(estimates.step_s)}", *aligned(rows, right=(1, 2))]
 

@@ -47,7 +47,11 @@ def simulate(priced: Priced, liveness: Liveness, labels: Sequence[int], limit_by
     lowered = combined(lower(priced, liveness, labels), mesh)
     plain = program_order(lowered)
     least = peak(lowered, plain)
-    orders = [latency_hiding(lowered, ties) for ties in Ties] if is_hopper_or_later(mesh.cluster.device.name) else []
+    orders = (
+        [latency_hiding(lowered, ties) for ties in Ties]
+        if is_hopper_or_later(mesh.cluster.device.name)
+        else []
+    )
     highest = max((peak(lowered, order) for order in orders), key=lambda p: p.num_bytes, default=least)
     if highest.num_bytes <= least.num_bytes:
         found = least

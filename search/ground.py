@@ -21,9 +21,9 @@ from cost_model.meshes import mesh_shapes
 from search import ilp
 from search.clusters import clusters
 from search.decisions import Words, allowed_by_pins
+from search.device import Simulated, simulate
 from search.folding import fold
 from search.kinds import folded
-from search.device import Simulated, simulate
 from search.liveness import Item, Liveness
 from search.memory import Memory
 from search.pbqp import Problem

@@ -56,7 +56,9 @@ def _smallest(
             labels = on_mesh.smallest_peak(kept, options.memory_bytes, PEAK_TIME_LIMIT_S)
         except ilp.NoFitError:
             continue
-        peak = max(on_mesh.memory.peak(labels), on_mesh.simulated(labels, 0.0).peak, key=lambda p: p.num_bytes)
+        peak = max(
+            on_mesh.memory.peak(labels), on_mesh.simulated(labels, 0.0).peak, key=lambda p: p.num_bytes
+        )
         if best is None or peak.num_bytes < best[2].num_bytes:
             best = (shape, on_mesh, peak)
     return best

@@ -20,7 +20,7 @@ from autoshard.factors import Kind
 from autoshard.graph import Role
 from search.choices import Way
 from search.kinds import Folded
-from search.program import Program
+from search.program import FlatOp, Program
 from search.sketch import Group, Port, Sketch, group_of
 
 VIEWS = frozenset(
@@ -34,11 +34,9 @@ VIEWS = frozenset(
         "stop_gradient",
         "name",
         "enter",
-        "slice",
     }
 )
-"""Ops that give their operand's array back, or read a part of it where it is. (`slice` is a boundary: a loop's part of a
-stacked array. The primitive of that name makes an array.)"""
+"""Ops that give their operand's array back."""
 
 LOOKUPS = frozenset({"gather", "dynamic_slice"})
 """Ops that read a few elements of what may itself be computed on the fly."""
@@ -54,6 +52,11 @@ in bfloat16, and computes it again in float32."""
 
 MAX_ANCHORS = 2
 """A value computed from more stored arrays is stored itself: fusions do not grow without end."""
+
+
+def is_view(op: FlatOp) -> bool:
+    """Whether an op makes no array of its own; a loop's part of a stacked array is read where it is."""
+    return len(op.operands) == 1 and (op.name in VIEWS or (op.name == "slice" and op.is_boundary))
 
 
 class Resident(StrEnum):
@@ -164,10 +167,10 @@ class Liveness:
     def _anchors(self, i: int, v: int) -> frozenset[int]:
         """The stored arrays that a value is computed from: itself, if it is stored."""
         op, own = self.program.ops[i], frozenset((v,))
-        if op.is_boundary and op.name not in VIEWS:
+        if op.is_boundary and not is_view(op):
             return own
         below = frozenset().union(*(self.anchors.get(o, frozenset((o,))) for o in op.operands))
-        if op.name in VIEWS and len(op.operands) == 1:
+        if is_view(op):
             return below
         if not self.is_light[self.folded.kind_of[i]] or self._is_stored(i, v):
             return own
@@ -211,7 +214,7 @@ class Liveness:
         """Whether an op that is not fused reads a value, or a view of it."""
         for u in self.uses.get(v, ()):
             op = self.program.ops[u]
-            if op.name in VIEWS:
+            if is_view(op):
                 if any(self._is_read_whole(r) for r in op.results):
                     return True
             elif op.name not in LOOKUPS and not self.is_light[self.folded.kind_of[u]]:
@@ -244,6 +247,8 @@ class Liveness:
             role = self.program.step.arguments[op.site[0]].role
             stays = [Item(port, value.num_bytes, 0, len(self.program.ops) - 1, None, _RESIDENT_OF[role], i)]
             return stays + self._copies(v, kind, r, len(self.program.ops) - 1)
+        if any(self.program.ops[u].name == "input" for u in self.uses.get(v, ())):
+            return []  # it is written where the old state was
         by_group: dict[Group, list[int]] = {}
         for u in self.uses.get(v, ()):
             reader = self.program.ops[u]

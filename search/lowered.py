@@ -13,13 +13,14 @@ from dataclasses import dataclass, replace
 
 from autoshard.layout import Route
 from cost_model.compute import kernel_s
-from cost_model.gpu_targets import is_hopper_or_later
-from search.choices import Way, port_specs
 from search.kernels import is_light
-from search.liveness import VIEWS, Liveness, Resident
+from search.liveness import Liveness, Resident
 from search.pricing import Priced
+from search.program import FlatOp
 from search.reshard import SLICE, Step
-from search.sketch import Group, Port, group_of
+from search.routes import Routes
+from search.scratch import Scratch
+from search.sketch import Group, group_of
 
 Loops = tuple[tuple[int, int], ...]
 """Ranges of op positions, inner loops first."""
@@ -95,120 +96,67 @@ def lower(priced: Priced, liveness: Liveness, labels: Sequence[int]) -> Lowered:
     return Lowered(tuple(lowering.kernels), tuple(lowering.buffers))
 
 
-WORKSPACE_BYTES = 4 * 2**20
-"""Of a matrix product. Source: XLA:GPU's default for cuBLASLt."""
-
-SLICED_WORKSPACE_BYTES = 32 * 2**20
-"""Of a matrix product that reads a slice in place. Source: XLA:GPU on Hopper, cuBLAS's recommended workspace."""
-
-
 class _Lowering:
     def __init__(self, priced: Priced, liveness: Liveness, labels: Sequence[int]) -> None:
         self.priced, self.liveness, self.labels = priced, liveness, labels
-        self.sketch, self.folded = priced.sketch, priced.sketch.folded
-        self.program, self.maker, self.uses = liveness.program, liveness.maker, liveness.uses
+        self.folded, self.program, self.uses = priced.sketch.folded, liveness.program, liveness.uses
+        self.routes = Routes(priced, labels)
+        self.scratch = Scratch(self.routes)
         self.kernels: list[Kernel] = []
         self.buffers: list[Buffer] = []
-        self.made_by: dict[int, int] = {}
         self.sources: dict[int, tuple[int, ...]] = {}
         self.copies: dict[tuple[int, Route, str], tuple[int, ...]] = {}
         self.seconds_of: dict[int, float] = {}
         self.reduced: dict[int, list] = {}
-        self.specs: dict[Port, tuple[int, ...]] = {}
         self.last_backward: int | None = None
-        self.device = priced.resharder.mesh.cluster.device
-        self.is_hopper = is_hopper_or_later(self.device.name)
+        self.mesh = priced.resharder.mesh
         self.resharded = self._resharded()
         self.carried = self._carried()
-
-    # --- specs and chains
-
-    def spec(self, port: Port) -> tuple[int, ...]:
-        if port not in self.specs:
-            row = port_specs(port, self.priced.choices[port.node])[self.labels[port.node]]
-            self.specs[port] = tuple(int(d) for d in row)
-        return self.specs[port]
-
-    def made(self, v: int) -> tuple[int, ...]:
-        i, r = self.maker[v]
-        return self.spec(self.sketch.ports[self.folded.kind_of[i], r, True])
-
-    def resting(self, v: int) -> tuple[int, ...]:
-        i, r = self.maker[v]
-        rest = self.sketch.copy_of.get((self.folded.kind_of[i], r, Group.REST))
-        return self.spec(Port(rest.node, ())) if rest else self.made(v)
-
-    def chain(self, v: int, here, there) -> tuple[Step, ...]:
-        if here == there:
-            return ()
-        made_at, r = self.maker[v]
-        kind = self.folded.kind_of[made_at]
-        how = self.priced.handling(self.sketch.node_of[kind], (kind, r))
-        return self.priced.resharder.chain(self.program.values[v], here, there, how)
-
-    def ways(self, i: int, operand: int) -> tuple[tuple[Step, ...], str]:
-        """The chain by which an op gets an operand, and the phase that its steps are shared within ("" for all)."""
-        op = self.program.ops[i]
-        v, group = op.operands[operand], group_of(op)
-        made_at, r = self.maker[v]
-        kind = self.folded.kind_of[made_at]
-        port = self.sketch.ports[self.folded.kind_of[i], operand, False]
-        here, need = self.resting(v), self.spec(port)
-        if port == self.sketch.ports[kind, r, True] and here == self.made(v):
-            return (), ""
-        copy = self.sketch.copy_of.get((kind, r, group))
-        held, lap = here, ""
-        if copy is not None:
-            way = self.priced.choices[copy.node].ways[self.labels[copy.node]]
-            if way is not Way.SAME:
-                held = self.spec(Port(copy.node, ()))
-                lap = group.value if copy.kept_from and way is Way.FRESH else ""
-        return (*self.chain(v, here, held), *self.chain(v, held, need)), lap
 
     def _resharded(self) -> frozenset[int]:
         """Values that a collective reads, so that they are arrays whoever makes them."""
         found = set()
         for i, op in enumerate(self.program.ops):
             for operand, v in enumerate(op.operands):
-                if self.program.values[v].shape and any(s.kind != SLICE for s in self.ways(i, operand)[0]):
+                if any(s.kind != SLICE for s in self.routes.to_reader(i, operand)[0]):
                     found.add(v)
         return frozenset(found)
 
     # --- kernels
 
     def op(self, i: int) -> None:
-        op, liveness = self.program.ops[i], self.liveness
+        """Lowers one op: to an argument's buffer, to nothing if it is fused with its readers, or to kernels."""
+        op = self.program.ops[i]
         if op.name == "input":
-            v = op.results[0]
-            num_bytes = self._local(v, self.made(v))
-            role = liveness.resident_of_argument(op)
-            self.sources[v] = (self._buffer(num_bytes, role, (), True),)
+            self._argument(op)
             return
         read = self._reads(i)
-        if op.name in VIEWS and len(op.operands) == 1 and not self.resharded.intersection(op.results):
-            self.sources[op.results[0]] = read
-            return
-        arrays = [v for v in op.results if v in liveness.anchors[v] or v in self.resharded]
-        if not arrays:
-            for v in op.results:
-                self.sources[v] = read
-            return
-        makes = []
-        for v in op.results:
-            buffer = self._buffer(self._bytes_made(v), liveness.resident(v), self._loops(i, op), False)
-            makes.append(buffer)
-            self.sources[v] = (buffer,)
-        kernel = self._kernel(i, read, tuple(makes), ())
+        is_array = any(v in self.resharded or v in self.liveness.anchors[v] for v in op.results)
+        if is_array:
+            self._kernels(i, op, read)
+        else:
+            self.sources |= dict.fromkeys(op.results, read)
+
+    def _argument(self, op: FlatOp) -> None:
+        (v,) = op.results
+        role = self.liveness.resident_of_argument(op)
+        self.sources[v] = (self._buffer(self.routes.local_bytes(v, self.routes.made(v)), role, (), True),)
+
+    def _kernels(self, i: int, op: FlatOp, read: tuple[int, ...]) -> None:
+        """An op's own kernel, and the collectives that bring its results to rest."""
+        loops = self._loops(i, op)
+        makes = tuple(
+            self._buffer(self._bytes_made(v), self.liveness.resident(v), loops, False) for v in op.results
+        )
+        self.sources |= {v: (b,) for v, b in zip(op.results, makes, strict=True)}
+        kernel = self._kernel(i, read, makes, ())
         if op.op is not None and group_of(op) is Group.BACKWARD:
             self.last_backward = kernel
-        for axes, num_bytes in self.reductions(self.folded.kind_of[i]):
-            for v in op.results:
-                self.sources[v] = self._launched(i, v, self.sources[v], "all-reduce", axes, num_bytes, ())
         for v in op.results:
-            if self.program.values[v].shape and self.resting(v) != self.made(v):
-                self.sources[v] = self._sent(
-                    i, v, self.sources[v], self.chain(v, self.made(v), self.resting(v)), ""
-                )
+            for axes, num_bytes in self.reductions(self.folded.kind_of[i]):
+                summed = Collective("all-reduce", axes, num_bytes, str(self.program.values[v].dtype))
+                self.sources[v] = self._launched(i, v, self.sources[v], summed, (), num_bytes)
+            self.sources[v] = self._sent(i, v, self.sources[v], self.routes.to_rest(v), "")
 
     def _reads(self, i: int) -> tuple[int, ...]:
         """The buffers that an op reads, fused ops' included."""
@@ -217,7 +165,7 @@ class _Lowering:
         for operand, v in enumerate(op.operands):
             if op.name == "carry" and v not in self.sources:
                 continue  # the body's result, which is made later
-            steps, lap = self.ways(i, operand) if self.program.values[v].shape else ((), "")
+            steps, lap = self.routes.to_reader(i, operand)
             read |= dict.fromkeys(self._sent(i, v, self.sources[v], steps, lap))
         return tuple(read)
 
@@ -236,24 +184,28 @@ class _Lowering:
 
     def _collective(self, i: int, v: int, source: tuple[int, ...], step: Step, lap: str) -> tuple[int, ...]:
         tie = (self.last_backward,) if lap == Group.BACKWARD.value and self.last_backward is not None else ()
-        num_bytes = self._local(v, step.after)
-        return self._launched(i, v, source, step.kind, step.axes, step.num_bytes, tie, num_bytes)
+        what = Collective(step.kind, step.axes, step.num_bytes, str(self.program.values[v].dtype))
+        return self._launched(i, v, source, what, tie, self.routes.local_bytes(v, step.after))
 
-    def _launched(self, i, v, source, kind, axes, moved_bytes, tie, num_bytes=None) -> tuple[int, ...]:
+    def _launched(
+        self,
+        i: int,
+        v: int,
+        source: tuple[int, ...],
+        what: Collective,
+        after: tuple[int, ...],
+        made_bytes: float,
+    ) -> tuple[int, ...]:
         loops = self.liveness.loops_at[i]
-        made = self._buffer(
-            moved_bytes if num_bytes is None else num_bytes, self.liveness.resident(v), loops, False
-        )
-        seconds = self.program.ops[i].count * float(self.priced.resharder.mesh.time_s(kind, axes, moved_bytes))
-        what = Collective(kind, axes, moved_bytes, str(self.program.values[v].dtype))
-        self.kernels.append(Kernel(i, source, (made,), tie, what, 0.0, seconds, loops))
-        self.made_by[made] = len(self.kernels) - 1
+        made = self._buffer(made_bytes, self.liveness.resident(v), loops, False)
+        seconds = self.program.ops[i].count * float(self.mesh.time_s(what.kind, what.axes, what.num_bytes))
+        self.kernels.append(Kernel(i, source, (made,), after, what, 0.0, seconds, loops))
         return (made,)
 
     def reductions(self, kind: int):
         """The all-reduces that an op's own cluster resolves: mesh axes and bytes per device."""
         if kind not in self.reduced:
-            label = self.labels[self.sketch.node_of[kind]]
+            label = self.labels[self.priced.sketch.node_of[kind]]
             self.reduced[kind] = [
                 (axes, float(local[at.tolist().index(label)]))
                 for axes, at, local, _ in self.priced.reductions(kind)
@@ -265,66 +217,17 @@ class _Lowering:
         kind = self.folded.kind_of[i]
         loops = self.liveness.loops_at[i]
         seconds = self.program.ops[i].count * self._seconds(kind, reads, makes)
-        self.kernels.append(Kernel(i, reads, makes, after, None, self._workspace(i), seconds, loops))
-        for b in makes:
-            self.made_by[b] = len(self.kernels) - 1
+        self.kernels.append(Kernel(i, reads, makes, after, None, self.scratch.num_bytes(i), seconds, loops))
         return len(self.kernels) - 1
-
-    def _workspace(self, i: int) -> float:
-        """What cuBLAS and cuDNN ask for: scratch, and a padded copy of what they cannot pad themselves."""
-        op = self.program.ops[i]
-        if self.device.name == "CPU":
-            return 0.0
-        if op.name == "conv_general_dilated":
-            return WORKSPACE_BYTES + self._padded(i)
-        if op.op is None or not self.folded.is_heavy[self.folded.kind_of[i]] or not op.rule.flops_per_point:
-            return 0.0
-        is_sliced = any(self._is_sliced(i, operand) for operand in range(len(op.operands)))
-        return SLICED_WORKSPACE_BYTES if is_sliced and self.is_hopper else WORKSPACE_BYTES
-
-    def _is_sliced(self, i: int, operand: int) -> bool:
-        """Whether an op reads a part of a larger array in place."""
-        v = self.program.ops[i].operands[operand]
-        before: tuple[int, ...] | None = None
-        for step in self.ways(i, operand)[0]:
-            if step.kind == SLICE:
-                return self._is_leading(v, before or self.resting(v), step.after)
-            before = step.after
-        made = self.program.ops[self.maker[v][0]]
-        while made.name in VIEWS - {"slice"} and made.operands:
-            made = self.program.ops[self.maker[made.operands[0]][0]]
-        return made.name == "slice" and made.is_boundary
-
-    def _is_leading(self, v: int, here, there) -> bool:
-        """Whether a slice is of one piece: along the first dimension that is not of size 1."""
-        first = next((d for d, n in enumerate(self.program.values[v].shape) if n > 1), 0)
-        return all(b == first for a, b in zip(here, there, strict=True) if a != b)
-
-    def _padded(self, i: int) -> float:
-        """Bytes of a convolution's operand with the zeros that cuDNN does not imagine: those of a dilated operand, unless
-        its kernel is reversed (it is the gradient of a strided convolution), and those of uneven padding."""
-        op = self.program.ops[i]
-        assert op.op is not None
-        params, v = op.op.params, op.operands[0]
-        is_gradient = self.program.ops[self.maker[op.operands[1]][0]].name == "rev"
-        is_uneven = any(low != high for low, high in params["padding"])
-        if is_gradient or not (is_uneven or max(params["lhs_dilation"], default=1) > 1):
-            return 0.0
-        shape = self.program.values[v].shape
-        growth = 1.0
-        spatial = params["dimension_numbers"].lhs_spec[2:]
-        for d, (low, high), dilation in zip(spatial, params["padding"], params["lhs_dilation"], strict=True):
-            growth *= ((shape[d] - 1) * dilation + 1 + max(low, 0) + max(high, 0)) / shape[d]
-        return growth * self._local(v, self.spec(self.sketch.ports[self.folded.kind_of[i], 0, False]))
 
     def _seconds(self, kind: int, reads: tuple[int, ...], makes: tuple[int, ...]) -> float:
         if self.folded.op(kind).is_boundary or is_light(self.folded, kind):
             moved = sum(self.buffers[b].num_bytes for b in (*reads, *makes))
-            return float(kernel_s(self.device, moved))
+            return float(kernel_s(self.mesh.cluster.device, moved))
         if kind not in self.seconds_of:
             seconds = self.priced.op_seconds(kind)
             self.seconds_of[kind] = float(
-                seconds[self.labels[self.sketch.node_of[kind]]] if seconds.ndim else seconds
+                seconds[self.labels[self.priced.sketch.node_of[kind]]] if seconds.ndim else seconds
             )
         return self.seconds_of[kind]
 
@@ -337,18 +240,12 @@ class _Lowering:
         inside = self.liveness.loops_at[i]
         return inside[1:] if op.name == "stack" else inside
 
-    def _local(self, v: int, spec) -> float:
-        shards = 1
-        for d, n in zip(spec, self.priced.resharder.mesh.shape, strict=True):
-            shards *= n if d >= 0 else 1
-        return self.program.values[v].num_bytes / shards
-
     def _bytes_made(self, v: int) -> float:
         uses = self.uses.get(v, ())
         becomes_state = any(self.program.ops[u].name == "input" for u in uses)
         if becomes_state and v not in self.resharded:
             return 0.0
-        return self._local(v, self.made(v))
+        return self.routes.local_bytes(v, self.routes.made(v))
 
     def _carried(self) -> dict[tuple[int, int], list[tuple[int, int]]]:
         """By loop: (position of the carry, its operand) of what the body hands to its next run."""
@@ -356,7 +253,7 @@ class _Lowering:
         for i, op in enumerate(self.program.ops):
             if op.name == "carry":
                 for operand, v in enumerate(op.operands):
-                    for loop in self.liveness.loops_at[self.maker[v][0]]:
+                    for loop in self.liveness.loops_at[self.liveness.maker[v][0]]:
                         if loop not in self.liveness.loops_at[i] and loop[0] > i:
                             found.setdefault(loop, []).append((i, operand))
                             break
@@ -368,7 +265,7 @@ class _Lowering:
             read: dict[int, None] = {}
             for i, operand in self.carried[loop]:
                 v = self.program.ops[i].operands[operand]
-                steps, lap = self.ways(i, operand) if self.program.values[v].shape else ((), "")
+                steps, lap = self.routes.to_reader(i, operand)
                 read |= dict.fromkeys(self._sent(position - 1, v, self.sources[v], steps, lap))
             self._kernel(position - 1, tuple(read), (), ())
 
@@ -377,9 +274,9 @@ class _Lowering:
         for i, op in enumerate(self.program.ops):
             if op.name == "input":
                 for operand, v in enumerate(op.operands):
-                    steps, lap = self.ways(i, operand) if self.program.values[v].shape else ((), "")
+                    steps, lap = self.routes.to_reader(i, operand)
                     if any(s.kind != SLICE for s in steps):
-                        at = self.maker[v][0]
+                        at = self.liveness.maker[v][0]
                         last = self._sent(at, v, self.sources[v], steps, lap)
                         for b in last:
                             self.buffers[b] = replace(self.buffers[b], num_bytes=0.0)

@@ -27,9 +27,7 @@ class Ties(Enum):
 
 def program_order(lowered: Lowered) -> tuple[int, ...]:
     """Kernels as they were written; collectives end where they start."""
-    pairs = (
-        (k,) if kernel.collective is None else (k, ~k) for k, kernel in enumerate(lowered.kernels)
-    )
+    pairs = ((k,) if kernel.collective is None else (k, ~k) for k, kernel in enumerate(lowered.kernels))
     return tuple(k for pair in pairs for k in pair)
 
 

@@ -26,6 +26,7 @@ def make_plan(
     estimates = Estimates(
         step_s=compute_s + sum(c.seconds for c in collectives),
         compute_s=compute_s,
+        hidden_s=0.0,
         peak_bytes=10 << 30,
         host_bytes=0,
         residents={"parameters": 3 << 30, "optimizer_state": 6 << 30, "temporaries": 1 << 30},
@@ -146,10 +147,10 @@ def test_times_and_bytes_add_up():
     assert sum(int(n) for n in re.findall(r"GiB +(\d+)%", shares)) == 100
 
 
-def test_overlap_is_shown_when_the_step_is_shorter_than_its_parts():
+def test_hidden_communication_is_shown():
     plan = make_plan(gpt())
-    plan = replace(plan, estimates=replace(plan.estimates, step_s=8e-3))
-    assert re.search(r"overlapped +-2 ms", summary(plan))
+    plan = replace(plan, estimates=replace(plan.estimates, step_s=8e-3, hidden_s=2e-3))
+    assert re.search(r"hidden behind computation +-2 ms", summary(plan))
 
 
 def test_heavy_ops_are_grouped_by_decision():

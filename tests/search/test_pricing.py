@@ -210,8 +210,9 @@ def test_estimates_add_up_to_what_was_minimised_and_combined_gradients_share_the
     grounded = Ground.of(trace(*deep_mlp(20)), ()).on(parse_cluster("8xH100-80GB"), (8,))
     kept = grounded.pinned({})
     solution = grounded.solve(kept, 1 << 40, 10.0)
-    estimates = estimate(grounded.memory, solution.labels)
-    assert estimates.step_s == pytest.approx(solution.cost_s, rel=1e-3)
+    device = grounded.simulated(solution.labels, 1 << 40)
+    estimates = estimate(grounded.memory.priced, solution.labels, device)
+    assert estimates.step_s + estimates.hidden_s == pytest.approx(solution.cost_s, rel=1e-3)
     (reduced,) = [c for c in estimates.collectives if c.kind == "all-reduce"]
     alone_s = grounded.memory.priced.resharder.mesh.time_s("all-reduce", (0,), 0.0)
     assert reduced.count >= 40

@@ -1,0 +1,97 @@
+"""Scratch memory of kernels: what cuBLAS and cuDNN ask for beside operands and results."""
+
+from cost_model.gpu_targets import is_hopper_or_later
+from search.liveness import is_view
+from search.program import FlatOp
+from search.reshard import SLICE
+from search.routes import Routes
+
+WORKSPACE_BYTES = 4 * 2**20
+"""Of a matrix product. Source: XLA:GPU's default for cuBLASLt."""
+
+SLICED_WORKSPACE_BYTES = 32 * 2**20
+"""Of a matrix product that reads a slice in place. Source: XLA:GPU on Hopper, cuBLAS's recommended workspace."""
+
+
+MERGED_BYTES = 64 * 2**20
+"""Products that move no more are merged with others that share an operand. Source: XLA,
+`xla_gpu_dot_merger_threshold_mb`."""
+
+
+class Scratch:
+    """Of the ops of a program, as they lie under some labels."""
+
+    def __init__(self, routes: Routes) -> None:
+        self.routes = routes
+        self.uses: dict[int, list[int]] = {}
+        for i, op in enumerate(routes.program.ops):
+            for v in op.operands:
+                self.uses.setdefault(v, []).append(i)
+        self.device = routes.priced.resharder.mesh.cluster.device
+        self.is_hopper = is_hopper_or_later(self.device.name)
+
+    def num_bytes(self, i: int) -> float:
+        """What cuBLAS and cuDNN ask for: scratch, and a padded copy of what they cannot pad themselves."""
+        op = self.routes.program.ops[i]
+        if self.device.name == "CPU":
+            return 0.0
+        if op.name == "conv_general_dilated":
+            return WORKSPACE_BYTES + self._padded(i)
+        if (
+            op.op is None
+            or not self.routes.folded.is_heavy[self.routes.folded.kind_of[i]]
+            or not op.rule.flops_per_point
+        ):
+            return 0.0
+        is_sliced = any(self._is_sliced(i, operand) for operand in range(len(op.operands)))
+        return SLICED_WORKSPACE_BYTES if is_sliced and self.is_hopper else WORKSPACE_BYTES
+
+    def _is_sliced(self, i: int, operand: int) -> bool:
+        """Whether an op reads a part of a larger array in place."""
+        v = self.routes.program.ops[i].operands[operand]
+        before: tuple[int, ...] | None = None
+        for step in self.routes.to_reader(i, operand)[0]:
+            if step.kind == SLICE:
+                return self._is_leading(v, before or self.routes.resting(v), step.after)
+            before = step.after
+        made = self.routes.program.ops[self.routes.maker[v][0]]
+        while is_view(made) and made.name != "slice":
+            made = self.routes.program.ops[self.routes.maker[made.operands[0]][0]]
+        return is_view(made) or self._is_merged(made)
+
+    def _is_merged(self, made: FlatOp) -> bool:
+        """Whether XLA computes a product together with others of the same left operand, so that it is a part of theirs."""
+        if made.name != "dot_general":
+            return False
+        left, *_ = made.operands
+        twins = [
+            op
+            for op in (self.routes.program.ops[u] for u in self.uses.get(left, ()))
+            if op.name == "dot_general" and op.operands[0] == left and op.phase is made.phase
+        ]
+        values = (*made.operands, *made.results)
+        moved = sum(self.routes.local_bytes(v, self.routes.made(v)) for v in values)
+        return len(twins) > 1 and moved <= MERGED_BYTES
+
+    def _is_leading(self, v: int, here, there) -> bool:
+        """Whether a slice is of one piece: along the first dimension that is not of size 1."""
+        first = next((d for d, n in enumerate(self.routes.program.values[v].shape) if n > 1), 0)
+        return all(b == first for a, b in zip(here, there, strict=True) if a != b)
+
+    def _padded(self, i: int) -> float:
+        """Bytes of a convolution's operand with the zeros that cuDNN does not imagine: those of a dilated operand, unless
+        its kernel is reversed (it is the gradient of a strided convolution), and those of uneven padding."""
+        op = self.routes.program.ops[i]
+        assert op.op is not None
+        params, v = op.op.params, op.operands[0]
+        is_gradient = self.routes.program.ops[self.routes.maker[op.operands[1]][0]].name == "rev"
+        is_uneven = any(low != high for low, high in params["padding"])
+        if is_gradient or not (is_uneven or max(params["lhs_dilation"], default=1) > 1):
+            return 0.0
+        shape = self.routes.program.values[v].shape
+        growth = 1.0
+        spatial = params["dimension_numbers"].lhs_spec[2:]
+        for d, (low, high), dilation in zip(spatial, params["padding"], params["lhs_dilation"], strict=True):
+            growth *= ((shape[d] - 1) * dilation + 1 + max(low, 0) + max(high, 0)) / shape[d]
+        port = self.routes.sketch.ports[self.routes.folded.kind_of[i], 0, False]
+        return growth * self.routes.local_bytes(v, self.routes.spec(port))
