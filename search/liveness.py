@@ -50,6 +50,9 @@ MAX_DEAR_ITEMSIZE = 2
 """Bytes of an element up to which moving it beats computing it again. Source: XLA's fusion on an H100: it stores a tanh
 in bfloat16, and computes it again in float32."""
 
+DRAWS = frozenset({"random_bits", "threefry2x32"})
+"""Ops whose random bits the compiler draws inside the kernel that reads them: a mask is stored, never its bits."""
+
 MAX_ANCHORS = 2
 """A value computed from more stored arrays is stored itself: fusions do not grow without end."""
 
@@ -120,6 +123,7 @@ class Liveness:
                 self.uses.setdefault(v, []).append(i)
         self.loops_at = self._loops_at()
         self.is_light = [self._light(k) for k in range(len(self.folded.members))]
+        self.drawn = self._drawn()
         self.computed_in = self._computed_in()
         self.anchors: dict[int, frozenset[int]] = {}
         self.held_until: dict[int, int] = {}
@@ -180,6 +184,19 @@ class Liveness:
         is_dear &= self.program.values[v].itemsize <= MAX_DEAR_ITEMSIZE
         return own if len(large) > MAX_ANCHORS or is_dear else below
 
+    def _drawn(self) -> frozenset[int]:
+        """Values computed from random bits and single numbers alone: masks and noise."""
+        drawn: set[int] = set()
+        plain: set[int] = set()
+        for i, op in enumerate(self.program.ops):
+            if op.name in DRAWS:
+                drawn.update(op.results)
+            elif all(self.program.values[v].num_bytes == self.program.values[v].itemsize for v in op.results):
+                plain.update(op.results)
+            elif self.is_light[self.folded.kind_of[i]] and all(v in drawn or v in plain for v in op.operands):
+                (plain if plain.issuperset(op.operands) else drawn).update(op.results)
+        return frozenset(drawn)
+
     def _computed_in(self) -> dict[int, frozenset[Group]]:
         """Per value, the phases of the kernels that read it, or compute it on the fly."""
         found: dict[int, frozenset[Group]] = {}
@@ -199,6 +216,9 @@ class Liveness:
     def _is_stored(self, i: int, v: int) -> bool:
         op = self.program.ops[i]
         is_reduction = any(f.kind in (Kind.SUM, Kind.REDUCE) and f.size > 1 for f in op.rule.factors)
+        if v in self.drawn and not is_reduction:
+            read_in = {group_of(self.program.ops[u]) for u in self.uses.get(v, ())}
+            return len(read_in) > 1 or self._is_read_whole(v)
         if is_reduction or op.name.startswith(("random", "threefry", "rng")):
             return True
         if op.name.startswith("scatter"):

@@ -1,9 +1,10 @@
 """Scratch memory of kernels: what cuBLAS and cuDNN ask for beside operands and results."""
 
+from typing import Any
+
 from cost_model.gpu_targets import is_hopper_or_later
 from search.liveness import is_view
 from search.program import FlatOp
-from search.reshard import SLICE
 from search.routes import Routes
 
 WORKSPACE_BYTES = 4 * 2**20
@@ -47,13 +48,8 @@ class Scratch:
         return SLICED_WORKSPACE_BYTES if is_sliced and self.is_hopper else WORKSPACE_BYTES
 
     def _is_sliced(self, i: int, operand: int) -> bool:
-        """Whether an op reads a part of a larger array in place."""
+        """Whether an op reads a part of a larger array in place: a loop's part of a stack, or of a merged product."""
         v = self.routes.program.ops[i].operands[operand]
-        before: tuple[int, ...] | None = None
-        for step in self.routes.to_reader(i, operand)[0]:
-            if step.kind == SLICE:
-                return self._is_leading(v, before or self.routes.resting(v), step.after)
-            before = step.after
         made = self.routes.program.ops[self.routes.maker[v][0]]
         while is_view(made) and made.name != "slice":
             made = self.routes.program.ops[self.routes.maker[made.operands[0]][0]]
@@ -67,16 +63,11 @@ class Scratch:
         twins = [
             op
             for op in (self.routes.program.ops[u] for u in self.uses.get(left, ()))
-            if op.name == "dot_general" and op.operands[0] == left and op.phase is made.phase
+            if op.name == "dot_general" and op.operands[0] == left and _summed(op) == _summed(made)
         ]
         values = (*made.operands, *made.results)
         moved = sum(self.routes.local_bytes(v, self.routes.made(v)) for v in values)
         return len(twins) > 1 and moved <= MERGED_BYTES
-
-    def _is_leading(self, v: int, here, there) -> bool:
-        """Whether a slice is of one piece: along the first dimension that is not of size 1."""
-        first = next((d for d, n in enumerate(self.routes.program.values[v].shape) if n > 1), 0)
-        return all(b == first for a, b in zip(here, there, strict=True) if a != b)
 
     def _padded(self, i: int) -> float:
         """Bytes of a convolution's operand with the zeros that cuDNN does not imagine: those of a dilated operand, unless
@@ -95,3 +86,10 @@ class Scratch:
             growth *= ((shape[d] - 1) * dilation + 1 + max(low, 0) + max(high, 0)) / shape[d]
         port = self.routes.sketch.ports[self.routes.folded.kind_of[i], 0, False]
         return growth * self.routes.local_bytes(v, self.routes.spec(port))
+
+
+def _summed(op: FlatOp) -> Any:
+    """Which dimensions of its left operand a product sums over, and which are a batch's."""
+    assert op.op is not None
+    (contracting, _), (batch, _) = op.op.params["dimension_numbers"]
+    return op.phase, contracting, batch
