@@ -78,13 +78,15 @@ TERMS = {
     # Megatron's fused GeLU computes it again; XLA keeps a tanh in 16 bits, which is dearer to compute than to read.
     "tanh inside the GeLU": Term(SBH, 0, 8, True),
     # Megatron's fused softmax differentiates from its result; XLA computes the result again, in 32 bits, from the
-    # scores and two numbers a row, so that neither the result nor its cast is kept.
+    # scores and two numbers a row, so that neither the result nor its cast is kept. (Of the two, XLA finds the maximum
+    # anew: we count 4 bytes a row too many.)
     "result of the softmax": Term(AS2B, 2, 0, True),
     "scores": Term(AS2B, 0, 2, True),
     "maximum and sum of the softmax's rows in 32 bits": Term(ASB, 0, 8, True),
     "mask of the attention's dropout, a byte each": Term(AS2B, 1, 1, True),
     "attention weights after dropout": Term(AS2B, 2, 2, True),
-    # The paper neglects them. `var` computes the mean a second time, and nobody folds the two in the jaxpr.
+    # The paper neglects them, and XLA computes them anew with the row at hand: we count 24 bytes a token too many.
+    # `var` computes the mean a second time.
     "mean, the same mean again and variance of two layer norms in 32 bits": Term(SB, 0, 24, False),
 }
 
