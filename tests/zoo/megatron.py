@@ -1,4 +1,7 @@
-"""The GPT of the Megatron papers in plain JAX: fused QKV, a GELU MLP of 4 x hidden, tied embeddings."""
+"""The GPT of the Megatron papers in plain JAX: fused QKV, a GELU MLP of 4 x hidden, tied embeddings.
+
+With `dropout`, the step takes a key, and drops where Megatron does: attention weights, and what both half-blocks add.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +17,14 @@ def layer_norm(x, norm):
     return ((wide - mean) * jax.lax.rsqrt(variance + 1e-5)).astype(x.dtype) * norm["scale"] + norm["bias"]
 
 
-def attention(x, layer, heads):
+def dropped(x, rate, key):
+    """What is left after dropout; without a key, all."""
+    if key is None:
+        return x
+    return jnp.where(jax.random.bernoulli(key, 1 - rate, x.shape), x / (1 - rate), 0)
+
+
+def attention(x, layer, heads, rate, key):
     batch, seq, hidden = x.shape
     qkv = (x @ layer["qkv"]["w"] + layer["qkv"]["b"]).reshape(batch, seq, heads, 3, hidden // heads)
     q, k, v = qkv[:, :, :, 0], qkv[:, :, :, 1], qkv[:, :, :, 2]
@@ -22,6 +32,7 @@ def attention(x, layer, heads):
     causal = jnp.tril(jnp.ones((seq, seq), bool))
     scores = jnp.where(causal, scores.astype(jnp.promote_types(x.dtype, jnp.float32)), -1e9)
     weights = jax.nn.softmax(scores, axis=-1).astype(x.dtype)
+    weights = dropped(weights, rate, key)
     mixed = jnp.einsum("bhqk,bkhd->bqhd", weights, v).reshape(batch, seq, hidden)
     return mixed @ layer["out"]["w"] + layer["out"]["b"]
 
@@ -31,16 +42,26 @@ def mlp(x, layer):
     return x @ layer["fc2"]["w"] + layer["fc2"]["b"]
 
 
-def forward(params, tokens, heads):
+def forward(params, tokens, heads, rate=0.0, key=None):
     x = params["embed"][tokens] + params["positions"]
-    for layer in params["layers"]:
-        x = x + attention(layer_norm(x, layer["norm1"]), layer, heads)
-        x = x + mlp(layer_norm(x, layer["norm2"]), layer)
+    for i, layer in enumerate(params["layers"]):
+        keys = (None,) * 3 if key is None else jax.random.split(jax.random.fold_in(key, i), 3)
+        mixed = attention(layer_norm(x, layer["norm1"]), layer, heads, rate, keys[0])
+        x = x + dropped(mixed, rate, keys[1])
+        x = x + dropped(mlp(layer_norm(x, layer["norm2"]), layer), rate, keys[2])
     return layer_norm(x, params["norm"]) @ params["embed"].T
 
 
 def make_megatron(
-    num_layers=2, hidden=32, heads=8, vocab=64, seq=16, batch=24, dtype=jnp.float32, compute_dtype=None
+    num_layers=2,
+    hidden=32,
+    heads=8,
+    vocab=64,
+    seq=16,
+    batch=24,
+    dtype=jnp.float32,
+    compute_dtype=None,
+    dropout=0.0,
 ) -> Case:
     """Parameters rest in `dtype`; the layers compute in `compute_dtype`, by default the same."""
     compute_dtype = compute_dtype or dtype
@@ -76,16 +97,16 @@ def make_megatron(
         }
         return {"params": params, "opt_state": optimizer.init(params)}
 
-    def loss_fn(params, batch):
+    def loss_fn(params, batch, key):
         params = jax.tree.map(lambda param: param.astype(compute_dtype), params)
-        logits = forward(params, batch["tokens"], heads).astype(dtype)
+        logits = forward(params, batch["tokens"], heads, dropout, key).astype(dtype)
         return optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"]).mean()
 
-    def step(state, batch):
-        loss, grads = jax.value_and_grad(loss_fn)(state["params"], batch)
+    def step(state, batch, key=None):
+        loss, grads = jax.value_and_grad(loss_fn)(state["params"], batch, key)
         updates, opt_state = optimizer.update(grads, state["opt_state"], state["params"])
         params = optax.apply_updates(state["params"], updates)
         return {"params": params, "opt_state": opt_state}, {"loss": loss}
 
     inputs = {"tokens": Integers((batch, seq), vocab), "targets": Integers((batch, seq), vocab)}
-    return Case("megatron", step, init, inputs)
+    return Case("megatron", step, init, inputs, lambda: (jax.random.key(1),) if dropout else ())
