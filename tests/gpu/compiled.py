@@ -4,6 +4,7 @@ Planned and lowered here; only the compiler runs in a process of its own (`cost_
 """
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
 
@@ -22,6 +23,7 @@ from executors.jit import build
 from search import driver
 from search.driver import Found
 from search.ground import Ground, Options
+from search.ilp import NoFitError
 from tests.zoo import (
     Case,
     make_dlrm,
@@ -38,6 +40,8 @@ from tests.zoo import (
 )
 
 SEARCH_S = 4.0
+STEP_DOWN = 1 / 8
+"""How much less memory each next plan gets, until none is found: the last one's is the smallest peak."""
 HURRY = "--xla_llvm_disable_expensive_passes=true"
 """LLVM is told to hurry: that changes kernels, not the program that we read."""
 
@@ -197,5 +201,9 @@ def compiled(job: Job) -> tuple[Plan, Numbers]:
 
 def _smallest_peak(step: Step, cluster: Cluster, mesh: tuple[int, ...]) -> float:
     grounded = Ground.of(step, ["None"] * len(step.arguments)).on(cluster, mesh)
-    labels = grounded.smallest_peak(grounded.pinned({}), 1, SEARCH_S)
-    return grounded.memory.peak(labels).num_bytes
+    kept, smallest_bytes = grounded.pinned({}), float(cluster.device_memory_limit())
+    with suppress(NoFitError):
+        while True:
+            cap_bytes = int(smallest_bytes * (1 - STEP_DOWN))
+            smallest_bytes = grounded.fitting(kept, cap_bytes, SEARCH_S / 2)[1].least_bytes
+    return smallest_bytes
