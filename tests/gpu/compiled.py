@@ -4,6 +4,7 @@ Planned and lowered here; only the compiler runs in a process of its own (`cost_
 """
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
 
@@ -20,11 +21,27 @@ from cost_model.numbers import Numbers
 from cost_model.oracle_process import Compiler, compile_apart
 from executors.jit import build
 from search import driver
+from search.driver import Found
 from search.ground import Ground, Options
-from tests.zoo import Case, make_dlrm, make_gpt_scan, make_llama, make_megatron, make_mlp, make_moe
+from search.ilp import NoFitError
+from tests.zoo import (
+    Case,
+    make_dlrm,
+    make_gpt_linen,
+    make_gpt_nnx,
+    make_gpt_scan,
+    make_llama,
+    make_megatron,
+    make_mlp,
+    make_moe,
+    make_resnet,
+    make_t5,
+    make_vit,
+)
 
-PLENTY_BYTES = 1 << 45
 SEARCH_S = 4.0
+STEP_DOWN = 1 / 8
+"""How much less memory each next plan gets, until none is found: the last one's is the smallest peak."""
 HURRY = "--xla_llvm_disable_expensive_passes=true"
 """LLVM is told to hurry: that changes kernels, not the program that we read."""
 
@@ -36,7 +53,7 @@ class Job:
     Attributes:
       make: the step.
       mesh: sizes of the axes.
-      slack: the cap, as a multiple of the smallest peak that the search can reach; None for no cap.
+      slack: the cap, as a multiple of the smallest peak that the search can reach; None for what the device has.
       pins: as `autoshard.search` takes them.
     """
 
@@ -51,21 +68,17 @@ def _megatron(**sizes) -> Callable[[], Case]:
     return lambda: make_megatron(**(small | sizes), compute_dtype=jnp.bfloat16)
 
 
-def _llama(batch: int) -> Callable[[], Case]:
-    sizes = {
-        "num_layers": 1,
-        "hidden": 512,
-        "heads": 16,
-        "kv_heads": 8,
-        "ffn": 1536,
-        "vocab": 4096,
-        "seq": 256,
-    }
-    return lambda: make_llama(**sizes, batch=batch, compute_dtype=jnp.bfloat16)
+def _llama(batch: int, num_layers: int = 1) -> Callable[[], Case]:
+    sizes = {"hidden": 512, "heads": 16, "kv_heads": 8, "ffn": 1536, "vocab": 4096, "seq": 256}
+    return lambda: make_llama(num_layers=num_layers, **sizes, batch=batch, compute_dtype=jnp.bfloat16)
 
 
 def _moe() -> Case:
     return make_moe(num_layers=1, hidden=512, heads=8, num_experts=8, ffn=2048, vocab=1024, seq=256, batch=32)
+
+
+def _unrolled(make: Callable[..., Case]) -> Callable[[], Case]:
+    return lambda: make(num_layers=3, hidden=512, heads=8, vocab=4096, seq=256, batch=16)
 
 
 def _scan(batch: int, remat: bool = False) -> Callable[[], Case]:
@@ -83,41 +96,103 @@ def _dlrm() -> Case:
     )
 
 
+def _resnet() -> Case:
+    return make_resnet((64, 128, 256), (2, 2, 2), image=64, num_classes=1000, batch=128)
+
+
+def _vit() -> Case:
+    return make_vit(num_layers=3, hidden=512, heads=8, image=128, patch=8, num_classes=1000, batch=32)
+
+
+def _t5() -> Case:
+    sizes = {"num_layers": 2, "hidden": 512, "heads": 8, "ffn": 2048, "vocab": 4096, "batch": 32}
+    return make_t5(**sizes, source_seq=256, target_seq=128)
+
+
 _ROWS = {
     f"{holder}['tables'][{i}]": P("data")
     for holder in ("state['params']", "state['opt_state'][0].sum_of_squares")
     for i in range(2)
 }
 
+_CHECKERED = {
+    "state['params'][0]['w']": P("data", "model"),
+    "state['params'][1]['w']": P("model", "data"),
+    "state['params'][2]['w']": P("data", "model"),
+}
+
+_COLUMNS_THEN_ROWS = {
+    f"{holder}['layers'][0]['{layer}']['w']": spec
+    for holder in ("state['params']", "state['opt_state'][0].mu", "state['opt_state'][0].nu")
+    for layer, spec in (
+        ("qkv", P(None, "model")),
+        ("out", P("model", None)),
+        ("fc1", P(None, "model")),
+        ("fc2", P("model", None)),
+    )
+}
+
+_SHARDED_WEIGHTS = {
+    f"state['params']['layers'][{i}]['{name}']": P("data")
+    for i in range(4)
+    for name in ("wq", "wk", "wv", "wo", "gate", "up", "down")
+}
+
 JOBS = {
     "mlp on 8": Job(_mlp(4096), (8,)),
+    "mlp on 8, tight": Job(_mlp(4096), (8,), slack=1.15),
     "mlp on 2x4": Job(_mlp(4096), (2, 4)),
+    "mlp on 2x4 by hand": Job(_mlp(4096), (2, 4), pins=_CHECKERED),
     "mlp on 8x8": Job(_mlp(8192), (8, 8)),
+    "mlp on 64x8": Job(_mlp(16384), (64, 8)),
     "tensor parallel": Job(_megatron(batch=8), (8,)),
     "sequence parallel": Job(_megatron(batch=4, seq=512), (8,), slack=1.15),
     "data parallel": Job(_megatron(batch=64), (8,)),
     "fsdp": Job(_megatron(batch=32), (8,), slack=1.1),
     "mixed on 2x4": Job(_megatron(batch=8), (2, 4)),
+    "mixed on 2x4 by hand": Job(_megatron(batch=32), (2, 4), pins=_COLUMNS_THEN_ROWS),
     "mixed on 8x8": Job(_megatron(batch=512), (8, 8)),
     "vocabulary parallel": Job(_megatron(batch=8, vocab=32768), (8,)),
     "grouped heads": Job(_llama(8), (8,)),
     "grouped heads on 2x4": Job(_llama(16), (2, 4)),
+    "grouped heads, 4 layers": Job(_llama(16, 4), (8,)),
+    "grouped heads, 4 layers, by hand": Job(_llama(16, 4), (8,), pins=_SHARDED_WEIGHTS),
+    "grouped heads, 4 layers, on 2x4, tight": Job(_llama(16, 4), (2, 4), slack=1.15),
+    "grouped heads, 4 layers, on 8x8": Job(_llama(128, 4), (8, 8)),
     "experts": Job(_moe, (8,)),
+    "experts, tight": Job(_moe, (8,), slack=1.15),
     "experts on 2x4": Job(_moe, (2, 4)),
+    "unrolled linen": Job(_unrolled(make_gpt_linen), (8,)),
+    "unrolled linen, tight": Job(_unrolled(make_gpt_linen), (8,), slack=1.15),
+    "unrolled nnx on 2x4": Job(_unrolled(make_gpt_nnx), (2, 4)),
     "scanned": Job(_scan(8), (8,)),
     "scanned, tight": Job(_scan(32), (8,), slack=1.15),
     "scanned with checkpoint on 2x4": Job(_scan(16, remat=True), (2, 4)),
     "tables by rows": Job(_dlrm, (8,), pins=_ROWS),
     "tables on 2x4": Job(_dlrm, (2, 4)),
+    "convolutions": Job(_resnet, (8,)),
+    "convolutions on 2x4, tight": Job(_resnet, (2, 4), slack=1.15),
+    "patches": Job(_vit, (8,)),
+    "patches on 2x4, tight": Job(_vit, (2, 4), slack=1.15),
+    "encoder and decoder": Job(_t5, (8,)),
+    "encoder and decoder on 2x4": Job(_t5, (2, 4)),
 }
+"""What `benchmarks.truth` tabulates; the tests compile those that `test_collectives.WHAT_IT_SHOWS` names."""
+
+
+def planned(job: Job) -> tuple[Step, Cluster, Found]:
+    """The step, for which cluster, and the plan."""
+    case, cluster = job.make(), parse_cluster(f"{prod(job.mesh)}xH100-80GB")
+    step = trace(case.step, *case.abstract_args())
+    cap_bytes = cluster.device_memory_limit()
+    if job.slack is not None:
+        cap_bytes = int(_smallest_peak(step, cluster, job.mesh) * job.slack)
+    return step, cluster, driver.find(step, cluster, Options(cap_bytes, job.mesh, job.pins, SEARCH_S))
 
 
 def compiled(job: Job) -> tuple[Plan, Numbers]:
-    """The plan, and its program as compiled."""
-    case, cluster = job.make(), parse_cluster(f"{prod(job.mesh)}xH100-80GB")
-    step = trace(case.step, *case.abstract_args())
-    cap = PLENTY_BYTES if job.slack is None else int(_smallest_peak(step, cluster, job.mesh) * job.slack)
-    found = driver.find(step, cluster, Options(cap, job.mesh, job.pins, SEARCH_S))
+    """The plan, and its program as compiled for a device with all its memory."""
+    step, cluster, found = planned(job)
     program = build(step, found.layout, None)
     module = _jax.module_bytes(program.fn.trace(*program.args).lower(lowering_platforms=("cuda",)))
     answer = compile_apart(module, cluster, compiler=Compiler(flags=HURRY))
@@ -126,5 +201,9 @@ def compiled(job: Job) -> tuple[Plan, Numbers]:
 
 def _smallest_peak(step: Step, cluster: Cluster, mesh: tuple[int, ...]) -> float:
     grounded = Ground.of(step, ["None"] * len(step.arguments)).on(cluster, mesh)
-    labels = grounded.smallest_peak(grounded.pinned({}), 1, SEARCH_S)
-    return grounded.memory.peak(labels).num_bytes
+    kept, smallest_bytes = grounded.pinned({}), float(cluster.device_memory_limit())
+    with suppress(NoFitError):
+        while True:
+            cap_bytes = int(smallest_bytes * (1 - STEP_DOWN))
+            smallest_bytes = grounded.fitting(kept, cap_bytes, SEARCH_S / 2)[1].least_bytes
+    return smallest_bytes
