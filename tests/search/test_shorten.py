@@ -52,7 +52,7 @@ def test_each_result_is_that_of_the_model_with_fewer_layers(name):
 
 
 def test_stages_of_a_convolutional_network_are_stacks_of_their_own():
-    found = shortened(traced_from_zoo("resnet", blocks_per_stage=6))
+    found = shortened(traced_from_zoo("resnet", blocks_per_stage=(6, 6)))
     assert sorted(found.missing) == [
         1,
         2,
