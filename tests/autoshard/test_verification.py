@@ -17,6 +17,7 @@ from cost_model.numbers import Numbers
 CLUSTER = parse_cluster("8xH100-80GB")
 GIB = 1 << 30
 KEY = ("all-gather", ("data",))
+WHOLE = Extent()
 
 
 def step(w, x):
@@ -35,7 +36,7 @@ def plan():
     return replace(found, estimates=estimates)
 
 
-def verdict(plan, peak_bytes=10 * GIB, gathered_bytes=GIB, more=(), extent=Extent(), **others):
+def verdict(plan, peak_bytes=10 * GIB, gathered_bytes=GIB, more=(), extent=WHOLE, **others):
     fields = {"host_bytes": 0, "host_copies": {}} | others
     numbers = Numbers(
         GIB, 0, peak_bytes - GIB, collectives={KEY: (1, gathered_bytes), **dict(more)}, **fields
