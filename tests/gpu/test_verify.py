@@ -5,16 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from autoshard import cli, extrapolation
-from autoshard.judge import Judge
+from autoshard import cli
 from autoshard.plan import Plan
-from autoshard.trace import trace
-from cost_model.hardware import parse_cluster
-from cost_model.oracle_process import Compiler
-from search import driver
-from search.ground import Options
-from tests.gpu.compiled import HURRY
-from tests.zoo import make_megatron
 
 TRAIN = """
 import jax
@@ -111,17 +103,3 @@ def test_who_cannot_be_asked(run, tmp_path, cluster, options, message):
     status, out, err = run("target", *options, cluster=cluster)
     assert (status, out, err.count("\n")) == (2, "", 1)
     assert message in err
-
-
-def test_what_is_extrapolated_is_what_is_compiled_in_full(monkeypatch):
-    monkeypatch.setattr(extrapolation, "FIXED_OPS", 0)
-    case, cluster = make_megatron(num_layers=8, hidden=64, vocab=128, batch=16), parse_cluster("8xH100-80GB")
-    step = trace(case.step, *case.abstract_args())
-    found = driver.find(step, cluster, Options(1 << 30, (2, 4)))
-    judge = Judge(cluster, Compiler(flags=HURRY), lambda line: None)
-    part, full = judge.verified(step, found), judge.verified(step, found, full=True)
-    assert (part.is_extrapolated, full.is_extrapolated) == (True, False)
-    assert part.collectives == full.collectives
-    assert len(full.collectives) > 1
-    assert part.compiled.residents["arguments"] == full.compiled.residents["arguments"]
-    assert part.compiled.peak_bytes == pytest.approx(full.compiled.peak_bytes, rel=0.1)
