@@ -48,7 +48,8 @@ def search(
       pin: specs in which arguments must rest, by pytree path, e.g. `{"params['emb']": P("model")}`.
       time_limit_s: seconds for the solver; the plan states the gap that is left.
       verify: whether XLA's GPU compiler judges if the plan fits: where it does not, the search goes on under a
-        lower limit. Needs the extra `autoshard[verify]`.
+        lower limit. Equal blocks are extrapolated as by `verify`, unless the peak comes close to the cap. Needs the
+        extra `autoshard[verify]`.
       target_config: as for `verify`.
       progress: called with one line per stage of the search.
 
@@ -76,7 +77,7 @@ def search(
     asked = judge.Judge(hardware, Compiler(judge.target_config_text(target_config)), progress)
     return judge.fitting(
         lambda limit, said: planning.find(traced, hardware, replace(options, memory_bytes=limit), said),
-        lambda found: asked.verified(traced, found),
+        lambda found, full: asked.verified(traced, found, full),
         options.memory_bytes,
         progress,
     )
@@ -110,6 +111,7 @@ def verify(
     step: Callable[..., Any],
     *abstract_args: Any,
     plan: str | os.PathLike[str] | Plan,
+    full: bool = False,
     target_config: str | os.PathLike[str] | None = None,
     timeout_s: float | None = None,
     progress: Callable[[str], None] = lambda line: None,
@@ -123,8 +125,10 @@ def verify(
       step: the step that the plan was made for.
       *abstract_args: its arguments' shapes.
       plan: a plan or its file.
+      full: whether to compile all of a stack of equal blocks; by default a few of them are, and the rest is
+        extrapolated: collectives, arguments and host copies exactly, the device's peak as an estimate.
       target_config: XLA's `GpuTargetConfigProto` in text, or its file, for a GPU that is no preset.
-      timeout_s: seconds for the compiler; by default it may take as long as it does.
+      timeout_s: seconds for the compiler and each program; by default it may take as long as it does.
       progress: called with one line per stage, and every second while the compiler works.
 
     Returns:
@@ -143,7 +147,7 @@ def verify(
     asked = judge.Judge(cluster, Compiler(judge.target_config_text(target_config), timeout_s), progress)
     progress("tracing the step")
     traced = _traced(step, abstract_args, {})
-    return asked.verified(traced, planning.applied(traced, given, place))
+    return asked.verified(traced, planning.applied(traced, given, place), full)
 
 
 def parallelize(

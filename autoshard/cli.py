@@ -105,6 +105,9 @@ def _parser() -> argparse.ArgumentParser:
     verify = commands.add_parser("verify", help="compile a plan's program, without a GPU, and compare")
     verify.add_argument("target", metavar="TARGET", help="as for search")
     verify.add_argument("plan", metavar="PLAN", help="what search --out wrote")
+    verify.add_argument(
+        "--full", action="store_true", help="compile all equal blocks instead of extrapolating from a few"
+    )
     verify.add_argument("--timeout", type=_seconds, metavar="S", help="seconds for the compiler")
     verify.set_defaults(run=_verify)
     for command in (search, verify):
@@ -182,6 +185,7 @@ def _verify(options: argparse.Namespace) -> int:
                 step,
                 *args,
                 plan=options.plan,
+                full=options.full,
                 target_config=options.target_config,
                 timeout_s=options.timeout,
                 progress=progress,

@@ -91,6 +91,21 @@ class Copied:
 
 
 @dataclass(frozen=True, slots=True)
+class Extent:
+    """How much of a step was compiled.
+
+    Attributes:
+      compiled_blocks: of the stacks that were shortened, how many repeated blocks.
+      num_blocks: how many these stacks have.
+      reason: where the whole was compiled although that takes its time: why.
+    """
+
+    compiled_blocks: int = 0
+    num_blocks: int = 0
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Verification:
     """A plan's predictions beside what XLA's GPU compiler made of its program.
 
@@ -104,6 +119,7 @@ class Verification:
       compiled: by the compiler.
       collectives: every kind over every set of axes that either side has.
       host_copies: between device and host, compiled.
+      extent: how much was compiled. The rest is extrapolated: exactly, but for the device's peak.
       seconds: of the verification, by part.
 
     Example:
@@ -121,7 +137,13 @@ class Verification:
     compiled: Footprint
     collectives: tuple[Moved, ...]
     host_copies: tuple[Copied, ...]
+    extent: Extent
     seconds: Mapping[str, float] = field(compare=False)
+
+    @property
+    def is_extrapolated(self) -> bool:
+        """Whether only some of the step's equal blocks were compiled; then the compiled peak is an estimate."""
+        return self.extent.compiled_blocks < self.extent.num_blocks
 
     @property
     def overshoot_bytes(self) -> int:
@@ -156,6 +178,7 @@ class Verification:
         data["collectives"] = [{**c, "axes": list(c["axes"])} for c in data["collectives"]]
         data["host_copies"] = list(data["host_copies"])
         return data | {
+            "is_extrapolated": self.is_extrapolated,
             "fits": self.fits,
             "differences": list(self.differences),
             "exit_status": self.exit_status,
@@ -167,7 +190,9 @@ class Verification:
         return side_by_side(self)
 
 
-def compared(plan: Plan, cluster: Cluster, numbers: Numbers, seconds: Mapping[str, float]) -> Verification:
+def compared(
+    plan: Plan, cluster: Cluster, numbers: Numbers, seconds: Mapping[str, float], extent: Extent = Extent()
+) -> Verification:
     """A plan's predictions beside the compiled program's numbers."""
     estimates = plan.estimates
     return Verification(
@@ -188,6 +213,7 @@ def compared(plan: Plan, cluster: Cluster, numbers: Numbers, seconds: Mapping[st
         ),
         collectives=_paired(plan, numbers),
         host_copies=tuple(Copied(way, *traffic) for way, traffic in numbers.host_copies.items()),
+        extent=extent,
         seconds=seconds,
     )
 

@@ -12,7 +12,7 @@ def side_by_side(v: Verification) -> str:
     """Predicted and compiled in plain text, side by side, and the verdict."""
     mesh = " x ".join(f"{name}={size}" for name, size in v.mesh.items())
     parts = [
-        [f"step {v.step} on {v.cluster}, mesh {mesh}"],
+        [f"step {v.step} on {v.cluster}, mesh {mesh}", *_extent(v)],
         _memory(v),
         _residents("predicted residents at the peak", v.predicted.residents),
         _residents("compiled residents at the peak", v.compiled.residents),
@@ -22,6 +22,16 @@ def side_by_side(v: Verification) -> str:
         _verdict(v),
     ]
     return "\n".join(line for lines in parts for line in lines)
+
+
+def _extent(v: Verification) -> list[str]:
+    extent = v.extent
+    if v.is_extrapolated:
+        return [
+            f"compiled {extent.compiled_blocks} of {extent.num_blocks} repeated blocks; the rest is extrapolated, and the "
+            "compiled peak an estimate (--full compiles them all)"
+        ]
+    return [f"compiled whole: {extent.reason}"] if extent.reason else []
 
 
 def _memory(v: Verification) -> list[str]:

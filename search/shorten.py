@@ -32,11 +32,15 @@ class Shortened:
       short: the shortened step and its layout.
       less: for each stack, the same with one block less of it.
       missing: for each stack, how many blocks `short` lacks.
+      num_blocks: how many blocks these stacks have, all together.
+      left_out: the outermost ops of the whole step that `short` lacks, then those that each of `less` lacks.
     """
 
     short: tuple[Step, Layout]
     less: tuple[tuple[Step, Layout], ...]
     missing: tuple[int, ...]
+    num_blocks: int
+    left_out: tuple[frozenset[int], ...]
 
     def extrapolate(self, short: float, less: Sequence[float]) -> float:
         """What the whole step has of something additive, such as a collective's bytes.
@@ -85,12 +89,17 @@ def shorten(step: Step, layout: Layout, repeated: int = 2) -> Shortened | Whole:
     # The first and the last of those alike stay: whichever way values pass, one comes before all that are left out.
     spared = [alike[repeated - 1 : -1] for alike in long]
     gone = {b for s in spared for b in s}
+    without = (gone, *(gone | {alike[-1]} for alike in long))
     try:
         cut = _Cut(step, layout, likeness, groups)
-        short, less = cut.without(gone), tuple(cut.without(gone | {alike[-1]}) for alike in long)
+        short, *less = map(cut.without, without)
     except UnlikeError as e:
         return Whole(f"no layer of the step {step.name!r} can be left out: {e}")
-    return Shortened(short, less, tuple(map(len, spared)))
+    num_blocks = sum(len(stack) for stack, alike in zip(blocks.stacks, inner, strict=True) if alike in long)
+    left_out = tuple(
+        frozenset(i for i, b in enumerate(blocks.of_op) if b in blocks_gone) for blocks_gone in without
+    )
+    return Shortened(short, tuple(less), tuple(map(len, spared)), num_blocks, left_out)
 
 
 class _Cut:

@@ -10,13 +10,14 @@ import autoshard
 from autoshard import judge
 from autoshard.errors import InfeasibleError, InputError
 from autoshard.plan import Collective, Plan
-from autoshard.verification import compared
+from autoshard.verification import Extent, compared
 from cost_model.hardware import parse_cluster
 from cost_model.numbers import Numbers
 
 CLUSTER = parse_cluster("8xH100-80GB")
 GIB = 1 << 30
 KEY = ("all-gather", ("data",))
+WHOLE = Extent()
 
 
 def step(w, x):
@@ -35,12 +36,12 @@ def plan():
     return replace(found, estimates=estimates)
 
 
-def verdict(plan, peak_bytes=10 * GIB, gathered_bytes=GIB, more=(), **others):
+def verdict(plan, peak_bytes=10 * GIB, gathered_bytes=GIB, more=(), extent=WHOLE, **others):
     fields = {"host_bytes": 0, "host_copies": {}} | others
     numbers = Numbers(
         GIB, 0, peak_bytes - GIB, collectives={KEY: (1, gathered_bytes), **dict(more)}, **fields
     )
-    return compared(plan, CLUSTER, numbers, {"trace": 1.0, "compile": 2.0})
+    return compared(plan, CLUSTER, numbers, {"trace": 1.0, "compile": 2.0}, extent)
 
 
 def test_a_program_as_predicted(plan):
@@ -115,6 +116,27 @@ def test_the_json_says_what_the_table_says(plan):
     }
 
 
+def test_what_was_compiled_of_the_step_is_said(plan):
+    found = verdict(plan, extent=Extent(5, 24))
+    assert found.is_extrapolated
+    said = (
+        "compiled 5 of 24 repeated blocks; the rest is extrapolated, and the compiled peak an estimate (--full compiles "
+        "them all)"
+    )
+    assert str(found).splitlines()[1] == said
+    data = found.to_json()
+    assert data["is_extrapolated"]
+    assert data["extent"] == {"compiled_blocks": 5, "num_blocks": 24, "reason": ""}
+
+
+def test_why_a_long_step_was_compiled_whole_is_said(plan):
+    found = verdict(plan, extent=Extent(reason="no layer can be left out"))
+    assert not found.is_extrapolated
+    assert str(found).splitlines()[1] == "compiled whole: no layer can be left out"
+    assert "compiled whole" not in str(verdict(plan))
+    assert not verdict(plan).to_json()["is_extrapolated"]
+
+
 # --- searching until it fits
 
 
@@ -138,7 +160,7 @@ class Compiler:
         estimates = replace(self.plan.estimates, peak_bytes=limit_bytes)
         return replace(self.found, plan=replace(self.plan, estimates=estimates, memory_bytes=limit_bytes))
 
-    def verified(self, found):
+    def verified(self, found, full):
         return verdict(found.plan, peak_bytes=int(found.plan.estimates.peak_bytes * self.times))
 
     def fitting(self):
@@ -165,10 +187,36 @@ def test_the_limit_is_lowered_by_the_overshoot_and_the_plan_keeps_the_cap(plan):
     )
 
 
+@pytest.mark.parametrize(("share", "asked"), [(0.9, [False]), (0.98, [False, True])])
+def test_a_peak_near_the_cap_is_not_left_to_extrapolation(plan, share, asked):
+    compiler, found = Compiler(plan, share), []
+
+    def verified(plan, full):
+        found.append(full)
+        proof = compiler.verified(plan, full)
+        return proof if full else replace(proof, extent=Extent(5, 24))
+
+    judge.fitting(compiler.search, verified, 20 * GIB, compiler.lines.append)
+    assert found == asked
+
+
+def test_the_whole_program_has_the_last_word(plan):
+    """Extrapolated, the first plan fits narrowly; in full it does not, and the second does."""
+    compiler, peaks = Compiler(plan, 1.0), iter([19.5, 20.5, 18.0])
+
+    def verified(found, full):
+        proof = verdict(found.plan, peak_bytes=int(next(peaks) * GIB))
+        return proof if full else replace(proof, extent=Extent(5, 24))
+
+    found = judge.fitting(compiler.search, verified, 20 * GIB, compiler.lines.append)
+    assert len(compiler.limits) == 2
+    assert found.search_s["verify"] == 6.0
+
+
 @pytest.mark.parametrize(("times", "rounds"), [(1.9, 4), (3.0, 1)])
 def test_it_gives_up_in_the_end_and_says_what_was_compiled_last(plan, times, rounds):
     compiler = Compiler(plan, times)
-    compiler.verified = lambda found: verdict(found.plan, peak_bytes=int(20 * GIB * times))
+    compiler.verified = lambda found, full: verdict(found.plan, peak_bytes=int(20 * GIB * times))
     with pytest.raises(
         InfeasibleError, match=r"was compiled to .* above the cap of 20 GiB, .* Allow .* a device"
     ):
