@@ -166,6 +166,8 @@ class Liveness:
             for v in self.program.ops[i].results:
                 if v in self.anchors[v]:
                     found += self._of_value(v)
+                else:
+                    found += self._copies_of_light(v)
         return tuple(found)
 
     def _anchors(self, i: int, v: int) -> frozenset[int]:
@@ -304,6 +306,12 @@ class Liveness:
         if born is Group.FORWARD and last is not Group.FORWARD:
             return Resident.RESIDUALS
         return Resident.TEMPORARIES
+
+    def _copies_of_light(self, v: int) -> list[Item]:
+        """A light value has no array of its own, but once resharded it is one."""
+        i, r = self.maker[v]
+        copies = self._copies(v, self.folded.kind_of[i], r, len(self.program.ops))
+        return [item for item in copies if item.way is not Way.SAME]
 
     def _copies(self, v: int, kind: int, r: int, source_end: int) -> list[Item]:
         value, i = self.program.values[v], self.maker[v][0]

@@ -96,11 +96,18 @@ class Priced:
         source, target = self.indices(wire.source, rank), self.indices(wire.target, rank)
         seconds = table[np.ix_(source, target)] * wire.count
         ways = self.choices[wire.target.node].ways
+        equal = source[:, None] == target[None, :]
+        if wire.source.node in self._private:
+            seconds = np.where(equal, 0.0, np.inf)
         if ways:
-            equal = source[:, None] == target[None, :]
             seconds = np.where([w is Way.SAME for w in ways], np.where(equal, 0.0, np.inf), seconds)
             seconds = np.where([w is Way.KEPT for w in ways], 0.0, seconds)
         return seconds
+
+    @cached_property
+    def _private(self) -> frozenset[int]:
+        """Copies with one reader: they lie as it wants them, or what it is handed would be in nobody's books."""
+        return frozenset(c.node for c in self.sketch.copies if len(c.targets) == 1)
 
     def handling(self, source: int, maker: Maker) -> Handling:
         """What the compiler does with the collectives of these values on their way from a node."""

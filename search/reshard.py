@@ -112,6 +112,7 @@ class Resharder:
         steps = []
         while here != goal:
             leaving = np.flatnonzero(moves.source == here)
+            leaving = leaving[_may_lead_to(moves, leaving, goal, best, direct)]
             totals = direct[leaving] + best[moves.target[leaving], goal]
             move = leaving[int(np.argmin(totals))]
             kind, axes = moves.kinds[moves.kind[move]]
@@ -152,7 +153,41 @@ class Resharder:
         np.minimum.at(best, (moves.source, moves.target), direct)
         for via in np.flatnonzero(fits):
             np.minimum(best, best[:, via, None] + best[None, via, :], out=best)
+        if not how.at_once:
+            _scatter_what_is_split(moves, direct, best)
         return direct, best
+
+
+def _scatter_what_is_split(moves: _Moves, direct: np.ndarray, best: np.ndarray) -> None:
+    """Makes `best` the chains that scatter a sum over every axis that the target splits.
+
+    An all-reduce of which only a slice is wanted is made a reduce-scatter by the compiler, whatever we think of it.
+    Reductions come first in every chain, so specs are settled by how many axes they are partial over.
+    """
+    partial = np.array([spec.count(PARTIAL) for spec in moves.specs])
+    for count in range(1, int(partial.max()) + 1):
+        for here in np.flatnonzero(partial == count):
+            leaving = np.flatnonzero(moves.source == here)
+            totals = direct[leaving, None] + best[moves.target[leaving]]
+            scattered = np.where(_scatters(moves, leaving), totals, np.inf).min(axis=0)
+            best[here] = np.where(np.isfinite(scattered), scattered, best[here])
+
+
+def _scatters(moves: _Moves, leaving: np.ndarray) -> np.ndarray:
+    """[moves, targets]: whether a move leaves no axis whole that the target splits and that was partial."""
+    specs = np.array(moves.specs)
+    was_partial = specs[moves.source[leaving]] == PARTIAL
+    is_whole = specs[moves.target[leaving]] == WHOLE
+    return ~((was_partial & is_whole)[:, None, :] & (specs >= 0)[None, :, :]).any(axis=2)
+
+
+def _may_lead_to(
+    moves: _Moves, leaving: np.ndarray, goal: int, best: np.ndarray, direct: np.ndarray
+) -> np.ndarray:
+    """Which moves the cheapest chain to a spec may begin with: those that scatter, where there are any."""
+    scatters = _scatters(moves, leaving)[:, goal]
+    possible = np.isfinite(direct[leaving] + best[moves.target[leaving], goal])
+    return scatters & possible if (scatters & possible).any() else possible
 
 
 SLICE_S = 1e-9
