@@ -18,8 +18,9 @@ from search.shorten import Shortened, Whole, shorten
 from search.spared import spared_bytes
 
 FIXED_OPS = 4_000
-"""Each compilation takes as long as so many ops of an unrolled step do, however small the program is. Source: measured, a
-Megatron GPT of hidden size 1024 for 64 H100s took 35 s of processor time with 2,718 ops and 55 s with 12,218."""
+"""What starting one more compilation counts for, in ops of an unrolled step. Source: measured on two cores, a Megatron
+GPT of hidden size 1024 for 64 H100s: 35 s of processor time with 2,718 ops and 55 s with 12,218, which is 14,000 ops; less
+here, as memory grows with the ops too and the fixed part is the same kernels compiled again."""
 
 
 def is_long(step: Step) -> bool:

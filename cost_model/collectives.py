@@ -75,12 +75,12 @@ LL = Protocol(6.6e-6, 0.32, 0.68, 1.25, 0.38, 0.17, 20e9)
 LL128 = Protocol(14e-6, 1.0, 1.0, 2.1, 0.92, 0.6)
 SIMPLE = Protocol(8.4e-6, 1.8, 3.5, 3.5, 1.0, 0.83)
 PROTOCOLS = (LL, LL128, SIMPLE)
-"""Source: NCCL 2.27, `src/graph/tuning.cc`: baseLatencies, hwLatencies and the refinements of bandwidth. Of LL's
+"""Source: NCCL 2, `src/graph/tuning.cc`: baseLatencies, hwLatencies and the refinements of bandwidth. Of LL's
 limits, 39 to 282 GB/s in a node are 0.33 to 0.39 of the links' rate from V100 to B200; across nodes they are 19 to
 45 GB/s. Trees: 0.92, times 1/3.8 (LL) or 7/9 (LL128), times the mean of treeCorrectionFactor above 64 KiB."""
 
 SWITCH_START_S = 25e-6
-"""Fixed time of an all-reduce in NVLink's switches. Source: NCCL 2.27, `src/graph/tuning.cc`, hwLatencies, NVLS."""
+"""Fixed time of an all-reduce in NVLink's switches. Source: NCCL 2, `src/graph/tuning.cc`, hwLatencies, NVLS."""
 
 SWITCH_SHARE = 0.74
 """Of the rate that rings sustain, what an all-reduce in the switch does, in bytes reduced. Source: 275 of 370 GB/s on

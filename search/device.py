@@ -25,12 +25,12 @@ class Simulated:
 
     Attributes:
       peak: of device memory.
-      least_bytes: the peak if the scheduler spends no memory on overlap: what must fit.
+      least: the peak if the scheduler spends no memory on overlap: what must fit.
       hidden_s: communication that runs behind computation.
     """
 
     peak: Peak
-    least_bytes: float
+    least: Peak
     hidden_s: float
 
 
@@ -61,4 +61,4 @@ def simulate(priced: Priced, liveness: Liveness, labels: Sequence[int], limit_by
         found = highest
     alone_s = sum(kernel.seconds for kernel in lowered.kernels)
     taken_s = min(seconds(lowered, order) for order in (plain, *orders))
-    return Simulated(found, least.num_bytes, alone_s - taken_s)
+    return Simulated(found, least, alone_s - taken_s)

@@ -38,8 +38,11 @@ DEFAULT_TIME_LIMIT_S = 15.0
 RELATIVE_GAP = 5e-3
 """Plans within this of the optimum are taken for optimal: the cost model is not finer."""
 
-MAX_TIGHTENINGS = 6
-"""How often the solver's limit is lowered. Source: a choice of ours; once is enough as a rule."""
+MAX_TIGHTENINGS = 10
+"""How often the solver is told that its plan does not fit. Source: a choice of ours; once is enough as a rule."""
+
+MAX_ROWS_ALONE = 5
+"""How often by a row, without a lower limit. Source: a choice of ours."""
 
 MARGIN = 2e-3
 """By how much more than needed it is lowered. Source: a choice of ours, as peaks come in steps."""
@@ -126,21 +129,22 @@ class Grounded:
         """The cheapest of the kept labels that fit, as the kernels of a device tell.
 
         The solver's rows are linear in the labels; what kernels hold is not. Where they hold more than the limit, the
-        solver gets a lower one.
+        solver gets a row for the point where they do, and at last a lower limit.
 
         Raises:
           NoFitError: nothing fits and costs less than the cutoff.
         """
-        end_s, solver_limit_bytes = monotonic() + time_limit_s, float(limit_bytes)
-        for _ in range(MAX_TIGHTENINGS):
+        end_s, solver_limit_bytes, rows = monotonic() + time_limit_s, float(limit_bytes), []
+        for n in range(MAX_TIGHTENINGS):
             left_s = max(end_s - monotonic(), MIN_TIME_S)
-            solution = self.solve(kept, int(solver_limit_bytes), left_s, cutoff_s)
+            solution = self.solve(kept, int(solver_limit_bytes), left_s, cutoff_s, rows)
             found = self.simulated(solution.labels, limit_bytes)
-            if found.least_bytes <= limit_bytes:
+            if found.least.num_bytes <= limit_bytes:
                 return solution, found
-            highest_bytes = self.memory.peak(solution.labels).num_bytes
-            over = found.least_bytes / limit_bytes
-            solver_limit_bytes = min(solver_limit_bytes, highest_bytes) / over * (1 - MARGIN)
+            rows.append(self.memory.row_of(found.least, solution.labels))
+            if n >= MAX_ROWS_ALONE:
+                over = found.least.num_bytes / limit_bytes
+                solver_limit_bytes = solver_limit_bytes / over * (1 - MARGIN)
         raise ilp.NoFitError(f"nothing was found that fits {limit_bytes} bytes", is_proven=False)
 
     def simulated(self, labels: Sequence[int], limit_bytes: float) -> Simulated:
@@ -148,7 +152,12 @@ class Grounded:
         return simulate(self.memory.priced, self.liveness, labels, limit_bytes)
 
     def solve(
-        self, kept: Sequence[np.ndarray], limit_bytes: int, time_limit_s: float, cutoff_s: float = np.inf
+        self,
+        kept: Sequence[np.ndarray],
+        limit_bytes: int,
+        time_limit_s: float,
+        cutoff_s: float = np.inf,
+        rows: Sequence[ilp.Row] = (),
     ) -> ilp.Solution:
         """The cheapest of the kept labels that fit, in the original numbering.
 
@@ -158,6 +167,7 @@ class Grounded:
         solution = ilp.solve(
             self._restricted(kept),
             limit_bytes=float(limit_bytes),
+            rows=[_kept_of(row, kept) for row in rows],
             violated=self._violated(kept, limit_bytes),
             time_limit_s=time_limit_s,
             relative_gap=RELATIVE_GAP,
@@ -173,13 +183,21 @@ class Grounded:
         Raises:
           NoFitError: the kept labels contradict one another.
         """
-        found = ilp.minimise_peak(
-            self._restricted(kept),
-            limit_bytes=float(limit_bytes),
-            violated=self._violated(kept, limit_bytes),
-            time_limit_s=time_limit_s,
-        )
-        return _original(kept, found.labels)
+        best, rows = None, []
+        for _ in range(MAX_ROWS_ALONE):
+            found = ilp.minimise_peak(
+                self._restricted(kept),
+                limit_bytes=float(limit_bytes),
+                rows=[_kept_of(row, kept) for row in rows],
+                violated=self._violated(kept, limit_bytes),
+                time_limit_s=time_limit_s / MAX_ROWS_ALONE,
+            )
+            labels = _original(kept, found.labels)
+            least = self.simulated(labels, 0.0).least
+            best = min(best or (np.inf, labels), (least.num_bytes, labels))
+            rows.append(self.memory.row_of(least, labels))
+        assert best is not None
+        return best[1]
 
     def _restricted(self, kept: Sequence[np.ndarray]) -> Problem:
         nodes = tuple(cost[k] for cost, k in zip(self.problem.node_cost_s, kept, strict=True))
@@ -189,11 +207,13 @@ class Grounded:
     def _violated(self, kept: Sequence[np.ndarray], limit_bytes: int):
         def violated(labels: Sequence[int]) -> tuple[ilp.Row, ...]:
             rows = self.memory.rows_over(_original(kept, labels), limit_bytes)
-            return tuple(
-                ilp.Row(r.name, tuple((n, b[kept[n]]) for n, b in r.bytes), r.fixed_bytes) for r in rows
-            )
+            return tuple(_kept_of(row, kept) for row in rows)
 
         return violated
+
+
+def _kept_of(row: ilp.Row, kept: Sequence[np.ndarray]) -> ilp.Row:
+    return ilp.Row(row.name, tuple((n, b[kept[n]]) for n, b in row.bytes), row.fixed_bytes)
 
 
 def _original(kept: Sequence[np.ndarray], labels: Sequence[int]) -> tuple[int, ...]:

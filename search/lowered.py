@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from autoshard.layout import Route
+from autoshard.spec import Spec
 from cost_model.compute import kernel_s
 from search.kernels import is_light
 from search.liveness import Liveness, Resident
@@ -20,10 +21,25 @@ from search.program import FlatOp
 from search.reshard import SLICE, Step
 from search.routes import Routes
 from search.scratch import Scratch
-from search.sketch import Group, group_of
+from search.sketch import Group, Port, group_of
 
 Loops = tuple[tuple[int, int], ...]
 """Ranges of op positions, inner loops first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A value that is resharded for one operand.
+
+    Attributes:
+      port: of the operand, whose node's label decides how much arrives.
+      num_bytes: of the whole value.
+      source: the spec that it comes from, in which nothing would have to arrive.
+    """
+
+    port: Port
+    num_bytes: int
+    source: Spec
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +51,14 @@ class Buffer:
       resident: what it is.
       is_argument: whether it is there from the step's start to its end.
       loops: where it is made.
+      arrival: of what a collective hands to one reader alone.
     """
 
     num_bytes: float
     resident: Resident
     is_argument: bool
     loops: Loops
+    arrival: Arrival | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,11 +184,22 @@ class _Lowering:
             if op.name == "carry" and v not in self.sources:
                 continue  # the body's result, which is made later
             steps, lap = self.routes.to_reader(i, operand)
-            read |= dict.fromkeys(self._sent(i, v, self.sources[v], steps, lap))
+            read |= dict.fromkeys(self._sent(i, v, self.sources[v], steps, lap, self._arrival(i, operand)))
         return tuple(read)
 
+    def _arrival(self, i: int, operand: int) -> Arrival:
+        v = self.program.ops[i].operands[operand]
+        port = self.priced.sketch.ports[self.folded.kind_of[i], operand, False]
+        return Arrival(port, self.program.values[v].num_bytes, self.routes.resting(v))
+
     def _sent(
-        self, i: int, v: int, source: tuple[int, ...], steps: Sequence[Step], lap: str
+        self,
+        i: int,
+        v: int,
+        source: tuple[int, ...],
+        steps: Sequence[Step],
+        lap: str,
+        arrival: Arrival | None = None,
     ) -> tuple[int, ...]:
         """The buffers where a chain ends; steps that were made before are shared."""
         here, route = source, ()
@@ -178,14 +207,20 @@ class _Lowering:
             route = (*route, step.after)
             key = (v, route, lap)
             if key not in self.copies:
-                self.copies[key] = here if step.kind == SLICE else self._collective(i, v, here, step, lap)
+                self.copies[key] = (
+                    here if step.kind == SLICE else self._collective(i, v, here, step, lap, arrival)
+                )
             here = self.copies[key]
         return here
 
-    def _collective(self, i: int, v: int, source: tuple[int, ...], step: Step, lap: str) -> tuple[int, ...]:
+    def _collective(
+        self, i: int, v: int, source: tuple[int, ...], step: Step, lap: str, arrival: Arrival | None
+    ) -> tuple[int, ...]:
         tie = (self.last_backward,) if lap == Group.BACKWARD.value and self.last_backward is not None else ()
         what = Collective(step.kind, step.axes, step.num_bytes, str(self.program.values[v].dtype))
-        return self._launched(i, v, source, what, tie, self.routes.local_bytes(v, step.after))
+        made = self._launched(i, v, source, what, tie, self.routes.local_bytes(v, step.after))
+        self.buffers[made[0]] = replace(self.buffers[made[0]], arrival=arrival)
+        return made
 
     def _launched(
         self,

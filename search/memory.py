@@ -104,3 +104,20 @@ class Memory:
             node = item.port.node
             total[node] = total[node] + share if node in total else share
         return Row(f"op {at}", tuple(sorted(total.items())), 0.0)
+
+    def row_of(self, peak: Peak, labels: Sequence[int]) -> Row:
+        """The memory at the peak of a device's kernels, which these labels make: what the rows know, what was resharded
+        for one reader there, by that reader's label, and the rest as it is."""
+        known = self.row(peak.position)
+        total = dict(known.bytes)
+        for arrival in peak.arrivals:
+            node = arrival.port.node
+            specs = port_specs(arrival.port, self.priced.choices[node])
+            moves = (specs != np.array(arrival.source)).any(axis=1)
+            arrived = np.where(moves, arrival.num_bytes / self.priced.shards(arrival.port), 0.0)
+            total[node] = total[node] + arrived if node in total else arrived
+        accounted = sum(float(num_bytes[labels[node]]) for node, num_bytes in total.items())
+        name = f"kernels at op {peak.position}, {len(peak.arrivals)} arrivals, {peak.num_bytes:.0f} bytes"
+        return Row(
+            name, tuple(sorted(total.items(), key=lambda item: item[0])), max(0.0, peak.num_bytes - accounted)
+        )

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from search.liveness import Resident
-from search.lowered import Kernel, Loops, Lowered
+from search.lowered import Arrival, Kernel, Loops, Lowered
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,11 +20,13 @@ class Peak:
       num_bytes: per device.
       position: the op at which it occurs.
       residents: bytes per device there, by what they are; only what is there.
+      arrivals: what was resharded for one reader and is there.
     """
 
     num_bytes: float
     position: int
     residents: tuple[tuple[Resident, float], ...]
+    arrivals: tuple[Arrival, ...] = ()
 
 
 def peak(lowered: Lowered, order: Sequence[int]) -> Peak:
@@ -48,7 +50,12 @@ def peak(lowered: Lowered, order: Sequence[int]) -> Peak:
             residents[buffer.resident] += buffer.num_bytes
     residents[Resident.TEMPORARIES] += highest - sum(residents.values())
     there = tuple((r, num_bytes) for r, num_bytes in residents.items() if num_bytes > 0)
-    return Peak(highest, run[where].position, there)
+    arrivals = tuple(
+        buffer.arrival
+        for buffer, (born, dies) in zip(lowered.buffers, stretches, strict=True)
+        if buffer.arrival is not None and born <= where <= dies
+    )
+    return Peak(highest, run[where].position, there, arrivals)
 
 
 def seconds(lowered: Lowered, order: Sequence[int]) -> float:

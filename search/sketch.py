@@ -32,10 +32,6 @@ MIN_RETAINED_BYTES = 1 << 16
 """Smaller values need no choice of retention: resharding them is all latency, keeping them costs nothing."""
 
 
-MIN_COPIED_BYTES = 1 << 20
-"""Smaller values that one op reads are not copies: what they take once resharded does not matter."""
-
-
 class Group(StrEnum):
     """Which consumers a copy serves; REST serves all."""
 
@@ -299,8 +295,7 @@ class _Wiring:
             nodes = {p.node for p in ports}
             is_retained = group is Group.BACKWARD and bool(forward) and value.num_bytes >= MIN_RETAINED_BYTES
             start = source
-            is_large = value.num_bytes >= MIN_COPIED_BYTES
-            if len(nodes - {source.node}) > 1 or ((is_retained or is_large) and nodes != {source.node}):
+            if len(nodes - {source.node}) > 1 or (is_retained and nodes != {source.node}):
                 kept = forward if is_retained else ()
                 targets = tuple(ports)
                 start = self._copy((kind, result), value, group, source, targets, kept, sum(total.values()))

@@ -205,5 +205,5 @@ def _smallest_peak(step: Step, cluster: Cluster, mesh: tuple[int, ...]) -> float
     with suppress(NoFitError):
         while True:
             cap_bytes = int(smallest_bytes * (1 - STEP_DOWN))
-            smallest_bytes = grounded.fitting(kept, cap_bytes, SEARCH_S / 2)[1].least_bytes
+            smallest_bytes = grounded.fitting(kept, cap_bytes, SEARCH_S / 2)[1].least.num_bytes
     return smallest_bytes
