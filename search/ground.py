@@ -44,6 +44,9 @@ MAX_TIGHTENINGS = 10
 MAX_ROWS_ALONE = 5
 """How often by a row, without a lower limit. Source: a choice of ours."""
 
+BLIND = 1.1
+"""From which share of the limit on the rows are taken to miss something. Source: a choice of ours."""
+
 MARGIN = 2e-3
 """By how much more than needed it is lowered. Source: a choice of ours, as peaks come in steps."""
 
@@ -128,8 +131,8 @@ class Grounded:
     ) -> tuple[ilp.Solution, Simulated]:
         """The cheapest of the kept labels that fit, as the kernels of a device tell.
 
-        The solver's rows are linear in the labels; what kernels hold is not. Where they hold more than the limit, the
-        solver gets a row for the point where they do, and at last a lower limit.
+        The solver's rows are linear in the labels; what kernels hold is not. Where they hold a little more than the limit,
+        the solver gets a lower one; where much more, its rows are blind to something, and it gets one that sees it.
 
         Raises:
           NoFitError: nothing fits and costs less than the cutoff.
@@ -141,10 +144,12 @@ class Grounded:
             found = self.simulated(solution.labels, limit_bytes)
             if found.least.num_bytes <= limit_bytes:
                 return solution, found
-            rows.append(self.memory.row_of(found.least, solution.labels))
-            if n >= MAX_ROWS_ALONE:
-                over = found.least.num_bytes / limit_bytes
-                solver_limit_bytes = solver_limit_bytes / over * (1 - MARGIN)
+            over = found.least.num_bytes / limit_bytes
+            if over > BLIND and n < MAX_ROWS_ALONE:
+                rows.append(self.memory.row_of(found.least, solution.labels))
+            else:
+                highest_bytes = self.memory.peak(solution.labels).num_bytes
+                solver_limit_bytes = min(solver_limit_bytes, highest_bytes) / over * (1 - MARGIN)
         raise ilp.NoFitError(f"nothing was found that fits {limit_bytes} bytes", is_proven=False)
 
     def simulated(self, labels: Sequence[int], limit_bytes: float) -> Simulated:

@@ -146,7 +146,7 @@ class Liveness:
     def resident(self, v: int) -> Resident:
         """What a value is that is made inside the step."""
         born = group_of(self.program.ops[self.maker[v][0]])
-        read = {group_of(self.program.ops[u]) for u in self.uses.get(v, ())}
+        read = self.computed_in[v]
         if born is Group.BACKWARD and Group.UPDATE in read:
             return Resident.GRADIENTS
         if born is Group.FORWARD and read - {Group.FORWARD}:
@@ -208,9 +208,8 @@ class Liveness:
                 groups: set[Group] = set()
                 for u in self.uses.get(v, ()):
                     reader = self.program.ops[u]
-                    is_fused = self.is_light[self.folded.kind_of[u]] and not self._is_stored(
-                        u, reader.results[0]
-                    )
+                    is_light = self.is_light[self.folded.kind_of[u]] and bool(reader.results)
+                    is_fused = is_light and not self._is_stored(u, reader.results[0])
                     groups |= found.get(reader.results[0], frozenset()) if is_fused else {group_of(reader)}
                 found[v] = frozenset(groups)
         return found

@@ -110,8 +110,10 @@ class Priced:
         return frozenset(c.node for c in self.sketch.copies if len(c.targets) == 1)
 
     def handling(self, source: int, maker: Maker) -> Handling:
-        """What the compiler does with the collectives of these values on their way from a node."""
-        return Handling(self.sketch.is_sum(source), self._joined_bytes(maker))
+        """What the compiler does with the collectives of these values on their way from a node. It sums what is scattered
+        over several axes in one collective too."""
+        is_scattered = self.sketch.folded.op(maker[0]).name.startswith("scatter")
+        return Handling(self.sketch.is_sum(source) or is_scattered, self._joined_bytes(maker))
 
     def _joined_bytes(self, maker: Maker) -> float:
         """The size of the collectives that these values' are joined into; zero where they are left alone."""
@@ -211,7 +213,8 @@ class Priced:
         device = self._device
         dtype = self.sketch.folded.program.values[op.operands[0]].dtype
         asked = op.op.params.get("precision") if op.op is not None else None
-        if asked and dtype == np.float32 and Precision.HIGHEST in tuple(asked):
+        wanted = asked if isinstance(asked, tuple) else (asked,)
+        if dtype == np.float32 and Precision.HIGHEST in wanted:
             return device.vector_flops_per_s
         return device.peak_flops_per_s(dtype)
 

@@ -131,7 +131,7 @@ def test_a_falling_cap_turns_data_parallelism_into_fsdp():
         num_layers=12, hidden=2048, heads=16, vocab=512, seq=128, batch=256, compute_dtype=jnp.bfloat16
     )
     loose = plan_for(case, "8xH100-80GB", (8,))
-    caps = [share * loose.estimates.peak_bytes for share in (0.94, 0.88, 0.83)]
+    caps = [share * loose.estimates.peak_bytes for share in (0.96, 0.92, 0.89)]
     plans = [loose, *(plan_for(case, "8xH100-80GB", (8,), cap) for cap in caps)]
     once = 2 * 12 * 2048**2 * 12
     gathered = [moved(plan, "all-gather") / once for plan in plans]
@@ -225,7 +225,7 @@ def test_dynamic_axial_parallelism_on_an_evoformer_block():
 
 def test_tensor_parallelism_stays_inside_the_node():
     case = make_megatron(
-        num_layers=4, hidden=8192, heads=64, vocab=1024, seq=1024, batch=32, compute_dtype=jnp.bfloat16
+        num_layers=4, hidden=8192, heads=64, vocab=1024, seq=1024, batch=8, compute_dtype=jnp.bfloat16
     )
     # Nodes, devices of a node. With a 400 Gb/s port for each GPU, rings across nodes are as fast as within.
     plan = plan_for(case, "16xH100-80GB-Ethernet", (2, 8))
