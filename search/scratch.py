@@ -1,5 +1,6 @@
 """Scratch memory of kernels: what cuBLAS and cuDNN ask for beside operands and results."""
 
+from math import prod
 from typing import Any
 
 from cost_model.gpu_targets import is_hopper_or_later
@@ -53,7 +54,13 @@ class Scratch:
         made = self.routes.program.ops[self.routes.maker[v][0]]
         while is_view(made) and made.name != "slice":
             made = self.routes.program.ops[self.routes.maker[made.operands[0]][0]]
-        return is_view(made) or self._is_merged(made)
+        return is_view(made) or (self._is_merged(made) and self._is_of_one(v, made))
+
+    def _is_of_one(self, v: int, made: FlatOp) -> bool:
+        """Whether a device has a single example of a value, so that its part of a merged product is of one piece."""
+        first = self.routes.program.values[v].shape[:1]
+        spec, mesh = self.routes.made(made.results[0]), self.routes.priced.resharder.mesh.shape
+        return prod(n for d, n in zip(spec, mesh, strict=True) if d == 0) >= prod(first)
 
     def _is_merged(self, made: FlatOp) -> bool:
         """Whether XLA computes a product together with others of the same left operand, so that it is a part of theirs."""
@@ -77,7 +84,8 @@ class Scratch:
         params, v = op.op.params, op.operands[0]
         is_gradient = self.routes.program.ops[self.routes.maker[op.operands[1]][0]].name == "rev"
         is_uneven = any(low != high for low, high in params["padding"])
-        if is_gradient or not (is_uneven or max(params["lhs_dilation"], default=1) > 1):
+        is_dilated = max(params["lhs_dilation"], default=1) > 1 and not is_gradient
+        if not (is_uneven or is_dilated):
             return 0.0
         shape = self.routes.program.values[v].shape
         growth = 1.0
