@@ -51,10 +51,14 @@ class Scratch:
     def _is_sliced(self, i: int, operand: int) -> bool:
         """Whether an op reads a part of a larger array in place: a loop's part of a stack, or of a merged product."""
         v = self.routes.program.ops[i].operands[operand]
-        made = self.routes.program.ops[self.routes.maker[v][0]]
+        at, is_moved = self.routes.maker[v][0], bool(self.routes.to_reader(i, operand)[0])
+        made = self.routes.program.ops[at]
         while is_view(made) and made.name != "slice":
-            made = self.routes.program.ops[self.routes.maker[made.operands[0]][0]]
-        return is_view(made) or (self._is_merged(made) and self._is_of_one(v, made))
+            at = self.routes.maker[made.operands[0]][0]
+            made = self.routes.program.ops[at]
+        if is_view(made):  # a stack that was gathered is laid out otherwise, and its parts are copied
+            return not is_moved and not self.routes.to_reader(at, 0)[0]
+        return self._is_merged(made) and self._is_of_one(v, made)
 
     def _is_of_one(self, v: int, made: FlatOp) -> bool:
         """Whether a device has a single example of a value, so that its part of a merged product is of one piece."""
