@@ -136,7 +136,7 @@ class _Lowering:
         found = set()
         for i, op in enumerate(self.program.ops):
             for operand, v in enumerate(op.operands):
-                if any(s.kind != SLICE for s in self.routes.to_reader(i, operand)[0]):
+                if any(s.kind != SLICE for s in self.routes.to_reader(i, operand).steps):
                     found.add(v)
         return frozenset(found)
 
@@ -183,9 +183,14 @@ class _Lowering:
         for operand, v in enumerate(op.operands):
             if op.name == "carry" and v not in self.sources:
                 continue  # the body's result, which is made later
-            steps, lap = self.routes.to_reader(i, operand)
+            steps, lap = self._way(i, operand)
             read |= dict.fromkeys(self._sent(i, v, self.sources[v], steps, lap, self._arrival(i, operand)))
         return tuple(read)
+
+    def _way(self, i: int, operand: int) -> tuple[tuple[Step, ...], str]:
+        """The steps by which an op gets an operand, and the phase that alone shares them ("" for all)."""
+        way = self.routes.to_reader(i, operand)
+        return way.steps, group_of(self.program.ops[i]).value if way.is_fresh else ""
 
     def _arrival(self, i: int, operand: int) -> Arrival:
         v = self.program.ops[i].operands[operand]
@@ -300,7 +305,7 @@ class _Lowering:
             read: dict[int, None] = {}
             for i, operand in self.carried[loop]:
                 v = self.program.ops[i].operands[operand]
-                steps, lap = self.routes.to_reader(i, operand)
+                steps, lap = self._way(i, operand)
                 read |= dict.fromkeys(self._sent(position - 1, v, self.sources[v], steps, lap))
             self._kernel(position - 1, tuple(read), (), ())
 
@@ -309,7 +314,7 @@ class _Lowering:
         for i, op in enumerate(self.program.ops):
             if op.name == "input":
                 for operand, v in enumerate(op.operands):
-                    steps, lap = self.routes.to_reader(i, operand)
+                    steps, lap = self._way(i, operand)
                     if any(s.kind != SLICE for s in steps):
                         at = self.liveness.maker[v][0]
                         last = self._sent(at, v, self.sources[v], steps, lap)

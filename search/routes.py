@@ -1,13 +1,34 @@
 """How values lie and travel under a full assignment of labels: specs, and the chains of collectives between them."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from autoshard.spec import Spec, num_shards
+from autoshard.spec import PARTIAL, Spec, num_shards
 from search.choices import Way, port_specs
 from search.pricing import Priced
 from search.program import Program
 from search.reshard import Step
 from search.sketch import Group, Port, group_of
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """How a value gets to one operand.
+
+    Attributes:
+      shared: the steps to the copy that it shares with the other readers of its phase.
+      last: the steps from there.
+      is_fresh: whether it is resharded anew in the backward phase, not taken from the forward phase's copies.
+    """
+
+    shared: tuple[Step, ...]
+    last: tuple[Step, ...]
+    is_fresh: bool
+
+    @property
+    def steps(self) -> tuple[Step, ...]:
+        """All of them."""
+        return (*self.shared, *self.last)
 
 
 class Routes:
@@ -51,24 +72,25 @@ class Routes:
         """From where it is made."""
         return self.chain(v, self.made(v), self.resting(v)) if self.program.values[v].shape else ()
 
-    def to_reader(self, i: int, operand: int) -> tuple[tuple[Step, ...], str]:
-        """The steps by which an op gets an operand, and the phase that shares them ("" for all)."""
+    def to_reader(self, i: int, operand: int) -> Delivery:
+        """How an op gets an operand."""
         op = self.program.ops[i]
         v, group = op.operands[operand], group_of(op)
+        if not self.program.values[v].shape:
+            return Delivery((), (), False)
         made_at, r = self.maker[v]
         kind = self.folded.kind_of[made_at]
         port = self.sketch.ports[self.folded.kind_of[i], operand, False]
-        here = self.resting(v)
-        if not self.program.values[v].shape or (
-            port == self.sketch.ports[kind, r, True] and here == self.made(v)
-        ):
-            return (), ""
-        copy = self.sketch.copy_of.get((kind, r, group))
-        held, lap = here, ""
-        if copy is not None and (way := self.way(copy.node)) is not Way.SAME:
-            held = self.spec(Port(copy.node, ()))
-            lap = group.value if copy.kept_from and way is Way.FRESH else ""
-        return (*self.chain(v, here, held), *self.chain(v, held, self.spec(port))), lap
+        is_made_so = port == self.sketch.ports[kind, r, True]
+        copy = None if is_made_so else self.sketch.copy_of.get((kind, r, group))
+        here, need = self.resting(v), self.spec(port)
+        way = Way.SAME if copy is None else self.way(copy.node)
+        held = here if copy is None or way is Way.SAME else self.spec(Port(copy.node, ()))
+        shared = self.chain(v, here, held)
+        last = () if PARTIAL in need else self.chain(v, held, need)
+        may_be_kept = copy is not None and bool(copy.kept_from)
+        is_fresh = may_be_kept and (bool(last) if not shared else way is Way.FRESH)
+        return Delivery(shared, last, is_fresh)
 
     def way(self, node: int) -> Way:
         """How a copy comes by its spec."""

@@ -51,13 +51,13 @@ class Scratch:
     def _is_sliced(self, i: int, operand: int) -> bool:
         """Whether an op reads a part of a larger array in place: a loop's part of a stack, or of a merged product."""
         v = self.routes.program.ops[i].operands[operand]
-        at, is_moved = self.routes.maker[v][0], bool(self.routes.to_reader(i, operand)[0])
+        at, is_moved = self.routes.maker[v][0], bool(self.routes.to_reader(i, operand).steps)
         made = self.routes.program.ops[at]
         while is_view(made) and made.name != "slice":
             at = self.routes.maker[made.operands[0]][0]
             made = self.routes.program.ops[at]
         if is_view(made):  # a stack that was gathered is laid out otherwise, and its parts are copied
-            return not is_moved and not self.routes.to_reader(at, 0)[0]
+            return not is_moved and not self.routes.to_reader(at, 0).steps
         return self._is_merged(made) and self._is_of_one(v, made)
 
     def _is_of_one(self, v: int, made: FlatOp) -> bool:

@@ -19,10 +19,11 @@ from collections.abc import Sequence
 from autoshard.factors import Kind
 from autoshard.layout import Layout, Place, Route, Want
 from autoshard.spec import AXIS_NAMES, PARTIAL, Spec
-from search.choices import Way, port_specs
 from search.pricing import Priced
 from search.program import FlatOp
-from search.sketch import Group, Port, group_of
+from search.reshard import Step
+from search.routes import Routes
+from search.sketch import group_of
 
 
 def spell(priced: Priced, labels: Sequence[int]) -> Layout:
@@ -34,10 +35,9 @@ def spell(priced: Priced, labels: Sequence[int]) -> Layout:
 
 class _Speller:
     def __init__(self, priced: Priced, labels: Sequence[int]) -> None:
-        self.priced, self.labels = priced, labels
         self.sketch, self.folded = priced.sketch, priced.sketch.folded
         self.program = self.folded.program
-        self.maker = {v: (i, r) for i, op in enumerate(self.program.ops) for r, v in enumerate(op.results)}
+        self.routes = Routes(priced, labels)
         node_of = self.sketch.node_of
         self.leaving = {
             (link.producer, link.result)
@@ -49,21 +49,6 @@ class _Speller:
             for link in self.folded.links
             if self.sketch.clusters[node_of[link.consumer]].is_sum and self.folded.is_heavy[link.producer]
         }
-        self.memo: dict[Port, Spec] = {}
-
-    def spec(self, port: Port) -> Spec:
-        if port not in self.memo:
-            row = port_specs(port, self.priced.choices[port.node])[self.labels[port.node]]
-            self.memo[port] = tuple(int(d) for d in row)
-        return self.memo[port]
-
-    def way(self, node: int) -> Way:
-        return self.priced.choices[node].ways[self.labels[node]]
-
-    def resting(self, kind: int, result: int) -> Spec:
-        """The spec that a value has once it is made."""
-        rest = self.sketch.copy_of.get((kind, result, Group.REST))
-        return self.spec(Port(rest.node, ())) if rest else self.spec(self.sketch.ports[kind, result, True])
 
     def specs(self) -> dict[Place, Route]:
         found: dict[Place, Route] = {}
@@ -71,8 +56,8 @@ class _Speller:
             kind = self.folded.kind_of[i]
             for r, (v, places) in enumerate(zip(op.results, op.result_places, strict=True)):
                 if self.program.values[v].shape and self._decides(op, kind, r):
-                    made, rest = self.spec(self.sketch.ports[kind, r, True]), self.resting(kind, r)
-                    route = (*self._imposed(kind, r, made), *self._route(v, made, rest))
+                    imposed = self._imposed(kind, r, self.routes.made(v))
+                    route = (*imposed, *_passed(self.routes.to_rest(v)))
                     if route:
                         found |= dict.fromkeys(places, route)
         return found
@@ -90,35 +75,22 @@ class _Speller:
         for i, op in enumerate(self.program.ops):
             for operand, (v, place) in enumerate(zip(op.operands, op.operand_places, strict=True)):
                 if place is not None and self.program.values[v].shape:
-                    want = self._want(v, self.folded.kind_of[i], operand, group_of(op))
+                    want = self._want(i, operand)
                     if want is not None:
                         found[place] = want
         return found
 
-    def _want(self, v: int, consumer: int, operand: int, group: Group) -> Want | None:
-        made, r = self.maker[v]
-        kind = self.folded.kind_of[made]
-        port = self.sketch.ports[consumer, operand, False]
-        here, need = self.resting(kind, r), self.spec(port)
-        is_made_so = port == self.sketch.ports[kind, r, True]
-        copy = None if is_made_so else self.sketch.copy_of.get((kind, r, group))
-        held, is_fresh = here, False
-        if copy is not None and self.way(copy.node) is not Way.SAME:
-            held = self.spec(Port(copy.node, ()))
-            is_fresh = bool(copy.kept_from) and self.way(copy.node) is Way.FRESH and held != here
-        shared = self._route(v, here, held)
-        last = self._route(v, held, need) if PARTIAL not in need else ()
-        is_fresh |= copy is not None and bool(copy.kept_from) and not shared and bool(last)
-        return Want(shared, is_fresh, group.value, last) if shared or last else None
+    def _want(self, i: int, operand: int) -> Want | None:
+        way = self.routes.to_reader(i, operand)
+        shared, last = _passed(way.shared), _passed(way.last)
+        group = group_of(self.program.ops[i])
+        return Want(shared, way.is_fresh, group.value, last) if shared or last else None
 
-    def _route(self, v: int, here: Spec, there: Spec) -> Route:
-        """What the cheapest chain passes through.
 
-        Where it scatters a sum over one axis before it reduces it over another, that is said with the other axis whole:
-        the compiler then does both in this order (measured on XLA:GPU).
-        """
-        made, result = self.maker[v]
-        kind = self.folded.kind_of[made]
-        how = self.priced.handling(self.sketch.node_of[kind], (kind, result))
-        chain = self.priced.resharder.chain(self.program.values[v], here, there, how)
-        return tuple(s.after for s in chain if PARTIAL not in s.after or s.kind == "reduce-scatter")
+def _passed(steps: Sequence[Step]) -> Route:
+    """What the steps of a chain pass through.
+
+    Where it scatters a sum over one axis before it reduces it over another, that is said with the other axis whole: the
+    compiler then does both in this order (measured on XLA:GPU).
+    """
+    return tuple(s.after for s in steps if PARTIAL not in s.after or s.kind == "reduce-scatter")
