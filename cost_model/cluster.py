@@ -47,9 +47,9 @@ _STAND_INS = {
 """Where a device has no unit for a dtype, XLA:GPU computes in the wider one; all else counts as float32."""
 
 
-MATMUL_EFFICIENCY = 0.7
-"""Of the matrix units' peak, what a large GEMM sustains. Source: assumed, from the usual range 0.6 to 0.85 of
-cuBLAS on training shapes."""
+MATMUL_EFFICIENCY = 0.8
+"""Of the matrix units' peak, what the tiles of a large GEMM sustain. Source: XLA's measured products give 0.88 on an H100 and
+0.75 on a B200 (see `cost_model.compute.START_S`); under a long step's load a GPU clocks lower than in such a benchmark."""
 
 VECTOR_EFFICIENCY = 0.7
 """Of the ordinary cores' peak, what fused elementwise and reduction kernels sustain. Source: assumed; such ops

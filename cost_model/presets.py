@@ -70,7 +70,7 @@ _XLA_SPECS = "XLA xla/backends/gpu/target_config/specs"
 _KERNELS = {
     "matmul_efficiency": {
         "value": MATMUL_EFFICIENCY,
-        "source": "assumed: cuBLAS on training shapes, 0.6 to 0.85",
+        "source": "XLA default_matmul_perf_table.txtpb: 0.88 on an H100, 0.75 on a B200; less under load",
     },
     "vector_efficiency": {"value": VECTOR_EFFICIENCY, "source": "assumed: such ops are bound by memory"},
     "memory_efficiency": {"value": MEMORY_EFFICIENCY, "source": "assumed: BabelStream triad, 0.85 to 0.93"},

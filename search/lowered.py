@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from autoshard.layout import Route
 from autoshard.spec import Spec
+from cost_model.collectives import MeshModel
 from cost_model.compute import kernel_s
 from search.kernels import is_light
 from search.liveness import Liveness, Resident
@@ -25,6 +26,15 @@ from search.sketch import Group, Port, group_of
 
 Loops = tuple[tuple[int, int], ...]
 """Ranges of op positions, inner loops first."""
+
+
+UNKNOWN_S = 5e-3
+"""What XLA's scheduler takes a collective between nodes for: it has no figure of its own. Source: what its
+`sol_latency_estimator` logs for H100s, JAX 0.12."""
+
+MEASURED = 1.3
+"""How much slower than in our model collectives inside a node are in XLA's table of measured ones, on H100s of 1 to 64 MiB.
+Source: `xla/service/gpu/model/default_collective_perf_table.txtpb`, 2026, the median."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +93,7 @@ class Kernel:
       collective: what it communicates; None when it computes.
       workspace_bytes: scratch memory while it runs.
       seconds: how long it takes in one step, all its runs together.
+      scheduled_s: how long XLA's scheduler takes that to be.
       loops: the loops that it is in.
     """
 
@@ -93,6 +104,7 @@ class Kernel:
     collective: Collective | None
     workspace_bytes: float
     seconds: float
+    scheduled_s: float
     loops: Loops
 
 
@@ -112,6 +124,12 @@ def lower(priced: Priced, liveness: Liveness, labels: Sequence[int]) -> Lowered:
         lowering.loop_ends(i + 1)
     lowering.finish()
     return Lowered(tuple(lowering.kernels), tuple(lowering.buffers))
+
+
+def collective_s(mesh: MeshModel, what: Collective) -> tuple[float, float]:
+    """Seconds of a collective, and what XLA's scheduler takes it for."""
+    seconds = float(mesh.time_s(what.kind, what.axes, what.num_bytes))
+    return seconds, UNKNOWN_S if mesh.group(what.axes).crosses_nodes else MEASURED * seconds
 
 
 class _Lowering:
@@ -238,8 +256,9 @@ class _Lowering:
     ) -> tuple[int, ...]:
         loops = self.liveness.loops_at[i]
         made = self._buffer(made_bytes, self.liveness.resident(v), loops, False)
-        seconds = self.program.ops[i].count * float(self.mesh.time_s(what.kind, what.axes, what.num_bytes))
-        self.kernels.append(Kernel(i, source, (made,), after, what, 0.0, seconds, loops))
+        runs = self.program.ops[i].count
+        seconds, scheduled_s = (runs * each_s for each_s in collective_s(self.mesh, what))
+        self.kernels.append(Kernel(i, source, (made,), after, what, 0.0, seconds, scheduled_s, loops))
         return (made,)
 
     def reductions(self, kind: int):
@@ -256,20 +275,24 @@ class _Lowering:
     def _kernel(self, i: int, reads: tuple[int, ...], makes: tuple[int, ...], after: tuple[int, ...]) -> int:
         kind = self.folded.kind_of[i]
         loops = self.liveness.loops_at[i]
-        seconds = self.program.ops[i].count * self._seconds(kind, reads, makes)
-        self.kernels.append(Kernel(i, reads, makes, after, None, self.scratch.num_bytes(i), seconds, loops))
+        runs = self.program.ops[i].count
+        seconds, scheduled_s = (runs * each_s for each_s in self._seconds(kind, reads, makes))
+        scratch = self.scratch.num_bytes(i)
+        self.kernels.append(Kernel(i, reads, makes, after, None, scratch, seconds, scheduled_s, loops))
         return len(self.kernels) - 1
 
-    def _seconds(self, kind: int, reads: tuple[int, ...], makes: tuple[int, ...]) -> float:
+    def _seconds(self, kind: int, reads: tuple[int, ...], makes: tuple[int, ...]) -> tuple[float, float]:
+        """Of one run, and what the scheduler takes it for: it leaves launches out of account."""
         if self.folded.op(kind).is_boundary or is_light(self.folded, kind):
+            device = self.mesh.cluster.device
             moved = sum(self.buffers[b].num_bytes for b in (*reads, *makes))
-            return float(kernel_s(self.mesh.cluster.device, moved))
+            return float(kernel_s(device, moved)), moved / device.memory_bytes_per_s
         if kind not in self.seconds_of:
             seconds = self.priced.op_seconds(kind)
             self.seconds_of[kind] = float(
                 seconds[self.labels[self.priced.sketch.node_of[kind]]] if seconds.ndim else seconds
             )
-        return self.seconds_of[kind]
+        return self.seconds_of[kind], self.seconds_of[kind]
 
     def _buffer(self, num_bytes: float, resident: Resident, loops: Loops, is_argument: bool) -> int:
         self.buffers.append(Buffer(num_bytes, resident, is_argument, loops))

@@ -81,8 +81,8 @@ class _Region:
     def is_collective(self, unit: int) -> bool:
         return unit not in self.loops_of and self.kernels[self.units[unit][0]].collective is not None
 
-    def seconds(self, unit: int) -> float:
-        return sum(self.kernels[k].seconds for k in self.units[unit])
+    def scheduled_s(self, unit: int) -> float:
+        return sum(self.kernels[k].scheduled_s for k in self.units[unit])
 
 
 class _Listing:
@@ -115,10 +115,10 @@ class _Listing:
     def _window(self, collective: int) -> None:
         """A collective, and what hides it."""
         self.listed.append((collective, True))
-        left_s = self.region.seconds(collective)
+        left_s = self.region.scheduled_s(collective)
         while left_s > 0 and self.ready:
             unit = self._take(self.ready)
-            left_s -= self.region.seconds(unit)
+            left_s -= self.region.scheduled_s(unit)
             self._list(unit)
         self._list(collective)
 

@@ -98,7 +98,7 @@ def _left(inside: Loops, outside: Loops) -> tuple[int, int] | None:
 
 
 def _in_place(lowered: Lowered, kernel: Kernel) -> float:
-    """An all-reduce writes where it reads."""
-    if kernel.collective is None or kernel.collective.kind != "all-reduce":
+    """An all-reduce writes where it reads; several that are joined write to one flat array."""
+    if kernel.collective is None or kernel.collective.kind != "all-reduce" or len(kernel.makes) > 1:
         return 0.0
     return sum(lowered.buffers[b].num_bytes for b in kernel.makes)

@@ -108,7 +108,7 @@ def test_what_was_not_measured_is_what_the_preset_sustains_and_says_so(tmp_path)
     found, fits = calibrated(preset, timings)
     found = sourced(found, preset, fits, {"device.memory": "told"}, "a test bench")
     sources = dict(found.sources)
-    assert dict(found.device.flops_per_s)["bfloat16"] == pytest.approx(0.7 * 989e12)
+    assert dict(found.device.flops_per_s)["bfloat16"] == pytest.approx(0.8 * 989e12)
     assert sources["device.flops.bfloat16"].startswith(NOT_MEASURED)
     assert "NVIDIA H100" in sources["device.flops.bfloat16"]
     assert sources["device.flops.float32"].startswith("measured on a test bench: fit residual median 0.")

@@ -303,4 +303,4 @@ def test_fingerprint_follows_numbers_only():
 
 
 def test_fingerprint_is_stable_across_releases():
-    assert toy_cluster().fingerprint() == "408089b834c4d324"
+    assert toy_cluster().fingerprint() == "bb4d7b812fabac30"

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax import lax
 
+from autoshard.graph import Value
 from autoshard.trace import trace
 from cost_model.collectives import MeshModel
 from cost_model.hardware import parse_cluster
@@ -46,6 +47,17 @@ def traffic_alone(step, name, *args):
     folded = priced(step, *args).sketch.folded
     (kind,) = [k for k in range(len(folded.members)) if folded.op(k).name == name]
     return sum(times * num_bytes(folded, place) for place, times in moved_alone(folded, kind))
+
+
+def test_chains_of_an_empty_array_come_to_an_end():
+    resharder = Resharder(MeshModel(parse_cluster("8xH100-80GB"), (2, 4)))
+    value = Value((0, 8), jnp.dtype("float32"))
+    reached = np.argwhere(np.isfinite(resharder.seconds(value)))
+    specs = resharder.specs(2)
+    for source, target in reached:
+        chain = resharder.chain(value, specs[source], specs[target])
+        assert source == target or chain[-1].after == specs[target]
+        assert len({step.after for step in chain}) == len(chain)
 
 
 def test_a_chain_moves_its_input_and_its_output():

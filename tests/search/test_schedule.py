@@ -18,12 +18,12 @@ def buffer(num_bytes, loops=(), is_argument=False):
 
 
 def kernel(position, reads, makes, taken_s=1.0, loops=(), workspace=0.0):
-    return Kernel(position, tuple(reads), tuple(makes), (), None, workspace, taken_s, loops)
+    return Kernel(position, tuple(reads), tuple(makes), (), None, workspace, taken_s, taken_s, loops)
 
 
 def gather(position, reads, makes, num_bytes=8.0, taken_s=1.0, kind="all-gather"):
     what = Collective(kind, (0,), num_bytes, "float32")
-    return Kernel(position, tuple(reads), tuple(makes), (), what, 0.0, taken_s, ())
+    return Kernel(position, tuple(reads), tuple(makes), (), what, 0.0, taken_s, taken_s, ())
 
 
 def test_the_peak_counts_what_is_still_to_be_read():
