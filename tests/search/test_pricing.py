@@ -16,7 +16,7 @@ from search.estimate import estimate
 from search.ground import Ground
 from search.kernels import moved_alone
 from search.pricing import price
-from search.reshard import Resharder
+from search.reshard import Handling, Resharder
 
 ROWS, COLUMNS = 512, 256
 LARGE = jnp.zeros((ROWS, COLUMNS))
@@ -52,10 +52,11 @@ def traffic_alone(step, name, *args):
 def test_chains_of_an_empty_array_come_to_an_end():
     resharder = Resharder(MeshModel(parse_cluster("8xH100-80GB"), (2, 4)))
     value = Value((0, 8), jnp.dtype("float32"))
-    reached = np.argwhere(np.isfinite(resharder.seconds(value)))
+    joined = Handling(combined_bytes=2**20)
+    reached = np.argwhere(np.isfinite(resharder.seconds(value, joined)))
     specs = resharder.specs(2)
     for source, target in reached:
-        chain = resharder.chain(value, specs[source], specs[target])
+        chain = resharder.chain(value, specs[source], specs[target], joined)
         assert source == target or chain[-1].after == specs[target]
         assert len({step.after for step in chain}) == len(chain)
 
