@@ -32,6 +32,9 @@ UNKNOWN_S = 5e-3
 """What XLA's scheduler takes a collective between nodes for: it has no figure of its own. Source: what its
 `sol_latency_estimator` logs for H100s, JAX 0.12."""
 
+CONVOLUTION_S = 10e-6
+"""What it takes any convolution for. Source: as for `UNKNOWN_S`."""
+
 MEASURED = 1.3
 """How much slower than in our model collectives inside a node are in XLA's table of measured ones, on H100s of 1 to 64 MiB.
 Source: `xla/service/gpu/model/default_collective_perf_table.txtpb`, 2026, the median."""
@@ -132,6 +135,11 @@ def collective_s(mesh: MeshModel, what: Collective) -> tuple[float, float]:
     return seconds, UNKNOWN_S if mesh.group(what.axes).crosses_nodes else MEASURED * seconds
 
 
+def _is_part(op: FlatOp) -> bool:
+    """Whether an op is a loop's part of a stacked array."""
+    return op.name == "slice" and op.is_boundary
+
+
 class _Lowering:
     def __init__(self, priced: Priced, liveness: Liveness, labels: Sequence[int]) -> None:
         self.priced, self.liveness, self.labels = priced, liveness, labels
@@ -168,10 +176,14 @@ class _Lowering:
             return
         read = self._reads(i)
         is_array = any(v in self.resharded or v in self.liveness.anchors[v] for v in op.results)
-        if is_array:
+        if is_array or self._is_copied_part(i, op):
             self._kernels(i, op, read)
         else:
             self.sources |= dict.fromkeys(op.results, read)
+
+    def _is_copied_part(self, i: int, op: FlatOp) -> bool:
+        """Whether a loop copies its part of a stack: one that was gathered is laid out otherwise than its readers want."""
+        return _is_part(op) and any(s.kind != SLICE for s in self.routes.to_reader(i, 0).steps)
 
     def _argument(self, op: FlatOp) -> None:
         (v,) = op.results
@@ -254,9 +266,10 @@ class _Lowering:
         after: tuple[int, ...],
         made_bytes: float,
     ) -> tuple[int, ...]:
-        loops = self.liveness.loops_at[i]
+        loops, runs = self.liveness.loops_at[i], self.program.ops[i].count
+        if _is_part(self.program.ops[i]):  # the whole stack travels, before the loop
+            loops, runs = loops[1:], self.program.ops[self.liveness.maker[v][0]].count
         made = self._buffer(made_bytes, self.liveness.resident(v), loops, False)
-        runs = self.program.ops[i].count
         seconds, scheduled_s = (runs * each_s for each_s in collective_s(self.mesh, what))
         self.kernels.append(Kernel(i, source, (made,), after, what, 0.0, seconds, scheduled_s, loops))
         return (made,)
@@ -292,7 +305,8 @@ class _Lowering:
             self.seconds_of[kind] = float(
                 seconds[self.labels[self.priced.sketch.node_of[kind]]] if seconds.ndim else seconds
             )
-        return self.seconds_of[kind], self.seconds_of[kind]
+        seconds = self.seconds_of[kind]
+        return seconds, CONVOLUTION_S if self.folded.op(kind).name == "conv_general_dilated" else seconds
 
     def _buffer(self, num_bytes: float, resident: Resident, loops: Loops, is_argument: bool) -> int:
         self.buffers.append(Buffer(num_bytes, resident, is_argument, loops))
