@@ -116,11 +116,7 @@ class Liveness:
         self.sketch = sketch
         self.folded: Folded = sketch.folded
         self.program: Program = sketch.folded.program
-        self.maker = {v: (i, r) for i, op in enumerate(self.program.ops) for r, v in enumerate(op.results)}
-        self.uses: dict[int, list[int]] = {}
-        for i, op in enumerate(self.program.ops):
-            for v in op.operands:
-                self.uses.setdefault(v, []).append(i)
+        self.maker, self.uses = self.program.maker, self.program.uses
         self.loops_at = self._loops_at()
         self.is_light = [self._light(k) for k in range(len(self.folded.members))]
         self.drawn = self._drawn()

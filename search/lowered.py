@@ -136,7 +136,8 @@ class _Lowering:
         found = set()
         for i, op in enumerate(self.program.ops):
             for operand, v in enumerate(op.operands):
-                if any(s.kind != SLICE for s in self.routes.to_reader(i, operand).steps):
+                steps = self.routes.to_reader(i, operand).steps
+                if steps and any(s.kind != SLICE for s in steps):
                     found.add(v)
         return frozenset(found)
 
@@ -184,7 +185,8 @@ class _Lowering:
             if op.name == "carry" and v not in self.sources:
                 continue  # the body's result, which is made later
             steps, lap = self._way(i, operand)
-            read |= dict.fromkeys(self._sent(i, v, self.sources[v], steps, lap, self._arrival(i, operand)))
+            arrival = self._arrival(i, operand) if steps else None
+            read |= dict.fromkeys(self._sent(i, v, self.sources[v], steps, lap, arrival))
         return tuple(read)
 
     def _way(self, i: int, operand: int) -> tuple[tuple[Step, ...], str]:

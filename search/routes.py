@@ -32,14 +32,19 @@ class Delivery:
 
 
 class Routes:
-    """The labels' meaning, value by value; remembers every port's spec."""
+    """The labels' meaning, value by value.
+
+    What is alike is asked again and again, once for each layer, so it is remembered: the spec of every port, and the way
+    from every kind of maker to every kind of reader.
+    """
 
     def __init__(self, priced: Priced, labels: Sequence[int]) -> None:
         self.priced, self.labels, self.sketch = priced, labels, priced.sketch
         self.folded = priced.sketch.folded
         self.program: Program = self.folded.program
-        self.maker = {v: (i, r) for i, op in enumerate(self.program.ops) for r, v in enumerate(op.results)}
+        self.maker = self.program.maker
         self._specs: dict[Port, Spec] = {}
+        self._deliveries: dict[tuple[int, int, int, int], Delivery] = {}
 
     def spec(self, port: Port) -> Spec:
         """Of the value at a port."""
@@ -74,6 +79,13 @@ class Routes:
 
     def to_reader(self, i: int, operand: int) -> Delivery:
         """How an op gets an operand."""
+        made_at, r = self.maker[self.program.ops[i].operands[operand]]
+        alike = self.folded.kind_of[i], operand, self.folded.kind_of[made_at], r
+        if alike not in self._deliveries:
+            self._deliveries[alike] = self._delivery(i, operand)
+        return self._deliveries[alike]
+
+    def _delivery(self, i: int, operand: int) -> Delivery:
         op = self.program.ops[i]
         v, group = op.operands[operand], group_of(op)
         if not self.program.values[v].shape:
