@@ -42,12 +42,14 @@ def _groups(kernels: Sequence[Kernel]) -> list[list[int]]:
     """Kernel numbers that become one kernel, by their first member.
 
     Sets of groups are bits of an integer. A kernel joins a group unless it waits for it, directly or through groups
-    that have come to wait for it by their other members.
+    that have come to wait for it by their other members: only `grown` groups may wait for more than is known to those
+    who wait for them.
     """
     made_by = {b: k for k, kernel in enumerate(kernels) for b in kernel.makes}
     waits: list[int] = []
     groups: list[list[int]] = []
     group_waits: list[int] = []
+    grown = 0
     total: list[float] = []
     open_group: dict[tuple, int] = {}
     for k, kernel in enumerate(kernels):
@@ -58,13 +60,15 @@ def _groups(kernels: Sequence[Kernel]) -> list[list[int]]:
         if kernel.collective is not None and kernel.collective.kind in JOINED:
             what, num_bytes = kernel.collective, kernel.collective.num_bytes
             key = (what.kind, what.axes, what.dtype, kernel.loops)
-            below = _closure(below, group_waits)
+            below = _closure(below, group_waits, grown)
         g = None if key is None else open_group.get(key)
         if g is None or num_bytes is None or below >> g & 1 or total[g] + num_bytes > THRESHOLD_BYTES:
             g = len(groups)
             groups.append([])
             group_waits.append(0)
             total.append(0.0)
+        elif below & ~group_waits[g]:
+            grown |= 1 << g
         groups[g].append(k)
         if key is not None and num_bytes is not None:
             open_group[key] = g
@@ -75,14 +79,14 @@ def _groups(kernels: Sequence[Kernel]) -> list[list[int]]:
     return groups
 
 
-def _closure(below: int, group_waits: Sequence[int]) -> int:
-    """All groups that these wait for."""
-    waiting, seen = below, 0
-    while waiting:
+def _closure(below: int, group_waits: Sequence[int], grown: int) -> int:
+    """These groups and all that they wait for."""
+    seen = 0
+    while waiting := below & grown & ~seen:
         g = waiting.bit_length() - 1
         seen |= 1 << g
-        waiting = (waiting | group_waits[g]) & ~seen
-    return seen
+        below |= group_waits[g]
+    return below
 
 
 def _join(members: Sequence[Kernel], mesh: MeshModel) -> Kernel:

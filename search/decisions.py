@@ -116,8 +116,9 @@ class Words:
         return texts
 
     def _specs(self, port) -> list[str]:
-        specs = port_specs(port, self.priced.choices[port.node])
-        return [format_spec(tuple(s), self.axis_names) for s in specs.tolist()]
+        specs = [tuple(s) for s in port_specs(port, self.priced.choices[port.node]).tolist()]
+        text = {s: format_spec(s, self.axis_names) for s in dict.fromkeys(specs)}
+        return [text[s] for s in specs]
 
     def decisions(self, labels: Sequence[int]) -> Decisions:
         """A full assignment in words."""

@@ -119,6 +119,7 @@ class Liveness:
         self.maker, self.uses = self.program.maker, self.program.uses
         self.loops_at = self._loops_at()
         self.is_light = [self._light(k) for k in range(len(self.folded.members))]
+        self.is_reduction = [self._reduces(k) for k in range(len(self.folded.members))]
         self.drawn = self._drawn()
         self.computed_in = self._computed_in()
         self.anchors: dict[int, frozenset[int]] = {}
@@ -138,6 +139,9 @@ class Liveness:
         op = self.folded.op(kind)
         stuck = any(f.kind is Kind.UNSPLITTABLE and f.size > 1 for f in op.rule.factors)
         return not (op.is_boundary or self.folded.is_heavy[kind] or stuck)
+
+    def _reduces(self, kind: int) -> bool:
+        return any(f.kind in (Kind.SUM, Kind.REDUCE) and f.size > 1 for f in self.folded.op(kind).rule.factors)
 
     def resident(self, v: int) -> Resident:
         """What a value is that is made inside the step."""
@@ -212,7 +216,7 @@ class Liveness:
 
     def _is_stored(self, i: int, v: int) -> bool:
         op = self.program.ops[i]
-        is_reduction = any(f.kind in (Kind.SUM, Kind.REDUCE) and f.size > 1 for f in op.rule.factors)
+        is_reduction = self.is_reduction[self.folded.kind_of[i]]
         if v in self.drawn and not is_reduction:
             read_in = {group_of(self.program.ops[u]) for u in self.uses.get(v, ())}
             return len(read_in) > 1 or self._is_read_whole(v)

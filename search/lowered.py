@@ -117,7 +117,7 @@ def lower(priced: Priced, liveness: Liveness, labels: Sequence[int]) -> Lowered:
 class _Lowering:
     def __init__(self, priced: Priced, liveness: Liveness, labels: Sequence[int]) -> None:
         self.priced, self.liveness, self.labels = priced, liveness, labels
-        self.folded, self.program, self.uses = priced.sketch.folded, liveness.program, liveness.uses
+        self.folded, self.program = priced.sketch.folded, liveness.program
         self.routes = Routes(priced, labels)
         self.scratch = Scratch(self.routes)
         self.kernels: list[Kernel] = []
@@ -126,6 +126,8 @@ class _Lowering:
         self.copies: dict[tuple[int, Route, str], tuple[int, ...]] = {}
         self.seconds_of: dict[int, float] = {}
         self.reduced: dict[int, list] = {}
+        self.light_s: dict[float, float] = {}
+        self.new_state = frozenset(v for op in self.program.ops if op.name == "input" for v in op.operands)
         self.last_backward: int | None = None
         self.mesh = priced.resharder.mesh
         self.resharded = self._resharded()
@@ -265,7 +267,9 @@ class _Lowering:
     def _seconds(self, kind: int, reads: tuple[int, ...], makes: tuple[int, ...]) -> float:
         if self.folded.op(kind).is_boundary or is_light(self.folded, kind):
             moved = sum(self.buffers[b].num_bytes for b in (*reads, *makes))
-            return float(kernel_s(self.mesh.cluster.device, moved))
+            if moved not in self.light_s:
+                self.light_s[moved] = float(kernel_s(self.mesh.cluster.device, moved))
+            return self.light_s[moved]
         if kind not in self.seconds_of:
             seconds = self.priced.op_seconds(kind)
             self.seconds_of[kind] = float(
@@ -283,9 +287,7 @@ class _Lowering:
         return inside[1:] if op.name == "stack" else inside
 
     def _bytes_made(self, v: int) -> float:
-        uses = self.uses.get(v, ())
-        becomes_state = any(self.program.ops[u].name == "input" for u in uses)
-        if becomes_state and v not in self.resharded:
+        if v in self.new_state and v not in self.resharded:
             return 0.0
         return self.routes.local_bytes(v, self.routes.made(v))
 

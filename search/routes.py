@@ -44,6 +44,8 @@ class Routes:
         self.program: Program = self.folded.program
         self.maker = self.program.maker
         self._specs: dict[Port, Spec] = {}
+        self._made: dict[tuple[int, int], Spec] = {}
+        self._to_rest: dict[tuple[int, int], tuple[Step, ...]] = {}
         self._deliveries: dict[tuple[int, int, int, int], Delivery] = {}
 
     def spec(self, port: Port) -> Spec:
@@ -56,7 +58,10 @@ class Routes:
     def made(self, v: int) -> Spec:
         """In which a value is made."""
         i, r = self.maker[v]
-        return self.spec(self.sketch.ports[self.folded.kind_of[i], r, True])
+        alike = self.folded.kind_of[i], r
+        if alike not in self._made:
+            self._made[alike] = self.spec(self.sketch.ports[*alike, True])
+        return self._made[alike]
 
     def resting(self, v: int) -> Spec:
         """To which it is brought at once."""
@@ -75,7 +80,12 @@ class Routes:
 
     def to_rest(self, v: int) -> tuple[Step, ...]:
         """From where it is made."""
-        return self.chain(v, self.made(v), self.resting(v)) if self.program.values[v].shape else ()
+        i, r = self.maker[v]
+        alike = self.folded.kind_of[i], r
+        if alike not in self._to_rest:
+            has_shape = bool(self.program.values[v].shape)
+            self._to_rest[alike] = self.chain(v, self.made(v), self.resting(v)) if has_shape else ()
+        return self._to_rest[alike]
 
     def to_reader(self, i: int, operand: int) -> Delivery:
         """How an op gets an operand."""
