@@ -42,14 +42,13 @@ def _groups(kernels: Sequence[Kernel]) -> list[list[int]]:
     """Kernel numbers that become one kernel, by their first member.
 
     Sets of groups are bits of an integer. A kernel joins a group unless it waits for it, directly or through groups
-    that have come to wait for it by their other members: only `grown` groups may wait for more than is known to those
-    who wait for them.
+    that wait for it by their other members: who waits for one of the `joined` may not know yet what else it waits for.
     """
     made_by = {b: k for k, kernel in enumerate(kernels) for b in kernel.makes}
     waits: list[int] = []
     groups: list[list[int]] = []
     group_waits: list[int] = []
-    grown = 0
+    joined = 0
     total: list[float] = []
     open_group: dict[tuple, int] = {}
     for k, kernel in enumerate(kernels):
@@ -60,15 +59,15 @@ def _groups(kernels: Sequence[Kernel]) -> list[list[int]]:
         if kernel.collective is not None and kernel.collective.kind in JOINED:
             what, num_bytes = kernel.collective, kernel.collective.num_bytes
             key = (what.kind, what.axes, what.dtype, kernel.loops)
-            below = _closure(below, group_waits, grown)
+            below = _closure(below, group_waits, joined)
         g = None if key is None else open_group.get(key)
         if g is None or num_bytes is None or below >> g & 1 or total[g] + num_bytes > THRESHOLD_BYTES:
             g = len(groups)
             groups.append([])
             group_waits.append(0)
             total.append(0.0)
-        elif below & ~group_waits[g]:
-            grown |= 1 << g
+        else:
+            joined |= 1 << g
         groups[g].append(k)
         if key is not None and num_bytes is not None:
             open_group[key] = g
@@ -79,10 +78,10 @@ def _groups(kernels: Sequence[Kernel]) -> list[list[int]]:
     return groups
 
 
-def _closure(below: int, group_waits: Sequence[int], grown: int) -> int:
+def _closure(below: int, group_waits: Sequence[int], joined: int) -> int:
     """These groups and all that they wait for."""
     seen = 0
-    while waiting := below & grown & ~seen:
+    while waiting := below & joined & ~seen:
         g = waiting.bit_length() - 1
         seen |= 1 << g
         below |= group_waits[g]
