@@ -186,12 +186,12 @@ class Grounded:
         return replace(solution, labels=_original(kept, solution.labels))
 
     def smallest_peak(
-        self, kept: Sequence[np.ndarray], limit_bytes: int, time_limit_s: float
+        self, kept: Sequence[np.ndarray], limit_bytes: int, time_limit_s: float, cutoff_bytes: float = np.inf
     ) -> tuple[int, ...]:
         """The kept labels whose peak is smallest, costs aside.
 
         Raises:
-          NoFitError: the kept labels contradict one another.
+          NoFitError: the kept labels contradict one another, or no peak below the cutoff was found.
         """
         seen: dict[tuple[int, ...], float] = {}
         rows = []
@@ -204,11 +204,13 @@ class Grounded:
                 time_limit_s=time_limit_s / MAX_ROWS_ALONE,
             )
             labels = _original(kept, found.labels)
-            if labels in seen:
+            if labels in seen or found.peak_bytes >= cutoff_bytes:
                 break
             least = self.simulated(labels, 0.0).least
             seen[labels] = least.num_bytes
             rows.append(self.memory.row_of(least, labels))
+        if not seen:
+            raise ilp.NoFitError(f"no peak below {cutoff_bytes} bytes was found", is_proven=False)
         return min(seen, key=lambda labels: (seen[labels], labels))
 
     def _restricted(self, kept: Sequence[np.ndarray]) -> Problem:

@@ -25,19 +25,17 @@ MAX_TIMES_DEVICES = 16
 """The largest multiple of the devices that is tried."""
 
 
-def explain(
-    ground: Ground, cluster: Cluster, options: Options, tried: Sequence[Grounded]
-) -> InfeasibleError:
+def explain(ground: Ground, cluster: Cluster, options: Options, tried: Sequence[Grounded]) -> InfeasibleError:
     """The error to raise when none of the meshes tried has a plan that fits."""
     smallest = _smallest(tried, options)
     if smallest is None:
         return InfeasibleError("the pins contradict one another: no plan keeps them all. Remove one")
     on_mesh, peak = smallest
+    at = where(on_mesh.memory.priced, peak.position)
     residents = ", ".join(f"{name.replace('_', ' ')} {format_bytes(b)}" for name, b in peak.residents)
     message = (
         f"nothing fits {format_bytes(options.memory_bytes)} a device on {cluster.name}. The smallest peak found is "
-        f"{format_bytes(peak.num_bytes)} (mesh {_by(on_mesh.shape)}), at {where(on_mesh.memory.priced, peak.position)}, where "
-        f"these reside: {residents}."
+        f"{format_bytes(peak.num_bytes)} (mesh {_by(on_mesh.shape)}), at {at}, where these reside: {residents}."
     )
     fitting = [
         f"{what} (step {format_seconds(step_s)})"
@@ -54,7 +52,8 @@ def _smallest(tried: Sequence[Grounded], options: Options) -> tuple[Grounded, Pe
     for on_mesh in tried:
         try:
             kept = on_mesh.pinned(options.pins or {})
-            labels = on_mesh.smallest_peak(kept, options.memory_bytes, PEAK_TIME_LIMIT_S)
+            cutoff_bytes = best[1].num_bytes if best else inf
+            labels = on_mesh.smallest_peak(kept, options.memory_bytes, PEAK_TIME_LIMIT_S, cutoff_bytes)
         except ilp.NoFitError:
             continue
         peak = max(
@@ -88,7 +87,9 @@ def _relaxed(
     times = 2
     while times <= MAX_TIMES_DEVICES:
         larger = _times(cluster, times)
-        hopes = peak.num_bytes <= times * options.memory_bytes  # n times the devices hold a share of 1 / n at least
+        hopes = (
+            peak.num_bytes <= times * options.memory_bytes
+        )  # n times the devices hold a share of 1 / n at least
         step_s = _step_s(_all(ground, larger, options), options) if hopes else None
         if step_s is not None:
             yield f"{larger.num_devices} devices", step_s

@@ -141,7 +141,9 @@ class Liveness:
         return not (op.is_boundary or self.folded.is_heavy[kind] or stuck)
 
     def _reduces(self, kind: int) -> bool:
-        return any(f.kind in (Kind.SUM, Kind.REDUCE) and f.size > 1 for f in self.folded.op(kind).rule.factors)
+        return any(
+            f.kind in (Kind.SUM, Kind.REDUCE) and f.size > 1 for f in self.folded.op(kind).rule.factors
+        )
 
     def resident(self, v: int) -> Resident:
         """What a value is that is made inside the step."""
