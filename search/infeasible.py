@@ -30,7 +30,8 @@ def explain(ground: Ground, cluster: Cluster, options: Options, tried: Sequence[
     smallest = _smallest(tried, options)
     if smallest is None:
         return InfeasibleError("the pins contradict one another: no plan keeps them all. Remove one")
-    on_mesh, peak = smallest
+    on_mesh, labels, peak = smallest
+    slowest_s = on_mesh.problem.cost_s(labels)
     at = where(on_mesh.memory.priced, peak.position)
     residents = ", ".join(f"{name.replace('_', ' ')} {format_bytes(b)}" for name, b in peak.residents)
     message = (
@@ -39,39 +40,41 @@ def explain(ground: Ground, cluster: Cluster, options: Options, tried: Sequence[
     )
     fitting = [
         f"{what} (step {format_seconds(step_s)})"
-        for what, step_s in _relaxed(ground, cluster, options, tried, peak)
+        for what, step_s in _relaxed(ground, cluster, options, tried, peak, slowest_s)
     ]
-    advice = (
-        f" Any one of these would fit: {'; '.join(fitting)}." if fitting else " Use a smaller batch or model."
-    )
-    return InfeasibleError(message + advice)
+    return InfeasibleError(f"{message} Any one of these would fit: {'; '.join(fitting)}.")
 
 
-def _smallest(tried: Sequence[Grounded], options: Options) -> tuple[Grounded, Peak] | None:
+def _smallest(tried: Sequence[Grounded], options: Options) -> tuple[Grounded, tuple[int, ...], Peak] | None:
+    """The mesh with the smallest peak, the labels that have it, and the peak."""
     best = None
     for on_mesh in tried:
         try:
             kept = on_mesh.pinned(options.pins or {})
-            cutoff_bytes = best[1].num_bytes if best else inf
+            cutoff_bytes = best[2].num_bytes if best else inf
             labels = on_mesh.smallest_peak(kept, options.memory_bytes, PEAK_TIME_LIMIT_S, cutoff_bytes)
         except ilp.NoFitError:
             continue
         peak = max(
             on_mesh.memory.peak(labels), on_mesh.simulated(labels, 0.0).peak, key=lambda p: p.num_bytes
         )
-        if best is None or peak.num_bytes < best[1].num_bytes:
-            best = (on_mesh, peak)
+        if best is None or peak.num_bytes < best[2].num_bytes:
+            best = (on_mesh, labels, peak)
     return best
 
 
 def _relaxed(
-    ground: Ground, cluster: Cluster, options: Options, tried: Sequence[Grounded], peak: Peak
+    ground: Ground,
+    cluster: Cluster,
+    options: Options,
+    tried: Sequence[Grounded],
+    peak: Peak,
+    slowest_s: float,
 ) -> Iterator[tuple[str, float]]:
-    """Each single relaxation that fits, and its step time."""
+    """Each single relaxation that fits, and its step time: what has the smallest peak takes `slowest_s`."""
     cap = round(peak.num_bytes * 1.01)
-    step_s = _step_s(tried, replace(options, memory_bytes=cap))
-    if step_s is not None:
-        yield f"a cap of {format_bytes(cap)}", step_s
+    step_s = _step_s(tried, replace(options, memory_bytes=cap), slowest_s)
+    yield f"a cap of {format_bytes(cap)}", slowest_s if step_s is None else step_s
     for name in options.pins or {}:
         pins = {other: spec for other, spec in (options.pins or {}).items() if other != name}
         freer = replace(options, pins=pins)
@@ -87,10 +90,10 @@ def _relaxed(
     times = 2
     while times <= MAX_TIMES_DEVICES:
         larger = _times(cluster, times)
-        hopes = (
+        may_fit = (
             peak.num_bytes <= times * options.memory_bytes
-        )  # n times the devices hold a share of 1 / n at least
-        step_s = _step_s(_all(ground, larger, options), options) if hopes else None
+        )  # n times the devices: 1 / n each at the least
+        step_s = _step_s(_all(ground, larger, options), options) if may_fit else None
         if step_s is not None:
             yield f"{larger.num_devices} devices", step_s
             return
@@ -112,9 +115,9 @@ def _all(ground: Ground, cluster: Cluster, options: Options) -> Iterator[Grounde
         yield ground.on(cluster, shape)
 
 
-def _step_s(on_meshes: Iterable[Grounded], options: Options) -> float | None:
-    """Seconds per step of the first plan that fits, over all meshes; None where none does."""
-    best_s = inf
+def _step_s(on_meshes: Iterable[Grounded], options: Options, cutoff_s: float = inf) -> float | None:
+    """Seconds per step of the fastest plan that fits, over all meshes; None where none beats the cutoff."""
+    best_s = cutoff_s
     for on_mesh in on_meshes:
         try:
             kept = on_mesh.pinned(options.pins or {})
@@ -122,7 +125,7 @@ def _step_s(on_meshes: Iterable[Grounded], options: Options) -> float | None:
         except ilp.NoFitError:
             continue
         best_s = min(best_s, found.cost_s)
-    return best_s if best_s < inf else None
+    return best_s if best_s < cutoff_s else None
 
 
 def _by(shape: tuple[int, ...]) -> str:
