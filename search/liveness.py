@@ -121,6 +121,7 @@ class Liveness:
         self.is_light = [self._light(k) for k in range(len(self.folded.members))]
         self.is_reduction = [self._reduces(k) for k in range(len(self.folded.members))]
         self.drawn = self._drawn()
+        self.stored: dict[int, bool] = {}
         self.computed_in = self._computed_in()
         self.anchors: dict[int, frozenset[int]] = {}
         self.held_until: dict[int, int] = {}
@@ -217,6 +218,12 @@ class Liveness:
         return found
 
     def _is_stored(self, i: int, v: int) -> bool:
+        """Whether what a light op makes is an array; remembered, as every reader asks."""
+        if v not in self.stored:
+            self.stored[v] = self._stores(i, v)
+        return self.stored[v]
+
+    def _stores(self, i: int, v: int) -> bool:
         op = self.program.ops[i]
         is_reduction = self.is_reduction[self.folded.kind_of[i]]
         if v in self.drawn and not is_reduction:
