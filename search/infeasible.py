@@ -40,7 +40,7 @@ def explain(ground: Ground, cluster: Cluster, options: Options, tried: Sequence[
     )
     fitting = [
         f"{what} (step {format_seconds(step_s)})"
-        for what, step_s in _relaxed(ground, cluster, options, tried, peak, slowest_s)
+        for what, step_s in _relaxed(ground, cluster, options, on_mesh, peak, slowest_s)
     ]
     return InfeasibleError(f"{message} Any one of these would fit: {'; '.join(fitting)}.")
 
@@ -67,13 +67,13 @@ def _relaxed(
     ground: Ground,
     cluster: Cluster,
     options: Options,
-    tried: Sequence[Grounded],
+    smallest: Grounded,
     peak: Peak,
     slowest_s: float,
 ) -> Iterator[tuple[str, float]]:
-    """Each single relaxation that fits, and its step time: what has the smallest peak takes `slowest_s`."""
+    """Each single relaxation that fits, and its step time: what has the smallest peak, on that mesh, takes `slowest_s`."""
     cap = round(peak.num_bytes * 1.01)
-    step_s = _step_s(tried, replace(options, memory_bytes=cap), slowest_s)
+    step_s = _step_s((smallest,), replace(options, memory_bytes=cap), slowest_s)
     yield f"a cap of {format_bytes(cap)}", slowest_s if step_s is None else step_s
     for name in options.pins or {}:
         pins = {other: spec for other, spec in (options.pins or {}).items() if other != name}
