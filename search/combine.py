@@ -6,7 +6,7 @@ weights of several layers may be there before they are needed.
 """
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from cost_model.collectives import MeshModel
@@ -25,23 +25,30 @@ def combined(lowered: Lowered, mesh: MeshModel) -> Lowered:
         lowered.kernels[g[0]] if len(g) == 1 else _join([lowered.kernels[k] for k in g], mesh) for g in groups
     ]
     group_of = {k: n for n, g in enumerate(groups) for k in g}
-    kernels = [replace(k, after=tuple(dict.fromkeys(group_of[a] for a in k.after))) for k in kernels]
+    kernels = _renumbered(kernels, group_of)
     order = _sorted(kernels)
     place = {n: at for at, n in enumerate(order)}
-    kernels = [replace(kernels[n], after=tuple(place[a] for a in kernels[n].after)) for n in order]
-    return replace(lowered, kernels=tuple(kernels))
+    return replace(lowered, kernels=tuple(_renumbered([kernels[n] for n in order], place)))
+
+
+def _renumbered(kernels: Sequence[Kernel], number: Mapping[int, int]) -> list[Kernel]:
+    """With new numbers for the kernels that they wait for."""
+    return [
+        replace(k, after=tuple(dict.fromkeys(number[a] for a in k.after))) if k.after else k for k in kernels
+    ]
 
 
 def _groups(kernels: Sequence[Kernel]) -> list[list[int]]:
     """Kernel numbers that become one kernel, by their first member.
 
     Sets of groups are bits of an integer. A kernel joins a group unless it waits for it, directly or through groups
-    that have come to wait for it by their other members.
+    that wait for it by their other members: who waits for one of the `joined` may not know yet what else it waits for.
     """
     made_by = {b: k for k, kernel in enumerate(kernels) for b in kernel.makes}
     waits: list[int] = []
     groups: list[list[int]] = []
     group_waits: list[int] = []
+    joined = 0
     total: list[float] = []
     open_group: dict[tuple, int] = {}
     for k, kernel in enumerate(kernels):
@@ -52,13 +59,15 @@ def _groups(kernels: Sequence[Kernel]) -> list[list[int]]:
         if kernel.collective is not None and kernel.collective.kind in JOINED:
             what, num_bytes = kernel.collective, kernel.collective.num_bytes
             key = (what.kind, what.axes, what.dtype, kernel.loops)
-            below = _closure(below, group_waits)
+            below = _closure(below, group_waits, joined)
         g = None if key is None else open_group.get(key)
         if g is None or num_bytes is None or below >> g & 1 or total[g] + num_bytes > THRESHOLD_BYTES:
             g = len(groups)
             groups.append([])
             group_waits.append(0)
             total.append(0.0)
+        else:
+            joined |= 1 << g
         groups[g].append(k)
         if key is not None and num_bytes is not None:
             open_group[key] = g
@@ -69,14 +78,14 @@ def _groups(kernels: Sequence[Kernel]) -> list[list[int]]:
     return groups
 
 
-def _closure(below: int, group_waits: Sequence[int]) -> int:
-    """All groups that these wait for."""
-    waiting, seen = below, 0
-    while waiting:
+def _closure(below: int, group_waits: Sequence[int], joined: int) -> int:
+    """These groups and all that they wait for."""
+    seen = 0
+    while waiting := below & joined & ~seen:
         g = waiting.bit_length() - 1
         seen |= 1 << g
-        waiting = (waiting | group_waits[g]) & ~seen
-    return seen
+        below |= group_waits[g]
+    return below
 
 
 def _join(members: Sequence[Kernel], mesh: MeshModel) -> Kernel:

@@ -100,7 +100,7 @@ class Words:
         """All labels of a node in words, no two alike."""
         sketch, choices = self.priced.sketch, self.priced.choices[node]
         if choices.ways:
-            specs = [format_spec(tuple(s), self.axis_names) for s in choices.assignment.tolist()]
+            specs = self._spec_texts(choices.assignment)
             return [f"{way} {spec}" for way, spec in zip(choices.ways, specs, strict=True)]
         kind = max(sketch.clusters[node].kinds, key=lambda k: _weight(sketch, k))
         op = sketch.folded.op(kind)
@@ -116,8 +116,19 @@ class Words:
         return texts
 
     def _specs(self, port) -> list[str]:
-        specs = port_specs(port, self.priced.choices[port.node])
-        return [format_spec(tuple(s), self.axis_names) for s in specs.tolist()]
+        return self._spec_texts(port_specs(port, self.priced.choices[port.node]))
+
+    def _spec_texts(self, specs: np.ndarray) -> list[str]:
+        rows = [tuple(s) for s in specs.tolist()]
+        for spec in rows:
+            if spec not in self._text_of:
+                self._text_of[spec] = format_spec(spec, self.axis_names)
+        return [self._text_of[spec] for spec in rows]
+
+    @cached_property
+    def _text_of(self) -> dict[Spec, str]:
+        """Memo of `_spec_texts`."""
+        return {}
 
     def decisions(self, labels: Sequence[int]) -> Decisions:
         """A full assignment in words."""

@@ -9,29 +9,63 @@ counts.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from cost_model.gpu_targets import is_hopper_or_later
 from search.combine import combined
 from search.liveness import Liveness
-from search.lowered import lower
+from search.lowered import Lowered, lower
 from search.pricing import Priced
 from search.schedule import Ties, latency_hiding, program_order
 from search.simulate import Peak, peak, seconds
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False)
 class Simulated:
-    """A step on one device.
+    """A step on one device; what is not asked for is not simulated.
 
     Attributes:
-      peak: of device memory.
-      least: the peak if the scheduler spends no memory on overlap: what must fit.
-      hidden_s: communication that runs behind computation.
+      lowered: its kernels.
+      limit_bytes: the scheduler's budget for the whole device: the cap.
+      is_rescheduled: whether the compiler's scheduler moves kernels for overlap.
     """
 
-    peak: Peak
-    least: Peak
-    hidden_s: float
+    lowered: Lowered
+    limit_bytes: float
+    is_rescheduled: bool
+
+    @cached_property
+    def least(self) -> Peak:
+        """The peak if the scheduler spends no memory on overlap: what must fit."""
+        return peak(self.lowered, self._plain)
+
+    @cached_property
+    def peak(self) -> Peak:
+        """The peak of device memory."""
+        highest = max(
+            (peak(self.lowered, order) for order in self._overlapped),
+            key=lambda p: p.num_bytes,
+            default=self.least,
+        )
+        if highest.num_bytes <= self.least.num_bytes:
+            return self.least
+        if highest.num_bytes > self.limit_bytes:
+            return replace(self.least, num_bytes=max(self.least.num_bytes, self.limit_bytes))
+        return highest
+
+    @cached_property
+    def hidden_s(self) -> float:
+        """Communication that runs behind computation."""
+        alone_s = sum(kernel.seconds for kernel in self.lowered.kernels)
+        return alone_s - min(seconds(self.lowered, order) for order in (self._plain, *self._overlapped))
+
+    @cached_property
+    def _plain(self) -> tuple[int, ...]:
+        return program_order(self.lowered)
+
+    @cached_property
+    def _overlapped(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(latency_hiding(self.lowered, ties) for ties in Ties if self.is_rescheduled)
 
 
 def simulate(priced: Priced, liveness: Liveness, labels: Sequence[int], limit_bytes: float) -> Simulated:
@@ -45,20 +79,4 @@ def simulate(priced: Priced, liveness: Liveness, labels: Sequence[int], limit_by
     """
     mesh = priced.resharder.mesh
     lowered = combined(lower(priced, liveness, labels), mesh)
-    plain = program_order(lowered)
-    least = peak(lowered, plain)
-    orders = (
-        [latency_hiding(lowered, ties) for ties in Ties]
-        if is_hopper_or_later(mesh.cluster.device.name)
-        else []
-    )
-    highest = max((peak(lowered, order) for order in orders), key=lambda p: p.num_bytes, default=least)
-    if highest.num_bytes <= least.num_bytes:
-        found = least
-    elif highest.num_bytes > limit_bytes:
-        found = replace(least, num_bytes=max(least.num_bytes, limit_bytes))
-    else:
-        found = highest
-    alone_s = sum(kernel.seconds for kernel in lowered.kernels)
-    taken_s = min(seconds(lowered, order) for order in (plain, *orders))
-    return Simulated(found, least, alone_s - taken_s)
+    return Simulated(lowered, limit_bytes, is_hopper_or_later(mesh.cluster.device.name))

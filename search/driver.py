@@ -68,9 +68,11 @@ def find(step: Step, cluster: Cluster, options: Options, progress: Progress = la
     ground = Ground.of(step, [repr(pins.get(a.name, "")) for a in step.arguments])
     clock.lap("graph")
     shapes, best, bound_s = candidate_shapes(cluster, options), None, math.inf
+    tried: list[Grounded] = []
     for i, shape in enumerate(shapes):
         progress(f"mesh {'x'.join(map(str, shape))} ({i + 1} of {len(shapes)})")
         on_mesh = ground.on(cluster, shape)
+        tried.append(on_mesh)
         kept = on_mesh.pinned(pins)
         clock.lap("strategies")
         left_s = max(options.time_limit_s - clock.seconds.get("solve", 0.0), 1.0) / (len(shapes) - i)
@@ -83,7 +85,7 @@ def find(step: Step, cluster: Cluster, options: Options, progress: Progress = la
         clock.lap("solve")
     if best is None:
         progress("nothing fits; looking for what would")
-        raise explain(ground, cluster, options)
+        raise explain(ground, cluster, options, tried)
     on_mesh, solution, found = best
     gap = max(0.0, 1.0 - bound_s / solution.cost_s) if solution.cost_s > 0 else 0.0
     return _finished(ground, on_mesh, solution, found, cluster, options, gap, clock)

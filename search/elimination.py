@@ -13,6 +13,7 @@ where they do not.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 
 import numpy as np
 
@@ -48,31 +49,33 @@ def eliminate(problem: Problem, max_entries: float) -> tuple[float, Labels] | No
         _compressed((edge.u, edge.v), tuple(map(np.arange, edge.cost_s.shape)), edge.cost_s)
         for edge in problem.edges
     ]
-    left, buckets, total = set(range(len(problem.node_cost_s))), [], 0.0
-    while left:
-        node = min(sorted(left), key=lambda node: _size(node, tables, problem))
-        if _size(node, tables, problem) > max_entries:
+    tables_of: list[list[_Table]] = [[] for _ in problem.node_cost_s]
+    for table in tables:
+        for node in table.nodes:
+            tables_of[node].append(table)
+    sizes = {node: _size(node, mine, problem) for node, mine in enumerate(tables_of)}
+    buckets, total = [], 0.0
+    while sizes:
+        node = min(sizes, key=sizes.__getitem__)
+        if sizes.pop(node) > max_entries:
             return None
-        left.remove(node)
-        mine = tuple(table for table in tables if node in table.nodes)
-        tables = [table for table in tables if node not in table.nodes]
+        mine = tuple(tables_of[node])
         buckets.append(_Bucket(node, mine))
         new = _minimised(node, problem.node_cost_s[node], mine)
-        if new.nodes:
-            tables.append(new)
-        else:
-            total += float(new.cost)
+        for other in new.nodes:
+            tables_of[other] = [table for table in tables_of[other] if node not in table.nodes] + [new]
+            sizes[other] = _size(other, tables_of[other], problem)
+        total += 0.0 if new.nodes else float(new.cost)
     return total, _picked(buckets, problem)
 
 
 def _size(node: int, tables: Sequence[_Table], problem: Problem) -> float:
-    """Entries of the table that eliminating a node would make, before merging."""
+    """Entries of the table that eliminating a node would make from those that it is in, before merging."""
     sizes: dict[int, int] = {node: len(problem.node_cost_s[node])}
     for table in tables:
-        if node in table.nodes:
-            for other, num in zip(table.nodes, table.cost.shape, strict=True):
-                sizes[other] = max(sizes.get(other, 1), num)
-    return float(np.prod([float(size) for size in sizes.values()]))
+        for other, num in zip(table.nodes, table.cost.shape, strict=True):
+            sizes[other] = max(sizes.get(other, 1), num)
+    return prod(map(float, sizes.values()))
 
 
 def _minimised(node: int, cost: np.ndarray, tables: Sequence[_Table]) -> _Table:

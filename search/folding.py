@@ -63,7 +63,7 @@ def _first_colors(program: Program, marks: Sequence[Any]) -> np.ndarray:
 
 def _edges(program: Program) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Producer position, consumer position, and where they meet (result and operand index, mixed)."""
-    maker = {v: (i, r) for i, op in enumerate(program.ops) for r, v in enumerate(op.results)}
+    maker = program.maker
     rows = [
         (maker[v][0], i, maker[v][1] * 1024 + position)
         for i, op in enumerate(program.ops)

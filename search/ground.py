@@ -118,6 +118,11 @@ class Grounded:
     problem: Problem
     words: Words
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Sizes of the mesh axes."""
+        return self.memory.priced.resharder.mesh.shape
+
     def pinned(self, pins: Mapping[str, Any]) -> tuple[np.ndarray, ...]:
         """Per node: the labels that the pins leave."""
         kept = [np.arange(n) for n in self.problem.num_labels]
@@ -181,14 +186,15 @@ class Grounded:
         return replace(solution, labels=_original(kept, solution.labels))
 
     def smallest_peak(
-        self, kept: Sequence[np.ndarray], limit_bytes: int, time_limit_s: float
+        self, kept: Sequence[np.ndarray], limit_bytes: int, time_limit_s: float, cutoff_bytes: float = np.inf
     ) -> tuple[int, ...]:
         """The kept labels whose peak is smallest, costs aside.
 
         Raises:
-          NoFitError: the kept labels contradict one another.
+          NoFitError: the kept labels contradict one another, or no peak below the cutoff was found.
         """
-        best, rows = None, []
+        seen: dict[tuple[int, ...], float] = {}
+        rows = []
         for _ in range(MAX_ROWS_ALONE):
             found = ilp.minimise_peak(
                 self._restricted(kept),
@@ -198,11 +204,14 @@ class Grounded:
                 time_limit_s=time_limit_s / MAX_ROWS_ALONE,
             )
             labels = _original(kept, found.labels)
+            if labels in seen or found.peak_bytes >= cutoff_bytes:
+                break
             least = self.simulated(labels, 0.0).least
-            best = min(best or (np.inf, labels), (least.num_bytes, labels))
+            seen[labels] = least.num_bytes
             rows.append(self.memory.row_of(least, labels))
-        assert best is not None
-        return best[1]
+        if not seen:
+            raise ilp.NoFitError(f"no peak below {cutoff_bytes} bytes was found", is_proven=False)
+        return min(seen, key=lambda labels: (seen[labels], labels))
 
     def _restricted(self, kept: Sequence[np.ndarray]) -> Problem:
         nodes = tuple(cost[k] for cost, k in zip(self.problem.node_cost_s, kept, strict=True))

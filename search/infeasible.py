@@ -5,8 +5,9 @@ relaxation is tried: a higher cap, more devices, no pin, another mesh. What fits
 step time.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from math import inf
 
 from autoshard.errors import InfeasibleError, InputError
 from autoshard.units import format_bytes, format_seconds
@@ -24,66 +25,75 @@ MAX_TIMES_DEVICES = 16
 """The largest multiple of the devices that is tried."""
 
 
-def explain(ground: Ground, cluster: Cluster, options: Options) -> InfeasibleError:
-    """The error to raise when no mesh has a plan that fits."""
-    smallest = _smallest(ground, cluster, options)
+def explain(ground: Ground, cluster: Cluster, options: Options, tried: Sequence[Grounded]) -> InfeasibleError:
+    """The error to raise when none of the meshes tried has a plan that fits."""
+    smallest = _smallest(tried, options)
     if smallest is None:
         return InfeasibleError("the pins contradict one another: no plan keeps them all. Remove one")
-    shape, on_mesh, peak = smallest
+    on_mesh, labels, peak = smallest
+    slowest_s = on_mesh.problem.cost_s(labels)
+    at = where(on_mesh.memory.priced, peak.position)
     residents = ", ".join(f"{name.replace('_', ' ')} {format_bytes(b)}" for name, b in peak.residents)
     message = (
         f"nothing fits {format_bytes(options.memory_bytes)} a device on {cluster.name}. The smallest peak found is "
-        f"{format_bytes(peak.num_bytes)} (mesh {_by(shape)}), at {where(on_mesh.memory.priced, peak.position)}, where "
-        f"these reside: {residents}."
+        f"{format_bytes(peak.num_bytes)} (mesh {_by(on_mesh.shape)}), at {at}, where these reside: {residents}."
     )
     fitting = [
-        f"{what} (step {format_seconds(step_s)})" for what, step_s in _relaxed(ground, cluster, options, peak)
+        f"{what} (step {format_seconds(step_s)})"
+        for what, step_s in _relaxed(ground, cluster, options, on_mesh, peak, slowest_s)
     ]
-    advice = (
-        f" Any one of these would fit: {'; '.join(fitting)}." if fitting else " Use a smaller batch or model."
-    )
-    return InfeasibleError(message + advice)
+    return InfeasibleError(f"{message} Any one of these would fit: {'; '.join(fitting)}.")
 
 
-def _smallest(
-    ground: Ground, cluster: Cluster, options: Options
-) -> tuple[tuple[int, ...], Grounded, Peak] | None:
+def _smallest(tried: Sequence[Grounded], options: Options) -> tuple[Grounded, tuple[int, ...], Peak] | None:
+    """The mesh with the smallest peak, the labels that have it, and the peak."""
     best = None
-    for shape in candidate_shapes(cluster, options):
-        on_mesh = ground.on(cluster, shape)
+    for on_mesh in tried:
         try:
             kept = on_mesh.pinned(options.pins or {})
-            labels = on_mesh.smallest_peak(kept, options.memory_bytes, PEAK_TIME_LIMIT_S)
+            cutoff_bytes = best[2].num_bytes if best else inf
+            labels = on_mesh.smallest_peak(kept, options.memory_bytes, PEAK_TIME_LIMIT_S, cutoff_bytes)
         except ilp.NoFitError:
             continue
         peak = max(
             on_mesh.memory.peak(labels), on_mesh.simulated(labels, 0.0).peak, key=lambda p: p.num_bytes
         )
         if best is None or peak.num_bytes < best[2].num_bytes:
-            best = (shape, on_mesh, peak)
+            best = (on_mesh, labels, peak)
     return best
 
 
-def _relaxed(ground: Ground, cluster: Cluster, options: Options, peak: Peak) -> Iterator[tuple[str, float]]:
-    """Each single relaxation that fits, and its step time."""
+def _relaxed(
+    ground: Ground,
+    cluster: Cluster,
+    options: Options,
+    smallest: Grounded,
+    peak: Peak,
+    slowest_s: float,
+) -> Iterator[tuple[str, float]]:
+    """Each single relaxation that fits, and its step time: what has the smallest peak, on that mesh, takes `slowest_s`."""
     cap = round(peak.num_bytes * 1.01)
-    step_s = _step_s(ground, cluster, replace(options, memory_bytes=cap))
-    if step_s is not None:
-        yield f"a cap of {format_bytes(cap)}", step_s
+    step_s = _step_s((smallest,), replace(options, memory_bytes=cap), slowest_s)
+    yield f"a cap of {format_bytes(cap)}", slowest_s if step_s is None else step_s
     for name in options.pins or {}:
         pins = {other: spec for other, spec in (options.pins or {}).items() if other != name}
-        step_s = _step_s(ground, cluster, replace(options, pins=pins))
+        freer = replace(options, pins=pins)
+        step_s = _step_s(_all(ground, cluster, freer), freer)
         if step_s is not None:
             yield f"no pin on {name}", step_s
     if options.mesh is not None:
-        step_s = _step_s(ground, cluster, replace(options, mesh=None))
+        freer = replace(options, mesh=None)
+        step_s = _step_s(_all(ground, cluster, freer), freer)
         if step_s is not None:
             yield "another mesh", step_s
         return
     times = 2
     while times <= MAX_TIMES_DEVICES:
         larger = _times(cluster, times)
-        step_s = _step_s(ground, larger, options)
+        may_fit = (
+            peak.num_bytes <= times * options.memory_bytes
+        )  # n times the devices: 1 / n each at the least
+        step_s = _step_s(_all(ground, larger, options), options) if may_fit else None
         if step_s is not None:
             yield f"{larger.num_devices} devices", step_s
             return
@@ -95,22 +105,27 @@ def _times(cluster: Cluster, times: int) -> Cluster:
     return replace(cluster, num_devices=cluster.num_devices * times)
 
 
-def _step_s(ground: Ground, cluster: Cluster, options: Options) -> float | None:
-    """Seconds per step of the first plan that fits, over all meshes; None where none does."""
+def _all(ground: Ground, cluster: Cluster, options: Options) -> Iterator[Grounded]:
+    """The problem on each mesh of a cluster; none where no mesh suits the options."""
     try:
         shapes = candidate_shapes(cluster, options)
     except InputError:
-        return None
-    best = None
+        return
     for shape in shapes:
-        on_mesh = ground.on(cluster, shape)
+        yield ground.on(cluster, shape)
+
+
+def _step_s(on_meshes: Iterable[Grounded], options: Options, cutoff_s: float = inf) -> float | None:
+    """Seconds per step of the fastest plan that fits, over all meshes; None where none beats the cutoff."""
+    best_s = cutoff_s
+    for on_mesh in on_meshes:
         try:
             kept = on_mesh.pinned(options.pins or {})
-            found, _ = on_mesh.fitting(kept, options.memory_bytes, TRIAL_TIME_LIMIT_S)
+            found, _ = on_mesh.fitting(kept, options.memory_bytes, TRIAL_TIME_LIMIT_S, best_s)
         except ilp.NoFitError:
             continue
-        best = found.cost_s if best is None else min(best, found.cost_s)
-    return best
+        best_s = min(best_s, found.cost_s)
+    return best_s if best_s < cutoff_s else None
 
 
 def _by(shape: tuple[int, ...]) -> str:

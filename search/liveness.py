@@ -116,14 +116,12 @@ class Liveness:
         self.sketch = sketch
         self.folded: Folded = sketch.folded
         self.program: Program = sketch.folded.program
-        self.maker = {v: (i, r) for i, op in enumerate(self.program.ops) for r, v in enumerate(op.results)}
-        self.uses: dict[int, list[int]] = {}
-        for i, op in enumerate(self.program.ops):
-            for v in op.operands:
-                self.uses.setdefault(v, []).append(i)
+        self.maker, self.uses = self.program.maker, self.program.uses
         self.loops_at = self._loops_at()
         self.is_light = [self._light(k) for k in range(len(self.folded.members))]
+        self.is_reduction = [self._reduces(k) for k in range(len(self.folded.members))]
         self.drawn = self._drawn()
+        self.stored: dict[int, bool] = {}
         self.computed_in = self._computed_in()
         self.anchors: dict[int, frozenset[int]] = {}
         self.held_until: dict[int, int] = {}
@@ -142,6 +140,11 @@ class Liveness:
         op = self.folded.op(kind)
         stuck = any(f.kind is Kind.UNSPLITTABLE and f.size > 1 for f in op.rule.factors)
         return not (op.is_boundary or self.folded.is_heavy[kind] or stuck)
+
+    def _reduces(self, kind: int) -> bool:
+        return any(
+            f.kind in (Kind.SUM, Kind.REDUCE) and f.size > 1 for f in self.folded.op(kind).rule.factors
+        )
 
     def resident(self, v: int) -> Resident:
         """What a value is that is made inside the step."""
@@ -215,8 +218,14 @@ class Liveness:
         return found
 
     def _is_stored(self, i: int, v: int) -> bool:
+        """Whether what a light op makes is an array; remembered, as every reader asks."""
+        if v not in self.stored:
+            self.stored[v] = self._stores(i, v)
+        return self.stored[v]
+
+    def _stores(self, i: int, v: int) -> bool:
         op = self.program.ops[i]
-        is_reduction = any(f.kind in (Kind.SUM, Kind.REDUCE) and f.size > 1 for f in op.rule.factors)
+        is_reduction = self.is_reduction[self.folded.kind_of[i]]
         if v in self.drawn and not is_reduction:
             read_in = {group_of(self.program.ops[u]) for u in self.uses.get(v, ())}
             return len(read_in) > 1 or self._is_read_whole(v)

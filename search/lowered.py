@@ -143,7 +143,7 @@ def _is_part(op: FlatOp) -> bool:
 class _Lowering:
     def __init__(self, priced: Priced, liveness: Liveness, labels: Sequence[int]) -> None:
         self.priced, self.liveness, self.labels = priced, liveness, labels
-        self.folded, self.program, self.uses = priced.sketch.folded, liveness.program, liveness.uses
+        self.folded, self.program = priced.sketch.folded, liveness.program
         self.routes = Routes(priced, labels)
         self.scratch = Scratch(self.routes)
         self.kernels: list[Kernel] = []
@@ -152,6 +152,8 @@ class _Lowering:
         self.copies: dict[tuple[int, Route, str], tuple[int, ...]] = {}
         self.seconds_of: dict[int, float] = {}
         self.reduced: dict[int, list] = {}
+        self.light_s: dict[float, tuple[float, float]] = {}
+        self.new_state = frozenset(v for op in self.program.ops if op.name == "input" for v in op.operands)
         self.last_backward: int | None = None
         self.mesh = priced.resharder.mesh
         self.resharded = self._resharded()
@@ -162,7 +164,8 @@ class _Lowering:
         found = set()
         for i, op in enumerate(self.program.ops):
             for operand, v in enumerate(op.operands):
-                if any(s.kind != SLICE for s in self.routes.to_reader(i, operand).steps):
+                steps = self.routes.to_reader(i, operand).steps
+                if steps and any(s.kind != SLICE for s in steps):
                     found.add(v)
         return frozenset(found)
 
@@ -214,7 +217,8 @@ class _Lowering:
             if op.name == "carry" and v not in self.sources:
                 continue  # the body's result, which is made later
             steps, lap = self._way(i, operand)
-            read |= dict.fromkeys(self._sent(i, v, self.sources[v], steps, lap, self._arrival(i, operand)))
+            arrival = self._arrival(i, operand) if steps else None
+            read |= dict.fromkeys(self._sent(i, v, self.sources[v], steps, lap, arrival))
         return tuple(read)
 
     def _way(self, i: int, operand: int) -> tuple[tuple[Step, ...], str]:
@@ -299,7 +303,9 @@ class _Lowering:
         if self.folded.op(kind).is_boundary or is_light(self.folded, kind):
             device = self.mesh.cluster.device
             moved = sum(self.buffers[b].num_bytes for b in (*reads, *makes))
-            return float(kernel_s(device, moved)), moved / device.memory_bytes_per_s
+            if moved not in self.light_s:
+                self.light_s[moved] = float(kernel_s(device, moved)), moved / device.memory_bytes_per_s
+            return self.light_s[moved]
         if kind not in self.seconds_of:
             seconds = self.priced.op_seconds(kind)
             self.seconds_of[kind] = float(
@@ -318,9 +324,7 @@ class _Lowering:
         return inside[1:] if op.name == "stack" else inside
 
     def _bytes_made(self, v: int) -> float:
-        uses = self.uses.get(v, ())
-        becomes_state = any(self.program.ops[u].name == "input" for u in uses)
-        if becomes_state and v not in self.resharded:
+        if v in self.new_state and v not in self.resharded:
             return 0.0
         return self.routes.local_bytes(v, self.routes.made(v))
 

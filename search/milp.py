@@ -69,7 +69,9 @@ def solve_peak(
       rows: the rows that count.
       limit_bytes: no peak below this is asked for.
     """
-    program = _Program(_free(problem), limit_bytes)
+    free = free_of_cost(problem)
+    forbidding = tuple(edge for edge in free.edges if edge.cost_s.any())
+    program = _Program(Problem(free.node_cost_s, forbidding), limit_bytes)
     program.add_peak()
     for row in rows:
         program.add_row(row, 0.0, limit_bytes)
@@ -83,11 +85,11 @@ def _scale_s(problem: Problem) -> float:
     return max(finite, default=0.0) or 1.0
 
 
-def _free(problem: Problem) -> Problem:
+def free_of_cost(problem: Problem) -> Problem:
     """What the problem forbids, at no cost otherwise."""
     nodes = tuple(np.where(np.isfinite(cost), 0.0, np.inf) for cost in problem.node_cost_s)
-    edges = (edge for edge in problem.edges if not np.isfinite(edge.cost_s).all())
-    return Problem(nodes, tuple(Edge(e.u, e.v, np.where(np.isfinite(e.cost_s), 0.0, np.inf)) for e in edges))
+    edges = (Edge(e.u, e.v, np.where(np.isfinite(e.cost_s), 0.0, np.inf)) for e in problem.edges)
+    return Problem(nodes, tuple(edges))
 
 
 class _Program:

@@ -1,8 +1,9 @@
 """The smallest peak: what an infeasible search tells its user, and how it knows that it is infeasible.
 
 Without costs only memory and what is forbidden remain: minimise the largest row (`search.milp.solve_peak`).
-Few edges forbid anything, so the program is small. Rows come on demand here too: solve, ask which points
-overflow, add the worst.
+Few edges forbid anything, so the program is small; what it has found when its time is up may still be far off, and is
+improved by pair moves (`search.local_search`). Rows come on demand here too: solve, ask which points overflow, add the
+worst.
 """
 
 from collections.abc import Sequence
@@ -11,13 +12,18 @@ from time import monotonic
 
 import numpy as np
 
+from search.local_search import descend
 from search.messages import Messages
-from search.milp import Answer, solve_peak
+from search.milp import Answer, free_of_cost, solve_peak
 from search.overflow import ROWS_PER_ROUND, NoFitError, Violated, oracle
 from search.pbqp import Labels, Problem, Row, merged, restricted_row
 
 RELATIVE_GAP = 1e-3
 """Of the smallest peak, which is for messages."""
+
+
+MAX_DESCENTS = 10
+"""After each program; each meets the rows that the last one brought to light."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +56,8 @@ def minimise_peak(
       NoFitError: the problem forbids every assignment, or none was found in time.
     """
     start_s, overflowed = monotonic(), oracle(rows, violated, limit_bytes)
-    messages = Messages(merged(problem))
+    free = free_of_cost(merged(problem))
+    messages = Messages(free)
     messages.make_consistent()
     known: dict[str, Row] = {}
     best, bound_bytes = Peak((), np.inf, -np.inf), -np.inf
@@ -60,13 +67,17 @@ def minimise_peak(
         bound_bytes = max(bound_bytes, answer.bound)
         if answer.labels is None:
             break
-        over = overflowed(answer.labels)
-        peak_bytes = over[0].total_bytes(answer.labels) if over else limit_bytes
-        best = min(best, Peak(answer.labels, peak_bytes, -np.inf), key=lambda peak: peak.peak_bytes)
-        new = {row.name: row for row in over[:ROWS_PER_ROUND] if row.name not in known}
-        if not new or left_s <= 0:
+        labels, num_known = answer.labels, len(known)
+        for _ in range(1 + MAX_DESCENTS):
+            over = overflowed(labels)
+            peak_bytes = over[0].total_bytes(labels) if over else limit_bytes
+            best = min(best, Peak(labels, peak_bytes, -np.inf), key=lambda peak: peak.peak_bytes)
+            known |= {row.name: row for row in over[:ROWS_PER_ROUND]}
+            before, labels = labels, descend(free, tuple(known.values()), limit_bytes, 1.0, labels)
+            if labels == before:
+                break
+        if len(known) == num_known or left_s <= 0:
             break
-        known |= new
     if best.peak_bytes == np.inf:
         raise NoFitError("no assignment of strategies is allowed", is_proven=bound_bytes == np.inf)
     return Peak(best.labels, best.peak_bytes, min(bound_bytes, best.peak_bytes))

@@ -18,6 +18,7 @@ count is not known; it is taken as one.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from autoshard.factors import Factor, Kind, Rule, rule_for
@@ -83,6 +84,20 @@ class Program:
     ops: tuple[FlatOp, ...]
     inputs: tuple[int, ...]
     loops: tuple[tuple[int, int], ...]
+
+    @cached_property
+    def maker(self) -> dict[int, tuple[int, int]]:
+        """By value: the position of the op that makes it, and which of its results it is."""
+        return {v: (i, r) for i, op in enumerate(self.ops) for r, v in enumerate(op.results)}
+
+    @cached_property
+    def uses(self) -> dict[int, list[int]]:
+        """By value: the positions of the ops that read it, once for each operand that it is."""
+        uses: dict[int, list[int]] = {}
+        for i, op in enumerate(self.ops):
+            for v in op.operands:
+                uses.setdefault(v, []).append(i)
+        return uses
 
 
 def flatten(step: Step) -> Program:

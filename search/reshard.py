@@ -77,10 +77,11 @@ class _Moves:
 
 @dataclass(frozen=True, slots=True)
 class Resharder:
-    """Resharding costs on one mesh; remembers every size of value that it has seen."""
+    """Resharding costs on one mesh; remembers every size of value that it has seen, and every chain."""
 
     mesh: MeshModel
     _tables: dict = field(default_factory=dict)
+    _chains: dict = field(default_factory=dict)
 
     @property
     def num_axes(self) -> int:
@@ -104,7 +105,14 @@ class Resharder:
 
     def chain(self, value: Value, source: Spec, target: Spec, how: Handling = ALONE) -> tuple[Step, ...]:
         """The steps of the cheapest chain."""
-        shape, itemsize = value.shape, value.itemsize
+        key = (value.shape, value.itemsize, how, source, target)
+        if key not in self._chains:
+            self._chains[key] = self._chain(*key)
+        return self._chains[key]
+
+    def _chain(
+        self, shape: tuple[int, ...], itemsize: int, how: Handling, source: Spec, target: Spec
+    ) -> tuple[Step, ...]:
         direct, best = self._table(shape, itemsize, how)
         moves, rank = _moves(len(shape), self.num_axes, how.at_once), len(shape)
         here, goal = self.index(source, rank), self.index(target, rank)

@@ -32,14 +32,21 @@ class Delivery:
 
 
 class Routes:
-    """The labels' meaning, value by value; remembers every port's spec."""
+    """The labels' meaning, value by value.
+
+    What is alike is asked again and again, once for each layer, so it is remembered: the spec of every port, and the way
+    from every kind of maker to every kind of reader.
+    """
 
     def __init__(self, priced: Priced, labels: Sequence[int]) -> None:
         self.priced, self.labels, self.sketch = priced, labels, priced.sketch
         self.folded = priced.sketch.folded
         self.program: Program = self.folded.program
-        self.maker = {v: (i, r) for i, op in enumerate(self.program.ops) for r, v in enumerate(op.results)}
+        self.maker = self.program.maker
         self._specs: dict[Port, Spec] = {}
+        self._made: dict[tuple[int, int], Spec] = {}
+        self._to_rest: dict[tuple[int, int], tuple[Step, ...]] = {}
+        self._deliveries: dict[tuple[int, int, int, int], Delivery] = {}
 
     def spec(self, port: Port) -> Spec:
         """Of the value at a port."""
@@ -51,7 +58,10 @@ class Routes:
     def made(self, v: int) -> Spec:
         """In which a value is made."""
         i, r = self.maker[v]
-        return self.spec(self.sketch.ports[self.folded.kind_of[i], r, True])
+        alike = self.folded.kind_of[i], r
+        if alike not in self._made:
+            self._made[alike] = self.spec(self.sketch.ports[*alike, True])
+        return self._made[alike]
 
     def resting(self, v: int) -> Spec:
         """To which it is brought at once."""
@@ -70,10 +80,22 @@ class Routes:
 
     def to_rest(self, v: int) -> tuple[Step, ...]:
         """From where it is made."""
-        return self.chain(v, self.made(v), self.resting(v)) if self.program.values[v].shape else ()
+        i, r = self.maker[v]
+        alike = self.folded.kind_of[i], r
+        if alike not in self._to_rest:
+            has_shape = bool(self.program.values[v].shape)
+            self._to_rest[alike] = self.chain(v, self.made(v), self.resting(v)) if has_shape else ()
+        return self._to_rest[alike]
 
     def to_reader(self, i: int, operand: int) -> Delivery:
         """How an op gets an operand."""
+        made_at, r = self.maker[self.program.ops[i].operands[operand]]
+        alike = self.folded.kind_of[i], operand, self.folded.kind_of[made_at], r
+        if alike not in self._deliveries:
+            self._deliveries[alike] = self._delivery(i, operand)
+        return self._deliveries[alike]
+
+    def _delivery(self, i: int, operand: int) -> Delivery:
         op = self.program.ops[i]
         v, group = op.operands[operand], group_of(op)
         if not self.program.values[v].shape:

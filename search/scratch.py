@@ -25,10 +25,7 @@ class Scratch:
 
     def __init__(self, routes: Routes) -> None:
         self.routes = routes
-        self.uses: dict[int, list[int]] = {}
-        for i, op in enumerate(routes.program.ops):
-            for v in op.operands:
-                self.uses.setdefault(v, []).append(i)
+        self.uses = routes.program.uses
         self.device = routes.priced.resharder.mesh.cluster.device
         self.is_hopper = is_hopper_or_later(self.device.name)
 

@@ -250,14 +250,13 @@ class _Wiring:
     def _reads(self) -> dict[tuple[int, int], dict[Group, dict[Port, Reads]]]:
         """For each kind's result, by group and port: how often each value of that kind is read."""
         program = self.folded.program
-        maker = {v: (i, r) for i, op in enumerate(program.ops) for r, v in enumerate(op.results)}
         reads: dict = {}
         for position, op in enumerate(program.ops):
             consumer = self.folded.kind_of[position]
             for operand, (v, count) in enumerate(zip(op.operands, op.operand_counts, strict=True)):
                 if not program.values[v].shape:
                     continue
-                made, r = maker[v]
+                made, r = program.maker[v]
                 key = (self.folded.kind_of[made], r)
                 by_value = reads.setdefault(key, {}).setdefault((group_of(op), consumer, operand), {})
                 by_value[v, count] = count

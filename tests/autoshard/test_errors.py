@@ -101,6 +101,11 @@ def test_a_cap_that_nothing_fits():
     assert caught.value.exit_status == 3
 
 
+def test_only_more_devices_that_may_be_enough_are_tried():
+    with pytest.raises(InfeasibleError, match=r"would fit: a cap of [\d.]+ KiB \(step [^)]*\)\.$"):
+        search(W, X, memory=1)  # no multiple of the devices holds so little
+
+
 @pytest.mark.parametrize(
     ("mesh", "message"),
     [

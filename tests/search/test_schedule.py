@@ -1,5 +1,7 @@
 """Schedules and what they hold, on kernels small enough to reckon by hand."""
 
+import random
+
 import pytest
 
 from cost_model.collectives import MeshModel
@@ -127,3 +129,18 @@ def test_one_stream_of_collectives():
     )
     lowered = Lowered(kernels, (buffer(1.0, is_argument=True), *(buffer(1.0) for _ in range(3))))
     assert seconds(lowered, (0, 1, ~0, ~1, 2)) == pytest.approx(5.0)
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_joined_collectives_come_after_what_they_wait_for_whatever_the_program(seed):
+    rng = random.Random(seed)
+    kernels = []
+    for k in range(rng.randint(5, 60)):
+        reads = rng.sample(range(k), min(k, rng.randint(0, 2)))
+        kinds = ("all-reduce", "all-gather", None, None)
+        kind, num_bytes = rng.choice(kinds), rng.choice((1.0, THRESHOLD_BYTES / 3))
+        kernels.append(gather(k, reads, [k], num_bytes, kind=kind) if kind else kernel(k, reads, [k]))
+    found = combined(Lowered(tuple(kernels), tuple(buffer(1.0) for _ in kernels)), MESH).kernels
+    made_by = {b: n for n, k in enumerate(found) for b in k.makes}
+    assert sorted(made_by) == list(range(len(kernels)))
+    assert all(made_by[b] < n for n, k in enumerate(found) for b in k.reads)
