@@ -83,6 +83,10 @@ _RESIDENT_OF = {
 }
 
 
+ARGUMENTS = frozenset(_RESIDENT_OF.values())
+"""What is there before the step and after it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Item:
     """From op `start` to op `end`, both included, the value at a port is in memory.

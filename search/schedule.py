@@ -1,6 +1,9 @@
-"""The order in which a device runs its kernels: program order, and XLA's latency-hiding one in outline.
+"""The orders in which a device may run its kernels: as written, as XLA saves memory, and as it hides communication.
 
-XLA lists the kernels from the last to the first (`xla/service/latency_hiding_scheduler.cc`): a collective's end goes
+XLA puts kernels in the order that takes the least memory, of a few that it tries (`xla/hlo/transforms/simplifiers/
+hlo_memory_scheduler.cc`); the one that it takes as a rule runs, of the kernels that could come next, the one that frees most.
+On Hopper and later it starts over from there, and lists the kernels from the last to the first (`xla/service/
+latency_hiding_scheduler.cc`): a collective's end goes
 right before its first reader, then kernels are put between its end and its start until they take as long as it does,
 those that lie deepest among collectives first. One collective is under way at a time. Whatever is only needed late,
 weight gradients above all, is thus put off into the windows of later collectives, and what it reads stays in memory
@@ -11,6 +14,7 @@ An order lists kernel numbers; a collective appears twice, as `k` where it start
 
 import heapq
 from collections.abc import Sequence
+from dataclasses import replace
 from enum import Enum
 
 from search.lowered import Loops, Lowered
@@ -29,6 +33,17 @@ def program_order(lowered: Lowered) -> tuple[int, ...]:
     """Kernels as they were written; collectives end where they start."""
     pairs = ((k,) if kernel.collective is None else (k, ~k) for k, kernel in enumerate(lowered.kernels))
     return tuple(k for pair in pairs for k in pair)
+
+
+def memory_saving(lowered: Lowered) -> Lowered:
+    """The program with its kernels in the order in which the next one is always one that frees most."""
+    region = _Region(lowered, range(len(lowered.kernels)), (), Ties.LATEST)
+    order = [k for unit in _Frugal(region).run() for k in region.units[unit]]
+    place = {k: at for at, k in enumerate(order)}
+    kernels = (lowered.kernels[k] for k in order)
+    return replace(
+        lowered, kernels=tuple(replace(k, after=tuple(place[a] for a in k.after)) for k in kernels)
+    )
 
 
 def latency_hiding(lowered: Lowered, ties: Ties) -> tuple[int, ...]:
@@ -83,6 +98,64 @@ class _Region:
 
     def scheduled_s(self, unit: int) -> float:
         return sum(self.kernels[k].scheduled_s for k in self.units[unit])
+
+
+class _Frugal:
+    """One pass from the first unit to the last; an inner loop stays as it is."""
+
+    def __init__(self, region: _Region) -> None:
+        self.buffers = region.lowered.buffers
+        self.makes = [dict.fromkeys(b for k in unit for b in region.kernels[k].makes) for unit in region.units]
+        self.reads = [
+            dict.fromkeys(b for k in unit for b in region.kernels[k].reads if b not in makes)
+            for unit, makes in zip(region.units, self.makes, strict=True)
+        ]
+        self.readers: dict[int, list[int]] = {}
+        for unit, reads in enumerate(self.reads):
+            for b in reads:
+                self.readers.setdefault(b, []).append(unit)
+        self.unread = {b: len(units) for b, units in self.readers.items()}
+        self.missing = [len(needed) for needed in region.before]
+        self.after: list[list[int]] = [[] for _ in region.units]
+        for unit, needed in enumerate(region.before):
+            for n in needed:
+                self.after[n].append(unit)
+        self.ready: list[tuple[float, int]] = []
+        self.rank: dict[int, float] = {}
+
+    def run(self) -> list[int]:
+        """Units in their order."""
+        for unit, count in enumerate(self.missing):
+            if not count:
+                self._offer(unit)
+        found: list[int] = []
+        while self.ready:
+            rank, unit = heapq.heappop(self.ready)
+            if self.rank.get(unit) == rank:  # else it has been offered at another rank since
+                del self.rank[unit]
+                found.append(unit)
+                self._done(unit)
+        return found
+
+    def _offer(self, unit: int) -> None:
+        freed = sum(
+            self.buffers[b].num_bytes
+            for b in self.reads[unit]
+            if self.unread[b] == 1 and not self.buffers[b].is_argument
+        )
+        self.rank[unit] = sum(self.buffers[b].num_bytes for b in self.makes[unit]) - freed
+        heapq.heappush(self.ready, (self.rank[unit], unit))
+
+    def _done(self, unit: int) -> None:
+        for b in self.reads[unit]:
+            self.unread[b] -= 1
+            if self.unread[b] == 1:
+                for reader in [u for u in self.readers[b] if u in self.rank]:
+                    self._offer(reader)
+        for follower in self.after[unit]:
+            self.missing[follower] -= 1
+            if not self.missing[follower]:
+                self._offer(follower)
 
 
 class _Listing:
