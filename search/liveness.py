@@ -29,6 +29,7 @@ VIEWS = frozenset(
         "squeeze",
         "expand_dims",
         "transpose",
+        "rev",
         "optimization_barrier",
         "copy",
         "stop_gradient",

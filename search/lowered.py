@@ -21,7 +21,7 @@ from search.pricing import Priced
 from search.program import FlatOp
 from search.reshard import SLICE, Step
 from search.routes import Routes
-from search.scratch import Scratch
+from search.scratch import CONVOLUTION, Scratch
 from search.sketch import Group, Port, group_of
 
 Loops = tuple[tuple[int, int], ...]
@@ -152,6 +152,7 @@ class _Lowering:
         self.copies: dict[tuple[int, Route, str], tuple[int, ...]] = {}
         self.seconds_of: dict[int, float] = {}
         self.reduced: dict[int, list] = {}
+        self.rewritten: dict[tuple[tuple[int, ...], int], tuple[int, ...]] = {}
         self.light_s: dict[float, tuple[float, float]] = {}
         self.new_state = frozenset(v for op in self.program.ops if op.name == "input" for v in op.operands)
         self.last_backward: int | None = None
@@ -200,6 +201,8 @@ class _Lowering:
             self._buffer(self._bytes_made(v), self.liveness.resident(v), loops, False) for v in op.results
         )
         self.sources |= {v: (b,) for v, b in zip(op.results, makes, strict=True)}
+        if group_of(op) is Group.UPDATE:  # a convolution's kernel is updated as it lies in the copy
+            read += tuple(copy for b in read for copy in self.rewritten.get(((b,), 1), ()))
         kernel = self._kernel(i, read, makes, ())
         if op.op is not None and group_of(op) is Group.BACKWARD:
             self.last_backward = kernel
@@ -218,8 +221,27 @@ class _Lowering:
                 continue  # the body's result, which is made later
             steps, lap = self._way(i, operand)
             arrival = self._arrival(i, operand) if steps else None
-            read |= dict.fromkeys(self._sent(i, v, self.sources[v], steps, lap, arrival))
+            source = self._sent(i, v, self.sources[v], steps, lap, arrival)
+            read |= dict.fromkeys(self._rewritten(i, operand, source) if op.name == CONVOLUTION else source)
         return tuple(read)
+
+    def _rewritten(self, i: int, operand: int, source: tuple[int, ...]) -> tuple[int, ...]:
+        """What cuDNN reads: an argument's kernel is transposed first, and padding is written out that is not even. The copy
+        serves all convolutions that read the array, the backward phase's too."""
+        num_bytes = 0.0
+        if operand == 0:
+            num_bytes = self.scratch.padded_bytes(i)
+        elif all(self.buffers[b].is_argument for b in source):
+            num_bytes = sum(self.buffers[b].num_bytes for b in source)
+        if not num_bytes:
+            return source
+        if (source, operand) not in self.rewritten:
+            loops, runs = self.liveness.loops_at[i], self.program.ops[i].count
+            made = (self._buffer(num_bytes, Resident.TEMPORARIES, loops, False),)
+            seconds, scheduled_s = (runs * each_s for each_s in self._moving_s((*source, *made)))
+            self.kernels.append(Kernel(i, source, made, (), None, 0.0, seconds, scheduled_s, loops))
+            self.rewritten[source, operand] = made
+        return self.rewritten[source, operand]
 
     def _way(self, i: int, operand: int) -> tuple[tuple[Step, ...], str]:
         """The steps by which an op gets an operand, and the phase that alone shares them ("" for all)."""
@@ -301,18 +323,20 @@ class _Lowering:
     def _seconds(self, kind: int, reads: tuple[int, ...], makes: tuple[int, ...]) -> tuple[float, float]:
         """Of one run, and what the scheduler takes it for: it leaves launches out of account."""
         if self.folded.op(kind).is_boundary or is_light(self.folded, kind):
-            device = self.mesh.cluster.device
-            moved = sum(self.buffers[b].num_bytes for b in (*reads, *makes))
-            if moved not in self.light_s:
-                self.light_s[moved] = float(kernel_s(device, moved)), moved / device.memory_bytes_per_s
-            return self.light_s[moved]
+            return self._moving_s((*reads, *makes))
         if kind not in self.seconds_of:
             seconds = self.priced.op_seconds(kind)
             self.seconds_of[kind] = float(
                 seconds[self.labels[self.priced.sketch.node_of[kind]]] if seconds.ndim else seconds
             )
         seconds = self.seconds_of[kind]
-        return seconds, CONVOLUTION_S if self.folded.op(kind).name == "conv_general_dilated" else seconds
+        return seconds, CONVOLUTION_S if self.folded.op(kind).name == CONVOLUTION else seconds
+
+    def _moving_s(self, buffers: Sequence[int]) -> tuple[float, float]:
+        device, moved = self.mesh.cluster.device, sum(self.buffers[b].num_bytes for b in buffers)
+        if moved not in self.light_s:
+            self.light_s[moved] = float(kernel_s(device, moved)), moved / device.memory_bytes_per_s
+        return self.light_s[moved]
 
     def _buffer(self, num_bytes: float, resident: Resident, loops: Loops, is_argument: bool) -> int:
         self.buffers.append(Buffer(num_bytes, resident, is_argument, loops))

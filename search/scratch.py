@@ -8,6 +8,8 @@ from search.liveness import is_view
 from search.program import FlatOp
 from search.routes import Routes
 
+CONVOLUTION = "conv_general_dilated"
+
 WORKSPACE_BYTES = 4 * 2**20
 """Of a matrix product. Source: XLA:GPU's default for cuBLASLt."""
 
@@ -30,12 +32,12 @@ class Scratch:
         self.is_hopper = is_hopper_or_later(self.device.name)
 
     def num_bytes(self, i: int) -> float:
-        """What cuBLAS and cuDNN ask for: scratch, and a padded copy of what they cannot pad themselves."""
+        """What cuBLAS and cuDNN ask for."""
         op = self.routes.program.ops[i]
         if self.device.name == "CPU":
             return 0.0
-        if op.name == "conv_general_dilated":
-            return WORKSPACE_BYTES + self._padded(i)
+        if op.name == CONVOLUTION:
+            return WORKSPACE_BYTES
         if (
             op.op is None
             or not self.routes.folded.is_heavy[self.routes.folded.kind_of[i]]
@@ -77,16 +79,16 @@ class Scratch:
         moved = sum(self.routes.local_bytes(v, self.routes.made(v)) for v in values)
         return len(twins) > 1 and moved <= MERGED_BYTES
 
-    def _padded(self, i: int) -> float:
-        """Bytes of a convolution's operand with the zeros that cuDNN does not imagine: those of a dilated operand, unless
-        its kernel is reversed (it is the gradient of a strided convolution), and those of uneven padding."""
+    def padded_bytes(self, i: int) -> float:
+        """Of a convolution's operand with the zeros that cuDNN does not imagine: those of a dilated operand, unless its
+        kernel is reversed (it is the gradient of a strided convolution), and those of uneven padding. Zero if none."""
         op = self.routes.program.ops[i]
         assert op.op is not None
         params, v = op.op.params, op.operands[0]
         is_gradient = self.routes.program.ops[self.routes.maker[op.operands[1]][0]].name == "rev"
         is_uneven = any(low != high for low, high in params["padding"])
         is_dilated = max(params["lhs_dilation"], default=1) > 1 and not is_gradient
-        if not (is_uneven or is_dilated):
+        if self.device.name == "CPU" or not (is_uneven or is_dilated):
             return 0.0
         shape = self.routes.program.values[v].shape
         growth = 1.0
