@@ -10,6 +10,7 @@ counts, and a margin for what else is not known.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import product
 from statistics import fmean
 
 from cost_model.gpu_targets import is_hopper_or_later
@@ -17,7 +18,7 @@ from search.combine import combined
 from search.liveness import ARGUMENTS, Liveness, Resident
 from search.lowered import Lowered, lower
 from search.pricing import Priced
-from search.schedule import Ties, latency_hiding, memory_saving, program_order
+from search.schedule import Clock, Ties, latency_hiding, memory_saving, program_order
 from search.simulate import Peak, peak, seconds
 
 
@@ -69,7 +70,8 @@ class Simulated:
 
     @cached_property
     def _overlapped(self) -> tuple[tuple[int, ...], ...]:
-        return tuple(latency_hiding(self._plain, ties) for ties in Ties if self.is_rescheduled)
+        choices = product(Ties, Clock) if self.is_rescheduled else ()
+        return tuple(latency_hiding(self._plain, ties, clock) for ties, clock in choices)
 
 
 def _with_margin(found: Peak) -> Peak:

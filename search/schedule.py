@@ -29,6 +29,13 @@ class Ties(Enum):
     """The earlier one."""
 
 
+class Clock(Enum):
+    """By which of its two times a kernel fills a window: XLA knows some kernels and collectives, and guesses others."""
+
+    XLA = "scheduled_s"
+    OURS = "seconds"
+
+
 def program_order(lowered: Lowered) -> tuple[int, ...]:
     """Kernels as they were written; collectives end where they start."""
     pairs = ((k,) if kernel.collective is None else (k, ~k) for k, kernel in enumerate(lowered.kernels))
@@ -37,7 +44,7 @@ def program_order(lowered: Lowered) -> tuple[int, ...]:
 
 def memory_saving(lowered: Lowered) -> Lowered:
     """The program with its kernels in the order in which the next one is always one that frees most."""
-    region = _Region(lowered, range(len(lowered.kernels)), (), Ties.LATEST)
+    region = _Region(lowered, range(len(lowered.kernels)), ())
     order = [k for unit in _Frugal(region).run() for k in region.units[unit]]
     place = {k: at for at, k in enumerate(order)}
     kernels = (lowered.kernels[k] for k in order)
@@ -46,16 +53,24 @@ def memory_saving(lowered: Lowered) -> Lowered:
     )
 
 
-def latency_hiding(lowered: Lowered, ties: Ties) -> tuple[int, ...]:
+def latency_hiding(lowered: Lowered, ties: Ties, clock: Clock = Clock.XLA) -> tuple[int, ...]:
     """Kernels put off into the windows of collectives."""
-    return _Region(lowered, range(len(lowered.kernels)), (), ties).order()
+    taken_s = [getattr(kernel, clock.value) for kernel in lowered.kernels]
+    return _Region(lowered, range(len(lowered.kernels)), (), ties, taken_s).order()
 
 
 class _Region:
     """The kernels of one loop's body, or of the step. An inner loop is one *unit*, as is any other kernel."""
 
-    def __init__(self, lowered: Lowered, members: Sequence[int], loops: Loops, ties: Ties) -> None:
-        self.kernels, self.lowered, self.ties = lowered.kernels, lowered, ties
+    def __init__(
+        self,
+        lowered: Lowered,
+        members: Sequence[int],
+        loops: Loops,
+        ties: Ties = Ties.LATEST,
+        taken_s: Sequence[float] = (),
+    ) -> None:
+        self.kernels, self.lowered, self.ties, self.taken_s = lowered.kernels, lowered, ties, taken_s
         self.units: list[list[int]] = []
         self.loops_of: dict[int, Loops] = {}
         unit_of: dict[int, int] = {}
@@ -86,7 +101,7 @@ class _Region:
         found: list[int] = []
         for unit, is_end in reversed(_Listing(self).run()):
             if unit in self.loops_of:
-                body = _Region(self.lowered, self.units[unit], self.loops_of[unit], self.ties)
+                body = _Region(self.lowered, self.units[unit], self.loops_of[unit], self.ties, self.taken_s)
                 found += body.order()
             else:
                 (k,) = self.units[unit]
@@ -96,8 +111,8 @@ class _Region:
     def is_collective(self, unit: int) -> bool:
         return unit not in self.loops_of and self.kernels[self.units[unit][0]].collective is not None
 
-    def scheduled_s(self, unit: int) -> float:
-        return sum(self.kernels[k].scheduled_s for k in self.units[unit])
+    def seconds(self, unit: int) -> float:
+        return sum(self.taken_s[k] for k in self.units[unit])
 
 
 class _Frugal:
@@ -188,10 +203,10 @@ class _Listing:
     def _window(self, collective: int) -> None:
         """A collective, and what hides it."""
         self.listed.append((collective, True))
-        left_s = self.region.scheduled_s(collective)
+        left_s = self.region.seconds(collective)
         while left_s > 0 and self.ready:
             unit = self._take(self.ready)
-            left_s -= self.region.scheduled_s(unit)
+            left_s -= self.region.seconds(unit)
             self._list(unit)
         self._list(collective)
 
