@@ -47,6 +47,9 @@ EXPENSIVE = frozenset(
 )
 """Elementwise ops that the compiler does not compute twice, where moving the result is cheap."""
 
+_ACTIVATION = frozenset({"mul", "add", "sub", "div", "integer_pow", "square", "convert_element_type"})
+"""Ops that activation functions are made of, besides the expensive ones."""
+
 MAX_DEAR_ITEMSIZE = 2
 """Bytes of an element up to which moving it beats computing it again. Source: XLA's fusion on an H100: it stores a tanh
 in bfloat16, and computes it again in float32."""
@@ -190,9 +193,41 @@ class Liveness:
             return own
         size = self.program.values[v].num_bytes
         large = [a for a in below if 4 * self.program.values[a].num_bytes >= size]
-        is_dear = op.name in EXPENSIVE and len(self.computed_in[v]) > 1
-        is_dear &= self.program.values[v].itemsize <= MAX_DEAR_ITEMSIZE
-        return own if len(large) > MAX_ANCHORS or is_dear else below
+        is_cheap_to_move = self.program.values[v].itemsize <= MAX_DEAR_ITEMSIZE
+        is_dear = op.name in EXPENSIVE if is_cheap_to_move else self._is_gate(v, below)
+        return own if len(large) > MAX_ANCHORS or is_dear and len(self.computed_in[v]) > 1 else below
+
+    def _is_gate(self, v: int, below: frozenset[int]) -> bool:
+        """Whether an expensive activation is multiplied with another array in the forward phase and in the backward one: the
+        kernel that makes the forward product then writes the activation too (XLA, measured on GELU in float32)."""
+        times = [u for u in self.uses.get(v, ()) if self.program.ops[u].name == "mul"]
+        if len({group_of(self.program.ops[u]) for u in times}) < 2 or not self._is_dear_to_make(v):
+            return False
+        forward = [self.program.ops[u] for u in times if group_of(self.program.ops[u]) is Group.FORWARD]
+        others = [self._seen_through(o) for op in forward for o in op.operands if o != v]
+        return any(o not in below and self._is_made_by_heavy(o) for o in others)
+
+    def _is_dear_to_make(self, v: int) -> bool:
+        """Whether an expensive op is among those that a value is computed from on the fly."""
+        seen, left = {v}, [v]
+        while left:
+            op = self.program.ops[self.maker[left.pop()][0]]
+            if op.name in EXPENSIVE and op.name != "logistic":
+                return True
+            if op.name in _ACTIVATION:
+                fresh = [o for o in op.operands if o not in seen]
+                seen.update(fresh)
+                left += fresh
+        return False
+
+    def _seen_through(self, v: int) -> int:
+        """The value that a view is of."""
+        op = self.program.ops[self.maker[v][0]]
+        return self._seen_through(op.operands[0]) if is_view(op) else v
+
+    def _is_made_by_heavy(self, v: int) -> bool:
+        kind = self.folded.kind_of[self.maker[v][0]]
+        return self.folded.is_heavy[kind] and not self.folded.op(kind).is_boundary
 
     def _drawn(self) -> frozenset[int]:
         """Values computed from random bits and single numbers alone: masks and noise."""
