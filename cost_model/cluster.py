@@ -48,8 +48,8 @@ _STAND_INS = {
 
 
 MATMUL_EFFICIENCY = 0.8
-"""Of the matrix units' peak, what the tiles of a large GEMM sustain. Source: XLA's measured products give 0.88 on an H100 and
-0.75 on a B200 (see `cost_model.compute.START_S`); under a long step's load a GPU clocks lower than in such a benchmark."""
+"""Of the matrix units' peak, what the tiles of a large GEMM sustain. Source: XLA's measured products give 0.88 on an H100
+and 0.75 on a B200 (see `cost_model.compute.START_S`); under a long step's load a GPU clocks lower than in a benchmark."""
 
 VECTOR_EFFICIENCY = 0.7
 """Of the ordinary cores' peak, what fused elementwise and reduction kernels sustain. Source: assumed; such ops

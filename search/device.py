@@ -21,7 +21,6 @@ from search.pricing import Priced
 from search.schedule import Clock, Ties, latency_hiding, memory_saving, program_order
 from search.simulate import Peak, peak, seconds
 
-
 MARGIN = 0.03
 """Of all that a step makes, for what our outline of the compiler misses. Source: the spread of predicted against compiled
 peaks (`benchmarks.truth`)."""

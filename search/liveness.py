@@ -195,7 +195,7 @@ class Liveness:
         large = [a for a in below if 4 * self.program.values[a].num_bytes >= size]
         is_cheap_to_move = self.program.values[v].itemsize <= MAX_DEAR_ITEMSIZE
         is_dear = op.name in EXPENSIVE if is_cheap_to_move else self._is_gate(v, below)
-        return own if len(large) > MAX_ANCHORS or is_dear and len(self.computed_in[v]) > 1 else below
+        return own if len(large) > MAX_ANCHORS or (is_dear and len(self.computed_in[v]) > 1) else below
 
     def _is_gate(self, v: int, below: frozenset[int]) -> bool:
         """Whether an expensive activation is multiplied with another array in the forward phase and in the backward one: the

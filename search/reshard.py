@@ -200,7 +200,8 @@ def _may_lead_to(
 
 
 SLICE_S = 1e-9
-"""Seconds; a slice is a local view or a cheap copy. No step takes less, not even an empty array's: chains do not go round."""
+"""Seconds; a slice is a local view or a cheap copy. No step takes less, not even an empty array's, or chains would go
+round."""
 
 
 @lru_cache(maxsize=64)

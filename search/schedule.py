@@ -1,13 +1,14 @@
 """The orders in which a device may run its kernels: as written, as XLA saves memory, and as it hides communication.
 
-XLA puts kernels in the order that takes the least memory, of a few that it tries (`xla/hlo/transforms/simplifiers/
-hlo_memory_scheduler.cc`); the one that it takes as a rule runs, of the kernels that could come next, the one that frees most.
-On Hopper and later it starts over from there, and lists the kernels from the last to the first (`xla/service/
-latency_hiding_scheduler.cc`): a collective's end goes
-right before its first reader, then kernels are put between its end and its start until they take as long as it does,
-those that lie deepest among collectives first. One collective is under way at a time. Whatever is only needed late,
-weight gradients above all, is thus put off into the windows of later collectives, and what it reads stays in memory
-meanwhile.
+XLA puts kernels in the order that takes the least memory, of a few that it tries
+(`xla/hlo/transforms/simplifiers/hlo_memory_scheduler.cc`). Its list scheduler nearly always wins: of the kernels that
+could come next, the one that frees most does.
+
+On Hopper and later it starts over from there, and lists the kernels from the last to the first
+(`xla/service/latency_hiding_scheduler.cc`): a collective's end goes right before its first reader, then kernels are put
+between its end and its start until they take as long as it does, those that lie deepest among collectives first. One
+collective is under way at a time. Whatever is only needed late, weight gradients above all, is thus put off into the
+windows of later collectives, and what it reads stays in memory meanwhile.
 
 An order lists kernel numbers; a collective appears twice, as `k` where it starts and as `~k` where it ends.
 """
@@ -120,7 +121,9 @@ class _Frugal:
 
     def __init__(self, region: _Region) -> None:
         self.buffers = region.lowered.buffers
-        self.makes = [dict.fromkeys(b for k in unit for b in region.kernels[k].makes) for unit in region.units]
+        self.makes = [
+            dict.fromkeys(b for k in unit for b in region.kernels[k].makes) for unit in region.units
+        ]
         self.reads = [
             dict.fromkeys(b for k in unit for b in region.kernels[k].reads if b not in makes)
             for unit, makes in zip(region.units, self.makes, strict=True)
