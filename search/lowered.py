@@ -152,7 +152,7 @@ class _Lowering:
         self.copies: dict[tuple[int, Route, str], tuple[int, ...]] = {}
         self.seconds_of: dict[int, float] = {}
         self.reduced: dict[int, list] = {}
-        self.rewritten: dict[tuple[tuple[int, ...], int], tuple[int, ...]] = {}
+        self.rewritten: dict[tuple[tuple[int, ...], int, float], tuple[int, ...]] = {}
         self.light_s: dict[float, tuple[float, float]] = {}
         self.new_state = frozenset(v for op in self.program.ops if op.name == "input" for v in op.operands)
         self.last_backward: int | None = None
@@ -202,7 +202,8 @@ class _Lowering:
         )
         self.sources |= {v: (b,) for v, b in zip(op.results, makes, strict=True)}
         if group_of(op) is Group.UPDATE:  # a convolution's kernel is updated as it lies in the copy
-            read += tuple(copy for b in read for copy in self.rewritten.get(((b,), 1), ()))
+            copies = (self.rewritten.get(((b,), 1, self.buffers[b].num_bytes), ()) for b in read)
+            read += tuple(copy for found in copies for copy in found)
         kernel = self._kernel(i, read, makes, ())
         if op.op is not None and group_of(op) is Group.BACKWARD:
             self.last_backward = kernel
@@ -235,13 +236,14 @@ class _Lowering:
             num_bytes = sum(self.buffers[b].num_bytes for b in source)
         if not num_bytes:
             return source
-        if (source, operand) not in self.rewritten:
+        key = (source, operand, num_bytes)
+        if key not in self.rewritten:
             loops, runs = self.liveness.loops_at[i], self.program.ops[i].count
             made = (self._buffer(num_bytes, Resident.TEMPORARIES, loops, False),)
             seconds, scheduled_s = (runs * each_s for each_s in self._moving_s((*source, *made)))
             self.kernels.append(Kernel(i, source, made, (), None, 0.0, seconds, scheduled_s, loops))
-            self.rewritten[source, operand] = made
-        return self.rewritten[source, operand]
+            self.rewritten[key] = made
+        return self.rewritten[key]
 
     def _way(self, i: int, operand: int) -> tuple[tuple[Step, ...], str]:
         """The steps by which an op gets an operand, and the phase that alone shares them ("" for all)."""

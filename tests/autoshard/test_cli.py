@@ -231,21 +231,35 @@ def test_a_terminal_gets_progress(train):
     assert "\x1b" in shown
 
 
+@pytest.fixture
+def interruptible():
+    """Ctrl-C reaches the programs started here, even where the tests run in the background, which ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def wait_for(line, process):
+    """Reads what a program says until it says this."""
+    assert process.stderr is not None
+    assert any(line in said for said in process.stderr), "it ended before"
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_ctrl_c(tmp_path):
     path = tmp_path / "slow.py"
     path.write_text(TRAIN + "\n\ndef slow():\n    import time\n    print('now')\n    time.sleep(60)\n")
     process = command(
         "search", f"{path}:slow", "--cluster", "8xCPU", stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
-    assert process.stderr is not None
-    while "now" not in process.stderr.readline():
-        pass
+    wait_for("now", process)
     time.sleep(0.2)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=30)
     assert (process.returncode, out, err) == (130, "", "autoshard: interrupted\n")
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_while_the_solver_runs(tmp_path):
     path = tmp_path / "slow.py"
     wait = "\n\ndef search(*args, **kwargs):\n    print('now', file=sys.__stderr__, flush=True)\n    time.sleep(60)\n"
@@ -255,9 +269,7 @@ def test_ctrl_c_while_the_solver_runs(tmp_path):
     process = command(
         "search", f"{path}:target", "--cluster", "8xCPU", stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
-    assert process.stderr is not None
-    while "now" not in process.stderr.readline():
-        pass
+    wait_for("now", process)
     time.sleep(0.2)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=30)

@@ -8,8 +8,8 @@ from cost_model.collectives import MeshModel
 from cost_model.hardware import parse_cluster
 from search.combine import THRESHOLD_BYTES, combined
 from search.liveness import Resident
-from search.lowered import Buffer, Collective, Kernel, Lowered
-from search.schedule import Ties, latency_hiding, program_order
+from search.lowered import UNKNOWN_S, Buffer, Collective, Kernel, Lowered, collective_s
+from search.schedule import Ties, latency_hiding, memory_saving, program_order
 from search.simulate import peak, seconds
 
 MESH = MeshModel(parse_cluster("8xH100-80GB"), (8,))
@@ -58,6 +58,36 @@ def test_what_a_loop_reads_from_outside_lives_to_its_end():
         (buffer(10.0), buffer(3.0, loop), buffer(4.0, loop), buffer(1.0, is_argument=True)),
     )
     assert peak(lowered, program_order(lowered)).num_bytes == 10 + 3 + 4 + 1
+
+
+def test_memory_is_saved_by_doing_next_what_frees_most():
+    # two large arrays (0, 1), each reduced to a small one (2, 3); as written, both are there at once
+    kernels = (kernel(0, [], [0]), kernel(1, [], [1]), kernel(2, [0], [2]), kernel(3, [1], [3]))
+    lowered = Lowered(kernels, (buffer(10.0), buffer(10.0), buffer(1.0), buffer(1.0)))
+    saving = memory_saving(lowered)
+    assert [k.position for k in saving.kernels] == [0, 2, 1, 3]
+    assert peak(lowered, program_order(lowered)).num_bytes == 10 + 10 + 1
+    assert peak(saving, program_order(saving)).num_bytes == 10 + 1
+
+
+def test_an_all_reduce_is_done_in_place_but_joined_ones_in_a_flat_copy():
+    arguments = (buffer(0.0, is_argument=True),)
+    alone = Lowered(
+        (kernel(0, [0], [1]), gather(1, [1], [2], kind="all-reduce")), (*arguments, buffer(8.0), buffer(8.0))
+    )
+    two = Lowered(
+        (kernel(0, [0], [1]), kernel(1, [0], [2]), gather(2, [1, 2], [3, 4], kind="all-reduce")),
+        (*arguments, *(buffer(4.0) for _ in range(4))),
+    )
+    assert peak(alone, program_order(alone)).num_bytes == 8
+    assert peak(two, program_order(two)).num_bytes == 16
+
+
+def test_a_collective_between_nodes_may_hide_behind_anything():
+    between, inside = MeshModel(parse_cluster("16xH100-80GB"), (2, 8)), Collective("all-gather", (1,), 1e6, "f")
+    seconds, scheduled_s = collective_s(between, inside)
+    assert seconds < scheduled_s < 2 * seconds
+    assert collective_s(between, Collective("all-gather", (0,), 1e6, "f"))[1] == UNKNOWN_S
 
 
 def test_a_weight_gradient_is_put_off_into_the_window_of_a_later_collective():
