@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from cost_model.collectives import MeshModel
-from search.lowered import Kernel, Lowered, collective_s
+from search.lowered import Kernel, Lowered
+from search.times import of_collective
 
 THRESHOLD_BYTES = 30 * 2**20
 """Source: XLA, `xla_gpu_all_reduce_combine_threshold_bytes` and its like for all-gather and reduce-scatter."""
@@ -91,8 +92,7 @@ def _closure(below: int, group_waits: Sequence[int], joined: int) -> int:
 def _join(members: Sequence[Kernel], mesh: MeshModel) -> Kernel:
     first, moved = members[0], [m.collective for m in members if m.collective is not None]
     one = replace(moved[0], num_bytes=sum(c.num_bytes for c in moved))
-    runs = first.seconds / collective_s(mesh, moved[0])[0]
-    seconds, scheduled_s = (runs * each_s for each_s in collective_s(mesh, one))
+    runs = first.taken.seconds / float(mesh.time_s(one.kind, one.axes, moved[0].num_bytes))
     return replace(
         first,
         position=max(m.position for m in members),
@@ -100,8 +100,7 @@ def _join(members: Sequence[Kernel], mesh: MeshModel) -> Kernel:
         makes=tuple(b for m in members for b in m.makes),
         after=tuple(dict.fromkeys(n for m in members for n in m.after)),
         collective=one,
-        seconds=seconds,
-        scheduled_s=scheduled_s,
+        taken=of_collective(mesh, one.kind, one.axes, one.num_bytes) * runs,
     )
 
 

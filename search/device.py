@@ -58,7 +58,7 @@ class Simulated:
     def hidden_s(self) -> float:
         """Communication that runs behind computation."""
         orders = (program_order(self._plain), *self._overlapped)
-        alone_s = sum(kernel.seconds for kernel in self.lowered.kernels)
+        alone_s = sum(kernel.taken.seconds for kernel in self.lowered.kernels)
         return alone_s - min(seconds(self._plain, order) for order in orders)
 
     @cached_property

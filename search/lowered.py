@@ -13,9 +13,6 @@ from dataclasses import dataclass, replace
 
 from autoshard.layout import Route
 from autoshard.spec import Spec
-from cost_model.collectives import MeshModel
-from cost_model.compute import kernel_s
-from search.kernels import is_light
 from search.liveness import Liveness, Resident
 from search.pricing import Priced
 from search.program import FlatOp
@@ -23,21 +20,10 @@ from search.reshard import SLICE, Step
 from search.routes import Routes
 from search.scratch import CONVOLUTION, Scratch
 from search.sketch import Group, Port, group_of
+from search.times import Taken, Times, of_collective
 
 Loops = tuple[tuple[int, int], ...]
 """Ranges of op positions, inner loops first."""
-
-
-UNKNOWN_S = 5e-3
-"""What XLA's scheduler takes a collective between nodes for: it has no figure of its own. Source: what its
-`sol_latency_estimator` logs for H100s, JAX 0.12."""
-
-CONVOLUTION_S = 10e-6
-"""What it takes any convolution for. Source: as for `UNKNOWN_S`."""
-
-MEASURED = 1.3
-"""How much slower than in our model collectives inside a node are in XLA's table of measured ones, on H100s of 1 to 64 MiB.
-Source: `xla/service/gpu/model/default_collective_perf_table.txtpb`, 2026, the median."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +81,7 @@ class Kernel:
       after: kernels that must have run, besides those whose buffers it reads.
       collective: what it communicates; None when it computes.
       workspace_bytes: scratch memory while it runs.
-      seconds: how long it takes in one step, all its runs together.
-      scheduled_s: how long XLA's scheduler takes that to be.
+      taken: how long it takes in one step, all its runs together.
       loops: the loops that it is in.
     """
 
@@ -106,8 +91,7 @@ class Kernel:
     after: tuple[int, ...]
     collective: Collective | None
     workspace_bytes: float
-    seconds: float
-    scheduled_s: float
+    taken: Taken
     loops: Loops
 
 
@@ -129,12 +113,6 @@ def lower(priced: Priced, liveness: Liveness, labels: Sequence[int]) -> Lowered:
     return Lowered(tuple(lowering.kernels), tuple(lowering.buffers))
 
 
-def collective_s(mesh: MeshModel, what: Collective) -> tuple[float, float]:
-    """Seconds of a collective, and what XLA's scheduler takes it for."""
-    seconds = float(mesh.time_s(what.kind, what.axes, what.num_bytes))
-    return seconds, UNKNOWN_S if mesh.group(what.axes).crosses_nodes else MEASURED * seconds
-
-
 def _is_part(op: FlatOp) -> bool:
     """Whether an op is a loop's part of a stacked array."""
     return op.name == "slice" and op.is_boundary
@@ -145,15 +123,13 @@ class _Lowering:
         self.priced, self.liveness, self.labels = priced, liveness, labels
         self.folded, self.program = priced.sketch.folded, liveness.program
         self.routes = Routes(priced, labels)
-        self.scratch = Scratch(self.routes)
+        self.scratch, self.times = Scratch(self.routes), Times(priced, labels)
         self.kernels: list[Kernel] = []
         self.buffers: list[Buffer] = []
         self.sources: dict[int, tuple[int, ...]] = {}
         self.copies: dict[tuple[int, Route, str], tuple[int, ...]] = {}
-        self.seconds_of: dict[int, float] = {}
         self.reduced: dict[int, list] = {}
         self.rewritten: dict[tuple[tuple[int, ...], int, float], tuple[int, ...]] = {}
-        self.light_s: dict[float, tuple[float, float]] = {}
         self.new_state = frozenset(v for op in self.program.ops if op.name == "input" for v in op.operands)
         self.last_backward: int | None = None
         self.mesh = priced.resharder.mesh
@@ -240,8 +216,8 @@ class _Lowering:
         if key not in self.rewritten:
             loops, runs = self.liveness.loops_at[i], self.program.ops[i].count
             made = (self._buffer(num_bytes, Resident.TEMPORARIES, loops, False),)
-            seconds, scheduled_s = (runs * each_s for each_s in self._moving_s((*source, *made)))
-            self.kernels.append(Kernel(i, source, made, (), None, 0.0, seconds, scheduled_s, loops))
+            taken = self.times.of_moving(2 * num_bytes) * runs
+            self.kernels.append(Kernel(i, source, made, (), None, 0.0, taken, loops))
             self.rewritten[key] = made
         return self.rewritten[key]
 
@@ -298,8 +274,8 @@ class _Lowering:
         if _is_part(self.program.ops[i]):  # the whole stack travels, before the loop
             loops, runs = loops[1:], self.program.ops[self.liveness.maker[v][0]].count
         made = self._buffer(made_bytes, self.liveness.resident(v), loops, False)
-        seconds, scheduled_s = (runs * each_s for each_s in collective_s(self.mesh, what))
-        self.kernels.append(Kernel(i, source, (made,), after, what, 0.0, seconds, scheduled_s, loops))
+        taken = of_collective(self.mesh, what.kind, what.axes, what.num_bytes) * runs
+        self.kernels.append(Kernel(i, source, (made,), after, what, 0.0, taken, loops))
         return (made,)
 
     def reductions(self, kind: int):
@@ -314,31 +290,11 @@ class _Lowering:
         return self.reduced[kind]
 
     def _kernel(self, i: int, reads: tuple[int, ...], makes: tuple[int, ...], after: tuple[int, ...]) -> int:
-        kind = self.folded.kind_of[i]
-        loops = self.liveness.loops_at[i]
-        runs = self.program.ops[i].count
-        seconds, scheduled_s = (runs * each_s for each_s in self._seconds(kind, reads, makes))
-        scratch = self.scratch.num_bytes(i)
-        self.kernels.append(Kernel(i, reads, makes, after, None, scratch, seconds, scheduled_s, loops))
+        moved = sum(self.buffers[b].num_bytes for b in (*reads, *makes))
+        taken = self.times.of_op(self.folded.kind_of[i], moved) * self.program.ops[i].count
+        loops, scratch = self.liveness.loops_at[i], self.scratch.num_bytes(i)
+        self.kernels.append(Kernel(i, reads, makes, after, None, scratch, taken, loops))
         return len(self.kernels) - 1
-
-    def _seconds(self, kind: int, reads: tuple[int, ...], makes: tuple[int, ...]) -> tuple[float, float]:
-        """Of one run, and what the scheduler takes it for: it leaves launches out of account."""
-        if self.folded.op(kind).is_boundary or is_light(self.folded, kind):
-            return self._moving_s((*reads, *makes))
-        if kind not in self.seconds_of:
-            seconds = self.priced.op_seconds(kind)
-            self.seconds_of[kind] = float(
-                seconds[self.labels[self.priced.sketch.node_of[kind]]] if seconds.ndim else seconds
-            )
-        seconds = self.seconds_of[kind]
-        return seconds, CONVOLUTION_S if self.folded.op(kind).name == CONVOLUTION else seconds
-
-    def _moving_s(self, buffers: Sequence[int]) -> tuple[float, float]:
-        device, moved = self.mesh.cluster.device, sum(self.buffers[b].num_bytes for b in buffers)
-        if moved not in self.light_s:
-            self.light_s[moved] = float(kernel_s(device, moved)), moved / device.memory_bytes_per_s
-        return self.light_s[moved]
 
     def _buffer(self, num_bytes: float, resident: Resident, loops: Loops, is_argument: bool) -> int:
         self.buffers.append(Buffer(num_bytes, resident, is_argument, loops))

@@ -56,7 +56,7 @@ def memory_saving(lowered: Lowered) -> Lowered:
 
 def latency_hiding(lowered: Lowered, ties: Ties, clock: Clock = Clock.XLA) -> tuple[int, ...]:
     """Kernels put off into the windows of collectives."""
-    taken_s = [getattr(kernel, clock.value) for kernel in lowered.kernels]
+    taken_s = [getattr(kernel.taken, clock.value) for kernel in lowered.kernels]
     return _Region(lowered, range(len(lowered.kernels)), (), ties, taken_s).order()
 
 

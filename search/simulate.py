@@ -65,9 +65,9 @@ def seconds(lowered: Lowered, order: Sequence[int]) -> float:
     for k in order:
         kernel = lowered.kernels[k if k >= 0 else ~k]
         if kernel.collective is None:
-            now += kernel.seconds
+            now += kernel.taken.seconds
         elif k >= 0:
-            free = done[k] = max(now, free) + kernel.seconds
+            free = done[k] = max(now, free) + kernel.taken.seconds
         else:
             now = max(now, done[~k])
     return max(now, free)

@@ -31,9 +31,7 @@ def readers(found: Lowered, num_bytes: int) -> list[int]:
     """By how many kernels each array of this size is read, arguments left out."""
     arrays = [b for b, buffer in enumerate(found.buffers) if buffer.num_bytes == num_bytes]
     return [
-        sum(b in kernel.reads for kernel in found.kernels)
-        for b in arrays
-        if not found.buffers[b].is_argument
+        sum(b in kernel.reads for kernel in found.kernels) for b in arrays if not found.buffers[b].is_argument
     ]
 
 
@@ -61,9 +59,7 @@ def test_uneven_padding_is_written_out_once_for_both_phases():
 
 def test_a_kernel_is_transposed_for_cudnn_and_updated_as_it_lies_there():
     found = lowered(convolved("SAME"), KERNEL, IMAGES)
-    (argument,) = [
-        b for b, x in enumerate(found.buffers) if x.is_argument and x.num_bytes == KERNEL.nbytes
-    ]
+    (argument,) = [b for b, x in enumerate(found.buffers) if x.is_argument and x.num_bytes == KERNEL.nbytes]
     first = next(k for k in found.kernels if argument in k.reads)
     (copy,) = first.makes
     assert found.buffers[copy].num_bytes == KERNEL.nbytes

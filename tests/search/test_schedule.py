@@ -8,9 +8,10 @@ from cost_model.collectives import MeshModel
 from cost_model.hardware import parse_cluster
 from search.combine import THRESHOLD_BYTES, combined
 from search.liveness import Resident
-from search.lowered import UNKNOWN_S, Buffer, Collective, Kernel, Lowered, collective_s
+from search.lowered import Buffer, Collective, Kernel, Lowered
 from search.schedule import Ties, latency_hiding, memory_saving, program_order
 from search.simulate import peak, seconds
+from search.times import UNKNOWN_S, Taken, of_collective
 
 MESH = MeshModel(parse_cluster("8xH100-80GB"), (8,))
 
@@ -20,12 +21,12 @@ def buffer(num_bytes, loops=(), is_argument=False):
 
 
 def kernel(position, reads, makes, taken_s=1.0, loops=(), workspace=0.0):
-    return Kernel(position, tuple(reads), tuple(makes), (), None, workspace, taken_s, taken_s, loops)
+    return Kernel(position, tuple(reads), tuple(makes), (), None, workspace, Taken(taken_s, taken_s), loops)
 
 
 def gather(position, reads, makes, num_bytes=8.0, taken_s=1.0, kind="all-gather"):
     what = Collective(kind, (0,), num_bytes, "float32")
-    return Kernel(position, tuple(reads), tuple(makes), (), what, 0.0, taken_s, taken_s, ())
+    return Kernel(position, tuple(reads), tuple(makes), (), what, 0.0, Taken(taken_s, taken_s), ())
 
 
 def test_the_peak_counts_what_is_still_to_be_read():
@@ -84,10 +85,10 @@ def test_an_all_reduce_is_done_in_place_but_joined_ones_in_a_flat_copy():
 
 
 def test_a_collective_between_nodes_may_hide_behind_anything():
-    between, inside = MeshModel(parse_cluster("16xH100-80GB"), (2, 8)), Collective("all-gather", (1,), 1e6, "f")
-    seconds, scheduled_s = collective_s(between, inside)
-    assert seconds < scheduled_s < 2 * seconds
-    assert collective_s(between, Collective("all-gather", (0,), 1e6, "f"))[1] == UNKNOWN_S
+    mesh = MeshModel(parse_cluster("16xH100-80GB"), (2, 8))
+    inside, between = (of_collective(mesh, "all-gather", (axis,), 1e6) for axis in (1, 0))
+    assert inside.seconds < inside.scheduled_s < 2 * inside.seconds
+    assert between.scheduled_s == UNKNOWN_S
 
 
 def test_a_weight_gradient_is_put_off_into_the_window_of_a_later_collective():
