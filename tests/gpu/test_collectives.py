@@ -38,18 +38,7 @@ WHAT_IT_SHOWS = {
 """By case of `compiled`: kinds of collectives without which it would not be what it is called."""
 
 
-NOT_YET = {"fsdp": "XLA casts the position table to 16 bits before it gathers it, we after"}
-"""Cases that are known to differ, and why."""
-
-CASES = [
-    pytest.param(name, marks=pytest.mark.xfail(reason=NOT_YET[name], strict=True))
-    if name in NOT_YET
-    else name
-    for name in WHAT_IT_SHOWS
-]
-
-
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", WHAT_IT_SHOWS)
 def test_the_compiler_emits_what_the_plan_lists(name):
     plan, numbers = compiled(JOBS[name])
     predicted = {(c.kind, c.axes): c.bytes for c in plan.estimates.collectives}
