@@ -63,14 +63,18 @@ class Simulated:
 
     @cached_property
     def _plain(self) -> Lowered:
-        """In the order that takes the least memory."""
-        orders = (self.lowered, memory_saving(self.lowered))
-        return min(orders, key=lambda lowered: peak(lowered, program_order(lowered)).num_bytes)
+        return in_least_order(self.lowered)
 
     @cached_property
     def _overlapped(self) -> tuple[tuple[int, ...], ...]:
         choices = product(Ties, Clock) if self.is_rescheduled else ()
         return tuple(latency_hiding(self._plain, ties, clock) for ties, clock in choices)
+
+
+def in_least_order(lowered: Lowered) -> Lowered:
+    """With the kernels in the order that takes the least memory."""
+    orders = (lowered, memory_saving(lowered))
+    return min(orders, key=lambda order: peak(order, program_order(order)).num_bytes)
 
 
 def _with_margin(found: Peak) -> Peak:

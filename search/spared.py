@@ -2,8 +2,8 @@
 
 The compiler's scheduler spends what memory is left below the cap. So that it has as much to spend on a shortened
 program as on the whole one, the cap is lowered by what the missing blocks hold where the whole step is at its
-highest: arguments aside, that is the peak of the device's kernels less the peak without those of the missing blocks,
-both in program order, which spends nothing.
+highest: arguments aside, that is the least peak of the device's kernels, less the least without those of the missing
+blocks.
 """
 
 from collections.abc import Sequence
@@ -11,12 +11,14 @@ from collections.abc import Set as AbstractSet
 from dataclasses import replace
 
 from search.combine import combined
+from search.device import in_least_order
 from search.liveness import Liveness
 from search.lowered import Kernel, Lowered, lower
 from search.pricing import Priced
 from search.program import FlatOp
 from search.schedule import program_order
 from search.simulate import peak
+from search.times import Taken
 
 
 def spared_bytes(
@@ -35,7 +37,8 @@ def spared_bytes(
     mesh = priced.resharder.mesh
 
     def least_bytes(ops: AbstractSet[int]) -> float:
-        left = combined(_without(lowered, {at for at, op in enumerate(outermost) if op in ops}), mesh)
+        kernels = _without(lowered, {at for at, op in enumerate(outermost) if op in ops})
+        left = in_least_order(combined(kernels, mesh))
         return peak(left, program_order(left)).num_bytes
 
     whole_bytes = least_bytes(frozenset())
@@ -60,7 +63,13 @@ def _without(lowered: Lowered, positions: AbstractSet[int]) -> Lowered:
     def emptied(kernel: Kernel) -> Kernel:
         handed_on = tuple(b for b in kernel.makes if b in read)
         return replace(
-            kernel, reads=(), makes=handed_on, after=(), collective=None, workspace_bytes=0.0, seconds=0.0
+            kernel,
+            reads=(),
+            makes=handed_on,
+            after=(),
+            collective=None,
+            workspace_bytes=0.0,
+            taken=Taken(0.0, 0.0),
         )
 
     return replace(
