@@ -90,9 +90,7 @@ def _relaxed(
     times = 2
     while times <= MAX_TIMES_DEVICES:
         larger = _times(cluster, times)
-        may_fit = (
-            peak.num_bytes <= times * options.memory_bytes
-        )  # n times the devices: 1 / n each at the least
+        may_fit = peak.num_bytes <= times * options.memory_bytes  # a device then holds 1 / times at the least
         step_s = _step_s(_all(ground, larger, options), options) if may_fit else None
         if step_s is not None:
             yield f"{larger.num_devices} devices", step_s
