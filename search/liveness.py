@@ -208,7 +208,7 @@ class Liveness:
         return any(o not in below and self._is_made_by_heavy(o) for o in others)
 
     def _is_dear_to_make(self, v: int) -> bool:
-        """Whether an expensive op is among those that a value is computed from on the fly."""
+        """Whether an expensive op is among those that a value is computed from on the fly; a logistic is too cheap."""
         seen, left = {v}, [v]
         while left:
             op = self.program.ops[self.maker[left.pop()][0]]
