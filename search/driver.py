@@ -65,7 +65,7 @@ def find(step: Step, cluster: Cluster, options: Options, progress: Progress = la
     """
     clock = _Clock(step)
     pins = options.pins or {}
-    ground = Ground.of(step, [repr(pins.get(a.name, "")) for a in step.arguments])
+    ground = Ground.of(step, [repr(pins.get(a.name, "")) for a in step.arguments], cluster.device)
     clock.lap("graph")
     shapes, best, bound_s = candidate_shapes(cluster, options), None, math.inf
     tried: list[Grounded] = []
@@ -100,7 +100,7 @@ def apply(step: Step, plan: Plan, cluster: Cluster, place: str = "plan") -> Foun
     """
     clock = _Clock(step)
     decided = plan.decisions.arguments
-    ground = Ground.of(step, [decided.get(a.name, "") for a in step.arguments])
+    ground = Ground.of(step, [decided.get(a.name, "") for a in step.arguments], cluster.device)
     if plan.fingerprint != ground.fingerprint:
         raise PlanError(
             f"{place} was made for another step (its {plan.step!r} has fingerprint {plan.fingerprint}, this "

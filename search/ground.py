@@ -15,7 +15,7 @@ import numpy as np
 from autoshard.errors import InputError
 from autoshard.graph import Step
 from autoshard.spec import AXIS_NAMES, from_partition_spec
-from cost_model.cluster import Cluster
+from cost_model.cluster import Cluster, Device
 from cost_model.collectives import MeshModel
 from cost_model.meshes import mesh_shapes
 from search import ilp
@@ -24,7 +24,7 @@ from search.decisions import Words, allowed_by_pins
 from search.device import Simulated, simulate
 from search.folding import fold
 from search.kinds import folded
-from search.liveness import Item, Liveness
+from search.liveness import Item, Liveness, dear_itemsize
 from search.memory import Memory
 from search.pbqp import Problem
 from search.pricing import price
@@ -90,12 +90,12 @@ class Ground:
     fingerprint: str
 
     @classmethod
-    def of(cls, step: Step, marks: Sequence[str]) -> "Ground":
-        """Makes a step ready; `marks` keep arguments apart that would be folded together."""
+    def of(cls, step: Step, marks: Sequence[str], device: Device) -> "Ground":
+        """Makes a step ready for a device; `marks` keep arguments apart that would be folded together."""
         program = flatten(step)
         whole = folded(program, fold(program, marks))
         drawn = sketch(whole, clusters(whole))
-        liveness = Liveness(drawn)
+        liveness = Liveness(drawn, dear_itemsize(device))
         return cls(drawn, liveness, liveness.items(), fingerprint(program))
 
     @property

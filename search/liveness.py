@@ -1,4 +1,4 @@
-"""Which arrays are in memory when: the program's liveness, before any mesh.
+"""Which arrays are in memory when: the program's liveness on a device, before any mesh.
 
 Program order is taken as the schedule. Not every value becomes an array:
 
@@ -18,6 +18,7 @@ from enum import StrEnum
 
 from autoshard.factors import Kind
 from autoshard.graph import Role
+from cost_model.cluster import Device
 from search.choices import Way
 from search.kinds import Folded
 from search.program import FlatOp, Program
@@ -50,9 +51,20 @@ EXPENSIVE = frozenset(
 _ACTIVATION = frozenset({"mul", "add", "sub", "div", "integer_pow", "square", "convert_element_type"})
 """Ops that activation functions are made of, besides the expensive ones."""
 
-MAX_DEAR_ITEMSIZE = 2
-"""Bytes of an element up to which moving it beats computing it again. Source: XLA's fusion on an H100: it stores a tanh
-in bfloat16, and computes it again in float32."""
+CHEAPER = frozenset({"logistic"})
+"""Of these, what is stored in 16 bits at most, on every device: XLA computes an exponential and a division."""
+
+CHEAPER_ITEMSIZE = 2
+
+DEAR_FLOPS = 50.0
+"""What an expensive op is taken to cost for an element. Source: XLA's fusion stores a tanh in bfloat16 on an H100 and in
+float32 on an A100, but computes it again in float32 on an H100: 40 to 80."""
+
+
+def dear_itemsize(device: Device) -> float:
+    """Bytes of an element up to which moving it beats computing it again with an expensive op."""
+    return DEAR_FLOPS * device.memory_bytes_per_s / device.vector_flops_per_s
+
 
 DRAWS = frozenset({"random_bits", "threefry2x32"})
 """Ops whose random bits the compiler draws inside the kernel that reads them: a mask is stored, never its bits."""
@@ -114,14 +126,14 @@ class Item:
     position: int
 
 
-def items(sketch: Sketch) -> tuple[Item, ...]:
-    """Everything that is ever in memory."""
-    return Liveness(sketch).items()
-
-
 class Liveness:
-    def __init__(self, sketch: Sketch) -> None:
-        self.sketch = sketch
+    """Which values are arrays, and for how long.
+
+    `most_dear` says up to how many bytes an element is stored that is expensive to compute: see `dear_itemsize`.
+    """
+
+    def __init__(self, sketch: Sketch, most_dear: float) -> None:
+        self.sketch, self.most_dear = sketch, most_dear
         self.folded: Folded = sketch.folded
         self.program: Program = sketch.folded.program
         self.maker, self.uses = self.program.maker, self.program.uses
@@ -169,6 +181,7 @@ class Liveness:
         return _RESIDENT_OF[self.program.step.arguments[op.site[0]].role]
 
     def items(self) -> tuple[Item, ...]:
+        """Everything that is ever in memory."""
         for i in reversed(range(len(self.program.ops))):
             for v in self.program.ops[i].results:
                 self._hold(v)
@@ -193,7 +206,8 @@ class Liveness:
             return own
         size = self.program.values[v].num_bytes
         large = [a for a in below if 4 * self.program.values[a].num_bytes >= size]
-        is_cheap_to_move = self.program.values[v].itemsize <= MAX_DEAR_ITEMSIZE
+        most = min(self.most_dear, CHEAPER_ITEMSIZE) if op.name in CHEAPER else self.most_dear
+        is_cheap_to_move = self.program.values[v].itemsize <= most
         is_dear = op.name in EXPENSIVE if is_cheap_to_move else self._is_gate(v, below)
         return own if len(large) > MAX_ANCHORS or (is_dear and len(self.computed_in[v]) > 1) else below
 
@@ -208,11 +222,11 @@ class Liveness:
         return any(o not in below and self._is_made_by_heavy(o) for o in others)
 
     def _is_dear_to_make(self, v: int) -> bool:
-        """Whether an expensive op is among those that a value is computed from on the fly; a logistic is too cheap."""
+        """Whether an expensive op is among those that a value is computed from on the fly."""
         seen, left = {v}, [v]
         while left:
             op = self.program.ops[self.maker[left.pop()][0]]
-            if op.name in EXPENSIVE and op.name != "logistic":
+            if op.name in EXPENSIVE - CHEAPER:
                 return True
             if op.name in _ACTIVATION:
                 fresh = [o for o in op.operands if o not in seen]

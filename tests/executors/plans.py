@@ -50,7 +50,8 @@ def drawn(step: Step, mesh: tuple[int, ...], seed: int) -> Layout:
 
 def with_copies(step: Step, pins: Mapping[str, Any], is_fresh: bool) -> Layout:
     """The fastest plan under these pins in which the backward phase's copies are all made anew, or all kept."""
-    on_mesh = Ground.of(step, ["" for _ in step.arguments]).on(cluster((8,)), (8,))
+    devices = cluster((8,))
+    on_mesh = Ground.of(step, ["" for _ in step.arguments], devices.device).on(devices, (8,))
     kept = list(on_mesh.pinned(pins))
     for copy in on_mesh.memory.priced.sketch.copies:
         ways = on_mesh.memory.priced.choices[copy.node].ways
@@ -63,7 +64,8 @@ def with_copies(step: Step, pins: Mapping[str, Any], is_fresh: bool) -> Layout:
 
 
 def _priced(step: Step, mesh: tuple[int, ...]) -> tuple[Memory, ilp.Problem]:
-    on_mesh = Ground.of(step, ()).on(cluster(mesh), mesh)
+    devices = cluster(mesh)
+    on_mesh = Ground.of(step, (), devices.device).on(devices, mesh)
     return on_mesh.memory, on_mesh.problem
 
 

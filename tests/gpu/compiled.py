@@ -200,7 +200,7 @@ def compiled(job: Job) -> tuple[Plan, Numbers]:
 
 
 def _smallest_peak(step: Step, cluster: Cluster, mesh: tuple[int, ...]) -> float:
-    grounded = Ground.of(step, ["None"] * len(step.arguments)).on(cluster, mesh)
+    grounded = Ground.of(step, ["None"] * len(step.arguments), cluster.device).on(cluster, mesh)
     kept, smallest_bytes = grounded.pinned({}), float(cluster.device_memory_limit())
     with suppress(NoFitError):
         while True:

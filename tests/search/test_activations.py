@@ -111,7 +111,8 @@ def grounded(sizes: Sizes, gpu: str, t: int) -> Grounded:
         dropout=0.1,
     )
     step = trace(case.step, *case.abstract_args())
-    return Ground.of(step, ["None"] * len(step.arguments)).on(parse_cluster(f"{t}x{gpu}"), (t,))
+    cluster = parse_cluster(f"{t}x{gpu}")
+    return Ground.of(step, ["None"] * len(step.arguments), cluster.device).on(cluster, (t,))
 
 
 def lowered_for(found: Grounded, labels: tuple[int, ...]) -> Lowered:

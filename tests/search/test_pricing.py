@@ -24,7 +24,7 @@ ROW = jnp.zeros(COLUMNS)
 
 
 def priced(step, *args, cluster="1xH100-80GB", mesh=(1,)):
-    sketch = Ground.of(trace(step, *args), ()).sketch
+    sketch = Ground.of(trace(step, *args), (), parse_cluster(cluster).device).sketch
     return price(sketch, Resharder(MeshModel(parse_cluster(cluster), mesh)))
 
 
@@ -220,7 +220,8 @@ def deep_mlp(num_layers):
 
 
 def test_estimates_add_up_to_what_was_minimised_and_combined_gradients_share_their_latency():
-    grounded = Ground.of(trace(*deep_mlp(20)), ()).on(parse_cluster("8xH100-80GB"), (8,))
+    cluster = parse_cluster("8xH100-80GB")
+    grounded = Ground.of(trace(*deep_mlp(20)), (), cluster.device).on(cluster, (8,))
     kept = grounded.pinned({})
     solution = grounded.solve(kept, 1 << 40, 10.0)
     device = grounded.simulated(solution.labels, 1 << 40)
