@@ -7,6 +7,7 @@ device whose memory is such that its scheduler aims at the plan's cap.
 import math
 import os
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from autoshard.extrapolation import extrapolated, is_long, kept_blocks, spared, 
 from autoshard.graph import Step, walk
 from autoshard.layout import Layout
 from autoshard.plan import Plan
+from autoshard.planning import AutoshardWarning
 from autoshard.units import format_bytes, format_seconds
 from autoshard.verification import Extent, Verification, compared
 from cost_model import oracle
@@ -132,6 +134,9 @@ def fitting(
 
     Raises:
       InfeasibleError: nothing fits, as predicted or as compiled; says what was compiled last.
+
+    Warns:
+      AutoshardWarning: a plan before this one was found not to fit.
     """
     n, limit_bytes, smallest_bytes, last, verify_s = 0, cap_bytes, math.inf, "", 0.0
     for n in range(1, MAX_ROUNDS + 1):
@@ -147,6 +152,10 @@ def fitting(
             proof = verified(found, True)
             verify_s += _judged_s(proof)
         if proof.fits:
+            if last:
+                warnings.warn(
+                    f"{last}: it was searched again, under a lower limit", AutoshardWarning, stacklevel=3
+                )
             return replace(found.plan, search_s={**found.plan.search_s, "verify": verify_s})
         compiled_bytes = proof.compiled.peak_bytes
         smallest_bytes = min(smallest_bytes, compiled_bytes)

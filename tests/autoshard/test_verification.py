@@ -175,7 +175,10 @@ def test_a_plan_that_fits_is_returned_at_once(plan):
 
 def test_the_limit_is_lowered_by_the_overshoot_and_the_plan_keeps_the_cap(plan):
     compiler = Compiler(plan, 1.1)
-    found = compiler.fitting()
+    with pytest.warns(
+        autoshard.AutoshardWarning, match="compiled to 22 GiB, above the cap of 20 GiB: it was searched again"
+    ):
+        found = compiler.fitting()
     assert found.memory_bytes == 20 * GIB
     assert len(compiler.limits) == 2
     assert compiler.limits[1] == 18 * GIB - int(0.005 * 20 * GIB)
@@ -208,7 +211,8 @@ def test_the_whole_program_has_the_last_word(plan):
         proof = verdict(found.plan, peak_bytes=int(next(peaks) * GIB))
         return proof if full else replace(proof, extent=Extent(5, 24))
 
-    found = judge.fitting(compiler.search, verified, 20 * GIB, compiler.lines.append)
+    with pytest.warns(autoshard.AutoshardWarning, match="above the cap of 20 GiB"):
+        found = judge.fitting(compiler.search, verified, 20 * GIB, compiler.lines.append)
     assert len(compiler.limits) == 2
     assert found.search_s["verify"] == 6.0
 
