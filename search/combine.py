@@ -6,11 +6,11 @@ weights of several layers may be there before they are needed.
 """
 
 import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from cost_model.collectives import MeshModel
-from search.lowered import Kernel, Lowered
+from search.lowered import Kernel, Lowered, renumbered
 from search.times import of_collective
 
 THRESHOLD_BYTES = 30 * 2**20
@@ -26,17 +26,8 @@ def combined(lowered: Lowered, mesh: MeshModel) -> Lowered:
         lowered.kernels[g[0]] if len(g) == 1 else _join([lowered.kernels[k] for k in g], mesh) for g in groups
     ]
     group_of = {k: n for n, g in enumerate(groups) for k in g}
-    kernels = _renumbered(kernels, group_of)
-    order = _sorted(kernels)
-    place = {n: at for at, n in enumerate(order)}
-    return replace(lowered, kernels=tuple(_renumbered([kernels[n] for n in order], place)))
-
-
-def _renumbered(kernels: Sequence[Kernel], number: Mapping[int, int]) -> list[Kernel]:
-    """With new numbers for the kernels that they wait for."""
-    return [
-        replace(k, after=tuple(dict.fromkeys(number[a] for a in k.after))) if k.after else k for k in kernels
-    ]
+    kernels = renumbered(kernels, group_of)
+    return replace(lowered, kernels=tuple(kernels)).reordered(_sorted(kernels))
 
 
 def _groups(kernels: Sequence[Kernel]) -> list[list[int]]:

@@ -52,9 +52,11 @@ _ACTIVATION = frozenset({"mul", "add", "sub", "div", "integer_pow", "square", "c
 """Ops that activation functions are made of, besides the expensive ones."""
 
 CHEAPER = frozenset({"logistic"})
-"""Of these, what is stored in 16 bits at most, on every device: XLA computes an exponential and a division."""
+"""Of these, what is taken for stored in 16 bits at most, on every device. Source: a choice of ours. XLA computes a logistic
+again even then; ours stands in for copies in another layout around 16-bit softmaxes, which we do not know."""
 
 CHEAPER_ITEMSIZE = 2
+"""Bytes of an element up to which they are. Source: as above."""
 
 DEAR_FLOPS = 50.0
 """What an expensive op is taken to cost for an element. Source: XLA's fusion stores a tanh in bfloat16 on an H100 and in
@@ -73,9 +75,14 @@ MAX_ANCHORS = 2
 """A value computed from more stored arrays is stored itself: fusions do not grow without end."""
 
 
+def is_part(op: FlatOp) -> bool:
+    """Whether an op is a loop's part of a stacked array."""
+    return op.name == "slice" and op.is_boundary
+
+
 def is_view(op: FlatOp) -> bool:
     """Whether an op makes no array of its own; a loop's part of a stacked array is read where it is."""
-    return len(op.operands) == 1 and (op.name in VIEWS or (op.name == "slice" and op.is_boundary))
+    return len(op.operands) == 1 and (op.name in VIEWS or is_part(op))
 
 
 class Resident(StrEnum):

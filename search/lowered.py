@@ -8,12 +8,12 @@ from the order follow the memory and the time of a step.
 Kernels of a loop's body stand between those before and after it; `loops` says in which loops a kernel is.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autoshard.layout import Route
 from autoshard.spec import Spec
-from search.liveness import Liveness, Resident
+from search.liveness import Liveness, Resident, is_part
 from search.pricing import Priced
 from search.program import FlatOp
 from search.reshard import SLICE, Step
@@ -102,6 +102,19 @@ class Lowered:
     kernels: tuple[Kernel, ...]
     buffers: tuple[Buffer, ...]
 
+    def reordered(self, order: Sequence[int]) -> "Lowered":
+        """With its kernels, which this lists by number, in another order."""
+        place = {k: at for at, k in enumerate(order)}
+        kernels = [self.kernels[k] for k in order]
+        return replace(self, kernels=tuple(renumbered(kernels, place)))
+
+
+def renumbered(kernels: Sequence[Kernel], number: Mapping[int, int]) -> list[Kernel]:
+    """With new numbers for the kernels that they wait for."""
+    return [
+        replace(k, after=tuple(dict.fromkeys(number[a] for a in k.after))) if k.after else k for k in kernels
+    ]
+
 
 def lower(priced: Priced, liveness: Liveness, labels: Sequence[int]) -> Lowered:
     """The kernels of one step under a full assignment of labels."""
@@ -111,11 +124,6 @@ def lower(priced: Priced, liveness: Liveness, labels: Sequence[int]) -> Lowered:
         lowering.loop_ends(i + 1)
     lowering.finish()
     return Lowered(tuple(lowering.kernels), tuple(lowering.buffers))
-
-
-def _is_part(op: FlatOp) -> bool:
-    """Whether an op is a loop's part of a stacked array."""
-    return op.name == "slice" and op.is_boundary
 
 
 class _Lowering:
@@ -163,7 +171,7 @@ class _Lowering:
 
     def _is_copied_part(self, i: int, op: FlatOp) -> bool:
         """Whether a loop copies its part of a stack: one that was gathered is laid out otherwise than its readers want."""
-        return _is_part(op) and any(s.kind != SLICE for s in self.routes.to_reader(i, 0).steps)
+        return is_part(op) and any(s.kind != SLICE for s in self.routes.to_reader(i, 0).steps)
 
     def _argument(self, op: FlatOp) -> None:
         (v,) = op.results
@@ -271,7 +279,7 @@ class _Lowering:
         made_bytes: float,
     ) -> tuple[int, ...]:
         loops, runs = self.liveness.loops_at[i], self.program.ops[i].count
-        if _is_part(self.program.ops[i]):  # the whole stack travels, before the loop
+        if is_part(self.program.ops[i]):  # the whole stack travels, before the loop
             loops, runs = loops[1:], self.program.ops[self.liveness.maker[v][0]].count
         made = self._buffer(made_bytes, self.liveness.resident(v), loops, False)
         taken = of_collective(self.mesh, what.kind, what.axes, what.num_bytes) * runs

@@ -15,7 +15,6 @@ An order lists kernel numbers; a collective appears twice, as `k` where it start
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import replace
 from enum import Enum
 
 from search.lowered import Loops, Lowered
@@ -46,12 +45,7 @@ def program_order(lowered: Lowered) -> tuple[int, ...]:
 def memory_saving(lowered: Lowered) -> Lowered:
     """The program with its kernels in the order in which the next one is always one that frees most."""
     region = _Region(lowered, range(len(lowered.kernels)), ())
-    order = [k for unit in _Frugal(region).run() for k in region.units[unit]]
-    place = {k: at for at, k in enumerate(order)}
-    kernels = (lowered.kernels[k] for k in order)
-    return replace(
-        lowered, kernels=tuple(replace(k, after=tuple(place[a] for a in k.after)) for k in kernels)
-    )
+    return lowered.reordered([k for unit in _Frugal(region).run() for k in region.units[unit]])
 
 
 def latency_hiding(lowered: Lowered, ties: Ties, clock: Clock = Clock.XLA) -> tuple[int, ...]:
