@@ -76,20 +76,17 @@ def as_partitions(spec: P) -> tuple[tuple[str, ...], ...]:
     )
 
 
-def num_agreements(eqn: Equation) -> int:
-    """How many assignments JAX accepts; fails where it disagrees with the rule."""
-    rule, accepted = eqn.rule, 0
+def accepted(eqn: Equation) -> Iterator[tuple[Assignment, Any, Any]]:
+    """The assignments that JAX accepts: how it shards the results, and how the rule does."""
+    rule = eqn.rule
     for assignment in assignments(rule):
         operands = [partitions(dims, rule, assignment) for dims in rule.operands]
         results = [partitions(dims, rule, assignment) for dims in rule.results]
         if None in operands or None in results:
             continue
         inferred = infer(eqn, [P(*o) for o in operands], _with_out_sharding(eqn, results, assignment))
-        if inferred is None:
-            continue
-        accepted += 1
-        assert [as_partitions(spec) for spec in inferred] == results, (eqn.primitive, assignment, rule)
-    return accepted
+        if inferred is not None:
+            yield assignment, [as_partitions(spec) for spec in inferred], results
 
 
 def _with_out_sharding(eqn: Equation, results: list[Any], assignment: Assignment) -> dict[str, Any]:
@@ -112,19 +109,24 @@ MISTAKEN = {"conv-kernel-gradient"}
 
 @pytest.mark.parametrize("case", [case for case in CASES if case not in MISTAKEN])
 def test_results_are_sharded_as_jax_infers(case: str):
-    assert num_agreements(equation(case)) > 0 or case in REFUSED
+    found = list(accepted(equation(case)))
+    assert found or case in REFUSED
+    for assignment, inferred, results in found:
+        assert inferred == results, assignment
 
 
 @settings(max_examples=40, deadline=None)
 @given(eqn=dots())
 def test_any_dot_general(eqn: Equation):
-    num_agreements(eqn)
+    for assignment, inferred, results in accepted(eqn):
+        assert inferred == results, assignment
 
 
 @settings(max_examples=40, deadline=None)
 @given(eqn=reshapes())
 def test_any_reshape(eqn: Equation):
-    num_agreements(eqn)
+    for assignment, inferred, results in accepted(eqn):
+        assert inferred == results, assignment
 
 
 LOOSER = {"select_n", "select_n-scalar", "float-to-int", "reduce_max", "reduce_min", "dynamic_update_slice"}
