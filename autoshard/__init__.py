@@ -19,7 +19,9 @@ for _package in (_cost_model, _executors, _search):
         )
 
 from autoshard.api import AutoshardWarning, Parallelized, emit, parallelize, search, verify  # noqa: E402
-from autoshard.errors import (  # noqa: E402
+from autoshard.verification.result import Verification  # noqa: E402
+from cost_model.cluster import Cluster  # noqa: E402
+from cost_model.errors import (  # noqa: E402
     AutoshardError,
     ClusterError,
     CompilerError,
@@ -27,10 +29,8 @@ from autoshard.errors import (  # noqa: E402
     InputError,
     PlanError,
 )
-from autoshard.plan import Collective, Decisions, Estimates, Plan  # noqa: E402
-from autoshard.verification import Verification  # noqa: E402
-from cost_model.cluster import Cluster  # noqa: E402
 from executors.jit import Program  # noqa: E402
+from search.plan.plan import Collective, Decisions, Estimates, Plan  # noqa: E402
 
 __version__ = "0.1.0"
 

@@ -9,18 +9,20 @@ from typing import Any
 
 import jax
 
-from autoshard import _jax, judge, planning
-from autoshard.errors import InputError, PlanError
-from autoshard.graph import Step
-from autoshard.plan import Plan
+from autoshard import planning
 from autoshard.planning import AutoshardWarning, Pins
-from autoshard.verification import Verification
+from autoshard.verification import judge
+from autoshard.verification.result import Verification
+from cost_model import attached
 from cost_model.cluster import Cluster
+from cost_model.errors import InputError, PlanError
 from cost_model.hardware import parse_cluster
-from cost_model.oracle_process import Compiler
-from executors import devices as attached
+from cost_model.xla.process import Compiler
 from executors import jit
 from executors.jit import Program
+from search.ir import _jax
+from search.ir.graph import Step
+from search.plan.plan import Plan
 
 
 def search(

@@ -10,16 +10,16 @@ from typing import Any
 
 import jax
 
-from autoshard.errors import ClusterError, InputError
-from autoshard.text_table import Row, aligned
-from autoshard.units import format_flops, format_rate, format_seconds
-from cost_model.calibration import NOT_MEASURED, Fit, calibrated, sourced
+from cost_model.attached import cluster_name
+from cost_model.calibration.fit import NOT_MEASURED, Fit, calibrated, sourced
+from cost_model.calibration.machine import attached_mesh, described
+from cost_model.calibration.measure import FULL, QUICK, measure_all
+from cost_model.calibration.probes import ladder
 from cost_model.cluster import Cluster
+from cost_model.errors import ClusterError, InputError
 from cost_model.hardware import parse_cluster
-from cost_model.machine import attached_mesh, described
-from cost_model.measure import FULL, QUICK, measure_all
-from cost_model.probes import ladder
-from executors.devices import cluster_name
+from cost_model.units import format_flops, format_rate, format_seconds
+from search.plan.text_table import Row, aligned
 
 _UNKNOWN = "1xL4"
 """The preset that stands in for devices that no preset describes. Source: a choice of ours, the smallest one."""

@@ -32,9 +32,9 @@ from rich.markup import escape
 
 from autoshard import api, clusters
 from autoshard.calibrate import calibrate
-from autoshard.errors import AutoshardError, InputError
-from autoshard.plan import Plan
 from autoshard.target import target
+from cost_model.errors import AutoshardError, InputError
+from search.plan.plan import Plan
 
 _INTERRUPTED = 128 + 2
 """Exit status after Ctrl-C: 128 + SIGINT, as shells have it."""

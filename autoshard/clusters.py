@@ -2,12 +2,12 @@
 
 from typing import Any
 
-from autoshard.text_table import aligned
-from autoshard.units import format_bytes, format_flops, format_rate
 from cost_model.cluster import Cluster
 from cost_model.cluster_file import number_paths, source_of
 from cost_model.hardware import parse_cluster
 from cost_model.presets import NODE_DEVICES, PRESETS
+from cost_model.units import format_bytes, format_flops, format_rate
+from search.plan.text_table import aligned
 
 
 def presets() -> dict[str, Cluster]:

@@ -8,14 +8,14 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from autoshard.errors import InputError, PlanError
-from autoshard.graph import Step
-from autoshard.plan import Plan
-from autoshard.trace import trace
-from autoshard.units import parse_bytes
 from cost_model.cluster import Cluster
+from cost_model.errors import InputError, PlanError
+from cost_model.units import parse_bytes
 from search import driver
-from search.ground import DEFAULT_TIME_LIMIT_S, Options
+from search.ir.graph import Step
+from search.ir.trace import trace
+from search.mesh_problem import DEFAULT_TIME_LIMIT_S, Options
+from search.plan.plan import Plan
 
 Pins = Mapping[str, PartitionSpec]
 

@@ -20,7 +20,7 @@ from typing import Any
 import jax
 
 from autoshard import api
-from autoshard.errors import AutoshardError, InputError
+from cost_model.errors import AutoshardError, InputError
 
 
 @contextlib.contextmanager

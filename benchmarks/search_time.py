@@ -9,10 +9,10 @@ import os
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import autoshard
-from autoshard.trace import trace
 from cost_model.hardware import parse_cluster
 from search import driver
-from search.ground import Options
+from search.ir.trace import trace
+from search.mesh_problem import Options
 from tests.zoo.llama import make_llama
 
 

@@ -19,9 +19,9 @@ from time import perf_counter
 import numpy as np
 from ortools.math_opt.python import mathopt
 
-from search.ilp import Edge, Labels, NoFitError, Problem, Row, solve
-from search.milp import solve_milp
-from search.pbqp import merged
+from search.solver.branch_and_bound import Edge, Labels, NoFitError, Problem, Row, solve
+from search.solver.milp import solve_milp
+from search.solver.pbqp import merged
 
 FLOPS_PER_S = 400e12
 HBM_BYTES_PER_S = 3e12

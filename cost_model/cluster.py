@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike
 
-from autoshard.errors import ClusterError
+from cost_model.errors import ClusterError
 from cost_model.json_fields import (
     BYTES,
     COUNT,

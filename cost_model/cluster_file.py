@@ -9,8 +9,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from autoshard.errors import ClusterError
 from cost_model.cluster import Cluster
+from cost_model.errors import ClusterError
 from cost_model.json_fields import closest
 
 _PLAIN_KEYS = frozenset({"name", "num_devices", "devices_per_node", "sources"})

@@ -41,8 +41,8 @@ from math import ceil, log2, prod
 
 import numpy as np
 
-from autoshard.errors import InputError
 from cost_model.cluster import Cluster
+from cost_model.errors import InputError
 
 type Amount = float | np.ndarray
 """A number, or an array of them: every function here works elementwise."""

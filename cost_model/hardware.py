@@ -13,12 +13,12 @@ import re
 from pathlib import Path
 from typing import Any
 
-from autoshard.errors import ClusterError
-from autoshard.units import exact_bytes, parse_bytes
 from cost_model.cluster import Cluster, Device, Link
 from cost_model.cluster_file import read_cluster
+from cost_model.errors import ClusterError
 from cost_model.json_fields import closest
 from cost_model.presets import DEVICE_KEYS, LINK_KEYS, NODE_DEVICES, PRESETS
+from cost_model.units import exact_bytes, parse_bytes
 
 __all__ = ["Cluster", "Device", "Link", "parse_cluster"]
 

@@ -11,8 +11,8 @@ from dataclasses import MISSING, Field, dataclass, fields
 from difflib import get_close_matches
 from typing import Any
 
-from autoshard.errors import ClusterError, InputError
-from autoshard.units import (
+from cost_model.errors import ClusterError, InputError
+from cost_model.units import (
     exact_bytes,
     exact_flops,
     exact_rate,

@@ -16,9 +16,9 @@ eight.
 
 from itertools import combinations, pairwise, permutations
 
-from autoshard.errors import InputError
 from cost_model.cluster import Cluster
 from cost_model.collectives import MeshModel
+from cost_model.errors import InputError
 
 MAX_BOUNDARIES = 7
 """Boundaries considered, powers of two first: at most 8 meshes of two axes or one. Source: ours."""

@@ -8,11 +8,11 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from autoshard.errors import InputError
-from autoshard.graph import Step
-from autoshard.layout import Layout
-from autoshard.spec import partition_spec
+from cost_model.errors import InputError
 from executors.rewrite import evaluator
+from search.ir.graph import Step
+from search.ir.sharding import Layout
+from search.ir.spec import partition_spec
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,10 +17,10 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from autoshard._jax import abstract_value, bind, provenance
-from autoshard.graph import Graph, Op, Phase
-from autoshard.layout import Layout, Route, Want
-from autoshard.spec import WHOLE, divides, partition_spec
+from search.ir._jax import abstract_value, bind, provenance
+from search.ir.graph import Graph, Op, Phase
+from search.ir.sharding import Layout, Route, Want
+from search.ir.spec import WHOLE, divides, partition_spec
 
 BY_HAND = frozenset({"top_k"})
 """What XLA's partitioner gathers if it is split over some axes of the mesh and not over others. The ops here compute along

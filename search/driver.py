@@ -12,18 +12,16 @@ from typing import Any
 
 import jax
 
-from autoshard.errors import InfeasibleError, PlanError
-from autoshard.factors import has_rule
-from autoshard.graph import Step
-from autoshard.layout import Layout
-from autoshard.plan import Plan
-from autoshard.spec import AXIS_NAMES
-from autoshard.units import format_bytes
 from cost_model.cluster import Cluster
-from search import ilp
-from search.device import Simulated
-from search.estimate import estimate
-from search.ground import (
+from cost_model.errors import InfeasibleError, PlanError
+from cost_model.units import format_bytes
+from search.device.prediction import Simulated
+from search.infeasible import explain
+from search.ir.factors import has_rule
+from search.ir.graph import Step
+from search.ir.sharding import Layout
+from search.ir.spec import AXIS_NAMES
+from search.mesh_problem import (
     DEFAULT_TIME_LIMIT_S,
     Ground,
     Grounded,
@@ -31,9 +29,11 @@ from search.ground import (
     Progress,
     candidate_shapes,
 )
-from search.infeasible import explain
-from search.program import flatten
-from search.spelling import spell
+from search.plan.estimates import estimate
+from search.plan.plan import Plan
+from search.plan.shardings import spell
+from search.problem.flat_program import flatten
+from search.solver import branch_and_bound
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,7 +80,7 @@ def find(step: Step, cluster: Cluster, options: Options, progress: Progress = la
         try:
             solution, found = on_mesh.fitting(kept, options.memory_bytes, left_s, cutoff_s)
             best, bound_s = (on_mesh, solution, found), min(bound_s, solution.bound_s)
-        except ilp.NoFitError as e:
+        except branch_and_bound.NoFitError as e:
             bound_s = min(bound_s, e.bound_s)
         clock.lap("solve")
     if best is None:
@@ -115,7 +115,7 @@ def apply(step: Step, plan: Plan, cluster: Cluster, place: str = "plan") -> Foun
     clock.lap("strategies")
     try:
         solution, device = on_mesh.fitting(kept, plan.memory_bytes, DEFAULT_TIME_LIMIT_S)
-    except ilp.NoFitError as e:
+    except branch_and_bound.NoFitError as e:
         raise InfeasibleError(
             f"what {place} decides does not fit its cap of {format_bytes(plan.memory_bytes)} a device, or contradicts "
             "itself. Undo the last edit, or raise memory_bytes"
@@ -130,7 +130,7 @@ def apply(step: Step, plan: Plan, cluster: Cluster, place: str = "plan") -> Foun
 def _finished(
     ground: Ground,
     on_mesh: Grounded,
-    solution: ilp.Solution,
+    solution: branch_and_bound.Solution,
     device: Simulated,
     cluster: Cluster,
     options: Options,

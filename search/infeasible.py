@@ -9,13 +9,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from math import inf
 
-from autoshard.errors import InfeasibleError, InputError
-from autoshard.units import format_bytes, format_seconds
 from cost_model.cluster import Cluster
-from search import ilp
-from search.estimate import where
-from search.ground import Ground, Grounded, Options, candidate_shapes
-from search.simulate import Peak
+from cost_model.errors import InfeasibleError, InputError
+from cost_model.units import format_bytes, format_seconds
+from search.mesh_problem import Ground, Grounded, Options, candidate_shapes
+from search.plan.estimates import where
+from search.problem.memory_rows import Peak
+from search.solver import branch_and_bound
 
 PEAK_TIME_LIMIT_S = 3.0
 """Seconds for the smallest peak of one mesh."""
@@ -53,7 +53,7 @@ def _smallest(tried: Sequence[Grounded], options: Options) -> tuple[Grounded, tu
             kept = on_mesh.pinned(options.pins or {})
             cutoff_bytes = best[2].num_bytes if best else inf
             labels = on_mesh.smallest_peak(kept, options.memory_bytes, PEAK_TIME_LIMIT_S, cutoff_bytes)
-        except ilp.NoFitError:
+        except branch_and_bound.NoFitError:
             continue
         peak = max(
             on_mesh.memory.peak(labels), on_mesh.simulated(labels, 0.0).peak, key=lambda p: p.num_bytes
@@ -120,7 +120,7 @@ def _step_s(on_meshes: Iterable[Grounded], options: Options, cutoff_s: float = i
         try:
             kept = on_mesh.pinned(options.pins or {})
             found, _ = on_mesh.fitting(kept, options.memory_bytes, TRIAL_TIME_LIMIT_S, best_s)
-        except ilp.NoFitError:
+        except branch_and_bound.NoFitError:
             continue
         best_s = min(best_s, found.cost_s)
     return best_s if best_s < cutoff_s else None

@@ -2,8 +2,6 @@
 
 import jax
 
-import autoshard  # noqa: F401  (its sibling packages want it imported before them)
-
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_disable_most_optimizations", True)

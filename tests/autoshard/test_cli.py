@@ -15,9 +15,9 @@ import pytest
 import autoshard
 from autoshard import cli
 from autoshard.calibrate import calibrate
-from autoshard.plan import Plan
 from cost_model.hardware import parse_cluster
 from cost_model.presets import PRESETS
+from search.plan.plan import Plan
 
 ROOT = Path(__file__).parents[2]
 

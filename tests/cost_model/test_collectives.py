@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoshard.errors import InputError
 from cost_model.collectives import MeshModel
+from cost_model.errors import InputError
 from cost_model.hardware import Link, parse_cluster
 
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoshard.errors import ClusterError
+from cost_model.errors import ClusterError
 from cost_model.hardware import Cluster, Device, Link, parse_cluster
 from cost_model.presets import PRESETS
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoshard.errors import InputError
+from cost_model.errors import InputError
 from cost_model.hardware import parse_cluster
 from cost_model.meshes import mesh_shapes
 

@@ -6,15 +6,16 @@ from typing import Any
 
 import numpy as np
 
-from autoshard.graph import Step
-from autoshard.layout import Layout
 from cost_model.cluster import Cluster
 from cost_model.hardware import parse_cluster
-from search import driver, ilp
-from search.choices import Way
-from search.ground import Ground, Options
-from search.memory import Memory
-from search.spelling import spell
+from search import driver
+from search.ir.graph import Step
+from search.ir.sharding import Layout
+from search.mesh_problem import Ground, Options
+from search.plan.shardings import spell
+from search.problem.memory_rows import Memory
+from search.problem.strategies import Way
+from search.solver import branch_and_bound
 
 PLENTY_BYTES = 1 << 40
 """No cap for a tiny model."""
@@ -32,7 +33,7 @@ def fastest(step: Step, mesh: tuple[int, ...]) -> Layout:
 def smallest(step: Step, mesh: tuple[int, ...]) -> Layout:
     """The plan of the smallest peak, at any cost: all state sharded, little kept."""
     memory, problem = _priced(step, mesh)
-    peak = ilp.minimise_peak(
+    peak = branch_and_bound.minimise_peak(
         problem, limit_bytes=1.0, violated=lambda labels: memory.rows_over(labels, 1), time_limit_s=SEARCH_S
     )
     return spell(memory.priced, peak.labels)
@@ -44,7 +45,9 @@ def drawn(step: Step, mesh: tuple[int, ...], seed: int) -> Layout:
     rng = np.random.default_rng(seed)
     nodes = tuple(np.where(np.isfinite(c), rng.random(c.shape), np.inf) for c in problem.node_cost_s)
     edges = tuple(replace(e, cost_s=np.where(np.isfinite(e.cost_s), 0.0, np.inf)) for e in problem.edges)
-    solution = ilp.solve(ilp.Problem(nodes, edges), relative_gap=0.5, time_limit_s=SEARCH_S)
+    solution = branch_and_bound.solve(
+        branch_and_bound.Problem(nodes, edges), relative_gap=0.5, time_limit_s=SEARCH_S
+    )
     return spell(memory.priced, solution.labels)
 
 
@@ -63,7 +66,7 @@ def with_copies(step: Step, pins: Mapping[str, Any], is_fresh: bool) -> Layout:
     return spell(on_mesh.memory.priced, solution.labels)
 
 
-def _priced(step: Step, mesh: tuple[int, ...]) -> tuple[Memory, ilp.Problem]:
+def _priced(step: Step, mesh: tuple[int, ...]) -> tuple[Memory, branch_and_bound.Problem]:
     devices = cluster(mesh)
     on_mesh = Ground.of(step, (), devices.device).on(devices, mesh)
     return on_mesh.memory, on_mesh.problem

@@ -10,10 +10,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import autoshard
-from autoshard.trace import trace
 from executors.jit import Program, build
 from search.driver import find
-from search.ground import Options
+from search.ir.trace import trace
+from search.mesh_problem import Options
 from tests import zoo
 from tests.executors import plans
 

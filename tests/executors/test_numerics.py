@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from autoshard.graph import Step
-from autoshard.trace import trace
 from executors.jit import build
+from search.ir.graph import Step
+from search.ir.trace import trace
 from tests import zoo
 from tests.executors import plans
 from tests.zoo import Case

@@ -1,6 +1,6 @@
 """Steps to plan for H100s that are not there, and what the compiler makes of the plans.
 
-Planned and lowered here; only the compiler runs in a process of its own (`cost_model.oracle_process`).
+Planned and lowered here; only the compiler runs in a process of its own (`cost_model.xla.process`).
 """
 
 from collections.abc import Callable
@@ -11,19 +11,19 @@ from math import prod
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from autoshard import _jax
-from autoshard.graph import Step
-from autoshard.plan import Plan
-from autoshard.trace import trace
 from cost_model.cluster import Cluster
 from cost_model.hardware import parse_cluster
-from cost_model.numbers import Numbers
-from cost_model.oracle_process import Compiler, compile_apart
+from cost_model.xla.process import Compiler, compile_apart
+from cost_model.xla.stats import Numbers
 from executors.jit import build
 from search import driver
 from search.driver import Found
-from search.ground import Ground, Options
-from search.ilp import NoFitError
+from search.ir import _jax
+from search.ir.graph import Step
+from search.ir.trace import trace
+from search.mesh_problem import Ground, Options
+from search.plan.plan import Plan
+from search.solver.branch_and_bound import NoFitError
 from tests.zoo import (
     Case,
     make_dlrm,

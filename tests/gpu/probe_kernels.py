@@ -11,12 +11,11 @@ import jax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-import autoshard  # noqa: F401
-from cost_model import oracle
+from cost_model.calibration.machine import AXES, attached_mesh
+from cost_model.calibration.measure import looped, program_of
+from cost_model.calibration.probes import MIB, Collective, Launch, Probe, Product, Stream
 from cost_model.hardware import parse_cluster
-from cost_model.machine import AXES, attached_mesh
-from cost_model.measure import looped, program_of
-from cost_model.probes import MIB, Collective, Launch, Probe, Product, Stream
+from cost_model.xla import compiler
 
 PROBES = {
     "launch": Launch(),
@@ -50,5 +49,5 @@ def kernels(probe: Probe, devices: list) -> Counter:
 
 
 if __name__ == "__main__":
-    h100s = list(oracle.compile_only_devices(parse_cluster("4xH100-80GB")))
+    h100s = list(compiler.compile_only_devices(parse_cluster("4xH100-80GB")))
     print(json.dumps({name: kernels(probe, h100s) for name, probe in PROBES.items()}))

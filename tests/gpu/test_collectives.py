@@ -1,7 +1,7 @@
 """A compiled step contains the collectives that its plan lists: by kind, mesh axes and bytes.
 
-The judge is XLA's own GPU compiler, which needs no GPU (`cost_model.oracle`). XLA combines small collectives, so bytes are
-compared and counts are not.
+The judge is XLA's own GPU compiler, which needs no GPU (`cost_model.xla.compiler`). XLA combines small collectives, so
+bytes are compared and counts are not.
 """
 
 import pytest

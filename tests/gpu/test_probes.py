@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from cost_model.oracle import ENVIRONMENT
+from cost_model.xla.compiler import ENVIRONMENT
 
 CHAIN = 32
 """Kernels of the launch probe; the counter is one more."""

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from autoshard import cli
-from autoshard.plan import Plan
+from search.plan.plan import Plan
 
 TRAIN = """
 import jax

@@ -1,0 +1,1 @@
+"""A plan against what XLA's GPU compiler makes of it."""

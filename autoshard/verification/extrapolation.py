@@ -1,0 +1,76 @@
+"""Less to compile: a model's equal blocks are compiled a few times and counted as often as there are.
+
+A compiler's time grows with the program, and a program of 32 layers tells little that one of 5 does not. So `verify`
+compiles the shortened step of `autoshard.verification.shorten`, and that with one block less, and adds to the first what
+the missing blocks would: bytes and counts of collectives, arguments, results and host copies follow exactly. The peak follows as
+far as the scheduler does the same in every block: it is an estimate, and said to be one.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from autoshard.verification.omitted_memory import spared_bytes
+from autoshard.verification.result import Extent
+from autoshard.verification.shorten import Shortened, Whole, shorten
+from cost_model.xla.stats import Numbers, Traffic
+from search.driver import Found
+from search.ir.graph import Step
+from search.ir.sharding import Layout
+
+FIXED_OPS = 4_000
+"""What starting one more compilation counts for, in ops of an unrolled step. Source: measured on two cores, a Megatron
+GPT of hidden size 1024 for 64 H100s: 35 s of processor time with 2,718 ops and 55 s with 12,218, which is 14,000 ops; less
+here, as memory grows with the ops too and the fixed part is the same kernels compiled again."""
+
+
+def is_long(step: Step) -> bool:
+    """Whether it takes so long to compile that two programs could be faster."""
+    return len(step.graph.ops) > FIXED_OPS
+
+
+def to_compile(step: Step, layout: Layout) -> Shortened | Extent:
+    """What to compile instead of the whole step; where that is not less, why the whole."""
+    cut = shorten(step, layout)
+    if isinstance(cut, Whole):
+        return Extent(reason=cut.reason)
+    programs = [step for step, _ in (cut.short, *cut.less)]
+    is_less = sum(map(_cost_ops, programs)) < _cost_ops(step)
+    return cut if is_less else Extent()
+
+
+def _cost_ops(step: Step) -> int:
+    return FIXED_OPS + len(step.graph.ops)
+
+
+def spared(found: Found, cut: Shortened) -> tuple[int, ...]:
+    """Bytes per device by which the cap of each shortened program is lower than the whole one's, arguments aside."""
+    return spared_bytes(found.on_mesh.memory.priced, found.on_mesh.liveness, found.labels, cut.left_out)
+
+
+def kept_blocks(cut: Shortened) -> tuple[int, ...]:
+    """How many blocks each of the programs has."""
+    kept = cut.num_blocks - sum(cut.missing)
+    return kept, *(kept - 1 for _ in cut.less)
+
+
+def extrapolated(cut: Shortened, short: Numbers, less: Sequence[Numbers]) -> Numbers:
+    """The whole program's numbers from those of the shortened ones."""
+
+    def whole(values: Iterable[int]) -> int:
+        first, *others = values
+        return max(0, round(cut.extrapolate(first, others)))
+
+    def traffic(said: Sequence[Mapping[Any, Traffic]]) -> dict[Any, Traffic]:
+        keys = dict.fromkeys(key for one in said for key in one)
+        of = {key: [one.get(key, (0, 0)) for one in said] for key in keys}
+        return {key: (whole(c for c, _ in found), whole(b for _, b in found)) for key, found in of.items()}
+
+    programs = (short, *less)
+    return Numbers(
+        argument_bytes=whole(n.argument_bytes for n in programs),
+        fresh_output_bytes=whole(n.fresh_output_bytes for n in programs),
+        temporary_bytes=whole(n.temporary_bytes for n in programs),
+        host_bytes=whole(n.host_bytes for n in programs),
+        collectives=traffic([n.collectives for n in programs]),
+        host_copies=traffic([n.host_copies for n in programs]),
+    )

@@ -1,0 +1,269 @@
+"""The compiler as judge: what `verify` asks it about a plan, and the search that tightens until it agrees.
+
+A program is lowered here, over an abstract mesh, and compiled in a process of its own. The compiler is told of a
+device whose memory is such that its scheduler aims at the plan's cap.
+"""
+
+import math
+import os
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from autoshard.planning import AutoshardWarning
+from autoshard.verification.extrapolation import extrapolated, is_long, kept_blocks, spared, to_compile
+from autoshard.verification.result import Extent, Verification, compared
+from autoshard.verification.shorten import Shortened
+from cost_model.cluster import Cluster
+from cost_model.errors import CompilerError, InfeasibleError, InputError
+from cost_model.units import format_bytes, format_seconds
+from cost_model.xla import compiler
+from cost_model.xla._jax import module_bytes
+from cost_model.xla.process import Compiler, compile_apart
+from cost_model.xla.stats import Numbers
+from executors import jit
+from executors.jit import Program
+from search.driver import Found
+from search.ir import _jax
+from search.ir.graph import Step, walk
+from search.ir.sharding import Layout
+from search.plan.plan import Plan
+
+Progress = Callable[[str], None]
+
+MAX_ROUNDS = 4
+"""How many plans `fitting` has compiled before it gives up. Source: a choice of ours; each costs a search and a
+compilation, and the second nearly always fits."""
+
+MARGIN = 0.005
+"""Of the cap, by how much more than the overshoot the solver's limit is lowered. Source: a choice of ours, as the peak
+comes in steps."""
+
+NEAR = 0.03
+"""Of the cap: a plan whose extrapolated peak comes this close is compiled in full before it is returned. Source: a
+choice of ours; that of a Megatron GPT of 24 layers was 0.2% below the full program's."""
+
+_CALLBACKS = frozenset({"debug_callback", "debug_print", "io_callback", "pure_callback"})
+"""JAX's primitives that call Python."""
+
+
+@dataclass(frozen=True, slots=True)
+class Judge:
+    """Whom to ask, and how.
+
+    Attributes:
+      cluster: what to compile for.
+      compiler: how to ask the compiler.
+      progress: called with one line per stage, and every second while the compiler works.
+    """
+
+    cluster: Cluster
+    compiler: Compiler
+    progress: Progress
+
+    def __post_init__(self) -> None:
+        compiler.check(self.cluster, self.compiler.target_config)
+
+    def verified(self, step: Step, found: Found, full: bool = False) -> Verification:
+        """A plan's predictions beside what becomes of its program.
+
+        Args:
+          step: the traced step.
+          found: a plan on it.
+          full: whether to compile all blocks, however many are alike.
+        """
+        clock = _Clock(self.progress, {"trace": step.trace_s})
+        if full or not is_long(step):
+            extent = Extent()
+        else:
+            clock.begin("shorten")
+            cut = to_compile(step, found.layout)
+            if isinstance(cut, Shortened):
+                return self._extrapolated(step, found, cut, clock)
+            extent = cut
+        numbers = self.numbers(step, found.layout, found.plan.memory_bytes, clock)
+        return compared(found.plan, self.cluster, numbers, clock.seconds, extent)
+
+    def _extrapolated(self, step: Step, found: Found, cut: Shortened, clock: "_Clock") -> Verification:
+        """The same from shortened programs; each has a cap that leaves the scheduler as much as the whole one's."""
+        programs, kept = (cut.short, *cut.less), kept_blocks(cut)
+        whole_bytes = _argument_bytes(jit.build(step, found.layout, None))
+        numbers = []
+        for i, ((short, layout), spared_bytes) in enumerate(zip(programs, spared(found, cut), strict=True)):
+            arguments_bytes = whole_bytes - _argument_bytes(jit.build(short, layout, None))
+            clock.which = f"{i + 1} of {len(programs)} ({kept[i]} of {cut.num_blocks} blocks)"
+            cap_bytes = found.plan.memory_bytes - arguments_bytes - spared_bytes
+            numbers.append(self.numbers(short, layout, cap_bytes, clock))
+        whole, extent = extrapolated(cut, numbers[0], numbers[1:]), Extent(kept[0], cut.num_blocks)
+        return compared(found.plan, self.cluster, whole, clock.seconds, extent)
+
+    def numbers(self, step: Step, layout: Layout, cap_bytes: int, clock: "_Clock") -> Numbers:
+        """One program, lowered and compiled: what it takes and moves.
+
+        Raises:
+          CompilerError: it cannot be lowered without devices, or the compiler failed on it.
+        """
+        clock.begin("lower")
+        program = jit.build(step, layout, None)
+        lowered = _lowered(step, program)
+        memory_bytes = compiler.memory_for_cap(cap_bytes, _resting_bytes(step, program, lowered.out_info))
+        clock.begin("compile")
+        module = module_bytes(lowered)
+        compiled = compile_apart(module, self.cluster, memory_bytes, self.compiler, clock.told)
+        clock.end()
+        return Numbers.of(compiled, dict(zip(layout.axis_names, layout.mesh_shape, strict=True)))
+
+
+def fitting(
+    search: Callable[[int, Progress], Found],
+    verified: Callable[[Found, bool], Verification],
+    cap_bytes: int,
+    progress: Progress,
+) -> Plan:
+    """The first plan whose compiled program keeps to the cap.
+
+    Args:
+      search: the fastest plan under a limit, which may be lower than the cap.
+      verified: asks the compiler about it: about some of its blocks, or about all.
+      cap_bytes: what the user allows; the plan says this, whatever limit it was found under.
+      progress: called with one line per stage.
+
+    Raises:
+      InfeasibleError: nothing fits, as predicted or as compiled; says what was compiled last.
+
+    Warns:
+      AutoshardWarning: a plan before this one was found not to fit.
+    """
+    n, limit_bytes, smallest_bytes, last, verify_s = 0, cap_bytes, math.inf, "", 0.0
+    for n in range(1, MAX_ROUNDS + 1):
+        said = _after(progress, f"round {n}, as {last}" if last else "")
+        try:
+            found = search(limit_bytes, said)
+        except InfeasibleError as e:
+            raise InfeasibleError(f"{last}; under a lower limit {e}" if last else str(e)) from e
+        found = replace(found, plan=replace(found.plan, memory_bytes=cap_bytes))
+        proof = verified(found, False)
+        verify_s += _judged_s(proof)
+        if proof.fits and proof.is_extrapolated and proof.compiled.peak_bytes > (1 - NEAR) * cap_bytes:
+            proof = verified(found, True)
+            verify_s += _judged_s(proof)
+        if proof.fits:
+            if last:
+                warnings.warn(
+                    f"{last}: it was searched again, under a lower limit", AutoshardWarning, stacklevel=3
+                )
+            return replace(found.plan, search_s={**found.plan.search_s, "verify": verify_s})
+        compiled_bytes = proof.compiled.peak_bytes
+        smallest_bytes = min(smallest_bytes, compiled_bytes)
+        last = (
+            f"the plan predicted to need {format_bytes(proof.predicted.peak_bytes)} a device was compiled to "
+            f"{format_bytes(compiled_bytes)}, above the cap of {format_bytes(cap_bytes)}"
+        )
+        lower = proof.overshoot_bytes + int(MARGIN * cap_bytes)
+        limit_bytes = min(limit_bytes, proof.predicted.peak_bytes) - lower
+        if limit_bytes <= 0:
+            break
+    raise InfeasibleError(
+        f"{last}, and the smallest of {n} was compiled to {format_bytes(smallest_bytes)}. "
+        f"Allow {format_bytes(1.01 * smallest_bytes)} a device, use more devices or a smaller batch"
+    )
+
+
+def target_config_text(given: str | os.PathLike[str] | None) -> str | None:
+    """XLA's description of a GPU: the text itself, or that of the file of this name.
+
+    Raises:
+      InputError: the file cannot be read.
+    """
+    if given is None or (isinstance(given, str) and "{" in given):
+        return given
+    try:
+        return Path(given).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as e:
+        raise InputError(f"the target config {os.fspath(given)} cannot be read: {e}") from e
+
+
+def _lowered(step: Step, program: Program) -> Any:
+    try:
+        return program.fn.trace(*program.args).lower(lowering_platforms=("cuda",))
+    except (ValueError, NotImplementedError) as e:
+        callback = next(
+            (op for _, graph in walk(step.graph) for op in graph.ops if op.name in _CALLBACKS), None
+        )
+        if callback is not None:
+            raise CompilerError(
+                f"{callback.name} ({callback.source}) calls Python on the host, which cannot be compiled without the "
+                "devices. Verify the step without it"
+            ) from e
+        raise CompilerError(f"{step.name} cannot be lowered for GPUs: {str(e).splitlines()[0]}") from e
+
+
+def _judged_s(proof: Verification) -> float:
+    return sum(proof.seconds.values()) - proof.seconds["trace"]
+
+
+def _argument_bytes(program: Program) -> int:
+    return sum(map(_shard_bytes, jax.tree.leaves(program.args)))
+
+
+def _resting_bytes(step: Step, program: Program, out_info: object) -> int:
+    """What the arguments take on a device, and the results that take over no argument's buffer."""
+    sizes = [len(jax.tree.leaves(argument)) for argument in program.args]
+    is_donated = [d for d, size in zip(program.donated, sizes, strict=True) for _ in range(size)]
+    outputs = jax.tree.leaves(out_info)
+    fresh = [o for o, r in zip(outputs, step.replaces, strict=True) if r is None or not is_donated[r]]
+    return _argument_bytes(program) + sum(map(_shard_bytes, fresh))
+
+
+def _shard_bytes(x: jax.ShapeDtypeStruct) -> int:
+    assert x.sharding is not None
+    size = 1
+    for n in x.sharding.shard_shape(x.shape):
+        size *= n
+    return size * _jax.itemsize(x.dtype)
+
+
+def _after(progress: Progress, said: str) -> Progress:
+    """Progress lines that say why there is another round."""
+    return (lambda line: progress(f"{line} ({said})")) if said else progress
+
+
+@dataclass(slots=True)
+class _Clock:
+    """Seconds by part, told on the progress line.
+
+    Attributes:
+      progress: told of them.
+      seconds: by part; of a part that comes again, all together.
+      which: of several programs, said after the part's name.
+    """
+
+    progress: Progress
+    seconds: dict[str, float]
+    which: str = field(default="")
+    _part: str = field(default="")
+    _start_s: float = field(default=0.0)
+
+    def begin(self, part: str) -> None:
+        self.end()
+        self._part, self._start_s = part, time.perf_counter()
+        self.told(f"{part.removesuffix('e')}ing")
+
+    def end(self) -> None:
+        if self._part:
+            so_far_s = self.seconds.get(self._part, 0.0)
+            self.seconds[self._part] = so_far_s + time.perf_counter() - self._start_s
+            self._part = ""
+
+    def told(self, line: str) -> None:
+        verb, _, elapsed = line.partition(" ")
+        self.progress(" ".join(filter(None, (verb, self.which, elapsed))) + _done(self.seconds))
+
+
+def _done(seconds: Mapping[str, float]) -> str:
+    return "".join(f", {name} {format_seconds(s)}" for name, s in seconds.items())

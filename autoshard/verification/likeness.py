@@ -1,0 +1,216 @@
+"""Which blocks of a stack are alike, and what passes from one to the next.
+
+Blocks are alike when their ops, in program order, look alike, read alike (which op or argument of their own, which
+type from elsewhere), are laid out alike by the plan, and result in alike state. So the n-th op of one corresponds to
+the n-th op of another, and a value is known by its *slot*: the place of its op in the block, and which result it is
+(of an argument: the place of the op that reads it first, and which operand it is there).
+
+What one block makes and another reads is *passed on*: a residual stream from layer to layer, gradients the other
+way, a running total in whatever order it visits the leaves. It is understood when each block reads it from a
+neighbour, in the order in which they make it or read it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from search.ir.graph import Atom, Phase, Step
+from search.ir.sharding import Layout
+from search.problem.blocks import Blocks
+
+Slot = tuple[str, int, int]
+"""("result" | "operand", place of an op in its block, which)."""
+
+
+class UnlikeError(Exception):
+    """Blocks hand something on in a way that is not understood here; says which."""
+
+
+@dataclass(frozen=True, slots=True)
+class Passed:
+    """A value that blocks pass on: `maker` makes it, `reader` reads it in another block."""
+
+    maker: Slot
+    reader: Slot
+
+
+class Likeness:
+    """Compares the blocks of a step.
+
+    Attributes:
+      members: the ops of each block, ascending.
+      result_block: the block of each result of the step: that of the state which it replaces, or of its maker.
+    """
+
+    def __init__(self, step: Step, layout: Layout, blocks: Blocks) -> None:
+        self.step, self.blocks, self.ops = step, blocks, step.graph.ops
+        self._maker = {v: (i, r) for i, op in enumerate(self.ops) for r, v in enumerate(op.outputs)}
+        self._argument = {v: a for a, v in enumerate(step.graph.inputs)}
+        self.members: dict[int, list[int]] = {b: [] for stack in blocks.stacks for b in stack}
+        for i, b in enumerate(blocks.of_op):
+            if b is not None:
+                self.members[b].append(i)
+        self._place = [0] * len(self.ops)
+        for b, ops in self.members.items():
+            self.members[b] = self._in_order(ops)
+            for place, i in enumerate(self.members[b]):
+                self._place[i] = place
+        self._first_read = self._first_reads()
+        self._layout = _by_op(layout)
+        self.result_block = tuple(
+            self.block_of(out) if a is None else blocks.of_argument[a]
+            for out, a in zip(step.graph.outputs, step.replaces, strict=True)
+        )
+
+    def _in_order(self, ops: Sequence[int]) -> list[int]:
+        """A block's ops, each update op where its dataflow says: leaves may come in the order of their names.
+
+        Its rank mixes the ranks of what it reads in the block, then of what reads it there.
+        """
+        updates = [i for i in ops if self.ops[i].phase is Phase.UPDATE]
+        others = [i for i in ops if self.ops[i].phase is not Phase.UPDATE]
+        rank: dict[int, int] = {}
+        for place, i in enumerate(others):
+            for n, v in enumerate(self.ops[i].inputs):
+                if isinstance(v, int) and v in self._argument:
+                    rank.setdefault(v, hash((place, n)))
+            rank.update((v, hash((place, -1 - r))) for r, v in enumerate(self.ops[i].outputs))
+        for i in updates:
+            read = (rank.get(a, 0) if isinstance(a, int) else 0 for a in self.ops[i].inputs)
+            made = hash((self.blocks.looks[i], *read))
+            rank.update((v, hash((made, r))) for r, v in enumerate(self.ops[i].outputs))
+        readers: dict[int, list[int]] = {}
+        last: dict[int, int] = {}
+        for i in reversed(updates):
+            op = self.ops[i]
+            last[i] = hash(tuple((rank[v], *sorted(readers.get(v, ()))) for v in op.outputs))
+            for n, v in enumerate(op.inputs):
+                if isinstance(v, int):
+                    readers.setdefault(v, []).append(hash((last[i], n)))
+        return others + sorted(updates, key=lambda i: (last[i], i))
+
+    def _first_reads(self) -> dict[int, Slot]:
+        """Where each argument is read first in its block."""
+        found: dict[int, Slot] = {}
+        for i, op in enumerate(self.ops):
+            for n, v in enumerate(op.inputs):
+                a = self._argument.get(v) if isinstance(v, int) else None
+                if a is not None and self.blocks.of_op[i] == self.blocks.of_argument[a]:
+                    found.setdefault(a, self.operand_slot(i, n))
+        return found
+
+    def block_of(self, atom: Atom) -> int | None:
+        """The block that a value belongs to."""
+        if not isinstance(atom, int):
+            return None
+        if atom in self._maker:
+            return self.blocks.of_op[self._maker[atom][0]]
+        return self.blocks.of_argument[self._argument[atom]] if atom in self._argument else None
+
+    def slot_of(self, value: int) -> Slot:
+        """What a value of a block is known by."""
+        if value in self._argument:
+            return self._first_read[self._argument[value]]
+        i, r = self._maker[value]
+        return "result", self._place[i], r
+
+    def operand_slot(self, op: int, operand: int) -> Slot:
+        """The slot of what an op reads."""
+        return "operand", self._place[op], operand
+
+    def at(self, block: int, slot: Slot) -> Atom:
+        """The value at a slot of a block."""
+        what, place, n = slot
+        op = self.ops[self.members[block][place]]
+        return op.outputs[n] if what == "result" else op.inputs[n]
+
+    def made_at(self, value: int) -> int:
+        """The op that makes a value; -1 for what comes from outside."""
+        return self._maker[value][0] if value in self._maker else -1
+
+    # --- which are alike
+
+    def alike(self, stack: range) -> tuple[int, ...]:
+        """The largest set of blocks of one structure."""
+        results: dict[int, list[int]] = {}
+        for o, b in enumerate(self.result_block):
+            if b is not None:
+                results.setdefault(b, []).append(o)
+        found: dict[Any, list[int]] = {}
+        for b in stack:
+            found.setdefault(self._structure(b, results.get(b, ())), []).append(b)
+        return tuple(max(found.values(), key=len))
+
+    def _structure(self, block: int, results: Sequence[int]) -> Any:
+        ops = tuple(
+            (
+                self.blocks.looks[i],
+                tuple(self._origin(block, a) for a in self.ops[i].inputs),
+                self._layout.get(i),
+            )
+            for i in self.members[block]
+        )
+        return ops, tuple(sorted((self._result_structure(block, o) for o in results), key=repr))
+
+    def _result_structure(self, block: int, o: int) -> Any:
+        replaced = self.step.replaces[o]
+        slot = self._first_read.get(replaced) if replaced is not None else None
+        return self._origin(block, self.step.graph.outputs[o]), slot, self._layout.get(("output", o))
+
+    def _origin(self, block: int, atom: Atom) -> Any:
+        """What a block reads; of values from elsewhere, their type and how they lie."""
+        if not isinstance(atom, int):
+            return None
+        if self.block_of(atom) == block:
+            return self.slot_of(atom), self._rest(atom)
+        kind = "outside" if self.block_of(atom) is None else "passed"
+        return kind, self.step.graph.values[atom], self._rest(atom)
+
+    def _rest(self, value: int) -> Any:
+        """How a value lies, and whether it is state."""
+        if value not in self._argument:
+            return self._layout.get(("result", self._maker.get(value)))
+        a = self._argument[value]
+        return self._layout.get(("input", a)), self.step.arguments[a].role, a in self.step.replaces
+
+    # --- what passes from one to the next
+
+    def passed(self, group: Sequence[int]) -> tuple[Passed, ...]:
+        """What blocks that are alike pass on to one another.
+
+        Raises:
+          UnlikeError: a block reads what not its neighbour made.
+        """
+        found: dict[Passed, list[tuple[int, int]]] = {}
+        for b in group:
+            for i in self.members[b]:
+                for n, v in enumerate(self.ops[i].inputs):
+                    maker = self.block_of(v)
+                    if maker is not None and maker != b and maker in group:
+                        passed = Passed(self.slot_of(v), self.operand_slot(i, n))
+                        found.setdefault(passed, []).append((maker, b))
+        for passed, pairs in found.items():
+            neighbours = self._neighbours(group, passed.maker) | self._neighbours(group, passed.reader)
+            if not neighbours.issuperset(pairs):
+                op = self.ops[self.members[pairs[0][1]][passed.reader[1]]]
+                raise UnlikeError(f"{op.name} at {op.source} reads past the layers next to its own")
+        return tuple(found)
+
+    def _neighbours(self, group: Sequence[int], slot: Slot) -> set[tuple[int, int]]:
+        """Pairs of blocks that follow one another, in the order in which they come to a slot."""
+        order = sorted(group, key=lambda b: self.members[b][slot[1]])
+        return {pair for a, b in pairwise(order) for pair in ((a, b), (b, a))}
+
+
+def _by_op(layout: Layout) -> dict[Any, Any]:
+    """What a layout says: by op, of its operands, results and bodies; of each result, argument and output also alone."""
+    found: dict[Any, list[Any]] = {}
+    for says in (layout.specs, layout.wants):
+        for (what, path, n), said in says.items():
+            if path:
+                found.setdefault(path[0], []).append((what, path[1:], n, said))
+            if len(path) < 2:
+                alone = (what, n) if not path else (what, (path[0], n))
+                found.setdefault(alone, []).append(said)
+    return {key: tuple(sorted(said, key=repr)) for key, said in found.items()}

@@ -1,0 +1,77 @@
+"""What the blocks that a shortened step lacks would hold in memory, as predicted.
+
+The compiler's scheduler spends what memory is left below the cap. So that it has as much to spend on a shortened
+program as on the whole one, the cap is lowered by what the missing blocks hold where the whole step is at its
+highest: arguments aside, that is the least peak of the device's kernels, less the least without those of the missing
+blocks.
+"""
+
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import replace
+
+from search.device.combiner import combined
+from search.device.kernel_order import program_order
+from search.device.kernel_times import Taken
+from search.device.lowering import Kernel, Lowered, lower
+from search.device.prediction import in_least_order
+from search.device.timeline import peak
+from search.problem.costs import Priced
+from search.problem.flat_program import FlatOp
+from search.problem.live_ranges import Liveness
+
+
+def spared_bytes(
+    priced: Priced, liveness: Liveness, labels: Sequence[int], left_out: Sequence[AbstractSet[int]]
+) -> tuple[int, ...]:
+    """Per device, by how much the least peak is lower without some of the step's ops; arguments are not counted.
+
+    Args:
+      priced: the sketch on its mesh.
+      liveness: of the same sketch.
+      labels: one per node.
+      left_out: sets of ops of the step's outermost graph.
+    """
+    lowered = _without_arguments(lower(priced, liveness, labels))
+    outermost = [_outermost(op) for op in liveness.program.ops]
+    mesh = priced.resharder.mesh
+
+    def least_bytes(ops: AbstractSet[int]) -> float:
+        kernels = _without(lowered, {at for at, op in enumerate(outermost) if op in ops})
+        left = in_least_order(combined(kernels, mesh))
+        return peak(left, program_order(left)).num_bytes
+
+    whole_bytes = least_bytes(frozenset())
+    return tuple(max(0, round(whole_bytes - least_bytes(ops))) for ops in left_out)
+
+
+def _outermost(op: FlatOp) -> int | None:
+    """The op of the outermost graph that a flat op stands in; None for the step's inputs, outputs and constants."""
+    return next((path[0] for places in op.result_places for _, path, _ in places if path), None)
+
+
+def _without_arguments(lowered: Lowered) -> Lowered:
+    buffers = (replace(b, num_bytes=0.0) if b.is_argument else b for b in lowered.buffers)
+    return replace(lowered, buffers=tuple(buffers))
+
+
+def _without(lowered: Lowered, positions: AbstractSet[int]) -> Lowered:
+    """The kernels at these places do nothing, but for making what others read: in the shortened step the block before
+    hands it on."""
+    read = {b for kernel in lowered.kernels if kernel.position not in positions for b in kernel.reads}
+
+    def emptied(kernel: Kernel) -> Kernel:
+        handed_on = tuple(b for b in kernel.makes if b in read)
+        return replace(
+            kernel,
+            reads=(),
+            makes=handed_on,
+            after=(),
+            collective=None,
+            workspace_bytes=0.0,
+            taken=Taken(0.0, 0.0),
+        )
+
+    return replace(
+        lowered, kernels=tuple(emptied(k) if k.position in positions else k for k in lowered.kernels)
+    )

@@ -1,0 +1,274 @@
+"""What the compiler made of a plan, beside what the plan predicts, and the verdict.
+
+The plan's claims are its memory and its collectives. The compiler combines small collectives and merges equal ones,
+so their counts are shown and their bytes are judged. Its scheduler spends memory that it is free to spend, so a peak
+may lie further below the prediction than above it before the two are said to differ.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from cost_model.cluster import Cluster
+from cost_model.units import format_bytes
+from cost_model.xla.stats import Numbers
+from search.plan.plan import Plan
+
+FLOOR_BYTES = 64 * 1024
+"""Differences below it do not count: losses, norms and the like, which XLA merges or moves as it likes. Source: a choice
+of ours."""
+
+TRAFFIC_SHARE = 0.01
+"""Of a kind's bytes over its axes, the largest difference that does not count. Source: a choice of ours; where the model
+is right, they agree to the byte."""
+
+PEAK_ABOVE = 0.03
+"""How far the compiled peak may lie above the predicted one: what a plan at its cap can afford to be wrong by. Source: a
+choice of ours."""
+
+PEAK_BELOW = 0.12
+"""How far it may lie below: more, as it costs speed and not the run. Source: a choice of ours."""
+
+DIFFERS, DOES_NOT_FIT = 1, 3
+"""Exit statuses; the second is that of `InfeasibleError`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """Memory of one device at its highest.
+
+    Attributes:
+      peak_bytes: on the device.
+      host_bytes: pinned, on the host.
+      residents: what makes up the peak, in bytes by name.
+    """
+
+    peak_bytes: int
+    host_bytes: int
+    residents: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """What is moved in one step by one kind of collective over the same mesh axes, predicted and compiled.
+
+    Attributes:
+      kind: XLA's name for it.
+      axes: names of mesh axes.
+      predicted_count: how many, by the plan.
+      predicted_bytes: per device.
+      compiled_count: how many arrays the compiled program moves; it may move several at once.
+      compiled_bytes: per device.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    predicted_count: int
+    predicted_bytes: int
+    compiled_count: int
+    compiled_bytes: int
+
+    @property
+    def differs(self) -> bool:
+        """Whether the bytes are further apart than counts."""
+        largest = max(self.predicted_bytes, self.compiled_bytes)
+        return abs(self.compiled_bytes - self.predicted_bytes) > max(FLOOR_BYTES, TRAFFIC_SHARE * largest)
+
+
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """What goes between each device and its host in one step of the compiled program.
+
+    Attributes:
+      direction: `to host` or `from host`.
+      count: how many copies.
+      bytes: per device.
+    """
+
+    direction: str
+    count: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """How much of a step was compiled.
+
+    Attributes:
+      compiled_blocks: of the stacks that were shortened, how many repeated blocks.
+      num_blocks: how many these stacks have.
+      reason: where the whole was compiled although that takes its time: why.
+    """
+
+    compiled_blocks: int = 0
+    num_blocks: int = 0
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """A plan's predictions beside what XLA's GPU compiler made of its program.
+
+    Attributes:
+      step: the step function's name.
+      cluster: the cluster's name.
+      mesh: size of each mesh axis by name.
+      cap_bytes: the plan's cap per device.
+      host_cap_bytes: each device's share of its host's memory.
+      predicted: by the plan.
+      compiled: by the compiler.
+      collectives: every kind over every set of axes that either side has.
+      host_copies: between device and host, compiled.
+      extent: how much was compiled. The rest is extrapolated: exactly, but for the device's peak.
+      seconds: of the verification, by part.
+
+    Example:
+      >>> proof = verify(step, state, batch, plan=plan)  # doctest: +SKIP
+      >>> proof.fits, proof.differences  # doctest: +SKIP
+      (True, ())
+    """
+
+    step: str
+    cluster: str
+    mesh: Mapping[str, int]
+    cap_bytes: int
+    host_cap_bytes: int
+    predicted: Footprint
+    compiled: Footprint
+    collectives: tuple[Moved, ...]
+    host_copies: tuple[Copied, ...]
+    extent: Extent
+    seconds: Mapping[str, float] = field(compare=False)
+
+    @property
+    def is_extrapolated(self) -> bool:
+        """Whether only some of the step's equal blocks were compiled; then the compiled peak is an estimate."""
+        return self.extent.compiled_blocks < self.extent.num_blocks
+
+    @property
+    def overshoot_bytes(self) -> int:
+        """By how much the compiled peak exceeds the cap; 0 when it does not."""
+        return max(0, self.compiled.peak_bytes - self.cap_bytes)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the compiled program keeps to the cap and to the host's memory."""
+        return not self.overshoot_bytes and self.compiled.host_bytes <= self.host_cap_bytes
+
+    @property
+    def differences(self) -> tuple[str, ...]:
+        """What the plan predicts otherwise, one sentence each."""
+        return tuple([*_misfits(self), *_peak_difference(self), *map(_said, self.differing), *_copied(self)])
+
+    @property
+    def differing(self) -> tuple[Moved, ...]:
+        """The collectives whose bytes differ."""
+        return tuple(c for c in self.collectives if c.differs)
+
+    @property
+    def exit_status(self) -> int:
+        """0 when it fits as predicted, 1 when something differs, 3 when it does not fit."""
+        if not self.fits:
+            return DOES_NOT_FIT
+        return DIFFERS if self.differences else 0
+
+    def to_json(self) -> dict[str, Any]:
+        """The verification as JSON-ready values, the verdict included."""
+        data = asdict(self)
+        data["collectives"] = [{**c, "axes": list(c["axes"])} for c in data["collectives"]]
+        data["host_copies"] = list(data["host_copies"])
+        return data | {
+            "is_extrapolated": self.is_extrapolated,
+            "fits": self.fits,
+            "differences": list(self.differences),
+            "exit_status": self.exit_status,
+        }
+
+    def __str__(self) -> str:
+        from autoshard.verification.table import side_by_side  # it reads this module's types
+
+        return side_by_side(self)
+
+
+def compared(
+    plan: Plan, cluster: Cluster, numbers: Numbers, seconds: Mapping[str, float], extent: Extent = Extent()
+) -> Verification:
+    """A plan's predictions beside the compiled program's numbers."""
+    estimates = plan.estimates
+    return Verification(
+        step=plan.step,
+        cluster=cluster.name,
+        mesh=plan.decisions.mesh,
+        cap_bytes=plan.memory_bytes,
+        host_cap_bytes=cluster.host_bytes_per_node // cluster.devices_per_node,
+        predicted=Footprint(estimates.peak_bytes, estimates.host_bytes, estimates.residents),
+        compiled=Footprint(
+            numbers.peak_bytes,
+            numbers.host_bytes,
+            {
+                "arguments": numbers.argument_bytes,
+                "outputs not aliased": numbers.fresh_output_bytes,
+                "temporaries": numbers.temporary_bytes,
+            },
+        ),
+        collectives=_paired(plan, numbers),
+        host_copies=tuple(Copied(way, *traffic) for way, traffic in numbers.host_copies.items()),
+        extent=extent,
+        seconds=seconds,
+    )
+
+
+def _paired(plan: Plan, numbers: Numbers) -> tuple[Moved, ...]:
+    predicted = {(c.kind, c.axes): (c.count, c.bytes) for c in plan.estimates.collectives}
+    compiled, nothing = dict(numbers.collectives), (0, 0)
+    return tuple(
+        Moved(kind, axes, *predicted.get((kind, axes), nothing), *compiled.get((kind, axes), nothing))
+        for kind, axes in sorted(predicted | compiled)
+    )
+
+
+def _misfits(v: Verification) -> Iterator[str]:
+    if v.overshoot_bytes:
+        yield (
+            f"the compiled program needs {format_bytes(v.compiled.peak_bytes)} a device, "
+            f"{format_bytes(v.overshoot_bytes)} more than the cap of {format_bytes(v.cap_bytes)}"
+        )
+    if v.compiled.host_bytes > v.host_cap_bytes:
+        yield (
+            f"the compiled program needs {format_bytes(v.compiled.host_bytes)} of host memory a device, and there are "
+            f"{format_bytes(v.host_cap_bytes)}"
+        )
+
+
+def _peak_difference(v: Verification) -> Iterator[str]:
+    predicted, compiled = v.predicted.peak_bytes, v.compiled.peak_bytes
+    if not -PEAK_BELOW * predicted <= compiled - predicted <= PEAK_ABOVE * predicted:
+        side = "above" if compiled > predicted else "below"
+        yield (
+            f"the compiled peak, {format_bytes(compiled)}, lies {_percent(compiled, predicted)} {side} the predicted "
+            f"{format_bytes(predicted)}"
+        )
+
+
+def _said(moved: Moved) -> str:
+    what = f"{moved.kind} over {', '.join(moved.axes)}"
+    if not moved.predicted_bytes:
+        return f"{what}: {format_bytes(moved.compiled_bytes)} compiled, none predicted"
+    if not moved.compiled_bytes:
+        return f"{what}: {format_bytes(moved.predicted_bytes)} predicted, none compiled"
+    return (
+        f"{what}: {format_bytes(moved.compiled_bytes)} compiled, {format_bytes(moved.predicted_bytes)} predicted "
+        f"({_percent(moved.compiled_bytes, moved.predicted_bytes)} "
+        f"{'more' if moved.compiled_bytes > moved.predicted_bytes else 'less'})"
+    )
+
+
+def _copied(v: Verification) -> Iterator[str]:
+    total = sum(c.bytes for c in v.host_copies)
+    if total > FLOOR_BYTES and not v.predicted.host_bytes:
+        yield f"{format_bytes(total)} a device are copied to and from the host, and the plan keeps nothing there"
+
+
+def _percent(found: int, wanted: int) -> str:
+    share = abs(found - wanted) / wanted if wanted else 0.0
+    return f"{100 * share:.3g}%" if share < 10 else f"{100 * share:,.0f}%"

@@ -1,0 +1,1 @@
+"""Numbers of a cluster's file from measurements on attached devices."""

@@ -1,0 +1,40 @@
+"""The compiler's door to JAX's internals: a lowered program as bytes, and bytes compiled.
+
+Beyond JAX's public surface, both in JAX 0.11 and 0.12: a lowered module can be written as bytecode, and compile-only
+devices' client compiles a module that it is given.
+"""
+
+import io
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from jax._src import compiler
+from jax._src.interpreters import mlir
+from jax._src.lib import xla_client  # type: ignore[attr-defined]
+from jaxlib.mlir import ir
+
+
+def module_bytes(lowered: Any) -> bytes:
+    """A lowered program (`jax.jit(f).lower(...)`) as bytecode; the names and source lines of its ops are in it."""
+    written = io.BytesIO()
+    lowered.compiler_ir().operation.write_bytecode(file=written)
+    return written.getvalue()
+
+
+def compile_module(module: bytes, devices: Sequence[Any], cuda_folder: str) -> tuple[str, Any]:
+    """Compiles what `module_bytes` gave for compile-only devices: the optimised HLO, and its memory statistics.
+
+    Does what `lowered.compile()` does for a program over these devices in this order, shardings all given, but that the
+    assembler and the linker are those in `cuda_folder`.
+    """
+    options = compiler.get_compile_options(1, len(devices), np.arange(len(devices)).reshape(1, -1))
+    options.executable_build_options.debug_options.xla_gpu_cuda_data_dir = cuda_folder
+    with mlir.make_ir_context():
+        executable = devices[0].client.compile(
+            ir.Module.parse(module),
+            executable_devices=xla_client.DeviceList(tuple(devices)),
+            compile_options=options,
+        )
+    text = "\n\n".join(one.to_string() for one in executable.hlo_modules())
+    return text, executable.get_compiled_memory_stats()

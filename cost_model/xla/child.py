@@ -1,0 +1,61 @@
+"""The process in which XLA's GPU compiler runs: `python -m cost_model.xla.child`, started by `cost_model.xla.process`.
+
+It reads one job from its standard input: a line of JSON (`topology`, `target_config`, `cuda_folder`,
+`module_bytes`), then the lowered program. It answers on its standard output with JSON: the fields of
+`compiler.Compiled`, or `error`, what the compiler said. It never sees the user's code.
+
+Standard input stays open while it works: it is the line on which the parent's life hangs. When it is cut, however
+the parent ended, this process removes the folder for the compiler's temporary files and ends itself and whatever the
+compiler has started.
+"""
+
+import json
+import os
+import shutil
+import signal
+import sys
+import threading
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+
+def main() -> None:
+    """Does the one job."""
+    answer = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what native code prints must not stand in the answer
+    job = json.loads(sys.stdin.buffer.readline())
+    module = sys.stdin.buffer.read(job["module_bytes"])
+    threading.Thread(target=_end_with_parent, args=(sys.stdin.fileno(),), daemon=True).start()
+    _offer_to_the_kernel()
+    with answer:
+        json.dump(_compiled(job, module), answer)
+
+
+def _compiled(job: dict[str, Any], module: bytes) -> dict[str, Any]:
+    import jax  # this takes seconds, and the parent may be gone by then
+
+    from cost_model.xla import compiler
+
+    try:
+        devices = compiler.described_devices(job["topology"], job["target_config"])
+        return asdict(compiler.compile_module(module, devices, job["cuda_folder"]))
+    except (jax.errors.JaxRuntimeError, ValueError, NotImplementedError) as e:
+        return {"error": str(e)}
+
+
+def _end_with_parent(line: int) -> None:
+    os.read(line, 1)  # nothing more is sent: it returns when the other end is closed
+    shutil.rmtree(os.environ["TMPDIR"], ignore_errors=True)
+    os.killpg(0, signal.SIGKILL)
+
+
+def _offer_to_the_kernel() -> None:
+    """When the host's memory runs out, this process is the one to kill, not the user's."""
+    score = Path("/proc/self/oom_score_adj")
+    if score.exists():
+        score.write_text("1000")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,62 @@
+"""A compiled program in numbers: what `verify` compares, and what can be added up over programs."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from cost_model.xla import hlo
+from cost_model.xla.compiler import Compiled
+
+Traffic = tuple[int, int]
+"""(Arrays moved, bytes per device) in one step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """What a compiled program takes and moves, per device.
+
+    Attributes:
+      argument_bytes: what the arguments take.
+      fresh_output_bytes: results that take over no argument's buffer.
+      temporary_bytes: everything else on the device, at its highest.
+      host_bytes: what lies in host memory.
+      collectives: by kind and mesh axes.
+      host_copies: by direction, `hlo.TO_HOST` and `hlo.FROM_HOST`.
+    """
+
+    argument_bytes: int
+    fresh_output_bytes: int
+    temporary_bytes: int
+    host_bytes: int
+    collectives: Mapping[tuple[str, tuple[str, ...]], Traffic]
+    host_copies: Mapping[str, Traffic]
+
+    @classmethod
+    def of(cls, compiled: Compiled, mesh: Mapping[str, int]) -> "Numbers":
+        """Reads them off.
+
+        Args:
+          compiled: from the oracle.
+          mesh: the size of each mesh axis by name, outermost first.
+        """
+        return cls(
+            compiled.argument_bytes,
+            compiled.output_bytes - compiled.alias_bytes,
+            compiled.temporary_bytes,
+            compiled.host_bytes,
+            hlo.totals(hlo.collectives(compiled.text, mesh)),
+            _by_direction(hlo.host_copies(compiled.text)),
+        )
+
+    @property
+    def peak_bytes(self) -> int:
+        """Device memory at its highest."""
+        return self.argument_bytes + self.fresh_output_bytes + self.temporary_bytes
+
+
+def _by_direction(copies: tuple[hlo.HostCopy, ...]) -> dict[str, Traffic]:
+    found = {}
+    for direction in (hlo.TO_HOST, hlo.FROM_HOST):
+        own = [c for c in copies if c.direction == direction]
+        if own:
+            found[direction] = (sum(c.count for c in own), sum(c.count * c.num_bytes for c in own))
+    return found

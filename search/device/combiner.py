@@ -1,0 +1,119 @@
+"""XLA joins collectives of one kind that do not wait for one another: one launch, and all their results at once.
+
+Joined are collectives of one kind, over the same axes, of one dtype and in one loop, as long as they come to no more
+than `THRESHOLD_BYTES` together. The joined collective starts when all its members could, and ends for all; so gathered
+weights of several layers may be there before they are needed.
+"""
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import replace
+
+from cost_model.collectives import MeshModel
+from search.device.kernel_times import of_collective
+from search.device.lowering import Kernel, Lowered, renumbered
+
+THRESHOLD_BYTES = 30 * 2**20
+"""Source: XLA, `xla_gpu_all_reduce_combine_threshold_bytes` and its like for all-gather and reduce-scatter."""
+
+JOINED = frozenset({"all-reduce", "all-gather", "reduce-scatter"})
+
+
+def combined(lowered: Lowered, mesh: MeshModel) -> Lowered:
+    """The program with its collectives joined, in an order in which each kernel comes after what it needs."""
+    groups = _groups(lowered.kernels)
+    kernels = [
+        lowered.kernels[g[0]] if len(g) == 1 else _join([lowered.kernels[k] for k in g], mesh) for g in groups
+    ]
+    group_of = {k: n for n, g in enumerate(groups) for k in g}
+    kernels = renumbered(kernels, group_of)
+    return replace(lowered, kernels=tuple(kernels)).reordered(_sorted(kernels))
+
+
+def _groups(kernels: Sequence[Kernel]) -> list[list[int]]:
+    """Kernel numbers that become one kernel, by their first member.
+
+    Sets of groups are bits of an integer. A kernel joins a group unless it waits for it, directly or through groups
+    that wait for it by their other members: who waits for one of the `joined` may not know yet what else it waits for.
+    """
+    made_by = {b: k for k, kernel in enumerate(kernels) for b in kernel.makes}
+    waits: list[int] = []
+    groups: list[list[int]] = []
+    group_waits: list[int] = []
+    joined = 0
+    total: list[float] = []
+    open_group: dict[tuple, int] = {}
+    for k, kernel in enumerate(kernels):
+        below = 0
+        for n in (*(made_by[b] for b in kernel.reads if b in made_by), *kernel.after):
+            below |= waits[n]
+        key = num_bytes = None
+        if kernel.collective is not None and kernel.collective.kind in JOINED:
+            what, num_bytes = kernel.collective, kernel.collective.num_bytes
+            key = (what.kind, what.axes, what.dtype, kernel.loops)
+            below = _closure(below, group_waits, joined)
+        g = None if key is None else open_group.get(key)
+        if g is None or num_bytes is None or below >> g & 1 or total[g] + num_bytes > THRESHOLD_BYTES:
+            g = len(groups)
+            groups.append([])
+            group_waits.append(0)
+            total.append(0.0)
+        else:
+            joined |= 1 << g
+        groups[g].append(k)
+        if key is not None and num_bytes is not None:
+            open_group[key] = g
+            group_waits[g] |= below
+            total[g] += num_bytes
+            below |= 1 << g
+        waits.append(below)
+    return groups
+
+
+def _closure(below: int, group_waits: Sequence[int], joined: int) -> int:
+    """These groups and all that they wait for."""
+    seen = 0
+    while waiting := below & joined & ~seen:
+        g = waiting.bit_length() - 1
+        seen |= 1 << g
+        below |= group_waits[g]
+    return below
+
+
+def _join(members: Sequence[Kernel], mesh: MeshModel) -> Kernel:
+    first, moved = members[0], [m.collective for m in members if m.collective is not None]
+    one = replace(moved[0], num_bytes=sum(c.num_bytes for c in moved))
+    runs = first.taken.seconds / float(mesh.time_s(one.kind, one.axes, moved[0].num_bytes))
+    return replace(
+        first,
+        position=max(m.position for m in members),
+        reads=tuple(dict.fromkeys(b for m in members for b in m.reads)),
+        makes=tuple(b for m in members for b in m.makes),
+        after=tuple(dict.fromkeys(n for m in members for n in m.after)),
+        collective=one,
+        taken=of_collective(mesh, one.kind, one.axes, one.num_bytes) * runs,
+    )
+
+
+def _sorted(kernels: Sequence[Kernel]) -> list[int]:
+    """Topological order, by position where it is free."""
+    made_by = {b: n for n, kernel in enumerate(kernels) for b in kernel.makes}
+    readers: list[dict[int, None]] = [{} for _ in kernels]
+    missing = [0] * len(kernels)
+    for n, kernel in enumerate(kernels):
+        needed = dict.fromkeys((*(made_by[b] for b in kernel.reads if b in made_by), *kernel.after))
+        missing[n] = len(needed)
+        for m in needed:
+            readers[m][n] = None
+    ready = [(kernel.position, n) for n, kernel in enumerate(kernels) if not missing[n]]
+    heapq.heapify(ready)
+    order: list[int] = []
+    while ready:
+        _, n = heapq.heappop(ready)
+        order.append(n)
+        for reader in readers[n]:
+            missing[reader] -= 1
+            if not missing[reader]:
+                heapq.heappush(ready, (kernels[reader].position, reader))
+    assert len(order) == len(kernels), "joined collectives wait for one another"
+    return order

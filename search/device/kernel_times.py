@@ -1,0 +1,72 @@
+"""How long kernels take: by our cost model, and in the eyes of XLA's scheduler, which hides collectives behind kernels.
+
+The scheduler has tables of products and of collectives inside a node, measured on H100s, which our model follows; what is in
+neither it guesses, and launches it leaves out of account. What it takes each kernel for, it logs
+(`xla/service/gpu/model/sol_latency_estimator.cc`; read with JAX 0.12).
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from cost_model.collectives import MeshModel
+from cost_model.compute import kernel_s
+from search.device.workspace import CONVOLUTION
+from search.problem.costs import Priced
+from search.problem.fusion import is_light
+
+UNKNOWN_S = 5e-3
+"""What it takes a collective between nodes for. Source: its log."""
+
+CONVOLUTION_S = 10e-6
+"""What it takes any convolution for. Source: its log."""
+
+MEASURED = 1.3
+"""How much slower than in our model collectives inside a node are in its table, from 1 to 64 MiB. Source:
+`xla/service/gpu/model/default_collective_perf_table.txtpb`, 2026, H100, the median."""
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """Seconds of one run, and what the scheduler takes it for."""
+
+    seconds: float
+    scheduled_s: float
+
+    def __mul__(self, runs: float) -> "Taken":
+        return Taken(runs * self.seconds, runs * self.scheduled_s)
+
+
+def of_collective(mesh: MeshModel, kind: str, axes: Collection[int], num_bytes: float) -> Taken:
+    """A collective's, with its bytes per device."""
+    seconds = float(mesh.time_s(kind, axes, num_bytes))
+    return Taken(seconds, UNKNOWN_S if mesh.group(axes).crosses_nodes else MEASURED * seconds)
+
+
+class Times:
+    """Of the ops of a program under some labels; remembers them by kind."""
+
+    def __init__(self, priced: Priced, labels: Sequence[int]) -> None:
+        self.priced, self.labels = priced, labels
+        self.device = priced.resharder.mesh.cluster.device
+        self._heavy: dict[int, Taken] = {}
+        self._moving: dict[float, Taken] = {}
+
+    def of_op(self, kind: int, moved_bytes: float) -> Taken:
+        """An op's kernel: of a light one by what it moves."""
+        folded = self.priced.sketch.folded
+        if folded.op(kind).is_boundary or is_light(folded, kind):
+            return self.of_moving(moved_bytes)
+        if kind not in self._heavy:
+            of_labels = self.priced.op_seconds(kind)
+            label = self.labels[self.priced.sketch.node_of[kind]]
+            seconds = float(of_labels[label] if of_labels.ndim else of_labels)
+            is_guessed = folded.op(kind).name == CONVOLUTION
+            self._heavy[kind] = Taken(seconds, CONVOLUTION_S if is_guessed else seconds)
+        return self._heavy[kind]
+
+    def of_moving(self, num_bytes: float) -> Taken:
+        """A kernel that reads and writes so much."""
+        if num_bytes not in self._moving:
+            seconds = float(kernel_s(self.device, num_bytes))
+            self._moving[num_bytes] = Taken(seconds, num_bytes / self.device.memory_bytes_per_s)
+        return self._moving[num_bytes]

@@ -1,0 +1,338 @@
+"""What one device runs under a full assignment: kernels, collectives, and the buffers between them.
+
+The solver sees nodes and labels. A device sees kernels: an op that is not fused, with the light ops that it
+computes on the fly; a collective for every step of a resharding chain; and buffers, each with its local
+bytes. This module lowers the flat program to that form. `search.device.kernel_order` puts the kernels in an order, and
+from the order follow the memory and the time of a step.
+
+Kernels of a loop's body stand between those before and after it; `loops` says in which loops a kernel is.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from search.device.kernel_times import Taken, Times, of_collective
+from search.device.workspace import CONVOLUTION, Scratch
+from search.ir.sharding import Route
+from search.problem.costs import Priced
+from search.problem.flat_program import FlatOp
+from search.problem.live_ranges import Liveness, Resident, is_part
+from search.problem.memory_rows import Arrival
+from search.problem.reshard import SLICE, Step
+from search.problem.reshard_paths import Routes
+from search.problem.strategy_graph import Group, group_of
+
+Loops = tuple[tuple[int, int], ...]
+"""Ranges of op positions, inner loops first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """An array on one device.
+
+    Attributes:
+      num_bytes: what it takes; zero if it lies where another array was (a new state over the old one).
+      resident: what it is.
+      is_argument: whether it is there from the step's start to its end.
+      loops: where it is made.
+      arrival: of what a collective hands to one reader alone.
+    """
+
+    num_bytes: float
+    resident: Resident
+    is_argument: bool
+    loops: Loops
+    arrival: Arrival | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """What a kernel communicates: a collective's kind, its mesh axes, bytes per device each time, and the dtype."""
+
+    kind: str
+    axes: tuple[int, ...]
+    num_bytes: float
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """One launch on one device.
+
+    Attributes:
+      position: of its op in the flat program.
+      reads: buffers.
+      makes: buffers.
+      after: kernels that must have run, besides those whose buffers it reads.
+      collective: what it communicates; None when it computes.
+      workspace_bytes: scratch memory while it runs.
+      taken: how long it takes in one step, all its runs together.
+      loops: the loops that it is in.
+    """
+
+    position: int
+    reads: tuple[int, ...]
+    makes: tuple[int, ...]
+    after: tuple[int, ...]
+    collective: Collective | None
+    workspace_bytes: float
+    taken: Taken
+    loops: Loops
+
+
+@dataclass(frozen=True, eq=False)
+class Lowered:
+    """A device's kernels, in program order, and their buffers."""
+
+    kernels: tuple[Kernel, ...]
+    buffers: tuple[Buffer, ...]
+
+    def reordered(self, order: Sequence[int]) -> "Lowered":
+        """With its kernels, which this lists by number, in another order."""
+        place = {k: at for at, k in enumerate(order)}
+        kernels = [self.kernels[k] for k in order]
+        return replace(self, kernels=tuple(renumbered(kernels, place)))
+
+
+def renumbered(kernels: Sequence[Kernel], number: Mapping[int, int]) -> list[Kernel]:
+    """With new numbers for the kernels that they wait for."""
+    return [
+        replace(k, after=tuple(dict.fromkeys(number[a] for a in k.after))) if k.after else k for k in kernels
+    ]
+
+
+def lower(priced: Priced, liveness: Liveness, labels: Sequence[int]) -> Lowered:
+    """The kernels of one step under a full assignment of labels."""
+    lowering = _Lowering(priced, liveness, labels)
+    for i in range(len(lowering.program.ops)):
+        lowering.op(i)
+        lowering.loop_ends(i + 1)
+    lowering.finish()
+    return Lowered(tuple(lowering.kernels), tuple(lowering.buffers))
+
+
+class _Lowering:
+    def __init__(self, priced: Priced, liveness: Liveness, labels: Sequence[int]) -> None:
+        self.priced, self.liveness, self.labels = priced, liveness, labels
+        self.folded, self.program = priced.sketch.folded, liveness.program
+        self.routes = Routes(priced, labels)
+        self.scratch, self.times = Scratch(self.routes), Times(priced, labels)
+        self.kernels: list[Kernel] = []
+        self.buffers: list[Buffer] = []
+        self.sources: dict[int, tuple[int, ...]] = {}
+        self.copies: dict[tuple[int, Route, str], tuple[int, ...]] = {}
+        self.reduced: dict[int, list] = {}
+        self.rewritten: dict[tuple[tuple[int, ...], int, float], tuple[int, ...]] = {}
+        self.new_state = frozenset(v for op in self.program.ops if op.name == "input" for v in op.operands)
+        self.last_backward: int | None = None
+        self.mesh = priced.resharder.mesh
+        self.resharded = self._resharded()
+        self.carried = self._carried()
+
+    def _resharded(self) -> frozenset[int]:
+        """Values that a collective reads, so that they are arrays whoever makes them."""
+        found = set()
+        for i, op in enumerate(self.program.ops):
+            for operand, v in enumerate(op.operands):
+                steps = self.routes.to_reader(i, operand).steps
+                if steps and any(s.kind != SLICE for s in steps):
+                    found.add(v)
+        return frozenset(found)
+
+    # --- kernels
+
+    def op(self, i: int) -> None:
+        """Lowers one op: to an argument's buffer, to nothing if it is fused with its readers, or to kernels."""
+        op = self.program.ops[i]
+        if op.name == "input":
+            self._argument(op)
+            return
+        read = self._reads(i)
+        is_array = any(v in self.resharded or v in self.liveness.anchors[v] for v in op.results)
+        if is_array or self._is_copied_part(i, op):
+            self._kernels(i, op, read)
+        else:
+            self.sources |= dict.fromkeys(op.results, read)
+
+    def _is_copied_part(self, i: int, op: FlatOp) -> bool:
+        """Whether a loop copies its part of a stack: one that was gathered is laid out otherwise than its readers want."""
+        return is_part(op) and any(s.kind != SLICE for s in self.routes.to_reader(i, 0).steps)
+
+    def _argument(self, op: FlatOp) -> None:
+        (v,) = op.results
+        role = self.liveness.resident_of_argument(op)
+        self.sources[v] = (self._buffer(self.routes.local_bytes(v, self.routes.made(v)), role, (), True),)
+
+    def _kernels(self, i: int, op: FlatOp, read: tuple[int, ...]) -> None:
+        """An op's own kernel, and the collectives that bring its results to rest."""
+        loops = self._loops(i, op)
+        makes = tuple(
+            self._buffer(self._bytes_made(v), self.liveness.resident(v), loops, False) for v in op.results
+        )
+        self.sources |= {v: (b,) for v, b in zip(op.results, makes, strict=True)}
+        if group_of(op) is Group.UPDATE:  # a convolution's kernel is updated as it lies in the copy
+            copies = (self.rewritten.get(((b,), 1, self.buffers[b].num_bytes), ()) for b in read)
+            read += tuple(copy for found in copies for copy in found)
+        kernel = self._kernel(i, read, makes, ())
+        if op.op is not None and group_of(op) is Group.BACKWARD:
+            self.last_backward = kernel
+        for v in op.results:
+            for axes, num_bytes in self.reductions(self.folded.kind_of[i]):
+                summed = Collective("all-reduce", axes, num_bytes, str(self.program.values[v].dtype))
+                self.sources[v] = self._launched(i, v, self.sources[v], summed, (), num_bytes)
+            self.sources[v] = self._sent(i, v, self.sources[v], self.routes.to_rest(v), "")
+
+    def _reads(self, i: int) -> tuple[int, ...]:
+        """The buffers that an op reads, fused ops' included."""
+        op = self.program.ops[i]
+        read: dict[int, None] = {}
+        for operand, v in enumerate(op.operands):
+            if op.name == "carry" and v not in self.sources:
+                continue  # the body's result, which is made later
+            steps, lap = self._way(i, operand)
+            arrival = self._arrival(i, operand) if steps else None
+            source = self._sent(i, v, self.sources[v], steps, lap, arrival)
+            read |= dict.fromkeys(self._rewritten(i, operand, source) if op.name == CONVOLUTION else source)
+        return tuple(read)
+
+    def _rewritten(self, i: int, operand: int, source: tuple[int, ...]) -> tuple[int, ...]:
+        """What cuDNN reads: an argument's kernel is transposed first, and padding is written out that is not even. The copy
+        serves all convolutions that read the array, the backward phase's too."""
+        num_bytes = 0.0
+        if operand == 0:
+            num_bytes = self.scratch.padded_bytes(i)
+        elif all(self.buffers[b].is_argument for b in source):
+            num_bytes = sum(self.buffers[b].num_bytes for b in source)
+        if not num_bytes:
+            return source
+        key = (source, operand, num_bytes)
+        if key not in self.rewritten:
+            loops, runs = self.liveness.loops_at[i], self.program.ops[i].count
+            made = (self._buffer(num_bytes, Resident.TEMPORARIES, loops, False),)
+            taken = self.times.of_moving(2 * num_bytes) * runs
+            self.kernels.append(Kernel(i, source, made, (), None, 0.0, taken, loops))
+            self.rewritten[key] = made
+        return self.rewritten[key]
+
+    def _way(self, i: int, operand: int) -> tuple[tuple[Step, ...], str]:
+        """The steps by which an op gets an operand, and the phase that alone shares them ("" for all)."""
+        way = self.routes.to_reader(i, operand)
+        return way.steps, group_of(self.program.ops[i]).value if way.is_fresh else ""
+
+    def _arrival(self, i: int, operand: int) -> Arrival:
+        v = self.program.ops[i].operands[operand]
+        port = self.priced.sketch.ports[self.folded.kind_of[i], operand, False]
+        return Arrival(port, self.program.values[v].num_bytes, self.routes.resting(v))
+
+    def _sent(
+        self,
+        i: int,
+        v: int,
+        source: tuple[int, ...],
+        steps: Sequence[Step],
+        lap: str,
+        arrival: Arrival | None = None,
+    ) -> tuple[int, ...]:
+        """The buffers where a chain ends; steps that were made before are shared."""
+        here, route = source, ()
+        for step in steps:
+            route = (*route, step.after)
+            key = (v, route, lap)
+            if key not in self.copies:
+                self.copies[key] = (
+                    here if step.kind == SLICE else self._collective(i, v, here, step, lap, arrival)
+                )
+            here = self.copies[key]
+        return here
+
+    def _collective(
+        self, i: int, v: int, source: tuple[int, ...], step: Step, lap: str, arrival: Arrival | None
+    ) -> tuple[int, ...]:
+        tie = (self.last_backward,) if lap == Group.BACKWARD.value and self.last_backward is not None else ()
+        what = Collective(step.kind, step.axes, step.num_bytes, str(self.program.values[v].dtype))
+        made = self._launched(i, v, source, what, tie, self.routes.local_bytes(v, step.after))
+        self.buffers[made[0]] = replace(self.buffers[made[0]], arrival=arrival)
+        return made
+
+    def _launched(
+        self,
+        i: int,
+        v: int,
+        source: tuple[int, ...],
+        what: Collective,
+        after: tuple[int, ...],
+        made_bytes: float,
+    ) -> tuple[int, ...]:
+        loops, runs = self.liveness.loops_at[i], self.program.ops[i].count
+        if is_part(self.program.ops[i]):  # the whole stack travels, before the loop
+            loops, runs = loops[1:], self.program.ops[self.liveness.maker[v][0]].count
+        made = self._buffer(made_bytes, self.liveness.resident(v), loops, False)
+        taken = of_collective(self.mesh, what.kind, what.axes, what.num_bytes) * runs
+        self.kernels.append(Kernel(i, source, (made,), after, what, 0.0, taken, loops))
+        return (made,)
+
+    def reductions(self, kind: int):
+        """The all-reduces that an op's own cluster resolves: mesh axes and bytes per device."""
+        if kind not in self.reduced:
+            label = self.labels[self.priced.sketch.node_of[kind]]
+            self.reduced[kind] = [
+                (axes, float(local[at.tolist().index(label)]))
+                for axes, at, local, _ in self.priced.reductions(kind)
+                if label in at
+            ]
+        return self.reduced[kind]
+
+    def _kernel(self, i: int, reads: tuple[int, ...], makes: tuple[int, ...], after: tuple[int, ...]) -> int:
+        moved = sum(self.buffers[b].num_bytes for b in (*reads, *makes))
+        taken = self.times.of_op(self.folded.kind_of[i], moved) * self.program.ops[i].count
+        loops, scratch = self.liveness.loops_at[i], self.scratch.num_bytes(i)
+        self.kernels.append(Kernel(i, reads, makes, after, None, scratch, taken, loops))
+        return len(self.kernels) - 1
+
+    def _buffer(self, num_bytes: float, resident: Resident, loops: Loops, is_argument: bool) -> int:
+        self.buffers.append(Buffer(num_bytes, resident, is_argument, loops))
+        return len(self.buffers) - 1
+
+    def _loops(self, i: int, op) -> Loops:
+        """Where a result lives: what a loop carries or stacks lives outside of it."""
+        inside = self.liveness.loops_at[i]
+        return inside[1:] if op.name == "stack" else inside
+
+    def _bytes_made(self, v: int) -> float:
+        if v in self.new_state and v not in self.resharded:
+            return 0.0
+        return self.routes.local_bytes(v, self.routes.made(v))
+
+    def _carried(self) -> dict[tuple[int, int], list[tuple[int, int]]]:
+        """By loop: (position of the carry, its operand) of what the body hands to its next run."""
+        found: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        for i, op in enumerate(self.program.ops):
+            if op.name == "carry":
+                for operand, v in enumerate(op.operands):
+                    for loop in self.liveness.loops_at[self.liveness.maker[v][0]]:
+                        if loop not in self.liveness.loops_at[i] and loop[0] > i:
+                            found.setdefault(loop, []).append((i, operand))
+                            break
+        return found
+
+    def loop_ends(self, position: int) -> None:
+        """What a body hands on is there until its end."""
+        for loop in [k for k in self.carried if k[1] == position]:
+            read: dict[int, None] = {}
+            for i, operand in self.carried[loop]:
+                v = self.program.ops[i].operands[operand]
+                steps, lap = self._way(i, operand)
+                read |= dict.fromkeys(self._sent(position - 1, v, self.sources[v], steps, lap))
+            self._kernel(position - 1, tuple(read), (), ())
+
+    def finish(self) -> None:
+        """The new state's way to where the old one rests."""
+        for i, op in enumerate(self.program.ops):
+            if op.name == "input":
+                for operand, v in enumerate(op.operands):
+                    steps, lap = self._way(i, operand)
+                    if any(s.kind != SLICE for s in steps):
+                        at = self.liveness.maker[v][0]
+                        last = self._sent(at, v, self.sources[v], steps, lap)
+                        for b in last:
+                            self.buffers[b] = replace(self.buffers[b], num_bytes=0.0)

@@ -1,0 +1,104 @@
+"""What one device holds and does in a step, under a full assignment: the plan's peak and its exposed communication.
+
+The kernels (`lowering`, `combiner`) are put in two kinds of orders (`kernel_order`): the one that takes the
+least memory, and those of XLA's latency-hiding scheduler, which puts kernels off into the windows of collectives and holds
+more meanwhile, as long as its budget allows. So the predicted peak is that of its orders where that keeps to the cap, and
+otherwise the cap, but never less than the least. The scheduler settles ties in ways that we do not know: the mean over ours
+counts, and a margin for what else is not known.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import product
+from statistics import fmean
+
+from cost_model.xla.gpu_targets import is_hopper_or_later
+from search.device.combiner import combined
+from search.device.kernel_order import Clock, Ties, latency_hiding, memory_saving, program_order
+from search.device.lowering import Lowered, lower
+from search.device.timeline import peak, seconds
+from search.problem.costs import Priced
+from search.problem.live_ranges import ARGUMENTS, Liveness, Resident
+from search.problem.memory_rows import Peak
+
+MARGIN = 0.03
+"""Of all that a step makes, for what our outline of the compiler misses. Source: the spread of predicted against compiled
+peaks (`benchmarks.truth`)."""
+
+
+@dataclass(frozen=True, eq=False)
+class Simulated:
+    """A step on one device; what is not asked for is not simulated.
+
+    Attributes:
+      lowered: its kernels.
+      limit_bytes: the scheduler's budget for the whole device: the cap.
+      is_rescheduled: whether the compiler's scheduler moves kernels for overlap.
+    """
+
+    lowered: Lowered
+    limit_bytes: float
+    is_rescheduled: bool
+
+    @cached_property
+    def least(self) -> Peak:
+        """The peak if the scheduler spends no memory on overlap: what must fit."""
+        return _with_margin(peak(self._plain, program_order(self._plain)))
+
+    @cached_property
+    def peak(self) -> Peak:
+        """The peak of device memory."""
+        found = [_with_margin(peak(self._plain, order)) for order in self._overlapped] or [self.least]
+        num_bytes = min(fmean(p.num_bytes for p in found), self.limit_bytes)
+        if num_bytes <= self.least.num_bytes:
+            return self.least
+        return _grown(self.least, num_bytes - self.least.num_bytes)
+
+    @cached_property
+    def hidden_s(self) -> float:
+        """Communication that runs behind computation."""
+        orders = (program_order(self._plain), *self._overlapped)
+        alone_s = sum(kernel.taken.seconds for kernel in self.lowered.kernels)
+        return alone_s - min(seconds(self._plain, order) for order in orders)
+
+    @cached_property
+    def _plain(self) -> Lowered:
+        return in_least_order(self.lowered)
+
+    @cached_property
+    def _overlapped(self) -> tuple[tuple[int, ...], ...]:
+        choices = product(Ties, Clock) if self.is_rescheduled else ()
+        return tuple(latency_hiding(self._plain, ties, clock) for ties, clock in choices)
+
+
+def in_least_order(lowered: Lowered) -> Lowered:
+    """With the kernels in the order that takes the least memory."""
+    orders = (lowered, memory_saving(lowered))
+    return min(orders, key=lambda order: peak(order, program_order(order)).num_bytes)
+
+
+def _with_margin(found: Peak) -> Peak:
+    own = sum(num_bytes for resident, num_bytes in found.residents if resident not in ARGUMENTS)
+    return _grown(found, MARGIN * own)
+
+
+def _grown(found: Peak, num_bytes: float) -> Peak:
+    """With so much more of temporaries."""
+    residents = dict(found.residents)
+    residents[Resident.TEMPORARIES] = residents.get(Resident.TEMPORARIES, 0.0) + num_bytes
+    return replace(found, num_bytes=found.num_bytes + num_bytes, residents=tuple(residents.items()))
+
+
+def simulate(priced: Priced, liveness: Liveness, labels: Sequence[int], limit_bytes: float) -> Simulated:
+    """Runs the kernels of an assignment.
+
+    Args:
+      priced: the sketch on its mesh.
+      liveness: of the same sketch.
+      labels: one per node.
+      limit_bytes: the scheduler's budget for the whole device: the cap.
+    """
+    mesh = priced.resharder.mesh
+    lowered = combined(lower(priced, liveness, labels), mesh)
+    return Simulated(lowered, limit_bytes, is_hopper_or_later(mesh.cluster.device.name))

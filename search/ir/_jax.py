@@ -1,0 +1,151 @@
+"""The door to JAX's internals.
+
+JAX's public surface does not cover everything a whole-step rewriter needs. What we rely on beyond it, all
+present in JAX 0.11 and 0.12:
+
+* equations carry `source_info` (name stack and traceback), and `jax._src.source_info_util` can print and
+  re-enter it;
+* `Primitive.bind` and `get_bind_params` re-apply an equation;
+* `scan` says how many of its operands are constants and carries: by `num_consts`/`num_carry` (0.11), or by a
+  flat tree of three children, `ft_in` (0.12); `while` and `cond` carry inner jaxprs in their parameters;
+* `make_jaxpr` returns a `ClosedJaxpr` (0.11) or a `Jaxpr` that holds its own constants (0.12).
+
+What the compiler's process needs stands beside it, in `cost_model.xla._jax`.
+"""
+
+import contextlib
+import functools
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from jax._src import core as jax_core
+from jax._src import source_info_util
+from jax.extend import core as jex_core
+
+Literal = jex_core.Literal
+Primitive = jex_core.Primitive
+optimization_barrier_p = jax.lax.optimization_barrier_p
+
+CALLS = {
+    "jit": "jaxpr",
+    "pjit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "core_call": "call_jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+    "custom_vjp_call_jaxpr": "fun_jaxpr",
+    "checkpoint": "jaxpr",
+    "remat": "jaxpr",
+    "remat2": "jaxpr",
+}
+"""Primitives that only call an inner jaxpr, and the parameter that holds it: the ones that tracing inlines."""
+
+REMATS = frozenset({"checkpoint", "remat", "remat2"})
+
+
+def jaxpr_consts(jaxpr: Any) -> tuple[list[Any], list[Any]]:
+    """The constant variables of a (closed) jaxpr, and their values."""
+    inner = getattr(jaxpr, "jaxpr", jaxpr)
+    return list(inner.constvars), list(getattr(jaxpr, "consts", ()))
+
+
+def open_jaxpr(jaxpr: Any) -> Any:
+    """The jaxpr itself, whether it came closed or not."""
+    return getattr(jaxpr, "jaxpr", jaxpr)
+
+
+def argument_names(jaxpr: Any) -> tuple[str, ...]:
+    """One name per flat argument, in pytree-path form: `state.params['kernel']`."""
+    info = open_jaxpr(jaxpr).debug_info
+    return tuple(info.safe_arg_names(len(open_jaxpr(jaxpr).invars)))
+
+
+def result_names(jaxpr: Any) -> tuple[str, ...]:
+    """One name per flat result, in pytree-path form: `result[0].params['kernel']`."""
+    info = open_jaxpr(jaxpr).debug_info
+    return tuple(p or "result" for p in info.safe_result_paths(len(open_jaxpr(jaxpr).outvars)))
+
+
+def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
+    """How many leading operands of a `scan` are constants, and how many follow as carries."""
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    consts, carry, _ = params["ft_in"].unpack()
+    return len(consts), len(carry)
+
+
+def body_params(name: str, params: dict[str, Any]) -> dict[str, tuple[Any, ...]]:
+    """The inner jaxprs of a control-flow equation, by parameter name."""
+    if name == "scan":
+        return {"jaxpr": (params["jaxpr"],)}
+    if name == "while":
+        return {"cond_jaxpr": (params["cond_jaxpr"],), "body_jaxpr": (params["body_jaxpr"],)}
+    if name == "cond":
+        return {"branches": tuple(params["branches"])}
+    return {}
+
+
+def source_line(source_info: Any) -> str:
+    """`file:line` of the user's code that made an equation, or an empty string.
+
+    Installed packages are passed over where there is a frame of somebody else; paths below the working directory
+    are relative to it.
+    """
+    frames = list(source_info_util.user_frames(source_info.traceback)) if source_info is not None else []
+    if not frames:
+        return ""
+    own = next((f for f in frames if "site-packages" not in f.file_name), frames[0])
+    return f"{relative(own.file_name)}:{own.start_line}"
+
+
+def relative(file: str) -> str:
+    """A path as seen from the working directory, if it is below it."""
+    return os.path.relpath(file) if file.startswith(os.getcwd() + os.sep) else file
+
+
+@contextlib.contextmanager
+def provenance(scope: str, source_info: Any) -> Iterator[None]:
+    """Operations bound inside carry this name scope and source line into the compiler's metadata."""
+    stack = source_info_util.current_name_stack()
+    for part in filter(None, scope.split("/")):
+        stack = stack.extend(part)
+    traceback = source_info.traceback if source_info is not None else None
+    with source_info_util.user_context(traceback, name_stack=stack):
+        yield
+
+
+def bind(primitive: Any, operands: list[Any], params: dict[str, Any]) -> list[Any]:
+    """Applies an equation's primitive; always a list of results."""
+    out = primitive.bind(*operands, **primitive.get_bind_params(params))
+    return list(out) if primitive.multiple_results else [out]
+
+
+def is_key_dtype(dtype: Any) -> bool:
+    """Whether `dtype` is a typed PRNG key."""
+    return jax.numpy.issubdtype(dtype, jax.dtypes.prng_key)
+
+
+@functools.lru_cache(maxsize=256)
+def itemsize(dtype: Any) -> int:
+    """Bytes of one element; of a typed PRNG key, those of its data."""
+    if is_key_dtype(dtype):
+        return jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), dtype)).size * 4
+    return np.dtype(dtype).itemsize
+
+
+def abstract_value(shape: tuple[int, ...], dtype: Any, weak_type: bool) -> jax.ShapeDtypeStruct:
+    """What `make_jaxpr` takes for an argument of this type."""
+    return jax.ShapeDtypeStruct(shape, dtype, weak_type=weak_type)
+
+
+def as_function(jaxpr: Any) -> Any:
+    """A function of the jaxpr's flat arguments that gives its flat results."""
+    return jex_core.jaxpr_as_fun(jaxpr)
+
+
+def is_tracer(x: Any) -> bool:
+    """Whether a value only exists inside a JAX transformation."""
+    return isinstance(x, jax_core.Tracer)

@@ -1,0 +1,114 @@
+"""Sums of products: matrix products in all their generality, and convolutions."""
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+from search.ir.factors.loops import Dim, Loops
+from search.ir.factors.rule import Dims, Kind, Rule, RuleFn
+
+FLOPS_PER_PRODUCT_SUM = 2.0
+"""A multiplication and an addition."""
+
+
+def dot_general(ins: Sequence[Any], outs: Sequence[Any], params: dict[str, Any]) -> Rule:
+    """`(b, m, k), (b, k, n) -> (b, m, n)`, any number of each in any order; `k` is summed."""
+    del outs
+    lhs, rhs = (aval.shape for aval in ins)
+    numbers = params["dimension_numbers"]
+    (contracting, _), _ = numbers
+    loops = Loops()
+    left = tuple([loops.dim(n, Kind.SUM if d in contracting else Kind.PARALLEL) for d, n in enumerate(lhs)])
+    right, result = _product(loops, left, rhs, numbers, {})
+    return loops.rule((left, right), (result,), flops_per_point=FLOPS_PER_PRODUCT_SUM)
+
+
+def _product(
+    loops: Loops, left: Dims, rhs: Sequence[int], dimension_numbers: Any, groups: dict[int, Dim]
+) -> tuple[Dims, Dims]:
+    """The right operand's dims and the result's; `groups` are right dims that choose a matrix rather than
+    index it."""
+    (contracting, rhs_contracting), (batch, rhs_batch) = dimension_numbers
+    bound = dict(zip((*rhs_contracting, *rhs_batch), [left[d] for d in (*contracting, *batch)], strict=True))
+    bound |= groups
+    right = tuple([bound[d] if d in bound else loops.dim(n) for d, n in enumerate(rhs)])
+    free_left = [dim for d, dim in enumerate(left) if d not in batch and d not in contracting]
+    free_right = [dim for d, dim in enumerate(right) if d not in bound]
+    return right, (*[left[d] for d in batch], *free_left, *free_right)
+
+
+def conv_general_dilated(ins: Sequence[Any], outs: Sequence[Any], params: dict[str, Any]) -> Rule:
+    """`(n, c, *x), (o, c, *k) -> (n, o, *y)`, laid out by `dimension_numbers`; `c` is summed.
+
+    Groups are one more parallel loop, the major part of the dimensions that they divide: `c` and `o` under
+    `feature_group_count`, `n` and `o` under `batch_group_count`. Spatial dimensions stay whole: splitting
+    them would need an exchange of halos. FLOPs count every kernel tap of every output position (padding
+    included, as dense kernels do), but not the holes that `lhs_dilation` (the gradient of a strided
+    convolution) puts between inputs.
+    """
+    lhs, rhs = (aval.shape for aval in ins)
+    (out,) = (aval.shape for aval in outs)
+    numbers = params["dimension_numbers"]
+    lhs_batch, lhs_feature, *lhs_space = numbers.lhs_spec
+    rhs_out, rhs_in, *rhs_space = numbers.rhs_spec
+    out_batch, out_feature, *out_space = numbers.out_spec
+    feature_groups, batch_groups = params["feature_group_count"], params["batch_group_count"]
+
+    loops = Loops()
+    batch_group, feature_group = loops.dim(batch_groups), loops.dim(feature_groups)
+    batch = loops.dim(out[out_batch])
+    feature_in = loops.dim(rhs[rhs_in], Kind.SUM)
+    feature_out = loops.dim(rhs[rhs_out] // (batch_groups * feature_groups))
+    grouped_out = batch_group + feature_group + feature_out
+
+    left = {lhs_batch: batch_group + batch, lhs_feature: feature_group + feature_in}
+    right = {rhs_out: grouped_out, rhs_in: feature_in}
+    result = {out_batch: batch, out_feature: grouped_out}
+    for dims, shape, space in ((left, lhs, lhs_space), (right, rhs, rhs_space), (result, out, out_space)):
+        dims.update((d, loops.dim(shape[d], Kind.UNSPLITTABLE)) for d in space)
+
+    taps = prod(rhs) * prod(out[d] for d in out_space) * out[out_batch] / prod(params["lhs_dilation"])
+    return loops.rule(
+        (_in_order(left), _in_order(right)), (_in_order(result),), flops=FLOPS_PER_PRODUCT_SUM * taps
+    )
+
+
+def _in_order(dims: dict[int, Dim]) -> Dims:
+    return tuple([dims[d] for d in range(len(dims))])
+
+
+def ragged_dot_general(ins: Sequence[Any], outs: Sequence[Any], params: dict[str, Any]) -> Rule:
+    """A matrix product whose ragged dimension is cut into groups of sizes known only at run time (mixture of
+    experts).
+
+    Three modes, told apart by what the ragged dimension is to the product: free `(m, k), (g, k, n) -> (m,
+    n)`, contracted `(m, k), (k, n) -> (g, m, n)`, or batch. The ragged dimension and the groups stay whole,
+    since where a group begins depends on the sizes of all groups before it; so do batches with group sizes of
+    their own.
+    """
+    lhs, rhs, sizes = (aval.shape for aval in ins)
+    numbers = params["ragged_dot_dimension_numbers"]
+    (contracting, _), (batch, _) = numbers.dot_dimension_numbers
+    whole = {*numbers.lhs_ragged_dimensions, *(batch if len(sizes) > 1 else ())}
+
+    loops = Loops()
+
+    def lhs_dim(d: int) -> Dim:
+        if d in whole:
+            return loops.dim(lhs[d], Kind.UNSPLITTABLE)
+        return loops.dim(lhs[d], Kind.SUM if d in contracting else Kind.PARALLEL)
+
+    left = tuple([lhs_dim(d) for d in range(len(lhs))])
+    groups = loops.dims(sizes, Kind.UNSPLITTABLE)
+    group_dims = {d: groups[-1] for d in numbers.rhs_group_dimensions}
+    right, result = _product(loops, left, rhs, numbers.dot_dimension_numbers, group_dims)
+    if len(outs[0].shape) > len(result):
+        result = (groups[-1], *result)
+    return loops.rule((left, right, groups), (result,), flops_per_point=FLOPS_PER_PRODUCT_SUM / prod(sizes))
+
+
+RULES: dict[str, RuleFn] = {
+    "dot_general": dot_general,
+    "conv_general_dilated": conv_general_dilated,
+    "ragged_dot_general": ragged_dot_general,
+}

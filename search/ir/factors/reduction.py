@@ -1,0 +1,89 @@
+"""Reductions over whole dimensions, running reductions along one, and reductions over windows."""
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+from search.ir.factors.elementwise import ARITHMETIC, TRANSCENDENTAL
+from search.ir.factors.loops import Dim, Loops, mixing
+from search.ir.factors.rule import Dims, Kind, Rule, RuleFn
+
+
+def reduction(kind: Kind, *, is_additive: bool = False) -> RuleFn:
+    """The dims in `axes` are of `kind`, the others parallel."""
+
+    def rule(ins: Sequence[Any], outs: Sequence[Any], params: dict[str, Any]) -> Rule:
+        axes = params["axes"]
+        loops = Loops()
+        dims = tuple([loops.dim(n, kind if d in axes else Kind.PARALLEL) for d, n in enumerate(ins[0].shape)])
+        kept = tuple([dim for d, dim in enumerate(dims) if d not in axes])
+        return loops.rule((dims,), (kept,), flops_per_point=ARITHMETIC, is_additive=is_additive)
+
+    return rule
+
+
+def reduce(ins: Sequence[Any], outs: Sequence[Any], params: dict[str, Any]) -> Rule:
+    """A reduction of several arrays at once by a user's function, of which no cross-device form is known."""
+    reduced = params["dimensions"]
+    loops = Loops()
+    kinds = [Kind.UNSPLITTABLE if d in reduced else Kind.PARALLEL for d in range(len(ins[0].shape))]
+    dims = tuple([loops.dim(n, kind) for n, kind in zip(ins[0].shape, kinds, strict=True)])
+    kept = tuple([dim for d, dim in enumerate(dims) if d not in reduced])
+    initial_values = [()] * (len(ins) - len(outs))
+    operands = (*[dims] * len(outs), *initial_values)
+    return loops.rule(operands, [kept] * len(outs), flops_per_point=ARITHMETIC * len(outs))
+
+
+def windowed(*, is_additive: bool = False) -> RuleFn:
+    """Dimensions that the window leaves alone are parallel; the others stay whole, as splitting them would
+    need halos.
+
+    Serves gathers over windows (pooling) and scatters (its gradient) alike. One operation per element of each
+    window, of which there are as many as elements in the smaller of the arrays.
+    """
+
+    def rule(ins: Sequence[Any], outs: Sequence[Any], params: dict[str, Any]) -> Rule:
+        window = params["window_dimensions"]
+        arrays = [aval.shape for aval in (*ins, *outs) if len(aval.shape) == len(window)]
+        moved = [
+            d for d in range(len(window)) if _is_moved(d, params) or len({shape[d] for shape in arrays}) > 1
+        ]
+        loops = Loops()
+        shared = [() if d in moved else loops.dim(n) for d, n in enumerate(arrays[0])]
+
+        def dims(aval: Any) -> Dims:
+            if len(aval.shape) != len(window):
+                return loops.dims(aval.shape, Kind.UNSPLITTABLE)
+            return tuple([_own(d, n) if d in moved else shared[d] for d, n in enumerate(aval.shape)])
+
+        def _own(d: int, n: int) -> Dim:
+            return loops.dim(n, Kind.UNSPLITTABLE)
+
+        operands, results = [dims(aval) for aval in ins], [dims(aval) for aval in outs]
+        flops = ARITHMETIC * min(prod(shape) for shape in arrays) * prod(window)
+        return loops.rule(operands, results, flops=flops, is_additive=is_additive)
+
+    return rule
+
+
+def _is_moved(d: int, params: dict[str, Any]) -> bool:
+    return params["window_dimensions"][d] != 1 or any(params["padding"][d])
+
+
+def _along_axis(ins: Sequence[Any], outs: Sequence[Any], params: dict[str, Any]) -> tuple[int]:
+    return (params["axis"],)
+
+
+RULES: dict[str, RuleFn] = {
+    "reduce_sum": reduction(Kind.SUM, is_additive=True),
+    **dict.fromkeys(("reduce_max", "reduce_min", "reduce_prod"), reduction(Kind.REDUCE)),
+    **dict.fromkeys(("reduce_and", "reduce_or", "reduce_xor"), reduction(Kind.REDUCE)),
+    **dict.fromkeys(("argmax", "argmin"), reduction(Kind.REDUCE)),
+    "reduce": reduce,
+    "cumsum": mixing(_along_axis, flops_per_point=ARITHMETIC, is_additive=True),
+    **dict.fromkeys(("cumprod", "cummax", "cummin"), mixing(_along_axis, flops_per_point=ARITHMETIC)),
+    "cumlogsumexp": mixing(_along_axis, flops_per_point=TRANSCENDENTAL),
+    "reduce_window_sum": windowed(is_additive=True),
+    **dict.fromkeys(("reduce_window", "reduce_window_max", "reduce_window_min"), windowed()),
+    **dict.fromkeys(("select_and_scatter_add", "select_and_scatter", "select_and_gather_add"), windowed()),
+}

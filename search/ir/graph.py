@@ -1,0 +1,189 @@
+"""The graph: one traced training step, in program order.
+
+A `Graph` is a flat list of ops over numbered values. Calls are inlined; `scan`, `while` and `cond` stay ops
+and hold their bodies as inner graphs. A `Step` is the outermost graph with what it knows of the user's
+function: the pytree path of every argument, what each argument is for, and which result replaces which
+argument in the next step.
+
+Everything is frozen. `verify` is the specification: it is run after every pass that makes a graph.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
+from typing import Any
+
+import jax
+
+from search.ir import _jax
+
+
+class Phase(StrEnum):
+    """Where in the step an op stands."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    UPDATE = "update"
+
+
+class Role(StrEnum):
+    """What an argument of the step is for."""
+
+    PARAMETER = "parameter"
+    OPTIMIZER_STATE = "optimizer_state"
+    STATE = "state"
+    """State that is neither: step counters, running statistics."""
+    BATCH = "batch"
+    KEY = "key"
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """One array: its shape, its dtype, and whether that is weak in JAX's type promotion."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    weak_type: bool = False
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element."""
+        return _jax.itemsize(self.dtype)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the whole array."""
+        return math.prod(self.shape) * self.itemsize
+
+
+Atom = int | Any
+"""An op's operand: the number of a value, or a `jax.extend.core.Literal`."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Op:
+    """One equation: a JAX primitive applied to values.
+
+    `result_values` are the shapes and dtypes of `outputs`; `bodies` the inner graphs of control flow, by
+    parameter name.
+    """
+
+    primitive: Any
+    params: dict[str, Any]
+    inputs: tuple[Atom, ...]
+    outputs: tuple[int, ...]
+    result_values: tuple[Value, ...]
+    phase: Phase
+    scope: str
+    source_info: Any
+    bodies: dict[str, tuple["Graph", ...]]
+
+    @property
+    def name(self) -> str:
+        """The primitive's name."""
+        return self.primitive.name
+
+    @property
+    def source(self) -> str:
+        """`file:line` of the user's code, or an empty string."""
+        return _jax.source_line(self.source_info)
+
+    @property
+    def loop_counts(self) -> tuple[int, int]:
+        """Of a `scan`: how many leading inputs are constants, and how many follow as carries."""
+        return _jax.scan_counts(self.params)
+
+    @property
+    def operands(self) -> tuple[int, ...]:
+        """The inputs that are values, literals left out."""
+        return tuple(a for a in self.inputs if isinstance(a, int))
+
+
+@dataclass(frozen=True, eq=False)
+class Graph:
+    """Ops in program order over numbered values.
+
+    Attributes:
+      values: every value; an index into it is a value's number.
+      inputs: the values that come from outside.
+      constants: values with a fixed content, with that content.
+      ops: each reads values made before it.
+      outputs: what leaves: values or literals.
+    """
+
+    values: tuple[Value, ...]
+    inputs: tuple[int, ...]
+    constants: tuple[tuple[int, Any], ...]
+    ops: tuple[Op, ...]
+    outputs: tuple[Atom, ...]
+
+    @cached_property
+    def num_ops(self) -> int:
+        """Ops here and in all bodies."""
+        return sum(1 + sum(b.num_ops for bs in op.bodies.values() for b in bs) for op in self.ops)
+
+
+@dataclass(frozen=True, slots=True)
+class Argument:
+    """One flat argument of the step: its pytree path and role."""
+
+    name: str
+    role: Role
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """A traced training step.
+
+    Attributes:
+      name: the user's function.
+      graph: what it computes.
+      arguments: one per graph input.
+      results: one pytree path per graph output.
+      replaces: for each output, the input that it replaces in the next step (state), or None.
+      in_tree: the pytree of `(args, kwargs)`.
+      out_tree: the pytree of the result.
+      trace_s: seconds that tracing took.
+    """
+
+    name: str
+    graph: Graph
+    arguments: tuple[Argument, ...]
+    results: tuple[str, ...]
+    replaces: tuple[int | None, ...]
+    in_tree: Any
+    out_tree: Any
+    trace_s: float = 0.0
+
+    def abstract_inputs(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Shape and dtype of every flat argument."""
+        values = (self.graph.values[v] for v in self.graph.inputs)
+        return tuple(jax.ShapeDtypeStruct(v.shape, v.dtype, weak_type=v.weak_type) for v in values)
+
+
+def walk(graph: Graph, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Graph]]:
+    """The graph and all its bodies, each with its path: op index, parameter name, position, and so on."""
+    yield path, graph
+    for i, op in enumerate(graph.ops):
+        for param, bodies in op.bodies.items():
+            for j, body in enumerate(bodies):
+                yield from walk(body, (*path, i, param, j))
+
+
+def verify(graph: Graph) -> None:
+    """Asserts that the graph is well formed: each value is made once, before it is read."""
+    made = set(graph.inputs) | {v for v, _ in graph.constants}
+    assert len(made) == len(graph.inputs) + len(graph.constants), "an input or constant is listed twice"
+    for op in graph.ops:
+        for v in op.operands:
+            assert v in made, f"{op.name} at {op.source} reads value {v} before it is made"
+        for v in op.outputs:
+            assert v not in made, f"{op.name} at {op.source} makes value {v} again"
+            made.add(v)
+        for bodies in op.bodies.values():
+            for body in bodies:
+                verify(body)
+    assert made <= set(range(len(graph.values))), "a value has no shape"
+    assert all(a in made for a in graph.outputs if isinstance(a, int)), "an output is never made"

@@ -1,0 +1,359 @@
+"""From a training step to its graph.
+
+The step is traced whole, already differentiated, with `jax.make_jaxpr`; nothing is asked of the user. Three
+things are then read off:
+
+* *Calls* (`jit`, `custom_jvp`, `custom_vjp`, `checkpoint`) are inlined. A differentiated `checkpoint` is
+  lowered by JAX behind an optimization barrier, which keeps XLA from sharing the recomputation with the
+  forward phase; so is ours.
+* *Phases* come from name stacks: `transpose(...)` is backward, `jvp(...)` alone is forward. Where a name
+  stack says nothing, dataflow decides: what depends on the backward phase is update, the rest is forward.
+* *Roles* come from structure: an argument whose pytree comes back as a result (same structure, shapes and
+  dtypes, and touched by the update) is state; a state leaf that the forward phase reads and the backward
+  phase differentiates is a parameter, and a floating one that only the update reads is optimizer state.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from cost_model.errors import InputError
+from search.ir import _jax
+from search.ir.graph import Argument, Atom, Graph, Op, Phase, Role, Step, Value, verify
+
+_TRACE_ERRORS = (jax.errors.JAXTypeError, jax.errors.JAXIndexError, TypeError, ValueError)
+
+
+def trace(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Step:
+    """Traces `step` on the shapes of its arguments.
+
+    Args:
+      step: a training step for one device, e.g. `(state, batch) -> (state, metrics)`.
+      *args: its arguments, or their shapes: pytrees of arrays or `jax.ShapeDtypeStruct`.
+      **kwargs: its keyword arguments, likewise.
+
+    Returns:
+      The traced step.
+
+    Raises:
+      InputError: an argument is not an array, has a 64-bit dtype without `jax_enable_x64`, or the step cannot
+        be traced.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> step = trace(lambda w, x: w - 0.1 * jax.grad(lambda w: jnp.sum(x @ w))(w), jnp.ones((4, 2)), jnp.ones((8, 4)))
+      >>> [a.role.value for a in step.arguments]
+      ['parameter', 'batch']
+    """
+    start_s = time.perf_counter()
+    leaves, in_tree = jax.tree_util.tree_flatten((args, kwargs))
+    abstract = [
+        _abstract(path, leaf) for path, leaf in jax.tree_util.tree_flatten_with_path((args, kwargs))[0]
+    ]
+    args_, kwargs_ = jax.tree_util.tree_unflatten(in_tree, abstract)
+    name = getattr(step, "__name__", type(step).__name__)
+    try:
+        jaxpr, out_shape = jax.make_jaxpr(step, return_shape=True)(*args_, **kwargs_)
+    except _TRACE_ERRORS as e:
+        raise InputError(
+            f"the step {name!r} cannot be traced by jax.jit, which autoshard needs: {_first_line(e)}{_where(e)}"
+        ) from e
+    out_tree = jax.tree_util.tree_structure(out_shape)
+    graph = _with_phases(build_graph(jaxpr))
+    verify(graph)
+    replaces = _pair_state(graph, in_tree, out_tree)
+    names = _argument_names(jaxpr, len(leaves))
+    roles = _roles(graph, replaces)
+    arguments = tuple(Argument(n, r) for n, r in zip(names, roles, strict=True))
+    results, trace_s = _jax.result_names(jaxpr), time.perf_counter() - start_s
+    return Step(name, graph, arguments, results, replaces, in_tree, out_tree, trace_s)
+
+
+def _abstract(path: tuple[Any, ...], leaf: Any) -> jax.ShapeDtypeStruct:
+    where = jax.tree_util.keystr(path[1:])
+    if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+        if not isinstance(leaf, bool | int | float | complex):
+            raise InputError(
+                f"every argument leaf must be an array or a jax.ShapeDtypeStruct; argument {where} is "
+                f"{type(leaf).__name__} {leaf!r:.60}. Bind it beforehand, e.g. with functools.partial"
+            )
+        return jax.ShapeDtypeStruct((), jnp.result_type(leaf), weak_type=True)
+    weak_type = bool(getattr(leaf, "weak_type", False))
+    if _jax.is_key_dtype(leaf.dtype):
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+    dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)
+    is_narrowed = jnp.issubdtype(dtype, jnp.integer)  # as jax.jit does, silently
+    if dtype != leaf.dtype and not is_narrowed:
+        raise InputError(
+            f"argument {where} is {leaf.dtype}, but 64-bit types are off in JAX. Turn them on with "
+            f"jax.config.update('jax_enable_x64', True), or pass {dtype}"
+        )
+    return jax.ShapeDtypeStruct(leaf.shape, dtype, weak_type=weak_type)
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+
+
+def _where(error: BaseException) -> str:
+    """` (file:line)` of the innermost frame of the user's code in the error's traceback."""
+    found, tb = "", error.__traceback__
+    while tb is not None:
+        file = tb.tb_frame.f_code.co_filename
+        if file != __file__ and "site-packages" not in file and not file.startswith("<"):
+            found = f" ({_jax.relative(file)}:{tb.tb_lineno})"
+        tb = tb.tb_next
+    return found
+
+
+def _argument_names(jaxpr: Any, count: int) -> tuple[str, ...]:
+    names = _jax.argument_names(jaxpr)
+    assert len(names) == count, f"{len(names)} argument names for {count} leaves"
+    return names
+
+
+# --- the graph
+
+
+def build_graph(jaxpr: Any) -> Graph:
+    """The graph of a (closed) jaxpr: calls inlined, dead ops dropped; every op in the forward phase for now."""
+    builder = _Builder()
+    inputs = tuple(builder.define(v) for v in _jax.open_jaxpr(jaxpr).invars)
+    outputs = builder.inline(jaxpr, None, "")
+    graph = Graph(tuple(builder.values), inputs, tuple(builder.constants), tuple(builder.ops), outputs)
+    return _without_dead_ops(graph)
+
+
+def _value(aval: Any) -> Value:
+    """Tokens and other shapeless avals count as empty arrays."""
+    shape, dtype = getattr(aval, "shape", (0,)), getattr(aval, "dtype", np.dtype(bool))
+    return Value(tuple(shape), dtype, bool(getattr(aval, "weak_type", False)))
+
+
+class _Builder:
+    """Collects values and ops while jaxprs are inlined into one another."""
+
+    def __init__(self) -> None:
+        self.values: list[Value] = []
+        self.constants: list[tuple[int, Any]] = []
+        self.ops: list[Op] = []
+        self._number: dict[Any, int] = {}
+
+    def new_value(self, aval: Any) -> int:
+        self.values.append(_value(aval))
+        return len(self.values) - 1
+
+    def define(self, var: Any) -> int:
+        self._number[var] = number = self.new_value(var.aval)
+        return number
+
+    def inline(self, jaxpr: Any, operands: tuple[Atom, ...] | None, scope: str) -> tuple[Atom, ...]:
+        """Appends the jaxpr's equations; its arguments are `operands`, or already defined when None."""
+        env: dict[Any, Atom] = {}
+        for var, content in zip(*_jax.jaxpr_consts(jaxpr), strict=True):
+            env[var] = self.new_value(var.aval)
+            self.constants.append((env[var], content))
+        inner = _jax.open_jaxpr(jaxpr)
+        if operands is not None:
+            env.update(zip(inner.invars, operands, strict=True))
+
+        def read(atom: Any) -> Atom:
+            if isinstance(atom, _jax.Literal):
+                return atom
+            return env[atom] if atom in env else self._number[atom]
+
+        for eqn in inner.eqns:
+            results = self._equation(eqn, tuple(map(read, eqn.invars)), scope)
+            env.update(zip(eqn.outvars, results, strict=True))
+        return tuple(map(read, inner.outvars))
+
+    def _equation(self, eqn: Any, operands: tuple[Atom, ...], scope: str) -> tuple[Atom, ...]:
+        scope = "/".join(filter(None, (scope, str(eqn.source_info.name_stack))))
+        name = eqn.primitive.name
+        if name in _jax.CALLS and _jax.CALLS[name] in eqn.params:
+            if name in _jax.REMATS and eqn.params.get("differentiated"):
+                scope = f"{scope}/rematted_computation" if scope else "rematted_computation"
+                if eqn.params.get("prevent_cse", True):
+                    operands = self._barrier(operands, scope, eqn.source_info)
+            return self.inline(eqn.params[_jax.CALLS[name]], operands, scope)
+        bodies = {
+            key: tuple(build_graph(j) for j in jaxprs)
+            for key, jaxprs in _jax.body_params(name, eqn.params).items()
+        }
+        outputs = tuple(self.new_value(v.aval) for v in eqn.outvars)
+        self._append(eqn.primitive, eqn.params, operands, outputs, scope, eqn.source_info, bodies)
+        return outputs
+
+    def _barrier(self, operands: tuple[Atom, ...], scope: str, source_info: Any) -> tuple[Atom, ...]:
+        held = tuple(a for a in operands if isinstance(a, int))
+        outputs = tuple(self.new_value(self.values[v]) for v in held)
+        self._append(_jax.optimization_barrier_p, {}, held, outputs, scope, source_info, {})
+        through = dict(zip(held, outputs, strict=True))
+        return tuple(through[a] if isinstance(a, int) else a for a in operands)
+
+    def _append(self, primitive, params, inputs, outputs, scope, source_info, bodies) -> None:
+        values = tuple(self.values[v] for v in outputs)
+        self.ops.append(
+            Op(primitive, params, inputs, outputs, values, Phase.FORWARD, scope, source_info, bodies)
+        )
+
+
+def _without_dead_ops(graph: Graph) -> Graph:
+    live = {a for a in graph.outputs if isinstance(a, int)}
+    kept: list[Op] = []
+    for op in reversed(graph.ops):
+        if op.primitive.name in _EFFECTFUL or not live.isdisjoint(op.outputs):
+            kept.append(op)
+            live.update(op.operands)
+    constants = tuple(c for c in graph.constants if c[0] in live)
+    return Graph(graph.values, graph.inputs, constants, tuple(reversed(kept)), graph.outputs)
+
+
+_EFFECTFUL = frozenset(
+    {"debug_callback", "debug_print", "io_callback", "pure_callback", "run_state", "swap", "addupdate"}
+)
+
+
+def _with_phases(graph: Graph) -> Graph:
+    """Names first; then what depends on the backward phase, or on arguments alone and feeds no named op, is
+    update."""
+    phases = [_named_phase(op.scope) for op in graph.ops]
+    if not any(phases):
+        return _in_phases(graph, [Phase.FORWARD] * len(phases))
+    after: dict[int, Phase] = {}
+    for i, op in enumerate(graph.ops):
+        before = {after[v] for v in op.operands if v in after}
+        if phases[i] is None and before & {Phase.BACKWARD, Phase.UPDATE}:
+            phases[i] = Phase.UPDATE
+        elif phases[i] is None and Phase.FORWARD in before:
+            phases[i] = Phase.FORWARD
+        phase = phases[i]
+        if phase is not None:
+            after.update(dict.fromkeys(op.outputs, phase))
+    needed = {
+        v
+        for op, p in zip(graph.ops, phases, strict=True)
+        if p not in (None, Phase.UPDATE)
+        for v in op.operands
+    }
+    for i, op in reversed(list(enumerate(graph.ops))):
+        if phases[i] is None:
+            phases[i] = Phase.UPDATE if needed.isdisjoint(op.outputs) else Phase.FORWARD
+            needed.update(op.operands if phases[i] is Phase.FORWARD else ())
+    return _in_phases(graph, phases)
+
+
+def _in_phases(graph: Graph, phases: Sequence[Phase | None]) -> Graph:
+    """The graph with a phase per op; a body stands in its op's phase, but for ops named backward (a gradient
+    inside)."""
+    ops = []
+    for op, phase in zip(graph.ops, phases, strict=True):
+        assert phase is not None
+        bodies = {
+            key: tuple(_in_phases(b, [_body_phase(o.scope, phase) for o in b.ops]) for b in bodies)
+            for key, bodies in op.bodies.items()
+        }
+        ops.append(replace(op, phase=phase, bodies=bodies))
+    return replace(graph, ops=tuple(ops))
+
+
+def _body_phase(scope: str, outer: Phase) -> Phase:
+    named = _named_phase(scope)
+    return Phase.BACKWARD if Phase.BACKWARD in (named, outer) and outer is not Phase.UPDATE else outer
+
+
+def _named_phase(scope: str) -> Phase | None:
+    if "transpose(" in scope or "rematted_computation" in scope:
+        return Phase.BACKWARD
+    return Phase.FORWARD if "jvp(" in scope else None
+
+
+# --- state and roles
+
+
+def _pair_state(graph: Graph, in_tree: Any, out_tree: Any) -> tuple[int | None, ...]:
+    """For each flat result, the flat argument that it replaces in the next step.
+
+    First what the update made (gradients alone are not new parameters); where there is such state, also pytrees of
+    several levels that the forward phase made, such as running statistics.
+    """
+    replaces: list[int | None] = [None] * out_tree.num_leaves
+    updated = {v for op in graph.ops if op.phase is Phase.UPDATE for v in op.outputs}
+    arguments, results = _spans(in_tree, depth=2), _result_spans(out_tree)
+
+    def pair(result_tree: Any, r: int) -> None:
+        outputs = graph.outputs[r : r + result_tree.num_leaves]
+        for position, (tree, a) in enumerate(arguments):
+            if tree == result_tree and _same_shapes(graph, outputs, graph.inputs[a : a + tree.num_leaves]):
+                replaces[r : r + tree.num_leaves] = range(a, a + tree.num_leaves)
+                del arguments[position]
+                return
+
+    for tree, r in results:
+        if any(isinstance(a, int) and a in updated for a in graph.outputs[r : r + tree.num_leaves]):
+            pair(tree, r)
+    for tree, r in results:
+        is_new = not any(i is not None for i in replaces[r : r + tree.num_leaves])
+        if is_new and tree.num_nodes > tree.num_leaves and any(i is not None for i in replaces):
+            pair(tree, r)
+    return tuple(replaces)
+
+
+def _spans(tree: Any, depth: int, start: int = 0) -> list[tuple[Any, int]]:
+    """The subtrees at a depth, each with the index of its first leaf."""
+    if depth == 0:
+        return [(tree, start)] if tree.num_leaves else []
+    spans = []
+    for child in tree.children():
+        spans += _spans(child, depth - 1, start)
+        start += child.num_leaves
+    return spans
+
+
+def _result_spans(tree: Any) -> list[tuple[Any, int]]:
+    """The result as a whole, then its top-level elements: whichever has an argument's structure is that
+    state."""
+    elements = _spans(tree, depth=1) if tree.num_nodes > 1 else []
+    return [(tree, 0), *elements] if tree.num_leaves else []
+
+
+def _same_shapes(graph: Graph, outputs: Sequence[Atom], inputs: Sequence[int]) -> bool:
+    def shape(atom: Atom) -> Any:
+        value = graph.values[atom] if isinstance(atom, int) else atom.aval
+        return tuple(value.shape), value.dtype
+
+    return all(shape(o) == shape(i) for o, i in zip(outputs, inputs, strict=True))
+
+
+def _roles(graph: Graph, replaces: tuple[int | None, ...]) -> tuple[Role, ...]:
+    state = {i for i in replaces if i is not None}
+    read_in: dict[int, set[Phase]] = {}
+    for op in graph.ops:
+        for v in op.operands:
+            read_in.setdefault(v, set()).add(op.phase)
+    changed = {
+        i for o, i in zip(graph.outputs, replaces, strict=True) if i is not None and o != graph.inputs[i]
+    }
+    made_in = {v: op.phase for op in graph.ops for v in op.outputs}
+    new_phase = {i: made_in.get(o) for o, i in zip(graph.outputs, replaces, strict=True) if i is not None}
+    roles = []
+    for i, v in enumerate(graph.inputs):
+        value, phases = graph.values[v], read_in.get(v, set())
+        if _jax.is_key_dtype(value.dtype):
+            roles.append(Role.KEY)
+        elif i not in state:
+            roles.append(Role.BATCH)
+        elif not np.issubdtype(np.dtype(value.dtype), np.inexact) and not jnp.issubdtype(
+            value.dtype, jnp.inexact
+        ):
+            roles.append(Role.STATE)
+        elif i not in changed or (Phase.FORWARD in phases and new_phase[i] is Phase.UPDATE):
+            roles.append(Role.PARAMETER)
+        else:
+            roles.append(Role.OPTIMIZER_STATE if phases <= {Phase.UPDATE} else Role.STATE)
+    return tuple(roles)

@@ -1,0 +1,1 @@
+"""The plan: decisions in words, estimates, JSON, its summary, and the shardings that the executor imposes."""

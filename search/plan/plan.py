@@ -1,0 +1,314 @@
+"""The plan: the search's answer, the JSON's content, the executor's input.
+
+`decisions` are the contract: readable, one value per line, keyed by pytree paths and op names, in
+PartitionSpec terms. They can be edited by hand and are honoured. `estimates` are what the cost model says of
+them: they are recomputed whenever a plan is loaded against a step, never trusted. A fingerprint ties the plan
+to the traced step.
+"""
+
+import json
+import math
+import os
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from cost_model.errors import InputError, PlanError
+
+SCHEMA = "autoshard.plan/1"
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """All collectives of one kind over the same mesh axes, in one step.
+
+    Attributes:
+      kind: XLA's name: `all-reduce`, `all-gather`, `reduce-scatter`, `all-to-all`.
+      axes: names of mesh axes.
+      count: how many run in one step.
+      bytes: per device and step: of each, the larger of input and output.
+      seconds: predicted, per step.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    count: int
+    bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Estimates:
+    """What the cost model predicts of a plan.
+
+    Attributes:
+      step_s: seconds per step: `compute_s` plus the collectives' seconds, less `hidden_s`.
+      compute_s: seconds of computation.
+      hidden_s: seconds of the collectives that run behind computation.
+      peak_bytes: device memory at its highest, per device.
+      host_bytes: pinned host memory, per device.
+      residents: bytes per device at the peak, by what they are.
+      peak_at: the op at which the peak occurs, with its source line.
+      collectives: per kind and axes.
+    """
+
+    step_s: float
+    compute_s: float
+    hidden_s: float
+    peak_bytes: int
+    host_bytes: int
+    residents: Mapping[str, int]
+    peak_at: str
+    collectives: tuple[Collective, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Decisions:
+    """Every choice of a plan.
+
+    Attributes:
+      mesh: size of each mesh axis by name, outermost first.
+      arguments: per argument of the step, by pytree path: the spec it rests in.
+      ops: per kind of op, by name: the specs that it reads and makes.
+      copies: per value that is resharded for a phase, by its op's name: its spec there and how it comes by it.
+    """
+
+    mesh: Mapping[str, int]
+    arguments: Mapping[str, str]
+    ops: Mapping[str, str]
+    copies: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How to run a training step on a cluster.
+
+    Attributes:
+      step: the step function's name.
+      fingerprint: of the traced step.
+      jax: the JAX version that traced it.
+      cluster: the cluster, as its JSON file would say it.
+      options: the options that the search was given.
+      memory_bytes: the cap per device.
+      decisions: the choices.
+      estimates: what they are predicted to cost.
+      gap: how far the step time may be from the best plan's, relative; certified by the solver. None when
+        decisions were edited since.
+      search_s: seconds of the search, in all and by part; not saved.
+
+    Example:
+      >>> plan = search(step, state, batch, cluster="64xH100-80GB")  # doctest: +SKIP
+      >>> plan.save("plan.json")  # doctest: +SKIP
+    """
+
+    step: str
+    fingerprint: str
+    jax: str
+    cluster: Mapping[str, Any]
+    options: Mapping[str, Any]
+    memory_bytes: int
+    decisions: Decisions
+    estimates: Estimates
+    gap: float | None
+    search_s: Mapping[str, float] = field(default_factory=dict, compare=False)
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of the mesh."""
+        return math.prod(self.decisions.mesh.values())
+
+    def to_json(self) -> dict[str, Any]:
+        """The plan as JSON-ready values; the same plan gives the same values in the same order."""
+        d, e = self.decisions, self.estimates
+        return {
+            "schema": SCHEMA,
+            "step": self.step,
+            "fingerprint": self.fingerprint,
+            "jax": self.jax,
+            "cluster": dict(self.cluster),
+            "options": dict(self.options),
+            "memory_bytes": self.memory_bytes,
+            "decisions": {
+                "mesh": dict(d.mesh),
+                "arguments": dict(d.arguments),
+                "ops": dict(d.ops),
+                "copies": dict(d.copies),
+            },
+            "estimates": {
+                "step_s": e.step_s,
+                "compute_s": e.compute_s,
+                "hidden_s": e.hidden_s,
+                "peak_bytes": e.peak_bytes,
+                "host_bytes": e.host_bytes,
+                "residents": dict(e.residents),
+                "peak_at": e.peak_at,
+                "collectives": [
+                    {
+                        "kind": c.kind,
+                        "axes": list(c.axes),
+                        "count": c.count,
+                        "bytes": c.bytes,
+                        "seconds": c.seconds,
+                    }
+                    for c in e.collectives
+                ],
+                "gap": self.gap,
+            },
+        }
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the plan as JSON, atomically: the file is whole or not there.
+
+        Raises:
+          InputError: the path cannot be written.
+        """
+        target = Path(path)
+        text = json.dumps(self.to_json(), indent=1, allow_nan=False) + "\n"
+        try:
+            handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+        except OSError as e:
+            raise InputError(f"the plan cannot be written to {target}: {e.strerror}") from e
+        temporary = Path(name)
+        try:
+            with os.fdopen(handle, "w") as file:
+                file.write(text)
+            temporary.replace(target)
+        except OSError as e:
+            temporary.unlink(missing_ok=True)
+            raise InputError(f"the plan cannot be written to {target}: {e.strerror}") from e
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> "Plan":
+        """Reads what `save` wrote.
+
+        Raises:
+          InputError: no such file, or it cannot be read.
+          PlanError: not JSON, or not a plan of this schema; says where.
+        """
+        try:
+            text = Path(path).read_text()
+        except OSError as e:
+            raise InputError(f"the plan {path} cannot be read: {e.strerror}") from e
+        except UnicodeDecodeError as e:
+            raise PlanError(f"the plan {path} is not text: {e.reason} at byte {e.start}") from e
+        try:
+            data = json.loads(text)
+        except json.JSONDecodeError as e:
+            raise PlanError(
+                f"the plan {path} is not whole JSON: {e.msg} at line {e.lineno}, column {e.colno}"
+            ) from e
+        except (ValueError, RecursionError) as e:
+            raise PlanError(f"the plan {path} cannot be read as JSON: {e}") from e
+        return cls.from_json(data, str(path))
+
+    @classmethod
+    def from_json(cls, data: Any, place: str = "plan") -> "Plan":
+        """A plan from JSON-ready values.
+
+        Raises:
+          PlanError: a key is missing or of the wrong type; names it.
+        """
+        read = _Reader(data, place)
+        schema = read.get("schema", str)
+        if schema != SCHEMA:
+            raise PlanError(
+                f"{place} has schema {schema!r}; this autoshard reads {SCHEMA!r}. Search again to make one"
+            )
+        decisions = read.inner("decisions")
+        mesh = decisions.table("mesh", int)
+        if not mesh or min(mesh.values()) < 1:
+            raise PlanError(
+                f"{place}: decisions.mesh must give each axis a positive size, got {_shown(mesh)}"
+            )
+        estimates = read.inner("estimates")
+        return cls(
+            read.get("step", str),
+            read.get("fingerprint", str),
+            read.get("jax", str),
+            read.get("cluster", dict),
+            read.get("options", dict),
+            read.get("memory_bytes", int),
+            Decisions(mesh, *(decisions.table(name, str) for name in ("arguments", "ops", "copies"))),
+            _read_estimates(estimates),
+            None if estimates.data.get("gap", 0) is None else estimates.number("gap"),
+        )
+
+    def __str__(self) -> str:
+        from search.plan.summary import (
+            summary,
+        )  # the face formats; imported late, as the ground must not need it
+
+        return summary(self)
+
+
+def _read_estimates(read: "_Reader") -> Estimates:
+    collectives = []
+    for i, item in enumerate(read.get("collectives", list)):
+        one = _Reader(item, read.place, f"{read.path}.collectives[{i}]")
+        count, num_bytes = one.get("count", int), one.get("bytes", int)
+        collectives.append(
+            Collective(one.get("kind", str), one.names("axes"), count, num_bytes, one.number("seconds"))
+        )
+    return Estimates(
+        read.number("step_s"),
+        read.number("compute_s"),
+        read.number("hidden_s"),
+        read.get("peak_bytes", int),
+        read.get("host_bytes", int),
+        read.table("residents", int),
+        read.get("peak_at", str),
+        tuple(collectives),
+    )
+
+
+class _Reader:
+    """Reads typed fields of a JSON object, naming the place of whatever is wrong."""
+
+    def __init__(self, data: Any, place: str, path: str = "") -> None:
+        if not isinstance(data, dict):
+            where = f"{place}: {path}" if path else place
+            raise PlanError(f"{where} must be an object, got {_shown(data)}")
+        self.data, self.place, self.path = data, place, path
+
+    def where(self, key: str) -> str:
+        """`plan.json: decisions.mesh` for messages."""
+        return f"{self.place}: {self.path}.{key}" if self.path else f"{self.place}: {key}"
+
+    def get(self, key: str, kind: type) -> Any:
+        if key not in self.data:
+            raise PlanError(f"{self.where(key)} is missing")
+        value = self.data[key]
+        if not isinstance(value, kind) or isinstance(value, bool):
+            raise PlanError(f"{self.where(key)} must be {_KINDS[kind]}, got {_shown(value)}")
+        if kind is int and value < 0:
+            raise PlanError(f"{self.where(key)} must not be negative, got {_shown(value)}")
+        return value
+
+    def number(self, key: str) -> float:
+        value = self.get(key, int) if isinstance(self.data.get(key), int) else self.get(key, float)
+        if not 0 <= value <= sys.float_info.max:
+            raise PlanError(f"{self.where(key)} must be a finite number, at least zero; got {_shown(value)}")
+        return float(value)
+
+    def names(self, key: str) -> tuple[str, ...]:
+        values = self.get(key, list)
+        if not all(isinstance(v, str) for v in values):
+            raise PlanError(f"{self.where(key)} must be a list of texts, got {_shown(values)}")
+        return tuple(values)
+
+    def inner(self, key: str) -> "_Reader":
+        return _Reader(self.get(key, dict), self.place, f"{self.path}.{key}" if self.path else key)
+
+    def table(self, key: str, kind: type) -> dict[str, Any]:
+        inner = self.inner(key)
+        return {name: inner.get(name, kind) for name in inner.data}
+
+
+_KINDS = {str: "text", int: "a whole number", float: "a number", dict: "an object", list: "a list"}
+
+
+def _shown(value: Any) -> str:
+    return json.dumps(value)[:60]

@@ -1,0 +1,248 @@
+"""Which op of a step belongs to which repeated block.
+
+Nothing says so in a traced step, but four things can be read off it, with no name of a model or a library:
+
+* *The spine.* A model's layers are traced one after the other, so the forward phase's ops repeat: a stack is the
+  longest periodic run of ops that look alike (primitive, types, parameters), and a block is one period of it.
+  Further stacks (a decoder, the next stage of a convolutional network) are looked for in what is left.
+* *What only one block reads* is its own: parameters, and their casts ahead of the first layer.
+* *What works on a block's values.* A backward op that reads a parameter or a residual of one block belongs to it, and
+  so does what only makes the gradient of one of its leaves. An op that reads nothing but gradients belongs where
+  the newest of them was made: one that comes from the next block is older than those made here. An update op
+  belongs to the block whose leaf it works on, even where a total over all leaves comes in.
+* *What only one block reads*, once more: moments, their decay.
+
+Anything else (the mask that all blocks read, the embedding, the loss) belongs to no block. A wrong guess is not
+dangerous: `shorten` treats only blocks of exactly the same structure as alike, and cuts nothing else.
+"""
+
+from collections.abc import Container, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from search.ir.graph import Graph, Op, Phase, Step
+
+MIN_BLOCKS = 5
+"""Of a stack worth cutting: the first, the last, two alike, and one to leave out."""
+
+MIN_SHARE = 0.1
+"""Of the forward ops, what a stack has to cover."""
+
+
+@dataclass(frozen=True, eq=False)
+class Blocks:
+    """The blocks of a step's outermost graph, numbered through all stacks.
+
+    Attributes:
+      stacks: each stack's blocks, in the order of the forward phase.
+      of_op: the block of each op, or None.
+      of_argument: the block of each argument, or None.
+      looks: for each op, a number that ops which look alike share.
+    """
+
+    stacks: tuple[range, ...]
+    of_op: tuple[int | None, ...]
+    of_argument: tuple[int | None, ...]
+    looks: tuple[int, ...]
+
+
+def find_blocks(step: Step) -> Blocks:
+    """Assigns ops and arguments to the repeated blocks of the step's outermost graph; loops stay whole."""
+    flow, looks = _Flow(step.graph), _looks(step.graph.ops)
+    forward = [i for i, op in enumerate(step.graph.ops) if op.phase is Phase.FORWARD]
+    stacks: list[range] = []
+    while run := _longest_run(_unlabelled(flow, forward, looks)):
+        start, period, count = run
+        first = stacks[-1].stop if stacks else 0
+        stacks.append(range(first, first + count))
+        for n, i in enumerate(forward[start : start + period * count]):
+            flow.block[flow.op_node(i)] = first + n // period
+        flow.own_what_it_alone_reads((None, Phase.FORWARD))
+    if stacks:
+        flow.own_what_works_on_it()
+        flow.follow(looks)
+        flow.own_what_it_alone_reads((None, *Phase))
+        flow.own_what_it_makes(step.replaces)
+    arguments = tuple(flow.block.get(n) for n in range(flow.num_arguments))
+    ops = tuple(flow.block.get(flow.op_node(i)) for i in range(len(looks)))
+    return Blocks(tuple(stacks), ops, arguments, tuple(looks))
+
+
+# --- what looks alike
+
+
+def _looks(ops: Iterable[Op]) -> list[int]:
+    """A number per op, shared by ops that look alike."""
+    seen: dict[Any, int] = {}
+    return [seen.setdefault(_look(op), len(seen)) for op in ops]
+
+
+_WHERE_AND_WHO = frozenset({"start_indices", "limit_indices", "padding_config", "name"})
+"""Parameters in which the n-th block differs from the next: where its part of a stacked array lies, its name."""
+
+
+def _look(op: Op) -> Any:
+    params = tuple((k, _said(v)) for k, v in op.params.items() if k not in _WHERE_AND_WHO)
+    bodies = tuple(
+        (k, tuple(tuple(_look(o) for o in b.ops) for b in bodies)) for k, bodies in op.bodies.items()
+    )
+    read = tuple("value" if isinstance(a, int) else (a.aval.shape, a.aval.dtype) for a in op.inputs)
+    return op.name, op.phase, read, op.result_values, params, bodies
+
+
+def _said(value: Any) -> Any:
+    """A parameter as far as it can be compared; of code, only that it is code."""
+    if callable(value) or hasattr(value, "eqns") or hasattr(value, "jaxpr"):
+        return type(value).__name__
+    if isinstance(value, tuple | list):
+        return tuple(map(_said, value))
+    try:
+        hash(value)
+    except TypeError:
+        return type(value).__name__
+    return value
+
+
+# --- the spine
+
+
+def _unlabelled(flow: "_Flow", forward: Sequence[int], looks: Sequence[int]) -> np.ndarray:
+    """The looks of the forward ops; those that have a block already look like nothing else."""
+    return np.array([-1 - i if flow.op_node(i) in flow.block else looks[i] for i in forward], np.int64)
+
+
+def _longest_run(looks: np.ndarray) -> tuple[int, int, int] | None:
+    """(Start, period, count) of the periodic run that covers most; None if it is too short."""
+    best, covered = None, max(1, int(MIN_SHARE * len(looks)))
+    for period in range(1, len(looks) // MIN_BLOCKS + 1):
+        differs = np.flatnonzero(looks[period:] != looks[:-period])
+        edges = np.concatenate([[-1], differs, [len(looks) - period]])
+        lengths = np.diff(edges) - 1 + period
+        longest = int(np.argmax(lengths))
+        count = int(lengths[longest]) // period
+        if count >= MIN_BLOCKS and count * period > covered:
+            best, covered = (int(edges[longest]) + 1, period, count), count * period
+    return best
+
+
+# --- the rest, by dataflow
+
+
+class _Flow:
+    """Who makes and who reads each value; nodes are the arguments, then the ops, in program order."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph, self.num_arguments = graph, len(graph.inputs)
+        self.block: dict[int, int] = {}
+        self.maker = {v: n for n, v in enumerate(graph.inputs)}
+        self.readers: dict[int, list[int]] = {n: [] for n in range(self.num_arguments + len(graph.ops))}
+        for i, op in enumerate(graph.ops):
+            self.maker.update(dict.fromkeys(op.outputs, self.op_node(i)))
+            for node in self.made_by(op):
+                self.readers[node].append(self.op_node(i))
+
+    def op_node(self, op: int) -> int:
+        return self.num_arguments + op
+
+    def made_by(self, op: Op) -> list[int]:
+        """The nodes whose values an op reads, constants left out."""
+        return sorted({self.maker[v] for v in op.operands if v in self.maker})
+
+    def phase(self, node: int) -> Phase | None:
+        return self.graph.ops[node - self.num_arguments].phase if node >= self.num_arguments else None
+
+    def own_what_it_alone_reads(self, phases: Container[Phase | None]) -> None:
+        """What has no block, and is read in these phases by one block only, belongs to it."""
+        for node in reversed(self.readers):
+            if node not in self.block and self.phase(node) in phases:
+                self._own(node, {self.block.get(r) for r in self.readers[node] if self.phase(r) in phases})
+
+    def own_what_works_on_it(self) -> None:
+        """An op after the forward phase belongs to the block whose parameter or residual it reads.
+
+        What then becomes a leaf's gradient and nothing else (the sum that is a bias's) belongs where its known readers do.
+        """
+        residuals = {node for node in self.block if not self._is_passed_on(node)}
+        later = [self.op_node(i) for i, op in enumerate(self.graph.ops) if op.phase is not Phase.FORWARD]
+        read = {node: self.made_by(self.graph.ops[node - self.num_arguments]) for node in later}
+        for node in later:
+            self._own(node, {self.block[n] for n in read[node] if n in residuals})
+        becomes_gradient = {node for node in later if self.phase(node) is Phase.UPDATE}
+        for node in reversed(later):
+            readers = self.readers[node]
+            if all(
+                r in becomes_gradient and (len(read[r]) == 1 or self.phase(r) is Phase.UPDATE)
+                for r in readers
+            ):
+                becomes_gradient.add(node)
+                if node not in self.block:
+                    self._own(node, {self.block[r] for r in readers if r in self.block})
+
+    def own_what_it_makes(self, replaces: Sequence[int | None]) -> None:
+        """State that is only written belongs to the block that makes the new one."""
+        for out, a in zip(self.graph.outputs, replaces, strict=True):
+            if a is not None and not self.readers[a] and isinstance(out, int) and out in self.maker:
+                self._own(a, {self.block.get(self.maker[out])})
+
+    def _own(self, node: int, blocks: set[Any]) -> None:
+        block = blocks.pop() if len(blocks) == 1 else None
+        if block is not None:
+            self.block[node] = block
+
+    def follow(self, looks: Sequence[int]) -> None:
+        """Gives each other op the block that its operands belong to, in program order.
+
+        `origins` are the blocks that a value comes from: of a running total over leaves, all so far.
+        """
+        origins = {node: frozenset([b]) for node, b in self.block.items()}
+        for i, op in enumerate(self.graph.ops):
+            node = self.op_node(i)
+            read = [n for n in self.made_by(op) if n in origins]
+            if node in self.block or not read:
+                continue
+            if op.phase is Phase.BACKWARD:
+                block, origin = _newest(read, origins), frozenset[int]()
+            else:
+                totals = {n for n in read if self._looks_like(looks, n, i)}
+                block, origin = _term(read, totals, origins)
+            if block is not None:
+                self.block[node] = block
+            origins[node] = origin or frozenset([block] if block is not None else [])
+
+    def _is_passed_on(self, node: int) -> bool:
+        """Whether another block's forward ops read it too, as they read the residual stream."""
+        own = self.block[node]
+        return any(
+            self.block.get(r, own) != own for r in self.readers[node] if self.phase(r) is Phase.FORWARD
+        )
+
+    def _looks_like(self, looks: Sequence[int], node: int, op: int) -> bool:
+        return node >= self.num_arguments and looks[node - self.num_arguments] == looks[op]
+
+
+_Origins = dict[int, frozenset[int]]
+
+
+def _newest(read: Sequence[int], origins: _Origins) -> int | None:
+    """The block of the newest operand that comes from one only; None if there is none, or too many meet."""
+    single = [n for n in read if len(origins[n]) == 1]
+    if not single or len({origins[n] for n in single}) > 2:
+        return None
+    return next(iter(origins[single[-1]]))
+
+
+def _term(read: list[int], totals: set[int], origins: _Origins) -> tuple[int | None, frozenset[int]]:
+    """The block and the origins of an op outside the backward phase.
+
+    An operand made by an op like this one may be a running total: then the block is that of the other, and all
+    origins are kept.
+    """
+    everything = frozenset[int]().union(*(origins[n] for n in read))
+    added = _newest([n for n in read if n not in totals], origins)
+    if totals and added is not None:
+        return added, everything
+    block = _newest(read, origins)
+    meet = len({origins[n] for n in read if len(origins[n]) == 1}) > 1
+    return block, everything if block is None or meet else frozenset()

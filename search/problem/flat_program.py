@@ -1,0 +1,355 @@
+"""The step as the search sees it: one flat list of ops, loops unrolled into counts.
+
+The graph nests: a `scan` holds its body. Sharding decisions do not care for nesting, only for what flows
+where and how often, so the bodies are laid out flat and every op gets a `count`, the number of times it runs
+in one step. What crosses a loop's border passes through *boundary* ops, which compute nothing and have a spec
+of their own like any other:
+
+* `input` stands for an argument of the step; its operand is the result that replaces it in the next step, so
+  state that comes back resharded pays for it;
+* `carry` reads a loop's initial value once and the body's result every iteration: all three get one spec;
+* `slice` takes an iteration's part of a stacked operand, `stack` collects the results: the stacked dimension
+  is not split, the others keep their spec;
+* `enter` and `join` carry other operands in and branch results out; `output` stands for a result of the step.
+
+A multi-operand identity (`optimization_barrier`) becomes one identity per operand. A `while` loop's trip
+count is not known; it is taken as one.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from search.ir.factors import Factor, Kind, Rule, rule_for
+from search.ir.graph import Graph, Op, Phase, Role, Step, Value
+from search.ir.sharding import Place
+
+Site = tuple[Any, ...]
+"""Where an op stands in the nested graph: the path of its graph, then its index."""
+
+BOUNDARIES = frozenset({"input", "output", "carry", "slice", "stack", "enter", "join"})
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FlatOp:
+    """One op of the flat program.
+
+    Attributes:
+      name: a primitive's name, or a boundary's.
+      rule: its factors; operands that are literals are left out.
+      operands: the values read.
+      results: the values made.
+      count: how often it runs in one step.
+      operand_counts: how often each operand is handed over: differs from `count` at a loop's border only.
+      phase: as in the graph.
+      op: the graph's op; None for a boundary.
+      site: where that op stands; for an input or output of the step, its index.
+      operand_places: per operand, the place in the nested graph where it is read; None where none is its own.
+      result_places: per result, the places where it appears.
+    """
+
+    name: str
+    rule: Rule
+    operands: tuple[int, ...]
+    results: tuple[int, ...]
+    count: int
+    operand_counts: tuple[int, ...]
+    phase: Phase
+    op: Op | None
+    site: Site
+    operand_places: tuple[Place | None, ...]
+    result_places: tuple[tuple[Place, ...], ...]
+
+    @property
+    def is_boundary(self) -> bool:
+        """Whether it stands for no computation."""
+        return self.op is None
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """The flat program: ops in program order over numbered values.
+
+    Attributes:
+      step: the traced step that it came from.
+      values: every value.
+      ops: inputs first, then the step's ops, then outputs.
+      inputs: the `input` ops' values, one per argument of the step.
+      loops: for each loop, the half-open range of op positions of its body; inner loops after outer ones.
+    """
+
+    step: Step
+    values: tuple[Value, ...]
+    ops: tuple[FlatOp, ...]
+    inputs: tuple[int, ...]
+    loops: tuple[tuple[int, int], ...]
+
+    @cached_property
+    def maker(self) -> dict[int, tuple[int, int]]:
+        """By value: the position of the op that makes it, and which of its results it is."""
+        return {v: (i, r) for i, op in enumerate(self.ops) for r, v in enumerate(op.results)}
+
+    @cached_property
+    def uses(self) -> dict[int, list[int]]:
+        """By value: the positions of the ops that read it, once for each operand that it is."""
+        uses: dict[int, list[int]] = {}
+        for i, op in enumerate(self.ops):
+            for v in op.operands:
+                uses.setdefault(v, []).append(i)
+        return uses
+
+
+def flatten(step: Step) -> Program:
+    """The flat program of a traced step."""
+    layer = _Layout()
+    graph = step.graph
+    inputs = tuple(layer.new_value(graph.values[v]) for v in graph.inputs)
+    slots = [len(layer.ops) + i for i in range(len(inputs))]
+    layer.ops.extend([None] * len(inputs))
+    outputs = layer.lay(graph, inputs, 1, ())
+    replaced = {r: o for o, r in zip(outputs, step.replaces, strict=True) if r is not None}
+    for i, (slot, value, argument) in enumerate(zip(slots, inputs, step.arguments, strict=True)):
+        new = replaced.get(i)
+        operands = () if new is None or new == value else (new,)
+        phase = Phase.UPDATE if argument.role is Role.OPTIMIZER_STATE else Phase.FORWARD
+        reads = [("output", (), step.replaces.index(i))] if operands else []
+        layer.ops[slot] = layer.boundary(
+            "input", operands, value, (1,) * len(operands), 1, phase, (i,), reads, [("input", (), i)]
+        )
+    for i, (out, r) in enumerate(zip(outputs, step.replaces, strict=True)):
+        if r is None and out is not None:
+            result = layer.new_value(layer.values[out])
+            reads = [("output", (), i)]
+            layer.ops.append(
+                layer.boundary(
+                    "output", (out,), result, (1,), 1, Phase.UPDATE, (i,), reads, [("output", (), i)]
+                )
+            )
+    return Program(step, tuple(layer.values), tuple(layer.ops), inputs, tuple(layer.loops))
+
+
+class _Layout:
+    """Lays nested graphs out flat."""
+
+    def __init__(self) -> None:
+        self.values: list[Value] = []
+        self.ops: list[Any] = []
+        self.loops: list[tuple[int, int]] = []
+        self.rules: dict[Any, Rule] = {}
+
+    def new_value(self, value: Value) -> int:
+        self.values.append(value)
+        return len(self.values) - 1
+
+    def lay(
+        self, graph: Graph, inputs: tuple[int | None, ...], count: int, path: Site
+    ) -> tuple[int | None, ...]:
+        """Appends the graph's ops; None stands for a literal, among the inputs and the outputs alike."""
+        number: dict[int, int | None] = dict(zip(graph.inputs, inputs, strict=True))
+        for v, _ in graph.constants:
+            constant = number[v] = self.new_value(graph.values[v])
+            self.append("enter", (), constant, (), count, Phase.FORWARD, (*path, v), [], [])
+        for i, op in enumerate(graph.ops):
+            operands = tuple(number[a] if isinstance(a, int) else None for a in op.inputs)
+            results = self._op(op, operands, count, (*path, i))
+            number.update(zip(op.outputs, results, strict=True))
+        return tuple(number[a] if isinstance(a, int) else None for a in graph.outputs)
+
+    def _op(self, op: Op, operands: tuple[int | None, ...], count: int, site: Site) -> tuple[int | None, ...]:
+        if op.name == "scan":
+            return self._scan(op, operands, count, site)
+        if op.name == "while":
+            return self._while(op, operands, count, site)
+        if op.name == "cond":
+            return self._cond(op, operands, count, site)
+        if op.name == "optimization_barrier":
+            return tuple(
+                self.identity(op, i, v, count, site) for i, v in enumerate(operands) if v is not None
+            )
+        rule = self._rule(op, operands)
+        results = tuple(self.new_value(v) for v in op.result_values)
+        kept = tuple(i for i, v in enumerate(operands) if v is not None)
+        read = tuple(v for v in operands if v is not None)
+        operand_places = tuple(("operand", site, i) for i in kept)
+        result_places = tuple((("result", site, r),) for r in range(len(results)))
+        counts = (count,) * len(read)
+        self.ops.append(
+            FlatOp(
+                op.name, rule, read, results, count, counts, op.phase, op, site, operand_places, result_places
+            )
+        )
+        return results
+
+    def _rule(self, op: Op, operands: tuple[int | None, ...]) -> Rule:
+        """An op's factors, its literals left out; ops that look alike share one."""
+        shapes = tuple(None if v is None else self.values[v] for v in operands)
+        try:
+            key = (op.name, shapes, op.result_values, tuple(op.params.items()))
+            if key in self.rules:
+                return self.rules[key]
+        except TypeError:  # a parameter that cannot be hashed
+            key = None
+        ins = tuple(
+            getattr(a, "aval", None) if v is None else v for v, a in zip(shapes, op.inputs, strict=True)
+        )
+        rule = rule_for(op.name, ins, op.result_values, op.params)
+        read = tuple(dims for dims, v in zip(rule.operands, operands, strict=True) if v is not None)
+        rule = replace(rule, operands=read)
+        if key is not None:
+            self.rules[key] = rule
+        return rule
+
+    def append(self, name: str, operands: tuple, result: int, *details: Any) -> int:
+        self.ops.append(self.boundary(name, operands, result, *details))
+        return result
+
+    def boundary(
+        self,
+        name: str,
+        operands: tuple,
+        result: int,
+        counts: tuple,
+        count: int,
+        phase: Phase,
+        site: Site,
+        reads: Sequence[Place | None],
+        makes: Sequence[Place],
+    ) -> FlatOp:
+        """A boundary op that makes `result`; a stacked operand or result has one more leading dimension."""
+        shape = self.values[result].shape
+        inner = shape[1:] if name == "stack" else shape
+        factors = [Factor(n) for n in inner]
+        dims = tuple((i,) for i in range(len(inner)))
+        operand_dims = result_dims = dims
+        if name in ("slice", "stack"):
+            length = shape[0] if name == "stack" else self.values[operands[0]].shape[0]
+            stacked = ((len(factors),), *dims)
+            factors.append(Factor(length, Kind.UNSPLITTABLE))
+            operand_dims, result_dims = (stacked, dims) if name == "slice" else (dims, stacked)
+        rule = Rule(tuple(factors), tuple(operand_dims for _ in operands), (result_dims,))
+        return FlatOp(
+            name, rule, operands, (result,), count, counts, phase, None, site, tuple(reads), (tuple(makes),)
+        )
+
+    def identity(self, op: Op, i: int, operand: int, count: int, site: Site) -> int:
+        """One operand's way through a barrier."""
+        value = self.values[operand]
+        dims = tuple((i,) for i in range(len(value.shape)))
+        rule = Rule(tuple(Factor(n) for n in value.shape), (dims,), (dims,), is_additive=True)
+        result = self.new_value(value)
+        reads, makes = (("operand", site, i),), ((("result", site, i),),)
+        self.ops.append(
+            FlatOp(op.name, rule, (operand,), (result,), count, (count,), op.phase, op, site, reads, makes)
+        )
+        return result
+
+    def _enter(
+        self, op: Op, operand: int | None, count: int, site: Site, read: Place | None, make: Place
+    ) -> int | None:
+        if operand is None:
+            return None
+        result = self.new_value(self.values[operand])
+        return self.append("enter", (operand,), result, (count,), count, op.phase, site, [read], [make])
+
+    def _scan(
+        self, op: Op, operands: tuple[int | None, ...], count: int, site: Site
+    ) -> tuple[int | None, ...]:
+        body, (num_consts, num_carry) = op.bodies["jaxpr"][0], op.loop_counts
+        trips = count * max(int(op.params["length"]), 1)
+        path = (*site, "jaxpr", 0)
+        consts = tuple(
+            self._enter(op, v, count, site, ("operand", site, i), ("input", path, i))
+            for i, v in enumerate(operands[:num_consts])
+        )
+        carries = tuple(
+            self.new_value(body.values[v]) for v in body.inputs[num_consts : num_consts + num_carry]
+        )
+        slots = self._reserve(len(carries))
+        start = len(self.ops)
+        slices: list[int | None] = []
+        for i, stacked in enumerate(operands[num_consts + num_carry :], num_consts + num_carry):
+            slices.append(None if stacked is None else self._slice(op, body, stacked, i, count, trips, site))
+        outputs = self.lay(body, (*consts, *carries, *slices), trips, path)
+        for i, (slot, carry) in enumerate(zip(slots, carries, strict=True)):
+            init = (operands[num_consts + i], count, ("operand", site, num_consts + i))
+            again = (outputs[i], trips, ("output", path, i))
+            makes = [("input", path, num_consts + i), ("result", site, i)]
+            self.ops[slot] = self._carry(op, carry, (init, again), count, site, makes)
+        stacks: list[int | None] = []
+        for i, y in enumerate(outputs[num_carry:], num_carry):
+            result = self.new_value(op.result_values[i])
+            read = () if y is None else (y,)
+            places = [("output", path, i)] * len(read)
+            counts = (trips,) * len(read)
+            self.append("stack", read, result, counts, trips, op.phase, site, places, [("result", site, i)])
+            stacks.append(result)
+        self.loops.append((start, len(self.ops)))
+        return (*carries, *stacks)
+
+    def _slice(self, op: Op, body: Graph, stacked: int, i: int, count: int, trips: int, site: Site) -> int:
+        result = self.new_value(body.values[body.inputs[i]])
+        reads, makes = [("operand", site, i)], [("input", (*site, "jaxpr", 0), i)]
+        return self.append("slice", (stacked,), result, (count,), trips, op.phase, site, reads, makes)
+
+    def _carry(self, op: Op, carry: int, reads: tuple, count: int, site: Site, makes: list[Place]) -> FlatOp:
+        kept = [(v, c, place) for v, c, place in reads if v is not None and v != carry]
+        operands, counts = tuple(k[0] for k in kept), tuple(k[1] for k in kept)
+        return self.boundary(
+            "carry", operands, carry, counts, count, op.phase, site, [k[2] for k in kept], makes
+        )
+
+    def _while(
+        self, op: Op, operands: tuple[int | None, ...], count: int, site: Site
+    ) -> tuple[int | None, ...]:
+        cond, body = op.bodies["cond_jaxpr"][0], op.bodies["body_jaxpr"][0]
+        num_cond, num_body = op.params["cond_nconsts"], op.params["body_nconsts"]
+        num_consts = num_cond + num_body
+        cond_path, body_path = (*site, "cond_jaxpr", 0), (*site, "body_jaxpr", 0)
+        inside = [("input", cond_path, i) for i in range(num_cond)]
+        inside += [("input", body_path, i) for i in range(num_body)]
+        entered = tuple(
+            self._enter(op, v, count, site, ("operand", site, i), inside[i])
+            for i, v in enumerate(operands[:num_consts])
+        )
+        carries = tuple(self.new_value(body.values[v]) for v in body.inputs[num_body:])
+        slots = self._reserve(len(carries))
+        start = len(self.ops)
+        self.lay(cond, (*entered[:num_cond], *carries), count, cond_path)
+        outputs = self.lay(body, (*entered[num_cond:], *carries), count, body_path)
+        for i, (slot, carry) in enumerate(zip(slots, carries, strict=True)):
+            init = (operands[num_consts + i], count, ("operand", site, num_consts + i))
+            again = (outputs[i], count, ("output", body_path, i))
+            makes = [
+                ("input", cond_path, num_cond + i),
+                ("input", body_path, num_body + i),
+                ("result", site, i),
+            ]
+            self.ops[slot] = self._carry(op, carry, (init, again), count, site, makes)
+        self.loops.append((start, len(self.ops)))
+        return carries
+
+    def _cond(
+        self, op: Op, operands: tuple[int | None, ...], count: int, site: Site
+    ) -> tuple[int | None, ...]:
+        outputs = []
+        for j, branch in enumerate(op.bodies["branches"]):
+            path = (*site, "branches", j)
+            inputs = tuple(
+                self._enter(op, v, count, site, None, ("input", path, i)) for i, v in enumerate(operands[1:])
+            )
+            outputs.append(self.lay(branch, inputs, count, path))
+        results = []
+        for r, outs in enumerate(zip(*outputs, strict=True)):
+            kept = [(v, ("output", (*site, "branches", j), r)) for j, v in enumerate(outs) if v is not None]
+            result = self.new_value(op.result_values[r])
+            read, places = tuple(k[0] for k in kept), [k[1] for k in kept]
+            counts = (count,) * len(read)
+            self.append("join", read, result, counts, count, op.phase, site, places, [("result", site, r)])
+            results.append(result)
+        return tuple(results)
+
+    def _reserve(self, num: int) -> list[int]:
+        slots = list(range(len(self.ops), len(self.ops) + num))
+        self.ops.extend([None] * num)
+        return slots

@@ -1,0 +1,170 @@
+"""Repeated blocks share their variables: ops that look alike, and stand alike, are decided together.
+
+A model of depth 64 makes one decision per *kind* of op, not sixty-four. Two ops are of one kind when their
+neighbourhoods in the program agree up to a few steps: colour refinement (Weisfeiler and Leman 1968), stopped
+early. An op starts with the colour of its primitive, factors, phase, trip count and name, numbers in names
+left out (`layers_3` and `layers_17` look alike); each round mixes in the colours of producers and consumers,
+with the positions at which they meet. Stopping early is what folds a stack: after `ROUNDS` rounds only the
+layers within that distance of an irregular op (the embedding, the head) differ from the rest.
+
+Any partition would be sound, since deciding two ops together only restricts the plan; a finer one is merely
+larger. Colours are sums of 64-bit mixes (Steele, Lea and Flood 2014, SplitMix64), so the result does not
+depend on any order.
+
+The result is the folded program: *classes* of ops, each decided by one choice, and the edges between them: a result of
+one class is an operand of another, and is handed over so often in one step.
+"""
+
+import re
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from search.ir.factors import Kind
+from search.problem.flat_program import FlatOp, Program
+
+ROUNDS = 4
+"""How far ops look around themselves: enough to see the parameter that tells a query from a key projection."""
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """Result `result` of kind `producer` is operand `operand` of kind `consumer`, `count` times a step."""
+
+    producer: int
+    result: int
+    consumer: int
+    operand: int
+    count: int
+
+
+@dataclass(frozen=True, eq=False)
+class Folded:
+    """A program and its kinds.
+
+    Attributes:
+      program: the flat program.
+      members: for each kind, the positions of its ops.
+      kind_of: for each op position, its kind.
+      links: ordered by producer, result, consumer, operand.
+    """
+
+    program: Program
+    members: tuple[tuple[int, ...], ...]
+    kind_of: tuple[int, ...]
+    links: tuple[Link, ...]
+
+    def op(self, kind: int) -> FlatOp:
+        """The first op of a kind, which stands for all."""
+        return self.program.ops[self.members[kind][0]]
+
+    @cached_property
+    def counts(self) -> tuple[int, ...]:
+        """How often the ops of each kind run in one step, all together."""
+        ops = self.program.ops
+        return tuple(sum(ops[i].count for i in m) for m in self.members)
+
+    @cached_property
+    def is_heavy(self) -> tuple[bool, ...]:
+        """Whether a kind contracts several operands: a matrix product, a convolution, a gather, a scatter."""
+        return tuple(self._heavy(self.op(k)) for k in range(len(self.members)))
+
+    @cached_property
+    def links_into(self) -> dict[int, list[Link]]:
+        """Links by consumer."""
+        into: dict[int, list[Link]] = {}
+        for link in self.links:
+            into.setdefault(link.consumer, []).append(link)
+        return into
+
+    @staticmethod
+    def _heavy(op: FlatOp) -> bool:
+        return len(op.operands) > 1 and any(f.kind is Kind.SUM for f in op.rule.factors)
+
+
+def fold(program: Program, marks: Sequence[Any] = ()) -> Folded:
+    """Folds a program: ops that look alike, and stand alike, become one class.
+
+    Args:
+      program: the flat program.
+      marks: per argument of the step, anything hashable by `repr` that keeps it apart from others (a pin, a
+        decision).
+
+    Returns:
+      The folded program; its classes are ordered by their first op.
+    """
+    colors = _refine(_first_colors(program, marks), *_edges(program))
+    groups: dict[int, list[int]] = {}
+    for position, color in enumerate(colors.tolist()):
+        groups.setdefault(color, []).append(position)
+    return folded(program, tuple(tuple(g) for g in groups.values()))
+
+
+def folded(program: Program, members: tuple[tuple[int, ...], ...]) -> Folded:
+    """Collects the links between the kinds of a partition."""
+    kind_of = [0] * len(program.ops)
+    for kind, positions in enumerate(members):
+        for p in positions:
+            kind_of[p] = kind
+    maker = {v: (kind_of[i], r) for i, op in enumerate(program.ops) for r, v in enumerate(op.results)}
+    counts: dict[tuple[int, int, int, int], int] = {}
+    for i, op in enumerate(program.ops):
+        for position, (v, count) in enumerate(zip(op.operands, op.operand_counts, strict=True)):
+            key = (*maker[v], kind_of[i], position)
+            counts[key] = counts.get(key, 0) + count
+    links = tuple(Link(*key, count) for key, count in sorted(counts.items()))
+    return Folded(program, members, tuple(kind_of), links)
+
+
+def _first_colors(program: Program, marks: Sequence[Any]) -> np.ndarray:
+    rules: dict[Any, int] = {}
+    colors = np.empty(len(program.ops), np.uint64)
+    memo: dict[Any, int] = {}
+    for i, op in enumerate(program.ops):
+        name = op.op.scope if op.op is not None else ""
+        if op.name == "input":
+            name = program.step.arguments[op.site[0]].name
+            name += repr(marks[op.site[0]]) if marks else ""
+        itemsizes = tuple(program.values[v].itemsize for v in (*op.operands, *op.results))
+        rule = rules.setdefault(op.rule, len(rules))
+        key = (op.name, rule, op.phase.value, op.count, op.operand_counts, itemsizes, name)
+        if key not in memo:
+            memo[key] = zlib.crc32(repr((*key[:-1], re.sub(r"\d+", "*", name))).encode())
+        colors[i] = memo[key]
+    return _mix(colors)
+
+
+def _edges(program: Program) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Producer position, consumer position, and where they meet (result and operand index, mixed)."""
+    maker = program.maker
+    rows = [
+        (maker[v][0], i, maker[v][1] * 1024 + position)
+        for i, op in enumerate(program.ops)
+        for position, v in enumerate(op.operands)
+    ]
+    table = np.array(rows, np.int64).reshape(-1, 3)
+    return table[:, 0], table[:, 1], _mix(table[:, 2].astype(np.uint64))
+
+
+def _refine(
+    colors: np.ndarray, producers: np.ndarray, consumers: np.ndarray, meets: np.ndarray
+) -> np.ndarray:
+    downward, upward = np.uint64(0xD1B54A32D192ED03), np.uint64(0xABC98388FB8FAC03)
+    for _ in range(ROUNDS):
+        sums = _mix(colors)
+        np.add.at(sums, consumers, _mix(colors[producers] ^ meets ^ downward))
+        np.add.at(sums, producers, _mix(colors[consumers] ^ meets ^ upward))
+        colors = sums
+    return colors
+
+
+def _mix(x: np.ndarray) -> np.ndarray:
+    """SplitMix64's finaliser: spreads 64-bit integers."""
+    x = x + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))

@@ -1,0 +1,156 @@
+"""Memory on one mesh: the rows that the solver must respect, and the peak of a plan.
+
+Every program point is a row: the bytes per device of everything in memory there, a linear function of the
+labels. The solver asks for rows as it needs them (`rows_over`); there are thousands of points and few of them
+bind.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from search.ir.graph import Phase
+from search.ir.spec import Spec
+from search.problem.costs import Priced
+from search.problem.live_ranges import Item, Resident
+from search.problem.strategies import port_specs
+from search.problem.strategy_graph import Port
+from search.solver.pbqp import Row
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A value that is resharded for one operand.
+
+    Attributes:
+      port: of the operand, whose node's label decides how much arrives.
+      num_bytes: of the whole value.
+      source: the spec that it comes from, in which nothing would have to arrive.
+    """
+
+    port: Port
+    num_bytes: int
+    source: Spec
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """The most memory that a device holds, and where.
+
+    Attributes:
+      num_bytes: per device.
+      position: the op at which it occurs.
+      residents: bytes per device there, by what they are; only what is there.
+      arrivals: what was resharded for one reader and is there.
+    """
+
+    num_bytes: float
+    position: int
+    residents: tuple[tuple[Resident, float], ...]
+    arrivals: tuple[Arrival, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class Memory:
+    """The memory of a priced sketch, under any labels."""
+
+    priced: Priced
+    items: tuple[Item, ...]
+
+    @cached_property
+    def _shares(self) -> tuple[np.ndarray, ...]:
+        """Per item, [labels of its node]: the share of the value that a device holds, zero where it does not
+        count."""
+        memo: dict = {}
+        for item in self.items:
+            key = (item.port, item.way)
+            if key not in memo:
+                memo[key] = self._share(*key)
+        return tuple(memo[item.port, item.way] for item in self.items)
+
+    def _share(self, port, way) -> np.ndarray:
+        choices = self.priced.choices[port.node]
+        specs = port_specs(port, choices)
+        share = 1.0 / np.where(specs >= 0, np.array(self.priced.resharder.mesh.shape), 1).prod(axis=1)
+        return share if way is None else share * np.array([w is way for w in choices.ways])
+
+    @cached_property
+    def _stretches(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Start, end, node and bytes of every item."""
+        table = np.array([(i.start, i.end, i.port.node, i.num_bytes) for i in self.items], np.int64).reshape(
+            -1, 4
+        )
+        return table[:, 0], table[:, 1], table[:, 2], table[:, 3]
+
+    @cached_property
+    def _flat(self) -> tuple[np.ndarray, np.ndarray]:
+        """All items' shares in one array, and where each item's begin."""
+        lengths = np.array([len(s) for s in self._shares])
+        offsets = np.concatenate([[0], np.cumsum(lengths)[:-1]]).astype(np.int64) if len(lengths) else lengths
+        return (np.concatenate(self._shares) if len(lengths) else np.zeros(0)), offsets
+
+    def held(self, labels: Sequence[int]) -> np.ndarray:
+        """Per item: bytes per device under these labels."""
+        _, _, nodes, num_bytes = self._stretches
+        flat, offsets = self._flat
+        return num_bytes * flat[offsets + np.asarray(labels)[nodes]]
+
+    def profile(self, labels: Sequence[int]) -> np.ndarray:
+        """Bytes per device at every program point."""
+        start, end, _, _ = self._stretches
+        held, num_points = self.held(labels), len(self.priced.sketch.folded.program.ops)
+        change = np.bincount(start, held, num_points + 1) - np.bincount(end + 1, held, num_points + 1)
+        return np.cumsum(change)[:num_points]
+
+    def peak(self, labels: Sequence[int]) -> Peak:
+        """The highest point of the profile."""
+        profile = self.profile(labels)
+        at = int(np.argmax(profile))
+        start, end, _, _ = self._stretches
+        held = self.held(labels)
+        residents: dict[Resident, float] = {}
+        for i in np.flatnonzero((start <= at) & (at <= end)):
+            resident = self.items[i].resident
+            residents[resident] = residents.get(resident, 0.0) + float(held[i])
+        ordered = tuple((r, residents[r]) for r in Resident if residents.get(r, 0.0) > 0.0)
+        return Peak(float(profile[at]), at, ordered)
+
+    def rows_over(self, labels: Sequence[int], limit_bytes: float) -> tuple[Row, ...]:
+        """The rows of the highest point in each phase, where it exceeds the limit."""
+        profile, ops = self.profile(labels), self.priced.sketch.folded.program.ops
+        highest: dict[Phase, int] = {}
+        for i in np.flatnonzero(profile > limit_bytes).tolist():
+            phase = ops[i].phase
+            if phase not in highest or profile[i] > profile[highest[phase]]:
+                highest[phase] = i
+        return tuple(self.row(i) for i in highest.values())
+
+    def row(self, at: int) -> Row:
+        """The memory in use at one program point."""
+        start, end, _, _ = self._stretches
+        total: dict[int, np.ndarray] = {}
+        for i in np.flatnonzero((start <= at) & (at <= end)).tolist():
+            item = self.items[i]
+            share = item.num_bytes * self._shares[i]
+            node = item.port.node
+            total[node] = total[node] + share if node in total else share
+        return Row(f"op {at}", tuple(sorted(total.items())), 0.0)
+
+    def row_of(self, peak: Peak, labels: Sequence[int]) -> Row:
+        """The memory at the peak of a device's kernels, which these labels make: what the rows know, what was resharded
+        for one reader there, by that reader's label, and the rest as it is."""
+        known = self.row(peak.position)
+        total = dict(known.bytes)
+        for arrival in peak.arrivals:
+            node = arrival.port.node
+            specs = port_specs(arrival.port, self.priced.choices[node])
+            moves = (specs != np.array(arrival.source)).any(axis=1)
+            arrived = np.where(moves, arrival.num_bytes / self.priced.shards(arrival.port), 0.0)
+            total[node] = total[node] + arrived if node in total else arrived
+        accounted = sum(float(num_bytes[labels[node]]) for node, num_bytes in total.items())
+        name = f"kernels at op {peak.position}, {len(peak.arrivals)} arrivals, {peak.num_bytes:.0f} bytes"
+        return Row(
+            name, tuple(sorted(total.items(), key=lambda item: item[0])), max(0.0, peak.num_bytes - accounted)
+        )

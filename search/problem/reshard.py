@@ -1,0 +1,252 @@
+"""What it costs to take a value from one spec to another: the cheapest chain of collectives.
+
+All specs of a value of rank r on a mesh of k axes number (r + 2)^k: per axis whole, partial, or one of the
+dimensions. Between them, one step changes a set of axes alike:
+
+  =============  =======================  ===========================
+  from           to                       by
+  =============  =======================  ===========================
+  split          whole                    all-gather
+  split (d)      split (e)                all-to-all
+  whole          split                    slice: nothing moves
+  partial        whole                    all-reduce
+  partial        split                    reduce-scatter
+  =============  =======================  ===========================
+
+A step may only add or take the minor-most axes of a dimension, since shards lie in axis order. An all-to-all wants
+even splits; the others may be padded. The cheapest
+chains between all pairs are shortest paths (Floyd 1962), found for each size of value once. `num_bytes` of a
+step is the larger of what a device holds before and after it.
+
+What XLA:GPU makes of each step was measured (`tests/gpu/test_collectives.py`): with every step's spec imposed in
+turn, the collective named here, to the byte. Two things it does not do, and there are no such steps: a partial
+value does not move before it is reduced; and a sum of terms that are partial over several axes is reduced over all
+of them at once (`at_once`).
+"""
+
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import combinations, product
+from math import prod
+
+import numpy as np
+
+from cost_model.collectives import MeshModel
+from search.ir.graph import Value
+from search.ir.spec import PARTIAL, WHOLE, Spec, divides, num_shards, splits
+
+SLICE = "slice"
+
+
+@dataclass(frozen=True, slots=True)
+class Handling:
+    """What the compiler does with the collectives of a value.
+
+    Attributes:
+      at_once: for sums of partial terms: XLA reduces them over all their axes in one collective.
+      combined_bytes: it joins small ones with others, into collectives of this size; zero if not.
+    """
+
+    at_once: bool = False
+    combined_bytes: float = 0.0
+
+
+ALONE = Handling()
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step of a chain: a collective's kind (or `slice`), its mesh axes, and bytes per device."""
+
+    kind: str
+    axes: tuple[int, ...]
+    num_bytes: float
+    after: Spec
+
+
+@dataclass(frozen=True, slots=True)
+class _Moves:
+    """The steps possible between specs of one rank, before any sizes: parallel arrays."""
+
+    specs: tuple[Spec, ...]
+    source: np.ndarray
+    target: np.ndarray
+    kinds: tuple[tuple[str, tuple[int, ...]], ...]
+    kind: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class Resharder:
+    """Resharding costs on one mesh; remembers every size of value that it has seen, and every chain."""
+
+    mesh: MeshModel
+    _tables: dict = field(default_factory=dict)
+    _chains: dict = field(default_factory=dict)
+
+    @property
+    def num_axes(self) -> int:
+        """Axes of the mesh."""
+        return len(self.mesh.shape)
+
+    def index(self, spec: Spec, rank: int) -> int:
+        """A spec's row and column in the tables of its rank."""
+        index = 0
+        for d in spec:
+            index = index * (rank + 2) + d + 2
+        return index
+
+    def specs(self, rank: int) -> tuple[Spec, ...]:
+        """All specs of a rank, by index."""
+        return _moves(rank, self.num_axes).specs
+
+    def seconds(self, value: Value, how: Handling = ALONE) -> np.ndarray:
+        """Seconds from every spec (row) to every other (column); infinite where there is no way."""
+        return self._table(value.shape, value.itemsize, how)[1]
+
+    def chain(self, value: Value, source: Spec, target: Spec, how: Handling = ALONE) -> tuple[Step, ...]:
+        """The steps of the cheapest chain."""
+        key = (value.shape, value.itemsize, how, source, target)
+        if key not in self._chains:
+            self._chains[key] = self._chain(*key)
+        return self._chains[key]
+
+    def _chain(
+        self, shape: tuple[int, ...], itemsize: int, how: Handling, source: Spec, target: Spec
+    ) -> tuple[Step, ...]:
+        direct, best = self._table(shape, itemsize, how)
+        moves, rank = _moves(len(shape), self.num_axes, how.at_once), len(shape)
+        here, goal = self.index(source, rank), self.index(target, rank)
+        assert np.isfinite(best[here, goal]), f"no way from {source} to {target} for {shape}"
+        steps = []
+        while here != goal:
+            leaving = np.flatnonzero(moves.source == here)
+            leaving = leaving[_may_lead_to(moves, leaving, goal, best, direct)]
+            totals = direct[leaving] + best[moves.target[leaving], goal]
+            move = leaving[int(np.argmin(totals))]
+            kind, axes = moves.kinds[moves.kind[move]]
+            after = moves.specs[moves.target[move]]
+            num_bytes = (
+                prod(shape)
+                * itemsize
+                / min(num_shards(moves.specs[here], self.mesh.shape), num_shards(after, self.mesh.shape))
+            )
+            steps.append(Step(kind, axes, num_bytes, after))
+            here = int(moves.target[move])
+        return tuple(steps)
+
+    def _table(self, shape: tuple[int, ...], itemsize: int, how: Handling) -> tuple[np.ndarray, np.ndarray]:
+        """(Seconds of each direct move, seconds of the best chain between all pairs)."""
+        key = (shape, itemsize, how)
+        if key not in self._tables:
+            self._tables[key] = self._solve(*key)
+        return self._tables[key]
+
+    def _solve(self, shape: tuple[int, ...], itemsize: int, how: Handling) -> tuple[np.ndarray, np.ndarray]:
+        moves = _moves(len(shape), self.num_axes, how.at_once)
+        fits = np.array([splits(s, shape, self.mesh.shape) for s in moves.specs])
+        is_even = np.array([divides(s, shape, self.mesh.shape) for s in moves.specs])
+        local = np.array([prod(shape) * itemsize / num_shards(s, self.mesh.shape) for s in moves.specs])
+        moved = np.maximum(local[moves.source], local[moves.target])
+        direct = np.full(len(moved), np.inf)
+        for i, (kind, axes) in enumerate(moves.kinds):
+            of_kind = moves.kind == i
+            direct[of_kind] = SLICE_S
+            if kind != SLICE:
+                taken_s = self.mesh.time_s(kind, axes, moved[of_kind], how.combined_bytes)
+                direct[of_kind] = np.maximum(taken_s, SLICE_S)
+            if kind == "all-to-all":
+                direct[of_kind & ~(is_even[moves.source] & is_even[moves.target])] = np.inf
+        direct[~(fits[moves.source] & fits[moves.target])] = np.inf
+        best = np.full((len(fits), len(fits)), np.inf)
+        np.fill_diagonal(best, np.where(fits, 0.0, np.inf))
+        np.minimum.at(best, (moves.source, moves.target), direct)
+        for via in np.flatnonzero(fits):
+            np.minimum(best, best[:, via, None] + best[None, via, :], out=best)
+        if not how.at_once:
+            _scatter_what_is_split(moves, direct, best)
+        return direct, best
+
+
+def _scatter_what_is_split(moves: _Moves, direct: np.ndarray, best: np.ndarray) -> None:
+    """Makes `best` the chains that scatter a sum over every axis that the target splits.
+
+    An all-reduce of which only a slice is wanted is made a reduce-scatter by the compiler, whatever we think of it.
+    Reductions come first in every chain, so specs are settled by how many axes they are partial over.
+    """
+    partial = np.array([spec.count(PARTIAL) for spec in moves.specs])
+    for count in range(1, int(partial.max()) + 1):
+        for here in np.flatnonzero(partial == count):
+            leaving = np.flatnonzero(moves.source == here)
+            totals = direct[leaving, None] + best[moves.target[leaving]]
+            scattered = np.where(_scatters(moves, leaving), totals, np.inf).min(axis=0)
+            best[here] = np.where(np.isfinite(scattered), scattered, best[here])
+
+
+def _scatters(moves: _Moves, leaving: np.ndarray) -> np.ndarray:
+    """[moves, targets]: whether a move leaves no axis whole that the target splits and that was partial."""
+    specs = np.array(moves.specs)
+    was_partial = specs[moves.source[leaving]] == PARTIAL
+    is_whole = specs[moves.target[leaving]] == WHOLE
+    return ~((was_partial & is_whole)[:, None, :] & (specs >= 0)[None, :, :]).any(axis=2)
+
+
+def _may_lead_to(
+    moves: _Moves, leaving: np.ndarray, goal: int, best: np.ndarray, direct: np.ndarray
+) -> np.ndarray:
+    """Which moves the cheapest chain to a spec may begin with: those that scatter, where there are any."""
+    scatters = _scatters(moves, leaving)[:, goal]
+    possible = np.isfinite(direct[leaving] + best[moves.target[leaving], goal])
+    return scatters & possible if (scatters & possible).any() else possible
+
+
+SLICE_S = 1e-9
+"""Seconds; a slice is a local view or a cheap copy. No step takes less, not even an empty array's, or chains would go
+round."""
+
+
+@lru_cache(maxsize=64)
+def _moves(rank: int, num_axes: int, at_once: bool = False) -> _Moves:
+    places = (PARTIAL, WHOLE, *range(rank))
+    specs = tuple(product(places, repeat=num_axes))
+    index = {s: i for i, s in enumerate(specs)}
+    kinds: dict[tuple[str, tuple[int, ...]], int] = {}
+    rows = []
+    for spec in specs:
+        for axes, kind, after in _steps_from(spec, places):
+            leaves_partial = PARTIAL in after and (at_once or spec[axes[0]] != PARTIAL)
+            if leaves_partial:
+                continue
+            rows.append((index[spec], index[after], kinds.setdefault((kind, axes), len(kinds))))
+    table = np.array(rows, np.int64).reshape(-1, 3)
+    return _Moves(specs, table[:, 0], table[:, 1], tuple(kinds), table[:, 2])
+
+
+def _steps_from(spec: Spec, places: tuple[int, ...]):
+    for size in range(1, len(spec) + 1):
+        for axes in combinations(range(len(spec)), size):
+            before = {spec[a] for a in axes}
+            if len(before) > 1:
+                continue
+            (here,) = before
+            for place in places:
+                kind = _kind(here, place)
+                if kind is None or place == here:
+                    continue
+                after = tuple(place if a in axes else d for a, d in enumerate(spec))
+                if _is_minor(spec, axes, here) and _is_minor(after, axes, place):
+                    yield axes, kind, after
+
+
+def _kind(here: int, there: int) -> str | None:
+    if there == PARTIAL:
+        return None
+    if here == PARTIAL:
+        return "all-reduce" if there == WHOLE else "reduce-scatter"
+    if here == WHOLE:
+        return SLICE
+    return "all-gather" if there == WHOLE else "all-to-all"
+
+
+def _is_minor(spec: Spec, axes: tuple[int, ...], place: int) -> bool:
+    """Whether these axes are the minor-most of those that split the dimension `place`."""
+    return place < 0 or all(a in axes for a, d in enumerate(spec) if d == place and a > min(axes))

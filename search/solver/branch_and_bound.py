@@ -1,0 +1,355 @@
+"""The intra-op search's core: the cheapest assignment of labels whose memory fits at every program point.
+
+Minimise a PBQP's cost (`search.solver.pbqp`) under one memory row for each program point. There are thousands of
+points and few of them bind, so rows are made on demand: whenever an assignment looks good, ask which points
+it overflows, and from then on reckon with the worst of those.
+
+A bound and an incumbent close in on each other, in four stages, and most problems end before the last:
+
+  1. `_relax`: sweeps of messages (`search.solver.trws`) without any memory row. Their assignments, improved by
+     pair moves (`search.solver.local_search`), are often optimal. If they fit, `search.solver.elimination` ends the search.
+  2. `_price`: memory rows as prices (`search.solver.lagrangian`), raised until no price gives a better bound. Each
+     pricing's assignment is repaired where it overflows, improved, and offered as the incumbent.
+  3. `_fit`, if nothing fitted yet: the smallest peak (`search.solver.min_peak`) fits, or proves that nothing does.
+  4. `_branch`: best first, on the node about whose memory good assignments disagree most. Every part is
+     priced like the whole, and a small one is solved as an integer program (`search.solver.milp`).
+
+The message bound is that of the linear relaxation, at a fraction of a simplex's time; what remains open after
+stage 2 is which of a few lumps of memory to spend, and that is what stage 4 branches on. All along, `_drop`
+removes labels that no assignment better than the incumbent (by more than the gap asked for) can have: of some
+thousand labels a few hundred remain. What was dropped is remembered in `floor_s`: no dropped assignment costs
+less.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from time import monotonic
+
+import numpy as np
+
+from search.solver.elimination import eliminate
+from search.solver.lagrangian import Planes, Relaxation
+from search.solver.local_search import descend
+from search.solver.milp import solve_milp
+from search.solver.min_peak import Peak, minimise_peak, smallest_peak
+from search.solver.pbqp import Edge, Labels, Problem, Row, merged, restricted_row
+from search.solver.separation import ROWS_PER_ROUND, NoFitError, Violated, oracle
+from search.solver.trws import Messages
+
+__all__ = [
+    "Edge",
+    "Labels",
+    "NoFitError",
+    "Peak",
+    "Problem",
+    "Row",
+    "Solution",
+    "Stats",
+    "minimise_peak",
+    "solve",
+]
+
+RELATIVE_GAP = 1e-4
+"""A plan within this of the optimum is called optimal: costs are not known any better."""
+ROUNDING = 1e-9
+"""Relative; sums of the same costs in another order differ by less."""
+SWEEPS = 10
+"""Between two droppings of labels in stage 1."""
+MAX_SWEEPS = 60
+"""In stage 1; bounds hardly move after."""
+SWEEPS_PER_PRICING = 6
+MAX_PRICINGS = 40
+MAX_STALLED_PRICINGS = 5
+MAX_REPAIRS = 12
+"""Of one assignment; each either pays four times as much for memory or reckons with new rows."""
+PRICINGS_PER_BRANCH = 3
+MAX_BRANCHES = 2000
+MAX_PROGRAM_LABELS = 300
+"""Labels beyond one a node; a part with fewer is cheaper to solve as an integer program than to branch on."""
+MAX_TABLE_ENTRIES = 2e6
+"""16 MB of doubles; a node's table takes some 10 ms."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """How an answer was found.
+
+    Attributes:
+      search_s: wall time.
+      num_pricings: prices tried in stage 2.
+      num_branches: parts that stage 3 looked at.
+      num_programs: mixed-integer programs that it solved.
+      num_rows: memory rows that had to be reckoned with.
+      num_labels: labels in play at the end, over all nodes.
+    """
+
+    search_s: float
+    num_pricings: int
+    num_branches: int
+    num_programs: int
+    num_rows: int
+    num_labels: int
+
+
+@dataclass(frozen=True, slots=True)
+class Solution:
+    """A feasible assignment, its cost and a lower bound on every feasible assignment's cost."""
+
+    labels: Labels
+    cost_s: float
+    bound_s: float
+    stats: Stats
+
+    @property
+    def gap(self) -> float:
+        """How far from the optimum the cost may be, relative to the cost."""
+        return max(self.cost_s - self.bound_s, 0.0) / max(abs(self.cost_s), 1e-30)
+
+
+def solve(
+    problem: Problem,
+    *,
+    limit_bytes: float = np.inf,
+    rows: Sequence[Row] = (),
+    violated: Violated | None = None,
+    time_limit_s: float = 10.0,
+    relative_gap: float = RELATIVE_GAP,
+    cutoff_s: float = np.inf,
+    progress: Callable[[str], None] | None = None,
+) -> Solution:
+    """The cheapest assignment whose every row is at most `limit_bytes`.
+
+    Args:
+      problem: nodes, labels, costs.
+      limit_bytes: what each row may hold.
+      rows: rows known beforehand.
+      violated: gives the rows that an assignment overflows; called for assignments worth having only.
+      time_limit_s: after it, the incumbent is returned with the gap that it has.
+      relative_gap: stop when the gap is at most this.
+      cutoff_s: what an answer must beat by more than the gap; hopeless problems end early.
+      progress: called with one line a step.
+
+    Raises:
+      NoFitError: no assignment fits and beats the cutoff, or none was found in time.
+
+    Example:
+      >>> a, b = np.array([1.0, 2.0]), np.array([0.0, 5.0])
+      >>> reshard = Edge(0, 1, np.array([[3.0, 0.0], [0.0, 3.0]]))
+      >>> solve(Problem((a, b), (reshard,))).labels
+      (1, 0)
+    """
+    search = _Search(
+        merged(problem),
+        limit_bytes,
+        oracle(rows, violated, limit_bytes),
+        time_limit_s,
+        relative_gap,
+        cutoff_s,
+        progress,
+    )
+    return search.run()
+
+
+class _Search:
+    """One run of `solve`: the incumbent (a cutoff at first), the bound, what is left of the problem between them."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        limit_bytes: float,
+        violated: Violated,
+        time_limit_s,
+        relative_gap,
+        cutoff_s,
+        progress,
+    ):
+        self.problem, self.limit_bytes, self.violated = problem, limit_bytes, violated
+        self.start_s, self.time_limit_s = monotonic(), time_limit_s
+        self.relative_gap = max(relative_gap, ROUNDING)
+        self.progress = progress or (lambda line: None)
+        self.planes = Planes(problem, limit_bytes)
+        self.labels: Labels | None = None
+        self.cost_s, self.bound_s, self.floor_s = cutoff_s, -np.inf, np.inf
+        self.num_pricings = self.num_branches = self.num_programs = 0
+
+    def run(self) -> Solution:
+        messages = Messages(self.problem)
+        messages.make_consistent()
+        whole = Relaxation(self.planes, messages)
+        for stage in (self._relax, self._price, self._fit, self._branch):
+            if self._is_open(whole):
+                stage(whole)
+                name = stage.__name__.strip("_")
+                self.progress(f"{name}: cost {self.cost_s:.6g} s, bound {self.bound_s:.6g} s")
+        if not whole.messages.is_feasible:
+            self._raise_bound(np.inf)
+        if self.labels is None:
+            is_proven = self.bound_s == np.inf
+            raise NoFitError(
+                "no assignment of strategies fits the memory limit", is_proven=is_proven, bound_s=self.bound_s
+            )
+        return Solution(self.labels, self.cost_s, min(self.bound_s, self.cost_s), self._stats(whole))
+
+    def _relax(self, whole: Relaxation) -> None:
+        for _ in range(0, MAX_SWEEPS, SWEEPS):
+            bound_s, labels = whole.run(SWEEPS)
+            self._raise_bound(bound_s)
+            if self._offer(self._descended(whole, labels, 0.0)):
+                return
+            self._drop(whole)
+            if not self._is_open(whole):
+                return
+        self._eliminate(whole)
+
+    def _eliminate(self, whole: Relaxation) -> None:
+        """Ends a search without memory rows, if its tables are small."""
+        minimum = eliminate(whole.messages.rest(), MAX_TABLE_ENTRIES)
+        if minimum is not None:
+            whole.best_bound_s = minimum[0]
+            self._offer(whole.messages.original(minimum[1]))
+            self._raise_bound(minimum[0])
+
+    def _price(self, whole: Relaxation) -> None:
+        stalled = 0
+        while stalled < MAX_STALLED_PRICINGS and self.num_pricings < MAX_PRICINGS and self._is_open(whole):
+            before_s = whole.best_bound_s
+            self._repair(whole, self._reprice(whole))
+            self._drop(whole)
+            self._raise_bound(whole.best_bound_s)
+            stalled = 0 if self._is_higher(whole.best_bound_s, before_s) else stalled + 1
+
+    def _fit(self, whole: Relaxation) -> None:
+        """Where pricing found nothing that fits: the smallest peak fits, or proves that nothing does."""
+        has_new_rows = self.cost_s == np.inf
+        while has_new_rows and self._left_s() > 0:
+            answer = smallest_peak(whole.messages, self.planes.rows, self.limit_bytes, self._left_s())
+            if answer.bound > self.limit_bytes * (1 + ROUNDING):
+                whole.best_bound_s = np.inf
+                self._raise_bound(np.inf)
+            has_new_rows = answer.labels is not None and self._offer(answer.labels)
+
+    def _branch(self, whole: Relaxation) -> None:
+        parts = [(whole.best_bound_s, 0, whole)]
+        while parts and self._left_s() > 0 and self.num_branches < MAX_BRANCHES:
+            self._raise_bound(parts[0][0])
+            part = heappop(parts)[2]
+            for child in self._children(part):
+                self.num_branches += 1
+                if not self._is_closed(child):
+                    heappush(parts, (child.best_bound_s, self.num_branches, child))
+        self._raise_bound(parts[0][0] if parts else np.inf)
+
+    def _children(self, part: Relaxation) -> list[Relaxation]:
+        """A part's pieces, tightened; none where the part could be solved outright."""
+        if part.messages.num_kept - len(part.messages.kept) <= MAX_PROGRAM_LABELS:
+            self._settle(part)
+        if self._is_closed(part):
+            return []
+        node, mask = part.disputed()
+        children = [part.branch(node, mask), part.branch(node, ~mask)]
+        for child in children:
+            self._tighten(child)
+        return children
+
+    def _tighten(self, part: Relaxation) -> None:
+        """Raises a branch's bound by better prices, and looks for an incumbent once."""
+        self._drop(part)
+        for _ in range(PRICINGS_PER_BRANCH):
+            if not self._is_open(part):
+                return
+            before_s = part.best_bound_s
+            self._reprice(part)
+            self._drop(part)
+            if not self._is_higher(part.best_bound_s, before_s):
+                break
+        if self._is_open(part):
+            self._repair(part, part.run(1)[1])
+            self._drop(part)
+
+    def _reprice(self, part: Relaxation) -> Labels:
+        """One better pricing; its best assignment."""
+        self.num_pricings += 1
+        part.set_prices(part.next_prices())
+        return part.run(SWEEPS_PER_PRICING)[1]
+
+    def _is_higher(self, bound_s: float, before_s: float) -> bool:
+        """Whether a bound rose enough to go on raising it."""
+        return bound_s > before_s + 0.1 * self.relative_gap * abs(bound_s)
+
+    def _settle(self, part: Relaxation) -> None:
+        """Solves a small part outright, as an integer program."""
+        has_new_rows = True
+        while has_new_rows and self._is_open(part):
+            self.num_programs += 1
+            rows = [restricted_row(row, part.messages.kept) for row in self.planes.rows]
+            gap, left_s = self.relative_gap / 2, self._left_s()
+            answer = solve_milp(
+                part.messages.rest(), rows, self.limit_bytes, time_limit_s=left_s, relative_gap=gap
+            )
+            part.best_bound_s = max(part.best_bound_s, answer.bound)
+            has_new_rows = answer.labels is not None and self._offer(part.messages.original(answer.labels))
+
+    def _repair(self, part: Relaxation, labels: Labels) -> None:
+        """Offers what descends from an assignment, paying ever more for the bytes that it overflows."""
+        price_s = 2.0 * float(part.prices_s.max(initial=0.0))
+        for _ in range(MAX_REPAIRS):
+            labels = self._descended(part, labels, price_s)
+            if not self.planes.fits(labels):
+                price_s = 4.0 * price_s
+            elif not self._offer(labels):
+                return
+
+    def _descended(self, part: Relaxation, labels: Labels, price_s: float) -> Labels:
+        messages = part.messages
+        rows = [restricted_row(row, messages.kept) for row in self.planes.rows]
+        start = messages.renumbered(labels)
+        return messages.original(descend(messages.rest(), rows, self.limit_bytes, price_s, start))
+
+    def _offer(self, labels: Labels) -> bool:
+        """Makes an assignment the incumbent if it is better and fits; whether it brought rows to light."""
+        cost_s = self.problem.cost_s(labels)
+        if not cost_s < self.cost_s or not self.planes.fits(labels):
+            return False
+        over = self.violated(labels)
+        for row in over[:ROWS_PER_ROUND]:
+            self.planes.add_row(row)
+        if not over:
+            self.labels, self.cost_s = labels, cost_s
+        return bool(over)
+
+    def _drop(self, part: Relaxation) -> None:
+        """Drops the labels that only assignments no better than the incumbent use."""
+        if self.cost_s == np.inf or not part.messages.is_feasible:
+            return
+        worth_s = self._worth_s()
+        self.floor_s = min(self.floor_s, worth_s)
+        part.messages.keep([bound < worth_s + ROUNDING * abs(worth_s) for bound in part.label_bounds()])
+
+    def _worth_s(self) -> float:
+        """What an assignment must cost less than to be worth looking for."""
+        return self.cost_s - (self.relative_gap - ROUNDING) * abs(self.cost_s)
+
+    def _raise_bound(self, bound_s: float) -> None:
+        """Records a bound on what is left; what was dropped costs at least `floor_s`."""
+        self.bound_s = max(self.bound_s, min(bound_s, self.floor_s))
+
+    def _is_closed(self, part: Relaxation) -> bool:
+        """Whether a part holds nothing better than the incumbent."""
+        if not part.messages.is_feasible or part.best_bound_s == np.inf:
+            return True
+        is_hopeless = self.cost_s < np.inf and part.best_bound_s >= self._worth_s()
+        self.floor_s = min(self.floor_s, part.best_bound_s) if is_hopeless else self.floor_s
+        return is_hopeless
+
+    def _is_open(self, part: Relaxation) -> bool:
+        """Whether a part may hold something better and there is time to look."""
+        return self._left_s() > 0 and not self._is_closed(part)
+
+    def _left_s(self) -> float:
+        return self.time_limit_s - (monotonic() - self.start_s)
+
+    def _stats(self, whole: Relaxation) -> Stats:
+        rows, kept = len(self.planes.rows), whole.messages.num_kept
+        search_s = monotonic() - self.start_s
+        return Stats(search_s, self.num_pricings, self.num_branches, self.num_programs, rows, kept)

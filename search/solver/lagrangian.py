@@ -1,0 +1,206 @@
+"""Memory rows as prices: the Lagrangian relaxation of a PBQP with rows.
+
+Charge every byte of a row a price instead of limiting the row: seconds a byte, a price a row. What remains is
+a plain PBQP, whose bound (`search.solver.trws`), less the price of the bytes that the limit allows, is a bound
+on every assignment that fits. The best prices maximise that bound. It is concave in them, and every
+assignment x ever seen is a plane above it:
+
+    bound(prices) <= cost(x) + sum over rows of price[row] * overflow(x, row)
+
+`Relaxation.next_prices` maximises the lowest of these planes (Kelley's cutting planes, a tiny linear program)
+and goes half-way from the best prices so far towards that (the in-out stabilisation of Ben-Ameur and Neto,
+2007). The linear program's dual is a mixture of assignments that fits on average: where its members disagree
+about much memory is where to branch. Prices move node costs only, so the messages of one pricing are a warm
+start for the next.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from ortools.math_opt.python import mathopt
+
+from search.solver.pbqp import Labels, Problem, Row
+from search.solver.trws import Messages
+
+INTERIOR = 0.5
+"""How far from the planes' best prices towards the best so far the next prices lie."""
+MAX_RISE = 4.0
+"""A move raises a price to at most so many times the best, plus what makes the limit as dear as a step."""
+MIN_WEIGHT = 1e-6
+"""Of an assignment in a mixture; less is the linear solver's rounding."""
+
+TIE = 1e-3
+"""Weight of a node's whole range of bytes beside the mixture's: decides where the mixture agrees."""
+
+
+@dataclass(slots=True, eq=False)
+class Planes:
+    """Assignments seen, with their costs and overflows; shared by all branches.
+
+    Attributes:
+      rows: the rows that are priced, in order of arrival; it grows.
+    """
+
+    problem: Problem
+    limit_bytes: float
+    rows: list[Row] = field(default_factory=list)
+    seen: dict[Labels, tuple[float, list[float]]] = field(default_factory=dict)
+
+    @property
+    def unit_bytes(self) -> float:
+        """What the linear program counts bytes in."""
+        return max(abs(self.limit_bytes), 1.0)
+
+    def add_row(self, row: Row) -> None:
+        self.rows.append(row)
+        for labels, (_, overflow) in self.seen.items():
+            overflow.append(row.total_bytes(labels) - self.limit_bytes)
+
+    def of(self, labels: Labels) -> tuple[float, list[float]]:
+        """An assignment's cost and, per row, bytes over the limit (negative: room left)."""
+        if labels not in self.seen:
+            overflow = [row.total_bytes(labels) - self.limit_bytes for row in self.rows]
+            self.seen[labels] = self.problem.cost_s(labels), overflow
+        return self.seen[labels]
+
+    def fits(self, labels: Labels) -> bool:
+        """Whether an assignment overflows none of the rows known."""
+        return max(self.of(labels)[1], default=0.0) <= 0
+
+    def within(self, kept: list[np.ndarray]) -> list[Labels]:
+        """The finite assignments that use kept labels only."""
+        finite = [labels for labels, (cost, _) in self.seen.items() if np.isfinite(cost)]
+        table = np.array(finite, int).reshape(len(finite), len(kept))
+        is_within = np.ones(len(finite), bool)
+        for node, (labels, num) in enumerate(zip(kept, self.problem.num_labels, strict=True)):
+            allowed = np.zeros(num, bool)
+            allowed[labels] = True
+            is_within &= allowed[table[:, node]]
+        return [labels for labels, is_in in zip(finite, is_within, strict=True) if is_in]
+
+
+@dataclass(slots=True, eq=False)
+class Relaxation:
+    """The priced problem on the labels still in play; mutable.
+
+    Attributes:
+      messages: the reparametrised costs, prices included.
+      planes: shared with other branches.
+      prices_s: the present prices, seconds a byte, one a row.
+      best_bound_s: the highest bound so far, and the prices that gave it.
+      mixture: (weight, assignment) of the last `next_prices`.
+    """
+
+    planes: Planes
+    messages: Messages
+    prices_s: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    best_prices_s: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    best_bound_s: float = -np.inf
+    mixture: tuple[tuple[float, Labels], ...] = ()
+
+    def branch(self, node: int, mask: np.ndarray) -> "Relaxation":
+        """A copy in which a node has only the kept labels that the mask allows."""
+        messages = self.messages.copy()
+        messages.keep(
+            [mask if index == node else np.ones(len(k), bool) for index, k in enumerate(messages.kept)]
+        )
+        return Relaxation(
+            self.planes, messages, self.prices_s, self.best_prices_s, self.best_bound_s, self.mixture
+        )
+
+    def disputed(self) -> tuple[int, np.ndarray]:
+        """The node about whose bytes the mixture disagrees most, and the mask of its lighter half."""
+        kept = self.messages.kept
+        priced = self._priced_bytes()
+        weights = np.array([weight for weight, _ in self.mixture])
+        members = [self.messages.renumbered(labels) for _, labels in self.mixture]
+        spread = np.zeros(len(kept))
+        for node, cost in enumerate(priced):
+            if np.ptp(cost):
+                at = np.array([cost[min(labels[node], len(cost) - 1)] for labels in members])
+                mean = np.dot(weights, at) / weights.sum() if members else 0.0
+                spread[node] = np.ptp(cost) * TIE + (
+                    np.sqrt(np.dot(weights, (at - mean) ** 2)) if members else 0.0
+                )
+        if spread.any():
+            node = int(spread.argmax())
+            return node, priced[node] <= (priced[node].min() + priced[node].max()) / 2
+        node = int(np.argmax([len(labels) for labels in kept]))
+        return node, np.arange(len(kept[node])) < len(kept[node]) // 2
+
+    def _priced_bytes(self) -> list[np.ndarray]:
+        """Per node and kept label, the price of its bytes."""
+        kept = self.messages.kept
+        priced = [np.zeros(len(labels)) for labels in kept]
+        for price, row in zip(self.best_prices_s, self.planes.rows, strict=False):
+            for node, per_label in row.bytes if price else ():
+                priced[node] = priced[node] + price * per_label[kept[node]]
+        return priced
+
+    def run(self, num_sweeps: int) -> tuple[float, Labels]:
+        """Sweeps at the present prices: a bound on what fits, and the best priced assignment met."""
+        self._meet_new_rows()
+        swept = [self.messages.sweep() for _ in range(num_sweeps)]
+        bound = max(bound for bound, _ in swept) - self._allowance_s()
+        if bound > self.best_bound_s:
+            self.best_bound_s, self.best_prices_s = bound, self.prices_s
+        return bound, min((labels for _, labels in swept), key=self._priced_s)
+
+    def set_prices(self, prices_s: np.ndarray) -> None:
+        self._meet_new_rows()
+        for change, row in zip(prices_s - self.prices_s, self.planes.rows, strict=True):
+            if change:
+                for node, per_label in row.bytes:
+                    self.messages.add(node, change * per_label)
+        self.prices_s = prices_s
+
+    def label_bounds(self) -> list[np.ndarray]:
+        """As `Messages.label_bounds`, of assignments that fit."""
+        allowance = self._allowance_s()
+        return [bound - allowance for bound in self.messages.label_bounds()]
+
+    def next_prices(self) -> np.ndarray:
+        """The prices to try next; sets the mixture."""
+        self._meet_new_rows()
+        scale, seen = self.planes.unit_bytes, self.planes.within(self.messages.kept)
+        if not seen:
+            return self.best_prices_s
+        whole_s = max(abs(self.planes.of(labels)[0]) for labels in seen)
+        model = mathopt.Model()
+        bound = model.add_variable()
+        prices = [
+            model.add_variable(lb=0.0, ub=MAX_RISE * best * scale + whole_s) for best in self.best_prices_s
+        ]
+        planes = [model.add_linear_constraint(self._plane(labels, bound, prices)) for labels in seen]
+        model.maximize(bound)
+        result = mathopt.solve(model, mathopt.SolverType.GLOP)
+        if result.termination.reason != mathopt.TerminationReason.OPTIMAL:
+            return self.best_prices_s
+        weights = np.abs(result.dual_values(planes))
+        self.mixture = tuple(
+            (float(w), labels) for w, labels in zip(weights, seen, strict=True) if w > MIN_WEIGHT
+        )
+        outer = np.array(result.variable_values(prices)) / scale
+        return INTERIOR * self.best_prices_s + (1 - INTERIOR) * outer
+
+    def _plane(self, labels: Labels, bound, prices):
+        cost, overflow = self.planes.of(labels)
+        scale = self.planes.unit_bytes
+        return (
+            bound - mathopt.fast_sum(p * (over / scale) for p, over in zip(prices, overflow, strict=True))
+            <= cost
+        )
+
+    def _meet_new_rows(self) -> None:
+        missing = np.zeros(len(self.planes.rows) - len(self.prices_s))
+        self.prices_s = np.append(self.prices_s, missing)
+        self.best_prices_s = np.append(self.best_prices_s, missing)
+
+    def _allowance_s(self) -> float:
+        """What the limit's bytes cost at the present prices."""
+        rows = zip(self.prices_s, self.planes.rows, strict=False)
+        return float(sum(price * (self.planes.limit_bytes - row.fixed_bytes) for price, row in rows if price))
+
+    def _priced_s(self, labels: Labels) -> float:
+        cost, overflow = self.planes.of(labels)
+        return cost + float(np.dot(self.prices_s, overflow))

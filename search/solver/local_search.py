@@ -1,0 +1,101 @@
+"""Improves an assignment by changing the labels of two joined nodes at a time.
+
+What falls is the cost plus a price on every byte by which a row overflows: from an assignment that fits, a
+dear enough price allows only moves that fit; from one that does not, it buys the missing bytes where they are
+cheapest. Single-node moves are among the pairs. The first pass that changes nothing ends it.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from search.solver.pbqp import Edge, Labels, Problem, Row
+
+ROUNDING = 1e-12
+"""Relative; a smaller gain is none."""
+MAX_PASSES = 20
+"""A guard; a handful of passes is usual."""
+
+
+def descend(
+    problem: Problem, rows: Sequence[Row], limit_bytes: float, price_s: float, start: Labels
+) -> Labels:
+    """A pairwise local optimum of cost + price_s * overflowing bytes, no worse than `start`.
+
+    Args:
+      problem: merged.
+      rows: the memory rows that count.
+      limit_bytes: what each may hold.
+      price_s: seconds a byte over the limit.
+      start: where to begin; it may overflow.
+    """
+    return _Descent(problem, rows, limit_bytes, price_s, start).run()
+
+
+class _Descent:
+    """The assignment under change, and what a change of each node's label does to cost and rows."""
+
+    def __init__(
+        self, problem: Problem, rows: Sequence[Row], limit_bytes: float, price_s: float, start: Labels
+    ):
+        self.problem, self.price_s, self.labels = problem, price_s, list(start)
+        self.over = [row.total_bytes(start) - limit_bytes for row in rows]
+        self.bytes: list[dict[int, np.ndarray]] = [{} for _ in problem.node_cost_s]
+        for index, row in enumerate(rows):
+            for node, per_label in row.bytes:
+                if np.ptp(per_label):
+                    self.bytes[node][index] = per_label
+        self.neighbours: list[list[tuple[int, np.ndarray]]] = [[] for _ in problem.node_cost_s]
+        for edge in problem.edges:
+            self.neighbours[edge.u].append((edge.v, edge.cost_s))
+            self.neighbours[edge.v].append((edge.u, edge.cost_s.T))
+
+    def run(self) -> Labels:
+        """Passes over the edges; after the first, only over those whose surroundings changed."""
+        changed = set(range(len(self.labels)))
+        for _ in range(MAX_PASSES):
+            around = changed | {other for node in sorted(changed) for other, _ in self.neighbours[node]}
+            changed = set()
+            for edge in self.problem.edges:
+                if edge.u in around or edge.v in around:
+                    changed |= self._move(edge)
+            if not changed:
+                break
+        return tuple(self.labels)
+
+    def _move(self, edge: Edge) -> set[int]:
+        """Gives an edge's nodes the best labels, all others as they are; the nodes that changed."""
+        u, v = edge.u, edge.v
+        old = self.labels[u], self.labels[v]
+        cost = edge.cost_s + self._cost(u, v)[:, None] + self._cost(v, u)
+        changes = {
+            row: (self._change(u, row), self._change(v, row)) for row in (self.bytes[u] | self.bytes[v])
+        }
+        for row, (by_u, by_v) in changes.items():
+            if self.over[row] + by_u.max() + by_v.max() > 0:
+                cost += self.price_s * np.maximum(self.over[row] + by_u[:, None] + by_v, 0.0)
+        best = divmod(int(cost.argmin()), cost.shape[1])
+        if not cost[best] < _worth_s(float(cost[old])):
+            return set()
+        self.labels[u], self.labels[v] = best
+        for row, (by_u, by_v) in changes.items():
+            self.over[row] += float(by_u[best[0] % len(by_u)] + by_v[best[1] % len(by_v)])
+        return {node for node, new, before in zip((u, v), best, old, strict=True) if new != before}
+
+    def _change(self, node: int, row: int) -> np.ndarray:
+        """Bytes that each label adds to a row; one 0 where the node is not in it."""
+        per_label = self.bytes[node].get(row)
+        return np.zeros(1) if per_label is None else per_label - per_label[self.labels[node]]
+
+    def _cost(self, node: int, without: int) -> np.ndarray:
+        """A node's cost per label towards all its neighbours but one."""
+        cost = self.problem.node_cost_s[node]
+        for other, between in self.neighbours[node]:
+            if other != without:
+                cost = cost + between[:, self.labels[other]]
+        return cost
+
+
+def _worth_s(cost_s: float) -> float:
+    """What a change must come below."""
+    return cost_s - ROUNDING * abs(cost_s) if np.isfinite(cost_s) else cost_s

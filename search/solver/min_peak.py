@@ -1,0 +1,93 @@
+"""The smallest peak: what an infeasible search tells its user, and how it knows that it is infeasible.
+
+Without costs only memory and what is forbidden remain: minimise the largest row (`search.solver.milp.solve_peak`).
+Few edges forbid anything, so the program is small; what it has found when its time is up may still be far off, and is
+improved by pair moves (`search.solver.local_search`). Rows come on demand here too: solve, ask which points overflow, add
+the worst.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from time import monotonic
+
+import numpy as np
+
+from search.solver.local_search import descend
+from search.solver.milp import Answer, free_of_cost, solve_peak
+from search.solver.pbqp import Labels, Problem, Row, merged, restricted_row
+from search.solver.separation import ROWS_PER_ROUND, NoFitError, Violated, oracle
+from search.solver.trws import Messages
+
+RELATIVE_GAP = 1e-3
+"""Of the smallest peak, which is for messages."""
+
+
+MAX_DESCENTS = 10
+"""After each program; each meets the rows that the last one brought to light."""
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """An assignment whose largest row is small, that row's value, and a lower bound on every assignment's."""
+
+    labels: Labels
+    peak_bytes: float
+    bound_bytes: float
+
+
+def minimise_peak(
+    problem: Problem,
+    *,
+    limit_bytes: float,
+    rows: Sequence[Row] = (),
+    violated: Violated | None = None,
+    time_limit_s: float = 5.0,
+) -> Peak:
+    """The assignment with the smallest largest row where that exceeds `limit_bytes`, else one that fits.
+
+    Args:
+      problem: its costs do not matter, what it forbids does.
+      limit_bytes: the limit that `violated` reports overflows of.
+      rows: rows known beforehand.
+      violated: gives the rows that an assignment overflows.
+      time_limit_s: after it, the best so far is returned, with its bound.
+
+    Raises:
+      NoFitError: the problem forbids every assignment, or none was found in time.
+    """
+    start_s, overflowed = monotonic(), oracle(rows, violated, limit_bytes)
+    free = free_of_cost(merged(problem))
+    messages = Messages(free)
+    messages.make_consistent()
+    known: dict[str, Row] = {}
+    best, bound_bytes = Peak((), np.inf, -np.inf), -np.inf
+    while best.peak_bytes > max(bound_bytes, limit_bytes) * (1 + RELATIVE_GAP):
+        left_s = start_s + time_limit_s - monotonic()
+        answer = smallest_peak(messages, tuple(known.values()), limit_bytes, left_s)
+        bound_bytes = max(bound_bytes, answer.bound)
+        if answer.labels is None:
+            break
+        labels, num_known = answer.labels, len(known)
+        for _ in range(1 + MAX_DESCENTS):
+            over = overflowed(labels)
+            peak_bytes = over[0].total_bytes(labels) if over else limit_bytes
+            best = min(best, Peak(labels, peak_bytes, -np.inf), key=lambda peak: peak.peak_bytes)
+            known |= {row.name: row for row in over[:ROWS_PER_ROUND]}
+            before, labels = labels, descend(free, tuple(known.values()), limit_bytes, 1.0, labels)
+            if labels == before:
+                break
+        if len(known) == num_known or left_s <= 0:
+            break
+    if best.peak_bytes == np.inf:
+        raise NoFitError("no assignment of strategies is allowed", is_proven=bound_bytes == np.inf)
+    return Peak(best.labels, best.peak_bytes, min(bound_bytes, best.peak_bytes))
+
+
+def smallest_peak(messages: Messages, rows: Sequence[Row], unit_bytes: float, time_limit_s: float) -> Answer:
+    """The kept assignment whose largest of the given rows is smallest; the bound is in bytes."""
+    if not messages.is_feasible:
+        return Answer(None, np.inf)
+    rest_rows = [restricted_row(row, messages.kept) for row in rows]
+    gap = RELATIVE_GAP / 2
+    answer = solve_peak(messages.rest(), rest_rows, unit_bytes, time_limit_s=time_limit_s, relative_gap=gap)
+    return Answer(None if answer.labels is None else messages.original(answer.labels), answer.bound)

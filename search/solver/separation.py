@@ -1,0 +1,43 @@
+"""Memory rows on demand: which program points does an assignment overflow?
+
+There are thousands of program points, neighbours hold nearly the same, and few ever bind. So nobody writes
+all the rows down: whoever has an assignment worth looking at asks for the rows that it overflows and reckons
+with the worst of them from then on.
+"""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from search.solver.pbqp import Labels, Row
+
+ROWS_PER_ROUND = 3
+"""Of the rows that an assignment overflows, this many of the worst are added."""
+
+Violated = Callable[[Labels], Sequence[Row]]
+"""A full assignment -> the rows that it overflows, empty where it fits."""
+
+
+class NoFitError(Exception):
+    """No assignment satisfies the rows and beats the cutoff; no one that satisfies them costs less than `bound_s`.
+
+    `is_proven` is False where time ran out before one was found.
+
+    For whoever poses the problem, who knows what its rows and labels mean, to turn into a user's error.
+    """
+
+    def __init__(self, message: str, *, is_proven: bool, bound_s: float = np.inf) -> None:
+        super().__init__(message)
+        self.is_proven = is_proven
+        self.bound_s = bound_s
+
+
+def oracle(rows: Sequence[Row], violated: Violated | None, limit_bytes: float) -> Violated:
+    """One callback for rows known beforehand and rows made on demand; the worst come first."""
+
+    def overflowed(labels: Labels) -> list[Row]:
+        known = [row for row in rows if row.total_bytes(labels) > limit_bytes]
+        over = known + list(violated(labels) if violated else ())
+        return sorted(over, key=lambda row: (-row.total_bytes(labels), row.name))
+
+    return overflowed

@@ -1,0 +1,228 @@
+"""What tracing reads off a step: its ops with calls inlined, phases, roles, state pairs, names and source lines."""
+
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from search.ir.graph import Phase, Role, Step, verify, walk
+from search.ir.trace import trace
+from tests import zoo
+
+W = jax.ShapeDtypeStruct((16, 32), jnp.float32)
+X = jax.ShapeDtypeStruct((24, 16), jnp.float32)
+
+
+def loss(w, x):
+    return jnp.mean(jnp.tanh(x @ w) ** 2)
+
+
+def sgd(w, x):
+    value, grad = jax.value_and_grad(loss)(w, x)
+    return w - 0.1 * grad, value
+
+
+def roles(step: Step) -> dict[str, str]:
+    return {a.name: a.role.value for a in step.arguments}
+
+
+def phases_of(step: Step, primitive: str) -> list[Phase]:
+    return [op.phase for op in step.graph.ops if op.name == primitive]
+
+
+def primitives(step: Step) -> Counter[str]:
+    return Counter(op.name for _, graph in walk(step.graph) for op in graph.ops)
+
+
+def test_products_are_forward_and_backward_and_the_rest_is_update():
+    step = trace(sgd, W, X)
+    assert phases_of(step, "dot_general") == [Phase.FORWARD, Phase.BACKWARD]
+    assert phases_of(step, "sub")[-1] is Phase.UPDATE
+    assert phases_of(step, "tanh") == [Phase.FORWARD]
+
+
+def test_a_step_without_a_gradient_is_all_forward():
+    step = trace(lambda w, x: loss(w, x), W, X)
+    assert {op.phase for op in step.graph.ops} == {Phase.FORWARD}
+    assert roles(step) == {"w": "batch", "x": "batch"}
+    assert step.replaces == (None,)
+
+
+def test_gradients_are_not_new_parameters():
+    assert trace(lambda w, x: jax.grad(loss)(w, x), W, X).replaces == (None,)
+
+
+def test_running_statistics_are_state_beside_what_the_update_makes():
+    def step(params, statistics, batch):
+        grads = jax.grad(lambda p: loss(p["w"], batch))(params)
+        new = jax.tree.map(lambda s: 0.9 * s + 0.1 * batch.mean(), statistics)
+        return jax.tree.map(lambda p, g: p - g, params, grads), new, {"loss": loss(params["w"], batch)}
+
+    traced = trace(step, {"w": W}, {"mean": jax.ShapeDtypeStruct((), "float32")}, X)
+    assert traced.replaces == (0, 1, None)
+
+
+def test_ops_on_arguments_alone_that_feed_the_loss_are_forward():
+    def step(w, x):
+        scaled = x * 2 + jnp.arange(16)
+        grad = jax.grad(lambda w: loss(w, scaled))(w)
+        return w - grad, jnp.sum(x)
+
+    traced = trace(step, W, X)
+    assert phases_of(traced, "iota") == [Phase.FORWARD]
+    assert phases_of(traced, "reduce_sum")[-1] is Phase.UPDATE
+
+
+def test_roles_of_three_arguments():
+    optimizer = optax.adam(1e-3)
+
+    def step(params, opt_state, batch):
+        value, grads = jax.value_and_grad(loss)(params["w"], batch)
+        updates, opt_state = optimizer.update({"w": grads}, opt_state)
+        return optax.apply_updates(params, updates), opt_state, value
+
+    params = {"w": W}
+    traced = trace(step, params, jax.eval_shape(optimizer.init, params), X)
+    assert roles(traced) == {
+        "params['w']": "parameter",
+        "opt_state[0].count": "state",
+        "opt_state[0].mu['w']": "optimizer_state",
+        "opt_state[0].nu['w']": "optimizer_state",
+        "batch": "batch",
+    }
+    assert traced.replaces == (0, 1, 2, 3, None)
+
+
+@pytest.mark.parametrize(
+    "model", ["gpt_linen", "gpt_nnx", "gpt_nnx_optimizer", "gpt_scan", "resnet", "t5", "dlrm"]
+)
+def test_every_leaf_of_a_models_state_is_paired(model):
+    case = zoo.MAKERS[model]()
+    state, *_ = case.abstract_args()
+    traced = trace(case.step, *case.abstract_args())
+    verify(traced.graph)
+    num_leaves = len(jax.tree.leaves(state))
+    assert traced.replaces[:num_leaves] == tuple(range(num_leaves))
+    assert set(traced.replaces[num_leaves:]) == {None}
+    assert all(a.role is not Role.BATCH for a in traced.arguments[:num_leaves])
+
+
+def test_roles_in_a_train_state_with_statistics():
+    case = zoo.make_resnet()
+    found = roles(trace(case.step, *case.abstract_args()))
+    assert found["state.step"] == "state"
+    assert found["state.params['stem']['kernel']"] == "parameter"
+    assert found["state.opt_state[0].trace['stem']['kernel']"] == "optimizer_state"
+    assert found["state.batch_stats['stage0_block0']['BatchNorm_0']['mean']"] == "state"
+    assert found["batch['image']"] == "batch"
+
+
+def test_keys_are_told_apart():
+    def step(w, x, key):
+        return sgd(w, x + jax.random.normal(key, x.shape))
+
+    assert roles(trace(step, W, X, jax.random.key(0)))["key"] == "key"
+
+
+def test_keyword_arguments_keep_their_names():
+    def step(w, *, x, scale):
+        return sgd(w, x * scale)
+
+    traced = trace(step, W, x=X, scale=np.float32(2))
+    assert [a.name for a in traced.arguments] == ["w", "scale", "x"]
+    assert traced.replaces == (0, None)
+
+
+def test_names_of_results_are_pytree_paths():
+    traced = trace(lambda w, x: {"new": [sgd(w, x)[0]], "loss": loss(w, x)}, W, X)
+    assert traced.results == ("result['loss']", "result['new'][0]")
+
+
+def test_source_lines_are_the_users():
+    step = trace(sgd, W, X)
+    line = loss.__code__.co_firstlineno + 1
+    assert f"/{step.graph.ops[0].source}".endswith(f"/test_trace.py:{line}")
+
+
+def test_calls_are_inlined():
+    @jax.custom_vjp
+    def clipped(x):
+        return x * 2
+
+    clipped.defvjp(lambda x: (x * 2, None), lambda _, g: (g.clip(-1, 1),))
+
+    def step(w, x):
+        inner = jax.jit(lambda w: jax.nn.relu(clipped(x @ w)).sum())
+        return w - jax.grad(inner)(w)
+
+    traced = trace(step, W, X)
+    assert not {"jit", "pjit", "custom_jvp_call", "custom_vjp_call", "closed_call"} & set(primitives(traced))
+    assert phases_of(traced, "dot_general") == [Phase.FORWARD, Phase.BACKWARD]
+
+
+@pytest.mark.parametrize("prevent_cse", [True, False])
+def test_a_checkpoint_is_recomputed_in_the_backward_phase_behind_a_barrier(prevent_cse):
+    def step(w, x):
+        layer = jax.checkpoint(lambda w: jnp.sin(jnp.tanh(x @ w)), prevent_cse=prevent_cse)
+        value, grad = jax.value_and_grad(lambda w: layer(w).sum())(w)
+        return w - grad, value
+
+    traced = trace(step, W, X)
+    assert phases_of(traced, "tanh") == [Phase.FORWARD, Phase.BACKWARD]
+    assert phases_of(traced, "optimization_barrier") == [Phase.BACKWARD] * prevent_cse
+    assert "remat2" not in primitives(traced)
+    again = [op for op in traced.graph.ops if op.name == "tanh"][1]
+    assert "rematted_computation" in again.scope
+
+
+def test_loops_keep_their_bodies():
+    def step(w, x):
+        def layer(x, _):
+            y = jax.lax.cond(x.sum() > 0, jnp.sin, jnp.cos, x)
+            return jax.lax.while_loop(lambda y: y.sum() > 9.0, lambda y: y / 2, y), None
+
+        return jax.lax.scan(layer, x @ w, None, length=3)[0]
+
+    graph = trace(step, W, X).graph
+    (scan,) = (op for op in graph.ops if op.name == "scan")
+    assert scan.loop_counts == (0, 1)
+    (body,) = scan.bodies["jaxpr"]
+    (cond,) = (op for op in body.ops if op.name == "cond")
+    (loop,) = (op for op in body.ops if op.name == "while")
+    assert [b.ops[-1].name for b in cond.bodies["branches"]] == ["cos", "sin"]
+    assert set(loop.bodies) == {"cond_jaxpr", "body_jaxpr"}
+
+
+def test_a_scan_over_layers_is_two_loops_one_backward():
+    case = zoo.make_gpt_scan()
+    traced = trace(case.step, *case.abstract_args())
+    assert phases_of(traced, "scan") == [Phase.FORWARD, Phase.BACKWARD]
+
+
+def test_closed_over_arrays_are_constants():
+    table = np.arange(32, dtype=np.float32)
+    traced = trace(lambda w, x: sgd(w + table, x), W, X)
+    assert [content.shape for _, content in traced.graph.constants] == [(32,)]
+
+
+def test_dead_code_is_dropped_and_effects_stay():
+    def step(w, x):
+        jnp.linalg.inv(x.T @ x)
+        jax.debug.print("{}", x.sum())
+        return sgd(w, x)
+
+    names = primitives(trace(step, W, X))
+    assert "lu" not in names
+    assert names["debug_print"] + names["debug_callback"] == 1
+
+
+def test_size_zero_and_missing_leaves():
+    def step(state, x):
+        return {**state, "w": state["w"] - jax.grad(loss)(state["w"], x)}
+
+    traced = trace(step, {"w": W, "none": None, "empty": jnp.zeros((0, 4))}, X)
+    assert [a.name for a in traced.arguments] == ["state['empty']", "state['w']", "x"]
+    assert traced.replaces == (0, 1)

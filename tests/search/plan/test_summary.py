@@ -1,0 +1,202 @@
+"""What `print(plan)` says: every argument once, no more than the plan does, totals that add up."""
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from cost_model.errors import PlanError
+from cost_model.hardware import parse_cluster
+from search.plan.plan import Collective, Decisions, Estimates, Plan
+from search.plan.summary import summary
+
+SPLIT, WHOLE = "P(None, 'model')", "P()"
+
+COLLECTIVES = (
+    Collective("all-gather", ("model",), 24, 384 << 20, 1e-3),
+    Collective("all-reduce", ("data", "model"), 63, 9 << 20, 2e-3),
+    Collective("all-reduce", ("data",), 1, 4, 1e-3),
+)
+
+
+def make_plan(
+    arguments, mesh=(("data", 2), ("model", 8)), ops=(), collectives=COLLECTIVES, cluster="16xH100-80GB"
+):
+    compute_s = 6e-3
+    estimates = Estimates(
+        step_s=compute_s + sum(c.seconds for c in collectives),
+        compute_s=compute_s,
+        hidden_s=0.0,
+        peak_bytes=10 << 30,
+        host_bytes=0,
+        residents={"parameters": 3 << 30, "optimizer_state": 6 << 30, "temporaries": 1 << 30},
+        peak_at="backward add_any (/home/someone/lib/site-packages/optax/losses/classification.py:400)",
+        collectives=collectives,
+    )
+    return Plan(
+        step="train_step",
+        fingerprint="0123456789abcdef",
+        jax="0.12.0",
+        cluster=parse_cluster(cluster).to_json(),
+        options={},
+        memory_bytes=20 << 30,
+        decisions=Decisions(dict(mesh), dict(arguments), dict(ops), {}),
+        estimates=estimates,
+        gap=0.005,
+    )
+
+
+def tree(prefix, layers, kernel=SPLIT, bias=WHOLE):
+    for i in range(layers):
+        for name in ("query", "key", "value"):
+            yield f"{prefix}['block_{i}']['attn']['{name}']['kernel']", kernel
+            yield f"{prefix}['block_{i}']['attn']['{name}']['bias']", bias
+    yield f"{prefix}['embed']['embedding']", "P('model')"
+
+
+def gpt(layers=4, **mu):
+    return [
+        *tree("state.params", layers),
+        *tree("state.opt_state[0].mu", layers, **mu),
+        *tree("state.opt_state[0].nu", layers, **mu),
+        ("state.step", WHOLE),
+        ("batch['tokens']", "P('data')"),
+    ]
+
+
+def argument_counts(text):
+    """The counts of the argument lines."""
+    section = text[text.index("arguments (") : text.index("collectives per step")]
+    lines = re.findall(r"P\(.*\)  +(\d+)x  ", section)
+    return [int(n) for n in lines], [int(n) for n in re.findall(r"and (\d+) more array", section)]
+
+
+def test_repeated_layers_and_names_fold_into_one_line():
+    assert re.search(
+        r"P\(None, 'model'\) +12x  \['block_\*'\]\['attn'\]\['query'\|'key'\|'value'\]\['kernel'\]",
+        summary(make_plan(gpt())),
+    )
+
+
+def test_optimizer_state_that_follows_its_parameters_is_named_once():
+    text = summary(make_plan(gpt()))
+    assert "state.params (25); 50 lie alike in state.opt_state[0].mu, state.opt_state[0].nu" in text
+    assert text.count("['kernel']") == 1
+
+
+def test_optimizer_state_that_lies_otherwise_is_listed():
+    text = summary(make_plan(gpt(bias="P('data')")))
+    assert "state.params (25); 26 lie alike in state.opt_state[0].mu, state.opt_state[0].nu" in text
+    assert "state.opt_state[0].mu, state.opt_state[0].nu (24, unlike their parameters)" in text
+    assert re.search(r"P\('data'\) +24x  \['block_\*'\]\['attn'\]\['query'\|'key'\|'value'\]\['bias'\]", text)
+
+
+def test_layers_that_lie_otherwise_are_told_apart():
+    arguments = dict(tree("params", 8))
+    for i in (0, 1, 2, 5):
+        arguments[f"params['block_{i}']['attn']['key']['kernel']"] = "P('data')"
+    text = summary(make_plan(arguments))
+    assert re.search(r"P\('data'\) +4x  params\['block_0-2,5'\]\['attn'\]\['key'\]\['kernel'\]", text)
+    assert re.search(
+        r"P\(None, 'model'\) +4x  params\['block_3-4,6-7'\]\['attn'\]\['key'\]\['kernel'\]", text
+    )
+
+
+def test_a_line_is_a_full_product():
+    arguments = {"p['a'][0]": SPLIT, "p['b'][1]": SPLIT, "p['a'][1]": "P('data')", "p['b'][0]": "P('data')"}
+    text = summary(make_plan(arguments))
+    assert argument_counts(text)[0] == [1, 1, 1, 1]
+    assert "*" not in text[text.index("arguments") : text.index("collectives")]
+
+
+@pytest.mark.parametrize("layers", [1, 2, 40])
+def test_every_argument_is_counted_once(layers):
+    arguments = dict(gpt(layers))
+    model, alike = len(dict(tree("", layers))), 2 * len(dict(tree("", layers)))
+    counts, more = argument_counts(summary(make_plan(arguments)))
+    assert sum(counts) + sum(more) == len(arguments) - alike == model + 2
+
+
+def test_a_thousand_unlike_arguments_stay_short():
+    arguments = {f"params['{'x' * (i + 1)}'][{i}].w": SPLIT if i % 2 else "P('data')" for i in range(1000)}
+    arguments |= {f"params['deep']{'[0]' * i}": SPLIT for i in range(1, 30)}
+    text = summary(make_plan(arguments))
+    counts, more = argument_counts(text)
+    assert len(text.splitlines()) < 50
+    assert sum(counts) + sum(more) == len(arguments)
+    assert max(map(len, text.splitlines())) < 160
+
+
+def test_the_mesh_says_what_lies_inside_a_node():
+    text = summary(make_plan(gpt()))
+    assert "mesh     data=2 x model=8: data across nodes (50 GB/s), model inside a node (450 GB/s)" in text
+    assert "cluster  16xH100-80GB: 2 nodes of 8 H100-80GB" in text
+
+
+def test_times_and_bytes_add_up():
+    text = summary(make_plan(gpt()))
+    assert re.search(r"total +88x +393 MiB +4 ms", text)
+    assert "predicted step time: 10 ms" in text
+    assert [int(n) for n in re.findall(r"(?:computation|all-gather|all-reduce) +\d+ ms +(\d+)%", text)] == [
+        60,
+        10,
+        30,
+    ]
+    assert "predicted peak memory: 10 GiB of 20 GiB per device (50%)" in text
+    shares = text[text.index("predicted peak") : text.index("certified")]
+    assert sum(int(n) for n in re.findall(r"GiB +(\d+)%", shares)) == 100
+
+
+def test_hidden_communication_is_shown():
+    plan = make_plan(gpt())
+    plan = replace(plan, estimates=replace(plan.estimates, step_s=8e-3, hidden_s=2e-3))
+    assert re.search(r"hidden behind computation +-2 ms", summary(plan))
+
+
+def test_heavy_ops_are_grouped_by_decision():
+    ops = {
+        "forward attn/dot_general": "A",
+        "forward attn/dot_general #2": "A",
+        "backward gather": "B",
+        "forward add": "C",
+    }
+    text = summary(make_plan(gpt(), ops=ops))
+    assert "heavy ops (3 kinds)\n  dot_general  2x  A\n  gather       1x  B\n" in text
+
+
+def test_the_peak_is_located_without_the_machines_folders():
+    text = summary(make_plan(gpt()))
+    assert "at backward add_any (losses/classification.py:400)" in text
+    assert "/home" not in text
+
+
+def test_the_gap_and_the_search_time_are_told():
+    plan = make_plan(gpt())
+    assert "within 0.5% of the fastest plan of its search space" in summary(plan)
+    assert "it is the fastest plan of its search space" in summary(replace(plan, gap=1e-14))
+    assert "search time" not in summary(plan)
+    assert "search time: 3 s (graph 1 s, solve 2 s)" in summary(
+        replace(plan, search_s={"graph": 1.0, "solve": 2.0})
+    )
+
+
+def test_plain_text_the_same_each_time():
+    plan = make_plan(gpt())
+    assert summary(plan) == str(plan)
+    assert str(plan).isascii()
+    assert all(line.isprintable() and line == line.rstrip() for line in str(plan).splitlines())
+
+
+def test_one_argument_and_no_collective():
+    text = summary(make_plan({"w": WHOLE}, mesh=(("data", 1),), collectives=(), cluster="1xH100-80GB"))
+    assert "arguments (1 array)\n  P()  1x  w\n" in text
+    assert "collectives per step: none" in text
+    assert "mesh     data=1\n" in text
+
+
+def test_a_plan_whose_cluster_makes_no_sense_is_refused():
+    plan = make_plan(gpt())
+    with pytest.raises(PlanError, match="plan: cluster"):
+        summary(replace(plan, cluster={**plan.cluster, "num_devices": -1}))
+    with pytest.raises(PlanError, match="at most 8 devices"):
+        summary(replace(plan, cluster=parse_cluster("8xH100-80GB").to_json()))

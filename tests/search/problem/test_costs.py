@@ -1,0 +1,233 @@
+"""What computation costs: bytes counted by hand on small steps, products against their sizes."""
+
+from math import prod
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from cost_model.collectives import MeshModel
+from cost_model.hardware import parse_cluster
+from search.ir.graph import Value
+from search.ir.trace import trace
+from search.mesh_problem import Ground
+from search.plan.estimates import estimate
+from search.problem.costs import price
+from search.problem.fusion import moved_alone
+from search.problem.reshard import Handling, Resharder
+
+ROWS, COLUMNS = 512, 256
+LARGE = jnp.zeros((ROWS, COLUMNS))
+ROW = jnp.zeros(COLUMNS)
+
+
+def priced(step, *args, cluster="1xH100-80GB", mesh=(1,)):
+    sketch = Ground.of(trace(step, *args), (), parse_cluster(cluster).device).sketch
+    return price(sketch, Resharder(MeshModel(parse_cluster(cluster), mesh)))
+
+
+def num_bytes(folded, place):
+    kind, index, is_result = place
+    op = folded.op(kind)
+    return folded.program.values[(op.results if is_result else op.operands)[index]].num_bytes
+
+
+def fused_traffic(step, *args):
+    """(Kernels of light ops, what they move) in arrays like `LARGE`; what is smaller than a twentieth is left out."""
+    sketch = priced(step, *args).sketch
+    kernels = [kernel for found in sketch.kernels_of for kernel in found]
+    moved = [k.count * times * num_bytes(sketch.folded, p) for k in kernels for p, times in k.moved]
+    return sum(k.count for k in kernels), round(sum(moved) / LARGE.nbytes, 1)
+
+
+def traffic_alone(step, name, *args):
+    """Bytes that the op of this name moves, which is a kernel of its own."""
+    folded = priced(step, *args).sketch.folded
+    (kind,) = [k for k in range(len(folded.members)) if folded.op(k).name == name]
+    return sum(times * num_bytes(folded, place) for place, times in moved_alone(folded, kind))
+
+
+def test_chains_of_an_empty_array_come_to_an_end():
+    resharder = Resharder(MeshModel(parse_cluster("8xH100-80GB"), (2, 4)))
+    value = Value((0, 8), jnp.dtype("float32"))
+    joined = Handling(combined_bytes=2**20)
+    reached = np.argwhere(np.isfinite(resharder.seconds(value, joined)))
+    specs = resharder.specs(2)
+    for source, target in reached:
+        chain = resharder.chain(value, specs[source], specs[target], joined)
+        assert source == target or chain[-1].after == specs[target]
+        assert len({step.after for step in chain}) == len(chain)
+
+
+def test_a_chain_moves_its_input_and_its_output():
+    assert fused_traffic(lambda x: jnp.exp(jnp.sin(x) * 2.0) + 1.0, LARGE) == (1, 2.0)
+
+
+def test_an_input_read_twice_is_moved_once():
+    assert fused_traffic(lambda x: jnp.sin(x) * jnp.cos(x) + x, LARGE) == (1, 2.0)
+
+
+def test_two_inputs_are_two():
+    assert fused_traffic(lambda x, y: jnp.sin(x) * jnp.cos(y), LARGE, LARGE) == (1, 3.0)
+
+
+def test_a_broadcast_row_is_read_as_a_row():
+    assert fused_traffic(lambda x, b: x + b, LARGE, ROW) == (1, 2.0)
+
+
+def test_a_transposed_input_is_read_as_it_is():
+    assert fused_traffic(lambda x: jnp.sin(x.T) + 1.0, LARGE) == (1, 2.0)
+
+
+def test_a_reduction_at_the_end_writes_little():
+    assert fused_traffic(lambda x: jnp.sum(jnp.exp(x), axis=1), LARGE) == (1, 1.0)
+
+
+def test_a_normalisation_reads_and_writes_once():
+    def step(x):
+        y = jnp.exp(x)
+        return y / jnp.sum(y, axis=1, keepdims=True)
+
+    assert fused_traffic(step, LARGE) == (1, 2.0)
+
+
+def test_what_two_kernels_need_of_one_input_is_computed_twice():
+    """Before and after a product: x is read by both kernels, its sine is stored for the product only."""
+
+    def step(x, w):
+        y = jnp.sin(x)
+        return (y @ w) * jnp.cos(x)
+
+    weight = jnp.zeros((COLUMNS, COLUMNS))
+    assert fused_traffic(step, LARGE, weight) == (2, 2.0 + 3.0)  # x, sin x; x, the product, the result
+
+
+def test_a_sum_that_is_needed_later_is_stored():
+    """z = x + y enters a product and is added to its result: written once, read once."""
+
+    def step(x, y, w):
+        z = x + y
+        return z @ w + z
+
+    weight = jnp.zeros((COLUMNS, COLUMNS))
+    assert fused_traffic(step, LARGE, LARGE, weight) == (2, 3.0 + 3.0)  # x, y, z; z, the product, the result
+
+
+def test_a_look_up_costs_what_it_picks():
+    """Of a table of a million rows, four thousand rows are read and written, and their numbers read."""
+    table = jax.ShapeDtypeStruct((1 << 20, 16), jnp.float32)
+    rows = jax.ShapeDtypeStruct((4096,), jnp.int32)
+    moved = traffic_alone(lambda t, i: t.at[i].get(mode="clip"), "gather", table, rows)
+    assert moved == 4096 * (2 * 16 * 4 + 4)
+
+
+def test_the_gradient_of_a_look_up_touches_its_rows():
+    table = jax.ShapeDtypeStruct((1 << 20, 16), jnp.float32)
+    rows = jax.ShapeDtypeStruct((4096,), jnp.int32)
+    new = jax.ShapeDtypeStruct((4096, 16), jnp.float32)
+    moved = traffic_alone(lambda t, i, u: t.at[i].add(u, mode="clip"), "scatter-add", table, rows, new)
+    assert moved == 4096 * (3 * 16 * 4 + 4)
+
+
+def test_slices_cost_their_size():
+    stack = jax.ShapeDtypeStruct((100, ROWS, COLUMNS), jnp.float32)
+    start = jax.ShapeDtypeStruct((), jnp.int32)
+    sliced = traffic_alone(lambda s, i: lax.dynamic_index_in_dim(s, i), "dynamic_slice", stack, start)
+    assert sliced == 2 * LARGE.nbytes
+    update = jax.ShapeDtypeStruct((1, ROWS, COLUMNS), jnp.float32)
+    updated = traffic_alone(
+        lambda s, u, i: lax.dynamic_update_index_in_dim(s, u, i, 0),
+        "dynamic_update_slice",
+        stack,
+        update,
+        start,
+    )
+    assert updated == 2 * LARGE.nbytes
+
+
+def product_of(step, *args, mesh=(1,)):
+    """Batch, rows, columns and depth of the step's one product, for every label."""
+    found = priced(step, *args, cluster=f"{prod(mesh)}xH100-80GB", mesh=mesh)
+    folded = found.sketch.folded
+    (kind,) = [k for k in range(len(folded.members)) if folded.is_heavy[k]]
+    product = found._product(kind)
+    sizes = [
+        np.broadcast_to(s, len(found.choices[found.sketch.node_of[kind]])) for s in (product.batch, product.m)
+    ]
+    sizes += [np.broadcast_to(s, sizes[0].shape) for s in (product.n, product.k)]
+    return {tuple(row) for row in np.stack(sizes, axis=1).tolist()}
+
+
+def array(*shape, dtype=jnp.bfloat16):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def test_the_sizes_of_products():
+    assert product_of(lambda x, w: x @ w, array(8, 32, 64), array(64, 128)) == {(1, 256, 128, 64)}
+    assert product_of(
+        lambda q, k: jnp.einsum("bqhd,bkhd->bhqk", q, k), array(2, 16, 4, 8), array(2, 32, 4, 8)
+    ) in (
+        {(8, 16, 32, 8)},
+        {(8, 32, 16, 8)},
+    )
+
+
+def test_convolutions_are_products():
+    """Images 2 x 10 x 12 with 3 channels, 16 kernels of 5 x 5: rows are places, the sum runs over taps and channels."""
+    image, kernels = array(2, 10, 12, 3), array(5, 5, 3, 16)
+    numbers = ("NHWC", "HWIO", "NHWC")
+    sizes = product_of(
+        lambda x, w: lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=numbers), image, kernels
+    )
+    assert sizes == {(1, 2 * 10 * 12, 16, 3 * 5 * 5)}
+
+
+def test_strategies_compute_parts_of_a_product():
+    sizes = product_of(lambda x, w: x @ w, array(256, 64), array(64, 128), mesh=(8,))
+    assert sizes == {(1, 256, 128, 64), (1, 32, 128, 64), (1, 256, 16, 64), (1, 256, 128, 8)}
+
+
+@pytest.mark.parametrize(
+    ("precision", "tflops"), [(None, 494.5), (lax.Precision.DEFAULT, 494.5), (lax.Precision.HIGHEST, 67.0)]
+)
+def test_all_digits_of_float32_need_ordinary_cores(precision, tflops):
+    found = priced(
+        lambda x, w: jnp.dot(x, w, precision=precision),
+        array(256, 64, dtype=jnp.float32),
+        array(64, 128, dtype=jnp.float32),
+    )
+    folded = found.sketch.folded
+    (kind,) = [k for k in range(len(folded.members)) if folded.is_heavy[k]]
+    assert found._product_flops_per_s(folded.op(kind)) == tflops * 1e12
+
+
+def deep_mlp(num_layers):
+    """A loss, its gradients and an update, over layers with biases."""
+
+    def step(params, x):
+        def loss(params):
+            y = x
+            for w, b in params:
+                y = jnp.tanh(y @ w + b)
+            return jnp.mean(y * y)
+
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params))
+
+    params = [(array(256, 256, dtype=jnp.float32), array(256, dtype=jnp.float32)) for _ in range(num_layers)]
+    return step, params, array(1 << 16, 256, dtype=jnp.float32)
+
+
+def test_estimates_add_up_to_what_was_minimised_and_combined_gradients_share_their_latency():
+    cluster = parse_cluster("8xH100-80GB")
+    grounded = Ground.of(trace(*deep_mlp(20)), (), cluster.device).on(cluster, (8,))
+    kept = grounded.pinned({})
+    solution = grounded.solve(kept, 1 << 40, 10.0)
+    device = grounded.simulated(solution.labels, 1 << 40)
+    estimates = estimate(grounded.memory.priced, solution.labels, device)
+    assert estimates.step_s + estimates.hidden_s == pytest.approx(solution.cost_s, rel=1e-3)
+    (reduced,) = [c for c in estimates.collectives if c.kind == "all-reduce"]
+    alone_s = grounded.memory.priced.resharder.mesh.time_s("all-reduce", (0,), 0.0)
+    assert reduced.count >= 40
+    assert reduced.seconds < 0.2 * reduced.count * alone_s
