@@ -2,8 +2,8 @@
 
 A compiler's time grows with the program, and a program of 32 layers tells little that one of 5 does not. So `verify`
 compiles the shortened step of `autoshard.verification.shorten`, and that with one block less, and adds to the first what
-the missing blocks would: bytes and counts of collectives, arguments, results and host copies follow exactly. The peak follows as
-far as the scheduler does the same in every block: it is an estimate, and said to be one.
+the missing blocks would: bytes and counts of collectives, arguments, results and host copies follow exactly.
+The peak follows as far as the scheduler does the same in every block: it is an estimate, and said to be one.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
