@@ -76,7 +76,7 @@ def search(
     options = planning.options(traced, hardware, memory, mesh, pin, time_limit_s)
     if not verify:
         return planning.find(traced, hardware, options, progress).plan
-    asked = judge.Judge(hardware, Compiler(judge.target_config_text(target_config)), progress)
+    asked = judge.CompilerVerifier(hardware, Compiler(judge.target_config_text(target_config)), progress)
     return judge.fitting(
         lambda limit, said: planning.find(traced, hardware, replace(options, memory_bytes=limit), said),
         lambda found, full: asked.verified(traced, found, full),
@@ -106,7 +106,7 @@ def emit(
     """
     traced = _traced(step, abstract_args, {})
     found = planning.applied(traced, plan, "the plan")
-    return jit.build(traced, found.layout, jax.devices() if devices is None else devices)
+    return jit.build(traced, found.sharding, jax.devices() if devices is None else devices)
 
 
 def verify(
@@ -146,7 +146,9 @@ def verify(
     """
     given, place = _given(plan)
     cluster = planning.cluster(given, place)
-    asked = judge.Judge(cluster, Compiler(judge.target_config_text(target_config), timeout_s), progress)
+    asked = judge.CompilerVerifier(
+        cluster, Compiler(judge.target_config_text(target_config), timeout_s), progress
+    )
     progress("tracing the step")
     traced = _traced(step, abstract_args, {})
     return asked.verified(traced, planning.applied(traced, given, place), full)
@@ -332,7 +334,7 @@ class Parallelized:
                 traced, hardware, request.memory, request.mesh, request.pin, request.time_limit_s
             )
             found = planning.find(traced, hardware, options)
-        self._program = jit.build(traced, found.layout, devices, _retraced)
+        self._program = jit.build(traced, found.sharding, devices, _retraced)
         self._plan, self._signature = found.plan, _signature(args, kwargs)
 
 

@@ -52,7 +52,7 @@ def options(
 
 def find(
     step: Step, cluster: Cluster, options: Options, progress: Callable[[str], None] = lambda line: None
-) -> driver.Found:
+) -> driver.SearchResult:
     """The fastest plan that fits."""
     try:
         return driver.find(step, cluster, options, progress)
@@ -72,7 +72,7 @@ def cluster(plan: Plan, place: str) -> Cluster:
         raise PlanError(str(e)) from e
 
 
-def applied(step: Step, plan: Plan, place: str) -> driver.Found:
+def applied(step: Step, plan: Plan, place: str) -> driver.SearchResult:
     """A given plan on its step. Where JAX has changed in between, the fingerprint decides if it still suits."""
     versions = f"JAX {plan.jax}, and this is JAX {jax.__version__}" if plan.jax != jax.__version__ else ""
     try:

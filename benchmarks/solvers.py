@@ -19,7 +19,7 @@ from time import perf_counter
 import numpy as np
 from ortools.math_opt.python import mathopt
 
-from search.solver.branch_and_bound import Edge, Labels, NoFitError, Problem, Row, solve
+from search.solver.branch_and_bound import Edge, Labels, MemoryConstraint, NoFitError, Problem, solve
 from search.solver.milp import solve_milp
 from search.solver.pbqp import merged
 
@@ -126,14 +126,14 @@ class Builder:
 
     def value(self, made: Tensor, *, is_residual: bool = False, layers: int = 1) -> Tensor:
         """A node for a value with several readers; a residual's labels choose keep, remat or offload too."""
-        specs, ways = self.specs(made.dims), 3 if is_residual else 1
+        specs, copy_sources = self.specs(made.dims), 3 if is_residual else 1
         shards = np.array([self.mesh.shards(spec) for spec in specs], float)
         remat_s = 20 * made.num_bytes / HBM_BYTES_PER_S / shards
         offload_s = made.num_bytes / HOST_BYTES_PER_S / shards * 0.3
-        cost = np.concatenate([0 * shards, remat_s, offload_s][:ways])
-        kept = np.concatenate([made.num_bytes * layers / shards, 0 * shards, 0 * shards][:ways])
+        cost = np.concatenate([0 * shards, remat_s, offload_s][:copy_sources])
+        kept = np.concatenate([made.num_bytes * layers / shards, 0 * shards, 0 * shards][:copy_sources])
         node = self.node(cost)
-        value = Tensor(made.dims, made.num_bytes, node, specs * ways)
+        value = Tensor(made.dims, made.num_bytes, node, specs * copy_sources)
         self.join(made, node, value.specs)
         self.live[node] = kept
         return value
@@ -151,8 +151,8 @@ class Builder:
         for value in values:
             self.live.pop(value.node, None)
 
-    def problem(self) -> tuple[Problem, tuple[Row, ...]]:
-        rows = (Row(name, tuple(sorted(live.items())), 0.0) for name, live in self.points)
+    def problem(self) -> tuple[Problem, tuple[MemoryConstraint, ...]]:
+        rows = (MemoryConstraint(name, tuple(sorted(live.items())), 0.0) for name, live in self.points)
         return Problem(tuple(self.costs), tuple(self.edges)), tuple(rows)
 
 
@@ -184,7 +184,7 @@ def update(b: Builder, name: str, weight: Tensor, state: Tensor, gradient: Tenso
 
 def transformer(
     mesh: Mesh, layers: int, sizes: dict[str, int], num_blocks: int = 1
-) -> tuple[Problem, tuple[Row, ...]]:
+) -> tuple[Problem, tuple[MemoryConstraint, ...]]:
     """A training step: `num_blocks` kinds of block, each repeated `layers / num_blocks` times.
 
     Dims: b batch, s sequence, t the keys' sequence, e embedding, h heads, d head size, f hidden,
@@ -289,7 +289,9 @@ BACKENDS = (mathopt.SolverType.HIGHS, mathopt.SolverType.GSCIP, mathopt.SolverTy
 TIME_LIMIT_S = 20.0
 
 
-def overflowing(rows: tuple[Row, ...], limit_bytes: float, labels: Labels) -> tuple[Row, ...]:
+def overflowing(
+    rows: tuple[MemoryConstraint, ...], limit_bytes: float, labels: Labels
+) -> tuple[MemoryConstraint, ...]:
     """The lazy oracle."""
     return tuple(row for row in rows if row.total_bytes(labels) > limit_bytes)
 
@@ -306,10 +308,10 @@ def problems(mesh_names: list[str]):
                 yield f"{mesh_name} {length} {fraction or 'free'}", problem, rows, limit_bytes
 
 
-def ours(problem: Problem, rows: tuple[Row, ...], limit_bytes: float) -> str:
+def ours(problem: Problem, rows: tuple[MemoryConstraint, ...], limit_bytes: float) -> str:
     start_s = perf_counter()
 
-    def violated(labels: Labels) -> tuple[Row, ...]:
+    def violated(labels: Labels) -> tuple[MemoryConstraint, ...]:
         return overflowing(rows, limit_bytes, labels)
 
     try:
@@ -319,7 +321,9 @@ def ours(problem: Problem, rows: tuple[Row, ...], limit_bytes: float) -> str:
     return f"{perf_counter() - start_s:6.2f} s  {found.cost_s:.6g} gap {found.gap:.0e}  {found.stats}"
 
 
-def plain(problem: Problem, rows: tuple[Row, ...], limit_bytes: float, backend: mathopt.SolverType) -> str:
+def plain(
+    problem: Problem, rows: tuple[MemoryConstraint, ...], limit_bytes: float, backend: mathopt.SolverType
+) -> str:
     """One integer program with every row."""
     start_s = perf_counter()
     answer = solve_milp(
@@ -342,5 +346,5 @@ def main(mesh_names: list[str], with_backends: bool) -> None:
 
 
 if __name__ == "__main__":
-    words = sys.argv[1:]
-    main([word for word in words if word in MESHES] or list(MESHES), "backends" in words)
+    codec = sys.argv[1:]
+    main([word for word in codec if word in MESHES] or list(MESHES), "backends" in codec)

@@ -27,7 +27,7 @@ from typing import Any
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import autoshard
-from autoshard.verification.judge import Judge
+from autoshard.verification.judge import CompilerVerifier
 from autoshard.verification.result import FLOOR_BYTES, TRAFFIC_SHARE, Moved, Verification
 from cost_model.units import format_seconds
 from cost_model.xla.process import Compiler
@@ -98,7 +98,7 @@ def main() -> None:
 def verified(name: str) -> Verification:
     """One case, planned and compiled."""
     step, cluster, found = planned(JOBS[name])
-    return Judge(cluster, Compiler(flags=HURRY), progress=lambda line: None).verified(step, found)
+    return CompilerVerifier(cluster, Compiler(flags=HURRY), progress=lambda line: None).verified(step, found)
 
 
 def _result(name: str, answer: "Future[Verification]") -> Result:

@@ -91,7 +91,7 @@ Line = tuple[float, float]
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class DeviceGroup:
     """How the groups of a collective lie on the nodes; the worst group stands for all.
 
     Attributes:
@@ -155,7 +155,7 @@ class MeshModel:
             return intra.bytes_per_s, intra.latency_s
         return min(intra.bytes_per_s, group.members_per_node * inter.bytes_per_s), inter.latency_s
 
-    def group(self, axes: Collection[int]) -> Group:
+    def group(self, axes: Collection[int]) -> DeviceGroup:
         """How the groups over these axes lie on the nodes."""
         return _group(self.shape, tuple(sorted(axes)), self.cluster.devices_per_node)
 
@@ -195,11 +195,11 @@ def _lowest(lines: tuple[Line, ...], num_bytes: Amount) -> Amount:
     return reduce(np.minimum, [fixed_s + s_per_byte * num_bytes for fixed_s, s_per_byte in lines])
 
 
-def _half_ring(cluster: Cluster, group: Group) -> list[Line]:
+def _half_ring(cluster: Cluster, group: DeviceGroup) -> list[Line]:
     return _ring(cluster, group, 1)
 
 
-def _all_reduce(cluster: Cluster, group: Group) -> list[Line]:
+def _all_reduce(cluster: Cluster, group: DeviceGroup) -> list[Line]:
     lines = _ring(cluster, group, 2)
     if group.crosses_nodes:
         lines += _tree(cluster, group)
@@ -208,7 +208,7 @@ def _all_reduce(cluster: Cluster, group: Group) -> list[Line]:
     return lines
 
 
-def _ring(cluster: Cluster, group: Group, rounds: int) -> list[Line]:
+def _ring(cluster: Cluster, group: DeviceGroup, rounds: int) -> list[Line]:
     """Each member sends `rounds` times all parts but one to its neighbour."""
     intra, inter = cluster.intra, cluster.inter
     num_inter = group.num_nodes - 1
@@ -225,7 +225,7 @@ def _ring(cluster: Cluster, group: Group, rounds: int) -> list[Line]:
     return lines
 
 
-def _tree(cluster: Cluster, group: Group) -> list[Line]:
+def _tree(cluster: Cluster, group: DeviceGroup) -> list[Line]:
     """Chains inside nodes, double trees between them, up and down."""
     lines = []
     for protocol in PROTOCOLS:
@@ -239,7 +239,7 @@ def _tree(cluster: Cluster, group: Group) -> list[Line]:
     return lines
 
 
-def _in_switch(cluster: Cluster, group: Group) -> Line:
+def _in_switch(cluster: Cluster, group: DeviceGroup) -> Line:
     """The switch sums what the members of a node send it, and sends everyone the sum."""
     s_per_byte = 1 / (SWITCH_SHARE * cluster.intra.sustained_bytes_per_s)
     if not group.crosses_nodes:
@@ -249,22 +249,22 @@ def _in_switch(cluster: Cluster, group: Group) -> Line:
     return SWITCH_START_S + across_s, max(s_per_byte, between)
 
 
-def _inter_bytes_per_s(cluster: Cluster, group: Group, protocol: Protocol, share: float) -> float:
+def _inter_bytes_per_s(cluster: Cluster, group: DeviceGroup, protocol: Protocol, share: float) -> float:
     """What a group moves in or out of a node, through the ports of all its members there."""
     ports = group.members_per_node * cluster.inter.sustained_bytes_per_s
     return min(share * ports, protocol.most_inter_bytes_per_s)
 
 
-def _tree_hops(group: Group) -> int:
+def _tree_hops(group: DeviceGroup) -> int:
     return 2 * ceil(log2(group.num_nodes))
 
 
-def _tree_copies(group: Group) -> int:
+def _tree_copies(group: DeviceGroup) -> int:
     """How often a node sends the data: up to its parent and down to two children, in two trees of half the data."""
     return 1 if group.num_nodes == 2 else 2
 
 
-def _pairwise(cluster: Cluster, group: Group) -> list[Line]:
+def _pairwise(cluster: Cluster, group: DeviceGroup) -> list[Line]:
     """Every member sends an equal part to every other, through its own port; small messages go by LL."""
     intra, inter = cluster.intra, cluster.inter
     num_local = group.members_per_node - 1
@@ -274,7 +274,7 @@ def _pairwise(cluster: Cluster, group: Group) -> list[Line]:
     return [(SIMPLE.start_s + hops_s, wire_s_per_byte / group.size)]
 
 
-def _one_send(cluster: Cluster, group: Group) -> list[Line]:
+def _one_send(cluster: Cluster, group: DeviceGroup) -> list[Line]:
     """Every member sends its bytes to one other, at worst in another node."""
     link = cluster.inter if group.crosses_nodes else cluster.intra
     lines = []
@@ -294,16 +294,16 @@ _ALGORITHMS = {
 
 
 @lru_cache(maxsize=4096)
-def _group(shape: tuple[int, ...], axes: tuple[int, ...], devices_per_node: int) -> Group:
+def _group(shape: tuple[int, ...], axes: tuple[int, ...], devices_per_node: int) -> DeviceGroup:
     if len(set(axes)) < len(axes) or not all(0 <= axis < len(shape) for axis in axes):
         raise InputError(f"wanted distinct axes of the mesh {shape}, numbered from 0, got {axes}")
     size = prod(shape[axis] for axis in axes)
     strides = [prod(shape[axis + 1 :]) for axis in range(len(shape))]
     boundaries = [prod(shape), *strides]
     if any(max(stride, devices_per_node) % min(stride, devices_per_node) for stride in boundaries):
-        return Group(size, _count_members_per_node(shape, axes, devices_per_node))
+        return DeviceGroup(size, _count_members_per_node(shape, axes, devices_per_node))
     reaches = (min(shape[axis], max(1, devices_per_node // strides[axis])) for axis in axes)
-    return Group(size, prod(reaches))
+    return DeviceGroup(size, prod(reaches))
 
 
 def _count_members_per_node(shape: tuple[int, ...], axes: tuple[int, ...], devices_per_node: int) -> int:

@@ -133,8 +133,8 @@ def _tiled_s(
     device: Device, sizes: tuple[np.ndarray, ...], memory_s: np.ndarray, flops_per_s: float
 ) -> np.ndarray:
     b, m, n, k = sizes
-    ways = (-1,) + (1,) * np.broadcast(*sizes, memory_s).ndim
-    tile_m, tile_n, efficiency, parts = (column.reshape(ways) for column in _WAYS)
+    copy_sources = (-1,) + (1,) * np.broadcast(*sizes, memory_s).ndim
+    tile_m, tile_n, efficiency, parts = (column.reshape(copy_sources) for column in _WAYS)
     num_tiles = b * np.ceil(m / tile_m) * np.ceil(n / tile_n)
     waves = np.ceil(num_tiles * parts / device.num_cores)
     step_s = 2 * tile_m * tile_n * device.num_cores / (flops_per_s * efficiency)

@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from cost_model.errors import InputError
 from executors.rewrite import evaluator
 from search.ir.graph import Step
-from search.ir.sharding import Layout
+from search.ir.sharding import StepSharding
 from search.ir.spec import partition_spec
 
 
@@ -39,13 +39,16 @@ class Program:
 
 
 def build(
-    step: Step, layout: Layout, devices: Sequence[Any] | None, on_retrace: Callable[[], None] = lambda: None
+    step: Step,
+    sharding: StepSharding,
+    devices: Sequence[Any] | None,
+    on_retrace: Callable[[], None] = lambda: None,
 ) -> Program:
-    """Writes a layout into a step and jits it.
+    """Writes a sharding into a step and jits it.
 
     Args:
       step: the traced step.
-      layout: the specs to impose.
+      sharding: the specs to impose.
       devices: at least as many as the mesh has, in the cluster's order: real, simulated or compile-only; None for
         a program that is only lowered, over an abstract mesh.
       on_retrace: called when JAX traces the step for other shapes than those it was planned for; it should
@@ -54,15 +57,15 @@ def build(
     Raises:
       InputError: there are fewer devices than the mesh has.
     """
-    mesh = _mesh(layout, devices)
-    names = layout.axis_names
+    mesh = _mesh(sharding, devices)
+    names = sharding.axis_names
 
-    def sharding(place: Any) -> NamedSharding:
-        route = layout.specs.get(place)
+    def named(place: Any) -> NamedSharding:
+        route = sharding.specs.get(place)
         return NamedSharding(mesh, partition_spec(route[-1], names) if route else PartitionSpec())
 
-    inputs = [sharding(("input", (), i)) for i in range(len(step.arguments))]
-    outputs = [sharding(("output", (), o)) if r is None else inputs[r] for o, r in enumerate(step.replaces)]
+    inputs = [named(("input", (), i)) for i in range(len(step.arguments))]
+    outputs = [named(("output", (), o)) if r is None else inputs[r] for o, r in enumerate(step.replaces)]
     abstract = step.abstract_inputs()
     placed = [
         jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s, weak_type=a.weak_type)
@@ -70,7 +73,7 @@ def build(
     ]
     args, kwargs = jax.tree_util.tree_unflatten(step.in_tree, placed)
     positional = (*args, *(kwargs[k] for k in sorted(kwargs)))
-    evaluate = evaluator(step.graph, layout, mesh)
+    evaluate = evaluator(step.graph, sharding, mesh)
 
     def run(*values: Any) -> Any:
         flat = jax.tree_util.tree_leaves(values)
@@ -89,17 +92,17 @@ def build(
     return Program(fn, positional, mesh, donated)
 
 
-def _mesh(layout: Layout, devices: Sequence[Any] | None) -> Mesh | AbstractMesh:
+def _mesh(sharding: StepSharding, devices: Sequence[Any] | None) -> Mesh | AbstractMesh:
     if devices is None:
-        automatic = (AxisType.Auto,) * len(layout.axis_names)
-        return AbstractMesh(layout.mesh_shape, layout.axis_names, axis_types=automatic)
-    wanted = int(np.prod(layout.mesh_shape))
+        automatic = (AxisType.Auto,) * len(sharding.axis_names)
+        return AbstractMesh(sharding.mesh_shape, sharding.axis_names, axis_types=automatic)
+    wanted = int(np.prod(sharding.mesh_shape))
     if len(devices) < wanted:
         raise InputError(
-            f"the plan's mesh {'x'.join(map(str, layout.mesh_shape))} needs {wanted} devices, and there are {len(devices)}. "
-            "Search again for the devices at hand, or run on more"
+            f"the plan's mesh {'x'.join(map(str, sharding.mesh_shape))} needs {wanted} devices, and there are "
+            f"{len(devices)}. Search again for the devices at hand, or run on more"
         )
-    return Mesh(np.array(devices[:wanted]).reshape(layout.mesh_shape), layout.axis_names)
+    return Mesh(np.array(devices[:wanted]).reshape(sharding.mesh_shape), sharding.axis_names)
 
 
 def _donated(step: Step, positional: tuple[Any, ...]) -> tuple[bool, ...]:

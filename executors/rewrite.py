@@ -1,7 +1,7 @@
 """The step again, with the plan's specs written in.
 
 The graph is evaluated op by op by JAX's tracer, so what comes out is an ordinary function to jit. At the
-places that the layout names, `with_sharding_constraint` imposes a spec; everything else is left as the user
+places that the sharding names, `with_sharding_constraint` imposes a spec; everything else is left as the user
 wrote it, so numbers do not depend on the plan but for the order of sums. XLA's partitioner turns the
 constraints into the planned collectives.
 
@@ -19,7 +19,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from search.ir._jax import abstract_value, bind, provenance
 from search.ir.graph import Graph, Op, Phase
-from search.ir.sharding import Layout, Route, Want
+from search.ir.sharding import Route, StepSharding, Want
 from search.ir.spec import WHOLE, divides, partition_spec
 
 BY_HAND = frozenset({"top_k"})
@@ -28,18 +28,18 @@ one dimension that is whole, so every device applies them to its shard."""
 
 
 def evaluator(
-    graph: Graph, layout: Layout, mesh: Mesh | AbstractMesh
+    graph: Graph, sharding: StepSharding, mesh: Mesh | AbstractMesh
 ) -> Callable[[Sequence[Any]], list[Any]]:
-    """A function of the graph's flat inputs that computes its flat outputs under the layout's constraints.
+    """A function of the graph's flat inputs that computes its flat outputs under the sharding's constraints.
 
     Args:
       graph: what to compute.
-      layout: which specs to impose where.
-      mesh: devices, real, simulated or compile-only, with the layout's axes; or only the axes.
+      sharding: which specs to impose where.
+      mesh: devices, real, simulated or compile-only, with the sharding's axes; or only the axes.
     """
 
     def evaluate(inputs: Sequence[Any]) -> list[Any]:
-        return _Evaluation(graph, layout, mesh, ()).run(inputs)
+        return _Evaluation(graph, sharding, mesh, ()).run(inputs)
 
     return evaluate
 
@@ -49,7 +49,7 @@ class _Evaluation:
     """One walk over one graph (the step's, or a loop's body)."""
 
     graph: Graph
-    layout: Layout
+    sharding: StepSharding
     mesh: Mesh | AbstractMesh
     path: tuple[Any, ...]
     env: dict[int, Any] = field(default_factory=dict)
@@ -74,11 +74,11 @@ class _Evaluation:
         return [self._read(a, ("output", self.path, i), None) for i, a in enumerate(self.graph.outputs)]
 
     def _applied(self, op: Op, operands: list[Any], site: tuple[Any, ...]) -> list[Any]:
-        route = self.layout.specs.get(("result", site, 0), ())
+        route = self.sharding.specs.get(("result", site, 0), ())
         by_hand = op.name in BY_HAND and bool(route) and max(route[0]) > WHOLE
-        if not by_hand or not divides(route[0], op.result_values[0].shape, self.layout.mesh_shape):
+        if not by_hand or not divides(route[0], op.result_values[0].shape, self.sharding.mesh_shape):
             return bind(op.primitive, operands, self._params(op, site))
-        spec = partition_spec(route[0], self.layout.axis_names)
+        spec = partition_spec(route[0], self.sharding.axis_names)
         on_shards = jax.shard_map(
             lambda *xs: tuple(bind(op.primitive, list(xs), op.params)),
             mesh=self.mesh,
@@ -105,27 +105,29 @@ class _Evaluation:
     def _body(self, body: Graph, path: tuple[Any, ...]) -> Any:
         shapes = [body.values[v] for v in body.inputs]
         abstract = [abstract_value(v.shape, v.dtype, v.weak_type) for v in shapes]
-        return jax.make_jaxpr(lambda *xs: _Evaluation(body, self.layout, self.mesh, path).run(xs))(*abstract)
+        return jax.make_jaxpr(lambda *xs: _Evaluation(body, self.sharding, self.mesh, path).run(xs))(
+            *abstract
+        )
 
     def _placed(self, x: Any, place: Any) -> Any:
-        return self._sent(x, self.layout.specs.get(place, ()))
+        return self._sent(x, self.sharding.specs.get(place, ()))
 
     def _read(self, atom: Any, place: Any, op: Op | None) -> Any:
         if not isinstance(atom, int):
             return atom.val
-        want = self.layout.wants.get(place)
+        want = self.sharding.wants.get(place)
         return self.env[atom] if want is None else self._arrived(atom, want, op)
 
     def _arrived(self, v: int, want: Want, op: Op | None) -> Any:
         """The value at the end of its route, shared with all that go the same way."""
-        route, lap = (*want.copy, *want.last), want.group if want.is_fresh else ""
-        gone = max((n for n in range(len(route) + 1) if (v, route[:n], lap) in self.copies), default=0)
+        route, phase = (*want.copy, *want.last), want.group if want.is_fresh else ""
+        gone = max((n for n in range(len(route) + 1) if (v, route[:n], phase) in self.copies), default=0)
         if gone == 0:
-            self.copies[v, (), lap] = self._tied(self.env[v], v, op) if want.is_fresh else self.env[v]
+            self.copies[v, (), phase] = self._tied(self.env[v], v, op) if want.is_fresh else self.env[v]
         for n in range(gone, len(route)):
-            x = self.copies[v, route[:n], lap]
-            self.copies[v, route[: n + 1], lap] = self._sent(x, route[n : n + 1])
-        return self.copies[v, route, lap]
+            x = self.copies[v, route[:n], phase]
+            self.copies[v, route[: n + 1], phase] = self._sent(x, route[n : n + 1])
+        return self.copies[v, route, phase]
 
     def _tied(self, x: Any, v: int, op: Op | None) -> Any:
         """The value, no sooner than a gradient has arrived."""
@@ -139,6 +141,6 @@ class _Evaluation:
 
     def _sent(self, x: Any, route: Route) -> Any:
         for spec in route:
-            sharding = NamedSharding(self.mesh, partition_spec(spec, self.layout.axis_names))
+            sharding = NamedSharding(self.mesh, partition_spec(spec, self.sharding.axis_names))
             x = jax.lax.with_sharding_constraint(x, sharding)
         return x

@@ -1,1 +1,1 @@
-"""The search: from a flat program and a cluster to the cheapest labels that fit."""
+"""The search: from a flat program and a cluster to the cheapest strategies that fit."""

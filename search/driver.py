@@ -1,7 +1,7 @@
 """The search: from a traced step and a cluster to a plan.
 
 Each mesh shape worth trying is priced and solved, and the fastest plan that fits wins; ties go to the first.
-A plan that is loaded goes the same way, with its decisions as the only labels left.
+A plan that is loaded goes the same way, with its decisions as the only strategies left.
 """
 
 import math
@@ -15,42 +15,44 @@ import jax
 from cost_model.cluster import Cluster
 from cost_model.errors import InfeasibleError, PlanError
 from cost_model.units import format_bytes
-from search.device.prediction import Simulated
+from search.device.prediction import Prediction
 from search.infeasible import explain
 from search.ir.factors import has_rule
 from search.ir.graph import Step
-from search.ir.sharding import Layout
+from search.ir.sharding import StepSharding
 from search.ir.spec import AXIS_NAMES
 from search.mesh_problem import (
     DEFAULT_TIME_LIMIT_S,
-    Ground,
-    Grounded,
+    MeshProblem,
     Options,
     Progress,
+    StepProblem,
     candidate_shapes,
 )
 from search.plan.estimates import estimate
 from search.plan.plan import Plan
-from search.plan.shardings import spell
+from search.plan.shardings import step_sharding
 from search.problem.flat_program import flatten
 from search.solver import branch_and_bound
 
 
 @dataclass(frozen=True, eq=False)
-class Found:
-    """A plan, and the labels behind it."""
+class SearchResult:
+    """A plan, and the strategies behind it."""
 
     plan: Plan
-    on_mesh: Grounded
-    labels: tuple[int, ...]
+    on_mesh: MeshProblem
+    chosen: tuple[int, ...]
 
     @cached_property
-    def layout(self) -> Layout:
+    def sharding(self) -> StepSharding:
         """The plan spelled out for the executor."""
-        return spell(self.on_mesh.memory.priced, self.labels)
+        return step_sharding(self.on_mesh.memory.costed, self.chosen)
 
 
-def find(step: Step, cluster: Cluster, options: Options, progress: Progress = lambda line: None) -> Found:
+def find(
+    step: Step, cluster: Cluster, options: Options, progress: Progress = lambda line: None
+) -> SearchResult:
     """Searches for the fastest plan that fits.
 
     Args:
@@ -65,10 +67,10 @@ def find(step: Step, cluster: Cluster, options: Options, progress: Progress = la
     """
     clock = _Clock(step)
     pins = options.pins or {}
-    ground = Ground.of(step, [repr(pins.get(a.name, "")) for a in step.arguments], cluster.device)
+    ground = StepProblem.of(step, [repr(pins.get(a.name, "")) for a in step.arguments], cluster.device)
     clock.lap("graph")
     shapes, best, bound_s = candidate_shapes(cluster, options), None, math.inf
-    tried: list[Grounded] = []
+    tried: list[MeshProblem] = []
     for i, shape in enumerate(shapes):
         progress(f"mesh {'x'.join(map(str, shape))} ({i + 1} of {len(shapes)})")
         on_mesh = ground.on(cluster, shape)
@@ -91,7 +93,7 @@ def find(step: Step, cluster: Cluster, options: Options, progress: Progress = la
     return _finished(ground, on_mesh, solution, found, cluster, options, gap, clock)
 
 
-def apply(step: Step, plan: Plan, cluster: Cluster, place: str = "plan") -> Found:
+def apply(step: Step, plan: Plan, cluster: Cluster, place: str = "plan") -> SearchResult:
     """A loaded plan against the step that it is for: its decisions honoured, re-priced and re-checked.
 
     Raises:
@@ -100,7 +102,7 @@ def apply(step: Step, plan: Plan, cluster: Cluster, place: str = "plan") -> Foun
     """
     clock = _Clock(step)
     decided = plan.decisions.arguments
-    ground = Ground.of(step, [decided.get(a.name, "") for a in step.arguments], cluster.device)
+    ground = StepProblem.of(step, [decided.get(a.name, "") for a in step.arguments], cluster.device)
     if plan.fingerprint != ground.fingerprint:
         raise PlanError(
             f"{place} was made for another step (its {plan.step!r} has fingerprint {plan.fingerprint}, this "
@@ -111,7 +113,7 @@ def apply(step: Step, plan: Plan, cluster: Cluster, place: str = "plan") -> Foun
         raise PlanError(f"{place}: wanted mesh axes named {AXIS_NAMES}, got {tuple(plan.decisions.mesh)}")
     clock.lap("graph")
     on_mesh = ground.on(cluster, shape)
-    kept = on_mesh.words.allowed(plan.decisions, place)
+    kept = on_mesh.codec.allowed(plan.decisions, place)
     clock.lap("strategies")
     try:
         solution, device = on_mesh.fitting(kept, plan.memory_bytes, DEFAULT_TIME_LIMIT_S)
@@ -128,15 +130,15 @@ def apply(step: Step, plan: Plan, cluster: Cluster, place: str = "plan") -> Foun
 
 
 def _finished(
-    ground: Ground,
-    on_mesh: Grounded,
+    ground: StepProblem,
+    on_mesh: MeshProblem,
     solution: branch_and_bound.Solution,
-    device: Simulated,
+    device: Prediction,
     cluster: Cluster,
     options: Options,
     gap: float | None,
     clock: "_Clock",
-) -> Found:
+) -> SearchResult:
     plan = Plan(
         step=ground.step.name,
         fingerprint=ground.fingerprint,
@@ -144,12 +146,12 @@ def _finished(
         cluster=cluster.to_json(),
         options=_said(options),
         memory_bytes=options.memory_bytes,
-        decisions=on_mesh.words.decisions(solution.labels),
-        estimates=estimate(on_mesh.memory.priced, solution.labels, device),
+        decisions=on_mesh.codec.decisions(solution.labels),
+        estimates=estimate(on_mesh.memory.costed, solution.labels, device),
         gap=gap,
     )
     clock.lap("plan")
-    return Found(replace(plan, search_s=clock.seconds), on_mesh, solution.labels)
+    return SearchResult(replace(plan, search_s=clock.seconds), on_mesh, solution.labels)
 
 
 def _said(options: Options) -> dict[str, Any]:

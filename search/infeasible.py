@@ -12,7 +12,7 @@ from math import inf
 from cost_model.cluster import Cluster
 from cost_model.errors import InfeasibleError, InputError
 from cost_model.units import format_bytes, format_seconds
-from search.mesh_problem import Ground, Grounded, Options, candidate_shapes
+from search.mesh_problem import MeshProblem, Options, StepProblem, candidate_shapes
 from search.plan.estimates import where
 from search.problem.memory_rows import Peak
 from search.solver import branch_and_bound
@@ -25,14 +25,16 @@ MAX_TIMES_DEVICES = 16
 """The largest multiple of the devices that is tried."""
 
 
-def explain(ground: Ground, cluster: Cluster, options: Options, tried: Sequence[Grounded]) -> InfeasibleError:
+def explain(
+    ground: StepProblem, cluster: Cluster, options: Options, tried: Sequence[MeshProblem]
+) -> InfeasibleError:
     """The error to raise when none of the meshes tried has a plan that fits."""
     smallest = _smallest(tried, options)
     if smallest is None:
         return InfeasibleError("the pins contradict one another: no plan keeps them all. Remove one")
-    on_mesh, labels, peak = smallest
-    slowest_s = on_mesh.problem.cost_s(labels)
-    at = where(on_mesh.memory.priced, peak.position)
+    on_mesh, chosen, peak = smallest
+    slowest_s = on_mesh.problem.cost_s(chosen)
+    at = where(on_mesh.memory.costed, peak.position)
     residents = ", ".join(f"{name.replace('_', ' ')} {format_bytes(b)}" for name, b in peak.residents)
     message = (
         f"nothing fits {format_bytes(options.memory_bytes)} a device on {cluster.name}. The smallest peak found is "
@@ -45,29 +47,31 @@ def explain(ground: Ground, cluster: Cluster, options: Options, tried: Sequence[
     return InfeasibleError(f"{message} Any one of these would fit: {'; '.join(fitting)}.")
 
 
-def _smallest(tried: Sequence[Grounded], options: Options) -> tuple[Grounded, tuple[int, ...], Peak] | None:
-    """The mesh with the smallest peak, the labels that have it, and the peak."""
+def _smallest(
+    tried: Sequence[MeshProblem], options: Options
+) -> tuple[MeshProblem, tuple[int, ...], Peak] | None:
+    """The mesh with the smallest peak, the strategies that have it, and the peak."""
     best = None
     for on_mesh in tried:
         try:
             kept = on_mesh.pinned(options.pins or {})
             cutoff_bytes = best[2].num_bytes if best else inf
-            labels = on_mesh.smallest_peak(kept, options.memory_bytes, PEAK_TIME_LIMIT_S, cutoff_bytes)
+            chosen = on_mesh.smallest_peak(kept, options.memory_bytes, PEAK_TIME_LIMIT_S, cutoff_bytes)
         except branch_and_bound.NoFitError:
             continue
         peak = max(
-            on_mesh.memory.peak(labels), on_mesh.simulated(labels, 0.0).peak, key=lambda p: p.num_bytes
+            on_mesh.memory.peak(chosen), on_mesh.predicted(chosen, 0.0).peak, key=lambda p: p.num_bytes
         )
         if best is None or peak.num_bytes < best[2].num_bytes:
-            best = (on_mesh, labels, peak)
+            best = (on_mesh, chosen, peak)
     return best
 
 
 def _relaxed(
-    ground: Ground,
+    ground: StepProblem,
     cluster: Cluster,
     options: Options,
-    smallest: Grounded,
+    smallest: MeshProblem,
     peak: Peak,
     slowest_s: float,
 ) -> Iterator[tuple[str, float]]:
@@ -103,7 +107,7 @@ def _times(cluster: Cluster, times: int) -> Cluster:
     return replace(cluster, num_devices=cluster.num_devices * times)
 
 
-def _all(ground: Ground, cluster: Cluster, options: Options) -> Iterator[Grounded]:
+def _all(ground: StepProblem, cluster: Cluster, options: Options) -> Iterator[MeshProblem]:
     """The problem on each mesh of a cluster; none where no mesh suits the options."""
     try:
         shapes = candidate_shapes(cluster, options)
@@ -113,7 +117,7 @@ def _all(ground: Ground, cluster: Cluster, options: Options) -> Iterator[Grounde
         yield ground.on(cluster, shape)
 
 
-def _step_s(on_meshes: Iterable[Grounded], options: Options, cutoff_s: float = inf) -> float | None:
+def _step_s(on_meshes: Iterable[MeshProblem], options: Options, cutoff_s: float = inf) -> float | None:
     """Seconds per step of the fastest plan that fits, over all meshes; None where none beats the cutoff."""
     best_s = cutoff_s
     for on_mesh in on_meshes:

@@ -1,7 +1,7 @@
 """A step made ready for the search, and the solution of one mesh.
 
-`Ground` is all that does not depend on the mesh: the flat program, its kinds, clusters, wires and liveness.
-`on` puts it on a mesh, `solve` finds the cheapest labels that fit there.
+A `StepProblem` is all that does not depend on the mesh: the flat program, its op classes and groups, the strategy graph and
+the live ranges. `on` puts it on a mesh: a `MeshProblem`, whose `fitting` finds the cheapest strategies that fit there.
 """
 
 import hashlib
@@ -16,18 +16,18 @@ from cost_model.cluster import Cluster, Device
 from cost_model.collectives import MeshModel
 from cost_model.errors import InputError
 from cost_model.meshes import mesh_shapes
-from search.device.prediction import Simulated, simulate
+from search.device.prediction import Prediction, predict
 from search.ir.graph import Step
 from search.ir.spec import AXIS_NAMES, from_partition_spec
-from search.plan.decisions import Words, allowed_by_pins
+from search.plan.decisions import DecisionCodec, allowed_by_pins
 from search.problem.costs import price
-from search.problem.flat_program import Program, flatten
+from search.problem.flat_program import FlatProgram, flatten
 from search.problem.folding import fold
-from search.problem.live_ranges import Item, Liveness, dear_itemsize
+from search.problem.live_ranges import LiveRange, LiveRanges, expensive_itemsize
 from search.problem.memory_rows import Memory
-from search.problem.op_groups import clusters
+from search.problem.op_groups import op_groups
 from search.problem.reshard import Resharder
-from search.problem.strategy_graph import Sketch, sketch
+from search.problem.strategy_graph import StrategyGraph, strategy_graph
 from search.solver import branch_and_bound
 from search.solver.pbqp import Problem
 
@@ -80,63 +80,65 @@ class Options:
 
 
 @dataclass(frozen=True, eq=False)
-class Ground:
+class StepProblem:
     """All that does not depend on the mesh."""
 
-    sketch: Sketch
-    liveness: Liveness
-    items: tuple[Item, ...]
+    graph: StrategyGraph
+    live_ranges: LiveRanges
+    items: tuple[LiveRange, ...]
     fingerprint: str
 
     @classmethod
-    def of(cls, step: Step, marks: Sequence[str], device: Device) -> "Ground":
+    def of(cls, step: Step, marks: Sequence[str], device: Device) -> "StepProblem":
         """Makes a step ready for a device; `marks` keep arguments apart that would be folded together."""
         program = flatten(step)
         whole = fold(program, marks)
-        drawn = sketch(whole, clusters(whole))
-        liveness = Liveness(drawn, dear_itemsize(device))
-        return cls(drawn, liveness, liveness.items(), fingerprint(program))
+        graph = strategy_graph(whole, op_groups(whole))
+        live_ranges = LiveRanges(graph, expensive_itemsize(device))
+        return cls(graph, live_ranges, live_ranges.items(), fingerprint(program))
 
     @property
     def step(self) -> Step:
         """The traced step."""
-        return self.sketch.folded.program.step
+        return self.graph.folded.program.step
 
-    def on(self, cluster: Cluster, shape: tuple[int, ...]) -> "Grounded":
+    def on(self, cluster: Cluster, shape: tuple[int, ...]) -> "MeshProblem":
         """The problem on one mesh."""
-        priced = price(self.sketch, Resharder(MeshModel(cluster, shape)))
-        return Grounded(Memory(priced, self.items), self.liveness, priced.problem(), Words(priced))
+        costed = price(self.graph, Resharder(MeshModel(cluster, shape)))
+        return MeshProblem(
+            Memory(costed, self.items), self.live_ranges, costed.problem(), DecisionCodec(costed)
+        )
 
 
 @dataclass(frozen=True, eq=False)
-class Grounded:
+class MeshProblem:
     """The problem on one mesh: its memory, its costs, its words."""
 
     memory: Memory
-    liveness: Liveness
+    live_ranges: LiveRanges
     problem: Problem
-    words: Words
+    codec: DecisionCodec
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Sizes of the mesh axes."""
-        return self.memory.priced.resharder.mesh.shape
+        return self.memory.costed.resharder.mesh.shape
 
     def pinned(self, pins: Mapping[str, Any]) -> tuple[np.ndarray, ...]:
-        """Per node: the labels that the pins leave."""
+        """Per node: the strategies that the pins leave."""
         kept = [np.arange(n) for n in self.problem.num_labels]
-        specs = {name: from_partition_spec(spec, self.words.axis_names) for name, spec in pins.items()}
-        for node, labels in allowed_by_pins(self.words, specs).items():
-            kept[node] = labels
+        specs = {name: from_partition_spec(spec, self.codec.axis_names) for name, spec in pins.items()}
+        for node, chosen in allowed_by_pins(self.codec, specs).items():
+            kept[node] = chosen
         return tuple(kept)
 
     def fitting(
         self, kept: Sequence[np.ndarray], limit_bytes: int, time_limit_s: float, cutoff_s: float = np.inf
-    ) -> tuple[branch_and_bound.Solution, Simulated]:
-        """The cheapest of the kept labels that fit, as the kernels of a device tell.
+    ) -> tuple[branch_and_bound.Solution, Prediction]:
+        """The cheapest of the kept strategies that fit, as the kernels of a device tell.
 
-        The solver's rows are linear in the labels; what kernels hold is not. Where they hold a little more than the limit,
-        the solver gets a lower one; where much more, its rows are blind to something, and it gets one that sees it.
+        The solver's rows are linear in the strategies; what kernels hold is not. Where they hold a little more than the
+        limit, the solver gets a lower one; where much more, its rows are blind to something, and it gets one that sees it.
 
         Raises:
           NoFitError: nothing fits and costs less than the cutoff.
@@ -145,7 +147,7 @@ class Grounded:
         for n in range(MAX_TIGHTENINGS):
             left_s = max(end_s - monotonic(), MIN_TIME_S)
             solution = self.solve(kept, int(solver_limit_bytes), left_s, cutoff_s, rows)
-            found = self.simulated(solution.labels, limit_bytes)
+            found = self.predicted(solution.labels, limit_bytes)
             if found.least.num_bytes <= limit_bytes:
                 return solution, found
             over = found.least.num_bytes / limit_bytes
@@ -156,9 +158,9 @@ class Grounded:
                 solver_limit_bytes = min(solver_limit_bytes, highest_bytes) / over * (1 - MARGIN)
         raise branch_and_bound.NoFitError(f"nothing was found that fits {limit_bytes} bytes", is_proven=False)
 
-    def simulated(self, labels: Sequence[int], limit_bytes: float) -> Simulated:
-        """A step on one device under full labels."""
-        return simulate(self.memory.priced, self.liveness, labels, limit_bytes)
+    def predicted(self, chosen: Sequence[int], limit_bytes: float) -> Prediction:
+        """A step on one device under full strategies."""
+        return predict(self.memory.costed, self.live_ranges, chosen, limit_bytes)
 
     def solve(
         self,
@@ -166,9 +168,9 @@ class Grounded:
         limit_bytes: int,
         time_limit_s: float,
         cutoff_s: float = np.inf,
-        rows: Sequence[branch_and_bound.Row] = (),
+        rows: Sequence[branch_and_bound.MemoryConstraint] = (),
     ) -> branch_and_bound.Solution:
-        """The cheapest of the kept labels that fit, in the original numbering.
+        """The cheapest of the kept strategies that fit, in the original numbering.
 
         Raises:
           NoFitError: nothing fits and costs less than the cutoff.
@@ -187,10 +189,10 @@ class Grounded:
     def smallest_peak(
         self, kept: Sequence[np.ndarray], limit_bytes: int, time_limit_s: float, cutoff_bytes: float = np.inf
     ) -> tuple[int, ...]:
-        """The kept labels whose peak is smallest, costs aside.
+        """The kept strategies whose peak is smallest, costs aside.
 
         Raises:
-          NoFitError: the kept labels contradict one another, or no peak below the cutoff was found.
+          NoFitError: the kept strategies contradict one another, or no peak below the cutoff was found.
         """
         seen: dict[tuple[int, ...], float] = {}
         rows = []
@@ -202,17 +204,17 @@ class Grounded:
                 violated=self._violated(kept, limit_bytes),
                 time_limit_s=time_limit_s / MAX_ROWS_ALONE,
             )
-            labels = _original(kept, found.labels)
-            if labels in seen or found.peak_bytes >= cutoff_bytes:
+            chosen = _original(kept, found.labels)
+            if chosen in seen or found.peak_bytes >= cutoff_bytes:
                 break
-            least = self.simulated(labels, 0.0).least
-            seen[labels] = least.num_bytes
-            rows.append(self.memory.row_of(least, labels))
+            least = self.predicted(chosen, 0.0).least
+            seen[chosen] = least.num_bytes
+            rows.append(self.memory.row_of(least, chosen))
         if not seen:
             raise branch_and_bound.NoFitError(
                 f"no peak below {cutoff_bytes} bytes was found", is_proven=False
             )
-        return min(seen, key=lambda labels: (seen[labels], labels))
+        return min(seen, key=lambda chosen: (seen[chosen], chosen))
 
     def _restricted(self, kept: Sequence[np.ndarray]) -> Problem:
         nodes = tuple(cost[k] for cost, k in zip(self.problem.node_cost_s, kept, strict=True))
@@ -223,22 +225,26 @@ class Grounded:
         return Problem(nodes, edges)
 
     def _violated(self, kept: Sequence[np.ndarray], limit_bytes: int):
-        def violated(labels: Sequence[int]) -> tuple[branch_and_bound.Row, ...]:
-            rows = self.memory.rows_over(_original(kept, labels), limit_bytes)
+        def violated(chosen: Sequence[int]) -> tuple[branch_and_bound.MemoryConstraint, ...]:
+            rows = self.memory.rows_over(_original(kept, chosen), limit_bytes)
             return tuple(_kept_of(row, kept) for row in rows)
 
         return violated
 
 
-def _kept_of(row: branch_and_bound.Row, kept: Sequence[np.ndarray]) -> branch_and_bound.Row:
-    return branch_and_bound.Row(row.name, tuple((n, b[kept[n]]) for n, b in row.bytes), row.fixed_bytes)
+def _kept_of(
+    row: branch_and_bound.MemoryConstraint, kept: Sequence[np.ndarray]
+) -> branch_and_bound.MemoryConstraint:
+    return branch_and_bound.MemoryConstraint(
+        row.name, tuple((n, b[kept[n]]) for n, b in row.bytes), row.fixed_bytes
+    )
 
 
-def _original(kept: Sequence[np.ndarray], labels: Sequence[int]) -> tuple[int, ...]:
-    return tuple(int(k[label]) for k, label in zip(kept, labels, strict=True))
+def _original(kept: Sequence[np.ndarray], chosen: Sequence[int]) -> tuple[int, ...]:
+    return tuple(int(k[label]) for k, label in zip(kept, chosen, strict=True))
 
 
-def fingerprint(program: Program) -> str:
+def fingerprint(program: FlatProgram) -> str:
     """16 hex digits that change with the traced step: its ops, shapes, dtypes and argument names."""
     said = [(a.name, a.role.value) for a in program.step.arguments]
     said += [(op.name, op.operands, op.results, op.count, op.phase.value) for op in program.ops]

@@ -9,13 +9,13 @@ The peak follows as far as the scheduler does the same in every block: it is an 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from autoshard.verification.omitted_memory import spared_bytes
+from autoshard.verification.omitted_memory import omitted_bytes
 from autoshard.verification.result import Extent
 from autoshard.verification.shorten import Shortened, Whole, shorten
-from cost_model.xla.stats import Numbers, Traffic
-from search.driver import Found
+from cost_model.xla.stats import CompiledStats, Traffic
+from search.driver import SearchResult
 from search.ir.graph import Step
-from search.ir.sharding import Layout
+from search.ir.sharding import StepSharding
 
 FIXED_OPS = 4_000
 """What starting one more compilation counts for, in ops of an unrolled step. Source: measured on two cores, a Megatron
@@ -28,9 +28,9 @@ def is_long(step: Step) -> bool:
     return len(step.graph.ops) > FIXED_OPS
 
 
-def to_compile(step: Step, layout: Layout) -> Shortened | Extent:
+def to_compile(step: Step, sharding: StepSharding) -> Shortened | Extent:
     """What to compile instead of the whole step; where that is not less, why the whole."""
-    cut = shorten(step, layout)
+    cut = shorten(step, sharding)
     if isinstance(cut, Whole):
         return Extent(reason=cut.reason)
     programs = [step for step, _ in (cut.short, *cut.less)]
@@ -42,9 +42,9 @@ def _cost_ops(step: Step) -> int:
     return FIXED_OPS + len(step.graph.ops)
 
 
-def spared(found: Found, cut: Shortened) -> tuple[int, ...]:
+def omitted(found: SearchResult, cut: Shortened) -> tuple[int, ...]:
     """Bytes per device by which the cap of each shortened program is lower than the whole one's, arguments aside."""
-    return spared_bytes(found.on_mesh.memory.priced, found.on_mesh.liveness, found.labels, cut.left_out)
+    return omitted_bytes(found.on_mesh.memory.costed, found.on_mesh.live_ranges, found.chosen, cut.left_out)
 
 
 def kept_blocks(cut: Shortened) -> tuple[int, ...]:
@@ -53,8 +53,8 @@ def kept_blocks(cut: Shortened) -> tuple[int, ...]:
     return kept, *(kept - 1 for _ in cut.less)
 
 
-def extrapolated(cut: Shortened, short: Numbers, less: Sequence[Numbers]) -> Numbers:
-    """The whole program's numbers from those of the shortened ones."""
+def extrapolated(cut: Shortened, short: CompiledStats, less: Sequence[CompiledStats]) -> CompiledStats:
+    """The whole program's statistics from those of the shortened ones."""
 
     def whole(values: Iterable[int]) -> int:
         first, *others = values
@@ -66,7 +66,7 @@ def extrapolated(cut: Shortened, short: Numbers, less: Sequence[Numbers]) -> Num
         return {key: (whole(c for c, _ in found), whole(b for _, b in found)) for key, found in of.items()}
 
     programs = (short, *less)
-    return Numbers(
+    return CompiledStats(
         argument_bytes=whole(n.argument_bytes for n in programs),
         fresh_output_bytes=whole(n.fresh_output_bytes for n in programs),
         temporary_bytes=whole(n.temporary_bytes for n in programs),

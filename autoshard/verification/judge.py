@@ -16,7 +16,7 @@ from typing import Any
 import jax
 
 from autoshard.planning import AutoshardWarning
-from autoshard.verification.extrapolation import extrapolated, is_long, kept_blocks, spared, to_compile
+from autoshard.verification.extrapolation import extrapolated, is_long, kept_blocks, omitted, to_compile
 from autoshard.verification.result import Extent, Verification, compared
 from autoshard.verification.shorten import Shortened
 from cost_model.cluster import Cluster
@@ -25,13 +25,13 @@ from cost_model.units import format_bytes, format_seconds
 from cost_model.xla import compiler
 from cost_model.xla._jax import module_bytes
 from cost_model.xla.process import Compiler, compile_apart
-from cost_model.xla.stats import Numbers
+from cost_model.xla.stats import CompiledStats
 from executors import jit
 from executors.jit import Program
-from search.driver import Found
+from search.driver import SearchResult
 from search.ir import _jax
 from search.ir.graph import Step, walk
-from search.ir.sharding import Layout
+from search.ir.sharding import StepSharding
 from search.plan.plan import Plan
 
 Progress = Callable[[str], None]
@@ -53,7 +53,7 @@ _CALLBACKS = frozenset({"debug_callback", "debug_print", "io_callback", "pure_ca
 
 
 @dataclass(frozen=True, slots=True)
-class Judge:
+class CompilerVerifier:
     """Whom to ask, and how.
 
     Attributes:
@@ -69,7 +69,7 @@ class Judge:
     def __post_init__(self) -> None:
         compiler.check(self.cluster, self.compiler.target_config)
 
-    def verified(self, step: Step, found: Found, full: bool = False) -> Verification:
+    def verified(self, step: Step, found: SearchResult, full: bool = False) -> Verification:
         """A plan's predictions beside what becomes of its program.
 
         Args:
@@ -82,46 +82,48 @@ class Judge:
             extent = Extent()
         else:
             clock.begin("shorten")
-            cut = to_compile(step, found.layout)
+            cut = to_compile(step, found.sharding)
             if isinstance(cut, Shortened):
                 return self._extrapolated(step, found, cut, clock)
             extent = cut
-        numbers = self.numbers(step, found.layout, found.plan.memory_bytes, clock)
-        return compared(found.plan, self.cluster, numbers, clock.seconds, extent)
+        stats = self.stats(step, found.sharding, found.plan.memory_bytes, clock)
+        return compared(found.plan, self.cluster, stats, clock.seconds, extent)
 
-    def _extrapolated(self, step: Step, found: Found, cut: Shortened, clock: "_Clock") -> Verification:
+    def _extrapolated(self, step: Step, found: SearchResult, cut: Shortened, clock: "_Clock") -> Verification:
         """The same from shortened programs; each has a cap that leaves the scheduler as much as the whole one's."""
         programs, kept = (cut.short, *cut.less), kept_blocks(cut)
-        whole_bytes = _argument_bytes(jit.build(step, found.layout, None))
-        numbers = []
-        for i, ((short, layout), spared_bytes) in enumerate(zip(programs, spared(found, cut), strict=True)):
-            arguments_bytes = whole_bytes - _argument_bytes(jit.build(short, layout, None))
+        whole_bytes = _argument_bytes(jit.build(step, found.sharding, None))
+        stats = []
+        for i, ((short, sharding), omitted_bytes) in enumerate(
+            zip(programs, omitted(found, cut), strict=True)
+        ):
+            arguments_bytes = whole_bytes - _argument_bytes(jit.build(short, sharding, None))
             clock.which = f"{i + 1} of {len(programs)} ({kept[i]} of {cut.num_blocks} blocks)"
-            cap_bytes = found.plan.memory_bytes - arguments_bytes - spared_bytes
-            numbers.append(self.numbers(short, layout, cap_bytes, clock))
-        whole, extent = extrapolated(cut, numbers[0], numbers[1:]), Extent(kept[0], cut.num_blocks)
+            cap_bytes = found.plan.memory_bytes - arguments_bytes - omitted_bytes
+            stats.append(self.stats(short, sharding, cap_bytes, clock))
+        whole, extent = extrapolated(cut, stats[0], stats[1:]), Extent(kept[0], cut.num_blocks)
         return compared(found.plan, self.cluster, whole, clock.seconds, extent)
 
-    def numbers(self, step: Step, layout: Layout, cap_bytes: int, clock: "_Clock") -> Numbers:
+    def stats(self, step: Step, sharding: StepSharding, cap_bytes: int, clock: "_Clock") -> CompiledStats:
         """One program, lowered and compiled: what it takes and moves.
 
         Raises:
           CompilerError: it cannot be lowered without devices, or the compiler failed on it.
         """
         clock.begin("lower")
-        program = jit.build(step, layout, None)
+        program = jit.build(step, sharding, None)
         lowered = _lowered(step, program)
         memory_bytes = compiler.memory_for_cap(cap_bytes, _resting_bytes(step, program, lowered.out_info))
         clock.begin("compile")
         module = module_bytes(lowered)
         compiled = compile_apart(module, self.cluster, memory_bytes, self.compiler, clock.told)
         clock.end()
-        return Numbers.of(compiled, dict(zip(layout.axis_names, layout.mesh_shape, strict=True)))
+        return CompiledStats.of(compiled, dict(zip(sharding.axis_names, sharding.mesh_shape, strict=True)))
 
 
 def fitting(
-    search: Callable[[int, Progress], Found],
-    verified: Callable[[Found, bool], Verification],
+    search: Callable[[int, Progress], SearchResult],
+    verified: Callable[[SearchResult, bool], Verification],
     cap_bytes: int,
     progress: Progress,
 ) -> Plan:

@@ -16,7 +16,7 @@ from itertools import pairwise
 from typing import Any
 
 from search.ir.graph import Atom, Phase, Step
-from search.ir.sharding import Layout
+from search.ir.sharding import StepSharding
 from search.problem.blocks import Blocks
 
 Slot = tuple[str, int, int]
@@ -43,7 +43,7 @@ class Likeness:
       result_block: the block of each result of the step: that of the state which it replaces, or of its maker.
     """
 
-    def __init__(self, step: Step, layout: Layout, blocks: Blocks) -> None:
+    def __init__(self, step: Step, sharding: StepSharding, blocks: Blocks) -> None:
         self.step, self.blocks, self.ops = step, blocks, step.graph.ops
         self._maker = {v: (i, r) for i, op in enumerate(self.ops) for r, v in enumerate(op.outputs)}
         self._argument = {v: a for a, v in enumerate(step.graph.inputs)}
@@ -57,7 +57,7 @@ class Likeness:
             for place, i in enumerate(self.members[b]):
                 self._place[i] = place
         self._first_read = self._first_reads()
-        self._layout = _by_op(layout)
+        self._sharding = _by_op(sharding)
         self.result_block = tuple(
             self.block_of(out) if a is None else blocks.of_argument[a]
             for out, a in zip(step.graph.outputs, step.replaces, strict=True)
@@ -147,7 +147,7 @@ class Likeness:
             (
                 self.blocks.looks[i],
                 tuple(self._origin(block, a) for a in self.ops[i].inputs),
-                self._layout.get(i),
+                self._sharding.get(i),
             )
             for i in self.members[block]
         )
@@ -156,7 +156,7 @@ class Likeness:
     def _result_structure(self, block: int, o: int) -> Any:
         replaced = self.step.replaces[o]
         slot = self._first_read.get(replaced) if replaced is not None else None
-        return self._origin(block, self.step.graph.outputs[o]), slot, self._layout.get(("output", o))
+        return self._origin(block, self.step.graph.outputs[o]), slot, self._sharding.get(("output", o))
 
     def _origin(self, block: int, atom: Atom) -> Any:
         """What a block reads; of values from elsewhere, their type and how they lie."""
@@ -170,9 +170,9 @@ class Likeness:
     def _rest(self, value: int) -> Any:
         """How a value lies, and whether it is state."""
         if value not in self._argument:
-            return self._layout.get(("result", self._maker.get(value)))
+            return self._sharding.get(("result", self._maker.get(value)))
         a = self._argument[value]
-        return self._layout.get(("input", a)), self.step.arguments[a].role, a in self.step.replaces
+        return self._sharding.get(("input", a)), self.step.arguments[a].role, a in self.step.replaces
 
     # --- what passes from one to the next
 
@@ -203,10 +203,10 @@ class Likeness:
         return {pair for a, b in pairwise(order) for pair in ((a, b), (b, a))}
 
 
-def _by_op(layout: Layout) -> dict[Any, Any]:
-    """What a layout says: by op, of its operands, results and bodies; of each result, argument and output also alone."""
+def _by_op(sharding: StepSharding) -> dict[Any, Any]:
+    """What a sharding says: by op, of its operands, results and bodies; of each result, argument and output also alone."""
     found: dict[Any, list[Any]] = {}
-    for says in (layout.specs, layout.wants):
+    for says in (sharding.specs, sharding.wants):
         for (what, path, n), said in says.items():
             if path:
                 found.setdefault(path[0], []).append((what, path[1:], n, said))

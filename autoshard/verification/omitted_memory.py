@@ -12,29 +12,29 @@ from dataclasses import replace
 
 from search.device.combiner import combined
 from search.device.kernel_order import program_order
-from search.device.kernel_times import Taken
+from search.device.kernel_times import KernelTime
 from search.device.lowering import Kernel, Lowered, lower
 from search.device.prediction import in_least_order
 from search.device.timeline import peak
-from search.problem.costs import Priced
+from search.problem.costs import CostedGraph
 from search.problem.flat_program import FlatOp
-from search.problem.live_ranges import Liveness
+from search.problem.live_ranges import LiveRanges
 
 
-def spared_bytes(
-    priced: Priced, liveness: Liveness, labels: Sequence[int], left_out: Sequence[AbstractSet[int]]
+def omitted_bytes(
+    costed: CostedGraph, live_ranges: LiveRanges, chosen: Sequence[int], left_out: Sequence[AbstractSet[int]]
 ) -> tuple[int, ...]:
     """Per device, by how much the least peak is lower without some of the step's ops; arguments are not counted.
 
     Args:
-      priced: the sketch on its mesh.
-      liveness: of the same sketch.
-      labels: one per node.
+      costed: the strategy graph on its mesh.
+      live_ranges: of the same graph.
+      chosen: the strategy of each node.
       left_out: sets of ops of the step's outermost graph.
     """
-    lowered = _without_arguments(lower(priced, liveness, labels))
-    outermost = [_outermost(op) for op in liveness.program.ops]
-    mesh = priced.resharder.mesh
+    lowered = _without_arguments(lower(costed, live_ranges, chosen))
+    outermost = [_outermost(op) for op in live_ranges.program.ops]
+    mesh = costed.resharder.mesh
 
     def least_bytes(ops: AbstractSet[int]) -> float:
         kernels = _without(lowered, {at for at, op in enumerate(outermost) if op in ops})
@@ -69,7 +69,7 @@ def _without(lowered: Lowered, positions: AbstractSet[int]) -> Lowered:
             after=(),
             collective=None,
             workspace_bytes=0.0,
-            taken=Taken(0.0, 0.0),
+            time=KernelTime(0.0, 0.0),
         )
 
     return replace(

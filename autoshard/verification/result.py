@@ -11,7 +11,7 @@ from typing import Any
 
 from cost_model.cluster import Cluster
 from cost_model.units import format_bytes
-from cost_model.xla.stats import Numbers
+from cost_model.xla.stats import CompiledStats
 from search.plan.plan import Plan
 
 FLOOR_BYTES = 64 * 1024
@@ -191,9 +191,13 @@ class Verification:
 
 
 def compared(
-    plan: Plan, cluster: Cluster, numbers: Numbers, seconds: Mapping[str, float], extent: Extent = Extent()
+    plan: Plan,
+    cluster: Cluster,
+    stats: CompiledStats,
+    seconds: Mapping[str, float],
+    extent: Extent = Extent(),
 ) -> Verification:
-    """A plan's predictions beside the compiled program's numbers."""
+    """A plan's predictions beside the compiled program's statistics."""
     estimates = plan.estimates
     return Verification(
         step=plan.step,
@@ -203,24 +207,24 @@ def compared(
         host_cap_bytes=cluster.host_bytes_per_node // cluster.devices_per_node,
         predicted=Footprint(estimates.peak_bytes, estimates.host_bytes, estimates.residents),
         compiled=Footprint(
-            numbers.peak_bytes,
-            numbers.host_bytes,
+            stats.peak_bytes,
+            stats.host_bytes,
             {
-                "arguments": numbers.argument_bytes,
-                "outputs not aliased": numbers.fresh_output_bytes,
-                "temporaries": numbers.temporary_bytes,
+                "arguments": stats.argument_bytes,
+                "outputs not aliased": stats.fresh_output_bytes,
+                "temporaries": stats.temporary_bytes,
             },
         ),
-        collectives=_paired(plan, numbers),
-        host_copies=tuple(Copied(way, *traffic) for way, traffic in numbers.host_copies.items()),
+        collectives=_paired(plan, stats),
+        host_copies=tuple(Copied(way, *traffic) for way, traffic in stats.host_copies.items()),
         extent=extent,
         seconds=seconds,
     )
 
 
-def _paired(plan: Plan, numbers: Numbers) -> tuple[Moved, ...]:
+def _paired(plan: Plan, stats: CompiledStats) -> tuple[Moved, ...]:
     predicted = {(c.kind, c.axes): (c.count, c.bytes) for c in plan.estimates.collectives}
-    compiled, nothing = dict(numbers.collectives), (0, 0)
+    compiled, nothing = dict(stats.collectives), (0, 0)
     return tuple(
         Moved(kind, axes, *predicted.get((kind, axes), nothing), *compiled.get((kind, axes), nothing))
         for kind, axes in sorted(predicted | compiled)

@@ -20,7 +20,7 @@ import jax
 
 from autoshard.verification.likeness import Likeness, Passed, UnlikeError
 from search.ir.graph import Atom, Graph, Op, Step, verify
-from search.ir.sharding import Layout, Place
+from search.ir.sharding import Place, StepSharding
 from search.problem.blocks import find_blocks
 
 
@@ -29,15 +29,15 @@ class Shortened:
     """Programs to compile instead of the whole one.
 
     Attributes:
-      short: the shortened step and its layout.
+      short: the shortened step and its sharding.
       less: for each stack, the same with one block less of it.
       missing: for each stack, how many blocks `short` lacks.
       num_blocks: how many blocks these stacks have, all together.
       left_out: the outermost ops of the whole step that `short` lacks, then those that each of `less` lacks.
     """
 
-    short: tuple[Step, Layout]
-    less: tuple[tuple[Step, Layout], ...]
+    short: tuple[Step, StepSharding]
+    less: tuple[tuple[Step, StepSharding], ...]
     missing: tuple[int, ...]
     num_blocks: int
     left_out: tuple[frozenset[int], ...]
@@ -63,18 +63,18 @@ class Whole:
     reason: str
 
 
-def shorten(step: Step, layout: Layout, repeated: int = 2) -> Shortened | Whole:
+def shorten(step: Step, sharding: StepSharding, repeated: int = 2) -> Shortened | Whole:
     """Shortens the stacks of repeated blocks in a step.
 
     Args:
       step: a traced step.
-      layout: a plan spelled out for it.
+      sharding: a plan spelled out for it.
       repeated: how many of the blocks that are alike are kept, at least two; the first block of a stack, its last
         and those unlike the rest are kept anyway.
     """
     assert repeated > 1, "one of them is left out to see what it adds"
     blocks = find_blocks(step)
-    likeness = Likeness(step, layout, blocks)
+    likeness = Likeness(step, sharding, blocks)
     groups = [likeness.alike(stack) for stack in blocks.stacks]
     inner = [
         [b for b in group if b not in (stack[0], stack[-1])]
@@ -87,11 +87,11 @@ def shorten(step: Step, layout: Layout, repeated: int = 2) -> Shortened | Whole:
             "alike"
         )
     # The first and the last of those alike stay: whichever way values pass, one comes before all that are left out.
-    spared = [alike[repeated - 1 : -1] for alike in long]
-    gone = {b for s in spared for b in s}
+    omitted = [alike[repeated - 1 : -1] for alike in long]
+    gone = {b for s in omitted for b in s}
     without = (gone, *(gone | {alike[-1]} for alike in long))
     try:
-        cut = _Cut(step, layout, likeness, groups)
+        cut = _Cut(step, sharding, likeness, groups)
         short, *less = map(cut.without, without)
     except UnlikeError as e:
         return Whole(f"no layer of the step {step.name!r} can be left out: {e}")
@@ -99,23 +99,23 @@ def shorten(step: Step, layout: Layout, repeated: int = 2) -> Shortened | Whole:
     left_out = tuple(
         frozenset(i for i, b in enumerate(blocks.of_op) if b in blocks_gone) for blocks_gone in without
     )
-    return Shortened(short, tuple(less), tuple(map(len, spared)), num_blocks, left_out)
+    return Shortened(short, tuple(less), tuple(map(len, omitted)), num_blocks, left_out)
 
 
 class _Cut:
-    """Leaves blocks out of a step and its layout."""
+    """Leaves blocks out of a step and its sharding."""
 
     def __init__(
-        self, step: Step, layout: Layout, likeness: Likeness, groups: Sequence[tuple[int, ...]]
+        self, step: Step, sharding: StepSharding, likeness: Likeness, groups: Sequence[tuple[int, ...]]
     ) -> None:
-        self.step, self.graph, self.layout, self.likeness = step, step.graph, layout, likeness
+        self.step, self.graph, self.sharding, self.likeness = step, step.graph, sharding, likeness
         self.group = {b: group for group in groups for b in group}
         self.passed: dict[int, tuple[Passed, ...]] = {}
         for group in groups:
             self.passed.update(dict.fromkeys(group, likeness.passed(group)))
 
-    def without(self, gone: AbstractSet[int]) -> tuple[Step, Layout]:
-        """The step and its layout without some blocks.
+    def without(self, gone: AbstractSet[int]) -> tuple[Step, StepSharding]:
+        """The step and its sharding without some blocks.
 
         Raises:
           UnlikeError: it is not clear what to hand on.
@@ -142,7 +142,7 @@ class _Cut:
             in_tree=_by_position(self.step.in_tree, arguments),
             out_tree=jax.tree_util.tree_structure((0,) * len(results)),
         )
-        return step, _renumbered(self.layout, ops, arguments, results)
+        return step, _renumbered(self.sharding, ops, arguments, results)
 
     def _rewired(self, i: int, gone: AbstractSet[int]) -> Op:
         op = self.graph.ops[i]
@@ -203,9 +203,9 @@ def _by_position(in_tree: Any, arguments: Sequence[int]) -> Any:
 
 
 def _renumbered(
-    layout: Layout, ops: Sequence[int], arguments: Sequence[int], results: Sequence[int]
-) -> Layout:
-    """The layout of what is kept, under its new numbers."""
+    sharding: StepSharding, ops: Sequence[int], arguments: Sequence[int], results: Sequence[int]
+) -> StepSharding:
+    """The sharding of what is kept, under its new numbers."""
     op_at = {i: n for n, i in enumerate(ops)}
     outside = {
         "input": {a: n for n, a in enumerate(arguments)},
@@ -221,4 +221,4 @@ def _renumbered(
     def kept(says: Mapping[Place, Any]) -> dict[Place, Any]:
         return {new: said for old, said in says.items() if (new := place(old)) is not None}
 
-    return replace(layout, specs=kept(layout.specs), wants=kept(layout.wants))
+    return replace(sharding, specs=kept(sharding.specs), wants=kept(sharding.wants))

@@ -29,14 +29,14 @@ from cost_model.calibration.machine import AXES
 from cost_model.calibration.probes import (
     FLOAT32_BYTES,
     VECTOR_ADDS,
-    Collective,
-    HostCopy,
-    Launch,
+    CollectiveProbe,
+    HostCopyProbe,
+    LaunchProbe,
     Probe,
-    Product,
-    Stream,
+    ProductProbe,
+    StreamProbe,
     Timing,
-    Vector,
+    VectorProbe,
 )
 from cost_model.cluster import Cluster
 from cost_model.errors import ClusterError
@@ -113,9 +113,9 @@ def measure_all(
 
 def measure(probe: Probe, guess_s: float, mesh: Mesh, effort: Effort) -> float:
     """Seconds of one round of a probe; `guess_s` is where to start."""
-    if isinstance(probe, HostCopy):
+    if isinstance(probe, HostCopyProbe):
         return _host_copy_s(probe, guess_s, mesh, effort)
-    with jax.enable_x64(isinstance(probe, Product) and probe.dtype == "float64"):
+    with jax.enable_x64(isinstance(probe, ProductProbe) and probe.dtype == "float64"):
         program = program_of(probe, mesh)
         rounds = _rounds(effort, guess_s * program.num_units)
         run_s = _run_s(_compiled(program, rounds, mesh), effort)
@@ -129,7 +129,7 @@ def measure(probe: Probe, guess_s: float, mesh: Mesh, effort: Effort) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Program:
+class ProbeProgram:
     """A round: from a value to the next value of that shape, with constants.
 
     Attributes:
@@ -146,34 +146,34 @@ class Program:
     unroll: int = 1
 
 
-def _launches(probe: Launch, mesh: Mesh) -> Program:
+def _launches(probe: LaunchProbe, mesh: Mesh) -> ProbeProgram:
     def step(x: jax.Array) -> jax.Array:
         for _ in range(_CHAIN):
             x = lax.optimization_barrier(x * 0.5 + 1)
         return x
 
-    return Program(step, (_floats(128),), num_units=_CHAIN + 1)  # with the loop's counter
+    return ProbeProgram(step, (_floats(128),), num_units=_CHAIN + 1)  # with the loop's counter
 
 
-def _stream(probe: Stream, mesh: Mesh) -> Program:
+def _stream(probe: StreamProbe, mesh: Mesh) -> ProbeProgram:
     vector = _floats(probe.num_bytes // FLOAT32_BYTES)
     if probe.kind == "scale":
-        return Program(lambda x, c: c * x, (vector, _floats(1)))
+        return ProbeProgram(lambda x, c: c * x, (vector, _floats(1)))
     if probe.kind == "triad":
-        return Program(lambda x, a, c: a + c * x, (vector, vector, _floats(1)))
-    return Program(lambda x: _touched(x, x.sum(keepdims=True)), (vector,))
+        return ProbeProgram(lambda x, a, c: a + c * x, (vector, vector, _floats(1)))
+    return ProbeProgram(lambda x: _touched(x, x.sum(keepdims=True)), (vector,))
 
 
-def _vector(probe: Vector, mesh: Mesh) -> Program:
+def _vector(probe: VectorProbe, mesh: Mesh) -> ProbeProgram:
     def step(x: jax.Array, c: jax.Array) -> jax.Array:
         for _ in range(VECTOR_ADDS):
             x = x * x + c
         return x
 
-    return Program(step, (_floats(probe.num_bytes // FLOAT32_BYTES), _floats(1)))
+    return ProbeProgram(step, (_floats(probe.num_bytes // FLOAT32_BYTES), _floats(1)))
 
 
-def _product(probe: Product, mesh: Mesh) -> Program:
+def _product(probe: ProductProbe, mesh: Mesh) -> ProbeProgram:
     b, m, k, n = probe.batch, probe.m, probe.k, probe.n
     dtype = jnp.dtype("float8_e4m3fn" if probe.dtype == "float8" else probe.dtype)
     shapes = ((b, m, k), (b, k, n))
@@ -182,10 +182,10 @@ def _product(probe: Product, mesh: Mesh) -> Program:
     def step(x: jax.Array, y: jax.Array) -> jax.Array:
         return _touched(x, jnp.matmul(x, y, preferred_element_type=jnp.dtype(probe.result_dtype)))
 
-    return Program(step, operands, unroll=4)
+    return ProbeProgram(step, operands, unroll=4)
 
 
-def _collective(probe: Collective, mesh: Mesh) -> Program:
+def _collective(probe: CollectiveProbe, mesh: Mesh) -> ProbeProgram:
     axes = tuple(AXES[axis] for axis in probe.axes)
     size = math.prod(mesh.shape[axis] for axis in axes)
     num_elements = probe.num_bytes // FLOAT32_BYTES
@@ -203,7 +203,7 @@ def _collective(probe: Collective, mesh: Mesh) -> Program:
         return lax.ppermute(x, axes, ring).at[0].set(lax.axis_index(axes))
 
     operand = _floats(num_elements // size if probe.kind == "all-gather" else num_elements)
-    return Program(step, (operand,), unroll=4)
+    return ProbeProgram(step, (operand,), unroll=4)
 
 
 def _touched(x: jax.Array, result: jax.Array) -> jax.Array:
@@ -216,16 +216,16 @@ def _floats(num_elements: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((num_elements,), jnp.float32)
 
 
-_PROGRAMS: dict[type, Callable[[Any, Mesh], Program]] = {
-    Launch: _launches,
-    Stream: _stream,
-    Vector: _vector,
-    Product: _product,
-    Collective: _collective,
+_PROGRAMS: dict[type, Callable[[Any, Mesh], ProbeProgram]] = {
+    LaunchProbe: _launches,
+    StreamProbe: _stream,
+    VectorProbe: _vector,
+    ProductProbe: _product,
+    CollectiveProbe: _collective,
 }
 
 
-def program_of(probe: Probe, mesh: Mesh) -> Program:
+def program_of(probe: Probe, mesh: Mesh) -> ProbeProgram:
     """A round of a probe that is not a host copy."""
     return _PROGRAMS[type(probe)](probe, mesh)
 
@@ -233,7 +233,7 @@ def program_of(probe: Probe, mesh: Mesh) -> Program:
 # --- timing
 
 
-def looped(program: Program, rounds: int, mesh: Mesh) -> Any:
+def looped(program: ProbeProgram, rounds: int, mesh: Mesh) -> Any:
     """So many rounds as one jitted function of the operands of all devices; it takes the value's buffer over."""
 
     def local(value: Any, *constants: Any) -> Any:
@@ -246,7 +246,7 @@ def looped(program: Program, rounds: int, mesh: Mesh) -> Any:
     return jax.jit(mapped, donate_argnums=0)
 
 
-def _compiled(program: Program, rounds: int, mesh: Mesh) -> Callable[[], None]:
+def _compiled(program: ProbeProgram, rounds: int, mesh: Mesh) -> Callable[[], None]:
     """A function that runs so many rounds to their end."""
     everywhere = NamedSharding(mesh, P(AXES))
     operands = [_values(shape, mesh.size, everywhere) for shape in program.operands]
@@ -299,7 +299,7 @@ def _agreed(value: float) -> float:
     return float(multihost_utils.broadcast_one_to_all(np.float32(value)))
 
 
-def _host_copy_s(probe: HostCopy, guess_s: float, mesh: Mesh, effort: Effort) -> float:
+def _host_copy_s(probe: HostCopyProbe, guess_s: float, mesh: Mesh, effort: Effort) -> float:
     """Several copies are handed over at once, as there is no loop to hide the handing over in."""
     on_device = NamedSharding(mesh, P(AXES))
     on_host = on_device.with_memory_kind("pinned_host")

@@ -34,7 +34,7 @@ FLOP for 8 bytes; the ordinary cores of an H100 do 20 FLOP in the time of a byte
 
 
 @dataclass(frozen=True, slots=True)
-class Launch:
+class LaunchProbe:
     """A kernel that does next to nothing, in a chain of such."""
 
     group: str = "launch"
@@ -47,7 +47,7 @@ class Launch:
 
 
 @dataclass(frozen=True, slots=True)
-class Stream:
+class StreamProbe:
     """A kernel that is bound by memory, on float32 arrays.
 
     Attributes:
@@ -74,7 +74,7 @@ class Stream:
 
 
 @dataclass(frozen=True, slots=True)
-class Vector:
+class VectorProbe:
     """A kernel that is bound by the ordinary cores: `VECTOR_ADDS` multiply-adds per float32."""
 
     num_bytes: int
@@ -89,7 +89,7 @@ class Vector:
 
 
 @dataclass(frozen=True, slots=True)
-class Product:
+class ProductProbe:
     """A matrix product, [batch, m, k] by [batch, k, n], and a kernel that touches its result."""
 
     dtype: str
@@ -125,7 +125,7 @@ class Product:
 
 
 @dataclass(frozen=True, slots=True)
-class Collective:
+class CollectiveProbe:
     """A collective over axes of the mesh (nodes, devices of a node), and a kernel that touches its result.
 
     Attributes:
@@ -152,7 +152,7 @@ class Collective:
 
 
 @dataclass(frozen=True, slots=True)
-class HostCopy:
+class HostCopyProbe:
     """A copy between a device and pinned memory of its host; all devices copy at once."""
 
     to_host: bool
@@ -167,7 +167,7 @@ class HostCopy:
         return f"{format_bytes(self.num_bytes)} {'to' if self.to_host else 'from'} the host"
 
 
-type Probe = Launch | Stream | Vector | Product | Collective | HostCopy
+type Probe = LaunchProbe | StreamProbe | VectorProbe | ProductProbe | CollectiveProbe | HostCopyProbe
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,16 +211,18 @@ def ladder(cluster: Cluster, quick: bool) -> tuple[Probe, ...]:
       cluster: the nearest preset in the attached devices' form: its nodes and dtypes say what there is to time.
       quick: fewer and smaller ones, for a first look or a test.
     """
-    probes: list[Probe] = [Launch()]
+    probes: list[Probe] = [LaunchProbe()]
     sizes = (
         (64 * MIB,) if quick else (128 * MIB, 256 * MIB, 512 * MIB)
     )  # larger than the caches: 50 MB on H100
-    probes += [Stream(kind, size) for size, kind in product(sizes, ("scale", "triad", "sum"))]
-    probes += [Vector(size) for size in ((MIB, 4 * MIB) if quick else (MIB, 8 * MIB, 64 * MIB))]
-    probes += [Product(dtype, *shape) for dtype in _dtypes(cluster, quick) for shape in _shapes(dtype, quick)]
+    probes += [StreamProbe(kind, size) for size, kind in product(sizes, ("scale", "triad", "sum"))]
+    probes += [VectorProbe(size) for size in ((MIB, 4 * MIB) if quick else (MIB, 8 * MIB, 64 * MIB))]
+    probes += [
+        ProductProbe(dtype, *shape) for dtype in _dtypes(cluster, quick) for shape in _shapes(dtype, quick)
+    ]
     probes += _collectives(cluster, quick)
     sizes = (MIB, 16 * MIB) if quick else (64 * KIB, MIB, 16 * MIB, 64 * MIB, 256 * MIB)
-    probes += [HostCopy(to_host, size) for size, to_host in product(sizes, (True, False))]
+    probes += [HostCopyProbe(to_host, size) for size, to_host in product(sizes, (True, False))]
     return tuple(probes)
 
 
@@ -242,4 +244,4 @@ def _collectives(cluster: Cluster, quick: bool) -> list[Probe]:
     if cluster.num_nodes > 1:
         axes += [(0,), (0, 1)] if cluster.devices_per_node > 1 else [(0,)]
     sizes = (64 * KIB, 4 * MIB) if quick else (4 * KIB, 64 * KIB, 512 * KIB, 4 * MIB, 32 * MIB, 128 * MIB)
-    return [Collective(kind, over, size) for over in axes for kind, size in product(_KINDS, sizes)]
+    return [CollectiveProbe(kind, over, size) for over in axes for kind, size in product(_KINDS, sizes)]

@@ -11,7 +11,7 @@ Traffic = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Numbers:
+class CompiledStats:
     """What a compiled program takes and moves, per device.
 
     Attributes:
@@ -31,7 +31,7 @@ class Numbers:
     host_copies: Mapping[str, Traffic]
 
     @classmethod
-    def of(cls, compiled: Compiled, mesh: Mapping[str, int]) -> "Numbers":
+    def of(cls, compiled: Compiled, mesh: Mapping[str, int]) -> "CompiledStats":
         """Reads them off.
 
         Args:

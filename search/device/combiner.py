@@ -83,7 +83,7 @@ def _closure(below: int, group_waits: Sequence[int], joined: int) -> int:
 def _join(members: Sequence[Kernel], mesh: MeshModel) -> Kernel:
     first, moved = members[0], [m.collective for m in members if m.collective is not None]
     one = replace(moved[0], num_bytes=sum(c.num_bytes for c in moved))
-    runs = first.taken.seconds / float(mesh.time_s(one.kind, one.axes, moved[0].num_bytes))
+    runs = first.time.seconds / float(mesh.time_s(one.kind, one.axes, moved[0].num_bytes))
     return replace(
         first,
         position=max(m.position for m in members),
@@ -91,7 +91,7 @@ def _join(members: Sequence[Kernel], mesh: MeshModel) -> Kernel:
         makes=tuple(b for m in members for b in m.makes),
         after=tuple(dict.fromkeys(n for m in members for n in m.after)),
         collective=one,
-        taken=of_collective(mesh, one.kind, one.axes, one.num_bytes) * runs,
+        time=of_collective(mesh, one.kind, one.axes, one.num_bytes) * runs,
     )
 
 

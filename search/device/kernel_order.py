@@ -45,13 +45,13 @@ def program_order(lowered: Lowered) -> tuple[int, ...]:
 def memory_saving(lowered: Lowered) -> Lowered:
     """The program with its kernels in the order in which the next one is always one that frees most."""
     region = _Region(lowered, range(len(lowered.kernels)), ())
-    return lowered.reordered([k for unit in _Frugal(region).run() for k in region.units[unit]])
+    return lowered.reordered([k for unit in _ListScheduler(region).run() for k in region.units[unit]])
 
 
 def latency_hiding(lowered: Lowered, ties: Ties, clock: Clock = Clock.XLA) -> tuple[int, ...]:
     """Kernels put off into the windows of collectives."""
-    taken_s = [getattr(kernel.taken, clock.value) for kernel in lowered.kernels]
-    return _Region(lowered, range(len(lowered.kernels)), (), ties, taken_s).order()
+    time_s = [getattr(kernel.time, clock.value) for kernel in lowered.kernels]
+    return _Region(lowered, range(len(lowered.kernels)), (), ties, time_s).order()
 
 
 class _Region:
@@ -63,9 +63,9 @@ class _Region:
         members: Sequence[int],
         loops: Loops,
         ties: Ties = Ties.LATEST,
-        taken_s: Sequence[float] = (),
+        time_s: Sequence[float] = (),
     ) -> None:
-        self.kernels, self.lowered, self.ties, self.taken_s = lowered.kernels, lowered, ties, taken_s
+        self.kernels, self.lowered, self.ties, self.time_s = lowered.kernels, lowered, ties, time_s
         self.units: list[list[int]] = []
         self.loops_of: dict[int, Loops] = {}
         unit_of: dict[int, int] = {}
@@ -94,9 +94,9 @@ class _Region:
 
     def order(self) -> tuple[int, ...]:
         found: list[int] = []
-        for unit, is_end in reversed(_Listing(self).run()):
+        for unit, is_end in reversed(_LatencyHidingScheduler(self).run()):
             if unit in self.loops_of:
-                body = _Region(self.lowered, self.units[unit], self.loops_of[unit], self.ties, self.taken_s)
+                body = _Region(self.lowered, self.units[unit], self.loops_of[unit], self.ties, self.time_s)
                 found += body.order()
             else:
                 (k,) = self.units[unit]
@@ -107,10 +107,10 @@ class _Region:
         return unit not in self.loops_of and self.kernels[self.units[unit][0]].collective is not None
 
     def seconds(self, unit: int) -> float:
-        return sum(self.taken_s[k] for k in self.units[unit])
+        return sum(self.time_s[k] for k in self.units[unit])
 
 
-class _Frugal:
+class _ListScheduler:
     """One pass from the first unit to the last; an inner loop stays as it is."""
 
     def __init__(self, region: _Region) -> None:
@@ -170,7 +170,7 @@ class _Frugal:
                 self._offer(follower)
 
 
-class _Listing:
+class _LatencyHidingScheduler:
     """One pass from the last unit to the first."""
 
     def __init__(self, region: _Region) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from cost_model.collectives import MeshModel
 from cost_model.compute import kernel_s
 from search.device.workspace import CONVOLUTION
-from search.problem.costs import Priced
+from search.problem.costs import CostedGraph
 from search.problem.fusion import is_light
 
 UNKNOWN_S = 5e-3
@@ -26,47 +26,47 @@ MEASURED = 1.3
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
+class KernelTime:
     """Seconds of one run, and what the scheduler takes it for."""
 
     seconds: float
     scheduled_s: float
 
-    def __mul__(self, runs: float) -> "Taken":
-        return Taken(runs * self.seconds, runs * self.scheduled_s)
+    def __mul__(self, runs: float) -> "KernelTime":
+        return KernelTime(runs * self.seconds, runs * self.scheduled_s)
 
 
-def of_collective(mesh: MeshModel, kind: str, axes: Collection[int], num_bytes: float) -> Taken:
+def of_collective(mesh: MeshModel, op_class: str, axes: Collection[int], num_bytes: float) -> KernelTime:
     """A collective's, with its bytes per device."""
-    seconds = float(mesh.time_s(kind, axes, num_bytes))
-    return Taken(seconds, UNKNOWN_S if mesh.group(axes).crosses_nodes else MEASURED * seconds)
+    seconds = float(mesh.time_s(op_class, axes, num_bytes))
+    return KernelTime(seconds, UNKNOWN_S if mesh.group(axes).crosses_nodes else MEASURED * seconds)
 
 
 class Times:
-    """Of the ops of a program under some labels; remembers them by kind."""
+    """Of the ops of a program under some strategies; remembers them by class."""
 
-    def __init__(self, priced: Priced, labels: Sequence[int]) -> None:
-        self.priced, self.labels = priced, labels
-        self.device = priced.resharder.mesh.cluster.device
-        self._heavy: dict[int, Taken] = {}
-        self._moving: dict[float, Taken] = {}
+    def __init__(self, costed: CostedGraph, chosen: Sequence[int]) -> None:
+        self.costed, self.chosen = costed, chosen
+        self.device = costed.resharder.mesh.cluster.device
+        self._heavy: dict[int, KernelTime] = {}
+        self._moving: dict[float, KernelTime] = {}
 
-    def of_op(self, kind: int, moved_bytes: float) -> Taken:
+    def of_op(self, op_class: int, moved_bytes: float) -> KernelTime:
         """An op's kernel: of a light one by what it moves."""
-        folded = self.priced.sketch.folded
-        if folded.op(kind).is_boundary or is_light(folded, kind):
+        folded = self.costed.graph.folded
+        if folded.op(op_class).is_boundary or is_light(folded, op_class):
             return self.of_moving(moved_bytes)
-        if kind not in self._heavy:
-            of_labels = self.priced.op_seconds(kind)
-            label = self.labels[self.priced.sketch.node_of[kind]]
-            seconds = float(of_labels[label] if of_labels.ndim else of_labels)
-            is_guessed = folded.op(kind).name == CONVOLUTION
-            self._heavy[kind] = Taken(seconds, CONVOLUTION_S if is_guessed else seconds)
-        return self._heavy[kind]
+        if op_class not in self._heavy:
+            of_labels = self.costed.op_seconds(op_class)
+            strategy = self.chosen[self.costed.graph.node_of[op_class]]
+            seconds = float(of_labels[strategy] if of_labels.ndim else of_labels)
+            is_guessed = folded.op(op_class).name == CONVOLUTION
+            self._heavy[op_class] = KernelTime(seconds, CONVOLUTION_S if is_guessed else seconds)
+        return self._heavy[op_class]
 
-    def of_moving(self, num_bytes: float) -> Taken:
+    def of_moving(self, num_bytes: float) -> KernelTime:
         """A kernel that reads and writes so much."""
         if num_bytes not in self._moving:
             seconds = float(kernel_s(self.device, num_bytes))
-            self._moving[num_bytes] = Taken(seconds, num_bytes / self.device.memory_bytes_per_s)
+            self._moving[num_bytes] = KernelTime(seconds, num_bytes / self.device.memory_bytes_per_s)
         return self._moving[num_bytes]

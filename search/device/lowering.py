@@ -1,6 +1,6 @@
 """What one device runs under a full assignment: kernels, collectives, and the buffers between them.
 
-The solver sees nodes and labels. A device sees kernels: an op that is not fused, with the light ops that it
+The solver sees nodes and strategies. A device sees kernels: an op that is not fused, with the light ops that it
 computes on the fly; a collective for every step of a resharding chain; and buffers, each with its local
 bytes. This module lowers the flat program to that form. `search.device.kernel_order` puts the kernels in an order, and
 from the order follow the memory and the time of a step.
@@ -11,16 +11,16 @@ Kernels of a loop's body stand between those before and after it; `loops` says i
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from search.device.kernel_times import Taken, Times, of_collective
-from search.device.workspace import CONVOLUTION, Scratch
+from search.device.kernel_times import KernelTime, Times, of_collective
+from search.device.workspace import CONVOLUTION, Workspaces
 from search.ir.sharding import Route
-from search.problem.costs import Priced
+from search.problem.costs import CostedGraph
 from search.problem.flat_program import FlatOp
-from search.problem.live_ranges import Liveness, Resident, is_part
+from search.problem.live_ranges import LiveRanges, Resident, is_part
 from search.problem.memory_rows import Arrival
 from search.problem.reshard import SLICE, Step
 from search.problem.reshard_paths import Routes
-from search.problem.strategy_graph import Group, group_of
+from search.problem.strategy_graph import ReadPhase, read_phase
 
 Loops = tuple[tuple[int, int], ...]
 """Ranges of op positions, inner loops first."""
@@ -46,7 +46,7 @@ class Buffer:
 
 
 @dataclass(frozen=True, slots=True)
-class Collective:
+class Communication:
     """What a kernel communicates: a collective's kind, its mesh axes, bytes per device each time, and the dtype."""
 
     kind: str
@@ -65,7 +65,7 @@ class Kernel:
       makes: buffers.
       after: kernels that must have run, besides those whose buffers it reads.
       collective: what it communicates; None when it computes.
-      workspace_bytes: scratch memory while it runs.
+      workspace_bytes: workspace memory while it runs.
       taken: how long it takes in one step, all its runs together.
       loops: the loops that it is in.
     """
@@ -74,9 +74,9 @@ class Kernel:
     reads: tuple[int, ...]
     makes: tuple[int, ...]
     after: tuple[int, ...]
-    collective: Collective | None
+    collective: Communication | None
     workspace_bytes: float
-    taken: Taken
+    time: KernelTime
     loops: Loops
 
 
@@ -101,9 +101,9 @@ def renumbered(kernels: Sequence[Kernel], number: Mapping[int, int]) -> list[Ker
     ]
 
 
-def lower(priced: Priced, liveness: Liveness, labels: Sequence[int]) -> Lowered:
-    """The kernels of one step under a full assignment of labels."""
-    lowering = _Lowering(priced, liveness, labels)
+def lower(costed: CostedGraph, live_ranges: LiveRanges, chosen: Sequence[int]) -> Lowered:
+    """The kernels of one step under a full assignment of strategies."""
+    lowering = _Lowering(costed, live_ranges, chosen)
     for i in range(len(lowering.program.ops)):
         lowering.op(i)
         lowering.loop_ends(i + 1)
@@ -112,11 +112,11 @@ def lower(priced: Priced, liveness: Liveness, labels: Sequence[int]) -> Lowered:
 
 
 class _Lowering:
-    def __init__(self, priced: Priced, liveness: Liveness, labels: Sequence[int]) -> None:
-        self.priced, self.liveness, self.labels = priced, liveness, labels
-        self.folded, self.program = priced.sketch.folded, liveness.program
-        self.routes = Routes(priced, labels)
-        self.scratch, self.times = Scratch(self.routes), Times(priced, labels)
+    def __init__(self, costed: CostedGraph, live_ranges: LiveRanges, chosen: Sequence[int]) -> None:
+        self.costed, self.live_ranges, self.chosen = costed, live_ranges, chosen
+        self.folded, self.program = costed.graph.folded, live_ranges.program
+        self.routes = Routes(costed, chosen)
+        self.workspaces, self.times = Workspaces(self.routes), Times(costed, chosen)
         self.kernels: list[Kernel] = []
         self.buffers: list[Buffer] = []
         self.sources: dict[int, tuple[int, ...]] = {}
@@ -125,7 +125,7 @@ class _Lowering:
         self.rewritten: dict[tuple[tuple[int, ...], int, float], tuple[int, ...]] = {}
         self.new_state = frozenset(v for op in self.program.ops if op.name == "input" for v in op.operands)
         self.last_backward: int | None = None
-        self.mesh = priced.resharder.mesh
+        self.mesh = costed.resharder.mesh
         self.resharded = self._resharded()
         self.carried = self._carried()
 
@@ -148,7 +148,7 @@ class _Lowering:
             self._argument(op)
             return
         read = self._reads(i)
-        is_array = any(v in self.resharded or v in self.liveness.anchors[v] for v in op.results)
+        is_array = any(v in self.resharded or v in self.live_ranges.fusion_sources[v] for v in op.results)
         if is_array or self._is_copied_part(i, op):
             self._kernels(i, op, read)
         else:
@@ -160,25 +160,25 @@ class _Lowering:
 
     def _argument(self, op: FlatOp) -> None:
         (v,) = op.results
-        role = self.liveness.resident_of_argument(op)
+        role = self.live_ranges.resident_of_argument(op)
         self.sources[v] = (self._buffer(self.routes.local_bytes(v, self.routes.made(v)), role, (), True),)
 
     def _kernels(self, i: int, op: FlatOp, read: tuple[int, ...]) -> None:
         """An op's own kernel, and the collectives that bring its results to rest."""
         loops = self._loops(i, op)
         makes = tuple(
-            self._buffer(self._bytes_made(v), self.liveness.resident(v), loops, False) for v in op.results
+            self._buffer(self._bytes_made(v), self.live_ranges.resident(v), loops, False) for v in op.results
         )
         self.sources |= {v: (b,) for v, b in zip(op.results, makes, strict=True)}
-        if group_of(op) is Group.UPDATE:  # a convolution's kernel is updated as it lies in the copy
+        if read_phase(op) is ReadPhase.UPDATE:  # a convolution's kernel is updated as it lies in the copy
             copies = (self.rewritten.get(((b,), 1, self.buffers[b].num_bytes), ()) for b in read)
             read += tuple(copy for found in copies for copy in found)
         kernel = self._kernel(i, read, makes, ())
-        if op.op is not None and group_of(op) is Group.BACKWARD:
+        if op.op is not None and read_phase(op) is ReadPhase.BACKWARD:
             self.last_backward = kernel
         for v in op.results:
-            for axes, num_bytes in self.reductions(self.folded.kind_of[i]):
-                summed = Collective("all-reduce", axes, num_bytes, str(self.program.values[v].dtype))
+            for axes, num_bytes in self.reductions(self.folded.class_of[i]):
+                summed = Communication("all-reduce", axes, num_bytes, str(self.program.values[v].dtype))
                 self.sources[v] = self._launched(i, v, self.sources[v], summed, (), num_bytes)
             self.sources[v] = self._sent(i, v, self.sources[v], self.routes.to_rest(v), "")
 
@@ -189,9 +189,9 @@ class _Lowering:
         for operand, v in enumerate(op.operands):
             if op.name == "carry" and v not in self.sources:
                 continue  # the body's result, which is made later
-            steps, lap = self._way(i, operand)
+            steps, phase = self._way(i, operand)
             arrival = self._arrival(i, operand) if steps else None
-            source = self._sent(i, v, self.sources[v], steps, lap, arrival)
+            source = self._sent(i, v, self.sources[v], steps, phase, arrival)
             read |= dict.fromkeys(self._rewritten(i, operand, source) if op.name == CONVOLUTION else source)
         return tuple(read)
 
@@ -200,28 +200,28 @@ class _Lowering:
         serves all convolutions that read the array, the backward phase's too."""
         num_bytes = 0.0
         if operand == 0:
-            num_bytes = self.scratch.padded_bytes(i)
+            num_bytes = self.workspaces.padded_bytes(i)
         elif all(self.buffers[b].is_argument for b in source):
             num_bytes = sum(self.buffers[b].num_bytes for b in source)
         if not num_bytes:
             return source
         key = (source, operand, num_bytes)
         if key not in self.rewritten:
-            loops, runs = self.liveness.loops_at[i], self.program.ops[i].count
+            loops, runs = self.live_ranges.loops_at[i], self.program.ops[i].count
             made = (self._buffer(num_bytes, Resident.TEMPORARIES, loops, False),)
-            taken = self.times.of_moving(2 * num_bytes) * runs
-            self.kernels.append(Kernel(i, source, made, (), None, 0.0, taken, loops))
+            time = self.times.of_moving(2 * num_bytes) * runs
+            self.kernels.append(Kernel(i, source, made, (), None, 0.0, time, loops))
             self.rewritten[key] = made
         return self.rewritten[key]
 
     def _way(self, i: int, operand: int) -> tuple[tuple[Step, ...], str]:
         """The steps by which an op gets an operand, and the phase that alone shares them ("" for all)."""
         way = self.routes.to_reader(i, operand)
-        return way.steps, group_of(self.program.ops[i]).value if way.is_fresh else ""
+        return way.steps, read_phase(self.program.ops[i]).value if way.is_fresh else ""
 
     def _arrival(self, i: int, operand: int) -> Arrival:
         v = self.program.ops[i].operands[operand]
-        port = self.priced.sketch.ports[self.folded.kind_of[i], operand, False]
+        port = self.costed.graph.ports[self.folded.class_of[i], operand, False]
         return Arrival(port, self.program.values[v].num_bytes, self.routes.resting(v))
 
     def _sent(
@@ -230,26 +230,30 @@ class _Lowering:
         v: int,
         source: tuple[int, ...],
         steps: Sequence[Step],
-        lap: str,
+        phase: str,
         arrival: Arrival | None = None,
     ) -> tuple[int, ...]:
         """The buffers where a chain ends; steps that were made before are shared."""
         here, route = source, ()
         for step in steps:
             route = (*route, step.after)
-            key = (v, route, lap)
+            key = (v, route, phase)
             if key not in self.copies:
                 self.copies[key] = (
-                    here if step.kind == SLICE else self._collective(i, v, here, step, lap, arrival)
+                    here if step.kind == SLICE else self._collective(i, v, here, step, phase, arrival)
                 )
             here = self.copies[key]
         return here
 
     def _collective(
-        self, i: int, v: int, source: tuple[int, ...], step: Step, lap: str, arrival: Arrival | None
+        self, i: int, v: int, source: tuple[int, ...], step: Step, phase: str, arrival: Arrival | None
     ) -> tuple[int, ...]:
-        tie = (self.last_backward,) if lap == Group.BACKWARD.value and self.last_backward is not None else ()
-        what = Collective(step.kind, step.axes, step.num_bytes, str(self.program.values[v].dtype))
+        tie = (
+            (self.last_backward,)
+            if phase == ReadPhase.BACKWARD.value and self.last_backward is not None
+            else ()
+        )
+        what = Communication(step.kind, step.axes, step.num_bytes, str(self.program.values[v].dtype))
         made = self._launched(i, v, source, what, tie, self.routes.local_bytes(v, step.after))
         self.buffers[made[0]] = replace(self.buffers[made[0]], arrival=arrival)
         return made
@@ -259,34 +263,34 @@ class _Lowering:
         i: int,
         v: int,
         source: tuple[int, ...],
-        what: Collective,
+        what: Communication,
         after: tuple[int, ...],
         made_bytes: float,
     ) -> tuple[int, ...]:
-        loops, runs = self.liveness.loops_at[i], self.program.ops[i].count
+        loops, runs = self.live_ranges.loops_at[i], self.program.ops[i].count
         if is_part(self.program.ops[i]):  # the whole stack travels, before the loop
-            loops, runs = loops[1:], self.program.ops[self.liveness.maker[v][0]].count
-        made = self._buffer(made_bytes, self.liveness.resident(v), loops, False)
-        taken = of_collective(self.mesh, what.kind, what.axes, what.num_bytes) * runs
-        self.kernels.append(Kernel(i, source, (made,), after, what, 0.0, taken, loops))
+            loops, runs = loops[1:], self.program.ops[self.live_ranges.maker[v][0]].count
+        made = self._buffer(made_bytes, self.live_ranges.resident(v), loops, False)
+        time = of_collective(self.mesh, what.kind, what.axes, what.num_bytes) * runs
+        self.kernels.append(Kernel(i, source, (made,), after, what, 0.0, time, loops))
         return (made,)
 
-    def reductions(self, kind: int):
-        """The all-reduces that an op's own cluster resolves: mesh axes and bytes per device."""
-        if kind not in self.reduced:
-            label = self.labels[self.priced.sketch.node_of[kind]]
-            self.reduced[kind] = [
-                (axes, float(local[at.tolist().index(label)]))
-                for axes, at, local, _ in self.priced.reductions(kind)
-                if label in at
+    def reductions(self, op_class: int):
+        """The all-reduces that an op's own group resolves: mesh axes and bytes per device."""
+        if op_class not in self.reduced:
+            strategy = self.chosen[self.costed.graph.node_of[op_class]]
+            self.reduced[op_class] = [
+                (axes, float(local[at.tolist().index(strategy)]))
+                for axes, at, local, _ in self.costed.reductions(op_class)
+                if strategy in at
             ]
-        return self.reduced[kind]
+        return self.reduced[op_class]
 
     def _kernel(self, i: int, reads: tuple[int, ...], makes: tuple[int, ...], after: tuple[int, ...]) -> int:
         moved = sum(self.buffers[b].num_bytes for b in (*reads, *makes))
-        taken = self.times.of_op(self.folded.kind_of[i], moved) * self.program.ops[i].count
-        loops, scratch = self.liveness.loops_at[i], self.scratch.num_bytes(i)
-        self.kernels.append(Kernel(i, reads, makes, after, None, scratch, taken, loops))
+        time = self.times.of_op(self.folded.class_of[i], moved) * self.program.ops[i].count
+        loops, workspaces = self.live_ranges.loops_at[i], self.workspaces.num_bytes(i)
+        self.kernels.append(Kernel(i, reads, makes, after, None, workspaces, time, loops))
         return len(self.kernels) - 1
 
     def _buffer(self, num_bytes: float, resident: Resident, loops: Loops, is_argument: bool) -> int:
@@ -295,7 +299,7 @@ class _Lowering:
 
     def _loops(self, i: int, op) -> Loops:
         """Where a result lives: what a loop carries or stacks lives outside of it."""
-        inside = self.liveness.loops_at[i]
+        inside = self.live_ranges.loops_at[i]
         return inside[1:] if op.name == "stack" else inside
 
     def _bytes_made(self, v: int) -> float:
@@ -309,8 +313,8 @@ class _Lowering:
         for i, op in enumerate(self.program.ops):
             if op.name == "carry":
                 for operand, v in enumerate(op.operands):
-                    for loop in self.liveness.loops_at[self.liveness.maker[v][0]]:
-                        if loop not in self.liveness.loops_at[i] and loop[0] > i:
+                    for loop in self.live_ranges.loops_at[self.live_ranges.maker[v][0]]:
+                        if loop not in self.live_ranges.loops_at[i] and loop[0] > i:
                             found.setdefault(loop, []).append((i, operand))
                             break
         return found
@@ -321,8 +325,8 @@ class _Lowering:
             read: dict[int, None] = {}
             for i, operand in self.carried[loop]:
                 v = self.program.ops[i].operands[operand]
-                steps, lap = self._way(i, operand)
-                read |= dict.fromkeys(self._sent(position - 1, v, self.sources[v], steps, lap))
+                steps, phase = self._way(i, operand)
+                read |= dict.fromkeys(self._sent(position - 1, v, self.sources[v], steps, phase))
             self._kernel(position - 1, tuple(read), (), ())
 
     def finish(self) -> None:
@@ -330,9 +334,9 @@ class _Lowering:
         for i, op in enumerate(self.program.ops):
             if op.name == "input":
                 for operand, v in enumerate(op.operands):
-                    steps, lap = self._way(i, operand)
+                    steps, phase = self._way(i, operand)
                     if any(s.kind != SLICE for s in steps):
-                        at = self.liveness.maker[v][0]
-                        last = self._sent(at, v, self.sources[v], steps, lap)
+                        at = self.live_ranges.maker[v][0]
+                        last = self._sent(at, v, self.sources[v], steps, phase)
                         for b in last:
                             self.buffers[b] = replace(self.buffers[b], num_bytes=0.0)

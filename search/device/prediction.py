@@ -18,8 +18,8 @@ from search.device.combiner import combined
 from search.device.kernel_order import Clock, Ties, latency_hiding, memory_saving, program_order
 from search.device.lowering import Lowered, lower
 from search.device.timeline import peak, seconds
-from search.problem.costs import Priced
-from search.problem.live_ranges import ARGUMENTS, Liveness, Resident
+from search.problem.costs import CostedGraph
+from search.problem.live_ranges import ARGUMENTS, LiveRanges, Resident
 from search.problem.memory_rows import Peak
 
 MARGIN = 0.03
@@ -28,7 +28,7 @@ peaks (`benchmarks.truth`)."""
 
 
 @dataclass(frozen=True, eq=False)
-class Simulated:
+class Prediction:
     """A step on one device; what is not asked for is not simulated.
 
     Attributes:
@@ -59,7 +59,7 @@ class Simulated:
     def hidden_s(self) -> float:
         """Communication that runs behind computation."""
         orders = (program_order(self._plain), *self._overlapped)
-        alone_s = sum(kernel.taken.seconds for kernel in self.lowered.kernels)
+        alone_s = sum(kernel.time.seconds for kernel in self.lowered.kernels)
         return alone_s - min(seconds(self._plain, order) for order in orders)
 
     @cached_property
@@ -90,15 +90,17 @@ def _grown(found: Peak, num_bytes: float) -> Peak:
     return replace(found, num_bytes=found.num_bytes + num_bytes, residents=tuple(residents.items()))
 
 
-def simulate(priced: Priced, liveness: Liveness, labels: Sequence[int], limit_bytes: float) -> Simulated:
+def predict(
+    costed: CostedGraph, live_ranges: LiveRanges, chosen: Sequence[int], limit_bytes: float
+) -> Prediction:
     """Runs the kernels of an assignment.
 
     Args:
-      priced: the sketch on its mesh.
-      liveness: of the same sketch.
-      labels: one per node.
+      costed: the strategy graph on its mesh.
+      live_ranges: of the same graph.
+      chosen: the strategy of each node.
       limit_bytes: the scheduler's budget for the whole device: the cap.
     """
-    mesh = priced.resharder.mesh
-    lowered = combined(lower(priced, liveness, labels), mesh)
-    return Simulated(lowered, limit_bytes, is_hopper_or_later(mesh.cluster.device.name))
+    mesh = costed.resharder.mesh
+    lowered = combined(lower(costed, live_ranges, chosen), mesh)
+    return Prediction(lowered, limit_bytes, is_hopper_or_later(mesh.cluster.device.name))

@@ -48,9 +48,9 @@ def seconds(lowered: Lowered, order: Sequence[int]) -> float:
     for k in order:
         kernel = lowered.kernels[k if k >= 0 else ~k]
         if kernel.collective is None:
-            now += kernel.taken.seconds
+            now += kernel.time.seconds
         elif k >= 0:
-            free = done[k] = max(now, free) + kernel.taken.seconds
+            free = done[k] = max(now, free) + kernel.time.seconds
         else:
             now = max(now, done[~k])
     return max(now, free)

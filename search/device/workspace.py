@@ -1,4 +1,4 @@
-"""Scratch memory of kernels: what cuBLAS and cuDNN ask for beside operands and results."""
+"""Workspace memory of kernels: what cuBLAS and cuDNN ask for beside operands and results."""
 
 from math import prod
 from typing import Any
@@ -22,13 +22,13 @@ MERGED_BYTES = 64 * 2**20
 `xla_gpu_dot_merger_threshold_mb`."""
 
 
-class Scratch:
-    """Of the ops of a program, as they lie under some labels."""
+class Workspaces:
+    """Of the ops of a program, as they lie under some strategies."""
 
     def __init__(self, routes: Routes) -> None:
         self.routes = routes
         self.uses = routes.program.uses
-        self.device = routes.priced.resharder.mesh.cluster.device
+        self.device = routes.costed.resharder.mesh.cluster.device
         self.is_hopper = is_hopper_or_later(self.device.name)
 
     def num_bytes(self, i: int) -> float:
@@ -40,7 +40,7 @@ class Scratch:
             return WORKSPACE_BYTES
         if (
             op.op is None
-            or not self.routes.folded.is_heavy[self.routes.folded.kind_of[i]]
+            or not self.routes.folded.is_heavy[self.routes.folded.class_of[i]]
             or not op.rule.flops_per_point
         ):
             return 0.0
@@ -62,7 +62,7 @@ class Scratch:
     def _is_of_one(self, v: int, made: FlatOp) -> bool:
         """Whether a device has a single example of a value, so that its part of a merged product is of one piece."""
         first = self.routes.program.values[v].shape[:1]
-        spec, mesh = self.routes.made(made.results[0]), self.routes.priced.resharder.mesh.shape
+        spec, mesh = self.routes.made(made.results[0]), self.routes.costed.resharder.mesh.shape
         return prod(n for d, n in zip(spec, mesh, strict=True) if d == 0) >= prod(first)
 
     def _is_merged(self, made: FlatOp) -> bool:
@@ -98,7 +98,7 @@ class Scratch:
         spatial = params["dimension_numbers"].lhs_spec[2:]
         for d, (low, high), dilation in zip(spatial, params["padding"], params["lhs_dilation"], strict=True):
             growth *= ((shape[d] - 1) * dilation + 1 + max(low, 0) + max(high, 0)) / shape[d]
-        port = self.routes.sketch.ports[self.routes.folded.kind_of[i], 0, False]
+        port = self.routes.graph.ports[self.routes.folded.class_of[i], 0, False]
         return growth * self.routes.local_bytes(v, self.routes.spec(port))
 
 

@@ -1,6 +1,6 @@
 """What the executor needs to know: where in the nested graph a spec is imposed.
 
-A plan speaks of kinds of ops; the executor walks the graph op by op. A `Layout` is the plan spelled out for
+A plan speaks of classes of ops; the executor walks the graph op by op. A `StepSharding` is the plan spelled out for
 one graph: the spec that a value gets where it is made, and what an op wants done to an operand before it
 reads it. A value is taken from one spec to another by the chain of steps that the search priced, and every
 step is spelled out: left to go the whole way at once, XLA's partitioner replicates where it knows no better,
@@ -45,7 +45,7 @@ class Want:
 
 
 @dataclass(frozen=True, eq=False)
-class Layout:
+class StepSharding:
     """A plan spelled out for one graph.
 
     Attributes:

@@ -1,9 +1,9 @@
-"""Labels in words, and words as labels.
+"""Strategies in words, and words as strategies.
 
-A plan names a decision by what it decides. An argument's key is its pytree path. A cluster's is its largest
+A plan names a decision by what it decides. An argument's key is its pytree path. A group's is its largest
 op, named by phase, scope and primitive, numbers replaced by `*` where it stands for several; its value lists
 the specs that this op reads and makes. A copy's key adds the phase that it serves. Words are made for all
-labels of a node, so reading a value is looking it up, and what is not among them is refused with what would
+strategies of a node, so reading a value is looking it up, and what is not among them is refused with what would
 have been accepted.
 """
 
@@ -18,25 +18,25 @@ import numpy as np
 from cost_model.errors import PlanError
 from search.ir.spec import AXIS_NAMES, Spec, format_spec, parse_spec
 from search.plan.plan import Decisions
-from search.problem.costs import Priced
+from search.problem.costs import CostedGraph
 from search.problem.strategies import port_specs
-from search.problem.strategy_graph import Sketch
+from search.problem.strategy_graph import StrategyGraph
 
 _TRANSFORM = re.compile(r"(?:transpose|jvp|vmap|remat|checkpoint)\(([^()]*)\)")
 
 
-def node_names(sketch: Sketch) -> tuple[str, ...]:
+def node_names(graph: StrategyGraph) -> tuple[str, ...]:
     """One unique name per node; an argument's node is named by its first member."""
     seen: dict[str, int] = {}
     names = []
-    for node, cluster in enumerate(sketch.clusters):
+    for node, group in enumerate(graph.groups):
         names.append(
-            _unique(_cluster_name(sketch, node, max(cluster.kinds, key=lambda k: _weight(sketch, k))), seen)
+            _unique(_group_name(graph, node, max(group.op_classes, key=lambda k: _weight(graph, k))), seen)
         )
-    for copy in sketch.copies:
-        maker = sketch.folded.op(copy.maker[0])
-        base = _kind_name(sketch, copy.maker[0]) + (f"[{copy.maker[1]}]" if len(maker.results) > 1 else "")
-        names.append(_unique(f"{base} -> {copy.group}", seen))
+    for copy in graph.copies:
+        maker = graph.folded.op(copy.maker[0])
+        base = _class_name(graph, copy.maker[0]) + (f"[{copy.maker[1]}]" if len(maker.results) > 1 else "")
+        names.append(_unique(f"{base} -> {copy.phase}", seen))
     return tuple(names)
 
 
@@ -45,78 +45,80 @@ def _unique(name: str, seen: dict[str, int]) -> str:
     return name if seen[name] == 1 else f"{name} #{seen[name]}"
 
 
-def _cluster_name(sketch: Sketch, node: int, kind: int) -> str:
-    op = sketch.folded.op(kind)
+def _group_name(graph: StrategyGraph, node: int, op_class: int) -> str:
+    op = graph.folded.op(op_class)
     if op.name == "input":
-        return sketch.folded.program.step.arguments[op.site[0]].name
+        return graph.folded.program.step.arguments[op.site[0]].name
     if op.name == "output":
-        return sketch.folded.program.step.results[op.site[0]]
-    return _kind_name(sketch, kind)
+        return graph.folded.program.step.results[op.site[0]]
+    return _class_name(graph, op_class)
 
 
-def _kind_name(sketch: Sketch, kind: int) -> str:
-    op = sketch.folded.op(kind)
+def _class_name(graph: StrategyGraph, op_class: int) -> str:
+    op = graph.folded.op(op_class)
     if op.name == "input":
-        return re.sub(r"\d+", "*", sketch.folded.program.step.arguments[op.site[0]].name)
+        return re.sub(r"\d+", "*", graph.folded.program.step.arguments[op.site[0]].name)
     scope = op.op.scope if op.op is not None else ""
     while _TRANSFORM.search(scope):
         scope = _TRANSFORM.sub(r"\1", scope)
     scope = "/".join(filter(None, scope.split("/")))
-    if len(sketch.folded.members[kind]) > 1:
+    if len(graph.folded.members[op_class]) > 1:
         scope = re.sub(r"\d+", "*", scope)
     return f"{op.phase} {scope + '/' if scope else ''}{op.name}"
 
 
-def _weight(sketch: Sketch, kind: int) -> tuple[int, int, int]:
-    """How well an op stands for its cluster: the most loops, then the largest, then the first."""
-    op = sketch.folded.op(kind)
+def _weight(graph: StrategyGraph, op_class: int) -> tuple[int, int, int]:
+    """How well an op stands for its group: the most loops, then the largest, then the first."""
+    op = graph.folded.op(op_class)
     splittable = sum(
-        (kind, i) in sketch.clusters[sketch.node_of[kind]].factor_of for i in range(len(op.rule.factors))
+        (op_class, i) in graph.groups[graph.node_of[op_class]].factor_of for i in range(len(op.rule.factors))
     )
-    return splittable, prod(f.size for f in op.rule.factors), -kind
+    return splittable, prod(f.size for f in op.rule.factors), -op_class
 
 
 @dataclass(frozen=True, eq=False)
-class Words:
-    """The vocabulary of a priced sketch: every node's name, every label's text."""
+class DecisionCodec:
+    """The vocabulary of a costed strategy graph: every node's name, every strategy's text."""
 
-    priced: Priced
+    costed: CostedGraph
 
     @property
     def axis_names(self) -> tuple[str, ...]:
         """Names of the mesh axes."""
-        return AXIS_NAMES[self.priced.resharder.num_axes]
+        return AXIS_NAMES[self.costed.resharder.num_axes]
 
     @cached_property
     def names(self) -> tuple[str, ...]:
         """Per node."""
-        return node_names(self.priced.sketch)
+        return node_names(self.costed.graph)
 
-    def text(self, node: int, label: int) -> str:
-        """A label in words."""
-        return self.texts(node)[label]
+    def text(self, node: int, strategy: int) -> str:
+        """A strategy in words."""
+        return self.texts(node)[strategy]
 
     def texts(self, node: int) -> list[str]:
-        """All labels of a node in words, no two alike."""
-        sketch, choices = self.priced.sketch, self.priced.choices[node]
-        if choices.ways:
-            specs = self._spec_texts(choices.assignment)
-            return [f"{way} {spec}" for way, spec in zip(choices.ways, specs, strict=True)]
-        kind = max(sketch.clusters[node].kinds, key=lambda k: _weight(sketch, k))
-        op = sketch.folded.op(kind)
-        results = [self._specs(sketch.ports[kind, r, True]) for r in range(len(op.results))]
+        """All strategies of a node in words, no two alike."""
+        graph, strategies = self.costed.graph, self.costed.strategies[node]
+        if strategies.copy_sources:
+            specs = self._spec_texts(strategies.assignment)
+            return [f"{way} {spec}" for way, spec in zip(strategies.copy_sources, specs, strict=True)]
+        op_class = max(graph.groups[node].op_classes, key=lambda k: _weight(graph, k))
+        op = graph.folded.op(op_class)
+        results = [self._specs(graph.ports[op_class, r, True]) for r in range(len(op.results))]
         if op.is_boundary:
             return [", ".join(column) for column in zip(*results, strict=True)]
-        operands = [self._specs(sketch.ports[kind, i, False]) for i in range(len(op.operands))]
+        operands = [self._specs(graph.ports[op_class, i, False]) for i in range(len(op.operands))]
         seen: dict[str, int] = {}
         texts = []
-        for label in range(len(choices)):
-            read, made = (", ".join(column[label] for column in columns) for columns in (operands, results))
+        for strategy in range(len(strategies)):
+            read, made = (
+                ", ".join(column[strategy] for column in columns) for columns in (operands, results)
+            )
             texts.append(_unique(f"{read} -> {made}" if read else made, seen))
         return texts
 
     def _specs(self, port) -> list[str]:
-        return self._spec_texts(port_specs(port, self.priced.choices[port.node]))
+        return self._spec_texts(port_specs(port, self.costed.strategies[port.node]))
 
     def _spec_texts(self, specs: np.ndarray) -> list[str]:
         rows = [tuple(s) for s in specs.tolist()]
@@ -130,38 +132,38 @@ class Words:
         """Memo of `_spec_texts`."""
         return {}
 
-    def decisions(self, labels: Sequence[int]) -> Decisions:
+    def decisions(self, strategies: Sequence[int]) -> Decisions:
         """A full assignment in words."""
-        sketch, program = self.priced.sketch, self.priced.sketch.folded.program
+        graph, program = self.costed.graph, self.costed.graph.folded.program
         arguments: dict[str, str] = {}
         for i, value in enumerate(program.inputs):
-            node = sketch.node_of[sketch.folded.kind_of[i]]
+            node = graph.node_of[graph.folded.class_of[i]]
             arguments[program.step.arguments[i].name] = (
-                self.text(node, labels[node]) if program.values[value].shape else "P()"
+                self.text(node, strategies[node]) if program.values[value].shape else "P()"
             )
         ops = {
-            self.names[node]: self.text(node, labels[node])
-            for node, cluster in enumerate(sketch.clusters)
-            if sketch.folded.op(cluster.kinds[0]).name != "input" and len(self.priced.choices[node]) > 1
+            self.names[node]: self.text(node, strategies[node])
+            for node, group in enumerate(graph.groups)
+            if graph.folded.op(group.op_classes[0]).name != "input" and len(self.costed.strategies[node]) > 1
         }
-        copies = {self.names[c.node]: self.text(c.node, labels[c.node]) for c in sketch.copies}
-        mesh = dict(zip(self.axis_names, self.priced.resharder.mesh.shape, strict=True))
+        copies = {self.names[c.node]: self.text(c.node, strategies[c.node]) for c in graph.copies}
+        mesh = dict(zip(self.axis_names, self.costed.resharder.mesh.shape, strict=True))
         return Decisions(mesh, arguments, ops, copies)
 
     def allowed(self, decisions: Decisions, place: str) -> tuple[np.ndarray, ...]:
-        """Per node: the labels that a plan's decisions leave; all of them where the plan says nothing.
+        """Per node: the strategies that a plan's decisions leave; all of them where the plan says nothing.
 
         Raises:
           PlanError: a decision that is not possible, or that names nothing in this step.
         """
-        sketch = self.priced.sketch
+        graph = self.costed.graph
         said = dict(decisions.ops) | dict(decisions.copies)
         unknown = [key for key in said if key not in set(self.names)]
         if unknown:
             raise PlanError(f"{place}: {unknown[0]!r} names no op of this step")
-        allowed = [np.arange(len(c)) for c in self.priced.choices]
-        for i, argument in enumerate(sketch.folded.program.step.arguments):
-            node = sketch.node_of[sketch.folded.kind_of[i]]
+        allowed = [np.arange(len(c)) for c in self.costed.strategies]
+        for i, argument in enumerate(graph.folded.program.step.arguments):
+            node = graph.node_of[graph.folded.class_of[i]]
             if argument.name in decisions.arguments:
                 wanted = self.parse(decisions.arguments[argument.name], argument.name, place)
                 allowed[node] = self._resting(node, wanted, argument.name, place)
@@ -178,15 +180,17 @@ class Words:
             raise PlanError(f"{place}: {name}: {e}") from e
 
     def _resting(self, node: int, wanted: Spec, name: str, place: str) -> np.ndarray:
-        """The labels of an argument's node that rest it in a spec."""
-        sketch = self.priced.sketch
-        port = sketch.ports[sketch.clusters[node].kinds[0], 0, True]
-        found = np.flatnonzero((port_specs(port, self.priced.choices[node]) == np.array(wanted)).all(axis=1))
+        """The strategies of an argument's node that rest it in a spec."""
+        graph = self.costed.graph
+        port = graph.ports[graph.groups[node].op_classes[0], 0, True]
+        found = np.flatnonzero(
+            (port_specs(port, self.costed.strategies[node]) == np.array(wanted)).all(axis=1)
+        )
         if not len(found):
-            shape = sketch.folded.program.values[
-                sketch.folded.op(sketch.clusters[node].kinds[0]).results[0]
+            shape = graph.folded.program.values[
+                graph.folded.op(graph.groups[node].op_classes[0]).results[0]
             ].shape
-            mesh = dict(zip(self.axis_names, self.priced.resharder.mesh.shape, strict=True))
+            mesh = dict(zip(self.axis_names, self.costed.resharder.mesh.shape, strict=True))
             raise PlanError(
                 f"{place}: {name} of shape {shape} cannot rest as {format_spec(wanted, self.axis_names)} on the mesh "
                 f"{mesh}: a dimension does not divide evenly. Choose another dimension or mesh"
@@ -203,12 +207,12 @@ class Words:
         return np.array([texts.index(said)])
 
 
-def allowed_by_pins(words: Words, pins: Mapping[str, Spec]) -> dict[int, np.ndarray]:
-    """Per node of a pinned argument: the labels that rest it as pinned."""
-    sketch = words.priced.sketch
+def allowed_by_pins(codec: DecisionCodec, pins: Mapping[str, Spec]) -> dict[int, np.ndarray]:
+    """Per node of a pinned argument: the strategies that rest it as pinned."""
+    graph = codec.costed.graph
     allowed = {}
-    for i, argument in enumerate(sketch.folded.program.step.arguments):
+    for i, argument in enumerate(graph.folded.program.step.arguments):
         if argument.name in pins:
-            node = sketch.node_of[sketch.folded.kind_of[i]]
-            allowed[node] = words._resting(node, pins[argument.name], argument.name, "pin")
+            node = graph.node_of[graph.folded.class_of[i]]
+            allowed[node] = codec._resting(node, pins[argument.name], argument.name, "pin")
     return allowed

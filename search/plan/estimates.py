@@ -6,20 +6,20 @@ memory, come from the schedule of one device's kernels.
 
 from collections.abc import Iterator, Sequence
 
-from search.device.prediction import Simulated
+from search.device.prediction import Prediction
 from search.ir.spec import AXIS_NAMES, Spec
 from search.plan.plan import Collective, Estimates
-from search.problem.costs import Priced
+from search.problem.costs import CostedGraph
 from search.problem.reshard import SLICE
-from search.problem.strategies import Way, port_specs
+from search.problem.strategies import CopySource, port_specs
 
 
-def estimate(priced: Priced, labels: Sequence[int], device: Simulated) -> Estimates:
-    """Time, memory and collectives under a full assignment of labels."""
+def estimate(costed: CostedGraph, chosen: Sequence[int], device: Prediction) -> Estimates:
+    """Time, memory and collectives under a full assignment of strategies."""
     compute_s = sum(
-        float(compute[label]) for (compute, _), label in zip(priced.node_seconds, labels, strict=True)
+        float(compute[strategy]) for (compute, _), strategy in zip(costed.node_seconds, chosen, strict=True)
     )
-    collectives = _collectives(priced, labels)
+    collectives = _collectives(costed, chosen)
     communication_s = sum(c.seconds for c in collectives)
     hidden_s = min(max(device.hidden_s, 0.0), communication_s)
     return Estimates(
@@ -29,14 +29,14 @@ def estimate(priced: Priced, labels: Sequence[int], device: Simulated) -> Estima
         peak_bytes=round(device.peak.num_bytes),
         host_bytes=0,
         residents={r.value: round(b) for r, b in device.peak.residents},
-        peak_at=where(priced, device.peak.position),
+        peak_at=where(costed, device.peak.position),
         collectives=collectives,
     )
 
 
-def where(priced: Priced, position: int) -> str:
+def where(costed: CostedGraph, position: int) -> str:
     """An op in words: phase, scope and primitive, source line."""
-    op = priced.sketch.folded.program.ops[position]
+    op = costed.graph.folded.program.ops[position]
     if op.op is None:
         return f"{op.phase} {op.name}"
     scope = f"{op.op.scope}/" if op.op.scope else ""
@@ -44,18 +44,22 @@ def where(priced: Priced, position: int) -> str:
     return f"{op.phase} {scope}{op.name}{source}"
 
 
-def _collectives(priced: Priced, labels: Sequence[int]) -> tuple[Collective, ...]:
+def _collectives(costed: CostedGraph, chosen: Sequence[int]) -> tuple[Collective, ...]:
     """All collectives of a step, added up by kind and axes."""
-    names = AXIS_NAMES[priced.resharder.num_axes]
+    names = AXIS_NAMES[costed.resharder.num_axes]
     total: dict[tuple[str, tuple[int, ...]], tuple[int, float, float]] = {}
-    runs = (*_between_nodes(priced, labels), *_inside_nodes(priced, labels))
-    for kind, axes, count, num_bytes, combined_bytes in runs:
-        seconds = float(priced.resharder.mesh.time_s(kind, axes, num_bytes, combined_bytes))
-        so_far = total.get((kind, axes), (0, 0.0, 0.0))
-        total[kind, axes] = (so_far[0] + count, so_far[1] + count * num_bytes, so_far[2] + count * seconds)
+    runs = (*_between_nodes(costed, chosen), *_inside_nodes(costed, chosen))
+    for op_class, axes, count, num_bytes, combined_bytes in runs:
+        seconds = float(costed.resharder.mesh.time_s(op_class, axes, num_bytes, combined_bytes))
+        so_far = total.get((op_class, axes), (0, 0.0, 0.0))
+        total[op_class, axes] = (
+            so_far[0] + count,
+            so_far[1] + count * num_bytes,
+            so_far[2] + count * seconds,
+        )
     return tuple(
-        Collective(kind, tuple(names[a] for a in axes), count, round(num_bytes), seconds)
-        for (kind, axes), (count, num_bytes, seconds) in sorted(total.items())
+        Collective(op_class, tuple(names[a] for a in axes), count, round(num_bytes), seconds)
+        for (op_class, axes), (count, num_bytes, seconds) in sorted(total.items())
     )
 
 
@@ -63,40 +67,38 @@ _Run = tuple[str, tuple[int, ...], int, float, float]
 """Kind, mesh axes, how often in a step, bytes per device of each and of the collectives it is joined into."""
 
 
-def _between_nodes(priced: Priced, labels: Sequence[int]) -> Iterator[_Run]:
+def _between_nodes(costed: CostedGraph, chosen: Sequence[int]) -> Iterator[_Run]:
     """The collectives of reshards; readers of one copy share what they have in common of their ways, so that there are
     no more of them than copies."""
     shared: dict[tuple[int, tuple[Spec, ...]], int] = {}
-    for wire in priced.sketch.wires:
-        source, target = wire.source.node, wire.target.node
-        ways = priced.choices[target].ways
-        if ways and ways[labels[target]] is not Way.FRESH:
+    for edge in costed.graph.edges:
+        source, target = edge.source.node, edge.target.node
+        copy_sources = costed.strategies[target].copy_sources
+        if copy_sources and copy_sources[chosen[target]] is not CopySource.FRESH:
             continue
         here, there = (
-            tuple(port_specs(p, priced.choices[p.node])[labels[p.node]].tolist())
-            for p in (wire.source, wire.target)
+            tuple(port_specs(p, costed.strategies[p.node])[chosen[p.node]].tolist())
+            for p in (edge.source, edge.target)
         )
-        how = priced.handling(source, wire.maker)
-        chain = priced.resharder.chain(wire.value, here, there, how)
+        how = costed.handling(source, edge.maker)
+        chain = costed.resharder.chain(edge.value, here, there, how)
         for n, step in enumerate(chain):
-            count = wire.count
-            if priced.choices[source].ways:
+            count = edge.count
+            if costed.strategies[source].copy_sources:
                 so_far = (source, tuple(s.after for s in chain[: n + 1]))
                 done = shared.get(so_far, 0)
-                count = min(
-                    wire.count, priced.sketch.copies[source - len(priced.sketch.clusters)].count - done
-                )
+                count = min(edge.count, costed.graph.copies[source - len(costed.graph.groups)].count - done)
                 shared[so_far] = done + count
             if step.kind != SLICE and count:
                 yield step.kind, step.axes, count, step.num_bytes, how.combined_bytes
 
 
-def _inside_nodes(priced: Priced, labels: Sequence[int]) -> Iterator[_Run]:
-    """The all-reduces of partial results that their own cluster reads."""
-    for node, cluster in enumerate(priced.sketch.clusters):
-        for kind in cluster.kinds:
-            count = priced.sketch.folded.counts[kind]
-            for axes, at, local_bytes, combined_bytes in priced.reductions(kind):
-                for label, num_bytes in zip(at.tolist(), local_bytes.tolist(), strict=True):
-                    if label == labels[node]:
+def _inside_nodes(costed: CostedGraph, chosen: Sequence[int]) -> Iterator[_Run]:
+    """The all-reduces of partial results that their own group reads."""
+    for node, group in enumerate(costed.graph.groups):
+        for op_class in group.op_classes:
+            count = costed.graph.folded.counts[op_class]
+            for axes, at, local_bytes, combined_bytes in costed.reductions(op_class):
+                for strategy, num_bytes in zip(at.tolist(), local_bytes.tolist(), strict=True):
+                    if strategy == chosen[node]:
                         yield "all-reduce", axes, count, num_bytes, combined_bytes

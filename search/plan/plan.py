@@ -72,7 +72,7 @@ class Decisions:
     Attributes:
       mesh: size of each mesh axis by name, outermost first.
       arguments: per argument of the step, by pytree path: the spec it rests in.
-      ops: per kind of op, by name: the specs that it reads and makes.
+      ops: per class of ops, by name: the specs that it reads and makes.
       copies: per value that is resharded for a phase, by its op's name: its spec there and how it comes by it.
     """
 

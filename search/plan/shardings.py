@@ -1,7 +1,7 @@
-"""From labels to a layout: every decision spelled out op by op, for the executor.
+"""From strategies to a sharding of the step: every decision spelled out op by op, for the executor.
 
 A spec is imposed where it decides: on arguments and at loops' borders, on the results of heavy ops and of ops
-with loops that cannot be split, and on what leaves a cluster or is reduced in it; inside a fused chain the
+with loops that cannot be split, and on what leaves a group or is reduced in it; inside a fused chain the
 compiler propagates.
 
 A constraint cannot say that a value is partial. It says that the value is whole, and where the reader wants it
@@ -17,56 +17,57 @@ A value that is partial over several axes and no such term is not imposed: its r
 from collections.abc import Sequence
 
 from search.ir.factors import Kind
-from search.ir.sharding import Layout, Place, Route, Want
+from search.ir.sharding import Place, Route, StepSharding, Want
 from search.ir.spec import AXIS_NAMES, PARTIAL, Spec
-from search.problem.costs import Priced
+from search.problem.costs import CostedGraph
 from search.problem.flat_program import FlatOp
 from search.problem.reshard import Step
 from search.problem.reshard_paths import Routes
-from search.problem.strategy_graph import group_of
+from search.problem.strategy_graph import read_phase
 
 
-def spell(priced: Priced, labels: Sequence[int]) -> Layout:
-    """The layout that a full assignment means."""
-    shape = priced.resharder.mesh.shape
-    speller = _Speller(priced, labels)
-    return Layout(shape, AXIS_NAMES[len(shape)], speller.specs(), speller.wants())
+def step_sharding(costed: CostedGraph, chosen: Sequence[int]) -> StepSharding:
+    """The sharding that a full assignment means."""
+    shape = costed.resharder.mesh.shape
+    speller = _Spelling(costed, chosen)
+    return StepSharding(shape, AXIS_NAMES[len(shape)], speller.specs(), speller.wants())
 
 
-class _Speller:
-    def __init__(self, priced: Priced, labels: Sequence[int]) -> None:
-        self.sketch, self.folded = priced.sketch, priced.sketch.folded
+class _Spelling:
+    def __init__(self, costed: CostedGraph, chosen: Sequence[int]) -> None:
+        self.graph, self.folded = costed.graph, costed.graph.folded
         self.program = self.folded.program
-        self.routes = Routes(priced, labels)
-        node_of = self.sketch.node_of
+        self.routes = Routes(costed, chosen)
+        node_of = self.graph.node_of
         self.leaving = {
-            (link.producer, link.result)
-            for link in self.folded.links
-            if node_of[link.producer] != node_of[link.consumer]
+            (dependency.producer, dependency.result)
+            for dependency in self.folded.dependencies
+            if node_of[dependency.producer] != node_of[dependency.consumer]
         }
         self.summed = {
-            (link.producer, link.result)
-            for link in self.folded.links
-            if self.sketch.clusters[node_of[link.consumer]].is_sum and self.folded.is_heavy[link.producer]
+            (dependency.producer, dependency.result)
+            for dependency in self.folded.dependencies
+            if self.graph.groups[node_of[dependency.consumer]].is_sum
+            and self.folded.is_heavy[dependency.producer]
         }
 
     def specs(self) -> dict[Place, Route]:
         found: dict[Place, Route] = {}
         for i, op in enumerate(self.program.ops):
-            kind = self.folded.kind_of[i]
+            op_class = self.folded.class_of[i]
             for r, (v, places) in enumerate(zip(op.results, op.result_places, strict=True)):
-                if self.program.values[v].shape and self._decides(op, kind, r):
-                    imposed = self._imposed(kind, r, self.routes.made(v))
+                if self.program.values[v].shape and self._decides(op, op_class, r):
+                    imposed = self._imposed(op_class, r, self.routes.made(v))
                     route = (*imposed, *_passed(self.routes.to_rest(v)))
                     if route:
                         found |= dict.fromkeys(places, route)
         return found
 
-    def _imposed(self, kind: int, result: int, made: Spec) -> Route:
-        return (made,) if made.count(PARTIAL) <= 1 or (kind, result) in self.summed else ()
+    def _imposed(self, op_class: int, result: int, made: Spec) -> Route:
+        return (made,) if made.count(PARTIAL) <= 1 or (op_class, result) in self.summed else ()
 
-    def _decides(self, op: FlatOp, kind: int, result: int) -> bool:
-        if op.is_boundary or self.folded.is_heavy[kind] or (kind, result) in self.leaving:
+    def _decides(self, op: FlatOp, op_class: int, result: int) -> bool:
+        if op.is_boundary or self.folded.is_heavy[op_class] or (op_class, result) in self.leaving:
             return True
         return any(f.kind is not Kind.PARALLEL and f.size > 1 for f in op.rule.factors)
 
@@ -83,7 +84,7 @@ class _Speller:
     def _want(self, i: int, operand: int) -> Want | None:
         way = self.routes.to_reader(i, operand)
         shared, last = _passed(way.shared), _passed(way.last)
-        group = group_of(self.program.ops[i])
+        group = read_phase(self.program.ops[i])
         return Want(shared, way.is_fresh, group.value, last) if shared or last else None
 
 

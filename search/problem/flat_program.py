@@ -68,7 +68,7 @@ class FlatOp:
 
 
 @dataclass(frozen=True, eq=False)
-class Program:
+class FlatProgram:
     """The flat program: ops in program order over numbered values.
 
     Attributes:
@@ -100,9 +100,9 @@ class Program:
         return uses
 
 
-def flatten(step: Step) -> Program:
+def flatten(step: Step) -> FlatProgram:
     """The flat program of a traced step."""
-    layer = _Layout()
+    layer = _Flattening()
     graph = step.graph
     inputs = tuple(layer.new_value(graph.values[v]) for v in graph.inputs)
     slots = [len(layer.ops) + i for i in range(len(inputs))]
@@ -126,10 +126,10 @@ def flatten(step: Step) -> Program:
                     "output", (out,), result, (1,), 1, Phase.UPDATE, (i,), reads, [("output", (), i)]
                 )
             )
-    return Program(step, tuple(layer.values), tuple(layer.ops), inputs, tuple(layer.loops))
+    return FlatProgram(step, tuple(layer.values), tuple(layer.ops), inputs, tuple(layer.loops))
 
 
-class _Layout:
+class _Flattening:
     """Lays nested graphs out flat."""
 
     def __init__(self) -> None:

@@ -1,6 +1,6 @@
 """Repeated blocks share their variables: ops that look alike, and stand alike, are decided together.
 
-A model of depth 64 makes one decision per *kind* of op, not sixty-four. Two ops are of one kind when their
+A model of depth 64 makes one decision per *class* of op, not sixty-four. Two ops are of one class when their
 neighbourhoods in the program agree up to a few steps: colour refinement (Weisfeiler and Leman 1968), stopped
 early. An op starts with the colour of its primitive, factors, phase, trip count and name, numbers in names
 left out (`layers_3` and `layers_17` look alike); each round mixes in the colours of producers and consumers,
@@ -11,8 +11,8 @@ Any partition would be sound, since deciding two ops together only restricts the
 larger. Colours are sums of 64-bit mixes (Steele, Lea and Flood 2014, SplitMix64), so the result does not
 depend on any order.
 
-The result is the folded program: *classes* of ops, each decided by one choice, and the edges between them: a result of
-one class is an operand of another, and is handed over so often in one step.
+The result is the folded program: *classes* of ops, each decided by one choice, and the dependencies between them: a
+result of one class is an operand of another, and is handed over so often in one step.
 """
 
 import re
@@ -25,15 +25,15 @@ from typing import Any
 import numpy as np
 
 from search.ir.factors import Kind
-from search.problem.flat_program import FlatOp, Program
+from search.problem.flat_program import FlatOp, FlatProgram
 
 ROUNDS = 4
 """How far ops look around themselves: enough to see the parameter that tells a query from a key projection."""
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
-    """Result `result` of kind `producer` is operand `operand` of kind `consumer`, `count` times a step."""
+class Dependency:
+    """Result `result` of class `producer` is operand `operand` of class `consumer`, `count` times a step."""
 
     producer: int
     result: int
@@ -43,42 +43,42 @@ class Link:
 
 
 @dataclass(frozen=True, eq=False)
-class Folded:
-    """A program and its kinds.
+class FoldedProgram:
+    """A program and its classes.
 
     Attributes:
       program: the flat program.
-      members: for each kind, the positions of its ops.
-      kind_of: for each op position, its kind.
+      members: for each class, the positions of its ops.
+      class_of: for each op position, its class.
       links: ordered by producer, result, consumer, operand.
     """
 
-    program: Program
+    program: FlatProgram
     members: tuple[tuple[int, ...], ...]
-    kind_of: tuple[int, ...]
-    links: tuple[Link, ...]
+    class_of: tuple[int, ...]
+    dependencies: tuple[Dependency, ...]
 
-    def op(self, kind: int) -> FlatOp:
-        """The first op of a kind, which stands for all."""
-        return self.program.ops[self.members[kind][0]]
+    def op(self, op_class: int) -> FlatOp:
+        """The first op of a class, which stands for all."""
+        return self.program.ops[self.members[op_class][0]]
 
     @cached_property
     def counts(self) -> tuple[int, ...]:
-        """How often the ops of each kind run in one step, all together."""
+        """How often the ops of each class run in one step, all together."""
         ops = self.program.ops
         return tuple(sum(ops[i].count for i in m) for m in self.members)
 
     @cached_property
     def is_heavy(self) -> tuple[bool, ...]:
-        """Whether a kind contracts several operands: a matrix product, a convolution, a gather, a scatter."""
+        """Whether a class contracts several operands: a matrix product, a convolution, a gather, a scatter."""
         return tuple(self._heavy(self.op(k)) for k in range(len(self.members)))
 
     @cached_property
-    def links_into(self) -> dict[int, list[Link]]:
+    def dependencies_into(self) -> dict[int, list[Dependency]]:
         """Links by consumer."""
-        into: dict[int, list[Link]] = {}
-        for link in self.links:
-            into.setdefault(link.consumer, []).append(link)
+        into: dict[int, list[Dependency]] = {}
+        for dependency in self.dependencies:
+            into.setdefault(dependency.consumer, []).append(dependency)
         return into
 
     @staticmethod
@@ -86,7 +86,7 @@ class Folded:
         return len(op.operands) > 1 and any(f.kind is Kind.SUM for f in op.rule.factors)
 
 
-def fold(program: Program, marks: Sequence[Any] = ()) -> Folded:
+def fold(program: FlatProgram, marks: Sequence[Any] = ()) -> FoldedProgram:
     """Folds a program: ops that look alike, and stand alike, become one class.
 
     Args:
@@ -104,23 +104,23 @@ def fold(program: Program, marks: Sequence[Any] = ()) -> Folded:
     return folded(program, tuple(tuple(g) for g in groups.values()))
 
 
-def folded(program: Program, members: tuple[tuple[int, ...], ...]) -> Folded:
-    """Collects the links between the kinds of a partition."""
-    kind_of = [0] * len(program.ops)
-    for kind, positions in enumerate(members):
+def folded(program: FlatProgram, members: tuple[tuple[int, ...], ...]) -> FoldedProgram:
+    """Collects the dependencies between the classes of a partition."""
+    class_of = [0] * len(program.ops)
+    for op_class, positions in enumerate(members):
         for p in positions:
-            kind_of[p] = kind
-    maker = {v: (kind_of[i], r) for i, op in enumerate(program.ops) for r, v in enumerate(op.results)}
+            class_of[p] = op_class
+    maker = {v: (class_of[i], r) for i, op in enumerate(program.ops) for r, v in enumerate(op.results)}
     counts: dict[tuple[int, int, int, int], int] = {}
     for i, op in enumerate(program.ops):
         for position, (v, count) in enumerate(zip(op.operands, op.operand_counts, strict=True)):
-            key = (*maker[v], kind_of[i], position)
+            key = (*maker[v], class_of[i], position)
             counts[key] = counts.get(key, 0) + count
-    links = tuple(Link(*key, count) for key, count in sorted(counts.items()))
-    return Folded(program, members, tuple(kind_of), links)
+    dependencies = tuple(Dependency(*key, count) for key, count in sorted(counts.items()))
+    return FoldedProgram(program, members, tuple(class_of), dependencies)
 
 
-def _first_colors(program: Program, marks: Sequence[Any]) -> np.ndarray:
+def _first_colors(program: FlatProgram, marks: Sequence[Any]) -> np.ndarray:
     rules: dict[Any, int] = {}
     colors = np.empty(len(program.ops), np.uint64)
     memo: dict[Any, int] = {}
@@ -138,7 +138,7 @@ def _first_colors(program: Program, marks: Sequence[Any]) -> np.ndarray:
     return _mix(colors)
 
 
-def _edges(program: Program) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _edges(program: FlatProgram) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Producer position, consumer position, and where they meet (result and operand index, mixed)."""
     maker = program.maker
     rows = [

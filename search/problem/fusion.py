@@ -4,16 +4,16 @@ The compiler fuses light ops: a chain of them reads its inputs once and writes i
 What is fused with what follows from where things stand between the heavy ops, which are kernels of their own:
 
   * an op stands as *late* as its readers allow: what only the backward phase reads is computed there;
-  * light ops of one cluster that pass values on at one lateness are one kernel;
+  * light ops of one group that pass values on at one lateness are one kernel;
   * an op with one large operand is *cheap*: in another kernel it is computed again from that operand, which is in memory
     anyway, and never stored. A cast, a mask, a normalised activation cost their readers what it is made of;
   * reductions and ops of several large operands are stored when another kernel wants them;
-  * what a heavy op or another cluster reads is stored as it is.
+  * what a heavy op or another group reads is stored as it is.
 
 Heavy ops read all their operands and write their results, except those that look up or update a few places of a
 large array (gather, scatter, slices of it): these touch what they pick, and update in place.
 
-All this happens on the flat program, op by op; kernels of the same kinds are then one `Kernel` with a count.
+All this happens on the flat program, op by op; kernels of the same classes are then one `FusedKernel` with a count.
 """
 
 from collections.abc import Sequence
@@ -21,10 +21,10 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from search.problem.flat_program import FlatOp
-from search.problem.folding import Folded
+from search.problem.folding import FoldedProgram
 
-Place = tuple[int, int, bool]
-"""(kind, index, whether a result): an operand or a result of a kind."""
+Endpoint = tuple[int, int, bool]
+"""(class, index, whether a result): an operand or a result of a class."""
 
 SMALL_SHARE = 1 / 8
 """Operands smaller than this share of an op's result are not what makes it expensive. Source: a choice of ours."""
@@ -46,76 +46,79 @@ what it picks; an update reads what is new, and reads and writes, or only writes
 
 
 @dataclass(frozen=True, slots=True)
-class Kernel:
-    """Kernels of the same kinds.
+class FusedKernel:
+    """Kernels of the same classes.
 
     Attributes:
-      kinds: of its ops, ascending.
+      op_classes: of its ops, ascending.
       moved: the values read or written, by the place where each enters or leaves, and how often per run.
       count: runs in one step.
     """
 
-    kinds: tuple[int, ...]
-    moved: tuple[tuple[Place, float], ...]
+    op_classes: tuple[int, ...]
+    moved: tuple[tuple[Endpoint, float], ...]
     count: int
 
 
-def is_light(folded: Folded, kind: int) -> bool:
+def is_light(folded: FoldedProgram, op_class: int) -> bool:
     """Whether an op is fused with others."""
-    op = folded.op(kind)
-    return not (op.is_boundary or folded.is_heavy[kind] or op.name in _TOUCHED)
+    op = folded.op(op_class)
+    return not (op.is_boundary or folded.is_heavy[op_class] or op.name in _TOUCHED)
 
 
-def moved_alone(folded: Folded, kind: int) -> tuple[tuple[Place, float], ...]:
+def moved_alone(folded: FoldedProgram, op_class: int) -> tuple[tuple[Endpoint, float], ...]:
     """What an op that is a kernel of its own moves."""
-    op = folded.op(kind)
+    op = folded.op(op_class)
     if op.name in _TOUCHED:
-        return tuple(((kind, i, is_result), times) for (i, is_result), times in _TOUCHED[op.name])
-    read = {v: (kind, i, False) for i, v in reversed(list(enumerate(op.operands)))}
+        return tuple(((op_class, i, is_result), times) for (i, is_result), times in _TOUCHED[op.name])
+    read = {v: (op_class, i, False) for i, v in reversed(list(enumerate(op.operands)))}
     return tuple(
-        (place, 1.0) for place in (*read.values(), *((kind, r, True) for r in range(len(op.results))))
+        (endpoint, 1.0)
+        for endpoint in (*read.values(), *((op_class, r, True) for r in range(len(op.results))))
     )
 
 
-def kernels(folded: Folded, node_of: Sequence[int]) -> tuple[Kernel, ...]:
-    """The kernels of light ops, ordered by first kind; those of heavy ops go without saying."""
+def kernels(folded: FoldedProgram, node_of: Sequence[int]) -> tuple[FusedKernel, ...]:
+    """The kernels of light ops, ordered by first class; those of heavy ops go without saying."""
     fusion = _Fusion(folded, node_of)
     members: dict[int, list[int]] = {}
     for position in fusion.light:
         members.setdefault(fusion.kernel_of[position], []).append(position)
     runs: dict[tuple[int, ...], int] = {}
-    moved: dict[tuple[int, ...], dict[Place, float]] = {}
+    moved: dict[tuple[int, ...], dict[Endpoint, float]] = {}
     for positions in members.values():
-        kinds = tuple(sorted({folded.kind_of[p] for p in positions}))
+        op_classes = tuple(sorted({folded.class_of[p] for p in positions}))
         count = max(fusion.ops[p].count for p in positions)
-        runs[kinds] = runs.get(kinds, 0) + count
-        total = moved.setdefault(kinds, {})
-        for place, times in fusion.moved(positions):
-            total[place] = total.get(place, 0.0) + times
+        runs[op_classes] = runs.get(op_classes, 0) + count
+        total = moved.setdefault(op_classes, {})
+        for endpoint, times in fusion.moved(positions):
+            total[endpoint] = total.get(endpoint, 0.0) + times
     return tuple(
-        Kernel(
-            kinds,
-            tuple((place, times / runs[kinds]) for place, times in sorted(moved[kinds].items())),
-            runs[kinds],
+        FusedKernel(
+            op_classes,
+            tuple(
+                (endpoint, times / runs[op_classes]) for endpoint, times in sorted(moved[op_classes].items())
+            ),
+            runs[op_classes],
         )
-        for kinds in sorted(runs)
+        for op_classes in sorted(runs)
     )
 
 
 class _Fusion:
     """One pass over the program each way."""
 
-    def __init__(self, folded: Folded, node_of: Sequence[int]) -> None:
+    def __init__(self, folded: FoldedProgram, node_of: Sequence[int]) -> None:
         self.folded = folded
         self.ops, self.values = folded.program.ops, folded.program.values
-        self.nodes = [node_of[k] for k in folded.kind_of]
+        self.nodes = [node_of[k] for k in folded.class_of]
         light = [is_light(folded, k) for k in range(len(folded.members))]
-        self.is_light = [light[k] for k in folded.kind_of]
+        self.is_light = [light[k] for k in folded.class_of]
         self.light = [p for p, light in enumerate(self.is_light) if light]
         self.maker = {v: p for p, op in enumerate(self.ops) for v in op.results}
         self.kernel_of = self._joined(self._late())
         self.stored: set[int] = set()
-        self.reads: dict[int, dict[int, Place]] = {}
+        self.reads: dict[int, dict[int, Endpoint]] = {}
         self._pass_through()
 
     def _late(self) -> list[int]:
@@ -155,12 +158,12 @@ class _Fusion:
 
     def _pass_through(self) -> None:
         """What each kernel reads, and which values are stored for it."""
-        behind: dict[int, dict[int, Place]] = {}
+        behind: dict[int, dict[int, Endpoint]] = {}
         for p, op in enumerate(self.ops):
             if not self.is_light[p]:
                 self.stored.update(op.operands)
                 continue
-            sources: dict[int, Place] = {}
+            sources: dict[int, Endpoint] = {}
             for i, v in enumerate(op.operands):
                 seen = self._seen(p, i, v, behind)
                 self._read(p, seen)
@@ -170,32 +173,32 @@ class _Fusion:
                 is_cheap = len(sources) <= 1 and all(
                     self.values[s].num_bytes <= self.values[v].num_bytes / SMALL_SHARE for s in sources
                 )
-                behind[v] = sources if is_cheap else {v: (self.folded.kind_of[p], r, True)}
+                behind[v] = sources if is_cheap else {v: (self.folded.class_of[p], r, True)}
 
-    def _seen(self, p: int, i: int, v: int, behind: dict[int, dict[int, Place]]) -> dict[int, Place]:
-        """The stored values from which an op's operand can be had, and where they enter its cluster."""
+    def _seen(self, p: int, i: int, v: int, behind: dict[int, dict[int, Endpoint]]) -> dict[int, Endpoint]:
+        """The stored values from which an op's operand can be had, and where they enter its group."""
         q = self.maker[v]
         if self.is_light[q] and self.nodes[q] == self.nodes[p]:
-            return behind.get(v, {v: (self.folded.kind_of[q], self.ops[q].results.index(v), True)})
-        return {v: (self.folded.kind_of[p], i, False)}
+            return behind.get(v, {v: (self.folded.class_of[q], self.ops[q].results.index(v), True)})
+        return {v: (self.folded.class_of[p], i, False)}
 
-    def _read(self, p: int, seen: dict[int, Place]) -> None:
+    def _read(self, p: int, seen: dict[int, Endpoint]) -> None:
         kernel = self.kernel_of[p]
-        for v, place in seen.items():
+        for v, endpoint in seen.items():
             if self.kernel_of[self.maker[v]] != kernel or not self.is_light[self.maker[v]]:
                 self.stored.add(v)
-                self.reads.setdefault(kernel, {}).setdefault(v, place)
+                self.reads.setdefault(kernel, {}).setdefault(v, endpoint)
 
     def _made_bytes(self, op: FlatOp) -> int:
         return max((self.values[v].num_bytes for v in op.results), default=0)
 
-    def moved(self, positions: list[int]) -> list[tuple[Place, float]]:
+    def moved(self, positions: list[int]) -> list[tuple[Endpoint, float]]:
         """What a kernel moves in one step, by place."""
         kernel = self.kernel_of[positions[0]]
         count = max(self.ops[p].count for p in positions)
-        found = [(place, float(count)) for place in self.reads.get(kernel, {}).values()]
+        found = [(endpoint, float(count)) for endpoint in self.reads.get(kernel, {}).values()]
         for p in positions:
             for r, v in enumerate(self.ops[p].results):
                 if v in self.stored:
-                    found.append(((self.folded.kind_of[p], r, True), float(self.ops[p].count)))
+                    found.append(((self.folded.class_of[p], r, True), float(self.ops[p].count)))
         return found

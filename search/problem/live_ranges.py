@@ -5,12 +5,12 @@ Program order is taken as the schedule. Not every value becomes an array:
 * XLA fuses elementwise ops into their consumers, so a light value exists only if an op that reads whole
   arrays wants it (a contraction, a loop, a result of the step), if it is a reduction or random, or if it
   crosses into another phase and cannot be recomputed there from one array of its size. What is not stored
-  keeps its *anchors*, the stored arrays that it is computed from, alive as long as it is used.
+  keeps its *fusion sources*, the stored arrays that it is computed from, alive as long as it is used.
 * Reshapes and other views share their operand's array.
 * State is donated: the new state is written where the old one was.
 
-A loop's operands live to its end; what it stacks is there from its start. An `Item` is a stretch of the
-program over which a node's label costs bytes.
+A loop's operands live to its end; what it stacks is there from its start. A `LiveRange` is a stretch of the
+program over which a node's strategy costs bytes.
 """
 
 from dataclasses import dataclass
@@ -19,10 +19,10 @@ from enum import StrEnum
 from cost_model.cluster import Device
 from search.ir.factors import Kind
 from search.ir.graph import Role
-from search.problem.flat_program import FlatOp, Program
-from search.problem.folding import Folded
-from search.problem.strategies import Way
-from search.problem.strategy_graph import Group, Port, Sketch, group_of
+from search.problem.flat_program import FlatOp, FlatProgram
+from search.problem.folding import FoldedProgram
+from search.problem.strategies import CopySource
+from search.problem.strategy_graph import Port, ReadPhase, StrategyGraph, read_phase
 
 VIEWS = frozenset(
     {
@@ -58,20 +58,20 @@ again even then; ours stands in for copies in another layout around 16-bit softm
 CHEAPER_ITEMSIZE = 2
 """Bytes of an element up to which they are. Source: as above."""
 
-DEAR_FLOPS = 50.0
+EXPENSIVE_FLOPS = 50.0
 """What an expensive op is taken to cost for an element. Source: XLA's fusion stores a tanh in bfloat16 on an H100 and in
 float32 on an A100, but computes it again in float32 on an H100: 40 to 80."""
 
 
-def dear_itemsize(device: Device) -> float:
+def expensive_itemsize(device: Device) -> float:
     """Bytes of an element up to which moving it beats computing it again with an expensive op."""
-    return DEAR_FLOPS * device.memory_bytes_per_s / device.vector_flops_per_s
+    return EXPENSIVE_FLOPS * device.memory_bytes_per_s / device.vector_flops_per_s
 
 
 DRAWS = frozenset({"random_bits", "threefry2x32"})
 """Ops whose random bits the compiler draws inside the kernel that reads them: a mask is stored, never its bits."""
 
-MAX_ANCHORS = 2
+MAX_FUSION_SOURCES = 2
 """A value computed from more stored arrays is stored itself: fusions do not grow without end."""
 
 
@@ -111,15 +111,15 @@ ARGUMENTS = frozenset(_RESIDENT_OF.values())
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
+class LiveRange:
     """From op `start` to op `end`, both included, the value at a port is in memory.
 
     Attributes:
-      port: the node whose label decides, and the value's dimensions there.
+      port: the node whose strategy decides, and the value's dimensions there.
       num_bytes: of the whole value.
       start: first op position.
       end: last op position.
-      way: for a copy: only labels that come by it in this way count.
+      copy_source: for a copy: only strategies that come by it in this way count.
       resident: what it is.
       position: the op that made the value.
     """
@@ -128,21 +128,21 @@ class Item:
     num_bytes: int
     start: int
     end: int
-    way: Way | None
+    way: CopySource | None
     resident: Resident
     position: int
 
 
-class Liveness:
+class LiveRanges:
     """Which values are arrays, and for how long.
 
     `most_dear` says up to how many bytes an element is stored that is expensive to compute: see `dear_itemsize`.
     """
 
-    def __init__(self, sketch: Sketch, most_dear: float) -> None:
-        self.sketch, self.most_dear = sketch, most_dear
-        self.folded: Folded = sketch.folded
-        self.program: Program = sketch.folded.program
+    def __init__(self, graph: StrategyGraph, expensive_itemsize: float) -> None:
+        self.graph, self.expensive_itemsize = graph, expensive_itemsize
+        self.folded: FoldedProgram = graph.folded
+        self.program: FlatProgram = graph.folded.program
         self.maker, self.uses = self.program.maker, self.program.uses
         self.loops_at = self._loops_at()
         self.is_light = [self._light(k) for k in range(len(self.folded.members))]
@@ -150,11 +150,11 @@ class Liveness:
         self.drawn = self._drawn()
         self.stored: dict[int, bool] = {}
         self.computed_in = self._computed_in()
-        self.anchors: dict[int, frozenset[int]] = {}
+        self.fusion_sources: dict[int, frozenset[int]] = {}
         self.held_until: dict[int, int] = {}
         for i, op in enumerate(self.program.ops):
             for v in op.results:
-                self.anchors[v] = self._anchors(i, v)
+                self.fusion_sources[v] = self._fusion_sources(i, v)
 
     def _loops_at(self) -> list[tuple[tuple[int, int], ...]]:
         at: list[tuple[tuple[int, int], ...]] = [()] * len(self.program.ops)
@@ -163,23 +163,23 @@ class Liveness:
                 at[i] = (*at[i], loop)
         return at
 
-    def _light(self, kind: int) -> bool:
-        op = self.folded.op(kind)
+    def _light(self, op_class: int) -> bool:
+        op = self.folded.op(op_class)
         stuck = any(f.kind is Kind.UNSPLITTABLE and f.size > 1 for f in op.rule.factors)
-        return not (op.is_boundary or self.folded.is_heavy[kind] or stuck)
+        return not (op.is_boundary or self.folded.is_heavy[op_class] or stuck)
 
-    def _reduces(self, kind: int) -> bool:
+    def _reduces(self, op_class: int) -> bool:
         return any(
-            f.kind in (Kind.SUM, Kind.REDUCE) and f.size > 1 for f in self.folded.op(kind).rule.factors
+            f.kind in (Kind.SUM, Kind.REDUCE) and f.size > 1 for f in self.folded.op(op_class).rule.factors
         )
 
     def resident(self, v: int) -> Resident:
         """What a value is that is made inside the step."""
-        born = group_of(self.program.ops[self.maker[v][0]])
+        born = read_phase(self.program.ops[self.maker[v][0]])
         read = self.computed_in[v]
-        if born is Group.BACKWARD and Group.UPDATE in read:
+        if born is ReadPhase.BACKWARD and ReadPhase.UPDATE in read:
             return Resident.GRADIENTS
-        if born is Group.FORWARD and read - {Group.FORWARD}:
+        if born is ReadPhase.FORWARD and read - {ReadPhase.FORWARD}:
             return Resident.RESIDUALS
         return Resident.TEMPORARIES
 
@@ -187,48 +187,54 @@ class Liveness:
         """What an argument of the step is."""
         return _RESIDENT_OF[self.program.step.arguments[op.site[0]].role]
 
-    def items(self) -> tuple[Item, ...]:
+    def items(self) -> tuple[LiveRange, ...]:
         """Everything that is ever in memory."""
         for i in reversed(range(len(self.program.ops))):
             for v in self.program.ops[i].results:
                 self._hold(v)
-        found: list[Item] = []
+        found: list[LiveRange] = []
         for i in range(len(self.program.ops)):
             for v in self.program.ops[i].results:
-                if v in self.anchors[v]:
+                if v in self.fusion_sources[v]:
                     found += self._of_value(v)
                 else:
                     found += self._copies_of_light(v)
         return tuple(found)
 
-    def _anchors(self, i: int, v: int) -> frozenset[int]:
+    def _fusion_sources(self, i: int, v: int) -> frozenset[int]:
         """The stored arrays that a value is computed from: itself, if it is stored."""
         op, own = self.program.ops[i], frozenset((v,))
         if op.is_boundary and not is_view(op):
             return own
-        below = frozenset().union(*(self.anchors.get(o, frozenset((o,))) for o in op.operands))
+        below = frozenset().union(*(self.fusion_sources.get(o, frozenset((o,))) for o in op.operands))
         if is_view(op):
             return below
-        if not self.is_light[self.folded.kind_of[i]] or self._is_stored(i, v):
+        if not self.is_light[self.folded.class_of[i]] or self._is_stored(i, v):
             return own
         size = self.program.values[v].num_bytes
         large = [a for a in below if 4 * self.program.values[a].num_bytes >= size]
-        most = min(self.most_dear, CHEAPER_ITEMSIZE) if op.name in CHEAPER else self.most_dear
+        most = (
+            min(self.expensive_itemsize, CHEAPER_ITEMSIZE) if op.name in CHEAPER else self.expensive_itemsize
+        )
         is_cheap_to_move = self.program.values[v].itemsize <= most
-        is_dear = op.name in EXPENSIVE if is_cheap_to_move else self._is_gate(v, below)
-        return own if len(large) > MAX_ANCHORS or (is_dear and len(self.computed_in[v]) > 1) else below
+        is_expensive = op.name in EXPENSIVE if is_cheap_to_move else self._is_gate(v, below)
+        return (
+            own
+            if len(large) > MAX_FUSION_SOURCES or (is_expensive and len(self.computed_in[v]) > 1)
+            else below
+        )
 
     def _is_gate(self, v: int, below: frozenset[int]) -> bool:
         """Whether an expensive activation is multiplied with another array in the forward phase and in the backward one: the
         kernel that makes the forward product then writes the activation too (XLA, measured on GELU in float32)."""
         times = [u for u in self.uses.get(v, ()) if self.program.ops[u].name == "mul"]
-        if len({group_of(self.program.ops[u]) for u in times}) < 2 or not self._is_dear_to_make(v):
+        if len({read_phase(self.program.ops[u]) for u in times}) < 2 or not self._is_expensive_to_make(v):
             return False
-        forward = [self.program.ops[u] for u in times if group_of(self.program.ops[u]) is Group.FORWARD]
+        forward = [self.program.ops[u] for u in times if read_phase(self.program.ops[u]) is ReadPhase.FORWARD]
         others = [self._seen_through(o) for op in forward for o in op.operands if o != v]
         return any(o not in below and self._is_made_by_heavy(o) for o in others)
 
-    def _is_dear_to_make(self, v: int) -> bool:
+    def _is_expensive_to_make(self, v: int) -> bool:
         """Whether an expensive op is among those that a value is computed from on the fly."""
         seen, left = {v}, [v]
         while left:
@@ -247,8 +253,8 @@ class Liveness:
         return self._seen_through(op.operands[0]) if is_view(op) else v
 
     def _is_made_by_heavy(self, v: int) -> bool:
-        kind = self.folded.kind_of[self.maker[v][0]]
-        return self.folded.is_heavy[kind] and not self.folded.op(kind).is_boundary
+        op_class = self.folded.class_of[self.maker[v][0]]
+        return self.folded.is_heavy[op_class] and not self.folded.op(op_class).is_boundary
 
     def _drawn(self) -> frozenset[int]:
         """Values computed from random bits and single numbers alone: masks and noise."""
@@ -259,23 +265,25 @@ class Liveness:
                 drawn.update(op.results)
             elif all(self.program.values[v].num_bytes == self.program.values[v].itemsize for v in op.results):
                 plain.update(op.results)
-            elif self.is_light[self.folded.kind_of[i]] and all(v in drawn or v in plain for v in op.operands):
+            elif self.is_light[self.folded.class_of[i]] and all(
+                v in drawn or v in plain for v in op.operands
+            ):
                 (plain if plain.issuperset(op.operands) else drawn).update(op.results)
         return frozenset(drawn)
 
-    def _computed_in(self) -> dict[int, frozenset[Group]]:
+    def _computed_in(self) -> dict[int, frozenset[ReadPhase]]:
         """Per value, the phases of the kernels that read it, or compute it on the fly."""
-        found: dict[int, frozenset[Group]] = {}
+        found: dict[int, frozenset[ReadPhase]] = {}
         for i in reversed(range(len(self.program.ops))):
             op = self.program.ops[i]
             for v in op.results:
-                groups: set[Group] = set()
+                phases: set[ReadPhase] = set()
                 for u in self.uses.get(v, ()):
                     reader = self.program.ops[u]
-                    is_light = self.is_light[self.folded.kind_of[u]] and bool(reader.results)
+                    is_light = self.is_light[self.folded.class_of[u]] and bool(reader.results)
                     is_fused = is_light and not self._is_stored(u, reader.results[0])
-                    groups |= found.get(reader.results[0], frozenset()) if is_fused else {group_of(reader)}
-                found[v] = frozenset(groups)
+                    phases |= found.get(reader.results[0], frozenset()) if is_fused else {read_phase(reader)}
+                found[v] = frozenset(phases)
         return found
 
     def _is_stored(self, i: int, v: int) -> bool:
@@ -286,9 +294,9 @@ class Liveness:
 
     def _stores(self, i: int, v: int) -> bool:
         op = self.program.ops[i]
-        is_reduction = self.is_reduction[self.folded.kind_of[i]]
+        is_reduction = self.is_reduction[self.folded.class_of[i]]
         if v in self.drawn and not is_reduction:
-            read_in = {group_of(self.program.ops[u]) for u in self.uses.get(v, ())}
+            read_in = {read_phase(self.program.ops[u]) for u in self.uses.get(v, ())}
             return len(read_in) > 1 or self._is_read_whole(v)
         if is_reduction or op.name.startswith(("random", "threefry", "rng")):
             return True
@@ -308,7 +316,7 @@ class Liveness:
             if is_view(op):
                 if any(self._is_read_whole(r) for r in op.results):
                     return True
-            elif op.name not in LOOKUPS and not self.is_light[self.folded.kind_of[u]]:
+            elif op.name not in LOOKUPS and not self.is_light[self.folded.class_of[u]]:
                 return True
         return False
 
@@ -322,44 +330,47 @@ class Liveness:
         return u
 
     def _hold(self, v: int) -> None:
-        """A value that is not stored keeps its anchors until its own last use."""
-        if v in self.anchors[v]:
+        """A value that is not stored keeps its fusion sources until its own last use."""
+        if v in self.fusion_sources[v]:
             return
         ends = [self._use(v, u) for u in self.uses.get(v, ()) if self.program.ops[u].name != "input"]
         end = max([*ends, self.held_until.get(v, -1)], default=-1)
-        for a in self.anchors[v]:
+        for a in self.fusion_sources[v]:
             self.held_until[a] = max(self.held_until.get(a, -1), end)
 
-    def _of_value(self, v: int) -> list[Item]:
+    def _of_value(self, v: int) -> list[LiveRange]:
         i, r = self.maker[v]
-        op, kind, value = self.program.ops[i], self.folded.kind_of[i], self.program.values[v]
-        port = self.sketch.ports[kind, r, True]
+        op, op_class, value = self.program.ops[i], self.folded.class_of[i], self.program.values[v]
+        port = self.graph.ports[op_class, r, True]
         if op.name == "input":
             role = self.program.step.arguments[op.site[0]].role
-            stays = [Item(port, value.num_bytes, 0, len(self.program.ops) - 1, None, _RESIDENT_OF[role], i)]
-            return stays + self._copies(v, kind, r, len(self.program.ops) - 1)
+            stays = [
+                LiveRange(port, value.num_bytes, 0, len(self.program.ops) - 1, None, _RESIDENT_OF[role], i)
+            ]
+            return stays + self._copies(v, op_class, r, len(self.program.ops) - 1)
         if any(self.program.ops[u].name == "input" for u in self.uses.get(v, ())):
             return []  # it is written where the old state was
-        by_group: dict[Group, list[int]] = {}
+        by_phase: dict[ReadPhase, list[int]] = {}
         for u in self.uses.get(v, ()):
             reader = self.program.ops[u]
             if reader.name != "input":
-                by_group.setdefault(group_of(reader), []).append(self._use(v, u))
-        if not by_group and v not in self.held_until:
+                by_phase.setdefault(read_phase(reader), []).append(self._use(v, u))
+        if not by_phase and v not in self.held_until:
             return []
         start = self._born(i)
-        copied = {g for g in by_group if (kind, r, g) in self.sketch.copy_of}
-        ends = [min(us) if g in copied else max(us) for g, us in by_group.items()]
+        copied = {g for g in by_phase if (op_class, r, g) in self.graph.copy_of}
+        ends = [min(us) if g in copied else max(us) for g, us in by_phase.items()]
         end = max([start, *ends, self.held_until.get(v, -1)])
         resident = self._resident(op, end)
-        rest = self.sketch.copy_of.get((kind, r, Group.REST))
-        found = [Item(port, value.num_bytes, start, start if rest else end, None, resident, i)]
+        rest = self.graph.copy_of.get((op_class, r, ReadPhase.REST))
+        found = [LiveRange(port, value.num_bytes, start, start if rest else end, None, resident, i)]
         if rest:
             resting = Port(rest.node, ())
             found += [
-                Item(resting, value.num_bytes, start, end, way, resident, i) for way in (Way.SAME, Way.FRESH)
+                LiveRange(resting, value.num_bytes, start, end, way, resident, i)
+                for way in (CopySource.SAME, CopySource.FRESH)
             ]
-        return found + self._copies(v, kind, r, end)
+        return found + self._copies(v, op_class, r, end)
 
     def _born(self, i: int) -> int:
         op = self.program.ops[i]
@@ -368,41 +379,45 @@ class Liveness:
         return max((start for start, end in self.program.loops if start <= i < end), default=i)
 
     def _resident(self, op, end: int) -> Resident:
-        last = group_of(self.program.ops[end])
-        born = group_of(op)
-        if born is Group.BACKWARD and last is Group.UPDATE:
+        last = read_phase(self.program.ops[end])
+        born = read_phase(op)
+        if born is ReadPhase.BACKWARD and last is ReadPhase.UPDATE:
             return Resident.GRADIENTS
-        if born is Group.FORWARD and last is not Group.FORWARD:
+        if born is ReadPhase.FORWARD and last is not ReadPhase.FORWARD:
             return Resident.RESIDUALS
         return Resident.TEMPORARIES
 
-    def _copies_of_light(self, v: int) -> list[Item]:
+    def _copies_of_light(self, v: int) -> list[LiveRange]:
         """A light value has no array of its own, but once resharded it is one."""
         i, r = self.maker[v]
-        copies = self._copies(v, self.folded.kind_of[i], r, len(self.program.ops))
-        return [item for item in copies if item.way is not Way.SAME]
+        copies = self._copies(v, self.folded.class_of[i], r, len(self.program.ops))
+        return [item for item in copies if item.way is not CopySource.SAME]
 
-    def _copies(self, v: int, kind: int, r: int, source_end: int) -> list[Item]:
+    def _copies(self, v: int, op_class: int, r: int, source_end: int) -> list[LiveRange]:
         value, i = self.program.values[v], self.maker[v][0]
         found = []
         last_forward = i
-        for group in (Group.FORWARD, Group.BACKWARD, Group.UPDATE):
-            uses = [self._use(v, u) for u in self.uses.get(v, ()) if self._reads_in(u, group)]
+        for phase in (ReadPhase.FORWARD, ReadPhase.BACKWARD, ReadPhase.UPDATE):
+            uses = [self._use(v, u) for u in self.uses.get(v, ()) if self._reads_in(u, phase)]
             if not uses:
                 continue
-            copy = self.sketch.copy_of.get((kind, r, group))
+            copy = self.graph.copy_of.get((op_class, r, phase))
             first, last = min(uses), max(uses)
             if copy is not None:
-                stretches = [(Way.FRESH, first), (Way.SAME, source_end + 1), (Way.KEPT, last_forward + 1)]
+                stretches = [
+                    (CopySource.FRESH, first),
+                    (CopySource.SAME, source_end + 1),
+                    (CopySource.KEPT, last_forward + 1),
+                ]
                 for way, start in stretches:
-                    resident = Resident.RESIDUALS if way is Way.KEPT else Resident.TEMPORARIES
+                    resident = Resident.RESIDUALS if way is CopySource.KEPT else Resident.TEMPORARIES
                     if start <= last:
                         found.append(
-                            Item(Port(copy.node, ()), value.num_bytes, start, last, way, resident, i)
+                            LiveRange(Port(copy.node, ()), value.num_bytes, start, last, way, resident, i)
                         )
-            last_forward = last if group is Group.FORWARD else last_forward
+            last_forward = last if phase is ReadPhase.FORWARD else last_forward
         return found
 
-    def _reads_in(self, u: int, group: Group) -> bool:
+    def _reads_in(self, u: int, phase: ReadPhase) -> bool:
         op = self.program.ops[u]
-        return op.name != "input" and group_of(op) is group
+        return op.name != "input" and read_phase(op) is phase

@@ -1,7 +1,7 @@
 """Memory on one mesh: the rows that the solver must respect, and the peak of a plan.
 
 Every program point is a row: the bytes per device of everything in memory there, a linear function of the
-labels. The solver asks for rows as it needs them (`rows_over`); there are thousands of points and few of them
+strategies. The solver asks for rows as it needs them (`rows_over`); there are thousands of points and few of them
 bind.
 """
 
@@ -13,11 +13,11 @@ import numpy as np
 
 from search.ir.graph import Phase
 from search.ir.spec import Spec
-from search.problem.costs import Priced
-from search.problem.live_ranges import Item, Resident
+from search.problem.costs import CostedGraph
+from search.problem.live_ranges import LiveRange, Resident
 from search.problem.strategies import port_specs
 from search.problem.strategy_graph import Port
-from search.solver.pbqp import Row
+from search.solver.pbqp import MemoryConstraint
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class Arrival:
     """A value that is resharded for one operand.
 
     Attributes:
-      port: of the operand, whose node's label decides how much arrives.
+      port: of the operand, whose node's strategy decides how much arrives.
       num_bytes: of the whole value.
       source: the spec that it comes from, in which nothing would have to arrive.
     """
@@ -54,14 +54,14 @@ class Peak:
 
 @dataclass(frozen=True, eq=False)
 class Memory:
-    """The memory of a priced sketch, under any labels."""
+    """The memory of a costed strategy graph, under any strategies."""
 
-    priced: Priced
-    items: tuple[Item, ...]
+    costed: CostedGraph
+    items: tuple[LiveRange, ...]
 
     @cached_property
     def _shares(self) -> tuple[np.ndarray, ...]:
-        """Per item, [labels of its node]: the share of the value that a device holds, zero where it does not
+        """Per live range, [strategies of its node]: the share of the value that a device holds, zero where it does not
         count."""
         memo: dict = {}
         for item in self.items:
@@ -71,14 +71,14 @@ class Memory:
         return tuple(memo[item.port, item.way] for item in self.items)
 
     def _share(self, port, way) -> np.ndarray:
-        choices = self.priced.choices[port.node]
-        specs = port_specs(port, choices)
-        share = 1.0 / np.where(specs >= 0, np.array(self.priced.resharder.mesh.shape), 1).prod(axis=1)
-        return share if way is None else share * np.array([w is way for w in choices.ways])
+        strategies = self.costed.strategies[port.node]
+        specs = port_specs(port, strategies)
+        share = 1.0 / np.where(specs >= 0, np.array(self.costed.resharder.mesh.shape), 1).prod(axis=1)
+        return share if way is None else share * np.array([w is way for w in strategies.copy_sources])
 
     @cached_property
     def _stretches(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Start, end, node and bytes of every item."""
+        """Start, end, node and bytes of every live range."""
         table = np.array([(i.start, i.end, i.port.node, i.num_bytes) for i in self.items], np.int64).reshape(
             -1, 4
         )
@@ -86,30 +86,30 @@ class Memory:
 
     @cached_property
     def _flat(self) -> tuple[np.ndarray, np.ndarray]:
-        """All items' shares in one array, and where each item's begin."""
+        """All live ranges' shares in one array, and where each one's begin."""
         lengths = np.array([len(s) for s in self._shares])
         offsets = np.concatenate([[0], np.cumsum(lengths)[:-1]]).astype(np.int64) if len(lengths) else lengths
         return (np.concatenate(self._shares) if len(lengths) else np.zeros(0)), offsets
 
-    def held(self, labels: Sequence[int]) -> np.ndarray:
-        """Per item: bytes per device under these labels."""
+    def held(self, chosen: Sequence[int]) -> np.ndarray:
+        """Per live range: bytes per device under these strategies."""
         _, _, nodes, num_bytes = self._stretches
         flat, offsets = self._flat
-        return num_bytes * flat[offsets + np.asarray(labels)[nodes]]
+        return num_bytes * flat[offsets + np.asarray(chosen)[nodes]]
 
-    def profile(self, labels: Sequence[int]) -> np.ndarray:
+    def profile(self, chosen: Sequence[int]) -> np.ndarray:
         """Bytes per device at every program point."""
         start, end, _, _ = self._stretches
-        held, num_points = self.held(labels), len(self.priced.sketch.folded.program.ops)
+        held, num_points = self.held(chosen), len(self.costed.graph.folded.program.ops)
         change = np.bincount(start, held, num_points + 1) - np.bincount(end + 1, held, num_points + 1)
         return np.cumsum(change)[:num_points]
 
-    def peak(self, labels: Sequence[int]) -> Peak:
+    def peak(self, chosen: Sequence[int]) -> Peak:
         """The highest point of the profile."""
-        profile = self.profile(labels)
+        profile = self.profile(chosen)
         at = int(np.argmax(profile))
         start, end, _, _ = self._stretches
-        held = self.held(labels)
+        held = self.held(chosen)
         residents: dict[Resident, float] = {}
         for i in np.flatnonzero((start <= at) & (at <= end)):
             resident = self.items[i].resident
@@ -117,9 +117,9 @@ class Memory:
         ordered = tuple((r, residents[r]) for r in Resident if residents.get(r, 0.0) > 0.0)
         return Peak(float(profile[at]), at, ordered)
 
-    def rows_over(self, labels: Sequence[int], limit_bytes: float) -> tuple[Row, ...]:
+    def rows_over(self, chosen: Sequence[int], limit_bytes: float) -> tuple[MemoryConstraint, ...]:
         """The rows of the highest point in each phase, where it exceeds the limit."""
-        profile, ops = self.profile(labels), self.priced.sketch.folded.program.ops
+        profile, ops = self.profile(chosen), self.costed.graph.folded.program.ops
         highest: dict[Phase, int] = {}
         for i in np.flatnonzero(profile > limit_bytes).tolist():
             phase = ops[i].phase
@@ -127,7 +127,7 @@ class Memory:
                 highest[phase] = i
         return tuple(self.row(i) for i in highest.values())
 
-    def row(self, at: int) -> Row:
+    def row(self, at: int) -> MemoryConstraint:
         """The memory in use at one program point."""
         start, end, _, _ = self._stretches
         total: dict[int, np.ndarray] = {}
@@ -136,21 +136,21 @@ class Memory:
             share = item.num_bytes * self._shares[i]
             node = item.port.node
             total[node] = total[node] + share if node in total else share
-        return Row(f"op {at}", tuple(sorted(total.items())), 0.0)
+        return MemoryConstraint(f"op {at}", tuple(sorted(total.items())), 0.0)
 
-    def row_of(self, peak: Peak, labels: Sequence[int]) -> Row:
-        """The memory at the peak of a device's kernels, which these labels make: what the rows know, what was resharded
-        for one reader there, by that reader's label, and the rest as it is."""
+    def row_of(self, peak: Peak, chosen: Sequence[int]) -> MemoryConstraint:
+        """The memory at the peak of a device's kernels, which these strategies make: what the rows know, what was resharded
+        for one reader there, by that reader's strategy, and the rest as it is."""
         known = self.row(peak.position)
         total = dict(known.bytes)
         for arrival in peak.arrivals:
             node = arrival.port.node
-            specs = port_specs(arrival.port, self.priced.choices[node])
+            specs = port_specs(arrival.port, self.costed.strategies[node])
             moves = (specs != np.array(arrival.source)).any(axis=1)
-            arrived = np.where(moves, arrival.num_bytes / self.priced.shards(arrival.port), 0.0)
+            arrived = np.where(moves, arrival.num_bytes / self.costed.shards(arrival.port), 0.0)
             total[node] = total[node] + arrived if node in total else arrived
-        accounted = sum(float(num_bytes[labels[node]]) for node, num_bytes in total.items())
+        accounted = sum(float(num_bytes[chosen[node]]) for node, num_bytes in total.items())
         name = f"kernels at op {peak.position}, {len(peak.arrivals)} arrivals, {peak.num_bytes:.0f} bytes"
-        return Row(
+        return MemoryConstraint(
             name, tuple(sorted(total.items(), key=lambda item: item[0])), max(0.0, peak.num_bytes - accounted)
         )

@@ -2,19 +2,19 @@
 
 An elementwise chain between two matrix products has, for every sensible plan, one layout: its ops' factors
 are the same loops. So light ops (elementwise, broadcasts, reductions, reshapes, transposes) are joined along
-the values that they pass, the largest first, and their factors are unified; a *cluster* then has one factor
+the values that they pass, the largest first, and their factors are unified; a *group* then has one factor
 list and one decision. Heavy ops (`Folded.is_heavy`), ops with loops that cannot be split, and boundaries
 stand alone.
 
-Two clusters join only when that adds no loop: the union must have as many splittable factors as the larger of
+Two groups join only when that adds no loop: the union must have as many splittable factors as the larger of
 the two. A rotary table shared by queries and keys does not tie their heads together; layer-norm statistics
 join the activations that they normalise. The update phase never joins the others, so that a parameter can be
 updated in another layout than it is used in (ZeRO; Rajbhandari et al. 2020).
 
 *Sums* are the one case where partial results should travel further: the gradient of a value read by three
 products is the sum of three products, reduced once, not thrice. Additive ops that are fed by contractions
-alone form clusters of their own, with one factor more: splitting it over an axis means that everything in the
-cluster is partial over it.
+alone form groups of their own, with one factor more: splitting it over an axis means that everything in the
+group is partial over it.
 """
 
 from dataclasses import dataclass
@@ -22,63 +22,63 @@ from math import prod
 
 from search.ir.factors import Kind
 from search.ir.graph import Phase
-from search.problem.folding import Folded, Link
+from search.problem.folding import Dependency, FoldedProgram
 
 Loop = tuple[int, int]
-"""A factor of a kind: (kind, index into its rule's factors)."""
+"""A factor of a class: (class, index into its rule's factors)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Cluster:
-    """Kinds under one decision.
+class OpGroup:
+    """Classes under one decision.
 
     Attributes:
-      kinds: ascending.
-      sizes: the extents of the cluster's splittable factors, ordered by first use.
-      factor_of: which of them each kind's factor is; factors that cannot be split are absent.
+      op_classes: ascending.
+      sizes: the extents of the group's splittable factors, ordered by first use.
+      factor_of: which of them each class's factor is; factors that cannot be split are absent.
       is_sum: whether its values may be partial (see the module).
     """
 
-    kinds: tuple[int, ...]
+    op_classes: tuple[int, ...]
     sizes: tuple[int, ...]
     factor_of: dict[Loop, int]
     is_sum: bool
 
 
-def clusters(folded: Folded) -> tuple[Cluster, ...]:
-    """Partitions the kinds into clusters, ordered by first kind."""
-    sums = _sum_kinds(folded)
+def op_groups(folded: FoldedProgram) -> tuple[OpGroup, ...]:
+    """Partitions the classes into groups, ordered by first class."""
+    sums = _sum_classes(folded)
     joiner = _Joiner(folded)
-    for link in sorted(
-        folded.links, key=lambda k: (-_link_size(folded, k), k.producer, k.consumer, k.operand)
+    for dependency in sorted(
+        folded.dependencies, key=lambda k: (-_dependency_size(folded, k), k.producer, k.consumer, k.operand)
     ):
-        u, v = link.producer, link.consumer
+        u, v = dependency.producer, dependency.consumer
         both_sums = u in sums and v in sums
         neither = (
             not sums & {u, v} and _is_light(folded, u) and _is_light(folded, v) and _phases_meet(folded, u, v)
         )
         if u != v and (both_sums or neither):
-            joiner.join(link)
-    return joiner.clusters(sums)
+            joiner.join(dependency)
+    return joiner.groups(sums)
 
 
-def _link_size(folded: Folded, link: Link) -> int:
-    value = folded.op(link.producer).results[link.result]
+def _dependency_size(folded: FoldedProgram, dependency: Dependency) -> int:
+    value = folded.op(dependency.producer).results[dependency.result]
     return prod(folded.program.values[value].shape)
 
 
-def _is_light(folded: Folded, kind: int) -> bool:
-    op = folded.op(kind)
+def _is_light(folded: FoldedProgram, op_class: int) -> bool:
+    op = folded.op(op_class)
     stuck = any(f.kind is Kind.UNSPLITTABLE and f.size > 1 for f in op.rule.factors)
-    return not (op.is_boundary or folded.is_heavy[kind] or stuck)
+    return not (op.is_boundary or folded.is_heavy[op_class] or stuck)
 
 
-def _phases_meet(folded: Folded, u: int, v: int) -> bool:
+def _phases_meet(folded: FoldedProgram, u: int, v: int) -> bool:
     return (folded.op(u).phase is Phase.UPDATE) == (folded.op(v).phase is Phase.UPDATE)
 
 
-def _sum_kinds(folded: Folded) -> set[int]:
-    """Additive kinds fed by contractions alone, that a sum of several operands is among or downstream of."""
+def _sum_classes(folded: FoldedProgram) -> set[int]:
+    """Additive classes fed by contractions alone, that a sum of several operands is among or downstream of."""
     carriers: set[int] = set()
     sources = {k for k, heavy in enumerate(folded.is_heavy) if heavy}
     additive = [
@@ -92,7 +92,8 @@ def _sum_kinds(folded: Folded) -> set[int]:
             if k not in carriers
             and len(folded.op(k).operands) > 0
             and all(
-                link.producer in carriers or link.producer in sources for link in folded.links_into.get(k, ())
+                dependency.producer in carriers or dependency.producer in sources
+                for dependency in folded.dependencies_into.get(k, ())
             )
         }
         carriers |= fed
@@ -101,7 +102,10 @@ def _sum_kinds(folded: Folded) -> set[int]:
     grew = True
     while grew:
         feeding = {
-            link.producer for k in kept for link in folded.links_into.get(k, ()) if link.producer in carriers
+            dependency.producer
+            for k in kept
+            for dependency in folded.dependencies_into.get(k, ())
+            if dependency.producer in carriers
         } - kept
         kept |= feeding
         grew = bool(feeding)
@@ -109,13 +113,13 @@ def _sum_kinds(folded: Folded) -> set[int]:
 
 
 class _Joiner:
-    """Union-find over the factors of kinds, with the kinds' own union-find beside it."""
+    """Union-find over the factors of classes, with the classes' own union-find beside it."""
 
-    def __init__(self, folded: Folded) -> None:
+    def __init__(self, folded: FoldedProgram) -> None:
         self.folded = folded
         self.loop_root: dict[Loop, Loop] = {}
-        self.loop_kinds: dict[Loop, set[int]] = {}
-        self.kind_root = list(range(len(folded.members)))
+        self.loop_classes: dict[Loop, set[int]] = {}
+        self.class_root = list(range(len(folded.members)))
         self.members: dict[int, list[int]] = {k: [k] for k in range(len(folded.members))}
         self.loops: dict[int, set[Loop]] = {}
         for k in range(len(folded.members)):
@@ -123,7 +127,7 @@ class _Joiner:
             self.loops[k] = own
             for loop in own:
                 self.loop_root[loop] = loop
-                self.loop_kinds[loop] = {k}
+                self.loop_classes[loop] = {k}
 
     def find(self, loop: Loop) -> Loop:
         while self.loop_root[loop] != loop:
@@ -131,23 +135,23 @@ class _Joiner:
             loop = self.loop_root[loop]
         return loop
 
-    def find_kind(self, kind: int) -> int:
-        while self.kind_root[kind] != kind:
-            self.kind_root[kind] = self.kind_root[self.kind_root[kind]]
-            kind = self.kind_root[kind]
-        return kind
+    def find_class(self, op_class: int) -> int:
+        while self.class_root[op_class] != op_class:
+            self.class_root[op_class] = self.class_root[self.class_root[op_class]]
+            op_class = self.class_root[op_class]
+        return op_class
 
-    def join(self, link: Link) -> None:
-        """Joins the two clusters that the link connects, if their loops agree on its dimensions."""
-        pairs = self._pairs(link)
+    def join(self, dependency: Dependency) -> None:
+        """Joins the two groups that the dependency connects, if their loops agree on its dimensions."""
+        pairs = self._pairs(dependency)
         if pairs is None:
             return
-        a, b = self.find_kind(link.producer), self.find_kind(link.consumer)
+        a, b = self.find_class(dependency.producer), self.find_class(dependency.consumer)
         roots = sorted({(self.find(p), self.find(q)) for p, q in pairs if self.find(p) != self.find(q)})
         touched = [r for pair in roots for r in pair]
         if len(set(touched)) < len(touched):
             return
-        if any(self.loop_kinds[p] & self.loop_kinds[q] for p, q in roots):
+        if any(self.loop_classes[p] & self.loop_classes[q] for p, q in roots):
             return
         if a != b and len(self.loops[a]) + len(self.loops[b]) - len(roots) > max(
             len(self.loops[a]), len(self.loops[b])
@@ -158,37 +162,39 @@ class _Joiner:
     def _merge(self, a: int, b: int, roots: list[tuple[Loop, Loop]]) -> None:
         for p, q in roots:
             self.loop_root[q] = p
-            self.loop_kinds[p] |= self.loop_kinds.pop(q)
+            self.loop_classes[p] |= self.loop_classes.pop(q)
             self.loops[a].discard(q)
             self.loops[b].discard(q)
             self.loops[a].add(p)
         if a != b:
-            self.kind_root[b] = a
+            self.class_root[b] = a
             self.members[a] += self.members.pop(b)
             self.loops[a] |= self.loops.pop(b)
 
-    def _pairs(self, link: Link) -> list[tuple[Loop, Loop]] | None:
-        """The loops that meet on each dimension of the link's value; None when they differ."""
-        made = self.folded.op(link.producer).rule
-        read = self.folded.op(link.consumer).rule
+    def _pairs(self, dependency: Dependency) -> list[tuple[Loop, Loop]] | None:
+        """The loops that meet on each dimension of the dependency's value; None when they differ."""
+        made = self.folded.op(dependency.producer).rule
+        read = self.folded.op(dependency.consumer).rule
         pairs = []
-        for out, into in zip(made.results[link.result], read.operands[link.operand], strict=True):
-            u = [(link.producer, f) for f in out if made.factors[f].size > 1]
-            v = [(link.consumer, f) for f in into if read.factors[f].size > 1]
+        for out, into in zip(made.results[dependency.result], read.operands[dependency.operand], strict=True):
+            u = [(dependency.producer, f) for f in out if made.factors[f].size > 1]
+            v = [(dependency.consumer, f) for f in into if read.factors[f].size > 1]
             if [made.factors[f].size for _, f in u] != [read.factors[f].size for _, f in v]:
                 return None
             pairs += zip(u, v, strict=True)
         return pairs
 
-    def clusters(self, sums: set[int]) -> tuple[Cluster, ...]:
+    def groups(self, sums: set[int]) -> tuple[OpGroup, ...]:
         made = []
         for root in sorted(self.members, key=lambda r: min(self.members[r])):
-            kinds = tuple(sorted(self.members[root]))
-            made.append(self._cluster(kinds, kinds[0] in sums))
+            op_classes = tuple(sorted(self.members[root]))
+            made.append(self._group(op_classes, op_classes[0] in sums))
         return tuple(made)
 
-    def _cluster(self, kinds: tuple[int, ...], is_sum: bool) -> Cluster:
-        loops = [(k, i) for k in kinds for i, f in enumerate(self.folded.op(k).rule.factors) if f.size > 1]
+    def _group(self, op_classes: tuple[int, ...], is_sum: bool) -> OpGroup:
+        loops = [
+            (k, i) for k in op_classes for i, f in enumerate(self.folded.op(k).rule.factors) if f.size > 1
+        ]
         stuck = {self.find(loop) for loop in loops if self._factor(loop).kind is Kind.UNSPLITTABLE}
         index: dict[Loop, int] = {}
         for loop in loops:
@@ -197,7 +203,7 @@ class _Joiner:
                 index.setdefault(root, len(index))
         sizes = tuple(self._factor(root).size for root in index)
         factor_of = {loop: index[self.find(loop)] for loop in loops if self.find(loop) in index}
-        return Cluster(kinds, sizes, factor_of, is_sum)
+        return OpGroup(op_classes, sizes, factor_of, is_sum)
 
     def _factor(self, loop: Loop):
         return self.folded.op(loop[0]).rule.factors[loop[1]]

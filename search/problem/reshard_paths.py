@@ -1,14 +1,14 @@
-"""How values lie and travel under a full assignment of labels: specs, and the chains of collectives between them."""
+"""How values lie and travel under a full assignment of strategies: specs, and the chains of collectives between them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from search.ir.spec import PARTIAL, Spec, num_shards
-from search.problem.costs import Priced
-from search.problem.flat_program import Program
+from search.problem.costs import CostedGraph
+from search.problem.flat_program import FlatProgram
 from search.problem.reshard import Step
-from search.problem.strategies import Way, port_specs
-from search.problem.strategy_graph import Group, Port, group_of
+from search.problem.strategies import CopySource, port_specs
+from search.problem.strategy_graph import Port, ReadPhase, read_phase
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,16 +32,16 @@ class Delivery:
 
 
 class Routes:
-    """The labels' meaning, value by value.
+    """The strategies' meaning, value by value.
 
     What is alike is asked again and again, once for each layer, so it is remembered: the spec of every port, and the way
-    from every kind of maker to every kind of reader.
+    from every class of maker to every class of reader.
     """
 
-    def __init__(self, priced: Priced, labels: Sequence[int]) -> None:
-        self.priced, self.labels, self.sketch = priced, labels, priced.sketch
-        self.folded = priced.sketch.folded
-        self.program: Program = self.folded.program
+    def __init__(self, costed: CostedGraph, chosen: Sequence[int]) -> None:
+        self.costed, self.chosen, self.graph = costed, chosen, costed.graph
+        self.folded = costed.graph.folded
+        self.program: FlatProgram = self.folded.program
         self.maker = self.program.maker
         self._specs: dict[Port, Spec] = {}
         self._made: dict[tuple[int, int], Spec] = {}
@@ -51,22 +51,22 @@ class Routes:
     def spec(self, port: Port) -> Spec:
         """Of the value at a port."""
         if port not in self._specs:
-            row = port_specs(port, self.priced.choices[port.node])[self.labels[port.node]]
+            row = port_specs(port, self.costed.strategies[port.node])[self.chosen[port.node]]
             self._specs[port] = tuple(int(d) for d in row)
         return self._specs[port]
 
     def made(self, v: int) -> Spec:
         """In which a value is made."""
         i, r = self.maker[v]
-        alike = self.folded.kind_of[i], r
+        alike = self.folded.class_of[i], r
         if alike not in self._made:
-            self._made[alike] = self.spec(self.sketch.ports[*alike, True])
+            self._made[alike] = self.spec(self.graph.ports[*alike, True])
         return self._made[alike]
 
     def resting(self, v: int) -> Spec:
         """To which it is brought at once."""
         i, r = self.maker[v]
-        rest = self.sketch.copy_of.get((self.folded.kind_of[i], r, Group.REST))
+        rest = self.graph.copy_of.get((self.folded.class_of[i], r, ReadPhase.REST))
         return self.spec(Port(rest.node, ())) if rest else self.made(v)
 
     def chain(self, v: int, here: Spec, there: Spec) -> tuple[Step, ...]:
@@ -74,14 +74,14 @@ class Routes:
         if here == there:
             return ()
         made_at, r = self.maker[v]
-        kind = self.folded.kind_of[made_at]
-        how = self.priced.handling(self.sketch.node_of[kind], (kind, r))
-        return self.priced.resharder.chain(self.program.values[v], here, there, how)
+        op_class = self.folded.class_of[made_at]
+        how = self.costed.handling(self.graph.node_of[op_class], (op_class, r))
+        return self.costed.resharder.chain(self.program.values[v], here, there, how)
 
     def to_rest(self, v: int) -> tuple[Step, ...]:
         """From where it is made."""
         i, r = self.maker[v]
-        alike = self.folded.kind_of[i], r
+        alike = self.folded.class_of[i], r
         if alike not in self._to_rest:
             has_shape = bool(self.program.values[v].shape)
             self._to_rest[alike] = self.chain(v, self.made(v), self.resting(v)) if has_shape else ()
@@ -90,34 +90,34 @@ class Routes:
     def to_reader(self, i: int, operand: int) -> Delivery:
         """How an op gets an operand."""
         made_at, r = self.maker[self.program.ops[i].operands[operand]]
-        alike = self.folded.kind_of[i], operand, self.folded.kind_of[made_at], r
+        alike = self.folded.class_of[i], operand, self.folded.class_of[made_at], r
         if alike not in self._deliveries:
             self._deliveries[alike] = self._delivery(i, operand)
         return self._deliveries[alike]
 
     def _delivery(self, i: int, operand: int) -> Delivery:
         op = self.program.ops[i]
-        v, group = op.operands[operand], group_of(op)
+        v, phase = op.operands[operand], read_phase(op)
         if not self.program.values[v].shape:
             return Delivery((), (), False)
         made_at, r = self.maker[v]
-        kind = self.folded.kind_of[made_at]
-        port = self.sketch.ports[self.folded.kind_of[i], operand, False]
-        is_made_so = port == self.sketch.ports[kind, r, True]
-        copy = None if is_made_so else self.sketch.copy_of.get((kind, r, group))
+        op_class = self.folded.class_of[made_at]
+        port = self.graph.ports[self.folded.class_of[i], operand, False]
+        is_made_so = port == self.graph.ports[op_class, r, True]
+        copy = None if is_made_so else self.graph.copy_of.get((op_class, r, phase))
         here, need = self.resting(v), self.spec(port)
-        way = Way.SAME if copy is None else self.way(copy.node)
-        held = here if copy is None or way is Way.SAME else self.spec(Port(copy.node, ()))
+        way = CopySource.SAME if copy is None else self.way(copy.node)
+        held = here if copy is None or way is CopySource.SAME else self.spec(Port(copy.node, ()))
         shared = self.chain(v, here, held)
         last = () if PARTIAL in need else self.chain(v, held, need)
         may_be_kept = copy is not None and bool(copy.kept_from)
-        is_fresh = may_be_kept and (bool(last) if not shared else way is Way.FRESH)
+        is_fresh = may_be_kept and (bool(last) if not shared else way is CopySource.FRESH)
         return Delivery(shared, last, is_fresh)
 
-    def way(self, node: int) -> Way:
+    def way(self, node: int) -> CopySource:
         """How a copy comes by its spec."""
-        return self.priced.choices[node].ways[self.labels[node]]
+        return self.costed.strategies[node].copy_sources[self.chosen[node]]
 
     def local_bytes(self, v: int, spec: Spec) -> float:
         """What one device holds of a value; a partial one is whole everywhere."""
-        return self.program.values[v].num_bytes / num_shards(spec, self.priced.resharder.mesh.shape)
+        return self.program.values[v].num_bytes / num_shards(spec, self.costed.resharder.mesh.shape)

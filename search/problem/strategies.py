@@ -1,7 +1,7 @@
-"""The labels of each node on one mesh.
+"""The strategies of each node on one mesh.
 
-A cluster's label says for each mesh axis which of the cluster's factors it splits, or none. A copy's label is
-a spec and a way to get there. Labels that do not divide evenly, or whose values no `PartitionSpec` could
+A group's strategy says for each mesh axis which of the group's factors it splits, or none. A copy's strategy is
+a spec and a way to get there. Strategies that do not divide evenly, or whose values no `PartitionSpec` could
 describe (a compound dimension split in its minor part), are left out.
 """
 
@@ -13,21 +13,21 @@ from math import prod
 import numpy as np
 
 from search.ir.spec import PARTIAL, WHOLE, may_split
-from search.problem.op_groups import Cluster
+from search.problem.op_groups import OpGroup
 from search.problem.reshard import Resharder
-from search.problem.strategy_graph import STUCK, Copy, Port, Sketch
+from search.problem.strategy_graph import STUCK, Copy, Port, StrategyGraph
 
 NONE = -1
 """In an assignment: the axis splits no factor; the op is computed alike along it."""
 ALL_PARTIAL = -2
-"""In an assignment of a sum cluster: all its values are partial over the axis."""
+"""In an assignment of a sum group: all its values are partial over the axis."""
 
 MAX_LABELS = 130
-"""Labels per node; above it, the factors of smallest extent are not split. Three axes with four factors have
+"""Strategies per node; above it, the factors of smallest extent are not split. Three axes with four factors have
 125."""
 
 
-class Way(StrEnum):
+class CopySource(StrEnum):
     """How a copy comes by its spec."""
 
     SAME = "same"
@@ -39,26 +39,26 @@ class Way(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Choices:
-    """The labels of one node.
+class Strategies:
+    """The strategies of one node.
 
     Attributes:
-      assignment: [labels, axes]: per mesh axis, the factor that it splits, NONE or ALL_PARTIAL; for a copy, a
+      assignment: [strategies, axes]: per mesh axis, the factor that it splits, NONE or ALL_PARTIAL; for a copy, a
         spec.
-      ways: per label, for a copy; empty for a cluster.
+      copy_sources: per strategy, for a copy; empty for a group.
     """
 
     assignment: np.ndarray
-    ways: tuple[Way, ...] = ()
+    copy_sources: tuple[CopySource, ...] = ()
 
     def __len__(self) -> int:
         return len(self.assignment)
 
 
-def cluster_choices(
-    cluster: Cluster, ports: tuple[Port, ...], mesh_shape: tuple[int, ...], must_divide: bool
-) -> Choices:
-    """All labels of a cluster whose values enter and leave at `ports`.
+def group_strategies(
+    group: OpGroup, ports: tuple[Port, ...], mesh_shape: tuple[int, ...], must_divide: bool
+) -> Strategies:
+    """All strategies of a group whose values enter and leave at `ports`.
 
     Arguments and results of the step must divide evenly (JAX wants it so), and so must what is only a part of some
     dimension; other factors may be padded.
@@ -67,68 +67,68 @@ def cluster_choices(
     even = {dim[0] for p in ports for dim in p.dims if len(dim) > 1}
 
     def may_split_into(factor: int, parts: int) -> bool:
-        size = cluster.sizes[factor]
+        size = group.sizes[factor]
         return size % parts == 0 if must_divide or factor in even else may_split(size, parts)
 
-    factors = [f for f, size in enumerate(cluster.sizes) if f not in minor]
-    places = [NONE, *([ALL_PARTIAL] if cluster.is_sum else [])]
-    factors.sort(key=lambda f: (-cluster.sizes[f], f))
+    factors = [f for f, size in enumerate(group.sizes) if f not in minor]
+    places = [NONE, *([ALL_PARTIAL] if group.is_sum else [])]
+    factors.sort(key=lambda f: (-group.sizes[f], f))
     while factors and (len(factors) + len(places)) ** len(mesh_shape) > MAX_LABELS:
         factors.pop()
-    labels = [
-        label
-        for label in product((*places, *sorted(factors)), repeat=len(mesh_shape))
-        if all(may_split_into(f, _parts(label, f, mesh_shape)) for f in set(label) if f >= 0)
+    strategies = [
+        strategy
+        for strategy in product((*places, *sorted(factors)), repeat=len(mesh_shape))
+        if all(may_split_into(f, _parts(strategy, f, mesh_shape)) for f in set(strategy) if f >= 0)
     ]
-    return Choices(np.array(labels, np.int64).reshape(len(labels), len(mesh_shape)))
+    return Strategies(np.array(strategies, np.int64).reshape(len(strategies), len(mesh_shape)))
 
 
-def _parts(label: tuple[int, ...], factor: int, mesh_shape: tuple[int, ...]) -> int:
-    return prod(n for f, n in zip(label, mesh_shape, strict=True) if f == factor)
+def _parts(strategy: tuple[int, ...], factor: int, mesh_shape: tuple[int, ...]) -> int:
+    return prod(n for f, n in zip(strategy, mesh_shape, strict=True) if f == factor)
 
 
-def port_specs(port: Port, choices: Choices) -> np.ndarray:
-    """[labels, axes]: the spec of the value at a port, per label."""
-    if choices.ways:
-        return choices.assignment
+def port_specs(port: Port, strategies: Strategies) -> np.ndarray:
+    """[strategies, axes]: the spec of the value at a port, per strategy."""
+    if strategies.copy_sources:
+        return strategies.assignment
     place = {NONE: WHOLE, ALL_PARTIAL: PARTIAL} | dict.fromkeys(port.partial_over, PARTIAL)
     place |= {dim[0]: d for d, dim in enumerate(port.dims) if dim and dim[0] != STUCK}
-    assignment = choices.assignment
+    assignment = strategies.assignment
     highest = int(assignment.max(initial=0))
     table = np.array([place.get(f, WHOLE) for f in range(ALL_PARTIAL, highest + 1)])
     return table[assignment - ALL_PARTIAL]
 
 
-def shards_over(factors: frozenset[int], choices: Choices, mesh_shape: tuple[int, ...]) -> np.ndarray:
-    """[labels]: into how many parts a loop nest over these factors is cut."""
-    split = np.isin(choices.assignment, sorted(factors))
+def shards_over(factors: frozenset[int], strategies: Strategies, mesh_shape: tuple[int, ...]) -> np.ndarray:
+    """[strategies]: into how many parts a loop nest over these factors is cut."""
+    split = np.isin(strategies.assignment, sorted(factors))
     return np.where(split, np.array(mesh_shape), 1).prod(axis=1)
 
 
-def all_choices(sketch: Sketch, resharder: Resharder) -> tuple[Choices, ...]:
-    """The labels of every node of a sketch, on one mesh."""
+def all_strategies(graph: StrategyGraph, resharder: Resharder) -> tuple[Strategies, ...]:
+    """The strategies of every node of a strategy graph, on one mesh."""
     shape = resharder.mesh.shape
     ports: dict[int, set[Port]] = {}
-    for port in sketch.ports.values():
+    for port in graph.ports.values():
         ports.setdefault(port.node, set()).add(port)
     made = []
-    for node, cluster in enumerate(sketch.clusters):
-        is_border = sketch.folded.op(cluster.kinds[0]).name in ("input", "output")
-        made.append(cluster_choices(cluster, tuple(ports.get(node, ())), shape, is_border))
-    for copy in sketch.copies:
-        made.append(_copy_choices(copy, made))
+    for node, group in enumerate(graph.groups):
+        is_border = graph.folded.op(group.op_classes[0]).name in ("input", "output")
+        made.append(group_strategies(group, tuple(ports.get(node, ())), shape, is_border))
+    for copy in graph.copies:
+        made.append(_copy_strategies(copy, made))
     return tuple(made)
 
 
-def _copy_choices(copy: Copy, made: list[Choices]) -> Choices:
+def _copy_strategies(copy: Copy, made: list[Strategies]) -> Strategies:
     def specs(ports: tuple[Port, ...]) -> set[tuple[int, ...]]:
         found = {tuple(s) for p in ports for s in port_specs(p, made[p.node]).tolist()}
         return {s for s in found if PARTIAL not in s}
 
     offered = specs((copy.source,))
     wanted = sorted(offered | specs(copy.targets))
-    rows = [(s, Way.SAME) for s in sorted(offered)] + [(s, Way.FRESH) for s in wanted]
+    rows = [(s, CopySource.SAME) for s in sorted(offered)] + [(s, CopySource.FRESH) for s in wanted]
     if copy.kept_from:
-        rows += [(s, Way.KEPT) for s in sorted(specs(copy.kept_from))]
+        rows += [(s, CopySource.KEPT) for s in sorted(specs(copy.kept_from))]
     num_axes = made[copy.source.node].assignment.shape[1]
-    return Choices(np.array([s for s, _ in rows]).reshape(len(rows), num_axes), tuple(w for _, w in rows))
+    return Strategies(np.array([s for s, _ in rows]).reshape(len(rows), num_axes), tuple(w for _, w in rows))

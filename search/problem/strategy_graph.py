@@ -1,14 +1,14 @@
 """The search problem before any mesh: who decides, and what passes between them.
 
-Nodes are clusters, and *copies*. A value is made in one spec and may be wanted in others. Where several
-consumers of one phase want it, they share one copy: a node whose label is a spec, resharded to once (the
+Nodes are groups, and *copies*. A value is made in one spec and may be wanted in others. Where several
+consumers of one phase want it, they share one copy: a node whose strategy is a spec, resharded to once (the
 all-gather that queries, keys and values share). A value that the forward phase made and the backward phase
 reads again has a copy there too, because how it gets there is a choice: *fresh*, resharded again in the
 backward phase (FSDP's second all-gather), or *kept* from the forward phase. A value that may be partial and
 is read in several phases is first brought to *rest*, so that it is reduced once.
 
 A *port* is a place where a value enters or leaves a node: its dimensions as factors of the node, from which
-follows, for any mesh and label, its spec. A *wire* joins two ports and is handed over `count` times in one
+follows, for any mesh and strategy, its spec. An *edge* joins two ports and is handed over `count` times in one
 step.
 """
 
@@ -21,9 +21,9 @@ from search.ir.factors import Kind, Rule
 from search.ir.factors.rule import Dims
 from search.ir.graph import Phase, Value
 from search.problem.flat_program import FlatOp
-from search.problem.folding import Folded
-from search.problem.fusion import Kernel, Place, kernels
-from search.problem.op_groups import Cluster
+from search.problem.folding import FoldedProgram
+from search.problem.fusion import Endpoint, FusedKernel, kernels
+from search.problem.op_groups import OpGroup
 
 STUCK = -1
 """In a port's dimensions: a factor that cannot be split."""
@@ -32,7 +32,7 @@ MIN_RETAINED_BYTES = 1 << 16
 """Smaller values need no choice of retention: resharding them is all latency, keeping them costs nothing."""
 
 
-class Group(StrEnum):
+class ReadPhase(StrEnum):
     """Which consumers a copy serves; REST serves all."""
 
     REST = "rest"
@@ -42,7 +42,7 @@ class Group(StrEnum):
 
 
 Maker = tuple[int, int]
-"""(kind, result): the values that these make."""
+"""(class, result): the values that these make."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +61,8 @@ class Port:
 
 
 @dataclass(frozen=True, slots=True)
-class Wire:
-    """A value's way from one port to another, `count` times in one step; `maker` is its (kind, result)."""
+class ReshardEdge:
+    """A value's way from one port to another, `count` times in one step; `maker` is its (class, result)."""
 
     source: Port
     target: Port
@@ -73,13 +73,13 @@ class Wire:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """A node that holds a value for one group of consumers.
+    """A node that holds a value for the consumers of one phase.
 
     Attributes:
       node: its number.
-      maker: (kind, result) of the value.
+      maker: (class, result) of the value.
       value: its shape and dtype.
-      group: whom it serves.
+      phase: whom it serves.
       source: where it comes from.
       targets: whom it serves, as ports.
       kept_from: the ports that read the value in the forward phase, whose spec a kept copy has; empty if it
@@ -90,7 +90,7 @@ class Copy:
     node: int
     maker: Maker
     value: Value
-    group: Group
+    phase: ReadPhase
     source: Port
     targets: tuple[Port, ...]
     kept_from: tuple[Port, ...]
@@ -98,40 +98,40 @@ class Copy:
 
 
 @dataclass(frozen=True, eq=False)
-class Sketch:
+class StrategyGraph:
     """The problem before any mesh.
 
     Attributes:
       folded: the folded program.
-      clusters: the first nodes, in order.
+      groups: the first nodes, in order.
       copies: the other nodes, in order.
-      wires: what passes between nodes; a wire from a node to itself is a reshard inside a cluster.
-      node_of: for each kind, its cluster.
+      edges: what passes between nodes; an edge from a node to itself is a reshard inside a group.
+      node_of: for each class, its group.
       ports: of every operand and result.
     """
 
-    folded: Folded
-    clusters: tuple[Cluster, ...]
+    folded: FoldedProgram
+    groups: tuple[OpGroup, ...]
     copies: tuple[Copy, ...]
-    wires: tuple[Wire, ...]
+    edges: tuple[ReshardEdge, ...]
     node_of: tuple[int, ...]
-    ports: dict[Place, Port]
+    ports: dict[Endpoint, Port]
 
     @property
     def num_nodes(self) -> int:
         """Clusters and copies."""
-        return len(self.clusters) + len(self.copies)
+        return len(self.groups) + len(self.copies)
 
     def is_sum(self, node: int) -> bool:
-        """Whether a node is a cluster whose values may be partial."""
-        return node < len(self.clusters) and self.clusters[node].is_sum
+        """Whether a node is a group whose values may be partial."""
+        return node < len(self.groups) and self.groups[node].is_sum
 
     @cached_property
-    def kernels_of(self) -> tuple[tuple[Kernel, ...], ...]:
+    def kernels_of(self) -> tuple[tuple[FusedKernel, ...], ...]:
         """Per node: the kernels of its light ops."""
-        found: list[list[Kernel]] = [[] for _ in range(self.num_nodes)]
+        found: list[list[FusedKernel]] = [[] for _ in range(self.num_nodes)]
         for kernel in kernels(self.folded, self.node_of):
-            found[self.node_of[kernel.kinds[0]]].append(kernel)
+            found[self.node_of[kernel.op_classes[0]]].append(kernel)
         return tuple(tuple(k) for k in found)
 
     @cached_property
@@ -140,51 +140,51 @@ class Sketch:
         step's inputs, cast or not, and what is only for the update."""
         folded, readers = self.folded, self._readers
         made_by: dict[int, set[int]] = {}
-        for link in folded.links:
-            made_by.setdefault(link.consumer, set()).add(link.producer)
+        for dependency in folded.dependencies:
+            made_by.setdefault(dependency.consumer, set()).add(dependency.producer)
         read_by = {k: readers[k, 0] for k in range(len(folded.members)) if (k, 0) in readers}
         inputs = {k for k in range(len(folded.members)) if folded.op(k).name == "input"}
-        updates = {k for k in range(len(folded.members)) if group_of(folded.op(k)) is Group.UPDATE}
+        updates = {k for k in range(len(folded.members)) if read_phase(folded.op(k)) is ReadPhase.UPDATE}
         early, late = self._grown(inputs, made_by), self._grown(updates, read_by)
         return frozenset(m for m, r in readers.items() if m[0] in early or r <= late)
 
-    def _grown(self, kinds: set[int], neighbours: dict[int, set[int]]) -> set[int]:
-        """These kinds, and those that only hand on what comes from, or goes to, kinds among them."""
-        waiting = {k for k in neighbours if _hands_on(self.folded.op(k))} - kinds
-        while reached := {k for k in waiting if neighbours[k] <= kinds}:
-            kinds = kinds | reached
+    def _grown(self, op_classes: set[int], neighbours: dict[int, set[int]]) -> set[int]:
+        """These classes, and those that only hand on what comes from, or goes to, classes among them."""
+        waiting = {k for k in neighbours if _hands_on(self.folded.op(k))} - op_classes
+        while reached := {k for k in waiting if neighbours[k] <= op_classes}:
+            op_classes = op_classes | reached
             waiting -= reached
-        return kinds
+        return op_classes
 
     @cached_property
     def _readers(self) -> dict[Maker, set[int]]:
-        """The kinds that read each value."""
+        """The classes that read each value."""
         readers: dict[Maker, set[int]] = {}
-        for link in self.folded.links:
-            readers.setdefault((link.producer, link.result), set()).add(link.consumer)
+        for dependency in self.folded.dependencies:
+            readers.setdefault((dependency.producer, dependency.result), set()).add(dependency.consumer)
         return readers
 
     @cached_property
-    def copy_of(self) -> dict[tuple[int, int, Group], Copy]:
-        """Copies by maker and group."""
-        return {(*c.maker, c.group): c for c in self.copies}
+    def copy_of(self) -> dict[tuple[int, int, ReadPhase], Copy]:
+        """Copies by maker and phase."""
+        return {(*c.maker, c.phase): c for c in self.copies}
 
 
-def sketch(folded: Folded, parts: tuple[Cluster, ...]) -> Sketch:
-    """Connects the clusters of a folded program."""
+def strategy_graph(folded: FoldedProgram, parts: tuple[OpGroup, ...]) -> StrategyGraph:
+    """Connects the groups of a folded program."""
     node_of = [0] * len(folded.members)
-    for node, cluster in enumerate(parts):
-        for k in cluster.kinds:
+    for node, group in enumerate(parts):
+        for k in group.op_classes:
             node_of[k] = node
-    ports = {p: port for node, cluster in enumerate(parts) for p, port in _ports(folded, cluster, node)}
-    wiring = _Wiring(folded, parts, ports)
+    ports = {p: port for node, group in enumerate(parts) for p, port in _ports(folded, group, node)}
+    wiring = _EdgeCollector(folded, parts, ports)
     wiring.connect()
-    return Sketch(folded, parts, tuple(wiring.copies), tuple(wiring.wires), tuple(node_of), ports)
+    return StrategyGraph(folded, parts, tuple(wiring.copies), tuple(wiring.edges), tuple(node_of), ports)
 
 
-def group_of(op: FlatOp) -> Group:
-    """The group in which an op reads: the next step's state is read by the update."""
-    return Group.UPDATE if op.name == "input" else _GROUP_OF[op.phase]
+def read_phase(op: FlatOp) -> ReadPhase:
+    """The phase in which an op reads: the next step's state is read by the update."""
+    return ReadPhase.UPDATE if op.name == "input" else _READ_PHASE[op.phase]
 
 
 def _hands_on(op: FlatOp) -> bool:
@@ -193,116 +193,124 @@ def _hands_on(op: FlatOp) -> bool:
     return is_plain or op.name in ("stack", "slice")
 
 
-_GROUP_OF = {
-    Phase.FORWARD: Group.FORWARD,
-    Phase.BACKWARD: Group.BACKWARD,
-    Phase.UPDATE: Group.UPDATE,
+_READ_PHASE = {
+    Phase.FORWARD: ReadPhase.FORWARD,
+    Phase.BACKWARD: ReadPhase.BACKWARD,
+    Phase.UPDATE: ReadPhase.UPDATE,
 }
 
 
-def _ports(folded: Folded, cluster: Cluster, node: int) -> Iterator[tuple[Place, Port]]:
-    """The ports of all operands and results in a cluster."""
+def _ports(folded: FoldedProgram, group: OpGroup, node: int) -> Iterator[tuple[Endpoint, Port]]:
+    """The ports of all operands and results in a group."""
     read_inside = {
-        link.producer
-        for k in cluster.kinds
-        for link in folded.links_into.get(k, ())
-        if link.producer in cluster.kinds
+        dependency.producer
+        for k in group.op_classes
+        for dependency in folded.dependencies_into.get(k, ())
+        if dependency.producer in group.op_classes
     }
-    for kind in cluster.kinds:
-        rule = folded.op(kind).rule
-        may_be_partial = cluster.is_sum or kind not in read_inside
+    for op_class in group.op_classes:
+        rule = folded.op(op_class).rule
+        may_be_partial = group.is_sum or op_class not in read_inside
         summed = {
-            cluster.factor_of[kind, i]
+            group.factor_of[op_class, i]
             for i, f in enumerate(rule.factors)
-            if may_be_partial and f.kind is Kind.SUM and (kind, i) in cluster.factor_of
+            if may_be_partial and f.kind is Kind.SUM and (op_class, i) in group.factor_of
         }
         for i, dims in enumerate(rule.operands):
-            yield (kind, i, False), Port(node, _named(rule, cluster, kind, dims))
+            yield (op_class, i, False), Port(node, _named(rule, group, op_class, dims))
         for i, dims in enumerate(rule.results):
-            named = _named(rule, cluster, kind, dims)
+            named = _named(rule, group, op_class, dims)
             partial = summed - {f for dim in named for f in dim} if dims else set()
-            yield (kind, i, True), Port(node, named, tuple(sorted(partial)))
+            yield (op_class, i, True), Port(node, named, tuple(sorted(partial)))
 
 
-def _named(rule: Rule, cluster: Cluster, kind: int, dims: Dims) -> Dims:
-    """Dimensions in terms of the cluster's factors."""
+def _named(rule: Rule, group: OpGroup, op_class: int, dims: Dims) -> Dims:
+    """Dimensions in terms of the group's factors."""
     return tuple(
-        tuple(cluster.factor_of.get((kind, f), STUCK) for f in d if rule.factors[f].size > 1) for d in dims
+        tuple(group.factor_of.get((op_class, f), STUCK) for f in d if rule.factors[f].size > 1) for d in dims
     )
 
 
 Reads = dict[tuple[int, int], int]
-"""How often values of one kind are read: by value and count, as a loop's carry is read inside the loop and after it."""
+"""How often values of one class are read: by value and count, as a loop's carry is read inside the loop and after it."""
 
 
-class _Wiring:
-    """Collects copies and wires, value by value."""
+class _EdgeCollector:
+    """Collects copies and edges, value by value."""
 
-    def __init__(self, folded: Folded, parts: tuple[Cluster, ...], ports: dict[Place, Port]) -> None:
+    def __init__(
+        self, folded: FoldedProgram, parts: tuple[OpGroup, ...], ports: dict[Endpoint, Port]
+    ) -> None:
         self.folded, self.parts, self.ports = folded, parts, ports
         self.copies: list[Copy] = []
-        self.wires: list[Wire] = []
+        self.edges: list[ReshardEdge] = []
 
     def connect(self) -> None:
-        for (kind, result), reads in self._reads().items():
-            self._value(kind, result, reads)
+        for (op_class, result), reads in self._reads().items():
+            self._value(op_class, result, reads)
 
-    def _reads(self) -> dict[tuple[int, int], dict[Group, dict[Port, Reads]]]:
-        """For each kind's result, by group and port: how often each value of that kind is read."""
+    def _reads(self) -> dict[tuple[int, int], dict[ReadPhase, dict[Port, Reads]]]:
+        """For each class's result, by phase and port: how often each value of that class is read."""
         program = self.folded.program
         reads: dict = {}
         for position, op in enumerate(program.ops):
-            consumer = self.folded.kind_of[position]
+            consumer = self.folded.class_of[position]
             for operand, (v, count) in enumerate(zip(op.operands, op.operand_counts, strict=True)):
                 if not program.values[v].shape:
                     continue
                 made, r = program.maker[v]
-                key = (self.folded.kind_of[made], r)
-                by_value = reads.setdefault(key, {}).setdefault((group_of(op), consumer, operand), {})
+                key = (self.folded.class_of[made], r)
+                by_value = reads.setdefault(key, {}).setdefault((read_phase(op), consumer, operand), {})
                 by_value[v, count] = count
         return {key: self._by_port(key, reads[key]) for key in sorted(reads)}
 
-    def _by_port(self, key, by_consumer) -> dict[Group, dict[Port, Reads]]:
+    def _by_port(self, key, by_consumer) -> dict[ReadPhase, dict[Port, Reads]]:
         source = self.ports[(*key, True)]
-        grouped: dict[Group, dict[Port, Reads]] = {}
-        for (group, consumer, operand), by_value in by_consumer.items():
+        grouped: dict[ReadPhase, dict[Port, Reads]] = {}
+        for (phase, consumer, operand), by_value in by_consumer.items():
             port = self.ports[consumer, operand, False]
             if port == source:
                 continue
-            merged = grouped.setdefault(group, {}).setdefault(port, {})
+            merged = grouped.setdefault(phase, {}).setdefault(port, {})
             for v, count in by_value.items():
                 merged[v] = max(merged.get(v, 0), count)
         return grouped
 
-    def _value(self, kind: int, result: int, groups: dict[Group, dict[Port, Reads]]) -> None:
-        op = self.folded.op(kind)
+    def _value(self, op_class: int, result: int, phases: dict[ReadPhase, dict[Port, Reads]]) -> None:
+        op = self.folded.op(op_class)
         value = self.folded.program.values[op.results[result]]
-        source = self.ports[kind, result, True]
-        outside = {g: ports for g, ports in groups.items() if any(p.node != source.node for p in ports)}
+        source = self.ports[op_class, result, True]
+        outside = {g: ports for g, ports in phases.items() if any(p.node != source.node for p in ports)}
         may_be_partial = bool(source.partial_over) or self.parts[source.node].is_sum
         if may_be_partial and len(outside) > 1:
             everything = {
-                v: c for ports in groups.values() for by_value in ports.values() for v, c in by_value.items()
+                v: c for ports in phases.values() for by_value in ports.values() for v, c in by_value.items()
             }
-            source = self._copy((kind, result), value, Group.REST, source, (), (), sum(everything.values()))
-        forward = tuple(groups.get(Group.FORWARD, ()))
-        for group, ports in groups.items():
+            source = self._copy(
+                (op_class, result), value, ReadPhase.REST, source, (), (), sum(everything.values())
+            )
+        forward = tuple(phases.get(ReadPhase.FORWARD, ()))
+        for phase, ports in phases.items():
             total: Reads = {}
             for by_value in ports.values():
                 for v, count in by_value.items():
                     total[v] = max(total.get(v, 0), count)
             nodes = {p.node for p in ports}
-            is_retained = group is Group.BACKWARD and bool(forward) and value.num_bytes >= MIN_RETAINED_BYTES
+            is_retained = (
+                phase is ReadPhase.BACKWARD and bool(forward) and value.num_bytes >= MIN_RETAINED_BYTES
+            )
             start = source
             if len(nodes - {source.node}) > 1 or (is_retained and nodes != {source.node}):
                 kept = forward if is_retained else ()
                 targets = tuple(ports)
-                start = self._copy((kind, result), value, group, source, targets, kept, sum(total.values()))
+                start = self._copy(
+                    (op_class, result), value, phase, source, targets, kept, sum(total.values())
+                )
             for port, by_value in ports.items():
-                self.wires.append(Wire(start, port, value, sum(by_value.values()), (kind, result)))
+                self.edges.append(ReshardEdge(start, port, value, sum(by_value.values()), (op_class, result)))
 
-    def _copy(self, maker, value, group, source, targets, kept_from, count) -> Port:
+    def _copy(self, maker, value, phase, source, targets, kept_from, count) -> Port:
         node = len(self.parts) + len(self.copies)
-        self.copies.append(Copy(node, maker, value, group, source, targets, kept_from, count))
-        self.wires.append(Wire(source, Port(node, ()), value, count, maker))
+        self.copies.append(Copy(node, maker, value, phase, source, targets, kept_from, count))
+        self.edges.append(ReshardEdge(source, Port(node, ()), value, count, maker))
         return Port(node, ())

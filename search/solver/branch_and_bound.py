@@ -29,21 +29,21 @@ from time import monotonic
 import numpy as np
 
 from search.solver.elimination import eliminate
-from search.solver.lagrangian import Planes, Relaxation
+from search.solver.lagrangian import CuttingPlanes, Relaxation
 from search.solver.local_search import descend
 from search.solver.milp import solve_milp
-from search.solver.min_peak import Peak, minimise_peak, smallest_peak
-from search.solver.pbqp import Edge, Labels, Problem, Row, merged, restricted_row
-from search.solver.separation import ROWS_PER_ROUND, NoFitError, Violated, oracle
-from search.solver.trws import Messages
+from search.solver.min_peak import SmallestPeak, minimise_peak, smallest_peak
+from search.solver.pbqp import Edge, Labels, MemoryConstraint, Problem, merged, restricted_row
+from search.solver.separation import ROWS_PER_ROUND, NoFitError, Violated, separation_oracle
+from search.solver.trws import Trws
 
 __all__ = [
     "Edge",
     "Labels",
+    "MemoryConstraint",
     "NoFitError",
-    "Peak",
     "Problem",
-    "Row",
+    "SmallestPeak",
     "Solution",
     "Stats",
     "minimise_peak",
@@ -111,7 +111,7 @@ def solve(
     problem: Problem,
     *,
     limit_bytes: float = np.inf,
-    rows: Sequence[Row] = (),
+    rows: Sequence[MemoryConstraint] = (),
     violated: Violated | None = None,
     time_limit_s: float = 10.0,
     relative_gap: float = RELATIVE_GAP,
@@ -142,7 +142,7 @@ def solve(
     search = _Search(
         merged(problem),
         limit_bytes,
-        oracle(rows, violated, limit_bytes),
+        separation_oracle(rows, violated, limit_bytes),
         time_limit_s,
         relative_gap,
         cutoff_s,
@@ -168,21 +168,21 @@ class _Search:
         self.start_s, self.time_limit_s = monotonic(), time_limit_s
         self.relative_gap = max(relative_gap, ROUNDING)
         self.progress = progress or (lambda line: None)
-        self.planes = Planes(problem, limit_bytes)
+        self.planes = CuttingPlanes(problem, limit_bytes)
         self.labels: Labels | None = None
         self.cost_s, self.bound_s, self.floor_s = cutoff_s, -np.inf, np.inf
         self.num_pricings = self.num_branches = self.num_programs = 0
 
     def run(self) -> Solution:
-        messages = Messages(self.problem)
-        messages.make_consistent()
-        whole = Relaxation(self.planes, messages)
+        trws = Trws(self.problem)
+        trws.make_consistent()
+        whole = Relaxation(self.planes, trws)
         for stage in (self._relax, self._price, self._fit, self._branch):
             if self._is_open(whole):
                 stage(whole)
                 name = stage.__name__.strip("_")
                 self.progress(f"{name}: cost {self.cost_s:.6g} s, bound {self.bound_s:.6g} s")
-        if not whole.messages.is_feasible:
+        if not whole.trws.is_feasible:
             self._raise_bound(np.inf)
         if self.labels is None:
             is_proven = self.bound_s == np.inf
@@ -204,10 +204,10 @@ class _Search:
 
     def _eliminate(self, whole: Relaxation) -> None:
         """Ends a search without memory rows, if its tables are small."""
-        minimum = eliminate(whole.messages.rest(), MAX_TABLE_ENTRIES)
+        minimum = eliminate(whole.trws.rest(), MAX_TABLE_ENTRIES)
         if minimum is not None:
             whole.best_bound_s = minimum[0]
-            self._offer(whole.messages.original(minimum[1]))
+            self._offer(whole.trws.original(minimum[1]))
             self._raise_bound(minimum[0])
 
     def _price(self, whole: Relaxation) -> None:
@@ -223,7 +223,7 @@ class _Search:
         """Where pricing found nothing that fits: the smallest peak fits, or proves that nothing does."""
         has_new_rows = self.cost_s == np.inf
         while has_new_rows and self._left_s() > 0:
-            answer = smallest_peak(whole.messages, self.planes.rows, self.limit_bytes, self._left_s())
+            answer = smallest_peak(whole.trws, self.planes.rows, self.limit_bytes, self._left_s())
             if answer.bound > self.limit_bytes * (1 + ROUNDING):
                 whole.best_bound_s = np.inf
                 self._raise_bound(np.inf)
@@ -242,11 +242,11 @@ class _Search:
 
     def _children(self, part: Relaxation) -> list[Relaxation]:
         """A part's pieces, tightened; none where the part could be solved outright."""
-        if part.messages.num_kept - len(part.messages.kept) <= MAX_PROGRAM_LABELS:
+        if part.trws.num_kept - len(part.trws.kept) <= MAX_PROGRAM_LABELS:
             self._settle(part)
         if self._is_closed(part):
             return []
-        node, mask = part.disputed()
+        node, mask = part.branching_node()
         children = [part.branch(node, mask), part.branch(node, ~mask)]
         for child in children:
             self._tighten(child)
@@ -282,13 +282,13 @@ class _Search:
         has_new_rows = True
         while has_new_rows and self._is_open(part):
             self.num_programs += 1
-            rows = [restricted_row(row, part.messages.kept) for row in self.planes.rows]
+            rows = [restricted_row(row, part.trws.kept) for row in self.planes.rows]
             gap, left_s = self.relative_gap / 2, self._left_s()
             answer = solve_milp(
-                part.messages.rest(), rows, self.limit_bytes, time_limit_s=left_s, relative_gap=gap
+                part.trws.rest(), rows, self.limit_bytes, time_limit_s=left_s, relative_gap=gap
             )
             part.best_bound_s = max(part.best_bound_s, answer.bound)
-            has_new_rows = answer.labels is not None and self._offer(part.messages.original(answer.labels))
+            has_new_rows = answer.labels is not None and self._offer(part.trws.original(answer.labels))
 
     def _repair(self, part: Relaxation, labels: Labels) -> None:
         """Offers what descends from an assignment, paying ever more for the bytes that it overflows."""
@@ -301,10 +301,10 @@ class _Search:
                 return
 
     def _descended(self, part: Relaxation, labels: Labels, price_s: float) -> Labels:
-        messages = part.messages
-        rows = [restricted_row(row, messages.kept) for row in self.planes.rows]
-        start = messages.renumbered(labels)
-        return messages.original(descend(messages.rest(), rows, self.limit_bytes, price_s, start))
+        trws = part.trws
+        rows = [restricted_row(row, trws.kept) for row in self.planes.rows]
+        start = trws.renumbered(labels)
+        return trws.original(descend(trws.rest(), rows, self.limit_bytes, price_s, start))
 
     def _offer(self, labels: Labels) -> bool:
         """Makes an assignment the incumbent if it is better and fits; whether it brought rows to light."""
@@ -320,11 +320,11 @@ class _Search:
 
     def _drop(self, part: Relaxation) -> None:
         """Drops the labels that only assignments no better than the incumbent use."""
-        if self.cost_s == np.inf or not part.messages.is_feasible:
+        if self.cost_s == np.inf or not part.trws.is_feasible:
             return
         worth_s = self._worth_s()
         self.floor_s = min(self.floor_s, worth_s)
-        part.messages.keep([bound < worth_s + ROUNDING * abs(worth_s) for bound in part.label_bounds()])
+        part.trws.keep([bound < worth_s + ROUNDING * abs(worth_s) for bound in part.label_bounds()])
 
     def _worth_s(self) -> float:
         """What an assignment must cost less than to be worth looking for."""
@@ -336,7 +336,7 @@ class _Search:
 
     def _is_closed(self, part: Relaxation) -> bool:
         """Whether a part holds nothing better than the incumbent."""
-        if not part.messages.is_feasible or part.best_bound_s == np.inf:
+        if not part.trws.is_feasible or part.best_bound_s == np.inf:
             return True
         is_hopeless = self.cost_s < np.inf and part.best_bound_s >= self._worth_s()
         self.floor_s = min(self.floor_s, part.best_bound_s) if is_hopeless else self.floor_s
@@ -350,6 +350,6 @@ class _Search:
         return self.time_limit_s - (monotonic() - self.start_s)
 
     def _stats(self, whole: Relaxation) -> Stats:
-        rows, kept = len(self.planes.rows), whole.messages.num_kept
+        rows, kept = len(self.planes.rows), whole.trws.num_kept
         search_s = monotonic() - self.start_s
         return Stats(search_s, self.num_pricings, self.num_branches, self.num_programs, rows, kept)

@@ -9,8 +9,8 @@ assignment x ever seen is a plane above it:
 
 `Relaxation.next_prices` maximises the lowest of these planes (Kelley's cutting planes, a tiny linear program)
 and goes half-way from the best prices so far towards that (the in-out stabilisation of Ben-Ameur and Neto,
-2007). The linear program's dual is a mixture of assignments that fits on average: where its members disagree
-about much memory is where to branch. Prices move node costs only, so the messages of one pricing are a warm
+2007). The linear program's dual is a *fractional solution*, weights of assignments that fits on average: where its
+members disagree about much memory is where to branch. Prices move node costs only, so the messages of one pricing are a warm
 start for the next.
 """
 
@@ -19,22 +19,22 @@ from dataclasses import dataclass, field
 import numpy as np
 from ortools.math_opt.python import mathopt
 
-from search.solver.pbqp import Labels, Problem, Row
-from search.solver.trws import Messages
+from search.solver.pbqp import Labels, MemoryConstraint, Problem
+from search.solver.trws import Trws
 
 INTERIOR = 0.5
 """How far from the planes' best prices towards the best so far the next prices lie."""
 MAX_RISE = 4.0
 """A move raises a price to at most so many times the best, plus what makes the limit as dear as a step."""
 MIN_WEIGHT = 1e-6
-"""Of an assignment in a mixture; less is the linear solver's rounding."""
+"""Of an assignment in a fractional solution; less is the linear solver's rounding."""
 
 TIE = 1e-3
-"""Weight of a node's whole range of bytes beside the mixture's: decides where the mixture agrees."""
+"""Weight of a node's whole range of bytes beside the fractional solution's: decides where its members agree."""
 
 
 @dataclass(slots=True, eq=False)
-class Planes:
+class CuttingPlanes:
     """Assignments seen, with their costs and overflows; shared by all branches.
 
     Attributes:
@@ -43,7 +43,7 @@ class Planes:
 
     problem: Problem
     limit_bytes: float
-    rows: list[Row] = field(default_factory=list)
+    rows: list[MemoryConstraint] = field(default_factory=list)
     seen: dict[Labels, tuple[float, list[float]]] = field(default_factory=dict)
 
     @property
@@ -51,7 +51,7 @@ class Planes:
         """What the linear program counts bytes in."""
         return max(abs(self.limit_bytes), 1.0)
 
-    def add_row(self, row: Row) -> None:
+    def add_row(self, row: MemoryConstraint) -> None:
         self.rows.append(row)
         for labels, (_, overflow) in self.seen.items():
             overflow.append(row.total_bytes(labels) - self.limit_bytes)
@@ -84,36 +84,34 @@ class Relaxation:
     """The priced problem on the labels still in play; mutable.
 
     Attributes:
-      messages: the reparametrised costs, prices included.
+      trws: the reparametrised costs, prices included.
       planes: shared with other branches.
       prices_s: the present prices, seconds a byte, one a row.
       best_bound_s: the highest bound so far, and the prices that gave it.
-      mixture: (weight, assignment) of the last `next_prices`.
+      fractional: (weight, assignment) of the last `next_prices`.
     """
 
-    planes: Planes
-    messages: Messages
+    planes: CuttingPlanes
+    trws: Trws
     prices_s: np.ndarray = field(default_factory=lambda: np.zeros(0))
     best_prices_s: np.ndarray = field(default_factory=lambda: np.zeros(0))
     best_bound_s: float = -np.inf
-    mixture: tuple[tuple[float, Labels], ...] = ()
+    fractional: tuple[tuple[float, Labels], ...] = ()
 
     def branch(self, node: int, mask: np.ndarray) -> "Relaxation":
         """A copy in which a node has only the kept labels that the mask allows."""
-        messages = self.messages.copy()
-        messages.keep(
-            [mask if index == node else np.ones(len(k), bool) for index, k in enumerate(messages.kept)]
-        )
+        trws = self.trws.copy()
+        trws.keep([mask if index == node else np.ones(len(k), bool) for index, k in enumerate(trws.kept)])
         return Relaxation(
-            self.planes, messages, self.prices_s, self.best_prices_s, self.best_bound_s, self.mixture
+            self.planes, trws, self.prices_s, self.best_prices_s, self.best_bound_s, self.fractional
         )
 
-    def disputed(self) -> tuple[int, np.ndarray]:
-        """The node about whose bytes the mixture disagrees most, and the mask of its lighter half."""
-        kept = self.messages.kept
+    def branching_node(self) -> tuple[int, np.ndarray]:
+        """The node about whose bytes the fractional solution disagrees most, and the mask of its lighter half."""
+        kept = self.trws.kept
         priced = self._priced_bytes()
-        weights = np.array([weight for weight, _ in self.mixture])
-        members = [self.messages.renumbered(labels) for _, labels in self.mixture]
+        weights = np.array([weight for weight, _ in self.fractional])
+        members = [self.trws.renumbered(labels) for _, labels in self.fractional]
         spread = np.zeros(len(kept))
         for node, cost in enumerate(priced):
             if np.ptp(cost):
@@ -130,7 +128,7 @@ class Relaxation:
 
     def _priced_bytes(self) -> list[np.ndarray]:
         """Per node and kept label, the price of its bytes."""
-        kept = self.messages.kept
+        kept = self.trws.kept
         priced = [np.zeros(len(labels)) for labels in kept]
         for price, row in zip(self.best_prices_s, self.planes.rows, strict=False):
             for node, per_label in row.bytes if price else ():
@@ -140,7 +138,7 @@ class Relaxation:
     def run(self, num_sweeps: int) -> tuple[float, Labels]:
         """Sweeps at the present prices: a bound on what fits, and the best priced assignment met."""
         self._meet_new_rows()
-        swept = [self.messages.sweep() for _ in range(num_sweeps)]
+        swept = [self.trws.sweep() for _ in range(num_sweeps)]
         bound = max(bound for bound, _ in swept) - self._allowance_s()
         if bound > self.best_bound_s:
             self.best_bound_s, self.best_prices_s = bound, self.prices_s
@@ -151,18 +149,18 @@ class Relaxation:
         for change, row in zip(prices_s - self.prices_s, self.planes.rows, strict=True):
             if change:
                 for node, per_label in row.bytes:
-                    self.messages.add(node, change * per_label)
+                    self.trws.add(node, change * per_label)
         self.prices_s = prices_s
 
     def label_bounds(self) -> list[np.ndarray]:
-        """As `Messages.label_bounds`, of assignments that fit."""
+        """As `Trws.label_bounds`, of assignments that fit."""
         allowance = self._allowance_s()
-        return [bound - allowance for bound in self.messages.label_bounds()]
+        return [bound - allowance for bound in self.trws.label_bounds()]
 
     def next_prices(self) -> np.ndarray:
-        """The prices to try next; sets the mixture."""
+        """The prices to try next; sets the fractional solution."""
         self._meet_new_rows()
-        scale, seen = self.planes.unit_bytes, self.planes.within(self.messages.kept)
+        scale, seen = self.planes.unit_bytes, self.planes.within(self.trws.kept)
         if not seen:
             return self.best_prices_s
         whole_s = max(abs(self.planes.of(labels)[0]) for labels in seen)
@@ -177,7 +175,7 @@ class Relaxation:
         if result.termination.reason != mathopt.TerminationReason.OPTIMAL:
             return self.best_prices_s
         weights = np.abs(result.dual_values(planes))
-        self.mixture = tuple(
+        self.fractional = tuple(
             (float(w), labels) for w, labels in zip(weights, seen, strict=True) if w > MIN_WEIGHT
         )
         outer = np.array(result.variable_values(prices)) / scale

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from search.solver.pbqp import Edge, Labels, Problem, Row
+from search.solver.pbqp import Edge, Labels, MemoryConstraint, Problem
 
 ROUNDING = 1e-12
 """Relative; a smaller gain is none."""
@@ -18,7 +18,7 @@ MAX_PASSES = 20
 
 
 def descend(
-    problem: Problem, rows: Sequence[Row], limit_bytes: float, price_s: float, start: Labels
+    problem: Problem, rows: Sequence[MemoryConstraint], limit_bytes: float, price_s: float, start: Labels
 ) -> Labels:
     """A pairwise local optimum of cost + price_s * overflowing bytes, no worse than `start`.
 
@@ -36,7 +36,12 @@ class _Descent:
     """The assignment under change, and what a change of each node's label does to cost and rows."""
 
     def __init__(
-        self, problem: Problem, rows: Sequence[Row], limit_bytes: float, price_s: float, start: Labels
+        self,
+        problem: Problem,
+        rows: Sequence[MemoryConstraint],
+        limit_bytes: float,
+        price_s: float,
+        start: Labels,
     ):
         self.problem, self.price_s, self.labels = problem, price_s, list(start)
         self.over = [row.total_bytes(start) - limit_bytes for row in rows]

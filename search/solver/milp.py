@@ -23,7 +23,7 @@ import numpy as np
 from ortools.math_opt import model_pb2
 from ortools.math_opt.python import mathopt
 
-from search.solver.pbqp import Edge, Labels, Problem, Row
+from search.solver.pbqp import Edge, Labels, MemoryConstraint, Problem
 
 BACKEND = mathopt.SolverType.HIGHS
 """The fastest to prove optimality on our instances (benchmarks/solvers.py)."""
@@ -41,7 +41,7 @@ class Answer:
 
 def solve_milp(
     problem: Problem,
-    rows: Sequence[Row],
+    rows: Sequence[MemoryConstraint],
     limit_bytes: float,
     *,
     time_limit_s: float,
@@ -60,7 +60,12 @@ def solve_milp(
 
 
 def solve_peak(
-    problem: Problem, rows: Sequence[Row], limit_bytes: float, *, time_limit_s: float, relative_gap: float
+    problem: Problem,
+    rows: Sequence[MemoryConstraint],
+    limit_bytes: float,
+    *,
+    time_limit_s: float,
+    relative_gap: float,
 ) -> Answer:
     """The allowed assignment whose largest row is smallest; the bound is on that, in bytes.
 
@@ -112,7 +117,7 @@ class _Program:
         for edge in problem.edges:
             self._add_edge(edge)
 
-    def add_row(self, row: Row, limit_bytes: float, unit_bytes: float) -> None:
+    def add_row(self, row: MemoryConstraint, limit_bytes: float, unit_bytes: float) -> None:
         terms = [
             (self.choices[node], per_label[self.labels[node]] / unit_bytes) for node, per_label in row.bytes
         ]

@@ -14,9 +14,9 @@ import numpy as np
 
 from search.solver.local_search import descend
 from search.solver.milp import Answer, free_of_cost, solve_peak
-from search.solver.pbqp import Labels, Problem, Row, merged, restricted_row
-from search.solver.separation import ROWS_PER_ROUND, NoFitError, Violated, oracle
-from search.solver.trws import Messages
+from search.solver.pbqp import Labels, MemoryConstraint, Problem, merged, restricted_row
+from search.solver.separation import ROWS_PER_ROUND, NoFitError, Violated, separation_oracle
+from search.solver.trws import Trws
 
 RELATIVE_GAP = 1e-3
 """Of the smallest peak, which is for messages."""
@@ -27,7 +27,7 @@ MAX_DESCENTS = 10
 
 
 @dataclass(frozen=True, slots=True)
-class Peak:
+class SmallestPeak:
     """An assignment whose largest row is small, that row's value, and a lower bound on every assignment's."""
 
     labels: Labels
@@ -39,10 +39,10 @@ def minimise_peak(
     problem: Problem,
     *,
     limit_bytes: float,
-    rows: Sequence[Row] = (),
+    rows: Sequence[MemoryConstraint] = (),
     violated: Violated | None = None,
     time_limit_s: float = 5.0,
-) -> Peak:
+) -> SmallestPeak:
     """The assignment with the smallest largest row where that exceeds `limit_bytes`, else one that fits.
 
     Args:
@@ -55,15 +55,15 @@ def minimise_peak(
     Raises:
       NoFitError: the problem forbids every assignment, or none was found in time.
     """
-    start_s, overflowed = monotonic(), oracle(rows, violated, limit_bytes)
+    start_s, overflowed = monotonic(), separation_oracle(rows, violated, limit_bytes)
     free = free_of_cost(merged(problem))
-    messages = Messages(free)
-    messages.make_consistent()
-    known: dict[str, Row] = {}
-    best, bound_bytes = Peak((), np.inf, -np.inf), -np.inf
+    trws = Trws(free)
+    trws.make_consistent()
+    known: dict[str, MemoryConstraint] = {}
+    best, bound_bytes = SmallestPeak((), np.inf, -np.inf), -np.inf
     while best.peak_bytes > max(bound_bytes, limit_bytes) * (1 + RELATIVE_GAP):
         left_s = start_s + time_limit_s - monotonic()
-        answer = smallest_peak(messages, tuple(known.values()), limit_bytes, left_s)
+        answer = smallest_peak(trws, tuple(known.values()), limit_bytes, left_s)
         bound_bytes = max(bound_bytes, answer.bound)
         if answer.labels is None:
             break
@@ -71,7 +71,7 @@ def minimise_peak(
         for _ in range(1 + MAX_DESCENTS):
             over = overflowed(labels)
             peak_bytes = over[0].total_bytes(labels) if over else limit_bytes
-            best = min(best, Peak(labels, peak_bytes, -np.inf), key=lambda peak: peak.peak_bytes)
+            best = min(best, SmallestPeak(labels, peak_bytes, -np.inf), key=lambda peak: peak.peak_bytes)
             known |= {row.name: row for row in over[:ROWS_PER_ROUND]}
             before, labels = labels, descend(free, tuple(known.values()), limit_bytes, 1.0, labels)
             if labels == before:
@@ -80,14 +80,16 @@ def minimise_peak(
             break
     if best.peak_bytes == np.inf:
         raise NoFitError("no assignment of strategies is allowed", is_proven=bound_bytes == np.inf)
-    return Peak(best.labels, best.peak_bytes, min(bound_bytes, best.peak_bytes))
+    return SmallestPeak(best.labels, best.peak_bytes, min(bound_bytes, best.peak_bytes))
 
 
-def smallest_peak(messages: Messages, rows: Sequence[Row], unit_bytes: float, time_limit_s: float) -> Answer:
+def smallest_peak(
+    trws: Trws, rows: Sequence[MemoryConstraint], unit_bytes: float, time_limit_s: float
+) -> Answer:
     """The kept assignment whose largest of the given rows is smallest; the bound is in bytes."""
-    if not messages.is_feasible:
+    if not trws.is_feasible:
         return Answer(None, np.inf)
-    rest_rows = [restricted_row(row, messages.kept) for row in rows]
+    rest_rows = [restricted_row(row, trws.kept) for row in rows]
     gap = RELATIVE_GAP / 2
-    answer = solve_peak(messages.rest(), rest_rows, unit_bytes, time_limit_s=time_limit_s, relative_gap=gap)
-    return Answer(None if answer.labels is None else messages.original(answer.labels), answer.bound)
+    answer = solve_peak(trws.rest(), rest_rows, unit_bytes, time_limit_s=time_limit_s, relative_gap=gap)
+    return Answer(None if answer.labels is None else trws.original(answer.labels), answer.bound)

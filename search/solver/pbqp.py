@@ -39,7 +39,7 @@ class Edge:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Row:
+class MemoryConstraint:
     """The memory in use at one point of the program: fixed_bytes + the chosen labels' bytes.
 
     Every row is held against one limit. A row with a limit of its own (the host's memory, say) is one whose
@@ -104,8 +104,8 @@ def merged(problem: Problem) -> Problem:
     return Problem(tuple(np.asarray(cost, float) for cost in problem.node_cost_s), edges)
 
 
-def restricted_row(row: Row, kept: Sequence[np.ndarray]) -> Row:
+def restricted_row(row: MemoryConstraint, kept: Sequence[np.ndarray]) -> MemoryConstraint:
     """A row on some of each node's labels, renumbered from 0."""
-    return Row(
+    return MemoryConstraint(
         row.name, tuple((node, per_label[kept[node]]) for node, per_label in row.bytes), row.fixed_bytes
     )

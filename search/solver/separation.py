@@ -9,12 +9,12 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from search.solver.pbqp import Labels, Row
+from search.solver.pbqp import Labels, MemoryConstraint
 
 ROWS_PER_ROUND = 3
 """Of the rows that an assignment overflows, this many of the worst are added."""
 
-Violated = Callable[[Labels], Sequence[Row]]
+Violated = Callable[[Labels], Sequence[MemoryConstraint]]
 """A full assignment -> the rows that it overflows, empty where it fits."""
 
 
@@ -32,10 +32,12 @@ class NoFitError(Exception):
         self.bound_s = bound_s
 
 
-def oracle(rows: Sequence[Row], violated: Violated | None, limit_bytes: float) -> Violated:
+def separation_oracle(
+    rows: Sequence[MemoryConstraint], violated: Violated | None, limit_bytes: float
+) -> Violated:
     """One callback for rows known beforehand and rows made on demand; the worst come first."""
 
-    def overflowed(labels: Labels) -> list[Row]:
+    def overflowed(labels: Labels) -> list[MemoryConstraint]:
         known = [row for row in rows if row.total_bytes(labels) > limit_bytes]
         over = known + list(violated(labels) if violated else ())
         return sorted(over, key=lambda row: (-row.total_bytes(labels), row.name))

@@ -29,7 +29,7 @@ class _Side:
     is_u: bool
 
 
-class Messages:
+class Trws:
     """A merged problem under reparametrisation; mutable, in place.
 
     Attributes:
@@ -51,9 +51,9 @@ class Messages:
         self.kept = [np.arange(len(cost)) for cost in self._node]
         self.keep([np.isfinite(cost) for cost in self._node])
 
-    def copy(self) -> "Messages":
+    def copy(self) -> "Trws":
         """An independent copy; arrays are shared, because they are replaced and never written to."""
-        new = object.__new__(Messages)
+        new = object.__new__(Trws)
         new._given = list(self._given)
         new._node, new._edge = list(self._node), list(self._edge)
         new._at_u, new._at_v = list(self._at_u), list(self._at_v)

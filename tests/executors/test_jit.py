@@ -87,7 +87,7 @@ def test_state_is_gathered_as_often_as_the_plan_says(rest, num_gathers):
     pins = {f"state['{kind}'][{i}]": rest for kind in ("params", "momentum") for i in range(3)}
     found = find(traced, plans.cluster((8,)), Options(plans.PLENTY_BYTES, (8,), pins | {"x": P("data")}))
     planned = sum(c.count for c in found.plan.estimates.collectives if c.kind == "all-gather")
-    compiled = gathers_of(compiled_text(build(traced, found.layout, jax.devices())), (WIDTH, WIDTH))
+    compiled = gathers_of(compiled_text(build(traced, found.sharding, jax.devices())), (WIDTH, WIDTH))
     assert compiled == planned == num_gathers
 
 
@@ -97,8 +97,8 @@ def test_fsdp_gathers_a_weight_again_in_the_backward_phase():
     pins["x"] = P("data")
     gathers = {}
     for is_fresh in (True, False):
-        layout = plans.with_copies(traced, pins, is_fresh)
-        gathers[is_fresh] = gathers_of(compiled_text(build(traced, layout, jax.devices())), (WIDTH, WIDTH))
+        sharding = plans.with_copies(traced, pins, is_fresh)
+        gathers[is_fresh] = gathers_of(compiled_text(build(traced, sharding, jax.devices())), (WIDTH, WIDTH))
     # The backward phase does not read the first weight: the batch has no gradient.
     assert gathers == {True: 5, False: 3}
 
@@ -111,11 +111,11 @@ def test_tensor_parallel_weights_stay_where_they_are():
     }
     pins["x"] = P()
     found = find(traced, plans.cluster((8,)), Options(plans.PLENTY_BYTES, (8,), pins))
-    text = compiled_text(build(traced, found.layout, jax.devices()))
+    text = compiled_text(build(traced, found.sharding, jax.devices()))
     assert gathers_of(text, (WIDTH, WIDTH)) == 0
 
 
-def test_layouts_are_imposed_on_what_is_lowered():
+def test_shardings_are_imposed_on_what_is_lowered():
     traced = trace(step, STATE, X)
     program = build(traced, plans.smallest(traced, (2, 4)), jax.devices())
     text = program.fn.lower(*program.args).as_text()

@@ -14,14 +14,14 @@ from jax.sharding import PartitionSpec as P
 from cost_model.cluster import Cluster
 from cost_model.hardware import parse_cluster
 from cost_model.xla.process import Compiler, compile_apart
-from cost_model.xla.stats import Numbers
+from cost_model.xla.stats import CompiledStats
 from executors.jit import build
 from search import driver
-from search.driver import Found
+from search.driver import SearchResult
 from search.ir import _jax
 from search.ir.graph import Step
 from search.ir.trace import trace
-from search.mesh_problem import Ground, Options
+from search.mesh_problem import Options, StepProblem
 from search.plan.plan import Plan
 from search.solver.branch_and_bound import NoFitError
 from tests.zoo import (
@@ -180,7 +180,7 @@ JOBS = {
 """What `benchmarks.truth` tabulates; the tests compile those that `test_collectives.WHAT_IT_SHOWS` names."""
 
 
-def planned(job: Job) -> tuple[Step, Cluster, Found]:
+def planned(job: Job) -> tuple[Step, Cluster, SearchResult]:
     """The step, for which cluster, and the plan."""
     case, cluster = job.make(), parse_cluster(f"{prod(job.mesh)}xH100-80GB")
     step = trace(case.step, *case.abstract_args())
@@ -190,17 +190,17 @@ def planned(job: Job) -> tuple[Step, Cluster, Found]:
     return step, cluster, driver.find(step, cluster, Options(cap_bytes, job.mesh, job.pins, SEARCH_S))
 
 
-def compiled(job: Job) -> tuple[Plan, Numbers]:
+def compiled(job: Job) -> tuple[Plan, CompiledStats]:
     """The plan, and its program as compiled for a device with all its memory."""
     step, cluster, found = planned(job)
-    program = build(step, found.layout, None)
+    program = build(step, found.sharding, None)
     module = _jax.module_bytes(program.fn.trace(*program.args).lower(lowering_platforms=("cuda",)))
     answer = compile_apart(module, cluster, compiler=Compiler(flags=HURRY))
-    return found.plan, Numbers.of(answer, found.plan.decisions.mesh)
+    return found.plan, CompiledStats.of(answer, found.plan.decisions.mesh)
 
 
 def _smallest_peak(step: Step, cluster: Cluster, mesh: tuple[int, ...]) -> float:
-    grounded = Ground.of(step, ["None"] * len(step.arguments), cluster.device).on(cluster, mesh)
+    grounded = StepProblem.of(step, ["None"] * len(step.arguments), cluster.device).on(cluster, mesh)
     kept, smallest_bytes = grounded.pinned({}), float(cluster.device_memory_limit())
     with suppress(NoFitError):
         while True:

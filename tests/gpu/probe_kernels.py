@@ -13,17 +13,17 @@ from jax.sharding import PartitionSpec as P
 
 from cost_model.calibration.machine import AXES, attached_mesh
 from cost_model.calibration.measure import looped, program_of
-from cost_model.calibration.probes import MIB, Collective, Launch, Probe, Product, Stream
+from cost_model.calibration.probes import MIB, CollectiveProbe, LaunchProbe, Probe, ProductProbe, StreamProbe
 from cost_model.hardware import parse_cluster
 from cost_model.xla import compiler
 
 PROBES = {
-    "launch": Launch(),
-    "scale": Stream("scale", MIB),
-    "sum": Stream("sum", MIB),
-    "product": Product("bfloat16", 1024, 64, 1024, batch=8),
-    "all-reduce": Collective("all-reduce", (1,), 4 * MIB),
-    "all-gather": Collective("all-gather", (1,), 4 * MIB),
+    "launch": LaunchProbe(),
+    "scale": StreamProbe("scale", MIB),
+    "sum": StreamProbe("sum", MIB),
+    "product": ProductProbe("bfloat16", 1024, 64, 1024, batch=8),
+    "all-reduce": CollectiveProbe("all-reduce", (1,), 4 * MIB),
+    "all-gather": CollectiveProbe("all-gather", (1,), 4 * MIB),
 }
 
 KERNEL = re.compile(

@@ -19,8 +19,8 @@ import pytest
 from cost_model.hardware import parse_cluster
 from search.device.lowering import Lowered, lower
 from search.ir.trace import trace
-from search.mesh_problem import Ground, Grounded
-from search.problem.strategies import Way
+from search.mesh_problem import MeshProblem, StepProblem
+from search.problem.strategies import CopySource
 from search.problem.strategy_graph import Group, group_of
 from tests.zoo import make_megatron
 
@@ -99,7 +99,7 @@ def expected(t: int = 1, is_sequence_split: bool = False) -> list[float]:
     return total
 
 
-def grounded(sizes: Sizes, gpu: str, t: int) -> Grounded:
+def grounded(sizes: Sizes, gpu: str, t: int) -> MeshProblem:
     case = make_megatron(
         num_layers=LAYERS,
         hidden=sizes.h,
@@ -112,25 +112,27 @@ def grounded(sizes: Sizes, gpu: str, t: int) -> Grounded:
     )
     step = trace(case.step, *case.abstract_args())
     cluster = parse_cluster(f"{t}x{gpu}")
-    return Ground.of(step, ["None"] * len(step.arguments), cluster.device).on(cluster, (t,))
+    return StepProblem.of(step, ["None"] * len(step.arguments), cluster.device).on(cluster, (t,))
 
 
-def lowered_for(found: Grounded, labels: tuple[int, ...]) -> Lowered:
-    return lower(found.memory.priced, found.liveness, labels)
+def lowered_for(found: MeshProblem, labels: tuple[int, ...]) -> Lowered:
+    return lower(found.memory.costed, found.live_ranges, labels)
 
 
-def loose(found: Grounded) -> tuple[int, ...]:
+def loose(found: MeshProblem) -> tuple[int, ...]:
     return found.solve(found.pinned({}), PLENTY_BYTES, SEARCH_S).labels
 
 
-def tight(found: Grounded) -> tuple[int, ...]:
+def tight(found: MeshProblem) -> tuple[int, ...]:
     """Labels that take little memory; as in Megatron, the backward phase gathers on its own whatever it reads whole."""
     choices, retained = (
-        found.memory.priced.choices,
-        {c.node for c in found.liveness.sketch.copies if c.kept_from},
+        found.memory.costed.strategies,
+        {c.node for c in found.live_ranges.graph.copies if c.kept_from},
     )
     allowed = tuple(
-        np.array([n for n in labels if node not in retained or choices[node].ways[n] is Way.FRESH])
+        np.array(
+            [n for n in labels if node not in retained or choices[node].copy_sources[n] is CopySource.FRESH]
+        )
         for node, labels in enumerate(found.pinned({}))
     )
     least = found.memory.peak(found.smallest_peak(allowed, 1, SEARCH_S)).num_bytes
@@ -138,15 +140,15 @@ def tight(found: Grounded) -> tuple[int, ...]:
     return found.solve(allowed, int(least + 0.2 * (most - least)), SEARCH_S).labels
 
 
-def kept_bytes(found: Grounded, lowered: Lowered) -> float:
+def kept_bytes(found: MeshProblem, lowered: Lowered) -> float:
     """What a layer holds between the phases: born from its first product to the next layer's, and read later.
 
     Between the layers' products stand no casts of weights: the model makes these before its first layer.
     """
-    group = [group_of(op) for op in found.liveness.program.ops]
+    group = [group_of(op) for op in found.live_ranges.program.ops]
     products = [
         i
-        for i, op in enumerate(found.liveness.program.ops)
+        for i, op in enumerate(found.live_ranges.program.ops)
         if op.name == "dot_general" and group[i] is Group.FORWARD
     ]
     layer = range(products[0], products[PRODUCTS])

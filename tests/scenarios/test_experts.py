@@ -140,8 +140,8 @@ def test_a_falling_cap_turns_data_parallelism_into_fsdp():
     assert gathered[-1] > 1.7  # gathered again in the backward phase
     assert [moved(plan, "reduce-scatter") / once for plan in plans] == pytest.approx([1] * 4, rel=0.05)
     assert plans[-1].estimates.step_s > loose.estimates.step_s
-    ways = plans[-1].decisions.copies.items()
-    assert [name for name, way in ways if way.startswith("fresh P()") and "backward" in name]
+    copy_sources = plans[-1].decisions.copies.items()
+    assert [name for name, way in copy_sources if way.startswith("fresh P()") and "backward" in name]
 
 
 def test_tensor_parallelism_gives_way_where_the_closed_form_says():

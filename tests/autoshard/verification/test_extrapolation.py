@@ -8,15 +8,15 @@ import pytest
 
 from autoshard.verification import extrapolation
 from autoshard.verification.extrapolation import extrapolated
-from autoshard.verification.judge import Judge
+from autoshard.verification.judge import CompilerVerifier
 from autoshard.verification.shorten import Shortened
 from cost_model.hardware import parse_cluster
 from cost_model.xla.process import Compiler
-from cost_model.xla.stats import Numbers
+from cost_model.xla.stats import CompiledStats
 from search import driver
-from search.driver import Found
+from search.driver import SearchResult
 from search.ir.graph import Step
-from search.ir.sharding import Layout
+from search.ir.sharding import StepSharding
 from search.ir.trace import trace
 from search.mesh_problem import Options
 from tests.zoo import make_megatron
@@ -28,7 +28,7 @@ GATHERED = ("all-gather", ("data",))
 
 
 @dataclass(frozen=True)
-class StandIn(Judge):
+class StandIn(CompilerVerifier):
     """Compiles nothing: as many gathers as products, and temporaries that use all of the cap."""
 
     caps: list[int] = field(default_factory=list)
@@ -36,20 +36,20 @@ class StandIn(Judge):
     def __post_init__(self) -> None:
         """There is no compiler to look for."""
 
-    def numbers(self, step: Step, layout: Layout, cap_bytes: int, clock: Any) -> Numbers:
+    def stats(self, step: Step, sharding: StepSharding, cap_bytes: int, clock: Any) -> CompiledStats:
         clock.begin("compile")
         self.caps.append(cap_bytes)
         num_products = sum(op.name == "dot_general" for op in step.graph.ops)
-        rests = [layout.specs.get(("input", (), a)) for a in range(len(step.arguments))]
+        rests = [sharding.specs.get(("input", (), a)) for a in range(len(step.arguments))]
         shards = [prod(8 for d in route[-1] if d) if route else 1 for route in rests]
         values = step.abstract_inputs()
         arguments = sum(v.size * v.dtype.itemsize // n for v, n in zip(values, shards, strict=True))
         traffic = {GATHERED: (num_products, 1000 * num_products)}
-        return Numbers(arguments, 4, cap_bytes - arguments, 0, traffic, {})
+        return CompiledStats(arguments, 4, cap_bytes - arguments, 0, traffic, {})
 
 
 @pytest.fixture(scope="module")
-def deep() -> tuple[Step, Found]:
+def deep() -> tuple[Step, SearchResult]:
     case = make_megatron(num_layers=LAYERS, hidden=256, heads=8, vocab=128, seq=64, batch=64)
     step = trace(case.step, *case.abstract_args())
     return step, driver.find(step, CLUSTER, Options(CAP_BYTES, (8,), None, 2.0))
@@ -103,8 +103,8 @@ def test_a_step_that_compiles_fast_anyway_stays_whole(deep, ask, monkeypatch, nu
 # --- numbers
 
 
-def numbers(temporary_bytes: int, collectives: dict[Any, Any]) -> Numbers:
-    return Numbers(100, 1, temporary_bytes, 0, collectives, {"to host": (1, temporary_bytes)})
+def stats(temporary_bytes: int, collectives: dict[Any, Any]) -> CompiledStats:
+    return CompiledStats(100, 1, temporary_bytes, 0, collectives, {"to host": (1, temporary_bytes)})
 
 
 def cut(*missing: int) -> Shortened:
@@ -114,9 +114,9 @@ def cut(*missing: int) -> Shortened:
 
 def test_missing_blocks_add_what_one_block_adds():
     once, others = ("all-to-all", ("data",)), ("reduce-scatter", ("data",))
-    short = numbers(50, {GATHERED: (5, 500), once: (1, 7), others: (3, 30)})
-    less = [numbers(40, {GATHERED: (4, 400), once: (1, 7), others: (3, 30)})]
-    less += [numbers(47, {GATHERED: (5, 500), once: (1, 7)})]
+    short = stats(50, {GATHERED: (5, 500), once: (1, 7), others: (3, 30)})
+    less = [stats(40, {GATHERED: (4, 400), once: (1, 7), others: (3, 30)})]
+    less += [stats(47, {GATHERED: (5, 500), once: (1, 7)})]
     found = extrapolated(cut(4, 2), short, less)
     assert (found.argument_bytes, found.fresh_output_bytes) == (100, 1)
     assert found.temporary_bytes == 50 + 4 * 10 + 2 * 3
@@ -125,5 +125,5 @@ def test_missing_blocks_add_what_one_block_adds():
 
 
 def test_nothing_is_less_than_none():
-    found = extrapolated(cut(9), numbers(10, {GATHERED: (1, 10)}), [numbers(20, {GATHERED: (2, 20)})])
+    found = extrapolated(cut(9), stats(10, {GATHERED: (1, 10)}), [stats(20, {GATHERED: (2, 20)})])
     assert (found.temporary_bytes, found.collectives) == (0, {GATHERED: (0, 0)})

@@ -11,7 +11,7 @@ from autoshard.verification import judge
 from autoshard.verification.result import Extent, compared
 from cost_model.errors import InfeasibleError, InputError
 from cost_model.hardware import parse_cluster
-from cost_model.xla.stats import Numbers
+from cost_model.xla.stats import CompiledStats
 from search.plan.plan import Collective, Plan
 
 CLUSTER = parse_cluster("8xH100-80GB")
@@ -38,10 +38,10 @@ def plan():
 
 def verdict(plan, peak_bytes=10 * GIB, gathered_bytes=GIB, more=(), extent=WHOLE, **others):
     fields = {"host_bytes": 0, "host_copies": {}} | others
-    numbers = Numbers(
+    stats = CompiledStats(
         GIB, 0, peak_bytes - GIB, collectives={KEY: (1, gathered_bytes), **dict(more)}, **fields
     )
-    return compared(plan, CLUSTER, numbers, {"trace": 1.0, "compile": 2.0}, extent)
+    return compared(plan, CLUSTER, stats, {"trace": 1.0, "compile": 2.0}, extent)
 
 
 def test_a_program_as_predicted(plan):
@@ -141,7 +141,7 @@ def test_why_a_long_step_was_compiled_whole_is_said(plan):
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """As much of `driver.Found` as the loop looks at."""
 
     plan: Plan
@@ -151,7 +151,7 @@ class Compiler:
     """Stands in for the search and the compiler: plans use all of the limit, and compile to so many times as much."""
 
     def __init__(self, plan, times):
-        self.plan, self.times, self.found = plan, times, Found(plan)
+        self.plan, self.times, self.found = plan, times, SearchResult(plan)
         self.limits, self.lines = [], []
 
     def search(self, limit_bytes, progress):

@@ -15,12 +15,12 @@ from autoshard.verification.shorten import Shortened, Whole, shorten
 from cost_model.xla import hlo
 from executors.jit import build
 from search.ir.graph import Step
-from search.ir.sharding import Layout
+from search.ir.sharding import StepSharding
 from search.ir.trace import trace
 from tests import zoo
 from tests.executors import plans
 
-UNPLANNED = Layout((1,), ("data",), {}, {})
+UNPLANNED = StepSharding((1,), ("data",), {}, {})
 WIDTH = 64
 
 
@@ -178,10 +178,10 @@ def test_a_layer_that_is_planned_otherwise_is_kept():
     step = deep_step(plain, 9)
     name = "state['params']['layer_4']['up']"
     place = ("input", (), [a.name for a in step.arguments].index(name))
-    found = shortened(step, Layout((8,), ("data",), {place: ((0, 1),)}, {}))
+    found = shortened(step, StepSharding((8,), ("data",), {place: ((0, 1),)}, {}))
     assert found.missing == (4,)
-    short, layout = found.short
-    ((_, _, i),) = layout.specs
+    short, sharding = found.short
+    ((_, _, i),) = sharding.specs
     assert short.arguments[i].name == name
 
 
@@ -196,7 +196,7 @@ def test_the_same_arrays_are_donated():
 
 
 @functools.cache
-def planned(batch: int) -> tuple[Step, Layout]:
+def planned(batch: int) -> tuple[Step, StepSharding]:
     step = deep_step(plain, batch=batch)
     return step, plans.fastest(step, (2, 4))
 
@@ -231,8 +231,8 @@ def traced_from_zoo(name: str, **options: Any) -> Step:
     return trace(case.step, *case.abstract_args())
 
 
-def shortened(step: Step, layout: Layout = UNPLANNED) -> Shortened:
-    found = shorten(step, layout)
+def shortened(step: Step, sharding: StepSharding = UNPLANNED) -> Shortened:
+    found = shorten(step, sharding)
     assert isinstance(found, Shortened), found
     return found
 
@@ -260,18 +260,18 @@ def expressions(step: Step) -> dict[Any, int]:
 def numbered(names: Sequence[str]) -> list[tuple[str, int]]:
     """Each name with `*` for its numbers, and which of those names it is."""
     kinds = [re.sub(r"\d+", "*", name) for name in names]
-    numbers = [tuple(map(int, re.findall(r"\d+", name))) for name in names]
+    stats = [tuple(map(int, re.findall(r"\d+", name))) for name in names]
     of_kind: dict[str, list[Any]] = {}
-    for kind, number in sorted(zip(kinds, numbers, strict=True)):
+    for kind, number in sorted(zip(kinds, stats, strict=True)):
         of_kind.setdefault(kind, []).append(number)
-    return [(kind, of_kind[kind].index(number)) for kind, number in zip(kinds, numbers, strict=True)]
+    return [(kind, of_kind[kind].index(number)) for kind, number in zip(kinds, stats, strict=True)]
 
 
-def compiled(step: Step, layout: Layout) -> dict[Any, int]:
+def compiled(step: Step, sharding: StepSharding) -> dict[Any, int]:
     """Bytes of the arguments and of each kind of collective over each axis."""
-    program = build(step, layout, jax.devices())
+    program = build(step, sharding, jax.devices())
     executable = program.fn.lower(*program.args).compile()
-    mesh = dict(zip(layout.axis_names, layout.mesh_shape, strict=True))
+    mesh = dict(zip(sharding.axis_names, sharding.mesh_shape, strict=True))
     totals = hlo.totals(hlo.collectives(executable.as_text(), mesh))
     memory = executable.memory_analysis()
     return {key: num_bytes for key, (_, num_bytes) in totals.items()} | {
@@ -280,8 +280,8 @@ def compiled(step: Step, layout: Layout) -> dict[Any, int]:
     }
 
 
-def run(step: Step, layout: Layout, arguments: Sequence[Any]) -> list[np.ndarray]:
-    program = build(step, layout, jax.devices())
+def run(step: Step, sharding: StepSharding, arguments: Sequence[Any]) -> list[np.ndarray]:
+    program = build(step, sharding, jax.devices())
     flat, tree = jax.tree.flatten(program.args)
     placed = [jax.device_put(jnp.array(x), s.sharding) for x, s in zip(arguments, flat, strict=True)]
     return [np.asarray(x) for x in jax.tree.leaves(program.fn(*jax.tree.unflatten(tree, placed)))]

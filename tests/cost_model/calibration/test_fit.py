@@ -12,13 +12,13 @@ from cost_model.calibration import measure, probes
 from cost_model.calibration.fit import NOT_MEASURED, calibrated, sourced
 from cost_model.calibration.machine import attached_mesh, described
 from cost_model.calibration.probes import (
-    Collective,
-    HostCopy,
-    Launch,
-    Product,
-    Stream,
+    CollectiveProbe,
+    HostCopyProbe,
+    LaunchProbe,
+    ProductProbe,
+    StreamProbe,
     Timing,
-    Vector,
+    VectorProbe,
     ladder,
 )
 from cost_model.cluster import Cluster
@@ -105,7 +105,7 @@ def test_a_preset_that_is_far_off_does_no_harm():
 
 def test_a_dtype_that_the_preset_lacks_gets_a_speed():
     cpu = parse_cluster("1xCPU")
-    timings = [Timing(Product("bfloat16", 2048, 2048, 2048), 3.0)]
+    timings = [Timing(ProductProbe("bfloat16", 2048, 2048, 2048), 3.0)]
     found, (fit,) = calibrated(cpu, timings)
     assert dict(found.device.flops_per_s)["bfloat16"] == pytest.approx(2 * 2048**3 / 3.0, rel=0.01)
     assert fit.keys == ("device.flops.bfloat16",)
@@ -137,15 +137,15 @@ def test_what_was_not_measured_is_what_the_preset_sustains_and_says_so(tmp_path)
 @pytest.mark.parametrize(
     "probe",
     [
-        Launch(),
-        Stream("scale", 2**16),
-        Stream("triad", 2**16),
-        Stream("sum", 2**16),
-        Vector(2**14),
-        Product("float64", 32, 16, 8, batch=2),
-        Product("float8", 32, 16, 8),
-        *[Collective(kind, (0, 1), 2**12) for kind in probes._KINDS],
-        HostCopy(True, 2**16),
+        LaunchProbe(),
+        StreamProbe("scale", 2**16),
+        StreamProbe("triad", 2**16),
+        StreamProbe("sum", 2**16),
+        VectorProbe(2**14),
+        ProductProbe("float64", 32, 16, 8, batch=2),
+        ProductProbe("float8", 32, 16, 8),
+        *[CollectiveProbe(kind, (0, 1), 2**12) for kind in probes._KINDS],
+        HostCopyProbe(True, 2**16),
     ],
     ids=str,
 )
@@ -159,7 +159,7 @@ def test_every_probe_runs(probe):
 def test_a_collective_probe_moves_what_it_says(kind):
     """One of each round, of `num_bytes` per device, the larger of input and output."""
     mesh = attached_mesh(jax.devices()[:4])
-    probe = Collective(kind, (1,), 2**12)
+    probe = CollectiveProbe(kind, (1,), 2**12)
     program = measure.program_of(probe, mesh)
     spec = jax.P(("node", "local"))
     step = jax.shard_map(program.step, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
@@ -181,7 +181,7 @@ def test_a_collective_probe_moves_what_it_says(kind):
 def test_what_would_take_too_long_is_left_out(monkeypatch):
     """A device a hundred times slower than thought shows it on the small sizes."""
     cluster = parse_cluster("1xCPU")
-    sizes = [Product("float32", n, n, n) for n in (128, 1024, 4096)]
+    sizes = [ProductProbe("float32", n, n, n) for n in (128, 1024, 4096)]
     monkeypatch.setattr(measure, "measure", lambda probe, *rest: 100 * probe.model_s(cluster))
     effort = measure.Effort(run_s=1e-3, round_s=2.0, repeats=3)
     timings = measure.measure_all(sizes, cluster, attached_mesh(jax.devices()[:1]), effort)
@@ -196,7 +196,9 @@ def test_what_fails_is_left_out_with_the_larger_ones_of_its_group(monkeypatch):
 
     cluster, mesh = parse_cluster("1xH100-80GB"), attached_mesh(jax.devices()[:1])
     monkeypatch.setattr(measure, "measure", one_fails)
-    small, large, other = (Product(d, n, n, n) for d, n in (("float8", 64), ("float8", 128), ("float32", 64)))
+    small, large, other = (
+        ProductProbe(d, n, n, n) for d, n in (("float8", 64), ("float8", 128), ("float32", 64))
+    )
     lines: list[str] = []
     timings = measure.measure_all((small, large, other), cluster, mesh, measure.FULL, lines.append)
     assert [t.probe for t in timings] == [other]

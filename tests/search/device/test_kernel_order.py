@@ -8,8 +8,8 @@ from cost_model.collectives import MeshModel
 from cost_model.hardware import parse_cluster
 from search.device.combiner import THRESHOLD_BYTES, combined
 from search.device.kernel_order import Ties, latency_hiding, memory_saving, program_order
-from search.device.kernel_times import UNKNOWN_S, Taken, of_collective
-from search.device.lowering import Buffer, Collective, Kernel, Lowered
+from search.device.kernel_times import UNKNOWN_S, KernelTime, of_collective
+from search.device.lowering import Buffer, Communication, Kernel, Lowered
 from search.device.timeline import peak, seconds
 from search.problem.live_ranges import Resident
 
@@ -20,13 +20,15 @@ def buffer(num_bytes, loops=(), is_argument=False):
     return Buffer(num_bytes, Resident.TEMPORARIES, is_argument, loops)
 
 
-def kernel(position, reads, makes, taken_s=1.0, loops=(), workspace=0.0):
-    return Kernel(position, tuple(reads), tuple(makes), (), None, workspace, Taken(taken_s, taken_s), loops)
+def kernel(position, reads, makes, time_s=1.0, loops=(), workspace=0.0):
+    return Kernel(
+        position, tuple(reads), tuple(makes), (), None, workspace, KernelTime(time_s, time_s), loops
+    )
 
 
-def gather(position, reads, makes, num_bytes=8.0, taken_s=1.0, kind="all-gather"):
-    what = Collective(kind, (0,), num_bytes, "float32")
-    return Kernel(position, tuple(reads), tuple(makes), (), what, 0.0, Taken(taken_s, taken_s), ())
+def gather(position, reads, makes, num_bytes=8.0, time_s=1.0, kind="all-gather"):
+    what = Communication(kind, (0,), num_bytes, "float32")
+    return Kernel(position, tuple(reads), tuple(makes), (), what, 0.0, KernelTime(time_s, time_s), ())
 
 
 def test_the_peak_counts_what_is_still_to_be_read():
@@ -109,7 +111,7 @@ def test_a_weight_gradient_is_put_off_into_the_window_of_a_later_collective():
 def test_a_window_is_no_longer_than_its_collective():
     kernels = (
         *(kernel(i, [], [i]) for i in range(4)),
-        gather(4, [3], [4], taken_s=2.0),
+        gather(4, [3], [4], time_s=2.0),
         kernel(5, [0, 1, 2, 4], [5]),
     )
     lowered = Lowered(kernels, tuple(buffer(1.0) for _ in range(6)))
@@ -154,8 +156,8 @@ def test_joined_collectives_do_not_wait_in_a_circle():
 
 def test_one_stream_of_collectives():
     kernels = (
-        gather(0, [0], [1], taken_s=2.0),
-        gather(1, [0], [2], taken_s=2.0, kind="all-to-all"),
+        gather(0, [0], [1], time_s=2.0),
+        gather(1, [0], [2], time_s=2.0, kind="all-to-all"),
         kernel(2, [1, 2], [3]),
     )
     lowered = Lowered(kernels, (buffer(1.0, is_argument=True), *(buffer(1.0) for _ in range(3))))

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from cost_model.hardware import parse_cluster
 from search.device.lowering import Lowered, lower
 from search.ir.trace import trace
-from search.mesh_problem import Ground
+from search.mesh_problem import StepProblem
 from search.problem.live_ranges import Resident
 
 PLENTY_BYTES = 1 << 45
@@ -21,9 +21,9 @@ PLENTY_BYTES = 1 << 45
 def lowered(step, *args, mesh=(1,), pins=None, gpu="H100-80GB") -> Lowered:
     traced, pins, cluster = trace(step, *args), pins or {}, parse_cluster(f"{mesh[0]}x{gpu}")
     marks = [str(pins.get(a.name)) for a in traced.arguments]
-    on_mesh = Ground.of(traced, marks, cluster.device).on(cluster, mesh)
+    on_mesh = StepProblem.of(traced, marks, cluster.device).on(cluster, mesh)
     solution, _ = on_mesh.fitting(on_mesh.pinned(pins), PLENTY_BYTES, 5.0)
-    return lower(on_mesh.memory.priced, on_mesh.liveness, solution.labels)
+    return lower(on_mesh.memory.costed, on_mesh.live_ranges, solution.labels)
 
 
 def readers(found: Lowered, num_bytes: int) -> list[int]:

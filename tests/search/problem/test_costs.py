@@ -12,7 +12,7 @@ from cost_model.collectives import MeshModel
 from cost_model.hardware import parse_cluster
 from search.ir.graph import Value
 from search.ir.trace import trace
-from search.mesh_problem import Ground
+from search.mesh_problem import StepProblem
 from search.plan.estimates import estimate
 from search.problem.costs import price
 from search.problem.fusion import moved_alone
@@ -23,9 +23,9 @@ LARGE = jnp.zeros((ROWS, COLUMNS))
 ROW = jnp.zeros(COLUMNS)
 
 
-def priced(step, *args, cluster="1xH100-80GB", mesh=(1,)):
-    sketch = Ground.of(trace(step, *args), (), parse_cluster(cluster).device).sketch
-    return price(sketch, Resharder(MeshModel(parse_cluster(cluster), mesh)))
+def costed(step, *args, cluster="1xH100-80GB", mesh=(1,)):
+    graph = StepProblem.of(trace(step, *args), (), parse_cluster(cluster).device).graph
+    return price(graph, Resharder(MeshModel(parse_cluster(cluster), mesh)))
 
 
 def num_bytes(folded, place):
@@ -36,15 +36,15 @@ def num_bytes(folded, place):
 
 def fused_traffic(step, *args):
     """(Kernels of light ops, what they move) in arrays like `LARGE`; what is smaller than a twentieth is left out."""
-    sketch = priced(step, *args).sketch
-    kernels = [kernel for found in sketch.kernels_of for kernel in found]
-    moved = [k.count * times * num_bytes(sketch.folded, p) for k in kernels for p, times in k.moved]
+    graph = costed(step, *args).graph
+    kernels = [kernel for found in graph.kernels_of for kernel in found]
+    moved = [k.count * times * num_bytes(graph.folded, p) for k in kernels for p, times in k.moved]
     return sum(k.count for k in kernels), round(sum(moved) / LARGE.nbytes, 1)
 
 
 def traffic_alone(step, name, *args):
     """Bytes that the op of this name moves, which is a kernel of its own."""
-    folded = priced(step, *args).sketch.folded
+    folded = costed(step, *args).graph.folded
     (kind,) = [k for k in range(len(folded.members)) if folded.op(k).name == name]
     return sum(times * num_bytes(folded, place) for place, times in moved_alone(folded, kind))
 
@@ -149,12 +149,13 @@ def test_slices_cost_their_size():
 
 def product_of(step, *args, mesh=(1,)):
     """Batch, rows, columns and depth of the step's one product, for every label."""
-    found = priced(step, *args, cluster=f"{prod(mesh)}xH100-80GB", mesh=mesh)
-    folded = found.sketch.folded
+    found = costed(step, *args, cluster=f"{prod(mesh)}xH100-80GB", mesh=mesh)
+    folded = found.graph.folded
     (kind,) = [k for k in range(len(folded.members)) if folded.is_heavy[k]]
     product = found._product(kind)
     sizes = [
-        np.broadcast_to(s, len(found.choices[found.sketch.node_of[kind]])) for s in (product.batch, product.m)
+        np.broadcast_to(s, len(found.strategies[found.graph.node_of[kind]]))
+        for s in (product.batch, product.m)
     ]
     sizes += [np.broadcast_to(s, sizes[0].shape) for s in (product.n, product.k)]
     return {tuple(row) for row in np.stack(sizes, axis=1).tolist()}
@@ -193,12 +194,12 @@ def test_strategies_compute_parts_of_a_product():
     ("precision", "tflops"), [(None, 494.5), (lax.Precision.DEFAULT, 494.5), (lax.Precision.HIGHEST, 67.0)]
 )
 def test_all_digits_of_float32_need_ordinary_cores(precision, tflops):
-    found = priced(
+    found = costed(
         lambda x, w: jnp.dot(x, w, precision=precision),
         array(256, 64, dtype=jnp.float32),
         array(64, 128, dtype=jnp.float32),
     )
-    folded = found.sketch.folded
+    folded = found.graph.folded
     (kind,) = [k for k in range(len(folded.members)) if folded.is_heavy[k]]
     assert found._product_flops_per_s(folded.op(kind)) == tflops * 1e12
 
@@ -221,13 +222,13 @@ def deep_mlp(num_layers):
 
 def test_estimates_add_up_to_what_was_minimised_and_combined_gradients_share_their_latency():
     cluster = parse_cluster("8xH100-80GB")
-    grounded = Ground.of(trace(*deep_mlp(20)), (), cluster.device).on(cluster, (8,))
+    grounded = StepProblem.of(trace(*deep_mlp(20)), (), cluster.device).on(cluster, (8,))
     kept = grounded.pinned({})
     solution = grounded.solve(kept, 1 << 40, 10.0)
-    device = grounded.simulated(solution.labels, 1 << 40)
-    estimates = estimate(grounded.memory.priced, solution.labels, device)
+    device = grounded.predicted(solution.labels, 1 << 40)
+    estimates = estimate(grounded.memory.costed, solution.labels, device)
     assert estimates.step_s + estimates.hidden_s == pytest.approx(solution.cost_s, rel=1e-3)
     (reduced,) = [c for c in estimates.collectives if c.kind == "all-reduce"]
-    alone_s = grounded.memory.priced.resharder.mesh.time_s("all-reduce", (0,), 0.0)
+    alone_s = grounded.memory.costed.resharder.mesh.time_s("all-reduce", (0,), 0.0)
     assert reduced.count >= 40
     assert reduced.seconds < 0.2 * reduced.count * alone_s

@@ -6,11 +6,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from search.solver import branch_and_bound
-from search.solver.branch_and_bound import Edge, NoFitError, Problem, Row, minimise_peak, solve
+from search.solver.branch_and_bound import Edge, MemoryConstraint, NoFitError, Problem, minimise_peak, solve
 from search.solver.elimination import eliminate
 from search.solver.milp import solve_milp
 from search.solver.pbqp import merged
-from search.solver.trws import Messages
+from search.solver.trws import Trws
 
 SETTINGS = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 UNITS_S = st.sampled_from([1e-6, 1.0, 10.0])
@@ -45,7 +45,7 @@ def rows_of(draw, problem):
             for node in sorted(nodes)
             for num in [problem.num_labels[node]]
         ]
-        rows.append(Row(f"point {index}", tuple(sizes), 1e9 * draw(st.integers(0, 3))))
+        rows.append(MemoryConstraint(f"point {index}", tuple(sizes), 1e9 * draw(st.integers(0, 3))))
     return tuple(rows)
 
 
@@ -171,7 +171,7 @@ def layered(num_layers, width, num_labels, seed):
     ]
     edges = tuple(Edge(u, v, rng.integers(0, 20, (num_labels, num_labels)) / 10) for u, v in pairs)
     sizes = tuple((node, rng.integers(0, 10, num_labels) * 1e9) for node in range(len(nodes)))
-    return Problem(tuple(nodes), edges), (Row("all", sizes, 0.0),)
+    return Problem(tuple(nodes), edges), (MemoryConstraint("all", sizes, 0.0),)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -208,7 +208,7 @@ def test_elimination_gives_up_on_large_tables():
 @SETTINGS
 @given(problems())
 def test_label_bounds_hold(problem):
-    messages = Messages(merged(problem))
+    messages = Trws(merged(problem))
     messages.make_consistent()
     if not messages.is_feasible:
         assert optimum_s(problem) == np.inf
@@ -249,7 +249,7 @@ def test_no_nodes():
 
 def test_limit_of_zero_bytes():
     problem = Problem((np.array([1.0, 2.0]),), ())
-    rows = (Row("point", ((0, np.array([1.0, 0.0])),), 0.0),)
+    rows = (MemoryConstraint("point", ((0, np.array([1.0, 0.0])),), 0.0),)
     assert solve(problem, limit_bytes=0.0, rows=rows).labels == (1,)
 
 
