@@ -19,8 +19,8 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from search.ir._jax import abstract_value, bind, provenance
 from search.ir.graph import Graph, Op, Phase
-from search.ir.sharding import Route, StepSharding, Want
-from search.ir.spec import WHOLE, divides, partition_spec
+from search.ir.sharding import OperandReshard, ReshardStep, SharedPaths, StepSharding
+from search.ir.spec import WHOLE, Spec, divides, partition_spec
 
 BY_HAND = frozenset({"top_k"})
 """What XLA's partitioner gathers if it is split over some axes of the mesh and not over others. The ops here compute along
@@ -53,7 +53,7 @@ class _Evaluation:
     mesh: Mesh | AbstractMesh
     path: tuple[Any, ...]
     env: dict[int, Any] = field(default_factory=dict)
-    copies: dict[tuple[int, Route, str], Any] = field(default_factory=dict)
+    shared: SharedPaths[Any] = field(default_factory=SharedPaths)
     made_backward: set[int] = field(default_factory=set)
     last_backward: Any = None
 
@@ -74,11 +74,11 @@ class _Evaluation:
         return [self._read(a, ("output", self.path, i), None) for i, a in enumerate(self.graph.outputs)]
 
     def _applied(self, op: Op, operands: list[Any], site: tuple[Any, ...]) -> list[Any]:
-        route = self.sharding.specs.get(("result", site, 0), ())
-        by_hand = op.name in BY_HAND and bool(route) and max(route[0]) > WHOLE
-        if not by_hand or not divides(route[0], op.result_values[0].shape, self.sharding.mesh_shape):
+        specs = self.sharding.specs.get(("result", site, 0), ())
+        by_hand = op.name in BY_HAND and bool(specs) and max(specs[0]) > WHOLE
+        if not by_hand or not divides(specs[0], op.result_values[0].shape, self.sharding.mesh_shape):
             return bind(op.primitive, operands, self._params(op, site))
-        spec = partition_spec(route[0], self.sharding.axis_names)
+        spec = partition_spec(specs[0], self.sharding.axis_names)
         on_shards = jax.shard_map(
             lambda *xs: tuple(bind(op.primitive, list(xs), op.params)),
             mesh=self.mesh,
@@ -110,37 +110,32 @@ class _Evaluation:
         )
 
     def _placed(self, x: Any, place: Any) -> Any:
-        return self._sent(x, self.sharding.specs.get(place, ()))
+        for spec in self.sharding.specs.get(place, ()):
+            x = self._constrained(x, spec)
+        return x
 
     def _read(self, atom: Any, place: Any, op: Op | None) -> Any:
         if not isinstance(atom, int):
             return atom.val
-        want = self.sharding.wants.get(place)
-        return self.env[atom] if want is None else self._arrived(atom, want, op)
+        reshard = self.sharding.reshards.get(place)
+        if reshard is None:
+            return self.env[atom]
+        return self.shared.arrive(atom, reshard, lambda: self._start(atom, reshard, op), self._taken)
 
-    def _arrived(self, v: int, want: Want, op: Op | None) -> Any:
-        """The value at the end of its route, shared with all that go the same way."""
-        route, phase = (*want.copy, *want.last), want.group if want.is_fresh else ""
-        gone = max((n for n in range(len(route) + 1) if (v, route[:n], phase) in self.copies), default=0)
-        if gone == 0:
-            self.copies[v, (), phase] = self._tied(self.env[v], v, op) if want.is_fresh else self.env[v]
-        for n in range(gone, len(route)):
-            x = self.copies[v, route[:n], phase]
-            self.copies[v, route[: n + 1], phase] = self._sent(x, route[n : n + 1])
-        return self.copies[v, route, phase]
-
-    def _tied(self, x: Any, v: int, op: Op | None) -> Any:
-        """The value, no sooner than a gradient has arrived."""
-        tie = self._incoming(v, op)
-        return x if tie is None else jax.lax.optimization_barrier((x, tie))[0]
+    def _start(self, v: int, reshard: OperandReshard, op: Op | None) -> Any:
+        """The value; what is made anew in a phase, no sooner than a gradient has arrived."""
+        tie = self._incoming(v, op) if reshard.phase else None
+        return self.env[v] if tie is None else jax.lax.optimization_barrier((self.env[v], tie))[0]
 
     def _incoming(self, v: int, op: Op | None) -> Any:
         """A gradient that arrives where the copy is first needed."""
         own = [a for a in (op.operands if op is not None else ()) if a != v and a in self.made_backward]
         return self.env[own[0]] if own else self.last_backward
 
-    def _sent(self, x: Any, route: Route) -> Any:
-        for spec in route:
-            sharding = NamedSharding(self.mesh, partition_spec(spec, self.sharding.axis_names))
-            x = jax.lax.with_sharding_constraint(x, sharding)
-        return x
+    def _taken(self, x: Any, step: ReshardStep) -> Any:
+        return self._constrained(x, step.after) if step.is_imposed else x
+
+    def _constrained(self, x: Any, spec: Spec) -> Any:
+        return jax.lax.with_sharding_constraint(
+            x, NamedSharding(self.mesh, partition_spec(spec, self.sharding.axis_names))
+        )

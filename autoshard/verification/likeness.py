@@ -206,7 +206,7 @@ class Likeness:
 def _by_op(sharding: StepSharding) -> dict[Any, Any]:
     """What a sharding says: by op, of its operands, results and bodies; of each result, argument and output also alone."""
     found: dict[Any, list[Any]] = {}
-    for says in (sharding.specs, sharding.wants):
+    for says in (sharding.specs, sharding.reshards):
         for (what, path, n), said in says.items():
             if path:
                 found.setdefault(path[0], []).append((what, path[1:], n, said))

@@ -221,4 +221,4 @@ def _renumbered(
     def kept(says: Mapping[Place, Any]) -> dict[Place, Any]:
         return {new: said for old, said in says.items() if (new := place(old)) is not None}
 
-    return replace(sharding, specs=kept(sharding.specs), wants=kept(sharding.wants))
+    return replace(sharding, specs=kept(sharding.specs), reshards=kept(sharding.reshards))

@@ -10,16 +10,17 @@ Kernels of a loop's body stand between those before and after it; `loops` says i
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from search.device.kernel_times import KernelTime, Times, of_collective
 from search.device.workspace import CONVOLUTION, Workspaces
-from search.ir.sharding import Route
+from search.ir.sharding import ReshardStep, SharedPaths
 from search.problem.costs import CostedGraph
 from search.problem.flat_program import FlatOp
 from search.problem.live_ranges import LiveRanges, Resident, is_part
 from search.problem.memory_rows import Arrival
-from search.problem.reshard import SLICE, Step
-from search.problem.reshard_paths import Routes
+from search.problem.reshard import SLICE
+from search.problem.reshard_paths import ReshardPaths
 from search.problem.strategy_graph import ReadPhase, read_phase
 
 Loops = tuple[tuple[int, int], ...]
@@ -115,16 +116,16 @@ class _Lowering:
     def __init__(self, costed: CostedGraph, live_ranges: LiveRanges, chosen: Sequence[int]) -> None:
         self.costed, self.live_ranges, self.chosen = costed, live_ranges, chosen
         self.folded, self.program = costed.graph.folded, live_ranges.program
-        self.routes = Routes(costed, chosen)
-        self.workspaces, self.times = Workspaces(self.routes), Times(costed, chosen)
+        self.paths = ReshardPaths(costed, chosen)
+        self.workspaces, self.times = Workspaces(self.paths), Times(costed, chosen)
         self.kernels: list[Kernel] = []
         self.buffers: list[Buffer] = []
         self.sources: dict[int, tuple[int, ...]] = {}
-        self.copies: dict[tuple[int, Route, str], tuple[int, ...]] = {}
+        self.shared = SharedPaths[tuple[int, ...]]()
         self.reduced: dict[int, list] = {}
         self.rewritten: dict[tuple[tuple[int, ...], int, float], tuple[int, ...]] = {}
         self.new_state = frozenset(v for op in self.program.ops if op.name == "input" for v in op.operands)
-        self.last_backward: int | None = None
+        self.last_backward: tuple[int, ...] = ()
         self.mesh = costed.resharder.mesh
         self.resharded = self._resharded()
         self.carried = self._carried()
@@ -134,8 +135,7 @@ class _Lowering:
         found = set()
         for i, op in enumerate(self.program.ops):
             for operand, v in enumerate(op.operands):
-                steps = self.routes.to_reader(i, operand).steps
-                if steps and any(s.kind != SLICE for s in steps):
+                if any(s.kind != SLICE for s in self.paths.to_reader(i, operand).path):
                     found.add(v)
         return frozenset(found)
 
@@ -156,12 +156,12 @@ class _Lowering:
 
     def _is_copied_part(self, i: int, op: FlatOp) -> bool:
         """Whether a loop copies its part of a stack: one that was gathered is laid out otherwise than its readers want."""
-        return is_part(op) and any(s.kind != SLICE for s in self.routes.to_reader(i, 0).steps)
+        return is_part(op) and any(s.kind != SLICE for s in self.paths.to_reader(i, 0).path)
 
     def _argument(self, op: FlatOp) -> None:
         (v,) = op.results
         role = self.live_ranges.resident_of_argument(op)
-        self.sources[v] = (self._buffer(self.routes.local_bytes(v, self.routes.made(v)), role, (), True),)
+        self.sources[v] = (self._buffer(self.paths.local_bytes(v, self.paths.made(v)), role, (), True),)
 
     def _kernels(self, i: int, op: FlatOp, read: tuple[int, ...]) -> None:
         """An op's own kernel, and the collectives that bring its results to rest."""
@@ -175,12 +175,13 @@ class _Lowering:
             read += tuple(copy for found in copies for copy in found)
         kernel = self._kernel(i, read, makes, ())
         if op.op is not None and read_phase(op) is ReadPhase.BACKWARD:
-            self.last_backward = kernel
+            self.last_backward = (kernel,)
         for v in op.results:
             for axes, num_bytes in self.reductions(self.folded.class_of[i]):
                 summed = Communication("all-reduce", axes, num_bytes, str(self.program.values[v].dtype))
                 self.sources[v] = self._launched(i, v, self.sources[v], summed, (), num_bytes)
-            self.sources[v] = self._sent(i, v, self.sources[v], self.routes.to_rest(v), "")
+            for step in self.paths.to_rest(v):
+                self.sources[v] = self._taken(i, v, "", None, self.sources[v], step)
 
     def _reads(self, i: int) -> tuple[int, ...]:
         """The buffers that an op reads, fused ops' included."""
@@ -189,9 +190,7 @@ class _Lowering:
         for operand, v in enumerate(op.operands):
             if op.name == "carry" and v not in self.sources:
                 continue  # the body's result, which is made later
-            steps, phase = self._way(i, operand)
-            arrival = self._arrival(i, operand) if steps else None
-            source = self._sent(i, v, self.sources[v], steps, phase, arrival)
+            source = self._sent(i, i, operand, self._arrival(i, operand))
             read |= dict.fromkeys(self._rewritten(i, operand, source) if op.name == CONVOLUTION else source)
         return tuple(read)
 
@@ -214,47 +213,32 @@ class _Lowering:
             self.rewritten[key] = made
         return self.rewritten[key]
 
-    def _way(self, i: int, operand: int) -> tuple[tuple[Step, ...], str]:
-        """The steps by which an op gets an operand, and the phase that alone shares them ("" for all)."""
-        way = self.routes.to_reader(i, operand)
-        return way.steps, read_phase(self.program.ops[i]).value if way.is_fresh else ""
-
     def _arrival(self, i: int, operand: int) -> Arrival:
         v = self.program.ops[i].operands[operand]
         port = self.costed.graph.ports[self.folded.class_of[i], operand, False]
-        return Arrival(port, self.program.values[v].num_bytes, self.routes.resting(v))
+        return Arrival(port, self.program.values[v].num_bytes, self.paths.resting(v))
 
-    def _sent(
+    def _sent(self, at: int, i: int, operand: int, arrival: Arrival | None = None) -> tuple[int, ...]:
+        """The buffers in which an op gets an operand, its collectives launched at `at`."""
+        v, reshard = self.program.ops[i].operands[operand], self.paths.to_reader(i, operand)
+        take = partial(self._taken, at, v, reshard.phase, arrival)
+        return self.shared.arrive(v, reshard, lambda: self.sources[v], take)
+
+    def _taken(
         self,
         i: int,
         v: int,
-        source: tuple[int, ...],
-        steps: Sequence[Step],
         phase: str,
-        arrival: Arrival | None = None,
+        arrival: Arrival | None,
+        source: tuple[int, ...],
+        step: ReshardStep,
     ) -> tuple[int, ...]:
-        """The buffers where a chain ends; steps that were made before are shared."""
-        here, route = source, ()
-        for step in steps:
-            route = (*route, step.after)
-            key = (v, route, phase)
-            if key not in self.copies:
-                self.copies[key] = (
-                    here if step.kind == SLICE else self._collective(i, v, here, step, phase, arrival)
-                )
-            here = self.copies[key]
-        return here
-
-    def _collective(
-        self, i: int, v: int, source: tuple[int, ...], step: Step, phase: str, arrival: Arrival | None
-    ) -> tuple[int, ...]:
-        tie = (
-            (self.last_backward,)
-            if phase == ReadPhase.BACKWARD.value and self.last_backward is not None
-            else ()
-        )
+        """The buffers behind a step."""
+        if step.kind == SLICE:
+            return source
         what = Communication(step.kind, step.axes, step.num_bytes, str(self.program.values[v].dtype))
-        made = self._launched(i, v, source, what, tie, self.routes.local_bytes(v, step.after))
+        after = self.last_backward if phase == ReadPhase.BACKWARD.value else ()
+        made = self._launched(i, v, source, what, after, self.paths.local_bytes(v, step.after))
         self.buffers[made[0]] = replace(self.buffers[made[0]], arrival=arrival)
         return made
 
@@ -305,7 +289,7 @@ class _Lowering:
     def _bytes_made(self, v: int) -> float:
         if v in self.new_state and v not in self.resharded:
             return 0.0
-        return self.routes.local_bytes(v, self.routes.made(v))
+        return self.paths.local_bytes(v, self.paths.made(v))
 
     def _carried(self) -> dict[tuple[int, int], list[tuple[int, int]]]:
         """By loop: (position of the carry, its operand) of what the body hands to its next run."""
@@ -324,9 +308,7 @@ class _Lowering:
         for loop in [k for k in self.carried if k[1] == position]:
             read: dict[int, None] = {}
             for i, operand in self.carried[loop]:
-                v = self.program.ops[i].operands[operand]
-                steps, phase = self._way(i, operand)
-                read |= dict.fromkeys(self._sent(position - 1, v, self.sources[v], steps, phase))
+                read |= dict.fromkeys(self._sent(position - 1, i, operand))
             self._kernel(position - 1, tuple(read), (), ())
 
     def finish(self) -> None:
@@ -334,9 +316,6 @@ class _Lowering:
         for i, op in enumerate(self.program.ops):
             if op.name == "input":
                 for operand, v in enumerate(op.operands):
-                    steps, phase = self._way(i, operand)
-                    if any(s.kind != SLICE for s in steps):
-                        at = self.live_ranges.maker[v][0]
-                        last = self._sent(at, v, self.sources[v], steps, phase)
-                        for b in last:
+                    if any(s.kind != SLICE for s in self.paths.to_reader(i, operand).path):
+                        for b in self._sent(self.live_ranges.maker[v][0], i, operand):
                             self.buffers[b] = replace(self.buffers[b], num_bytes=0.0)

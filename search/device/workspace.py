@@ -6,7 +6,7 @@ from typing import Any
 from cost_model.xla.gpu_targets import is_hopper_or_later
 from search.problem.flat_program import FlatOp
 from search.problem.live_ranges import is_view
-from search.problem.reshard_paths import Routes
+from search.problem.reshard_paths import ReshardPaths
 
 CONVOLUTION = "conv_general_dilated"
 
@@ -25,22 +25,22 @@ MERGED_BYTES = 64 * 2**20
 class Workspaces:
     """Of the ops of a program, as they lie under some strategies."""
 
-    def __init__(self, routes: Routes) -> None:
-        self.routes = routes
-        self.uses = routes.program.uses
-        self.device = routes.costed.resharder.mesh.cluster.device
+    def __init__(self, paths: ReshardPaths) -> None:
+        self.paths = paths
+        self.uses = paths.program.uses
+        self.device = paths.costed.resharder.mesh.cluster.device
         self.is_hopper = is_hopper_or_later(self.device.name)
 
     def num_bytes(self, i: int) -> float:
         """What cuBLAS and cuDNN ask for."""
-        op = self.routes.program.ops[i]
+        op = self.paths.program.ops[i]
         if self.device.name == "CPU":
             return 0.0
         if op.name == CONVOLUTION:
             return WORKSPACE_BYTES
         if (
             op.op is None
-            or not self.routes.folded.is_heavy[self.routes.folded.class_of[i]]
+            or not self.paths.folded.is_heavy[self.paths.folded.class_of[i]]
             or not op.rule.flops_per_point
         ):
             return 0.0
@@ -49,20 +49,20 @@ class Workspaces:
 
     def _is_sliced(self, i: int, operand: int) -> bool:
         """Whether an op reads a part of a larger array in place: a loop's part of a stack, or of a merged product."""
-        v = self.routes.program.ops[i].operands[operand]
-        at, is_moved = self.routes.maker[v][0], bool(self.routes.to_reader(i, operand).steps)
-        made = self.routes.program.ops[at]
+        v = self.paths.program.ops[i].operands[operand]
+        at, is_moved = self.paths.maker[v][0], bool(self.paths.to_reader(i, operand).path)
+        made = self.paths.program.ops[at]
         while is_view(made) and made.name != "slice":
-            at = self.routes.maker[made.operands[0]][0]
-            made = self.routes.program.ops[at]
+            at = self.paths.maker[made.operands[0]][0]
+            made = self.paths.program.ops[at]
         if is_view(made):  # a stack that was gathered is laid out otherwise, and its parts are copied
-            return not is_moved and not self.routes.to_reader(at, 0).steps
+            return not is_moved and not self.paths.to_reader(at, 0).path
         return self._is_merged(made) and self._is_of_one(v, made)
 
     def _is_of_one(self, v: int, made: FlatOp) -> bool:
         """Whether a device has a single example of a value, so that its part of a merged product is of one piece."""
-        first = self.routes.program.values[v].shape[:1]
-        spec, mesh = self.routes.made(made.results[0]), self.routes.costed.resharder.mesh.shape
+        first = self.paths.program.values[v].shape[:1]
+        spec, mesh = self.paths.made(made.results[0]), self.paths.costed.resharder.mesh.shape
         return prod(n for d, n in zip(spec, mesh, strict=True) if d == 0) >= prod(first)
 
     def _is_merged(self, made: FlatOp) -> bool:
@@ -72,20 +72,20 @@ class Workspaces:
         left, *_ = made.operands
         twins = [
             op
-            for op in (self.routes.program.ops[u] for u in self.uses.get(left, ()))
+            for op in (self.paths.program.ops[u] for u in self.uses.get(left, ()))
             if op.name == "dot_general" and op.operands[0] == left and _summed(op) == _summed(made)
         ]
         values = (*made.operands, *made.results)
-        moved = sum(self.routes.local_bytes(v, self.routes.made(v)) for v in values)
+        moved = sum(self.paths.local_bytes(v, self.paths.made(v)) for v in values)
         return len(twins) > 1 and moved <= MERGED_BYTES
 
     def padded_bytes(self, i: int) -> float:
         """Of a convolution's operand with the zeros that cuDNN does not imagine: those of a dilated operand, unless its
         kernel is reversed (it is the gradient of a strided convolution), and those of uneven padding. Zero if none."""
-        op = self.routes.program.ops[i]
+        op = self.paths.program.ops[i]
         assert op.op is not None
         params, v = op.op.params, op.operands[0]
-        is_gradient = self.routes.program.ops[self.routes.maker[op.operands[1]][0]].name == "rev"
+        is_gradient = self.paths.program.ops[self.paths.maker[op.operands[1]][0]].name == "rev"
         # of a strided convolution's kernel gradient, the padding at the end may be any up to a stride more
         slack = [dilation - 1 for dilation in params["rhs_dilation"]]
         pads = zip(params["padding"], slack, strict=True)
@@ -93,13 +93,13 @@ class Workspaces:
         is_dilated = max(params["lhs_dilation"], default=1) > 1 and not is_gradient
         if self.device.name == "CPU" or not (is_uneven or is_dilated):
             return 0.0
-        shape = self.routes.program.values[v].shape
+        shape = self.paths.program.values[v].shape
         growth = 1.0
         spatial = params["dimension_numbers"].lhs_spec[2:]
         for d, (low, high), dilation in zip(spatial, params["padding"], params["lhs_dilation"], strict=True):
             growth *= ((shape[d] - 1) * dilation + 1 + max(low, 0) + max(high, 0)) / shape[d]
-        port = self.routes.graph.ports[self.routes.folded.class_of[i], 0, False]
-        return growth * self.routes.local_bytes(v, self.routes.spec(port))
+        port = self.paths.graph.ports[self.paths.folded.class_of[i], 0, False]
+        return growth * self.paths.local_bytes(v, self.paths.spec(port))
 
 
 def _summed(op: FlatOp) -> Any:

@@ -1,17 +1,21 @@
-"""What the executor needs to know: where in the nested graph a spec is imposed.
+"""A plan spelled out for the executor: which specs are imposed where, and along which paths values travel.
 
-A plan speaks of classes of ops; the executor walks the graph op by op. A `StepSharding` is the plan spelled out for
-one graph: the spec that a value gets where it is made, and what an op wants done to an operand before it
-reads it. A value is taken from one spec to another by the chain of steps that the search priced, and every
-step is spelled out: left to go the whole way at once, XLA's partitioner replicates where it knows no better,
-and aborts on some pairs of specs of a 2x3 mesh.
+A plan speaks of classes of ops; the executor walks the graph op by op. A `StepSharding` says for each value the specs that
+it takes where it is made, and for each operand the path of steps that the search priced. Every step is spelled out: left
+to go the whole way at once, XLA's partitioner replicates where it knows no better, and aborts on some pairs of specs of a
+2x3 mesh.
+
+Readers of one value share the beginnings of their paths, so that the paths from it form a tree. `SharedPaths` walks it: the
+executor with arrays, the device's lowering with buffers, the estimates with nothing but a count. So what one of them takes
+once, all of them do.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from search.ir.spec import Spec
+from search.ir.spec import PARTIAL, Spec
 
 Place = tuple[str, tuple[Any, ...], int]
 """(what, where, index): `("operand" | "result", site of an op, i)` or `("input" | "output", path of a graph,
@@ -22,26 +26,75 @@ and position, as `graph.walk` yields it. The outermost graph has the empty path.
 """
 
 
-Route = tuple[Spec, ...]
-"""The specs that a value passes through, the last one being where it arrives; empty when it stays as it is."""
+@dataclass(frozen=True, slots=True)
+class ReshardStep:
+    """One step of a path.
+
+    Attributes:
+      kind: a collective's, or `slice`.
+      axes: of the mesh, by number.
+      num_bytes: the larger of what a device holds before and after it.
+      after: the spec that it leads to.
+    """
+
+    kind: str
+    axes: tuple[int, ...]
+    num_bytes: float
+    after: Spec
+
+    @property
+    def is_imposed(self) -> bool:
+        """Whether a constraint says it.
+
+        None can say that a value is partial. Where a step scatters a sum over one axis before it reduces it over another,
+        that is said with the other axis whole: the compiler then does both in this order (measured on XLA:GPU).
+        """
+        return PARTIAL not in self.after or self.kind == "reduce-scatter"
+
+
+ReshardPath = tuple[ReshardStep, ...]
+"""How a value gets from one spec to another; empty when it stays as it is."""
 
 
 @dataclass(frozen=True, slots=True)
-class Want:
-    """How an op wants an operand.
+class OperandReshard:
+    """How an op gets an operand.
 
     Attributes:
-      copy: the route to the copy that it shares with the other readers of its phase; empty when it reads the
-        value itself.
-      is_fresh: whether that copy is made anew in the backward phase, not shared with the forward phase.
-      group: the phase's name, so that copies are told apart.
-      last: the route from there to what it reads.
+      path: from where the value rests.
+      phase: the phase whose readers alone share it, as it is made anew there; empty for all phases.
     """
 
-    copy: Route
-    is_fresh: bool
-    group: str
-    last: Route
+    path: ReshardPath
+    phase: str = ""
+
+
+class SharedPaths[T]:
+    """Values on their ways: each step of a path is taken once, by the first who needs it."""
+
+    def __init__(self) -> None:
+        self._reached: dict[tuple[int, str, ReshardPath], T] = {}
+
+    def arrive(
+        self, value: int, reshard: OperandReshard, start: Callable[[], T], take: Callable[[T, ReshardStep], T]
+    ) -> T:
+        """What is at the end of a value's path.
+
+        Args:
+          value: its number.
+          reshard: the path.
+          start: what is at its beginning.
+          take: what is behind a step, given what is before it.
+        """
+        here = self._once((value, reshard.phase, ()), start)
+        for n, step in enumerate(reshard.path, 1):
+            here = self._once((value, reshard.phase, reshard.path[:n]), partial(take, here, step))
+        return here
+
+    def _once(self, key: tuple[int, str, ReshardPath], make: Callable[[], T]) -> T:
+        if key not in self._reached:
+            self._reached[key] = make()
+        return self._reached[key]
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,11 +104,12 @@ class StepSharding:
     Attributes:
       mesh_shape: sizes of the mesh axes, outermost first.
       axis_names: their names.
-      specs: the route that a value takes where it is made; places not listed are left to the compiler.
-      wants: what is done to an operand or output before it is read.
+      specs: the specs that a value takes where it is made, one after another; places not listed are left to the
+        compiler.
+      reshards: how operands and outputs are brought to where they are read; what is not listed is read as it is.
     """
 
     mesh_shape: tuple[int, ...]
     axis_names: tuple[str, ...]
-    specs: Mapping[Place, Route]
-    wants: Mapping[Place, Want]
+    specs: Mapping[Place, tuple[Spec, ...]]
+    reshards: Mapping[Place, OperandReshard]

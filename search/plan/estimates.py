@@ -7,11 +7,11 @@ memory, come from the schedule of one device's kernels.
 from collections.abc import Iterator, Sequence
 
 from search.device.prediction import Prediction
-from search.ir.spec import AXIS_NAMES, Spec
+from search.ir.spec import AXIS_NAMES
 from search.plan.plan import Collective, Estimates
 from search.problem.costs import CostedGraph
 from search.problem.reshard import SLICE
-from search.problem.strategies import CopySource, port_specs
+from search.problem.reshard_paths import ReshardPaths
 
 
 def estimate(costed: CostedGraph, chosen: Sequence[int], device: Prediction) -> Estimates:
@@ -68,29 +68,14 @@ _Run = tuple[str, tuple[int, ...], int, float, float]
 
 
 def _between_nodes(costed: CostedGraph, chosen: Sequence[int]) -> Iterator[_Run]:
-    """The collectives of reshards; readers of one copy share what they have in common of their ways, so that there are
-    no more of them than copies."""
-    shared: dict[tuple[int, tuple[Spec, ...]], int] = {}
-    for edge in costed.graph.edges:
-        source, target = edge.source.node, edge.target.node
-        copy_sources = costed.strategies[target].copy_sources
-        if copy_sources and copy_sources[chosen[target]] is not CopySource.FRESH:
-            continue
-        here, there = (
-            tuple(port_specs(p, costed.strategies[p.node])[chosen[p.node]].tolist())
-            for p in (edge.source, edge.target)
-        )
-        how = costed.handling(source, edge.maker)
-        chain = costed.resharder.chain(edge.value, here, there, how)
-        for n, step in enumerate(chain):
-            count = edge.count
-            if costed.strategies[source].copy_sources:
-                so_far = (source, tuple(s.after for s in chain[: n + 1]))
-                done = shared.get(so_far, 0)
-                count = min(edge.count, costed.graph.copies[source - len(costed.graph.groups)].count - done)
-                shared[so_far] = done + count
-            if step.kind != SLICE and count:
-                yield step.kind, step.axes, count, step.num_bytes, how.combined_bytes
+    """The collectives of reshards."""
+    paths, graph = ReshardPaths(costed, chosen), costed.graph
+    for v, step, count in paths.steps():
+        if step.kind != SLICE:
+            i, r = paths.maker[v]
+            maker = graph.folded.class_of[i], r
+            handling = costed.handling(graph.node_of[maker[0]], maker)
+            yield step.kind, step.axes, count, step.num_bytes, handling.combined_bytes
 
 
 def _inside_nodes(costed: CostedGraph, chosen: Sequence[int]) -> Iterator[_Run]:

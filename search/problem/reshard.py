@@ -15,8 +15,7 @@ dimensions. Between them, one step changes a set of axes alike:
 
 A step may only add or take the minor-most axes of a dimension, since shards lie in axis order. An all-to-all wants
 even splits; the others may be padded. The cheapest
-chains between all pairs are shortest paths (Floyd 1962), found for each size of value once. `num_bytes` of a
-step is the larger of what a device holds before and after it.
+chains between all pairs are shortest paths (Floyd 1962), found for each size of value once.
 
 What XLA:GPU makes of each step was measured (`tests/gpu/test_collectives.py`): with every step's spec imposed in
 turn, the collective named here, to the byte. Two things it does not do, and there are no such steps: a partial
@@ -33,6 +32,7 @@ import numpy as np
 
 from cost_model.collectives import MeshModel
 from search.ir.graph import Value
+from search.ir.sharding import ReshardPath, ReshardStep
 from search.ir.spec import PARTIAL, WHOLE, Spec, divides, num_shards, splits
 
 SLICE = "slice"
@@ -52,16 +52,6 @@ class Handling:
 
 
 ALONE = Handling()
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """One step of a chain: a collective's kind (or `slice`), its mesh axes, and bytes per device."""
-
-    kind: str
-    axes: tuple[int, ...]
-    num_bytes: float
-    after: Spec
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +93,7 @@ class Resharder:
         """Seconds from every spec (row) to every other (column); infinite where there is no way."""
         return self._table(value.shape, value.itemsize, how)[1]
 
-    def chain(self, value: Value, source: Spec, target: Spec, how: Handling = ALONE) -> tuple[Step, ...]:
+    def chain(self, value: Value, source: Spec, target: Spec, how: Handling = ALONE) -> ReshardPath:
         """The steps of the cheapest chain."""
         key = (value.shape, value.itemsize, how, source, target)
         if key not in self._chains:
@@ -112,7 +102,7 @@ class Resharder:
 
     def _chain(
         self, shape: tuple[int, ...], itemsize: int, how: Handling, source: Spec, target: Spec
-    ) -> tuple[Step, ...]:
+    ) -> ReshardPath:
         direct, best = self._table(shape, itemsize, how)
         moves, rank = _moves(len(shape), self.num_axes, how.at_once), len(shape)
         here, goal = self.index(source, rank), self.index(target, rank)
@@ -130,7 +120,7 @@ class Resharder:
                 * itemsize
                 / min(num_shards(moves.specs[here], self.mesh.shape), num_shards(after, self.mesh.shape))
             )
-            steps.append(Step(kind, axes, num_bytes, after))
+            steps.append(ReshardStep(kind, axes, num_bytes, after))
             here = int(moves.target[move])
         return tuple(steps)
 

@@ -1,37 +1,18 @@
 """How values lie and travel under a full assignment of strategies: specs, and the chains of collectives between them."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 
+from search.ir.sharding import OperandReshard, ReshardPath, ReshardStep, SharedPaths
 from search.ir.spec import PARTIAL, Spec, num_shards
 from search.problem.costs import CostedGraph
 from search.problem.flat_program import FlatProgram
-from search.problem.reshard import Step
 from search.problem.strategies import CopySource, port_specs
 from search.problem.strategy_graph import Port, ReadPhase, read_phase
 
-
-@dataclass(frozen=True, slots=True)
-class Delivery:
-    """How a value gets to one operand.
-
-    Attributes:
-      shared: the steps to the copy that it shares with the other readers of its phase.
-      last: the steps from there.
-      is_fresh: whether it is resharded anew in the backward phase, not taken from the forward phase's copies.
-    """
-
-    shared: tuple[Step, ...]
-    last: tuple[Step, ...]
-    is_fresh: bool
-
-    @property
-    def steps(self) -> tuple[Step, ...]:
-        """All of them."""
-        return (*self.shared, *self.last)
+STAYS = OperandReshard(())
 
 
-class Routes:
+class ReshardPaths:
     """The strategies' meaning, value by value.
 
     What is alike is asked again and again, once for each layer, so it is remembered: the spec of every port, and the way
@@ -45,8 +26,8 @@ class Routes:
         self.maker = self.program.maker
         self._specs: dict[Port, Spec] = {}
         self._made: dict[tuple[int, int], Spec] = {}
-        self._to_rest: dict[tuple[int, int], tuple[Step, ...]] = {}
-        self._deliveries: dict[tuple[int, int, int, int], Delivery] = {}
+        self._to_rest: dict[tuple[int, int], ReshardPath] = {}
+        self._to_readers: dict[tuple[int, int, int, int], OperandReshard] = {}
 
     def spec(self, port: Port) -> Spec:
         """Of the value at a port."""
@@ -69,7 +50,7 @@ class Routes:
         rest = self.graph.copy_of.get((self.folded.class_of[i], r, ReadPhase.REST))
         return self.spec(Port(rest.node, ())) if rest else self.made(v)
 
-    def chain(self, v: int, here: Spec, there: Spec) -> tuple[Step, ...]:
+    def chain(self, v: int, here: Spec, there: Spec) -> ReshardPath:
         """The steps of its way from one spec to another."""
         if here == there:
             return ()
@@ -78,7 +59,7 @@ class Routes:
         how = self.costed.handling(self.graph.node_of[op_class], (op_class, r))
         return self.costed.resharder.chain(self.program.values[v], here, there, how)
 
-    def to_rest(self, v: int) -> tuple[Step, ...]:
+    def to_rest(self, v: int) -> ReshardPath:
         """From where it is made."""
         i, r = self.maker[v]
         alike = self.folded.class_of[i], r
@@ -87,34 +68,48 @@ class Routes:
             self._to_rest[alike] = self.chain(v, self.made(v), self.resting(v)) if has_shape else ()
         return self._to_rest[alike]
 
-    def to_reader(self, i: int, operand: int) -> Delivery:
+    def to_reader(self, i: int, operand: int) -> OperandReshard:
         """How an op gets an operand."""
         made_at, r = self.maker[self.program.ops[i].operands[operand]]
         alike = self.folded.class_of[i], operand, self.folded.class_of[made_at], r
-        if alike not in self._deliveries:
-            self._deliveries[alike] = self._delivery(i, operand)
-        return self._deliveries[alike]
+        if alike not in self._to_readers:
+            self._to_readers[alike] = self._to_reader(i, operand)
+        return self._to_readers[alike]
 
-    def _delivery(self, i: int, operand: int) -> Delivery:
+    def _to_reader(self, i: int, operand: int) -> OperandReshard:
         op = self.program.ops[i]
         v, phase = op.operands[operand], read_phase(op)
         if not self.program.values[v].shape:
-            return Delivery((), (), False)
+            return STAYS
         made_at, r = self.maker[v]
         op_class = self.folded.class_of[made_at]
         port = self.graph.ports[self.folded.class_of[i], operand, False]
         is_made_so = port == self.graph.ports[op_class, r, True]
         copy = None if is_made_so else self.graph.copy_of.get((op_class, r, phase))
         here, need = self.resting(v), self.spec(port)
-        way = CopySource.SAME if copy is None else self.way(copy.node)
-        held = here if copy is None or way is CopySource.SAME else self.spec(Port(copy.node, ()))
+        source = CopySource.SAME if copy is None else self.copy_source(copy.node)
+        held = here if copy is None or source is CopySource.SAME else self.spec(Port(copy.node, ()))
         shared = self.chain(v, here, held)
         last = () if PARTIAL in need else self.chain(v, held, need)
         may_be_kept = copy is not None and bool(copy.kept_from)
-        is_fresh = may_be_kept and (bool(last) if not shared else way is CopySource.FRESH)
-        return Delivery(shared, last, is_fresh)
+        is_fresh = may_be_kept and (bool(last) if not shared else source is CopySource.FRESH)
+        return OperandReshard((*shared, *last), phase.value if is_fresh else "")
 
-    def way(self, node: int) -> CopySource:
+    def steps(self) -> Iterator[tuple[int, ReshardStep, int]]:
+        """Every step that values take: the value, the step, and how often in one step of training."""
+        counts: dict[int, int] = {}
+        for op in self.program.ops:
+            for v, count in zip(op.operands, op.operand_counts, strict=True):
+                counts[v] = max(counts.get(v, 0), count)
+        taken = [(v, step) for v in counts for step in self.to_rest(v)]
+        shared = SharedPaths[None]()
+        for i, op in enumerate(self.program.ops):
+            for operand, v in enumerate(op.operands):
+                reshard = self.to_reader(i, operand)
+                shared.arrive(v, reshard, lambda: None, lambda _, step, v=v: taken.append((v, step)))
+        return ((v, step, counts[v]) for v, step in taken)
+
+    def copy_source(self, node: int) -> CopySource:
         """How a copy comes by its spec."""
         return self.costed.strategies[node].copy_sources[self.chosen[node]]
 

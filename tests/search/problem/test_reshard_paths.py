@@ -6,7 +6,7 @@ import pytest
 from cost_model.hardware import parse_cluster
 from search.ir.trace import trace
 from search.mesh_problem import StepProblem
-from search.problem.reshard_paths import Routes
+from search.problem.reshard_paths import ReshardPaths
 from tests.zoo import make_gpt_scan, make_llama
 
 
@@ -16,8 +16,8 @@ def test_members_of_a_kind_travel_alike(make):
     ground = StepProblem.of(trace(case.step, *case.abstract_args()), (), parse_cluster("8xH100-80GB").device)
     on_mesh = ground.on(parse_cluster("8xH100-80GB"), (2, 4))
     labels = on_mesh.solve([np.arange(n) for n in on_mesh.problem.num_labels], 2**30, 5.0).labels
-    routes = Routes(on_mesh.memory.costed, labels)
-    for i, op in enumerate(routes.program.ops):
+    paths = ReshardPaths(on_mesh.memory.costed, labels)
+    for i, op in enumerate(paths.program.ops):
         for operand in range(len(op.operands)):
-            alone = Routes(on_mesh.memory.costed, labels)
-            assert routes.to_reader(i, operand) == alone.to_reader(i, operand)
+            alone = ReshardPaths(on_mesh.memory.costed, labels)
+            assert paths.to_reader(i, operand) == alone.to_reader(i, operand)
