@@ -23,7 +23,9 @@ from search.plan.decisions import DecisionCodec, allowed_by_pins
 from search.problem.costs import price
 from search.problem.flat_program import FlatProgram, flatten
 from search.problem.folding import fold
-from search.problem.live_ranges import LiveRange, LiveRanges, expensive_itemsize
+from search.problem.fusion import Fusion, expensive_itemsize
+from search.problem.kernels import Kernels, kernels
+from search.problem.live_ranges import LiveRange, LiveRanges
 from search.problem.memory_rows import Memory
 from search.problem.op_groups import op_groups
 from search.problem.reshard import Resharder
@@ -84,6 +86,7 @@ class StepProblem:
     """All that does not depend on the mesh."""
 
     graph: StrategyGraph
+    kernels: Kernels
     live_ranges: LiveRanges
     items: tuple[LiveRange, ...]
     fingerprint: str
@@ -93,9 +96,10 @@ class StepProblem:
         """Makes a step ready for a device; `marks` keep arguments apart that would be folded together."""
         program = flatten(step)
         whole = fold(program, marks)
-        graph = strategy_graph(whole, op_groups(whole))
-        live_ranges = LiveRanges(graph, expensive_itemsize(device))
-        return cls(graph, live_ranges, live_ranges.items(), fingerprint(program))
+        groups = op_groups(whole)
+        fusion, graph = Fusion(whole, expensive_itemsize(device)), strategy_graph(whole, groups)
+        live_ranges = LiveRanges(graph, fusion)
+        return cls(graph, kernels(fusion, groups), live_ranges, live_ranges.items(), fingerprint(program))
 
     @property
     def step(self) -> Step:
@@ -104,7 +108,7 @@ class StepProblem:
 
     def on(self, cluster: Cluster, shape: tuple[int, ...]) -> "MeshProblem":
         """The problem on one mesh."""
-        costed = price(self.graph, Resharder(MeshModel(cluster, shape)))
+        costed = price(self.graph, self.kernels, Resharder(MeshModel(cluster, shape)))
         return MeshProblem(
             Memory(costed, self.items), self.live_ranges, costed.problem(), DecisionCodec(costed)
         )

@@ -8,11 +8,13 @@ neither it guesses, and launches it leaves out of account. What it takes each ke
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from cost_model.collectives import MeshModel
 from cost_model.compute import kernel_s
 from search.device.workspace import CONVOLUTION
 from search.problem.costs import CostedGraph
-from search.problem.fusion import is_light
+from search.problem.kernels import FusedKernel, runs_alone
 
 UNKNOWN_S = 5e-3
 """What it takes a collective between nodes for. Source: its log."""
@@ -36,33 +38,48 @@ class KernelTime:
         return KernelTime(runs * self.seconds, runs * self.scheduled_s)
 
 
-def of_collective(mesh: MeshModel, op_class: str, axes: Collection[int], num_bytes: float) -> KernelTime:
+def of_collective(mesh: MeshModel, kind: str, axes: Collection[int], num_bytes: float) -> KernelTime:
     """A collective's, with its bytes per device."""
-    seconds = float(mesh.time_s(op_class, axes, num_bytes))
+    seconds = float(mesh.time_s(kind, axes, num_bytes))
     return KernelTime(seconds, UNKNOWN_S if mesh.group(axes).crosses_nodes else MEASURED * seconds)
 
 
 class Times:
-    """Of the ops of a program under some strategies; remembers them by class."""
+    """Of the ops of a program under some strategies; remembers those of alike ones."""
 
     def __init__(self, costed: CostedGraph, chosen: Sequence[int]) -> None:
-        self.costed, self.chosen = costed, chosen
+        self.costed, self.chosen, self.folded = costed, chosen, costed.graph.folded
         self.device = costed.resharder.mesh.cluster.device
-        self._heavy: dict[int, KernelTime] = {}
+        self._alone: dict[int, KernelTime] = {}
+        self._fused: dict[FusedKernel, KernelTime] = {}
         self._moving: dict[float, KernelTime] = {}
 
-    def of_op(self, op_class: int, moved_bytes: float) -> KernelTime:
-        """An op's kernel: of a light one by what it moves."""
-        folded = self.costed.graph.folded
-        if folded.op(op_class).is_boundary or is_light(folded, op_class):
-            return self.of_moving(moved_bytes)
-        if op_class not in self._heavy:
-            of_labels = self.costed.op_seconds(op_class)
-            strategy = self.chosen[self.costed.graph.node_of[op_class]]
-            seconds = float(of_labels[strategy] if of_labels.ndim else of_labels)
-            is_guessed = folded.op(op_class).name == CONVOLUTION
-            self._heavy[op_class] = KernelTime(seconds, CONVOLUTION_S if is_guessed else seconds)
-        return self._heavy[op_class]
+    def of_op(self, i: int, moved_bytes: float) -> KernelTime:
+        """One run of an op's kernel: its share of a fused one; where it only hands arrays on, by what it moves."""
+        op_class = self.folded.class_of[i]
+        if i in self.costed.kernels.of_op:
+            kernel, share = self.costed.kernels.of_op[i]
+            return self._of_fused(kernel) * share
+        return self._of_alone(op_class) if runs_alone(self.folded, op_class) else self.of_moving(moved_bytes)
+
+    def _of_fused(self, kernel: FusedKernel) -> KernelTime:
+        if kernel not in self._fused:
+            self._fused[kernel] = self.of_moving(
+                self._chosen(kernel.op_classes[0], self.costed.kernel_bytes(kernel))
+            )
+        return self._fused[kernel]
+
+    def _of_alone(self, op_class: int) -> KernelTime:
+        if op_class not in self._alone:
+            seconds = self._chosen(op_class, self.costed.op_seconds(op_class))
+            is_guessed = self.folded.op(op_class).name == CONVOLUTION
+            self._alone[op_class] = KernelTime(seconds, CONVOLUTION_S if is_guessed else seconds)
+        return self._alone[op_class]
+
+    def _chosen(self, op_class: int, of_strategies: np.ndarray) -> float:
+        """What holds under the chosen strategy of an op's group."""
+        strategy = self.chosen[self.costed.graph.node_of[op_class]]
+        return float(of_strategies[strategy] if of_strategies.ndim else of_strategies)
 
     def of_moving(self, num_bytes: float) -> KernelTime:
         """A kernel that reads and writes so much."""

@@ -16,12 +16,12 @@ from search.device.kernel_times import KernelTime, Times, of_collective
 from search.device.workspace import CONVOLUTION, Workspaces
 from search.ir.sharding import ReshardStep, SharedPaths
 from search.problem.costs import CostedGraph
-from search.problem.flat_program import FlatOp
-from search.problem.live_ranges import LiveRanges, Resident, is_part
+from search.problem.flat_program import FlatOp, ReadPhase, read_phase
+from search.problem.fusion import is_part
+from search.problem.live_ranges import LiveRanges, Resident
 from search.problem.memory_rows import Arrival
 from search.problem.reshard import SLICE
 from search.problem.reshard_paths import ReshardPaths
-from search.problem.strategy_graph import ReadPhase, read_phase
 
 Loops = tuple[tuple[int, int], ...]
 """Ranges of op positions, inner loops first."""
@@ -148,7 +148,7 @@ class _Lowering:
             self._argument(op)
             return
         read = self._reads(i)
-        is_array = any(v in self.resharded or v in self.live_ranges.fusion_sources[v] for v in op.results)
+        is_array = any(v in self.resharded or self.live_ranges.fusion.is_stored(v) for v in op.results)
         if is_array or self._is_copied_part(i, op):
             self._kernels(i, op, read)
         else:
@@ -272,7 +272,7 @@ class _Lowering:
 
     def _kernel(self, i: int, reads: tuple[int, ...], makes: tuple[int, ...], after: tuple[int, ...]) -> int:
         moved = sum(self.buffers[b].num_bytes for b in (*reads, *makes))
-        time = self.times.of_op(self.folded.class_of[i], moved) * self.program.ops[i].count
+        time = self.times.of_op(i, moved) * self.program.ops[i].count
         loops, workspaces = self.live_ranges.loops_at[i], self.workspaces.num_bytes(i)
         self.kernels.append(Kernel(i, reads, makes, after, None, workspaces, time, loops))
         return len(self.kernels) - 1

@@ -5,7 +5,7 @@ from typing import Any
 
 from cost_model.xla.gpu_targets import is_hopper_or_later
 from search.problem.flat_program import FlatOp
-from search.problem.live_ranges import is_view
+from search.problem.fusion import is_view
 from search.problem.reshard_paths import ReshardPaths
 
 CONVOLUTION = "conv_general_dilated"

@@ -20,7 +20,7 @@ from search.ir.factors.contraction import FLOPS_PER_PRODUCT_SUM
 from search.ir.factors.contraction import RULES as PRODUCTS
 from search.ir.graph import Phase
 from search.problem.flat_program import FlatOp
-from search.problem.fusion import is_light, moved_alone
+from search.problem.kernels import FusedKernel, Kernels, moved_alone, runs_alone
 from search.problem.reshard import Handling, Resharder
 from search.problem.strategies import CopySource, Strategies, all_strategies, port_specs, shards_over
 from search.problem.strategy_graph import Endpoint, Maker, Port, ReshardEdge, StrategyGraph
@@ -36,6 +36,7 @@ class CostedGraph:
     """A strategy graph on one mesh: its strategies and their costs."""
 
     graph: StrategyGraph
+    kernels: Kernels
     resharder: Resharder
     strategies: tuple[Strategies, ...]
 
@@ -143,12 +144,24 @@ class CostedGraph:
             op, count = self.graph.folded.op(op_class), self.graph.folded.counts[op_class]
             if op.is_boundary:
                 continue
-            if not is_light(self.graph.folded, op_class):
+            if runs_alone(self.graph.folded, op_class):
                 compute += count * self.op_seconds(op_class)
             inside += count * self._reduction_seconds(op_class)
-        for kernel in self.graph.kernels_of[node]:
-            compute += kernel.count * kernel_s(self._device, self._bytes(node, kernel.moved))
+        for kernel in self._kernels_of[node]:
+            compute += kernel.count * kernel_s(self._device, self.kernel_bytes(kernel))
         return compute, inside
+
+    @cached_property
+    def _kernels_of(self) -> tuple[tuple[FusedKernel, ...], ...]:
+        """Per node: its fused kernels."""
+        found: list[list[FusedKernel]] = [[] for _ in range(self.graph.num_nodes)]
+        for kernel in self.kernels.fused:
+            found[self.graph.node_of[kernel.op_classes[0]]].append(kernel)
+        return tuple(map(tuple, found))
+
+    def kernel_bytes(self, kernel: FusedKernel) -> np.ndarray:
+        """[strategies]: what a fused kernel moves on one device."""
+        return self._bytes(self.graph.node_of[kernel.op_classes[0]], kernel.moved)
 
     @property
     def _device(self) -> Device:
@@ -259,6 +272,6 @@ class CostedGraph:
                     yield axes, at, value.num_bytes / shards[at], self._joined_bytes((op_class, r))
 
 
-def price(graph: StrategyGraph, resharder: Resharder) -> CostedGraph:
+def price(graph: StrategyGraph, kernels: Kernels, resharder: Resharder) -> CostedGraph:
     """Puts a strategy graph on a mesh."""
-    return CostedGraph(graph, resharder, all_strategies(graph, resharder))
+    return CostedGraph(graph, kernels, resharder, all_strategies(graph, resharder))

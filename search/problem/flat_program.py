@@ -18,6 +18,7 @@ count is not known; it is taken as one.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from functools import cached_property
 from typing import Any
 
@@ -65,6 +66,27 @@ class FlatOp:
     def is_boundary(self) -> bool:
         """Whether it stands for no computation."""
         return self.op is None
+
+
+class ReadPhase(StrEnum):
+    """The phase in which a value is read. What is read at REST serves all of them."""
+
+    REST = "rest"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    UPDATE = "update"
+
+
+_READ_PHASE = {
+    Phase.FORWARD: ReadPhase.FORWARD,
+    Phase.BACKWARD: ReadPhase.BACKWARD,
+    Phase.UPDATE: ReadPhase.UPDATE,
+}
+
+
+def read_phase(op: FlatOp) -> ReadPhase:
+    """The phase in which an op reads: the next step's state is read by the update."""
+    return ReadPhase.UPDATE if op.name == "input" else _READ_PHASE[op.phase]
 
 
 @dataclass(frozen=True, eq=False)

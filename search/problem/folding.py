@@ -74,12 +74,22 @@ class FoldedProgram:
         return tuple(self._heavy(self.op(k)) for k in range(len(self.members)))
 
     @cached_property
+    def is_light(self) -> tuple[bool, ...]:
+        """Whether a class computes element by element, or nearly so: what may be fused, and decided, with its neighbours."""
+        return tuple(self._light(k) for k in range(len(self.members)))
+
+    @cached_property
     def dependencies_into(self) -> dict[int, list[Dependency]]:
         """Links by consumer."""
         into: dict[int, list[Dependency]] = {}
         for dependency in self.dependencies:
             into.setdefault(dependency.consumer, []).append(dependency)
         return into
+
+    def _light(self, op_class: int) -> bool:
+        op = self.op(op_class)
+        is_stuck = any(f.kind is Kind.UNSPLITTABLE and f.size > 1 for f in op.rule.factors)
+        return not (op.is_boundary or self.is_heavy[op_class] or is_stuck)
 
     @staticmethod
     def _heavy(op: FlatOp) -> bool:

@@ -1,204 +1,233 @@
-"""Which ops run as one kernel, and what each kernel moves through memory.
+"""Which values become arrays: what XLA fuses, and what it stores between kernels.
 
-The compiler fuses light ops: a chain of them reads its inputs once and writes its outputs once, whatever lies between.
-What is fused with what follows from where things stand between the heavy ops, which are kernels of their own:
+XLA fuses elementwise ops into their readers. So a light value (of an op that is no product, no look-up into a loop's
+stack, no loop) is an array only if
 
-  * an op stands as *late* as its readers allow: what only the backward phase reads is computed there;
-  * light ops of one group that pass values on at one lateness are one kernel;
-  * an op with one large operand is *cheap*: in another kernel it is computed again from that operand, which is in memory
-    anyway, and never stored. A cast, a mask, a normalised activation cost their readers what it is made of;
-  * reductions and ops of several large operands are stored when another kernel wants them;
-  * what a heavy op or another group reads is stored as it is.
+* an op that reads whole arrays wants it: a product, a loop, a result of the step;
+* it is a reduction, or random bits, or made of more than `MAX_FUSION_SOURCES` large arrays;
+* it is expensive to compute (a tanh), read in several phases, and small enough an element that moving it is cheap.
 
-Heavy ops read all their operands and write their results, except those that look up or update a few places of a
-large array (gather, scatter, slices of it): these touch what they pick, and update in place.
+What is not stored is computed on the fly, in each kernel that reads it, from its *fusion sources*: the stored arrays behind
+it. Views (reshapes, transposes) are their operand's array.
 
-All this happens on the flat program, op by op; kernels of the same classes are then one `FusedKernel` with a count.
+This one model says what the solver's kernels move (`search.problem.kernels`), what is alive when
+(`search.problem.live_ranges`), and which kernels a device launches (`search.device.lowering`).
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from types import MappingProxyType
+from functools import cached_property
 
-from search.problem.flat_program import FlatOp
+from cost_model.cluster import Device
+from search.ir.factors import Kind
+from search.problem.flat_program import FlatOp, ReadPhase, read_phase
 from search.problem.folding import FoldedProgram
 
-Endpoint = tuple[int, int, bool]
-"""(class, index, whether a result): an operand or a result of a class."""
-
-SMALL_SHARE = 1 / 8
-"""Operands smaller than this share of an op's result are not what makes it expensive. Source: a choice of ours."""
-
-_SCATTER = (((1, False), 1.0), ((2, False), 3.0))
-_TOUCHED = MappingProxyType(
+VIEWS = frozenset(
     {
-        "gather": (((1, False), 1.0), ((0, True), 2.0)),
-        "dynamic_slice": (((0, True), 2.0),),
-        "dynamic_update_slice": (((1, False), 2.0),),
-        "scatter": (((1, False), 1.0), ((2, False), 2.0)),
-        **dict.fromkeys(
-            ("scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max"), _SCATTER
-        ),
+        "reshape",
+        "squeeze",
+        "expand_dims",
+        "transpose",
+        "rev",
+        "optimization_barrier",
+        "copy",
+        "stop_gradient",
+        "name",
+        "enter",
     }
 )
-"""What ops move that touch parts of an array: operands or results, by index, and how often. A look-up reads and writes
-what it picks; an update reads what is new, and reads and writes, or only writes, where it goes."""
+"""Ops that give their operand's array back."""
+
+LOOKUPS = frozenset({"gather", "dynamic_slice"})
+"""Ops that read a few elements of what may itself be computed on the fly."""
+
+EXPENSIVE = frozenset(
+    {"tanh", "erf", "erfc", "erf_inv", "logistic", "log", "log1p", "expm1", "pow", "sin", "cos", "tan"}
+)
+"""Elementwise ops that the compiler does not compute twice, where moving the result is cheap."""
+
+_ACTIVATION = frozenset({"mul", "add", "sub", "div", "integer_pow", "square", "convert_element_type"})
+"""Ops that activation functions are made of, besides the expensive ones."""
+
+CHEAPER = frozenset({"logistic"})
+"""Of these, what is taken for stored in 16 bits at most, on every device. Source: a choice of ours. XLA computes a logistic
+again even then; ours stands in for copies in another layout around 16-bit softmaxes, which we do not know."""
+
+CHEAPER_ITEMSIZE = 2
+"""Bytes of an element up to which they are. Source: as above."""
+
+EXPENSIVE_FLOPS = 50.0
+"""What an expensive op is taken to cost for an element. Source: XLA's fusion stores a tanh in bfloat16 on an H100 and in
+float32 on an A100, but computes it again in float32 on an H100: 40 to 80."""
 
 
-@dataclass(frozen=True, slots=True)
-class FusedKernel:
-    """Kernels of the same classes.
+def expensive_itemsize(device: Device) -> float:
+    """Bytes of an element up to which moving it beats computing it again with an expensive op."""
+    return EXPENSIVE_FLOPS * device.memory_bytes_per_s / device.vector_flops_per_s
+
+
+RANDOM = frozenset({"random_bits", "threefry2x32"})
+"""Ops whose random bits the compiler draws inside the kernel that reads them: a mask is stored, never its bits."""
+
+MAX_FUSION_SOURCES = 2
+"""A value computed from more stored arrays is stored itself: fusions do not grow without end."""
+
+
+def is_part(op: FlatOp) -> bool:
+    """Whether an op is a loop's part of a stacked array."""
+    return op.name == "slice" and op.is_boundary
+
+
+def is_view(op: FlatOp) -> bool:
+    """Whether an op makes no array of its own; a loop's part of a stacked array is read where it is."""
+    return len(op.operands) == 1 and (op.name in VIEWS or is_part(op))
+
+
+class Fusion:
+    """What is stored of a folded program, and from what the rest is computed.
 
     Attributes:
-      op_classes: of its ops, ascending.
-      moved: the values read or written, by the place where each enters or leaves, and how often per run.
-      count: runs in one step.
+      folded: the folded program.
+      expensive_itemsize: up to how many bytes an element an expensive op's result is stored.
+      sources: by value, the stored arrays that it is computed from: itself, if it is stored.
+      computed_in: by value, the phases of the kernels that read it, or compute it on the fly.
     """
 
-    op_classes: tuple[int, ...]
-    moved: tuple[tuple[Endpoint, float], ...]
-    count: int
+    def __init__(self, folded: FoldedProgram, expensive_itemsize: float) -> None:
+        self.folded, self.program, self.expensive_itemsize = folded, folded.program, expensive_itemsize
+        self.maker, self.uses = self.program.maker, self.program.uses
+        self._is_reduction = [self._reduces(k) for k in range(len(folded.members))]
+        self._wanted: dict[int, bool] = {}
+        self.computed_in = self._computed_in()
+        self.sources: dict[int, frozenset[int]] = {}
+        for i, op in enumerate(self.program.ops):
+            for v in op.results:
+                self.sources[v] = self._sources(i, v)
 
+    def is_stored(self, v: int) -> bool:
+        """Whether a value is an array of its own."""
+        return v in self.sources[v]
 
-def is_light(folded: FoldedProgram, op_class: int) -> bool:
-    """Whether an op is fused with others."""
-    op = folded.op(op_class)
-    return not (op.is_boundary or folded.is_heavy[op_class] or op.name in _TOUCHED)
-
-
-def moved_alone(folded: FoldedProgram, op_class: int) -> tuple[tuple[Endpoint, float], ...]:
-    """What an op that is a kernel of its own moves."""
-    op = folded.op(op_class)
-    if op.name in _TOUCHED:
-        return tuple(((op_class, i, is_result), times) for (i, is_result), times in _TOUCHED[op.name])
-    read = {v: (op_class, i, False) for i, v in reversed(list(enumerate(op.operands)))}
-    return tuple(
-        (endpoint, 1.0)
-        for endpoint in (*read.values(), *((op_class, r, True) for r in range(len(op.results))))
-    )
-
-
-def kernels(folded: FoldedProgram, node_of: Sequence[int]) -> tuple[FusedKernel, ...]:
-    """The kernels of light ops, ordered by first class; those of heavy ops go without saying."""
-    fusion = _Fusion(folded, node_of)
-    members: dict[int, list[int]] = {}
-    for position in fusion.light:
-        members.setdefault(fusion.kernel_of[position], []).append(position)
-    runs: dict[tuple[int, ...], int] = {}
-    moved: dict[tuple[int, ...], dict[Endpoint, float]] = {}
-    for positions in members.values():
-        op_classes = tuple(sorted({folded.class_of[p] for p in positions}))
-        count = max(fusion.ops[p].count for p in positions)
-        runs[op_classes] = runs.get(op_classes, 0) + count
-        total = moved.setdefault(op_classes, {})
-        for endpoint, times in fusion.moved(positions):
-            total[endpoint] = total.get(endpoint, 0.0) + times
-    return tuple(
-        FusedKernel(
-            op_classes,
-            tuple(
-                (endpoint, times / runs[op_classes]) for endpoint, times in sorted(moved[op_classes].items())
-            ),
-            runs[op_classes],
+    def _reduces(self, op_class: int) -> bool:
+        return any(
+            f.kind in (Kind.SUM, Kind.REDUCE) and f.size > 1 for f in self.folded.op(op_class).rule.factors
         )
-        for op_classes in sorted(runs)
-    )
 
+    def _sources(self, i: int, v: int) -> frozenset[int]:
+        """The stored arrays that a value is computed from: itself, if it is stored."""
+        op, own = self.program.ops[i], frozenset((v,))
+        if op.is_boundary and not is_view(op):
+            return own
+        below = frozenset().union(*(self.sources.get(o, frozenset((o,))) for o in op.operands))
+        if is_view(op):
+            return below
+        if not self.folded.is_light[self.folded.class_of[i]] or self._is_wanted(i, v):
+            return own
+        size = self.program.values[v].num_bytes
+        large = [a for a in below if 4 * self.program.values[a].num_bytes >= size]
+        most = (
+            min(self.expensive_itemsize, CHEAPER_ITEMSIZE) if op.name in CHEAPER else self.expensive_itemsize
+        )
+        is_cheap_to_move = self.program.values[v].itemsize <= most
+        is_expensive = op.name in EXPENSIVE if is_cheap_to_move else self._is_gate(v, below)
+        return (
+            own
+            if len(large) > MAX_FUSION_SOURCES or (is_expensive and len(self.computed_in[v]) > 1)
+            else below
+        )
 
-class _Fusion:
-    """One pass over the program each way."""
+    def _is_gate(self, v: int, below: frozenset[int]) -> bool:
+        """Whether an expensive activation is multiplied with another array in the forward phase and in the backward one: the
+        kernel that makes the forward product then writes the activation too (XLA, measured on GELU in float32)."""
+        times = [u for u in self.uses.get(v, ()) if self.program.ops[u].name == "mul"]
+        if len({read_phase(self.program.ops[u]) for u in times}) < 2 or not self._is_expensive_to_make(v):
+            return False
+        forward = [self.program.ops[u] for u in times if read_phase(self.program.ops[u]) is ReadPhase.FORWARD]
+        others = [self._seen_through(o) for op in forward for o in op.operands if o != v]
+        return any(o not in below and self._is_made_by_heavy(o) for o in others)
 
-    def __init__(self, folded: FoldedProgram, node_of: Sequence[int]) -> None:
-        self.folded = folded
-        self.ops, self.values = folded.program.ops, folded.program.values
-        self.nodes = [node_of[k] for k in folded.class_of]
-        light = [is_light(folded, k) for k in range(len(folded.members))]
-        self.is_light = [light[k] for k in folded.class_of]
-        self.light = [p for p, light in enumerate(self.is_light) if light]
-        self.maker = {v: p for p, op in enumerate(self.ops) for v in op.results}
-        self.kernel_of = self._joined(self._late())
-        self.stored: set[int] = set()
-        self.reads: dict[int, dict[int, Endpoint]] = {}
-        self._pass_through()
+    def _is_expensive_to_make(self, v: int) -> bool:
+        """Whether an expensive op is among those that a value is computed from on the fly."""
+        seen, left = {v}, [v]
+        while left:
+            op = self.program.ops[self.maker[left.pop()][0]]
+            if op.name in EXPENSIVE - CHEAPER:
+                return True
+            if op.name in _ACTIVATION:
+                fresh = [o for o in op.operands if o not in seen]
+                seen.update(fresh)
+                left += fresh
+        return False
 
-    def _late(self) -> list[int]:
-        """Per op: how many heavy ops can stand before it on one path, at most, without delaying any other."""
-        depth = [0] * len(self.ops)
-        for p, op in enumerate(self.ops):
-            before = [self.maker[v] for v in op.operands if self.maker[v] < p]
-            depth[p] = max((depth[q] + (not self.is_light[q]) for q in before), default=0)
-        late = list(depth)
-        wanted: dict[int, int] = {}
-        for p in reversed(range(len(self.ops))):
-            if self.is_light[p]:
-                late[p] = max(
-                    depth[p], min((wanted[v] for v in self.ops[p].results if v in wanted), default=depth[p])
-                )
-            for v in self.ops[p].operands:
-                wanted[v] = min(wanted.get(v, late[p]), late[p])
-        return late
+    def _seen_through(self, v: int) -> int:
+        """The value that a view is of."""
+        op = self.program.ops[self.maker[v][0]]
+        return self._seen_through(op.operands[0]) if is_view(op) else v
 
-    def _joined(self, late: list[int]) -> list[int]:
-        """Per op: the first op of its kernel."""
-        root = list(range(len(self.ops)))
+    def _is_made_by_heavy(self, v: int) -> bool:
+        op_class = self.folded.class_of[self.maker[v][0]]
+        return self.folded.is_heavy[op_class] and not self.folded.op(op_class).is_boundary
 
-        def find(p: int) -> int:
-            while root[p] != p:
-                root[p] = root[root[p]]
-                p = root[p]
-            return p
+    @cached_property
+    def _random_bits(self) -> frozenset[int]:
+        """Values computed from random bits and single numbers alone: masks and noise."""
+        random: set[int] = set()
+        plain: set[int] = set()
+        for i, op in enumerate(self.program.ops):
+            if op.name in RANDOM:
+                random.update(op.results)
+            elif all(self.program.values[v].num_bytes == self.program.values[v].itemsize for v in op.results):
+                plain.update(op.results)
+            elif self.folded.is_light[self.folded.class_of[i]] and all(
+                v in random or v in plain for v in op.operands
+            ):
+                (plain if plain.issuperset(op.operands) else random).update(op.results)
+        return frozenset(random)
 
-        for p in self.light:
-            for v in self.ops[p].operands:
-                q = self.maker[v]
-                if self.is_light[q] and self.nodes[q] == self.nodes[p] and late[q] == late[p]:
-                    a, b = sorted((find(p), find(q)))
-                    root[b] = a
-        return [find(p) for p in range(len(self.ops))]
-
-    def _pass_through(self) -> None:
-        """What each kernel reads, and which values are stored for it."""
-        behind: dict[int, dict[int, Endpoint]] = {}
-        for p, op in enumerate(self.ops):
-            if not self.is_light[p]:
-                self.stored.update(op.operands)
-                continue
-            sources: dict[int, Endpoint] = {}
-            for i, v in enumerate(op.operands):
-                seen = self._seen(p, i, v, behind)
-                self._read(p, seen)
-                if self.values[v].num_bytes >= SMALL_SHARE * self._made_bytes(op):
-                    sources |= seen
-            for r, v in enumerate(op.results):
-                is_cheap = len(sources) <= 1 and all(
-                    self.values[s].num_bytes <= self.values[v].num_bytes / SMALL_SHARE for s in sources
-                )
-                behind[v] = sources if is_cheap else {v: (self.folded.class_of[p], r, True)}
-
-    def _seen(self, p: int, i: int, v: int, behind: dict[int, dict[int, Endpoint]]) -> dict[int, Endpoint]:
-        """The stored values from which an op's operand can be had, and where they enter its group."""
-        q = self.maker[v]
-        if self.is_light[q] and self.nodes[q] == self.nodes[p]:
-            return behind.get(v, {v: (self.folded.class_of[q], self.ops[q].results.index(v), True)})
-        return {v: (self.folded.class_of[p], i, False)}
-
-    def _read(self, p: int, seen: dict[int, Endpoint]) -> None:
-        kernel = self.kernel_of[p]
-        for v, endpoint in seen.items():
-            if self.kernel_of[self.maker[v]] != kernel or not self.is_light[self.maker[v]]:
-                self.stored.add(v)
-                self.reads.setdefault(kernel, {}).setdefault(v, endpoint)
-
-    def _made_bytes(self, op: FlatOp) -> int:
-        return max((self.values[v].num_bytes for v in op.results), default=0)
-
-    def moved(self, positions: list[int]) -> list[tuple[Endpoint, float]]:
-        """What a kernel moves in one step, by place."""
-        kernel = self.kernel_of[positions[0]]
-        count = max(self.ops[p].count for p in positions)
-        found = [(endpoint, float(count)) for endpoint in self.reads.get(kernel, {}).values()]
-        for p in positions:
-            for r, v in enumerate(self.ops[p].results):
-                if v in self.stored:
-                    found.append(((self.folded.class_of[p], r, True), float(self.ops[p].count)))
+    def _computed_in(self) -> dict[int, frozenset[ReadPhase]]:
+        """Per value, the phases of the kernels that read it, or compute it on the fly."""
+        found: dict[int, frozenset[ReadPhase]] = {}
+        for i in reversed(range(len(self.program.ops))):
+            op = self.program.ops[i]
+            for v in op.results:
+                phases: set[ReadPhase] = set()
+                for u in self.uses.get(v, ()):
+                    reader = self.program.ops[u]
+                    is_light = self.folded.is_light[self.folded.class_of[u]] and bool(reader.results)
+                    is_fused = is_light and not self._is_wanted(u, reader.results[0])
+                    phases |= found.get(reader.results[0], frozenset()) if is_fused else {read_phase(reader)}
+                found[v] = frozenset(phases)
         return found
+
+    def _is_wanted(self, i: int, v: int) -> bool:
+        """Whether what a light op makes is an array; remembered, as every reader asks."""
+        if v not in self._wanted:
+            self._wanted[v] = self._stores(i, v)
+        return self._wanted[v]
+
+    def _stores(self, i: int, v: int) -> bool:
+        op = self.program.ops[i]
+        is_reduction = self._is_reduction[self.folded.class_of[i]]
+        if v in self._random_bits and not is_reduction:
+            read_in = {read_phase(self.program.ops[u]) for u in self.uses.get(v, ())}
+            return len(read_in) > 1 or self._is_read_whole(v)
+        if is_reduction or op.name.startswith(("random", "threefry", "rng")):
+            return True
+        if op.name.startswith("scatter"):
+            return not self._is_scattered_into(v)
+        return self._is_read_whole(v) or any(self._is_scattered_into(o) for o in op.operands)
+
+    def _is_scattered_into(self, v: int) -> bool:
+        """Whether a value is scattered to zeros and then added to another: XLA scatters into the other."""
+        readers = [self.program.ops[u].name for u in self.uses.get(v, ())]
+        return self.program.ops[self.maker[v][0]].name == "scatter-add" and readers in (["add_any"], ["add"])
+
+    def _is_read_whole(self, v: int) -> bool:
+        """Whether an op that is not fused reads a value, or a view of it."""
+        for u in self.uses.get(v, ()):
+            op = self.program.ops[u]
+            if is_view(op):
+                if any(self._is_read_whole(r) for r in op.results):
+                    return True
+            elif op.name not in LOOKUPS and not self.folded.is_light[self.folded.class_of[u]]:
+                return True
+        return False

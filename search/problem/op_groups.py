@@ -55,7 +55,7 @@ def op_groups(folded: FoldedProgram) -> tuple[OpGroup, ...]:
         u, v = dependency.producer, dependency.consumer
         both_sums = u in sums and v in sums
         neither = (
-            not sums & {u, v} and _is_light(folded, u) and _is_light(folded, v) and _phases_meet(folded, u, v)
+            not sums & {u, v} and folded.is_light[u] and folded.is_light[v] and _phases_meet(folded, u, v)
         )
         if u != v and (both_sums or neither):
             joiner.join(dependency)
@@ -67,12 +67,6 @@ def _dependency_size(folded: FoldedProgram, dependency: Dependency) -> int:
     return prod(folded.program.values[value].shape)
 
 
-def _is_light(folded: FoldedProgram, op_class: int) -> bool:
-    op = folded.op(op_class)
-    stuck = any(f.kind is Kind.UNSPLITTABLE and f.size > 1 for f in op.rule.factors)
-    return not (op.is_boundary or folded.is_heavy[op_class] or stuck)
-
-
 def _phases_meet(folded: FoldedProgram, u: int, v: int) -> bool:
     return (folded.op(u).phase is Phase.UPDATE) == (folded.op(v).phase is Phase.UPDATE)
 
@@ -81,9 +75,7 @@ def _sum_classes(folded: FoldedProgram) -> set[int]:
     """Additive classes fed by contractions alone, that a sum of several operands is among or downstream of."""
     carriers: set[int] = set()
     sources = {k for k, heavy in enumerate(folded.is_heavy) if heavy}
-    additive = [
-        k for k in range(len(folded.members)) if folded.op(k).rule.is_additive and _is_light(folded, k)
-    ]
+    additive = [k for k in range(len(folded.members)) if folded.op(k).rule.is_additive and folded.is_light[k]]
     changed = True
     while changed:
         fed = {

@@ -5,9 +5,9 @@ from collections.abc import Iterator, Sequence
 from search.ir.sharding import OperandReshard, ReshardPath, ReshardStep, SharedPaths
 from search.ir.spec import PARTIAL, Spec, num_shards
 from search.problem.costs import CostedGraph
-from search.problem.flat_program import FlatProgram
+from search.problem.flat_program import FlatProgram, ReadPhase, read_phase
 from search.problem.strategies import CopySource, port_specs
-from search.problem.strategy_graph import Port, ReadPhase, read_phase
+from search.problem.strategy_graph import Port
 
 STAYS = OperandReshard(())
 

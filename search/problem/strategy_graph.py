@@ -14,15 +14,14 @@ step.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from enum import StrEnum
 from functools import cached_property
 
 from search.ir.factors import Kind, Rule
 from search.ir.factors.rule import Dims
-from search.ir.graph import Phase, Value
-from search.problem.flat_program import FlatOp
+from search.ir.graph import Value
+from search.problem.flat_program import FlatOp, ReadPhase, read_phase
 from search.problem.folding import FoldedProgram
-from search.problem.fusion import Endpoint, FusedKernel, kernels
+from search.problem.kernels import Endpoint
 from search.problem.op_groups import OpGroup
 
 STUCK = -1
@@ -30,15 +29,6 @@ STUCK = -1
 
 MIN_RETAINED_BYTES = 1 << 16
 """Smaller values need no choice of retention: resharding them is all latency, keeping them costs nothing."""
-
-
-class ReadPhase(StrEnum):
-    """Which consumers a copy serves; REST serves all."""
-
-    REST = "rest"
-    FORWARD = "forward"
-    BACKWARD = "backward"
-    UPDATE = "update"
 
 
 Maker = tuple[int, int]
@@ -127,14 +117,6 @@ class StrategyGraph:
         return node < len(self.groups) and self.groups[node].is_sum
 
     @cached_property
-    def kernels_of(self) -> tuple[tuple[FusedKernel, ...], ...]:
-        """Per node: the kernels of its light ops."""
-        found: list[list[FusedKernel]] = [[] for _ in range(self.num_nodes)]
-        for kernel in kernels(self.folded, self.node_of):
-            found[self.node_of[kernel.op_classes[0]]].append(kernel)
-        return tuple(tuple(k) for k in found)
-
-    @cached_property
     def combined(self) -> frozenset[Maker]:
         """Values whose collectives wait for nothing else of their kind, so that the compiler joins small ones: the
         step's inputs, cast or not, and what is only for the update."""
@@ -182,22 +164,10 @@ def strategy_graph(folded: FoldedProgram, parts: tuple[OpGroup, ...]) -> Strateg
     return StrategyGraph(folded, parts, tuple(wiring.copies), tuple(wiring.edges), tuple(node_of), ports)
 
 
-def read_phase(op: FlatOp) -> ReadPhase:
-    """The phase in which an op reads: the next step's state is read by the update."""
-    return ReadPhase.UPDATE if op.name == "input" else _READ_PHASE[op.phase]
-
-
 def _hands_on(op: FlatOp) -> bool:
     """Whether an op passes a value on as it is, or nearly so: a cast, a reshape, a slice of a stack, a sum of rows."""
     is_plain = op.rule.is_additive and len(op.operands) == len(op.results) == 1
     return is_plain or op.name in ("stack", "slice")
-
-
-_READ_PHASE = {
-    Phase.FORWARD: ReadPhase.FORWARD,
-    Phase.BACKWARD: ReadPhase.BACKWARD,
-    Phase.UPDATE: ReadPhase.UPDATE,
-}
 
 
 def _ports(folded: FoldedProgram, group: OpGroup, node: int) -> Iterator[tuple[Endpoint, Port]]:

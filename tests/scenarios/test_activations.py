@@ -20,8 +20,8 @@ from cost_model.hardware import parse_cluster
 from search.device.lowering import Lowered, lower
 from search.ir.trace import trace
 from search.mesh_problem import MeshProblem, StepProblem
+from search.problem.flat_program import ReadPhase, read_phase
 from search.problem.strategies import CopySource
-from search.problem.strategy_graph import Group, group_of
 from tests.zoo import make_megatron
 
 PLENTY_BYTES = 1 << 45
@@ -145,15 +145,15 @@ def kept_bytes(found: MeshProblem, lowered: Lowered) -> float:
 
     Between the layers' products stand no casts of weights: the model makes these before its first layer.
     """
-    group = [group_of(op) for op in found.live_ranges.program.ops]
+    group = [read_phase(op) for op in found.live_ranges.program.ops]
     products = [
         i
         for i, op in enumerate(found.live_ranges.program.ops)
-        if op.name == "dot_general" and group[i] is Group.FORWARD
+        if op.name == "dot_general" and group[i] is ReadPhase.FORWARD
     ]
     layer = range(products[0], products[PRODUCTS])
     kernels = lowered.kernels
-    read_later = {b for k in kernels if group[k.position] is not Group.FORWARD for b in k.reads}
+    read_later = {b for k in kernels if group[k.position] is not ReadPhase.FORWARD for b in k.reads}
     born = {b for k in kernels if k.position in layer for b in k.makes}
     return sum(lowered.buffers[b].num_bytes for b in sorted(born & read_later))
 

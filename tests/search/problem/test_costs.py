@@ -15,7 +15,7 @@ from search.ir.trace import trace
 from search.mesh_problem import StepProblem
 from search.plan.estimates import estimate
 from search.problem.costs import price
-from search.problem.fusion import moved_alone
+from search.problem.kernels import moved_alone
 from search.problem.reshard import Handling, Resharder
 
 ROWS, COLUMNS = 512, 256
@@ -24,8 +24,8 @@ ROW = jnp.zeros(COLUMNS)
 
 
 def costed(step, *args, cluster="1xH100-80GB", mesh=(1,)):
-    graph = StepProblem.of(trace(step, *args), (), parse_cluster(cluster).device).graph
-    return price(graph, Resharder(MeshModel(parse_cluster(cluster), mesh)))
+    problem = StepProblem.of(trace(step, *args), (), parse_cluster(cluster).device)
+    return price(problem.graph, problem.kernels, Resharder(MeshModel(parse_cluster(cluster), mesh)))
 
 
 def num_bytes(folded, place):
@@ -36,9 +36,9 @@ def num_bytes(folded, place):
 
 def fused_traffic(step, *args):
     """(Kernels of light ops, what they move) in arrays like `LARGE`; what is smaller than a twentieth is left out."""
-    graph = costed(step, *args).graph
-    kernels = [kernel for found in graph.kernels_of for kernel in found]
-    moved = [k.count * times * num_bytes(graph.folded, p) for k in kernels for p, times in k.moved]
+    found = costed(step, *args)
+    kernels, folded = found.kernels.fused, found.graph.folded
+    moved = [k.count * times * num_bytes(folded, p) for k in kernels for p, times in k.moved]
     return sum(k.count for k in kernels), round(sum(moved) / LARGE.nbytes, 1)
 
 
