@@ -49,17 +49,17 @@ def _collectives(costed: CostedGraph, chosen: Sequence[int]) -> tuple[Collective
     names = AXIS_NAMES[costed.resharder.num_axes]
     total: dict[tuple[str, tuple[int, ...]], tuple[int, float, float]] = {}
     runs = (*_between_nodes(costed, chosen), *_inside_nodes(costed, chosen))
-    for op_class, axes, count, num_bytes, combined_bytes in runs:
-        seconds = float(costed.resharder.mesh.time_s(op_class, axes, num_bytes, combined_bytes))
-        so_far = total.get((op_class, axes), (0, 0.0, 0.0))
-        total[op_class, axes] = (
+    for kind, axes, count, num_bytes, combined_bytes in runs:
+        seconds = float(costed.resharder.mesh.time_s(kind, axes, num_bytes, combined_bytes))
+        so_far = total.get((kind, axes), (0, 0.0, 0.0))
+        total[kind, axes] = (
             so_far[0] + count,
             so_far[1] + count * num_bytes,
             so_far[2] + count * seconds,
         )
     return tuple(
-        Collective(op_class, tuple(names[a] for a in axes), count, round(num_bytes), seconds)
-        for (op_class, axes), (count, num_bytes, seconds) in sorted(total.items())
+        Collective(kind, tuple(names[a] for a in axes), count, round(num_bytes), seconds)
+        for (kind, axes), (count, num_bytes, seconds) in sorted(total.items())
     )
 
 
