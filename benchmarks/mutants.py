@@ -210,11 +210,11 @@ def _compared(node: ast.Compare) -> Replacements:
 
 
 def _calculated(node: ast.BinOp) -> Replacements:
-    if isinstance(node.left, SEQUENCES) or isinstance(node.right, SEQUENCES):
+    is_sequence = isinstance(node.left, SEQUENCES) or isinstance(node.right, SEQUENCES)
+    if isinstance(node.op, ast.Add if is_sequence else ORDERED):
         yield _with(node, left=node.right, right=node.left)
+    if is_sequence:
         return
-    if isinstance(node.op, ORDERED):
-        yield _with(node, left=node.right, right=node.left)
     if isinstance(node.op, ast.FloorDiv):  # rounded up
         yield ast.UnaryOp(ast.USub(), _with(node, left=ast.UnaryOp(ast.USub(), node.left)))
     yield from _reckoned(node)

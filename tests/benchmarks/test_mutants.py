@@ -16,6 +16,7 @@ LINES = {
     "x = a not in b": {"x = a in b"},
     "x = a + b": {"x = a - b"},
     "x = [a] + b": {"x = b + [a]", "x = [] + b"},
+    "x = [a] * b": {"x = [] * b"},
     "x = a - b": {"x = a + b", "x = b - a"},
     "x = a * (b + c)": {"x = a / (b + c)", "x = a * (b - c)"},
     "x = a // b": {"x = b // a", "x = -(-a // b)"},
@@ -119,6 +120,11 @@ def test_a_mutant_is_its_file_but_for_one_line():
         assert mutant.before in before
         assert mutant.after in after
         assert mutant.before != mutant.after
+
+
+def test_a_filter_stands_where_its_statement_does(tmp_path):
+    (tmp_path / "m.py").write_text("def f():\n    x = a\n    return [a for a in b if c]\n")
+    assert [(m.line, m.after) for m in every(tmp_path, "m.py")] == [(3, "return [a for a in b]")]
 
 
 def test_of_a_long_line_the_difference_is_shown(tmp_path):
