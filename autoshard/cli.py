@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         options = _parser().parse_args(argv)
     except SystemExit as e:  # argparse has said what is wrong
         return int(e.code or 0)
-    if "JAX_PLATFORMS" not in os.environ and not options.uses_devices:
+    if not jax.config.jax_platforms and not options.uses_devices:
         jax.config.update("jax_platforms", "cpu")
     with _one_line_warnings():
         try:
