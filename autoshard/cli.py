@@ -27,8 +27,6 @@ from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec
-from rich.console import Console
-from rich.markup import escape
 
 from autoshard import api, clusters
 from autoshard.calibrate import calibrate
@@ -307,6 +305,9 @@ def _progress() -> Iterator[Callable[[str], None]]:
     if not sys.stderr.isatty():
         yield lambda line: None
         return
+    from rich.console import Console
+    from rich.markup import escape
+
     with Console(stderr=True).status("") as status:
         yield lambda line: status.update(escape(line))
 
