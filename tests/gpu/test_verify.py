@@ -86,17 +86,18 @@ for command in (plan, ("show", "plan.json"), ("clusters",), ("verify", "train.py
 """
 
 
-@pytest.mark.parametrize("environment", [{}, {"JAX_PLATFORMS": ""}], ids=["unset", "empty"])
 @pytest.mark.parametrize(
-    ("script", "started"), [(FROM_PYTHON, []), (FROM_THE_COMMAND_LINE, ["cpu"])], ids=["python", "cli"]
+    ("script", "platforms", "started"),
+    [(FROM_PYTHON, {}, []), (FROM_THE_COMMAND_LINE, {"JAX_PLATFORMS": ""}, ["cpu"])],
+    ids=["from Python", "from the command line"],
 )
-def test_no_device_is_looked_for(tmp_path, script, started, environment):
+def test_no_device_is_looked_for(tmp_path, script, platforms, started):
     """JAX would start the GPU's platform, or say at length why the plugin cannot."""
     (tmp_path / "train.py").write_text(TRAIN)
     kept = {k: v for k, v in os.environ.items() if k != "JAX_PLATFORMS"}
     done = subprocess.run(
         [sys.executable, "-c", SAYS_WHAT_WAS_STARTED + script],
-        env=kept | environment | {"PYTHONPATH": str(Path(__file__).parents[2])},
+        env=kept | platforms | {"PYTHONPATH": str(Path(__file__).parents[2])},
         cwd=tmp_path,
         capture_output=True,
         text=True,
