@@ -27,8 +27,6 @@ from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec
-from rich.console import Console
-from rich.markup import escape
 
 from autoshard import api, clusters
 from autoshard.calibrate import calibrate
@@ -53,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         options = _parser().parse_args(argv)
     except SystemExit as e:  # argparse has said what is wrong
         return int(e.code or 0)
-    if "JAX_PLATFORMS" not in os.environ and not options.uses_devices:
+    if not jax.config.jax_platforms and not options.uses_devices:
         jax.config.update("jax_platforms", "cpu")
     with _one_line_warnings():
         try:
@@ -307,6 +305,9 @@ def _progress() -> Iterator[Callable[[str], None]]:
     if not sys.stderr.isatty():
         yield lambda line: None
         return
+    from rich.console import Console
+    from rich.markup import escape
+
     with Console(stderr=True).status("") as status:
         yield lambda line: status.update(escape(line))
 

@@ -23,7 +23,7 @@ from cost_model.cluster import Cluster
 from cost_model.errors import CompilerError, InfeasibleError, InputError
 from cost_model.units import format_bytes, format_seconds
 from cost_model.xla import compiler
-from cost_model.xla._jax import module_bytes
+from cost_model.xla._jax import lower, module_bytes
 from cost_model.xla.process import Compiler, compile_apart
 from cost_model.xla.stats import CompiledStats
 from executors import jit
@@ -192,7 +192,7 @@ def target_config_text(given: str | os.PathLike[str] | None) -> str | None:
 
 def _lowered(step: Step, program: Program) -> Any:
     try:
-        return program.fn.trace(*program.args).lower(lowering_platforms=("cuda",))
+        return lower(program.fn, program.args)
     except (ValueError, NotImplementedError) as e:
         callback = next(
             (op for _, graph in walk(step.graph) for op in graph.ops if op.name in _CALLBACKS), None

@@ -1,18 +1,31 @@
-"""The compiler's door to JAX's internals: a lowered program as bytes, and bytes compiled.
+"""The compiler's door to JAX's internals: a program lowered without devices, as bytes, and bytes compiled.
 
-Beyond JAX's public surface, both in JAX 0.11 and 0.12: a lowered module can be written as bytecode, and compile-only
-devices' client compiles a module that it is given.
+Beyond JAX's public surface, all in JAX 0.11 and 0.12: a client can be made that is none of JAX's backends; a lowered
+module can be written as bytecode; compile-only devices' client compiles a module that it is given.
 """
 
 import io
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import numpy as np
 from jax._src import compiler
 from jax._src.interpreters import mlir
 from jax._src.lib import xla_client  # type: ignore[attr-defined]
 from jaxlib.mlir import ir
+
+
+def lower(fn: Any, args: Sequence[Any]) -> Any:
+    """A jitted function over an abstract mesh, lowered for GPUs; none of JAX's backends is started.
+
+    JAX asks for a default device even where the mesh has none, and to find one it starts every platform that is
+    installed: a GPU's, with its memory, or the complaints of one that has no driver. So it is given a device of a CPU
+    client that nobody else has.
+    """
+    device = xla_client.make_cpu_client().local_devices()[0]
+    with jax.default_device(device):
+        return fn.trace(*args).lower(lowering_platforms=("cuda",))
 
 
 def module_bytes(lowered: Any) -> bytes:

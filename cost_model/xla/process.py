@@ -31,7 +31,7 @@ from cost_model.errors import CompilerError
 from cost_model.xla.compiler import ENVIRONMENT, Compiled, check, topology
 from cost_model.xla.gpu_targets import target_config
 
-_ROOT = Path(__file__).parents[1]
+_ROOT = Path(__file__).parents[2]
 _COMMAND = (sys.executable, "-P", "-m", "cost_model.xla.child")
 _TICK_S = 1.0
 """How often the progress line is written."""

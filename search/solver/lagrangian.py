@@ -14,10 +14,10 @@ members disagree about much memory is where to branch. Prices move node costs on
 start for the next.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from ortools.math_opt.python import mathopt
 
 from search.solver.pbqp import Labels, MemoryConstraint, Problem
 from search.solver.trws import Trws
@@ -164,30 +164,15 @@ class Relaxation:
         if not seen:
             return self.best_prices_s
         whole_s = max(abs(self.planes.of(labels)[0]) for labels in seen)
-        model = mathopt.Model()
-        bound = model.add_variable()
-        prices = [
-            model.add_variable(lb=0.0, ub=MAX_RISE * best * scale + whole_s) for best in self.best_prices_s
-        ]
-        planes = [model.add_linear_constraint(self._plane(labels, bound, prices)) for labels in seen]
-        model.maximize(bound)
-        result = mathopt.solve(model, mathopt.SolverType.GLOP)
-        if result.termination.reason != mathopt.TerminationReason.OPTIMAL:
+        planes = [(cost, np.array(overflow) / scale) for cost, overflow in map(self.planes.of, seen)]
+        solved = _highest_bound(planes, MAX_RISE * self.best_prices_s * scale + whole_s)
+        if solved is None:
             return self.best_prices_s
-        weights = np.abs(result.dual_values(planes))
+        prices, weights = solved
         self.fractional = tuple(
             (float(w), labels) for w, labels in zip(weights, seen, strict=True) if w > MIN_WEIGHT
         )
-        outer = np.array(result.variable_values(prices)) / scale
-        return INTERIOR * self.best_prices_s + (1 - INTERIOR) * outer
-
-    def _plane(self, labels: Labels, bound, prices):
-        cost, overflow = self.planes.of(labels)
-        scale = self.planes.unit_bytes
-        return (
-            bound - mathopt.fast_sum(p * (over / scale) for p, over in zip(prices, overflow, strict=True))
-            <= cost
-        )
+        return INTERIOR * self.best_prices_s + (1 - INTERIOR) * (prices / scale)
 
     def _meet_new_rows(self) -> None:
         missing = np.zeros(len(self.planes.rows) - len(self.prices_s))
@@ -202,3 +187,24 @@ class Relaxation:
     def _priced_s(self, labels: Labels) -> float:
         cost, overflow = self.planes.of(labels)
         return cost + float(np.dot(self.prices_s, overflow))
+
+
+def _highest_bound(
+    planes: Sequence[tuple[float, np.ndarray]], max_prices: np.ndarray
+) -> tuple[np.ndarray, np.ndarray] | None:
+    """The prices under which the lowest plane, `cost + prices @ overflow`, is highest, and each plane's weight in that
+    (the dual solution); None where the linear solver fails."""
+    from ortools.math_opt.python import mathopt  # it takes a while to import
+
+    model = mathopt.Model()
+    bound = model.add_variable()
+    prices = [model.add_variable(lb=0.0, ub=highest) for highest in max_prices]
+    held = []
+    for cost, overflow in planes:
+        rise = mathopt.fast_sum(p * over for p, over in zip(prices, overflow, strict=True))
+        held.append(model.add_linear_constraint(bound - rise <= cost))
+    model.maximize(bound)
+    result = mathopt.solve(model, mathopt.SolverType.GLOP)
+    if result.termination.reason != mathopt.TerminationReason.OPTIMAL:
+        return None
+    return np.array(result.variable_values(prices)), np.abs(result.dual_values(held))

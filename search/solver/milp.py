@@ -13,20 +13,25 @@ Constraints (the local polytope, the tightest pairwise relaxation of the graph p
 
 `solve_peak` asks for the smallest peak instead: no costs, one variable that every row must not exceed,
 minimised. Seconds and bytes are scaled to sizes near one before the solver sees them.
+
+OR-Tools takes a while to import, so it is when a program is solved.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import numpy as np
-from ortools.math_opt import model_pb2
-from ortools.math_opt.python import mathopt
 
 from search.solver.pbqp import Edge, Labels, MemoryConstraint, Problem
 
-BACKEND = mathopt.SolverType.HIGHS
-"""The fastest to prove optimality on our instances (benchmarks/solvers.py)."""
+if TYPE_CHECKING:
+    from ortools.math_opt import model_pb2
+    from ortools.math_opt.python import mathopt
+
+BACKEND = "HIGHS"
+"""MathOpt's name of the fastest to prove optimality on our instances (benchmarks/solvers.py)."""
 FEASIBILITY = 1e-9
 """By how much of the limit HiGHS may overrun a row; its own 1e-6 would be 80 kB in 80 GB."""
 
@@ -46,7 +51,7 @@ def solve_milp(
     *,
     time_limit_s: float,
     relative_gap: float,
-    backend: mathopt.SolverType = BACKEND,
+    backend: str = BACKEND,
 ) -> Answer:
     """The cheapest assignment of a merged problem under the given rows; the bound is on its cost, in seconds.
 
@@ -131,18 +136,19 @@ class _Program:
         """A variable that every later row is held against; at least one unit, the limit."""
         self.peak = self._add_variables(np.ones(1))
 
-    def solve(self, time_limit_s: float, relative_gap: float, backend: mathopt.SolverType) -> Answer:
+    def solve(self, time_limit_s: float, relative_gap: float, backend: str) -> Answer:
         if not all(len(labels) for labels in self.labels):
             return Answer(None, np.inf)
+        from ortools.math_opt.python import mathopt
+
         params = mathopt.SolveParameters(
             time_limit=timedelta(seconds=max(time_limit_s, 0.01)), relative_gap_tolerance=relative_gap
         )
-        if backend == mathopt.SolverType.HIGHS:
+        if backend == "HIGHS":
             params.highs.double_options["mip_feasibility_tolerance"] = FEASIBILITY
             params.highs.double_options["primal_feasibility_tolerance"] = FEASIBILITY
-        return self._answer(
-            mathopt.solve(mathopt.Model.from_model_proto(self._proto()), backend, params=params)
-        )
+        model = mathopt.Model.from_model_proto(self._proto())
+        return self._answer(mathopt.solve(model, mathopt.SolverType[backend], params=params))
 
     def _add_variables(self, cost: np.ndarray) -> np.ndarray:
         first = len(self.cost)
@@ -179,7 +185,9 @@ class _Program:
             signs = np.concatenate([np.ones(len(leaving)), -np.ones(len(chosen))])
             self._add_constraint(np.concatenate([leaving, chosen]), signs, 0.0, 0.0)
 
-    def _proto(self) -> model_pb2.ModelProto:
+    def _proto(self) -> "model_pb2.ModelProto":
+        from ortools.math_opt import model_pb2
+
         proto, num = model_pb2.ModelProto(), len(self.cost)
         peak = None if self.peak is None else int(self.peak[0])
         proto.variables.ids.extend(range(num))
@@ -200,15 +208,12 @@ class _Program:
             proto.linear_constraint_matrix.coefficients.extend(coefficients[order].tolist())
         return proto
 
-    def _answer(self, result: mathopt.SolveResult) -> Answer:
-        reason = result.termination.reason
-        if reason in (
-            mathopt.TerminationReason.INFEASIBLE,
-            mathopt.TerminationReason.INFEASIBLE_OR_UNBOUNDED,
-        ):
+    def _answer(self, result: "mathopt.SolveResult") -> Answer:
+        reason = result.termination.reason.name
+        if reason in ("INFEASIBLE", "INFEASIBLE_OR_UNBOUNDED"):
             return Answer(None, np.inf)
-        if reason in (mathopt.TerminationReason.NUMERICAL_ERROR, mathopt.TerminationReason.OTHER_ERROR):
-            raise RuntimeError(f"the MILP solver stopped with {reason.name}: {result.termination.detail}")
+        if reason in ("NUMERICAL_ERROR", "OTHER_ERROR"):
+            raise RuntimeError(f"the MILP solver stopped with {reason}: {result.termination.detail}")
         bound = result.termination.objective_bounds.dual_bound * self.unit
         if not result.has_primal_feasible_solution():
             return Answer(None, bound)

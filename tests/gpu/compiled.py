@@ -13,12 +13,12 @@ from jax.sharding import PartitionSpec as P
 
 from cost_model.cluster import Cluster
 from cost_model.hardware import parse_cluster
+from cost_model.xla._jax import lower, module_bytes
 from cost_model.xla.process import Compiler, compile_apart
 from cost_model.xla.stats import CompiledStats
 from executors.jit import build
 from search import driver
 from search.driver import SearchResult
-from search.ir import _jax
 from search.ir.graph import Step
 from search.ir.trace import trace
 from search.mesh_problem import Options, StepProblem
@@ -194,7 +194,7 @@ def compiled(job: Job) -> tuple[Plan, CompiledStats]:
     """The plan, and its program as compiled for a device with all its memory."""
     step, cluster, found = planned(job)
     program = build(step, found.sharding, None)
-    module = _jax.module_bytes(program.fn.trace(*program.args).lower(lowering_platforms=("cuda",)))
+    module = module_bytes(lower(program.fn, program.args))
     answer = compile_apart(module, cluster, compiler=Compiler(flags=HURRY))
     return found.plan, CompiledStats.of(answer, found.plan.decisions.mesh)
 

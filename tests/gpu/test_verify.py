@@ -1,6 +1,9 @@
 """`verify` from the command line to the compiler and back. What peaks should be is not judged here."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -18,6 +21,10 @@ def target():
     def step(w, x):
         return w - 0.1 * jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w)
     return step, ARGS
+
+def of_arrays():
+    step, _ = target()
+    return step, tuple(jnp.zeros(a.shape, a.dtype) for a in ARGS)
 
 def refused():
     def step(w, x):
@@ -58,6 +65,46 @@ def test_a_plan_is_compiled_and_compared(run, tmp_path):
     assert found["compiled"]["residents"]["arguments"] == expected
     assert not [s for s in found["differences"] if " over " in s], "collectives"
     assert set(found["seconds"]) == {"trace", "lower", "compile"}
+
+
+SAYS_WHAT_WAS_STARTED = """
+import atexit, jax._src.xla_bridge
+atexit.register(lambda: print(*jax._src.xla_bridge._backends))
+"""
+
+FROM_PYTHON = """
+import autoshard, train
+step, args = train.target()
+print(autoshard.verify(step, *args, plan=autoshard.search(step, *args, cluster="8xH100-80GB")).fits)
+"""
+
+FROM_THE_COMMAND_LINE = """
+from autoshard.cli import main
+plan = ("search", "train.py:of_arrays", "--cluster", "8xH100-80GB", "--out", "plan.json")
+for command in (plan, ("show", "plan.json"), ("clusters",), ("verify", "train.py:of_arrays", "plan.json")):
+    assert main(command) == 0, command
+"""
+
+
+@pytest.mark.parametrize(
+    ("script", "platforms", "started"),
+    [(FROM_PYTHON, {}, []), (FROM_THE_COMMAND_LINE, {"JAX_PLATFORMS": ""}, ["cpu"])],
+    ids=["from Python", "from the command line"],
+)
+def test_no_device_is_looked_for(tmp_path, script, platforms, started):
+    """JAX would start the GPU's platform, or say at length why the plugin cannot."""
+    (tmp_path / "train.py").write_text(TRAIN)
+    kept = {k: v for k, v in os.environ.items() if k != "JAX_PLATFORMS"}
+    done = subprocess.run(
+        [sys.executable, "-c", SAYS_WHAT_WAS_STARTED + script],
+        env=kept | platforms | {"PYTHONPATH": str(Path(__file__).parents[2])},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines()[-1].split() == started
 
 
 def test_a_program_that_the_compiler_refuses(run):

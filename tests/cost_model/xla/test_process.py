@@ -51,6 +51,12 @@ def test_the_environment_is_the_compilers_and_the_users_stays(ask, monkeypatch):
     assert (os.environ["XLA_FLAGS"], os.environ["JAX_PLATFORMS"]) == ("--users", "cuda")
 
 
+def test_the_process_imports_the_cost_model_that_started_it(tmp_path):
+    without_site = [sys.executable, "-S", "-P", "-c", "import cost_model.xla"]  # nothing installed is seen
+    environment = process._environment("", str(tmp_path))
+    assert subprocess.run(without_site, env=environment, cwd=tmp_path, check=False).returncode == 0
+
+
 def test_the_job_and_the_answer(ask):
     code = """if True:
         import json, sys
@@ -119,7 +125,7 @@ def test_a_compiler_whose_parent_is_gone_ends_itself(tmp_path):
     folder.mkdir()
     child = subprocess.Popen(
         [sys.executable, "-m", "cost_model.xla.child"],
-        cwd=Path(__file__).parents[2],
+        cwd=Path(__file__).parents[3],
         env=os.environ | {"TMPDIR": str(folder)},
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,

@@ -1,0 +1,139 @@
+"""The house: four packages in rooms, each importing only those below it, and any module can be the first."""
+
+import ast
+import functools
+import subprocess
+import sys
+from importlib.util import resolve_name
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("autoshard", "cost_model", "executors", "search")
+
+MAY_IMPORT = {
+    "cost_model": (),
+    "search.solver": (),
+    "search.ir": ("cost_model.errors", "cost_model.units"),
+    "search.problem": ("cost_model", "search.ir", "search.solver"),
+    "search.device": ("cost_model", "search.ir", "search.solver", "search.problem"),
+    "search.plan": ("cost_model", "search.ir", "search.solver", "search.problem", "search.device"),
+    "search": ("cost_model", "search"),
+    "executors": ("cost_model", "search.ir", "search.plan"),
+    "autoshard": ("cost_model", "search", "executors"),
+}
+"""What each room may import of ours beside itself. A file is in the room with the longest name that fits it."""
+
+DOORS = {"cost_model.xla._jax", "search.ir._jax"}
+"""The modules that may use what JAX does not promise."""
+
+FILES = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+    for package in PACKAGES
+    for path in sorted((ROOT / package).rglob("*.py"))
+}
+
+
+def is_in(name: str, room: str) -> bool:
+    return f"{name}.".startswith(f"{room}.")
+
+
+def room_of(name: str) -> str:
+    return max((room for room in MAY_IMPORT if is_in(name, room)), key=len)
+
+
+@functools.cache
+def imports(module: str) -> tuple[tuple[str, str], ...]:
+    """What a module imports, wherever in it: full names, each with its statement."""
+    package = module if FILES[module].name == "__init__.py" else module.rpartition(".")[0]
+    found = []
+    for node in ast.walk(ast.parse(FILES[module].read_text(encoding="utf-8"))):
+        source = ""
+        if isinstance(node, ast.ImportFrom):
+            source = resolve_name("." * node.level + (node.module or ""), package) + "."
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            found += [(source + alias.name, ast.unparse(node)) for alias in node.names]
+    return tuple(found)
+
+
+def is_ours(name: str) -> bool:
+    return any(is_in(name, package) for package in PACKAGES)
+
+
+# --- what is imported
+
+
+def test_each_room_of_the_search_is_in_the_table():
+    folders = {path.parent.name for path in (ROOT / "search").glob("*/__init__.py")}
+    assert folders == {room.removeprefix("search.") for room in MAY_IMPORT if room.startswith("search.")}
+
+
+@pytest.mark.parametrize("room", MAY_IMPORT)
+def test_a_room_imports_only_what_stands_below_it(room):
+    allowed = (room, *MAY_IMPORT[room])
+    upwards = [
+        f"{module} imports {name}"
+        for module in FILES
+        if room_of(module) == room
+        for name, _ in imports(module)
+        if is_ours(name) and not any(is_in(name, below) for below in allowed)
+    ]
+    assert not upwards
+
+
+def test_two_modules_touch_the_internals_of_jax():
+    internal = ("jax._src", "jaxlib")
+    touching = {m for m in FILES for name, _ in imports(m) if any(is_in(name, i) for i in internal)}
+    assert touching == DOORS
+
+
+def test_the_solver_knows_nothing_of_jax():
+    solver = [m for m in FILES if is_in(m, "search.solver")]
+    assert not [m for m in solver for name, _ in imports(m) if is_in(name, "jax")]
+
+
+# --- that it can be
+
+
+EACH_FIRST = """
+import importlib, os, sys
+for name in sys.argv[1:]:
+    child = os.fork()
+    if child == 0:
+        try:
+            importlib.import_module(name)
+        except BaseException as error:
+            print(f"{name}: {error!r}", flush=True)
+        os._exit(0)
+    os.waitpid(child, 0)
+"""
+"""Imports each module in a copy of an interpreter that has none of ours."""
+
+
+def test_any_module_can_be_imported_first():
+    foreign = {statement for m in FILES for name, statement in imports(m) if not is_ours(name)}
+    done = subprocess.run(
+        [sys.executable, "-c", "\n".join([*sorted(foreign), EACH_FIRST]), *FILES],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (0, ""), done.stdout + done.stderr
+
+
+WHAT_COMES_WITH_IT = """
+import sys, jax
+before = {name.partition(".")[0] for name in sys.modules}
+import autoshard
+print(*{name.partition(".")[0] for name in sys.modules} - before - sys.stdlib_module_names)
+"""
+
+
+def test_importing_autoshard_loads_nothing_heavy_beside_jax():
+    """OR-Tools is imported where a program is solved, rich where there is a terminal."""
+    done = subprocess.run(
+        [sys.executable, "-c", WHAT_COMES_WITH_IT], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert set(done.stdout.split()) == set(PACKAGES)
