@@ -27,6 +27,13 @@ def num_shards(spec: Spec, mesh_shape: Sequence[int]) -> int:
     return math.prod(n for d, n in zip(spec, mesh_shape, strict=True) if d >= 0)
 
 
+def shard_size(spec: Spec, shape: Sequence[int], mesh_shape: Sequence[int]) -> int:
+    """Elements that one device holds, padding included."""
+    return math.prod(
+        -(-size // part) for size, part in zip(shape, _parts(spec, shape, mesh_shape), strict=True)
+    )
+
+
 MAX_PADDING = 1 / 32
 """A dimension may be padded by this share of its extent to split into equal parts, where XLA pads (a vocabulary of
 50,257 over 8 devices is padded by seven rows). What is padded costs time and memory that are not counted."""

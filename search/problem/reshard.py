@@ -13,9 +13,12 @@ dimensions. Between them, one step changes a set of axes alike:
   partial        split                    reduce-scatter
   =============  =======================  ===========================
 
-A step may only add or take the minor-most axes of a dimension, since shards lie in axis order. An all-to-all wants
-even splits; the others may be padded. The cheapest
-chains between all pairs are shortest paths (Floyd 1962), found for each size of value once.
+A step may only add or take the minor-most axes of a dimension, since shards lie in axis order. It cuts what a device
+holds into equal parts, or joins equal parts; only a dimension that is whole may be padded to be sliced, and sheds its
+padding when it is gathered whole. (Of an uneven sum XLA makes an all-reduce, of which it takes a slice; where a part is
+cut unevenly, it sends the borders about by a permute.) An all-to-all wants even splits of all dimensions. The cheapest
+chains between all pairs are shortest paths (Floyd 1962), found for each size of value once. `num_bytes` of a
+step is the larger of what a device holds before and after it, padding included.
 
 What XLA:GPU makes of each step was measured (`tests/gpu/test_collectives.py`): with every step's spec imposed in
 turn, the collective named here, to the byte. Two things it does not do, and there are no such steps: a partial
@@ -33,7 +36,7 @@ import numpy as np
 from cost_model.collectives import MeshModel
 from search.ir.graph import Value
 from search.ir.sharding import ReshardPath, ReshardStep
-from search.ir.spec import PARTIAL, WHOLE, Spec, divides, num_shards, splits
+from search.ir.spec import PARTIAL, WHOLE, Spec, divides, shard_size, splits
 
 SLICE = "slice"
 
@@ -56,13 +59,31 @@ ALONE = Handling()
 
 @dataclass(frozen=True, slots=True)
 class _Moves:
-    """The steps possible between specs of one rank, before any sizes: parallel arrays."""
+    """The steps possible between specs of one rank, before any sizes: parallel arrays.
+
+    `may_pad` says which slice a dimension that is whole, or gather one whole.
+    """
 
     specs: tuple[Spec, ...]
     source: np.ndarray
     target: np.ndarray
     kinds: tuple[tuple[str, tuple[int, ...]], ...]
     kind: np.ndarray
+    may_pad: np.ndarray
+
+    def are(self, kind: str) -> np.ndarray:
+        """[moves]: whether they are of a kind."""
+        return np.array([k == kind for k, _ in self.kinds])[self.kind]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Table:
+    """What resharding one size of value costs: seconds and bytes per device of each move, and seconds of the best chain
+    between all pairs."""
+
+    direct_s: np.ndarray
+    num_bytes: np.ndarray
+    best_s: np.ndarray
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +112,7 @@ class Resharder:
 
     def seconds(self, value: Value, how: Handling = ALONE) -> np.ndarray:
         """Seconds from every spec (row) to every other (column); infinite where there is no way."""
-        return self._table(value.shape, value.itemsize, how)[1]
+        return self._table(value.shape, value.itemsize, how).best_s
 
     def chain(self, value: Value, source: Spec, target: Spec, how: Handling = ALONE) -> ReshardPath:
         """The steps of the cheapest chain."""
@@ -103,7 +124,8 @@ class Resharder:
     def _chain(
         self, shape: tuple[int, ...], itemsize: int, how: Handling, source: Spec, target: Spec
     ) -> ReshardPath:
-        direct, best = self._table(shape, itemsize, how)
+        table = self._table(shape, itemsize, how)
+        direct, best = table.direct_s, table.best_s
         moves, rank = _moves(len(shape), self.num_axes, how.at_once), len(shape)
         here, goal = self.index(source, rank), self.index(target, rank)
         assert np.isfinite(best[here, goal]), f"no way from {source} to {target} for {shape}"
@@ -113,30 +135,22 @@ class Resharder:
             leaving = leaving[_may_lead_to(moves, leaving, goal, best, direct)]
             totals = direct[leaving] + best[moves.target[leaving], goal]
             move = leaving[int(np.argmin(totals))]
-            kind, axes = moves.kinds[moves.kind[move]]
-            after = moves.specs[moves.target[move]]
-            num_bytes = (
-                prod(shape)
-                * itemsize
-                / min(num_shards(moves.specs[here], self.mesh.shape), num_shards(after, self.mesh.shape))
-            )
-            steps.append(ReshardStep(kind, axes, num_bytes, after))
             here = int(moves.target[move])
+            kind, axes = moves.kinds[moves.kind[move]]
+            steps.append(ReshardStep(kind, axes, float(table.num_bytes[move]), moves.specs[here]))
         return tuple(steps)
 
-    def _table(self, shape: tuple[int, ...], itemsize: int, how: Handling) -> tuple[np.ndarray, np.ndarray]:
-        """(Seconds of each direct move, seconds of the best chain between all pairs)."""
+    def _table(self, shape: tuple[int, ...], itemsize: int, how: Handling) -> _Table:
         key = (shape, itemsize, how)
         if key not in self._tables:
             self._tables[key] = self._solve(*key)
         return self._tables[key]
 
-    def _solve(self, shape: tuple[int, ...], itemsize: int, how: Handling) -> tuple[np.ndarray, np.ndarray]:
+    def _solve(self, shape: tuple[int, ...], itemsize: int, how: Handling) -> _Table:
         moves = _moves(len(shape), self.num_axes, how.at_once)
         fits = np.array([splits(s, shape, self.mesh.shape) for s in moves.specs])
-        is_even = np.array([divides(s, shape, self.mesh.shape) for s in moves.specs])
-        local = np.array([prod(shape) * itemsize / num_shards(s, self.mesh.shape) for s in moves.specs])
-        moved = np.maximum(local[moves.source], local[moves.target])
+        held = np.array([shard_size(s, shape, self.mesh.shape) for s in moves.specs])[moves.source]
+        moved = itemsize * np.where(moves.are("all-gather"), held * self._parts(moves), held)
         direct = np.full(len(moved), np.inf)
         for i, (kind, axes) in enumerate(moves.kinds):
             of_kind = moves.kind == i
@@ -144,9 +158,8 @@ class Resharder:
             if kind != SLICE:
                 taken_s = self.mesh.time_s(kind, axes, moved[of_kind], how.combined_bytes)
                 direct[of_kind] = np.maximum(taken_s, SLICE_S)
-            if kind == "all-to-all":
-                direct[of_kind & ~(is_even[moves.source] & is_even[moves.target])] = np.inf
-        direct[~(fits[moves.source] & fits[moves.target])] = np.inf
+        is_possible = fits[moves.source] & fits[moves.target] & self._is_made(moves, shape)
+        direct[~is_possible] = np.inf
         best = np.full((len(fits), len(fits)), np.inf)
         np.fill_diagonal(best, np.where(fits, 0.0, np.inf))
         np.minimum.at(best, (moves.source, moves.target), direct)
@@ -154,7 +167,20 @@ class Resharder:
             np.minimum(best, best[:, via, None] + best[None, via, :], out=best)
         if not how.at_once:
             _scatter_what_is_split(moves, direct, best)
-        return direct, best
+        return _Table(direct, moved, best)
+
+    def _is_made(self, moves: _Moves, shape: tuple[int, ...]) -> np.ndarray:
+        """[moves]: whether the compiler makes them one step of a value of this shape."""
+        size = np.array([shard_size(s, shape, self.mesh.shape) for s in moves.specs])
+        is_even = np.array([divides(s, shape, self.mesh.shape) for s in moves.specs])
+        before, after, parts = size[moves.source], size[moves.target], self._parts(moves)
+        cuts_evenly = (before == parts * after) | (before == after) | (parts * before == after)
+        exchanges_evenly = is_even[moves.source] & is_even[moves.target]
+        return np.where(moves.are("all-to-all"), exchanges_evenly, cuts_evenly | moves.may_pad)
+
+    def _parts(self, moves: _Moves) -> np.ndarray:
+        """[moves]: how many devices take part in each."""
+        return np.array([prod(self.mesh.shape[a] for a in axes) for _, axes in moves.kinds])[moves.kind]
 
 
 def _scatter_what_is_split(moves: _Moves, direct: np.ndarray, best: np.ndarray) -> None:
@@ -203,12 +229,19 @@ def _moves(rank: int, num_axes: int, at_once: bool = False) -> _Moves:
     rows = []
     for spec in specs:
         for axes, kind, after in _steps_from(spec, places):
-            leaves_partial = PARTIAL in after and (at_once or spec[axes[0]] != PARTIAL)
+            leaves_partial = PARTIAL in after and (at_once or kind != "reduce-scatter")
             if leaves_partial:
                 continue
-            rows.append((index[spec], index[after], kinds.setdefault((kind, axes), len(kinds))))
-    table = np.array(rows, np.int64).reshape(-1, 3)
-    return _Moves(specs, table[:, 0], table[:, 1], tuple(kinds), table[:, 2])
+            number = kinds.setdefault((kind, axes), len(kinds))
+            rows.append((index[spec], index[after], number, _may_pad(kind, spec, after, axes[0])))
+    table = np.array(rows, np.int64).reshape(-1, 4)
+    return _Moves(specs, table[:, 0], table[:, 1], tuple(kinds), table[:, 2], table[:, 3].astype(bool))
+
+
+def _may_pad(kind: str, before: Spec, after: Spec, axis: int) -> bool:
+    """Whether a step slices a dimension that is whole, or gathers one whole."""
+    slices_whole = kind == SLICE and after[axis] not in before
+    return slices_whole or (kind == "all-gather" and before[axis] not in after)
 
 
 def _steps_from(spec: Spec, places: tuple[int, ...]):
