@@ -16,6 +16,7 @@ from functools import cached_property
 from typing import Any
 
 import jax
+import numpy as np
 
 from search.ir import _jax
 
@@ -46,6 +47,12 @@ class Value:
     shape: tuple[int, ...]
     dtype: Any
     weak_type: bool = False
+
+    @classmethod
+    def of(cls, aval: Any) -> "Value":
+        """The value of an abstract value; tokens and others without a shape count as empty arrays."""
+        shape, dtype = getattr(aval, "shape", (0,)), getattr(aval, "dtype", np.dtype(bool))
+        return cls(tuple(shape), dtype, bool(getattr(aval, "weak_type", False)))
 
     @property
     def itemsize(self) -> int:
@@ -118,6 +125,10 @@ class Graph:
     constants: tuple[tuple[int, Any], ...]
     ops: tuple[Op, ...]
     outputs: tuple[Atom, ...]
+
+    def value(self, atom: Atom) -> Value:
+        """What an operand or output is, a literal's own array included."""
+        return self.values[atom] if isinstance(atom, int) else Value.of(atom.aval)
 
     @cached_property
     def num_ops(self) -> int:

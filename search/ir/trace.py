@@ -129,12 +129,6 @@ def build_graph(jaxpr: Any) -> Graph:
     return _without_dead_ops(graph)
 
 
-def _value(aval: Any) -> Value:
-    """Tokens and other shapeless avals count as empty arrays."""
-    shape, dtype = getattr(aval, "shape", (0,)), getattr(aval, "dtype", np.dtype(bool))
-    return Value(tuple(shape), dtype, bool(getattr(aval, "weak_type", False)))
-
-
 class _Builder:
     """Collects values and ops while jaxprs are inlined into one another."""
 
@@ -145,7 +139,7 @@ class _Builder:
         self._number: dict[Any, int] = {}
 
     def new_value(self, aval: Any) -> int:
-        self.values.append(_value(aval))
+        self.values.append(Value.of(aval))
         return len(self.values) - 1
 
     def define(self, var: Any) -> int:

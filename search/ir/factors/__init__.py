@@ -11,11 +11,10 @@ from types import MappingProxyType
 from typing import Any
 
 from search.ir.factors import contraction, elementwise, indexing, linalg, reduction, rng, shape
-from search.ir.factors.calls import CALLS, CONTROL_FLOW
 from search.ir.factors.loops import opaque
 from search.ir.factors.rule import Factor, Kind, Rule, RuleFn
 
-__all__ = ["CALLS", "CONTROL_FLOW", "Factor", "Kind", "Rule", "has_rule", "rule_for"]
+__all__ = ["Factor", "Kind", "Rule", "has_rule", "rule_for"]
 
 _RULES: Mapping[str, RuleFn] = MappingProxyType(
     {

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 
+from search.ir.factors import has_rule
 from search.ir.graph import Phase, Role, Step, verify, walk
 from search.ir.trace import trace
 from tests import zoo
@@ -161,6 +162,44 @@ def test_calls_are_inlined():
     traced = trace(step, W, X)
     assert not {"jit", "pjit", "custom_jvp_call", "custom_vjp_call", "closed_call"} & set(primitives(traced))
     assert phases_of(traced, "dot_general") == [Phase.FORWARD, Phase.BACKWARD]
+
+
+def batched_by_hand(x):
+    function = jax.custom_batching.custom_vmap(jnp.sin)
+    function.def_vmap(lambda size, is_batched, x: (jnp.sin(x), True))
+    return function(x)
+
+
+def linear(x):
+    return jax.custom_derivatives.linear_call(lambda r, x: r * x, lambda r, g: r * g, jnp.sin(x), x)
+
+
+def differentiated_under_checkpoint(x):
+    function = jax.custom_vjp(jnp.sin)
+    function.defvjp(lambda x: (jnp.sin(x), x), lambda x, g: (g * jnp.cos(x),), optimize_remat=True)
+    return jax.grad(lambda x: jax.checkpoint(lambda x: function(jnp.sin(x)))(x).sum())(x)
+
+
+def checkpoints_in_a_loop(x):
+    def loss(x):
+        return jax.lax.scan(jax.checkpoint(lambda x, _: (jnp.sin(x), None)), x, None, length=2)[0].sum()
+
+    return jax.grad(loss)(x)
+
+
+def composite(x):
+    return jax.lax.composite(lambda x: jnp.sin(x), "user.sin")(x)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [batched_by_hand, linear, differentiated_under_checkpoint, checkpoints_in_a_loop, composite],
+    ids=lambda function: function.__name__,
+)
+def test_nothing_hides_in_a_call(function):
+    found = primitives(trace(function, X))
+    assert found["sin"] >= 1
+    assert all(has_rule(name) or name == "scan" for name in found)
 
 
 @pytest.mark.parametrize("prevent_cse", [True, False])
