@@ -93,6 +93,22 @@ def body_params(name: str, params: dict[str, Any]) -> dict[str, tuple[Any, ...]]
     return {}
 
 
+def alternatives(name: str, params: dict[str, Any]) -> tuple[tuple[str, ...] | None, ...]:
+    """The platforms of each branch of `jax.lax.platform_dependent`, None for all others: of its `cond`, and of the
+    `platform_index` that chooses. Of other ops, nothing."""
+    return params["platforms"] if name == "platform_index" else params.get("branches_platforms") or ()
+
+
+def literal(content: np.generic) -> Literal:
+    """A scalar as an operand."""
+    return Literal(content, jax_core.ShapedArray((), content.dtype))
+
+
+def has_source(source_info: Any) -> bool:
+    """Whether an equation knows a line of the user's code; those inside JAX's own jitted functions do not."""
+    return next(iter(source_info_util.user_frames(source_info.traceback)), None) is not None
+
+
 def source_line(source_info: Any) -> str:
     """`file:line` of the user's code that made an equation, or an empty string.
 

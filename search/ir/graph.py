@@ -98,6 +98,11 @@ class Op:
         return _jax.source_line(self.source_info)
 
     @property
+    def where(self) -> str:
+        """Where it stands, for a message: `at file:line`, or the name scope where no line is known."""
+        return f"at {self.source}" if self.source else f"in the scope {self.scope!r}"
+
+    @property
     def loop_counts(self) -> tuple[int, int]:
         """Of a `scan`: how many leading inputs are constants, and how many follow as carries."""
         return _jax.scan_counts(self.params)

@@ -7,6 +7,7 @@ can be split.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -50,4 +51,6 @@ def rule_for(name: str, in_avals: Sequence[Any], out_avals: Sequence[Any], param
       >>> rule.operands, rule.results
       ((((0,), (1,)), ((1,), (2,))), (((0,), (2,)),))
     """
-    return _RULES.get(name, opaque)(in_avals, out_avals, params)
+    if name in _RULES:
+        return _RULES[name](in_avals, out_avals, params)
+    return replace(opaque(in_avals, out_avals, params), is_unknown=True)

@@ -53,7 +53,6 @@ KNOWN_WITHOUT_RULE = COLLECTIVES | {
         "dce_sink",
         "tie",
         "program_order",
-        "empty2",
         "unreachable",
     ),  # carry no data to split
     *("custom_linear_solve", "platform_index", "call_hi_primitive"),  # hold programs that nothing inlines yet

@@ -14,7 +14,7 @@ from jax import lax
 
 from executors.jit import build
 from search.ir.trace import trace
-from search.problem.flat_program import Program, flatten
+from search.problem.flat_program import FlatProgram, flatten
 from tests.executors import plans
 
 Function = Callable[[jax.Array, jax.Array | float], jax.Array]
@@ -97,7 +97,7 @@ def trained(f: Function) -> Callable[[jax.Array, jax.Array], tuple[jax.Array, ja
     return step
 
 
-def check_rules(program: Program) -> None:
+def check_rules(program: FlatProgram) -> None:
     """Each operand's and result's factors multiply to its shape."""
     for op in program.ops:
         for values, dims_of in ((op.operands, op.rule.operands), (op.results, op.rule.results)):
