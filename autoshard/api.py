@@ -72,7 +72,7 @@ def search(
       8
     """
     hardware = parse_cluster(cluster)
-    traced = _traced(step, abstract_args, {})
+    traced = _traced(step, hardware, abstract_args, {})
     options = planning.options(traced, hardware, memory, mesh, pin, time_limit_s)
     if not verify:
         return planning.find(traced, hardware, options, progress).plan
@@ -104,7 +104,7 @@ def emit(
       PlanError: the plan is for another step, or decides something impossible.
       InputError: there are fewer devices than the plan's mesh has.
     """
-    traced = _traced(step, abstract_args, {})
+    traced = _traced(step, planning.cluster(plan, "the plan"), abstract_args, {})
     found = planning.applied(traced, plan, "the plan")
     return jit.build(traced, found.sharding, jax.devices() if devices is None else devices)
 
@@ -150,7 +150,7 @@ def verify(
         cluster, Compiler(judge.target_config_text(target_config), timeout_s), progress
     )
     progress("tracing the step")
-    traced = _traced(step, abstract_args, {})
+    traced = _traced(step, cluster, abstract_args, {})
     return asked.verified(traced, planning.applied(traced, given, place), full)
 
 
@@ -310,9 +310,10 @@ class Parallelized:
             raise InputError(
                 f"{self.__name__} is a parallelized step and cannot be called inside another jitted function"
             )
-        traced = _traced(self._step, args, kwargs)
         request = self._request
         devices = list(jax.devices() if request.devices is None else request.devices)
+        hardware = self._hardware(devices)
+        traced = _traced(self._step, hardware, args, kwargs)
         if request.plan is not None:
             if self._signature is not None:
                 raise PlanError(
@@ -327,15 +328,19 @@ class Parallelized:
                     AutoshardWarning,
                     stacklevel=3,
                 )
-            hardware = parse_cluster(
-                attached.cluster_name(devices) if request.cluster is None else request.cluster
-            )
             options = planning.options(
                 traced, hardware, request.memory, request.mesh, request.pin, request.time_limit_s
             )
             found = planning.find(traced, hardware, options)
         self._program = jit.build(traced, found.sharding, devices, _retraced)
         self._plan, self._signature = found.plan, _signature(args, kwargs)
+
+    def _hardware(self, devices: Sequence[Any]) -> Cluster:
+        """What the plan is for, or what it will be made for."""
+        request = self._request
+        if request.plan is not None:
+            return planning.cluster(request.plan, request.place)
+        return parse_cluster(attached.cluster_name(devices) if request.cluster is None else request.cluster)
 
 
 _TRACE_ERRORS = (jax.errors.JAXTypeError, jax.errors.JAXIndexError, TypeError, ValueError)
@@ -367,10 +372,10 @@ def _given(plan: str | os.PathLike[str] | Plan) -> tuple[Plan, str]:
     return (plan, "the plan") if isinstance(plan, Plan) else (Plan.load(plan), str(plan))
 
 
-def _traced(step: Callable[..., Any], args: Any, kwargs: Any) -> Step:
+def _traced(step: Callable[..., Any], cluster: Cluster, args: Any, kwargs: Any) -> Step:
     if isinstance(step, Parallelized):
         step = step.__wrapped__  # type: ignore[attr-defined]
-    return planning.traced(step, args, kwargs)
+    return planning.traced(step, cluster, args, kwargs)
 
 
 __all__ = ["AutoshardWarning", "Parallelized", "emit", "parallelize", "search", "verify"]

@@ -13,7 +13,7 @@ from cost_model.errors import InputError, PlanError
 from cost_model.units import parse_bytes
 from search import driver
 from search.ir.graph import Step
-from search.ir.trace import trace
+from search.ir.trace import trace_for
 from search.mesh_problem import DEFAULT_TIME_LIMIT_S, Options
 from search.plan.plan import Plan
 
@@ -24,12 +24,13 @@ class AutoshardWarning(UserWarning):
     """Something that works, but perhaps not as its user thinks."""
 
 
-def traced(step: Callable[..., Any], args: Any, kwargs: Any) -> Step:
-    """The step as a graph; warns of primitives that have no factor rule."""
-    graph = trace(step, *args, **kwargs)
-    for name, (count, source) in driver.primitives_without_rule(graph).items():
+def traced(step: Callable[..., Any], cluster: Cluster, args: Any, kwargs: Any) -> Step:
+    """The step as it runs on a cluster, as a graph; warns of ops of which nothing is known."""
+    graph = trace_for(cluster.device.platform, step, *args, **kwargs)
+    for name, (count, where) in driver.primitives_without_rule(graph).items():
         warnings.warn(
-            f"{name} has no factor rule and is computed alike on all devices ({count} in the step, first at {source})",
+            f"{name} has no factor rule and is computed alike on all devices ({count} in the step, first {where}). "
+            "To say how it splits, wrap it in jax.experimental.custom_partitioning with a sharding_rule",
             AutoshardWarning,
             stacklevel=4,
         )

@@ -120,6 +120,11 @@ class Device:
         _check_share(self.memory_efficiency, "efficiency of device memory")
         _check_not_negative(self.launch_s, "launch time", "s")
 
+    @property
+    def platform(self) -> str:
+        """What JAX lowers programs for it to: "cuda", or "cpu" where devices are simulated."""
+        return "cpu" if self.name == "CPU" else "cuda"
+
     def peak_flops_per_s(self, dtype: DTypeLike) -> float:
         """Peak dense FLOP/s of matrix products of this dtype: a NumPy or JAX one, or its name.
 

@@ -17,7 +17,6 @@ from cost_model.errors import InfeasibleError, PlanError
 from cost_model.units import format_bytes
 from search.device.prediction import Prediction
 from search.infeasible import explain
-from search.ir.factors import has_rule
 from search.ir.graph import Step
 from search.ir.sharding import StepSharding
 from search.ir.spec import AXIS_NAMES
@@ -165,12 +164,13 @@ def _said(options: Options) -> dict[str, Any]:
 
 
 def primitives_without_rule(step: Step) -> dict[str, tuple[int, str]]:
-    """Primitives that are replicated for want of a rule: how many ops, and the first one's source line."""
+    """Primitives that are replicated for want of a rule, where there is data to split: how many ops, and where the
+    first one stands."""
     found: dict[str, tuple[int, str]] = {}
     for op in flatten(step).ops:
-        if op.op is not None and not has_rule(op.name):
-            count, source = found.get(op.name, (0, op.op.source))
-            found[op.name] = (count + 1, source)
+        if op.op is not None and op.rule.is_unknown and any(f.size > 1 for f in op.rule.factors):
+            count, where = found.get(op.name, (0, op.op.where))
+            found[op.name] = (count + 1, where)
     return found
 
 

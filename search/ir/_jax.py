@@ -34,9 +34,14 @@ CALLS = {
     "pjit": "jaxpr",
     "closed_call": "call_jaxpr",
     "core_call": "call_jaxpr",
+    "eval_jaxpr": "call_jaxpr",
+    "composite": "call_jaxpr",
     "custom_jvp_call": "call_jaxpr",
     "custom_vjp_call": "call_jaxpr",
     "custom_vjp_call_jaxpr": "fun_jaxpr",
+    "custom_vmap_call": "call",
+    "linear_call": "callee",
+    "remat_opt": "fwd_jaxpr",
     "checkpoint": "jaxpr",
     "remat": "jaxpr",
     "remat2": "jaxpr",
@@ -86,6 +91,22 @@ def body_params(name: str, params: dict[str, Any]) -> dict[str, tuple[Any, ...]]
     if name == "cond":
         return {"branches": tuple(params["branches"])}
     return {}
+
+
+def alternatives(name: str, params: dict[str, Any]) -> tuple[tuple[str, ...] | None, ...]:
+    """The platforms of each branch of `jax.lax.platform_dependent`, None for all others: of its `cond`, and of the
+    `platform_index` that chooses. Of other ops, nothing."""
+    return params["platforms"] if name == "platform_index" else params.get("branches_platforms") or ()
+
+
+def literal(content: np.generic) -> Literal:
+    """A scalar as an operand."""
+    return Literal(content, jax_core.ShapedArray((), content.dtype))
+
+
+def has_source(source_info: Any) -> bool:
+    """Whether an equation knows a line of the user's code; those inside JAX's own jitted functions do not."""
+    return next(iter(source_info_util.user_frames(source_info.traceback)), None) is not None
 
 
 def source_line(source_info: Any) -> str:

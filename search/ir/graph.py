@@ -16,6 +16,7 @@ from functools import cached_property
 from typing import Any
 
 import jax
+import numpy as np
 
 from search.ir import _jax
 
@@ -46,6 +47,12 @@ class Value:
     shape: tuple[int, ...]
     dtype: Any
     weak_type: bool = False
+
+    @classmethod
+    def of(cls, aval: Any) -> "Value":
+        """The value of an abstract value; tokens and others without a shape count as empty arrays."""
+        shape, dtype = getattr(aval, "shape", (0,)), getattr(aval, "dtype", np.dtype(bool))
+        return cls(tuple(shape), dtype, bool(getattr(aval, "weak_type", False)))
 
     @property
     def itemsize(self) -> int:
@@ -91,6 +98,11 @@ class Op:
         return _jax.source_line(self.source_info)
 
     @property
+    def where(self) -> str:
+        """Where it stands, for a message: `at file:line`, or the name scope where no line is known."""
+        return f"at {self.source}" if self.source else f"in the scope {self.scope!r}"
+
+    @property
     def loop_counts(self) -> tuple[int, int]:
         """Of a `scan`: how many leading inputs are constants, and how many follow as carries."""
         return _jax.scan_counts(self.params)
@@ -118,6 +130,10 @@ class Graph:
     constants: tuple[tuple[int, Any], ...]
     ops: tuple[Op, ...]
     outputs: tuple[Atom, ...]
+
+    def value(self, atom: Atom) -> Value:
+        """What an operand or output is, a literal's own array included."""
+        return self.values[atom] if isinstance(atom, int) else Value.of(atom.aval)
 
     @cached_property
     def num_ops(self) -> int:

@@ -29,10 +29,23 @@ from search.ir.graph import Argument, Atom, Graph, Op, Phase, Role, Step, Value,
 _TRACE_ERRORS = (jax.errors.JAXTypeError, jax.errors.JAXIndexError, TypeError, ValueError)
 
 
-def trace(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Step:
-    """Traces `step` on the shapes of its arguments.
+def trace(step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Step:
+    """Traces `step` on the shapes of its arguments; branches by platform stay branches.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> step = trace(lambda w, x: w - 0.1 * jax.grad(lambda w: jnp.sum(x @ w))(w), jnp.ones((4, 2)), jnp.ones((8, 4)))
+      >>> [a.role.value for a in step.arguments]
+      ['parameter', 'batch']
+    """
+    return trace_for(None, step, *args, **kwargs)
+
+
+def trace_for(platform: str | None, step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Step:
+    """Traces `step` on the shapes of its arguments, as it runs on a platform.
 
     Args:
+      platform: as JAX names it when it lowers: "cuda", "cpu". Of `jax.lax.platform_dependent`, its branch is taken.
       step: a training step for one device, e.g. `(state, batch) -> (state, metrics)`.
       *args: its arguments, or their shapes: pytrees of arrays or `jax.ShapeDtypeStruct`.
       **kwargs: its keyword arguments, likewise.
@@ -41,14 +54,8 @@ def trace(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Step:
       The traced step.
 
     Raises:
-      InputError: an argument is not an array, has a 64-bit dtype without `jax_enable_x64`, or the step cannot
-        be traced.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> step = trace(lambda w, x: w - 0.1 * jax.grad(lambda w: jnp.sum(x @ w))(w), jnp.ones((4, 2)), jnp.ones((8, 4)))
-      >>> [a.role.value for a in step.arguments]
-      ['parameter', 'batch']
+      InputError: an argument is not an array, has a 64-bit dtype without `jax_enable_x64`, the step cannot be
+        traced, or has no code for the platform.
     """
     start_s = time.perf_counter()
     leaves, in_tree = jax.tree_util.tree_flatten((args, kwargs))
@@ -64,7 +71,7 @@ def trace(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Step:
             f"the step {name!r} cannot be traced by jax.jit, which autoshard needs: {_first_line(e)}{_where(e)}"
         ) from e
     out_tree = jax.tree_util.tree_structure(out_shape)
-    graph = _with_phases(build_graph(jaxpr))
+    graph = _with_phases(build_graph(jaxpr, platform))
     verify(graph)
     replaces = _pair_state(graph, in_tree, out_tree)
     names = _argument_names(jaxpr, len(leaves))
@@ -120,39 +127,40 @@ def _argument_names(jaxpr: Any, count: int) -> tuple[str, ...]:
 # --- the graph
 
 
-def build_graph(jaxpr: Any) -> Graph:
-    """The graph of a (closed) jaxpr: calls inlined, dead ops dropped; every op in the forward phase for now."""
-    builder = _Builder()
+def build_graph(jaxpr: Any, platform: str | None = None, caller: Any = None) -> Graph:
+    """The graph of a (closed) jaxpr: calls and branches by platform inlined, dead ops dropped; every op in the
+    forward phase for now.
+
+    Ops without a source line of their own have the `caller`'s source.
+    """
+    builder = _Builder(platform)
     inputs = tuple(builder.define(v) for v in _jax.open_jaxpr(jaxpr).invars)
-    outputs = builder.inline(jaxpr, None, "")
+    outputs = builder.inline(jaxpr, None, "", caller)
     graph = Graph(tuple(builder.values), inputs, tuple(builder.constants), tuple(builder.ops), outputs)
     return _without_dead_ops(graph)
-
-
-def _value(aval: Any) -> Value:
-    """Tokens and other shapeless avals count as empty arrays."""
-    shape, dtype = getattr(aval, "shape", (0,)), getattr(aval, "dtype", np.dtype(bool))
-    return Value(tuple(shape), dtype, bool(getattr(aval, "weak_type", False)))
 
 
 class _Builder:
     """Collects values and ops while jaxprs are inlined into one another."""
 
-    def __init__(self) -> None:
+    def __init__(self, platform: str | None) -> None:
+        self.platform = platform
         self.values: list[Value] = []
         self.constants: list[tuple[int, Any]] = []
         self.ops: list[Op] = []
         self._number: dict[Any, int] = {}
 
     def new_value(self, aval: Any) -> int:
-        self.values.append(_value(aval))
+        self.values.append(Value.of(aval))
         return len(self.values) - 1
 
     def define(self, var: Any) -> int:
         self._number[var] = number = self.new_value(var.aval)
         return number
 
-    def inline(self, jaxpr: Any, operands: tuple[Atom, ...] | None, scope: str) -> tuple[Atom, ...]:
+    def inline(
+        self, jaxpr: Any, operands: tuple[Atom, ...] | None, scope: str, caller: Any
+    ) -> tuple[Atom, ...]:
         """Appends the jaxpr's equations; its arguments are `operands`, or already defined when None."""
         env: dict[Any, Atom] = {}
         for var, content in zip(*_jax.jaxpr_consts(jaxpr), strict=True):
@@ -168,26 +176,42 @@ class _Builder:
             return env[atom] if atom in env else self._number[atom]
 
         for eqn in inner.eqns:
-            results = self._equation(eqn, tuple(map(read, eqn.invars)), scope)
+            source = eqn.source_info if caller is None or _jax.has_source(eqn.source_info) else caller
+            results = self._equation(eqn, tuple(map(read, eqn.invars)), scope, source)
             env.update(zip(eqn.outvars, results, strict=True))
         return tuple(map(read, inner.outvars))
 
-    def _equation(self, eqn: Any, operands: tuple[Atom, ...], scope: str) -> tuple[Atom, ...]:
+    def _equation(self, eqn: Any, operands: tuple[Atom, ...], scope: str, source: Any) -> tuple[Atom, ...]:
         scope = "/".join(filter(None, (scope, str(eqn.source_info.name_stack))))
         name = eqn.primitive.name
         if name in _jax.CALLS and _jax.CALLS[name] in eqn.params:
             if name in _jax.REMATS and eqn.params.get("differentiated"):
                 scope = f"{scope}/rematted_computation" if scope else "rematted_computation"
                 if eqn.params.get("prevent_cse", True):
-                    operands = self._barrier(operands, scope, eqn.source_info)
-            return self.inline(eqn.params[_jax.CALLS[name]], operands, scope)
+                    operands = self._barrier(operands, scope, source)
+            return self.inline(eqn.params[_jax.CALLS[name]], operands, scope, source)
+        if self.platform is not None and (alternatives := _jax.alternatives(name, eqn.params)):
+            choice = self._choice(alternatives, source)
+            if name == "platform_index":
+                return (_jax.literal(np.int32(choice)),)
+            return self.inline(eqn.params["branches"][choice], operands[1:], scope, source)
         bodies = {
-            key: tuple(build_graph(j) for j in jaxprs)
+            key: tuple(build_graph(j, self.platform, source) for j in jaxprs)
             for key, jaxprs in _jax.body_params(name, eqn.params).items()
         }
         outputs = tuple(self.new_value(v.aval) for v in eqn.outvars)
-        self._append(eqn.primitive, eqn.params, operands, outputs, scope, eqn.source_info, bodies)
+        self._append(eqn.primitive, eqn.params, operands, outputs, scope, source, bodies)
         return outputs
+
+    def _choice(self, alternatives: Sequence[Any], source: Any) -> int:
+        """Which of the branches is this platform's."""
+        for i, platforms in enumerate(alternatives):
+            if platforms is None or self.platform in platforms:
+                return i
+        raise InputError(
+            f"jax.lax.platform_dependent at {_jax.source_line(source)} has no branch for {self.platform}, which "
+            "is what the cluster runs. Give it one, or a default="
+        )
 
     def _barrier(self, operands: tuple[Atom, ...], scope: str, source_info: Any) -> tuple[Atom, ...]:
         held = tuple(a for a in operands if isinstance(a, int))

@@ -16,6 +16,7 @@ A multi-operand identity (`optimization_barrier`) becomes one identity per opera
 count is not known; it is taken as one.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -174,11 +175,13 @@ class _Flattening:
             self.append("enter", (), constant, (), count, Phase.FORWARD, (*path, v), [], [])
         for i, op in enumerate(graph.ops):
             operands = tuple(number[a] if isinstance(a, int) else None for a in op.inputs)
-            results = self._op(op, operands, count, (*path, i))
+            results = self._op(op, tuple(map(graph.value, op.inputs)), operands, count, (*path, i))
             number.update(zip(op.outputs, results, strict=True))
         return tuple(number[a] if isinstance(a, int) else None for a in graph.outputs)
 
-    def _op(self, op: Op, operands: tuple[int | None, ...], count: int, site: Site) -> tuple[int | None, ...]:
+    def _op(
+        self, op: Op, inputs: tuple[Value, ...], operands: tuple[int | None, ...], count: int, site: Site
+    ) -> tuple[int | None, ...]:
         if op.name == "scan":
             return self._scan(op, operands, count, site)
         if op.name == "while":
@@ -187,9 +190,9 @@ class _Flattening:
             return self._cond(op, operands, count, site)
         if op.name == "optimization_barrier":
             return tuple(
-                self.identity(op, i, v, count, site) for i, v in enumerate(operands) if v is not None
+                None if v is None else self.identity(op, i, v, count, site) for i, v in enumerate(operands)
             )
-        rule = self._rule(op, operands)
+        rule = self._rule(op, inputs, operands)
         results = tuple(self.new_value(v) for v in op.result_values)
         kept = tuple(i for i, v in enumerate(operands) if v is not None)
         read = tuple(v for v in operands if v is not None)
@@ -203,21 +206,17 @@ class _Flattening:
         )
         return results
 
-    def _rule(self, op: Op, operands: tuple[int | None, ...]) -> Rule:
+    def _rule(self, op: Op, inputs: tuple[Value, ...], operands: tuple[int | None, ...]) -> Rule:
         """An op's factors, its literals left out; ops that look alike share one."""
-        shapes = tuple(None if v is None else self.values[v] for v in operands)
+        is_read = tuple(v is not None for v in operands)
         try:
-            key = (op.name, shapes, op.result_values, tuple(op.params.items()))
+            key = (op.name, inputs, is_read, op.result_values, tuple(op.params.items()))
             if key in self.rules:
                 return self.rules[key]
         except TypeError:  # a parameter that cannot be hashed
             key = None
-        ins = tuple(
-            getattr(a, "aval", None) if v is None else v for v, a in zip(shapes, op.inputs, strict=True)
-        )
-        rule = rule_for(op.name, ins, op.result_values, op.params)
-        read = tuple(dims for dims, v in zip(rule.operands, operands, strict=True) if v is not None)
-        rule = replace(rule, operands=read)
+        rule = rule_for(op.name, inputs, op.result_values, op.params)
+        rule = replace(rule, operands=tuple(itertools.compress(rule.operands, is_read)))
         if key is not None:
             self.rules[key] = rule
         return rule

@@ -222,6 +222,25 @@ def test_emit_gives_what_to_lower(plan):
     assert_close(program.fn(*placed), plain_steps(1))
 
 
+def step_by_platform(w, x):
+    def loss(w):
+        y = jax.lax.platform_dependent(x @ w, cpu=jnp.sin, cuda=jnp.tanh)
+        return jnp.mean(y**2) + jnp.diagonal(w[:8, :8]).sum()
+
+    return w - 0.1 * jax.grad(loss)(w)
+
+
+@pytest.mark.parametrize("cluster", ["8xCPU", "8xH100-80GB"])
+def test_branches_by_platform_are_the_clusters_and_warn_of_nothing(cluster):
+    """The GPU's program runs on other devices, too: it is what the GPUs would compute."""
+    w, x = jax.random.normal(jax.random.key(0), (16, 8)), jnp.linspace(-1, 1, 384).reshape(24, 16)
+    plan = autoshard.search(step_by_platform, w, x, cluster=cluster)
+    program = autoshard.emit(step_by_platform, w, x, plan=plan)
+    ours = {"8xCPU": jnp.sin, "8xH100-80GB": jnp.tanh}[cluster]
+    wanted = w - 0.1 * jax.grad(lambda w: jnp.mean(ours(x @ w) ** 2) + jnp.trace(w[:8, :8]))(w)
+    assert_close(program.fn(*jax.device_put((w, x), program.shardings)), wanted)
+
+
 def test_emit_takes_a_parallelized_step(plan):
     shapes = jax.eval_shape(create_state, jax.random.key(0)), jax.eval_shape(make_batch_arrays)
     program = autoshard.emit(parallelize(train_step), *shapes, plan=plan, devices=jax.devices())

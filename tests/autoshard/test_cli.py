@@ -60,7 +60,7 @@ def lookup():
 
 def without_rule():
     def step(w, x):
-        return w + jax.pure_callback(np.sin, jax.ShapeDtypeStruct((), "float32"), x.sum())
+        return w + jax.pure_callback(np.sin, jax.ShapeDtypeStruct(x.shape, x.dtype), x).sum()
     return step, ARGS
 
 def raising():

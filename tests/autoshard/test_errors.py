@@ -205,6 +205,18 @@ def test_what_is_no_function():
         autoshard.parallelize(3)
 
 
+def unknown_to_us(w, x):
+    y = x @ jax.lax.stop_gradient(w)
+    return w + jax.pure_callback(np.tanh, jax.eval_shape(lambda: y), y).sum()
+
+
+def test_an_op_without_a_rule_is_named_with_its_line_and_the_remedy():
+    line = unknown_to_us.__code__.co_firstlineno + 2
+    where = rf"pure_callback has no factor rule .*1 in the step, first at .*test_errors\.py:{line}\)"
+    with pytest.warns(AutoshardWarning, match=rf"{where}.*custom_partitioning with a sharding_rule"):
+        autoshard.search(unknown_to_us, W, X, cluster="8xCPU")
+
+
 # --- decoration
 
 

@@ -7,15 +7,15 @@ can be split.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
 from search.ir.factors import contraction, elementwise, indexing, linalg, reduction, rng, shape
-from search.ir.factors.calls import CALLS, CONTROL_FLOW
 from search.ir.factors.loops import opaque
 from search.ir.factors.rule import Factor, Kind, Rule, RuleFn
 
-__all__ = ["CALLS", "CONTROL_FLOW", "Factor", "Kind", "Rule", "has_rule", "rule_for"]
+__all__ = ["Factor", "Kind", "Rule", "has_rule", "rule_for"]
 
 _RULES: Mapping[str, RuleFn] = MappingProxyType(
     {
@@ -51,4 +51,6 @@ def rule_for(name: str, in_avals: Sequence[Any], out_avals: Sequence[Any], param
       >>> rule.operands, rule.results
       ((((0,), (1,)), ((1,), (2,))), (((0,), (2,)),))
     """
-    return _RULES.get(name, opaque)(in_avals, out_avals, params)
+    if name in _RULES:
+        return _RULES[name](in_avals, out_avals, params)
+    return replace(opaque(in_avals, out_avals, params), is_unknown=True)

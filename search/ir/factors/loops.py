@@ -53,7 +53,7 @@ class Loops:
 
 
 def opaque(ins: Sequence[Any], outs: Sequence[Any], params: dict[str, Any]) -> Rule:
-    """The rule of an op about which nothing is known: every dimension is a loop of its own that cannot be
+    """The rule of an op that must be computed whole: every dimension is a loop of its own that cannot be
     split."""
     del params
     loops = Loops()

@@ -154,7 +154,7 @@ RULES: dict[str, RuleFn] = {
     "tile": tile,
     "stack": stack,
     "unstack": unstack,
-    **dict.fromkeys(("iota", "empty"), created),
+    **dict.fromkeys(("iota", "empty", "empty2"), created),
     "slice": mixing(lambda ins, outs, params: resized_dims(ins[0], outs[0]), is_additive=True),
     "pad": mixing(_padded, is_additive=True),
     "rev": mixing(lambda ins, outs, params: params["dimensions"], is_additive=True),

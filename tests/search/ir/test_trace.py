@@ -1,6 +1,7 @@
 """What tracing reads off a step: its ops with calls inlined, phases, roles, state pairs, names and source lines."""
 
 from collections import Counter
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -8,8 +9,10 @@ import numpy as np
 import optax
 import pytest
 
+from cost_model.errors import InputError
+from search.ir.factors import has_rule
 from search.ir.graph import Phase, Role, Step, verify, walk
-from search.ir.trace import trace
+from search.ir.trace import trace, trace_for
 from tests import zoo
 
 W = jax.ShapeDtypeStruct((16, 32), jnp.float32)
@@ -163,6 +166,44 @@ def test_calls_are_inlined():
     assert phases_of(traced, "dot_general") == [Phase.FORWARD, Phase.BACKWARD]
 
 
+def batched_by_hand(x):
+    function = jax.custom_batching.custom_vmap(jnp.sin)
+    function.def_vmap(lambda size, is_batched, x: (jnp.sin(x), True))
+    return function(x)
+
+
+def linear(x):
+    return jax.custom_derivatives.linear_call(lambda r, x: r * x, lambda r, g: r * g, jnp.sin(x), x)
+
+
+def differentiated_under_checkpoint(x):
+    function = jax.custom_vjp(jnp.sin)
+    function.defvjp(lambda x: (jnp.sin(x), x), lambda x, g: (g * jnp.cos(x),), optimize_remat=True)
+    return jax.grad(lambda x: jax.checkpoint(lambda x: function(jnp.sin(x)))(x).sum())(x)
+
+
+def checkpoints_in_a_loop(x):
+    def loss(x):
+        return jax.lax.scan(jax.checkpoint(lambda x, _: (jnp.sin(x), None)), x, None, length=2)[0].sum()
+
+    return jax.grad(loss)(x)
+
+
+def composite(x):
+    return jax.lax.composite(lambda x: jnp.sin(x), "user.sin")(x)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [batched_by_hand, linear, differentiated_under_checkpoint, checkpoints_in_a_loop, composite],
+    ids=lambda function: function.__name__,
+)
+def test_nothing_hides_in_a_call(function):
+    found = primitives(trace(function, X))
+    assert found["sin"] >= 1
+    assert all(has_rule(name) or name == "scan" for name in found)
+
+
 @pytest.mark.parametrize("prevent_cse", [True, False])
 def test_a_checkpoint_is_recomputed_in_the_backward_phase_behind_a_barrier(prevent_cse):
     def step(w, x):
@@ -200,6 +241,48 @@ def test_a_scan_over_layers_is_two_loops_one_backward():
     case = zoo.make_gpt_scan()
     traced = trace(case.step, *case.abstract_args())
     assert phases_of(traced, "scan") == [Phase.FORWARD, Phase.BACKWARD]
+
+
+def by_platform(x):
+    return jax.lax.platform_dependent(x, cpu=jnp.sin, cuda=jnp.tanh)
+
+
+@pytest.mark.parametrize(("platform", "name"), [("cpu", "sin"), ("cuda", "tanh")])
+def test_a_branch_by_platform_is_taken_at_trace(platform, name):
+    def step(w, x):
+        def loss(w):
+            return jax.lax.scan(lambda x, _: (jax.vmap(by_platform)(x), None), x @ w, None, length=2)[0].sum()
+
+        return w - jax.grad(loss)(w)
+
+    found = primitives(trace_for(platform, step, W, X))
+    assert found[name] == 1
+    assert not found.keys() & {"cond", "platform_index", "empty2", *({"sin", "tanh"} - {name})}
+    assert primitives(trace(step, W, X)).keys() >= {"cond", "platform_index", "sin", "tanh"}
+
+
+def test_a_platform_without_a_branch():
+    line = by_platform.__code__.co_firstlineno + 1
+    with pytest.raises(InputError, match=rf"at .*test_trace.py:{line} has no branch for rocm.*default="):
+        trace_for("rocm", by_platform, X)
+
+
+def test_ops_of_library_functions_have_the_source_line_of_their_call():
+    def step(w, x):
+        value, grad = jax.value_and_grad(lambda w: jax.nn.relu(x @ w)[jnp.arange(3)].sum())(w)
+        return w - grad, value
+
+    graph = trace(step, W, X).graph
+    line = step.__code__.co_firstlineno + 1
+    assert {op.name: op.source.rpartition(":")[2] for op in graph.ops}.items() >= {
+        name: str(line) for name in ("max", "gather", "iota", "select_n", "scatter-add")
+    }.items()
+
+
+def test_an_op_without_a_source_line_is_named_by_its_scope():
+    op = trace(sgd, W, X).graph.ops[0]
+    assert op.where.startswith("at ")
+    assert replace(op, source_info=None).where == "in the scope 'jvp()'"
 
 
 def test_closed_over_arrays_are_constants():
