@@ -10,7 +10,7 @@ from cost_model.hardware import parse_cluster
 from search.device.workspace import Workspaces
 from search.ir.trace import trace
 from search.mesh_problem import StepProblem
-from search.problem.reshard_paths import Routes
+from search.problem.reshard_paths import ReshardPaths
 
 MIB = 2**20
 NHWC = ("NHWC", "HWIO", "NHWC")
@@ -27,13 +27,13 @@ def placed(step, *args, gpu="H100-80GB", mesh=1, **pins) -> Workspaces:
     ground = StepProblem.of(traced, [str(pins.get(a.name)) for a in traced.arguments], cluster.device)
     on_mesh = ground.on(cluster, (mesh,))
     chosen = on_mesh.solve(on_mesh.pinned(pins), 1 << 45, 5.0).labels
-    return Workspaces(Routes(on_mesh.memory.costed, chosen))
+    return Workspaces(ReshardPaths(on_mesh.memory.costed, chosen))
 
 
 def of_ops(name: str, step, *args, **where) -> list[float]:
     """The workspaces of a primitive's ops, in MiB."""
     found = placed(step, *args, **where)
-    return [found.num_bytes(i) / MIB for i, op in enumerate(found.routes.program.ops) if op.name == name]
+    return [found.num_bytes(i) / MIB for i, op in enumerate(found.paths.program.ops) if op.name == name]
 
 
 def product(x, w):
@@ -155,7 +155,7 @@ def convolved(padding, strides=(2, 2), dilation=(1, 1), flip=False):
 def padded(step, *args, operator=0, **where) -> float:
     """Bytes of what a step's convolution pads by hand, of an element four."""
     found = placed(step, *args, **where)
-    at = [i for i, op in enumerate(found.routes.program.ops) if op.name == "conv_general_dilated"]
+    at = [i for i, op in enumerate(found.paths.program.ops) if op.name == "conv_general_dilated"]
     return found.padded_bytes(at[operator]) / 4
 
 
@@ -198,7 +198,7 @@ def test_the_kernel_s_gradient_of_an_even_convolution_is_even():
             return jax.grad(lambda w: jnp.sum(convolved(padding)(x, w) ** 2))(w)
 
         found = placed(step, KERNEL, IMAGES)
-        ops = found.routes.program.ops
+        ops = found.paths.program.ops
         (gradient,) = [i for i, op in enumerate(ops) if op.op and op.op.params.get("rhs_dilation") == (2, 2)]
         return found.padded_bytes(gradient) / 4
 
