@@ -24,14 +24,15 @@ def peak(lowered: Lowered, order: Sequence[int]) -> Peak:
     held, highest, where = 0.0, -1.0, 0
     for at, kernel in enumerate(run):
         held += change[at]
-        total = held + kernel.workspace_bytes - _in_place(lowered, kernel)
+        in_place_bytes = sum(lowered.buffers[b].num_bytes for b in _in_place(kernel))
+        total = held + kernel.workspace_bytes - in_place_bytes
         if total > highest:
             highest, where = total, at
     residents = dict.fromkeys(Resident, 0.0)
-    for buffer, (born, dies) in zip(lowered.buffers, stretches, strict=True):
-        if born <= where <= dies:
-            residents[buffer.resident] += buffer.num_bytes
-    residents[Resident.TEMPORARIES] += highest - sum(residents.values())
+    for b, (born, dies) in enumerate(stretches):
+        if born <= where <= dies and b not in _in_place(run[where]):
+            residents[lowered.buffers[b].resident] += lowered.buffers[b].num_bytes
+    residents[Resident.TEMPORARIES] += run[where].workspace_bytes
     there = tuple((r, num_bytes) for r, num_bytes in residents.items() if num_bytes > 0)
     arrivals = tuple(
         buffer.arrival
@@ -80,8 +81,7 @@ def _left(inside: Loops, outside: Loops) -> tuple[int, int] | None:
     return inside[len(inside) - len(outside) - 1] if len(inside) > len(outside) else None
 
 
-def _in_place(lowered: Lowered, kernel: Kernel) -> float:
+def _in_place(kernel: Kernel) -> tuple[int, ...]:
     """An all-reduce writes where it reads; several that are joined write to one flat array."""
-    if kernel.collective is None or kernel.collective.kind != "all-reduce" or len(kernel.makes) > 1:
-        return 0.0
-    return sum(lowered.buffers[b].num_bytes for b in kernel.makes)
+    is_all_reduce = kernel.collective is not None and kernel.collective.kind == "all-reduce"
+    return kernel.makes if is_all_reduce and len(kernel.makes) == 1 else ()

@@ -86,7 +86,7 @@ class Workspaces:
         assert op.op is not None
         params, v = op.op.params, op.operands[0]
         is_gradient = self.paths.program.ops[self.paths.maker[op.operands[1]][0]].name == "rev"
-        # of a strided convolution's kernel gradient, the padding at the end may be any up to a stride more
+        # of a strided convolution's kernel gradient, the padding at the end may be less, by up to a stride
         slack = [dilation - 1 for dilation in params["rhs_dilation"]]
         pads = zip(params["padding"], slack, strict=True)
         is_uneven = any(not high <= low <= high + more for (low, high), more in pads)

@@ -99,7 +99,7 @@ class FlatProgram:
       values: every value.
       ops: inputs first, then the step's ops, then outputs.
       inputs: the `input` ops' values, one per argument of the step.
-      loops: for each loop, the half-open range of op positions of its body; inner loops after outer ones.
+      loops: for each loop, the half-open range of op positions of its body; inner loops before outer ones.
     """
 
     step: Step

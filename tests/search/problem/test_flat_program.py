@@ -1,148 +1,440 @@
-"""The flat program: loops and branches of any nesting, with literals handed into them at any place."""
+"""The flat program computes what the step computes, as often as the step does, and knows where everything stands."""
 
-import functools
-from collections.abc import Callable
+from collections import Counter
 from math import prod
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from jax import lax
 
-from executors.jit import build
+from search.ir import _jax
+from search.ir.factors import Kind
+from search.ir.graph import Phase, walk
 from search.ir.trace import trace
-from search.problem.flat_program import FlatProgram, flatten
-from tests.executors import plans
+from search.problem.flat_program import BOUNDARIES, FlatProgram, ReadPhase, flatten, read_phase
 
-Function = Callable[[jax.Array, jax.Array | float], jax.Array]
-"""Of an array and a scalar, which may be a literal."""
-
-W = np.linspace(-1, 1, 36, dtype=np.float32).reshape(6, 6)
-X = np.linspace(-1, 1, 48, dtype=np.float32).reshape(8, 6)
-
-LEAVES: dict[str, Function] = {
-    "scaled": lambda x, s: jnp.tanh(x) * s,
-    "clamped": lambda x, s: lax.clamp(s, x, 1.0) - x,
-    "chosen": lambda x, s: jnp.where(s > 0.3, jnp.sin(x), jnp.cos(x)),
-    "padded": lambda x, s: lax.pad(x[1:], lax.convert_element_type(s, x.dtype), ((1, 0, 0), (0, 0, 0))),
-    "barred": lambda x, s: sum(lax.optimization_barrier((x, s))),
-    "converted": lambda x, s: x + lax.convert_element_type(s, jnp.int32),
-}
+W, X, STACK = np.eye(3, 4, dtype=np.float32), np.ones((2, 3), np.float32), np.ones((5, 2, 4), np.float32)
 
 
-def scan_with_constant(f: Function) -> Function:
-    return lambda x, s: lax.scan(lambda x, _: (f(x, s), s), x, None, length=2)[0]
+def straight(w, x):
+    """A number from both arguments, one of them, and another number."""
+    return jnp.sum(jnp.tanh(x @ w)), x, jnp.max(x)
 
 
-def scan_with_carry(f: Function) -> Function:
-    def body(carry, _):
-        x, s = carry
-        return (f(x, s), s), x.mean()
+def looped(w, x):
+    """Constants, a carry and a slice go into a loop; a carry and a stack come out."""
+    first = jnp.tanh(x @ w)
 
-    def looped(x, s):
-        (x, s), means = lax.scan(body, (x, s), None, length=3)
-        return x * s + means.sum()
+    def body(y, part):
+        z = y * part + first
+        return z, jnp.sin(z) @ w.T
 
-    return looped
-
-
-def scan_over_slices(f: Function) -> Function:
-    def body(s, x):
-        return s, f(x, s)
-
-    return lambda x, s: lax.scan(body, s, jnp.stack([x, x + 1]))[1].sum(0)
+    last, stack = lax.scan(body, first, jnp.exp(STACK) * first)
+    return last, stack
 
 
-def branches(f: Function) -> Function:
-    return lambda x, s: lax.cond(x.sum() > 0, f, lambda x, s: x - s, x, s)
+def nested(w, x):
+    """A loop in a loop in a loop, each with carries; a stack of stacks; a stack that is sliced again."""
+    first = jnp.tanh(x @ w)
+
+    def innermost(a, part):
+        return a + part * first, a.sum(1)
+
+    def inner(b, parts):
+        c, sums = lax.scan(innermost, b, parts, length=2)
+        return c * 0.5, (c @ w.T, sums)
+
+    def outer(d, parts):
+        e, (products, sums) = lax.scan(inner, d + 1.0, parts, length=3)
+        return e, (products, sums * 2.0)
+
+    parts = jnp.exp(jnp.broadcast_to(STACK[:1], (5, 3, 2, 2, 4)))
+    last, (products, sums) = lax.scan(outer, first, parts)
+    again, _ = lax.scan(lambda f, s: (f + s.sum(), None), last, products)
+    return again, sums
 
 
-def while_loop(f: Function) -> Function:
-    def looped(x, s):
-        done = lax.while_loop(lambda c: c[0] < 2, lambda c: (c[0] + 1, f(c[1], c[2]), c[2]), (0, x, s))
-        return x + done[1]
+def branched(w, x):
+    """The last branch is taken. Some hand an operand back, some compute, one gives a number."""
+    y = x @ w
 
-    return lambda x, s: lax.stop_gradient(looped(x, s)) + x
+    def hand_back(y, w):
+        return w, y, 1.0
 
+    def compute(y, w):
+        return w * 2.0, jnp.sin(y), y.sum()
 
-def handed_a_literal(f: Function) -> Function:
-    return lambda x, s: jax.jit(f)(x, 0.5) + s
-
-
-WRAPPERS: tuple[Callable[[Function], Function], ...] = (
-    *(scan_with_constant, scan_with_carry, scan_over_slices, branches, while_loop, handed_a_literal),
-    *(jax.checkpoint, jax.jit),
-)
+    first = lax.cond(y.sum() > 0, compute, hand_back, y, w)
+    return first, lax.switch(x.sum().astype(int), (hand_back, hand_back, compute), jnp.tanh(y), first[0])
 
 
-@st.composite
-def functions(draw: st.DrawFn) -> Function:
-    """A few ops inside loops, branches and calls, up to five deep."""
-    wraps = draw(st.lists(st.sampled_from(WRAPPERS), max_size=5))
-    first, then = draw(st.tuples(*[st.sampled_from(list(LEAVES.values()))] * 2))
-    inside = functools.reduce(lambda f, wrap: wrap(f), wraps, first)
-    return lambda x, s: then(inside(x, s), s)
+def repeated(w, x):
+    """A while loop whose condition and whose body read constants."""
+    limit, more = x.sum() - 2.0, jnp.exp(x)
+
+    def go_on(carry):
+        return carry[0] < limit
+
+    return lax.while_loop(go_on, lambda carry: (carry[0] + 1.0, carry[1] * 1.5 + more), (x.min() - 1.0, x))
 
 
-def trained(f: Function) -> Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
-    """A training step whose loss applies `f` to a literal."""
-
-    def step(w, x):
-        loss, grad = jax.value_and_grad(lambda w: jnp.mean(f(x @ w, 0.5) ** 2))(w)
-        return w - 0.1 * grad, loss
-
-    return step
+def fenced(w, x):
+    y, z = lax.optimization_barrier((x @ w, jnp.sin(x)))
+    return jnp.cos(y), z + 1.0
 
 
-def check_rules(program: FlatProgram) -> None:
-    """Each operand's and result's factors multiply to its shape."""
+def with_constants(w, x):
+    table = jnp.asarray(np.arange(12.0, dtype=np.float32).reshape(3, 4))
+
+    def body(y, _):
+        return y + x @ (w + table), None
+
+    return lax.scan(body, x @ w, None, length=4)[0]
+
+
+STEPS = (straight, looped, nested, branched, repeated, fenced, with_constants)
+MODES = pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)
+
+
+def flat(step) -> FlatProgram:
+    return flatten(trace(step, W, X))
+
+
+def only(program: FlatProgram, name: str):
+    (found,) = [op for op in program.ops if op.name == name]
+    return found
+
+
+# --- what it computes
+
+TURNS = 4
+
+
+class Machine:
+    """Runs a flat program, its loops' bodies turn by turn: of a while loop `TURNS`. It takes the last of all branches."""
+
+    def __init__(self, program: FlatProgram, arguments) -> None:
+        self.program, self.graphs = program, dict(walk(program.step.graph))
+        self.known = dict(zip(program.inputs, arguments, strict=True))
+        self.stacks: dict[int, list] = {}
+        self.run(0, len(program.ops), 0)
+
+    def run(self, start: int, end: int, turn: int) -> None:
+        at = start
+        while at < end:
+            inner = [r for r in self.program.loops if r[0] == at and r[1] <= end and r != (start, end)]
+            if inner:
+                loop = max(inner)
+                self.loop(*loop)
+                at = loop[1]
+            else:
+                self.op(at, turn)
+                at += 1
+
+    def loop(self, start: int, end: int) -> None:
+        before = self.program.ops[start - 1]
+        is_while = self.graph_op(before.site).name == "while"
+        carries = [op for op in self.program.ops[:start] if (op.name, op.site) == ("carry", before.site)]
+        for turn in range(TURNS if is_while else self.program.ops[start].count // before.count):
+            self.run(start, end, turn)
+            again = [self.known[self.read_from(carry, "output")] for carry in carries]
+            self.known |= {carry.results[0]: new for carry, new in zip(carries, again, strict=True)}
+
+    def op(self, at: int, turn: int) -> None:
+        op = self.program.ops[at]
+        operands = [self.known.get(v) for v in op.operands]
+        if op.name == "carry":
+            made = self.known[self.read_from(op, "operand")]
+        elif op.name == "slice":
+            made = operands[0][turn]
+        elif op.name == "stack":
+            self.stacks[at] = [*(self.stacks[at] if turn else []), operands[0]]
+            made = jnp.stack(self.stacks[at])
+        elif op.name == "enter" and not operands:
+            made = dict(self.graphs[op.site[:-1]].constants)[op.site[-1]]
+        elif op.is_boundary or op.name == "optimization_barrier":
+            made = operands[-1] if operands else self.known[op.results[0]]
+        else:
+            waiting = iter(operands)
+            read = [next(waiting) if isinstance(a, int) else a.val for a in op.op.inputs]
+            self.known.update(zip(op.results, _jax.bind(op.op.primitive, read, op.op.params), strict=True))
+            return
+        self.known[op.results[0]] = made
+
+    def read_from(self, op, what: str) -> int:
+        (v,) = [v for v, place in zip(op.operands, op.operand_places, strict=True) if place[0] == what]
+        return v
+
+    def graph_op(self, site):
+        return self.graphs[site[:-1]].ops[site[-1]]
+
+    def results(self) -> list:
+        program, outputs = self.program, iter([op for op in self.program.ops if op.name == "output"])
+        found = []
+        for replaced in program.step.replaces:
+            op = next(outputs) if replaced is None else program.ops[replaced]
+            found.append(self.known[(op.operands or op.results)[0]])
+        return found
+
+
+@MODES
+def test_it_computes_what_the_step_computes(step):
+    wanted = jax.tree.leaves(step(W, X))
+    found = Machine(flat(step), [W, X]).results()
+    assert len(found) == len(wanted)
+    for one, want in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(one, want, rtol=1e-5)
+
+
+# --- how often, and where
+
+
+def runs(program: FlatProgram, path) -> int:
+    """How often a graph runs in one step: as often as the loops around it, multiplied."""
+    graphs = dict(walk(program.step.graph))
+    around = [graphs[path[:n]].ops[path[n]] for n in range(0, len(path), 3)]
+    return prod(op.params["length"] for op in around if op.name == "scan")
+
+
+def at(program: FlatProgram, place):
+    """What stands at a place of the nested graph: the path of its graph, and the value's number or the literal."""
+    what, where, i = place
+    path = where[:-1] if what in ("operand", "result") else where
+    graph = dict(walk(program.step.graph))[path]
+    if what in ("operand", "result"):
+        op = graph.ops[where[-1]]
+        return path, (op.inputs if what == "operand" else op.outputs)[i]
+    return path, (graph.inputs if what == "input" else graph.outputs)[i]
+
+
+@MODES
+def test_every_op_of_the_step_is_there_once_and_a_barrier_once_per_operand(step):
+    program = flat(step)
+    wanted = {
+        (*path, i): len(op.operands) if op.name == "optimization_barrier" else 1
+        for path, graph in walk(program.step.graph)
+        for i, op in enumerate(graph.ops)
+        if not op.bodies
+    }
+    assert Counter(op.site for op in program.ops if not op.is_boundary) == wanted
+    assert all(
+        op.op is dict(walk(program.step.graph))[op.site[:-1]].ops[op.site[-1]] for op in program.ops if op.op
+    )
+
+
+@MODES
+def test_ops_run_as_often_as_the_loops_around_them_say(step):
+    program = flat(step)
     for op in program.ops:
-        for values, dims_of in ((op.operands, op.rule.operands), (op.results, op.rule.results)):
-            for v, dims in zip(values, dims_of, strict=True):
-                sizes = tuple(prod(op.rule.factors[f].size for f in dim) for dim in dims)
-                assert sizes == program.values[v].shape, op.name
+        if op.name in ("input", "output"):
+            assert op.count == 1
+        else:
+            inside = (*op.site, "jaxpr", 0) if op.name in ("slice", "stack") else op.site[:-1]
+            assert op.count == runs(program, inside)
 
 
-@settings(max_examples=80, deadline=None)
-@given(f=functions())
-def test_rules_fit_the_values_in_any_nesting(f: Function):
-    check_rules(flatten(trace(trained(f), W, X)))
+@MODES
+def test_operands_are_handed_over_as_often_as_what_stands_at_their_place_runs(step):
+    program = flat(step)
+    for op in program.ops:
+        for place, count in zip(op.operand_places, op.operand_counts, strict=True):
+            if place is None:
+                assert (op.name, count) == ("enter", op.count)
+            else:
+                what, where, _ = place
+                assert count == runs(program, where[:-1] if what == "operand" else where)
 
 
-@pytest.mark.parametrize("leaf", LEAVES)
-@pytest.mark.parametrize("wrap", WRAPPERS, ids=lambda wrap: wrap.__name__)
-def test_a_literal_handed_into_a_body(wrap: Callable[[Function], Function], leaf: str):
-    check_rules(flatten(trace(trained(handed_a_literal(wrap(LEAVES[leaf]))), W, X)))
+@MODES
+def test_operands_are_read_where_the_value_appears(step):
+    program = flat(step)
+    for op in program.ops:
+        for v, place in zip(op.operands, op.operand_places, strict=True):
+            made, r = program.maker[v]
+            appears = [at(program, p) for p in program.ops[made].result_places[r]]
+            if place is not None and appears:
+                path, number = at(program, place)
+                assert (path, number) in appears
+                assert dict(walk(program.step.graph))[path].values[number].shape == program.values[v].shape
+            elif place is not None:
+                path, number = at(program, place)
+                assert number in dict(dict(walk(program.step.graph))[path].constants)
 
 
-@settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(f=functions(), seed=st.integers(0, 99))
-def test_any_nesting_gives_one_devices_numbers(f: Function, seed: int):
-    step = trained(f)
-    traced = trace(step, W, X)
-    program = build(traced, plans.drawn(traced, (2, 4), seed), jax.devices())
-    got = program.fn(*jax.device_put((W, X), program.shardings))
-    for a, b in zip(got, jax.jit(step)(W, X), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+@MODES
+def test_every_value_is_made_once_and_read_after_it_unless_a_loop_or_a_step_ends_with_it(step):
+    program = flat(step)
+    made = [v for op in program.ops for v in op.results]
+    assert sorted(made) == list(range(len(program.values)))
+    for i, op in enumerate(program.ops):
+        for r, v in enumerate(op.results):
+            assert program.maker[v] == (i, r)
+        late = [
+            place for v, place in zip(op.operands, op.operand_places, strict=True) if program.maker[v][0] > i
+        ]
+        assert all(place[0] == "output" and op.name in ("input", "carry") for place in late)
+    for v in made:
+        assert program.uses.get(v, []) == [
+            i for i, op in enumerate(program.ops) for o in op.operands if o == v
+        ]
 
 
-def test_rules_of_literals_of_different_types_are_told_apart():
-    """A conversion from an integer is not additive, one from a float is."""
+@MODES
+def test_a_loop_reaches_from_its_slices_to_its_stacks_inner_loops_before_outer_ones(step):
+    program = flat(step)
+    wanted = []
+    for path, graph in walk(program.step.graph):
+        for i, loop in enumerate(graph.ops):
+            if loop.name in ("scan", "while"):
+                site = (*path, i)
+                inside = [
+                    n
+                    for n, op in enumerate(program.ops)
+                    if op.name not in ("input", "output")
+                    and (
+                        op.site[: len(site)] == site
+                        and (len(op.site) > len(site) or op.name in ("slice", "stack"))
+                    )
+                ]
+                assert inside == list(range(inside[0], inside[-1] + 1))
+                wanted.append((inside[0], inside[-1] + 1))
+    assert sorted(program.loops) == sorted(wanted)
+    for n, (start, end) in enumerate(program.loops):
+        assert not any(start <= first and last <= end for first, last in program.loops[n + 1 :])
 
-    def step(x):
-        @jax.jit
-        def body(s, n):
-            def loop(x, _):
-                return x + lax.convert_element_type(s, jnp.float32) * lax.convert_element_type(
-                    n, jnp.float32
-                ), None
 
-            return lax.scan(loop, x, None, length=2)[0]
+def test_inputs_come_first_with_what_replaces_them_and_outputs_last():
+    def step(state, x):
+        gradient = jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w)))(state["w"])
+        return jnp.max(x), {"w": state["w"] - 0.1 * gradient, "fixed": state["fixed"]}, jnp.min(x)
 
-        return body(jnp.float16(0.5), jnp.int32(1))
+    program = flatten(trace(step, {"fixed": W + 1, "w": W}, X))
+    fixed, w, x = program.ops[:3]
+    assert [(op.name, op.site, op.result_places) for op in program.ops[:3]] == [
+        ("input", (i,), ((("input", (), i),),)) for i in range(3)
+    ]
+    assert program.inputs == tuple(op.results[0] for op in (fixed, w, x))
+    assert (fixed.operands, x.operands) == ((), ())
+    assert w.operand_places == (("output", (), 2),)
+    assert program.ops[program.maker[w.operands[0]][0]].name == "sub"
+    assert [(op.name, op.site, op.operand_places, op.result_places) for op in program.ops[-2:]] == [
+        ("output", (i,), (("output", (), i),), ((("output", (), i),),)) for i in (0, 3)
+    ]
 
-    conversions = [op for op in flatten(trace(step, X)).ops if op.name == "convert_element_type"]
-    assert {op.rule.is_additive for op in conversions} == {True, False}
+
+def test_a_result_that_is_a_number_has_no_output():
+    assert [op.name for op in flat(lambda w, x: (jnp.sin(x), 2.0)).ops].count("output") == 1
+
+
+# --- what it may split
+
+
+@MODES
+def test_the_factors_of_a_dimension_multiply_to_its_size(step):
+    program = flat(step)
+    for op in program.ops:
+        for values, dims in ((op.operands, op.rule.operands), (op.results, op.rule.results)):
+            for v, of_value in zip(values, dims, strict=True):
+                sizes = tuple(prod(op.rule.factors[f].size for f in dim) for dim in of_value)
+                assert sizes == program.values[v].shape
+
+
+@MODES
+def test_borders_hand_every_dimension_on_but_the_one_that_a_loop_stacks_over(step):
+    for op in flat(step).ops:
+        if not op.is_boundary:
+            continue
+        assert op.name in BOUNDARIES
+        whole = [f for f, factor in enumerate(op.rule.factors) if factor.kind is not Kind.PARALLEL]
+        stacked = {"slice": op.rule.operands, "stack": op.rule.results}.get(op.name, ())
+        assert [dims[0] for dims in stacked] == [tuple(whole)] * len(stacked)
+        plain = [dims[1:] if dims in stacked else dims for dims in (*op.rule.operands, *op.rule.results)]
+        assert len(set(plain)) <= 1
+        assert all(len(dim) == 1 for dims in plain for dim in dims)
+
+
+def test_literals_are_no_operands():
+    program = flat(lambda w, x: jnp.sin(x) * 2.0)
+    times = only(program, "mul")
+    assert len(times.operands) == len(times.rule.operands) == 1
+    assert [place[2] for place in times.operand_places] == [0]
+    over = only(flat(lambda w, x: 2.0 / x), "div")
+    assert [place[2] for place in over.operand_places] == [1]
+    assert over.rule.operands == over.rule.results
+
+
+def test_ops_that_look_alike_share_a_rule_and_others_do_not():
+    def step(w, x):
+        return (
+            jnp.sin(x),
+            jnp.sin(x + 1.0),
+            jnp.sin(w),
+            jnp.sum(x @ w, 0),
+            jnp.sum(w[:2], 0),
+            jnp.sum(x @ w, 1),
+        )
+
+    program = flat(step)
+    sines = [op.rule for op in program.ops if op.name == "sin"]
+    assert sines[0] is sines[1]
+    assert sines[0] is not sines[2]
+    over_rows, as_well, over_columns = (op.rule for op in program.ops if op.name == "reduce_sum")
+    assert over_rows is as_well
+    assert over_rows.results != over_columns.results
+
+
+def test_a_barrier_lets_sums_pass():
+    program = flat(fenced)
+    fences = [op for op in program.ops if op.name == "optimization_barrier"]
+    assert [program.values[op.results[0]].shape for op in fences] == [(2, 4), (2, 3)]
+    for op in fences:
+        assert op.rule.is_additive
+        assert op.rule.operands == op.rule.results
+
+
+# --- in which phase
+
+
+def trained(state, x):
+    w, momentum = state
+    gradient = jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w)))(w)
+    momentum = 0.9 * momentum + gradient
+    return (w - 0.1 * momentum, momentum), jnp.max(gradient)
+
+
+def test_optimizer_state_is_the_update_s_and_other_arguments_are_the_forward_phase_s():
+    program = flatten(trace(trained, (W, W), X))
+    assert [op.phase for op in program.ops[:3]] == [Phase.FORWARD, Phase.UPDATE, Phase.FORWARD]
+    assert only(program, "output").phase is Phase.UPDATE
+    assert all(op.phase is op.op.phase for op in program.ops if op.op is not None)
+
+
+def test_borders_of_a_loop_are_in_its_phase():
+    def step(w, x):
+        gradient = jax.grad(
+            lambda w: jnp.sum(lax.scan(lambda y, _: (jnp.tanh(y @ w.T @ w), None), x @ w, None, 3)[0])
+        )(w)
+        return w - 0.1 * gradient
+
+    program = flat(step)
+    phases = {
+        site: graph.ops[site[-1]].phase
+        for path, graph in walk(program.step.graph)
+        for site in [(*path, i) for i in range(len(graph.ops))]
+    }
+    borders = [
+        op
+        for op in program.ops
+        if op.name in ("carry", "slice", "stack") or (op.name == "enter" and op.operands)
+    ]
+    assert {phases[op.site] for op in borders} == {Phase.FORWARD, Phase.BACKWARD}
+    assert all(op.phase is phases[op.site] for op in borders)
+
+
+def test_new_state_is_read_by_the_update():
+    program = flatten(trace(trained, (W, W), X))
+    assert [read_phase(op) for op in program.ops[:3]] == [ReadPhase.UPDATE] * 3
+    for op in program.ops[3:]:
+        assert read_phase(op).value == op.phase.value

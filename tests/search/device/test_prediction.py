@@ -1,0 +1,127 @@
+"""What is made of a device's orders: the least memory, the likely peak below the cap, and what is hidden."""
+
+from itertools import product
+from math import inf
+from statistics import fmean
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+
+from cost_model.hardware import parse_cluster
+from search.device.combiner import combined
+from search.device.kernel_order import Clock, Ties, latency_hiding, memory_saving, program_order
+from search.device.lowering import Lowered, lower
+from search.device.prediction import MARGIN, Prediction, in_least_order
+from search.device.timeline import peak
+from search.ir.trace import trace
+from search.mesh_problem import StepProblem
+from search.problem.live_ranges import Resident
+from tests.search.device.programs import buffer, collective, kernel, programs
+
+FREED_FIRST = Lowered(
+    (kernel(0, [], [0]), kernel(1, [], [1]), kernel(2, [0], [2]), kernel(3, [1], [3])),
+    (buffer(10.0), buffer(10.0), buffer(1.0), buffer(1.0)),
+)
+"""As written, both large arrays are there at once; doing next what frees most, one of them."""
+
+MISLED = Lowered(
+    (kernel(0, [], [0]), kernel(1, [0], [1]), kernel(2, [], [2]), kernel(3, [1, 2], [3])),
+    (buffer(10.0), buffer(1.0), buffer(5.0), buffer(0.0)),
+)
+"""As written, 10 and 1, then 1 and 5; what makes least goes first otherwise, and its 5 stay through the rest."""
+
+HIDDEN = Lowered(
+    (
+        kernel(0, [4], [0]),
+        kernel(1, [0], [1]),
+        kernel(2, [0], [2]),
+        collective(3, [2], [3], kind="all-reduce"),
+        kernel(5, [1, 3], [5]),
+    ),
+    (*(buffer(num_bytes) for num_bytes in (8.0, 4.0, 2.0, 2.0)), buffer(100.0, (), True), buffer(0.0)),
+)
+"""Kernel 1 runs while what 2 makes is reduced: it saves a second, and what 0 makes is there for longer."""
+
+
+@pytest.mark.parametrize(("lowered", "num_bytes"), [(FREED_FIRST, 11.0), (MISLED, 11.0)])
+def test_the_least_is_that_of_the_better_order(lowered, num_bytes):
+    assert Prediction(lowered, inf, True).least.num_bytes == pytest.approx(num_bytes * (1 + MARGIN))
+
+
+def test_either_order_may_be_the_better_one():
+    assert in_least_order(FREED_FIRST).kernels == memory_saving(FREED_FIRST).kernels
+    assert in_least_order(MISLED).kernels == MISLED.kernels != memory_saving(MISLED).kernels
+
+
+def test_a_margin_is_kept_for_what_a_step_makes_and_not_for_its_arguments():
+    lowered = Lowered(
+        (kernel(0, [0, 1], [2], workspace=7.0),),
+        (
+            buffer(1000.0, is_argument=True, resident=Resident.PARAMETERS),
+            buffer(500.0, is_argument=True, resident=Resident.BATCH),
+            buffer(100.0, resident=Resident.RESIDUALS),
+        ),
+    )
+    least = Prediction(lowered, inf, False).least
+    assert least.num_bytes == pytest.approx(1607 + 0.03 * 107)
+    assert dict(least.residents) == pytest.approx(
+        {
+            Resident.PARAMETERS: 1000,
+            Resident.BATCH: 500,
+            Resident.RESIDUALS: 100,
+            Resident.TEMPORARIES: 7 + 0.03 * 107,
+        }
+    )
+
+
+def test_what_runs_behind_computation_is_hidden():
+    assert Prediction(HIDDEN, inf, True).hidden_s == 1.0
+    assert Prediction(HIDDEN, inf, False).hidden_s == 0.0
+
+
+def test_nothing_is_hidden_that_takes_longer_in_every_other_order():
+    lowered = Lowered((kernel(0, [], [0]), collective(1, [0], [1]), kernel(2, [1], [2])), (buffer(1.0),) * 3)
+    assert Prediction(lowered, inf, True).hidden_s == 0.0
+
+
+@given(programs())
+def test_the_peak_is_the_mean_of_the_schedulers_orders_between_the_least_and_the_cap(lowered):
+    plain = in_least_order(lowered)
+    orders = [latency_hiding(plain, ties, clock) for ties, clock in product(Ties, Clock)]
+    mean = fmean(with_margin(plain, order) for order in orders)
+    least = with_margin(plain, program_order(plain))
+    for limit_bytes in (inf, 20.0, 0.0):
+        found = Prediction(lowered, limit_bytes, True)
+        assert found.least.num_bytes == pytest.approx(least)
+        assert found.peak.num_bytes == pytest.approx(max(least, min(mean, limit_bytes)))
+        assert found.peak.position == found.least.position
+        assert sum(num_bytes for _, num_bytes in found.peak.residents) == pytest.approx(
+            found.peak.num_bytes, abs=1e-9
+        )
+        assert found.hidden_s >= 0
+    assert Prediction(lowered, inf, False).peak == Prediction(lowered, inf, False).least
+
+
+def with_margin(lowered, order) -> float:
+    found = peak(lowered, order)
+    own = sum(n for resident, n in found.residents if resident in (Resident.TEMPORARIES, Resident.RESIDUALS))
+    return found.num_bytes + MARGIN * own
+
+
+@pytest.mark.parametrize(("gpu", "is_rescheduled"), [("H100-80GB", True), ("A100-80GB", False)])
+def test_a_step_is_lowered_and_joined_and_rescheduled_since_hopper(gpu, is_rescheduled):
+    def step(weights, x):
+        return [w - jnp.sum(x, 0) for w in weights]
+
+    args = [jnp.zeros(64), jnp.zeros(64)], jnp.zeros((512, 64))
+    cluster = parse_cluster(f"8x{gpu}")
+    on_mesh = StepProblem.of(trace(step, *args), (), cluster.device).on(cluster, (8,))
+    chosen = on_mesh.solve([np.arange(n) for n in on_mesh.problem.num_labels], 1 << 40, 5.0).labels
+    found = on_mesh.predicted(chosen, 12345)
+    want = combined(
+        lower(on_mesh.memory.costed, on_mesh.live_ranges, chosen), on_mesh.memory.costed.resharder.mesh
+    )
+    assert (found.lowered.kernels, found.lowered.buffers) == (want.kernels, want.buffers)
+    assert (found.limit_bytes, found.is_rescheduled) == (12345, is_rescheduled)
