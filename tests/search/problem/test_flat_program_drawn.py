@@ -123,7 +123,7 @@ def test_a_literal_handed_into_a_body(wrap: Callable[[Function], Function], leaf
 def test_any_nesting_gives_one_devices_numbers(f: Function, seed: int):
     step = trained(f)
     traced = trace(step, W, X)
-    program = build(traced, plans.drawn(traced, (2, 4), seed), jax.devices())
+    program = build(traced, plans.drawn(traced, (2, 4), seed).sharding, jax.devices())
     got = program.fn(*jax.device_put((W, X), program.shardings))
     for a, b in zip(got, jax.jit(step)(W, X), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)

@@ -1,0 +1,75 @@
+"""Whether many devices come to one device's numbers."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from executors.jit import build
+from search.ir.graph import Step
+from search.ir.sharding import StepSharding
+from search.ir.trace import trace
+from tests.zoo import Case
+
+NOISE = 1e-12
+"""Absolute: some steps of rounding on entries of size 1 that cancel to nothing."""
+
+NOISE_GROWN_BY_ADAM = 1e-10
+"""Absolute, of what a loss does not see, such as the bias of attention's keys: its gradient is rounding, which Adam divides
+by its own size. Such a leaf holds nothing larger on one device either."""
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A case, traced; the state that it starts from, and what one device makes of it.
+
+    Attributes:
+        case: The model.
+        step: Its step, traced.
+        num_steps: How many are taken.
+        start: The state before.
+        results: The state after, and each step's metrics.
+    """
+
+    case: Case
+    step: Step
+    num_steps: int
+    start: Any
+    results: tuple[Any, list[Any]]
+
+    @classmethod
+    def of(cls, case: Case, num_steps: int) -> "Reference":
+        """One device's results."""
+        start = case.init()
+        results = _run(jax.jit(case.step), case, start, num_steps)
+        return cls(case, trace(case.step, *case.abstract_args()), num_steps, start, results)
+
+    def on_many_devices(self, sharding: StepSharding) -> tuple[Any, list[Any]]:
+        """The same steps along a plan."""
+        program = build(self.step, sharding, jax.devices())
+        # A copy: the step donates its state.
+        start = jax.device_put(jax.tree.map(jnp.copy, self.start), program.shardings[0])
+        return _run(program.fn, self.case, start, self.num_steps)
+
+
+def assert_equal(got: Any, wanted: Any) -> None:
+    """Asserts that float64 results are equal but for the order of sums."""
+    for (path, one), many in zip(jax.tree.leaves_with_path(wanted), jax.tree.leaves(got), strict=True):
+        noise = NOISE_GROWN_BY_ADAM if np.abs(one).max(initial=0) < NOISE_GROWN_BY_ADAM else NOISE
+        name = jax.tree_util.keystr(path)
+        np.testing.assert_allclose(many, one, rtol=1e-9, atol=noise, err_msg=name)
+
+
+def _run(step: Callable[..., Any], case: Case, state: Any, num_steps: int) -> tuple[Any, list[Any]]:
+    history = []
+    for i in range(num_steps):
+        state, metrics = step(state, case.batch(i), *case.extra())
+        history.append(metrics)
+    return jax.tree.map(_numbers, (state, history))
+
+
+def _numbers(x: Any) -> np.ndarray:
+    return np.asarray(jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x)
