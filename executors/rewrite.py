@@ -10,6 +10,7 @@ compiler with the forward phase's. It is taken from behind an `optimization_barr
 incoming gradient: without that tie the compiler hoists it (measured on XLA:GPU).
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -59,6 +60,8 @@ class _Evaluation:
 
     def run(self, inputs: Sequence[Any]) -> list[Any]:
         for i, (v, x) in enumerate(zip(self.graph.inputs, inputs, strict=True)):
+            entered = self.sharding.reshards.get(("enter", self.path, i), OperandReshard(()))
+            x = functools.reduce(self._taken, entered.path, x)
             self.env[v] = self._placed(x, ("input", self.path, i))
         self.env.update(self.graph.constants)
         for i, op in enumerate(self.graph.ops):

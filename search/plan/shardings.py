@@ -73,6 +73,6 @@ class _Spelling:
         for i, op in enumerate(self.program.ops):
             for operand, place in enumerate(op.operand_places):
                 reshard = self.paths.to_reader(i, operand)
-                if place is not None and any(s.is_imposed for s in reshard.path):
+                if any(s.is_imposed for s in reshard.path):
                     found[place] = reshard
         return found

@@ -47,7 +47,7 @@ class FlatOp:
       phase: as in the graph.
       op: the graph's op; None for a boundary.
       site: where that op stands; for an input or output of the step, its index.
-      operand_places: per operand, the place in the nested graph where it is read; None where none is its own.
+      operand_places: per operand, the place in the nested graph where it is read.
       result_places: per result, the places where it appears.
     """
 
@@ -60,7 +60,7 @@ class FlatOp:
     phase: Phase
     op: Op | None
     site: Site
-    operand_places: tuple[Place | None, ...]
+    operand_places: tuple[Place, ...]
     result_places: tuple[tuple[Place, ...], ...]
 
     @property
@@ -234,7 +234,7 @@ class _Flattening:
         count: int,
         phase: Phase,
         site: Site,
-        reads: Sequence[Place | None],
+        reads: Sequence[Place],
         makes: Sequence[Place],
     ) -> FlatOp:
         """A boundary op that makes `result`; a stacked operand or result has one more leading dimension."""
@@ -266,7 +266,7 @@ class _Flattening:
         return result
 
     def _enter(
-        self, op: Op, operand: int | None, count: int, site: Site, read: Place | None, make: Place
+        self, op: Op, operand: int | None, count: int, site: Site, read: Place, make: Place
     ) -> int | None:
         if operand is None:
             return None
@@ -357,7 +357,8 @@ class _Flattening:
         for j, branch in enumerate(op.bodies["branches"]):
             path = (*site, "branches", j)
             inputs = tuple(
-                self._enter(op, v, count, site, None, ("input", path, i)) for i, v in enumerate(operands[1:])
+                self._enter(op, v, count, site, ("enter", path, i), ("input", path, i))
+                for i, v in enumerate(operands[1:])
             )
             outputs.append(self.lay(branch, inputs, count, path))
         results = []

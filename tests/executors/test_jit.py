@@ -1,6 +1,7 @@
 """What the jit executor writes: shardings, donation, the collectives of the plan, and state born on its shards."""
 
 import re
+from itertools import pairwise
 
 import jax
 import jax.numpy as jnp
@@ -121,6 +122,47 @@ def test_shardings_are_imposed_on_what_is_lowered():
     text = program.fn.lower(*program.args).as_text()
     assert "sdy.sharding_constraint" in text
     assert '"data"=2, "model"=4' in text
+
+
+def branching(w, x):
+    def loss(w):
+        y = x @ w
+        return jnp.mean(jax.lax.cond(y.mean() > 0, jnp.sin, lambda y: jnp.cumsum(y, axis=1), y) ** 2)
+
+    return w - 0.1 * jax.grad(loss)(w)
+
+
+def specs_on(jaxpr, value) -> list[P]:
+    """The specs that a value is brought to, one after the other."""
+    specs = []
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "sharding_constraint" and eqn.invars == [value]:
+            specs.append(eqn.params["sharding"].spec)
+            (value,) = eqn.outvars
+    return specs
+
+
+def moves(before: P, after: P) -> set[tuple[int | None, int | None]]:
+    """From which dimension to which mesh axes move; None stands for no dimension."""
+    was, becomes = (
+        {a: d for d, axes in enumerate(spec) for a in (axes if isinstance(axes, tuple) else (axes,))}
+        for spec in (before, after)
+    )
+    return {(was.get(a), becomes.get(a)) for a in ("data", "model") if was.get(a) != becomes.get(a)}
+
+
+def test_what_a_branch_reads_arrives_step_by_step():
+    """XLA's partitioner aborts where it is to go at once from one spec to another of this plan."""
+    w = x = jax.random.normal(jax.random.key(0), (24, 24))
+    traced = trace(branching, w, x)
+    program = build(traced, plans.drawn(traced, (2, 3), seed=5).sharding, jax.devices())
+    step = jax.make_jaxpr(program.fn)(w, x).eqns[0].params["jaxpr"]
+    forward = next(eqn for eqn in step.eqns if eqn.primitive.name == "cond")
+    ways = [specs_on(branch.jaxpr, branch.jaxpr.invars[0]) for branch in forward.params["branches"]]
+    assert max(map(len, ways)) > 2
+    assert all(len(moves(*pair)) <= 1 for way in ways for pair in pairwise(way))
+    got = program.fn(*jax.device_put((jnp.copy(w), jnp.copy(x)), program.shardings))
+    np.testing.assert_allclose(got, jax.jit(branching)(w, x), rtol=1e-5, atol=1e-6)
 
 
 def test_init_creates_every_array_on_its_shards():

@@ -201,6 +201,8 @@ def runs(program: FlatProgram, path) -> int:
 def at(program: FlatProgram, place):
     """What stands at a place of the nested graph: the path of its graph, and the value's number or the literal."""
     what, where, i = place
+    if what == "enter":  # of a branch; the first operand of the op says which branch is taken
+        return at(program, ("operand", where[:-2], i + 1))
     path = where[:-1] if what in ("operand", "result") else where
     graph = dict(walk(program.step.graph))[path]
     if what in ("operand", "result"):
@@ -240,11 +242,8 @@ def test_operands_are_handed_over_as_often_as_what_stands_at_their_place_runs(st
     program = flat(step)
     for op in program.ops:
         for place, count in zip(op.operand_places, op.operand_counts, strict=True):
-            if place is None:
-                assert (op.name, count) == ("enter", op.count)
-            else:
-                what, where, _ = place
-                assert count == runs(program, where[:-1] if what == "operand" else where)
+            what, where, _ = place
+            assert count == runs(program, where[:-1] if what == "operand" else where)
 
 
 @MODES
@@ -254,12 +253,11 @@ def test_operands_are_read_where_the_value_appears(step):
         for v, place in zip(op.operands, op.operand_places, strict=True):
             made, r = program.maker[v]
             appears = [at(program, p) for p in program.ops[made].result_places[r]]
-            if place is not None and appears:
-                path, number = at(program, place)
+            path, number = at(program, place)
+            if appears:
                 assert (path, number) in appears
                 assert dict(walk(program.step.graph))[path].values[number].shape == program.values[v].shape
-            elif place is not None:
-                path, number = at(program, place)
+            else:
                 assert number in dict(dict(walk(program.step.graph))[path].constants)
 
 
