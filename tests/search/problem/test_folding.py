@@ -14,7 +14,7 @@ from jax import lax
 
 from search.ir.trace import trace
 from search.problem.flat_program import FlatProgram, flatten
-from search.problem.folding import ROUNDS, fold, folded
+from search.problem.folding import ROUNDS, _mix, fold, folded
 
 ROW, SQUARE, BATCH = (jnp.zeros(shape) for shape in ((8,), (8, 8), (16, 8)))
 
@@ -97,6 +97,12 @@ def numbered(looks: list) -> list[int]:
 @ALL
 def test_ops_are_alike_whose_neighbourhoods_are(program):
     assert set(map(frozenset, fold(program).members)) == by_neighbourhood(program, ROUNDS)
+
+
+def test_colours_are_mixed_as_splitmix64_does():
+    """The first numbers of its generator seeded with 0: Steele, Lea and Flood 2014; Vigna's splitmix64.c."""
+    seeds = np.array([0, 0x9E3779B97F4A7C15, 0x3C6EF372FE94F82A], np.uint64)
+    assert _mix(seeds).tolist() == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
 
 
 def test_refinement_stops_where_a_query_is_told_from_a_key():
