@@ -152,6 +152,7 @@ def test_what_is_only_passed_on_to_a_sum_belongs_to_it():
         lambda x, a, b: x @ a + x,
         lambda x, a, b: (x @ a) * (x @ b),
         lambda x, a, b: jnp.sin(x @ a) + x @ b,
+        lambda x, a, b: x @ a + jnp.ones((16, 8)),
     ],
 )
 def test_no_sum_is_what_is_not_a_sum_of_several_partial_terms(step):
@@ -180,6 +181,7 @@ OPS = {
     "bias": lambda x, y: x + jnp.sum(y, 0),
     "maximum": lambda x, y: x - jnp.max(y, 1)[:, None],
     "heads": lambda x, y: (jnp.exp(x).reshape(8, 4, 2) * jnp.cos(y).reshape(8, 4, 2)).reshape(8, 8),
+    "scale": lambda x, y: x * jnp.tanh(jnp.sum(y)),
     "running": lambda x, y: jnp.cumsum(x, 0),
 }
 
