@@ -177,6 +177,16 @@ def test_of_negative_padding_nothing_is_written():
     assert padded(convolved(((1, -2), (0, 0))), IMAGES, KERNEL) == 4 * 65 * 64 * 8
 
 
+def test_a_convolution_that_reads_a_loop_s_part_takes_no_more():
+    def step(x, kernels):
+        def body(y, w):
+            return lax.conv_general_dilated(y, w, (1, 1), "SAME", dimension_numbers=NHWC), None
+
+        return lax.scan(body, x, kernels)[0]
+
+    assert of_ops("conv_general_dilated", step, IMAGES, array(2, 3, 3, 8, 8)) == [4]
+
+
 def test_each_device_pads_its_part():
     found = padded(convolved(((0, 1), (0, 1))), IMAGES, KERNEL, mesh=4, x=P("data"))
     assert found == 65 * 65 * 8
@@ -186,6 +196,8 @@ def test_holes_are_written_out_unless_it_is_the_gradient_of_a_strided_convolutio
     holes = {"padding": ((1, 1), (1, 1)), "strides": (1, 1), "dilation": (2, 3)}
     assert padded(convolved(**holes), IMAGES, KERNEL) == 4 * (127 + 2) * (190 + 2) * 8
     assert padded(convolved(**holes, flip=True), IMAGES, KERNEL) == 0
+    in_one = holes | {"dilation": (1, 3)}
+    assert padded(convolved(**in_one), IMAGES, KERNEL) == 4 * (64 + 2) * (190 + 2) * 8
     uneven = holes | {"padding": ((1, 2), (1, 2))}
     assert padded(convolved(**uneven, flip=True), IMAGES, KERNEL) == 4 * (127 + 3) * (190 + 3) * 8
 

@@ -262,6 +262,22 @@ def test_operands_are_read_where_the_value_appears(step):
 
 
 @MODES
+def test_every_result_and_every_input_of_a_body_is_some_value(step):
+    program = flat(step)
+    wanted = [
+        ("input", path, i) for path, graph in walk(program.step.graph) for i in range(len(graph.inputs))
+    ]
+    wanted += [
+        ("result", (*path, n), r)
+        for path, graph in walk(program.step.graph)
+        for n, op in enumerate(graph.ops)
+        for r in range(len(op.outputs))
+    ]
+    inside = [op for op in program.ops if op.name != "output"]
+    assert sorted(p for op in inside for places in op.result_places for p in places) == sorted(wanted)
+
+
+@MODES
 def test_every_value_is_made_once_and_read_after_it_unless_a_loop_or_a_step_ends_with_it(step):
     program = flat(step)
     made = [v for op in program.ops for v in op.results]
