@@ -6,6 +6,7 @@ A plan that is loaded goes the same way, with its decisions as the only strategi
 
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -15,8 +16,9 @@ import jax
 from cost_model.cluster import Cluster
 from cost_model.errors import InfeasibleError, PlanError
 from cost_model.units import format_bytes
+from search import infeasible
+from search.deadline import Deadline
 from search.device.prediction import Prediction
-from search.infeasible import explain
 from search.ir.graph import Step
 from search.ir.sharding import StepSharding
 from search.ir.spec import AXIS_NAMES
@@ -32,7 +34,8 @@ from search.plan.estimates import estimate
 from search.plan.plan import Plan
 from search.plan.shardings import step_sharding
 from search.problem.flat_program import flatten
-from search.solver import branch_and_bound
+from search.solver.branch_and_bound import NoFitError
+from search.solver.pbqp import Labels
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,6 +50,20 @@ class SearchResult:
     def sharding(self) -> StepSharding:
         """The plan spelled out for the executor."""
         return step_sharding(self.on_mesh.memory.costed, self.chosen)
+
+
+@dataclass(frozen=True, eq=False)
+class _Found:
+    """Strategies that fit, and what a device does under them."""
+
+    on_mesh: MeshProblem
+    labels: Labels
+    device: Prediction
+
+    @property
+    def cost_s(self) -> float:
+        """Computation and communication, one after the other: what the solver minimises."""
+        return self.on_mesh.problem.cost_s(self.labels)
 
 
 def find(
@@ -66,30 +83,53 @@ def find(
     """
     clock = _Clock(step)
     pins = options.pins or {}
-    ground = StepProblem.of(step, [repr(pins.get(a.name, "")) for a in step.arguments], cluster.device)
+    step_problem = StepProblem.of(step, [repr(pins.get(a.name, "")) for a in step.arguments], cluster.device)
     clock.lap("graph")
-    shapes, best, bound_s = candidate_shapes(cluster, options), None, math.inf
-    tried: list[MeshProblem] = []
+    shapes, deadline = candidate_shapes(cluster, options), Deadline.after(options.time_limit_s)
+    best, bounds_s, tried = None, [], []
     for i, shape in enumerate(shapes):
-        progress(f"mesh {'x'.join(map(str, shape))} ({i + 1} of {len(shapes)})")
-        on_mesh = ground.on(cluster, shape)
-        tried.append(on_mesh)
+        progress(f"mesh {_by(shape)} ({i + 1} of {len(shapes)})")
+        tried.append(on_mesh := step_problem.on(cluster, shape))
         kept = on_mesh.pinned(pins)
         clock.lap("strategies")
-        left_s = max(options.time_limit_s - clock.seconds.get("solve", 0.0), 1.0) / (len(shapes) - i)
-        cutoff_s = best[1].cost_s if best else math.inf
+        cutoff_s, share_s = best.cost_s if best else math.inf, deadline.left_s / (len(shapes) - i)
         try:
-            solution, found = on_mesh.fitting(kept, options.memory_bytes, left_s, cutoff_s)
-            best, bound_s = (on_mesh, solution, found), min(bound_s, solution.bound_s)
-        except branch_and_bound.NoFitError as e:
-            bound_s = min(bound_s, e.bound_s)
+            solution, device = on_mesh.fitting(kept, options.memory_bytes, share_s, cutoff_s)
+            best = _Found(on_mesh, solution.labels, device)
+            bounds_s.append(solution.bound_s)
+        except NoFitError as e:
+            bounds_s.append(e.bound_s)
         clock.lap("solve")
     if best is None:
-        progress("nothing fits; looking for what would")
-        raise explain(ground, cluster, options, tried)
-    on_mesh, solution, found = best
-    gap = max(0.0, 1.0 - bound_s / solution.cost_s) if solution.cost_s > 0 else 0.0
-    return _finished(ground, on_mesh, solution, found, cluster, options, gap, clock)
+        progress("no plan so far; looking for the smallest peak")
+        best = _of_smallest_peak(step_problem, cluster, options, tried, min(bounds_s) == math.inf)
+        clock.lap("solve")
+    return _finished(step_problem, best, cluster, options, _gap(min(bounds_s), best.cost_s), clock)
+
+
+def _of_smallest_peak(
+    step_problem: StepProblem,
+    cluster: Cluster,
+    options: Options,
+    tried: Sequence[MeshProblem],
+    is_proven: bool,
+) -> "_Found":
+    """The plan of the smallest peak, where that fits after all.
+
+    Raises:
+      InfeasibleError: it does not; says what would.
+    """
+    deadline = Deadline.after(infeasible.TIME_LIMIT_S)
+    smallest = infeasible.smallest_peak(tried, options, deadline)
+    if smallest is None or smallest.peak.num_bytes > options.memory_bytes:
+        raise infeasible.explain(step_problem, cluster, options, smallest, is_proven, deadline)
+    on_mesh, labels = smallest.on_mesh, smallest.labels
+    return _Found(on_mesh, labels, on_mesh.predicted(labels, options.memory_bytes))
+
+
+def _gap(bound_s: float, cost_s: float) -> float:
+    """How much less than a cost a lower bound is, relative to the cost."""
+    return max(0.0, 1.0 - bound_s / cost_s) if cost_s > 0 else 0.0
 
 
 def apply(step: Step, plan: Plan, cluster: Cluster, place: str = "plan") -> SearchResult:
@@ -101,56 +141,60 @@ def apply(step: Step, plan: Plan, cluster: Cluster, place: str = "plan") -> Sear
     """
     clock = _Clock(step)
     decided = plan.decisions.arguments
-    ground = StepProblem.of(step, [decided.get(a.name, "") for a in step.arguments], cluster.device)
-    if plan.fingerprint != ground.fingerprint:
+    step_problem = StepProblem.of(step, [decided.get(a.name, "") for a in step.arguments], cluster.device)
+    if plan.fingerprint != step_problem.fingerprint:
         raise PlanError(
             f"{place} was made for another step (its {plan.step!r} has fingerprint {plan.fingerprint}, this "
-            f"{step.name!r} has {ground.fingerprint}). Search again for this one"
+            f"{step.name!r} has {step_problem.fingerprint}). Search again for this one"
         )
     shape = tuple(plan.decisions.mesh.values())
     if tuple(plan.decisions.mesh) != AXIS_NAMES.get(len(shape)):
         raise PlanError(f"{place}: wanted mesh axes named {AXIS_NAMES}, got {tuple(plan.decisions.mesh)}")
     clock.lap("graph")
-    on_mesh = ground.on(cluster, shape)
+    on_mesh = step_problem.on(cluster, shape)
     kept = on_mesh.codec.allowed(plan.decisions, place)
     clock.lap("strategies")
     try:
         solution, device = on_mesh.fitting(kept, plan.memory_bytes, DEFAULT_TIME_LIMIT_S)
-    except branch_and_bound.NoFitError as e:
+    except NoFitError as e:
         raise InfeasibleError(
             f"what {place} decides does not fit its cap of {format_bytes(plan.memory_bytes)} a device, or contradicts "
             "itself. Undo the last edit, or raise memory_bytes"
         ) from e
     clock.lap("solve")
-    found = _finished(ground, on_mesh, solution, device, cluster, Options(plan.memory_bytes), None, clock)
+    forced = _Found(on_mesh, solution.labels, device)
+    found = _finished(step_problem, forced, cluster, Options(plan.memory_bytes), None, clock)
     is_unchanged = math.isclose(found.plan.estimates.step_s, plan.estimates.step_s, rel_tol=1e-6)
     gap = plan.gap if is_unchanged else None
     return replace(found, plan=replace(found.plan, options=plan.options, cluster=plan.cluster, gap=gap))
 
 
 def _finished(
-    ground: StepProblem,
-    on_mesh: MeshProblem,
-    solution: branch_and_bound.Solution,
-    device: Prediction,
+    step_problem: StepProblem,
+    found: _Found,
     cluster: Cluster,
     options: Options,
     gap: float | None,
     clock: "_Clock",
 ) -> SearchResult:
+    costed = found.on_mesh.memory.costed
     plan = Plan(
-        step=ground.step.name,
-        fingerprint=ground.fingerprint,
+        step=step_problem.step.name,
+        fingerprint=step_problem.fingerprint,
         jax=jax.__version__,
         cluster=cluster.to_json(),
         options=_said(options),
         memory_bytes=options.memory_bytes,
-        decisions=on_mesh.codec.decisions(solution.labels),
-        estimates=estimate(on_mesh.memory.costed, solution.labels, device),
+        decisions=found.on_mesh.codec.decisions(found.labels),
+        estimates=estimate(costed, found.labels, found.device),
         gap=gap,
     )
     clock.lap("plan")
-    return SearchResult(replace(plan, search_s=clock.seconds), on_mesh, solution.labels)
+    return SearchResult(replace(plan, search_s=clock.seconds), found.on_mesh, found.labels)
+
+
+def _by(shape: Sequence[int]) -> str:
+    return "x".join(map(str, shape))
 
 
 def _said(options: Options) -> dict[str, Any]:

@@ -1,133 +1,197 @@
 """Nothing fits: how close the search came, and what would fit.
 
 The smallest peak over all meshes says how far off the cap is, where, and what resides there. Then each single
-relaxation is tried: a higher cap, more devices, no pin, another mesh. What fits is listed with its predicted
-step time.
+relaxation of what was asked for is tried: a higher cap, no pin, another mesh, more devices. One that has a plan on any of
+its meshes is listed, with that plan's step time, which a longer search may lower.
+
+All this takes `TIME_LIMIT_S`, and each part a share of what the parts before it have left. A mesh that must hold more than
+the cap whatever is decided (`Memory.least_bytes`) is neither priced nor solved. What there was no time for is named in
+the message, and nothing else is said of it.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import inf
 
 from cost_model.cluster import Cluster
 from cost_model.errors import InfeasibleError, InputError
 from cost_model.units import format_bytes, format_seconds
-from search.mesh_problem import MeshProblem, Options, StepProblem, candidate_shapes
+from search.deadline import Deadline
+from search.mesh_problem import ROOM, WIDE_GAP, MeshProblem, Options, StepProblem, candidate_shapes
 from search.plan.estimates import where
 from search.problem.memory_rows import Peak
-from search.solver import branch_and_bound
+from search.solver.branch_and_bound import NoFitError
+from search.solver.pbqp import Labels
 
-PEAK_TIME_LIMIT_S = 3.0
-"""Seconds for the smallest peak of one mesh."""
-TRIAL_TIME_LIMIT_S = 2.0
-"""Seconds for one mesh of one relaxation; any plan that fits will do."""
+TIME_LIMIT_S = 5.0
+"""Seconds for all that is said of a search in vain. Source: a choice of ours; with the search itself a user waits ten."""
+
+PEAK_SHARE = 0.4
+"""Of that, for the smallest peak of all meshes."""
+
 MAX_TIMES_DEVICES = 16
 """The largest multiple of the devices that is tried."""
 
+NEAR = 1.05
+"""Times what a mesh must hold: whoever comes so close need not look there for a smaller peak."""
+
+
+@dataclass(frozen=True, slots=True)
+class Smallest:
+    """The smallest peak found.
+
+    Attributes:
+      on_mesh: where.
+      labels: the strategies that have it.
+      peak: in program order or the kernels', what is more.
+      least_bytes: no mesh has a peak below this.
+      untried: meshes that may have a smaller one, for which there was no time.
+    """
+
+    on_mesh: MeshProblem
+    labels: Labels
+    peak: Peak
+    least_bytes: float
+    untried: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Relaxation:
+    """What the user might ask for instead."""
+
+    name: str
+    cluster: Cluster
+    options: Options
+
+
+def smallest_peak(tried: Sequence[MeshProblem], options: Options, deadline: Deadline) -> Smallest | None:
+    """The smallest peak over some meshes, those first that must hold least; None if the pins allow nothing there."""
+    least = {n: _least_bytes(on_mesh, options) for n, on_mesh in enumerate(tried)}
+    best, untried, deadline = None, [], Deadline.after(PEAK_SHARE * deadline.left_s)
+    for n in sorted(least, key=least.__getitem__):
+        on_mesh = tried[n]
+        if best and best.peak.num_bytes <= NEAR * least[n]:
+            break
+        if best and deadline.is_over:
+            untried.append(_by(on_mesh.shape))
+            continue
+        try:
+            labels, peak = on_mesh.smallest_peak(on_mesh.pinned(options.pins or {}), deadline.left_s / 2)
+        except NoFitError:
+            continue
+        if not best or peak.num_bytes < best.peak.num_bytes:
+            best = Smallest(on_mesh, labels, peak, min(least.values()), ())
+    return replace(best, untried=tuple(untried)) if best else None
+
 
 def explain(
-    ground: StepProblem, cluster: Cluster, options: Options, tried: Sequence[MeshProblem]
-) -> InfeasibleError:
-    """The error to raise when none of the meshes tried has a plan that fits."""
-    smallest = _smallest(tried, options)
-    if smallest is None:
-        return InfeasibleError("the pins contradict one another: no plan keeps them all. Remove one")
-    on_mesh, chosen, peak = smallest
-    slowest_s = on_mesh.problem.cost_s(chosen)
-    at = where(on_mesh.memory.costed, peak.position)
-    residents = ", ".join(f"{name.replace('_', ' ')} {format_bytes(b)}" for name, b in peak.residents)
-    message = (
-        f"nothing fits {format_bytes(options.memory_bytes)} a device on {cluster.name}. The smallest peak found is "
-        f"{format_bytes(peak.num_bytes)} (mesh {_by(on_mesh.shape)}), at {at}, where these reside: {residents}."
-    )
-    fitting = [
-        f"{what} (step {format_seconds(step_s)})"
-        for what, step_s in _relaxed(ground, cluster, options, on_mesh, peak, slowest_s)
-    ]
-    return InfeasibleError(f"{message} Any one of these would fit: {'; '.join(fitting)}.")
-
-
-def _smallest(
-    tried: Sequence[MeshProblem], options: Options
-) -> tuple[MeshProblem, tuple[int, ...], Peak] | None:
-    """The mesh with the smallest peak, the strategies that have it, and the peak."""
-    best = None
-    for on_mesh in tried:
-        try:
-            kept = on_mesh.pinned(options.pins or {})
-            cutoff_bytes = best[2].num_bytes if best else inf
-            chosen = on_mesh.smallest_peak(kept, options.memory_bytes, PEAK_TIME_LIMIT_S, cutoff_bytes)
-        except branch_and_bound.NoFitError:
-            continue
-        peak = max(
-            on_mesh.memory.peak(chosen), on_mesh.predicted(chosen, 0.0).peak, key=lambda p: p.num_bytes
-        )
-        if best is None or peak.num_bytes < best[2].num_bytes:
-            best = (on_mesh, chosen, peak)
-    return best
-
-
-def _relaxed(
-    ground: StepProblem,
+    step_problem: StepProblem,
     cluster: Cluster,
     options: Options,
-    smallest: MeshProblem,
-    peak: Peak,
-    slowest_s: float,
-) -> Iterator[tuple[str, float]]:
-    """Each single relaxation that fits, and its step time: what has the smallest peak, on that mesh, takes `slowest_s`."""
-    cap = round(peak.num_bytes * 1.01)
-    step_s = _step_s((smallest,), replace(options, memory_bytes=cap), slowest_s)
-    yield f"a cap of {format_bytes(cap)}", slowest_s if step_s is None else step_s
-    for name in options.pins or {}:
-        pins = {other: spec for other, spec in (options.pins or {}).items() if other != name}
-        freer = replace(options, pins=pins)
-        step_s = _step_s(_all(ground, cluster, freer), freer)
-        if step_s is not None:
-            yield f"no pin on {name}", step_s
+    smallest: Smallest | None,
+    is_proven: bool,
+    deadline: Deadline,
+) -> InfeasibleError:
+    """The error to raise when no plan was found.
+
+    Args:
+      step_problem: the step.
+      cluster: where it should run.
+      options: what was asked for.
+      smallest: the smallest peak; None where the pins allow no plan.
+      is_proven: whether there is none, or the search only found none.
+      deadline: of all trials.
+    """
+    if smallest is None:
+        return InfeasibleError("the pins contradict one another: no plan keeps them all. Remove one")
+    found, peak = "nothing fits" if is_proven else "nothing was found that fits", smallest.peak
+    residents = ", ".join(f"{name.replace('_', ' ')} {format_bytes(b)}" for name, b in peak.residents)
+    would_fit, untried = _fitting(step_problem, cluster, options, smallest, deadline)
+    sentences = [
+        f"{found} {format_bytes(options.memory_bytes)} a device on {cluster.name}.",
+        f"The smallest peak found is {format_bytes(peak.num_bytes)} (mesh {_by(smallest.on_mesh.shape)}), at "
+        f"{where(smallest.on_mesh.memory.costed, peak.position)}, where these reside: {residents}.",
+        f"Any one of these would fit: {'; '.join(would_fit)}.",
+    ]
+    untried = (*(f"a smaller peak on mesh {shape}" for shape in smallest.untried), *untried)
+    if untried:
+        sentences.append(f"Not found out in the time that this took: {', '.join(untried)}.")
+    return InfeasibleError(" ".join(sentences))
+
+
+def _fitting(
+    step_problem: StepProblem, cluster: Cluster, options: Options, smallest: Smallest, deadline: Deadline
+) -> tuple[list[str], list[str]]:
+    """The single relaxations that fit, with their step times, and those that there was no time for."""
+    cap_bytes, step_s = ROOM * smallest.peak.num_bytes, smallest.on_mesh.problem.cost_s(smallest.labels)
+    fitting, untried = [f"a cap of {format_bytes(cap_bytes)} ({_said(step_s)})"], []
+    every = _relaxations(cluster, options, smallest.least_bytes)
+    for n, alternatives in enumerate(every):
+        share = Deadline.after(deadline.left_s / (len(every) - n))
+        for relaxation in alternatives:
+            half = Deadline.after(share.left_s / 2)
+            step_s = _step_s(_all(step_problem, relaxation), relaxation.options, half)
+            if step_s is None:
+                untried.append(relaxation.name)
+            elif step_s < inf:
+                fitting.append(f"{relaxation.name} ({_said(step_s)})")
+                break
+    return fitting, untried
+
+
+def _relaxations(cluster: Cluster, options: Options, least_bytes: float) -> list[tuple[_Relaxation, ...]]:
+    """The single relaxations besides a higher cap; of each tuple the first that fits is wanted."""
+    pins = options.pins or {}
+    found = []
+    for name in pins:
+        others = {other: spec for other, spec in pins.items() if other != name}
+        found.append((_Relaxation(f"no pin on {name}", cluster, replace(options, pins=others)),))
     if options.mesh is not None:
-        freer = replace(options, mesh=None)
-        step_s = _step_s(_all(ground, cluster, freer), freer)
-        if step_s is not None:
-            yield "another mesh", step_s
-        return
-    times = 2
-    while times <= MAX_TIMES_DEVICES:
-        larger = _times(cluster, times)
-        may_fit = peak.num_bytes <= times * options.memory_bytes  # a device then holds 1 / times at the least
-        step_s = _step_s(_all(ground, larger, options), options) if may_fit else None
-        if step_s is not None:
-            yield f"{larger.num_devices} devices", step_s
-            return
-        times *= 2
+        return [*found, (_Relaxation("another mesh", cluster, replace(options, mesh=None)),)]
+    more = tuple(
+        replace(cluster, num_devices=times * cluster.num_devices)
+        for times in _powers_of_two(MAX_TIMES_DEVICES)
+        if least_bytes <= times * options.memory_bytes  # a device then holds 1 / times at the least
+    )
+    return [*found, tuple(_Relaxation(f"{c.num_devices} devices", c, options) for c in more)]
 
 
-def _times(cluster: Cluster, times: int) -> Cluster:
-    """As many times the nodes."""
-    return replace(cluster, num_devices=cluster.num_devices * times)
+def _powers_of_two(highest: int) -> Iterator[int]:
+    return (2**n for n in range(1, highest.bit_length()))
 
 
-def _all(ground: StepProblem, cluster: Cluster, options: Options) -> Iterator[MeshProblem]:
+def _all(step_problem: StepProblem, relaxation: _Relaxation) -> Iterator[MeshProblem]:
     """The problem on each mesh of a cluster; none where no mesh suits the options."""
     try:
-        shapes = candidate_shapes(cluster, options)
+        shapes = candidate_shapes(relaxation.cluster, relaxation.options)
     except InputError:
         return
     for shape in shapes:
-        yield ground.on(cluster, shape)
+        yield step_problem.on(relaxation.cluster, shape)
 
 
-def _step_s(on_meshes: Iterable[MeshProblem], options: Options, cutoff_s: float = inf) -> float | None:
-    """Seconds per step of the fastest plan that fits, over all meshes; None where none beats the cutoff."""
-    best_s = cutoff_s
+def _step_s(on_meshes: Iterable[MeshProblem], options: Options, deadline: Deadline) -> float | None:
+    """Seconds per step of the fastest plan found, infinite where none fits; None if time ran out before one was found."""
+    best_s, is_proven = inf, True
     for on_mesh in on_meshes:
+        if deadline.is_over:
+            is_proven = False
+            break
+        kept, left_s = on_mesh.pinned(options.pins or {}), deadline.left_s / 2
         try:
-            kept = on_mesh.pinned(options.pins or {})
-            found, _ = on_mesh.fitting(kept, options.memory_bytes, TRIAL_TIME_LIMIT_S, best_s)
-        except branch_and_bound.NoFitError:
-            continue
-        best_s = min(best_s, found.cost_s)
-    return best_s if best_s < cutoff_s else None
+            solution, _ = on_mesh.fitting(kept, options.memory_bytes, left_s, best_s, WIDE_GAP)
+            best_s = solution.cost_s
+        except NoFitError as e:
+            is_proven = is_proven and e.is_proven
+    return best_s if best_s < inf or is_proven else None
+
+
+def _least_bytes(on_mesh: MeshProblem, options: Options) -> float:
+    return on_mesh.memory.least_bytes(on_mesh.pinned(options.pins or {}))
+
+
+def _said(step_s: float) -> str:
+    return f"step {format_seconds(step_s)} or less"
 
 
 def _by(shape: tuple[int, ...]) -> str:

@@ -6,8 +6,10 @@ the live ranges. `on` puts it on a mesh: a `MeshProblem`, whose `fitting` finds 
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from time import monotonic
+from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,7 @@ from cost_model.cluster import Cluster, Device
 from cost_model.collectives import MeshModel
 from cost_model.errors import InputError
 from cost_model.meshes import mesh_shapes
+from search.deadline import Deadline
 from search.device.prediction import Prediction, predict
 from search.ir.graph import Step
 from search.ir.spec import AXIS_NAMES, from_partition_spec
@@ -26,12 +29,14 @@ from search.problem.folding import fold
 from search.problem.fusion import Fusion, expensive_itemsize
 from search.problem.kernels import Kernels, kernels
 from search.problem.live_ranges import LiveRange, LiveRanges
-from search.problem.memory_rows import Memory
+from search.problem.memory_rows import Memory, Peak
 from search.problem.op_groups import op_groups
 from search.problem.reshard import Resharder
 from search.problem.strategy_graph import StrategyGraph, strategy_graph
 from search.solver import branch_and_bound
-from search.solver.pbqp import Problem
+from search.solver.branch_and_bound import NoFitError
+from search.solver.pbqp import Labels, MemoryConstraint, Problem, restricted_row
+from search.tightening import BLIND, MAX_ROWS, Round, tightened
 
 DEFAULT_TIME_LIMIT_S = 15.0
 """Seconds for all meshes together; what is not proven by then is stated as the plan's gap."""
@@ -39,20 +44,20 @@ DEFAULT_TIME_LIMIT_S = 15.0
 RELATIVE_GAP = 5e-3
 """Plans within this of the optimum are taken for optimal: the cost model is not finer."""
 
+ROUNDING = 1e-9
+"""Relative; sums of the same bytes in another order differ by less."""
+
 MAX_TIGHTENINGS = 10
 """How often the solver is told that its plan does not fit. Source: a choice of ours; once is enough as a rule."""
 
-MAX_ROWS_ALONE = 5
-"""How often by a row, without a lower limit. Source: a choice of ours."""
+ROUND_SHARE = 0.75
+"""Of the time left, what the solver gets before the kernels are asked: after the first round there may be another."""
 
-BLIND = 1.1
-"""From which share of the limit on the rows are taken to miss something. Source: a choice of ours."""
+ROOM = 1.01
+"""Times the smallest peak, what strategies may hold that should hold little: with no room at all they would be slow too."""
 
-MARGIN = 2e-3
-"""By how much more than needed it is lowered. Source: a choice of ours, as peaks come in steps."""
-
-MIN_TIME_S = 0.5
-"""Seconds that the solver gets in any case."""
+WIDE_GAP = 0.2
+"""Where any good plan will do: a step may be so much faster still."""
 
 Progress = Callable[[str], None]
 
@@ -109,9 +114,7 @@ class StepProblem:
     def on(self, cluster: Cluster, shape: tuple[int, ...]) -> "MeshProblem":
         """The problem on one mesh."""
         costed = price(self.graph, self.kernels, Resharder(MeshModel(cluster, shape)))
-        return MeshProblem(
-            Memory(costed, self.items), self.live_ranges, costed.problem(), DecisionCodec(costed)
-        )
+        return MeshProblem(Memory(costed, self.items), self.live_ranges, DecisionCodec(costed))
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,8 +123,12 @@ class MeshProblem:
 
     memory: Memory
     live_ranges: LiveRanges
-    problem: Problem
     codec: DecisionCodec
+
+    @cached_property
+    def problem(self) -> Problem:
+        """The costs; made when asked for, as most of a mesh's time goes there."""
+        return self.memory.costed.problem()
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -130,37 +137,94 @@ class MeshProblem:
 
     def pinned(self, pins: Mapping[str, Any]) -> tuple[np.ndarray, ...]:
         """Per node: the strategies that the pins leave."""
-        kept = [np.arange(n) for n in self.problem.num_labels]
+        kept = [np.arange(len(s)) for s in self.memory.costed.strategies]
         specs = {name: from_partition_spec(spec, self.codec.axis_names) for name, spec in pins.items()}
         for node, chosen in allowed_by_pins(self.codec, specs).items():
             kept[node] = chosen
         return tuple(kept)
 
     def fitting(
-        self, kept: Sequence[np.ndarray], limit_bytes: int, time_limit_s: float, cutoff_s: float = np.inf
+        self,
+        kept: Sequence[np.ndarray],
+        limit_bytes: int,
+        time_limit_s: float,
+        cutoff_s: float = np.inf,
+        relative_gap: float = RELATIVE_GAP,
     ) -> tuple[branch_and_bound.Solution, Prediction]:
         """The cheapest of the kept strategies that fit, as the kernels of a device tell.
 
-        The solver's rows are linear in the strategies; what kernels hold is not. Where they hold a little more than the
-        limit, the solver gets a lower one; where much more, its rows are blind to something, and it gets one that sees it.
+        The solution's bound, and a `NoFitError`'s, is on all of the kept strategies that fit in program order
+        (`Memory.profile`), whatever the kernels say of them: it is the first round's.
 
         Raises:
-          NoFitError: nothing fits and costs less than the cutoff.
+          NoFitError: nothing was found that fits and costs less than the cutoff.
         """
-        end_s, solver_limit_bytes, rows = monotonic() + time_limit_s, float(limit_bytes), []
-        for n in range(MAX_TIGHTENINGS):
-            left_s = max(end_s - monotonic(), MIN_TIME_S)
-            solution = self.solve(kept, int(solver_limit_bytes), left_s, cutoff_s, rows)
-            found = self.predicted(solution.labels, limit_bytes)
-            if found.least.num_bytes <= limit_bytes:
-                return solution, found
-            over = found.least.num_bytes / limit_bytes
-            if over > BLIND and n < MAX_ROWS_ALONE:
-                rows.append(self.memory.row_of(found.least, solution.labels))
-            else:
-                highest_bytes = self.memory.peak(solution.labels).num_bytes
-                solver_limit_bytes = min(solver_limit_bytes, highest_bytes) / over * (1 - MARGIN)
-        raise branch_and_bound.NoFitError(f"nothing was found that fits {limit_bytes} bytes", is_proven=False)
+        deadline = Deadline.after(time_limit_s)
+
+        def propose(
+            solver_limit_bytes: float, rows: Sequence[MemoryConstraint]
+        ) -> Round[tuple[branch_and_bound.Solution, Prediction]]:
+            left_s = ROUND_SHARE * deadline.left_s
+            solution = self.solve(kept, int(solver_limit_bytes), left_s, cutoff_s, rows, relative_gap)
+            return self._round(solution, solution.labels, limit_bytes)
+
+        rounds = tightened(propose, limit_bytes, MAX_TIGHTENINGS)
+        first = next(rounds)
+        bound_s = first.proposal[0].bound_s
+        with suppress(NoFitError):
+            for latest in chain((first,), rounds):
+                solution, found = latest.proposal
+                if latest.needed_bytes <= limit_bytes:
+                    return replace(solution, bound_s=bound_s), found
+                if deadline.is_over:
+                    break
+        raise NoFitError(f"nothing was found that fits {limit_bytes} bytes", bound_s=bound_s)
+
+    def smallest_peak(self, kept: Sequence[np.ndarray], time_limit_s: float) -> tuple[Labels, Peak]:
+        """The kept strategies found whose peak is smallest, and the peak: in program order or the kernels', what is more.
+
+        Raises:
+          NoFitError: the kept strategies contradict one another, or none were found in time.
+        """
+        deadline, found = Deadline.after(time_limit_s), []
+
+        def propose(_: float, rows: Sequence[MemoryConstraint]) -> Round[tuple[Labels, Prediction]]:
+            labels = self._frugal(kept, rows, deadline)
+            return self._round(labels, labels, 0.0)
+
+        for latest in tightened(propose, self.memory.least_bytes(kept), MAX_ROWS):
+            labels, predicted = latest.proposal
+            peaks = (self.memory.peak(labels), predicted.least)
+            found.append((labels, max(peaks, key=lambda peak: peak.num_bytes)))
+            if latest.needed_bytes <= BLIND * latest.expected_bytes or deadline.is_over:
+                break
+        return min(found, key=lambda one: one[1].num_bytes)
+
+    def _frugal(
+        self, kept: Sequence[np.ndarray], rows: Sequence[MemoryConstraint], deadline: Deadline
+    ) -> Labels:
+        """The cheapest of the kept strategies that hold little more than they must.
+
+        Where costs do not count at all, so much is resharded that the kernels hold far more than the rows know.
+        """
+
+        def cheapest(limit_bytes: float) -> Labels:
+            left_s = ROUND_SHARE * deadline.left_s
+            return self.solve(kept, int(ROOM * limit_bytes), left_s, np.inf, rows, WIDE_GAP).labels
+
+        least_bytes = self.memory.least_bytes(kept)
+        with suppress(NoFitError):
+            return cheapest(least_bytes)
+        smallest = branch_and_bound.minimise_peak(
+            self._restricted(kept),
+            limit_bytes=least_bytes,
+            rows=[restricted_row(row, kept) for row in rows],
+            violated=self._violated(kept, int(least_bytes)),
+            time_limit_s=ROUND_SHARE * deadline.left_s,
+        )
+        with suppress(NoFitError):
+            return cheapest(smallest.peak_bytes)
+        return _original(kept, smallest.labels)
 
     def predicted(self, chosen: Sequence[int], limit_bytes: float) -> Prediction:
         """A step on one device under full strategies."""
@@ -172,53 +236,38 @@ class MeshProblem:
         limit_bytes: int,
         time_limit_s: float,
         cutoff_s: float = np.inf,
-        rows: Sequence[branch_and_bound.MemoryConstraint] = (),
+        rows: Sequence[MemoryConstraint] = (),
+        relative_gap: float = RELATIVE_GAP,
     ) -> branch_and_bound.Solution:
         """The cheapest of the kept strategies that fit, in the original numbering.
 
         Raises:
           NoFitError: nothing fits and costs less than the cutoff.
         """
+        if self.memory.least_bytes(kept) > limit_bytes * (1 + ROUNDING):
+            raise NoFitError(f"no strategies fit {limit_bytes} bytes", bound_s=np.inf)
         solution = branch_and_bound.solve(
             self._restricted(kept),
             limit_bytes=float(limit_bytes),
-            rows=[_kept_of(row, kept) for row in rows],
+            rows=[restricted_row(row, kept) for row in rows],
             violated=self._violated(kept, limit_bytes),
             time_limit_s=time_limit_s,
-            relative_gap=RELATIVE_GAP,
+            relative_gap=relative_gap,
             cutoff_s=cutoff_s,
         )
         return replace(solution, labels=_original(kept, solution.labels))
 
-    def smallest_peak(
-        self, kept: Sequence[np.ndarray], limit_bytes: int, time_limit_s: float, cutoff_bytes: float = np.inf
-    ) -> tuple[int, ...]:
-        """The kept strategies whose peak is smallest, costs aside.
-
-        Raises:
-          NoFitError: the kept strategies contradict one another, or no peak below the cutoff was found.
-        """
-        seen: dict[tuple[int, ...], float] = {}
-        rows = []
-        for _ in range(MAX_ROWS_ALONE):
-            found = branch_and_bound.minimise_peak(
-                self._restricted(kept),
-                limit_bytes=float(limit_bytes),
-                rows=[_kept_of(row, kept) for row in rows],
-                violated=self._violated(kept, limit_bytes),
-                time_limit_s=time_limit_s / MAX_ROWS_ALONE,
-            )
-            chosen = _original(kept, found.labels)
-            if chosen in seen or found.peak_bytes >= cutoff_bytes:
-                break
-            least = self.predicted(chosen, 0.0).least
-            seen[chosen] = least.num_bytes
-            rows.append(self.memory.row_of(least, chosen))
-        if not seen:
-            raise branch_and_bound.NoFitError(
-                f"no peak below {cutoff_bytes} bytes was found", is_proven=False
-            )
-        return min(seen, key=lambda chosen: (seen[chosen], chosen))
+    def _round[Answer](
+        self, answer: Answer, labels: Labels, limit_bytes: float
+    ) -> Round[tuple[Answer, Prediction]]:
+        """What the kernels say of an answer of the solver's."""
+        predicted = self.predicted(labels, limit_bytes)
+        return Round(
+            (answer, predicted),
+            self.memory.peak(labels).num_bytes,
+            predicted.least.num_bytes,
+            lambda: self.memory.row_of(predicted.least, labels),
+        )
 
     def _restricted(self, kept: Sequence[np.ndarray]) -> Problem:
         nodes = tuple(cost[k] for cost, k in zip(self.problem.node_cost_s, kept, strict=True))
@@ -229,19 +278,11 @@ class MeshProblem:
         return Problem(nodes, edges)
 
     def _violated(self, kept: Sequence[np.ndarray], limit_bytes: int):
-        def violated(chosen: Sequence[int]) -> tuple[branch_and_bound.MemoryConstraint, ...]:
+        def violated(chosen: Sequence[int]) -> tuple[MemoryConstraint, ...]:
             rows = self.memory.rows_over(_original(kept, chosen), limit_bytes)
-            return tuple(_kept_of(row, kept) for row in rows)
+            return tuple(restricted_row(row, kept) for row in rows)
 
         return violated
-
-
-def _kept_of(
-    row: branch_and_bound.MemoryConstraint, kept: Sequence[np.ndarray]
-) -> branch_and_bound.MemoryConstraint:
-    return branch_and_bound.MemoryConstraint(
-        row.name, tuple((n, b[kept[n]]) for n, b in row.bytes), row.fixed_bytes
-    )
 
 
 def _original(kept: Sequence[np.ndarray], chosen: Sequence[int]) -> tuple[int, ...]:

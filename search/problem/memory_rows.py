@@ -99,10 +99,28 @@ class Memory:
 
     def profile(self, chosen: Sequence[int]) -> np.ndarray:
         """Bytes per device at every program point."""
+        return self._profile(self.held(chosen))
+
+    def _profile(self, held: np.ndarray) -> np.ndarray:
         start, end, _, _ = self._stretches
-        held, num_points = self.held(chosen), len(self.costed.graph.folded.program.ops)
+        num_points = len(self.costed.graph.folded.program.ops)
         change = np.bincount(start, held, num_points + 1) - np.bincount(end + 1, held, num_points + 1)
         return np.cumsum(change)[:num_points]
+
+    def least_bytes(self, kept: Sequence[np.ndarray]) -> float:
+        """A lower bound on the peak of all of the kept strategies: at one point each node takes what holds least there.
+
+        The point is the highest one where every value lies in as many parts as it can. Costs nothing beside a search.
+        """
+        _, _, nodes, num_bytes = self._stretches
+        if not len(nodes) or not all(map(len, kept)):
+            return 0.0 if all(map(len, kept)) else np.inf
+        flat, offsets = self._flat
+        is_kept = [np.isin(np.arange(len(s)), k) for s, k in zip(self.costed.strategies, kept, strict=True)]
+        shares = np.where(np.concatenate([is_kept[node] for node in nodes]), flat, np.inf)
+        held = num_bytes * np.minimum.reduceat(shares, offsets)
+        row = self.row(int(np.argmax(self._profile(held))))
+        return float(sum(per_label[kept[node]].min() for node, per_label in row.bytes))
 
     def peak(self, chosen: Sequence[int]) -> Peak:
         """The highest point of the profile."""

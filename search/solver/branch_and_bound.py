@@ -125,7 +125,8 @@ def solve(
       limit_bytes: what each row may hold.
       rows: rows known beforehand.
       violated: gives the rows that an assignment overflows; called for assignments worth having only.
-      time_limit_s: after it, the incumbent is returned with the gap that it has.
+      time_limit_s: after it, the incumbent is returned with the gap that it has; the first sweeps run in any case, as
+        an answer needs a bound.
       relative_gap: stop when the gap is at most this.
       cutoff_s: what an answer must beat by more than the gap; hopeless problems end early.
       progress: called with one line a step.
@@ -177,19 +178,21 @@ class _Search:
         trws = Trws(self.problem)
         trws.make_consistent()
         whole = Relaxation(self.planes, trws)
-        for stage in (self._relax, self._price, self._fit, self._branch):
+        if not self._is_closed(whole):
+            self._run_stage(self._relax, whole)  # however little time there is: an answer needs a bound
+        for stage in (self._price, self._fit, self._branch):
             if self._is_open(whole):
-                stage(whole)
-                name = stage.__name__.strip("_")
-                self.progress(f"{name}: cost {self.cost_s:.6g} s, bound {self.bound_s:.6g} s")
+                self._run_stage(stage, whole)
         if not whole.trws.is_feasible:
             self._raise_bound(np.inf)
         if self.labels is None:
-            is_proven = self.bound_s == np.inf
-            raise NoFitError(
-                "no assignment of strategies fits the memory limit", is_proven=is_proven, bound_s=self.bound_s
-            )
+            raise NoFitError("no assignment of strategies fits the memory limit", bound_s=self.bound_s)
         return Solution(self.labels, self.cost_s, min(self.bound_s, self.cost_s), self._stats(whole))
+
+    def _run_stage(self, stage: Callable[[Relaxation], None], whole: Relaxation) -> None:
+        stage(whole)
+        name = stage.__name__.strip("_")
+        self.progress(f"{name}: cost {self.cost_s:.6g} s, bound {self.bound_s:.6g} s")
 
     def _relax(self, whole: Relaxation) -> None:
         for _ in range(0, MAX_SWEEPS, SWEEPS):

@@ -28,7 +28,10 @@ MAX_DESCENTS = 10
 
 @dataclass(frozen=True, slots=True)
 class SmallestPeak:
-    """An assignment whose largest row is small, that row's value, and a lower bound on every assignment's."""
+    """An assignment whose largest row is small, that row's value, and a lower bound on every assignment's.
+
+    Below the limit nothing is told apart: there the value and the bound are the limit.
+    """
 
     labels: Labels
     peak_bytes: float
@@ -79,7 +82,8 @@ def minimise_peak(
         if len(known) == num_known or left_s <= 0:
             break
     if best.peak_bytes == np.inf:
-        raise NoFitError("no assignment of strategies is allowed", is_proven=bound_bytes == np.inf)
+        bound_s = np.inf if bound_bytes == np.inf else -np.inf
+        raise NoFitError("no assignment of strategies is allowed", bound_s=bound_s)
     return SmallestPeak(best.labels, best.peak_bytes, min(bound_bytes, best.peak_bytes))
 
 

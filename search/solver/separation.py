@@ -19,17 +19,22 @@ Violated = Callable[[Labels], Sequence[MemoryConstraint]]
 
 
 class NoFitError(Exception):
-    """No assignment satisfies the rows and beats the cutoff; no one that satisfies them costs less than `bound_s`.
-
-    `is_proven` is False where time ran out before one was found.
+    """No assignment that satisfies the rows and beats the cutoff was found.
 
     For whoever poses the problem, who knows what its rows and labels mean, to turn into a user's error.
+
+    Attributes:
+      bound_s: none that satisfies the rows costs less; it says nothing of those that do not. +inf where there is none.
     """
 
-    def __init__(self, message: str, *, is_proven: bool, bound_s: float = np.inf) -> None:
+    def __init__(self, message: str, *, bound_s: float) -> None:
         super().__init__(message)
-        self.is_proven = is_proven
         self.bound_s = bound_s
+
+    @property
+    def is_proven(self) -> bool:
+        """Whether no assignment satisfies the rows, rather than none was found in time or beats the cutoff."""
+        return self.bound_s == np.inf
 
 
 def separation_oracle(

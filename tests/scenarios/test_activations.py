@@ -135,7 +135,7 @@ def tight(found: MeshProblem) -> tuple[int, ...]:
         )
         for node, labels in enumerate(found.pinned({}))
     )
-    least = found.memory.peak(found.smallest_peak(allowed, 1, SEARCH_S)).num_bytes
+    least = found.memory.peak(found.smallest_peak(allowed, SEARCH_S)[0]).num_bytes
     most = found.memory.peak(found.solve(allowed, PLENTY_BYTES, SEARCH_S).labels).num_bytes
     return found.solve(allowed, int(least + 0.2 * (most - least)), SEARCH_S).labels
 
