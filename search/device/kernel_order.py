@@ -30,10 +30,10 @@ class Ties(Enum):
 
 
 class Clock(Enum):
-    """By which of its two times a kernel fills a window: XLA knows some kernels and collectives, and guesses others."""
+    """By which of its times a kernel fills a window: XLA knows some kernels and collectives, and guesses others."""
 
     XLA = "scheduled_s"
-    OURS = "seconds"
+    OURS = "apart_s"
 
 
 def program_order(lowered: Lowered) -> tuple[int, ...]:

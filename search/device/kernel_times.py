@@ -6,7 +6,7 @@ neither it guesses, and launches it leaves out of account. What it takes each ke
 """
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -29,19 +29,27 @@ MEASURED = 1.3
 
 @dataclass(frozen=True, slots=True)
 class KernelTime:
-    """Seconds of one run, and what the scheduler takes it for."""
+    """How long one run takes.
+
+    Attributes:
+      seconds: by our model; of an array made by a kernel that makes others too, its share of it.
+      scheduled_s: what XLA's scheduler takes it for.
+      apart_s: as `seconds`, had each array a kernel of its own.
+    """
 
     seconds: float
     scheduled_s: float
+    apart_s: float
 
     def __mul__(self, runs: float) -> "KernelTime":
-        return KernelTime(runs * self.seconds, runs * self.scheduled_s)
+        return KernelTime(runs * self.seconds, runs * self.scheduled_s, runs * self.apart_s)
 
 
 def of_collective(mesh: MeshModel, kind: str, axes: Collection[int], num_bytes: float) -> KernelTime:
     """A collective's, with its bytes per device."""
     seconds = float(mesh.time_s(kind, axes, num_bytes))
-    return KernelTime(seconds, UNKNOWN_S if mesh.group(axes).crosses_nodes else MEASURED * seconds)
+    scheduled_s = UNKNOWN_S if mesh.group(axes).crosses_nodes else MEASURED * seconds
+    return KernelTime(seconds, scheduled_s, seconds)
 
 
 class Times:
@@ -51,29 +59,31 @@ class Times:
         self.costed, self.chosen, self.folded = costed, chosen, costed.graph.folded
         self.device = costed.resharder.mesh.cluster.device
         self._alone: dict[int, KernelTime] = {}
-        self._fused: dict[FusedKernel, KernelTime] = {}
+        self._fused: dict[FusedKernel, float] = {}
         self._moving: dict[float, KernelTime] = {}
 
     def of_op(self, i: int, moved_bytes: float) -> KernelTime:
-        """One run of an op's kernel: its share of a fused one; where it only hands arrays on, by what it moves."""
+        """One run of the kernel that makes an op's results, which reads and writes so much for them."""
         op_class = self.folded.class_of[i]
-        if i in self.costed.kernels.of_op:
-            kernel, share = self.costed.kernels.of_op[i]
-            return self._of_fused(kernel) * share
-        return self._of_alone(op_class) if runs_alone(self.folded, op_class) else self.of_moving(moved_bytes)
+        if runs_alone(self.folded, op_class):
+            return self._of_alone(op_class)
+        apart = self.of_moving(moved_bytes)
+        if i not in self.costed.kernels.of_op:  # it only hands arrays on
+            return apart
+        kernel, share = self.costed.kernels.of_op[i]
+        return replace(apart, seconds=share * self._fused_s(kernel))
 
-    def _of_fused(self, kernel: FusedKernel) -> KernelTime:
+    def _fused_s(self, kernel: FusedKernel) -> float:
         if kernel not in self._fused:
-            self._fused[kernel] = self.of_moving(
-                self._chosen(kernel.op_classes[0], self.costed.kernel_bytes(kernel))
-            )
+            moved_bytes = self._chosen(kernel.op_classes[0], self.costed.kernel_bytes(kernel))
+            self._fused[kernel] = float(kernel_s(self.device, moved_bytes))
         return self._fused[kernel]
 
     def _of_alone(self, op_class: int) -> KernelTime:
         if op_class not in self._alone:
             seconds = self._chosen(op_class, self.costed.op_seconds(op_class))
             is_guessed = self.folded.op(op_class).name == CONVOLUTION
-            self._alone[op_class] = KernelTime(seconds, CONVOLUTION_S if is_guessed else seconds)
+            self._alone[op_class] = KernelTime(seconds, CONVOLUTION_S if is_guessed else seconds, seconds)
         return self._alone[op_class]
 
     def _chosen(self, op_class: int, of_strategies: np.ndarray) -> float:
@@ -85,5 +95,5 @@ class Times:
         """A kernel that reads and writes so much."""
         if num_bytes not in self._moving:
             seconds = float(kernel_s(self.device, num_bytes))
-            self._moving[num_bytes] = KernelTime(seconds, num_bytes / self.device.memory_bytes_per_s)
+            self._moving[num_bytes] = KernelTime(seconds, num_bytes / self.device.memory_bytes_per_s, seconds)
         return self._moving[num_bytes]

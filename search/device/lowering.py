@@ -222,7 +222,8 @@ class _Lowering:
         """The buffers in which an op gets an operand, its collectives launched at `at`."""
         v, reshard = self.program.ops[i].operands[operand], self.paths.to_reader(i, operand)
         take = partial(self._taken, at, v, reshard.phase, arrival)
-        return self.shared.arrive(v, reshard, lambda: self.sources[v], take)
+        read = v, self.program.ops[i].operand_counts[operand]
+        return self.shared.arrive(read, reshard, lambda: self.sources[v], take)
 
     def _taken(
         self,

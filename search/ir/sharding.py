@@ -10,7 +10,7 @@ executor with arrays, the device's lowering with buffers, the estimates with not
 once, all of them do.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -73,15 +73,19 @@ class SharedPaths[T]:
     """Values on their ways: each step of a path is taken once, by the first who needs it."""
 
     def __init__(self) -> None:
-        self._reached: dict[tuple[int, str, ReshardPath], T] = {}
+        self._reached: dict[tuple[Hashable, str, ReshardPath], T] = {}
 
     def arrive(
-        self, value: int, reshard: OperandReshard, start: Callable[[], T], take: Callable[[T, ReshardStep], T]
+        self,
+        value: Hashable,
+        reshard: OperandReshard,
+        start: Callable[[], T],
+        take: Callable[[T, ReshardStep], T],
     ) -> T:
         """What is at the end of a value's path.
 
         Args:
-          value: its number.
+          value: what tells it apart from others.
           reshard: the path.
           start: what is at its beginning.
           take: what is behind a step, given what is before it.
@@ -91,7 +95,7 @@ class SharedPaths[T]:
             here = self._once((value, reshard.phase, reshard.path[:n]), partial(take, here, step))
         return here
 
-    def _once(self, key: tuple[int, str, ReshardPath], make: Callable[[], T]) -> T:
+    def _once(self, key: tuple[Hashable, str, ReshardPath], make: Callable[[], T]) -> T:
         if key not in self._reached:
             self._reached[key] = make()
         return self._reached[key]

@@ -6,7 +6,9 @@ these touch what they pick, and update in place.
 
 What else is stored (`search.problem.fusion`) is made by fused kernels. An array's op stands as *late* as its readers
 allow: what only the backward phase reads is computed there. Ops of one group that pass values on at one lateness are one
-kernel: it reads each array from outside once, whatever lies between, and writes those that are read outside of it.
+kernel: it reads each array from outside once, whatever lies between, and writes those that are read outside of it. A sum
+over rows may lie between, as a block of threads has a row at hand (softmax, layer norm); a sum over anything else ends its
+kernel, as its readers wait for all blocks (batch norm).
 
 A kernel is priced by its group's strategy alone. So what comes from another group counts as it is handed over.
 
@@ -16,6 +18,8 @@ All this happens on the flat program, op by op; kernels of the same classes are 
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from search.ir.factors import Kind
+from search.problem.flat_program import FlatOp
 from search.problem.folding import FoldedProgram
 from search.problem.fusion import Fusion
 from search.problem.op_groups import OpGroup
@@ -108,6 +112,16 @@ def kernels(fusion: Fusion, groups: tuple[OpGroup, ...]) -> Kernels:
     return Kernels(tuple(fused.values()), of_op)
 
 
+def _ends_kernel(op: FlatOp) -> bool:
+    """Whether an op sums, or the like, over other dimensions than the last ones of several rows."""
+    if not op.operands:
+        return False
+    reduced = {i for i, f in enumerate(op.rule.factors) if f.kind in (Kind.SUM, Kind.REDUCE) and f.size > 1}
+    loops = [f for dim in op.rule.operands[0] for f in dim if op.rule.factors[f].size > 1]
+    last = loops[len(loops) - len(reduced) :]
+    return bool(reduced) and (set(last) != reduced or len(last) == len(loops))
+
+
 class _Collector:
     """One pass over the program each way."""
 
@@ -121,6 +135,7 @@ class _Collector:
             for k in range(len(self.folded.members))
         ]
         self.is_fused = [is_fused[k] for k in self.folded.class_of]
+        self.ends = [_ends_kernel(self.folded.op(k)) for k in range(len(self.folded.members))]
         self.kernel_of = self._joined(self._late())
         self.reads: dict[int, dict[int, Endpoint]] = {}
         self.read_outside: set[int] = set()
@@ -176,7 +191,8 @@ class _Collector:
         for p, op in enumerate(self.ops):
             for v in op.operands if self.is_fused[p] else ():
                 q = self.maker[v][0]
-                if self.is_fused[q] and self.groups[q] == self.groups[p] and late[q] == late[p]:
+                is_at_hand = self.is_fused[q] and not self.ends[self.folded.class_of[q]]
+                if is_at_hand and self.groups[q] == self.groups[p] and late[q] == late[p]:
                     a, b = sorted((find(p), find(q)))
                     root[b] = a
         return [find(p) for p in range(len(self.ops))]

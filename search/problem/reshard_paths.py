@@ -96,18 +96,22 @@ class ReshardPaths:
         return OperandReshard((*shared, *last), phase.value if is_fresh else "")
 
     def steps(self) -> Iterator[tuple[int, ReshardStep, int]]:
-        """Every step that values take: the value, the step, and how often in one step of training."""
-        counts: dict[int, int] = {}
-        for op in self.program.ops:
-            for v, count in zip(op.operands, op.operand_counts, strict=True):
-                counts[v] = max(counts.get(v, 0), count)
-        taken = [(v, step) for v in counts for step in self.to_rest(v)]
+        """Every step that values take: the value, the step, and how often in one step of training.
+
+        A loop's carry is read inside the loop and after it; each of the two takes its steps apart.
+        """
+        read = {
+            (v, n) for op in self.program.ops for v, n in zip(op.operands, op.operand_counts, strict=True)
+        }
+        taken = [(v, step, count) for v, count in sorted(read) for step in self.to_rest(v)]
         shared = SharedPaths[None]()
         for i, op in enumerate(self.program.ops):
-            for operand, v in enumerate(op.operands):
+            for operand, key in enumerate(zip(op.operands, op.operand_counts, strict=True)):
                 reshard = self.to_reader(i, operand)
-                shared.arrive(v, reshard, lambda: None, lambda _, step, v=v: taken.append((v, step)))
-        return ((v, step, counts[v]) for v, step in taken)
+                shared.arrive(
+                    key, reshard, lambda: None, lambda _, step, key=key: taken.append((key[0], step, key[1]))
+                )
+        return iter(taken)
 
     def copy_source(self, node: int) -> CopySource:
         """How a copy comes by its spec."""

@@ -15,7 +15,14 @@ def buffer(num_bytes, loops=(), is_argument=False, resident=Resident.TEMPORARIES
 
 def kernel(position, reads, makes, time_s=1.0, loops=(), workspace=0.0, after=()):
     return Kernel(
-        position, tuple(reads), tuple(makes), after, None, workspace, KernelTime(time_s, time_s), loops
+        position,
+        tuple(reads),
+        tuple(makes),
+        after,
+        None,
+        workspace,
+        KernelTime(time_s, time_s, time_s),
+        loops,
     )
 
 
@@ -32,7 +39,9 @@ def collective(
     after=(),
 ):
     what = Communication(kind, axes, num_bytes, dtype)
-    return Kernel(position, tuple(reads), tuple(makes), after, what, 0.0, KernelTime(time_s, time_s), loops)
+    return Kernel(
+        position, tuple(reads), tuple(makes), after, what, 0.0, KernelTime(time_s, time_s, time_s), loops
+    )
 
 
 def needed(kernels: tuple[Kernel, ...], k: int) -> set[int]:

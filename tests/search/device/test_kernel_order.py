@@ -93,7 +93,7 @@ def test_of_two_that_lie_equally_deep_either_may_be_listed_first():
 def test_a_window_is_filled_by_one_clock_or_the_other(clock, in_window):
     lowered = plain(
         *(kernel(i, [], [i]) for i in range(4)),
-        replace(collective(4, [3], [4]), time=KernelTime(seconds=1.0, scheduled_s=3.0)),
+        replace(collective(4, [3], [4]), time=KernelTime(seconds=1.0, scheduled_s=3.0, apart_s=1.0)),
         kernel(5, [0, 1, 2, 4], [5]),
     )
     order = latency_hiding(lowered, Ties.LATEST, clock)
