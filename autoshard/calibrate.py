@@ -16,7 +16,7 @@ from cost_model.calibration.machine import attached_mesh, described
 from cost_model.calibration.measure import FULL, QUICK, measure_all
 from cost_model.calibration.probes import ladder
 from cost_model.cluster import Cluster
-from cost_model.errors import ClusterError, InputError
+from cost_model.errors import ClusterError, InputError, first_line
 from cost_model.hardware import parse_cluster
 from cost_model.units import format_flops, format_rate, format_seconds
 from search.plan.text_table import Row, aligned
@@ -110,8 +110,7 @@ def _devices(num_devices: int | None) -> Sequence[Any]:
         RuntimeError,
         AssertionError,
     ) as error:  # the latter where a plugin is there and its driver is not
-        reason = (str(error).splitlines() or ["no backend works"])[0]
-        raise InputError(f"JAX finds no devices to measure: {reason}") from None
+        raise InputError(f"JAX finds no devices to measure: {first_line(error)}") from None
     if num_devices is None:
         return attached
     if not 1 <= num_devices <= len(attached):

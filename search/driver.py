@@ -5,7 +5,6 @@ A plan that is loaded goes the same way, with its decisions as the only strategi
 """
 
 import math
-import time
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -34,6 +33,7 @@ from search.plan.plan import Plan
 from search.plan.shardings import step_sharding
 from search.problem.flat_program import flatten
 from search.solver import branch_and_bound
+from search.stopwatch import Stopwatch
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,10 +65,10 @@ def find(
       InfeasibleError: nothing fits the cap; says what would.
       InputError: the mesh or a pin does not suit the cluster or the step.
     """
-    clock = _Clock(step)
+    watch = Stopwatch(step.trace_s)
     pins = options.pins or {}
     ground = StepProblem.of(step, [repr(pins.get(a.name, "")) for a in step.arguments], cluster.device)
-    clock.lap("graph")
+    watch.lap("graph")
     shapes, best, bound_s = candidate_shapes(cluster, options), None, math.inf
     tried: list[MeshProblem] = []
     for i, shape in enumerate(shapes):
@@ -76,21 +76,21 @@ def find(
         on_mesh = ground.on(cluster, shape)
         tried.append(on_mesh)
         kept = on_mesh.pinned(pins)
-        clock.lap("strategies")
-        left_s = max(options.time_limit_s - clock.seconds.get("solve", 0.0), 1.0) / (len(shapes) - i)
+        watch.lap("strategies")
+        left_s = max(options.time_limit_s - watch.seconds.get("solve", 0.0), 1.0) / (len(shapes) - i)
         cutoff_s = best[1].cost_s if best else math.inf
         try:
             solution, found = on_mesh.fitting(kept, options.memory_bytes, left_s, cutoff_s)
             best, bound_s = (on_mesh, solution, found), min(bound_s, solution.bound_s)
         except branch_and_bound.NoFitError as e:
             bound_s = min(bound_s, e.bound_s)
-        clock.lap("solve")
+        watch.lap("solve")
     if best is None:
         progress("nothing fits; looking for what would")
         raise explain(ground, cluster, options, tried)
     on_mesh, solution, found = best
     gap = max(0.0, 1.0 - bound_s / solution.cost_s) if solution.cost_s > 0 else 0.0
-    return _finished(ground, on_mesh, solution, found, cluster, options, gap, clock)
+    return _finished(ground, on_mesh, solution, found, cluster, options, gap, watch)
 
 
 def apply(step: Step, plan: Plan, cluster: Cluster, place: str = "plan") -> SearchResult:
@@ -100,7 +100,7 @@ def apply(step: Step, plan: Plan, cluster: Cluster, place: str = "plan") -> Sear
       PlanError: the plan is for another step, or decides something impossible.
       InfeasibleError: what it decides does not fit its memory cap.
     """
-    clock = _Clock(step)
+    watch = Stopwatch(step.trace_s)
     decided = plan.decisions.arguments
     ground = StepProblem.of(step, [decided.get(a.name, "") for a in step.arguments], cluster.device)
     if plan.fingerprint != ground.fingerprint:
@@ -111,10 +111,10 @@ def apply(step: Step, plan: Plan, cluster: Cluster, place: str = "plan") -> Sear
     shape = tuple(plan.decisions.mesh.values())
     if tuple(plan.decisions.mesh) != AXIS_NAMES.get(len(shape)):
         raise PlanError(f"{place}: wanted mesh axes named {AXIS_NAMES}, got {tuple(plan.decisions.mesh)}")
-    clock.lap("graph")
+    watch.lap("graph")
     on_mesh = ground.on(cluster, shape)
     kept = on_mesh.codec.allowed(plan.decisions, place)
-    clock.lap("strategies")
+    watch.lap("strategies")
     try:
         solution, device = on_mesh.fitting(kept, plan.memory_bytes, DEFAULT_TIME_LIMIT_S)
     except branch_and_bound.NoFitError as e:
@@ -122,8 +122,8 @@ def apply(step: Step, plan: Plan, cluster: Cluster, place: str = "plan") -> Sear
             f"what {place} decides does not fit its cap of {format_bytes(plan.memory_bytes)} a device, or contradicts "
             "itself. Undo the last edit, or raise memory_bytes"
         ) from e
-    clock.lap("solve")
-    found = _finished(ground, on_mesh, solution, device, cluster, Options(plan.memory_bytes), None, clock)
+    watch.lap("solve")
+    found = _finished(ground, on_mesh, solution, device, cluster, Options(plan.memory_bytes), None, watch)
     is_unchanged = math.isclose(found.plan.estimates.step_s, plan.estimates.step_s, rel_tol=1e-6)
     gap = plan.gap if is_unchanged else None
     return replace(found, plan=replace(found.plan, options=plan.options, cluster=plan.cluster, gap=gap))
@@ -137,7 +137,7 @@ def _finished(
     cluster: Cluster,
     options: Options,
     gap: float | None,
-    clock: "_Clock",
+    watch: Stopwatch,
 ) -> SearchResult:
     plan = Plan(
         step=ground.step.name,
@@ -150,8 +150,8 @@ def _finished(
         estimates=estimate(on_mesh.memory.costed, solution.labels, device),
         gap=gap,
     )
-    clock.lap("plan")
-    return SearchResult(replace(plan, search_s=clock.seconds), on_mesh, solution.labels)
+    watch.lap("plan")
+    return SearchResult(replace(plan, search_s=watch.seconds), on_mesh, solution.labels)
 
 
 def _said(options: Options) -> dict[str, Any]:
@@ -172,16 +172,3 @@ def primitives_without_rule(step: Step) -> dict[str, tuple[int, str]]:
             count, source = found.get(op.name, (0, op.op.source))
             found[op.name] = (count + 1, source)
     return found
-
-
-class _Clock:
-    """Seconds by stage."""
-
-    def __init__(self, step: Step) -> None:
-        self.seconds: dict[str, float] = {"trace": step.trace_s}
-        self._last = time.perf_counter()
-
-    def lap(self, stage: str) -> None:
-        now = time.perf_counter()
-        self.seconds[stage] = self.seconds.get(stage, 0.0) + now - self._last
-        self._last = now
