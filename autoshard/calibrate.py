@@ -19,6 +19,7 @@ from cost_model.cluster import Cluster
 from cost_model.errors import ClusterError, InputError, first_line
 from cost_model.hardware import parse_cluster
 from cost_model.units import format_flops, format_rate, format_seconds
+from cost_model.whole_file import write_whole
 from search.plan.text_table import Row, aligned
 
 _UNKNOWN = "1xL4"
@@ -59,12 +60,7 @@ class Calibration:
         Raises:
           InputError: it cannot be written.
         """
-        whole = path.with_name(f"{path.name}.part")
-        try:
-            whole.write_text(json.dumps(self.cluster.to_json(), indent=1) + "\n", encoding="utf-8")
-            whole.replace(path)
-        except OSError as error:
-            raise InputError(f"cannot write the cluster file {str(path)!r}: {error.strerror}") from None
+        write_whole(path, json.dumps(self.cluster.to_json(), indent=1) + "\n", "the cluster file")
 
 
 def calibrate(
