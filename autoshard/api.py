@@ -15,13 +15,14 @@ from autoshard.verification import judge
 from autoshard.verification.result import Verification
 from cost_model import attached
 from cost_model.cluster import Cluster
-from cost_model.errors import InputError, PlanError
+from cost_model.errors import InputError, PlanError, first_line
 from cost_model.hardware import parse_cluster
 from cost_model.xla.process import Compiler
 from executors import jit
 from executors.jit import Program
 from search.ir import _jax
 from search.ir.graph import Step
+from search.ir.trace import TRACE_ERRORS
 from search.plan.plan import Plan
 
 
@@ -275,9 +276,9 @@ class Parallelized:
         """
         try:
             jaxpr, shapes = jax.make_jaxpr(create, return_shape=True)(*create_args)
-        except _TRACE_ERRORS as e:
+        except TRACE_ERRORS as e:
             raise InputError(
-                f"init: {getattr(create, '__name__', 'create')} cannot be traced by jax.jit: {_first_line(e)}"
+                f"init: {getattr(create, '__name__', 'create')} cannot be traced by jax.jit: {first_line(e)}"
             ) from e
         self._prepare((shapes, *args), {})
         assert self._program is not None
@@ -341,13 +342,6 @@ class Parallelized:
         if request.plan is not None:
             return planning.cluster(request.plan, request.place)
         return parse_cluster(attached.cluster_name(devices) if request.cluster is None else request.cluster)
-
-
-_TRACE_ERRORS = (jax.errors.JAXTypeError, jax.errors.JAXIndexError, TypeError, ValueError)
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 class _RetracedError(Exception):

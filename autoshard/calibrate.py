@@ -16,9 +16,10 @@ from cost_model.calibration.machine import attached_mesh, described
 from cost_model.calibration.measure import FULL, QUICK, measure_all
 from cost_model.calibration.probes import ladder
 from cost_model.cluster import Cluster
-from cost_model.errors import ClusterError, InputError
+from cost_model.errors import ClusterError, InputError, first_line
 from cost_model.hardware import parse_cluster
 from cost_model.units import format_flops, format_rate, format_seconds
+from cost_model.whole_file import write_whole
 from search.plan.text_table import Row, aligned
 
 _UNKNOWN = "1xL4"
@@ -59,12 +60,7 @@ class Calibration:
         Raises:
           InputError: it cannot be written.
         """
-        whole = path.with_name(f"{path.name}.part")
-        try:
-            whole.write_text(json.dumps(self.cluster.to_json(), indent=1) + "\n", encoding="utf-8")
-            whole.replace(path)
-        except OSError as error:
-            raise InputError(f"cannot write the cluster file {str(path)!r}: {error.strerror}") from None
+        write_whole(path, json.dumps(self.cluster.to_json(), indent=1) + "\n", "the cluster file")
 
 
 def calibrate(
@@ -110,8 +106,7 @@ def _devices(num_devices: int | None) -> Sequence[Any]:
         RuntimeError,
         AssertionError,
     ) as error:  # the latter where a plugin is there and its driver is not
-        reason = (str(error).splitlines() or ["no backend works"])[0]
-        raise InputError(f"JAX finds no devices to measure: {reason}") from None
+        raise InputError(f"JAX finds no devices to measure: {first_line(error)}") from None
     if num_devices is None:
         return attached
     if not 1 <= num_devices <= len(attached):

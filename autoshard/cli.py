@@ -31,7 +31,7 @@ from jax.sharding import PartitionSpec
 from autoshard import api, clusters
 from autoshard.calibrate import calibrate
 from autoshard.target import target
-from cost_model.errors import AutoshardError, InputError
+from cost_model.errors import AutoshardError, InputError, first_line
 from search.plan.plan import Plan
 
 _INTERRUPTED = 128 + 2
@@ -230,9 +230,8 @@ def _join_processes() -> None:
     try:
         jax.distributed.initialize()
     except (ValueError, RuntimeError) as e:
-        message = str(e).splitlines()[0]
         raise InputError(
-            f"--distributed: {message} Start it in each process of a launcher that JAX knows, such as srun or mpirun"
+            f"--distributed: {first_line(e)} Start it in each process of a launcher that JAX knows, such as srun or mpirun"
         ) from None
 
 

@@ -17,10 +17,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import jax
-
 from autoshard import api
 from cost_model.errors import AutoshardError, InputError
+from search.ir.trace import TRACE_ERRORS
 
 
 @contextlib.contextmanager
@@ -99,7 +98,7 @@ def _step_and_args(function: Callable[[], Any], text: str) -> tuple[Callable[...
     def traced(*args: Any, **kwargs: Any) -> Any:
         try:
             return step(*args, **kwargs)
-        except (TypeError, ValueError, jax.errors.JAXTypeError, jax.errors.JAXIndexError):
+        except TRACE_ERRORS:
             raise  # tracing words these
         except Exception as e:  # the user's code may raise anything
             raise _raised(e, "it") from e

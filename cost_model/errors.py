@@ -1,7 +1,7 @@
 """The errors a user can cause, in one small tree.
 
 Each message says what was wanted, what came (with units), where, and what to do. Broken invariants of
-ours are asserts, not these.
+ours are asserts, not these. Of what others raise, a message of ours quotes the `first_line`.
 """
 
 
@@ -33,3 +33,8 @@ class PlanError(AutoshardError, ValueError):
     """A plan that is malformed, stale, or made for another step, cluster, JAX or schema."""
 
     exit_status = 4
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of what an exception says; its type's name where it says nothing."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)

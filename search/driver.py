@@ -5,7 +5,6 @@ A plan that is loaded goes the same way, with its decisions as the only strategi
 """
 
 import math
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -36,6 +35,7 @@ from search.plan.shardings import step_sharding
 from search.problem.flat_program import flatten
 from search.solver.branch_and_bound import NoFitError
 from search.solver.pbqp import Labels
+from search.stopwatch import Stopwatch
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,17 +81,17 @@ def find(
       InfeasibleError: nothing fits the cap; says what would.
       InputError: the mesh or a pin does not suit the cluster or the step.
     """
-    clock = _Clock(step)
+    watch = Stopwatch(step.trace_s)
     pins = options.pins or {}
     step_problem = StepProblem.of(step, [repr(pins.get(a.name, "")) for a in step.arguments], cluster.device)
-    clock.lap("graph")
+    watch.lap("graph")
     shapes, deadline = candidate_shapes(cluster, options), Deadline.after(options.time_limit_s)
     best, bounds_s, tried = None, [], []
     for i, shape in enumerate(shapes):
         progress(f"mesh {_by(shape)} ({i + 1} of {len(shapes)})")
         tried.append(on_mesh := step_problem.on(cluster, shape))
         kept = on_mesh.pinned(pins)
-        clock.lap("strategies")
+        watch.lap("strategies")
         cutoff_s, share_s = best.cost_s if best else math.inf, deadline.left_s / (len(shapes) - i)
         try:
             solution, device = on_mesh.fitting(kept, options.memory_bytes, share_s, cutoff_s)
@@ -99,12 +99,12 @@ def find(
             bounds_s.append(solution.bound_s)
         except NoFitError as e:
             bounds_s.append(e.bound_s)
-        clock.lap("solve")
+        watch.lap("solve")
     if best is None:
         progress("no plan so far; looking for the smallest peak")
         best = _of_smallest_peak(step_problem, cluster, options, tried, min(bounds_s) == math.inf)
-        clock.lap("solve")
-    return _finished(step_problem, best, cluster, options, _gap(min(bounds_s), best.cost_s), clock)
+        watch.lap("solve")
+    return _finished(step_problem, best, cluster, options, _gap(min(bounds_s), best.cost_s), watch)
 
 
 def _of_smallest_peak(
@@ -139,7 +139,7 @@ def apply(step: Step, plan: Plan, cluster: Cluster, place: str = "plan") -> Sear
       PlanError: the plan is for another step, or decides something impossible.
       InfeasibleError: what it decides does not fit its memory cap.
     """
-    clock = _Clock(step)
+    watch = Stopwatch(step.trace_s)
     decided = plan.decisions.arguments
     step_problem = StepProblem.of(step, [decided.get(a.name, "") for a in step.arguments], cluster.device)
     if plan.fingerprint != step_problem.fingerprint:
@@ -150,10 +150,10 @@ def apply(step: Step, plan: Plan, cluster: Cluster, place: str = "plan") -> Sear
     shape = tuple(plan.decisions.mesh.values())
     if tuple(plan.decisions.mesh) != AXIS_NAMES.get(len(shape)):
         raise PlanError(f"{place}: wanted mesh axes named {AXIS_NAMES}, got {tuple(plan.decisions.mesh)}")
-    clock.lap("graph")
+    watch.lap("graph")
     on_mesh = step_problem.on(cluster, shape)
     kept = on_mesh.codec.allowed(plan.decisions, place)
-    clock.lap("strategies")
+    watch.lap("strategies")
     try:
         solution, device = on_mesh.fitting(kept, plan.memory_bytes, DEFAULT_TIME_LIMIT_S)
     except NoFitError as e:
@@ -161,9 +161,9 @@ def apply(step: Step, plan: Plan, cluster: Cluster, place: str = "plan") -> Sear
             f"what {place} decides does not fit its cap of {format_bytes(plan.memory_bytes)} a device, or contradicts "
             "itself. Undo the last edit, or raise memory_bytes"
         ) from e
-    clock.lap("solve")
+    watch.lap("solve")
     forced = _Found(on_mesh, solution.labels, device)
-    found = _finished(step_problem, forced, cluster, Options(plan.memory_bytes), None, clock)
+    found = _finished(step_problem, forced, cluster, Options(plan.memory_bytes), None, watch)
     is_unchanged = math.isclose(found.plan.estimates.step_s, plan.estimates.step_s, rel_tol=1e-6)
     gap = plan.gap if is_unchanged else None
     return replace(found, plan=replace(found.plan, options=plan.options, cluster=plan.cluster, gap=gap))
@@ -175,7 +175,7 @@ def _finished(
     cluster: Cluster,
     options: Options,
     gap: float | None,
-    clock: "_Clock",
+    watch: Stopwatch,
 ) -> SearchResult:
     costed = found.on_mesh.memory.costed
     plan = Plan(
@@ -189,8 +189,8 @@ def _finished(
         estimates=estimate(costed, found.labels, found.device),
         gap=gap,
     )
-    clock.lap("plan")
-    return SearchResult(replace(plan, search_s=clock.seconds), found.on_mesh, found.labels)
+    watch.lap("plan")
+    return SearchResult(replace(plan, search_s=watch.seconds), found.on_mesh, found.labels)
 
 
 def _by(shape: Sequence[int]) -> str:
@@ -216,16 +216,3 @@ def primitives_without_rule(step: Step) -> dict[str, tuple[int, str]]:
             count, where = found.get(op.name, (0, op.op.where))
             found[op.name] = (count + 1, where)
     return found
-
-
-class _Clock:
-    """Seconds by stage."""
-
-    def __init__(self, step: Step) -> None:
-        self.seconds: dict[str, float] = {"trace": step.trace_s}
-        self._last = time.perf_counter()
-
-    def lap(self, stage: str) -> None:
-        now = time.perf_counter()
-        self.seconds[stage] = self.seconds.get(stage, 0.0) + now - self._last
-        self._last = now

@@ -6,10 +6,9 @@ device whose memory is such that its scheduler aims at the plan's cap.
 
 import math
 import os
-import time
 import warnings
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from autoshard.verification.extrapolation import extrapolated, is_long, kept_blo
 from autoshard.verification.result import Extent, Verification, compared
 from autoshard.verification.shorten import Shortened
 from cost_model.cluster import Cluster
-from cost_model.errors import CompilerError, InfeasibleError, InputError
+from cost_model.errors import CompilerError, InfeasibleError, InputError, first_line
 from cost_model.units import format_bytes, format_seconds
 from cost_model.xla import compiler
 from cost_model.xla._jax import lower, module_bytes
@@ -33,6 +32,7 @@ from search.ir import _jax
 from search.ir.graph import Step, walk
 from search.ir.sharding import StepSharding
 from search.plan.plan import Plan
+from search.stopwatch import Stopwatch
 
 Progress = Callable[[str], None]
 
@@ -77,19 +77,23 @@ class CompilerVerifier:
           found: a plan on it.
           full: whether to compile all blocks, however many are alike.
         """
-        clock = _Clock(self.progress, {"trace": step.trace_s})
+        watch = Stopwatch(step.trace_s)
+        tell = _telling(self.progress, "", watch)
         if full or not is_long(step):
             extent = Extent()
         else:
-            clock.begin("shorten")
+            tell("shortening")
             cut = to_compile(step, found.sharding)
+            watch.lap("shorten")
             if isinstance(cut, Shortened):
-                return self._extrapolated(step, found, cut, clock)
+                return self._extrapolated(step, found, cut, watch)
             extent = cut
-        stats = self.stats(step, found.sharding, found.plan.memory_bytes, clock)
-        return compared(found.plan, self.cluster, stats, clock.seconds, extent)
+        stats = self.stats(step, found.sharding, found.plan.memory_bytes, watch, tell)
+        return compared(found.plan, self.cluster, stats, watch.seconds, extent)
 
-    def _extrapolated(self, step: Step, found: SearchResult, cut: Shortened, clock: "_Clock") -> Verification:
+    def _extrapolated(
+        self, step: Step, found: SearchResult, cut: Shortened, watch: Stopwatch
+    ) -> Verification:
         """The same from shortened programs; each has a cap that leaves the scheduler as much as the whole one's."""
         programs, kept = (cut.short, *cut.less), kept_blocks(cut)
         whole_bytes = _argument_bytes(jit.build(step, found.sharding, None))
@@ -98,27 +102,31 @@ class CompilerVerifier:
             zip(programs, omitted(found, cut), strict=True)
         ):
             arguments_bytes = whole_bytes - _argument_bytes(jit.build(short, sharding, None))
-            clock.which = f"{i + 1} of {len(programs)} ({kept[i]} of {cut.num_blocks} blocks)"
+            which = f"{i + 1} of {len(programs)} ({kept[i]} of {cut.num_blocks} blocks)"
+            tell = _telling(self.progress, which, watch)
             cap_bytes = found.plan.memory_bytes - arguments_bytes - omitted_bytes
-            stats.append(self.stats(short, sharding, cap_bytes, clock))
+            stats.append(self.stats(short, sharding, cap_bytes, watch, tell))
         whole, extent = extrapolated(cut, stats[0], stats[1:]), Extent(kept[0], cut.num_blocks)
-        return compared(found.plan, self.cluster, whole, clock.seconds, extent)
+        return compared(found.plan, self.cluster, whole, watch.seconds, extent)
 
-    def stats(self, step: Step, sharding: StepSharding, cap_bytes: int, clock: "_Clock") -> CompiledStats:
+    def stats(
+        self, step: Step, sharding: StepSharding, cap_bytes: int, watch: Stopwatch, tell: Progress
+    ) -> CompiledStats:
         """One program, lowered and compiled: what it takes and moves.
 
         Raises:
           CompilerError: it cannot be lowered without devices, or the compiler failed on it.
         """
-        clock.begin("lower")
+        tell("lowering")
         program = jit.build(step, sharding, None)
         lowered = _lowered(step, program)
         memory_bytes = compiler.memory_for_cap(cap_bytes, _resting_bytes(step, program, lowered.out_info))
-        clock.begin("compile")
         module = module_bytes(lowered)
-        compiled = compile_apart(module, self.cluster, memory_bytes, self.compiler, clock.told)
-        clock.end()
-        return CompiledStats.of(compiled, dict(zip(sharding.axis_names, sharding.mesh_shape, strict=True)))
+        watch.lap("lower")
+        compiled = compile_apart(module, self.cluster, memory_bytes, self.compiler, tell)
+        stats = CompiledStats.of(compiled, dict(zip(sharding.axis_names, sharding.mesh_shape, strict=True)))
+        watch.lap("compile")
+        return stats
 
 
 def fitting(
@@ -202,7 +210,7 @@ def _lowered(step: Step, program: Program) -> Any:
                 f"{callback.name} ({callback.source}) calls Python on the host, which cannot be compiled without the "
                 "devices. Verify the step without it"
             ) from e
-        raise CompilerError(f"{step.name} cannot be lowered for GPUs: {str(e).splitlines()[0]}") from e
+        raise CompilerError(f"{step.name} cannot be lowered for GPUs: {first_line(e)}") from e
 
 
 def _judged_s(proof: Verification) -> float:
@@ -235,37 +243,12 @@ def _after(progress: Progress, said: str) -> Progress:
     return (lambda line: progress(f"{line} ({said})")) if said else progress
 
 
-@dataclass(slots=True)
-class _Clock:
-    """Seconds by part, told on the progress line.
+def _telling(progress: Progress, which: str, watch: Stopwatch) -> Progress:
+    """Progress lines that also say of which program, and what has taken how long so far."""
 
-    Attributes:
-      progress: told of them.
-      seconds: by part; of a part that comes again, all together.
-      which: of several programs, said after the part's name.
-    """
-
-    progress: Progress
-    seconds: dict[str, float]
-    which: str = field(default="")
-    _part: str = field(default="")
-    _start_s: float = field(default=0.0)
-
-    def begin(self, part: str) -> None:
-        self.end()
-        self._part, self._start_s = part, time.perf_counter()
-        self.told(f"{part.removesuffix('e')}ing")
-
-    def end(self) -> None:
-        if self._part:
-            so_far_s = self.seconds.get(self._part, 0.0)
-            self.seconds[self._part] = so_far_s + time.perf_counter() - self._start_s
-            self._part = ""
-
-    def told(self, line: str) -> None:
+    def tell(line: str) -> None:
         verb, _, elapsed = line.partition(" ")
-        self.progress(" ".join(filter(None, (verb, self.which, elapsed))) + _done(self.seconds))
+        done = (f"{part} {format_seconds(s)}" for part, s in watch.seconds.items())
+        progress(", ".join((" ".join(filter(None, (verb, which, elapsed))), *done)))
 
-
-def _done(seconds: Mapping[str, float]) -> str:
-    return "".join(f", {name} {format_seconds(s)}" for name, s in seconds.items())
+    return tell

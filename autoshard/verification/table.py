@@ -1,9 +1,10 @@
 """A verification as a table: what `print(autoshard.verify(...))` shows."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from autoshard.verification.result import Moved, Verification
 from cost_model.units import format_bytes, format_seconds
+from search.plan.text_table import Row, aligned
 
 _MARK = "differs"
 
@@ -84,13 +85,6 @@ def _verdict(v: Verification) -> list[str]:
     return [f"verdict: {fits}; these differ", *(f"  {sentence}" for sentence in v.differences)]
 
 
-def _aligned(rows: list[tuple[str, ...]]) -> list[str]:
-    """The first column to the left, numbers to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            cell.rjust(width) if i else cell.ljust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
+def _aligned(rows: Sequence[Row]) -> list[str]:
+    """Names to the left, numbers to the right."""
+    return aligned(rows, indent=0, right=range(1, 6))

@@ -39,7 +39,7 @@ from cost_model.calibration.probes import (
     VectorProbe,
 )
 from cost_model.cluster import Cluster
-from cost_model.errors import ClusterError
+from cost_model.errors import ClusterError, first_line
 
 _CHAIN = 32
 """Kernels in one round of the launch probe. Source: a choice of ours; more take long to compile."""
@@ -102,7 +102,7 @@ def measure_all(
         try:
             seconds = measure(probe, guess_s, mesh, effort)
         except jax.errors.JaxRuntimeError as error:  # such as a dtype that the device does not know
-            failure, slowdowns[probe.group] = f"{probe}: {str(error).splitlines()[0]}", math.inf
+            failure, slowdowns[probe.group] = f"{probe}: {first_line(error)}", math.inf
             continue
         slowdowns[probe.group] = seconds / probe.model_s(expected)
         timings.append(Timing(probe, seconds))

@@ -22,11 +22,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from cost_model.errors import InputError
+from cost_model.errors import InputError, first_line
 from search.ir import _jax
 from search.ir.graph import Argument, Atom, Graph, Op, Phase, Role, Step, Value, verify
 
-_TRACE_ERRORS = (jax.errors.JAXTypeError, jax.errors.JAXIndexError, TypeError, ValueError)
+TRACE_ERRORS = (jax.errors.JAXTypeError, jax.errors.JAXIndexError, TypeError, ValueError)
+"""What a function that `jax.jit` cannot trace raises: JAX's words for it, or the function's own."""
 
 
 def trace(step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Step:
@@ -66,9 +67,9 @@ def trace_for(platform: str | None, step: Callable[..., Any], /, *args: Any, **k
     name = getattr(step, "__name__", type(step).__name__)
     try:
         jaxpr, out_shape = jax.make_jaxpr(step, return_shape=True)(*args_, **kwargs_)
-    except _TRACE_ERRORS as e:
+    except TRACE_ERRORS as e:
         raise InputError(
-            f"the step {name!r} cannot be traced by jax.jit, which autoshard needs: {_first_line(e)}{_where(e)}"
+            f"the step {name!r} cannot be traced by jax.jit, which autoshard needs: {first_line(e)}{_where(e)}"
         ) from e
     out_tree = jax.tree_util.tree_structure(out_shape)
     graph = _with_phases(build_graph(jaxpr, platform))
@@ -101,10 +102,6 @@ def _abstract(path: tuple[Any, ...], leaf: Any) -> jax.ShapeDtypeStruct:
             f"jax.config.update('jax_enable_x64', True), or pass {dtype}"
         )
     return jax.ShapeDtypeStruct(leaf.shape, dtype, weak_type=weak_type)
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 
 def _where(error: BaseException) -> str:

@@ -10,13 +10,13 @@ import json
 import math
 import os
 import sys
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from cost_model.errors import InputError, PlanError
+from cost_model.whole_file import write_whole
 
 SCHEMA = "autoshard.plan/1"
 
@@ -160,25 +160,13 @@ class Plan:
         }
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the plan as JSON, atomically: the file is whole or not there.
+        """Writes the plan as JSON: the file is whole or not there.
 
         Raises:
           InputError: the path cannot be written.
         """
-        target = Path(path)
         text = json.dumps(self.to_json(), indent=1, allow_nan=False) + "\n"
-        try:
-            handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-        except OSError as e:
-            raise InputError(f"the plan cannot be written to {target}: {e.strerror}") from e
-        temporary = Path(name)
-        try:
-            with os.fdopen(handle, "w") as file:
-                file.write(text)
-            temporary.replace(target)
-        except OSError as e:
-            temporary.unlink(missing_ok=True)
-            raise InputError(f"the plan cannot be written to {target}: {e.strerror}") from e
+        write_whole(Path(path), text, "the plan")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Plan":

@@ -1,11 +1,11 @@
 """Tables in plain text."""
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 Row = tuple[str, ...]
 
 
-def aligned(rows: Sequence[Row], indent: int = 2, right: tuple[int, ...] = ()) -> list[str]:
+def aligned(rows: Sequence[Row], indent: int = 2, right: Container[int] = ()) -> list[str]:
     """Rows in aligned columns; those in `right` are right-aligned."""
     if not rows:
         return []

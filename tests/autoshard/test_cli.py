@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -145,6 +146,30 @@ def test_a_saved_plan_suits_the_step_that_it_was_made_for(run, train, tmp_path):
         program = autoshard.emit(step, *args, plan=Plan.load(path))
         assert program.fn.lower(*program.args)
         assert Plan.load(path).step == getattr(step, "__name__", "partial")
+
+
+@pytest.mark.parametrize("status", [0, 1, 3])
+def test_verify_ends_with_the_verdicts_status(run, train, tmp_path, monkeypatch, status):
+    path = tmp_path / "plan.json"
+    run("search", f"{train}:target", "--cluster", "8xH100-80GB", "--out", path)
+    verdict = Verdict(status)
+    monkeypatch.setattr("autoshard.api.verify", lambda *args, plan, **options: verdict)
+    assert run("verify", f"{train}:target", path)[:2] == (status, "the table\n")
+    printed = run("verify", f"{train}:target", path, "--json")
+    assert (printed[0], json.loads(printed[1])) == (status, {"exit_status": status})
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Stands in for a `Verification`."""
+
+    exit_status: int
+
+    def __str__(self):
+        return "the table"
+
+    def to_json(self):
+        return {"exit_status": self.exit_status}
 
 
 def test_json_is_all_of_stdout(run, train, tmp_path):

@@ -22,10 +22,6 @@ def target():
         return w - 0.1 * jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w)
     return step, ARGS
 
-def of_arrays():
-    step, _ = target()
-    return step, tuple(jnp.zeros(a.shape, a.dtype) for a in ARGS)
-
 def refused():
     def step(w, x):
         return w + jax.ffi.ffi_call("nowhere", jax.ShapeDtypeStruct(w.shape, w.dtype))(w)
@@ -36,6 +32,10 @@ def talking():
         jax.debug.print("{}", x.sum())
         return w * 2
     return step, ARGS
+
+def of_arrays():
+    step, _ = target()
+    return step, tuple(jnp.zeros(a.shape, a.dtype) for a in ARGS)
 """
 
 

@@ -225,13 +225,15 @@ def test_dynamic_axial_parallelism_on_an_evoformer_block():
 
 def test_tensor_parallelism_stays_inside_the_node():
     case = make_megatron(
-        num_layers=4, hidden=8192, heads=64, vocab=1024, seq=1024, batch=8, compute_dtype=jnp.bfloat16
+        num_layers=1, hidden=8192, heads=64, vocab=1024, seq=1024, batch=8, compute_dtype=jnp.bfloat16
     )
     # Nodes, devices of a node. With a 400 Gb/s port for each GPU, rings across nodes are as fast as within.
     plan = plan_for(case, "16xH100-80GB-Ethernet", (2, 8))
-    split = [s for s in products(plan) if "unreduced" in s]
-    assert split
-    assert all("unreduced={'model'}" in s for s in split)
+    rows = [s for s in products(plan) if "unreduced" in s]
+    assert len(rows) == 2  # half-blocks
+    assert all("unreduced={'model'}" in s for s in rows)
+    crossing_bytes = sum(c.bytes for c in plan.estimates.collectives if "data" in c.axes)
+    assert 0 < crossing_bytes < 1e-3 * moved(plan, "all-gather", "reduce-scatter")
 
 
 def test_search_cost_does_not_grow_with_depth():

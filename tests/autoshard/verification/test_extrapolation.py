@@ -8,7 +8,7 @@ import pytest
 
 from autoshard.verification import extrapolation
 from autoshard.verification.extrapolation import extrapolated
-from autoshard.verification.judge import CompilerVerifier
+from autoshard.verification.judge import CompilerVerifier, Progress
 from autoshard.verification.shorten import Shortened
 from cost_model.hardware import parse_cluster
 from cost_model.xla.process import Compiler
@@ -19,6 +19,7 @@ from search.ir.graph import Step
 from search.ir.sharding import StepSharding
 from search.ir.trace import trace
 from search.mesh_problem import Options
+from search.stopwatch import Stopwatch
 from tests.zoo import make_megatron
 
 CLUSTER = parse_cluster("8xH100-80GB")
@@ -36,8 +37,10 @@ class StandIn(CompilerVerifier):
     def __post_init__(self) -> None:
         """There is no compiler to look for."""
 
-    def stats(self, step: Step, sharding: StepSharding, cap_bytes: int, clock: Any) -> CompiledStats:
-        clock.begin("compile")
+    def stats(
+        self, step: Step, sharding: StepSharding, cap_bytes: int, watch: Stopwatch, tell: Progress
+    ) -> CompiledStats:
+        tell("compiling")
         self.caps.append(cap_bytes)
         num_products = sum(op.name == "dot_general" for op in step.graph.ops)
         rests = [sharding.specs.get(("input", (), a)) for a in range(len(step.arguments))]
