@@ -49,7 +49,7 @@ def search(
       mesh: sizes of the logical mesh's axes, outermost first; by default it is searched. Axes are named "data"
         (one axis), "data" and "model" (two), "replica", "data" and "model" (three).
       pin: specs in which arguments must rest, by pytree path, e.g. `{"params['emb']": P("model")}`.
-      time_limit_s: seconds for the solver; the plan states the gap that is left.
+      time_limit_s: seconds for the solver; the plan states the gap that is left (`Plan.gap`).
       verify: whether XLA's GPU compiler judges if the plan fits: where it does not, the search goes on under a
         lower limit. Equal blocks are extrapolated as by `verify`, unless the peak comes close to the cap. Needs the
         extra `autoshard[verify]`.

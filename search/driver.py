@@ -40,11 +40,25 @@ from search.stopwatch import Stopwatch
 
 @dataclass(frozen=True, eq=False)
 class SearchResult:
-    """A plan, and the strategies behind it."""
+    """A plan, and the strategies behind it.
+
+    Attributes:
+      plan: the plan.
+      on_mesh: the problem that it solves.
+      chosen: a strategy for each node.
+      bound_s: what the plan's gap is reckoned from, in seconds; -inf where nothing is proven.
+    """
 
     plan: Plan
     on_mesh: MeshProblem
-    chosen: tuple[int, ...]
+    chosen: Labels
+    bound_s: float = -math.inf
+
+    def bounded(self, bound_s: float) -> "SearchResult":
+        """The same, certified by a lower bound on what computation and communication take together under any plan."""
+        cost_s = self.on_mesh.problem.cost_s(self.chosen)
+        gap = max(0.0, 1.0 - bound_s / cost_s) if cost_s > 0 else 0.0
+        return replace(self, plan=replace(self.plan, gap=gap), bound_s=bound_s)
 
     @cached_property
     def sharding(self) -> StepSharding:
@@ -104,7 +118,7 @@ def find(
         progress("no plan so far; looking for the smallest peak")
         best = _of_smallest_peak(step_problem, cluster, options, tried, min(bounds_s) == math.inf)
         watch.lap("solve")
-    return _finished(step_problem, best, cluster, options, _gap(min(bounds_s), best.cost_s), watch)
+    return _finished(step_problem, best, cluster, options, shapes, watch).bounded(min(bounds_s))
 
 
 def _of_smallest_peak(
@@ -125,11 +139,6 @@ def _of_smallest_peak(
         raise infeasible.explain(step_problem, cluster, options, smallest, is_proven, deadline)
     on_mesh, labels = smallest.on_mesh, smallest.labels
     return _Found(on_mesh, labels, on_mesh.predicted(labels, options.memory_bytes))
-
-
-def _gap(bound_s: float, cost_s: float) -> float:
-    """How much less than a cost a lower bound is, relative to the cost."""
-    return max(0.0, 1.0 - bound_s / cost_s) if cost_s > 0 else 0.0
 
 
 def apply(step: Step, plan: Plan, cluster: Cluster, place: str = "plan") -> SearchResult:
@@ -163,9 +172,9 @@ def apply(step: Step, plan: Plan, cluster: Cluster, place: str = "plan") -> Sear
         ) from e
     watch.lap("solve")
     forced = _Found(on_mesh, solution.labels, device)
-    found = _finished(step_problem, forced, cluster, Options(plan.memory_bytes), None, watch)
-    is_unchanged = math.isclose(found.plan.estimates.step_s, plan.estimates.step_s, rel_tol=1e-6)
-    gap = plan.gap if is_unchanged else None
+    found = _finished(step_problem, forced, cluster, Options(plan.memory_bytes), plan.meshes, watch)
+    was_s, is_s = plan.estimates.unhidden_s, found.plan.estimates.unhidden_s
+    gap = plan.gap if math.isclose(is_s, was_s, rel_tol=1e-6) else None
     return replace(found, plan=replace(found.plan, options=plan.options, cluster=plan.cluster, gap=gap))
 
 
@@ -174,7 +183,7 @@ def _finished(
     found: _Found,
     cluster: Cluster,
     options: Options,
-    gap: float | None,
+    meshes: tuple[tuple[int, ...], ...],
     watch: Stopwatch,
 ) -> SearchResult:
     costed = found.on_mesh.memory.costed
@@ -184,10 +193,11 @@ def _finished(
         jax=jax.__version__,
         cluster=cluster.to_json(),
         options=_said(options),
+        meshes=meshes,
         memory_bytes=options.memory_bytes,
         decisions=found.on_mesh.codec.decisions(found.labels),
         estimates=estimate(costed, found.labels, found.device),
-        gap=gap,
+        gap=None,
     )
     watch.lap("plan")
     return SearchResult(replace(plan, search_s=watch.seconds), found.on_mesh, found.labels)

@@ -4,7 +4,6 @@ A program is lowered here, over an abstract mesh, and compiled in a process of i
 device whose memory is such that its scheduler aims at the plan's cap.
 """
 
-import math
 import os
 import warnings
 from collections.abc import Callable
@@ -33,16 +32,13 @@ from search.ir.graph import Step, walk
 from search.ir.sharding import StepSharding
 from search.plan.plan import Plan
 from search.stopwatch import Stopwatch
+from search.tightening import Round, tightened
 
 Progress = Callable[[str], None]
 
 MAX_ROUNDS = 4
 """How many plans `fitting` has compiled before it gives up. Source: a choice of ours; each costs a search and a
 compilation, and the second nearly always fits."""
-
-MARGIN = 0.005
-"""Of the cap, by how much more than the overshoot the solver's limit is lowered. Source: a choice of ours, as the peak
-comes in steps."""
 
 NEAR = 0.03
 """Of the cap: a plan whose extrapolated peak comes this close is compiled in full before it is returned. Source: a
@@ -149,37 +145,44 @@ def fitting(
     Warns:
       AutoshardWarning: a plan before this one was found not to fit.
     """
-    n, limit_bytes, smallest_bytes, last, verify_s = 0, cap_bytes, math.inf, "", 0.0
-    for n in range(1, MAX_ROUNDS + 1):
-        said = _after(progress, f"round {n}, as {last}" if last else "")
+    misfits: list[str] = []
+    proofs: list[Verification] = []
+    rounds: list[Round[tuple[SearchResult, Verification]]] = []
+
+    def propose(limit_bytes: float, _: object) -> Round[tuple[SearchResult, Verification]]:
+        last = misfits[-1] if misfits else ""
+        said = _after(progress, f"round {len(misfits) + 1}, as {last}" if last else "")
         try:
-            found = search(limit_bytes, said)
+            found = search(int(limit_bytes), said)
         except InfeasibleError as e:
             raise InfeasibleError(f"{last}; under a lower limit {e}" if last else str(e)) from e
         found = replace(found, plan=replace(found.plan, memory_bytes=cap_bytes))
-        proof = verified(found, False)
-        verify_s += _judged_s(proof)
-        if proof.fits and proof.is_extrapolated and proof.compiled.peak_bytes > (1 - NEAR) * cap_bytes:
-            proof = verified(found, True)
-            verify_s += _judged_s(proof)
+        proofs.append(verified(found, False))
+        is_near = proofs[-1].compiled.peak_bytes > (1 - NEAR) * cap_bytes
+        if proofs[-1].fits and proofs[-1].is_extrapolated and is_near:
+            proofs.append(verified(found, True))
+        proof = proofs[-1]
+        return Round((found, proof), proof.predicted.peak_bytes, proof.compiled.peak_bytes)
+
+    for latest in tightened(propose, cap_bytes, MAX_ROUNDS):
+        rounds.append(latest)
+        found, proof = latest.proposal
         if proof.fits:
-            if last:
+            if misfits:
                 warnings.warn(
-                    f"{last}: it was searched again, under a lower limit", AutoshardWarning, stacklevel=3
+                    f"{misfits[-1]}: it was searched again, under a lower limit",
+                    AutoshardWarning,
+                    stacklevel=3,
                 )
-            return replace(found.plan, search_s={**found.plan.search_s, "verify": verify_s})
-        compiled_bytes = proof.compiled.peak_bytes
-        smallest_bytes = min(smallest_bytes, compiled_bytes)
-        last = (
+            plan = found.bounded(rounds[0].proposal[0].bound_s).plan
+            return replace(plan, search_s={**plan.search_s, "verify": sum(map(_judged_s, proofs))})
+        misfits.append(
             f"the plan predicted to need {format_bytes(proof.predicted.peak_bytes)} a device was compiled to "
-            f"{format_bytes(compiled_bytes)}, above the cap of {format_bytes(cap_bytes)}"
+            f"{format_bytes(proof.compiled.peak_bytes)}, above the cap of {format_bytes(cap_bytes)}"
         )
-        lower = proof.overshoot_bytes + int(MARGIN * cap_bytes)
-        limit_bytes = min(limit_bytes, proof.predicted.peak_bytes) - lower
-        if limit_bytes <= 0:
-            break
+    smallest_bytes = min(one.needed_bytes for one in rounds)
     raise InfeasibleError(
-        f"{last}, and the smallest of {n} was compiled to {format_bytes(smallest_bytes)}. "
+        f"{misfits[-1]}, and the smallest of {len(rounds)} was compiled to {format_bytes(smallest_bytes)}. "
         f"Allow {format_bytes(1.01 * smallest_bytes)} a device, use more devices or a smaller batch"
     )
 

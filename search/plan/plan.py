@@ -64,6 +64,11 @@ class Estimates:
     peak_at: str
     collectives: tuple[Collective, ...]
 
+    @property
+    def unhidden_s(self) -> float:
+        """Seconds per step if nothing of the communication were hidden."""
+        return self.step_s + self.hidden_s
+
 
 @dataclass(frozen=True, slots=True)
 class Decisions:
@@ -92,11 +97,14 @@ class Plan:
       jax: the JAX version that traced it.
       cluster: the cluster, as its JSON file would say it.
       options: the options that the search was given.
+      meshes: the meshes that were searched: sizes of their axes.
       memory_bytes: the cap per device.
       decisions: the choices.
       estimates: what they are predicted to cost.
-      gap: how far the step time may be from the best plan's, relative; certified by the solver. None when
-        decisions were edited since.
+      gap: certified by the solver: no plan takes less time than this one by more than this share of it. Of plans, those of
+        the search space count, on `meshes`, within the options, that hold at most `memory_bytes` in program order; of time,
+        what computation and communication take one after the other, by this cost model. (What of it overlaps is
+        reckoned only of the plan that was found, as is what its kernels hold.) None when decisions were edited since.
       search_s: seconds of the search, in all and by part; not saved.
 
     Example:
@@ -109,6 +117,7 @@ class Plan:
     jax: str
     cluster: Mapping[str, Any]
     options: Mapping[str, Any]
+    meshes: tuple[tuple[int, ...], ...]
     memory_bytes: int
     decisions: Decisions
     estimates: Estimates
@@ -130,6 +139,7 @@ class Plan:
             "jax": self.jax,
             "cluster": dict(self.cluster),
             "options": dict(self.options),
+            "meshes": [list(mesh) for mesh in self.meshes],
             "memory_bytes": self.memory_bytes,
             "decisions": {
                 "mesh": dict(d.mesh),
@@ -218,6 +228,7 @@ class Plan:
             read.get("jax", str),
             read.get("cluster", dict),
             read.get("options", dict),
+            read.meshes("meshes"),
             read.get("memory_bytes", int),
             Decisions(mesh, *(decisions.table(name, str) for name in ("arguments", "ops", "copies"))),
             _read_estimates(estimates),
@@ -286,6 +297,12 @@ class _Reader:
         if not all(isinstance(v, str) for v in values):
             raise PlanError(f"{self.where(key)} must be a list of texts, got {_shown(values)}")
         return tuple(values)
+
+    def meshes(self, key: str) -> tuple[tuple[int, ...], ...]:
+        meshes = self.get(key, list)
+        if not all(isinstance(m, list) and m and all(type(n) is int and n > 0 for n in m) for m in meshes):
+            raise PlanError(f"{self.where(key)} must be lists of positive sizes, got {_shown(meshes)}")
+        return tuple(map(tuple, meshes))
 
     def inner(self, key: str) -> "_Reader":
         return _Reader(self.get(key, dict), self.place, f"{self.path}.{key}" if self.path else key)

@@ -1,5 +1,6 @@
 """A plan as an expert would sum it up: what `print(plan)` shows."""
 
+import math
 import re
 from collections import Counter
 from collections.abc import Mapping
@@ -136,16 +137,27 @@ def _memory(estimates: Estimates, cap_bytes: int) -> list[str]:
     )
 
 
-def _gap(gap: float | None) -> str:
-    if gap is None:
-        return "certified gap: none, as these decisions were edited by hand"
-    is_proven = gap < 1e-9  # the solver's own rounding
-    within = "it is the fastest" if is_proven else f"within {100 * gap:.2g}% of the fastest"
-    return f"certified gap: {within} plan of its search space, by this cost model"
+def _gap(plan: Plan) -> list[str]:
+    if plan.gap is None:
+        return ["certified gap: none, as these decisions were edited by hand"]
+    is_proven = plan.gap < 1e-9  # the solver's own rounding
+    within = "it is the fastest" if is_proven else f"within {_rounded_up(100 * plan.gap)}% of the fastest"
+    unhidden, cap = format_seconds(plan.estimates.unhidden_s), format_bytes(plan.memory_bytes)
+    meshes = ", ".join("x".join(map(str, mesh)) for mesh in plan.meshes)
+    return [
+        f"certified gap: {within} plan of its search space, if nothing overlapped ({unhidden})",
+        f"  among plans that hold at most {cap} in program order, on mesh {meshes}",
+    ]
+
+
+def _rounded_up(percent: float) -> str:
+    """Two digits, never less than the number, as it is certified."""
+    unit = 10.0 ** (math.floor(math.log10(percent)) - 1)
+    return f"{math.ceil(percent / unit - 1e-6) * unit:.10g}"
 
 
 def _search(plan: Plan) -> list[str]:
-    lines = [_gap(plan.gap)]
+    lines = _gap(plan)
     if plan.search_s:
         split = ", ".join(f"{name} {format_seconds(s)}" for name, s in plan.search_s.items())
         lines.append(f"search time: {format_seconds(sum(plan.search_s.values()))} ({split})")

@@ -142,9 +142,13 @@ def test_why_a_long_step_was_compiled_whole_is_said(plan):
 
 @dataclass(frozen=True)
 class SearchResult:
-    """As much of `driver.Found` as the loop looks at."""
+    """As much of `driver.SearchResult` as the loop looks at; every plan costs 100 s."""
 
     plan: Plan
+    bound_s: float = 0.0
+
+    def bounded(self, bound_s):
+        return replace(self, plan=replace(self.plan, gap=1 - bound_s / 100.0))
 
 
 class Compiler:
@@ -158,7 +162,8 @@ class Compiler:
         self.limits.append(limit_bytes)
         progress("mesh 8 (1 of 1)")
         estimates = replace(self.plan.estimates, peak_bytes=limit_bytes)
-        return replace(self.found, plan=replace(self.plan, estimates=estimates, memory_bytes=limit_bytes))
+        plan = replace(self.plan, estimates=estimates, memory_bytes=limit_bytes)
+        return replace(self.found, plan=plan, bound_s=90.0 + len(self.limits))
 
     def verified(self, found, full):
         return verdict(found.plan, peak_bytes=int(found.plan.estimates.peak_bytes * self.times))
@@ -181,13 +186,20 @@ def test_the_limit_is_lowered_by_the_overshoot_and_the_plan_keeps_the_cap(plan):
         found = compiler.fitting()
     assert found.memory_bytes == 20 * GIB
     assert len(compiler.limits) == 2
-    assert compiler.limits[1] == 18 * GIB - int(0.005 * 20 * GIB)
+    assert compiler.limits[1] == int(18 * GIB - 0.005 * 20 * GIB)
     assert found.estimates.peak_bytes * 1.1 <= 20 * GIB
     assert found.search_s["verify"] == 4.0
     assert compiler.lines[1] == (
         "mesh 8 (1 of 1) (round 2, as the plan predicted to need 20 GiB a device was compiled to 22 GiB, above the "
         "cap of 20 GiB)"
     )
+
+
+def test_the_gap_counts_what_fits_the_cap_and_not_only_the_lower_limit(plan):
+    compiler = Compiler(plan, 1.1)
+    with pytest.warns(autoshard.AutoshardWarning):
+        found = compiler.fitting()
+    assert found.gap == pytest.approx(1 - 91 / 100)
 
 
 @pytest.mark.parametrize(("share", "asked"), [(0.9, [False]), (0.98, [False, True])])

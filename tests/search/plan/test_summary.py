@@ -39,6 +39,7 @@ def make_plan(
         jax="0.12.0",
         cluster=parse_cluster(cluster).to_json(),
         options={},
+        meshes=((16,), (2, 8)),
         memory_bytes=20 << 30,
         decisions=Decisions(dict(mesh), dict(arguments), dict(ops), {}),
         estimates=estimates,
@@ -172,12 +173,22 @@ def test_the_peak_is_located_without_the_machines_folders():
 
 def test_the_gap_and_the_search_time_are_told():
     plan = make_plan(gpt())
-    assert "within 0.5% of the fastest plan of its search space" in summary(plan)
+    plan = replace(plan, estimates=replace(plan.estimates, step_s=6e-3, hidden_s=9e-4))
+    of_what = "if nothing overlapped (6.9 ms)\n  among plans that hold at most 20 GiB in program order, on mesh 16, 2x8"
+    assert f"within 0.5% of the fastest plan of its search space, {of_what}" in summary(plan)
     assert "it is the fastest plan of its search space" in summary(replace(plan, gap=1e-14))
+    assert "none, as these decisions were edited" in summary(replace(plan, gap=None))
     assert "search time" not in summary(plan)
     assert "search time: 3 s (graph 1 s, solve 2 s)" in summary(
         replace(plan, search_s={"graph": 1.0, "solve": 2.0})
     )
+
+
+@pytest.mark.parametrize(
+    ("gap", "said"), [(0.0050001, "0.51%"), (0.1234, "13%"), (1.0, "100%"), (0.00999, "1%")]
+)
+def test_a_certified_gap_is_never_rounded_down(gap, said):
+    assert f"within {said} of" in summary(replace(make_plan(gpt()), gap=gap))
 
 
 def test_plain_text_the_same_each_time():
