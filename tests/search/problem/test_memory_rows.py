@@ -1,7 +1,10 @@
 """Rows, profile and peak against sums over everything that is alive, whatever is alive and whatever is chosen."""
 
+from math import inf
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -105,6 +108,40 @@ def test_rows_over_a_limit_are_each_phase_s_highest(items, chosen, limit_bytes):
     found = Memory(COSTED, items).rows_over(chosen, limit_bytes)
     assert [row.name for row in found] == [f"op {at}" for _, at in wanted.values()]
     assert [row.total_bytes(chosen) for row in found] == [highest for highest, _ in wanted.values()]
+
+
+# --- what must be there whatever is chosen
+
+KEPT = st.tuples(*(st.sets(st.integers(0, len(s) - 1), min_size=1).map(sorted) for s in COSTED.strategies))
+
+
+@given(ITEMS, KEPT)
+def test_what_must_be_held_is_the_least_of_every_node_where_most_must_be(items, kept):
+    arrays = [np.array(labels) for labels in kept]
+    each = [min(held(item, {item.port.node: n}) for n in kept[item.port.node]) for item in items]
+    least = [
+        sum(e for item, e in zip(items, each, strict=True) if item.start <= at <= item.end)
+        for at in range(len(OPS))
+    ]
+    there = alive(items, least.index(max(least)))
+    nodes = {item.port.node for item in there}
+    wanted = sum(
+        min(sum(held(item, {node: n}) for item in there if item.port.node == node) for n in kept[node])
+        for node in nodes
+    )
+    found = Memory(COSTED, items).least_bytes(arrays)
+    assert found == wanted
+    for pick in (min, max):
+        chosen = tuple(pick(labels) for labels in kept)
+        assert Memory(COSTED, items).peak(chosen).num_bytes >= found
+
+
+def test_where_no_strategy_is_left_nothing_is_enough():
+    one = LiveRange(OF_GROUPS[0], 64, 0, 1, None, Resident.BATCH, 0)
+    for node in range(len(COSTED.strategies)):
+        kept = [np.arange(0 if n == node else len(s)) for n, s in enumerate(COSTED.strategies)]
+        for items in ((), (one,)):
+            assert Memory(COSTED, items).least_bytes(kept) == inf
 
 
 # --- the row of a device's peak
