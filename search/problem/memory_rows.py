@@ -87,7 +87,7 @@ class Memory:
     @cached_property
     def _flat(self) -> tuple[np.ndarray, np.ndarray]:
         """All live ranges' shares in one array, and where each one's begin."""
-        lengths = np.array([len(s) for s in self._shares])
+        lengths = np.array([len(s) for s in self._shares], np.int64)
         offsets = np.concatenate([[0], np.cumsum(lengths)[:-1]]).astype(np.int64) if len(lengths) else lengths
         return (np.concatenate(self._shares) if len(lengths) else np.zeros(0)), offsets
 

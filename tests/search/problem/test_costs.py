@@ -232,3 +232,28 @@ def test_estimates_add_up_to_what_was_minimised_and_combined_gradients_share_the
     alone_s = grounded.memory.costed.resharder.mesh.time_s("all-reduce", (0,), 0.0)
     assert reduced.count >= 40
     assert reduced.seconds < 0.2 * reduced.count * alone_s
+
+
+def test_reductions_inside_a_group_run_as_often_as_the_loops_around_them():
+    """A softmax over columns in a loop of five in a loop of three, its columns split over one axis, the other, or both."""
+
+    def normalised(y, _):
+        e = jnp.exp(y)
+        return e / jnp.sum(e, 1, keepdims=True), None
+
+    def step(x):
+        return lax.scan(lambda y, _: (lax.scan(normalised, y, None, length=5)[0], None), x, None, length=3)[0]
+
+    found = costed(step, LARGE, cluster="8xH100-80GB", mesh=(2, 4))
+    folded = found.graph.folded
+    (op_class,) = [k for k in range(len(folded.members)) if folded.op(k).name == "reduce_sum"]
+    node = found.graph.node_of[op_class]
+    rows, columns = (found.graph.groups[node].factor_of[op_class, f] for f in range(2))
+    for assigned, inside_s in zip(
+        found.strategies[node].assignment.tolist(), found.node_seconds[node][1], strict=True
+    ):
+        axes = tuple(axis for axis, factor in enumerate(assigned) if factor == columns)
+        parts = prod(n for n, factor in zip((2, 4), assigned, strict=True) if factor == rows)
+        once_s = found.resharder.mesh.time_s("all-reduce", axes, 4 * ROWS / parts) if axes else 0.0
+        assert inside_s == pytest.approx(3 * 5 * once_s)
+    assert {columns, rows} <= set(found.strategies[node].assignment.ravel().tolist())

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from cost_model.collectives import MeshModel
@@ -59,6 +59,8 @@ def groups(draw):
 
 
 @given(groups(), MESHES, st.booleans())
+@example((group(33, 2), (Port(0, ((0, 1),)),)), (2,), False)
+@example((group(33, 2), (Port(0, ((0,), (1,))),)), (2,), False)
 def test_every_even_enough_layout_is_a_strategy_and_no_other(case, mesh, must_divide):
     """Padded may be a thirty-second; nothing of what must be even, and none of a dimension of several factors."""
     of, ports = case

@@ -1,6 +1,7 @@
 """Ports, copies and edges: who shares a value, who may keep it, and how often it is handed over."""
 
 from collections import Counter
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +9,7 @@ import pytest
 from jax import lax
 
 from search.ir.factors import Kind
+from search.ir.graph import Phase
 from search.ir.trace import trace
 from search.problem.flat_program import ReadPhase, flatten, read_phase
 from search.problem.folding import fold, folded
@@ -19,9 +21,11 @@ def array(*shape, dtype=jnp.float32):
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
-def connected(step, *args, is_folded=False) -> StrategyGraph:
-    """A step's graph; unless it is folded, every op is a class of its own."""
+def connected(step, *args, is_folded=False, backward="") -> StrategyGraph:
+    """A step's graph; unless it is folded, every op is a class of its own. Ops named `backward` are put into that phase."""
     program = flatten(trace(step, *args))
+    ops = [replace(op, phase=Phase.BACKWARD) if op.name == backward else op for op in program.ops]
+    program = replace(program, ops=tuple(ops))
     apart = tuple((i,) for i in range(len(program.ops)))
     whole = fold(program) if is_folded else folded(program, apart)
     return strategy_graph(whole, op_groups(whole))
@@ -182,6 +186,12 @@ def test_values_are_handed_to_every_port_as_often_as_the_program_does(graph):
 
 
 @ALL
+def test_edges_and_copies_are_in_the_order_of_what_they_hand_over(graph):
+    for makers in ([e.maker for e in graph.edges], [c.maker for c in graph.copies]):
+        assert makers == sorted(makers)
+
+
+@ALL
 def test_every_way_begins_where_the_value_is_made_and_leads_through_its_own_copies(graph):
     copies = {c.node: c for c in graph.copies}
     into = {e.target.node: e for e in graph.edges if e.target.node in copies}
@@ -246,9 +256,25 @@ def test_readers_of_one_phase_share_a_copy():
     assert [(e.target, e.source) for e in edges] == [(t, Port(copy.node, ())) for t in copy.targets]
 
 
-def test_one_reader_needs_no_copy():
-    graph = connected(lambda x, w: jnp.sin(x) @ w, array(256, 128), W)
-    assert graph.copies == ()
+def test_one_reader_needs_no_copy_whatever_its_phase():
+    for backward in ("", "dot_general"):
+        graph = connected(lambda x, w: jnp.sin(x) @ w, array(256, 128), W, backward=backward)
+        assert graph.copies == ()
+
+
+def turned(x, w):
+    """A sine's transpose is read by its own group, which adds it to the sine, and by a product."""
+    sine = jnp.sin(x)
+    transposed = sine.T
+    return transposed + sine, transposed @ w
+
+
+def test_a_reader_in_the_value_s_own_group_needs_no_copy():
+    assert connected(turned, W, W).copies == ()
+    assert connected(turned, W, W, backward="add").copies == ()
+    retained = connected(turned, W, W, backward="dot_general")
+    (copy,) = retained.copies
+    assert (copy.phase, readers(retained, copy.kept_from)) == (ReadPhase.BACKWARD, ["sin"])
 
 
 def squared(w, x):
@@ -294,6 +320,18 @@ def test_a_partial_value_that_two_phases_read_is_first_brought_to_rest():
     backward = graph.copy_of[*first.maker, ReadPhase.BACKWARD]
     assert {e.source for e in after} == {resting, Port(backward.node, ())}
     assert backward.source == resting
+
+
+def test_a_phase_counts_whose_readers_are_inside_of_the_group_and_outside():
+    """A sum's transpose is read by that sum's group and by a sine, and by a cosine in the backward phase."""
+
+    def step(x, w):
+        terms = x @ w + w @ x
+        transposed = terms.T
+        return transposed + terms, jnp.sin(transposed), jnp.cos(transposed)
+
+    assert ReadPhase.REST in copies_of(connected(step, W, W, backward="cos"), "transpose")
+    assert ReadPhase.REST not in copies_of(connected(step, W, W), "transpose")
 
 
 def test_what_one_phase_reads_is_reduced_on_its_way():
@@ -351,6 +389,12 @@ def test_inputs_and_their_casts_and_what_only_the_update_reads_are_joined():
         k for k in casts if read_phase(graph.folded.op(k)) is ReadPhase.FORWARD and (k, 0) in graph.combined
     ]
     assert len(early) == 3
+
+
+def test_what_is_computed_from_inputs_is_not_joined():
+    graph = connected(lambda w, v: (jnp.sin(w) @ v, (w + v) @ v, -w @ v), W, W)
+    joined = {name(graph, k) for k, _ in graph.combined}
+    assert joined - {"dot_general"} == {"w", "v", "neg"}
 
 
 def test_a_loop_s_part_of_an_input_and_a_stack_of_gradients_are_joined():
