@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cost_model.collectives import MeshModel
+from cost_model.collectives import DeviceGroup, MeshModel
 from cost_model.errors import InputError
 from cost_model.hardware import Link, parse_cluster
 
@@ -60,6 +60,95 @@ def test_small_collectives_are_all_hops():
     assert small(across, "all-reduce", (0,)) == pytest.approx(6.6e-6 + 14 * 0.6e-6 + 6 * 5e-6, rel=0.02)
     lone = mesh("64xH100-80GB", 8, 8)
     assert small(lone, "all-gather", (0,)) == pytest.approx(6.6e-6 + 7 * 5e-6, rel=0.02)
+
+
+# NCCL 2, src/graph/tuning.cc, in microseconds and by protocol: LL, LL128, Simple
+STARTS, ON_NVLINK, BETWEEN, ALONE_OR_IN_TREES = (6.6, 14, 8.4), (0.6, 1.9, 3.4), (2.7, 4.0, 14), (5, 8.5, 14)
+
+
+def fixed(model, kind, axes=(0,)):
+    """Microseconds of every line of a collective without any bytes, less the launch."""
+    return [1e6 * (fixed_s - model.cluster.device.launch_s) for fixed_s, _ in model.lines(kind, axes)]
+
+
+@pytest.mark.parametrize("kind", ["all-gather", "reduce-scatter"])
+@pytest.mark.parametrize(("num_nodes", "lone"), [(1, False), (2, False), (3, False), (8, False), (8, True)])
+def test_a_ring_has_a_hop_for_every_member_but_one(kind, num_nodes, lone):
+    model = mesh(f"{8 * num_nodes}xH100-80GB", *((num_nodes, 8) if lone else (8 * num_nodes,)))
+    num_intra, hops = (0, ALONE_OR_IN_TREES) if lone else (7 * num_nodes, BETWEEN)
+    wanted = [
+        s + num_intra * a + (num_nodes - 1) * b for s, a, b in zip(STARTS, ON_NVLINK, hops, strict=True)
+    ]
+    assert fixed(model, kind) == pytest.approx(wanted, rel=0.02)
+
+
+@pytest.mark.parametrize(("num_nodes", "levels"), [(2, 1), (3, 2), (4, 2), (5, 3), (8, 3)])
+def test_an_all_reduce_goes_round_twice_or_up_and_down_a_tree_or_to_the_switches(num_nodes, levels):
+    """A tree of N nodes has ceil(log2 N) levels, above chains of eight (Sanders, Speck & Traeff 2009)."""
+    model = mesh(f"{8 * num_nodes}xH100-80GB", 8 * num_nodes)
+    tables = STARTS, ON_NVLINK, BETWEEN, ALONE_OR_IN_TREES
+    rings = [s + 2 * (7 * num_nodes * a + (num_nodes - 1) * b) for s, a, b, _ in zip(*tables, strict=True)]
+    trees = [s + 2 * 7 * a + 2 * levels * t for s, a, _, t in zip(*tables, strict=True)]
+    assert fixed(model, "all-reduce") == pytest.approx([*rings, *trees, 25 + 2 * levels * 14], rel=0.02)
+
+
+def test_every_member_sends_to_every_other():
+    """Small parts go by LL, in their own hops: seven in the node, and eight to the next node."""
+    assert fixed(mesh("8xH100-80GB", 8), "all-to-all") == pytest.approx([8.4 + 7 * 0.6], rel=0.02)
+    assert fixed(mesh("16xH100-80GB", 16), "all-to-all") == pytest.approx([8.4 + 7 * 0.6 + 8 * 2.7], rel=0.02)
+    assert fixed(mesh("64xH100-80GB", 8, 8), "all-to-all") == pytest.approx([8.4 + 7 * 2.7], rel=0.02)
+
+
+def per_byte(model, kind, axes=(0,)):
+    """Of every line of a collective: the bytes per second that it comes to, in GB."""
+    return [1e-9 / s_per_byte for _, s_per_byte in model.lines(kind, axes)]
+
+
+def test_protocols_trade_bandwidth_for_latency():
+    """LL gets 0.33 to 0.39 of the links, 120 of 128 bytes are LL128's (0.92 in NCCL), and LL no more than 20 GB/s of a
+    network; trees lose more: LL 1 / 3.8, LL128 7 / 9, at sizes between."""
+    rate = 0.824 * 450
+    inside = per_byte(mesh("8xH100-80GB", 8), "all-gather")
+    assert inside == pytest.approx([8 / 7 * share * rate for share in (0.38, 0.92, 1.0)])
+    across = per_byte(mesh("16xH100-80GB", 16), "all-gather")
+    assert across == pytest.approx([16 / 15 * gb for gb in (20, 0.92 * rate, rate)])
+    two, four = (per_byte(mesh(f"{8 * n}xV100-16GB", 8 * n), "all-reduce")[3:6] for n in (2, 4))
+    of_v100 = 8 * 0.95 * 6.25
+    assert two == pytest.approx([0.17 * of_v100, 0.6 * of_v100, 0.83 * of_v100])
+    assert four == pytest.approx([share / 2 for share in two])
+    assert 0.17 / 0.92 < 1 / 3.8
+    assert 0.6 / 0.92 < 7 / 9
+
+
+def test_between_nodes_the_switches_sums_go_through_the_ports():
+    """To one other node once; to several twice, up and down (NVLink SHARP with double trees)."""
+    in_node = 0.74 * 0.824 * 450
+    assert per_byte(mesh("16xH100-80GB", 16), "all-reduce")[-1] == pytest.approx(in_node)
+    assert per_byte(mesh("32xH100-80GB", 32), "all-reduce")[-1] == pytest.approx(8 * 0.95 * 50 / 2)
+    assert per_byte(mesh("32xH100-80GB", 8, 4), "all-reduce", (0,))[-1] == pytest.approx(2 * 0.95 * 50 / 2)
+
+
+def test_where_every_node_has_one_member_no_switch_sums():
+    assert len(mesh("64xH100-80GB", 8, 8).lines("all-reduce", (0,))) == 6
+    assert len(mesh("64xH100-80GB", 8, 8).lines("all-reduce", (1,))) == 4
+    assert len(mesh("64xA100-80GB", 64).lines("all-reduce", (0,))) == 6
+    assert len(mesh("8xA100-80GB", 8).lines("all-reduce", (0,))) == 3
+
+
+def test_a_group_touches_at_least_as_many_nodes_as_its_least_members_make_up():
+    assert (DeviceGroup(8, 8).num_nodes, DeviceGroup(8, 4).num_nodes, DeviceGroup(7, 3).num_nodes) == (
+        1,
+        2,
+        3,
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("shape", "axes"), [((64,), (0,)), ((8, 8), (0,)), ((8, 8), (1,)), ((4, 16), (1,))])
+def test_no_collective_is_over_before_it_is_launched_and_has_begun(kind, shape, axes):
+    model = mesh("64xH100-80GB", *shape)
+    assert small(model, kind, axes) > 6.5e-6
+    assert model.time_s(kind, axes, 0.0) == pytest.approx(min(f for f, _ in model.lines(kind, axes)))
 
 
 def test_a_switch_that_sums_moves_the_bytes_once():
@@ -136,6 +225,7 @@ def test_what_is_combined_costs_its_share_of_the_whole():
         ("16xH100-80GB", (4, 4), (0,), 100e9),  # stride 4: two members per node, two ports
         ("16xH100-80GB", (8, 2), (0,), 200e9),  # stride 2: four ports
         ("16xH100-80GB", (16,), (0,), 400e9),  # eight ports, less than NVLink
+        ("16xH100-80GB", (6, 2), (0,), 100e9),  # four of eight in a node, two of four in the next
         ("16xH100-80GB", (2, 2, 4), (0, 2), 200e9),  # four of each node, over two nodes
         ("16xH100-80GB", (2, 2, 4), (1, 2), 450e9),  # the node
         ("16xH100-80GB", (2, 2, 4), (0, 1), 100e9),  # stride 4 and stride 8: two per node
@@ -237,13 +327,14 @@ def test_more_bytes_take_longer_and_axes_have_no_order(kind):
 @pytest.mark.parametrize(("shape", "axes"), [((8,), ()), ((1, 8), (0,)), ((8, 1), (1,))])
 def test_nobody_to_talk_to_costs_nothing(kind, shape, axes):
     assert mesh("8xH100-80GB", *shape).time_s(kind, axes, GB) == 0.0
+    assert mesh("8xH100-80GB", *shape).time_s(kind, axes, 0.0) == 0.0
 
 
 def test_a_mesh_may_take_part_of_the_cluster():
     assert mesh("16xH100-80GB", 4).link((0,))[0] == 450e9
 
 
-@pytest.mark.parametrize("shape", [(), (0,), (-2, -4), (9,), (4, 4)])
+@pytest.mark.parametrize("shape", [(), (0,), (8, 0), (-2, -4), (9,), (4, 4)])
 def test_meshes_that_do_not_fit_are_refused(shape):
     with pytest.raises(InputError, match="wanted a mesh of positive sizes on at most 8 devices"):
         mesh("8xCPU", *shape)

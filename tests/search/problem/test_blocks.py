@@ -50,6 +50,11 @@ def plain(p, y):
     return y + jnp.tanh(y @ p["w"] + p["b"])
 
 
+def biased(p, y):
+    """Its bias' gradient is a sum of what comes from the next layer."""
+    return y + jnp.tanh(y @ p["w"]) + p["b"]
+
+
 def gated(p, y):
     return y + jax.nn.sigmoid(y @ p["gate"]) * (y @ p["w"])
 
@@ -84,6 +89,7 @@ def cast(stacks, extra, x):
 PLAIN, GATED = {"w": SQUARE, "b": ROW}, {"gate": SQUARE, "w": SQUARE}
 STEPS = {
     "plain": traced(stack_of(plain), [PLAIN] * 7),
+    "biased": traced(stack_of(biased), [PLAIN] * 7),
     "gated": traced(stack_of(gated), [GATED] * 5),
     "two stacks": traced(two_stacks, [PLAIN] * 6, [GATED] * 5),
     "masked": traced(masked, [PLAIN] * 6, extra={"mask": ROW}),
@@ -129,6 +135,7 @@ def test_stacks_are_numbered_through_in_the_order_of_the_forward_phase():
     found = {name: find_blocks(step).stacks for name, step in STEPS.items()}
     assert found == {
         "plain": (range(7),),
+        "biased": (range(7),),
         "gated": (range(5),),
         "two stacks": (range(6), range(6, 11)),
         "masked": (range(6),),
@@ -208,14 +215,22 @@ def test_ops_look_alike_of_one_primitive_type_and_parameters_and_phase():
     assert len(set(by_name["mul"])) == 1
 
 
-def test_loops_look_alike_whose_bodies_do():
-    def step(x):
-        sines = [jax.lax.fori_loop(0, 3, lambda _, y: jnp.sin(y), x) for _ in range(2)]
-        return sines, jax.lax.fori_loop(0, 3, lambda _, y: jnp.cos(y), x)
-
-    found = trace(step, jax.ShapeDtypeStruct((8, 8), jnp.float32))
-    loops = [look for op, look in zip(found.graph.ops, find_blocks(found).looks, strict=True) if op.bodies]
-    assert loops[0] == loops[1] != loops[2]
+@pytest.mark.parametrize(
+    "control",
+    [
+        lambda f, x: jax.lax.fori_loop(0, 3, lambda _, y: f(y), x),
+        lambda f, x: jax.lax.cond(x.sum() > 0, f, jnp.exp, x),
+        lambda f, x: jax.lax.while_loop(lambda y: y.sum() > 0, f, x),
+    ],
+    ids=["scan", "cond", "while"],
+)
+def test_loops_and_branches_look_alike_whose_bodies_do(control):
+    found = trace(
+        lambda x: [control(lambda y, f=f: f(y), x) for f in (jnp.sin, jnp.sin, jnp.cos)],
+        jax.ShapeDtypeStruct((8, 8), jnp.float32),
+    )
+    looks = [look for op, look in zip(found.graph.ops, find_blocks(found).looks, strict=True) if op.bodies]
+    assert looks[0] == looks[1] != looks[2]
 
 
 def longest_run(looks: list[int]) -> tuple[int, int, int] | None:

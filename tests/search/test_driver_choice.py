@@ -1,0 +1,239 @@
+"""What the driver decides itself: which mesh wins, what is told of the search, and which plans it takes back."""
+
+from dataclasses import replace
+from math import inf
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.extend.core import Primitive
+from jax.sharding import PartitionSpec as P
+
+from cost_model.errors import InfeasibleError, PlanError
+from cost_model.hardware import parse_cluster
+from search import driver, infeasible
+from search.infeasible import Smallest
+from search.ir.trace import trace
+from search.mesh_problem import MeshProblem, Options, candidate_shapes
+from search.problem.memory_rows import Peak
+from search.solver.branch_and_bound import NoFitError
+
+CLUSTER = parse_cluster("16xH100-80GB")
+SHAPES = ((16,), (2, 8), (4, 4), (8, 2))
+CAP_BYTES = 80 * 2**30
+
+
+def mlp(params, x):
+    def loss(params):
+        y = x
+        for w in params:
+            y = jnp.tanh(y @ w)
+        return jnp.mean(y**2)
+
+    gradients = jax.grad(loss)(params)
+    return [w - 0.1 * g for w, g in zip(params, gradients, strict=True)], jnp.max(x)
+
+
+def array(*shape):
+    return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+
+
+WEIGHTS, X = [array(4096, 4096)] * 4, array(1 << 16, 4096)
+STEP = trace(mlp, WEIGHTS, X)
+SHARDED = {f"params[{n}]": P("data") for n in range(4)} | {"x": P("data")}
+
+
+def find(options=None, step=STEP, cluster=CLUSTER, **more):
+    return driver.find(step, cluster, options or Options(CAP_BYTES), **more)
+
+
+def cost_s(found) -> float:
+    return found.on_mesh.problem.cost_s(found.chosen)
+
+
+class Spy:
+    """Listens to what every mesh is asked for, and lets some find nothing."""
+
+    def __init__(self, monkeypatch, bounds_s=()) -> None:
+        self.asked, self.bounds_s = [], dict(bounds_s)
+        fitting = MeshProblem.fitting
+
+        def spied(on_mesh, kept, limit_bytes, time_limit_s, cutoff_s=inf, *more):
+            self.asked.append((on_mesh.shape, limit_bytes, time_limit_s, cutoff_s))
+            if on_mesh.shape in self.bounds_s:
+                raise NoFitError("nothing", bound_s=self.bounds_s[on_mesh.shape])
+            return fitting(on_mesh, kept, limit_bytes, time_limit_s, cutoff_s, *more)
+
+        monkeypatch.setattr(MeshProblem, "fitting", spied)
+
+
+# --- which mesh
+
+
+def test_the_fastest_plan_of_all_meshes_wins():
+    alone = {shape: cost_s(find(Options(CAP_BYTES, mesh=shape))) for shape in SHAPES}
+    assert candidate_shapes(CLUSTER, Options(CAP_BYTES)) == SHAPES
+    found = find()
+    fastest = min(alone, key=alone.__getitem__)
+    assert fastest != SHAPES[-1]
+    assert found.on_mesh.shape == fastest
+    assert tuple(found.plan.decisions.mesh.values()) == fastest
+    assert cost_s(found) == pytest.approx(alone[fastest], rel=5e-3)
+
+
+def test_of_equal_plans_the_first_mesh_s_wins():
+    step = trace(lambda x: x + 1.0, array(1 << 16, 4096))
+    assert find(step=step).on_mesh.shape == SHAPES[0]
+
+
+def test_every_mesh_is_told_the_cost_to_beat_and_gets_its_share_of_the_time(monkeypatch):
+    spy = Spy(monkeypatch)
+    find(Options(CAP_BYTES, time_limit_s=40.0))
+    shapes, limits, times_s, cutoffs_s = zip(*spy.asked, strict=True)
+    assert (shapes, set(limits)) == (SHAPES, {CAP_BYTES})
+    assert cutoffs_s[0] == inf
+    assert cutoffs_s[1] < inf
+    assert list(cutoffs_s) == sorted(cutoffs_s, reverse=True)
+    assert times_s[0] == pytest.approx(10.0, rel=0.05)
+    assert times_s == pytest.approx((10.0, 40 / 3, 20.0, 40.0), rel=0.3)
+
+
+def test_a_mesh_on_which_nothing_fits_is_passed_over_and_its_bound_counts(monkeypatch):
+    plain = find()
+    spent = 0.25 * cost_s(plain)
+    Spy(monkeypatch, {plain.on_mesh.shape: spent})
+    found = find()
+    assert found.on_mesh.shape != plain.on_mesh.shape
+    assert found.plan.gap == pytest.approx(1 - spent / cost_s(found))
+
+
+def test_progress_names_every_mesh():
+    lines = []
+    find(progress=lines.append)
+    assert lines == [f"mesh {mesh} ({n} of 4)" for n, mesh in enumerate(("16", "2x8", "4x4", "8x2"), 1)]
+
+
+def test_where_none_was_found_the_smallest_peak_s_plan_does_if_it_fits(monkeypatch):
+    labels = find(Options(CAP_BYTES, mesh=(2, 8))).chosen
+
+    def smallest_peak(tried, options, deadline):
+        assert [on_mesh.shape for on_mesh in tried] == list(SHAPES)
+        assert options.memory_bytes == CAP_BYTES
+        assert deadline.left_s <= infeasible.TIME_LIMIT_S
+        return Smallest(tried[1], labels, Peak(CAP_BYTES, 0, ()), 1.0, ())
+
+    lines = []
+    Spy(monkeypatch, dict.fromkeys(SHAPES, 1e-3))
+    monkeypatch.setattr(infeasible, "smallest_peak", smallest_peak)
+    found = find(progress=lines.append)
+    assert lines[-1] == "no plan so far; looking for the smallest peak"
+    assert (found.on_mesh.shape, found.chosen) == ((2, 8), labels)
+    assert found.plan.gap == pytest.approx(1 - 1e-3 / cost_s(found))
+
+
+@pytest.mark.parametrize("is_found", [True, False])
+@pytest.mark.parametrize(("bounds_s", "is_proven"), [((inf,) * 4, True), ((inf, inf, 1e-3, inf), False)])
+def test_where_that_does_not_fit_either_the_error_says_what_would(monkeypatch, is_found, bounds_s, is_proven):
+    def smallest_peak(tried, options, deadline):
+        return Smallest(tried[0], (), Peak(CAP_BYTES + 1.0, 0, ()), 1.0, ()) if is_found else None
+
+    def explain(step_problem, cluster, options, smallest, proven, deadline):
+        assert (step_problem.step, cluster, options) == (STEP, CLUSTER, Options(CAP_BYTES))
+        assert (smallest is not None, proven) == (is_found, is_proven)
+        return InfeasibleError("this would fit")
+
+    Spy(monkeypatch, dict(zip(SHAPES, bounds_s, strict=True)))
+    monkeypatch.setattr(infeasible, "smallest_peak", smallest_peak)
+    monkeypatch.setattr(infeasible, "explain", explain)
+    with pytest.raises(InfeasibleError, match="this would fit"):
+        find()
+
+
+# --- what the plan says
+
+
+def test_a_plan_says_what_was_asked_for():
+    plan = find(Options(CAP_BYTES, mesh=(16,), pins=SHARDED)).plan
+    assert plan.options == {"mesh": [16], "pin": {name: str(SHARDED[name]) for name in sorted(SHARDED)}}
+    assert find().plan.options == {}
+    assert (plan.step, plan.memory_bytes, plan.cluster) == ("mlp", CAP_BYTES, CLUSTER.to_json())
+    assert plan.jax == jax.__version__
+    assert {name: plan.decisions.arguments[name] for name in SHARDED} == dict.fromkeys(SHARDED, "P('data')")
+
+
+def test_seconds_are_told_by_stage():
+    plan = find().plan
+    assert list(plan.search_s) == ["trace", "graph", "strategies", "solve", "plan"]
+    assert plan.search_s["trace"] == STEP.trace_s
+    assert all(seconds > 0 for seconds in plan.search_s.values())
+
+
+@pytest.mark.parametrize("gpu", ["H100-80GB", "A100-80GB"])
+def test_a_step_takes_its_computation_and_the_communication_that_is_not_hidden(gpu):
+    """Weights are gathered for the forward phase, gradients scattered; Hopper's scheduler hides most of that."""
+    cluster = parse_cluster(f"16x{gpu}")
+    estimates = find(Options(CAP_BYTES, mesh=(16,), pins=SHARDED), cluster=cluster).plan.estimates
+    communication_s = sum(c.seconds for c in estimates.collectives)
+    assert communication_s > 0.1 * estimates.compute_s
+    assert (estimates.hidden_s > 0.5 * communication_s) == (gpu == "H100-80GB")
+    assert estimates.hidden_s <= communication_s
+    assert estimates.step_s == pytest.approx(estimates.compute_s + communication_s - estimates.hidden_s)
+
+
+# --- plans that come back
+
+
+def test_a_plan_that_comes_back_is_the_same():
+    plan = find().plan
+    again = driver.apply(STEP, plan, CLUSTER)
+    assert replace(again.plan, search_s=plan.search_s) == plan
+
+
+def test_a_gap_holds_as_long_as_the_step_s_time_does():
+    plan = replace(find(Options(CAP_BYTES, mesh=(16,), pins=SHARDED)).plan, gap=0.125)
+    assert driver.apply(STEP, plan, CLUSTER).plan.gap == 0.125
+    slower = replace(plan.estimates, step_s=plan.estimates.step_s * 1.001)
+    again = driver.apply(STEP, replace(plan, estimates=slower), CLUSTER).plan
+    assert again.gap is None
+    assert again.estimates == plan.estimates
+    assert again.options == plan.options
+
+
+def test_a_plan_of_another_step_is_refused():
+    other = trace(mlp, WEIGHTS[:3], X)
+    with pytest.raises(PlanError, match=r"plan\.json was made for another step \(its 'mlp' has fingerprint"):
+        driver.apply(other, find().plan, CLUSTER, "plan.json")
+
+
+@pytest.mark.parametrize("names", [("model", "data"), ("a",), ("data", "model", "replica")])
+def test_a_plan_s_mesh_has_the_axes_of_its_number(names):
+    plan = find().plan
+    sizes = dict(zip(names, (4, 2, 2), strict=False))
+    decisions = replace(plan.decisions, mesh=sizes)
+    with pytest.raises(PlanError, match="wanted mesh axes named"):
+        driver.apply(STEP, replace(plan, decisions=decisions), CLUSTER)
+
+
+def test_a_plan_that_does_not_fit_its_cap_is_refused():
+    with pytest.raises(InfeasibleError, match="what plan decides does not fit its cap of 1 MiB a device"):
+        driver.apply(STEP, replace(find().plan, memory_bytes=2**20), CLUSTER)
+
+
+# --- what cannot be split
+
+
+def test_primitives_without_a_rule_are_counted_with_the_first_one_s_place():
+    """Where there is anything to split: of single numbers nothing is lost."""
+    mystery, scalar = (Primitive(name) for name in ("mystery", "scalar_mystery"))
+    for primitive in (mystery, scalar):
+        primitive.def_abstract_eval(lambda x: x)
+
+    def step(x):
+        y = mystery.bind(jnp.sin(x))
+        return mystery.bind(y), scalar.bind(jnp.max(x))
+
+    (found,) = driver.primitives_without_rule(trace(step, array(8, 8))).items()
+    name, (count, where) = found
+    first = step.__code__.co_firstlineno + 1
+    assert (name, count) == ("mystery", 2)
+    assert where.endswith(f"test_driver_choice.py:{first}")
