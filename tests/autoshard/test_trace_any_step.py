@@ -302,8 +302,8 @@ def test_runs_and_equals_one_device(name, mesh):
     step, args = STEPS[name]
     traced = trace(step, *args)
     wanted = jax.jit(step)(*args)
-    for sharding in (plans.fastest(traced, mesh), plans.drawn(traced, mesh, seed=2)):
-        program = build(traced, sharding, jax.devices())
+    for found in (plans.fastest(traced, mesh), plans.drawn(traced, mesh, seed=2)):
+        program = build(traced, found.sharding, jax.devices())
         copies = jax.tree.map(jnp.array, args)
         got = program.fn(*jax.device_put(copies, program.shardings))
         assert jax.tree.structure(got) == jax.tree.structure(wanted)

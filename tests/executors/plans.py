@@ -1,19 +1,22 @@
-"""Layouts to run: found by the search, of the smallest peak, or drawn at random among all that are possible."""
+"""Plans to run: found by the search, of the smallest peak, or drawn at random among all that are possible."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import jax
 import numpy as np
 
 from cost_model.cluster import Cluster
 from cost_model.hardware import parse_cluster
 from search import driver
+from search.driver import SearchResult
 from search.ir.graph import Step
 from search.ir.sharding import StepSharding
-from search.mesh_problem import Options, StepProblem
+from search.mesh_problem import MeshProblem, Options, StepProblem
+from search.plan.estimates import estimate
+from search.plan.plan import Plan
 from search.plan.shardings import step_sharding
-from search.problem.memory_rows import Memory
 from search.problem.strategies import CopySource
 from search.solver import branch_and_bound
 
@@ -24,31 +27,35 @@ SEARCH_S = 4.0
 """A good plan is enough, it need not be proven the best."""
 
 
-def fastest(step: Step, mesh: tuple[int, ...]) -> StepSharding:
+def fastest(step: Step, mesh: tuple[int, ...]) -> SearchResult:
     """What the search finds where memory is plenty."""
     options = Options(PLENTY_BYTES, mesh, time_limit_s=SEARCH_S)
-    return driver.find(step, cluster(mesh), options).sharding
+    return driver.find(step, cluster(mesh), options)
 
 
-def smallest(step: Step, mesh: tuple[int, ...]) -> StepSharding:
+def smallest(step: Step, mesh: tuple[int, ...]) -> SearchResult:
     """The plan of the smallest peak, at any cost: all state sharded, little kept."""
-    memory, problem = _priced(step, mesh)
+    ground, on_mesh = _on(step, mesh)
+    memory = on_mesh.memory
     peak = branch_and_bound.minimise_peak(
-        problem, limit_bytes=1.0, violated=lambda labels: memory.rows_over(labels, 1), time_limit_s=SEARCH_S
+        on_mesh.problem,
+        limit_bytes=1.0,
+        violated=lambda labels: memory.rows_over(labels, 1),
+        time_limit_s=SEARCH_S,
     )
-    return step_sharding(memory.costed, peak.labels)
+    return _found(ground, on_mesh, peak.labels)
 
 
-def drawn(step: Step, mesh: tuple[int, ...], seed: int) -> StepSharding:
+def drawn(step: Step, mesh: tuple[int, ...], seed: int) -> SearchResult:
     """A plan that nobody would choose: each node's labels are ranked at random, and only the impossible is forbidden."""
-    memory, problem = _priced(step, mesh)
-    rng = np.random.default_rng(seed)
+    ground, on_mesh = _on(step, mesh)
+    rng, problem = np.random.default_rng(seed), on_mesh.problem
     nodes = tuple(np.where(np.isfinite(c), rng.random(c.shape), np.inf) for c in problem.node_cost_s)
     edges = tuple(replace(e, cost_s=np.where(np.isfinite(e.cost_s), 0.0, np.inf)) for e in problem.edges)
     solution = branch_and_bound.solve(
         branch_and_bound.Problem(nodes, edges), relative_gap=0.5, time_limit_s=SEARCH_S
     )
-    return step_sharding(memory.costed, solution.labels)
+    return _found(ground, on_mesh, solution.labels)
 
 
 def with_copies(step: Step, pins: Mapping[str, Any], is_fresh: bool) -> StepSharding:
@@ -70,10 +77,26 @@ def with_copies(step: Step, pins: Mapping[str, Any], is_fresh: bool) -> StepShar
     return step_sharding(on_mesh.memory.costed, solution.labels)
 
 
-def _priced(step: Step, mesh: tuple[int, ...]) -> tuple[Memory, branch_and_bound.Problem]:
+def _on(step: Step, mesh: tuple[int, ...]) -> tuple[StepProblem, MeshProblem]:
     devices = cluster(mesh)
-    on_mesh = StepProblem.of(step, (), devices.device).on(devices, mesh)
-    return on_mesh.memory, on_mesh.problem
+    ground = StepProblem.of(step, (), devices.device)
+    return ground, ground.on(devices, mesh)
+
+
+def _found(ground: StepProblem, on_mesh: MeshProblem, labels: Sequence[int]) -> SearchResult:
+    """Labels as the search would have handed them out."""
+    plan = Plan(
+        step=ground.step.name,
+        fingerprint=ground.fingerprint,
+        jax=jax.__version__,
+        cluster=cluster(on_mesh.shape).to_json(),
+        options={},
+        memory_bytes=PLENTY_BYTES,
+        decisions=on_mesh.codec.decisions(labels),
+        estimates=estimate(on_mesh.memory.costed, labels, on_mesh.predicted(labels, PLENTY_BYTES)),
+        gap=None,
+    )
+    return SearchResult(plan, on_mesh, tuple(labels))
 
 
 def cluster(mesh: tuple[int, ...]) -> Cluster:

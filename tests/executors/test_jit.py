@@ -57,7 +57,7 @@ def gathers_of(text: str, shape: tuple[int, ...]) -> int:
 
 def searched() -> Program:
     traced = trace(step, STATE, X)
-    return build(traced, plans.fastest(traced, (8,)), jax.devices())
+    return build(traced, plans.fastest(traced, (8,)).sharding, jax.devices())
 
 
 def test_shardings_of_arguments_and_results_are_the_plans():
@@ -117,7 +117,7 @@ def test_tensor_parallel_weights_stay_where_they_are():
 
 def test_shardings_are_imposed_on_what_is_lowered():
     traced = trace(step, STATE, X)
-    program = build(traced, plans.smallest(traced, (2, 4)), jax.devices())
+    program = build(traced, plans.smallest(traced, (2, 4)).sharding, jax.devices())
     text = program.fn.lower(*program.args).as_text()
     assert "sdy.sharding_constraint" in text
     assert '"data"=2, "model"=4' in text
@@ -168,5 +168,5 @@ def test_results_feed_the_next_call_without_moving():
 def test_drawn_plans_lower_in_every_dtype(model):
     case = zoo.MAKERS[model](num_layers=2, dtype=jnp.bfloat16)
     traced = trace(case.step, *case.abstract_args())
-    program = build(traced, plans.drawn(traced, (2, 4), seed=3), jax.devices())
+    program = build(traced, plans.drawn(traced, (2, 4), seed=3).sharding, jax.devices())
     assert "sharding_constraint" in program.fn.lower(*program.args).as_text()

@@ -91,7 +91,7 @@ class Reference:
     history: list[Any]
 
     def on_many_devices(self, plan: str) -> tuple[Any, list[Any]]:
-        program = build(self.step, PLANS[plan](self.step), jax.devices())
+        program = build(self.step, PLANS[plan](self.step).sharding, jax.devices())
         # A copy: the step donates its state.
         start = jax.device_put(jax.tree.map(jnp.copy, self.start), program.shardings[0])
         return run(program.fn, self.case, start)
