@@ -4,7 +4,6 @@ A `StepProblem` is all that does not depend on the mesh: the flat program, its o
 the live ranges. `on` puts it on a mesh: a `MeshProblem`, whose `fitting` finds the cheapest strategies that fit there.
 """
 
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from time import monotonic
@@ -21,7 +20,8 @@ from search.ir.graph import Step
 from search.ir.spec import AXIS_NAMES, from_partition_spec
 from search.plan.decisions import DecisionCodec, allowed_by_pins
 from search.problem.costs import price
-from search.problem.flat_program import FlatProgram, flatten
+from search.problem.fingerprint import fingerprint
+from search.problem.flat_program import flatten
 from search.problem.folding import fold
 from search.problem.fusion import Fusion, expensive_itemsize
 from search.problem.kernels import Kernels, kernels
@@ -246,14 +246,6 @@ def _kept_of(
 
 def _original(kept: Sequence[np.ndarray], chosen: Sequence[int]) -> tuple[int, ...]:
     return tuple(int(k[label]) for k, label in zip(kept, chosen, strict=True))
-
-
-def fingerprint(program: FlatProgram) -> str:
-    """16 hex digits that change with the traced step: its ops, shapes, dtypes and argument names."""
-    said = [(a.name, a.role.value) for a in program.step.arguments]
-    said += [(op.name, op.operands, op.results, op.count, op.phase.value) for op in program.ops]
-    said += [(v.shape, v.dtype.name) for v in program.values]
-    return hashlib.sha256(repr(said).encode()).hexdigest()[:16]
 
 
 def candidate_shapes(cluster: Cluster, options: Options) -> tuple[tuple[int, ...], ...]:
