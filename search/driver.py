@@ -6,6 +6,7 @@ A plan that is loaded goes the same way, with its decisions as the only strategi
 
 import math
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -29,6 +30,7 @@ from search.mesh_problem import (
     StepProblem,
     candidate_shapes,
 )
+from search.plan.decisions import apart
 from search.plan.estimates import estimate
 from search.plan.plan import Plan
 from search.plan.shardings import step_sharding
@@ -67,7 +69,7 @@ def find(
     """
     clock = _Clock(step)
     pins = options.pins or {}
-    ground = StepProblem.of(step, [repr(pins.get(a.name, "")) for a in step.arguments], cluster.device)
+    ground = StepProblem.of(step, _marks(step, pins), cluster.device)
     clock.lap("graph")
     shapes, best, bound_s = candidate_shapes(cluster, options), None, math.inf
     tried: list[MeshProblem] = []
@@ -101,8 +103,8 @@ def apply(step: Step, plan: Plan, cluster: Cluster, place: str = "plan") -> Sear
       InfeasibleError: what it decides does not fit its memory cap.
     """
     clock = _Clock(step)
-    decided = plan.decisions.arguments
-    ground = StepProblem.of(step, [decided.get(a.name, "") for a in step.arguments], cluster.device)
+    marks = _marks(step, plan.options.get("pin", {}))
+    ground = StepProblem.of(step, marks, cluster.device, apart(step, plan.decisions))
     if plan.fingerprint != ground.fingerprint:
         raise PlanError(
             f"{place} was made for another step (its {plan.step!r} has fingerprint {plan.fingerprint}, this "
@@ -152,6 +154,11 @@ def _finished(
     )
     clock.lap("plan")
     return SearchResult(replace(plan, search_s=clock.seconds), on_mesh, solution.labels)
+
+
+def _marks(step: Step, pins: Mapping[str, Any]) -> list[str]:
+    """What keeps arguments apart. A plan repeats the pins of its search, so that both fold the step alike."""
+    return [str(pins.get(a.name, "")) for a in step.arguments]
 
 
 def _said(options: Options) -> dict[str, Any]:

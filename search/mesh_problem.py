@@ -22,7 +22,7 @@ from search.plan.decisions import DecisionCodec, allowed_by_pins
 from search.problem.costs import price
 from search.problem.fingerprint import fingerprint
 from search.problem.flat_program import flatten
-from search.problem.folding import fold
+from search.problem.folding import fold, separate
 from search.problem.fusion import Fusion, expensive_itemsize
 from search.problem.kernels import Kernels, kernels
 from search.problem.live_ranges import LiveRange, LiveRanges
@@ -92,12 +92,22 @@ class StepProblem:
     fingerprint: str
 
     @classmethod
-    def of(cls, step: Step, marks: Sequence[str], device: Device) -> "StepProblem":
-        """Makes a step ready for a device; `marks` keep arguments apart that would be folded together."""
+    def of(
+        cls, step: Step, marks: Sequence[str], device: Device, decided: Sequence[Any] = ()
+    ) -> "StepProblem":
+        """Makes a step ready for a device.
+
+        Args:
+          step: the traced step.
+          marks: per argument, what keeps it and the ops around it apart from others: its pin.
+          device: what it will run on.
+          decided: per argument, what is decided of it: those that differ are taken apart, no op is.
+        """
         program = flatten(step)
-        whole = fold(program, marks)
-        groups = op_groups(whole)
-        fusion, graph = Fusion(whole, expensive_itemsize(device)), strategy_graph(whole, groups)
+        folded = fold(program, marks)
+        folded = separate(folded, decided) if decided else folded
+        groups = op_groups(folded)
+        fusion, graph = Fusion(folded, expensive_itemsize(device)), strategy_graph(folded, groups)
         live_ranges = LiveRanges(graph, fusion)
         return cls(graph, kernels(fusion, groups), live_ranges, live_ranges.items(), fingerprint(program))
 
