@@ -80,9 +80,6 @@ def applied(step: Step, plan: Plan, place: str) -> driver.SearchResult:
         found = driver.apply(step, plan, cluster(plan, place), place)
     except (InputError, PlanError) as e:  # in a plan, a cluster or a mesh that cannot be is the plan's fault
         raise PlanError(f"{e}. It was made with {versions}" if versions else str(e)) from e
-    known = {a.name for a in step.arguments}
-    if unknown := [name for name in plan.decisions.arguments if name not in known]:
-        raise PlanError(f"{place}: {unknown[0]!r} names no argument of this step")
     if versions:
         warnings.warn(
             f"{place} was made with {versions}; the step is the same, so it is used",

@@ -5,7 +5,7 @@ A plan that is loaded goes the same way, with its decisions as the only strategi
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -29,6 +29,7 @@ from search.mesh_problem import (
     StepProblem,
     candidate_shapes,
 )
+from search.plan.decisions import apart
 from search.plan.estimates import estimate
 from search.plan.plan import Plan
 from search.plan.shardings import step_sharding
@@ -97,7 +98,7 @@ def find(
     """
     watch = Stopwatch(step.trace_s)
     pins = options.pins or {}
-    step_problem = StepProblem.of(step, [repr(pins.get(a.name, "")) for a in step.arguments], cluster.device)
+    step_problem = StepProblem.of(step, _marks(step, pins), cluster.device)
     watch.lap("graph")
     shapes, deadline = candidate_shapes(cluster, options), Deadline.after(options.time_limit_s)
     best, bounds_s, tried = None, [], []
@@ -149,8 +150,8 @@ def apply(step: Step, plan: Plan, cluster: Cluster, place: str = "plan") -> Sear
       InfeasibleError: what it decides does not fit its memory cap.
     """
     watch = Stopwatch(step.trace_s)
-    decided = plan.decisions.arguments
-    step_problem = StepProblem.of(step, [decided.get(a.name, "") for a in step.arguments], cluster.device)
+    marks = _marks(step, plan.options.get("pin", {}))
+    step_problem = StepProblem.of(step, marks, cluster.device, apart(step, plan.decisions))
     if plan.fingerprint != step_problem.fingerprint:
         raise PlanError(
             f"{place} was made for another step (its {plan.step!r} has fingerprint {plan.fingerprint}, this "
@@ -205,6 +206,11 @@ def _finished(
 
 def _by(shape: Sequence[int]) -> str:
     return "x".join(map(str, shape))
+
+
+def _marks(step: Step, pins: Mapping[str, Any]) -> list[str]:
+    """What keeps arguments apart. A plan repeats the pins of its search, so that both fold the step alike."""
+    return [str(pins.get(a.name, "")) for a in step.arguments]
 
 
 def _said(options: Options) -> dict[str, Any]:

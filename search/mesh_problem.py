@@ -4,7 +4,6 @@ A `StepProblem` is all that does not depend on the mesh: the flat program, its o
 the live ranges. `on` puts it on a mesh: a `MeshProblem`, whose `fitting` finds the cheapest strategies that fit there.
 """
 
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -24,8 +23,9 @@ from search.ir.graph import Step
 from search.ir.spec import AXIS_NAMES, from_partition_spec
 from search.plan.decisions import DecisionCodec, allowed_by_pins
 from search.problem.costs import price
-from search.problem.flat_program import FlatProgram, flatten
-from search.problem.folding import fold
+from search.problem.fingerprint import fingerprint
+from search.problem.flat_program import flatten
+from search.problem.folding import fold, separate
 from search.problem.fusion import Fusion, expensive_itemsize
 from search.problem.kernels import Kernels, kernels
 from search.problem.live_ranges import LiveRange, LiveRanges
@@ -97,12 +97,22 @@ class StepProblem:
     fingerprint: str
 
     @classmethod
-    def of(cls, step: Step, marks: Sequence[str], device: Device) -> "StepProblem":
-        """Makes a step ready for a device; `marks` keep arguments apart that would be folded together."""
+    def of(
+        cls, step: Step, marks: Sequence[str], device: Device, decided: Sequence[Any] = ()
+    ) -> "StepProblem":
+        """Makes a step ready for a device.
+
+        Args:
+          step: the traced step.
+          marks: per argument, what keeps it and the ops around it apart from others: its pin.
+          device: what it will run on.
+          decided: per argument, what is decided of it: those that differ are taken apart, no op is.
+        """
         program = flatten(step)
-        whole = fold(program, marks)
-        groups = op_groups(whole)
-        fusion, graph = Fusion(whole, expensive_itemsize(device)), strategy_graph(whole, groups)
+        folded = fold(program, marks)
+        folded = separate(folded, decided) if decided else folded
+        groups = op_groups(folded)
+        fusion, graph = Fusion(folded, expensive_itemsize(device)), strategy_graph(folded, groups)
         live_ranges = LiveRanges(graph, fusion)
         return cls(graph, kernels(fusion, groups), live_ranges, live_ranges.items(), fingerprint(program))
 
@@ -287,14 +297,6 @@ class MeshProblem:
 
 def _original(kept: Sequence[np.ndarray], chosen: Sequence[int]) -> tuple[int, ...]:
     return tuple(int(k[label]) for k, label in zip(kept, chosen, strict=True))
-
-
-def fingerprint(program: FlatProgram) -> str:
-    """16 hex digits that change with the traced step: its ops, shapes, dtypes and argument names."""
-    said = [(a.name, a.role.value) for a in program.step.arguments]
-    said += [(op.name, op.operands, op.results, op.count, op.phase.value) for op in program.ops]
-    said += [(v.shape, v.dtype.name) for v in program.values]
-    return hashlib.sha256(repr(said).encode()).hexdigest()[:16]
 
 
 def candidate_shapes(cluster: Cluster, options: Options) -> tuple[tuple[int, ...], ...]:

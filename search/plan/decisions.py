@@ -5,6 +5,14 @@ op, named by phase, scope and primitive, numbers replaced by `*` where it stands
 the specs that this op reads and makes. A copy's key adds the phase that it serves. Words are made for all
 strategies of a node, so reading a value is looking it up, and what is not among them is refused with what would
 have been accepted.
+
+The names follow from the step and its pins, never from what the plan decides: so the step that a plan is read for has
+the names of the step that it was searched for, also where several ops share one and are numbered in program order.
+Arguments that are decided together, and their copies, are written out one by one; where a plan, edited by hand, says
+different things of them, they are taken apart (`apart`), and all else keeps its name.
+
+Decisions may be edited, or deleted to be searched again. Only what follows from an edit is let go by itself: a copy
+that was to be its source's own array is searched again where its source comes to lie otherwise.
 """
 
 import re
@@ -16,28 +24,55 @@ from math import prod
 import numpy as np
 
 from cost_model.errors import PlanError
+from search.ir.graph import Step
 from search.ir.spec import AXIS_NAMES, Spec, format_spec, parse_spec
 from search.plan.plan import Decisions
 from search.problem.costs import CostedGraph
-from search.problem.strategies import port_specs
-from search.problem.strategy_graph import StrategyGraph
+from search.problem.flat_program import ReadPhase
+from search.problem.op_groups import OpGroup
+from search.problem.strategies import CopySource, port_specs
+from search.problem.strategy_graph import Maker, Port, StrategyGraph
+
+_KINDS = {"arguments": "argument", "ops": "op", "copies": "copy"}
+"""The tables of a plan's decisions, and what a name in each stands for."""
 
 _TRANSFORM = re.compile(r"(?:transpose|jvp|vmap|remat|checkpoint)\(([^()]*)\)")
 
 
-def node_names(graph: StrategyGraph) -> tuple[str, ...]:
-    """One unique name per node; an argument's node is named by its first member."""
+def node_names(graph: StrategyGraph) -> tuple[tuple[str, ...], ...]:
+    """Per node, the names of its decision: one, or that of each argument which it, or whose copies it, decides."""
     seen: dict[str, int] = {}
     names = []
-    for node, group in enumerate(graph.groups):
-        names.append(
-            _unique(_group_name(graph, node, max(group.op_classes, key=lambda k: _weight(graph, k))), seen)
-        )
+    for group in graph.groups:
+        largest = _largest(graph, group)
+        names.append(_arguments(graph, largest) or (_unique(_class_name(graph, largest), seen),))
     for copy in graph.copies:
-        maker = graph.folded.op(copy.maker[0])
-        base = _class_name(graph, copy.maker[0]) + (f"[{copy.maker[1]}]" if len(maker.results) > 1 else "")
-        names.append(_unique(f"{base} -> {copy.phase}", seen))
+        of_arguments = tuple(_copy_name(a, copy.phase) for a in _arguments(graph, copy.maker[0]))
+        names.append(of_arguments or (_unique(_copy_name(_maker_name(graph, copy.maker), copy.phase), seen),))
     return tuple(names)
+
+
+def apart(step: Step, decisions: Decisions) -> tuple[tuple[str | None, ...], ...]:
+    """Per argument, what a plan says of it and of its copies: where that differs, no node can decide it together."""
+    return tuple(
+        (
+            decisions.arguments.get(a.name),
+            *(decisions.copies.get(_copy_name(a.name, phase)) for phase in ReadPhase),
+        )
+        for a in step.arguments
+    )
+
+
+def _arguments(graph: StrategyGraph, op_class: int) -> tuple[str, ...]:
+    """The names of the arguments that a class stands for, if it does."""
+    if graph.folded.op(op_class).name != "input":
+        return ()
+    program = graph.folded.program
+    return tuple(program.step.arguments[program.ops[i].site[0]].name for i in graph.folded.members[op_class])
+
+
+def _copy_name(of: str, phase: ReadPhase) -> str:
+    return f"{of} -> {phase}"
 
 
 def _unique(name: str, seen: dict[str, int]) -> str:
@@ -45,19 +80,16 @@ def _unique(name: str, seen: dict[str, int]) -> str:
     return name if seen[name] == 1 else f"{name} #{seen[name]}"
 
 
-def _group_name(graph: StrategyGraph, node: int, op_class: int) -> str:
-    op = graph.folded.op(op_class)
-    if op.name == "input":
-        return graph.folded.program.step.arguments[op.site[0]].name
-    if op.name == "output":
-        return graph.folded.program.step.results[op.site[0]]
-    return _class_name(graph, op_class)
+def _maker_name(graph: StrategyGraph, maker: Maker) -> str:
+    op_class, result = maker
+    num_results = len(graph.folded.op(op_class).results)
+    return _class_name(graph, op_class) + (f"[{result}]" if num_results > 1 else "")
 
 
 def _class_name(graph: StrategyGraph, op_class: int) -> str:
     op = graph.folded.op(op_class)
-    if op.name == "input":
-        return re.sub(r"\d+", "*", graph.folded.program.step.arguments[op.site[0]].name)
+    if op.name == "output":
+        return graph.folded.program.step.results[op.site[0]]
     scope = op.op.scope if op.op is not None else ""
     while _TRANSFORM.search(scope):
         scope = _TRANSFORM.sub(r"\1", scope)
@@ -67,13 +99,15 @@ def _class_name(graph: StrategyGraph, op_class: int) -> str:
     return f"{op.phase} {scope + '/' if scope else ''}{op.name}"
 
 
-def _weight(graph: StrategyGraph, op_class: int) -> tuple[int, int, int]:
-    """How well an op stands for its group: the most loops, then the largest, then the first."""
-    op = graph.folded.op(op_class)
-    splittable = sum(
-        (op_class, i) in graph.groups[graph.node_of[op_class]].factor_of for i in range(len(op.rule.factors))
-    )
-    return splittable, prod(f.size for f in op.rule.factors), -op_class
+def _largest(graph: StrategyGraph, group: OpGroup) -> int:
+    """The class that stands for a group: of those with most of its loops the largest, and of these the first."""
+
+    def size(op_class: int) -> tuple[int, int, int]:
+        factors = graph.folded.op(op_class).rule.factors
+        num_loops = sum((op_class, i) in group.factor_of for i in range(len(factors)))
+        return num_loops, prod(f.size for f in factors), -op_class
+
+    return max(group.op_classes, key=size)
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,9 +121,14 @@ class DecisionCodec:
         """Names of the mesh axes."""
         return AXIS_NAMES[self.costed.resharder.num_axes]
 
+    @property
+    def mesh(self) -> dict[str, int]:
+        """Sizes of the mesh axes."""
+        return dict(zip(self.axis_names, self.costed.resharder.mesh.shape, strict=True))
+
     @cached_property
-    def names(self) -> tuple[str, ...]:
-        """Per node."""
+    def names(self) -> tuple[tuple[str, ...], ...]:
+        """Per node, the names under which a plan decides it."""
         return node_names(self.costed.graph)
 
     def text(self, node: int, strategy: int) -> str:
@@ -102,22 +141,19 @@ class DecisionCodec:
         if strategies.copy_sources:
             specs = self._spec_texts(strategies.assignment)
             return [f"{way} {spec}" for way, spec in zip(strategies.copy_sources, specs, strict=True)]
-        op_class = max(graph.groups[node].op_classes, key=lambda k: _weight(graph, k))
+        op_class = _largest(graph, graph.groups[node])
         op = graph.folded.op(op_class)
-        results = [self._specs(graph.ports[op_class, r, True]) for r in range(len(op.results))]
-        if op.is_boundary:
-            return [", ".join(column) for column in zip(*results, strict=True)]
         operands = [self._specs(graph.ports[op_class, i, False]) for i in range(len(op.operands))]
+        results = [self._specs(graph.ports[op_class, r, True]) for r in range(len(op.results))]
         seen: dict[str, int] = {}
         texts = []
         for strategy in range(len(strategies)):
-            read, made = (
-                ", ".join(column[strategy] for column in columns) for columns in (operands, results)
-            )
-            texts.append(_unique(f"{read} -> {made}" if read else made, seen))
+            read = ", ".join(column[strategy] for column in operands)
+            made = ", ".join(column[strategy] for column in results)
+            texts.append(_unique(f"{read} -> {made}" if read and not op.is_boundary else made, seen))
         return texts
 
-    def _specs(self, port) -> list[str]:
+    def _specs(self, port: Port) -> list[str]:
         return self._spec_texts(port_specs(port, self.costed.strategies[port.node]))
 
     def _spec_texts(self, specs: np.ndarray) -> list[str]:
@@ -133,22 +169,15 @@ class DecisionCodec:
         return {}
 
     def decisions(self, strategies: Sequence[int]) -> Decisions:
-        """A full assignment in words."""
-        graph, program = self.costed.graph, self.costed.graph.folded.program
-        arguments: dict[str, str] = {}
-        for i, value in enumerate(program.inputs):
-            node = graph.node_of[graph.folded.class_of[i]]
-            arguments[program.step.arguments[i].name] = (
-                self.text(node, strategies[node]) if program.values[value].shape else "P()"
-            )
-        ops = {
-            self.names[node]: self.text(node, strategies[node])
-            for node, group in enumerate(graph.groups)
-            if graph.folded.op(group.op_classes[0]).name != "input" and len(self.costed.strategies[node]) > 1
-        }
-        copies = {self.names[c.node]: self.text(c.node, strategies[c.node]) for c in graph.copies}
-        mesh = dict(zip(self.axis_names, self.costed.resharder.mesh.shape, strict=True))
-        return Decisions(mesh, arguments, ops, copies)
+        """A full assignment in words; of a group without a choice nothing is said."""
+        tables: dict[str, dict[str, str]] = {kind: {} for kind in _KINDS}
+        for node, names in enumerate(self.names):
+            kind = self._kind(node)
+            if kind != "ops" or len(self.costed.strategies[node]) > 1:
+                tables[kind] |= dict.fromkeys(names, self.text(node, strategies[node]))
+        in_order = (a.name for a in self.costed.graph.folded.program.step.arguments)
+        arguments = {name: tables["arguments"][name] for name in in_order}
+        return Decisions(self.mesh, arguments, tables["ops"], tables["copies"])
 
     def allowed(self, decisions: Decisions, place: str) -> tuple[np.ndarray, ...]:
         """Per node: the strategies that a plan's decisions leave; all of them where the plan says nothing.
@@ -156,21 +185,53 @@ class DecisionCodec:
         Raises:
           PlanError: a decision that is not possible, or that names nothing in this step.
         """
-        graph = self.costed.graph
-        said = dict(decisions.ops) | dict(decisions.copies)
-        unknown = [key for key in said if key not in set(self.names)]
-        if unknown:
-            raise PlanError(f"{place}: {unknown[0]!r} names no op of this step")
-        allowed = [np.arange(len(c)) for c in self.costed.strategies]
-        for i, argument in enumerate(graph.folded.program.step.arguments):
-            node = graph.node_of[graph.folded.class_of[i]]
-            if argument.name in decisions.arguments:
-                wanted = self.parse(decisions.arguments[argument.name], argument.name, place)
-                allowed[node] = self._resting(node, wanted, argument.name, place)
-        for node, name in enumerate(self.names):
-            if name in said:
-                allowed[node] = self._lookup(node, name, said[name], place)
+        self._refuse_unknown(decisions, place)
+        allowed: list[np.ndarray] = []
+        for node, names in enumerate(self.names):
+            table = getattr(decisions, self._kind(node))
+            said = {table.get(name) for name in names}
+            assert len(said) == 1, f"{names} are decided together, and of them the plan says {said}"
+            (text,) = said
+            allowed.append(self._all(node) if text is None else self._meant(node, text, allowed, place))
         return tuple(allowed)
+
+    def _all(self, node: int) -> np.ndarray:
+        return np.arange(len(self.costed.strategies[node]))
+
+    def _kind(self, node: int) -> str:
+        """Which of the plan's tables holds a node's decision."""
+        graph = self.costed.graph
+        if node >= len(graph.groups):
+            return "copies"
+        return "arguments" if graph.folded.op(graph.groups[node].op_classes[0]).name == "input" else "ops"
+
+    def _refuse_unknown(self, decisions: Decisions, place: str) -> None:
+        for kind, what in _KINDS.items():
+            known = {
+                name for node, names in enumerate(self.names) if self._kind(node) == kind for name in names
+            }
+            for name in getattr(decisions, kind):
+                if name not in known:
+                    raise PlanError(f"{place}: {name!r} names no {what} of this step")
+
+    def _meant(self, node: int, text: str, allowed: Sequence[np.ndarray], place: str) -> np.ndarray:
+        """The strategies that a decision leaves a node, given those that the nodes before it have left."""
+        name, kind = self.names[node][0], self._kind(node)
+        if kind == "arguments":
+            return self._resting(node, self.parse(text, name, place), name, place)
+        strategy = self._lookup(node, name, text, place)
+        if kind == "copies" and not self._may_be_held(node, strategy, allowed):
+            return self._all(node)
+        return np.array([strategy])
+
+    def _may_be_held(self, node: int, strategy: int, allowed: Sequence[np.ndarray]) -> bool:
+        """Whether a copy's source may lie as the copy does, where this is to be the source's own array."""
+        graph, strategies = self.costed.graph, self.costed.strategies
+        if strategies[node].copy_sources[strategy] is not CopySource.SAME:
+            return True
+        source = graph.copies[node - len(graph.groups)].source
+        offered = port_specs(source, strategies[source.node])[allowed[source.node]]
+        return bool((offered == strategies[node].assignment[strategy]).all(axis=1).any())
 
     def parse(self, text: str, name: str, place: str) -> Spec:
         """A spec of the plan, with the decision's name in the message."""
@@ -190,21 +251,20 @@ class DecisionCodec:
             shape = graph.folded.program.values[
                 graph.folded.op(graph.groups[node].op_classes[0]).results[0]
             ].shape
-            mesh = dict(zip(self.axis_names, self.costed.resharder.mesh.shape, strict=True))
             raise PlanError(
                 f"{place}: {name} of shape {shape} cannot rest as {format_spec(wanted, self.axis_names)} on the mesh "
-                f"{mesh}: a dimension does not divide evenly. Choose another dimension or mesh"
+                f"{self.mesh}: a dimension does not divide evenly. Choose another dimension or mesh"
             )
         return found
 
-    def _lookup(self, node: int, name: str, said: str, place: str) -> np.ndarray:
+    def _lookup(self, node: int, name: str, said: str, place: str) -> int:
         texts = self.texts(node)
         if said not in texts:
             shown = "; ".join(texts[:6])
             raise PlanError(
                 f"{place}: {name!r} cannot be {said!r}. Possible are: {shown}{'; ...' * (len(texts) > 6)}"
             )
-        return np.array([texts.index(said)])
+        return texts.index(said)
 
 
 def allowed_by_pins(codec: DecisionCodec, pins: Mapping[str, Spec]) -> dict[int, np.ndarray]:

@@ -96,7 +96,7 @@ class Plan:
       fingerprint: of the traced step.
       jax: the JAX version that traced it.
       cluster: the cluster, as its JSON file would say it.
-      options: the options that the search was given.
+      options: the options that the search was given. What it pinned stands apart, and is named so in `decisions`.
       meshes: the meshes that were searched: sizes of their axes.
       memory_bytes: the cap per device.
       decisions: the choices.
@@ -227,7 +227,7 @@ class Plan:
             read.get("fingerprint", str),
             read.get("jax", str),
             read.get("cluster", dict),
-            read.get("options", dict),
+            _read_options(read.inner("options")),
             read.meshes("meshes"),
             read.get("memory_bytes", int),
             Decisions(mesh, *(decisions.table(name, str) for name in ("arguments", "ops", "copies"))),
@@ -241,6 +241,11 @@ class Plan:
         )  # the face formats; imported late, as the ground must not need it
 
         return summary(self)
+
+
+def _read_options(read: "_Reader") -> dict[str, Any]:
+    """The pins are texts, as a plan is read by them; of the other options nothing is."""
+    return read.data | ({"pin": read.table("pin", str)} if "pin" in read.data else {})
 
 
 def _read_estimates(read: "_Reader") -> Estimates:

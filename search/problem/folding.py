@@ -13,6 +13,10 @@ depend on any order.
 
 The result is the folded program: *classes* of ops, each decided by one choice, and the dependencies between them: a
 result of one class is an operand of another, and is handed over so often in one step.
+
+Two arguments may look alike and yet be meant to differ. Known beforehand (a pin), that is a mark: it enters the first
+colour, so that the ops around a marked argument can follow it. Said afterwards, by an edited plan, it must not move
+the ops, whose decisions the plan holds: `separate` takes apart the arguments alone.
 """
 
 import re
@@ -50,13 +54,15 @@ class FoldedProgram:
       program: the flat program.
       members: for each class, the positions of its ops.
       class_of: for each op position, its class.
-      links: ordered by producer, result, consumer, operand.
+      dependencies: ordered by producer, result, consumer, operand.
+      whole_of: for each class, a number that it shares with those that it was separated from.
     """
 
     program: FlatProgram
     members: tuple[tuple[int, ...], ...]
     class_of: tuple[int, ...]
     dependencies: tuple[Dependency, ...]
+    whole_of: tuple[int, ...]
 
     def op(self, op_class: int) -> FlatOp:
         """The first op of a class, which stands for all."""
@@ -101,8 +107,8 @@ def fold(program: FlatProgram, marks: Sequence[Any] = ()) -> FoldedProgram:
 
     Args:
       program: the flat program.
-      marks: per argument of the step, anything hashable by `repr` that keeps it apart from others (a pin, a
-        decision).
+      marks: per argument of the step, what is told apart by its `repr` and keeps the argument, and what stands near it,
+        apart from others (a pin).
 
     Returns:
       The folded program; its classes are ordered by their first op.
@@ -111,10 +117,22 @@ def fold(program: FlatProgram, marks: Sequence[Any] = ()) -> FoldedProgram:
     groups: dict[int, list[int]] = {}
     for position, color in enumerate(colors.tolist()):
         groups.setdefault(color, []).append(position)
-    return folded(program, tuple(tuple(g) for g in groups.values()))
+    return _folded(program, tuple(map(tuple, groups.values())), tuple(range(len(groups))))
 
 
-def folded(program: FlatProgram, members: tuple[tuple[int, ...], ...]) -> FoldedProgram:
+def separate(folded: FoldedProgram, marks: Sequence[Any]) -> FoldedProgram:
+    """Takes apart the arguments of a class that are marked differently; all else stays folded as it is."""
+    parts: dict[tuple[int, Any], list[int]] = {}
+    for position, op in enumerate(folded.program.ops):
+        mark = marks[op.site[0]] if op.name == "input" else None
+        parts.setdefault((folded.class_of[position], mark), []).append(position)
+    wholes = tuple(folded.whole_of[op_class] for op_class, _ in parts)
+    return _folded(folded.program, tuple(map(tuple, parts.values())), wholes)
+
+
+def _folded(
+    program: FlatProgram, members: tuple[tuple[int, ...], ...], whole_of: tuple[int, ...]
+) -> FoldedProgram:
     """Collects the dependencies between the classes of a partition."""
     class_of = [0] * len(program.ops)
     for op_class, positions in enumerate(members):
@@ -127,7 +145,7 @@ def folded(program: FlatProgram, members: tuple[tuple[int, ...], ...]) -> Folded
             key = (*maker[v], class_of[i], position)
             counts[key] = counts.get(key, 0) + count
     dependencies = tuple(Dependency(*key, count) for key, count in sorted(counts.items()))
-    return FoldedProgram(program, members, tuple(class_of), dependencies)
+    return FoldedProgram(program, members, tuple(class_of), dependencies, whole_of)
 
 
 def _first_colors(program: FlatProgram, marks: Sequence[Any]) -> np.ndarray:

@@ -220,19 +220,27 @@ class _EdgeCollector:
             self._value(op_class, result, reads)
 
     def _reads(self) -> dict[tuple[int, int], dict[ReadPhase, dict[Port, Reads]]]:
-        """For each class's result, by phase and port: how often each value of that class is read."""
-        program = self.folded.program
+        """For each class's result, by phase and port: how often each value of that class is read.
+
+        Arguments that were separated have the same ports, be it that none of their own values is read there: so they have
+        the copies, and these the strategies, that they had together.
+        """
+        program, whole_of = self.folded.program, self.folded.whole_of
         reads: dict = {}
+        readers: dict = {}
         for position, op in enumerate(program.ops):
             consumer = self.folded.class_of[position]
             for operand, (v, count) in enumerate(zip(op.operands, op.operand_counts, strict=True)):
                 if not program.values[v].shape:
                     continue
                 made, r = program.maker[v]
-                key = (self.folded.class_of[made], r)
-                by_value = reads.setdefault(key, {}).setdefault((read_phase(op), consumer, operand), {})
-                by_value[v, count] = count
-        return {key: self._by_port(key, reads[key]) for key in sorted(reads)}
+                key, reader = (self.folded.class_of[made], r), (read_phase(op), consumer, operand)
+                readers.setdefault((whole_of[key[0]], r), {})[reader] = None
+                reads.setdefault(key, {}).setdefault(reader, {})[v, count] = count
+        return {
+            (k, r): self._by_port((k, r), {at: reads[k, r].get(at, {}) for at in readers[whole_of[k], r]})
+            for k, r in sorted(reads)
+        }
 
     def _by_port(self, key, by_consumer) -> dict[ReadPhase, dict[Port, Reads]]:
         source = self.ports[(*key, True)]
@@ -265,19 +273,26 @@ class _EdgeCollector:
             for by_value in ports.values():
                 for v, count in by_value.items():
                     total[v] = max(total.get(v, 0), count)
-            nodes = {p.node for p in ports}
+            nodes, own = {self._whole(p.node) for p in ports}, self._whole(source.node)
             is_retained = (
                 phase is ReadPhase.BACKWARD and bool(forward) and value.num_bytes >= MIN_RETAINED_BYTES
             )
             start = source
-            if len(nodes - {source.node}) > 1 or (is_retained and nodes != {source.node}):
+            if len(nodes - {own}) > 1 or (is_retained and nodes != {own}):
                 kept = forward if is_retained else ()
                 targets = tuple(ports)
                 start = self._copy(
                     (op_class, result), value, phase, source, targets, kept, sum(total.values())
                 )
             for port, by_value in ports.items():
-                self.edges.append(ReshardEdge(start, port, value, sum(by_value.values()), (op_class, result)))
+                if by_value:
+                    self.edges.append(
+                        ReshardEdge(start, port, value, sum(by_value.values()), (op_class, result))
+                    )
+
+    def _whole(self, node: int) -> int:
+        """A number that a group shares with those that it was separated from; copies have none."""
+        return self.folded.whole_of[self.parts[node].op_classes[0]] if node < len(self.parts) else -1
 
     def _copy(self, maker, value, phase, source, targets, kept_from, count) -> Port:
         node = len(self.parts) + len(self.copies)

@@ -91,6 +91,7 @@ def _result(step_problem: StepProblem, on_mesh: MeshProblem, chosen: Sequence[in
         jax=jax.__version__,
         cluster=cluster(on_mesh.shape).to_json(),
         options={},
+        meshes=(on_mesh.shape,),
         memory_bytes=PLENTY_BYTES,
         decisions=on_mesh.codec.decisions(chosen),
         estimates=estimate(on_mesh.memory.costed, chosen, on_mesh.predicted(chosen, PLENTY_BYTES)),

@@ -14,10 +14,12 @@ from .gpt_scan import make_gpt_scan
 from .llama import LLAMA_3_8B, make_llama
 from .lstm import make_lstm
 from .megatron import make_megatron
+from .message_passing import make_message_passing
 from .mlp import make_mlp
 from .moe import make_moe
 from .resnet import make_resnet
 from .t5 import make_t5
+from .unet import make_unet
 from .vit import make_vit
 
 MAKERS = {
@@ -36,6 +38,8 @@ MAKERS = {
     "lstm": make_lstm,
     "dlrm": make_dlrm,
     "evoformer": make_evoformer,
+    "unet": make_unet,
+    "message_passing": make_message_passing,
 }
 
 __all__ = [
@@ -52,9 +56,11 @@ __all__ = [
     "make_llama",
     "make_lstm",
     "make_megatron",
+    "make_message_passing",
     "make_mlp",
     "make_moe",
     "make_resnet",
     "make_t5",
+    "make_unet",
     "make_vit",
 ]

@@ -1,0 +1,284 @@
+"""What a search finds, the step of the plan takes: as it was, or as somebody edited it."""
+
+import functools
+import json
+import random
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from cost_model.cluster import Cluster
+from cost_model.errors import InfeasibleError, PlanError
+from cost_model.hardware import parse_cluster
+from search import driver
+from search.driver import SearchResult
+from search.ir.graph import Step
+from search.ir.trace import trace
+from search.mesh_problem import RELATIVE_GAP, Options, StepProblem
+from search.plan.plan import Decisions, Plan
+from tests.executors import plans
+from tests.zoo import MAKERS
+
+MESHES = ((2, 4), (8,), (2, 3))
+THREE_AXES = ("mlp", "resnet")
+"""Models small enough to have them."""
+SMALLEST = ("mlp", "gpt_scan", "moe", "resnet", "unet", "message_passing")
+"""Models of which the plan of the smallest peak is made too."""
+PLANS = [(model, kind) for model in MAKERS for kind in ("fastest", "drawn")]
+PLANS += [(model, "smallest") for model in SMALLEST]
+
+
+@functools.cache
+def traced(model: str) -> Step:
+    case = MAKERS[model]()
+    return trace(case.step, *case.abstract_args())
+
+
+NUM_LAYERS = 10
+
+
+@functools.cache
+def stack() -> Step:
+    """Equal layers, wide enough that what the backward phase reads again may be kept, with momentum."""
+
+    def train_step(layers, momentum, x):
+        def loss(layers):
+            y = x
+            for layer in layers:
+                y = jnp.tanh(y @ layer["w"] + layer["b"])
+            return jnp.mean(y**2)
+
+        momentum = jax.tree.map(lambda m, g: 0.9 * m + g, momentum, jax.grad(loss)(layers))
+        return jax.tree.map(lambda p, m: p - 0.1 * m, layers, momentum), momentum
+
+    layer = {
+        "w": jax.ShapeDtypeStruct((4096, 4096), "float32"),
+        "b": jax.ShapeDtypeStruct((4096,), "float32"),
+    }
+    return trace(
+        train_step, [layer] * NUM_LAYERS, [layer] * NUM_LAYERS, jax.ShapeDtypeStruct((8192, 4096), "float32")
+    )
+
+
+def found_with(pins: dict[int, P]) -> SearchResult:
+    """The plan of the stack where some layers' weights are pinned."""
+    named = {f"layers[{n}]['w']": spec for n, spec in pins.items()}
+    return driver.find(stack(), CLUSTER, Options(plans.PLENTY_BYTES, (2, 4), named))
+
+
+CLUSTER = parse_cluster("8xH100-80GB")
+
+
+def reloaded(step: Step, plan: Plan, folder: Path) -> SearchResult:
+    """What the step makes of a plan that was saved and loaded."""
+    plan.save(folder / "plan.json")
+    return driver.apply(step, Plan.load(folder / "plan.json"), Cluster.from_json(plan.cluster))
+
+
+def assert_survives(step: Step, found: SearchResult, folder: Path) -> None:
+    """Saved, loaded and given to its step, a plan means the same, op by op, and says it in the same bytes."""
+    again = reloaded(step, found.plan, folder)
+    assert again.chosen == found.chosen
+    assert again.sharding.specs == found.sharding.specs
+    assert again.sharding.reshards == found.sharding.reshards
+    assert as_bytes(again.plan) == as_bytes(found.plan)
+
+
+def as_bytes(plan: Plan) -> str:
+    return json.dumps(plan.to_json()["decisions"])
+
+
+# --- plans as they were found
+
+
+@pytest.mark.parametrize(("model", "kind"), PLANS)
+def test_every_plan_is_taken_by_its_step(model, kind, tmp_path):
+    step, number = traced(model), list(MAKERS).index(model)
+    mesh = (2, 2, 2) if model in THREE_AXES else MESHES[number % len(MESHES)]
+    makers = {
+        "fastest": lambda: plans.fastest(step, mesh),
+        "smallest": lambda: plans.smallest(step, mesh),
+        "drawn": lambda: plans.drawn(step, mesh, seed=number),
+    }
+    assert_survives(step, makers[kind](), tmp_path)
+
+
+PINS = {
+    "one layer otherwise": {3: P("model")},
+    "two layers in two ways": {3: P("model"), 6: P("data", "model")},
+    "layers in turn": {n: P(None, "model") if n % 2 else P("model") for n in range(NUM_LAYERS)},
+    "all alike": dict.fromkeys(range(NUM_LAYERS), P("model")),
+}
+
+
+@pytest.mark.parametrize("case", PINS)
+def test_a_plan_with_pins_is_taken_by_its_step(case, tmp_path):
+    found = found_with(PINS[case])
+    for n, spec in PINS[case].items():
+        assert eval(found.plan.decisions.arguments[f"layers[{n}]['w']"], {"P": P}) == spec
+    assert_survives(stack(), found, tmp_path)
+
+
+def test_what_was_pinned_apart_stays_apart_where_all_lie_alike(tmp_path):
+    """The search may choose for others what one is pinned to, and yet compute them otherwise."""
+    found = found_with(PINS["one layer otherwise"])
+    alike = {f"layers[{n}]['w']": "P('model')" for n in range(NUM_LAYERS)}
+    again = reloaded(stack(), with_edits(found.plan, arguments=alike), tmp_path)
+    assert len(again.chosen) == len(found.chosen) > len(found_with({}).chosen)
+    assert again.plan.decisions.ops == found.plan.decisions.ops
+    assert_survives(stack(), again, tmp_path)
+
+
+def test_ops_follow_a_pin():
+    """As in Megatron: one layer by columns and the next by rows."""
+
+    def products(found: SearchResult) -> set[str]:
+        is_inner = re.compile(r"forward dot_general #\d+").fullmatch
+        return {text for name, text in found.plan.decisions.ops.items() if is_inner(name)}
+
+    assert len(products(found_with({}))) == 1
+    assert len(products(found_with(PINS["layers in turn"]))) == 2
+
+
+# --- plans that somebody edited
+
+
+def test_one_of_many_arguments_may_lie_otherwise(tmp_path):
+    plan = found_with({}).plan
+    edited = with_edits(plan, arguments={"layers[4]['w']": "P('model')"})
+    again = reloaded(stack(), edited, tmp_path)
+    assert again.plan.decisions.arguments == edited.decisions.arguments
+    assert again.plan.decisions.ops == plan.decisions.ops
+    assert again.plan.decisions.copies == plan.decisions.copies
+    assert cost_s(again) > cost_s(found_with({}))
+    assert_survives(stack(), again, tmp_path)
+
+
+def test_one_of_many_copies_may_be_another(tmp_path):
+    plan = found_with({}).plan
+    name = "layers[4]['w'] -> backward"
+    assert (
+        plan.decisions.copies[name] == plan.decisions.copies["layers[5]['w'] -> backward"] == "kept P('data')"
+    )
+    edited = with_edits(plan, copies={name: "fresh P('data')"})
+    again = reloaded(stack(), edited, tmp_path)
+    assert again.plan.decisions == edited.decisions
+    assert_survives(stack(), again, tmp_path)
+
+
+def test_a_copy_that_is_the_arguments_own_array_follows_its_edits(tmp_path):
+    plan = found_with({}).plan
+    assert plan.decisions.copies["x -> backward"] == "same P()"
+    again = reloaded(stack(), with_edits(plan, arguments={"x": "P('model')"}), tmp_path)
+    assert again.plan.decisions.arguments["x"] == "P('model')"
+    assert again.plan.decisions.copies["x -> backward"] != "same P()"
+    assert again.plan.decisions.ops == plan.decisions.ops
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "worse"),
+    [
+        ("arguments", "layers[4]['w']", "P()"),
+        ("arguments", "x", "P(None, 'model')"),
+        ("ops", "forward dot_general #2", "P(), P() -> P()"),
+        ("copies", "layers[4]['w'] -> backward", "fresh P()"),
+        ("copies", "forward dot_general -> forward", "fresh P()"),
+    ],
+)
+def test_what_is_deleted_is_searched_again(kind, name, worse, tmp_path):
+    plan = found_with({}).plan
+    if kind == "ops":  # which copies there are to its readers follows from it
+        plan = replace(plan, decisions=replace(plan.decisions, copies={}))
+    table = dict(getattr(plan.decisions, kind))
+    edited = reloaded(stack(), with_edits(plan, **{kind: {name: worse}}), tmp_path)
+    assert getattr(edited.plan.decisions, kind)[name] == worse
+    del table[name]
+    again = reloaded(stack(), replace(plan, decisions=replace(plan.decisions, **{kind: table})), tmp_path)
+    assert getattr(again.plan.decisions, kind)[name] == getattr(plan.decisions, kind)[name]
+    assert cost_s(again) < cost_s(edited)
+
+
+def cost_s(found: SearchResult) -> float:
+    """What the solver minimises."""
+    return found.on_mesh.problem.cost_s(found.chosen)
+
+
+def test_a_mesh_alone_is_a_plan(tmp_path):
+    plan = found_with({}).plan
+    bare = replace(plan, decisions=Decisions(plan.decisions.mesh, {}, {}, {}))
+    again = reloaded(stack(), bare, tmp_path)
+    assert cost_s(again) == pytest.approx(cost_s(found_with({})), rel=RELATIVE_GAP)
+
+
+@pytest.mark.parametrize("model", ["gpt_linen", "evoformer"])
+def test_an_argument_of_each_class_may_lie_otherwise(model, tmp_path):
+    """Also where those that are decided together are not read by the same ops."""
+    step = traced(model)
+    found = plans.drawn(step, (2, 4), seed=1)
+    changes = dict(other_specs(found))
+    assert len(changes) > 20
+    again = reloaded(step, with_edits(found.plan, arguments=changes), tmp_path)
+    assert again.plan.decisions.arguments == {**found.plan.decisions.arguments, **changes}
+    assert again.plan.decisions.ops == found.plan.decisions.ops
+    assert again.plan.decisions.copies.keys() == found.plan.decisions.copies.keys()
+    assert_survives(step, again, tmp_path)
+
+
+def other_specs(found: SearchResult) -> Iterator[tuple[str, str]]:
+    """Of each class of several arguments, one, and a spec in which it could rest as well."""
+    codec = found.on_mesh.codec
+    for node, names in enumerate(codec.names):
+        if len(names) > 1 and names[0] in found.plan.decisions.arguments:
+            other = (found.chosen[node] + 1) % len(codec.texts(node))
+            if other != found.chosen[node]:
+                yield names[len(names) // 2], codec.text(node, other)
+
+
+@pytest.mark.parametrize("model", ["gpt_linen", "evoformer"])
+def test_arguments_apart_cost_what_they_cost_together(model):
+    """However they are taken apart: under the same decisions, the same seconds, bytes and kernels."""
+    step, bits = traced(model), random.Random(0)
+    found = plans.drawn(step, (2, 4), seed=1)
+    devices = plans.cluster((2, 4))
+    halves = [bits.randrange(2) for _ in step.arguments]
+    on_mesh = StepProblem.of(step, (), devices.device, halves).on(devices, (2, 4))
+    assert len(on_mesh.problem.num_labels) > len(found.chosen)
+    chosen = [int(k[0]) for k in on_mesh.codec.allowed(found.plan.decisions, "plan") if len(k) == 1]
+    assert on_mesh.codec.decisions(chosen) == found.plan.decisions
+    assert on_mesh.problem.cost_s(chosen) == pytest.approx(found.on_mesh.problem.cost_s(found.chosen))
+    assert on_mesh.memory.peak(chosen) == found.on_mesh.memory.peak(found.chosen)
+
+
+# --- plans that cannot be
+
+
+def test_a_plan_for_another_step(tmp_path):
+    plan = found_with({}).plan
+    message = rf"was made for another step \(its 'train_step' has fingerprint {plan.fingerprint}, this 'step' has \w{{16}}\)"
+    with pytest.raises(PlanError, match=message):
+        reloaded(traced("mlp"), plan, tmp_path)
+
+
+def test_decisions_that_contradict_one_another(tmp_path):
+    plan = found_with({}).plan
+    edited = with_edits(plan, copies={"layers[4]['w'] -> backward": "kept P()"})
+    with pytest.raises(InfeasibleError, match=r"or contradicts itself\. Undo the last edit"):
+        reloaded(stack(), edited, tmp_path)
+
+
+def test_pins_of_a_plan_that_are_no_texts():
+    data = found_with({}).plan.to_json()
+    data["options"]["pin"] = {"x": 7}
+    with pytest.raises(PlanError, match=r"plan: options\.pin\.x must be text, got 7"):
+        Plan.from_json(data)
+
+
+def with_edits(plan: Plan, **edits: dict[str, str]) -> Plan:
+    tables = {kind: dict(getattr(plan.decisions, kind)) | edited for kind, edited in edits.items()}
+    return replace(plan, decisions=replace(plan.decisions, **tables))
