@@ -14,6 +14,7 @@ from .gpt_scan import make_gpt_scan
 from .llama import LLAMA_3_8B, make_llama
 from .lstm import make_lstm
 from .megatron import make_megatron
+from .mixer import make_mixer
 from .mlp import make_mlp
 from .moe import make_moe
 from .resnet import make_resnet
@@ -31,6 +32,7 @@ MAKERS = {
     "moe": make_moe,
     "t5": make_t5,
     "vit": make_vit,
+    "mixer": make_mixer,
     "resnet": make_resnet,
     "autoencoder": make_autoencoder,
     "lstm": make_lstm,
@@ -52,6 +54,7 @@ __all__ = [
     "make_llama",
     "make_lstm",
     "make_megatron",
+    "make_mixer",
     "make_mlp",
     "make_moe",
     "make_resnet",
