@@ -22,11 +22,6 @@ AXIS_NAMES = {1: ("data",), 2: ("data", "model"), 3: ("replica", "data", "model"
 """Names of mesh axes, outermost first, by their number."""
 
 
-def num_shards(spec: Spec, mesh_shape: Sequence[int]) -> int:
-    """Into how many different parts a value is cut."""
-    return math.prod(n for d, n in zip(spec, mesh_shape, strict=True) if d >= 0)
-
-
 def shard_size(spec: Spec, shape: Sequence[int], mesh_shape: Sequence[int]) -> int:
     """Elements that one device holds, padding included."""
     return math.prod(
@@ -36,7 +31,7 @@ def shard_size(spec: Spec, shape: Sequence[int], mesh_shape: Sequence[int]) -> i
 
 MAX_PADDING = 1 / 32
 """A dimension may be padded by this share of its extent to split into equal parts, where XLA pads (a vocabulary of
-50,257 over 8 devices is padded by seven rows). What is padded costs time and memory that are not counted."""
+50,257 over 8 devices is padded by seven rows)."""
 
 
 def divides(spec: Spec, shape: Sequence[int], mesh_shape: Sequence[int]) -> bool:

@@ -53,8 +53,8 @@ class CostedGraph:
         return {}
 
     @cached_property
-    def _shards(self) -> dict[Port, np.ndarray]:
-        """Memo of `shards`."""
+    def _shares(self) -> dict[Port, np.ndarray]:
+        """Memo of `shares`."""
         return {}
 
     def indices(self, port: Port, rank: int) -> np.ndarray:
@@ -68,12 +68,15 @@ class CostedGraph:
             self.spec_index[key] = index
         return self.spec_index[key]
 
-    def shards(self, port: Port) -> np.ndarray:
-        """[strategies]: into how many parts the value at a port is cut."""
-        if port not in self._shards:
-            specs = port_specs(port, self.strategies[port.node])
-            self._shards[port] = np.where(specs >= 0, np.array(self.resharder.mesh.shape), 1).prod(axis=1)
-        return self._shards[port]
+    def shares(self, port: Port) -> np.ndarray:
+        """[strategies]: the share of the value at a port that one device holds, padding included."""
+        if port not in self._shares:
+            specs, share = port_specs(port, self.strategies[port.node]), np.ones(1)
+            for d, size in enumerate(self.graph.extents(port)):
+                parts = np.where(specs == d, np.array(self.resharder.mesh.shape), 1).prod(axis=1)
+                share = share * np.where(parts > 1, np.ceil(size / parts) / max(size, 1), 1.0)
+            self._shares[port] = np.broadcast_to(share, len(specs))
+        return self._shares[port]
 
     def problem(self) -> Problem:
         """The PBQP."""
@@ -186,7 +189,7 @@ class CostedGraph:
             op_class, index, is_result = endpoint
             op = self.graph.folded.op(op_class)
             value = self.graph.folded.program.values[(op.results if is_result else op.operands)[index]]
-            total += times * value.num_bytes / self.shards(self.graph.ports[endpoint])
+            total += times * value.num_bytes * self.shares(self.graph.ports[endpoint])
         return total
 
     def _product(self, op_class: int) -> Product:
@@ -264,12 +267,12 @@ class CostedGraph:
             if not reduced:
                 continue
             split = np.isin(assignment, reduced)
-            value, shards = graph.folded.program.values[v], self.shards(port)
+            value, shares = graph.folded.program.values[v], self.shares(port)
             for row in np.unique(split, axis=0):
                 if row.any():
                     at = np.flatnonzero((split == row).all(axis=1))
                     axes = tuple(np.flatnonzero(row).tolist())
-                    yield axes, at, value.num_bytes / shards[at], self._joined_bytes((op_class, r))
+                    yield axes, at, value.num_bytes * shares[at], self._joined_bytes((op_class, r))
 
 
 def price(graph: StrategyGraph, kernels: Kernels, resharder: Resharder) -> CostedGraph:

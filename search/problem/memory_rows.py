@@ -71,10 +71,8 @@ class Memory:
         return tuple(memo[item.port, item.way] for item in self.items)
 
     def _share(self, port, way) -> np.ndarray:
-        strategies = self.costed.strategies[port.node]
-        specs = port_specs(port, strategies)
-        share = 1.0 / np.where(specs >= 0, np.array(self.costed.resharder.mesh.shape), 1).prod(axis=1)
-        return share if way is None else share * np.array([w is way for w in strategies.copy_sources])
+        share, copy_sources = self.costed.shares(port), self.costed.strategies[port.node].copy_sources
+        return share if way is None else share * np.array([w is way for w in copy_sources])
 
     @cached_property
     def _stretches(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
@@ -165,7 +163,7 @@ class Memory:
             node = arrival.port.node
             specs = port_specs(arrival.port, self.costed.strategies[node])
             moves = (specs != np.array(arrival.source)).any(axis=1)
-            arrived = np.where(moves, arrival.num_bytes / self.costed.shards(arrival.port), 0.0)
+            arrived = np.where(moves, arrival.num_bytes * self.costed.shares(arrival.port), 0.0)
             total[node] = total[node] + arrived if node in total else arrived
         accounted = sum(float(num_bytes[chosen[node]]) for node, num_bytes in total.items())
         name = f"kernels at op {peak.position}, {len(peak.arrivals)} arrivals, {peak.num_bytes:.0f} bytes"

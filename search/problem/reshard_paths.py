@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from search.ir.sharding import OperandReshard, ReshardPath, ReshardStep, SharedPaths
-from search.ir.spec import PARTIAL, Spec, num_shards
+from search.ir.spec import PARTIAL, Spec, shard_size
 from search.problem.costs import CostedGraph
 from search.problem.flat_program import FlatProgram, ReadPhase, read_phase
 from search.problem.strategies import CopySource, port_specs
@@ -119,4 +119,5 @@ class ReshardPaths:
 
     def local_bytes(self, v: int, spec: Spec) -> float:
         """What one device holds of a value; a partial one is whole everywhere."""
-        return self.program.values[v].num_bytes / num_shards(spec, self.costed.resharder.mesh.shape)
+        value = self.program.values[v]
+        return value.itemsize * shard_size(spec, value.shape, self.costed.resharder.mesh.shape)

@@ -15,6 +15,7 @@ step.
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 
 from search.ir.factors import Kind, Rule
 from search.ir.factors.rule import Dims
@@ -111,6 +112,13 @@ class StrategyGraph:
     def num_nodes(self) -> int:
         """Clusters and copies."""
         return len(self.groups) + len(self.copies)
+
+    def extents(self, port: Port) -> tuple[int, ...]:
+        """Of the dimensions of the value at a port, as far as they can be split."""
+        if port.node >= len(self.groups):
+            return self.copies[port.node - len(self.groups)].value.shape
+        sizes = self.groups[port.node].sizes
+        return tuple(prod(sizes[f] for f in dim if f != STUCK) for dim in port.dims)
 
     def is_sum(self, node: int) -> bool:
         """Whether a node is a group whose values may be partial."""

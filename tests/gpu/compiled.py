@@ -32,6 +32,7 @@ from tests.zoo import (
     make_gpt_scan,
     make_llama,
     make_megatron,
+    make_mixer,
     make_mlp,
     make_moe,
     make_resnet,
@@ -73,12 +74,21 @@ def _llama(batch: int, num_layers: int = 1) -> Callable[[], Case]:
     return lambda: make_llama(num_layers=num_layers, **sizes, batch=batch, compute_dtype=jnp.bfloat16)
 
 
-def _moe() -> Case:
-    return make_moe(num_layers=1, hidden=512, heads=8, num_experts=8, ffn=2048, vocab=1024, seq=256, batch=32)
+def _moe(batch: int = 32) -> Callable[[], Case]:
+    sizes = {
+        "num_layers": 1,
+        "hidden": 512,
+        "heads": 8,
+        "num_experts": 8,
+        "ffn": 2048,
+        "vocab": 1024,
+        "seq": 256,
+    }
+    return lambda: make_moe(**sizes, batch=batch)
 
 
-def _unrolled(make: Callable[..., Case]) -> Callable[[], Case]:
-    return lambda: make(num_layers=3, hidden=512, heads=8, vocab=4096, seq=256, batch=16)
+def _unrolled(make: Callable[..., Case], batch: int = 16) -> Callable[[], Case]:
+    return lambda: make(num_layers=3, hidden=512, heads=8, vocab=4096, seq=256, batch=batch)
 
 
 def _scan(batch: int, remat: bool = False) -> Callable[[], Case]:
@@ -90,18 +100,30 @@ def _mlp(batch: int) -> Callable[[], Case]:
     return lambda: make_mlp(widths=(1024, 4096, 4096, 1024), batch=batch)
 
 
-def _dlrm() -> Case:
-    return make_dlrm(
-        (1 << 20, 1 << 18), embed_dim=64, num_dense=64, bottom=(512,), top=(1024, 512), batch=8192
-    )
+def _dlrm(batch: int = 8192) -> Callable[[], Case]:
+    sizes = {"embed_dim": 64, "num_dense": 64, "bottom": (512,), "top": (1024, 512)}
+    return lambda: make_dlrm((1 << 20, 1 << 18), **sizes, batch=batch)
 
 
-def _resnet() -> Case:
-    return make_resnet((64, 128, 256), (2, 2, 2), image=64, num_classes=1000, batch=128)
+def _resnet(batch: int = 128) -> Callable[[], Case]:
+    return lambda: make_resnet((64, 128, 256), (2, 2, 2), image=64, num_classes=1000, batch=batch)
 
 
-def _vit() -> Case:
-    return make_vit(num_layers=3, hidden=512, heads=8, image=128, patch=8, num_classes=1000, batch=32)
+def _vit(batch: int = 32) -> Callable[[], Case]:
+    sizes = {"num_layers": 3, "hidden": 512, "heads": 8, "image": 128, "patch": 8, "num_classes": 1000}
+    return lambda: make_vit(**sizes, batch=batch)
+
+
+def _mixer(batch: int) -> Callable[[], Case]:
+    sizes = {
+        "num_layers": 2,
+        "channels": 1024,
+        "token_ffn": 512,
+        "channel_ffn": 4096,
+        "image": 112,
+        "patch": 16,
+    }
+    return lambda: make_mixer(**sizes, num_classes=1000, batch=batch)
 
 
 def _t5() -> Case:
@@ -159,23 +181,35 @@ JOBS = {
     "grouped heads, 4 layers, by hand": Job(_llama(16, 4), (8,), pins=_SHARDED_WEIGHTS),
     "grouped heads, 4 layers, on 2x4, tight": Job(_llama(16, 4), (2, 4), slack=1.15),
     "grouped heads, 4 layers, on 8x8": Job(_llama(128, 4), (8, 8)),
-    "experts": Job(_moe, (8,)),
-    "experts, tight": Job(_moe, (8,), slack=1.15),
-    "experts on 2x4": Job(_moe, (2, 4)),
+    "experts": Job(_moe(), (8,)),
+    "experts, tight": Job(_moe(), (8,), slack=1.15),
+    "experts on 2x4": Job(_moe(), (2, 4)),
     "unrolled linen": Job(_unrolled(make_gpt_linen), (8,)),
     "unrolled linen, tight": Job(_unrolled(make_gpt_linen), (8,), slack=1.15),
     "unrolled nnx on 2x4": Job(_unrolled(make_gpt_nnx), (2, 4)),
     "scanned": Job(_scan(8), (8,)),
     "scanned, tight": Job(_scan(32), (8,), slack=1.15),
     "scanned with checkpoint on 2x4": Job(_scan(16, remat=True), (2, 4)),
-    "tables by rows": Job(_dlrm, (8,), pins=_ROWS),
-    "tables on 2x4": Job(_dlrm, (2, 4)),
-    "convolutions": Job(_resnet, (8,)),
-    "convolutions on 2x4, tight": Job(_resnet, (2, 4), slack=1.15),
-    "patches": Job(_vit, (8,)),
-    "patches on 2x4, tight": Job(_vit, (2, 4), slack=1.15),
+    "tables by rows": Job(_dlrm(), (8,), pins=_ROWS),
+    "tables on 2x4": Job(_dlrm(), (2, 4)),
+    "convolutions": Job(_resnet(), (8,)),
+    "convolutions on 2x4, tight": Job(_resnet(), (2, 4), slack=1.15),
+    "patches": Job(_vit(), (8,)),
+    "patches on 2x4, tight": Job(_vit(), (2, 4), slack=1.15),
     "encoder and decoder": Job(_t5, (8,)),
     "encoder and decoder on 2x4": Job(_t5, (2, 4)),
+    "mlp on 3, tight": Job(_mlp(3072), (3,), slack=1.15),
+    "mixer on 12": Job(_mixer(768), (12,)),
+    "mixer on 4x3, tight": Job(_mixer(96), (4, 3), slack=1.15),
+    "undivided vocabulary on 6": Job(_megatron(batch=12, vocab=32003), (6,)),
+    "undivided vocabulary on 4x3, tight": Job(_megatron(batch=24, vocab=32003), (4, 3), slack=1.15),
+    "unrolled linen on 5": Job(_unrolled(make_gpt_linen, batch=20), (5,)),
+    "grouped heads on 3x8": Job(_llama(48), (3, 8)),
+    "experts on 4x3": Job(_moe(48), (4, 3)),
+    "scanned on 8x3, tight": Job(_scan(48), (8, 3), slack=1.15),
+    "tables on 6, by rows": Job(_dlrm(8190), (6,)),
+    "convolutions on 5": Job(_resnet(120), (5,)),
+    "patches on 3x2, tight": Job(_vit(30), (3, 2), slack=1.15),
 }
 """What `benchmarks.truth` tabulates; the tests compile those that `test_collectives.WHAT_IT_SHOWS` names."""
 

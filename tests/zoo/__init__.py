@@ -15,6 +15,7 @@ from .llama import LLAMA_3_8B, make_llama
 from .lstm import make_lstm
 from .megatron import make_megatron
 from .message_passing import make_message_passing
+from .mixer import make_mixer
 from .mlp import make_mlp
 from .moe import make_moe
 from .resnet import make_resnet
@@ -33,6 +34,7 @@ MAKERS = {
     "moe": make_moe,
     "t5": make_t5,
     "vit": make_vit,
+    "mixer": make_mixer,
     "resnet": make_resnet,
     "autoencoder": make_autoencoder,
     "lstm": make_lstm,
@@ -57,6 +59,7 @@ __all__ = [
     "make_lstm",
     "make_megatron",
     "make_message_passing",
+    "make_mixer",
     "make_mlp",
     "make_moe",
     "make_resnet",
