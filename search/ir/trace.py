@@ -23,7 +23,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from cost_model.errors import InputError
-from search.ir import _jax
+from search.ir import _jax, _jax_kernels
+from search.ir.factors import has_rule
 from search.ir.graph import Argument, Atom, Graph, Op, Phase, Role, Step, Value, verify
 
 _TRACE_ERRORS = (jax.errors.JAXTypeError, jax.errors.JAXIndexError, TypeError, ValueError)
@@ -199,6 +200,8 @@ class _Builder:
             key: tuple(build_graph(j, self.platform, source) for j in jaxprs)
             for key, jaxprs in _jax.body_params(name, eqn.params).items()
         }
+        if not (bodies or has_rule(name)) and (wrapped := _jax_kernels.as_partitioning(eqn)) is not None:
+            return self.inline(wrapped, operands, scope, source)
         outputs = tuple(self.new_value(v.aval) for v in eqn.outvars)
         self._append(eqn.primitive, eqn.params, operands, outputs, scope, source, bodies)
         return outputs
