@@ -16,16 +16,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from executors.kernels import on_shards
 from search.ir._jax import abstract_value, bind, provenance
-from search.ir.graph import Graph, Op, Phase
+from search.ir.graph import Graph, Op, Phase, Value
 from search.ir.sharding import OperandReshard, ReshardStep, SharedPaths, StepSharding
-from search.ir.spec import WHOLE, Spec, divides, partition_spec
-
-BY_HAND = frozenset({"top_k"})
-"""What XLA's partitioner gathers if it is split over some axes of the mesh and not over others. The ops here compute along
-one dimension that is whole, so every device applies them to its shard."""
+from search.ir.spec import WHOLE, Spec, partition_spec
 
 
 def evaluator(
@@ -77,19 +74,17 @@ class _Evaluation:
         return [self._read(a, ("output", self.path, i), None) for i, a in enumerate(self.graph.outputs)]
 
     def _applied(self, op: Op, operands: list[Any], site: tuple[Any, ...]) -> list[Any]:
-        specs = self.sharding.specs.get(("result", site, 0), ())
-        by_hand = op.name in BY_HAND and bool(specs) and max(specs[0]) > WHOLE
-        if not by_hand or not divides(specs[0], op.result_values[0].shape, self.sharding.mesh_shape):
+        if not any(("operand", site, n) in self.sharding.specs for n in range(len(operands))):
             return bind(op.primitive, operands, self._params(op, site))
-        spec = partition_spec(specs[0], self.sharding.axis_names)
-        on_shards = jax.shard_map(
-            lambda *xs: tuple(bind(op.primitive, list(xs), op.params)),
-            mesh=self.mesh,
-            in_specs=spec,
-            out_specs=spec,
-            check_vma=False,
-        )
-        return list(on_shards(*operands))
+        inputs = [self.graph.value(a) for a in op.inputs]
+        specs = self._shards("operand", site, inputs), self._shards("result", site, op.result_values)
+        return on_shards(op, inputs, operands, specs, self.mesh)
+
+    def _shards(self, what: str, site: tuple[Any, ...], values: Sequence[Value]) -> list[PartitionSpec]:
+        """How an op that is applied shard by shard has its operands or results."""
+        whole = ((WHOLE,) * len(self.sharding.mesh_shape),)
+        specs = [self.sharding.specs.get((what, site, n), whole)[0] for n in range(len(values))]
+        return [partition_spec(spec, self.sharding.axis_names) for spec in specs]
 
     def _params(self, op: Op, site: tuple[Any, ...]) -> dict[str, Any]:
         """The op's parameters, with the bodies rewritten."""

@@ -10,7 +10,8 @@ present in JAX 0.11 and 0.12:
   flat tree of three children, `ft_in` (0.12); `while` and `cond` carry inner jaxprs in their parameters;
 * `make_jaxpr` returns a `ClosedJaxpr` (0.11) or a `Jaxpr` that holds its own constants (0.12).
 
-What the compiler's process needs stands beside it, in `cost_model.xla._jax`.
+What hand-written kernels say of themselves is read in `_jax_kernels`; what the compiler's process needs is in
+`cost_model.xla._jax`.
 """
 
 import contextlib

@@ -109,7 +109,7 @@ class StepSharding:
       mesh_shape: sizes of the mesh axes, outermost first.
       axis_names: their names.
       specs: the specs that a value takes where it is made, one after another; places not listed are left to the
-        compiler.
+        compiler. Of an op that is applied shard by shard, its operands are listed too, as it reads them.
       reshards: how operands and outputs are brought to where they are read; what is not listed is read as it is.
     """
 

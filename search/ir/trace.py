@@ -1,16 +1,13 @@
 """From a training step to its graph.
 
-The step is traced whole, already differentiated, with `jax.make_jaxpr`; nothing is asked of the user. Three
-things are then read off:
+The step is traced whole, already differentiated, with `jax.make_jaxpr`; nothing is asked of the user. What is state is
+found in `state`; here two things are read off:
 
 * *Calls* (`jit`, `custom_jvp`, `custom_vjp`, `checkpoint`) are inlined. A differentiated `checkpoint` is
   lowered by JAX behind an optimization barrier, which keeps XLA from sharing the recomputation with the
   forward phase; so is ours.
 * *Phases* come from name stacks: `transpose(...)` is backward, `jvp(...)` alone is forward. Where a name
   stack says nothing, dataflow decides: what depends on the backward phase is update, the rest is forward.
-* *Roles* come from structure: an argument whose pytree comes back as a result (same structure, shapes and
-  dtypes, and touched by the update) is state; a state leaf that the forward phase reads and the backward
-  phase differentiates is a parameter, and a floating one that only the update reads is optimizer state.
 """
 
 import time
@@ -23,8 +20,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from cost_model.errors import InputError, first_line
-from search.ir import _jax
-from search.ir.graph import Argument, Atom, Graph, Op, Phase, Role, Step, Value, verify
+from search.ir import _jax, _jax_kernels
+from search.ir.factors import has_rule
+from search.ir.graph import Argument, Atom, Graph, Op, Phase, Step, Value, verify
+from search.ir.state import replaced, roles
 
 TRACE_ERRORS = (jax.errors.JAXTypeError, jax.errors.JAXIndexError, TypeError, ValueError)
 """What a function that `jax.jit` cannot trace raises: JAX's words for it, or the function's own."""
@@ -74,10 +73,9 @@ def trace_for(platform: str | None, step: Callable[..., Any], /, *args: Any, **k
     out_tree = jax.tree_util.tree_structure(out_shape)
     graph = _with_phases(build_graph(jaxpr, platform))
     verify(graph)
-    replaces = _pair_state(graph, in_tree, out_tree)
+    replaces = replaced(graph, in_tree, out_tree)
     names = _argument_names(jaxpr, len(leaves))
-    roles = _roles(graph, replaces)
-    arguments = tuple(Argument(n, r) for n, r in zip(names, roles, strict=True))
+    arguments = tuple(Argument(n, r) for n, r in zip(names, roles(graph, replaces), strict=True))
     results, trace_s = _jax.result_names(jaxpr), time.perf_counter() - start_s
     return Step(name, graph, arguments, results, replaces, in_tree, out_tree, trace_s)
 
@@ -196,6 +194,8 @@ class _Builder:
             key: tuple(build_graph(j, self.platform, source) for j in jaxprs)
             for key, jaxprs in _jax.body_params(name, eqn.params).items()
         }
+        if not (bodies or has_rule(name)) and (wrapped := _jax_kernels.as_partitioning(eqn)) is not None:
+            return self.inline(wrapped, operands, scope, source)
         outputs = tuple(self.new_value(v.aval) for v in eqn.outvars)
         self._append(eqn.primitive, eqn.params, operands, outputs, scope, source, bodies)
         return outputs
@@ -292,89 +292,3 @@ def _named_phase(scope: str) -> Phase | None:
     if "transpose(" in scope or "rematted_computation" in scope:
         return Phase.BACKWARD
     return Phase.FORWARD if "jvp(" in scope else None
-
-
-# --- state and roles
-
-
-def _pair_state(graph: Graph, in_tree: Any, out_tree: Any) -> tuple[int | None, ...]:
-    """For each flat result, the flat argument that it replaces in the next step.
-
-    First what the update made (gradients alone are not new parameters); where there is such state, also pytrees of
-    several levels that the forward phase made, such as running statistics.
-    """
-    replaces: list[int | None] = [None] * out_tree.num_leaves
-    updated = {v for op in graph.ops if op.phase is Phase.UPDATE for v in op.outputs}
-    arguments, results = _spans(in_tree, depth=2), _result_spans(out_tree)
-
-    def pair(result_tree: Any, r: int) -> None:
-        outputs = graph.outputs[r : r + result_tree.num_leaves]
-        for position, (tree, a) in enumerate(arguments):
-            if tree == result_tree and _same_shapes(graph, outputs, graph.inputs[a : a + tree.num_leaves]):
-                replaces[r : r + tree.num_leaves] = range(a, a + tree.num_leaves)
-                del arguments[position]
-                return
-
-    for tree, r in results:
-        if any(isinstance(a, int) and a in updated for a in graph.outputs[r : r + tree.num_leaves]):
-            pair(tree, r)
-    for tree, r in results:
-        is_new = not any(i is not None for i in replaces[r : r + tree.num_leaves])
-        if is_new and tree.num_nodes > tree.num_leaves and any(i is not None for i in replaces):
-            pair(tree, r)
-    return tuple(replaces)
-
-
-def _spans(tree: Any, depth: int, start: int = 0) -> list[tuple[Any, int]]:
-    """The subtrees at a depth, each with the index of its first leaf."""
-    if depth == 0:
-        return [(tree, start)] if tree.num_leaves else []
-    spans = []
-    for child in tree.children():
-        spans += _spans(child, depth - 1, start)
-        start += child.num_leaves
-    return spans
-
-
-def _result_spans(tree: Any) -> list[tuple[Any, int]]:
-    """The result as a whole, then its top-level elements: whichever has an argument's structure is that
-    state."""
-    elements = _spans(tree, depth=1) if tree.num_nodes > 1 else []
-    return [(tree, 0), *elements] if tree.num_leaves else []
-
-
-def _same_shapes(graph: Graph, outputs: Sequence[Atom], inputs: Sequence[int]) -> bool:
-    def shape(atom: Atom) -> Any:
-        value = graph.values[atom] if isinstance(atom, int) else atom.aval
-        return tuple(value.shape), value.dtype
-
-    return all(shape(o) == shape(i) for o, i in zip(outputs, inputs, strict=True))
-
-
-def _roles(graph: Graph, replaces: tuple[int | None, ...]) -> tuple[Role, ...]:
-    state = {i for i in replaces if i is not None}
-    read_in: dict[int, set[Phase]] = {}
-    for op in graph.ops:
-        for v in op.operands:
-            read_in.setdefault(v, set()).add(op.phase)
-    changed = {
-        i for o, i in zip(graph.outputs, replaces, strict=True) if i is not None and o != graph.inputs[i]
-    }
-    made_in = {v: op.phase for op in graph.ops for v in op.outputs}
-    new_phase = {i: made_in.get(o) for o, i in zip(graph.outputs, replaces, strict=True) if i is not None}
-    roles = []
-    for i, v in enumerate(graph.inputs):
-        value, phases = graph.values[v], read_in.get(v, set())
-        if _jax.is_key_dtype(value.dtype):
-            roles.append(Role.KEY)
-        elif i not in state:
-            roles.append(Role.BATCH)
-        elif not np.issubdtype(np.dtype(value.dtype), np.inexact) and not jnp.issubdtype(
-            value.dtype, jnp.inexact
-        ):
-            roles.append(Role.STATE)
-        elif i not in changed or (Phase.FORWARD in phases and new_phase[i] is Phase.UPDATE):
-            roles.append(Role.PARAMETER)
-        else:
-            roles.append(Role.OPTIMIZER_STATE if phases <= {Phase.UPDATE} else Role.STATE)
-    return tuple(roles)

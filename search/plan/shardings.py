@@ -18,10 +18,13 @@ from collections.abc import Sequence
 
 from search.ir.factors import Kind
 from search.ir.sharding import OperandReshard, Place, StepSharding
-from search.ir.spec import AXIS_NAMES, PARTIAL, Spec
+from search.ir.spec import AXIS_NAMES, PARTIAL, WHOLE, Spec, divides
 from search.problem.costs import CostedGraph
 from search.problem.flat_program import FlatOp
 from search.problem.reshard_paths import ReshardPaths
+
+ON_SHARDS = frozenset({"top_k"})
+"""Ops that are applied shard by shard, kernels that somebody wrote aside (see `executors.kernels`)."""
 
 
 def step_sharding(costed: CostedGraph, chosen: Sequence[int]) -> StepSharding:
@@ -33,7 +36,11 @@ def step_sharding(costed: CostedGraph, chosen: Sequence[int]) -> StepSharding:
 
 class _Spelling:
     def __init__(self, costed: CostedGraph, chosen: Sequence[int]) -> None:
-        self.folded = costed.graph.folded
+        self.graph, self.folded, self.mesh_shape = (
+            costed.graph,
+            costed.graph.folded,
+            costed.resharder.mesh.shape,
+        )
         self.program = self.folded.program
         self.paths = ReshardPaths(costed, chosen)
         groups, node_of = costed.graph.groups, costed.graph.node_of
@@ -58,7 +65,22 @@ class _Spelling:
                     specs = (*made, *(s.after for s in self.paths.to_rest(v) if s.is_imposed))
                     if specs:
                         found |= dict.fromkeys(places, specs)
+            found |= self._shards(op, op_class)
         return found
+
+    def _shards(self, op: FlatOp, op_class: int) -> dict[Place, tuple[Spec, ...]]:
+        """How an op that is applied shard by shard reads its operands; nothing for others."""
+        specs = [self.paths.spec(self.graph.ports[op_class, i, False]) for i in range(len(op.operands))]
+        if not (op.rule.is_kernel or (op.name in ON_SHARDS and self._splits_evenly(op, specs))):
+            return {}
+        return {
+            place: (spec,) for place, spec in zip(op.operand_places, specs, strict=True) if place is not None
+        }
+
+    def _splits_evenly(self, op: FlatOp, specs: Sequence[Spec]) -> bool:
+        shapes = [self.program.values[v].shape for v in op.operands]
+        is_split = any(d > WHOLE for spec in specs for d in spec)
+        return is_split and all(divides(s, n, self.mesh_shape) for s, n in zip(specs, shapes, strict=True))
 
     def _imposed(self, op_class: int, result: int, made: Spec) -> tuple[Spec, ...]:
         return (made,) if made.count(PARTIAL) <= 1 or (op_class, result) in self.summed else ()

@@ -76,7 +76,8 @@ class FoldedProgram:
 
     @cached_property
     def is_heavy(self) -> tuple[bool, ...]:
-        """Whether a class contracts several operands: a matrix product, a convolution, a gather, a scatter."""
+        """Whether a class contracts several operands (a matrix product, a convolution, a gather, a scatter), or is a kernel
+        that somebody wrote."""
         return tuple(self._heavy(self.op(k)) for k in range(len(self.members)))
 
     @cached_property
@@ -99,7 +100,8 @@ class FoldedProgram:
 
     @staticmethod
     def _heavy(op: FlatOp) -> bool:
-        return len(op.operands) > 1 and any(f.kind is Kind.SUM for f in op.rule.factors)
+        is_contraction = len(op.operands) > 1 and any(f.kind is Kind.SUM for f in op.rule.factors)
+        return is_contraction or op.rule.is_kernel
 
 
 def fold(program: FlatProgram, marks: Sequence[Any] = ()) -> FoldedProgram:

@@ -60,8 +60,8 @@ def group_strategies(
 ) -> Strategies:
     """All strategies of a group whose values enter and leave at `ports`.
 
-    Arguments and results of the step must divide evenly (JAX wants it so), and so must what is only a part of some
-    dimension; other factors may be padded.
+    Arguments and results of the step must divide evenly (JAX wants it so), and so must what kernels are applied to and what
+    is only a part of some dimension; other factors may be padded.
     """
     minor = {f for p in ports for dim in p.dims for f in dim[1:]}
     even = {dim[0] for p in ports for dim in p.dims if len(dim) > 1}
@@ -113,8 +113,9 @@ def all_strategies(graph: StrategyGraph, resharder: Resharder) -> tuple[Strategi
         ports.setdefault(port.node, set()).add(port)
     made = []
     for node, group in enumerate(graph.groups):
-        is_border = graph.folded.op(group.op_classes[0]).name in ("input", "output")
-        made.append(group_strategies(group, tuple(ports.get(node, ())), shape, is_border))
+        first = graph.folded.op(group.op_classes[0])
+        must_divide = first.name in ("input", "output") or first.rule.is_kernel
+        made.append(group_strategies(group, tuple(ports.get(node, ())), shape, must_divide))
     for copy in graph.copies:
         made.append(_copy_strategies(copy, made))
     return tuple(made)

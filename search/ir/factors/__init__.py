@@ -11,7 +11,17 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
-from search.ir.factors import contraction, elementwise, indexing, linalg, reduction, rng, shape
+from search.ir.factors import (
+    attention,
+    contraction,
+    elementwise,
+    indexing,
+    kernels,
+    linalg,
+    reduction,
+    rng,
+    shape,
+)
 from search.ir.factors.loops import opaque
 from search.ir.factors.rule import Factor, Kind, Rule, RuleFn
 
@@ -26,6 +36,8 @@ _RULES: Mapping[str, RuleFn] = MappingProxyType(
         **indexing.RULES,
         **rng.RULES,
         **linalg.RULES,
+        **kernels.RULES,
+        **attention.RULES,
     }
 )
 

@@ -41,6 +41,7 @@ class Loops:
         flops: float = 0.0,
         flops_per_point: float = 0.0,
         is_additive: bool = False,
+        is_kernel: bool = False,
     ) -> Rule:
         """The rule over the loops so far.
 
@@ -49,7 +50,9 @@ class Loops:
         """
         if flops:
             flops_per_point = flops / max(1, prod(factor.size for factor in self.factors))
-        return Rule(tuple(self.factors), tuple(operands), tuple(results), flops_per_point, is_additive)
+        return Rule(
+            tuple(self.factors), tuple(operands), tuple(results), flops_per_point, is_additive, is_kernel
+        )
 
 
 def opaque(ins: Sequence[Any], outs: Sequence[Any], params: dict[str, Any]) -> Rule:

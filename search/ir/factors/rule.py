@@ -51,6 +51,8 @@ class Rule:
         all factor sizes); 2 for a product-sum, 1 for an elementwise op, 0 for a data movement.
       is_additive: whether summing partial operands after the op equals the op on summed operands, when all
         operands are partial over the same axes (add, sub, neg, convert, reshape, transpose, reduce_sum, ...).
+      is_kernel: whether somebody wrote it as one, which the compiler neither fuses nor splits: each device runs it
+        on its shards.
       is_unknown: whether it stands for an op of which nothing is known; then nothing can be split.
     """
 
@@ -59,6 +61,7 @@ class Rule:
     results: tuple[Dims, ...]
     flops_per_point: float = 0.0
     is_additive: bool = False
+    is_kernel: bool = False
     is_unknown: bool = False
 
     def __post_init__(self) -> None:

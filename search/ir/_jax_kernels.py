@@ -1,0 +1,194 @@
+"""What kernels that somebody wrote say of themselves: `custom_partitioning` and `pallas_call`.
+
+What we rely on beyond JAX's public surface, all present in JAX 0.11 and 0.12:
+
+* a `custom_partitioning` equation holds the arguments of `def_partition`, and `jax._src` can turn its sharding rule into
+  Shardy's attribute, which says what each dimension is made of;
+* a primitive may be lowered by `mlir.lower_fun` of a function, which is then found in the lowering's closure;
+* a `pallas_call` equation holds its grid and blocks in `grid_mapping`. `vmap` adds a dimension to the grid and to the
+  arrays, the kernel sees neither: the dimension is listed in `vmapped_dims`, squeezed out of the blocks, and the index
+  maps pass its index through.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax._src.custom_partitioning_sharding_rule import sdy_sharding_rule_to_mlir, str_to_sdy_sharding_rule
+from jax._src.interpreters import mlir
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import sdy
+
+from cost_model.errors import InputError
+from search.ir._jax import open_jaxpr
+
+
+def as_partitioning(eqn: Any) -> Any:
+    """The `custom_partitioning` that an equation is lowered to, as a jaxpr; None where it is lowered otherwise.
+
+    So vendors give primitives of their own a sharding rule.
+    """
+    entry = mlir._lowerings.get(eqn.primitive)
+    if entry is None or entry.rule.__qualname__ != "lower_fun.<locals>.f_lowered":
+        return None
+    captured = inspect.getclosurevars(entry.rule).nonlocals
+    avals = [v.aval for v in eqn.invars]
+    jaxpr = jax.make_jaxpr(functools.partial(captured["fun"], **eqn.params))(*avals)
+    is_partitioned = any(e.primitive.name == "custom_partitioning" for e in open_jaxpr(jaxpr).eqns)
+    return jaxpr if is_partitioned else None
+
+
+@dataclass(frozen=True, slots=True)
+class ShardingRule:
+    """What a `custom_partitioning` says of how it splits, as Shardy reads it.
+
+    Attributes:
+      sizes: of its factors.
+      operands: per operand and dimension, the factors that it is made of, major to minor.
+      results: per result, likewise.
+      reduced: factors over which results are reduced.
+      whole: factors that must not be split.
+    """
+
+    sizes: tuple[int, ...]
+    operands: tuple[tuple[tuple[int, ...], ...], ...]
+    results: tuple[tuple[tuple[int, ...], ...], ...]
+    reduced: frozenset[int]
+    whole: frozenset[int]
+
+
+def sharding_rule(params: dict[str, Any], ins: Sequence[Any], outs: Sequence[Any]) -> ShardingRule | None:
+    """The rule of a `custom_partitioning` equation; None where it has none.
+
+    Raises:
+      InputError: it does not suit the operands' shapes.
+    """
+    if params["sharding_rule"] is None:
+        return None
+    try:
+        return _read(params, ins, outs)
+    except ValueError as e:
+        raise InputError(
+            f"the sharding_rule of {open_jaxpr(params['call']).debug_info.func_src_info}, which is wrapped in "
+            f"custom_partitioning, cannot be: {e}"
+        ) from e
+
+
+def _read(params: dict[str, Any], ins: Sequence[Any], outs: Sequence[Any]) -> ShardingRule:
+    rule: Any = params["sharding_rule"]
+    options = {}
+    with mlir.make_ir_context() as context, ir.Location.unknown(context):
+        in_types, out_types = (list(map(_ir_type, avals)) for avals in (ins, outs))
+        if callable(rule):
+            rule = rule(*params["static_args"], AbstractMesh((), ()), in_types, out_types)
+            rule, options = rule if isinstance(rule, tuple | list) else (rule, {})
+        if isinstance(rule, str):
+            rule = str_to_sdy_sharding_rule(rule, **options)
+        said: Any = sdy_sharding_rule_to_mlir(rule, in_types, out_types)
+        return ShardingRule(
+            tuple(said.factor_sizes),
+            tuple(map(_mapped, said.operand_mappings)),
+            tuple(map(_mapped, said.result_mappings)),
+            frozenset(said.reduction_factors),
+            frozenset((*said.need_replication_factors, *said.permutation_factors)),
+        )
+
+
+def _ir_type(aval: Any) -> ir.Type:
+    return ir.RankedTensorType.get(aval.shape, mlir.dtype_to_ir_type(np.dtype(aval.dtype)))
+
+
+def _mapped(array: Any) -> tuple[tuple[int, ...], ...]:
+    dims = sdy.TensorMappingAttr(array).dim_mappings
+    return tuple(tuple(sdy.DimMappingAttr(d).factor_indices) for d in dims)
+
+
+def partitioned(
+    params: dict[str, Any],
+    mesh: Mesh | AbstractMesh,
+    operands: Iterable[tuple[Any, PartitionSpec]],
+    results: Iterable[tuple[Any, PartitionSpec]],
+) -> tuple[Callable[..., Any], tuple[PartitionSpec, ...], tuple[PartitionSpec, ...]]:
+    """What a `custom_partitioning` equation does on each device, as XLA's partitioner asks it.
+
+    Args:
+      params: the equation's.
+      mesh: the devices.
+      operands: the whole arrays that it reads, and how they lie.
+      results: likewise.
+
+    Returns:
+      A function of the flat operands' shards that gives the results' shards; the specs that the operands must have and
+      those that the results get, which may be others than those asked for.
+    """
+
+    def shape(array: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
+        padded = PartitionSpec(*spec, *[None] * (len(array.shape) - len(spec)))
+        return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=NamedSharding(mesh, padded))
+
+    in_tree, out_tree = params["in_tree"], params["out_tree"]
+    _, function, out_shardings, in_shardings = params["partition"](
+        *params["static_args"],
+        mesh,
+        in_tree.unflatten(shape(*o) for o in operands),
+        out_tree.unflatten(shape(*r) for r in results),
+    )
+
+    def on_shards(*shards: jax.Array) -> tuple[jax.Array, ...]:
+        return tuple(jax.tree.leaves(function(*in_tree.unflatten(shards))))
+
+    return on_shards, _specs(in_tree, in_shardings), _specs(out_tree, out_shardings)
+
+
+def _specs(tree: Any, shardings: Any) -> tuple[PartitionSpec, ...]:
+    return tuple(sharding.spec for sharding in tree.flatten_up_to(shardings))
+
+
+def batch_dims(params: dict[str, Any]) -> tuple[tuple[int | None, ...], ...]:
+    """Of a `pallas_call` under `vmap`: per array and dimension, the dimension of the grid that steps along it and that
+    the kernel does not know of; None for the kernel's own. Arrays are those with blocks: inputs, then outputs."""
+    grid = params["grid_mapping"]
+    return tuple(_stepped(block, grid.vmapped_dims) for block in grid.block_mappings)
+
+
+def _stepped(block: Any, vmapped_dims: Sequence[int]) -> tuple[int | None, ...]:
+    index_map = open_jaxpr(block.index_map_jaxpr)
+    steps = {id(index_map.invars[d]): d for d in vmapped_dims}
+    squeezed = [type(size).__name__ == "Squeezed" for size in block.block_shape]
+    if len(index_map.outvars) != len(squeezed):  # an index that is no number
+        return (None,) * len(squeezed)
+    return tuple(steps.get(id(v)) if s else None for v, s in zip(index_map.outvars, squeezed, strict=True))
+
+
+def grid(params: dict[str, Any]) -> tuple[int, ...]:
+    """The grid of a `pallas_call`."""
+    return params["grid_mapping"].grid
+
+
+def pallas_on_shards(
+    params: dict[str, Any], in_shapes: Sequence[tuple[int, ...]], out_shapes: Sequence[tuple[int, ...]]
+) -> dict[str, Any]:
+    """The parameters of a `pallas_call` for arrays of which the batch dimensions are smaller."""
+    mapping = params["grid_mapping"]
+    shapes = (*in_shapes[len(in_shapes) - mapping.num_inputs :], *out_shapes)
+    sizes = {
+        step: n
+        for shape, steps in zip(shapes, batch_dims(params), strict=True)
+        for n, step in zip(shape, steps, strict=True)
+    }
+    blocks = [
+        block.replace(array_aval=block.array_aval.update(shape=shape))
+        for block, shape in zip(mapping.block_mappings, shapes, strict=True)
+    ]
+    grid = tuple(sizes.get(d, n) for d, n in enumerate(mapping.grid))
+    out_avals = [a.update(shape=s) for a, s in zip(params["out_avals"], out_shapes, strict=True)]
+    return {
+        **params,
+        "grid_mapping": mapping.replace(grid=grid, block_mappings=tuple(blocks)),
+        "out_avals": tuple(out_avals),
+    }

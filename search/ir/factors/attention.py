@@ -1,0 +1,91 @@
+"""Attention as one kernel: cuDNN's, which JAX calls for `jax.nn.dot_product_attention(implementation="cudnn")`.
+
+JAX wraps it in `custom_partitioning` while it lowers, with a sharding rule that ties the result to the query alone; keys and
+values must be split alike, and sequences must not. Batches and heads are parallel, here as in the formula. Where several
+query heads share one of keys and values, the heads are a compound dimension, with the shared ones as its major part.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+from search.ir.factors.contraction import FLOPS_PER_PRODUCT_SUM
+from search.ir.factors.loops import Dim, Loops, opaque
+from search.ir.factors.rule import Dims, Kind, Rule, RuleFn
+
+HEADS_FIRST = 1
+"""The value of the parameter `layout` for (batch, heads, sequence, channels); else the sequence comes before the heads."""
+
+FORWARD_PRODUCTS, BACKWARD_PRODUCTS = 2, 5
+"""Matrix products: scores and output; scores again, and the gradients of values, probabilities, queries and keys."""
+
+
+def attention(num_products: int) -> RuleFn:
+    """The rule of the kernel, or of its gradient.
+
+    Operands are query, key, value, bias, the valid lengths of both sequences, four arrays of packed and paged variants and
+    those of a user's score function; the gradient has the softmax's statistics, the result and its gradient before the last
+    of these. What is not used is empty.
+    """
+    num_plain = 10 if num_products == FORWARD_PRODUCTS else 13
+
+    def rule(ins: Sequence[Any], outs: Sequence[Any], params: dict[str, Any]) -> Rule:
+        is_plain = not any(prod(a.shape) for a in ins[6:10]) and len(ins) == num_plain
+        counts_heads = params["dropout_rate"] or params["mask_type"].name == "ALIBI"
+        if not is_plain or counts_heads:  # on a device, the kernel would count from zero
+            return replace(opaque(ins, outs, params), is_kernel=True)
+        return _plain(ins, outs, params["layout"] == HEADS_FIRST, num_products)
+
+    return rule
+
+
+def _plain(ins: Sequence[Any], outs: Sequence[Any], heads_first: bool, num_products: int) -> Rule:
+    query, key = ins[0].shape, ins[1].shape
+    heads_at, sequence_at = (1, 2) if heads_first else (2, 1)
+    loops = Loops()
+    batch = loops.dim(query[0], _kind(query[0], 0, outs))
+    shared = loops.dim(key[heads_at], _kind(query[heads_at], 1, outs))
+    group = loops.dim(query[heads_at] // key[heads_at])
+
+    def fixed(n: int) -> Dim:
+        return loops.dim(n, Kind.UNSPLITTABLE)
+
+    def array(shape: Sequence[int]) -> Dims:
+        heads = shared + group if shape[heads_at] == query[heads_at] else shared
+        middle = {heads_at: heads, sequence_at: fixed(shape[sequence_at])}
+        return (batch, middle[1], middle[2], fixed(shape[3]))
+
+    def by_head(shape: Sequence[int]) -> Dims:
+        """Of bias and statistics: (batch, heads, ...), each of which may be 1."""
+        if len(shape) < 3:
+            return tuple(map(fixed, shape))
+        return (
+            batch if shape[0] > 1 else (),
+            shared + group if shape[1] > 1 else (),
+            *map(fixed, shape[2:]),
+        )
+
+    def lengths(shape: Sequence[int]) -> Dims:
+        return (batch,) if tuple(shape) == (query[0],) else tuple(map(fixed, shape))
+
+    shapes = [aval.shape for aval in ins]
+    operands = [*map(array, shapes[:3]), by_head(shapes[3]), *map(lengths, shapes[4:6])]
+    operands += [tuple(map(fixed, shape)) for shape in shapes[6:10]]
+    operands += [by_head(shape) for shape in shapes[10:11]] + [array(shape) for shape in shapes[11:13]]
+    num_arrays = 1 if num_products == FORWARD_PRODUCTS else 3
+    results = [array(aval.shape) if r < num_arrays else by_head(aval.shape) for r, aval in enumerate(outs)]
+    flops = num_products * FLOPS_PER_PRODUCT_SUM * prod(query) * key[sequence_at]
+    return loops.rule(operands, results, flops=flops, is_kernel=True)
+
+
+def _kind(size: int, dim: int, outs: Sequence[Any]) -> Kind:
+    """Of batches or heads. They stay whole where the gradient of a bias sums over them, inside the kernel."""
+    is_summed = size > 1 and len(outs) > 3 and outs[3].shape[dim] == 1
+    return Kind.UNSPLITTABLE if is_summed else Kind.PARALLEL
+
+
+RULES: dict[str, RuleFn] = {
+    "dot_product_attention_fwd_wrapper": attention(FORWARD_PRODUCTS),
+    "dot_product_attention_bwd_wrapper": attention(BACKWARD_PRODUCTS),
+}

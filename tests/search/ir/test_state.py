@@ -1,0 +1,265 @@
+"""Which result is which argument's successor: what is certainly state, and what only looks like it."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.experimental import pallas as pl
+
+import autoshard
+from search.ir.trace import trace
+
+W = jax.ShapeDtypeStruct((16, 16), jnp.float32)
+X = jax.ShapeDtypeStruct((16, 16), jnp.float32)
+SCALAR = jax.ShapeDtypeStruct((), jnp.float32)
+
+
+def gradients(params, x):
+    """Of a loss in which every leaf takes part."""
+
+    def loss(params):
+        for w in jax.tree.leaves(params):
+            x_ = jnp.tanh(x @ w)
+        return sum(jnp.mean(jnp.tanh(x_ @ w) ** 2) for w in jax.tree.leaves(params))
+
+    return jax.grad(loss)(params)
+
+
+def descended(params, x, rate=0.1):
+    return jax.tree.map(lambda p, g: p - rate * g, params, gradients(params, x))
+
+
+def averaged(average, params):
+    return jax.tree.map(lambda a, p: 0.9 * a + 0.1 * p, average, params)
+
+
+def norm(tree):
+    return jnp.sqrt(sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(tree)))
+
+
+def replaced(step, *args):
+    """For each result, the argument that it replaces."""
+    return trace(step, *args).replaces
+
+
+# --- not state, though it looks like it
+
+
+def test_a_batch_shaped_like_a_parameter():
+    def step(ws, x):
+        return descended(ws, x)
+
+    assert replaced(step, (W, W), X) == (0, 1)
+
+
+def test_a_batch_shaped_like_the_parameter_before_it():
+    assert replaced(lambda x, w: descended(w, x), X, W) == (1,)
+
+
+def test_two_batches_structured_like_two_parameters():
+    def step(batch, ws):
+        return descended(ws, batch[0] + batch[1])
+
+    assert replaced(step, (X, X), (W, W)) == (2, 3)
+
+
+def test_a_batch_that_is_used_again_is_still_there():
+    @autoshard.parallelize(mesh=(8,))
+    def step(ws, x):
+        return descended(ws, x)
+
+    x, ws = jnp.ones(X.shape) / 16, (jnp.eye(16), jnp.eye(16) / 2)
+    wanted = descended(descended(ws, x), x)
+    got = step(step(ws, x), x)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), got, wanted)
+    assert not x.is_deleted()
+
+
+def test_gradients_that_are_clipped_in_the_update():
+    def step(params, x):
+        grads = gradients(params, x)
+        total = norm(grads)
+        return jax.tree.map(lambda g: g / jnp.maximum(total, 1.0), grads), total
+
+    assert replaced(step, {"w": W}, X) == (None, None)
+
+
+def test_a_prediction_made_with_the_new_parameters():
+    def step(w, x):
+        w = descended(w, x)
+        return w, x @ w
+
+    assert replaced(step, W, X) == (0, None)
+
+
+def test_a_batch_handed_back():
+    def step(params, batch):
+        return descended(params, batch["x"]), batch
+
+    assert replaced(step, {"w": W}, {"x": X, "y": X}) == (0, None, None)
+
+
+def test_metrics_beside_a_rate():
+    def step(w, x, rate):
+        new = descended(w, x, rate)
+        return new, rate * norm(new), jnp.sum(new)
+
+    assert replaced(step, W, X, SCALAR) == (0, None, None)
+
+
+def test_a_mixture_that_could_replace_either():
+    """The results are in a dict, so nothing says which of the two it is."""
+
+    def step(slow, fast, x):
+        return {"loss": jnp.sum(x), "new": averaged(slow, descended(fast, x))}
+
+    assert replaced(step, W, W, X) == (None, None)
+
+
+# --- state
+
+
+def test_parameters_and_their_average():
+    def step(params, average, x):
+        params = descended(params, x)
+        return params, averaged(average, params)
+
+    assert replaced(step, {"w": W}, {"w": W}, X) == (0, 1)
+    assert replaced(lambda a, p, x: step(p, a, x), {"w": W}, {"w": W}, X) == (1, 0)
+    assert replaced(lambda p, a, x: step(p, a, x)[::-1], {"w": W}, {"w": W}, X) == (1, 0)
+
+
+def test_moments_in_arguments_of_their_own():
+    def step(x, second, first, params):
+        grads = gradients(params, x)
+        first = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, first, grads)
+        second = jax.tree.map(lambda v, g: 0.9 * v + 0.1 * g**2, second, grads)
+        new = jax.tree.map(lambda p, m, v: p - 0.1 * m / jnp.sqrt(v + 1e-8), params, first, second)
+        return new, first, second
+
+    assert replaced(step, X, {"w": W}, {"w": W}, {"w": W}) == (3, 2, 1)
+
+
+def test_two_players_handed_back_in_the_other_order():
+    def step(generator, critic, x):
+        return descended(critic, x), descended(generator, x)
+
+    assert replaced(step, [W], [W], X) == (1, 0)
+
+
+def test_where_either_may_be_either_position_decides():
+    def step(slow, fast, x):
+        fast = descended(fast, x)
+        mixed = averaged(slow, fast)
+        return mixed, averaged(fast, mixed)
+
+    assert replaced(step, {"w": W}, {"w": W}, X) == (0, 1)
+
+
+@st.composite
+def twins(draw):
+    """Trees of one structure, each updated from itself and from some before it; arguments and results in any order."""
+    count = draw(st.integers(2, 4))
+    mixed = [draw(st.lists(st.integers(0, i - 1), unique=True)) if i else [] for i in range(count)]
+    arguments = draw(st.permutations([*range(count), None]))
+    results = draw(st.permutations(range(count)))
+    return mixed, arguments, results
+
+
+@settings(max_examples=25, deadline=None)
+@given(twins())
+def test_twin_trees_keep_their_pairing_in_any_order(case):
+    mixed, arguments, results = case
+
+    def step(*args):
+        given = dict(zip(arguments, args, strict=True))
+        x, new = given.pop(None), {}
+        for i, others in enumerate(mixed):
+            new[i] = descended(given[i], x)
+            for j in others:
+                new[i] = averaged(new[i], new[j])
+        return *(new[i] for i in results), jnp.sum(x)
+
+    found = replaced(step, *(X if i is None else {"a": W, "b": W} for i in arguments))
+    starts = np.cumsum([0, *(1 if i is None else 2 for i in arguments)])
+    wanted = [starts[arguments.index(i)] + leaf for i in results for leaf in range(2)]
+    assert found == (*wanted, None)
+
+
+OPTIMIZERS = {
+    "adamw": optax.adamw(1e-3),
+    "sgd": optax.sgd(1e-3, momentum=0.9, nesterov=True),
+    "adafactor": optax.adafactor(1e-3),
+    "lion": optax.lion(1e-3),
+    "scheduled": optax.chain(
+        optax.clip_by_global_norm(1.0), optax.adam(optax.cosine_decay_schedule(1e-3, 9))
+    ),
+    "accumulated": optax.MultiSteps(optax.adam(1e-3), 2),
+    "if-finite": optax.apply_if_finite(optax.adam(1e-3), 5),
+    "injected": optax.inject_hyperparams(optax.adam)(learning_rate=1e-3),
+    "sam": optax.contrib.schedule_free_adamw(1e-3),
+    "muon": optax.contrib.muon(1e-3),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_parameters_and_the_state_of_any_optimizer(name):
+    optimizer = OPTIMIZERS[name]
+
+    def step(x, opt_state, params):
+        updates, opt_state = optimizer.update(gradients(params, x), opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, jnp.sum(x)
+
+    params = {"v": W, "w": W}
+    opt_state = jax.eval_shape(optimizer.init, params)
+    count = len(jax.tree.leaves(opt_state))
+    assert replaced(step, X, opt_state, params) == (count + 1, count + 2, *range(1, count + 1), None)
+
+
+def test_an_update_in_a_kernel():
+    def step(x, w):
+        def kernel(w_ref, g_ref, new_ref):
+            new_ref[...] = w_ref[...] - 0.1 * g_ref[...]
+
+        update = pl.pallas_call(kernel, out_shape=jax.ShapeDtypeStruct(W.shape, W.dtype), interpret=True)
+        return update(w, gradients(w, x))
+
+    assert replaced(step, X, W) == (1,)
+
+
+def test_a_retraction_to_a_manifold():
+    def step(x, w):
+        return jnp.linalg.qr(descended(w, x))[0]
+
+    assert replaced(step, X, W) == (1,)
+
+
+@pytest.mark.parametrize("key", [jax.random.key(0), jax.random.PRNGKey(0)], ids=["typed", "raw"])
+def test_keys_that_are_folded(key):
+    def step(w, x, key):
+        noise = jax.random.normal(key, x.shape)
+        return descended(w, x + noise), jax.random.fold_in(key, 1)
+
+    assert replaced(step, W, X, key) == (0, 2)
+
+
+def test_state_that_no_longer_depends_on_itself_beside_state_that_does():
+    def step(state, x):
+        grads = gradients(state["params"], x)
+        new = jax.tree.map(lambda p, g: p - 0.1 * g, state["params"], grads)
+        return {"last": jnp.sum(x), "params": new, "previous": grads}
+
+    assert replaced(step, {"last": SCALAR, "params": W, "previous": W}, X) == (0, 1, 2)
+
+
+def test_keyword_arguments():
+    def step(*, x, params, average):
+        params = descended(params, x)
+        return params, averaged(average, params)
+
+    assert trace(step, x=X, params=W, average=W).replaces == (1, 0)
