@@ -25,7 +25,7 @@ MAY_IMPORT = {
 }
 """What each room may import of ours beside itself. A file is in the room with the longest name that fits it."""
 
-DOORS = {"cost_model.xla._jax", "search.ir._jax"}
+DOORS = {"cost_model.xla._jax", "search.ir._jax", "search.ir._jax_kernels"}
 """The modules that may use what JAX does not promise."""
 
 FILES = {
@@ -82,7 +82,7 @@ def test_a_room_imports_only_what_stands_below_it(room):
     assert not upwards
 
 
-def test_two_modules_touch_the_internals_of_jax():
+def test_three_modules_touch_the_internals_of_jax():
     internal = ("jax._src", "jaxlib")
     touching = {m for m in FILES for name, _ in imports(m) if any(is_in(name, i) for i in internal)}
     assert touching == DOORS
