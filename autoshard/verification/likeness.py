@@ -52,6 +52,7 @@ class Likeness:
             if b is not None:
                 self.members[b].append(i)
         self._place = [0] * len(self.ops)
+        self._ranks: dict[Any, int] = {}
         for b, ops in self.members.items():
             self.members[b] = self._in_order(ops)
             for place, i in enumerate(self.members[b]):
@@ -66,7 +67,7 @@ class Likeness:
     def _in_order(self, ops: Sequence[int]) -> list[int]:
         """A block's ops, each update op where its dataflow says: leaves may come in the order of their names.
 
-        Its rank mixes the ranks of what it reads in the block, then of what reads it there.
+        Its rank is made of the ranks of what it reads in the block, then of what reads it there.
         """
         updates = [i for i in ops if self.ops[i].phase is Phase.UPDATE]
         others = [i for i in ops if self.ops[i].phase is not Phase.UPDATE]
@@ -74,21 +75,25 @@ class Likeness:
         for place, i in enumerate(others):
             for n, v in enumerate(self.ops[i].inputs):
                 if isinstance(v, int) and v in self._argument:
-                    rank.setdefault(v, hash((place, n)))
-            rank.update((v, hash((place, -1 - r))) for r, v in enumerate(self.ops[i].outputs))
+                    rank.setdefault(v, self._rank("operand", place, n))
+            rank.update((v, self._rank("result", place, r)) for r, v in enumerate(self.ops[i].outputs))
         for i in updates:
-            read = (rank.get(a, 0) if isinstance(a, int) else 0 for a in self.ops[i].inputs)
-            made = hash((self.blocks.looks[i], *read))
-            rank.update((v, hash((made, r))) for r, v in enumerate(self.ops[i].outputs))
+            read = (rank.get(a) if isinstance(a, int) else None for a in self.ops[i].inputs)
+            made = self._rank("op", self.blocks.looks[i], *read)
+            rank.update((v, self._rank("made", made, r)) for r, v in enumerate(self.ops[i].outputs))
         readers: dict[int, list[int]] = {}
         last: dict[int, int] = {}
         for i in reversed(updates):
             op = self.ops[i]
-            last[i] = hash(tuple((rank[v], *sorted(readers.get(v, ()))) for v in op.outputs))
+            last[i] = self._rank("last", *((rank[v], *sorted(readers.get(v, ()))) for v in op.outputs))
             for n, v in enumerate(op.inputs):
                 if isinstance(v, int):
-                    readers.setdefault(v, []).append(hash((last[i], n)))
+                    readers.setdefault(v, []).append(self._rank("reader", last[i], n))
         return others + sorted(updates, key=lambda i: (last[i], i))
+
+    def _rank(self, *what: Any) -> int:
+        """The number of what is known of an op or a value: the same in all blocks, and of nothing else."""
+        return self._ranks.setdefault(what, len(self._ranks))
 
     def _first_reads(self) -> dict[int, Slot]:
         """Where each argument is read first in its block."""
