@@ -15,7 +15,7 @@ ROWS_PER_ROUND = 3
 """Of the rows that an assignment overflows, this many of the worst are added."""
 
 Violated = Callable[[Labels], Sequence[MemoryConstraint]]
-"""A full assignment -> the rows that it overflows, empty where it fits."""
+"""A full assignment -> rows that it overflows, the worst among them; empty where it fits."""
 
 
 class NoFitError(Exception):

@@ -1,93 +1,28 @@
-"""The ILP against brute force on problems small enough for it."""
+"""The whole search against brute force: its optimum, its bound at any gap and under any cutoff, its stages one by one."""
+
+from contextlib import suppress
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from search.solver import branch_and_bound
-from search.solver.branch_and_bound import Edge, MemoryConstraint, NoFitError, Problem, minimise_peak, solve
-from search.solver.elimination import eliminate
+from search.solver.branch_and_bound import NoFitError, solve
 from search.solver.milp import solve_milp
-from search.solver.pbqp import merged
-from search.solver.trws import Trws
+from search.solver.pbqp import Edge, MemoryConstraint, Problem, merged
+from tests.search.solver.problems import (
+    SETTINGS,
+    at_most,
+    every_fitting_cost_s,
+    layered,
+    limited_problems,
+    optimum_s,
+    problems,
+    turned,
+)
 
-SETTINGS = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-UNITS_S = st.sampled_from([1e-6, 1.0, 10.0])
-
-
-def costs(draw, shape, unit_s):
-    """Few distinct values, zeros and forbidden entries among them: ties and infeasibility are common."""
-    values = st.one_of(st.just(0.0), st.integers(1, 5).map(float), st.floats(0.1, 5.0), st.just(np.inf))
-    drawn = draw(st.lists(values, min_size=int(np.prod(shape)), max_size=int(np.prod(shape))))
-    return np.array(drawn).reshape(shape) * unit_s
-
-
-@st.composite
-def problems(draw):
-    unit_s = draw(UNITS_S)
-    num_labels = draw(st.lists(st.integers(2, 4), min_size=3, max_size=7))
-    pairs = st.tuples(*[st.integers(0, len(num_labels) - 1)] * 2).filter(lambda pair: pair[0] != pair[1])
-    edges = [
-        Edge(u, v, costs(draw, (num_labels[u], num_labels[v]), unit_s))
-        for u, v in draw(st.lists(pairs, max_size=9))
-    ]
-    return Problem(tuple(costs(draw, (num,), unit_s) for num in num_labels), tuple(edges))
-
-
-@st.composite
-def rows_of(draw, problem):
-    rows = []
-    for index in range(draw(st.integers(1, 4))):
-        nodes = draw(st.sets(st.integers(0, len(problem.num_labels) - 1)))
-        sizes = [
-            (node, 1e9 * np.array(draw(st.lists(st.integers(0, 9), min_size=num, max_size=num)), float))
-            for node in sorted(nodes)
-            for num in [problem.num_labels[node]]
-        ]
-        rows.append(MemoryConstraint(f"point {index}", tuple(sizes), 1e9 * draw(st.integers(0, 3))))
-    return tuple(rows)
-
-
-@st.composite
-def limited_problems(draw):
-    problem = draw(problems())
-    return problem, draw(rows_of(problem)), 1e9 * draw(st.integers(1, 25))
-
-
-def along(values, nodes, num_nodes):
-    """Values over some nodes' labels, as an array over all nodes'."""
-    order = np.argsort(nodes)
-    shape = np.ones(num_nodes, int)
-    shape[list(nodes)] = values.shape
-    return values.transpose(order).reshape(shape)
-
-
-def every_cost_s(problem):
-    """The cost of every assignment, [labels of node 0, labels of node 1, ...]."""
-    num = len(problem.num_labels)
-    total = np.zeros(problem.num_labels)
-    for node, cost in enumerate(problem.node_cost_s):
-        total = total + along(cost, (node,), num)
-    for edge in problem.edges:
-        total = total + along(edge.cost_s, (edge.u, edge.v), num)
-    return total
-
-
-def every_peak_bytes(problem, rows):
-    """The largest row of every assignment."""
-    num = len(problem.num_labels)
-    totals = [np.full(problem.num_labels, -np.inf)]
-    for row in rows:
-        total = np.full(problem.num_labels, row.fixed_bytes)
-        for node, per_label in row.bytes:
-            total = total + along(per_label, (node,), num)
-        totals.append(total)
-    return np.max(totals, axis=0)
-
-
-def optimum_s(problem, rows=(), limit_bytes=np.inf):
-    return np.where(every_peak_bytes(problem, rows) <= limit_bytes, every_cost_s(problem), np.inf).min()
+GAPS = st.sampled_from([0.0, 1e-4, 0.1, 0.5, 0.9])
 
 
 def check(problem, rows, limit_bytes, relative_gap, violated=None):
@@ -101,19 +36,20 @@ def check(problem, rows, limit_bytes, relative_gap, violated=None):
     found = solve(problem, limit_bytes=limit_bytes, relative_gap=relative_gap, **given_rows)
     assert found.cost_s == pytest.approx(problem.cost_s(found.labels), rel=1e-12)
     assert all(row.total_bytes(found.labels) <= limit_bytes for row in rows)
-    assert found.cost_s <= want_s * (1 + relative_gap + 1e-9)
-    assert found.bound_s <= want_s * (1 + 1e-9)
+    assert at_most(found.cost_s * (1 - relative_gap), want_s)
+    assert at_most(found.bound_s, want_s)
     assert found.gap <= relative_gap + 1e-9
+    assert found.gap == pytest.approx(1 - found.bound_s / found.cost_s if found.cost_s else 0.0, abs=1e-12)
 
 
 @SETTINGS
-@given(problems(), st.sampled_from([0.0, 1e-4, 0.1]))
+@given(problems(), GAPS)
 def test_optimum_without_rows(problem, relative_gap):
     check(problem, (), np.inf, relative_gap)
 
 
 @SETTINGS
-@given(limited_problems(), st.sampled_from([0.0, 1e-4, 0.1]))
+@given(limited_problems(), GAPS)
 def test_optimum_with_rows(limited, relative_gap):
     problem, rows, limit_bytes = limited
     check(problem, rows, limit_bytes, relative_gap)
@@ -142,38 +78,6 @@ def test_same_inputs_same_answer(limited):
     assert (first.labels, first.cost_s, first.bound_s) == (second.labels, second.cost_s, second.bound_s)
 
 
-@SETTINGS
-@given(limited_problems())
-def test_smallest_peak(limited):
-    problem, rows, limit_bytes = limited
-    smallest = np.where(np.isfinite(every_cost_s(problem)), every_peak_bytes(problem, rows), np.inf).min()
-    if smallest == np.inf:
-        with pytest.raises(NoFitError):
-            minimise_peak(problem, limit_bytes=limit_bytes, rows=rows)
-        return
-    found = minimise_peak(problem, limit_bytes=limit_bytes, rows=rows)
-    want_bytes = max(smallest, limit_bytes)
-    assert np.isfinite(problem.cost_s(found.labels))
-    assert max(row.total_bytes(found.labels) for row in rows) <= found.peak_bytes
-    assert want_bytes <= found.peak_bytes <= want_bytes * 1.001
-    assert found.bound_bytes <= want_bytes * (1 + 1e-9)
-
-
-def layered(num_layers, width, num_labels, seed):
-    """Layers of nodes, each joined to all of the layer before: wide enough that no stage can be skipped."""
-    rng = np.random.default_rng(seed)
-    nodes = [rng.integers(0, 20, num_labels) / 10 for _ in range(num_layers * width)]
-    pairs = [
-        (layer * width + i, (layer + 1) * width + j)
-        for layer in range(num_layers - 1)
-        for i in range(width)
-        for j in range(width)
-    ]
-    edges = tuple(Edge(u, v, rng.integers(0, 20, (num_labels, num_labels)) / 10) for u, v in pairs)
-    sizes = tuple((node, rng.integers(0, 10, num_labels) * 1e9) for node in range(len(nodes)))
-    return Problem(tuple(nodes), edges), (MemoryConstraint("all", sizes, 0.0),)
-
-
 @pytest.mark.parametrize("seed", range(3))
 def test_every_stage_agrees_with_one_integer_program(seed):
     problem, rows = layered(5, 2, 4, seed)
@@ -184,47 +88,65 @@ def test_every_stage_agrees_with_one_integer_program(seed):
 
 
 @pytest.mark.parametrize("max_program_labels", [-1, 500])
+@pytest.mark.parametrize("relative_gap", [0.0, 0.1, 0.3])
 @pytest.mark.parametrize("seed", range(3))
-def test_branching_is_exact(monkeypatch, seed, max_program_labels):
+def test_branching_is_exact(monkeypatch, seed, relative_gap, max_program_labels):
     monkeypatch.setattr(branch_and_bound, "MAX_PROGRAM_LABELS", max_program_labels)
     problem, rows = layered(3, 2, 4, seed)
     for limit_bytes in (8e9, 15e9, 20e9):
-        check(problem, rows, limit_bytes, 0.0)
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_elimination_is_exact(seed):
-    problem, _ = layered(4, 2, 3, seed)
-    cost_s, labels = eliminate(problem, 1e6)
-    assert cost_s == pytest.approx(optimum_s(problem), rel=1e-9)
-    assert problem.cost_s(labels) == pytest.approx(cost_s, rel=1e-9)
-
-
-def test_elimination_gives_up_on_large_tables():
-    problem, _ = layered(4, 3, 3, 0)
-    assert eliminate(problem, 9) is None
+        check(problem, rows, limit_bytes, relative_gap)
 
 
 @SETTINGS
-@given(problems())
-def test_label_bounds_hold(problem):
-    messages = Trws(merged(problem))
-    messages.make_consistent()
-    if not messages.is_feasible:
-        assert optimum_s(problem) == np.inf
+@given(limited_problems(), st.sampled_from([0.5, 0.999, 1.001, 1.5, 4.0]), GAPS)
+def test_a_cutoff_never_loses_what_beats_it_nor_lifts_the_bound(limited, times, relative_gap):
+    """What is dropped because it cannot beat the cutoff stays in the bound."""
+    problem, rows, limit_bytes = limited
+    want_s = optimum_s(problem, rows, limit_bytes)
+    if not 0 < want_s < np.inf:
         return
-    bounds = [messages.sweep()[0] for _ in range(6)]
-    assert max(bounds) <= optimum_s(problem) * (1 + 1e-9)
-    label_bounds = messages.label_bounds()
-    costs_s = every_cost_s(problem)
-    for node, (kept, bounds) in enumerate(zip(messages.kept, label_bounds, strict=True)):
-        cheapest = np.moveaxis(costs_s, node, 0).reshape(problem.num_labels[node], -1).min(1)
-        assert set(np.flatnonzero(np.isfinite(cheapest))) <= set(kept)
-        assert (bounds <= cheapest[kept] * (1 + 1e-9) + 1e-15).all()
+    given = {"limit_bytes": limit_bytes, "rows": rows, "relative_gap": relative_gap}
+    try:
+        found = solve(problem, cutoff_s=times * want_s, **given)
+    except NoFitError as error:
+        bound_s = error.bound_s
+        assert times * (1 - relative_gap) <= 1 + 1e-6
+    else:
+        bound_s = found.bound_s
+        assert found.cost_s < times * want_s
+    assert at_most(bound_s, want_s)
+    assert bound_s >= min(times * (1 - relative_gap), 1 - relative_gap) * want_s * (1 - 1e-6)
 
 
-@pytest.mark.parametrize("time_limit_s", [0.0, 0.02, 0.1])
+@pytest.mark.parametrize("seed", range(30))
+def test_what_is_dropped_for_a_wide_gap_stays_in_the_bound(seed):
+    """Pricing and dropping take turns here: labels go whose assignments are cheaper than the incumbent."""
+    problem, rows = layered(3, 2, 4, seed)
+    check(problem, rows, 14e9, 0.4)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_better_than_the_incumbent_by_more_than_the_gap_is_never_dropped(monkeypatch, seed):
+    """Message passing alone, told of an incumbent: whatever is worth having is still there when it is done."""
+    problem, rows = layered(3, 2, 4, seed)
+    table = every_fitting_cost_s(problem, rows, 20e9)
+    incumbent_s = float(np.sort(table, axis=None)[20])
+    search = branch_and_bound._Search(merged(problem), 20e9, lambda labels: (), 60.0, 0.05, incumbent_s, None)
+    whole = branch_and_bound.Relaxation(search.planes, branch_and_bound.Trws(search.problem))
+    search.planes.add_row(rows[0])
+    for _ in range(10):
+        search._reprice(whole)
+        search._drop(whole)
+        kept = np.ix_(*whole.trws.kept)
+        lost = table.copy()
+        lost[kept] = np.inf
+        assert lost.min() >= incumbent_s * (1 - 0.05) * (1 - 1e-9)
+        assert at_most(search.floor_s, lost.min())
+
+
+@pytest.mark.parametrize("time_limit_s", [-1.0, 0.0, 0.02, 0.1])
 def test_bound_holds_when_time_runs_out(monkeypatch, time_limit_s):
+    """There is one in any case, of the first sweeps."""
     monkeypatch.setattr(branch_and_bound, "MAX_PROGRAM_LABELS", -1)
     for seed in range(4):
         problem, rows = layered(3, 2, 4, seed)
@@ -232,11 +154,22 @@ def test_bound_holds_when_time_runs_out(monkeypatch, time_limit_s):
         try:
             found = solve(problem, limit_bytes=15e9, rows=rows, time_limit_s=time_limit_s, relative_gap=0.0)
         except NoFitError as error:
-            is_proven = error.is_proven
-            assert not is_proven
-            continue
-        assert found.bound_s <= want_s * (1 + 1e-9)
-        assert found.cost_s >= want_s * (1 - 1e-9)
+            bound_s = error.bound_s
+        else:
+            bound_s = found.bound_s
+            assert found.cost_s >= want_s * (1 - 1e-9)
+        assert 0 < bound_s <= want_s * (1 + 1e-9)
+
+
+def test_time_runs_out_in_no_stage_but_the_first(monkeypatch):
+    """The first sweeps take all of it: nothing else begins."""
+    now = iter(range(0, 10_000, 10))
+    monkeypatch.setattr(branch_and_bound, "monotonic", lambda: float(next(now)))
+    problem, rows = layered(3, 2, 4, 0)
+    said = []
+    with suppress(NoFitError):
+        solve(problem, limit_bytes=15e9, rows=rows, time_limit_s=5.0, progress=said.append)
+    assert [line.partition(":")[0] for line in said] == ["relax"]
 
 
 def test_no_edges_and_one_label():
@@ -261,6 +194,5 @@ def test_a_node_without_labels_fits_nothing():
 
 def test_ties_go_to_the_same_labels_whatever_the_edges_order():
     problem, rows = layered(3, 2, 4, 7)
-    turned = Problem(problem.node_cost_s, tuple(edge.turned() for edge in reversed(problem.edges)))
     given_rows = {"limit_bytes": 20e9, "rows": rows}
-    assert solve(problem, **given_rows).labels == solve(turned, **given_rows).labels
+    assert solve(problem, **given_rows).labels == solve(turned(problem), **given_rows).labels
