@@ -69,12 +69,6 @@ def argument_names(jaxpr: Any) -> tuple[str, ...]:
     return tuple(info.safe_arg_names(len(open_jaxpr(jaxpr).invars)))
 
 
-def result_names(jaxpr: Any) -> tuple[str, ...]:
-    """One name per flat result, in pytree-path form: `result[0].params['kernel']`."""
-    info = open_jaxpr(jaxpr).debug_info
-    return tuple(p or "result" for p in info.safe_result_paths(len(open_jaxpr(jaxpr).outvars)))
-
-
 def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
     """How many leading operands of a `scan` are constants, and how many follow as carries."""
     if "num_consts" in params:

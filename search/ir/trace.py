@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from cost_model.errors import InputError, first_line
-from search.ir import _jax, _jax_kernels
+from search.ir import _jax, _jax_kernels, in_place
 from search.ir.factors import has_rule
 from search.ir.graph import Argument, Atom, Graph, Op, Phase, Step, Value, verify
 from search.ir.state import replaced, roles
@@ -64,20 +64,36 @@ def trace_for(platform: str | None, step: Callable[..., Any], /, *args: Any, **k
     ]
     args_, kwargs_ = jax.tree_util.tree_unflatten(in_tree, abstract)
     name = getattr(step, "__name__", type(step).__name__)
+    graph, names, out_shape = _outline(name, step, args_, kwargs_, platform)
+    graph, out_tree = _with_phases(graph), jax.tree.structure(out_shape)
+    verify(graph)
+    assert len(names) == len(leaves), f"{len(names)} argument names for {len(leaves)} leaves"
+    replaces = replaced(graph, in_tree, out_tree)
+    arguments = tuple(Argument(n, r) for n, r in zip(names, roles(graph, replaces), strict=True))
+    results = tuple(f"result{jax.tree_util.keystr(path)}" for path, _ in jax.tree.leaves_with_path(out_shape))
+    return Step(name, graph, arguments, results, replaces, in_tree, out_tree, time.perf_counter() - start_s)
+
+
+def _outline(
+    name: str, step: Callable[..., Any], args: Any, kwargs: Any, platform: str | None
+) -> tuple[Graph, tuple[str, ...], Any]:
+    """A step's graph, the names of its flat arguments, and the shapes that it returns."""
+    is_watched = in_place.holds_modules((args, kwargs))
+    traced = in_place.watched(step) if is_watched else step
     try:
-        jaxpr, out_shape = jax.make_jaxpr(step, return_shape=True)(*args_, **kwargs_)
+        jaxpr, out_shape = jax.make_jaxpr(traced, return_shape=True)(*args, **kwargs)
     except TRACE_ERRORS as e:
         raise InputError(
             f"the step {name!r} cannot be traced by jax.jit, which autoshard needs: {first_line(e)}{_where(e)}"
         ) from e
-    out_tree = jax.tree_util.tree_structure(out_shape)
-    graph = _with_phases(build_graph(jaxpr, platform))
-    verify(graph)
-    replaces = replaced(graph, in_tree, out_tree)
-    names = _argument_names(jaxpr, len(leaves))
-    arguments = tuple(Argument(n, r) for n, r in zip(names, roles(graph, replaces), strict=True))
-    results, trace_s = _jax.result_names(jaxpr), time.perf_counter() - start_s
-    return Step(name, graph, arguments, results, replaces, in_tree, out_tree, trace_s)
+    graph, names = build_graph(jaxpr, platform), _jax.argument_names(jaxpr)
+    if is_watched:
+        out_shape, left = out_shape
+        num_results = len(graph.outputs) - len(left)
+        results, after = graph.outputs[:num_results], graph.outputs[num_results:]
+        in_place.check(name, names, graph.inputs, results, dict(zip(left, after, strict=True)))
+        graph = _without_dead_ops(replace(graph, outputs=results))
+    return graph, names, out_shape
 
 
 def _abstract(path: tuple[Any, ...], leaf: Any) -> jax.ShapeDtypeStruct:
@@ -111,12 +127,6 @@ def _where(error: BaseException) -> str:
             found = f" ({_jax.relative(file)}:{tb.tb_lineno})"
         tb = tb.tb_next
     return found
-
-
-def _argument_names(jaxpr: Any, count: int) -> tuple[str, ...]:
-    names = _jax.argument_names(jaxpr)
-    assert len(names) == count, f"{len(names)} argument names for {count} leaves"
-    return names
 
 
 # --- the graph
