@@ -14,7 +14,8 @@ from jax import lax
 
 from search.ir.trace import trace
 from search.problem.flat_program import FlatProgram, flatten
-from search.problem.folding import ROUNDS, _mix, fold, folded
+from search.problem.folding import ROUNDS, _mix, fold, separate
+from tests.search.problem.partitions import partitioned
 
 ROW, SQUARE, BATCH = (jnp.zeros(shape) for shape in ((8,), (8, 8), (16, 8)))
 
@@ -164,6 +165,23 @@ def test_what_computes_or_stands_otherwise_is_decided_apart(name, step, is_alike
     assert len(classes) == (1 if is_alike else 2)
 
 
+def test_arguments_that_are_decided_otherwise_are_taken_apart_and_nothing_else():
+    program = flat(*mlp(20))
+    whole = fold(program)
+    decided = ["P()" if "[10]" in a.name else "" for a in program.step.arguments]
+    found = separate(whole, decided)
+    wanted = []
+    for m in whole.members:
+        are_inputs = program.ops[m[0]].name == "input"
+        marks = sorted({decided[i] for i in m}) if are_inputs else [""]
+        wanted += [tuple(i for i in m if not are_inputs or decided[i] == mark) for mark in marks]
+    assert sorted(found.members) == sorted(wanted)
+    assert len(whole.members) < len(wanted)
+    for op_class, positions in enumerate(found.members):
+        assert {whole.class_of[i] for i in positions} == {found.whole_of[op_class]}
+    assert whole.whole_of == tuple(range(len(whole.members)))
+
+
 # --- what passes between classes
 
 
@@ -185,7 +203,7 @@ def test_any_partition_hands_over_what_the_program_does(program, num_classes):
     """Every operand of the flat program, as often as it is handed over, between the classes of its maker and its reader."""
     drawn = random.Random(num_classes).choices(range(num_classes), k=len(program.ops))
     members = tuple(tuple(i for i, c in enumerate(drawn) if c == n) for n in sorted(set(drawn)))
-    whole = folded(program, members)
+    whole = partitioned(program, members)
     wanted = Counter()
     for i, op in enumerate(program.ops):
         for position, (v, count) in enumerate(zip(op.operands, op.operand_counts, strict=True)):

@@ -15,8 +15,9 @@ from search.ir.factors import Kind
 from search.ir.graph import Phase
 from search.ir.trace import trace
 from search.problem.flat_program import flatten
-from search.problem.folding import FoldedProgram, folded
+from search.problem.folding import FoldedProgram
 from search.problem.op_groups import Loop, OpGroup, op_groups
+from tests.search.problem import partitions
 
 
 def array(*shape):
@@ -25,8 +26,7 @@ def array(*shape):
 
 def apart(step, *args) -> FoldedProgram:
     """The program with every op in a class of its own."""
-    program = flatten(trace(step, *args))
-    return folded(program, tuple((i,) for i in range(len(program.ops))))
+    return partitions.apart(flatten(trace(step, *args)))
 
 
 def grouped(step, *args) -> list[list[str]]:

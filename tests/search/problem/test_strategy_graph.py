@@ -12,9 +12,10 @@ from search.ir.factors import Kind
 from search.ir.graph import Phase
 from search.ir.trace import trace
 from search.problem.flat_program import ReadPhase, flatten, read_phase
-from search.problem.folding import fold, folded
+from search.problem.folding import fold
 from search.problem.op_groups import op_groups
 from search.problem.strategy_graph import MIN_RETAINED_BYTES, STUCK, Copy, Port, StrategyGraph, strategy_graph
+from tests.search.problem.partitions import apart
 
 
 def array(*shape, dtype=jnp.float32):
@@ -26,8 +27,7 @@ def connected(step, *args, is_folded=False, backward="") -> StrategyGraph:
     program = flatten(trace(step, *args))
     ops = [replace(op, phase=Phase.BACKWARD) if op.name == backward else op for op in program.ops]
     program = replace(program, ops=tuple(ops))
-    apart = tuple((i,) for i in range(len(program.ops)))
-    whole = fold(program) if is_folded else folded(program, apart)
+    whole = fold(program) if is_folded else apart(program)
     return strategy_graph(whole, op_groups(whole))
 
 
