@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from math import inf
 
 from cost_model.cluster import Cluster
-from cost_model.errors import InfeasibleError, InputError
+from cost_model.errors import InfeasibleError, InputError, PlanError
 from cost_model.units import format_bytes, format_seconds
 from search.deadline import Deadline
 from search.mesh_problem import ROOM, WIDE_GAP, MeshProblem, Options, StepProblem, candidate_shapes
@@ -65,9 +65,14 @@ class _Relaxation:
 
 
 def smallest_peak(tried: Sequence[MeshProblem], options: Options, deadline: Deadline) -> Smallest | None:
-    """The smallest peak over some meshes, those first that must hold least; None if the pins allow nothing there."""
+    """The smallest peak over some meshes, those first that must hold least; None if there was no time to find a plan.
+
+    Raises:
+      InfeasibleError: the pins allow no plan on any of the meshes.
+    """
     least = {n: _least_bytes(on_mesh, options) for n, on_mesh in enumerate(tried)}
     best, untried, deadline = None, [], Deadline.after(PEAK_SHARE * deadline.left_s)
+    contradictory = []
     for n in sorted(least, key=least.__getitem__):
         on_mesh = tried[n]
         if best and best.peak.num_bytes <= NEAR * least[n]:
@@ -77,10 +82,13 @@ def smallest_peak(tried: Sequence[MeshProblem], options: Options, deadline: Dead
             continue
         try:
             labels, peak = on_mesh.smallest_peak(on_mesh.pinned(options.pins or {}), deadline.left_s / 2)
-        except NoFitError:
+        except NoFitError as e:
+            contradictory.append(e.is_proven)
             continue
         if not best or peak.num_bytes < best.peak.num_bytes:
             best = Smallest(on_mesh, labels, peak, min(least.values()), ())
+    if not best and all(contradictory):
+        raise InfeasibleError("the pins contradict one another: no plan keeps them all. Remove one")
     return replace(best, untried=tuple(untried)) if best else None
 
 
@@ -98,17 +106,21 @@ def explain(
       step_problem: the step.
       cluster: where it should run.
       options: what was asked for.
-      smallest: the smallest peak; None where the pins allow no plan.
+      smallest: the smallest peak; None where there was no time to find a plan.
       is_proven: whether there is none, or the search only found none.
       deadline: of all trials.
     """
+    found = f"{'nothing fits' if is_proven else 'nothing was found that fits'} {format_bytes(options.memory_bytes)}"
     if smallest is None:
-        return InfeasibleError("the pins contradict one another: no plan keeps them all. Remove one")
-    found, peak = "nothing fits" if is_proven else "nothing was found that fits", smallest.peak
+        return InfeasibleError(
+            f"{found} a device on {cluster.name}, and there was no time to find out what would. Allow more memory, or "
+            "more time with time_limit_s"
+        )
+    peak = smallest.peak
     residents = ", ".join(f"{name.replace('_', ' ')} {format_bytes(b)}" for name, b in peak.residents)
     would_fit, untried = _fitting(step_problem, cluster, options, smallest, deadline)
     sentences = [
-        f"{found} {format_bytes(options.memory_bytes)} a device on {cluster.name}.",
+        f"{found} a device on {cluster.name}.",
         f"The smallest peak found is {format_bytes(peak.num_bytes)} (mesh {_by(smallest.on_mesh.shape)}), at "
         f"{where(smallest.on_mesh.memory.costed, peak.position)}, where these reside: {residents}.",
         f"Any one of these would fit: {'; '.join(would_fit)}.",
@@ -177,10 +189,12 @@ def _step_s(on_meshes: Iterable[MeshProblem], options: Options, deadline: Deadli
         if deadline.is_over:
             is_proven = False
             break
-        kept, left_s = on_mesh.pinned(options.pins or {}), deadline.left_s / 2
         try:
+            kept, left_s = on_mesh.pinned(options.pins or {}), deadline.left_s / 2
             solution, _ = on_mesh.fitting(kept, options.memory_bytes, left_s, best_s, WIDE_GAP)
             best_s = solution.cost_s
+        except PlanError:  # a pin that this mesh cannot keep
+            continue
         except NoFitError as e:
             is_proven = is_proven and e.is_proven
     return best_s if best_s < inf or is_proven else None
