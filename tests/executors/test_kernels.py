@@ -127,7 +127,7 @@ def test_any_plan_of_a_trained_kernel_gives_one_devices_numbers(seed):
 
     ws = jnp.stack([W[:, :16], W[:, 16:]])
     traced = trace(step, ws, X)
-    program = build(traced, plans.drawn(traced, (2, 4), seed), jax.devices())
+    program = build(traced, plans.drawn(traced, (2, 4), seed).sharding, jax.devices())
     assert_close(run(program, ws, X), jax.jit(step)(ws, X))
 
 
@@ -223,7 +223,7 @@ def test_any_plan_of_a_pallas_kernel_gives_one_devices_numbers(seed):
 
     w = jax.random.normal(jax.random.key(3), (16, 16))
     traced = trace(step, w, BATCHES)
-    program = build(traced, plans.drawn(traced, (2, 4), seed), jax.devices())
+    program = build(traced, plans.drawn(traced, (2, 4), seed).sharding, jax.devices())
     assert_close(run(program, w, BATCHES), jax.jit(step)(w, BATCHES))
 
 

@@ -1,7 +1,5 @@
 """Products, elementwise functions and reductions."""
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -122,11 +120,13 @@ def with_constant(dice: Dice, shape: Shape) -> Layer:
     kept = dice.some(len(shape))
     array = dice.numbers(tuple(n if d in kept else 1 for d, n in enumerate(shape)))
     is_product = dice.flip()
-    constant = partial(jnp.asarray, array) if dice.flip() else lambda dtype: array.astype(dtype)
-    return elementwise(
-        "constant",
-        lambda x: x * constant(dtype=x.dtype) if is_product else constant(dtype=x.dtype) - x,
-    )
+    make = dice.pick((jnp.asarray, np.asarray))
+
+    def apply(x):
+        constant = make(array, x.dtype)
+        return x * constant if is_product else constant - x
+
+    return elementwise("constant", apply)
 
 
 def affine(dice: Dice, shape: Shape) -> Layer:

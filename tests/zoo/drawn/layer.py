@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import jax
@@ -59,7 +60,7 @@ def draw(dice: Dice, kinds: Sequence[Kind], *shapes: Shape) -> tuple[Layer, Shap
 
 
 def is_reasonable(shape: Shape) -> bool:
-    return 1 <= len(shape) <= MAX_RANK and 0 < np.prod(shape) <= MAX_ENTRIES and max(shape) <= MAX_DIM
+    return 1 <= len(shape) <= MAX_RANK and 0 < prod(shape) <= MAX_ENTRIES and max(shape) <= MAX_DIM
 
 
 def elementwise(name: str, function: Callable[[jax.Array], jax.Array]) -> Layer:

@@ -50,8 +50,8 @@ def chain(dice: Dice, shape: Shape, depth: int) -> Layer:
     layers = [inner(dice, shape, depth) for _ in range(dice.between(1, 3))]
 
     def apply(weights, key, x):
-        for i, (layer, w) in enumerate(zip(layers, weights, strict=True)):
-            x = layer.apply(w, jax.random.fold_in(key, i), x)
+        for layer, w in zip(layers, weights, strict=True):
+            x = layer.apply(w, key, x)
         return x
 
     return Layer(", ".join(layer.name for layer in layers), apply, [layer.weights for layer in layers])
@@ -67,18 +67,19 @@ def _stacked(weights: Any, count: int) -> Any:
 def scanned_layers(dice: Dice, shape: Shape, depth: int) -> Layer:
     """`lax.scan` over stacked weights, forth or back, at times with results of every layer and with checkpoints."""
     body, count, is_reversed = chain(dice, shape, depth), dice.between(1, 3), dice.flip(0.3)
-    is_watched, is_checkpointed, scale = dice.flip(), dice.flip(0.3), dice.numbers(shape)
+    is_watched, is_checkpointed, has_own_keys = dice.flip(), dice.flip(0.3), dice.flip()
+    scale = dice.numbers(shape)
 
     def apply(weights, key, x):
         def layer(x, per_layer):
-            w, key = per_layer
-            y = body.apply(w, key, x * scale.astype(x.dtype))
-            return jnp.tanh(y), (y.mean(0) if is_watched else None)
+            w, own_key = per_layer
+            y = body.apply(w, own_key if has_own_keys else key, x * scale.astype(x.dtype))
+            return jnp.tanh(y), 0.1 * y.mean(0) if is_watched else jnp.zeros((), y.dtype)
 
         layer = jax.checkpoint(layer, prevent_cse=False) if is_checkpointed else layer
-        keys = jax.random.split(key, count)
-        x, seen = lax.scan(layer, x, (weights, keys), reverse=is_reversed)
-        return x + 0.1 * seen.sum(0) if is_watched else x
+        keys = jax.random.split(key, count) if has_own_keys else None
+        x, seen = lax.scan(layer, x, (weights, keys), reverse=is_reversed, length=count)
+        return x + seen.sum(0)
 
     return Layer(f"scan {count} x ({body.name})", apply, _stacked(body.weights, count))
 

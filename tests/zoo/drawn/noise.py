@@ -32,8 +32,9 @@ NOISES = {
 
 
 def noise(dice: Dice, shape: Shape) -> Layer:
-    name = dice.pick(list(NOISES))
-    return Layer(name, lambda weights, key, x: NOISES[name](key, x))
+    """With a key of its own, made of the one that all share."""
+    name, salt = dice.pick(list(NOISES)), dice.below(1000)
+    return Layer(name, lambda weights, key, x: NOISES[name](jax.random.fold_in(key, salt), x))
 
 
 NOISE = (noise,)

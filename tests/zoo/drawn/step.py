@@ -13,7 +13,7 @@ from .algebra import OF_TWO, dense, einsum
 from .dice import Dice
 from .layer import MAX_ENTRIES, Layer, Shape, Weight, draw
 from .nesting import NESTING, OF_ONE
-from .training import CONTAINERS, KEYS, METRICS, OPTIMIZERS, Loss, draw_loss
+from .training import CONTAINERS, GRADIENTS, KEYS, METRICS, OPTIMIZERS, Loss, draw_loss
 
 MAX_DEPTH = 2
 """Of layers in layers."""
@@ -42,26 +42,26 @@ class Drawn:
         inputs: What the network reads of a batch.
         nodes: The network.
         losses: Per position of an activation: what is asked of it.
+        gradient: Of `GRADIENTS`.
         optimizer: Of `OPTIMIZERS`.
         metric: Of `METRICS`.
         container: Of `CONTAINERS`.
         key: Of `KEYS`.
         is_key_state: Whether the key is split and kept in the state; else the step gets the same one always.
         is_averaged: Whether the state has an average of the parameters.
-        has_aux: Whether the metric comes out of the differentiated function; else it has no part in the gradient.
         dtype: Of all that is not an integer.
     """
 
     inputs: tuple[Normal | Integers, ...]
     nodes: tuple[Node, ...]
     losses: dict[int, Loss]
+    gradient: str
     optimizer: str
     metric: str
     container: str
     key: str
     is_key_state: bool
     is_averaged: bool
-    has_aux: bool
     dtype: Any
 
     def __str__(self) -> str:
@@ -69,7 +69,9 @@ class Drawn:
         for i, node in enumerate(self.nodes, len(self.inputs)):
             lines.append(f"{i} = {node.layer.name} of {', '.join(map(str, node.reads))}: {node.shape}")
         lines += [f"loss of {i}: {loss.name}" for i, loss in self.losses.items()]
-        lines.append(f"{self.optimizer}, metric {self.metric}, state in a {self.container}, {self.key} key")
+        lines.append(
+            f"{self.gradient}, {self.optimizer}, metric {self.metric}, state in a {self.container}, {self.key} key"
+        )
         return "\n".join(lines)
 
     def case(self) -> Case:
@@ -93,7 +95,7 @@ class Drawn:
         for i in self._alive():
             node = self.nodes[i - len(xs)]
             read = [values[r] for r in node.reads]
-            values[i] = node.layer.apply(params[str(i)], jax.random.fold_in(key, i), *read)
+            values[i] = node.layer.apply(params[str(i)], key, *read)
         return values
 
     def _params(self) -> dict[str, Any]:
@@ -112,6 +114,7 @@ class Drawn:
         return OPTIMIZERS[self.optimizer]()
 
     def init(self) -> Any:
+        """The state before the first step."""
         params = self._params()
         pack, _ = CONTAINERS[self.container]
         average = jax.tree.map(jnp.copy, params) if self.is_averaged else ()
@@ -119,23 +122,23 @@ class Drawn:
         return pack(params, self._transformation.init(params), average, key)
 
     def step(self, state: Any, batch: Any, *extra: Any) -> tuple[Any, dict[str, Any]]:
+        """One step of training."""
         pack, parts_of = CONTAINERS[self.container]
         old = parts_of(state)
         kept, key = jax.random.split(old.key) if self.is_key_state else (old.key, *extra)
 
-        def loss_fn(params):
+        def objective(params):
             values = self._forward(params, key, batch["x"])
-            total = sum(loss.value(values[i], batch["wanted"][str(i)]) for i, loss in self.losses.items())
-            return (total, METRICS[self.metric](values[max(self.losses)])) if self.has_aux else total
+            losses = [loss.value(values[i], batch["wanted"][str(i)]) for i, loss in self.losses.items()]
+            return sum(losses, jnp.zeros((), self.dtype)), METRICS[self.metric](values[max(self.losses)])
 
-        value, grads = jax.value_and_grad(loss_fn, has_aux=self.has_aux)(old.params)
-        loss, seen = value if self.has_aux else (value, None)
+        loss, metric, grads = GRADIENTS[self.gradient](objective, old.params)
         updates, opt_state = self._transformation.update(grads, old.opt_state, old.params)
         params = optax.apply_updates(old.params, updates)
         average = (
             jax.tree.map(lambda a, p: 0.9 * a + 0.1 * p, old.average, params) if self.is_averaged else ()
         )
-        metrics = {"loss": loss, "grad_norm": optax.global_norm(grads), self.metric: seen}
+        metrics = {"loss": loss, "grad_norm": optax.global_norm(grads), self.metric: metric}
         return pack(params, opt_state, average, kept), metrics
 
 
@@ -153,13 +156,13 @@ def draw_step(dice: Dice, dtype: Any = jnp.float64) -> Drawn:
         inputs=inputs,
         nodes=nodes,
         losses={i: draw_loss(dice, shapes[i], dtype) for i in unread},
+        gradient=dice.pick(list(GRADIENTS)),
         optimizer=dice.pick(list(OPTIMIZERS)),
         metric=dice.pick(list(METRICS)),
         container=dice.pick(list(CONTAINERS)),
         key=dice.pick(list(KEYS)),
         is_key_state=dice.flip(),
         is_averaged=dice.flip(0.3),
-        has_aux=dice.flip(),
         dtype=dtype,
     )
 

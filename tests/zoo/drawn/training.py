@@ -67,6 +67,31 @@ def _cross_entropy(y: jax.Array, labels: jax.Array, dim: int) -> jax.Array:
     return jnp.mean(entropy + 0.01 * jax.nn.logsumexp(y, axis=-1) ** 2)
 
 
+Objective = Callable[[Any], tuple[jax.Array, Any]]
+"""Parameters to a loss and a metric."""
+
+
+def _vjp(objective: Objective, params: Any) -> tuple[Any, Any, Any]:
+    loss, pull, metric = jax.vjp(objective, params, has_aux=True)
+    return loss, metric, pull(jnp.ones_like(loss))[0]
+
+
+def _value_and_grad(objective: Objective, params: Any) -> tuple[Any, Any, Any]:
+    (loss, metric), grads = jax.value_and_grad(objective, has_aux=True)(params)
+    return loss, metric, grads
+
+
+GRADIENTS: dict[str, Callable[[Objective, Any], tuple[Any, Any, Any]]] = {
+    "grad": lambda objective, params: (None, None, jax.grad(lambda p: objective(p)[0])(params)),
+    "grad with aux": lambda objective, params: (None, *jax.grad(objective, has_aux=True)(params)[::-1]),
+    "value_and_grad": lambda objective, params: _value_and_grad(lambda p: (objective(p)[0], None), params),
+    "value_and_grad with aux": _value_and_grad,
+    "grad of a checkpoint": lambda objective, params: _value_and_grad(jax.checkpoint(objective), params),
+    "vjp": _vjp,
+}
+"""From an objective and parameters to a loss, a metric and gradients; None stands for what is not asked for."""
+
+
 METRICS: dict[str, Callable[[jax.Array], Any]] = {
     "mean": jnp.mean,
     "activation": lambda y: y,
