@@ -132,9 +132,9 @@ class Resharder:
         steps = []
         while here != goal:
             leaving = np.flatnonzero(moves.source == here)
-            leaving = leaving[_may_lead_to(moves, leaving, goal, best, direct)]
             totals = direct[leaving] + best[moves.target[leaving], goal]
-            move = leaving[int(np.argmin(totals))]
+            # not the least of them: a cheaper chain may be there that does not scatter
+            move = leaving[int(np.argmin(np.abs(totals - best[here, goal])))]
             here = int(moves.target[move])
             kind, axes = moves.kinds[moves.kind[move]]
             steps.append(ReshardStep(kind, axes, float(table.num_bytes[move]), moves.specs[here]))
@@ -204,15 +204,6 @@ def _scatters(moves: _Moves, leaving: np.ndarray) -> np.ndarray:
     was_partial = specs[moves.source[leaving]] == PARTIAL
     is_whole = specs[moves.target[leaving]] == WHOLE
     return ~((was_partial & is_whole)[:, None, :] & (specs >= 0)[None, :, :]).any(axis=2)
-
-
-def _may_lead_to(
-    moves: _Moves, leaving: np.ndarray, goal: int, best: np.ndarray, direct: np.ndarray
-) -> np.ndarray:
-    """Which moves the cheapest chain to a spec may begin with: those that scatter, where there are any."""
-    scatters = _scatters(moves, leaving)[:, goal]
-    possible = np.isfinite(direct[leaving] + best[moves.target[leaving], goal])
-    return scatters & possible if (scatters & possible).any() else possible
 
 
 SLICE_S = 1e-9

@@ -1,0 +1,94 @@
+"""Every reshard path compiles to the collectives that it is priced with, to the byte, where little divides.
+
+Products are made in one spec and brought to another, all pairs of specs in one program, which is compiled once.
+"""
+
+from itertools import product
+from math import prod
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from cost_model.collectives import MeshModel
+from cost_model.hardware import parse_cluster
+from cost_model.xla._jax import module_bytes
+from cost_model.xla.process import Compiler, compile_apart
+from cost_model.xla.stats import CompiledStats
+from search.ir.graph import Value
+from search.ir.sharding import ReshardPath
+from search.ir.spec import AXIS_NAMES, PARTIAL, Spec, partition_spec
+from search.problem.reshard import SLICE, Resharder
+
+from .compiled import HURRY
+
+MESH, NAMES = (4, 3), AXIS_NAMES[2]
+SHAPE = (1007, 1024)
+"""Of 1007 rows, 4 devices hold 252, padded, which 3 more cut evenly, 84 each; of 1024 columns they hold 256, which 3 more do
+not."""
+
+ITEMSIZE = 4
+
+_DEVICES = AbstractMesh(MESH, NAMES, axis_types=(AxisType.Auto,) * len(NAMES))
+
+
+def test_paths_compile_as_they_are_priced():
+    cluster = parse_cluster(f"{prod(MESH)}xH100-80GB")
+    paths = _paths(Resharder(MeshModel(cluster, MESH)))
+    lowered = jax.jit(_reshards(paths)).trace([_operands(source) for source, _ in paths])
+    module = module_bytes(lowered.lower(lowering_platforms=("cuda",)))
+    answer = compile_apart(module, cluster, compiler=Compiler(flags=HURRY))
+    found = CompiledStats.of(answer, dict(zip(NAMES, MESH, strict=True))).collectives
+    sums_bytes = ITEMSIZE * len(paths)  # each product ends in a scalar, reduced over any axes
+    assert {key: moved for key, (_, moved) in found.items()} == pytest.approx(_priced(paths), abs=sums_bytes)
+
+
+def _paths(resharder: Resharder) -> list[tuple[Spec, ReshardPath]]:
+    """From every spec to every other that can be asked for."""
+    value = Value(SHAPE, np.dtype("float32"))
+    specs, seconds = resharder.specs(len(SHAPE)), resharder.seconds(value)
+    return [
+        (source, resharder.chain(value, source, target))
+        for (i, source), (j, target) in product(enumerate(specs), repeat=2)
+        if np.isfinite(seconds[i, j]) and source != target and PARTIAL not in target
+    ]
+
+
+def _reshards(paths: list[tuple[Spec, ReshardPath]]):
+    """A program that makes a product for each path and takes it along."""
+
+    def taken(x, source, path):
+        # As plans are spelled out: what is partial over both axes is left to its first step.
+        made = [source] if source.count(PARTIAL) <= 1 else []
+        for spec in (*made, *(step.after for step in path if step.is_imposed)):
+            x = jax.lax.with_sharding_constraint(x, NamedSharding(_DEVICES, partition_spec(spec, NAMES)))
+        return x
+
+    def reshards(operands):
+        return [jnp.exp(taken(x @ w, *path)).sum() for (x, w), path in zip(operands, paths, strict=True)]
+
+    return reshards
+
+
+def _operands(source: Spec) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+    """Of a product whose terms are split over the axes that are partial."""
+    depth, terms = prod(MESH), tuple(a for a, d in zip(NAMES, source, strict=True) if d == PARTIAL)
+    left, right = NamedSharding(_DEVICES, P(None, terms)), NamedSharding(_DEVICES, P(terms))
+    return (
+        jax.ShapeDtypeStruct((SHAPE[0], depth), jnp.float32, sharding=left),
+        jax.ShapeDtypeStruct((depth, SHAPE[1]), jnp.float32, sharding=right),
+    )
+
+
+def _priced(paths: list[tuple[Spec, ReshardPath]]) -> dict[tuple[str, tuple[str, ...]], float]:
+    """Bytes by kind and axes."""
+    total: dict[tuple[str, tuple[str, ...]], float] = {}
+    for _, path in paths:
+        for step in path:
+            key = step.kind, tuple(NAMES[a] for a in step.axes)
+            if step.kind != SLICE:
+                total[key] = total.get(key, 0.0) + step.num_bytes
+    return total
