@@ -138,7 +138,7 @@ class Drawn:
         average = (
             jax.tree.map(lambda a, p: 0.9 * a + 0.1 * p, old.average, params) if self.is_averaged else ()
         )
-        metrics = {"loss": loss, "grad_norm": optax.global_norm(grads), self.metric: metric}
+        metrics = {"loss": loss, "grad_norm": optax.tree.norm(grads), self.metric: metric}
         return pack(params, opt_state, average, kept), metrics
 
 
