@@ -163,7 +163,9 @@ class Relaxation:
         scale, seen = self.planes.unit_bytes, self.planes.within(self.trws.kept)
         if not seen:
             return self.best_prices_s
-        whole_s = max(abs(self.planes.of(labels)[0]) for labels in seen)
+        whole_s = (
+            max(abs(self.planes.of(labels)[0]) for labels in seen) or 1.0
+        )  # where all seen are free, any price
         planes = [(cost, np.array(overflow) / scale) for cost, overflow in map(self.planes.of, seen)]
         solved = _highest_bound(planes, MAX_RISE * self.best_prices_s * scale + whole_s)
         if solved is None:
