@@ -309,3 +309,82 @@ def test_size_zero_and_missing_leaves():
     traced = trace(step, {"w": W, "none": None, "empty": jnp.zeros((0, 4))}, X)
     assert [a.name for a in traced.arguments] == ["state['empty']", "state['w']", "x"]
     assert traced.replaces == (0, 1)
+
+
+# --- phases by dataflow
+
+
+def phases_of_body(step: Step, primitive: str) -> list[Phase]:
+    """Of the ops inside loops."""
+    return [op.phase for path, graph in walk(step.graph) if path for op in graph.ops if op.name == primitive]
+
+
+def test_a_gradient_inside_a_forward_loop_is_backward_inside():
+    def step(w, xs):
+        def add(total, x):
+            return total + jax.grad(loss)(w, x), None
+
+        grads, _ = jax.lax.scan(add, jnp.zeros_like(w), xs)
+        return w - grads
+
+    traced = trace(step, W, jax.ShapeDtypeStruct((3, *X.shape), X.dtype))
+    assert phases_of(traced, "scan") == [Phase.FORWARD]
+    assert phases_of_body(traced, "dot_general") == [Phase.FORWARD, Phase.BACKWARD]
+    assert phases_of_body(traced, "tanh") == [Phase.FORWARD]
+
+
+def test_what_is_inside_a_backward_loop_is_backward():
+    def step(w, x):
+        def loss(w):
+            return jax.lax.scan(lambda x, _: (jnp.sin(x @ w), None), x, None, length=2)[0].sum()
+
+        return w - jax.grad(loss)(w)
+
+    traced = trace(step, jax.ShapeDtypeStruct((16, 16), jnp.float32), X)
+    forward, backward = (op for op in traced.graph.ops if op.name == "scan")
+    assert {op.phase for op in forward.bodies["jaxpr"][0].ops} == {Phase.FORWARD}
+    assert {op.phase for op in backward.bodies["jaxpr"][0].ops} == {Phase.BACKWARD}
+
+
+def test_what_is_inside_an_updates_loop_is_update_even_a_gradient():
+    def step(w, x):
+        def inner(g, _):
+            return g - jax.grad(lambda g: jnp.sum(jnp.exp(g)))(g), None
+
+        return w - jax.lax.scan(inner, jax.grad(loss)(w, x), None, length=2)[0]
+
+    traced = trace(step, W, X)
+    assert phases_of(traced, "scan") == [Phase.UPDATE]
+    (body,) = (graph for path, graph in walk(traced.graph) if path)
+    assert {op.phase for op in body.ops} == {Phase.UPDATE}
+    assert any("transpose(" in op.scope for op in body.ops)
+
+
+def test_a_schedule_that_only_the_update_reads_is_update_through_and_through():
+    def step(w, x, count):
+        rate = jnp.exp(jnp.cos(count))
+        return w - rate * jax.grad(loss)(w, x), count + 1
+
+    traced = trace(step, W, X, jnp.float32(0))
+    assert phases_of(traced, "cos") == phases_of(traced, "exp") == [Phase.UPDATE]
+
+
+def test_what_feeds_the_loss_through_others_is_forward_even_where_the_update_reads_it():
+    def step(w, x, count):
+        shift = jnp.exp(jnp.cos(count))
+        return w - shift * jax.grad(lambda w: loss(w, x + shift))(w), count + 1
+
+    traced = trace(step, W, X, jnp.float32(0))
+    assert phases_of(traced, "cos") == phases_of(traced, "exp") == [Phase.FORWARD]
+    assert phases_of(traced, "mul")[-1] is Phase.UPDATE
+
+
+def test_what_the_forward_phase_makes_is_forward_until_a_gradient_is_read():
+    def step(w, x):
+        value, grad = jax.value_and_grad(loss)(w, x)
+        new = w - grad
+        return new, jnp.exp(value), jnp.cos(jnp.sum(grad)), jnp.tan(value + jnp.sum(new))
+
+    traced = trace(step, W, X)
+    assert phases_of(traced, "exp") == [Phase.FORWARD]
+    assert phases_of(traced, "cos") == phases_of(traced, "tan") == [Phase.UPDATE]

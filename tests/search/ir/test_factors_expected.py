@@ -1,0 +1,350 @@
+"""What each primitive's factors are, written down by hand from what the primitive computes.
+
+The other `test_factors_*` modules show that no factor promises too much; this one, that none is missing. An array is written
+as its dimensions: `i (j k) 1` has a compound second dimension, of which `j` is the major part, and a third of size one; `()`
+is a scalar. Marks: `k+` is summed over, `k^` reduced otherwise, `k!` kept whole.
+"""
+
+import re
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.experimental import pallas as pl
+from jax.experimental.custom_partitioning import custom_partitioning
+
+from search.ir import factors
+from search.ir.factors import Kind, Rule, rule_for
+from tests.search.ir.test_factors_cases import BINARY, BITWISE, CASES, UNARY, capture, equation, floats
+
+MARKS = {Kind.PARALLEL: "", Kind.SUM: "+", Kind.REDUCE: "^", Kind.UNSPLITTABLE: "!"}
+
+
+def written(rule: Rule) -> str:
+    """A rule in the notation above."""
+
+    def array(dims: tuple[tuple[int, ...], ...]) -> str:
+        names = [[f"f{f}{MARKS[rule.factors[f].kind]}" for f in dim] for dim in dims]
+        return " ".join(f"({' '.join(n)})" if len(n) > 1 else (n or "1")[0] for n in names) or "()"
+
+    return f"{', '.join(map(array, rule.operands))} -> {', '.join(map(array, rule.results))}"
+
+
+def same(text: str) -> str:
+    """The notation with factors numbered by first appearance; a mark counts wherever its factor stands."""
+    marks = dict(re.findall(r"([a-z]\w*)([+^!])", text))
+    number: dict[str, int] = {}
+
+    def renamed(match: re.Match[str]) -> str:
+        name = match[1]
+        return f"f{number.setdefault(name, len(number))}{marks.get(name, '')}"
+
+    return re.sub(r"([a-z]\w*)[+^!]?", renamed, text)
+
+
+POOLED = "n h! w! c -> n y! x! c"
+SUMMED_UPDATES, COMBINED_UPDATES = "r d, p+ 1, p+ d -> r d", "r d, p^ 1, p^ d -> r d"
+
+EXPECTED = {
+    **dict.fromkeys(UNARY, "a b -> a b"),
+    **dict.fromkeys((*BINARY, *BITWISE), "a b, a b -> a b"),
+    **dict.fromkeys(("not", "population_count", "clz", "integer_pow", "reduce_precision"), "a b -> a b"),
+    **dict.fromkeys(("float-to-float", "float-to-int", "real", "imag", "conj", "copy", "name"), "a b -> a b"),
+    **dict.fromkeys(("add_any", "complex"), "a b, a b -> a b"),
+    "clamp": "(), a b, () -> a b",
+    "clamp-full": "a b, a b, a b -> a b",
+    "select_n": "a b, a b, a b -> a b",
+    "select_n-scalar": "(), a b, a b -> a b",
+    "barrier": "a b, c -> a b, c",
+    # products
+    "dot": "i k+, k j -> i j",
+    "dot-vector": "i k+, k -> i",
+    "dot-batch": "b q h d+, b k h d -> b h q k",
+    "dot-size-1": "1 m k+, 1 k 1 -> 1 m 1",
+    "dot-two-contracted": "b+ s+ d, b s h -> d h",
+    "conv": "n h! w! c+, p! q! c o -> n y! x! o",
+    "conv-strided": "n h! w! c+, p! q! c o -> n y! x! o",
+    "conv-nchw": "n c+ h! w!, o c p! q! -> n o y! x!",
+    "conv-input-gradient": "n y! x! o+, p! q! c o -> n h! w! c",
+    "conv-kernel-gradient": "n+ h! w! c, n y! x! o -> p! q! c o",
+    "conv-grouped": "n (g c+) h! w!, (g o) c p! q! -> n (g o) y! x!",
+    "conv-grouped-input-gradient": "n (g o+) y! x!, o (g c) p! q! -> n (g c) h! w!",
+    "conv-grouped-kernel-gradient": "n+ (g c) h! w!, n (g o) y! x! -> (g o) c p! q!",
+    "conv-depthwise": "n h! w! g, p! q! 1 g -> n y! x! g",
+    "conv-depthwise-kernel-gradient": "n+ h! w! g, n y! x! g -> p! q! 1 g",
+    "conv-batch-groups": "(g n) c+ h! w!, (g o) c p! q! -> n (g o) y! x!",
+    "ragged-free": "m! k+, g! k n, g -> m n",
+    "ragged-contracted": "t! m, t n, g! -> g m n",
+    # shapes
+    "reshape-split": "a (b c) -> a b c",
+    "reshape-merge": "a b c -> (a b) c",
+    "reshape-both": "a b (c d) -> a (b c) d",
+    "reshape-gcd": "(a b!) c! -> (a d!) e!",
+    "reshape-size-1": "a b 1 -> 1 a 1 b",
+    "reshape-permuted": "a b -> (b a)",
+    "transpose": "a b c -> c a b",
+    "squeeze": "a 1 b -> a b",
+    "broadcast": "a 1 b -> c a d b",
+    "broadcast-scalar": "() -> a b",
+    "tile": "a b -> (r a) b",
+    "rev": "a b! -> a b",
+    "slice": "a b! -> a c!",
+    "slice-strided": "a b! -> a c!",
+    "pad": "a b!, () -> a c!",
+    "pad-shifted": "a b!, () -> a b",
+    "concatenate": "a b!, a c! -> a d!",
+    "concatenate-equal": "a b!, a b -> a c!",
+    "split": "a b! -> a c!, a d!",
+    "iota": " -> a b",
+    "bitcast": "a b -> a b",
+    "bitcast-narrow": "a b -> a b c!",
+    # reductions
+    "reduce_sum": "a+ b c+ -> b",
+    "reduce_min": "a^ b -> b",
+    "argmin": "a^ b -> b",
+    **dict.fromkeys(("reduce_max", "reduce_prod", "reduce_and", "reduce_or", "reduce_xor"), "a b^ -> a"),
+    "argmax": "a b^ -> a",
+    "reduce": "a b!, a b, (), () -> a, a",
+    **dict.fromkeys(("cumsum", "cumprod", "cummax", "cumlogsumexp"), "a b! -> a b"),
+    "cummin": "a! b -> a b",
+    "max-pool": POOLED,
+    "sum-pool": POOLED,
+    "strided-pool": "h! b -> y! b",
+    "max-pool-gradient": "n y! x! c, n h! w! c -> n i! j! c",
+    # look-ups
+    "embedding": "v+ d, p q 1 -> p q d",
+    "embedding-gradient": "v d, p+ q+ 1, p q d -> v d",
+    "take-along": "b k+, b p 1 -> b p",
+    "take-along-gradient": "b k, b p+ 1, b p -> b k",
+    "gather-points": "a+ b+, p q v! -> p q",
+    "gather-windows": "a b!, p 1 -> p a c!",
+    "gather-kept-1": "a b+, p 1 -> a p 1",
+    "gather-truths": "a! b, p 1 -> p b",
+    "scatter": "r d, p! 1, p d -> r d",
+    "scatter-add": SUMMED_UPDATES,
+    **dict.fromkeys(("scatter-mul", "scatter-max", "scatter-min"), COMBINED_UPDATES),
+    "scatter-points": "a b, p+ v!, p -> a b",
+    "scatter-windows": "a b!, 1, a c! -> a b",
+    "dynamic_slice": "a b!, (), () -> a c!",
+    "dynamic_update_slice": "a b!, a c!, (), () -> a b",
+    "sort": "a b!, a b -> a b, a b",
+    "top_k": "a b! -> a c!, a c!",
+    # stacks of matrices
+    "fft": "a b! -> a b",
+    "cholesky": "s a! b! -> s c! d!",
+    "qr": "s a! b! -> s c! d!, s e! f!",
+    "eigh": "s a! b! -> s c! d!, s e!",
+    "svd": "s a! b! -> s c!, s d! e!, s f! g!",
+    "lu": "s a! b! -> s c! d!, s e!, s f!",
+    "triangular_solve": "s e! u!, s u c -> s u c",
+    "triangular_solve-right": "s e! u!, s r u -> s r u",
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_factor_is_found(case: str):
+    assert same(written(equation(case).rule)) == same(EXPECTED[case])
+
+
+# --- what has no case: (shapes of operands, of results, parameters, factors)
+
+KEYS = jax.ShapeDtypeStruct((4,), jax.random.key(0).dtype)
+
+
+def windowed(shape: tuple[int, ...]) -> dict[str, Any]:
+    return {"window_dimensions": shape, "padding": ((0, 0),) * len(shape)}
+
+
+UPDATES = SimpleNamespace(
+    update_window_dims=(1,),
+    inserted_window_dims=(0,),
+    scatter_dims_to_operand_dims=(0,),
+    operand_batching_dims=(),
+    scatter_indices_batching_dims=(),
+)
+FIRST_COLUMN = SimpleNamespace(
+    offset_dims=(1,),
+    collapsed_slice_dims=(0,),
+    start_index_map=(0,),
+    operand_batching_dims=(),
+    start_indices_batching_dims=(),
+)
+"""Rows are looked up; of each, the first element is taken."""
+
+MATRICES = [(2, 4, 3)]
+
+DIRECT: dict[str, tuple[list[Any], list[Any], dict[str, Any], str]] = {
+    **{
+        name: ([(4, 6)] * arity, [(4, 6)], {}, f"{', '.join(['a b'] * arity)} -> a b")
+        for arity, names in {
+            1: ("one_minus_square", "random_clone", "random_seed", "polynomial", "zeros_like", "device_put"),
+            2: ("eq_to", "le_to", "lt_to", "mulhi", "igamma_grad_a", "random_gamma_grad", "random_fold_in"),
+            3: ("regularized_incomplete_beta",),
+        }.items()
+        for name in names
+    },
+    **{
+        name: ([(4, 6)], [(4, 6)], {}, "a b -> a b")
+        for name in ("sharding_constraint", "layout_constraint", "reshard", "stage", "stop_gradient")
+    },
+    **{
+        name: ([(4, 6)] * 4, [(4, 6)] * 2, {}, "a b, a b, a b, a b -> a b, a b")
+        for name in ("threefry2x32", "threefry4x32", "philox2x32", "philox4x32")
+    },
+    **{name: ([], [(4, 6)], {}, " -> a b") for name in ("empty", "empty2")},
+    "iota_2x32_shape": ([], [(4, 6), (4, 6)], {}, " -> a b, a b"),
+    "expand_dims": ([(4, 6)], [(4, 1, 6)], {"dimensions": (1,)}, "a b -> a 1 b"),
+    "stack": ([(4, 6), (4, 6)], [(4, 2, 6)], {"axis": 1}, "a b, a b -> a s! b"),
+    "unstack": ([(4, 2, 6)], [(4, 6), (4, 6)], {"axis": 1}, "a s! b -> a b, a b"),
+    "random_bits": ([KEYS], [(4, 6)], {}, "k -> k a"),
+    "random_split": ([KEYS], [(4, 2)], {}, "k -> k a"),
+    "random_gamma": ([KEYS, (4,)], [(4,)], {}, "k, k -> k"),
+    **{
+        name: ([(4, 2)], [(4,)], {}, "k w! -> k")
+        for name in ("random_wrap", "random_unwrap", "from_edtype", "to_edtype")
+    },
+    **{name: ([(4,)], [(4,), (8,)], {}, "k! -> a!, b!") for name in ("rng_bit_generator", "rng_uniform")},
+    "reduce_window": ([(4, 6), ()], [(4, 5)], windowed((1, 2)), "a b!, () -> a c!"),
+    "reduce_window_min": ([(4, 6)], [(4, 5)], windowed((1, 2)), "a b! -> a c!"),
+    "select_and_scatter": ([(4, 6), (4, 3), ()], [(4, 6)], windowed((1, 2)), "a b!, a c!, () -> a d!"),
+    "select_and_gather_add": ([(4, 6), (4, 6)], [(4, 3)], windowed((1, 2)), "a b!, a c! -> a d!"),
+    "gather": (
+        [(4, 6), (3, 1)],
+        [(3, 1)],
+        {"dimension_numbers": FIRST_COLUMN, "slice_sizes": (1, 1)},
+        "a+ b!, p 1 -> p 1",
+    ),
+    "scatter-sub": ([(4, 6), (8, 1), (8, 6)], [(4, 6)], {"dimension_numbers": UPDATES}, SUMMED_UPDATES),
+    "approx_top_k": ([(4, 6)], [(4, 2), (4, 2)], {"reduction_dimension": 1}, "a b! -> a c!, a c!"),
+    **{
+        name: (MATRICES, [(2, 3)], {}, "s a! b! -> s c!")
+        for name in ("eig", "schur", "hessenberg", "tridiagonal")
+    },
+    **{name: (MATRICES, [(2, 4, 3), (2, 3)], {}, "s a! b! -> s c! d!, s e!") for name in ("geqrf", "geqp3")},
+    "householder_product": ([(2, 4, 3), (2, 3)], [(2, 4, 3)], {}, "s a! b!, s c! -> s d! e!"),
+    "ormqr": ([(2, 4, 3), (2, 3), (2, 4, 5)], [(2, 4, 5)], {}, "s a! b!, s c!, s d! e! -> s f! g!"),
+    "symmetric_product": ([(2, 4, 3), (2, 4, 4)], [(2, 4, 4)], {}, "s a! b!, s c! d! -> s e! f!"),
+    "cholesky_update": ([(2, 4, 4), (2, 4)], [(2, 4, 4)], {}, "s a! b!, s c! -> s d! e!"),
+    "lu_pivots_to_permutation": ([(2, 4)], [(2, 5)], {}, "s a! -> s b!"),
+    "tridiagonal_solve": (
+        [(2, 4)] * 3 + [(2, 4, 5)],
+        [(2, 4, 5)],
+        {},
+        "s a!, s b!, s c!, s d! e! -> s f! g!",
+    ),
+    "no such primitive": ([(4, 6), ()], [(4,)], {}, "a! b!, () -> c!"),
+}
+
+
+def avals(shapes: list[Any]) -> Iterator[Any]:
+    for shape in shapes:
+        yield shape if hasattr(shape, "dtype") else jax.ShapeDtypeStruct(shape, np.float32)
+
+
+@pytest.mark.parametrize("name", DIRECT)
+def test_every_factor_is_found_where_there_is_no_case(name: str):
+    ins, outs, params, expected = DIRECT[name]
+    assert same(written(rule_for(name, [*avals(ins)], [*avals(outs)], params))) == same(expected)
+
+
+# --- kernels
+
+
+def partitioned(rule: str, num_results: int, **options: Any) -> Callable[..., Any]:
+    """A function that says how it splits, of operands whose first ones have its results' shapes."""
+    wrapped = custom_partitioning(lambda *xs: xs[:num_results])
+    wrapped.def_partition(lambda *_: None, sharding_rule=rule, **options)
+    return wrapped
+
+
+PARTITIONED = {
+    "a b -> a b": ("a b -> a b", {}, [(4, 6)]),
+    "a b!, a c! -> a b!": ("a b, a c -> a b", {"need_replication_factors": ("b",)}, [(4, 6), (4, 3)]),
+    "a b! -> a b": ("a b -> a b", {"permutation_factors": ("b",)}, [(4, 6)]),
+    "a b, a k^ -> a b": ("a b, a k -> a b", {"reduction_factors": ("k",)}, [(4, 6), (4, 3)]),
+    "(a c) b, a c -> (a c) b": ("(a c) b, a c -> (a c) b", {}, [(8, 6), (2, 4)]),
+    "s t b -> s t b": ("... b -> ... b", {}, [(2, 4, 6)]),
+    "a b!, a c! -> a d!": ("a b, a b -> a b", {}, [(4, 6), (4, 3)]),  # the second has a scale for two
+}
+
+
+@pytest.mark.parametrize("expected", PARTITIONED)
+def test_a_sharding_rule_is_read_as_it_says(expected: str):
+    rule, options, shapes = PARTITIONED[expected]
+    eqn = capture("custom_partitioning", partitioned(rule, 1, **options), *(floats(*s) for s in shapes))
+    assert same(written(eqn.rule)) == same(expected)
+    assert eqn.rule.is_kernel
+    assert not eqn.rule.is_unknown
+
+
+def doubled(x: jax.Array, s: jax.Array) -> jax.Array:
+    def kernel(x_ref, s_ref, o_ref):
+        o_ref[...] = x_ref[...] * s_ref[0]
+
+    return pl.pallas_call(kernel, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype), interpret=True)(x, s)
+
+
+VMAPPED = {
+    "a! b!, c! -> d! e!": (doubled, (4, 6), (3,)),
+    "n a! b!, c! -> n d! e!": (jax.vmap(doubled, (0, None)), (2, 4, 6), (3,)),
+    "a! n b!, n c! -> n d! e!": (jax.vmap(doubled, (1, 0)), (4, 2, 6), (2, 3)),
+    "m n a! b!, n c! -> m n d! e!": (jax.vmap(jax.vmap(doubled), (0, None)), (5, 2, 4, 6), (2, 3)),
+}
+
+
+@pytest.mark.parametrize("expected", VMAPPED)
+def test_batches_of_a_pallas_kernel_are_parallel(expected: str):
+    function, x, s = VMAPPED[expected]
+    rule = capture("pallas_call", function, floats(*x), floats(*s)).rule
+    assert same(written(rule)) == same(expected)
+    assert rule.is_kernel != rule.is_unknown
+
+
+EMPTY = [(0,)] * 4
+ATTENTION = "b t! (n g) h!, b s! n i!, b u! n j!"
+ATTENDED = {
+    "forward": (
+        "dot_product_attention_fwd_wrapper",
+        [(2, 8, 6, 4), (2, 8, 3, 4), (2, 8, 3, 4), (0,), (0,), (0,), *EMPTY],
+        [(2, 8, 6, 4), (2, 6, 8)],
+        f"{ATTENTION}, c!, d!, e!, p!, q!, r!, v! -> b w! (n g) x!, b (n g) y!",
+    ),
+    "bias shared by heads, lengths": (
+        "dot_product_attention_fwd_wrapper",
+        [(2, 8, 6, 4), (2, 8, 3, 4), (2, 8, 3, 4), (2, 1, 8, 8), (2,), (2,), *EMPTY],
+        [(2, 8, 6, 4)],
+        f"{ATTENTION}, b 1 c! d!, b, b, p!, q!, r!, v! -> b w! (n g) x!",
+    ),
+    "gradient of a bias shared by the batch": (
+        "dot_product_attention_bwd_wrapper",
+        [*[(2, 8, 6, 4)] * 3, (1, 6, 8, 8), (0,), (0,), *EMPTY, (2, 6, 8), (2, 8, 6, 4), (2, 8, 6, 4)],
+        [*[(2, 8, 6, 4)] * 3, (1, 6, 8, 8)],
+        "b! a! n c!, b d! n e!, b f! n g!, 1 n h! i!, j!, k!, l!, m!, o!, p!, b n q!, b r! n s!, b t! n u! -> "
+        "b va! n vb!, b vc! n vd!, b ve! n vf!, 1 n vg! vh!",
+    ),
+}
+PLAIN = {"layout": 0, "dropout_rate": 0.0, "mask_type": SimpleNamespace(name="CAUSAL")}
+
+
+@pytest.mark.parametrize("case", ATTENDED)
+def test_attention_is_parallel_in_batches_and_heads(case: str):
+    name, ins, outs, expected = ATTENDED[case]
+    assert same(written(rule_for(name, [*avals(ins)], [*avals(outs)], PLAIN))) == same(expected)
+
+
+@pytest.mark.parametrize("change", [{"dropout_rate": 0.1}, {"mask_type": SimpleNamespace(name="ALIBI")}])
+def test_attention_that_counts_places_stays_whole(change: dict[str, Any]):
+    name, ins, outs, _ = ATTENDED["forward"]
+    rule = rule_for(name, [*avals(ins)], [*avals(outs)], PLAIN | change)
+    assert {factor.kind for factor in rule.factors} == {Kind.UNSPLITTABLE}
+
+
+def test_the_table_is_complete():
+    """Each primitive with a rule stands in one of the tables."""
+    written_down = (
+        {CASES[case][0] for case in EXPECTED} | set(DIRECT) | {name for name, *_ in ATTENDED.values()}
+    )
+    assert set(factors._RULES) <= written_down | {"custom_partitioning", "pallas_call"}
