@@ -11,6 +11,7 @@ module is where text becomes such a number and back. Three directions:
 
 import math
 import re
+from collections.abc import Sequence
 from decimal import Decimal
 from numbers import Real
 
@@ -140,6 +141,11 @@ def format_flops(flops_per_s: float) -> str:
 def format_count(count: float) -> str:
     """A number of things for people: `format_count(1_413_000_000) == "1.41B"` (K, M, billion, T)."""
     return _format(count, _COUNTS).replace(" ", "")
+
+
+def format_mesh(shape: Sequence[int]) -> str:
+    """`2x4`: sizes of a mesh's axes, as the command line takes them."""
+    return "x".join(map(str, shape))
 
 
 def exact_bytes(num_bytes: int) -> str:

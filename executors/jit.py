@@ -9,6 +9,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from cost_model.errors import InputError
+from cost_model.units import format_mesh
 from executors.rewrite import evaluator
 from search.ir.graph import Step
 from search.ir.sharding import StepSharding
@@ -99,7 +100,7 @@ def _mesh(sharding: StepSharding, devices: Sequence[Any] | None) -> Mesh | Abstr
     wanted = int(np.prod(sharding.mesh_shape))
     if len(devices) < wanted:
         raise InputError(
-            f"the plan's mesh {'x'.join(map(str, sharding.mesh_shape))} needs {wanted} devices, and there are "
+            f"the plan's mesh {format_mesh(sharding.mesh_shape)} needs {wanted} devices, and there are "
             f"{len(devices)}. Search again for the devices at hand, or run on more"
         )
     return Mesh(np.array(devices[:wanted]).reshape(sharding.mesh_shape), sharding.axis_names)

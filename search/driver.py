@@ -14,7 +14,7 @@ import jax
 
 from cost_model.cluster import Cluster
 from cost_model.errors import InfeasibleError, PlanError
-from cost_model.units import format_bytes
+from cost_model.units import format_bytes, format_mesh
 from search import infeasible
 from search.deadline import Deadline
 from search.device.prediction import Prediction
@@ -103,7 +103,7 @@ def find(
     shapes, deadline = candidate_shapes(cluster, options), Deadline.after(options.time_limit_s)
     best, bounds_s, tried = None, [], []
     for i, shape in enumerate(shapes):
-        progress(f"mesh {_by(shape)} ({i + 1} of {len(shapes)})")
+        progress(f"mesh {format_mesh(shape)} ({i + 1} of {len(shapes)})")
         tried.append(on_mesh := step_problem.on(cluster, shape))
         kept = on_mesh.pinned(pins)
         watch.lap("strategies")
@@ -202,10 +202,6 @@ def _finished(
     )
     watch.lap("plan")
     return SearchResult(replace(plan, search_s=watch.seconds), found.on_mesh, found.labels)
-
-
-def _by(shape: Sequence[int]) -> str:
-    return "x".join(map(str, shape))
 
 
 def _marks(step: Step, pins: Mapping[str, Any]) -> list[str]:

@@ -15,7 +15,7 @@ from math import inf
 
 from cost_model.cluster import Cluster
 from cost_model.errors import InfeasibleError, InputError, PlanError
-from cost_model.units import format_bytes, format_seconds
+from cost_model.units import format_bytes, format_mesh, format_seconds
 from search.deadline import Deadline
 from search.mesh_problem import ROOM, WIDE_GAP, MeshProblem, Options, StepProblem, candidate_shapes
 from search.plan.estimates import where
@@ -78,7 +78,7 @@ def smallest_peak(tried: Sequence[MeshProblem], options: Options, deadline: Dead
         if best and best.peak.num_bytes <= NEAR * least[n]:
             break
         if best and deadline.is_over:
-            untried.append(_by(on_mesh.shape))
+            untried.append(format_mesh(on_mesh.shape))
             continue
         try:
             labels, peak = on_mesh.smallest_peak(on_mesh.pinned(options.pins or {}), deadline.left_s / 2)
@@ -121,7 +121,7 @@ def explain(
     would_fit, untried = _fitting(step_problem, cluster, options, smallest, deadline)
     sentences = [
         f"{found} a device on {cluster.name}.",
-        f"The smallest peak found is {format_bytes(peak.num_bytes)} (mesh {_by(smallest.on_mesh.shape)}), at "
+        f"The smallest peak found is {format_bytes(peak.num_bytes)} (mesh {format_mesh(smallest.on_mesh.shape)}), at "
         f"{where(smallest.on_mesh.memory.costed, peak.position)}, where these reside: {residents}.",
         f"Any one of these would fit: {'; '.join(would_fit)}.",
     ]
@@ -206,7 +206,3 @@ def _least_bytes(on_mesh: MeshProblem, options: Options) -> float:
 
 def _said(step_s: float) -> str:
     return f"step {format_seconds(step_s)} or less"
-
-
-def _by(shape: tuple[int, ...]) -> str:
-    return "x".join(map(str, shape))

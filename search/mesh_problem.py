@@ -59,6 +59,9 @@ ROOM = 1.01
 WIDE_GAP = 0.2
 """Where any good plan will do: a step may be so much faster still."""
 
+FALLING = (0.7, 0.95)
+"""Shares of the smallest peak so far, under which a smaller one is looked for. Source: a choice of ours."""
+
 Progress = Callable[[str], None]
 
 
@@ -196,7 +199,7 @@ class MeshProblem:
         Raises:
           NoFitError: the kept strategies contradict one another, or none were found in time.
         """
-        deadline, found = Deadline.after(time_limit_s), []
+        whole, deadline, found = Deadline.after(time_limit_s), Deadline.after(time_limit_s / 2), []
 
         def propose(_: float, rows: Sequence[MemoryConstraint]) -> Round[tuple[Labels, Prediction]]:
             labels = self._frugal(kept, rows, deadline)
@@ -208,7 +211,22 @@ class MeshProblem:
             found.append((labels, max(peaks, key=lambda peak: peak.num_bytes)))
             if latest.needed_bytes <= BLIND * latest.expected_bytes or deadline.is_over:
                 break
-        return min(found, key=lambda one: one[1].num_bytes)
+        labels, peak = min(found, key=lambda one: one[1].num_bytes)
+        return self._lowered(kept, labels, peak, whole)
+
+    def _lowered(
+        self, kept: Sequence[np.ndarray], labels: Labels, peak: Peak, deadline: Deadline
+    ) -> tuple[Labels, Peak]:
+        """What still fits as a cap falls, in large steps first: where kernels hold far more than the rows know, strategies
+        that hold little by the rows are not those that hold little."""
+        for share in FALLING:
+            with suppress(NoFitError):
+                while not deadline.is_over:
+                    cap_bytes, left_s = int(share * peak.num_bytes), deadline.left_s / 2
+                    solution, found = self.fitting(kept, cap_bytes, left_s, relative_gap=WIDE_GAP)
+                    labels, peaks = solution.labels, (self.memory.peak(solution.labels), found.least)
+                    peak = max(peaks, key=lambda one: one.num_bytes)
+        return labels, peak
 
     def _frugal(
         self, kept: Sequence[np.ndarray], rows: Sequence[MemoryConstraint], deadline: Deadline

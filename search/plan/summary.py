@@ -9,7 +9,7 @@ from pathlib import PurePath
 from cost_model.cluster import Cluster
 from cost_model.collectives import MeshModel
 from cost_model.errors import InputError, PlanError
-from cost_model.units import format_bytes, format_rate, format_seconds
+from cost_model.units import format_bytes, format_mesh, format_rate, format_seconds
 from search.plan.argument_lines import argument_lines
 from search.plan.plan import Estimates, Plan
 from search.plan.text_table import aligned, more_of, plural
@@ -143,7 +143,7 @@ def _gap(plan: Plan) -> list[str]:
     is_proven = plan.gap < 1e-9  # the solver's own rounding
     within = "it is the fastest" if is_proven else f"within {_rounded_up(100 * plan.gap)}% of the fastest"
     unhidden, cap = format_seconds(plan.estimates.unhidden_s), format_bytes(plan.memory_bytes)
-    meshes = ", ".join("x".join(map(str, mesh)) for mesh in plan.meshes)
+    meshes = ", ".join(map(format_mesh, plan.meshes))
     return [
         f"certified gap: {within} plan of its search space, if nothing overlapped ({unhidden})",
         f"  among plans that hold at most {cap} in program order, on mesh {meshes}",
