@@ -14,10 +14,13 @@ What hand-written kernels say of themselves is read in `_jax_kernels`; what the 
 `cost_model.xla._jax`.
 """
 
+# JAX types these functions only in part.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
 import contextlib
 import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import Any
 
 import jax
@@ -123,7 +126,7 @@ def relative(file: str) -> str:
 
 
 @contextlib.contextmanager
-def provenance(scope: str, source_info: Any) -> Iterator[None]:
+def provenance(scope: str, source_info: Any) -> Generator[None]:
     """Operations bound inside carry this name scope and source line into the compiler's metadata."""
     stack = source_info_util.current_name_stack()
     for part in filter(None, scope.split("/")):

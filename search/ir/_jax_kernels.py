@@ -10,6 +10,10 @@ What we rely on beyond JAX's public surface, all present in JAX 0.11 and 0.12:
   maps pass its index through.
 """
 
+# JAX and MLIR type these functions only in part.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportMissingTypeStubs=false, reportPrivateUsage=false
+
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Sequence

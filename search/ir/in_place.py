@@ -9,6 +9,9 @@ neither the argument as it was nor a result of the step is lost.
 Flax is not imported here: modules are told by where their classes are defined.
 """
 
+# JAX types these functions only in part.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any

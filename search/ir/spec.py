@@ -9,6 +9,7 @@ no saying.
 import math
 import re
 from collections.abc import Sequence
+from typing import Any
 
 from jax.sharding import PartitionSpec
 
@@ -106,7 +107,7 @@ def from_partition_spec(spec: PartitionSpec, axis_names: Sequence[str]) -> Spec:
     Raises:
       PlanError: as `parse_spec`.
     """
-    entries = [e if isinstance(e, tuple) else (e,) if e is not None else None for e in spec]
+    entries: list[Any] = [e if isinstance(e, tuple) else (e,) if e is not None else None for e in spec]
     return parse_spec(f"P({', '.join(map(repr, entries))})", axis_names)
 
 

@@ -78,7 +78,7 @@ def _has_order(tree: Any) -> bool:
 
 def _children(tree: Any, first: int = 0, start: int = 0) -> list[_Span]:
     """The subtrees that have leaves; the first one has the position `first` and begins with the leaf `start`."""
-    spans = []
+    spans: list[_Span] = []
     for position, child in enumerate(tree.children(), first):
         spans.append(_Span(child, position, start))
         start += child.num_leaves
@@ -189,7 +189,7 @@ def roles(graph: Graph, replaces: tuple[int | None, ...]) -> tuple[Role, ...]:
     }
     made_in = {v: op.phase for op in graph.ops for v in op.outputs}
     new_phase = {i: made_in.get(o) for o, i in zip(graph.outputs, replaces, strict=True) if i is not None}
-    found = []
+    found: list[Role] = []
     for i, v in enumerate(graph.inputs):
         value, phases = graph.values[v], read_in.get(v, set())
         if _jax.is_key_dtype(value.dtype):

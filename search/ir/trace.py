@@ -10,6 +10,9 @@ found in `state`; here two things are read off:
   stack says nothing, dataflow decides: what depends on the backward phase is update, the rest is forward.
 """
 
+# JAX types these functions only in part.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -227,7 +230,16 @@ class _Builder:
         through = dict(zip(held, outputs, strict=True))
         return tuple(through[a] if isinstance(a, int) else a for a in operands)
 
-    def _append(self, primitive, params, inputs, outputs, scope, source_info, bodies) -> None:
+    def _append(
+        self,
+        primitive: Any,
+        params: dict[str, Any],
+        inputs: tuple[Atom, ...],
+        outputs: tuple[int, ...],
+        scope: str,
+        source_info: Any,
+        bodies: dict[str, tuple[Graph, ...]],
+    ) -> None:
         values = tuple(self.values[v] for v in outputs)
         self.ops.append(
             Op(primitive, params, inputs, outputs, values, Phase.FORWARD, scope, source_info, bodies)
@@ -282,7 +294,7 @@ def _with_phases(graph: Graph) -> Graph:
 def _in_phases(graph: Graph, phases: Sequence[Phase | None]) -> Graph:
     """The graph with a phase per op; a body stands in its op's phase, but for ops named backward (a gradient
     inside)."""
-    ops = []
+    ops: list[Op] = []
     for op, phase in zip(graph.ops, phases, strict=True):
         assert phase is not None
         bodies = {

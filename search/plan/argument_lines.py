@@ -16,7 +16,7 @@ NNX's closing `.value` is left out of the paths; a plan's keys carry it.
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -174,13 +174,15 @@ def _boxes(specs: Mapping[Tokens, str]) -> list[tuple[str, Box]]:
     return boxes
 
 
-def _merged(boxes: Sequence[tuple[str, Box]], place: int, kind: Any) -> list[tuple[str, Box]]:
+def _merged(
+    boxes: Sequence[tuple[str, Box]], place: int, kind: Callable[[Tokens], str]
+) -> list[tuple[str, Box]]:
     groups: dict[Any, list[Box]] = {}
     for spec, box in boxes:
         deep = place < len(box)
         key = (spec, box[:place], kind(box[place]), box[place + 1 :]) if deep else (spec, box)
         groups.setdefault(key, []).append(box)
-    merged = []
+    merged: list[tuple[str, Box]] = []
     for (spec, *_), group in groups.items():
         tokens = (tuple(t for box in group for t in box[place]),) if place < len(group[0]) else ()
         merged.append((spec, (*group[0][:place], *tokens, *group[0][place + 1 :])))

@@ -42,7 +42,7 @@ _TRANSFORM = re.compile(r"(?:transpose|jvp|vmap|remat|checkpoint)\(([^()]*)\)")
 def node_names(graph: StrategyGraph) -> tuple[tuple[str, ...], ...]:
     """Per node, the names of its decision: one, or that of each argument which it, or whose copies it, decides."""
     seen: dict[str, int] = {}
-    names = []
+    names: list[tuple[str, ...]] = []
     for group in graph.groups:
         largest = _largest(graph, group)
         names.append(_arguments(graph, largest) or (_unique(_class_name(graph, largest), seen),))
@@ -68,7 +68,7 @@ def _arguments(graph: StrategyGraph, op_class: int) -> tuple[str, ...]:
     if graph.folded.op(op_class).name != "input":
         return ()
     program = graph.folded.program
-    return tuple(program.step.arguments[program.ops[i].site[0]].name for i in graph.folded.members[op_class])
+    return tuple(program.step.arguments[program.ops[i].number].name for i in graph.folded.members[op_class])
 
 
 def _copy_name(of: str, phase: ReadPhase) -> str:
@@ -89,7 +89,7 @@ def _maker_name(graph: StrategyGraph, maker: Maker) -> str:
 def _class_name(graph: StrategyGraph, op_class: int) -> str:
     op = graph.folded.op(op_class)
     if op.name == "output":
-        return graph.folded.program.step.results[op.site[0]]
+        return graph.folded.program.step.results[op.number]
     scope = op.op.scope if op.op is not None else ""
     while _TRANSFORM.search(scope):
         scope = _TRANSFORM.sub(r"\1", scope)
@@ -146,7 +146,7 @@ class DecisionCodec:
         operands = [self._specs(graph.ports[op_class, i, False]) for i in range(len(op.operands))]
         results = [self._specs(graph.ports[op_class, r, True]) for r in range(len(op.results))]
         seen: dict[str, int] = {}
-        texts = []
+        texts: list[str] = []
         for strategy in range(len(strategies)):
             read = ", ".join(column[strategy] for column in operands)
             made = ", ".join(column[strategy] for column in results)
@@ -218,7 +218,7 @@ class DecisionCodec:
         """The strategies that a decision leaves a node, given those that the nodes before it have left."""
         name, kind = self.names[node][0], self._kind(node)
         if kind == "arguments":
-            return self._resting(node, self.parse(text, name, place), name, place)
+            return self.resting(node, self.parse(text, name, place), name, place)
         strategy = self._lookup(node, name, text, place)
         if kind == "copies" and not self._may_be_held(node, strategy, allowed):
             return self._all(node)
@@ -240,7 +240,7 @@ class DecisionCodec:
         except PlanError as e:
             raise PlanError(f"{place}: {name}: {e}") from e
 
-    def _resting(self, node: int, wanted: Spec, name: str, place: str) -> np.ndarray:
+    def resting(self, node: int, wanted: Spec, name: str, place: str) -> np.ndarray:
         """The strategies of an argument's node that rest it in a spec."""
         graph = self.costed.graph
         port = graph.ports[graph.groups[node].op_classes[0], 0, True]
@@ -270,9 +270,9 @@ class DecisionCodec:
 def allowed_by_pins(codec: DecisionCodec, pins: Mapping[str, Spec]) -> dict[int, np.ndarray]:
     """Per node of a pinned argument: the strategies that rest it as pinned."""
     graph = codec.costed.graph
-    allowed = {}
+    allowed: dict[int, np.ndarray] = {}
     for i, argument in enumerate(graph.folded.program.step.arguments):
         if argument.name in pins:
             node = graph.node_of[graph.folded.class_of[i]]
-            allowed[node] = codec._resting(node, pins[argument.name], argument.name, "pin")
+            allowed[node] = codec.resting(node, pins[argument.name], argument.name, "pin")
     return allowed

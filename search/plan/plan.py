@@ -13,7 +13,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from cost_model.errors import InputError, PlanError
 from cost_model.whole_file import write_whole
@@ -122,7 +122,7 @@ class Plan:
     decisions: Decisions
     estimates: Estimates
     gap: float | None
-    search_s: Mapping[str, float] = field(default_factory=dict, compare=False)
+    search_s: Mapping[str, float] = field(default_factory=dict[str, float], compare=False)
 
     @property
     def num_devices(self) -> int:
@@ -236,9 +236,7 @@ class Plan:
         )
 
     def __str__(self) -> str:
-        from search.plan.summary import (
-            summary,
-        )  # the face formats; imported late, as the ground must not need it
+        from search.plan.summary import summary  # it needs plans itself
 
         return summary(self)
 
@@ -249,7 +247,7 @@ def _read_options(read: "_Reader") -> dict[str, Any]:
 
 
 def _read_estimates(read: "_Reader") -> Estimates:
-    collectives = []
+    collectives: list[Collective] = []
     for i, item in enumerate(read.get("collectives", list)):
         one = _Reader(item, read.place, f"{read.path}.collectives[{i}]")
         count, num_bytes = one.get("count", int), one.get("bytes", int)
@@ -275,7 +273,8 @@ class _Reader:
         if not isinstance(data, dict):
             where = f"{place}: {path}" if path else place
             raise PlanError(f"{where} must be an object, got {_shown(data)}")
-        self.data, self.place, self.path = data, place, path
+        self.data = cast(dict[str, Any], data)
+        self.place, self.path = place, path
 
     def where(self, key: str) -> str:
         """`plan.json: decisions.mesh` for messages."""
@@ -304,10 +303,10 @@ class _Reader:
         return tuple(values)
 
     def meshes(self, key: str) -> tuple[tuple[int, ...], ...]:
-        meshes = self.get(key, list)
-        if not all(isinstance(m, list) and m and all(type(n) is int and n > 0 for n in m) for m in meshes):
+        meshes: list[Any] = self.get(key, list)
+        if not all(map(_is_mesh, meshes)):
             raise PlanError(f"{self.where(key)} must be lists of positive sizes, got {_shown(meshes)}")
-        return tuple(map(tuple, meshes))
+        return tuple([tuple(cast(list[int], mesh)) for mesh in meshes])
 
     def inner(self, key: str) -> "_Reader":
         return _Reader(self.get(key, dict), self.place, f"{self.path}.{key}" if self.path else key)
@@ -315,6 +314,14 @@ class _Reader:
     def table(self, key: str, kind: type) -> dict[str, Any]:
         inner = self.inner(key)
         return {name: inner.get(name, kind) for name in inner.data}
+
+
+def _is_mesh(sizes: Any) -> bool:
+    return (
+        isinstance(sizes, list)
+        and sizes != []
+        and all(type(n) is int and n > 0 for n in cast(list[Any], sizes))
+    )
 
 
 _KINDS = {str: "text", int: "a whole number", float: "a number", dict: "an object", list: "a list"}

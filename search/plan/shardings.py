@@ -73,9 +73,7 @@ class _Spelling:
         specs = [self.paths.spec(self.graph.ports[op_class, i, False]) for i in range(len(op.operands))]
         if not (op.rule.is_kernel or (op.name in ON_SHARDS and self._splits_evenly(op, specs))):
             return {}
-        return {
-            place: (spec,) for place, spec in zip(op.operand_places, specs, strict=True) if place is not None
-        }
+        return {place: (spec,) for place, spec in zip(op.operand_places, specs, strict=True)}
 
     def _splits_evenly(self, op: FlatOp, specs: Sequence[Spec]) -> bool:
         shapes = [self.program.values[v].shape for v in op.operands]

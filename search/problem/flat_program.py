@@ -68,6 +68,11 @@ class FlatOp:
         """Whether it stands for no computation."""
         return self.op is None
 
+    @property
+    def number(self) -> int:
+        """Of an input or output of the step: its place among them."""
+        return self.site[0]
+
 
 class ReadPhase(StrEnum):
     """The phase in which a value is read. What is read at REST serves all of them."""

@@ -87,7 +87,7 @@ class FoldedProgram:
 
     @cached_property
     def dependencies_into(self) -> dict[int, list[Dependency]]:
-        """Links by consumer."""
+        """Dependencies by consumer."""
         into: dict[int, list[Dependency]] = {}
         for dependency in self.dependencies:
             into.setdefault(dependency.consumer, []).append(dependency)
@@ -126,7 +126,7 @@ def separate(folded: FoldedProgram, marks: Sequence[Any]) -> FoldedProgram:
     """Takes apart the arguments of a class that are marked differently; all else stays folded as it is."""
     parts: dict[tuple[int, Any], list[int]] = {}
     for position, op in enumerate(folded.program.ops):
-        mark = marks[op.site[0]] if op.name == "input" else None
+        mark = marks[op.number] if op.name == "input" else None
         parts.setdefault((folded.class_of[position], mark), []).append(position)
     wholes = tuple(folded.whole_of[op_class] for op_class, _ in parts)
     return _folded(folded.program, tuple(map(tuple, parts.values())), wholes)
@@ -157,8 +157,8 @@ def _first_colors(program: FlatProgram, marks: Sequence[Any]) -> np.ndarray:
     for i, op in enumerate(program.ops):
         name = op.op.scope if op.op is not None else ""
         if op.name == "input":
-            name = program.step.arguments[op.site[0]].name
-            name += repr(marks[op.site[0]]) if marks else ""
+            name = program.step.arguments[op.number].name
+            name += repr(marks[op.number]) if marks else ""
         itemsizes = tuple(program.values[v].itemsize for v in (*op.operands, *op.results))
         rule = rules.setdefault(op.rule, len(rules))
         key = (op.name, rule, op.phase.value, op.count, op.operand_counts, itemsizes, name)

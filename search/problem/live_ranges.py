@@ -95,7 +95,7 @@ class LiveRanges:
 
     def resident_of_argument(self, op) -> Resident:
         """What an argument of the step is."""
-        return _RESIDENT_OF[self.program.step.arguments[op.site[0]].role]
+        return _RESIDENT_OF[self.program.step.arguments[op.number].role]
 
     def items(self) -> tuple[LiveRange, ...]:
         """Everything that is ever in memory."""
@@ -134,7 +134,7 @@ class LiveRanges:
         op, op_class, value = self.program.ops[i], self.folded.class_of[i], self.program.values[v]
         port = self.graph.ports[op_class, r, True]
         if op.name == "input":
-            role = self.program.step.arguments[op.site[0]].role
+            role = self.program.step.arguments[op.number].role
             stays = [
                 LiveRange(port, value.num_bytes, 0, len(self.program.ops) - 1, None, _RESIDENT_OF[role], i)
             ]

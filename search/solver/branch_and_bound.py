@@ -160,15 +160,15 @@ class _Search:
         problem: Problem,
         limit_bytes: float,
         violated: Violated,
-        time_limit_s,
-        relative_gap,
-        cutoff_s,
-        progress,
-    ):
+        time_limit_s: float,
+        relative_gap: float,
+        cutoff_s: float,
+        progress: Callable[[str], None] | None,
+    ) -> None:
         self.problem, self.limit_bytes, self.violated = problem, limit_bytes, violated
         self.start_s, self.time_limit_s = monotonic(), time_limit_s
         self.relative_gap = max(relative_gap, ROUNDING)
-        self.progress = progress or (lambda line: None)
+        self.progress = progress
         self.planes = CuttingPlanes(problem, limit_bytes)
         self.labels: Labels | None = None
         self.cost_s, self.bound_s, self.floor_s = cutoff_s, -np.inf, np.inf
@@ -191,8 +191,9 @@ class _Search:
 
     def _run_stage(self, stage: Callable[[Relaxation], None], whole: Relaxation) -> None:
         stage(whole)
-        name = stage.__name__.strip("_")
-        self.progress(f"{name}: cost {self.cost_s:.6g} s, bound {self.bound_s:.6g} s")
+        if self.progress is not None:
+            name = stage.__name__.strip("_")
+            self.progress(f"{name}: cost {self.cost_s:.6g} s, bound {self.bound_s:.6g} s")
 
     def _relax(self, whole: Relaxation) -> None:
         for _ in range(0, MAX_SWEEPS, SWEEPS):

@@ -11,7 +11,7 @@ Widths are small for training steps, so tables fit once hopeless labels are drop
 where they do not.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -54,7 +54,8 @@ def eliminate(problem: Problem, max_entries: float) -> tuple[float, Labels] | No
         for node in table.nodes:
             tables_of[node].append(table)
     sizes = {node: _size(node, mine, problem) for node, mine in enumerate(tables_of)}
-    buckets, total = [], 0.0
+    total = 0.0
+    buckets: list[_Bucket] = []
     while sizes:
         node = min(sizes, key=sizes.__getitem__)
         if sizes.pop(node) > max_entries:
@@ -102,7 +103,9 @@ def _joint(partitions: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     return classes.reshape(-1), firsts
 
 
-def _aligned(table: _Table, nodes: tuple[int, ...], joint) -> np.ndarray:
+def _aligned(
+    table: _Table, nodes: tuple[int, ...], joint: Mapping[int, tuple[np.ndarray, np.ndarray]]
+) -> np.ndarray:
     """A table's costs over the joint classes of `nodes`, broadcastable."""
     cost = table.cost
     for dim, (node, classes) in enumerate(zip(table.nodes, table.classes, strict=True)):
@@ -114,7 +117,7 @@ def _aligned(table: _Table, nodes: tuple[int, ...], joint) -> np.ndarray:
 
 def _compressed(nodes: tuple[int, ...], classes: tuple[np.ndarray, ...], cost: np.ndarray) -> _Table:
     """The table with equal slices merged, dimension by dimension."""
-    merged = []
+    merged: list[np.ndarray] = []
     for dim, label_classes in enumerate(classes):
         slices = np.ascontiguousarray(np.moveaxis(cost, dim, 0)).reshape(cost.shape[dim], -1)
         seen: dict[bytes, int] = {}

@@ -14,6 +14,8 @@ members disagree about much memory is where to branch. Prices move node costs on
 start for the next.
 """
 
+# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
+
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -43,8 +45,10 @@ class CuttingPlanes:
 
     problem: Problem
     limit_bytes: float
-    rows: list[MemoryConstraint] = field(default_factory=list)
-    seen: dict[Labels, tuple[float, list[float]]] = field(default_factory=dict)
+    rows: list[MemoryConstraint] = field(default_factory=list[MemoryConstraint])
+    seen: dict[Labels, tuple[float, list[float]]] = field(
+        default_factory=dict[Labels, tuple[float, list[float]]]
+    )
 
     @property
     def unit_bytes(self) -> float:
@@ -201,7 +205,7 @@ def _highest_bound(
     model = mathopt.Model()
     bound = model.add_variable()
     prices = [model.add_variable(lb=0.0, ub=highest) for highest in max_prices]
-    held = []
+    held: list[mathopt.LinearConstraint] = []
     for cost, overflow in planes:
         rise = mathopt.fast_sum(p * over for p, over in zip(prices, overflow, strict=True))
         held.append(model.add_linear_constraint(bound - rise <= cost))

@@ -60,7 +60,7 @@ class _Descent:
         changed = set(range(len(self.labels)))
         for _ in range(MAX_PASSES):
             around = changed | {other for node in sorted(changed) for other, _ in self.neighbours[node]}
-            changed = set()
+            changed = set[int]()
             for edge in self.problem.edges:
                 if edge.u in around or edge.v in around:
                     changed |= self._move(edge)

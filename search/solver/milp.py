@@ -17,6 +17,8 @@ minimised. Seconds and bytes are scaled to sizes near one before the solver sees
 OR-Tools takes a while to import, so it is when a program is solved.
 """
 
+# pyright: reportMissingTypeStubs=false
+
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta

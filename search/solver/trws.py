@@ -111,7 +111,7 @@ class Trws:
         by_u, by_v = [cost.min(1) for cost in left], [cost.min(0) for cost in left]
         smallest = [float(cost.min()) for cost in by_u]
         total = sum(float(cost.min()) for cost in self._node) + sum(smallest)
-        bounds = []
+        bounds: list[np.ndarray] = []
         for cost, sides in zip(self._node, self._sides, strict=True):
             bound = total + cost - cost.min()
             for side in sides:

@@ -233,10 +233,10 @@ def compiled(job: Job) -> tuple[Plan, CompiledStats]:
 
 
 def _smallest_peak(step: Step, cluster: Cluster, mesh: tuple[int, ...]) -> float:
-    grounded = StepProblem.of(step, ["None"] * len(step.arguments), cluster.device).on(cluster, mesh)
-    kept, smallest_bytes = grounded.pinned({}), float(cluster.device_memory_limit())
+    on_mesh = StepProblem.of(step, ["None"] * len(step.arguments), cluster.device).on(cluster, mesh)
+    kept, smallest_bytes = on_mesh.pinned({}), float(cluster.device_memory_limit())
     with suppress(NoFitError):
         while True:
             cap_bytes = int(smallest_bytes * (1 - STEP_DOWN))
-            smallest_bytes = grounded.fitting(kept, cap_bytes, SEARCH_S / 2)[1].least.num_bytes
+            smallest_bytes = on_mesh.fitting(kept, cap_bytes, SEARCH_S / 2)[1].least.num_bytes
     return smallest_bytes

@@ -99,7 +99,7 @@ def expected(t: int = 1, is_sequence_split: bool = False) -> list[float]:
     return total
 
 
-def grounded(sizes: Sizes, gpu: str, t: int) -> MeshProblem:
+def mesh_problem(sizes: Sizes, gpu: str, t: int) -> MeshProblem:
     case = make_megatron(
         num_layers=LAYERS,
         hidden=sizes.h,
@@ -183,7 +183,7 @@ def test_a_layer_on_one_device():
     ]
     measured = []
     for sizes in several:
-        found = grounded(sizes, "H100-80GB", 1)
+        found = mesh_problem(sizes, "H100-80GB", 1)
         measured.append(kept_bytes(found, lowered_for(found, loose(found))))
     coefficients = np.linalg.solve([sizes.units for sizes in several], measured)
     assert coefficients == pytest.approx(expected(), rel=1e-6)
@@ -191,7 +191,7 @@ def test_a_layer_on_one_device():
 
 @pytest.mark.parametrize(("t", "sizes"), [(8, Sizes(512, 2, 2048, 16)), (4, Sizes(1024, 1, 2048, 16))])
 def test_a_layer_under_tensor_parallelism(t, sizes):
-    found = grounded(sizes, "H100-80GB", t)
+    found = mesh_problem(sizes, "H100-80GB", t)
     lowered = lowered_for(found, loose(found))
     assert large_collectives(lowered) == {"all-reduce"}
     assert kept_bytes(found, lowered) == np.dot(expected(t), sizes.units)
@@ -199,7 +199,7 @@ def test_a_layer_under_tensor_parallelism(t, sizes):
 
 @pytest.mark.parametrize(("t", "sizes"), [(8, Sizes(2048, 2, 2048, 16)), (4, Sizes(2048, 1, 2048, 16))])
 def test_a_layer_with_sequence_parallelism(t, sizes):
-    found = grounded(sizes, "A100-80GB", t)
+    found = mesh_problem(sizes, "A100-80GB", t)
     lowered = lowered_for(found, tight(found))
     assert {"all-gather", "reduce-scatter"} <= large_collectives(lowered)
     assert "all-reduce" not in large_collectives(lowered)

@@ -28,13 +28,15 @@ def _product(
 ) -> tuple[Dims, Dims]:
     """The right operand's dims and the result's; `groups` are right dims that choose a matrix rather than
     index it."""
-    (contracting, rhs_contracting), (batch, rhs_batch) = dimension_numbers
-    bound = dict(zip((*rhs_contracting, *rhs_batch), [left[d] for d in (*contracting, *batch)], strict=True))
-    bound |= groups
+    summed: tuple[Sequence[int], Sequence[int]] = dimension_numbers[0]
+    batch: tuple[Sequence[int], Sequence[int]] = dimension_numbers[1]
+    bound = {
+        r: left[d] for d, r in zip((*summed[0], *batch[0]), (*summed[1], *batch[1]), strict=True)
+    } | groups
     right = tuple([bound[d] if d in bound else loops.dim(n) for d, n in enumerate(rhs)])
-    free_left = [dim for d, dim in enumerate(left) if d not in batch and d not in contracting]
+    free_left = [dim for d, dim in enumerate(left) if d not in batch[0] and d not in summed[0]]
     free_right = [dim for d, dim in enumerate(right) if d not in bound]
-    return right, (*[left[d] for d in batch], *free_left, *free_right)
+    return right, (*[left[d] for d in batch[0]], *free_left, *free_right)
 
 
 def conv_general_dilated(ins: Sequence[Any], outs: Sequence[Any], params: dict[str, Any]) -> Rule:

@@ -66,9 +66,7 @@ def convert_element_type(ins: Sequence[Any], outs: Sequence[Any], params: dict[s
 
 
 def _is_inexact(dtype: Any) -> bool:
-    if isinstance(dtype, np.dtype) and dtype.kind in "fc":
-        return True
-    return jnp.issubdtype(dtype, np.inexact)  # bfloat16 and the 8-bit floats are of numpy kind V
+    return jnp.issubdtype(dtype, np.inexact)
 
 
 def identity(ins: Sequence[Any], outs: Sequence[Any], params: dict[str, Any]) -> Rule:

@@ -80,8 +80,9 @@ def _take_until_agreement(loops: Loops, source: _Walk, target: _Walk) -> None:
 
 def transpose(ins: Sequence[Any], outs: Sequence[Any], params: dict[str, Any]) -> Rule:
     loops = Loops()
+    permutation: Sequence[int] = params["permutation"]
     dims = loops.dims(ins[0].shape)
-    return loops.rule((dims,), (tuple([dims[d] for d in params["permutation"]]),), is_additive=True)
+    return loops.rule((dims,), (tuple([dims[d] for d in permutation]),), is_additive=True)
 
 
 def squeeze(ins: Sequence[Any], outs: Sequence[Any], params: dict[str, Any]) -> Rule:
@@ -93,20 +94,20 @@ def squeeze(ins: Sequence[Any], outs: Sequence[Any], params: dict[str, Any]) -> 
 
 def expand_dims(ins: Sequence[Any], outs: Sequence[Any], params: dict[str, Any]) -> Rule:
     loops = Loops()
-    dims = iter(operand := loops.dims(ins[0].shape))
+    operand = loops.dims(ins[0].shape)
+    dims = iter(operand)
     result = tuple([() if d in params["dimensions"] else next(dims) for d in range(len(outs[0].shape))])
     return loops.rule((operand,), (result,), is_additive=True)
 
 
 def broadcast_in_dim(ins: Sequence[Any], outs: Sequence[Any], params: dict[str, Any]) -> Rule:
     """Dimensions that the operand lacks, or has with size 1, are loops of the result only."""
-    shape = ins[0].shape
+    shape: tuple[int, ...] = ins[0].shape
+    places: Sequence[int] = params["broadcast_dimensions"]
     loops = Loops()
     result = loops.dims(outs[0].shape)
-    operand = tuple(
-        [() if n == 1 else result[d] for n, d in zip(shape, params["broadcast_dimensions"], strict=True)]
-    )
-    dynamic_sizes = [()] * (len(ins) - 1)
+    operand = tuple([() if n == 1 else result[d] for n, d in zip(shape, places, strict=True)])
+    dynamic_sizes: list[Dims] = [()] * (len(ins) - 1)
     return loops.rule((operand, *dynamic_sizes), (result,), is_additive=True)
 
 

@@ -209,14 +209,14 @@ def deep_mlp(num_layers):
 
 def test_estimates_add_up_to_what_was_minimised_and_combined_gradients_share_their_latency():
     cluster = parse_cluster("8xH100-80GB")
-    grounded = StepProblem.of(trace(*deep_mlp(20)), (), cluster.device).on(cluster, (8,))
-    kept = grounded.pinned({})
-    solution = grounded.solve(kept, 1 << 40, 10.0)
-    device = grounded.predicted(solution.labels, 1 << 40)
-    estimates = estimate(grounded.memory.costed, solution.labels, device)
+    on_mesh = StepProblem.of(trace(*deep_mlp(20)), (), cluster.device).on(cluster, (8,))
+    kept = on_mesh.pinned({})
+    solution = on_mesh.solve(kept, 1 << 40, 10.0)
+    device = on_mesh.predicted(solution.labels, 1 << 40)
+    estimates = estimate(on_mesh.memory.costed, solution.labels, device)
     assert estimates.step_s + estimates.hidden_s == pytest.approx(solution.cost_s, rel=1e-3)
     (reduced,) = [c for c in estimates.collectives if c.kind == "all-reduce"]
-    alone_s = grounded.memory.costed.resharder.mesh.time_s("all-reduce", (0,), 0.0)
+    alone_s = on_mesh.memory.costed.resharder.mesh.time_s("all-reduce", (0,), 0.0)
     assert reduced.count >= 40
     assert reduced.seconds < 0.2 * reduced.count * alone_s
 
