@@ -33,6 +33,7 @@ def search(
     memory: str | int | None = None,
     mesh: Sequence[int] | None = None,
     pin: Pins | None = None,
+    remat: str | None = None,
     time_limit_s: float | None = None,
     verify: bool = False,
     target_config: str | os.PathLike[str] | None = None,
@@ -49,6 +50,8 @@ def search(
       mesh: sizes of the logical mesh's axes, outermost first; by default it is searched. Axes are named "data"
         (one axis), "data" and "model" (two), "replica", "data" and "model" (three).
       pin: specs in which arguments must rest, by pytree path, e.g. `{"params['emb']": P("model")}`.
+      remat: "never" to recompute nothing but what the step itself does (`jax.checkpoint`); by default, where memory is
+        scarce, what to recompute in the backward phase is searched with the sharding.
       time_limit_s: seconds for the solver; the plan states the gap that is left (`Plan.gap`).
       verify: whether XLA's GPU compiler judges if the plan fits: where it does not, the search goes on under a
         lower limit. Equal blocks are extrapolated as by `verify`, unless the peak comes close to the cap. Needs the
@@ -74,13 +77,13 @@ def search(
     """
     hardware = parse_cluster(cluster)
     traced = _traced(step, hardware, abstract_args, {})
-    options = planning.options(traced, hardware, memory, mesh, pin, time_limit_s)
+    options = planning.options(traced, hardware, memory, mesh, pin, time_limit_s, remat)
     if not verify:
         return planning.find(traced, hardware, options, progress).plan
     asked = judge.CompilerVerifier(hardware, Compiler(judge.target_config_text(target_config)), progress)
     return judge.fitting(
         lambda limit, said: planning.find(traced, hardware, replace(options, memory_bytes=limit), said),
-        lambda found, full: asked.verified(traced, found, full),
+        asked.verified,
         options.memory_bytes,
         progress,
     )
@@ -107,7 +110,7 @@ def emit(
     """
     traced = _traced(step, planning.cluster(plan, "the plan"), abstract_args, {})
     found = planning.applied(traced, plan, "the plan")
-    return jit.build(traced, found.sharding, jax.devices() if devices is None else devices)
+    return jit.build(found.step, found.sharding, jax.devices() if devices is None else devices)
 
 
 def verify(
@@ -152,7 +155,7 @@ def verify(
     )
     progress("tracing the step")
     traced = _traced(step, cluster, abstract_args, {})
-    return asked.verified(traced, planning.applied(traced, given, place), full)
+    return asked.verified(planning.applied(traced, given, place), full)
 
 
 def parallelize(
@@ -162,6 +165,7 @@ def parallelize(
     memory: str | int | None = None,
     mesh: Sequence[int] | None = None,
     pin: Pins | None = None,
+    remat: str | None = None,
     plan: str | os.PathLike[str] | Plan | None = None,
     time_limit_s: float | None = None,
     devices: Sequence[Any] | None = None,
@@ -177,6 +181,7 @@ def parallelize(
       memory: as for `search`.
       mesh: as for `search`.
       pin: as for `search`.
+      remat: as for `search`.
       plan: a plan or its file: no search. The step, its shapes and the number of devices must be the plan's.
       time_limit_s: as for `search`.
       devices: where to run; by default all that JAX sees.
@@ -198,6 +203,7 @@ def parallelize(
             memory=memory,
             mesh=mesh,
             pin=pin,
+            remat=remat,
             plan=plan,
             time_limit_s=time_limit_s,
             devices=devices,
@@ -207,7 +213,7 @@ def parallelize(
     if not callable(step):
         raise InputError(f"parallelize wants a function, got {type(step).__name__}")
     given, place = (None, "") if plan is None else _given(plan)
-    request = _Request(cluster, memory, mesh, pin, given, place, time_limit_s, devices)
+    request = _Request(cluster, memory, mesh, pin, remat, given, place, time_limit_s, devices)
     return Parallelized(step, request)
 
 
@@ -219,6 +225,7 @@ class _Request:
     memory: Any
     mesh: Any
     pin: Any
+    remat: str | None
     plan: Plan | None
     place: str
     time_limit_s: float | None
@@ -330,10 +337,16 @@ class Parallelized:
                     stacklevel=3,
                 )
             options = planning.options(
-                traced, hardware, request.memory, request.mesh, request.pin, request.time_limit_s
+                traced,
+                hardware,
+                request.memory,
+                request.mesh,
+                request.pin,
+                request.time_limit_s,
+                request.remat,
             )
             found = planning.find(traced, hardware, options)
-        self._program = jit.build(traced, found.sharding, devices, _retraced)
+        self._program = jit.build(found.step, found.sharding, devices, _retraced)
         self._plan, self._signature = found.plan, _signature(args, kwargs)
 
     def _hardware(self, devices: Sequence[Any]) -> Cluster:

@@ -92,6 +92,9 @@ def _parser() -> argparse.ArgumentParser:
         metavar="PATH=SPEC",
         help="such as \"params['emb']=P('model')\"",
     )
+    search.add_argument(
+        "--remat", choices=["never"], help="recompute nothing for memory's sake; by default it is searched"
+    )
     search.add_argument("--time-limit", type=_seconds, metavar="S", help="seconds for the solver")
     search.add_argument("--out", type=Path, metavar="FILE", help="save the plan")
     search.add_argument(
@@ -162,6 +165,7 @@ def _search(options: argparse.Namespace) -> int:
                 memory=options.memory,
                 mesh=options.mesh,
                 pin=dict(options.pin),
+                remat=options.remat,
                 time_limit_s=options.time_limit,
                 verify=options.verify,
                 target_config=options.target_config,

@@ -44,11 +44,12 @@ def options(
     mesh: Sequence[int] | None,
     pin: Pins | None,
     time_limit_s: float | None,
+    remat: str | None,
 ) -> Options:
     """What the user asks of a search, checked."""
     limit = cluster.device_memory_limit() if memory is None else parse_bytes(memory)
     seconds = DEFAULT_TIME_LIMIT_S if time_limit_s is None else time_limit_s
-    return Options(limit, _mesh_shape(mesh), _resolved(step, pin or {}), seconds)
+    return Options(limit, _mesh_shape(mesh), _resolved(step, pin or {}), seconds, remat)
 
 
 def find(

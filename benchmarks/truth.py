@@ -97,8 +97,8 @@ def main() -> None:
 
 def verified(name: str) -> Verification:
     """One case, planned and compiled."""
-    step, cluster, found = planned(JOBS[name])
-    return CompilerVerifier(cluster, Compiler(flags=HURRY), progress=lambda line: None).verified(step, found)
+    _, cluster, found = planned(JOBS[name])
+    return CompilerVerifier(cluster, Compiler(flags=HURRY), progress=lambda line: None).verified(found)
 
 
 def _result(name: str, answer: "Future[Verification]") -> Result:

@@ -21,6 +21,7 @@ from search.device.prediction import Prediction
 from search.ir.graph import Step
 from search.ir.sharding import StepSharding
 from search.ir.spec import AXIS_NAMES
+from search.memory.recompute import Site
 from search.mesh_problem import (
     DEFAULT_TIME_LIMIT_S,
     MeshProblem,
@@ -32,11 +33,20 @@ from search.mesh_problem import (
 from search.plan.decisions import apart
 from search.plan.estimates import estimate
 from search.plan.plan import Plan
+from search.plan.retention import RetentionCodec
 from search.plan.shardings import step_sharding
 from search.problem.flat_program import flatten
+from search.problem.folding import fold
+from search.recomputation import candidates, without_cap
 from search.solver.branch_and_bound import NoFitError
 from search.solver.pbqp import Labels
 from search.stopwatch import Stopwatch
+
+ATTEMPT_SHARE = 0.4
+"""Of the time left, what a step that recomputes may take to be searched. Source: a choice of ours."""
+
+MISSED_SHARE = 0.1
+"""Of the cap: where a step did not fit, what the next one has to save besides. Source: a choice of ours."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,12 +55,14 @@ class SearchResult:
 
     Attributes:
       plan: the plan.
+      step: what runs: the traced step, with what the plan recomputes.
       on_mesh: the problem that it solves.
       chosen: a strategy for each node.
       bound_s: what the plan's gap is reckoned from, in seconds; -inf where nothing is proven.
     """
 
     plan: Plan
+    step: Step
     on_mesh: MeshProblem
     chosen: Labels
     bound_s: float = -math.inf
@@ -69,8 +81,16 @@ class SearchResult:
 
 @dataclass(frozen=True, eq=False)
 class _Found:
-    """Strategies that fit, and what a device does under them."""
+    """Strategies that fit, and what a device does under them.
 
+    Attributes:
+      step_problem: of the step with what is recomputed.
+      on_mesh: the problem that they solve.
+      labels: a strategy for each node.
+      device: what a device does.
+    """
+
+    step_problem: StepProblem
     on_mesh: MeshProblem
     labels: Labels
     device: Prediction
@@ -96,50 +116,117 @@ def find(
       InfeasibleError: nothing fits the cap; says what would.
       InputError: the mesh or a pin does not suit the cluster or the step.
     """
-    watch = Stopwatch(step.trace_s)
-    pins = options.pins or {}
-    step_problem = StepProblem.of(step, _marks(step, pins), cluster.device)
-    watch.lap("graph")
-    shapes, deadline = candidate_shapes(cluster, options), Deadline.after(options.time_limit_s)
-    best, bounds_s, tried = None, [], []
-    for i, shape in enumerate(shapes):
-        progress(f"mesh {format_mesh(shape)} ({i + 1} of {len(shapes)})")
-        tried.append(on_mesh := step_problem.on(cluster, shape))
-        kept = on_mesh.pinned(pins)
-        watch.lap("strategies")
-        cutoff_s, share_s = best.cost_s if best else math.inf, deadline.left_s / (len(shapes) - i)
+    return _Search(step, cluster, options, progress).run()
+
+
+class _Search:
+    """One search: of the step as it is, then of steps that recompute, for as long as that may be faster."""
+
+    def __init__(self, step: Step, cluster: Cluster, options: Options, progress: Progress) -> None:
+        self.step, self.cluster, self.options, self.progress = step, cluster, options, progress
+        self.pins = options.pins or {}
+        self.watch = Stopwatch(step.trace_s)
+        self.shapes = candidate_shapes(cluster, options)
+        self.best: _Found | None = None
+
+    def run(self) -> SearchResult:
+        plain = self._made_ready()
+        deadline = Deadline.after(self.options.time_limit_s)
+        bounds_s: list[float] = []
+        tried: list[MeshProblem] = []
+        for i, shape in enumerate(self.shapes):
+            self.progress(f"mesh {format_mesh(shape)} ({i + 1} of {len(self.shapes)})")
+            tried.append(self._put_on(plain, shape))
+            bounds_s.append(self._improve(plain, tried[-1], deadline.left_s / (len(self.shapes) - i)))
+        frugal = plain
+        if self.options.remat != "never":
+            free_bounds_s, frugal = self._recompute(plain, tried)
+            if self.best and self.best.step_problem is not plain:
+                bounds_s = free_bounds_s
+        if self.best is None:
+            self.progress("no plan so far; looking for the smallest peak")
+            if frugal is not plain:
+                tried = [self._put_on(frugal, shape) for shape in self.shapes]
+            self.best = self._of_smallest_peak(frugal, tried, min(bounds_s) == math.inf)
+            self.watch.lap("solve")
+        marks = _marks(self.step, self.pins)
+        found = _finished(marks, self.best, self.cluster, self.options, self.shapes, self.watch)
+        return found.bounded(min(bounds_s))
+
+    @property
+    def cutoff_s(self) -> float:
+        """What a better plan has to stay below."""
+        return self.best.cost_s if self.best else math.inf
+
+    def _made_ready(self, sites: frozenset[Site] = frozenset()) -> StepProblem:
+        step_problem = StepProblem.of(self.step, _marks(self.step, self.pins), self.cluster.device, sites)
+        self.watch.lap("graph")
+        return step_problem
+
+    def _put_on(self, step_problem: StepProblem, shape: tuple[int, ...]) -> MeshProblem:
+        on_mesh = step_problem.on(self.cluster, shape)
+        self.watch.lap("strategies")
+        return on_mesh
+
+    def _improve(self, step_problem: StepProblem, on_mesh: MeshProblem, time_limit_s: float) -> float:
+        """Looks for a better plan on one mesh; a lower bound on all of its plans that fit."""
+        kept = on_mesh.pinned(self.pins)
         try:
-            solution, device = on_mesh.fitting(kept, options.memory_bytes, share_s, cutoff_s)
-            best = _Found(on_mesh, solution.labels, device)
-            bounds_s.append(solution.bound_s)
+            solution, device = on_mesh.fitting(kept, self.options.memory_bytes, time_limit_s, self.cutoff_s)
+            self.best = _Found(step_problem, on_mesh, solution.labels, device)
+            return solution.bound_s
         except NoFitError as e:
-            bounds_s.append(e.bound_s)
-        watch.lap("solve")
-    if best is None:
-        progress("no plan so far; looking for the smallest peak")
-        best = _of_smallest_peak(step_problem, cluster, options, tried, min(bounds_s) == math.inf)
-        watch.lap("solve")
-    return _finished(step_problem, best, cluster, options, shapes, watch).bounded(min(bounds_s))
+            return e.bound_s
+        finally:
+            self.watch.lap("solve")
 
+    def _recompute(self, plain: StepProblem, tried: Sequence[MeshProblem]) -> tuple[list[float], StepProblem]:
+        """Looks for better plans among steps that recompute.
 
-def _of_smallest_peak(
-    step_problem: StepProblem,
-    cluster: Cluster,
-    options: Options,
-    tried: Sequence[MeshProblem],
-    is_proven: bool,
-) -> "_Found":
-    """The plan of the smallest peak, where that fits after all.
+        Returns:
+          A lower bound for each mesh, on plans that recompute what the best one does, and the step that holds least of all
+          those considered.
+        """
+        deadline = Deadline.after(self.options.time_limit_s)
+        free, bounds_s = without_cap(tried, self.pins, self.cutoff_s, deadline)
+        self.watch.lap("solve")
+        limit_bytes = self.options.memory_bytes
+        found = candidates(plain, free, self.pins, limit_bytes, self.cutoff_s, deadline)
+        self.watch.lap("recompute")
+        too_little_bytes, own_bounds_s = 0.0, bounds_s
+        for candidate in found:
+            if deadline.is_over or (self.best and candidate.cost_s >= self.cutoff_s):
+                break
+            if candidate.saved_bytes < too_little_bytes:
+                continue
+            self.progress(f"recomputing {len(candidate.sites)} ops on mesh {format_mesh(candidate.shape)}")
+            step_problem, before = self._made_ready(candidate.sites), self.best
+            on_mesh = self._put_on(step_problem, candidate.shape)
+            bound_s = self._improve(step_problem, on_mesh, ATTEMPT_SHARE * deadline.left_s)
+            if self.best is not before:
+                place = self.shapes.index(candidate.shape)
+                own_bounds_s = [*bounds_s[:place], bound_s, *bounds_s[place + 1 :]]
+            else:
+                too_little_bytes = candidate.saved_bytes + MISSED_SHARE * limit_bytes
+        if self.best is not None or not found:
+            return own_bounds_s, plain
+        most = max(found, key=lambda candidate: candidate.saved_bytes)
+        return bounds_s, self._made_ready(most.sites)
 
-    Raises:
-      InfeasibleError: it does not; says what would.
-    """
-    deadline = Deadline.after(infeasible.TIME_LIMIT_S)
-    smallest = infeasible.smallest_peak(tried, options, deadline)
-    if smallest is None or smallest.peak.num_bytes > options.memory_bytes:
-        raise infeasible.explain(step_problem, cluster, options, smallest, is_proven, deadline)
-    on_mesh, labels = smallest.on_mesh, smallest.labels
-    return _Found(on_mesh, labels, on_mesh.predicted(labels, options.memory_bytes))
+    def _of_smallest_peak(
+        self, step_problem: StepProblem, tried: Sequence[MeshProblem], is_proven: bool
+    ) -> _Found:
+        """The plan of the smallest peak, where that fits after all.
+
+        Raises:
+          InfeasibleError: it does not; says what would.
+        """
+        options, deadline = self.options, Deadline.after(infeasible.TIME_LIMIT_S)
+        smallest = infeasible.smallest_peak(tried, options, deadline)
+        if smallest is None or smallest.peak.num_bytes > options.memory_bytes:
+            raise infeasible.explain(step_problem, self.cluster, options, smallest, is_proven, deadline)
+        on_mesh, labels = smallest.on_mesh, smallest.labels
+        return _Found(step_problem, on_mesh, labels, on_mesh.predicted(labels, options.memory_bytes))
 
 
 def apply(step: Step, plan: Plan, cluster: Cluster, place: str = "plan") -> SearchResult:
@@ -151,7 +238,8 @@ def apply(step: Step, plan: Plan, cluster: Cluster, place: str = "plan") -> Sear
     """
     watch = Stopwatch(step.trace_s)
     marks = _marks(step, plan.options.get("pin", {}))
-    step_problem = StepProblem.of(step, marks, cluster.device, apart(step, plan.decisions))
+    sites = _recomputed_sites(step, marks, plan, place)
+    step_problem = StepProblem.of(step, marks, cluster.device, sites, apart(step, plan.decisions))
     if plan.fingerprint != step_problem.fingerprint:
         raise PlanError(
             f"{place} was made for another step (its {plan.step!r} has fingerprint {plan.fingerprint}, this "
@@ -172,22 +260,23 @@ def apply(step: Step, plan: Plan, cluster: Cluster, place: str = "plan") -> Sear
             "itself. Undo the last edit, or raise memory_bytes"
         ) from e
     watch.lap("solve")
-    forced = _Found(on_mesh, solution.labels, device)
-    found = _finished(step_problem, forced, cluster, Options(plan.memory_bytes), plan.meshes, watch)
+    forced = _Found(step_problem, on_mesh, solution.labels, device)
+    found = _finished(marks, forced, cluster, Options(plan.memory_bytes), plan.meshes, watch)
     was_s, is_s = plan.estimates.unhidden_s, found.plan.estimates.unhidden_s
     gap = plan.gap if math.isclose(is_s, was_s, rel_tol=1e-6) else None
     return replace(found, plan=replace(found.plan, options=plan.options, cluster=plan.cluster, gap=gap))
 
 
 def _finished(
-    step_problem: StepProblem,
+    marks: Sequence[str],
     found: _Found,
     cluster: Cluster,
     options: Options,
     meshes: tuple[tuple[int, ...], ...],
     watch: Stopwatch,
 ) -> SearchResult:
-    costed = found.on_mesh.memory.costed
+    costed, step_problem = found.on_mesh.memory.costed, found.step_problem
+    retention = _retention(step_problem.traced, marks).said(step_problem.sites) if step_problem.sites else {}
     plan = Plan(
         step=step_problem.step.name,
         fingerprint=step_problem.fingerprint,
@@ -196,12 +285,23 @@ def _finished(
         options=_said(options),
         meshes=meshes,
         memory_bytes=options.memory_bytes,
-        decisions=found.on_mesh.codec.decisions(found.labels),
+        decisions=replace(found.on_mesh.codec.decisions(found.labels), retention=retention),
         estimates=estimate(costed, found.labels, found.device),
         gap=None,
     )
     watch.lap("plan")
-    return SearchResult(replace(plan, search_s=watch.seconds), found.on_mesh, found.labels)
+    plan = replace(plan, search_s=watch.seconds)
+    return SearchResult(plan, step_problem.step, found.on_mesh, found.labels)
+
+
+def _retention(step: Step, marks: Sequence[str]) -> RetentionCodec:
+    return RetentionCodec(fold(flatten(step), marks))
+
+
+def _recomputed_sites(step: Step, marks: Sequence[str], plan: Plan, place: str) -> frozenset[Site]:
+    """What a plan recomputes."""
+    said = plan.decisions.retention
+    return _retention(step, marks).read(said, place) if said else frozenset()
 
 
 def _marks(step: Step, pins: Mapping[str, Any]) -> list[str]:
@@ -214,6 +314,8 @@ def _said(options: Options) -> dict[str, Any]:
     said: dict[str, Any] = {}
     if options.mesh is not None:
         said["mesh"] = list(options.mesh)
+    if options.remat is not None:
+        said["remat"] = options.remat
     if options.pins:
         said["pin"] = {name: str(spec) for name, spec in sorted(options.pins.items())}
     return said

@@ -21,6 +21,7 @@ from search.deadline import Deadline
 from search.device.prediction import Prediction, predict
 from search.ir.graph import Step
 from search.ir.spec import AXIS_NAMES, from_partition_spec
+from search.memory.recompute import Site, recomputed
 from search.plan.decisions import DecisionCodec, allowed_by_pins
 from search.problem.costs import price
 from search.problem.fingerprint import fingerprint
@@ -74,12 +75,14 @@ class Options:
       mesh: sizes of the mesh axes, outermost first; None to search it.
       pins: the `PartitionSpec` in which an argument must rest, by its pytree path.
       time_limit_s: seconds for the solver.
+      remat: "never" to recompute nothing but what the step itself recomputes; None to search it.
     """
 
     memory_bytes: int
     mesh: tuple[int, ...] | None = None
     pins: Mapping[str, Any] | None = None
     time_limit_s: float = DEFAULT_TIME_LIMIT_S
+    remat: str | None = None
 
     def __post_init__(self) -> None:
         if self.memory_bytes <= 0 or not self.time_limit_s > 0:
@@ -87,21 +90,38 @@ class Options:
                 f"the memory cap and the time limit must be positive, got {self.memory_bytes} bytes and "
                 f"{self.time_limit_s} s"
             )
+        if self.remat not in (None, "never"):
+            raise InputError(f'wanted remat="never", or nothing to have it searched, got {self.remat!r}')
 
 
 @dataclass(frozen=True, eq=False)
 class StepProblem:
-    """All that does not depend on the mesh."""
+    """All that does not depend on the mesh.
 
+    Attributes:
+      traced: the step as it was traced.
+      sites: what of it is recomputed in the backward phase.
+      graph: who decides in the step that recomputes so.
+      kernels: its kernels.
+      live_ranges: what it stores.
+      items: all that is ever in memory.
+    """
+
+    traced: Step
+    sites: frozenset[Site]
     graph: StrategyGraph
     kernels: Kernels
     live_ranges: LiveRanges
     items: tuple[LiveRange, ...]
-    fingerprint: str
 
     @classmethod
     def of(
-        cls, step: Step, marks: Sequence[str], device: Device, decided: Sequence[Any] = ()
+        cls,
+        step: Step,
+        marks: Sequence[str],
+        device: Device,
+        sites: frozenset[Site] = frozenset(),
+        decided: Sequence[Any] = (),
     ) -> "StepProblem":
         """Makes a step ready for a device.
 
@@ -109,20 +129,25 @@ class StepProblem:
           step: the traced step.
           marks: per argument, what keeps it and the ops around it apart from others: its pin.
           device: what it will run on.
+          sites: what to recompute in the backward phase.
           decided: per argument, what is decided of it: those that differ are taken apart, no op is.
         """
-        program = flatten(step)
-        folded = fold(program, marks)
+        folded = fold(flatten(recomputed(step, sites)), marks)
         folded = separate(folded, decided) if decided else folded
         groups = op_groups(folded)
         fusion, graph = Fusion(folded, expensive_itemsize(device)), strategy_graph(folded, groups)
         live_ranges = LiveRanges(graph, fusion)
-        return cls(graph, kernels(fusion, groups), live_ranges, live_ranges.items(), fingerprint(program))
+        return cls(step, sites, graph, kernels(fusion, groups), live_ranges, live_ranges.items())
 
     @property
     def step(self) -> Step:
-        """The traced step."""
+        """What runs: the traced step, with what is recomputed."""
         return self.graph.folded.program.step
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Of the traced step."""
+        return fingerprint(flatten(self.traced) if self.sites else self.graph.folded.program)
 
     def on(self, cluster: Cluster, shape: tuple[int, ...]) -> "MeshProblem":
         """The problem on one mesh."""

@@ -65,15 +65,14 @@ class CompilerVerifier:
     def __post_init__(self) -> None:
         compiler.check(self.cluster, self.compiler.target_config)
 
-    def verified(self, step: Step, found: SearchResult, full: bool = False) -> Verification:
+    def verified(self, found: SearchResult, full: bool = False) -> Verification:
         """A plan's predictions beside what becomes of its program.
 
         Args:
-          step: the traced step.
-          found: a plan on it.
+          found: a plan on its step.
           full: whether to compile all blocks, however many are alike.
         """
-        watch = Stopwatch(step.trace_s)
+        step, watch = found.step, Stopwatch(found.step.trace_s)
         tell = _telling(self.progress, "", watch)
         if full or not is_long(step):
             extent = Extent()

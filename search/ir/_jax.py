@@ -80,6 +80,20 @@ def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
     return len(consts), len(carry)
 
 
+def scan_params(
+    params: dict[str, Any], num_consts: int, num_carry: int, num_xs: int, num_ys: int
+) -> dict[str, Any]:
+    """A `scan`'s parameters for other numbers of operands and results."""
+    if "num_consts" in params:
+        linear = (False,) * (num_consts + num_carry + num_xs)
+        return {**params, "num_consts": num_consts, "num_carry": num_carry, "linear": linear}
+    from jax._src import flattree  # of JAX 0.12
+
+    ft_in = flattree.pack((flattree.nones(num_consts), flattree.nones(num_carry), flattree.nones(num_xs)))
+    ft_out = flattree.pack((flattree.nones(num_carry), flattree.nones(num_ys)))
+    return {**params, "ft_in": ft_in, "ft_out": ft_out}
+
+
 def body_params(name: str, params: dict[str, Any]) -> dict[str, tuple[Any, ...]]:
     """The inner jaxprs of a control-flow equation, by parameter name."""
     if name == "scan":

@@ -188,6 +188,24 @@ def walk(graph: Graph, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, 
                 yield from walk(body, (*path, i, param, j))
 
 
+EFFECTFUL = frozenset(
+    {"debug_callback", "debug_print", "io_callback", "pure_callback", "run_state", "swap", "addupdate"}
+)
+"""Primitives that do more than make their results."""
+
+
+def without_dead_ops(graph: Graph) -> Graph:
+    """The graph without the ops that nothing needs."""
+    live = {a for a in graph.outputs if isinstance(a, int)}
+    kept: list[Op] = []
+    for op in reversed(graph.ops):
+        if op.name in EFFECTFUL or not live.isdisjoint(op.outputs):
+            kept.append(op)
+            live.update(op.operands)
+    constants = tuple(c for c in graph.constants if c[0] in live)
+    return Graph(graph.values, graph.inputs, constants, tuple(reversed(kept)), graph.outputs)
+
+
 def verify(graph: Graph) -> None:
     """Asserts that the graph is well formed: each value is made once, before it is read."""
     made = set(graph.inputs) | {v for v, _ in graph.constants}

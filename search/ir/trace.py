@@ -25,7 +25,7 @@ import numpy as np
 from cost_model.errors import InputError, first_line
 from search.ir import _jax, _jax_kernels, in_place
 from search.ir.factors import has_rule
-from search.ir.graph import Argument, Atom, Graph, Op, Phase, Step, Value, verify
+from search.ir.graph import Argument, Atom, Graph, Op, Phase, Step, Value, verify, without_dead_ops
 from search.ir.state import replaced, roles
 
 TRACE_ERRORS = (jax.errors.JAXTypeError, jax.errors.JAXIndexError, TypeError, ValueError)
@@ -95,7 +95,7 @@ def _outline(
         num_results = len(graph.outputs) - len(left)
         results, after = graph.outputs[:num_results], graph.outputs[num_results:]
         in_place.check(name, names, graph.inputs, results, dict(zip(left, after, strict=True)))
-        graph = _without_dead_ops(replace(graph, outputs=results))
+        graph = without_dead_ops(replace(graph, outputs=results))
     return graph, names, out_shape
 
 
@@ -145,7 +145,7 @@ def build_graph(jaxpr: Any, platform: str | None = None, caller: Any = None) -> 
     inputs = tuple(builder.define(v) for v in _jax.open_jaxpr(jaxpr).invars)
     outputs = builder.inline(jaxpr, None, "", caller)
     graph = Graph(tuple(builder.values), inputs, tuple(builder.constants), tuple(builder.ops), outputs)
-    return _without_dead_ops(graph)
+    return without_dead_ops(graph)
 
 
 class _Builder:
@@ -244,22 +244,6 @@ class _Builder:
         self.ops.append(
             Op(primitive, params, inputs, outputs, values, Phase.FORWARD, scope, source_info, bodies)
         )
-
-
-def _without_dead_ops(graph: Graph) -> Graph:
-    live = {a for a in graph.outputs if isinstance(a, int)}
-    kept: list[Op] = []
-    for op in reversed(graph.ops):
-        if op.primitive.name in _EFFECTFUL or not live.isdisjoint(op.outputs):
-            kept.append(op)
-            live.update(op.operands)
-    constants = tuple(c for c in graph.constants if c[0] in live)
-    return Graph(graph.values, graph.inputs, constants, tuple(reversed(kept)), graph.outputs)
-
-
-_EFFECTFUL = frozenset(
-    {"debug_callback", "debug_print", "io_callback", "pure_callback", "run_state", "swap", "addupdate"}
-)
 
 
 def _with_phases(graph: Graph) -> Graph:

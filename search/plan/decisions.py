@@ -15,7 +15,6 @@ Decisions may be edited, or deleted to be searched again. Only what follows from
 that was to be its source's own array is searched again where its source comes to lie otherwise.
 """
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -26,6 +25,7 @@ import numpy as np
 from cost_model.errors import PlanError
 from search.ir.graph import Step
 from search.ir.spec import AXIS_NAMES, Spec, format_spec, parse_spec
+from search.plan.names import scoped_name, unique
 from search.plan.plan import Decisions
 from search.problem.costs import CostedGraph
 from search.problem.flat_program import ReadPhase
@@ -36,8 +36,6 @@ from search.problem.strategy_graph import Maker, Port, StrategyGraph
 _KINDS = {"arguments": "argument", "ops": "op", "copies": "copy"}
 """The tables of a plan's decisions, and what a name in each stands for."""
 
-_TRANSFORM = re.compile(r"(?:transpose|jvp|vmap|remat|checkpoint)\(([^()]*)\)")
-
 
 def node_names(graph: StrategyGraph) -> tuple[tuple[str, ...], ...]:
     """Per node, the names of its decision: one, or that of each argument which it, or whose copies it, decides."""
@@ -45,10 +43,10 @@ def node_names(graph: StrategyGraph) -> tuple[tuple[str, ...], ...]:
     names: list[tuple[str, ...]] = []
     for group in graph.groups:
         largest = _largest(graph, group)
-        names.append(_arguments(graph, largest) or (_unique(_class_name(graph, largest), seen),))
+        names.append(_arguments(graph, largest) or (unique(_class_name(graph, largest), seen),))
     for copy in graph.copies:
         of_arguments = tuple(_copy_name(a, copy.phase) for a in _arguments(graph, copy.maker[0]))
-        names.append(of_arguments or (_unique(_copy_name(_maker_name(graph, copy.maker), copy.phase), seen),))
+        names.append(of_arguments or (unique(_copy_name(_maker_name(graph, copy.maker), copy.phase), seen),))
     return tuple(names)
 
 
@@ -75,11 +73,6 @@ def _copy_name(of: str, phase: ReadPhase) -> str:
     return f"{of} -> {phase}"
 
 
-def _unique(name: str, seen: dict[str, int]) -> str:
-    seen[name] = seen.get(name, 0) + 1
-    return name if seen[name] == 1 else f"{name} #{seen[name]}"
-
-
 def _maker_name(graph: StrategyGraph, maker: Maker) -> str:
     op_class, result = maker
     num_results = len(graph.folded.op(op_class).results)
@@ -90,13 +83,9 @@ def _class_name(graph: StrategyGraph, op_class: int) -> str:
     op = graph.folded.op(op_class)
     if op.name == "output":
         return graph.folded.program.step.results[op.number]
-    scope = op.op.scope if op.op is not None else ""
-    while _TRANSFORM.search(scope):
-        scope = _TRANSFORM.sub(r"\1", scope)
-    scope = "/".join(filter(None, scope.split("/")))
-    if len(graph.folded.members[op_class]) > 1:
-        scope = re.sub(r"\d+", "*", scope)
-    return f"{op.phase} {scope + '/' if scope else ''}{op.name}"
+    if op.op is None:
+        return f"{op.phase} {op.name}"
+    return f"{op.phase} {scoped_name(op.op, len(graph.folded.members[op_class]) > 1)}"
 
 
 def _largest(graph: StrategyGraph, group: OpGroup) -> int:
@@ -150,7 +139,7 @@ class DecisionCodec:
         for strategy in range(len(strategies)):
             read = ", ".join(column[strategy] for column in operands)
             made = ", ".join(column[strategy] for column in results)
-            texts.append(_unique(f"{read} -> {made}" if read and not op.is_boundary else made, seen))
+            texts.append(unique(f"{read} -> {made}" if read and not op.is_boundary else made, seen))
         return texts
 
     def _specs(self, port: Port) -> list[str]:

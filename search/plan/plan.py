@@ -79,12 +79,15 @@ class Decisions:
       arguments: per argument of the step, by pytree path: the spec it rests in.
       ops: per class of ops, by name: the specs that it reads and makes.
       copies: per value that is resharded for a phase, by its op's name: its spec there and how it comes by it.
+      retention: per class of forward ops, by name, what is not kept of them for the backward phase: `remat`, or which of
+        them are recomputed. The names of `ops` and `copies` are those of the step that recomputes so.
     """
 
     mesh: Mapping[str, int]
     arguments: Mapping[str, str]
     ops: Mapping[str, str]
     copies: Mapping[str, str]
+    retention: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,9 +105,10 @@ class Plan:
       decisions: the choices.
       estimates: what they are predicted to cost.
       gap: certified by the solver: no plan takes less time than this one by more than this share of it. Of plans, those of
-        the search space count, on `meshes`, within the options, that hold at most `memory_bytes` in program order; of time,
-        what computation and communication take one after the other, by this cost model. (What of it overlaps is
-        reckoned only of the plan that was found, as is what its kernels hold.) None when decisions were edited since.
+        the search space count, on `meshes`, within the options, that recompute what this one does (which on another mesh
+        is taken to cost nothing) and hold at most `memory_bytes` in program order; of time, what computation and
+        communication take one after the other, by this cost model. (What of it overlaps is reckoned only of the plan that
+        was found, as is what its kernels hold.) None when decisions were edited since.
       search_s: seconds of the search, in all and by part; not saved.
 
     Example:
@@ -146,6 +150,7 @@ class Plan:
                 "arguments": dict(d.arguments),
                 "ops": dict(d.ops),
                 "copies": dict(d.copies),
+                "retention": dict(d.retention),
             },
             "estimates": {
                 "step_s": e.step_s,
@@ -230,7 +235,9 @@ class Plan:
             _read_options(read.inner("options")),
             read.meshes("meshes"),
             read.get("memory_bytes", int),
-            Decisions(mesh, *(decisions.table(name, str) for name in ("arguments", "ops", "copies"))),
+            Decisions(
+                mesh, *(decisions.table(name, str) for name in ("arguments", "ops", "copies", "retention"))
+            ),
             _read_estimates(estimates),
             None if estimates.data.get("gap", 0) is None else estimates.number("gap"),
         )

@@ -149,9 +149,9 @@ class CostedGraph:
                 continue
             if runs_alone(self.graph.folded, op_class):
                 compute += count * self.op_seconds(op_class)
-            inside += count * self._reduction_seconds(op_class)
+            inside += count * self.reduction_seconds(op_class)
         for kernel in self._kernels_of[node]:
-            compute += kernel.count * kernel_s(self._device, self.kernel_bytes(kernel))
+            compute += kernel.count * kernel_s(self.device, self.kernel_bytes(kernel))
         return compute, inside
 
     @cached_property
@@ -167,7 +167,8 @@ class CostedGraph:
         return self._bytes(self.graph.node_of[kernel.op_classes[0]], kernel.moved)
 
     @property
-    def _device(self) -> Device:
+    def device(self) -> Device:
+        """What it will run on."""
         return self.resharder.mesh.cluster.device
 
     def op_seconds(self, op_class: int) -> np.ndarray:
@@ -176,11 +177,11 @@ class CostedGraph:
         op = folded.op(op_class)
         num_bytes = self._bytes(node, moved_alone(folded, op_class))
         if not (folded.is_heavy[op_class] and op.rule.flops_per_point > 0 and len(op.operands) > 1):
-            return np.asarray(kernel_s(self._device, num_bytes))
+            return np.asarray(kernel_s(self.device, num_bytes))
         if op.name not in PRODUCTS:
-            return np.asarray(kernel_s(self._device, num_bytes, self._flops(op_class)))
+            return np.asarray(kernel_s(self.device, num_bytes, self._flops(op_class)))
         peak_flops_per_s = self._product_flops_per_s(op)
-        return np.asarray(product_s(self._device, self._product(op_class), num_bytes, peak_flops_per_s))
+        return np.asarray(product_s(self.device, self._product(op_class), num_bytes, peak_flops_per_s))
 
     def _bytes(self, node: int, moved: Sequence[tuple[Endpoint, float]]) -> np.ndarray:
         """[strategies]: bytes that one device moves."""
@@ -232,7 +233,7 @@ class CostedGraph:
 
     def _product_flops_per_s(self, op: FlatOp) -> float:
         """The peak for an op's operands; a product that asks for all of float32's digits runs on ordinary cores."""
-        device = self._device
+        device = self.device
         dtype = self.graph.folded.program.values[op.operands[0]].dtype
         asked = op.op.params.get("precision") if op.op is not None else None
         wanted = asked if isinstance(asked, tuple) else (asked,)
@@ -240,7 +241,7 @@ class CostedGraph:
             return device.vector_flops_per_s
         return device.peak_flops_per_s(dtype)
 
-    def _reduction_seconds(self, op_class: int) -> np.ndarray:
+    def reduction_seconds(self, op_class: int) -> np.ndarray:
         """[strategies]: all-reduces of an op's results that its own group resolves."""
         total = np.zeros(len(self.strategies[self.graph.node_of[op_class]]))
         for axes, at, local_bytes, combined_bytes in self.reductions(op_class):

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from executors.jit import build
+from search.driver import SearchResult
 from search.ir.graph import Step
-from search.ir.sharding import StepSharding
 from search.ir.trace import trace
 from tests.zoo import Case
 
@@ -47,9 +47,9 @@ class Reference:
         results = _run(jax.jit(case.step), case, start, num_steps)
         return cls(case, trace(case.step, *case.abstract_args()), num_steps, start, results)
 
-    def on_many_devices(self, sharding: StepSharding) -> tuple[Any, list[Any]]:
+    def on_many_devices(self, found: SearchResult) -> tuple[Any, list[Any]]:
         """The same steps along a plan."""
-        program = build(self.step, sharding, jax.devices())
+        program = build(found.step, found.sharding, jax.devices())
         # A copy: the step donates its state.
         start = jax.device_put(jax.tree.map(jnp.copy, self.start), program.shardings[0])
         return _run(program.fn, self.case, start, self.num_steps)

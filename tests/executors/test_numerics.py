@@ -70,12 +70,12 @@ def test_float64_losses_and_states_equal_one_devices(model, plan):
     with jax.enable_x64(True):
         single = on_one_device(model, jnp.float64)
         found = PLANS[plan](single.step)
-        assert_equal(single.on_many_devices(found.sharding), single.results)
+        assert_equal(single.on_many_devices(found), single.results)
 
 
 @pytest.mark.parametrize("model", [m for m in MODELS if len(FEW_OR_ALL.get(m, MOST)) > 1])
 def test_float32_losses_equal_one_devices(model):
     single = on_one_device(model, jnp.float32)
-    _, history = single.on_many_devices(PLANS["2x4-fastest"](single.step).sharding)
+    _, history = single.on_many_devices(PLANS["2x4-fastest"](single.step))
     for wanted, got in zip(single.results[1], history, strict=True):
         np.testing.assert_allclose(got["loss"], wanted["loss"], rtol=1e-4)

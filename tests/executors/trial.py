@@ -67,7 +67,7 @@ class Planned:
 
     def assert_numbers_equal(self) -> None:
         """Many devices along the plan come to one device's numbers."""
-        assert_equal(self.reference.on_many_devices(self.found.sharding), self.reference.results)
+        assert_equal(self.reference.on_many_devices(self.found), self.reference.results)
 
     def assert_plan_survives_its_file(self) -> None:
         """Saved, loaded and given to its step, the plan decides the same."""

@@ -246,7 +246,7 @@ def test_arguments_apart_cost_what_they_cost_together():
     found = plans.drawn(step, (2, 4), seed=1)
     devices = plans.cluster((2, 4))
     halves = [bits.randrange(2) for _ in step.arguments]
-    on_mesh = StepProblem.of(step, (), devices.device, halves).on(devices, (2, 4))
+    on_mesh = StepProblem.of(step, (), devices.device, decided=halves).on(devices, (2, 4))
     assert len(on_mesh.problem.num_labels) > len(found.chosen)
     chosen = [int(k[0]) for k in on_mesh.codec.allowed(found.plan.decisions, "plan") if len(k) == 1]
     assert on_mesh.codec.decisions(chosen) == found.plan.decisions

@@ -52,10 +52,10 @@ class StandIn(CompilerVerifier):
 
 
 @pytest.fixture(scope="module")
-def deep() -> tuple[Step, SearchResult]:
+def deep() -> SearchResult:
     case = make_megatron(num_layers=LAYERS, hidden=256, heads=8, vocab=128, seq=64, batch=64)
     step = trace(case.step, *case.abstract_args())
-    return step, driver.find(step, CLUSTER, Options(CAP_BYTES, (8,), None, 2.0))
+    return driver.find(step, CLUSTER, Options(CAP_BYTES, (8,), None, 2.0, remat="never"))
 
 
 @pytest.fixture
@@ -68,7 +68,7 @@ def ask(monkeypatch):
 
 def test_a_few_of_many_blocks_are_compiled_and_the_rest_follows(deep, ask):
     judge, lines = ask
-    short, full = judge.verified(*deep), judge.verified(*deep, full=True)
+    short, full = judge.verified(deep), judge.verified(deep, full=True)
     assert (short.is_extrapolated, full.is_extrapolated) == (True, False)
     assert short.extent.num_blocks == LAYERS
     assert [line.split(",")[0] for line in lines if line.startswith("compiling")] == [
@@ -88,7 +88,7 @@ def test_a_few_of_many_blocks_are_compiled_and_the_rest_follows(deep, ask):
 def test_the_scheduler_has_as_much_to_spend_on_a_part_as_on_the_whole(deep, ask):
     """One that uses all of its cap on each program uses all of the plan's cap, and no more."""
     judge, _ = ask
-    short = judge.verified(*deep)
+    short = judge.verified(deep)
     assert short.compiled.peak_bytes == pytest.approx(CAP_BYTES, rel=0.01)
     more, less = judge.caps
     assert less < more < CAP_BYTES
@@ -99,7 +99,7 @@ def test_a_step_that_compiles_fast_anyway_stays_whole(deep, ask, monkeypatch, nu
     """One that is shorter than the fixed cost, and one of which too little can be left out."""
     judge, _ = ask
     monkeypatch.setattr(extrapolation, "FIXED_OPS", num_ops)
-    found = judge.verified(*deep)
+    found = judge.verified(deep)
     assert (found.is_extrapolated, found.extent.reason, judge.caps) == (False, "", [CAP_BYTES])
 
 

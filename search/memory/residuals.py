@@ -1,0 +1,326 @@
+"""What the backward phase needs of the forward phase, and what each residual costs to keep and to compute again.
+
+There is one problem for each graph that holds both phases, and one for each body of a forward loop whose residuals a
+backward loop reads; in the latter a kept value is stacked, once for each iteration. Times and bytes are a device's, under a
+solution's strategies.
+
+* Arguments, constants and slices of stacked arguments are at hand in the backward phase anyway.
+* What is not stored (`search.problem.fusion`) is computed on the fly, for nothing, where what it is made of is at hand.
+* What is handed from one segment to the next (`search.memory.segments`), or is a loop's carry, is kept if it is needed.
+* What is read by the backward phase soon after the forward phase has read it counts for no more than what is made between.
+* What is made of parameters, keys and constants alone by light ops (a cast, a mask) may always be made again.
+"""
+
+from bisect import bisect_right
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from cost_model.compute import kernel_s
+from search.ir.graph import EFFECTFUL, Graph, Op, Phase, Role, walk
+from search.ir.sharding import Place
+from search.memory.min_cut import Recomputation, cheapest
+from search.memory.recompute import Site, loop_pairs
+from search.memory.segments import segments
+from search.problem.costs import CostedGraph
+from search.problem.fusion import Fusion
+from search.problem.kernels import FusedKernel, runs_alone
+
+
+@dataclass(frozen=True, eq=False)
+class Residuals:
+    """What may be recomputed of one graph.
+
+    Attributes:
+      problem: its ops and values.
+      sites: where the ops stand; None for what is no op, a carry.
+      is_stored: of each op: whether it makes an array, or is computed on the fly.
+    """
+
+    problem: Recomputation
+    sites: tuple[Site | None, ...]
+    is_stored: tuple[bool, ...]
+
+    def recomputed(self, price_s_per_byte: float) -> frozenset[Site]:
+        """The sites to recompute where a kept byte costs so much.
+
+        What is computed on the fly anyway is said only where something that it is made of is recomputed, or where it is
+        handed to something that is: it would become an array on the way.
+        """
+        runs, is_stored = cheapest(self.problem, price_s_per_byte), np.array(self.is_stored)
+        made_of = [self.problem.maker[list(values)] for values in self.problem.reads]
+        said = is_stored & runs
+        for op in np.flatnonzero(runs):
+            said[op] |= bool(said[made_of[op]].any())
+        for op in np.flatnonzero(runs)[::-1]:
+            if said[op]:
+                said[made_of[op][~is_stored[made_of[op]]]] = True
+        return frozenset(site for site, one in zip(self.sites, said, strict=True) if one and site is not None)
+
+    def kept_bytes(self, sites: frozenset[Site]) -> float:
+        """What is kept for the backward phase, where these sites are recomputed."""
+        runs = [not stored or site in sites for site, stored in zip(self.sites, self.is_stored, strict=True)]
+        wanted = set(self.problem.needed)
+        left = list(wanted)
+        while left:
+            op = int(self.problem.maker[left.pop()])
+            fresh = [v for v in self.problem.reads[op] if v not in wanted] if runs[op] else []
+            wanted.update(fresh)
+            left += fresh
+        return float(sum(self.problem.num_bytes[v] for v in wanted if not runs[self.problem.maker[v]]))
+
+    def recompute_s(self, sites: frozenset[Site]) -> float:
+        """Seconds to recompute these sites."""
+        return float(sum(s for s, site in zip(self.problem.op_s, self.sites, strict=True) if site in sites))
+
+
+def residuals(costed: CostedGraph, fusion: Fusion, strategies: Sequence[int]) -> tuple[Residuals, ...]:
+    """The residuals of a step, graph by graph.
+
+    Args:
+      costed: the step on a mesh.
+      fusion: what it stores.
+      strategies: of every node.
+    """
+    reader = _Reader(costed, fusion, strategies)
+    found: list[Residuals] = []
+    for path, graph in walk(costed.graph.folded.program.step.graph):
+        phases = {op.phase for op in graph.ops}
+        if {Phase.FORWARD, Phase.BACKWARD} <= phases:
+            found.append(reader.of_graph(path, graph))
+            found += [reader.of_loop(path, graph, f, readers) for f, readers in loop_pairs(graph).items()]
+    return tuple(found)
+
+
+class _Ledger:
+    """Collects a graph's ops and values."""
+
+    def __init__(self) -> None:
+        self.number: dict[int, int] = {}
+        self.sites: list[Site | None] = []
+        self.is_stored: list[bool] = []
+        self.op_s: list[float] = []
+        self.reads: list[list[int]] = []
+        self.maker: list[int] = []
+        self.num_bytes: list[float] = []
+
+    def add(
+        self,
+        site: Site | None,
+        seconds: float,
+        operands: Sequence[int],
+        results: Sequence[int],
+        num_bytes: Sequence[float],
+    ) -> None:
+        """An op, or a carry; what is not stored has infinitely many bytes."""
+        op, is_stored = len(self.sites), any(map(np.isfinite, num_bytes))
+        self.sites.append(site)
+        self.is_stored.append(is_stored)
+        self.op_s.append(seconds if is_stored else 0.0)
+        self.reads.append([self.number[v] for v in operands if v in self.number])
+        self.number.update({v: len(self.number) + n for n, v in enumerate(results)})
+        self.maker += [op] * len(results)
+        self.num_bytes += num_bytes
+
+    def residuals(self, needed: set[int]) -> Residuals:
+        """The problem, where the backward phase reads these values."""
+        problem = Recomputation(
+            np.array(self.op_s),
+            self.reads,
+            np.array(self.maker, np.int64),
+            np.array(self.num_bytes),
+            sorted(self.number[v] for v in needed if v in self.number),
+        )
+        return Residuals(problem, tuple(self.sites), tuple(self.is_stored))
+
+
+class _Reader:
+    """Reads off a solution what ops take and values hold."""
+
+    def __init__(self, costed: CostedGraph, fusion: Fusion, strategies: Sequence[int]) -> None:
+        self.costed, self.fusion, self.strategies = costed, fusion, strategies
+        self.folded = costed.graph.folded
+        self.program = self.folded.program
+        self._memo: dict[Hashable, float] = {}
+
+    def of_graph(self, path: Site, graph: Graph) -> Residuals:
+        """Of a graph that holds both phases."""
+        loops, ledger = loop_pairs(graph), _Ledger()
+        forward = [i for i, op in enumerate(graph.ops) if op.phase is Phase.FORWARD]
+        free = self._free(path, graph, forward)
+        kept = self._handed_on(path, graph, [i for i in forward if i not in free])
+        for i in forward:
+            op, site = graph.ops[i], (*path, i)
+            if i not in loops:
+                seconds = np.inf if i in kept or _must_stay(op) else self._seconds.get(site, 0.0)
+                num_bytes = [self._bytes(("result", site, r)) for r in range(len(op.outputs))]
+                ledger.add(site, seconds, op.operands, op.outputs, num_bytes)
+        return ledger.residuals({v for op in graph.ops if op.phase is Phase.BACKWARD for v in op.operands})
+
+    def of_loop(self, path: Site, graph: Graph, f: int, readers: Sequence[int]) -> Residuals:
+        """Of the body of a forward loop."""
+        loop, ledger = graph.ops[f], _Ledger()
+        body, (num_consts, num_carry) = loop.bodies["jaxpr"][0], loop.loop_counts
+        inner, length = (*path, f, "jaxpr", 0), int(loop.params["length"])
+        stack_of = dict(zip(body.outputs[num_carry:], loop.outputs[num_carry:], strict=True))
+        read = {v for b in readers for v in graph.ops[b].operands}
+        others = {v for b, op in enumerate(graph.ops) if b not in readers for v in op.operands} | {
+            *graph.outputs
+        }
+
+        def num_bytes(v: int, what: str, where: Site, n: int) -> float:
+            return 0.0 if stack_of.get(v) in others else length * self._bytes((what, where, n))
+
+        for n, v in enumerate(body.inputs[num_consts : num_consts + num_carry], num_consts):
+            ledger.add(None, np.inf, (), (v,), [num_bytes(v, "input", inner, n)])
+        for i, op in enumerate(body.ops):
+            site = (*inner, i)
+            seconds = np.inf if _must_stay(op) else self._seconds.get(site, 0.0)
+            sizes = [num_bytes(v, "result", site, r) for r, v in enumerate(op.outputs)]
+            ledger.add(site, seconds, op.operands, op.outputs, sizes)
+        return ledger.residuals({y for y, out in stack_of.items() if out in read})
+
+    @cached_property
+    def _seconds(self) -> dict[Site, float]:
+        """By site, what an op takes in one step, what is inside it included."""
+        found: dict[Site, float] = {}
+        for position, op in enumerate(self.program.ops):
+            if op.op is not None:
+                for end in range(1, len(op.site) + 1, 3):
+                    site = op.site[:end]
+                    found[site] = found.get(site, 0.0) + op.count * self._run_s(position)
+        return found
+
+    def _run_s(self, position: int) -> float:
+        """Seconds of one run."""
+        op_class = self.folded.class_of[position]
+        inside_s = self._inside_s(op_class)
+        if runs_alone(self.folded, op_class):
+            return inside_s + self._alone_s(op_class)
+        if position not in self.costed.kernels.of_op:
+            return inside_s
+        kernel, share = self.costed.kernels.of_op[position]
+        return inside_s + share * self._kernel_s(kernel)
+
+    def _inside_s(self, op_class: int) -> float:
+        """Of the reductions inside an op."""
+        return self._once(("inside", op_class), op_class, lambda: self.costed.reduction_seconds(op_class))
+
+    def _alone_s(self, op_class: int) -> float:
+        return self._once(("alone", op_class), op_class, lambda: self.costed.op_seconds(op_class))
+
+    def _kernel_s(self, kernel: FusedKernel) -> float:
+        def seconds() -> np.ndarray:
+            return np.asarray(kernel_s(self.costed.device, self.costed.kernel_bytes(kernel)))
+
+        return self._once(("kernel", kernel.op_classes), kernel.op_classes[0], seconds)
+
+    def _once(self, key: Hashable, op_class: int, per_strategy: Callable[[], np.ndarray]) -> float:
+        if key not in self._memo:
+            self._memo[key] = float(per_strategy()[self.strategies[self.costed.graph.node_of[op_class]]])
+        return self._memo[key]
+
+    def _bytes(self, place: Place) -> float:
+        """What it takes on one device to keep a value; infinite where it is no array."""
+        v = self._value_at.get(place)
+        if v is None or not self.fusion.is_stored(v):
+            return np.inf
+        return self._relief(v)
+
+    def _held_bytes(self, v: int) -> float:
+        i, r = self.program.maker[v]
+        port = self.costed.graph.ports[self.folded.class_of[i], r, True]
+        return self.program.values[v].num_bytes * float(self.costed.shares(port)[self.strategies[port.node]])
+
+    @cached_property
+    def _value_at(self) -> dict[Place, int]:
+        return {
+            place: v
+            for op in self.program.ops
+            for v, places in zip(op.results, op.result_places, strict=True)
+            for place in places
+        }
+
+    def _free(self, path: Site, graph: Graph, forward: Sequence[int]) -> set[int]:
+        """Light ops on nothing but parameters, keys and constants."""
+        known = {v for v, _ in graph.constants}
+        if not path:
+            arguments = self.program.step.arguments
+            known |= {v for v, a in zip(graph.inputs, arguments, strict=True) if a.role is not Role.BATCH}
+        free: set[int] = set()
+        for i in forward:
+            op = graph.ops[i]
+            if known.issuperset(op.operands) and not op.bodies and (*path, i) not in self._heavy:
+                known.update(op.outputs)
+                free.add(i)
+        return free
+
+    @cached_property
+    def _heavy(self) -> frozenset[Site]:
+        """Where ops stand that are not light."""
+        light, class_of = self.folded.is_light, self.folded.class_of
+        return frozenset(
+            op.site for i, op in enumerate(self.program.ops) if op.op is not None and not light[class_of[i]]
+        )
+
+    def _handed_on(self, path: Site, graph: Graph, ops: Sequence[int]) -> set[int]:
+        """Ops that make what one segment hands to another."""
+        made_at, last_at, sizes = [], [], []
+        for at, i in enumerate(ops):
+            for r in range(len(graph.ops[i].outputs)):
+                v = self._value_at.get(("result", (*path, i), r))
+                if v is not None and self.fusion.is_stored(v):
+                    last = self.program.ops[self._last_forward.get(v, self.program.maker[v][0])].site[
+                        len(path)
+                    ]
+                    made_at.append(at)
+                    last_at.append(bisect_right(ops, last) - 1)
+                    sizes.append(self._held_bytes(v))
+        cut = segments(sizes, last_at, made_at, len(ops))
+        return {ops[a] for a, b in zip(made_at, last_at, strict=True) if cut.of(b) > cut.of(a)}
+
+    @cached_property
+    def _last_forward(self) -> dict[int, int]:
+        """By stored value, where the forward phase reads it last, be it to compute something on the fly."""
+        reads = self._reads(Phase.FORWARD)
+        return {v: at for at, v in reads}
+
+    @cached_property
+    def _first_backward(self) -> dict[int, int]:
+        """By stored value, where the backward phase reads it first."""
+        return {v: at for at, v in reversed(self._reads(Phase.BACKWARD))}
+
+    def _reads(self, phase: Phase) -> list[tuple[int, int]]:
+        """The reads of stored values in one phase, in program order."""
+        return [
+            (at, v)
+            for at, op in enumerate(self.program.ops)
+            if op.phase is phase and op.name not in ("input", "output")
+            for operand in op.operands
+            for v in self.fusion.sources[operand]
+        ]
+
+    @cached_property
+    def _made_before(self) -> np.ndarray:
+        """By position: bytes of all that is stored before it."""
+        made = [
+            sum(map(self._held_bytes, filter(self.fusion.is_stored, op.results))) for op in self.program.ops
+        ]
+        return np.concatenate([[0.0], np.cumsum(made)])
+
+    def _relief(self, v: int) -> float:
+        """Bytes by which memory may be less full for not keeping a value: what it takes, but no more than what is made
+        between its last read in the forward phase and the first one in the backward phase."""
+        if v not in self._first_backward:
+            return self._held_bytes(v)
+        left = self._last_forward.get(v, self.program.maker[v][0]) + 1
+        made_meanwhile = self._made_before[self._first_backward[v]] - self._made_before[left]
+        return min(self._held_bytes(v), max(0.0, float(made_meanwhile)))
+
+
+def _must_stay(op: Op) -> bool:
+    """Whether an op may not run twice, or holds both phases."""
+    phases = {inner.phase for bodies in op.bodies.values() for body in bodies for inner in body.ops}
+    return op.name in EFFECTFUL or len(phases) > 1

@@ -1,0 +1,85 @@
+"""Where a chain of forward ops is cut into segments that are recomputed one by one.
+
+Recomputing all of a forward phase from its arguments saves nothing, as everything is there at once when the backward phase
+begins. So what crosses from one segment to the next is kept, and each segment is recomputed from that when the backward
+phase reaches it (Chen et al. 2016). The cuts are where least crosses: between layers, if a model has any. Long segments
+keep less and hold more while they are recomputed; of several lengths the one is taken with the smallest sum of both.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+MOST_SEGMENTS = 512
+"""The shortest segments make one of so many parts of all that is made. Source: a choice of ours."""
+
+
+@dataclass(frozen=True, slots=True)
+class Segments:
+    """A cut of positions into runs.
+
+    Attributes:
+      ends: the last position of each segment.
+      kept_bytes: of what crosses.
+      working_bytes: the most that one segment makes.
+    """
+
+    ends: tuple[int, ...]
+    kept_bytes: float
+    working_bytes: float
+
+    def of(self, position: int) -> int:
+        """The segment of a position."""
+        return int(np.searchsorted(self.ends, position))
+
+
+def segments(
+    num_bytes: Sequence[float], last_use: Sequence[int], maker: Sequence[int], num_positions: int
+) -> Segments:
+    """The cut that takes the least memory.
+
+    Args:
+      num_bytes: [values].
+      last_use: [values] the last position that reads each.
+      maker: [values] the position that makes each.
+      num_positions: of ops.
+    """
+    size, last, made_at = np.asarray(num_bytes, float), np.asarray(last_use), np.asarray(maker)
+    order = np.argsort(made_at, kind="stable")
+    size, last, made_at = size[order], last[order], made_at[order]
+    total, found = float(size.sum()), []
+    parts = 1
+    while parts <= MOST_SEGMENTS:
+        found.append(_narrowest(size, last, made_at, num_positions, total / parts))
+        parts *= 2
+    return min(found, key=lambda s: s.kept_bytes + s.working_bytes)
+
+
+def _narrowest(
+    size: np.ndarray, last: np.ndarray, made_at: np.ndarray, num_positions: int, most_bytes: float
+) -> Segments:
+    """The segments that make no more than so much, unless they are a single op, with the least that crosses.
+
+    By dynamic programming over the ends of segments: what crosses an end is charged to the segment that makes it.
+    """
+    first = np.searchsorted(made_at, np.arange(num_positions + 1))
+    before = np.concatenate([[0.0], np.cumsum(size)])
+    best = np.full(num_positions + 1, np.inf)
+    best[0] = 0.0
+    start_of = np.zeros(num_positions + 1, np.int64)
+    for end in range(1, num_positions + 1):
+        made = before[first[end]]
+        start = min(int(np.searchsorted(before[first], made - most_bytes * (1 + 1e-9))), end - 1)
+        inside = slice(first[start], first[end])
+        crossing = np.where(last[inside] >= end, size[inside], 0.0)
+        behind = np.concatenate([np.cumsum(crossing[::-1])[::-1], [0.0]])
+        costs = best[start:end] + behind[first[start:end] - first[start]]
+        at = int(np.argmin(costs))
+        best[end], start_of[end] = costs[at], start + at
+    ends = [num_positions]
+    while start_of[ends[-1]] > 0:
+        ends.append(int(start_of[ends[-1]]))
+    ends.reverse()
+    made = np.diff(before[first[[0, *ends]]])
+    return Segments(tuple(e - 1 for e in ends), float(best[num_positions]), float(made.max(initial=0.0)))

@@ -1,0 +1,106 @@
+"""What is recomputed, in words, and words as sites.
+
+A plan names what is recomputed by class, as its other decisions: the key is the op's phase, scope and primitive, numbers
+replaced by `*` where it stands for several; the value says `remat`, and of which of the class's ops, in program order, if
+not of all: `remat 0-11, 20 of 48`. What is not named is kept where it is needed.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from functools import cached_property
+
+from cost_model.errors import PlanError
+from search.ir.graph import Graph, Phase, walk
+from search.memory.recompute import Site
+from search.plan.names import scoped_name, unique
+from search.problem.folding import FoldedProgram
+
+_SOME = re.compile(r"remat (\d+(?:-\d+)?(?:, \d+(?:-\d+)?)*) of (\d+)")
+
+
+_NO_RESULTS = ("input", "output", "enter", "slice")
+"""Boundaries that stand for no result of an op."""
+
+
+class RetentionCodec:
+    """The words of one folded program."""
+
+    def __init__(self, folded: FoldedProgram) -> None:
+        self._folded = folded
+
+    @cached_property
+    def sites(self) -> dict[str, tuple[Site, ...]]:
+        """By name: where the forward ops of a class stand, in program order."""
+        seen: dict[str, int] = {}
+        known: set[Site] = set()
+        found: dict[str, tuple[Site, ...]] = {}
+        program = self._folded.program
+        graphs: dict[Site, Graph] = dict(walk(program.step.graph))
+        for members in self._folded.members:
+            standing = [program.ops[i] for i in members if program.ops[i].name not in _NO_RESULTS]
+            fresh: list[Site] = [
+                op.site for op in standing if op.phase is Phase.FORWARD and op.site not in known
+            ]
+            here = tuple(dict.fromkeys(fresh))
+            known.update(here)
+            if here:
+                index: int = here[0][-1]
+                first = graphs[here[0][:-1]].ops[index]
+                found[unique(f"{first.phase} {scoped_name(first, len(here) > 1)}", seen)] = here
+        return found
+
+    def said(self, sites: Iterable[Site]) -> dict[str, str]:
+        """The decisions that recompute these sites."""
+        asked = set(sites)
+        said: dict[str, str] = {}
+        for name, here in self.sites.items():
+            members = [n for n, site in enumerate(here) if site in asked]
+            if members:
+                some = f" {_ranges(members)} of {len(here)}" if len(members) < len(here) else ""
+                said[name] = f"remat{some}"
+                asked.difference_update(here)
+        assert not asked, f"no class has the sites {asked}"
+        return said
+
+    def read(self, said: Mapping[str, str], place: str) -> frozenset[Site]:
+        """The sites that decisions recompute.
+
+        Raises:
+          PlanError: a decision names no op of this step, or says something else than what to recompute.
+        """
+        found: set[Site] = set()
+        for name, text in said.items():
+            if name not in self.sites:
+                raise PlanError(f"{place}: retention {name!r} names no forward op of this step")
+            here = self.sites[name]
+            members = _members(text, len(here))
+            if members is None:
+                raise PlanError(
+                    f"{place}: retention {name!r} cannot be {text!r}. Say 'remat', or which of them: "
+                    f"'remat 0-{len(here) - 1} of {len(here)}', or leave it out to keep all"
+                )
+            found.update(here[n] for n in members)
+        return frozenset(found)
+
+
+def _ranges(members: list[int]) -> str:
+    """`0-3, 7`."""
+    runs: list[list[int]] = []
+    for n in members:
+        if runs and n == runs[-1][-1] + 1:
+            runs[-1].append(n)
+        else:
+            runs.append([n])
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+
+
+def _members(text: str, count: int) -> list[int] | None:
+    """Which of a class's ops a decision means; None where it makes no sense."""
+    if text == "remat":
+        return list(range(count))
+    match = _SOME.fullmatch(text)
+    if match is None or int(match[2]) != count:
+        return None
+    runs = [run.split("-") for run in match[1].split(", ")]
+    members = [n for run in runs for n in range(int(run[0]), int(run[-1]) + 1)]
+    return members if all(n < count for n in members) else None

@@ -1,0 +1,130 @@
+"""What to recompute, decided with the sharding under one cap.
+
+Without a cap nothing would be recomputed, so the search begins with the strategies that are best without one. At rising
+prices of a kept byte, minimum cuts (`search.memory`) then say what to recompute, each a little more. How such a choice goes
+together with sharding is estimated without building its step: under a cap that is higher by what is no longer kept, the
+plain step takes so long, and what is recomputed comes on top. In the order of these estimates the steps that recompute are
+built, and searched like any other: their prices, their kernels and their peaks are real ones, and the first estimate that is
+no better than the best plan so far ends the search.
+
+A step that recomputes does all that the plain one does. So no plan with recomputation is taken to be faster than the fastest
+plain one without a cap, and a mesh where that is too slow is done with.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from search.deadline import Deadline
+from search.memory.recompute import Site
+from search.memory.residuals import Residuals, residuals
+from search.mesh_problem import RELATIVE_GAP, MeshProblem, StepProblem
+from search.solver.branch_and_bound import NoFitError, Solution
+
+PRICES_S_PER_BYTE = tuple(np.geomspace(1e-13, 1e-6, 15).tolist())
+"""What a kept byte may cost. An H100 makes a byte of a product's result in 1e-12 s and more."""
+
+NO_CAP = 1 << 62
+
+MAX_MESHES = 2
+"""For how many meshes, the fastest without a cap, estimates are made. Source: a choice of ours."""
+
+ESTIMATE_SHARE = 0.1
+"""Of the time left, what one estimate may take. Source: a choice of ours."""
+
+ESTIMATE_GAP = 0.02
+"""Certified of an estimate's sharding: finer than what the estimate leaves out. Source: a choice of ours."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FreeSolution:
+    """The best strategies of the plain step on a mesh, without a cap."""
+
+    on_mesh: MeshProblem
+    solution: Solution
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Candidate:
+    """Something to recompute.
+
+    Attributes:
+      shape: the mesh that it was estimated on.
+      sites: what to recompute.
+      cost_s: an estimate of computation and communication; infinite where even so nothing seemed to fit.
+      saved_bytes: what is no longer kept.
+    """
+
+    shape: tuple[int, ...]
+    sites: frozenset[Site]
+    cost_s: float
+    saved_bytes: float
+
+
+def without_cap(
+    tried: Sequence[MeshProblem], pins: Mapping[str, Any], cutoff_s: float, deadline: Deadline
+) -> tuple[list[FreeSolution], list[float]]:
+    """The best strategies on each mesh where they are faster than the cutoff, fastest first, and a bound for every mesh."""
+    found, bounds_s = [], []
+    for i, on_mesh in enumerate(tried):
+        share_s = deadline.left_s / (len(tried) - i)
+        try:
+            solution = on_mesh.solve(on_mesh.pinned(pins), NO_CAP, share_s, (1 - RELATIVE_GAP) * cutoff_s)
+            found.append(FreeSolution(on_mesh, solution))
+            bounds_s.append(solution.bound_s)
+        except NoFitError as e:
+            bounds_s.append(e.bound_s)
+    return sorted(found, key=lambda free: free.solution.cost_s), bounds_s
+
+
+def candidates(
+    step_problem: StepProblem,
+    free: Sequence[FreeSolution],
+    pins: Mapping[str, Any],
+    limit_bytes: int,
+    cutoff_s: float,
+    deadline: Deadline,
+) -> list[Candidate]:
+    """What might be recomputed, the most promising first; of those for which nothing can be said, the most frugal."""
+    found: list[Candidate] = []
+    for one in free[:MAX_MESHES]:
+        found += _on_mesh(step_problem, one, pins, limit_bytes, cutoff_s, deadline)
+    return sorted(found, key=lambda c: (c.cost_s, -c.saved_bytes))
+
+
+def _on_mesh(
+    step_problem: StepProblem,
+    free: FreeSolution,
+    pins: Mapping[str, Any],
+    limit_bytes: int,
+    cutoff_s: float,
+    deadline: Deadline,
+) -> Iterator[Candidate]:
+    on_mesh = free.on_mesh
+    parts = residuals(on_mesh.memory.costed, step_problem.live_ranges.fusion, free.solution.labels)
+    kept_bytes, kept = _kept_bytes(parts, frozenset()), on_mesh.pinned(pins)
+    needed_bytes = on_mesh.memory.peak(free.solution.labels).num_bytes
+    seen: set[frozenset[Site]] = {frozenset()}
+    for price in PRICES_S_PER_BYTE:
+        sites = frozenset[Site]().union(*(part.recomputed(price) for part in parts))
+        if sites in seen:
+            continue
+        seen.add(sites)
+        saved_bytes = kept_bytes - _kept_bytes(parts, sites)
+        recompute_s = sum(part.recompute_s(sites) for part in parts)
+        cap_bytes, cost_s = int(limit_bytes + saved_bytes), free.solution.cost_s
+        if needed_bytes > cap_bytes:
+            cost_s, left_s = np.inf, ESTIMATE_SHARE * deadline.left_s
+            with suppress(NoFitError):
+                solution = on_mesh.solve(
+                    kept, cap_bytes, left_s, cutoff_s - recompute_s, relative_gap=ESTIMATE_GAP
+                )
+                cost_s = solution.cost_s
+        yield Candidate(on_mesh.shape, sites, cost_s + recompute_s, saved_bytes)
+
+
+def _kept_bytes(parts: Sequence[Residuals], sites: frozenset[Site]) -> float:
+    return sum(part.kept_bytes(sites) for part in parts)

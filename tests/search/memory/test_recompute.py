@@ -1,0 +1,186 @@
+"""Recomputing changes no number, whatever is recomputed, and what is no longer read is no longer kept."""
+
+import functools
+import random
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+from executors.rewrite import evaluator
+from search.ir.graph import Graph, Phase, Step, walk
+from search.ir.sharding import StepSharding
+from search.ir.trace import trace
+from search.memory.recompute import SCOPE, Site, loop_pairs, recomputed
+from tests.executors.agreement import NOISE_GROWN_BY_ADAM
+from tests.zoo import MAKERS
+
+LAYERS = 4
+MODELS = ("mlp", "gpt_linen", "gpt_scan", "moe", "resnet", "lstm", "evoformer", "unet")
+
+
+def layer(w, x):
+    h = jax.nn.gelu(x @ w["up"])
+    return x + jnp.tanh(h @ w["down"]), jnp.mean(h)
+
+
+def scanned(params, x):
+    x, means = jax.lax.scan(lambda x, w: layer(w, x), x, params)
+    return jnp.mean(x**2) + jnp.sum(means)
+
+
+def unrolled(params, x):
+    means = []
+    for i in range(LAYERS):
+        x, mean = layer(jax.tree.map(lambda w, i=i: w[i], params), x)
+        means.append(mean)
+    return jnp.mean(x**2) + sum(means)
+
+
+def dropped(params, x):
+    """Random bits inside the loop, and a scale from outside of it."""
+
+    def body(carry, w):
+        x, key = carry
+        key, now = jax.random.split(key)
+        x = layer(w, x * scale)[0] * jax.random.bernoulli(now, 0.9, x.shape)
+        return (x, key), None
+
+    scale = 1 + jnp.mean(params["up"] ** 2)
+    (x, _), _ = jax.lax.scan(body, (x, jax.random.key(0)), params)
+    return jnp.mean(x**2)
+
+
+def accumulated(params, x):
+    """Forward and backward phases inside a loop; its gradient is what the loop makes."""
+    _, (losses, grads) = jax.lax.scan(
+        lambda c, x: (c, jax.value_and_grad(scanned)(params, x)), 0, jnp.stack([x, 2 * x])
+    )
+    return jnp.mean(losses), jax.tree.map(lambda g: jnp.mean(g, 0), grads)
+
+
+def stepped(loss, value_and_grad=jax.value_and_grad):
+    def step(params, x):
+        value, grads = value_and_grad(loss)(params, x)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, params, grads), value
+
+    return step
+
+
+STEPS = {
+    "scanned": stepped(scanned),
+    "unrolled": stepped(unrolled),
+    "dropped": stepped(dropped),
+    "accumulated": stepped(accumulated, lambda loss: loss),
+}
+
+
+def arguments():
+    rng = np.random.default_rng(0)
+    params = {"up": rng.normal(size=(LAYERS, 8, 16)), "down": rng.normal(size=(LAYERS, 16, 8))}
+    return jax.tree.map(jnp.asarray, params), jnp.asarray(rng.normal(size=(3, 8)))
+
+
+def all_sites(step: Step) -> list[Site]:
+    """Where ops stand that may be recomputed."""
+    found: list[Site] = []
+    for path, graph in walk(step.graph):
+        if any(op.phase is Phase.BACKWARD for op in graph.ops):
+            pairs = loop_pairs(graph)
+            found += [(*path, i) for i, op in enumerate(graph.ops) if is_forward(op) and i not in pairs]
+            for f in pairs:
+                found += [(*path, f, "jaxpr", 0, i) for i in range(len(graph.ops[f].bodies["jaxpr"][0].ops))]
+    return found
+
+
+def is_forward(op) -> bool:
+    inner = {o.phase for bodies in op.bodies.values() for body in bodies for o in body.ops}
+    return {op.phase, *inner} == {Phase.FORWARD}
+
+
+def results(step: Step, flat) -> list[np.ndarray]:
+    mesh = Mesh(np.array(jax.devices()[:1]), ("data",))
+    return jax.jit(evaluator(step.graph, StepSharding((1,), ("data",), {}, {}), mesh))(flat)
+
+
+def assert_same(step: Step, again: Step, flat, atol: float = 1e-14) -> None:
+    for one, other in zip(results(step, flat), results(again, flat), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-11, atol=atol)
+
+
+def drawn_sites(step: Step, seed: int, share: float) -> frozenset[Site]:
+    rng = random.Random(seed)
+    return frozenset(site for site in all_sites(step) if rng.random() < share)
+
+
+@pytest.mark.parametrize(("seed", "share"), [(0, 1.0), (1, 0.8), (2, 0.5), (3, 0.2)])
+@pytest.mark.parametrize("name", STEPS)
+def test_the_numbers_stay(name, seed, share):
+    with jax.enable_x64(True):
+        args = arguments()
+        step = trace(STEPS[name], *args)
+        again = recomputed(step, drawn_sites(step, seed, share))
+        assert sum(op.scope.endswith(SCOPE) for _, graph in walk(again.graph) for op in graph.ops) > 0
+        assert_same(step, again, jax.tree.leaves(args))
+
+
+@functools.cache
+def traced(model: str) -> tuple[Step, list]:
+    case = MAKERS[model](dtype=jnp.float64)
+    return trace(case.step, *case.abstract_args()), jax.tree.leaves(case.args())
+
+
+@pytest.mark.parametrize("share", [1.0, 0.5])
+@pytest.mark.parametrize("model", MODELS)
+def test_the_numbers_of_models_stay(model, share):
+    with jax.enable_x64(True):
+        step, flat = traced(model)
+        assert_same(step, recomputed(step, drawn_sites(step, 0, share)), flat, NOISE_GROWN_BY_ADAM)
+
+
+def loops(graph: Graph) -> tuple:
+    """The forward and the backward loop of a graph with one pair."""
+    ((f, (b,)),) = loop_pairs(graph).items()
+    return graph.ops[f], graph.ops[b]
+
+
+def test_a_loop_that_is_recomputed_stacks_its_carry_alone():
+    step = trace(STEPS["scanned"], *arguments())
+    body = [(0, "jaxpr", 0, i) for i in range(len(step.graph.ops[0].bodies["jaxpr"][0].ops))]
+    forward, backward = loops(recomputed(step, frozenset(body)).graph)
+    stacked = [v.shape for v in forward.result_values[forward.loop_counts[1] :]]
+    assert sorted(stacked) == [(LAYERS,), (LAYERS, 3, 8)]  # the means, and each layer's input
+    assert len(loops(step.graph)[0].outputs) > len(forward.outputs)
+    assert len(backward.bodies["jaxpr"][0].ops) > len(loops(step.graph)[1].bodies["jaxpr"][0].ops)
+
+
+def test_what_is_recomputed_waits_for_a_gradient():
+    """The barrier that hands over what is kept holds a value of the backward phase besides."""
+    step = trace(STEPS["unrolled"], *arguments())
+    graph = recomputed(step, drawn_sites(step, 0, 1.0)).graph
+    made_backward: set[int] = set()
+    barriers = 0
+    for op in graph.ops:
+        if op.name == "optimization_barrier" and op.scope == SCOPE:
+            barriers += 1
+            assert made_backward.intersection(op.operands)
+        if op.phase is Phase.BACKWARD:
+            made_backward.update(op.outputs)
+    assert barriers
+
+
+def test_the_backward_phase_reads_nothing_that_is_recomputed():
+    step = trace(STEPS["unrolled"], *arguments())
+    sites = drawn_sites(step, 1, 0.6)
+    anew = {v for i, op in enumerate(step.graph.ops) if (i,) in sites for v in op.outputs}
+    graph = recomputed(step, sites).graph
+    read = {v for op in graph.ops if op.phase is Phase.BACKWARD for v in op.operands}
+    assert anew
+    assert not read & anew
+
+
+def test_nothing_to_recompute_is_the_step_itself():
+    step = trace(STEPS["scanned"], *arguments())
+    assert recomputed(step, frozenset()) is step
