@@ -145,12 +145,12 @@ class LiveRanges:
         for u in self.uses.get(v, ()):
             reader = self.program.ops[u]
             if reader.name != "input":
-                by_phase.setdefault(read_phase(reader), []).append(self._use(v, u))
+                by_phase.setdefault(read_phase(reader), []).append(u)
         if not by_phase and v not in self.held_until:
             return []
         start = self._born(i)
         copied = {g for g in by_phase if (op_class, r, g) in self.graph.copy_of}
-        ends = [min(us) if g in copied else max(us) for g, us in by_phase.items()]
+        ends = [min(us) if g in copied else max(self._use(v, u) for u in us) for g, us in by_phase.items()]
         end = max([start, *ends, self.held_until.get(v, -1)])
         resident = self._resident(op, end)
         rest = self.graph.copy_of.get((op_class, r, ReadPhase.REST))
@@ -189,11 +189,11 @@ class LiveRanges:
         found = []
         last_forward = i
         for phase in (ReadPhase.FORWARD, ReadPhase.BACKWARD, ReadPhase.UPDATE):
-            uses = [self._use(v, u) for u in self.uses.get(v, ()) if self._reads_in(u, phase)]
+            uses = [u for u in self.uses.get(v, ()) if self._reads_in(u, phase)]
             if not uses:
                 continue
             copy = self.graph.copy_of.get((op_class, r, phase))
-            first, last = min(uses), max(uses)
+            first, last = max(i, min(uses)), max(self._use(v, u) for u in uses)
             if copy is not None:
                 stretches = [
                     (CopySource.FRESH, first),
