@@ -99,8 +99,8 @@ class LiveRanges:
 
     def items(self) -> tuple[LiveRange, ...]:
         """Everything that is ever in memory."""
-        for i in reversed(range(len(self.program.ops))):
-            for v in self.program.ops[i].results:
+        for op in self.program.ops:
+            for v in op.results:
                 self._hold(v)
         found: list[LiveRange] = []
         for i in range(len(self.program.ops)):
@@ -124,8 +124,7 @@ class LiveRanges:
         """A value that is not stored keeps its fusion sources until its own last use."""
         if self.fusion.is_stored(v):
             return
-        ends = [self._use(v, u) for u in self.uses.get(v, ()) if self.program.ops[u].name != "input"]
-        end = max([*ends, self.held_until.get(v, -1)], default=-1)
+        end = max((self._use(v, u) for u in self.uses.get(v, ())), default=-1)
         for a in self.fusion.sources[v]:
             self.held_until[a] = max(self.held_until.get(a, -1), end)
 

@@ -103,6 +103,16 @@ def test_arguments_are_there_from_beginning_to_end_read_or_not():
     assert own(found) == {0: (Resident.BATCH, 0, 3), 1: (Resident.BATCH, 0, 3), 2: (Resident.RESIDUALS, 2, 3)}
 
 
+def test_new_state_that_is_read_as_well_lies_where_the_old_state_did():
+    def step(w, x):
+        new = squared(w, x)
+        return new, jnp.sum(new, 0)
+
+    found = problem(step, W, X)
+    assert names(found) == [*SQUARED, "reduce_sum", "output"]
+    assert sorted(own(found)) == [0, 1, 2, 5, 6, 9]
+
+
 # --- what an array is
 
 
@@ -156,6 +166,21 @@ def test_a_residual_may_be_read_through_a_view():
 
 
 # --- copies
+
+
+def test_what_is_computed_on_the_fly_is_an_array_once_it_is_resharded():
+    """The transpose of a product, which both phases multiply with."""
+
+    def step(w, x):
+        return w - jax.grad(lambda w: jnp.sum(((y := x @ w).T @ jnp.sin(y)) ** 2))(w)
+
+    found = problem(step, W, X)
+    assert names(found)[2:7] == ["dot_general", "transpose", "sin", "cos", "dot_general"]
+    assert 3 not in own(found)
+    assert copies(found, 3, ReadPhase.BACKWARD) == {
+        CopySource.FRESH: (Resident.TEMPORARIES, 10, 10),
+        CopySource.KEPT: (Resident.RESIDUALS, 7, 10),
+    }
 
 
 def test_copies_are_there_from_where_they_are_made_to_their_last_reader():
