@@ -215,6 +215,38 @@ def test_without_time_every_way_out_is_named_and_none_is_claimed():
     ]
 
 
+@pytest.mark.parametrize("bound_s", [inf, 1e-3])
+def test_what_is_neither_found_nor_ruled_out_is_not_claimed(monkeypatch, bound_s):
+    def fitting(*_):
+        raise NoFitError("nothing", bound_s=bound_s)
+
+    asked = options(20)
+    step_problem, tried = problems(asked)
+    found = smallest(asked, tried)
+    monkeypatch.setattr(MeshProblem, "fitting", fitting)
+    message = str(infeasible.explain(step_problem, CLUSTER, asked, found, True, Deadline.after(10.0)))
+    assert list(ways_out(message)) == ["a cap of 37.3 MiB"]
+    assert ("Not found out in the time that this took: 8 devices" in message) == (bound_s < inf)
+
+
+def test_every_kind_of_way_out_has_its_share_of_the_time(monkeypatch):
+    """Two pins and more devices; of a share each try has half, and each mesh half of what is left."""
+    times_s, costs_s = [], []
+
+    def fitting(on_mesh, kept, limit_bytes, time_limit_s, cutoff_s, relative_gap):
+        times_s.append(time_limit_s)
+        costs_s.append(cutoff_s)
+        return fits(on_mesh, kept, limit_bytes, time_limit_s, cutoff_s, relative_gap)
+
+    asked = options(43, pins=BOTH)
+    step_problem, tried = problems(asked)
+    found, fits = smallest(asked, tried), MeshProblem.fitting
+    monkeypatch.setattr(MeshProblem, "fitting", fitting)
+    infeasible.explain(step_problem, CLUSTER, asked, found, True, Deadline.after(36.0))
+    assert times_s[0] == pytest.approx(36 / 3 / 2 / 2, rel=0.1)
+    assert costs_s[0] == inf > costs_s[1]
+
+
 @pytest.mark.parametrize(
     ("cap_mib", "devices"), [(36, [8, 16, 32, 64]), (17.9, [16, 32, 64]), (4.6, [32, 64]), (2.2, [])]
 )
