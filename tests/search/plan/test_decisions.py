@@ -78,6 +78,23 @@ def test_decisions_are_named_by_argument_phase_scope_and_primitive():
     ]
 
 
+def test_transforms_leave_no_trace_in_a_name():
+    def step(w, x):
+        def loss(w):
+            with jax.named_scope("outer"):
+                y = jax.vmap(lambda row: row @ w)(x)
+                with jax.named_scope("inner"):
+                    return jnp.sum(jax.vmap(jnp.tanh)(y) ** 2)
+
+        return w - jax.grad(loss)(w)
+
+    names = flat(codec(step, W, X))
+    assert {"forward outer/dot_general", "forward outer/inner/tanh", "backward outer/dot_general"} < set(
+        names
+    )
+    assert not [name for name in names if "(" in name or "//" in name or "/ " in name]
+
+
 def test_what_stands_for_several_has_no_number_and_all_of_its_arguments_names():
     words = codec(layers, [W] * 12, X)
     together = next(names for names in words.names if len(names) > 1)
