@@ -193,7 +193,7 @@ class Fusion:
                 for u in self.uses.get(v, ()):
                     reader = self.program.ops[u]
                     is_light = self.folded.is_light[self.folded.class_of[u]] and bool(reader.results)
-                    is_fused = is_light and not self._is_wanted(u, reader.results[0])
+                    is_fused = is_light and (is_view(reader) or not self._is_wanted(u, reader.results[0]))
                     phases |= found.get(reader.results[0], frozenset()) if is_fused else {read_phase(reader)}
                 found[v] = frozenset(phases)
         return found

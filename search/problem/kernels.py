@@ -162,21 +162,25 @@ class _Collector:
         return [*((endpoint, float(count)) for endpoint in reads.values()), *written]
 
     def _late(self) -> list[int]:
-        """Per op: how many kernels that run alone can stand before it on one path, at most, without delaying any other."""
+        """Per op: how many kernels that run alone, or end in a sum, can stand before it on one path, at most, without
+        delaying any other."""
         depth = [0] * len(self.ops)
         for p, op in enumerate(self.ops):
             before = [self.maker[v][0] for v in op.operands if self.maker[v][0] < p]
-            depth[p] = max((depth[q] + (not self.is_fused[q]) for q in before), default=0)
+            depth[p] = max((depth[q] + self._is_waited_for(q) for q in before), default=0)
         late = list(depth)
         wanted: dict[int, int] = {}
         for p in reversed(range(len(self.ops))):
             if self.is_fused[p]:
-                late[p] = max(
-                    depth[p], min((wanted[v] for v in self.ops[p].results if v in wanted), default=depth[p])
-                )
+                latest = min((wanted[v] for v in self.ops[p].results if v in wanted), default=depth[p])
+                late[p] = max(depth[p], latest - self._is_waited_for(p))
             for v in self.ops[p].operands:
                 wanted[v] = min(wanted.get(v, late[p]), late[p])
         return late
+
+    def _is_waited_for(self, p: int) -> bool:
+        """Whether an op's readers are in later kernels than it is."""
+        return not self.is_fused[p] or self.ends[self.folded.class_of[p]]
 
     def _joined(self, late: list[int]) -> list[int]:
         """Per op: the first op of its kernel."""
@@ -191,8 +195,7 @@ class _Collector:
         for p, op in enumerate(self.ops):
             for v in op.operands if self.is_fused[p] else ():
                 q = self.maker[v][0]
-                is_at_hand = self.is_fused[q] and not self.ends[self.folded.class_of[q]]
-                if is_at_hand and self.groups[q] == self.groups[p] and late[q] == late[p]:
+                if not self._is_waited_for(q) and self.groups[q] == self.groups[p] and late[q] == late[p]:
                     a, b = sorted((find(p), find(q)))
                     root[b] = a
         return [find(p) for p in range(len(self.ops))]

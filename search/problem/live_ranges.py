@@ -99,8 +99,8 @@ class LiveRanges:
 
     def items(self) -> tuple[LiveRange, ...]:
         """Everything that is ever in memory."""
-        for i in reversed(range(len(self.program.ops))):
-            for v in self.program.ops[i].results:
+        for op in self.program.ops:
+            for v in op.results:
                 self._hold(v)
         found: list[LiveRange] = []
         for i in range(len(self.program.ops)):
@@ -124,8 +124,7 @@ class LiveRanges:
         """A value that is not stored keeps its fusion sources until its own last use."""
         if self.fusion.is_stored(v):
             return
-        ends = [self._use(v, u) for u in self.uses.get(v, ()) if self.program.ops[u].name != "input"]
-        end = max([*ends, self.held_until.get(v, -1)], default=-1)
+        end = max((self._use(v, u) for u in self.uses.get(v, ())), default=-1)
         for a in self.fusion.sources[v]:
             self.held_until[a] = max(self.held_until.get(a, -1), end)
 
@@ -145,12 +144,12 @@ class LiveRanges:
         for u in self.uses.get(v, ()):
             reader = self.program.ops[u]
             if reader.name != "input":
-                by_phase.setdefault(read_phase(reader), []).append(self._use(v, u))
+                by_phase.setdefault(read_phase(reader), []).append(u)
         if not by_phase and v not in self.held_until:
             return []
         start = self._born(i)
         copied = {g for g in by_phase if (op_class, r, g) in self.graph.copy_of}
-        ends = [min(us) if g in copied else max(us) for g, us in by_phase.items()]
+        ends = [min(us) if g in copied else max(self._use(v, u) for u in us) for g, us in by_phase.items()]
         end = max([start, *ends, self.held_until.get(v, -1)])
         resident = self._resident(op, end)
         rest = self.graph.copy_of.get((op_class, r, ReadPhase.REST))
@@ -189,11 +188,11 @@ class LiveRanges:
         found = []
         last_forward = i
         for phase in (ReadPhase.FORWARD, ReadPhase.BACKWARD, ReadPhase.UPDATE):
-            uses = [self._use(v, u) for u in self.uses.get(v, ()) if self._reads_in(u, phase)]
+            uses = [u for u in self.uses.get(v, ()) if self._reads_in(u, phase)]
             if not uses:
                 continue
             copy = self.graph.copy_of.get((op_class, r, phase))
-            first, last = min(uses), max(uses)
+            first, last = max(i, min(uses)), max(self._use(v, u) for u in uses)
             if copy is not None:
                 stretches = [
                     (CopySource.FRESH, first),

@@ -1,0 +1,310 @@
+"""Which values become arrays, in steps small enough to reckon by hand.
+
+Where it says "as XLA does", this is what the compiled program holds for an H100, read from its kernels.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from cost_model.hardware import parse_cluster
+from search.ir.trace import trace
+from search.problem.flat_program import ReadPhase, flatten, read_phase
+from search.problem.folding import fold
+from search.problem.fusion import Fusion, expensive_itemsize, is_view
+from tests.zoo import MAKERS
+
+
+def array(*shape, dtype=jnp.float32):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+X, W = array(2048, 1024), array(1024, 1024)
+KEY = jax.eval_shape(lambda: jax.random.key(0))
+LABELS = array(2048, dtype=jnp.int32)
+
+
+def fusion(step, *args, gpu="H100-80GB") -> Fusion:
+    device = parse_cluster(f"1x{gpu}").device
+    return Fusion(fold(flatten(trace(step, *args))), expensive_itemsize(device))
+
+
+def arrays(step, *args, gpu="H100-80GB") -> list[str]:
+    """The ops whose results are arrays, without arguments, results and numbers of a single element."""
+    found = fusion(step, *args, gpu=gpu)
+    return [
+        op.name
+        for op in found.program.ops
+        for v in op.results
+        if op.name not in ("input", "output") and found.program.values[v].shape and found.is_stored(v)
+    ]
+
+
+def sources(found: Fusion, name: str) -> list[str]:
+    """The ops whose arrays the one result of this name is computed from."""
+    ((v,),) = [op.results for op in found.program.ops if op.name == name]
+    return [found.program.ops[found.maker[a][0]].name for a in sorted(found.sources[v])]
+
+
+def trained(loss, params, *args):
+    """What is stored of a step of plain gradient descent, up to the update."""
+
+    def step(params, *args):
+        gradients = jax.grad(lambda params: jnp.sum(loss(params, *args) ** 2))(params)
+        return jax.tree.map(lambda p, g: p - g, params, gradients)
+
+    return step, params, *args
+
+
+# --- one after the other, as XLA does
+
+
+@pytest.mark.parametrize(
+    ("step", "args", "wanted"),
+    [
+        (lambda x: jnp.sin(x) * 2 + 1, (X,), ["add"]),
+        (lambda x, w: jnp.sin(x) @ w, (X, W), ["sin", "dot_general"]),
+        (lambda x, w: jnp.sin(x @ w) + 1, (X, W), ["dot_general", "add"]),
+        (lambda x, w: jnp.sin(x).T @ x, (X, W), ["sin", "dot_general"]),
+        (lambda x, w: (x @ w).T @ x, (X, W), ["dot_general", "dot_general"]),
+        (lambda x: jnp.sum(jnp.exp(x), 1), (X,), ["reduce_sum"]),
+        (lambda x: jnp.sum(jnp.exp(x), 1) * 2, (X,), ["reduce_sum", "mul"]),
+        (lambda x: jnp.max(x, 1, keepdims=True) - x, (X,), ["reduce_max", "sub"]),
+        (lambda x, w: jnp.sin(x)[:512] @ w, (X, W), ["sin", "slice", "dot_general"]),
+        (lambda x, i: (x * 2.0).at[i].get(mode="clip"), (X, LABELS), ["gather"]),
+        (lambda x, k: x + jax.random.uniform(k, X.shape), (X, KEY), ["add"]),
+    ],
+    ids=[
+        "chain",
+        "into",
+        "out of",
+        "turned light",
+        "turned",
+        "sum",
+        "after a sum",
+        "maximum",
+        "part",
+        "look-up",
+        "noise",
+    ],
+)
+def test_what_is_stored(step, args, wanted):
+    assert arrays(step, *args) == wanted
+
+
+def test_what_is_not_stored_is_computed_from_the_arrays_behind_it():
+    found = fusion(lambda x, w: jnp.cos(jnp.sin(x @ w).T + jnp.sum(x)) * 2.0, X, W)
+    assert sources(found, "sin") == sources(found, "transpose") == ["dot_general"]
+    assert sources(found, "cos") == ["dot_general", "reduce_sum"]
+    assert sources(found, "mul") == ["mul"]
+
+
+def test_a_sum_over_one_element_is_none():
+    assert arrays(lambda x: jnp.sin(jnp.sum(x, 1)) + 1.0, array(2048, 1)) == ["add"]
+
+
+@pytest.mark.parametrize(("rows", "wanted"), [(4, ["add", "mul"]), (5, ["mul"])])
+def test_what_is_computed_from_three_large_arrays_is_stored(rows, wanted):
+    """Large is what has a fourth of the result's bytes."""
+    large, third = array(rows, 256, 1024), array(256, 1024)
+    assert arrays(lambda x, y, z: jnp.sin(x * y + z) * 2.0, large, large, third) == wanted
+    assert arrays(lambda x, y: jnp.sin(x * y + x) * 2.0, large, large) == ["mul"]
+
+
+# --- what the backward phase reads again
+
+
+def scaled(activation):
+    """A layer whose activation a trained row scales, and one on top: the row's gradient reads the activation."""
+    return lambda params, x: (activation(x @ params[0]) * params[2]) @ params[1]
+
+
+def log(x):
+    return jnp.log(x * x + 1.0)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "dtype", "activation", "kept"),
+    [
+        ("H100-80GB", jnp.bfloat16, jnp.tanh, ["tanh"]),
+        ("A100-80GB", jnp.float32, jnp.tanh, ["tanh"]),
+        ("A100-80GB", jnp.float32, log, ["log"]),
+        ("H100-80GB", jnp.float32, log, []),
+        ("A100-80GB", jnp.float32, jax.nn.sigmoid, []),
+        ("H100-80GB", jnp.bfloat16, jnp.exp, []),
+    ],
+)
+def test_an_expensive_op_s_result_is_kept_where_moving_it_is_cheap(gpu, dtype, activation, kept):
+    """As XLA does on either GPU."""
+    x, w, row = (array(*shape, dtype=dtype) for shape in ((8192, 1024), (1024, 1024), (1024,)))
+    forward = ["dot_general", *kept, "mul", "dot_general"]
+    assert arrays(*trained(scaled(activation), (w, w, row), x), gpu=gpu)[: len(forward)] == forward
+
+
+def test_moving_is_cheap_up_to_the_device_s_bytes_in_the_time_of_fifty_operations():
+    h100, a100 = (parse_cluster(f"1x{gpu}-80GB").device for gpu in ("H100", "A100"))
+    assert expensive_itemsize(h100) == pytest.approx(50 * 3.35 / 67, rel=0.01)
+    assert expensive_itemsize(a100) == pytest.approx(50 * 2.04 / 19.5, rel=0.01)
+
+
+def test_what_one_phase_reads_is_computed_twice_rather_than_stored():
+    x = array(2048, 1024, dtype=jnp.bfloat16)
+    assert arrays(lambda x: (y := jnp.tanh(x)) + jnp.sum(y, 1, keepdims=True), x) == ["reduce_sum", "add"]
+
+
+def gated(activation):
+    return lambda params, x: (activation(x @ params[0]) * (x @ params[1])) @ params[2]
+
+
+@pytest.mark.parametrize(
+    ("activation", "kept"), [(jnp.tanh, ["tanh"]), (jax.nn.gelu, ["mul"]), (jax.nn.silu, []), (jnp.exp, [])]
+)
+def test_a_gate_is_kept_beside_the_product_that_it_multiplies(activation, kept):
+    """As XLA does, also where it is cheap to compute again; not where the gradient doesn't need it."""
+    forward = ["dot_general", *kept, "dot_general", "mul", "dot_general"]
+    assert arrays(*trained(gated(activation), (W, W, W), X))[: len(forward)] == forward
+    assert arrays(gated(activation), (W, W, W), X) == ["dot_general", "dot_general", "mul", "dot_general"]
+
+
+def test_a_gate_of_an_argument_is_computed_again():
+    """As XLA does."""
+
+    def loss(params, x):
+        return (jax.nn.gelu(x @ params[0]) * x) @ params[1]
+
+    assert arrays(*trained(loss, (W, W), X))[:3] == ["dot_general", "mul", "dot_general"]
+
+
+def test_of_dropout_the_mask_is_kept_and_never_its_bits():
+    """As XLA does."""
+
+    def dropped(params, x, key):
+        y = x @ params[0]
+        return jnp.where(jax.random.bernoulli(key, 0.9, y.shape), y / 0.9, 0.0) @ params[1]
+
+    forward = ["dot_general", "lt", "select_n", "dot_general"]
+    assert arrays(*trained(dropped, (W, W), X, KEY))[:4] == forward
+
+
+@pytest.mark.parametrize(
+    ("step", "wanted"),
+    [
+        (lambda k, w: jax.random.uniform(k, X.shape) @ w, ["max", "dot_general"]),
+        (lambda k, w: jnp.sum(jax.random.uniform(k, X.shape), 1), ["reduce_sum"]),
+        (lambda k, w: jax.random.uniform(k, W.shape) * 2.0 + w, ["add"]),
+    ],
+    ids=["product", "sum", "added"],
+)
+def test_noise_is_an_array_where_it_is_read_whole(step, wanted):
+    """As XLA does."""
+    assert arrays(step, KEY, W) == wanted
+
+
+# --- scatters
+
+
+@pytest.mark.parametrize("is_added", [True, False])
+def test_what_is_scattered_to_zeros_is_scattered_into_what_it_is_added_to(is_added):
+    """The gradient of a cross-entropy, and of its picked part alone, as XLA does."""
+
+    def step(w, x, labels):
+        def loss(w):
+            y = x @ w
+            picked = jnp.take_along_axis(y, labels[:, None], -1, mode="clip")
+            return jnp.sum(picked) + (jnp.sum(y**2) if is_added else 0.0)
+
+        return jax.grad(loss)(w)
+
+    last = ["add_any" if is_added else "scatter-add", "dot_general"]
+    found = arrays(step, W, X, LABELS)
+    assert found == (["dot_general", *last] if is_added else last)
+
+
+def test_what_is_scattered_to_is_not_computed_twice():
+    """As XLA does."""
+
+    def step(x, labels):
+        return jnp.sin(jnp.zeros(X.shape).at[labels, labels].add(1.0, mode="clip") * x)
+
+    assert arrays(step, X, LABELS)[-2:] == ["scatter-add", "sin"]
+
+
+# --- loops
+
+
+def test_loops_have_arrays_of_their_own_and_their_parts_are_views():
+    def step(weights, x):
+        return jax.lax.scan(lambda y, w: (jnp.sin(y @ w), jnp.cos(y)), x, weights)
+
+    found = fusion(step, array(4, 1024, 1024), X)
+    assert arrays(step, array(4, 1024, 1024), X) == ["carry", "dot_general", "sin", "cos", "stack"]
+    assert sources(found, "slice") == ["input"]
+
+
+# --- laws
+
+
+@functools.cache
+def of_model(name: str) -> Fusion:
+    case = MAKERS[name]()
+    return fusion(case.step, *case.abstract_args())
+
+
+MODELS = pytest.mark.parametrize("name", ["mlp", "gpt_scan", "moe", "resnet"])
+
+
+@MODELS
+def test_sources_are_arrays_and_those_of_the_operands(name):
+    found = of_model(name)
+    for op in found.program.ops:
+        behind = {s for o in op.operands for s in found.sources[o]} if not op.is_boundary else set()
+        for v in op.results:
+            assert all(found.sources[s] == {s} for s in found.sources[v])
+            if not op.is_boundary:
+                assert found.is_stored(v) or found.sources[v] == behind
+
+
+@MODELS
+def test_what_is_not_fused_makes_arrays_and_reads_arrays(name):
+    found = of_model(name)
+    for i, op in enumerate(found.program.ops):
+        if is_view(op) or found.folded.is_light[found.folded.class_of[i]]:
+            continue
+        assert all(map(found.is_stored, op.results))
+        for v in op.operands if op.name not in ("gather", "dynamic_slice") else ():
+            assert len(found.sources[v]) == 1, (op.name, v)
+
+
+@MODELS
+def test_values_are_computed_in_the_phases_of_the_kernels_that_they_end_up_in(name):
+    found = of_model(name)
+    for v, phases in found.computed_in.items():
+        least, most = set(), set()
+        for u in found.uses.get(v, ()):
+            op = found.program.ops[u]
+            is_light = found.folded.is_light[found.folded.class_of[u]]
+            if not is_light:
+                least.add(read_phase(op))
+            elif not found.is_stored(op.results[0]):
+                least |= found.computed_in[op.results[0]]
+            else:  # an expensive op's array may be computed in the kernel of its reader, or be it
+                most |= {read_phase(op)} | found.computed_in[op.results[0]]
+        assert least <= phases <= least | most
+
+
+def test_arguments_and_products_are_computed_in_the_phases_that_read_them():
+    found = fusion(*trained(lambda params, x: (jnp.tanh(x @ params[0]) + x) @ params[1], (W, W), X))
+    forward, backward, update = ReadPhase.FORWARD, ReadPhase.BACKWARD, ReadPhase.UPDATE
+    made = [op for op in found.program.ops if op.name in ("input", "dot_general")]
+    assert [found.computed_in[op.results[0]] for op in made] == [
+        {forward, update},  # the first weight: no gradient of x is asked for
+        {forward, backward, update},
+        {forward, backward},  # x
+        {forward, backward},  # what tanh reads, then and again
+        {backward},  # the output, doubled by the backward phase's kernel
+        {update},  # the second weight's gradient
+        {backward},
+        {update},
+    ]
