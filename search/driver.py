@@ -45,6 +45,9 @@ from search.stopwatch import Stopwatch
 ATTEMPT_SHARE = 0.4
 """Of the time left, what a step that recomputes may take to be searched. Source: a choice of ours."""
 
+LEAST_ATTEMPT_S = 2.0
+"""Seconds that it may take at least, as long as there is no plan. Source: a choice of ours."""
+
 MISSED_SHARE = 0.1
 """Of the cap: where a step did not fit, what the next one has to save besides. Source: a choice of ours."""
 
@@ -187,27 +190,30 @@ class _Search:
           A lower bound for each mesh, on plans that recompute what the best one does, and the step that holds least of all
           those considered.
         """
-        deadline = Deadline.after(self.options.time_limit_s)
+        limit_bytes, deadline = self.options.memory_bytes, Deadline.after(self.options.time_limit_s / 2)
         free, bounds_s = without_cap(tried, self.pins, self.cutoff_s, deadline)
-        self.watch.lap("solve")
-        limit_bytes = self.options.memory_bytes
         found = candidates(plain, free, self.pins, limit_bytes, self.cutoff_s, deadline)
         self.watch.lap("recompute")
-        too_little_bytes, own_bounds_s = 0.0, bounds_s
+        deadline, too_little_bytes, own_bounds_s = (
+            Deadline.after(self.options.time_limit_s / 2),
+            0.0,
+            bounds_s,
+        )
         for candidate in found:
-            if deadline.is_over or (self.best and candidate.cost_s >= self.cutoff_s):
+            if self.best and (deadline.is_over or candidate.cost_s >= self.cutoff_s):
                 break
             if candidate.saved_bytes < too_little_bytes:
                 continue
             self.progress(f"recomputing {len(candidate.sites)} ops on mesh {format_mesh(candidate.shape)}")
             step_problem, before = self._made_ready(candidate.sites), self.best
             on_mesh = self._put_on(step_problem, candidate.shape)
-            bound_s = self._improve(step_problem, on_mesh, ATTEMPT_SHARE * deadline.left_s)
-            if self.best is not before:
+            time_limit_s = max(ATTEMPT_SHARE * deadline.left_s, LEAST_ATTEMPT_S)
+            bound_s = self._improve(step_problem, on_mesh, time_limit_s)
+            if self.best is before:
+                too_little_bytes = candidate.saved_bytes + MISSED_SHARE * limit_bytes
+            else:
                 place = self.shapes.index(candidate.shape)
                 own_bounds_s = [*bounds_s[:place], bound_s, *bounds_s[place + 1 :]]
-            else:
-                too_little_bytes = candidate.saved_bytes + MISSED_SHARE * limit_bytes
         if self.best is not None or not found:
             return own_bounds_s, plain
         most = max(found, key=lambda candidate: candidate.saved_bytes)

@@ -20,7 +20,7 @@ import numpy as np
 
 from search.deadline import Deadline
 from search.memory.recompute import Site
-from search.memory.residuals import Residuals, residuals
+from search.memory.residuals import residuals
 from search.mesh_problem import RELATIVE_GAP, MeshProblem, StepProblem
 from search.solver.branch_and_bound import NoFitError, Solution
 
@@ -28,6 +28,9 @@ PRICES_S_PER_BYTE = tuple(np.geomspace(1e-13, 1e-6, 15).tolist())
 """What a kept byte may cost. An H100 makes a byte of a product's result in 1e-12 s and more."""
 
 NO_CAP = 1 << 62
+
+SHARES = (0.25, 0.5, 0.75)
+"""Between two prices, how much of the step is at the higher one. Source: a choice of ours."""
 
 MAX_MESHES = 2
 """For how many meshes, the fastest without a cap, estimates are made. Source: a choice of ours."""
@@ -91,40 +94,62 @@ def candidates(
     """What might be recomputed, the most promising first; of those for which nothing can be said, the most frugal."""
     found: list[Candidate] = []
     for one in free[:MAX_MESHES]:
-        found += _on_mesh(step_problem, one, pins, limit_bytes, cutoff_s, deadline)
+        found += _Estimation(step_problem, one, pins, limit_bytes, cutoff_s, deadline).candidates()
     return sorted(found, key=lambda c: (c.cost_s, -c.saved_bytes))
 
 
-def _on_mesh(
-    step_problem: StepProblem,
-    free: FreeSolution,
-    pins: Mapping[str, Any],
-    limit_bytes: int,
-    cutoff_s: float,
-    deadline: Deadline,
-) -> Iterator[Candidate]:
-    on_mesh = free.on_mesh
-    parts = residuals(on_mesh.memory.costed, step_problem.live_ranges.fusion, free.solution.labels)
-    kept_bytes, kept = _kept_bytes(parts, frozenset()), on_mesh.pinned(pins)
-    needed_bytes = on_mesh.memory.peak(free.solution.labels).num_bytes
-    seen: set[frozenset[Site]] = {frozenset()}
-    for price in PRICES_S_PER_BYTE:
-        sites = frozenset[Site]().union(*(part.recomputed(price) for part in parts))
-        if sites in seen:
-            continue
-        seen.add(sites)
-        saved_bytes = kept_bytes - _kept_bytes(parts, sites)
-        recompute_s = sum(part.recompute_s(sites) for part in parts)
-        cap_bytes, cost_s = int(limit_bytes + saved_bytes), free.solution.cost_s
-        if needed_bytes > cap_bytes:
-            cost_s, left_s = np.inf, ESTIMATE_SHARE * deadline.left_s
-            with suppress(NoFitError):
-                solution = on_mesh.solve(
-                    kept, cap_bytes, left_s, cutoff_s - recompute_s, relative_gap=ESTIMATE_GAP
-                )
-                cost_s = solution.cost_s
-        yield Candidate(on_mesh.shape, sites, cost_s + recompute_s, saved_bytes)
+class _Estimation:
+    """What recomputation promises on one mesh."""
 
+    def __init__(
+        self,
+        step_problem: StepProblem,
+        free: FreeSolution,
+        pins: Mapping[str, Any],
+        limit_bytes: int,
+        cutoff_s: float,
+        deadline: Deadline,
+    ) -> None:
+        self.on_mesh, self.free, self.deadline = free.on_mesh, free.solution, deadline
+        self.limit_bytes, self.cutoff_s = limit_bytes, cutoff_s
+        self.kept = self.on_mesh.pinned(pins)
+        in_order = self.on_mesh.memory.peak(self.free.labels)
+        of_kernels = self.on_mesh.predicted(self.free.labels, limit_bytes).least
+        self.needed_bytes = max(in_order.num_bytes, of_kernels.num_bytes)
+        self.parts = residuals(self.on_mesh.memory.costed, step_problem.live_ranges.fusion, self.free.labels)
+        self.seen: set[frozenset[Site]] = {frozenset()}
 
-def _kept_bytes(parts: Sequence[Residuals], sites: frozenset[Site]) -> float:
-    return sum(part.kept_bytes(sites) for part in parts)
+    def candidates(self) -> list[Candidate]:
+        """At every price, and between the best price and the next lower one, with the first ops at the higher one."""
+        by_price = [(n, c) for n, price in enumerate(PRICES_S_PER_BYTE) for c in self._at(price, price, 1.0)]
+        found = [candidate for _, candidate in by_price]
+        if found:
+            best, _ = min(by_price, key=lambda one: one[1].cost_s)
+            low, high = PRICES_S_PER_BYTE[max(best - 1, 0)], PRICES_S_PER_BYTE[best]
+            found += [candidate for share in SHARES for candidate in self._at(low, high, share)]
+        return found
+
+    def _at(self, low: float, high: float, share: float) -> Iterator[Candidate]:
+        """What is recomputed at some prices, unless that was seen before."""
+        sites = frozenset[Site]().union(*(p.recomputed(p.prices(low, high, share)) for p in self.parts))
+        if sites not in self.seen:
+            self.seen.add(sites)
+            saved_bytes = self._kept_bytes(frozenset()) - self._kept_bytes(sites)
+            recompute_s = sum(part.recompute_s(sites) for part in self.parts)
+            cost_s = recompute_s + self._sharding_s(saved_bytes, self.cutoff_s - recompute_s)
+            yield Candidate(self.on_mesh.shape, sites, cost_s, saved_bytes)
+
+    def _sharding_s(self, saved_bytes: float, cutoff_s: float) -> float:
+        """What the plain step takes under the cap and what is saved; infinite where nothing fits even so."""
+        cap_bytes = int(self.limit_bytes + saved_bytes)
+        if self.needed_bytes <= cap_bytes:
+            return self.free.cost_s
+        with suppress(NoFitError):
+            left_s = ESTIMATE_SHARE * self.deadline.left_s
+            return self.on_mesh.solve(
+                self.kept, cap_bytes, left_s, cutoff_s, relative_gap=ESTIMATE_GAP
+            ).cost_s
+        return np.inf
+
+    def _kept_bytes(self, sites: frozenset[Site]) -> float:
+        return sum(part.kept_bytes(sites) for part in self.parts)

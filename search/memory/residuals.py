@@ -37,13 +37,21 @@ class Residuals:
       problem: its ops and values.
       sites: where the ops stand; None for what is no op, a carry.
       is_stored: of each op: whether it makes an array, or is computed on the fly.
+      is_loop: whether this is a loop's body, whose iterations are all alike.
     """
 
     problem: Recomputation
     sites: tuple[Site | None, ...]
     is_stored: tuple[bool, ...]
+    is_loop: bool
 
-    def recomputed(self, price_s_per_byte: float) -> frozenset[Site]:
+    def prices(self, low: float, high: float, share: float) -> np.ndarray:
+        """[values]: the high price for those that the first share of the ops makes, the low one for the rest: what is made
+        first waits longest, and is recomputed when nearly all else is gone. A loop's are all high."""
+        is_early = self.problem.maker < share * len(self.sites)
+        return np.where(is_early | self.is_loop, high, low)
+
+    def recomputed(self, price_s_per_byte: float | np.ndarray) -> frozenset[Site]:
         """The sites to recompute where a kept byte costs so much.
 
         What is computed on the fly anyway is said only where something that it is made of is recomputed, or where it is
@@ -124,7 +132,7 @@ class _Ledger:
         self.maker += [op] * len(results)
         self.num_bytes += num_bytes
 
-    def residuals(self, needed: set[int]) -> Residuals:
+    def residuals(self, needed: set[int], is_loop: bool) -> Residuals:
         """The problem, where the backward phase reads these values."""
         problem = Recomputation(
             np.array(self.op_s),
@@ -133,7 +141,7 @@ class _Ledger:
             np.array(self.num_bytes),
             sorted(self.number[v] for v in needed if v in self.number),
         )
-        return Residuals(problem, tuple(self.sites), tuple(self.is_stored))
+        return Residuals(problem, tuple(self.sites), tuple(self.is_stored), is_loop)
 
 
 class _Reader:
@@ -157,7 +165,8 @@ class _Reader:
                 seconds = np.inf if i in kept or _must_stay(op) else self._seconds.get(site, 0.0)
                 num_bytes = [self._bytes(("result", site, r)) for r in range(len(op.outputs))]
                 ledger.add(site, seconds, op.operands, op.outputs, num_bytes)
-        return ledger.residuals({v for op in graph.ops if op.phase is Phase.BACKWARD for v in op.operands})
+        needed = {v for op in graph.ops if op.phase is Phase.BACKWARD for v in op.operands}
+        return ledger.residuals(needed, is_loop=False)
 
     def of_loop(self, path: Site, graph: Graph, f: int, readers: Sequence[int]) -> Residuals:
         """Of the body of a forward loop."""
@@ -180,7 +189,7 @@ class _Reader:
             seconds = np.inf if _must_stay(op) else self._seconds.get(site, 0.0)
             sizes = [num_bytes(v, "result", site, r) for r, v in enumerate(op.outputs)]
             ledger.add(site, seconds, op.operands, op.outputs, sizes)
-        return ledger.residuals({y for y, out in stack_of.items() if out in read})
+        return ledger.residuals({y for y, out in stack_of.items() if out in read}, is_loop=True)
 
     @cached_property
     def _seconds(self) -> dict[Site, float]:
