@@ -22,9 +22,7 @@ JOINED = frozenset({"all-reduce", "all-gather", "reduce-scatter"})
 def combined(lowered: Lowered, mesh: MeshModel) -> Lowered:
     """The program with its collectives joined, in an order in which each kernel comes after what it needs."""
     groups = _groups(lowered.kernels)
-    kernels = [
-        lowered.kernels[g[0]] if len(g) == 1 else _join([lowered.kernels[k] for k in g], mesh) for g in groups
-    ]
+    kernels = [_joined([lowered.kernels[k] for k in g], mesh) for g in groups]
     group_of = {k: n for n, g in enumerate(groups) for k in g}
     kernels = renumbered(kernels, group_of)
     return replace(lowered, kernels=tuple(kernels)).reordered(_sorted(kernels))
@@ -80,8 +78,12 @@ def _closure(below: int, group_waits: Sequence[int], joined: int) -> int:
     return below
 
 
-def _join(members: Sequence[Kernel], mesh: MeshModel) -> Kernel:
-    first, moved = members[0], [m.collective for m in members if m.collective is not None]
+def _joined(members: Sequence[Kernel], mesh: MeshModel) -> Kernel:
+    """A group's one kernel."""
+    first, *others = members
+    if not others:
+        return first
+    moved = [m.collective for m in members if m.collective is not None]
     one = replace(moved[0], num_bytes=sum(c.num_bytes for c in moved))
     runs = first.time.seconds / float(mesh.time_s(one.kind, one.axes, moved[0].num_bytes))
     return replace(

@@ -89,7 +89,7 @@ class Times:
     def _chosen(self, op_class: int, of_strategies: np.ndarray) -> float:
         """What holds under the chosen strategy of an op's group."""
         strategy = self.chosen[self.costed.graph.node_of[op_class]]
-        return float(of_strategies[strategy] if of_strategies.ndim else of_strategies)
+        return float(of_strategies[strategy])
 
     def of_moving(self, num_bytes: float) -> KernelTime:
         """A kernel that reads and writes so much."""

@@ -188,8 +188,8 @@ class _Lowering:
         op = self.program.ops[i]
         read: dict[int, None] = {}
         for operand, v in enumerate(op.operands):
-            if op.name == "carry" and v not in self.sources:
-                continue  # the body's result, which is made later
+            if v not in self.sources:
+                continue  # a body's result that a carry reads, which is made later
             source = self._sent(i, i, operand, self._arrival(i, operand))
             read |= dict.fromkeys(self._rewritten(i, operand, source) if op.name == CONVOLUTION else source)
         return tuple(read)

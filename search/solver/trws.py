@@ -122,7 +122,7 @@ class Trws:
     def keep(self, masks: list[np.ndarray]) -> None:
         """Drops the kept labels whose mask is False, then those left without an allowed neighbour."""
         pending = dict(enumerate(masks))
-        while pending and self.is_feasible:
+        while pending:
             touched = [node for node, mask in sorted(pending.items()) if not mask.all()]
             for node in touched:
                 self._restrict(node, pending[node])

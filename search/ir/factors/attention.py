@@ -44,8 +44,8 @@ def _plain(ins: Sequence[Any], outs: Sequence[Any], heads_first: bool, num_produ
     query, key = ins[0].shape, ins[1].shape
     heads_at, sequence_at = (1, 2) if heads_first else (2, 1)
     loops = Loops()
-    batch = loops.dim(query[0], _kind(query[0], 0, outs))
-    shared = loops.dim(key[heads_at], _kind(query[heads_at], 1, outs))
+    batch = loops.dim(query[0], _kind(0, outs))
+    shared = loops.dim(key[heads_at], _kind(1, outs))
     group = loops.dim(query[heads_at] // key[heads_at])
 
     def fixed(n: int) -> Dim:
@@ -79,9 +79,9 @@ def _plain(ins: Sequence[Any], outs: Sequence[Any], heads_first: bool, num_produ
     return loops.rule(operands, results, flops=flops, is_kernel=True)
 
 
-def _kind(size: int, dim: int, outs: Sequence[Any]) -> Kind:
+def _kind(dim: int, outs: Sequence[Any]) -> Kind:
     """Of batches or heads. They stay whole where the gradient of a bias sums over them, inside the kernel."""
-    is_summed = size > 1 and len(outs) > 3 and outs[3].shape[dim] == 1
+    is_summed = len(outs) > 3 and outs[3].shape[dim] == 1
     return Kind.UNSPLITTABLE if is_summed else Kind.PARALLEL
 
 

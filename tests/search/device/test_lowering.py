@@ -5,25 +5,36 @@ Each was seen in XLA:GPU's buffers; here it is read off the kernels and buffers 
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from cost_model.hardware import parse_cluster
-from search.device.lowering import Lowered, lower
+from search.device.lowering import Kernel, Lowered, lower
 from search.ir.trace import trace
 from search.mesh_problem import StepProblem
 from search.problem.live_ranges import Resident
+from search.problem.strategies import CopySource
 
 PLENTY_BYTES = 1 << 45
 
 
-def lowered(step, *args, mesh=(1,), pins=None, gpu="H100-80GB") -> Lowered:
+def lowered(step, *args, mesh=(1,), pins=None, gpu="H100-80GB", gathers_again=False) -> Lowered:
     traced, pins, cluster = trace(step, *args), pins or {}, parse_cluster(f"{mesh[0]}x{gpu}")
     marks = [str(pins.get(a.name)) for a in traced.arguments]
     on_mesh = StepProblem.of(traced, marks, cluster.device).on(cluster, mesh)
-    solution, _ = on_mesh.fitting(on_mesh.pinned(pins), PLENTY_BYTES, 5.0)
+    kept = list(on_mesh.pinned(pins))
+    for copy in on_mesh.memory.costed.graph.copies if gathers_again else ():
+        sources = on_mesh.memory.costed.strategies[copy.node].copy_sources
+        if copy.kept_from:
+            kept[copy.node] = np.flatnonzero([source is CopySource.FRESH for source in sources])
+    solution, _ = on_mesh.fitting(kept, PLENTY_BYTES, 5.0)
     return lower(on_mesh.memory.costed, on_mesh.live_ranges, solution.labels)
+
+
+def gathers(found: Lowered) -> list[Kernel]:
+    return [k for k in found.kernels if k.collective is not None and k.collective.kind == "all-gather"]
 
 
 def readers(found: Lowered, num_bytes: int) -> list[int]:
@@ -56,12 +67,25 @@ def test_uneven_padding_is_written_out_once_for_both_phases():
     assert readers(lowered(convolved(((1, 1), (1, 1))), KERNEL, IMAGES), padded_bytes) == []
 
 
+def test_images_are_read_as_they_are_where_the_padding_is_even():
+    """By the convolution and by its kernel's gradient; padded, by one copy."""
+
+    def num_readers(padding):
+        found = lowered(convolved(padding), KERNEL, IMAGES)
+        (images,) = [b for b, x in enumerate(found.buffers) if x.is_argument and x.num_bytes == IMAGES.nbytes]
+        return sum(images in kernel.reads for kernel in found.kernels)
+
+    assert num_readers(((1, 1), (1, 1))) == 2
+    assert num_readers("SAME") == 1
+
+
 def test_a_kernel_is_transposed_for_cudnn_and_updated_as_it_lies_there():
     found = lowered(convolved("SAME"), KERNEL, IMAGES)
     (argument,) = [b for b, x in enumerate(found.buffers) if x.is_argument and x.num_bytes == KERNEL.nbytes]
     first = next(k for k in found.kernels if argument in k.reads)
     (copy,) = first.makes
     assert found.buffers[copy].num_bytes == KERNEL.nbytes
+    assert first.workspace_bytes == 0
     last = max(k.position for k in found.kernels if copy in k.reads)
     assert last == max(k.position for k in found.kernels)
 
@@ -97,6 +121,84 @@ def test_what_a_gated_layer_keeps_for_the_backward_phase(gpu, activation, dtype,
     assert len(residuals) == kept
 
 
+def layers(weights, x):
+    def loss(weights):
+        y = x
+        for w in weights:
+            y = jnp.tanh(y @ w)
+        return jnp.sum(y**2)
+
+    return [w - 0.1 * g for w, g in zip(weights, jax.grad(loss)(weights), strict=True)]
+
+
+WEIGHTS = [jnp.zeros((256, 256))] * 3
+SHARDED = {f"weights[{i}]": P("data") for i in range(3)} | {"x": P("data")}
+
+
+def test_weights_are_gathered_for_their_reader_without_workspace():
+    found = lowered(layers, WEIGHTS, jnp.zeros((8192, 256)), mesh=(8,), pins=SHARDED)
+    assert len(gathers(found)) == 3
+    for gather in gathers(found):
+        arrived = found.buffers[gather.makes[0]].arrival
+        assert arrived is not None
+        assert (arrived.num_bytes, arrived.source) == (WEIGHTS[0].nbytes, (0,))
+        assert gather.workspace_bytes == 0
+        assert gather.after == ()
+
+
+def test_what_is_gathered_again_for_the_backward_phase_waits_for_what_ran_there_before():
+    x = jnp.zeros((8192, 256))
+    found = lowered(layers, WEIGHTS, x, mesh=(8,), pins=SHARDED, gathers_again=True)
+    again = gathers(found)[3:]
+    assert len(again) == 2  # the first layer's input has no gradient
+    for gather in again:
+        earlier = found.kernels[: found.kernels.index(gather)]
+        assert gather.after == (max(k for k, kernel in enumerate(earlier) if kernel.collective is None),)
+
+
+def test_a_new_state_that_travels_home_takes_no_array_but_the_old_one():
+    def step(weights, momentum, x):
+        grads = jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w) ** 2))(weights)
+        momentum = 0.9 * momentum + grads.astype(jnp.float32)
+        return weights - momentum.astype(jnp.bfloat16), momentum
+
+    weights, x = jnp.zeros((256, 256), jnp.bfloat16), jnp.zeros((8192, 256), jnp.bfloat16)
+    pins = {"weights": P(), "momentum": P("data"), "x": P("data")}
+    found = lowered(step, weights, jnp.zeros((256, 256)), x, mesh=(8,), pins=pins)
+    (home,) = gathers(found)
+    assert home == found.kernels[-1]
+    (new,) = home.makes
+    assert found.buffers[new].num_bytes == 0
+    (part,) = home.reads
+    assert found.buffers[part].num_bytes == weights.nbytes / 8
+
+
+def test_what_a_loop_carries_or_stacks_lives_outside_of_it():
+    """Read as written: a carry's first value is copied; the body reads it, makes the next one and a row of the stack, and
+    holds the next one to its end; after it, both are handed out."""
+
+    def step(w, x):
+        def body(y, _):
+            y = jnp.tanh(y @ w)
+            return y, jnp.sum(y, 0)
+
+        return lax.scan(body, x, None, length=4)
+
+    w, x = jnp.zeros((256, 256)), jnp.zeros((512, 256))
+    found = lowered(step, w, x)
+    first, product, tanh, _, stack, end, *results = found.kernels
+    (loop,) = product.loops
+    body = (product, tanh, stack, end)
+    assert [kernel.loops for kernel in body] == [(loop,)] * 4
+    assert [kernel.loops for kernel in (first, *results)] == [()] * 3
+    (carry,), (rows,), (again,) = first.makes, stack.makes, tanh.makes
+    assert [found.buffers[b].loops for b in (carry, rows, again)] == [(), (), (loop,)]
+    assert [found.buffers[b].num_bytes for b in (carry, rows)] == [x.nbytes, 4 * x.nbytes / 512]
+    assert carry in product.reads
+    assert (end.reads, end.makes, end.position) == ((again,), (), loop[1] - 1)
+    assert {b for kernel in results for b in kernel.reads} == {carry, rows}
+
+
 def test_a_stack_is_gathered_once_and_its_parts_are_copied():
     def step(weights, x):
         def loss(weights):
@@ -107,9 +209,10 @@ def test_a_stack_is_gathered_once_and_its_parts_are_copied():
     weights, x = jnp.zeros((4, 256, 256)), jnp.zeros((8192, 256))
     pins = {"weights": P(None, "data"), "x": P("data")}
     found = lowered(step, weights, x, mesh=(8,), pins=pins)
-    gathers = [k for k in found.kernels if k.collective is not None and k.collective.kind == "all-gather"]
-    assert [(k.collective.num_bytes, k.loops) for k in gathers if k.collective] == [(weights.nbytes, ())]
-    (whole,) = gathers[0].makes
+    (gather,) = gathers(found)
+    assert gather.collective is not None
+    assert (gather.collective.num_bytes, gather.loops) == (weights.nbytes, ())
+    (whole,) = gather.makes
     parts = [k for k in found.kernels if whole in k.reads]
     assert len(parts) == 2
     assert all(k.loops and found.buffers[k.makes[0]].num_bytes == weights.nbytes / 4 for k in parts)

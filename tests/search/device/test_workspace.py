@@ -114,6 +114,7 @@ def test_of_several_examples_a_part_is_not_of_one_piece():
     assert of_scores(batch=2) == 4
     assert of_scores(batch=8, mesh=8, x=P("data")) == 32
     assert of_scores(batch=16, mesh=8, x=P("data")) == 4
+    assert of_scores(batch=8, mesh=8, wq=P(None, "data"), wk=P(None, "data")) == 4  # columns are split
 
 
 def test_large_products_are_not_merged():

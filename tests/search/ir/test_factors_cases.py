@@ -450,6 +450,59 @@ def test_flops_of_padded_convolutions_are_near_those_that_xla_counts(case: str):
     assert 0.95 <= ratio <= 2.0
 
 
+FLOPS_BY_HAND = {
+    # an operation for each element that is combined with another
+    "reduce_sum": 2 * 4 * 6,
+    **dict.fromkeys(("reduce_max", "reduce_min", "reduce_prod", "reduce_and", "argmax", "argmin"), 4 * 6),
+    "reduce": 2 * 4 * 6,  # of two arrays at once
+    **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin"), 4 * 6),
+    # or for each element of every window
+    "max-pool": (4 * 3 * 3 * 2) * (2 * 2),
+    "sum-pool": (4 * 3 * 3 * 2) * (3 * 3),
+    "strided-pool": (2 * 6) * 1,
+    "max-pool-gradient": (4 * 3 * 3 * 2) * (2 * 2),
+    # or for each that is added to an array
+    "embedding-gradient": 4 * 2 * 6,
+    "take-along-gradient": 4 * 2,
+    **dict.fromkeys(("scatter-add", "scatter-max", "scatter-min"), 8 * 6),
+    "scatter-mul": 2 * 6,
+    "scatter-points": 8,
+    "scatter-windows": 4 * 2,
+    # each row of each group is multiplied with one matrix
+    **dict.fromkeys(("ragged-free", "ragged-contracted"), 2 * 8 * 6 * 4),
+    # stacks of matrices: Golub and Van Loan's leading terms; the transform's by FFTW's convention
+    "cholesky": 4 * 3**3 / 3,
+    "lu": 4 * 2 * 3**3 / 3,
+    "qr": 4 * 4 * 3**3 / 3,
+    "eigh": 4 * 9 * 3**3,
+    "svd": 4 * 21 * 5 * 3 * 3,
+    **dict.fromkeys(("triangular_solve", "triangular_solve-right"), 2 * 3**2 * 4),
+    "fft": 4 * 5 * 6 * np.log2(6),
+}
+MOVES = [
+    *("real", "imag", "complex", "conj", "reduce_precision", "copy", "barrier", "name"),
+    *(case for case in CASES if case.startswith(("reshape-", "slice", "pad", "concatenate", "bitcast"))),
+    *("transpose", "squeeze", "broadcast", "broadcast-scalar", "tile", "rev", "split", "iota"),
+    *(case for case in CASES if case.startswith("gather-")),
+    *("embedding", "take-along", "scatter", "dynamic_slice", "dynamic_update_slice", "sort", "top_k"),
+]
+
+
+@pytest.mark.parametrize("case", FLOPS_BY_HAND)
+def test_flops_are_those_that_one_counts_by_hand(case: str):
+    assert _flops(equation(case).rule) == pytest.approx(FLOPS_BY_HAND[case])
+
+
+@pytest.mark.parametrize("case", MOVES)
+def test_what_only_moves_elements_computes_nothing(case: str):
+    assert _flops(equation(case).rule) == 0
+
+
+@pytest.mark.parametrize("case", [*UNARY, *BINARY, *BITWISE])
+def test_an_elementwise_op_takes_one_instruction_an_element_or_several(case: str):
+    assert _flops(equation(case).rule) / (4 * 6) in (1, 10, 50)
+
+
 def _flops(rule: Rule) -> float:
     return rule.flops_per_point * prod(factor.size for factor in rule.factors)
 

@@ -7,6 +7,7 @@ is a scalar. Marks: `k+` is summed over, `k^` reduced otherwise, `k!` kept whole
 
 import re
 from collections.abc import Callable, Iterator
+from math import prod
 from types import SimpleNamespace
 from typing import Any
 
@@ -208,6 +209,12 @@ DIRECT: dict[str, tuple[list[Any], list[Any], dict[str, Any], str]] = {
     },
     **{name: ([(4,)], [(4,), (8,)], {}, "k! -> a!, b!") for name in ("rng_bit_generator", "rng_uniform")},
     "reduce_window": ([(4, 6), ()], [(4, 5)], windowed((1, 2)), "a b!, () -> a c!"),
+    "reduce_window_max": (  # every other element, the last one of the padding
+        [(4, 2)],
+        [(4, 2)],
+        {"window_dimensions": (1, 1), "padding": ((0, 0), (0, 1))},
+        "a b! -> a c!",
+    ),
     "reduce_window_min": ([(4, 6)], [(4, 5)], windowed((1, 2)), "a b! -> a c!"),
     "select_and_scatter": ([(4, 6), (4, 3), ()], [(4, 6)], windowed((1, 2)), "a b!, a c!, () -> a d!"),
     "select_and_gather_add": ([(4, 6), (4, 6)], [(4, 3)], windowed((1, 2)), "a b!, a c! -> a d!"),
@@ -248,6 +255,39 @@ def avals(shapes: list[Any]) -> Iterator[Any]:
 def test_every_factor_is_found_where_there_is_no_case(name: str):
     ins, outs, params, expected = DIRECT[name]
     assert same(written(rule_for(name, [*avals(ins)], [*avals(outs)], params))) == same(expected)
+
+
+FLOPS = {  # Golub and Van Loan's leading terms, of two matrices of 4 x 3
+    **dict.fromkeys(("geqrf", "geqp3", "householder_product", "tridiagonal"), 2 * 4 / 3 * 4 * 3 * 3),
+    "hessenberg": 2 * 10 / 3 * 4 * 3 * 3,
+    **dict.fromkeys(("eig", "schur"), 2 * 25 * 4 * 3 * 3),
+    "ormqr": 2 * 4 * 4 * 3 * 3,
+    "symmetric_product": 2 * 4 * 3 * 3,
+    "scatter-sub": 8 * 6,
+    "reduce_window": 4 * 5 * 2,
+    **dict.fromkeys(("zeros_like", "random_wrap", "expand_dims", "stack", "unstack", "stop_gradient"), 0),
+    "random_bits": 4 * 6 * 100,  # of Threefry
+}
+
+
+@pytest.mark.parametrize("name", FLOPS)
+def test_flops_are_those_that_one_counts_by_hand(name: str):
+    ins, outs, params, _ = DIRECT[name]
+    assert flops(rule_for(name, [*avals(ins)], [*avals(outs)], params)) == pytest.approx(FLOPS[name])
+
+
+def flops(rule: Rule) -> float:
+    return rule.flops_per_point * prod(factor.size for factor in rule.factors)
+
+
+@pytest.mark.parametrize(("points", "per_transform"), [(1, 0), (2, 5 * 2 * 1), (8, 5 * 8 * 3)])
+def test_flops_of_a_transform(points: int, per_transform: int):
+    rows = [*avals([(4, points)])]
+    assert flops(rule_for("fft", rows, rows, {"fft_lengths": (points,)})) == 4 * per_transform
+
+
+def test_few_ops_are_kernels_of_their_own():
+    assert not any(equation(case).rule.is_kernel for case in CASES)
 
 
 # --- kernels
@@ -332,7 +372,9 @@ PLAIN = {"layout": 0, "dropout_rate": 0.0, "mask_type": SimpleNamespace(name="CA
 @pytest.mark.parametrize("case", ATTENDED)
 def test_attention_is_parallel_in_batches_and_heads(case: str):
     name, ins, outs, expected = ATTENDED[case]
-    assert same(written(rule_for(name, [*avals(ins)], [*avals(outs)], PLAIN))) == same(expected)
+    rule = rule_for(name, [*avals(ins)], [*avals(outs)], PLAIN)
+    assert same(written(rule)) == same(expected)
+    assert rule.is_kernel
 
 
 @pytest.mark.parametrize("change", [{"dropout_rate": 0.1}, {"mask_type": SimpleNamespace(name="ALIBI")}])

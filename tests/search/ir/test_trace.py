@@ -311,6 +311,32 @@ def test_size_zero_and_missing_leaves():
     assert traced.replaces == (0, 1)
 
 
+def test_numbers_are_arguments_as_jit_takes_them():
+    traced = trace(lambda w, x, rate, is_on: w - rate * is_on * jax.grad(loss)(w, x), W, X, 0.1, True)
+    rate, is_on = (traced.graph.values[v] for v in traced.graph.inputs[2:])
+    assert (rate.shape, rate.dtype, is_on.dtype) == ((), jnp.float32, jnp.bool_)
+    assert traced.graph.values[traced.graph.outputs[0]].dtype == W.dtype
+    narrow = trace(lambda x, rate: x * rate, jnp.zeros(3, jnp.bfloat16), 0.1)
+    assert narrow.graph.values[narrow.graph.outputs[0]].dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("leaf", "message"),
+    [
+        ("adam", r"argument \[1\]\['mode'\] is str 'adam'. Bind it beforehand"),
+        (np.zeros(2), r"argument \[1\]\['mode'\] is float64, but 64-bit types are off.* or pass float32"),
+    ],
+)
+def test_what_is_no_array_that_jit_takes(leaf, message):
+    with pytest.raises(InputError, match=message):
+        trace(lambda w, options: w, W, {"mode": leaf})
+
+
+def test_wide_integers_are_narrowed_as_jit_does():
+    traced = trace(lambda w, i: w[i], W, np.zeros(2, np.int64))
+    assert traced.graph.values[traced.graph.inputs[1]].dtype == jnp.int32
+
+
 # --- phases by dataflow
 
 

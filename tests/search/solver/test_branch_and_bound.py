@@ -14,7 +14,9 @@ from search.solver.pbqp import Edge, MemoryConstraint, Problem, merged
 from tests.search.solver.problems import (
     SETTINGS,
     at_most,
+    every_cost_s,
     every_fitting_cost_s,
+    every_row_bytes,
     layered,
     limited_problems,
     optimum_s,
@@ -142,6 +144,26 @@ def test_better_than_the_incumbent_by_more_than_the_gap_is_never_dropped(monkeyp
         lost[kept] = np.inf
         assert lost.min() >= incumbent_s * (1 - 0.05) * (1 - 1e-9)
         assert at_most(search.floor_s, lost.min())
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_an_assignment_that_overflows_is_repaired(seed):
+    """Before any branching: what is cheapest without the row leads to an incumbent that keeps to it."""
+    problem, (row,) = layered(3, 2, 4, seed)
+    cheapest = every_cost_s(problem).argmin()
+    start = tuple(map(int, np.unravel_index(cheapest, problem.num_labels)))
+    limit_bytes = (row.total_bytes(start) + every_row_bytes(problem, row).min()) / 2
+    search = branch_and_bound._Search(
+        merged(problem), limit_bytes, lambda labels: (), 60.0, 0.0, np.inf, None
+    )
+    search.planes.add_row(row)
+    whole = branch_and_bound.Relaxation(search.planes, branch_and_bound.Trws(search.problem))
+    assert not search.planes.fits(start)
+    whole.set_prices(np.array([1e-12]))
+    search._repair(whole, start)
+    assert search.labels is not None
+    assert row.total_bytes(search.labels) <= limit_bytes
+    assert search.cost_s == pytest.approx(problem.cost_s(search.labels))
 
 
 @pytest.mark.parametrize("time_limit_s", [-1.0, 0.0, 0.02, 0.1])

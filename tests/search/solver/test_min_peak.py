@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from search.solver import min_peak
 from search.solver.milp import free_of_cost
 from search.solver.min_peak import RELATIVE_GAP, minimise_peak, smallest_peak
 from search.solver.pbqp import Edge, MemoryConstraint, Problem, merged
@@ -95,6 +96,28 @@ def test_without_time_there_is_an_answer_whose_bound_holds():
             assert not proven
             continue
         assert found.bound_bytes <= smallest * (1 + 1e-9) <= found.peak_bytes * (1 + 2e-9)
+
+
+def test_no_program_is_begun_when_time_is_out(monkeypatch):
+    """Rows on demand take several programs; without time, there is one."""
+    problem, _ = layered(3, 2, 4, 0)
+    rng = np.random.default_rng(0)
+    rows = [
+        MemoryConstraint(f"{i}", tuple((n, rng.integers(0, 10, 4) * 1e9) for n in range(6)), 0.0)
+        for i in range(12)
+    ]
+    num_programs = []
+
+    def counted(*args):
+        num_programs[-1] += 1
+        return smallest_peak(*args)
+
+    monkeypatch.setattr(min_peak, "smallest_peak", counted)
+    for time_limit_s in (60.0, 0.0):
+        num_programs.append(0)
+        minimise_peak(problem, limit_bytes=1e9, rows=rows, time_limit_s=time_limit_s)
+    assert num_programs[0] > 1
+    assert num_programs[1] == 1
 
 
 def test_of_given_rows_among_the_labels_kept():
