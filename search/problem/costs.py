@@ -222,7 +222,7 @@ class CostedGraph:
         )
 
     def _points(self, op_class: int) -> float:
-        return prod(float(f.size) for f in self.graph.folded.op(op_class).rule.factors)
+        return float(self.graph.folded.op(op_class).rule.num_points)
 
     def _parts(self, op_class: int, loops: set[int]) -> np.ndarray:
         """[strategies]: into how many parts some of an op's loops are cut."""

@@ -6,10 +6,9 @@ share.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from math import prod
 from typing import Any
 
-from search.ir.factors.rule import Dims, Factor, Kind, Rule, RuleFn
+from search.ir.factors.rule import Dims, Factor, Kind, Rule, RuleFn, num_points
 
 Dim = tuple[int, ...]
 
@@ -49,7 +48,7 @@ class Loops:
         the op's true total, spread evenly over the points.
         """
         if flops:
-            flops_per_point = flops / max(1, prod(factor.size for factor in self.factors))
+            flops_per_point = flops / num_points(self.factors)
         return Rule(
             tuple(self.factors), tuple(operands), tuple(results), flops_per_point, is_additive, is_kernel
         )

@@ -8,9 +8,10 @@ rules (OpenXLA, `docs/propagation.md`); here one rule serves strategies, their c
 costs alike.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from math import prod
 from typing import Any
 
 Dims = tuple[tuple[int, ...], ...]
@@ -39,6 +40,11 @@ class Factor:
     kind: Kind = Kind.PARALLEL
 
 
+def num_points(factors: Iterable[Factor]) -> int:
+    """Of a nest of loops."""
+    return prod(max(1, factor.size) for factor in factors)
+
+
 @dataclass(frozen=True, slots=True)
 class Rule:
     """The factors of one equation.
@@ -47,8 +53,8 @@ class Rule:
       factors: the loop dimensions, each listed once.
       operands: per operand, per dimension, the indices into `factors` (major to minor).
       results: per result, likewise.
-      flops_per_point: floating-point operations for each point of the full iteration space (the product of
-        all factor sizes); 2 for a product-sum, 1 for an elementwise op, 0 for a data movement.
+      flops_per_point: floating-point operations for each of `num_points`: 2 for a product-sum, 1 for an elementwise op, 0
+        for a data movement.
       is_additive: whether summing partial operands after the op equals the op on summed operands, when all
         operands are partial over the same axes (add, sub, neg, convert, reshape, transpose, reduce_sum, ...).
       is_kernel: whether somebody wrote it as one, which the compiler neither fuses nor splits: each device runs it
@@ -67,6 +73,11 @@ class Rule:
     def __post_init__(self) -> None:
         used = [f for dims in (*self.operands, *self.results) for dim in dims for f in dim]
         assert all(0 <= f < len(self.factors) for f in used), f"factor index out of range in {self}"
+
+    @property
+    def num_points(self) -> int:
+        """Of the iteration space; the loops of an empty array, which stands for one that is not given, count once."""
+        return num_points(self.factors)
 
 
 RuleFn = Callable[[Sequence[Any], Sequence[Any], dict[str, Any]], Rule]

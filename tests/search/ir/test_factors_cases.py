@@ -504,7 +504,7 @@ def test_an_elementwise_op_takes_one_instruction_an_element_or_several(case: str
 
 
 def _flops(rule: Rule) -> float:
-    return rule.flops_per_point * prod(factor.size for factor in rule.factors)
+    return rule.flops_per_point * rule.num_points
 
 
 def _xla_flops(eqn: Equation) -> float:

@@ -7,7 +7,6 @@ is a scalar. Marks: `k+` is summed over, `k^` reduced otherwise, `k!` kept whole
 
 import re
 from collections.abc import Callable, Iterator
-from math import prod
 from types import SimpleNamespace
 from typing import Any
 
@@ -277,7 +276,7 @@ def test_flops_are_those_that_one_counts_by_hand(name: str):
 
 
 def flops(rule: Rule) -> float:
-    return rule.flops_per_point * prod(factor.size for factor in rule.factors)
+    return rule.flops_per_point * rule.num_points
 
 
 @pytest.mark.parametrize(("points", "per_transform"), [(1, 0), (2, 5 * 2 * 1), (8, 5 * 8 * 3)])
@@ -375,6 +374,16 @@ def test_attention_is_parallel_in_batches_and_heads(case: str):
     rule = rule_for(name, [*avals(ins)], [*avals(outs)], PLAIN)
     assert same(written(rule)) == same(expected)
     assert rule.is_kernel
+
+
+@pytest.mark.parametrize(
+    ("case", "num_products"), [("forward", 2), ("gradient of a bias shared by the batch", 5)]
+)
+def test_attention_s_products_are_counted(case: str, num_products: int):
+    """Of 2 x 6 pairs of matrices, 8 x 4 and 4 x 8; the gradient recomputes the scores."""
+    name, ins, outs, _ = ATTENDED[case]
+    rule = rule_for(name, [*avals(ins)], [*avals(outs)], PLAIN)
+    assert flops(rule) == pytest.approx(num_products * 2 * 2 * 6 * 8 * 8 * 4)
 
 
 @pytest.mark.parametrize("change", [{"dropout_rate": 0.1}, {"mask_type": SimpleNamespace(name="ALIBI")}])
