@@ -128,6 +128,8 @@ def explain(
     untried = (*(f"a smaller peak on mesh {shape}" for shape in smallest.untried), *untried)
     if untried:
         sentences.append(f"Not found out in the time that this took: {', '.join(untried)}.")
+    if options.remat == "never":
+        sentences.append("Recomputation, which remat='never' forbids, was not tried.")
     return InfeasibleError(" ".join(sentences))
 
 

@@ -24,8 +24,8 @@ from search.ir.graph import Atom, Graph, Op, Phase, Step, Value, verify, without
 Site = tuple[Any, ...]
 """Where an op stands: the path of its graph, as `graph.walk` yields it, then its index."""
 
-SCOPE = "rematted_computation"
-"""Added to the name scopes of what is recomputed; JAX's own checkpoints are named so too."""
+SCOPE = "recomputed"
+"""Added to the name scopes of what is recomputed. (What `jax.checkpoint` recomputes stands in `rematted_computation`.)"""
 
 
 def recomputed(step: Step, sites: frozenset[Site]) -> Step:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from search.device.prediction import Prediction
 from search.ir.spec import AXIS_NAMES
+from search.memory.recompute import SCOPE
 from search.plan.plan import Collective, Estimates
 from search.problem.costs import CostedGraph
 from search.problem.reshard import SLICE
@@ -25,6 +26,7 @@ def estimate(costed: CostedGraph, chosen: Sequence[int], device: Prediction) -> 
     return Estimates(
         step_s=compute_s + communication_s - hidden_s,
         compute_s=compute_s,
+        recompute_s=sum(k.time.seconds for k in device.lowered.kernels if _is_recomputed(costed, k.position)),
         hidden_s=hidden_s,
         peak_bytes=round(device.peak.num_bytes),
         host_bytes=0,
@@ -32,6 +34,11 @@ def estimate(costed: CostedGraph, chosen: Sequence[int], device: Prediction) -> 
         peak_at=where(costed, device.peak.position),
         collectives=collectives,
     )
+
+
+def _is_recomputed(costed: CostedGraph, position: int) -> bool:
+    op = costed.graph.folded.program.ops[position].op
+    return op is not None and op.scope.endswith(SCOPE)
 
 
 def where(costed: CostedGraph, position: int) -> str:

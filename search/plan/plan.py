@@ -47,6 +47,7 @@ class Estimates:
     Attributes:
       step_s: seconds per step: `compute_s` plus the collectives' seconds, less `hidden_s`.
       compute_s: seconds of computation.
+      recompute_s: seconds of it, and of communication, for what the plan recomputes.
       hidden_s: seconds of the collectives that run behind computation.
       peak_bytes: device memory at its highest, per device.
       host_bytes: pinned host memory, per device.
@@ -57,6 +58,7 @@ class Estimates:
 
     step_s: float
     compute_s: float
+    recompute_s: float
     hidden_s: float
     peak_bytes: int
     host_bytes: int
@@ -155,6 +157,7 @@ class Plan:
             "estimates": {
                 "step_s": e.step_s,
                 "compute_s": e.compute_s,
+                "recompute_s": e.recompute_s,
                 "hidden_s": e.hidden_s,
                 "peak_bytes": e.peak_bytes,
                 "host_bytes": e.host_bytes,
@@ -264,6 +267,7 @@ def _read_estimates(read: "_Reader") -> Estimates:
     return Estimates(
         read.number("step_s"),
         read.number("compute_s"),
+        read.number("recompute_s"),
         read.number("hidden_s"),
         read.get("peak_bytes", int),
         read.get("host_bytes", int),

@@ -44,6 +44,7 @@ def summary(plan: Plan) -> str:
         _head(plan, cluster, model),
         argument_lines(plan.decisions.arguments),
         _ops(plan.decisions.ops),
+        _recomputed(plan.decisions.retention),
         _collectives(plan.estimates),
         _time(plan.estimates),
         _memory(plan.estimates, plan.memory_bytes),
@@ -91,6 +92,19 @@ def _ops(ops: Mapping[str, str]) -> list[str]:
     ]
 
 
+def _recomputed(retention: Mapping[str, str]) -> list[str]:
+    """Which of the heavy ops run again; what they are made of goes without saying."""
+    rows = [(name.removeprefix("forward "), said) for name, said in retention.items() if _HEAVY.search(name)]
+    if not retention:
+        return []
+    light = len(retention) - len(rows)
+    return [
+        f"recomputed in the backward phase ({plural(len(retention), 'kind')} of ops, {light} of them light)",
+        *aligned(rows[:_MAX_OP_LINES]),
+        *more_of(len(rows[_MAX_OP_LINES:]), "kind"),
+    ]
+
+
 def _collectives(estimates: Estimates) -> list[str]:
     if not estimates.collectives:
         return ["collectives per step: none"]
@@ -115,6 +129,8 @@ def _collectives(estimates: Estimates) -> list[str]:
 
 def _time(estimates: Estimates) -> list[str]:
     parts = {"computation": estimates.compute_s}
+    if estimates.recompute_s:
+        parts["of all, recomputed"] = estimates.recompute_s
     for c in estimates.collectives:
         parts[c.kind] = parts.get(c.kind, 0.0) + c.seconds
     if estimates.hidden_s > 1e-6 * estimates.step_s:

@@ -54,14 +54,17 @@ class Job:
     Attributes:
       make: the step.
       mesh: sizes of the axes.
-      slack: the cap, as a multiple of the smallest peak that the search can reach; None for what the device has.
+      slack: the cap, as a multiple of the smallest peak that the search can reach without recomputing; None for what the
+        device has.
       pins: as `autoshard.search` takes them.
+      remat: likewise.
     """
 
     make: Callable[[], Case]
     mesh: tuple[int, ...]
     slack: float | None = None
     pins: dict[str, P] | None = None
+    remat: str | None = "never"
 
 
 def _megatron(**sizes) -> Callable[[], Case]:
@@ -87,8 +90,8 @@ def _moe(batch: int = 32) -> Callable[[], Case]:
     return lambda: make_moe(**sizes, batch=batch)
 
 
-def _unrolled(make: Callable[..., Case]) -> Callable[[], Case]:
-    return lambda: make(num_layers=3, hidden=512, heads=8, vocab=4096, seq=256, batch=16)
+def _unrolled(make: Callable[..., Case], batch: int = 16) -> Callable[[], Case]:
+    return lambda: make(num_layers=3, hidden=512, heads=8, vocab=4096, seq=256, batch=batch)
 
 
 def _scan(batch: int, remat: bool = False) -> Callable[[], Case]:
@@ -209,6 +212,9 @@ JOBS = {
     "scanned on 8x3, tight": Job(_scan(48), (8, 3), slack=1.15),
     "convolutions on 5": Job(_resnet(120), (5,)),
     "patches on 3x2, tight": Job(_vit(30), (3, 2), slack=1.15),
+    "recomputed": Job(_unrolled(make_gpt_linen, 128), (8,), slack=0.7, remat=None),
+    "recomputed, scanned": Job(_scan(64), (8,), slack=0.7, remat=None),
+    "recomputed, scanned on 2x4": Job(_scan(16), (2, 4), slack=0.7, remat=None),
 }
 """What `benchmarks.truth` tabulates; the tests compile those that `test_collectives.WHAT_IT_SHOWS` names."""
 
@@ -220,13 +226,17 @@ def planned(job: Job) -> tuple[Step, Cluster, SearchResult]:
     cap_bytes = cluster.device_memory_limit()
     if job.slack is not None:
         cap_bytes = int(_smallest_peak(step, cluster, job.mesh) * job.slack)
-    return step, cluster, driver.find(step, cluster, Options(cap_bytes, job.mesh, job.pins, SEARCH_S))
+    return (
+        step,
+        cluster,
+        driver.find(step, cluster, Options(cap_bytes, job.mesh, job.pins, SEARCH_S, job.remat)),
+    )
 
 
 def compiled(job: Job) -> tuple[Plan, CompiledStats]:
     """The plan, and its program as compiled for a device with all its memory."""
-    step, cluster, found = planned(job)
-    program = build(step, found.sharding, None)
+    _, cluster, found = planned(job)
+    program = build(found.step, found.sharding, None)
     module = module_bytes(lower(program.fn, program.args))
     answer = compile_apart(module, cluster, compiler=Compiler(flags=HURRY))
     return found.plan, CompiledStats.of(answer, found.plan.decisions.mesh)

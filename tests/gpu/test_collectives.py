@@ -6,7 +6,10 @@ bytes are compared and counts are not.
 
 import pytest
 
-from .compiled import JOBS, compiled
+from autoshard.verification.judge import CompilerVerifier
+from cost_model.xla.process import Compiler
+
+from .compiled import HURRY, JOBS, compiled, planned
 
 SHARE = 0.01
 """Of a kind's bytes over an axis; the cases here agree to the byte, but for scalars."""
@@ -50,3 +53,12 @@ def test_the_compiler_emits_what_the_plan_lists(name):
 
 def _differ(predicted: int, compiled: int) -> bool:
     return abs(predicted - compiled) > max(FLOOR_BYTES, SHARE * max(predicted, compiled))
+
+
+@pytest.mark.parametrize("name", ["recomputed, scanned", "recomputed, scanned on 2x4"])
+def test_a_step_that_recomputes_keeps_to_its_cap(name):
+    """A cap far below what any sharding reaches on its own. The compiler neither merges the copies nor makes them early."""
+    _, cluster, found = planned(JOBS[name])
+    assert found.plan.decisions.retention
+    proof = CompilerVerifier(cluster, Compiler(flags=HURRY), progress=lambda line: None).verified(found)
+    assert proof.compiled.peak_bytes <= found.plan.memory_bytes

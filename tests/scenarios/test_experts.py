@@ -34,7 +34,7 @@ LAYERS = 2
 def plan_for(case, cluster, mesh=None, memory=PLENTY):
     step = trace(case.step, *case.abstract_args())
     hardware = parse_cluster(cluster) if isinstance(cluster, str) else cluster
-    return find(step, hardware, Options(int(memory), mesh)).plan
+    return find(step, hardware, Options(int(memory), mesh, remat="never")).plan
 
 
 def equal_links(num_devices=8):

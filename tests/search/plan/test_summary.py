@@ -26,6 +26,7 @@ def make_plan(
     estimates = Estimates(
         step_s=compute_s + sum(c.seconds for c in collectives),
         compute_s=compute_s,
+        recompute_s=0.0,
         hidden_s=0.0,
         peak_bytes=10 << 30,
         host_bytes=0,
@@ -211,3 +212,19 @@ def test_a_plan_whose_cluster_makes_no_sense_is_refused():
         summary(replace(plan, cluster={**plan.cluster, "num_devices": -1}))
     with pytest.raises(PlanError, match="at most 8 devices"):
         summary(replace(plan, cluster=parse_cluster("8xH100-80GB").to_json()))
+
+
+def test_what_is_recomputed_is_shown_by_its_heavy_ops():
+    plan = make_plan(gpt())
+    assert "recomputed" not in summary(plan)
+    retention = {
+        "forward block_*/attn/dot_general": "remat 0-11 of 24",
+        "forward block_*/attn/exp": "remat 0-11 of 24",
+        "forward block_*/attn/sub": "remat",
+    }
+    decisions = replace(plan.decisions, retention=retention)
+    text = summary(replace(plan, decisions=decisions, estimates=replace(plan.estimates, recompute_s=1e-3)))
+    assert "recomputed in the backward phase (3 kinds of ops, 2 of them light)" in text
+    assert re.search(r"\n  block_\*/attn/dot_general  remat 0-11 of 24\n", text)
+    assert "exp" not in text
+    assert re.search(r"of all, recomputed +1 ms +10%", text)

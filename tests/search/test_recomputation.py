@@ -1,0 +1,170 @@
+"""A step that does not fit as it is fits with what is recomputed, and the plan says what that is."""
+
+import functools
+import re
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from cost_model.errors import InfeasibleError, InputError, PlanError
+from cost_model.hardware import parse_cluster
+from executors.jit import build
+from search import driver
+from search.ir.trace import trace
+from search.memory.recompute import SCOPE
+from search.mesh_problem import Options, StepProblem
+from search.plan.plan import Plan
+from search.plan.retention import RetentionCodec
+from search.problem.flat_program import flatten
+from search.problem.folding import fold
+
+CLUSTER = parse_cluster("8xH100-80GB")
+LAYERS, WIDTH, BATCH = 12, 512, 1 << 16
+
+
+def layer(w, x):
+    return x + jnp.tanh(jax.nn.relu(x @ w[0]) @ w[1])
+
+
+def loss(params, x, is_scanned):
+    if is_scanned:
+        x, _ = jax.lax.scan(lambda x, w: (layer(w, x), None), x, params)
+    else:
+        for i in range(LAYERS):
+            x = layer(tuple(w[i] for w in params), x)
+    return jnp.mean(x.astype(jnp.float32) ** 2)
+
+
+def step_of(is_scanned):
+    def step(params, x):
+        value, grads = jax.value_and_grad(lambda p: loss(p, x, is_scanned))(params)
+        return tuple(w - 0.1 * g for w, g in zip(params, grads, strict=True)), value
+
+    return step
+
+
+def arguments(width=WIDTH, batch=BATCH, dtype=jnp.bfloat16):
+    shapes = ((LAYERS, width, 2 * width), (LAYERS, 2 * width, width))
+    return tuple(jax.ShapeDtypeStruct(s, dtype) for s in shapes), jax.ShapeDtypeStruct((batch, width), dtype)
+
+
+@functools.cache
+def traced(is_scanned):
+    return trace(step_of(is_scanned), *arguments())
+
+
+@functools.cache
+def found(is_scanned, share, remat=None):
+    """Under a cap of a share of what the fastest plan holds where memory is plenty."""
+    cap_bytes = 1 << 40 if share is None else int(share * found(is_scanned, None).plan.estimates.peak_bytes)
+    return driver.find(traced(is_scanned), CLUSTER, Options(cap_bytes, mesh=(8,), remat=remat))
+
+
+def cost_s(result):
+    return result.on_mesh.problem.cost_s(result.chosen)
+
+
+def num_recomputed(result):
+    ops = [op for op in result.step.graph.ops]
+    ops += [o for op in ops for bodies in op.bodies.values() for body in bodies for o in body.ops]
+    return sum(op.scope.endswith(SCOPE) for op in ops)
+
+
+@pytest.mark.parametrize("is_scanned", [False, True])
+def test_a_cap_that_is_out_of_reach_is_kept_to(is_scanned):
+    plenty, tight = found(is_scanned, None), found(is_scanned, 0.5)
+    assert plenty.plan.decisions.retention == {}
+    assert plenty.step is traced(is_scanned)
+    assert tight.plan.estimates.peak_bytes <= tight.plan.memory_bytes
+    assert num_recomputed(tight) > 0
+    with pytest.raises(InfeasibleError, match="Recomputation, which remat='never' forbids, was not tried"):
+        found(is_scanned, 0.5, "never")
+
+
+@pytest.mark.parametrize("is_scanned", [False, True])
+def test_less_memory_never_makes_it_faster(is_scanned):
+    costs_s = [cost_s(found(is_scanned, share)) for share in (None, 0.8, 0.5)]
+    assert costs_s == sorted(costs_s)
+    full_s = 4 / 3 * costs_s[0]  # all products of the forward phase once more
+    assert costs_s[-1] <= full_s
+
+
+def test_recomputation_costs_no_more_than_sharding_more_would():
+    """A cap that plain plans reach too."""
+    plain, either = found(False, 0.98, "never"), found(False, 0.98)
+    assert cost_s(either) <= cost_s(plain) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("is_scanned", [False, True])
+def test_a_plan_is_honoured_when_it_is_loaded(is_scanned, tmp_path):
+    result = found(is_scanned, 0.5)
+    result.plan.save(tmp_path / "plan.json")
+    again = driver.apply(traced(is_scanned), Plan.load(tmp_path / "plan.json"), CLUSTER)
+    assert again.plan.decisions == result.plan.decisions
+    assert again.plan.estimates == result.plan.estimates
+    assert (again.chosen, again.plan.gap) == (result.chosen, result.plan.gap)
+
+
+def test_without_its_decisions_a_plan_keeps_everything():
+    plan = found(False, 0.5).plan
+    kept = replace(plan.decisions, retention={}, ops={}, copies={})
+    again = driver.apply(traced(False), replace(plan, decisions=kept, memory_bytes=1 << 40), CLUSTER)
+    assert num_recomputed(again) == 0
+
+
+def test_the_program_gives_the_numbers_of_one_device():
+    """Found for large arrays, done to small ones: the names are the same."""
+    with jax.enable_x64(True):
+        params, x = arguments(width=16, batch=32, dtype=jnp.float64)
+        rng = np.random.default_rng(0)
+        params, x = jax.tree.map(lambda a: jnp.asarray(rng.normal(size=a.shape) / 4), (params, x))
+        for is_scanned in (False, True):
+            small = trace(step_of(is_scanned), params, x)
+            said = found(is_scanned, 0.5).plan.decisions.retention
+            sites = RetentionCodec(fold(flatten(small))).read(said, "plan")
+            assert sites
+            step_problem = StepProblem.of(small, (), CLUSTER.device, sites)
+            on_mesh = step_problem.on(CLUSTER, (8,))
+            labels = on_mesh.solve(on_mesh.pinned({}), 1 << 40, 2.0).labels
+            sharding = driver.step_sharding(on_mesh.memory.costed, labels)
+            program = build(step_problem.step, sharding, jax.devices())
+            wanted = jax.jit(step_of(is_scanned))(params, x)
+            got = program.fn(*jax.device_put(jax.tree.map(jnp.copy, (params, x)), program.shardings))
+            for one, many in zip(jax.tree.leaves(wanted), jax.tree.leaves(got), strict=True):
+                np.testing.assert_allclose(many, one, rtol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("forward nothing", "remat", "names no forward op of this step"),
+        (None, "offloaded", "cannot be 'offloaded'. Say 'remat', or which of them: 'remat 0-"),
+        (None, "remat 0-99 of 100", "cannot be 'remat 0-99 of 100'"),
+    ],
+)
+def test_a_retention_that_cannot_be_is_refused(name, text, said):
+    plan = found(False, 0.5).plan
+    name = name or next(iter(plan.decisions.retention))
+    wrong = replace(plan.decisions, retention={**plan.decisions.retention, name: text})
+    with pytest.raises(PlanError, match=".*".join(map(re.escape, ("retention", name, said)))):
+        driver.apply(traced(False), replace(plan, decisions=wrong), CLUSTER)
+
+
+def test_some_of_a_class_may_be_recomputed():
+    codec = RetentionCodec(fold(flatten(traced(False))))
+    name, sites = max(codec.sites.items(), key=lambda item: len(item[1]))
+    some = {sites[n] for n in (0, 1, 2, 5)}
+    said = codec.said(some)
+    assert said == {name: f"remat 0-2, 5 of {len(sites)}"}
+    assert codec.read(said, "plan") == some
+    assert codec.read({name: "remat"}, "plan") == set(sites)
+
+
+def test_what_else_is_asked_for_is_refused():
+    with pytest.raises(
+        InputError, match="wanted remat=\"never\", or nothing to have it searched, got 'always'"
+    ):
+        Options(1, remat="always")
