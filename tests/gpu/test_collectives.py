@@ -55,10 +55,9 @@ def _differ(predicted: int, compiled: int) -> bool:
     return abs(predicted - compiled) > max(FLOOR_BYTES, SHARE * max(predicted, compiled))
 
 
-@pytest.mark.parametrize("name", ["recomputed, scanned", "recomputed, scanned on 2x4"])
-def test_a_step_that_recomputes_keeps_to_its_cap(name):
+def test_a_step_that_recomputes_keeps_to_its_cap():
     """A cap far below what any sharding reaches on its own. The compiler neither merges the copies nor makes them early."""
-    _, cluster, found = planned(JOBS[name])
+    _, cluster, found = planned(JOBS["recomputed, scanned"])
     assert found.plan.decisions.retention
     proof = CompilerVerifier(cluster, Compiler(flags=HURRY), progress=lambda line: None).verified(found)
     assert proof.compiled.peak_bytes <= found.plan.memory_bytes
