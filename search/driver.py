@@ -37,7 +37,7 @@ from search.plan.retention import RetentionCodec
 from search.plan.shardings import step_sharding
 from search.problem.flat_program import flatten
 from search.problem.folding import fold
-from search.recomputation import candidates, without_cap
+from search.recomputation import Candidate, candidates, without_cap
 from search.solver.branch_and_bound import NoFitError
 from search.solver.pbqp import Labels
 from search.stopwatch import Stopwatch
@@ -123,38 +123,41 @@ def find(
 
 
 class _Search:
-    """One search: of the step as it is, then of steps that recompute, for as long as that may be faster."""
+    """One search: of the step as it is, then of steps that recompute, for as long as that may be faster.
+
+    Attributes:
+      best: the best plan so far.
+      bounds_s: by mesh, a lower bound on plans that recompute what the best one does.
+      roomy: meshes on which memory made no difference.
+    """
 
     def __init__(self, step: Step, cluster: Cluster, options: Options, progress: Progress) -> None:
         self.step, self.cluster, self.options, self.progress = step, cluster, options, progress
-        self.pins = options.pins or {}
+        self.pins, self.marks = options.pins or {}, _marks(step, options.pins or {})
         self.watch = Stopwatch(step.trace_s)
         self.shapes = candidate_shapes(cluster, options)
         self.best: _Found | None = None
+        self.bounds_s: dict[tuple[int, ...], float] = {}
+        self.roomy: set[tuple[int, ...]] = set()
 
     def run(self) -> SearchResult:
         plain = self._made_ready()
         deadline = Deadline.after(self.options.time_limit_s)
-        bounds_s: list[float] = []
         tried: list[MeshProblem] = []
         for i, shape in enumerate(self.shapes):
             self.progress(f"mesh {format_mesh(shape)} ({i + 1} of {len(self.shapes)})")
             tried.append(self._put_on(plain, shape))
-            bounds_s.append(self._improve(plain, tried[-1], deadline.left_s / (len(self.shapes) - i)))
-        frugal = plain
-        if self.options.remat != "never":
-            free_bounds_s, frugal = self._recompute(plain, tried)
-            if self.best and self.best.step_problem is not plain:
-                bounds_s = free_bounds_s
+            share_s = deadline.left_s / (len(self.shapes) - i)
+            self.bounds_s[shape] = self._improve(plain, tried[-1], share_s)
+        frugal = plain if self.options.remat == "never" else self._recompute(plain, tried)
         if self.best is None:
             self.progress("no plan so far; looking for the smallest peak")
             if frugal is not plain:
                 tried = [self._put_on(frugal, shape) for shape in self.shapes]
-            self.best = self._of_smallest_peak(frugal, tried, min(bounds_s) == math.inf)
+            self.best = self._of_smallest_peak(frugal, tried)
             self.watch.lap("solve")
-        marks = _marks(self.step, self.pins)
-        found = _finished(marks, self.best, self.cluster, self.options, self.shapes, self.watch)
-        return found.bounded(min(bounds_s))
+        found = _finished(self.marks, self.best, self.cluster, self.options, self.shapes, self.watch)
+        return found.bounded(min(self.bounds_s.values()))
 
     @property
     def cutoff_s(self) -> float:
@@ -162,7 +165,7 @@ class _Search:
         return self.best.cost_s if self.best else math.inf
 
     def _made_ready(self, sites: frozenset[Site] = frozenset()) -> StepProblem:
-        step_problem = StepProblem.of(self.step, _marks(self.step, self.pins), self.cluster.device, sites)
+        step_problem = StepProblem.of(self.step, self.marks, self.cluster.device, sites)
         self.watch.lap("graph")
         return step_problem
 
@@ -177,32 +180,33 @@ class _Search:
         try:
             solution, device = on_mesh.fitting(kept, self.options.memory_bytes, time_limit_s, self.cutoff_s)
             self.best = _Found(step_problem, on_mesh, solution.labels, device)
+            if not solution.stats.num_rows:
+                self.roomy.add(on_mesh.shape)
             return solution.bound_s
         except NoFitError as e:
             return e.bound_s
         finally:
             self.watch.lap("solve")
 
-    def _recompute(self, plain: StepProblem, tried: Sequence[MeshProblem]) -> tuple[list[float], StepProblem]:
-        """Looks for better plans among steps that recompute.
-
-        Returns:
-          A lower bound for each mesh, on plans that recompute what the best one does, and the step that holds least of all
-          those considered.
-        """
+    def _recompute(self, plain: StepProblem, tried: Sequence[MeshProblem]) -> StepProblem:
+        """Looks for better plans among steps that recompute; the step that holds least of all those considered."""
         limit_bytes, deadline = self.options.memory_bytes, Deadline.after(self.options.time_limit_s / 2)
-        free, bounds_s = without_cap(tried, self.pins, self.cutoff_s, deadline)
+        cramped = [on_mesh for on_mesh in tried if on_mesh.shape not in self.roomy]
+        free, bounds_s = without_cap(cramped, self.pins, self.cutoff_s, deadline)
         found = candidates(plain, free, self.pins, limit_bytes, self.cutoff_s, deadline)
         self.watch.lap("recompute")
-        deadline, too_little_bytes, own_bounds_s = (
-            Deadline.after(self.options.time_limit_s / 2),
-            0.0,
-            bounds_s,
-        )
+        self._try(found, self.bounds_s | bounds_s)
+        if self.best is not None or not found:
+            return plain
+        return self._made_ready(max(found, key=lambda candidate: candidate.saved_bytes).sites)
+
+    def _try(self, found: Sequence[Candidate], bounds_s: Mapping[tuple[int, ...], float]) -> None:
+        """Builds and solves steps that recompute, until none promises to be better than the best plan."""
+        deadline, least_saved_bytes = Deadline.after(self.options.time_limit_s / 2), 0.0
         for candidate in found:
             if self.best and (deadline.is_over or candidate.cost_s >= self.cutoff_s):
                 break
-            if candidate.saved_bytes < too_little_bytes:
+            if candidate.saved_bytes < least_saved_bytes:
                 continue
             self.progress(f"recomputing {len(candidate.sites)} ops on mesh {format_mesh(candidate.shape)}")
             step_problem, before = self._made_ready(candidate.sites), self.best
@@ -210,24 +214,18 @@ class _Search:
             time_limit_s = max(ATTEMPT_SHARE * deadline.left_s, LEAST_ATTEMPT_S)
             bound_s = self._improve(step_problem, on_mesh, time_limit_s)
             if self.best is before:
-                too_little_bytes = candidate.saved_bytes + MISSED_SHARE * limit_bytes
+                least_saved_bytes = candidate.saved_bytes + MISSED_SHARE * self.options.memory_bytes
             else:
-                place = self.shapes.index(candidate.shape)
-                own_bounds_s = [*bounds_s[:place], bound_s, *bounds_s[place + 1 :]]
-        if self.best is not None or not found:
-            return own_bounds_s, plain
-        most = max(found, key=lambda candidate: candidate.saved_bytes)
-        return bounds_s, self._made_ready(most.sites)
+                self.bounds_s = {**bounds_s, candidate.shape: bound_s}
 
-    def _of_smallest_peak(
-        self, step_problem: StepProblem, tried: Sequence[MeshProblem], is_proven: bool
-    ) -> _Found:
+    def _of_smallest_peak(self, step_problem: StepProblem, tried: Sequence[MeshProblem]) -> _Found:
         """The plan of the smallest peak, where that fits after all.
 
         Raises:
           InfeasibleError: it does not; says what would.
         """
         options, deadline = self.options, Deadline.after(infeasible.TIME_LIMIT_S)
+        is_proven = not step_problem.sites and min(self.bounds_s.values()) == math.inf
         smallest = infeasible.smallest_peak(tried, options, deadline)
         if smallest is None or smallest.peak.num_bytes > options.memory_bytes:
             raise infeasible.explain(step_problem, self.cluster, options, smallest, is_proven, deadline)

@@ -69,17 +69,18 @@ class Candidate:
 
 def without_cap(
     tried: Sequence[MeshProblem], pins: Mapping[str, Any], cutoff_s: float, deadline: Deadline
-) -> tuple[list[FreeSolution], list[float]]:
+) -> tuple[list[FreeSolution], dict[tuple[int, ...], float]]:
     """The best strategies on each mesh where they are faster than the cutoff, fastest first, and a bound for every mesh."""
-    found, bounds_s = [], []
+    found: list[FreeSolution] = []
+    bounds_s: dict[tuple[int, ...], float] = {}
     for i, on_mesh in enumerate(tried):
         share_s = deadline.left_s / (len(tried) - i)
         try:
             solution = on_mesh.solve(on_mesh.pinned(pins), NO_CAP, share_s, (1 - RELATIVE_GAP) * cutoff_s)
             found.append(FreeSolution(on_mesh, solution))
-            bounds_s.append(solution.bound_s)
+            bounds_s[on_mesh.shape] = solution.bound_s
         except NoFitError as e:
-            bounds_s.append(e.bound_s)
+            bounds_s[on_mesh.shape] = e.bound_s
     return sorted(found, key=lambda free: free.solution.cost_s), bounds_s
 
 
