@@ -124,22 +124,21 @@ class _Rewriting:
         self.copies = _Copies(graph, lambda i: (*path, i) in sites, self._held, self._copied)
         self.pairs = loop_pairs(graph)
         self.place: dict[int, int] = {}
-        self.backward: list[int] = []
+        self.backward: dict[int, None] = {}
         self.reader: Op | None = None
 
     def run(self) -> Graph:
         forward_of = {b: f for f, backward in self.pairs.items() for b in backward}
         for i, op in enumerate(self.graph.ops):
-            self.place[i] = len(self.ops)
             if op.phase is Phase.BACKWARD:
                 self.reader = op
                 op = replace(op, inputs=tuple(map(self._read, op.inputs)))
-                self.place[i] = len(self.ops)
-            self.ops.append(self._inside(i, op))
             if i in forward_of:
-                self._recompute_in_loop(forward_of[i], i)
+                op = self._recomputing(forward_of[i], op)
             if op.phase is Phase.BACKWARD:
-                self.backward += [v for v in op.outputs if self.values[v].shape]
+                self.backward |= dict.fromkeys(v for v in op.outputs if self.values[v].shape)
+            self.place[i] = len(self.ops)
+            self.ops.append(self._inside(i, op))
         graph = replace(self.graph, values=tuple(self.values), ops=tuple(self.ops))
         return _without_unread_stacks(graph)
 
@@ -173,8 +172,7 @@ class _Rewriting:
 
     def _arrived(self) -> int | None:
         """A gradient that the op reads for which all this is done, or the newest one."""
-        made = set(self.backward)
-        own = [v for v in (self.reader.operands if self.reader else ()) if v in made]
+        own = [v for v in (self.reader.operands if self.reader else ()) if v in self.backward]
         return own[0] if own else next(reversed(self.backward), None)
 
     def _append(self, primitive: Any, params: dict[str, Any], inputs: Any, results: Sequence[Value]) -> Any:
@@ -194,16 +192,16 @@ class _Rewriting:
         self.ops.append(_once_more(op, inputs, outputs))
         return outputs
 
-    def _recompute_in_loop(self, f: int, b: int) -> None:
-        """Rewrites a pair of loops, both of which are among the new ops already."""
-        inner = (*self.path, f, "jaxpr", 0)
-        is_recomputed = [
-            (*inner, i) in self.sites for i in range(len(self.graph.ops[f].bodies["jaxpr"][0].ops))
-        ]
-        if any(is_recomputed):
-            forward, backward = self.ops[self.place[f]], self.ops[self.place[b]]
-            loops = _LoopPair(forward, backward, is_recomputed.__getitem__, self._new)
-            self.ops[self.place[f]], self.ops[self.place[b]] = loops.run()
+    def _recomputing(self, f: int, backward: Op) -> Op:
+        """A backward loop that recomputes what it reads of a forward one, which is rewritten too."""
+        body = (*self.path, f, "jaxpr", 0)
+        forward = self.ops[self.place[f]]
+        is_recomputed = [(*body, i) in self.sites for i in range(len(forward.bodies["jaxpr"][0].ops))]
+        if not any(is_recomputed):
+            return backward
+        loops = _LoopPair(forward, backward, is_recomputed.__getitem__, self._new, self._read)
+        self.ops[self.place[f]], backward = loops.run()
+        return backward
 
 
 @dataclass(eq=False)
@@ -253,7 +251,14 @@ class _Loop:
 
 
 class _LoopPair:
-    """A forward loop, and the backward loop that recomputes some of its ops."""
+    """A forward loop, and the backward loop that recomputes some of its ops.
+
+    Attributes:
+      forward: the one.
+      backward: the other.
+      new_value: makes a value of the graph that they stand in.
+      read: what stands for a value of that graph where the backward loop stands.
+    """
 
     def __init__(
         self,
@@ -261,8 +266,10 @@ class _LoopPair:
         backward: Op,
         is_recomputed: Callable[[int], bool],
         new_value: Callable[[Value], int],
+        read: Callable[[Atom], Atom],
     ) -> None:
-        self.forward, self.backward, self.new_value = _Loop.of(forward), _Loop.of(backward), new_value
+        self.forward, self.backward = _Loop.of(forward), _Loop.of(backward)
+        self.new_value, self.read = new_value, read
         self.values = list(self.backward.body.values)
         self.constants = list(self.backward.body.constants)
         self.ops: list[Op] = []
@@ -319,8 +326,9 @@ class _LoopPair:
 
     def _entering(self, entering: list[tuple[Atom, int]], outer: Atom, v: int) -> int:
         """The backward body's own input for something outside."""
+        outer = self.read(outer)
         for known, inner in entering:
-            if (isinstance(outer, int) and known is outer) or (known == outer and isinstance(known, int)):
+            if isinstance(outer, int) and known == outer:
                 return inner
         entering.append((outer, inner := self._new(self.forward.body.values[v])))
         return inner

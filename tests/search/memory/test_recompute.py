@@ -184,3 +184,15 @@ def test_the_backward_phase_reads_nothing_that_is_recomputed():
 def test_nothing_to_recompute_is_the_step_itself():
     step = trace(STEPS["scanned"], *arguments())
     assert recomputed(step, frozenset()) is step
+
+
+def test_a_loop_reads_the_copy_of_what_is_recomputed_outside_of_it():
+    """A scale from outside, which only the forward loop read."""
+    step = trace(STEPS["dropped"], *arguments())
+    ((f, (b,)),) = loop_pairs(step.graph).items()
+    sites = frozenset(all_sites(step))
+    outside = {v for i, op in enumerate(step.graph.ops) if (i,) in sites for v in op.outputs}
+    assert outside.intersection(step.graph.ops[f].operands)
+    _, backward = loops(recomputed(step, sites).graph)
+    assert len(backward.operands) > len(step.graph.ops[b].operands) - len(step.graph.ops[f].outputs)
+    assert not outside.intersection(backward.operands)
