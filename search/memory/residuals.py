@@ -163,7 +163,8 @@ class _Reader:
             op, site = graph.ops[i], (*path, i)
             if i not in loops:
                 seconds = np.inf if i in kept or _must_stay(op) else self._seconds.get(site, 0.0)
-                num_bytes = [self._bytes(("result", site, r)) for r in range(len(op.outputs))]
+                arrays = [self._stored_at(("result", site, r)) for r in range(len(op.outputs))]
+                num_bytes = [np.inf if v is None else self._relief(v) for v in arrays]
                 ledger.add(site, seconds, op.operands, op.outputs, num_bytes)
         needed = {v for op in graph.ops if op.phase is Phase.BACKWARD for v in op.operands}
         return ledger.residuals(needed, is_loop=False)
@@ -180,7 +181,9 @@ class _Reader:
         }
 
         def num_bytes(v: int, what: str, where: Site, n: int) -> float:
-            return 0.0 if stack_of.get(v) in others else length * self._bytes((what, where, n))
+            array = self._stored_at((what, where, n))
+            stacked_bytes = np.inf if array is None else length * self._held_bytes(array)
+            return 0.0 if stack_of.get(v) in others else stacked_bytes
 
         for n, v in enumerate(body.inputs[num_consts : num_consts + num_carry], num_consts):
             ledger.add(None, np.inf, (), (v,), [num_bytes(v, "input", inner, n)])
@@ -231,12 +234,10 @@ class _Reader:
             self._memo[key] = float(per_strategy()[self.strategies[self.costed.graph.node_of[op_class]]])
         return self._memo[key]
 
-    def _bytes(self, place: Place) -> float:
-        """What it takes on one device to keep a value; infinite where it is no array."""
+    def _stored_at(self, place: Place) -> int | None:
+        """The array at a place, if it is one."""
         v = self._value_at.get(place)
-        if v is None or not self.fusion.is_stored(v):
-            return np.inf
-        return self._relief(v)
+        return v if v is not None and self.fusion.is_stored(v) else None
 
     def _held_bytes(self, v: int) -> float:
         i, r = self.program.maker[v]
@@ -279,8 +280,7 @@ class _Reader:
         made_at, last_at, sizes = [], [], []
         for at, i in enumerate(ops):
             for r in range(len(graph.ops[i].outputs)):
-                v = self._value_at.get(("result", (*path, i), r))
-                if v is not None and self.fusion.is_stored(v):
+                if (v := self._stored_at(("result", (*path, i), r))) is not None:
                     last = self.program.ops[self._last_forward.get(v, self.program.maker[v][0])].site[
                         len(path)
                     ]

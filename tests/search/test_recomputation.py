@@ -153,16 +153,6 @@ def test_a_retention_that_cannot_be_is_refused(name, text, said):
         driver.apply(traced(False), replace(plan, decisions=wrong), CLUSTER)
 
 
-def test_some_of_a_class_may_be_recomputed():
-    codec = RetentionCodec(fold(flatten(traced(False))))
-    name, sites = max(codec.sites.items(), key=lambda item: len(item[1]))
-    some = {sites[n] for n in (0, 1, 2, 5)}
-    said = codec.said(some)
-    assert said == {name: f"remat 0-2, 5 of {len(sites)}"}
-    assert codec.read(said, "plan") == some
-    assert codec.read({name: "remat"}, "plan") == set(sites)
-
-
 def test_what_else_is_asked_for_is_refused():
     with pytest.raises(
         InputError, match="wanted remat=\"never\", or nothing to have it searched, got 'always'"

@@ -1,0 +1,122 @@
+"""What is kept falls and what is recomputed grows as kept bytes get dearer; each choice is the cheapest at its price."""
+
+import functools
+from itertools import pairwise
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from cost_model.hardware import parse_cluster
+from search.ir.trace import trace
+from search.memory.residuals import Residuals, residuals
+from search.mesh_problem import StepProblem
+from tests.zoo import MAKERS
+
+CLUSTER = parse_cluster("8xH100-80GB")
+PRICES = (0.0, 1e-13, 1e-12, 1e-11, 1e-10, 1e-9, 1e-6)
+MODELS = ("mlp", "gpt_linen", "gpt_scan", "resnet", "lstm", "unet")
+
+
+def residuals_of(step) -> tuple[Residuals, ...]:
+    """On one node, with the strategies that are fastest without a cap."""
+    step_problem = StepProblem.of(step, (), CLUSTER.device)
+    on_mesh = step_problem.on(CLUSTER, (8,))
+    labels = on_mesh.solve(on_mesh.pinned({}), 1 << 62, 2.0).labels
+    return residuals(on_mesh.memory.costed, step_problem.live_ranges.fusion, labels)
+
+
+@functools.cache
+def of_model(model: str) -> tuple[Residuals, ...]:
+    case = MAKERS[model]()
+    return residuals_of(trace(case.step, *case.abstract_args()))
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_bytes_fall_and_seconds_grow_with_the_price(model):
+    for part in of_model(model):
+        choices = [part.recomputed(price) for price in PRICES]
+        kept = [part.kept_bytes(sites) for sites in choices]
+        seconds = [part.recompute_s(sites) for sites in choices]
+        assert not choices[0]
+        assert all(a >= b for a, b in pairwise(kept))
+        assert all(a <= b for a, b in pairwise(seconds))
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_at_its_price_a_choice_is_no_dearer_than_those_at_others(model):
+    for part in of_model(model):
+        choices = [part.recomputed(price) for price in PRICES]
+        for price, own in zip(PRICES, choices, strict=True):
+            costs_s = [part.recompute_s(sites) + price * part.kept_bytes(sites) for sites in choices]
+            assert costs_s[choices.index(own)] <= min(costs_s) + 1e-9 * max(costs_s) + 1e-11
+
+
+LAYERS, WIDTH, BATCH = 6, 256, 1 << 15
+
+
+def deep(w, x):
+    def loss(w):
+        y = x
+        for i in range(LAYERS):
+            y = y + jnp.tanh(y @ w[i, 0]) @ w[i, 1]
+        return jnp.mean(y**2)
+
+    return w - 0.1 * jax.grad(loss)(w)
+
+
+def scanned(w, x):
+    def loss(w):
+        y, _ = jax.lax.scan(lambda y, w: (y + jnp.tanh(y @ w[0]) @ w[1], None), x, w)
+        return jnp.mean(y**2)
+
+    return w - 0.1 * jax.grad(loss)(w)
+
+
+ARGS = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((LAYERS, 2, WIDTH, WIDTH), (BATCH, WIDTH))]
+ARRAY = BATCH * WIDTH * 4 / 8  # on one of eight devices
+
+
+def test_residuals_of_a_scan_by_hand():
+    """Each iteration hands over its input, the tanh, and the tanh's derivative; any of which but the input can be made of
+    the input. At no price can the inputs, a loop's carry."""
+    whole, loop = residuals_of(trace(scanned, *ARGS))
+    assert not whole.recomputed(1e-6)
+    assert loop.kept_bytes(frozenset()) >= 2 * LAYERS * ARRAY
+    most = loop.recomputed(1e-6)
+    assert loop.kept_bytes(most) == LAYERS * ARRAY
+    assert all(site[1:3] == ("jaxpr", 0) for site in most)
+
+
+def test_layers_are_recomputed_from_what_is_between_them():
+    """Not from the arguments: then everything would be there at once."""
+    (part,) = residuals_of(trace(deep, *ARGS))
+    assert part.kept_bytes(part.recomputed(1e-6)) >= ARRAY
+
+
+def test_the_first_ops_pay_the_high_price():
+    (part,) = residuals_of(trace(deep, *ARGS))
+    some = part.recomputed(part.prices(0.0, 1e-6, 0.5))
+    every = part.recomputed(1e-6)
+    assert some
+    assert some < every
+    assert max(some) < max(every)
+    assert np.mean([site[0] for site in some]) < np.mean([site[0] for site in every])
+    assert part.kept_bytes(every) < part.kept_bytes(some) < part.kept_bytes(frozenset())
+
+
+def test_what_does_more_than_compute_runs_once():
+    def step(w, x):
+        def loss(w):
+            y = jnp.tanh(x @ w)
+            jax.debug.callback(lambda y: None, jnp.max(y))
+            return jnp.mean((y @ w) ** 2)
+
+        return w - 0.1 * jax.grad(loss)(w)
+
+    traced = trace(step, jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32), ARGS[1])
+    callbacks = {(i,) for i, op in enumerate(traced.graph.ops) if op.name == "debug_callback"}
+    assert callbacks
+    for part in residuals_of(traced):
+        assert not callbacks & part.recomputed(1e-6)

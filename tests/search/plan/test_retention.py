@@ -1,0 +1,91 @@
+"""What is recomputed, said and read again."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from cost_model.errors import PlanError
+from search.ir.trace import trace
+from search.plan.retention import RetentionCodec
+from search.problem.flat_program import flatten
+from search.problem.folding import fold
+from tests.zoo import MAKERS
+
+LAYERS = 12
+
+
+def step(w, x):
+    def loss(w):
+        y = x
+        for i in range(LAYERS):
+            y = jnp.tanh(y @ w[i])
+        return jnp.mean(y**2)
+
+    return w - 0.1 * jax.grad(loss)(w)
+
+
+CODEC = RetentionCodec(
+    fold(
+        flatten(
+            trace(
+                step,
+                jax.ShapeDtypeStruct((LAYERS, 8, 8), jnp.float32),
+                jax.ShapeDtypeStruct((4, 8), jnp.float32),
+            )
+        )
+    )
+)
+NAME, SITES = max(CODEC.sites.items(), key=lambda item: len(item[1]))
+
+
+@pytest.mark.parametrize(
+    ("members", "text"),
+    [
+        ((0,), "remat 0 of {}"),
+        ((0, 1, 2, 5), "remat 0-2, 5 of {}"),
+        ((1, 3), "remat 1, 3 of {}"),
+        (tuple(range(len(SITES))), "remat"),
+    ],
+)
+def test_some_of_a_class_may_be_recomputed(members, text):
+    some = {SITES[n] for n in members}
+    said = CODEC.said(some)
+    assert said == {NAME: text.format(len(SITES))}
+    assert CODEC.read(said, "plan") == some
+
+
+def test_nothing_is_said_of_what_is_kept():
+    assert CODEC.said(()) == {}
+    assert CODEC.read({}, "plan") == frozenset()
+
+
+@pytest.mark.parametrize("model", ["gpt_linen", "gpt_scan", "lstm", "evoformer", "moe"])
+def test_every_forward_op_of_a_model_has_one_name(model):
+    case = MAKERS[model]()
+    codec = RetentionCodec(fold(flatten(trace(case.step, *case.abstract_args()))))
+    every = [site for sites in codec.sites.values() for site in sites]
+    assert len(every) == len(set(every))
+    assert codec.read(codec.said(every), "plan") == set(every)
+    assert all(name.startswith("forward ") for name in codec.sites)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "offload",
+        "remat 0-2",
+        f"remat 0-2 of {len(SITES) + 1}",
+        f"remat {len(SITES)} of {len(SITES)}",
+        "remat of 3",
+    ],
+)
+def test_what_makes_no_sense_is_refused(text):
+    with pytest.raises(
+        PlanError, match=f"plan: retention '{NAME}' cannot be '{text}'. Say 'remat', or which of them: "
+    ):
+        CODEC.read({NAME: text}, "plan")
+
+
+def test_what_is_no_op_is_refused():
+    with pytest.raises(PlanError, match="plan: retention 'forward nothing' names no forward op of this step"):
+        CODEC.read({"forward nothing": "remat"}, "plan")
