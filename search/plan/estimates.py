@@ -26,7 +26,7 @@ def estimate(costed: CostedGraph, chosen: Sequence[int], device: Prediction) -> 
     return Estimates(
         step_s=compute_s + communication_s - hidden_s,
         compute_s=compute_s,
-        recompute_s=sum(k.time.seconds for k in device.lowered.kernels if _is_recomputed(costed, k.position)),
+        recompute_s=_recompute_s(costed, device),
         hidden_s=hidden_s,
         peak_bytes=round(device.peak.num_bytes),
         host_bytes=0,
@@ -36,9 +36,11 @@ def estimate(costed: CostedGraph, chosen: Sequence[int], device: Prediction) -> 
     )
 
 
-def _is_recomputed(costed: CostedGraph, position: int) -> bool:
-    op = costed.graph.folded.program.ops[position].op
-    return op is not None and op.scope.endswith(SCOPE)
+def _recompute_s(costed: CostedGraph, device: Prediction) -> float:
+    """Seconds of the kernels and collectives of what the plan recomputes."""
+    ops = costed.graph.folded.program.ops
+    kernels = [(ops[k.position].op, k.time.seconds) for k in device.lowered.kernels]
+    return sum((seconds for op, seconds in kernels if op is not None and op.scope.endswith(SCOPE)), 0.0)
 
 
 def where(costed: CostedGraph, position: int) -> str:
