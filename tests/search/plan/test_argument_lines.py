@@ -20,6 +20,12 @@ def test_what_many_replicated_ones_have_in_common_is_their_last_name():
     ]
 
 
+def test_of_many_last_names_some_are_listed():
+    """Each at a depth of its own, so that no two are one line."""
+    replicated = [f"p{"['x']" * depth}['{name}']" for depth, name in enumerate("abcdefg")]
+    assert lines(dict.fromkeys(replicated, WHOLE)) == ["  P()  7x  1 a, 1 b, 1 c, 1 d, 1 e, 1 f, ..."]
+
+
 def test_attributes_are_merged_as_keys_are():
     assert lines({"p.a.kernel": SPLIT, "p.b.kernel": SPLIT, "p.c.bias.value": WHOLE}) == [
         "  P(None, 'model')  2x  p.a|b.kernel",
@@ -35,6 +41,13 @@ def test_numbers_are_ranges_unless_they_are_all_that_occur():
         "  P()               3x  p[0-2].v",
     ]
     assert lines(dict.fromkeys(arguments, SPLIT)) == ["  P(None, 'model')  4x  p[*].w"]
+
+
+def test_a_number_that_occurs_alone_is_said():
+    assert lines({"p[3].w": SPLIT, "q": SPLIT}) == [
+        "  P(None, 'model')  1x  p[3].w",
+        "  P(None, 'model')  1x  q",
+    ]
 
 
 def test_of_many_names_some_are_listed():
