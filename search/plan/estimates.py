@@ -21,7 +21,7 @@ def estimate(costed: CostedGraph, chosen: Sequence[int], device: Prediction) -> 
         float(compute[strategy]) for (compute, _), strategy in zip(costed.node_seconds, chosen, strict=True)
     )
     collectives = _collectives(costed, chosen)
-    communication_s = sum(c.seconds for c in collectives)
+    communication_s = sum((c.seconds for c in collectives), 0.0)
     hidden_s = min(max(device.hidden_s, 0.0), communication_s)
     return Estimates(
         step_s=compute_s + communication_s - hidden_s,

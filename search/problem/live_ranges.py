@@ -99,16 +99,12 @@ class LiveRanges:
 
     def items(self) -> tuple[LiveRange, ...]:
         """Everything that is ever in memory."""
-        for op in self.program.ops:
-            for v in op.results:
-                self._hold(v)
+        made = [v for op in self.program.ops for v in op.results]
+        for v in made:
+            self._hold(v)
         found: list[LiveRange] = []
-        for i in range(len(self.program.ops)):
-            for v in self.program.ops[i].results:
-                if self.fusion.is_stored(v):
-                    found += self._of_value(v)
-                else:
-                    found += self._copies_of_light(v)
+        for v in made:
+            found += self._of_value(v) if self.fusion.is_stored(v) else self._copies_of_light(v)
         return tuple(found)
 
     def _use(self, v: int, u: int) -> int:

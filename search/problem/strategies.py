@@ -94,8 +94,7 @@ def port_specs(port: Port, strategies: Strategies) -> np.ndarray:
     place = {NONE: WHOLE, ALL_PARTIAL: PARTIAL} | dict.fromkeys(port.partial_over, PARTIAL)
     place |= {dim[0]: d for d, dim in enumerate(port.dims) if dim and dim[0] != STUCK}
     assignment = strategies.assignment
-    highest = int(assignment.max(initial=0))
-    table = np.array([place.get(f, WHOLE) for f in range(ALL_PARTIAL, highest + 1)])
+    table = np.array([place.get(f, WHOLE) for f in range(ALL_PARTIAL, int(assignment.max()) + 1)])
     return table[assignment - ALL_PARTIAL]
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from executors.jit import build
 from search.driver import SearchResult
 from search.ir.graph import Step
-from search.ir.trace import trace
+from search.ir.trace import trace_for
 from tests.zoo import Case
 
 NOISE = 1e-12
@@ -45,7 +45,7 @@ class Reference:
         """One device's results."""
         start = case.init()
         results = _run(jax.jit(case.step), case, start, num_steps)
-        return cls(case, trace(case.step, *case.abstract_args()), num_steps, start, results)
+        return cls(case, trace_for("cpu", case.step, *case.abstract_args()), num_steps, start, results)
 
     def on_many_devices(self, found: SearchResult) -> tuple[Any, list[Any]]:
         """The same steps along a plan."""

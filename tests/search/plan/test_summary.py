@@ -228,3 +228,89 @@ def test_what_is_recomputed_is_shown_by_its_heavy_ops():
     assert re.search(r"\n  block_\*/attn/dot_general  remat 0-11 of 24\n", text)
     assert "exp" not in text
     assert re.search(r"of all, recomputed +1 ms +10%", text)
+
+
+# --- whole sections, so that columns stand as they should
+
+
+def section(text, first, num_lines):
+    lines = text.splitlines()
+    (start,) = [n for n, line in enumerate(lines) if line.startswith(first)]
+    return lines[start : start + num_lines]
+
+
+def test_collectives_by_their_time_and_their_total():
+    assert section(summary(make_plan(gpt())), "collectives", 6) == [
+        "collectives per step (bytes per device)",
+        "  all-reduce  over data, model  63x    9 MiB  2 ms",
+        "  all-gather  over model        24x  384 MiB  1 ms",
+        "  all-reduce  over data          1x      4 B  1 ms",
+        "  total                         88x  393 MiB  4 ms",
+        "predicted step time: 10 ms",
+    ]
+    alone = summary(make_plan(gpt(), collectives=COLLECTIVES[:1]))
+    assert section(alone, "collectives", 3)[1:] == [
+        "  all-gather  over model  24x  384 MiB  1 ms",
+        "predicted step time: 7 ms",
+    ]
+
+
+def test_the_parts_of_time_as_shares_of_the_step():
+    plan = make_plan(gpt())
+    estimates = replace(plan.estimates, step_s=9e-3, hidden_s=1e-3, recompute_s=2e-5)
+    assert section(summary(replace(plan, estimates=estimates)), "predicted step", 6) == [
+        "predicted step time: 9 ms",
+        "  computation                 6 ms   67%",
+        "  of all, recomputed         20 us   <1%",
+        "  all-gather                  1 ms   11%",
+        "  all-reduce                  3 ms   33%",
+        "  hidden behind computation  -1 ms  -11%",
+    ]
+    hardly = summary(replace(plan, estimates=replace(estimates, hidden_s=1e-9, recompute_s=6e-5)))
+    assert "hidden" not in hardly
+    assert re.search(r"of all, recomputed +60 us +1%", hardly)
+
+
+def test_memory_largest_first_and_what_is_on_the_host():
+    plan = make_plan(gpt())
+    on_host = replace(plan, estimates=replace(plan.estimates, host_bytes=3 << 30))
+    wanted = [
+        "predicted peak memory: 10 GiB of 20 GiB per device (50%)",
+        "  optimizer state  6 GiB  60%",
+        "  parameters       3 GiB  30%",
+        "  temporaries      1 GiB  10%",
+        "  at backward add_any (losses/classification.py:400)",
+    ]
+    assert section(summary(on_host), "predicted peak", 6) == [*wanted, "  on the host: 3 GiB per device"]
+    assert section(summary(plan), "predicted peak", 5) == wanted
+    assert "host" not in summary(plan)
+
+
+def test_the_options_that_were_given():
+    plan = make_plan(gpt())
+    assert "given" not in summary(plan)
+    given = summary(replace(plan, options={"memory": "20GiB", "mesh": [2, 8]}))
+    assert section(given, "given", 2) == ["given    memory 20GiB, mesh [2, 8]", "arguments (77 arrays)"]
+
+
+def test_an_axis_of_one_device_lies_nowhere():
+    text = summary(make_plan(gpt(), mesh=(("data", 1), ("model", 8)), cluster="8xH100-80GB"))
+    assert section(text, "mesh", 1) == ["mesh     data=1 x model=8: model inside a node (450 GB/s)"]
+
+
+def test_of_many_kinds_the_first_are_shown_and_the_rest_counted():
+    """Nine kinds are decided in eight ways, the eighth twice; what is recomputed is shown by kind."""
+    names = [f"forward {n}/dot_general" for n in "abcdefghi"]
+    plan = make_plan(gpt(), ops=dict(zip(names, "12345678" + "8", strict=True)))
+    text = summary(replace(plan, decisions=replace(plan.decisions, retention=dict.fromkeys(names, "remat"))))
+    assert section(text, "heavy ops", 8) == [
+        "heavy ops (9 kinds)",
+        "  dot_general  2x  8",
+        *(f"  dot_general  1x  {n}" for n in "12345"),
+        "  ... and 2 more kinds",
+    ]
+    assert section(text, "recomputed", 8) == [
+        "recomputed in the backward phase (9 kinds of ops, 0 of them light)",
+        *(f"  {n}/dot_general  remat" for n in "abcdef"),
+        "  ... and 3 more kinds",
+    ]

@@ -10,6 +10,7 @@ from jax import lax
 
 from cost_model.collectives import MeshModel
 from cost_model.hardware import parse_cluster
+from search.ir.graph import Phase
 from search.ir.trace import trace
 from search.mesh_problem import StepProblem
 from search.plan.estimates import estimate
@@ -191,7 +192,7 @@ def test_all_digits_of_float32_need_ordinary_cores(precision, tflops):
     assert found._product_flops_per_s(folded.op(kind)) == tflops * 1e12
 
 
-def deep_mlp(num_layers):
+def deep_mlp(num_layers, width=256):
     """A loss, its gradients and an update, over layers with biases."""
 
     def step(params, x):
@@ -203,8 +204,10 @@ def deep_mlp(num_layers):
 
         return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params))
 
-    params = [(array(256, 256, dtype=jnp.float32), array(256, dtype=jnp.float32)) for _ in range(num_layers)]
-    return step, params, array(1 << 16, 256, dtype=jnp.float32)
+    params = [
+        (array(width, width, dtype=jnp.float32), array(width, dtype=jnp.float32)) for _ in range(num_layers)
+    ]
+    return step, params, array(1 << 16, width, dtype=jnp.float32)
 
 
 def test_estimates_add_up_to_what_was_minimised_and_combined_gradients_share_their_latency():
@@ -219,6 +222,22 @@ def test_estimates_add_up_to_what_was_minimised_and_combined_gradients_share_the
     alone_s = on_mesh.memory.costed.resharder.mesh.time_s("all-reduce", (0,), 0.0)
     assert reduced.count >= 40
     assert reduced.seconds < 0.2 * reduced.count * alone_s
+
+
+def joined_bytes(num_layers, width):
+    """How large the all-reduces are that gradients take part in."""
+    found = costed(*deep_mlp(num_layers, width), cluster="8xH100-80GB", mesh=(8,))
+    graph = found.graph
+    makers = [(k, r) for k, r in graph.combined if graph.folded.op(k).phase is Phase.BACKWARD]
+    (size,) = {found.handling(graph.node_of[k], (k, r)).combined_bytes for k, r in makers}
+    return size
+
+
+def test_gradients_are_joined_until_their_collective_is_as_large_as_the_compiler_makes_them():
+    """XLA joins all-reduces up to 31457280 bytes. Ten layers' gradients have more; those of two are joined, all of them."""
+    limit_bytes = 31_457_280
+    assert joined_bytes(10, 1024) == limit_bytes
+    assert 2 * 4 * (1024 + 1) * 1024 <= joined_bytes(2, 1024) < limit_bytes
 
 
 def test_reductions_inside_a_group_run_as_often_as_the_loops_around_them():
