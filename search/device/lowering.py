@@ -179,7 +179,7 @@ class _Lowering:
         for v in op.results:
             for axes, num_bytes in self.reductions(self.folded.class_of[i]):
                 summed = Communication("all-reduce", axes, num_bytes, str(self.program.values[v].dtype))
-                self.sources[v] = self._launched(i, v, self.sources[v], summed, (), num_bytes)
+                self.sources[v] = (self._launched(i, v, self.sources[v], summed, (), num_bytes),)
             for step in self.paths.to_rest(v):
                 self.sources[v] = self._taken(i, v, "", None, self.sources[v], step)
 
@@ -240,8 +240,8 @@ class _Lowering:
         what = Communication(step.kind, step.axes, step.num_bytes, str(self.program.values[v].dtype))
         after = self.last_backward if phase == ReadPhase.BACKWARD.value else ()
         made = self._launched(i, v, source, what, after, self.paths.local_bytes(v, step.after))
-        self.buffers[made[0]] = replace(self.buffers[made[0]], arrival=arrival)
-        return made
+        self.buffers[made] = replace(self.buffers[made], arrival=arrival)
+        return (made,)
 
     def _launched(
         self,
@@ -251,14 +251,15 @@ class _Lowering:
         what: Communication,
         after: tuple[int, ...],
         made_bytes: float,
-    ) -> tuple[int, ...]:
+    ) -> int:
+        """The buffer that a collective fills."""
         loops, runs = self.live_ranges.loops_at[i], self.program.ops[i].count
         if is_part(self.program.ops[i]):  # the whole stack travels, before the loop
             loops, runs = loops[1:], self.program.ops[self.live_ranges.maker[v][0]].count
         made = self._buffer(made_bytes, self.live_ranges.resident(v), loops, False)
         time = of_collective(self.mesh, what.kind, what.axes, what.num_bytes) * runs
         self.kernels.append(Kernel(i, source, (made,), after, what, 0.0, time, loops))
-        return (made,)
+        return made
 
     def reductions(self, op_class: int):
         """The all-reduces that an op's own group resolves: mesh axes and bytes per device."""

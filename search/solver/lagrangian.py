@@ -53,7 +53,7 @@ class CuttingPlanes:
     @property
     def unit_bytes(self) -> float:
         """What the linear program counts bytes in."""
-        return max(abs(self.limit_bytes), 1.0)
+        return max(self.limit_bytes, 1.0)
 
     def add_row(self, row: MemoryConstraint) -> None:
         self.rows.append(row)

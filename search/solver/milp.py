@@ -62,7 +62,7 @@ def solve_milp(
     """
     program = _Program(problem, _scale_s(problem))
     for row in rows:
-        program.add_row(row, limit_bytes, max(abs(limit_bytes), 1.0))
+        program.add_row(row, limit_bytes, max(limit_bytes, 1.0))
     return program.solve(time_limit_s, relative_gap, backend)
 
 
@@ -196,9 +196,8 @@ class _Program:
         proto.variables.lower_bounds.extend(1.0 if index == peak else 0.0 for index in range(num))
         proto.variables.upper_bounds.extend(np.inf if index == peak else 1.0 for index in range(num))
         proto.variables.integers.extend(index < self.num_integers for index in range(num))
-        costly = [(index, cost) for index, cost in enumerate(self.cost) if cost]
-        proto.objective.linear_coefficients.ids.extend(index for index, _ in costly)
-        proto.objective.linear_coefficients.values.extend(cost for _, cost in costly)
+        proto.objective.linear_coefficients.ids.extend(range(num))
+        proto.objective.linear_coefficients.values.extend(self.cost)
         proto.linear_constraints.ids.extend(range(len(self.lower)))
         proto.linear_constraints.lower_bounds.extend(self.lower)
         proto.linear_constraints.upper_bounds.extend(self.upper)

@@ -63,8 +63,9 @@ def minimise_peak(
     trws = Trws(free)
     trws.make_consistent()
     known: dict[str, MemoryConstraint] = {}
-    best, bound_bytes = SmallestPeak((), np.inf, -np.inf), -np.inf
-    while best.peak_bytes > max(bound_bytes, limit_bytes) * (1 + RELATIVE_GAP):
+    best: Labels = ()
+    best_bytes, bound_bytes = np.inf, -np.inf
+    while best_bytes > max(bound_bytes, limit_bytes) * (1 + RELATIVE_GAP):
         left_s = start_s + time_limit_s - monotonic()
         answer = smallest_peak(trws, tuple(known.values()), limit_bytes, left_s)
         bound_bytes = max(bound_bytes, answer.bound)
@@ -74,17 +75,18 @@ def minimise_peak(
         for _ in range(1 + MAX_DESCENTS):
             over = overflowed(labels)
             peak_bytes = over[0].total_bytes(labels) if over else limit_bytes
-            best = min(best, SmallestPeak(labels, peak_bytes, -np.inf), key=lambda peak: peak.peak_bytes)
+            if peak_bytes < best_bytes:
+                best, best_bytes = labels, peak_bytes
             known |= {row.name: row for row in over[:ROWS_PER_ROUND]}
             before, labels = labels, descend(free, tuple(known.values()), limit_bytes, 1.0, labels)
             if labels == before:
                 break
         if len(known) == num_known or left_s <= 0:
             break
-    if best.peak_bytes == np.inf:
+    if best_bytes == np.inf:
         bound_s = np.inf if bound_bytes == np.inf else -np.inf
         raise NoFitError("no assignment of strategies is allowed", bound_s=bound_s)
-    return SmallestPeak(best.labels, best.peak_bytes, min(bound_bytes, best.peak_bytes))
+    return SmallestPeak(best, best_bytes, min(bound_bytes, best_bytes))
 
 
 def smallest_peak(

@@ -120,6 +120,13 @@ def test_protocols_trade_bandwidth_for_latency():
     assert 0.6 / 0.92 < 7 / 9
 
 
+def test_a_tree_of_one_member_a_node_moves_its_bytes_through_that_member_s_port():
+    """Nothing moves inside a node: all bytes go by the one port, to one other node once, to several twice."""
+    two, four = (per_byte(mesh(f"{8 * n}xV100-16GB", n, 8), "all-reduce")[3:6] for n in (2, 4))
+    assert two == pytest.approx([share * 0.95 * 6.25 for share in (0.17, 0.6, 0.83)])
+    assert four == pytest.approx([share / 2 for share in two])
+
+
 def test_between_nodes_the_switches_sums_go_through_the_ports():
     """To one other node once; to several twice, up and down (NVLink SHARP with double trees)."""
     in_node = 0.74 * 0.824 * 450

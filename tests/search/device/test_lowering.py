@@ -10,6 +10,7 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from cost_model.collectives import MeshModel
 from cost_model.hardware import parse_cluster
 from search.device.lowering import Kernel, Lowered, lower
 from search.ir.trace import trace
@@ -86,6 +87,8 @@ def test_a_kernel_is_transposed_for_cudnn_and_updated_as_it_lies_there():
     (copy,) = first.makes
     assert found.buffers[copy].num_bytes == KERNEL.nbytes
     assert first.workspace_bytes == 0
+    rate = parse_cluster("1xH100-80GB").device.memory_bytes_per_s
+    assert first.time.scheduled_s == pytest.approx(2 * KERNEL.nbytes / rate)  # read and written
     last = max(k.position for k in found.kernels if copy in k.reads)
     assert last == max(k.position for k in found.kernels)
 
@@ -199,6 +202,45 @@ def test_what_a_loop_carries_or_stacks_lives_outside_of_it():
     assert {b for kernel in results for b in kernel.reads} == {carry, rows}
 
 
+def test_what_an_inner_loop_stacks_lives_in_the_outer_one():
+    def step(w, x):
+        def inner(y, _):
+            y = jnp.tanh(y @ w)
+            return y, jnp.sum(y, 0)
+
+        def outer(y, _):
+            y, rows = lax.scan(inner, y, None, length=4)
+            return y, jnp.sum(rows)
+
+        return lax.scan(outer, x, None, length=3)
+
+    found = lowered(step, jnp.zeros((256, 256)), jnp.zeros((512, 256)))
+    inside, around = max((kernel.loops for kernel in found.kernels), key=len)
+    (rows,) = [b for b in found.buffers if b.num_bytes == 4 * 4 * 256]
+    assert rows.loops == (around,)
+    assert [b.loops for b in found.buffers if b.num_bytes == 4 * 3] == [
+        (),
+        (),
+    ]  # of the outer, and handed out
+    for loop in (inside, around):  # each holds its carry to its own end
+        *_, last = [kernel for kernel in found.kernels if loop in kernel.loops]
+        assert (last.makes, last.position) == ((), loop[1] - 1)
+        assert [found.buffers[b].num_bytes for b in last.reads] == [4 * 512 * 256]
+
+
+def test_a_carry_s_first_value_is_not_held_by_the_loop_that_stacked_it():
+    """The first loop carries what it multiplies, and only that is held to its end."""
+
+    def step(w, x):
+        last, rows = lax.scan(lambda y, _: (jnp.tanh(y @ w), jnp.sum(y, 0)), x, None, length=4)
+        return last, lax.scan(lambda y, _: (jnp.tanh(y @ w), None), rows, None, length=3)[0]
+
+    found = lowered(step, jnp.zeros((256, 256)), jnp.zeros((512, 256)))
+    first = found.kernels[1].loops
+    *_, end = [kernel for kernel in found.kernels if kernel.loops == first]
+    assert [found.buffers[b].num_bytes for b in end.reads] == [4 * 512 * 256]
+
+
 def test_a_stack_is_gathered_once_and_its_parts_are_copied():
     def step(weights, x):
         def loss(weights):
@@ -212,6 +254,8 @@ def test_a_stack_is_gathered_once_and_its_parts_are_copied():
     (gather,) = gathers(found)
     assert gather.collective is not None
     assert (gather.collective.num_bytes, gather.loops) == (weights.nbytes, ())
+    once_s = MeshModel(parse_cluster("8xH100-80GB"), (8,)).time_s("all-gather", (0,), weights.nbytes)
+    assert gather.time.seconds == pytest.approx(once_s)
     (whole,) = gather.makes
     parts = [k for k in found.kernels if whole in k.reads]
     assert len(parts) == 2

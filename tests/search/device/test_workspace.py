@@ -1,5 +1,7 @@
 """What cuBLAS and cuDNN ask for, by the defaults of XLA:GPU, and which arrays a product reads in part."""
 
+from itertools import product as every
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -9,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from cost_model.hardware import parse_cluster
 from search.device.workspace import Workspaces
 from search.ir.trace import trace
-from search.mesh_problem import StepProblem
+from search.mesh_problem import MeshProblem, StepProblem
 from search.problem.reshard_paths import ReshardPaths
 
 MIB = 2**20
@@ -20,12 +22,16 @@ def array(*shape):
     return jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
-def placed(step, *args, gpu="H100-80GB", mesh=1, **pins) -> Workspaces:
-    """A step on a mesh of one axis; arguments rest as pinned, everything else as is cheapest."""
+def on_one_axis(step, *args, gpu="H100-80GB", mesh=1, **pins) -> MeshProblem:
     cluster = parse_cluster(f"{mesh}x{gpu}")
     traced = trace(step, *args)
     ground = StepProblem.of(traced, [str(pins.get(a.name)) for a in traced.arguments], cluster.device)
-    on_mesh = ground.on(cluster, (mesh,))
+    return ground.on(cluster, (mesh,))
+
+
+def placed(step, *args, gpu="H100-80GB", mesh=1, **pins) -> Workspaces:
+    """A step on a mesh of one axis; arguments rest as pinned, everything else as is cheapest."""
+    on_mesh = on_one_axis(step, *args, gpu=gpu, mesh=mesh, **pins)
     chosen = on_mesh.solve(on_mesh.pinned(pins), 1 << 45, 5.0).labels
     return Workspaces(ReshardPaths(on_mesh.memory.costed, chosen))
 
@@ -89,6 +95,22 @@ def test_the_parts_of_a_gathered_stack_are_copied():
     split, whole = P(None, "data"), P()
     assert of_ops("dot_general", stacked, *args, mesh=8, x=P("data"), weights=whole) == [32]
     assert of_ops("dot_general", stacked, *args, mesh=8, x=P("data"), weights=split) == [4]
+
+
+def test_under_every_assignment_a_part_is_read_in_place_only_as_the_stack_rests():
+    """Whoever reads it otherwise reads what a collective wrote, before the loop or in it."""
+    pins = {"x": P("data"), "weights": P(None, "data")}
+    on_mesh = on_one_axis(stacked, array(64, 32), array(4, 32, 32), mesh=8, **pins)
+    mib_as_it_rests = set()
+    for chosen in every(*on_mesh.pinned(pins)):
+        found = Workspaces(ReshardPaths(on_mesh.memory.costed, chosen))
+        paths = found.paths
+        (i,) = [i for i, op in enumerate(paths.program.ops) if op.name == "dot_general"]
+        if paths.spec(paths.graph.ports[paths.folded.class_of[i], 1, False]) == (0,):
+            mib_as_it_rests.add(found.num_bytes(i) / MIB)
+        else:
+            assert found.num_bytes(i) / MIB == 4
+    assert 32 in mib_as_it_rests
 
 
 # --- products that are merged

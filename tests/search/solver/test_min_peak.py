@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from search.solver import min_peak
-from search.solver.milp import free_of_cost
+from search.solver.milp import Answer, free_of_cost
 from search.solver.min_peak import RELATIVE_GAP, minimise_peak, smallest_peak
 from search.solver.pbqp import Edge, MemoryConstraint, Problem, merged
 from search.solver.separation import NoFitError
@@ -118,6 +118,21 @@ def test_no_program_is_begun_when_time_is_out(monkeypatch):
         minimise_peak(problem, limit_bytes=1e9, rows=rows, time_limit_s=time_limit_s)
     assert num_programs[0] > 1
     assert num_programs[1] == 1
+
+
+def test_a_program_that_stops_at_its_gap_is_near_enough(monkeypatch):
+    """A program's gap is of the peak that it found, which is larger than the smallest, and ours is of the smallest."""
+    peaks_bytes = 1e9 * (1 + RELATIVE_GAP * np.linspace(0, 2, 20_001))
+    row = MemoryConstraint("point", ((0, peaks_bytes),), 0.0)
+
+    def largest_in_gap(problem, rows, limit_bytes, *, time_limit_s, relative_gap):
+        is_in_gap = peaks_bytes - peaks_bytes[0] <= relative_gap * peaks_bytes
+        return Answer((int(np.flatnonzero(is_in_gap)[-1]),), peaks_bytes[0])
+
+    monkeypatch.setattr(min_peak, "solve_peak", largest_in_gap)
+    monkeypatch.setattr(min_peak, "descend", lambda problem, rows, limit_bytes, price_s, start: start)
+    found = minimise_peak(Problem((np.zeros(len(peaks_bytes)),), ()), limit_bytes=1.0, rows=(row,))
+    assert peaks_bytes[0] < found.peak_bytes <= peaks_bytes[0] * (1 + RELATIVE_GAP)
 
 
 def test_of_given_rows_among_the_labels_kept():
