@@ -184,6 +184,8 @@ class _Search:
                 self.roomy.add(on_mesh.shape)
             return solution.bound_s
         except NoFitError as e:
+            if e.num_rows == 0:
+                self.roomy.add(on_mesh.shape)
             return e.bound_s
         finally:
             self.watch.lap("solve")

@@ -186,7 +186,8 @@ class _Search:
         if not whole.trws.is_feasible:
             self._raise_bound(np.inf)
         if self.labels is None:
-            raise NoFitError("no assignment of strategies fits the memory limit", bound_s=self.bound_s)
+            what, num_rows = "no assignment of strategies fits the memory limit", len(self.planes.rows)
+            raise NoFitError(what, bound_s=self.bound_s, num_rows=num_rows)
         return Solution(self.labels, self.cost_s, min(self.bound_s, self.cost_s), self._stats(whole))
 
     def _run_stage(self, stage: Callable[[Relaxation], None], whole: Relaxation) -> None:

@@ -25,11 +25,12 @@ class NoFitError(Exception):
 
     Attributes:
       bound_s: none that satisfies the rows costs less; it says nothing of those that do not. +inf where there is none.
+      num_rows: memory rows that had to be reckoned with; None where that is not known.
     """
 
-    def __init__(self, message: str, *, bound_s: float) -> None:
+    def __init__(self, message: str, *, bound_s: float, num_rows: int | None = None) -> None:
         super().__init__(message)
-        self.bound_s = bound_s
+        self.bound_s, self.num_rows = bound_s, num_rows
 
     @property
     def is_proven(self) -> bool:

@@ -108,6 +108,22 @@ def test_a_mesh_on_which_nothing_fits_is_passed_over_and_its_bound_counts(monkey
     assert found.plan.gap == pytest.approx(1 - spent / cost_s(found))
 
 
+def test_where_memory_makes_no_difference_no_mesh_is_solved_again(monkeypatch):
+    limits = []
+    solve = MeshProblem.solve
+
+    def spied(on_mesh, kept, limit_bytes, *more, **named):
+        limits.append(limit_bytes)
+        return solve(on_mesh, kept, limit_bytes, *more, **named)
+
+    monkeypatch.setattr(MeshProblem, "solve", spied)
+    plenty = find()
+    assert limits == [CAP_BYTES] * len(SHAPES)
+    limits.clear()
+    find(Options(int(0.8 * plenty.plan.estimates.peak_bytes)))
+    assert any(limit > CAP_BYTES for limit in limits)
+
+
 def test_progress_names_every_mesh():
     lines = []
     find(progress=lines.append)
