@@ -18,10 +18,9 @@ from cost_model.units import format_bytes, format_mesh
 from search import infeasible
 from search.deadline import Deadline
 from search.device.prediction import Prediction
-from search.ir.graph import Step
+from search.ir.graph import Site, Step
 from search.ir.sharding import StepSharding
 from search.ir.spec import AXIS_NAMES
-from search.memory.recompute import Site
 from search.mesh_problem import (
     DEFAULT_TIME_LIMIT_S,
     MeshProblem,

@@ -19,9 +19,9 @@ from cost_model.errors import InputError
 from cost_model.meshes import mesh_shapes
 from search.deadline import Deadline
 from search.device.prediction import Prediction, predict
-from search.ir.graph import Step
+from search.ir.graph import Site, Step
 from search.ir.spec import AXIS_NAMES, from_partition_spec
-from search.memory.recompute import Site, recomputed
+from search.memory.recompute import recomputed
 from search.plan.decisions import DecisionCodec, allowed_by_pins
 from search.problem.costs import price
 from search.problem.fingerprint import fingerprint

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from search.deadline import Deadline
-from search.memory.recompute import Site
+from search.ir.graph import Site
 from search.memory.residuals import residuals
 from search.mesh_problem import RELATIVE_GAP, MeshProblem, StepProblem
 from search.solver.branch_and_bound import NoFitError, Solution

@@ -179,6 +179,10 @@ class Step:
         return tuple(jax.ShapeDtypeStruct(v.shape, v.dtype, weak_type=v.weak_type) for v in values)
 
 
+Site = tuple[Any, ...]
+"""Where an op stands in the nested graph: the path of its graph, as `walk` yields it, then its index."""
+
+
 def walk(graph: Graph, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Graph]]:
     """The graph and all its bodies, each with its path: op index, parameter name, position, and so on."""
     yield path, graph

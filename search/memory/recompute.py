@@ -16,13 +16,9 @@ Residuals that nobody reads any more are not stacked.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from search.ir import _jax
-from search.ir.graph import Atom, Graph, Op, Phase, Step, Value, verify, without_dead_ops
-
-Site = tuple[Any, ...]
-"""Where an op stands: the path of its graph, as `graph.walk` yields it, then its index."""
+from search.ir.graph import Atom, Graph, Op, Phase, Site, Step, Value, verify, without_dead_ops
 
 SCOPE = "recomputed"
 """Added to the name scopes of what is recomputed. (What `jax.checkpoint` recomputes stands in `rematted_computation`.)"""
@@ -114,14 +110,32 @@ class _Copies:
         return self.made[v]
 
 
+class _Written:
+    """Values and ops of a graph that is being written."""
+
+    def __init__(self, values: Sequence[Value]) -> None:
+        self.values, self.ops = list(values), list[Op]()
+
+    def new(self, value: Value) -> int:
+        """One more value."""
+        self.values.append(value)
+        return len(self.values) - 1
+
+    def copy(self, op: Op, inputs: tuple[Atom, ...]) -> tuple[int, ...]:
+        """One more op, which does what a given one does, in the backward phase; what it makes."""
+        outputs = tuple(self.new(value) for value in op.result_values)
+        scope = f"{op.scope}/{SCOPE}" if op.scope else SCOPE
+        self.ops.append(replace(_in_backward(op), inputs=inputs, outputs=outputs, scope=scope))
+        return outputs
+
+
 class _Rewriting:
     """One walk over a graph that holds both phases."""
 
     def __init__(self, graph: Graph, path: Site, sites: frozenset[Site]) -> None:
         self.graph, self.path, self.sites = graph, path, sites
-        self.values = list(graph.values)
-        self.ops: list[Op] = []
-        self.copies = _Copies(graph, lambda i: (*path, i) in sites, self._held, self._copied)
+        self.written = _Written(graph.values)
+        self.copies = _Copies(graph, lambda i: (*path, i) in sites, self._held, self.written.copy)
         self.pairs = loop_pairs(graph)
         self.place: dict[int, int] = {}
         self.backward: dict[int, None] = {}
@@ -136,10 +150,10 @@ class _Rewriting:
             if i in forward_of:
                 op = self._recomputing(forward_of[i], op)
             if op.phase is Phase.BACKWARD:
-                self.backward |= dict.fromkeys(v for v in op.outputs if self.values[v].shape)
-            self.place[i] = len(self.ops)
-            self.ops.append(self._inside(i, op))
-        graph = replace(self.graph, values=tuple(self.values), ops=tuple(self.ops))
+                self.backward |= dict.fromkeys(v for v in op.outputs if self.written.values[v].shape)
+            self.place[i] = len(self.written.ops)
+            self.written.ops.append(self._inside(i, op))
+        graph = replace(self.graph, values=tuple(self.written.values), ops=tuple(self.written.ops))
         return _without_unread_stacks(graph)
 
     def _inside(self, i: int, op: Op) -> Op:
@@ -168,39 +182,25 @@ class _Rewriting:
         """A value of the forward phase, not before a gradient has arrived."""
         arrived = self._arrived()
         inputs = (v,) if arrived is None else (v, arrived)
-        return self._append(_jax.optimization_barrier_p, {}, inputs, [self.values[a] for a in inputs])[0]
+        results = tuple(self.written.values[a] for a in inputs)
+        source = self.reader.source_info if self.reader else None
+        barrier = Op(_jax.optimization_barrier_p, {}, inputs, (), results, Phase.BACKWARD, "", source, {})
+        return self.written.copy(barrier, inputs)[0]
 
     def _arrived(self) -> int | None:
         """A gradient that the op reads for which all this is done, or the newest one."""
         own = [v for v in (self.reader.operands if self.reader else ()) if v in self.backward]
         return own[0] if own else next(reversed(self.backward), None)
 
-    def _append(self, primitive: Any, params: dict[str, Any], inputs: Any, results: Sequence[Value]) -> Any:
-        outputs = tuple(self._new(value) for value in results)
-        source = self.reader.source_info if self.reader else None
-        self.ops.append(
-            Op(primitive, params, inputs, outputs, tuple(results), Phase.BACKWARD, SCOPE, source, {})
-        )
-        return outputs
-
-    def _new(self, value: Value) -> int:
-        self.values.append(value)
-        return len(self.values) - 1
-
-    def _copied(self, op: Op, inputs: tuple[Atom, ...]) -> tuple[int, ...]:
-        outputs = tuple(self._new(value) for value in op.result_values)
-        self.ops.append(_once_more(op, inputs, outputs))
-        return outputs
-
     def _recomputing(self, f: int, backward: Op) -> Op:
         """A backward loop that recomputes what it reads of a forward one, which is rewritten too."""
         body = (*self.path, f, "jaxpr", 0)
-        forward = self.ops[self.place[f]]
+        forward = self.written.ops[self.place[f]]
         is_recomputed = [(*body, i) in self.sites for i in range(len(forward.bodies["jaxpr"][0].ops))]
         if not any(is_recomputed):
             return backward
-        loops = _LoopPair(forward, backward, is_recomputed.__getitem__, self._new, self._read)
-        self.ops[self.place[f]], backward = loops.run()
+        loops = _LoopPair(forward, backward, is_recomputed.__getitem__, self.written.new, self._read)
+        self.written.ops[self.place[f]], backward = loops.run()
         return backward
 
 
@@ -270,10 +270,9 @@ class _LoopPair:
     ) -> None:
         self.forward, self.backward = _Loop.of(forward), _Loop.of(backward)
         self.new_value, self.read = new_value, read
-        self.values = list(self.backward.body.values)
+        self.written = _Written(self.backward.body.values)
         self.constants = list(self.backward.body.constants)
-        self.ops: list[Op] = []
-        self.copies = _Copies(self.forward.body, is_recomputed, self._reached, self._copied)
+        self.copies = _Copies(self.forward.body, is_recomputed, self._reached, self.written.copy)
 
     def run(self) -> tuple[Op, Op]:
         """Both loops anew."""
@@ -285,13 +284,13 @@ class _LoopPair:
                 anew[inner] = y
                 self.backward.xs.remove((outer, inner))
         for op in self.backward.body.ops:
-            self.ops.append(replace(op, inputs=tuple(self._read(a, anew) for a in op.inputs)))
+            self.written.ops.append(replace(op, inputs=tuple(self._read(a, anew) for a in op.inputs)))
         outputs = tuple(self._read(a, anew) for a in self.backward.body.outputs)
         self.backward.body = replace(
             self.backward.body,
-            values=tuple(self.values),
+            values=tuple(self.written.values),
             constants=tuple(self.constants),
-            ops=tuple(self.ops),
+            ops=tuple(self.written.ops),
             outputs=outputs,
         )
         num_carry = len(self.backward.inits)
@@ -303,20 +302,11 @@ class _LoopPair:
     def _read(self, atom: Atom, anew: dict[int, int]) -> Atom:
         return self.copies.value(anew[atom]) if isinstance(atom, int) and atom in anew else atom
 
-    def _copied(self, op: Op, inputs: tuple[Atom, ...]) -> tuple[int, ...]:
-        outputs = tuple(self._new(value) for value in op.result_values)
-        self.ops.append(_once_more(op, inputs, outputs))
-        return outputs
-
-    def _new(self, value: Value) -> int:
-        self.values.append(value)
-        return len(self.values) - 1
-
     def _reached(self, v: int) -> int:
         """A value of the forward loop's body that is not recomputed, in the backward loop's."""
         content = dict(self.forward.body.constants)
         if v in content:
-            self.constants.append((inner := self._new(self.forward.body.values[v]), content[v]))
+            self.constants.append((inner := self.written.new(self.forward.body.values[v]), content[v]))
             return inner
         entered = {inner: outer for outer, inner in self.forward.consts}
         if v in entered:
@@ -330,7 +320,7 @@ class _LoopPair:
         for known, inner in entering:
             if isinstance(outer, int) and known == outer:
                 return inner
-        entering.append((outer, inner := self._new(self.forward.body.values[v])))
+        entering.append((outer, inner := self.written.new(self.forward.body.values[v])))
         return inner
 
     def _stack(self, v: int) -> int:
@@ -343,11 +333,6 @@ class _LoopPair:
         stacked = Value((length, *value.shape), value.dtype, value.weak_type)
         self.forward.ys.append((v, out := self.new_value(stacked), stacked))
         return out
-
-
-def _once_more(op: Op, inputs: tuple[Atom, ...], outputs: tuple[int, ...]) -> Op:
-    scope = f"{op.scope}/{SCOPE}" if op.scope else SCOPE
-    return replace(_in_backward(op), inputs=inputs, outputs=outputs, scope=scope)
 
 
 def _in_backward(op: Op) -> Op:

@@ -19,10 +19,10 @@ from functools import cached_property
 import numpy as np
 
 from cost_model.compute import kernel_s
-from search.ir.graph import EFFECTFUL, Graph, Op, Phase, Role, walk
+from search.ir.graph import EFFECTFUL, Graph, Op, Phase, Role, Site, walk
 from search.ir.sharding import Place
 from search.memory.min_cut import Recomputation, cheapest
-from search.memory.recompute import Site, loop_pairs
+from search.memory.recompute import loop_pairs
 from search.memory.segments import segments
 from search.problem.costs import CostedGraph
 from search.problem.fusion import Fusion
@@ -91,6 +91,9 @@ def residuals(costed: CostedGraph, fusion: Fusion, strategies: Sequence[int]) ->
       costed: the step on a mesh.
       fusion: what it stores.
       strategies: of every node.
+
+    Returns:
+      One problem for each graph that holds both phases, followed by those of its loops.
     """
     reader = _Reader(costed, fusion, strategies)
     found: list[Residuals] = []
@@ -240,6 +243,7 @@ class _Reader:
         return v if v is not None and self.fusion.is_stored(v) else None
 
     def _held_bytes(self, v: int) -> float:
+        """What an array takes on one device."""
         i, r = self.program.maker[v]
         port = self.costed.graph.ports[self.folded.class_of[i], r, True]
         return self.program.values[v].num_bytes * float(self.costed.shares(port)[self.strategies[port.node]])
@@ -331,5 +335,6 @@ class _Reader:
 
 def _must_stay(op: Op) -> bool:
     """Whether an op may not run twice, or holds both phases."""
-    phases = {inner.phase for bodies in op.bodies.values() for body in bodies for inner in body.ops}
-    return op.name in EFFECTFUL or len(phases) > 1
+    bodies = [body for inner in op.bodies.values() for body in inner]
+    ops = [op, *(o for body in bodies for _, graph in walk(body) for o in graph.ops)]
+    return len({o.phase for o in ops}) > 1 or any(o.name in EFFECTFUL for o in ops)

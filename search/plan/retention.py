@@ -10,8 +10,7 @@ from collections.abc import Iterable, Mapping
 from functools import cached_property
 
 from cost_model.errors import PlanError
-from search.ir.graph import Graph, Phase, walk
-from search.memory.recompute import Site
+from search.ir.graph import Graph, Phase, Site, walk
 from search.plan.names import scoped_name, unique
 from search.problem.folding import FoldedProgram
 

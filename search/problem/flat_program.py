@@ -24,11 +24,8 @@ from functools import cached_property
 from typing import Any
 
 from search.ir.factors import Factor, Kind, Rule, rule_for
-from search.ir.graph import Graph, Op, Phase, Role, Step, Value
+from search.ir.graph import Graph, Op, Phase, Role, Site, Step, Value
 from search.ir.sharding import Place
-
-Site = tuple[Any, ...]
-"""Where an op stands in the nested graph: the path of its graph, then its index."""
 
 BOUNDARIES = frozenset({"input", "output", "carry", "slice", "stack", "enter", "join"})
 

@@ -10,10 +10,10 @@ import pytest
 from jax.sharding import Mesh
 
 from executors.rewrite import evaluator
-from search.ir.graph import Graph, Phase, Step, walk
+from search.ir.graph import Graph, Phase, Site, Step, walk
 from search.ir.sharding import StepSharding
 from search.ir.trace import trace
-from search.memory.recompute import SCOPE, Site, loop_pairs, recomputed
+from search.memory.recompute import SCOPE, loop_pairs, recomputed
 from tests.executors.agreement import NOISE_GROWN_BY_ADAM
 from tests.zoo import MAKERS
 

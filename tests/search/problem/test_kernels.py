@@ -245,36 +245,21 @@ PICKED, INDICES = 4 * 64 * 256, 4 * 64
     [
         ("gather", lambda x, i: x.at[i].get(mode="clip"), (X, ROWS), [INDICES, 2 * PICKED]),
         ("scatter", lambda x, i, u: x.at[i].set(u, mode="clip"), (X, ROWS, UPDATES), [INDICES, 2 * PICKED]),
-        (
-            "scatter-add",
-            lambda x, i, u: x.at[i].add(u, mode="clip"),
-            (X, ROWS, UPDATES),
-            [INDICES, 3 * PICKED],
-        ),
-        (
-            "scatter-sub",
-            lambda x, i, u: x.at[i].subtract(u, mode="clip"),
-            (X, ROWS, UPDATES),
-            [INDICES, 3 * PICKED],
-        ),
-        (
-            "scatter-mul",
-            lambda x, i, u: x.at[i].multiply(u, mode="clip"),
-            (X, ROWS, UPDATES),
-            [INDICES, 3 * PICKED],
-        ),
-        (
-            "scatter-min",
-            lambda x, i, u: x.at[i].min(u, mode="clip"),
-            (X, ROWS, UPDATES),
-            [INDICES, 3 * PICKED],
-        ),
-        (
-            "scatter-max",
-            lambda x, i, u: x.at[i].max(u, mode="clip"),
-            (X, ROWS, UPDATES),
-            [INDICES, 3 * PICKED],
-        ),
+        *[
+            (
+                f"scatter-{primitive}",
+                lambda x, i, u, method=method: getattr(x.at[i], method)(u, mode="clip"),
+                (X, ROWS, UPDATES),
+                [INDICES, 3 * PICKED],
+            )
+            for primitive, method in (
+                ("add", "add"),
+                ("sub", "subtract"),
+                ("mul", "mul"),
+                ("min", "min"),
+                ("max", "max"),
+            )
+        ],
         (
             "dynamic_slice",
             lambda x, i: lax.dynamic_slice_in_dim(x, i, 64),
