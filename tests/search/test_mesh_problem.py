@@ -16,6 +16,7 @@ from search.mesh_problem import MeshProblem, Options, StepProblem, candidate_sha
 from search.problem.strategies import port_specs
 from search.solver.branch_and_bound import NoFitError
 from search.solver.pbqp import MemoryConstraint
+from tests.search.chain import chain
 
 CLUSTER = parse_cluster("2xH100-80GB")
 
@@ -204,18 +205,8 @@ def test_caps_and_times_are_positive(wrong):
 def test_no_plan_that_fits_has_less_than_the_smallest_peak_by_much():
     """Of a chain of wide layers the kernels hold far more than the rows know, where little is kept by the rows."""
 
-    def mlp(params, x):
-        def loss(params):
-            y = x
-            for w in params:
-                y = jnp.tanh(y @ w)
-            return jnp.mean(y**2)
-
-        gradients = jax.grad(loss)(params)
-        return [w - 0.1 * g for w, g in zip(params, gradients, strict=True)]
-
     weights = [jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16)] * 4
-    step = trace(mlp, weights, jax.ShapeDtypeStruct((1 << 16, 4096), jnp.bfloat16))
+    step = trace(chain, weights, jax.ShapeDtypeStruct((1 << 16, 4096), jnp.bfloat16))
     cluster = parse_cluster("16xH100-80GB")
     on_mesh = StepProblem.of(step, (), cluster.device).on(cluster, (16,))
     kept = on_mesh.pinned({})
