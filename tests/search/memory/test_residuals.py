@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from cost_model.hardware import parse_cluster
-from search.ir.graph import walk
+from search.ir.graph import Phase, Site
 from search.ir.trace import trace
 from search.memory.residuals import Residuals, residuals
 from search.mesh_problem import StepProblem
@@ -109,24 +109,32 @@ def test_the_first_ops_pay_the_high_price():
 
 def noted(y):
     jax.debug.callback(lambda y: None, jnp.max(y))
-    return y
+    return jnp.sin(y)
 
 
-@pytest.mark.parametrize("note", [noted, lambda y: jax.lax.cond(y[0, 0] > 0, noted, jnp.tanh, y)])
-def test_what_does_more_than_compute_runs_once(note):
+def branching(note):
+    """Layers of which each chooses between a note and a tanh; where the choices stand, and what is recomputed."""
+
     def step(w, x):
         def loss(w):
-            return jnp.mean((note(jnp.tanh(x @ w)) @ w) ** 2)
+            y = x
+            for i in range(LAYERS):
+                y = y + jax.lax.cond(i + w[0, 0, 0, 0] > 0, note, jnp.tanh, y @ w[i, 0]) @ w[i, 1]
+            return jnp.mean(y**2)
 
         return w - 0.1 * jax.grad(loss)(w)
 
-    traced = trace(step, jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32), ARGS[1])
-    said = {
-        (*path, i)[:1]
-        for path, graph in walk(traced.graph)
-        for i, op in enumerate(graph.ops)
-        if op.name == "debug_callback"
+    traced = trace(step, *ARGS)
+    choices = {
+        (i,) for i, op in enumerate(traced.graph.ops) if op.name == "cond" and op.phase is Phase.FORWARD
     }
-    assert said
-    for part in residuals_of(traced):
-        assert not said & part.recomputed(1e-6)
+    recomputed = [part.recomputed(1e-6) for part in residuals_of(traced)]
+    return choices, frozenset[Site]().union(*recomputed)
+
+
+def test_what_does_more_than_compute_runs_once():
+    choices, recomputed = branching(jnp.sin)
+    assert choices & recomputed
+    choices, recomputed = branching(noted)
+    assert choices
+    assert not choices & recomputed
