@@ -126,6 +126,8 @@ class _Lowering:
         self.rewritten: dict[tuple[tuple[int, ...], int, float], tuple[int, ...]] = {}
         self.new_state = frozenset(v for op in self.program.ops if op.name == "input" for v in op.operands)
         self.last_backward: tuple[int, ...] = ()
+        self.made_by: dict[int, int] = {}
+        self.waits: dict[int, tuple[int, ...]] = {}
         self.mesh = costed.resharder.mesh
         self.resharded = self._resharded()
         self.carried = self._carried()
@@ -153,6 +155,19 @@ class _Lowering:
             self._kernels(i, op, read)
         else:
             self.sources |= dict.fromkeys(op.results, read)
+            self.waits |= dict.fromkeys(op.results, self._waits(op))
+
+    def _waits(self, op: FlatOp) -> tuple[int, ...]:
+        """The kernels that an op waits for, besides those whose buffers it reads: those before a barrier that it, or what it
+        computes on the fly, stands behind."""
+        found = [k for v in op.operands for k in self.waits.get(v, ())]
+        found += [self.made_by[b] for v, _ in op.after for b in self._as_first_read(v) if b in self.made_by]
+        return tuple(dict.fromkeys(found))
+
+    def _as_first_read(self, v: int) -> tuple[int, ...]:
+        """A value's buffers as the first op has them that reads it."""
+        read = self.paths.first_read(v)
+        return self.sources[v] if read is None else self._sent(read[0], *read)
 
     def _is_copied_part(self, i: int, op: FlatOp) -> bool:
         """Whether a loop copies its part of a stack: one that was gathered is laid out otherwise than its readers want."""
@@ -173,7 +188,7 @@ class _Lowering:
         if read_phase(op) is ReadPhase.UPDATE:  # a convolution's kernel is updated as it lies in the copy
             copies = (self.rewritten.get(((b,), 1, self.buffers[b].num_bytes), ()) for b in read)
             read += tuple(copy for found in copies for copy in found)
-        kernel = self._kernel(i, read, makes, ())
+        kernel = self._kernel(i, read, makes, self._waits(op))
         if op.op is not None and read_phase(op) is ReadPhase.BACKWARD:
             self.last_backward = (kernel,)
         for v in op.results:
@@ -209,7 +224,7 @@ class _Lowering:
             loops, runs = self.live_ranges.loops_at[i], self.program.ops[i].count
             made = (self._buffer(num_bytes, Resident.TEMPORARIES, loops, False),)
             time = self.times.of_moving(2 * num_bytes) * runs
-            self.kernels.append(Kernel(i, source, made, (), None, 0.0, time, loops))
+            self._append(Kernel(i, source, made, (), None, 0.0, time, loops))
             self.rewritten[key] = made
         return self.rewritten[key]
 
@@ -258,7 +273,7 @@ class _Lowering:
             loops, runs = loops[1:], self.program.ops[self.live_ranges.maker[v][0]].count
         made = self._buffer(made_bytes, self.live_ranges.resident(v), loops, False)
         time = of_collective(self.mesh, what.kind, what.axes, what.num_bytes) * runs
-        self.kernels.append(Kernel(i, source, (made,), after, what, 0.0, time, loops))
+        self._append(Kernel(i, source, (made,), (*after, *self.waits.get(v, ())), what, 0.0, time, loops))
         return made
 
     def reductions(self, op_class: int):
@@ -276,7 +291,11 @@ class _Lowering:
         moved = sum(self.buffers[b].num_bytes for b in (*reads, *makes))
         time = self.times.of_op(i, moved) * self.program.ops[i].count
         loops, workspaces = self.live_ranges.loops_at[i], self.workspaces.num_bytes(i)
-        self.kernels.append(Kernel(i, reads, makes, after, None, workspaces, time, loops))
+        return self._append(Kernel(i, reads, makes, after, None, workspaces, time, loops))
+
+    def _append(self, kernel: Kernel) -> int:
+        self.kernels.append(kernel)
+        self.made_by |= dict.fromkeys(kernel.makes, len(self.kernels) - 1)
         return len(self.kernels) - 1
 
     def _buffer(self, num_bytes: float, resident: Resident, loops: Loops, is_argument: bool) -> int:

@@ -6,7 +6,7 @@ ranges, the executor and the compiler need know nothing of it. What is recompute
 An op so named is made once more, ahead of the first backward op that reads what it makes, and all backward readers read
 that. It reads the copies of other ops so named, and of everything else what the forward phase made. That is handed over
 through a barrier together with a gradient that arrives there: without it the compiler would find both copies alike, and
-compute neither later nor twice (XLA:GPU, measured).
+compute neither later nor twice (XLA:GPU, measured). Weight gradients of layers behind are in the barrier too (`_Debts`).
 
 A loop over layers is differentiated into two: the backward one reads, for every iteration, residuals that the forward one
 stacks up. Ops inside the forward loop are made once more inside the backward one. What these read is stacked in the
@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from search.ir import _jax
+from search.ir.factors import Kind, rule_for
 from search.ir.graph import Atom, Graph, Op, Phase, Site, Step, Value, verify, without_dead_ops
 
 SCOPE = "recomputed"
@@ -74,7 +75,7 @@ class _Copies:
         self,
         forward: Graph,
         is_recomputed: Callable[[int], bool],
-        reach: Callable[[int], int],
+        reach: Callable[[Sequence[int]], Sequence[int]],
         copy: Callable[[Op, tuple[Atom, ...]], tuple[int, ...]],
     ) -> None:
         self._ops, self._is_recomputed, self._reach, self._copy = forward.ops, is_recomputed, reach, copy
@@ -87,11 +88,14 @@ class _Copies:
 
     def value(self, v: int) -> int:
         """What stands for a forward value; what it takes is made first, in program order."""
-        for i in sorted(self._missing(v)):
-            op = self._ops[i]
-            inputs = tuple(self._at_hand(a) if isinstance(a, int) else a for a in op.inputs)
+        missing = [self._ops[i] for i in sorted(self._missing(v))]
+        needed = dict.fromkeys((*(a for op in missing for a in op.operands), v))
+        entering = [a for a in needed if a not in self.made and not self.comes_anew(a)]
+        self.made.update(zip(entering, self._reach(entering), strict=True))
+        for op in missing:
+            inputs = tuple(self.made[a] if isinstance(a, int) else a for a in op.inputs)
             self.made.update(zip(op.outputs, self._copy(op, inputs), strict=True))
-        return self._at_hand(v)
+        return self.made[v]
 
     def _missing(self, v: int) -> set[int]:
         """The ops that have to be made once more before a value is there."""
@@ -103,11 +107,6 @@ class _Copies:
                 found.add(self._maker[u])
                 left += self._ops[self._maker[u]].operands
         return found
-
-    def _at_hand(self, v: int) -> int:
-        if v not in self.made:
-            self.made[v] = self._reach(v)
-        return self.made[v]
 
 
 class _Written:
@@ -129,6 +128,48 @@ class _Written:
         return outputs
 
 
+class _Debts:
+    """Weight gradients, which nothing in the backward phase waits for while what they read is held for them.
+
+    XLA's scheduler puts such products off to the end of the step, into the windows of their own reductions, and so would
+    hold what all layers recompute (XLA:GPU, measured). Therefore each piece that is recomputed waits for the gradients due
+    before the piece that came before it. Those since then are let be: their reductions shall have time to hide.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self._graph, self._leaving = graph, _leaving(graph)
+        self._new: list[int] = []
+        self._old: list[int] = []
+
+    def read(self, op: Op) -> None:
+        """A backward op."""
+        if self._leaving.issuperset(op.outputs) and _sums(self._graph, op):
+            self._new += op.outputs
+
+    def due(self) -> list[int]:
+        """What has to be there before the next piece is recomputed."""
+        due, self._old, self._new = self._old, self._new, []
+        return due
+
+
+def _leaving(graph: Graph) -> set[int]:
+    """What the backward phase makes for later phases alone."""
+    read: set[int] = set()
+    leaving: set[int] = set()
+    for op in reversed(graph.ops):
+        if op.phase is Phase.BACKWARD and read.isdisjoint(op.outputs):
+            leaving |= set(op.outputs)
+        elif op.phase is Phase.BACKWARD:
+            read |= set(op.operands)
+    return leaving
+
+
+def _sums(graph: Graph, op: Op) -> bool:
+    """Whether an op sums over something, so that its result holds less than its operands."""
+    rule = rule_for(op.name, [graph.value(a) for a in op.inputs], op.result_values, op.params)
+    return any(factor.kind is Kind.SUM for factor in rule.factors)
+
+
 class _Rewriting:
     """One walk over a graph that holds both phases."""
 
@@ -136,6 +177,7 @@ class _Rewriting:
         self.graph, self.path, self.sites = graph, path, sites
         self.written = _Written(graph.values)
         self.copies = _Copies(graph, lambda i: (*path, i) in sites, self._held, self.written.copy)
+        self.debts = _Debts(graph)
         self.pairs = loop_pairs(graph)
         self.place: dict[int, int] = {}
         self.backward: dict[int, None] = {}
@@ -146,7 +188,9 @@ class _Rewriting:
         for i, op in enumerate(self.graph.ops):
             if op.phase is Phase.BACKWARD:
                 self.reader = op
-                op = replace(op, inputs=tuple(map(self._read, op.inputs)))
+                inputs = tuple(map(self._read, op.inputs))
+                self.debts.read(op)
+                op = replace(op, inputs=inputs)
             if i in forward_of:
                 op = self._recomputing(forward_of[i], op)
             if op.phase is Phase.BACKWARD:
@@ -178,14 +222,17 @@ class _Rewriting:
             return atom
         return self.copies.value(atom) if self.copies.comes_anew(atom) else self.copies.made.get(atom, atom)
 
-    def _held(self, v: int) -> int:
-        """A value of the forward phase, not before a gradient has arrived."""
+    def _held(self, kept: Sequence[int]) -> Sequence[int]:
+        """Values of the forward phase, not before a gradient has arrived and what is owed is paid."""
+        if not kept:
+            return ()
         arrived = self._arrived()
-        inputs = (v,) if arrived is None else (v, arrived)
+        ties = (*self.debts.due(), *(() if arrived is None else (arrived,)))
+        inputs = tuple(dict.fromkeys((*kept, *ties)))
         results = tuple(self.written.values[a] for a in inputs)
         source = self.reader.source_info if self.reader else None
         barrier = Op(_jax.optimization_barrier_p, {}, inputs, (), results, Phase.BACKWARD, "", source, {})
-        return self.written.copy(barrier, inputs)[0]
+        return self.written.copy(barrier, inputs)[: len(kept)]
 
     def _arrived(self) -> int | None:
         """A gradient that the op reads for which all this is done, or the newest one."""
@@ -302,7 +349,10 @@ class _LoopPair:
     def _read(self, atom: Atom, anew: dict[int, int]) -> Atom:
         return self.copies.value(anew[atom]) if isinstance(atom, int) and atom in anew else atom
 
-    def _reached(self, v: int) -> int:
+    def _reached(self, kept: Sequence[int]) -> Sequence[int]:
+        return [self._reached_one(v) for v in kept]
+
+    def _reached_one(self, v: int) -> int:
         """A value of the forward loop's body that is not recomputed, in the backward loop's."""
         content = dict(self.forward.body.constants)
         if v in content:

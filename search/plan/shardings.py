@@ -95,4 +95,7 @@ class _Spelling:
                 reshard = self.paths.to_reader(i, operand)
                 if any(s.is_imposed for s in reshard.path):
                     found[place] = reshard
+            for v, place in op.after:
+                if (read := self.paths.first_read(v)) is not None:
+                    found[place] = self.paths.to_reader(*read)
         return found

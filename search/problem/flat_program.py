@@ -12,8 +12,8 @@ of their own like any other:
   is not split, the others keep their spec;
 * `enter` and `join` carry other operands in and branch results out; `output` stands for a result of the step.
 
-A multi-operand identity (`optimization_barrier`) becomes one identity per operand. A `while` loop's trip
-count is not known; it is taken as one.
+A multi-operand identity (`optimization_barrier`) becomes one identity per operand that somebody reads behind it; the other
+operands are what these wait for. A `while` loop's trip count is not known; it is taken as one.
 """
 
 import itertools
@@ -26,6 +26,8 @@ from typing import Any
 from search.ir.factors import Factor, Kind, Rule, rule_for
 from search.ir.graph import Graph, Op, Phase, Role, Site, Step, Value
 from search.ir.sharding import Place
+
+BARRIER = "optimization_barrier"
 
 BOUNDARIES = frozenset({"input", "output", "carry", "slice", "stack", "enter", "join"})
 
@@ -46,6 +48,7 @@ class FlatOp:
       site: where that op stands; for an input or output of the step, its index.
       operand_places: per operand, the place in the nested graph where it is read.
       result_places: per result, the places where it appears.
+      after: values that must be there before, besides those that it reads, and the places where it waits for them.
     """
 
     name: str
@@ -59,6 +62,7 @@ class FlatOp:
     site: Site
     operand_places: tuple[Place, ...]
     result_places: tuple[tuple[Place, ...], ...]
+    after: tuple[tuple[int, Place], ...] = ()
 
     @property
     def is_boundary(self) -> bool:
@@ -175,9 +179,13 @@ class _Flattening:
         for v, _ in graph.constants:
             constant = number[v] = self.new_value(graph.values[v])
             self.append("enter", (), constant, (), count, Phase.FORWARD, (*path, v), [], [])
+        read = {a for op in graph.ops for a in op.operands} | {a for a in graph.outputs if isinstance(a, int)}
         for i, op in enumerate(graph.ops):
             operands = tuple(number[a] if isinstance(a, int) else None for a in op.inputs)
-            results = self._op(op, tuple(map(graph.value, op.inputs)), operands, count, (*path, i))
+            if op.name == BARRIER:
+                results = self._barrier(op, operands, [v in read for v in op.outputs], count, (*path, i))
+            else:
+                results = self._op(op, tuple(map(graph.value, op.inputs)), operands, count, (*path, i))
             number.update(zip(op.outputs, results, strict=True))
         return tuple(number[a] if isinstance(a, int) else None for a in graph.outputs)
 
@@ -190,10 +198,6 @@ class _Flattening:
             return self._while(op, operands, count, site)
         if op.name == "cond":
             return self._cond(op, operands, count, site)
-        if op.name == "optimization_barrier":
-            return tuple(
-                None if v is None else self.identity(op, i, v, count, site) for i, v in enumerate(operands)
-            )
         rule = self._rule(op, inputs, operands)
         results = tuple(self.new_value(v) for v in op.result_values)
         kept = tuple(i for i, v in enumerate(operands) if v is not None)
@@ -255,7 +259,23 @@ class _Flattening:
             name, rule, operands, (result,), count, counts, phase, None, site, tuple(reads), (tuple(makes),)
         )
 
-    def identity(self, op: Op, i: int, operand: int, count: int, site: Site) -> int:
+    def _barrier(
+        self, op: Op, operands: tuple[int | None, ...], is_read: Sequence[bool], count: int, site: Site
+    ) -> tuple[int | None, ...]:
+        there = [(i, v) for i, v in enumerate(operands) if v is not None]
+        after = tuple((v, ("operand", site, i)) for i, v in there if not is_read[i])
+        through = {i: self.identity(op, i, v, count, site, after) for i, v in there if is_read[i]}
+        return tuple(through.get(i) for i in range(len(operands)))
+
+    def identity(
+        self,
+        op: Op,
+        i: int,
+        operand: int,
+        count: int,
+        site: Site,
+        after: tuple[tuple[int, Place], ...],
+    ) -> int:
         """One operand's way through a barrier."""
         value = self.values[operand]
         dims = tuple((i,) for i in range(len(value.shape)))
@@ -263,7 +283,9 @@ class _Flattening:
         result = self.new_value(value)
         reads, makes = (("operand", site, i),), ((("result", site, i),),)
         self.ops.append(
-            FlatOp(op.name, rule, (operand,), (result,), count, (count,), op.phase, op, site, reads, makes)
+            FlatOp(
+                op.name, rule, (operand,), (result,), count, (count,), op.phase, op, site, reads, makes, after
+            )
         )
         return result
 

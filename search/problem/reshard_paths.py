@@ -76,6 +76,13 @@ class ReshardPaths:
             self._to_readers[alike] = self._to_reader(i, operand)
         return self._to_readers[alike]
 
+    def first_read(self, v: int) -> tuple[int, int] | None:
+        """The first op that reads a value, and as which operand; None where only loops' and branches' borders do."""
+        for i in self.program.uses.get(v, ()):
+            if not self.program.ops[i].is_boundary:
+                return i, self.program.ops[i].operands.index(v)
+        return None
+
     def _to_reader(self, i: int, operand: int) -> OperandReshard:
         op = self.program.ops[i]
         v, phase = op.operands[operand], read_phase(op)

@@ -260,3 +260,38 @@ def test_a_stack_is_gathered_once_and_its_parts_are_copied():
     parts = [k for k in found.kernels if whole in k.reads]
     assert len(parts) == 2
     assert all(k.loops and found.buffers[k.makes[0]].num_bytes == weights.nbytes / 4 for k in parts)
+
+
+def fenced(w, x):
+    """A product that must be there before a hyperbolic tangent is computed, which does not read it."""
+    product = x @ w
+    held = lax.optimization_barrier((x, product))[0]
+    return jnp.sum(jnp.tanh(held) @ w), jnp.sum(product)
+
+
+def test_what_is_computed_behind_a_barrier_waits_for_all_that_goes_in():
+    found = lowered(fenced, jnp.zeros((512, 512)), jnp.zeros((512, 512)))
+    products = [k for k, kernel in enumerate(found.kernels) if kernel.workspace_bytes]
+    behind = [kernel for kernel in found.kernels if products[0] in kernel.after]
+    assert len(products) == 2
+    assert behind
+    assert not set(found.kernels[products[0]].makes) & {b for kernel in behind for b in kernel.reads}
+
+
+def test_a_gradient_is_waited_for_as_its_update_reads_it():
+    """Split over rows where the update rests, it is reduced and scattered before the barrier: once."""
+
+    def step(w, x):
+        product = lax.dot_general(x, x, (((0,), (0,)), ((), ())))
+        held = lax.optimization_barrier((x, product))[0]
+        return w - 0.1 * product, jnp.sum(jnp.tanh(held))
+
+    shapes = jax.ShapeDtypeStruct((1024, 1024), jnp.float32), jax.ShapeDtypeStruct((8192, 1024), jnp.float32)
+    found = lowered(step, *shapes, mesh=(8,), pins={"w": P("data"), "x": P("data")})
+    (scatter,) = [
+        k
+        for k, kernel in enumerate(found.kernels)
+        if kernel.collective is not None and kernel.collective.num_bytes > 1024
+    ]
+    assert found.kernels[scatter].collective.kind == "reduce-scatter"
+    assert any(scatter in kernel.after for kernel in found.kernels)

@@ -15,6 +15,7 @@ from search.ir.sharding import StepSharding
 from search.ir.trace import trace
 from search.memory.recompute import SCOPE, loop_pairs, recomputed
 from tests.executors.agreement import NOISE_GROWN_BY_ADAM
+from tests.search.chain import chain
 from tests.zoo import MAKERS
 
 LAYERS = 4
@@ -169,6 +170,24 @@ def test_what_is_recomputed_waits_for_a_gradient():
         if op.phase is Phase.BACKWARD:
             made_backward.update(op.outputs)
     assert barriers
+
+
+def test_each_piece_waits_for_the_weight_gradients_before_the_last_piece():
+    """Of a chain of layers, each recomputed from the one before: what is held for one layer is let go two layers on."""
+    widths = [jnp.zeros((8, 8))] * 5
+    step = trace(chain, widths, jnp.zeros((4, 8)))
+    forward = [i for i, op in enumerate(step.graph.ops) if op.phase is Phase.FORWARD]
+    bounds = {i for i in forward if step.graph.ops[i].name == "dot_general"}
+    graph = recomputed(step, frozenset((i,) for i in forward if i not in bounds and is_array(step, i))).graph
+    products = [op for op in graph.ops if op.name == "dot_general" and op.phase is Phase.BACKWARD]
+    gradients = [op.outputs[0] for op in products if graph.values[op.outputs[0]].shape == (8, 8)]
+    barriers = [op for op in graph.ops if op.name == "optimization_barrier"]
+    waited_for = [[gradients.index(v) for v in op.operands if v in gradients] for op in barriers]
+    assert waited_for == [[], [], [], [0], [1]]
+
+
+def is_array(step: Step, i: int) -> bool:
+    return all(value.shape for value in step.graph.ops[i].result_values)
 
 
 def test_the_backward_phase_reads_nothing_that_is_recomputed():

@@ -408,6 +408,18 @@ def test_a_barrier_lets_sums_pass():
         assert op.rule.operands == op.rule.results
 
 
+def test_what_nobody_reads_behind_a_barrier_is_waited_for():
+    def step(w, x):
+        kept, _, also = lax.optimization_barrier((jnp.sin(x), x @ w, jnp.cos(x)))
+        return kept + also
+
+    program = flat(step)
+    product = next(op.results[0] for op in program.ops if op.name == "dot_general")
+    fences = [op for op in program.ops if op.name == "optimization_barrier"]
+    assert len(fences) == 2
+    assert [op.after for op in fences] == [((product, ("operand", fences[0].site, 1)),)] * 2
+
+
 # --- in which phase
 
 
