@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from autoshard import planning
+from autoshard import planning, programs
 from autoshard.planning import AutoshardWarning, Pins
 from autoshard.verification import judge
 from autoshard.verification.result import Verification
@@ -18,7 +18,6 @@ from cost_model.cluster import Cluster
 from cost_model.errors import InputError, PlanError, first_line
 from cost_model.hardware import parse_cluster
 from cost_model.xla.process import Compiler
-from executors import jit
 from executors.jit import Program
 from search.ir import _jax
 from search.ir.graph import Step
@@ -86,7 +85,7 @@ def search(
         asked.verified,
         options.memory_bytes,
         progress,
-    )
+    ).plan
 
 
 def emit(
@@ -108,9 +107,9 @@ def emit(
       PlanError: the plan is for another step, or decides something impossible.
       InputError: there are fewer devices than the plan's mesh has.
     """
-    traced = _traced(step, planning.cluster(plan, "the plan"), abstract_args, {})
-    found = planning.applied(traced, plan, "the plan")
-    return jit.build(found.step, found.sharding, jax.devices() if devices is None else devices)
+    hardware = planning.cluster(plan, "the plan")
+    found = planning.applied(_traced(step, hardware, abstract_args, {}), plan, "the plan")
+    return programs.built(found, hardware, jax.devices() if devices is None else devices)
 
 
 def verify(
@@ -264,8 +263,9 @@ class Parallelized:
                     raise
         self._prepare(args, kwargs)
         assert self._program is not None
-        placed = jax.device_put(_positional(args, kwargs), self._program.shardings)
-        return self._program.fn(*placed)
+        with programs.room_for(self.plan):
+            placed = jax.device_put(_positional(args, kwargs), self._program.shardings)
+            return self._program.fn(*placed)
 
     def init(self, create: Callable[..., Any], *create_args: Any, args: tuple[Any, ...] = ()) -> Any:
         """Creates the state directly on its shards.
@@ -329,6 +329,7 @@ class Parallelized:
                     "made for the first ones. Pass arguments of the same shapes, or leave plan= out to search again"
                 )
             found = planning.applied(traced, request.plan, request.place)
+            self._program = programs.built(found, hardware, devices, _retraced)
         else:
             if self._signature is not None:
                 warnings.warn(
@@ -345,8 +346,7 @@ class Parallelized:
                 request.time_limit_s,
                 request.remat,
             )
-            found = planning.find(traced, hardware, options)
-        self._program = jit.build(found.step, found.sharding, devices, _retraced)
+            found, self._program = programs.searched(traced, hardware, options, devices, _retraced)
         self._plan, self._signature = found.plan, _signature(args, kwargs)
 
     def _hardware(self, devices: Sequence[Any]) -> Cluster:

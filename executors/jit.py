@@ -1,5 +1,6 @@
 """The jit executor: one program over the whole mesh, partitioned by XLA along the plan's constraints."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +12,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from cost_model.errors import InputError
 from cost_model.units import format_mesh
 from executors.rewrite import evaluator
-from search.ir.graph import Step
+from search.ir.graph import Step, Value
 from search.ir.sharding import StepSharding
 from search.ir.spec import partition_spec
 
@@ -26,12 +27,14 @@ class Program:
       args: `jax.ShapeDtypeStruct` pytrees with their shardings: `fn.lower(*args)` is exactly what runs.
       mesh: the devices, or only their number along each axis.
       donated: for each of `args`, whether its buffers are reused for the new state.
+      resting_bytes: what arguments and results take on a device; those that take over others' buffers once.
     """
 
     fn: Any
     args: tuple[Any, ...]
     mesh: Mesh | AbstractMesh
     donated: tuple[bool, ...]
+    resting_bytes: int
 
     @property
     def shardings(self) -> tuple[Any, ...]:
@@ -44,6 +47,7 @@ def build(
     sharding: StepSharding,
     devices: Sequence[Any] | None,
     on_retrace: Callable[[], None] = lambda: None,
+    compiler_options: Callable[[int], dict[str, str]] = lambda resting_bytes: {},
 ) -> Program:
     """Writes a sharding into a step and jits it.
 
@@ -54,6 +58,7 @@ def build(
         a program that is only lowered, over an abstract mesh.
       on_retrace: called when JAX traces the step for other shapes than those it was planned for; it should
         raise.
+      compiler_options: what the compiler is told besides, given the program's `resting_bytes`.
 
     Raises:
       InputError: there are fewer devices than the mesh has.
@@ -83,14 +88,23 @@ def build(
         return jax.tree_util.tree_unflatten(step.out_tree, evaluate(flat))
 
     run.__name__ = run.__qualname__ = step.name
-    donated = _donated(step, positional)
+    donated, of_argument = _donated(step, positional)
+    fresh = [o for o, r in enumerate(step.replaces) if r is None or not of_argument[r]]
+    made = [(step.graph.value(step.graph.outputs[o]), outputs[o]) for o in fresh]
+    there = [(step.graph.values[v], s) for v, s in zip(step.graph.inputs, inputs, strict=True)]
+    resting_bytes = sum(_shard_bytes(value, s) for value, s in (*there, *made))
     fn = jax.jit(
         run,
+        compiler_options=compiler_options(resting_bytes) or None,
         in_shardings=jax.tree.map(lambda s: s.sharding, positional),
         out_shardings=jax.tree_util.tree_unflatten(step.out_tree, outputs),
         donate_argnums=tuple(i for i, d in enumerate(donated) if d),
     )
-    return Program(fn, positional, mesh, donated)
+    return Program(fn, positional, mesh, donated, resting_bytes)
+
+
+def _shard_bytes(value: Value, sharding: NamedSharding) -> int:
+    return math.prod(sharding.shard_shape(value.shape)) * value.itemsize
 
 
 def _mesh(sharding: StepSharding, devices: Sequence[Any] | None) -> Mesh | AbstractMesh:
@@ -106,12 +120,13 @@ def _mesh(sharding: StepSharding, devices: Sequence[Any] | None) -> Mesh | Abstr
     return Mesh(np.array(devices[:wanted]).reshape(sharding.mesh_shape), sharding.axis_names)
 
 
-def _donated(step: Step, positional: tuple[Any, ...]) -> tuple[bool, ...]:
-    """An argument is donated when every leaf of it is replaced by a result."""
+def _donated(step: Step, positional: tuple[Any, ...]) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
+    """An argument is donated when every leaf of it is replaced by a result; for each argument, and for each leaf."""
     replaced = {r for r in step.replaces if r is not None}
-    donated, start = [], 0
+    donated: list[bool] = []
+    of_leaf: list[bool] = []
     for argument in positional:
-        size = len(jax.tree_util.tree_leaves(argument))
+        size, start = len(jax.tree_util.tree_leaves(argument)), len(of_leaf)
         donated.append(size > 0 and replaced.issuperset(range(start, start + size)))
-        start += size
-    return tuple(donated)
+        of_leaf += donated[-1:] * size
+    return tuple(donated), tuple(of_leaf)

@@ -30,7 +30,6 @@ from search.driver import SearchResult
 from search.ir import _jax
 from search.ir.graph import Step, walk
 from search.ir.sharding import StepSharding
-from search.plan.plan import Plan
 from search.stopwatch import Stopwatch
 from search.tightening import Round, tightened
 
@@ -115,7 +114,7 @@ class CompilerVerifier:
         tell("lowering")
         program = jit.build(step, sharding, None)
         lowered = _lowered(step, program)
-        memory_bytes = compiler.memory_for_cap(cap_bytes, _resting_bytes(step, program, lowered.out_info))
+        memory_bytes = compiler.memory_for_cap(cap_bytes, program.resting_bytes)
         module = module_bytes(lowered)
         watch.lap("lower")
         compiled = compile_apart(module, self.cluster, memory_bytes, self.compiler, tell)
@@ -124,12 +123,24 @@ class CompilerVerifier:
         return stats
 
 
+def verified_here(found: SearchResult, cluster: Cluster, program: Program) -> Verification:
+    """A plan's predictions beside what becomes of its program on the devices that it is built for; JAX compiles it once,
+    for this and for the first step."""
+    watch = Stopwatch(found.step.trace_s)
+    lowered = program.fn.lower(*program.args)
+    watch.lap("lower")
+    compiled = compiler.read(lowered.compile())
+    watch.lap("compile")
+    stats = CompiledStats.of(compiled, found.plan.decisions.mesh)
+    return compared(found.plan, cluster, stats, watch.seconds, Extent())
+
+
 def fitting(
     search: Callable[[int, Progress], SearchResult],
     verified: Callable[[SearchResult, bool], Verification],
     cap_bytes: int,
     progress: Progress,
-) -> Plan:
+) -> SearchResult:
     """The first plan whose compiled program keeps to the cap.
 
     Args:
@@ -173,8 +184,9 @@ def fitting(
                     AutoshardWarning,
                     stacklevel=3,
                 )
-            plan = found.bounded(rounds[0].proposal[0].bound_s).plan
-            return replace(plan, search_s={**plan.search_s, "verify": sum(map(_judged_s, proofs))})
+            found = found.bounded(rounds[0].proposal[0].bound_s)
+            search_s = {**found.plan.search_s, "verify": sum(map(_judged_s, proofs))}
+            return replace(found, plan=replace(found.plan, search_s=search_s))
         misfits.append(
             f"the plan predicted to need {format_bytes(proof.predicted.peak_bytes)} a device was compiled to "
             f"{format_bytes(proof.compiled.peak_bytes)}, above the cap of {format_bytes(cap_bytes)}"
@@ -221,15 +233,6 @@ def _judged_s(proof: Verification) -> float:
 
 def _argument_bytes(program: Program) -> int:
     return sum(map(_shard_bytes, jax.tree.leaves(program.args)))
-
-
-def _resting_bytes(step: Step, program: Program, out_info: object) -> int:
-    """What the arguments take on a device, and the results that take over no argument's buffer."""
-    sizes = [len(jax.tree.leaves(argument)) for argument in program.args]
-    is_donated = [d for d, size in zip(program.donated, sizes, strict=True) for _ in range(size)]
-    outputs = jax.tree.leaves(out_info)
-    fresh = [o for o, r in zip(outputs, step.replaces, strict=True) if r is None or not is_donated[r]]
-    return _argument_bytes(program) + sum(map(_shard_bytes, fresh))
 
 
 def _shard_bytes(x: jax.ShapeDtypeStruct) -> int:

@@ -43,6 +43,9 @@ BUDGET_SHARE = 0.95
 """Of what then is left beside arguments and outputs, the budget for temporaries. Source: as above, to the
 byte."""
 
+SLOP_FACTOR = "xla_gpu_memory_limit_slop_factor"
+"""XLA's option for that budget, in percent."""
+
 PLUGINS = ("jax-cuda13-plugin", "jax-cuda12-plugin")
 """The wheels that hold the compiler's kernels, each with its `-pjrt` half, in the order in which JAX takes them."""
 
@@ -153,12 +156,17 @@ def compile_only_devices(cluster: Cluster, memory_bytes: int | None = None) -> S
 def compile_for(program: Lowerable) -> Compiled:
     """Compiles a program that was built for compile-only devices."""
     executable = program.fn.trace(*program.args).lower(lowering_platforms=("cuda",)).compile()
-    return _read(executable.as_text(), executable.memory_analysis())
+    return read(executable)
 
 
 def compile_module(module: bytes, devices: Sequence[Any], cuda_folder: str) -> Compiled:
     """Compiles a program that was lowered elsewhere: what `_jax.module_bytes` gave; CUDA's tools are those in the folder."""
     return _read(*_jax.compile_module(module, devices, cuda_folder))
+
+
+def read(executable: Any) -> Compiled:
+    """What XLA says of a program that it compiled: a `jax.stages.Compiled`."""
+    return _read(executable.as_text(), executable.memory_analysis())
 
 
 def _read(text: str, memory: Any) -> Compiled:
@@ -174,6 +182,23 @@ def _read(text: str, memory: Any) -> Compiled:
         - m.host_alias_size_in_bytes
         + m.host_temp_size_in_bytes,
     )
+
+
+def options_for_cap(cap_bytes: int, resting_bytes: int, device_bytes: int) -> dict[str, str]:
+    """The compiler's options with which its scheduler aims at a cap, on a device that has more.
+
+    Args:
+      cap_bytes: what the program may use.
+      resting_bytes: its arguments and outputs, aliased ones once.
+      device_bytes: what the device has.
+
+    Example:
+      >>> options_for_cap(8_000_000_000, 2_000_000_000, 80_000_000_000)
+      {'xla_gpu_memory_limit_slop_factor': '9'}
+    """
+    room_bytes = MEMORY_SHARE * device_bytes - resting_bytes
+    percent = int(100 * max(0, cap_bytes - resting_bytes) / room_bytes) if room_bytes > 0 else 100
+    return {SLOP_FACTOR: str(max(percent, 1))} if percent < 100 * BUDGET_SHARE else {}
 
 
 def memory_for_cap(cap_bytes: int, resting_bytes: int) -> int:

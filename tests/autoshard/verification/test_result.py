@@ -169,7 +169,7 @@ class Compiler:
         return verdict(found.plan, peak_bytes=int(found.plan.estimates.peak_bytes * self.times))
 
     def fitting(self):
-        return judge.fitting(self.search, self.verified, 20 * GIB, self.lines.append)
+        return judge.fitting(self.search, self.verified, 20 * GIB, self.lines.append).plan
 
 
 def test_a_plan_that_fits_is_returned_at_once(plan):
@@ -224,7 +224,7 @@ def test_the_whole_program_has_the_last_word(plan):
         return proof if full else replace(proof, extent=Extent(5, 24))
 
     with pytest.warns(autoshard.AutoshardWarning, match="above the cap of 20 GiB"):
-        found = judge.fitting(compiler.search, verified, 20 * GIB, compiler.lines.append)
+        found = judge.fitting(compiler.search, verified, 20 * GIB, compiler.lines.append).plan
     assert len(compiler.limits) == 2
     assert found.search_s["verify"] == 6.0
 

@@ -1,0 +1,111 @@
+"""From a plan to the program that runs it, on the devices at hand.
+
+On GPUs the compiler has the last word. A program carries its plan's cap to XLA's scheduler, which otherwise trades all of a
+larger device's memory for overlap. And it is compiled before its first step anyway: where its peak then lies above the cap,
+the search goes on under a lower limit, as `search(..., verify=True)` does without the devices.
+"""
+
+import contextlib
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+
+from autoshard import planning
+from autoshard.verification import judge
+from autoshard.verification.result import Verification
+from cost_model.cluster import Cluster
+from cost_model.errors import InfeasibleError, first_line
+from cost_model.units import format_bytes
+from cost_model.xla.compiler import options_for_cap
+from executors import jit
+from executors.jit import Program
+from search.driver import SearchResult
+from search.ir.graph import Step
+from search.mesh_problem import Options
+from search.plan.plan import Plan
+
+OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
+"""How XLA's runtime begins to say that an allocation failed."""
+
+
+def built(
+    found: SearchResult,
+    cluster: Cluster,
+    devices: Sequence[Any],
+    on_retrace: Callable[[], None] = lambda: None,
+) -> Program:
+    """A plan's program.
+
+    Args:
+      found: the plan on its step.
+      cluster: what it was made for.
+      devices: in the cluster's order: real, simulated or compile-only.
+      on_retrace: as for `executors.jit.build`.
+    """
+
+    def compiler_options(resting_bytes: int) -> dict[str, str]:
+        if not _are_gpus(devices):
+            return {}
+        return options_for_cap(found.plan.memory_bytes, resting_bytes, cluster.device.memory_bytes)
+
+    return jit.build(found.step, found.sharding, devices, on_retrace, compiler_options)
+
+
+def searched(
+    step: Step,
+    cluster: Cluster,
+    options: Options,
+    devices: Sequence[Any],
+    on_retrace: Callable[[], None],
+) -> tuple[SearchResult, Program]:
+    """The fastest plan that fits, and its program; on GPUs it is compiled, and fits as compiled.
+
+    Raises:
+      InfeasibleError: nothing fits; says what would.
+
+    Warns:
+      AutoshardWarning: a plan before this one was compiled to more than the cap.
+    """
+    if not _are_gpus(devices):
+        found = planning.find(step, cluster, options)
+        return found, built(found, cluster, devices, on_retrace)
+    programs: list[Program] = []
+
+    def verified(found: SearchResult, full: bool) -> Verification:
+        del full  # it is compiled whole in any case
+        programs.append(built(found, cluster, devices, on_retrace))
+        return judge.verified_here(found, cluster, programs[-1])
+
+    found = judge.fitting(
+        lambda limit, said: planning.find(step, cluster, replace(options, memory_bytes=limit), said),
+        verified,
+        options.memory_bytes,
+        lambda line: None,
+    )
+    return found, programs[-1]
+
+
+@contextlib.contextmanager
+def room_for(plan: Plan) -> Generator[None]:
+    """What is placed and run inside has its memory, or a message that says what to do.
+
+    Raises:
+      InfeasibleError: a device ran out of memory.
+    """
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as e:
+        if OUT_OF_MEMORY not in str(e):
+            raise
+        raise InfeasibleError(
+            f"{plan.step} ran out of device memory at its first step ({first_line(e)}). Its plan needs "
+            f"{format_bytes(plan.estimates.peak_bytes)} a device by prediction, under a cap of "
+            f"{format_bytes(plan.memory_bytes)}: something else holds memory there, or JAX was given less "
+            "(XLA_PYTHON_CLIENT_MEM_FRACTION). Free it, or pass a lower memory="
+        ) from e
+
+
+def _are_gpus(devices: Sequence[Any]) -> bool:
+    return bool(devices) and devices[0].platform in ("gpu", "cuda", "rocm")

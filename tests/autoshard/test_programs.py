@@ -1,0 +1,97 @@
+"""On GPUs a plan's program is compiled before it runs; here simulated devices stand in for them, and XLA:CPU's peaks."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import autoshard
+from autoshard import InfeasibleError, programs
+from cost_model.hardware import parse_cluster
+from cost_model.xla import compiler
+from search.ir.trace import trace
+from search.mesh_problem import Options
+from tests.search.chain import chain
+
+MIB = 1 << 20
+SHAPES = [jax.ShapeDtypeStruct((512, 512), jnp.float32)] * 6, jax.ShapeDtypeStruct((4096, 512), jnp.float32)
+
+
+@pytest.fixture
+def on_gpus(monkeypatch):
+    monkeypatch.setattr(programs, "_are_gpus", lambda devices: True)
+
+
+def searched(cap_bytes):
+    cluster = parse_cluster("8xH100-80GB")
+    return programs.searched(
+        trace(chain, *SHAPES), cluster, Options(cap_bytes, remat="never"), jax.devices(), lambda: None
+    )
+
+
+def compiled_peak(program):
+    return compiler.read(program.fn.lower(*program.args).compile()).peak_bytes
+
+
+@pytest.fixture(scope="module")
+def roomy():
+    """As predicted and as compiled, without a cap to speak of."""
+    found, program = searched(1 << 34)
+    return found.plan.estimates.peak_bytes, compiled_peak(program)
+
+
+@pytest.mark.usefixtures("on_gpus")
+def test_a_plan_that_compiles_to_more_than_the_cap_is_searched_again(roomy, monkeypatch):
+    read, peaks = compiler.read, []
+
+    def holding_more(executable):
+        found = read(executable)
+        found = replace(found, temporary_bytes=int(1.5 * found.temporary_bytes))
+        peaks.append(found.peak_bytes)
+        return found
+
+    monkeypatch.setattr(compiler, "read", holding_more)
+    cap_bytes = roomy[0]
+    with pytest.warns(autoshard.AutoshardWarning, match=r"above the cap .* it was searched again"):
+        found, program = searched(cap_bytes)
+    assert peaks[0] > cap_bytes >= peaks[-1] == compiled_peak(program)
+    assert found.plan.memory_bytes == cap_bytes
+
+
+@pytest.mark.usefixtures("on_gpus")
+def test_a_plan_that_compiles_to_the_cap_is_kept(roomy):
+    found, program = searched(int(1.05 * max(roomy)))
+    assert compiled_peak(program) == roomy[1]
+    assert found.plan.search_s["verify"] > 0
+
+
+def test_the_scheduler_is_told_of_the_cap():
+    """It plans with a share of the device's memory, less what rests there, times the factor: that must be the cap's room."""
+    cap_bytes, resting_bytes, device_bytes = 40 << 30, 12 << 30, 80 << 30
+    (factor,) = compiler.options_for_cap(cap_bytes, resting_bytes, device_bytes).values()
+    room_bytes = (0.8 * device_bytes - resting_bytes) * int(factor) / 100
+    assert room_bytes == pytest.approx(cap_bytes - resting_bytes, rel=0.02)
+    assert room_bytes <= cap_bytes - resting_bytes
+
+
+def test_a_cap_that_is_the_devices_own_changes_nothing():
+    assert compiler.options_for_cap(78 << 30, 12 << 30, 80 << 30) == {}
+    assert compiler.options_for_cap(78 << 30, 79 << 30, 80 << 30) == {}
+
+
+def test_running_out_of_memory_says_what_to_do():
+    found, _ = searched(1 << 34)
+    with (
+        pytest.raises(
+            InfeasibleError, match=r"chain ran out of device memory .* cap of 16 GiB.*lower memory="
+        ),
+        programs.room_for(found.plan),
+    ):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 9 bytes")
+
+
+def test_other_failures_are_left_as_they_are():
+    found, _ = searched(1 << 34)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"), programs.room_for(found.plan):
+        raise jax.errors.JaxRuntimeError("INTERNAL: something else")
