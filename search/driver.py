@@ -219,6 +219,16 @@ class _Search:
             else:
                 self.bounds_s = {**bounds_s, candidate.shape: bound_s}
 
+    def _forbidden_s(self, plain: StepProblem, tried: Sequence[MeshProblem]) -> float | None:
+        """Seconds per step of a plan that recomputes, where that is forbidden and would fit."""
+        if self.options.remat != "never":
+            return None
+        options = replace(self.options, remat=None, time_limit_s=infeasible.TIME_LIMIT_S)
+        allowed = _Search(self.step, self.cluster, options, self.progress)
+        allowed.bounds_s = self.bounds_s
+        allowed._recompute(plain, tried)
+        return allowed.best.cost_s if allowed.best else None
+
     def _of_smallest_peak(self, step_problem: StepProblem, tried: Sequence[MeshProblem]) -> _Found:
         """The plan of the smallest peak, where that fits after all.
 
@@ -229,7 +239,10 @@ class _Search:
         is_proven = not step_problem.sites and min(self.bounds_s.values()) == math.inf
         smallest = infeasible.smallest_peak(tried, options, deadline)
         if smallest is None or smallest.peak.num_bytes > options.memory_bytes:
-            raise infeasible.explain(step_problem, self.cluster, options, smallest, is_proven, deadline)
+            forbidden_s = self._forbidden_s(step_problem, tried)
+            raise infeasible.explain(
+                step_problem, self.cluster, options, smallest, is_proven, deadline, forbidden_s
+            )
         on_mesh, labels = smallest.on_mesh, smallest.labels
         return _Found(step_problem, on_mesh, labels, on_mesh.predicted(labels, options.memory_bytes))
 

@@ -99,6 +99,7 @@ def explain(
     smallest: Smallest | None,
     is_proven: bool,
     deadline: Deadline,
+    forbidden_s: float | None = None,
 ) -> InfeasibleError:
     """The error to raise when no plan was found.
 
@@ -109,6 +110,7 @@ def explain(
       smallest: the smallest peak; None where there was no time to find a plan.
       is_proven: whether there is none, or the search only found none.
       deadline: of all trials.
+      forbidden_s: seconds per step with recomputation, where that would fit and is forbidden.
     """
     found = f"{'nothing fits' if is_proven else 'nothing was found that fits'} {format_bytes(options.memory_bytes)}"
     if smallest is None:
@@ -119,6 +121,8 @@ def explain(
     peak = smallest.peak
     residents = ", ".join(f"{name.replace('_', ' ')} {format_bytes(b)}" for name, b in peak.residents)
     would_fit, untried = _fitting(step_problem, cluster, options, smallest, deadline)
+    if forbidden_s is not None:
+        would_fit = [f"recomputation, which remat='never' forbids ({_said(forbidden_s)})", *would_fit]
     sentences = [
         f"{found} a device on {cluster.name}.",
         f"The smallest peak found is {format_bytes(peak.num_bytes)} (mesh {format_mesh(smallest.on_mesh.shape)}), at "
@@ -128,8 +132,8 @@ def explain(
     untried = (*(f"a smaller peak on mesh {shape}" for shape in smallest.untried), *untried)
     if untried:
         sentences.append(f"Not found out in the time that this took: {', '.join(untried)}.")
-    if options.remat == "never":
-        sentences.append("Recomputation, which remat='never' forbids, was not tried.")
+    if options.remat == "never" and forbidden_s is None:
+        sentences.append("No plan was found either that recomputes, which remat='never' forbids.")
     return InfeasibleError(" ".join(sentences))
 
 

@@ -80,8 +80,16 @@ def test_a_cap_that_is_out_of_reach_is_kept_to(is_scanned):
     assert plenty.step is traced(is_scanned)
     assert tight.plan.estimates.peak_bytes <= tight.plan.memory_bytes
     assert num_recomputed(tight) > 0
-    with pytest.raises(InfeasibleError, match="Recomputation, which remat='never' forbids, was not tried"):
+    would_fit = r"would fit: recomputation, which remat='never' forbids \(step .* or less\);"
+    with pytest.raises(InfeasibleError, match=would_fit):
         found(is_scanned, 0.5, "never")
+
+
+def test_what_does_not_fit_either_with_recomputation_is_not_promised():
+    with pytest.raises(
+        InfeasibleError, match="No plan was found either that recomputes, which remat='never' forbids"
+    ):
+        found(False, 0.02, "never")
 
 
 @pytest.mark.parametrize("is_scanned", [False, True])
