@@ -41,6 +41,13 @@ class KernelTime:
     scheduled_s: float
     apart_s: float
 
+    def __add__(self, other: "KernelTime") -> "KernelTime":
+        return KernelTime(
+            self.seconds + other.seconds,
+            self.scheduled_s + other.scheduled_s,
+            self.apart_s + other.apart_s,
+        )
+
     def __mul__(self, runs: float) -> "KernelTime":
         return KernelTime(runs * self.seconds, runs * self.scheduled_s, runs * self.apart_s)
 

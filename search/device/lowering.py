@@ -8,7 +8,7 @@ from the order follow the memory and the time of a step.
 Kernels of a loop's body stand between those before and after it; `loops` says in which loops a kernel is.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -18,6 +18,7 @@ from search.ir.sharding import ReshardStep, SharedPaths
 from search.problem.costs import CostedGraph
 from search.problem.flat_program import FlatOp, ReadPhase, read_phase
 from search.problem.fusion import is_part
+from search.problem.kernels import runs_alone
 from search.problem.live_ranges import LiveRanges, Resident
 from search.problem.memory_rows import Arrival
 from search.problem.reshard import SLICE
@@ -68,7 +69,8 @@ class Kernel:
       collective: what it communicates; None when it computes.
       workspace_bytes: workspace memory while it runs.
       taken: how long it takes in one step, all its runs together.
-      loops: the loops that it is in.
+      loops: the loops of the step that it is in.
+      nest: of a fused kernel, what it runs over; None for others.
     """
 
     position: int
@@ -79,6 +81,7 @@ class Kernel:
     workspace_bytes: float
     time: KernelTime
     loops: Loops
+    nest: Hashable = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -291,7 +294,21 @@ class _Lowering:
         moved = sum(self.buffers[b].num_bytes for b in (*reads, *makes))
         time = self.times.of_op(i, moved) * self.program.ops[i].count
         loops, workspaces = self.live_ranges.loops_at[i], self.workspaces.num_bytes(i)
-        return self._append(Kernel(i, reads, makes, after, None, workspaces, time, loops))
+        return self._append(
+            Kernel(i, reads, makes, after, None, workspaces, time, loops, self._nest(i) if makes else None)
+        )
+
+    def _nest(self, i: int) -> Hashable:
+        """Whether a fused kernel reduces, and the shape that it runs over, divided as it is."""
+        op, op_class = self.program.ops[i], self.folded.class_of[i]
+        if op.is_boundary or runs_alone(self.folded, op_class):
+            return None
+        largest = max((*op.operands, *op.results), key=lambda v: len(self.program.values[v].shape))
+        return (
+            self.live_ranges.fusion.is_reduction[op_class],
+            self.program.values[largest].shape,
+            self.paths.made(largest),
+        )
 
     def _append(self, kernel: Kernel) -> int:
         self.kernels.append(kernel)

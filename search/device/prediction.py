@@ -17,6 +17,7 @@ from cost_model.xla.gpu_targets import is_hopper_or_later
 from search.device.combiner import combined
 from search.device.kernel_order import Clock, Ties, latency_hiding, memory_saving, program_order
 from search.device.lowering import Lowered, lower
+from search.device.siblings import merged
 from search.device.timeline import peak, seconds
 from search.problem.costs import CostedGraph
 from search.problem.live_ranges import ARGUMENTS, LiveRanges, Resident
@@ -35,11 +36,13 @@ class Prediction:
       lowered: its kernels.
       limit_bytes: the scheduler's budget for the whole device: the cap.
       is_rescheduled: whether the compiler's scheduler moves kernels for overlap.
+      apart: its kernels before any were joined.
     """
 
     lowered: Lowered
     limit_bytes: float
     is_rescheduled: bool
+    apart: Lowered
 
     @cached_property
     def least(self) -> Peak:
@@ -102,5 +105,6 @@ def predict(
       limit_bytes: the scheduler's budget for the whole device: the cap.
     """
     mesh = costed.resharder.mesh
-    lowered = combined(lower(costed, live_ranges, chosen), mesh)
-    return Prediction(lowered, limit_bytes, is_hopper_or_later(mesh.cluster.device.name))
+    apart = lower(costed, live_ranges, chosen)
+    lowered = combined(merged(apart), mesh)
+    return Prediction(lowered, limit_bytes, is_hopper_or_later(mesh.cluster.device.name), apart)

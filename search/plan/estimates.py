@@ -39,7 +39,7 @@ def estimate(costed: CostedGraph, chosen: Sequence[int], device: Prediction) -> 
 def _recompute_s(costed: CostedGraph, device: Prediction) -> float:
     """Seconds of the kernels and collectives of what the plan recomputes."""
     ops = costed.graph.folded.program.ops
-    kernels = [(ops[k.position].op, k.time.seconds) for k in device.lowered.kernels]
+    kernels = [(ops[k.position].op, k.time.seconds) for k in device.apart.kernels]
     return sum((seconds for op, seconds in kernels if op is not None and op.scope.endswith(SCOPE)), 0.0)
 
 

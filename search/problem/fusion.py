@@ -55,9 +55,9 @@ again even then; ours stands in for copies in another layout around 16-bit softm
 CHEAPER_ITEMSIZE = 2
 """Bytes of an element up to which they are. Source: as above."""
 
-EXPENSIVE_FLOPS = 50.0
+EXPENSIVE_FLOPS = 60.0
 """What an expensive op is taken to cost for an element. Source: XLA's fusion stores a tanh in bfloat16 on an H100 and in
-float32 on an A100, but computes it again in float32 on an H100: 40 to 80."""
+float32 on A100s of 40 and 80 GB, but computes it again in float32 on an H100: 50 to 80."""
 
 
 def expensive_itemsize(device: Device) -> float:
@@ -87,6 +87,7 @@ class Fusion:
 
     Attributes:
       folded: the folded program.
+      is_reduction: by class, whether it reduces over something.
       expensive_itemsize: up to how many bytes an element an expensive op's result is stored.
       sources: by value, the stored arrays that it is computed from: itself, if it is stored.
       computed_in: by value, the phases of the kernels that read it, or compute it on the fly.
@@ -95,7 +96,7 @@ class Fusion:
     def __init__(self, folded: FoldedProgram, expensive_itemsize: float) -> None:
         self.folded, self.program, self.expensive_itemsize = folded, folded.program, expensive_itemsize
         self.maker, self.uses = self.program.maker, self.program.uses
-        self._is_reduction = [self._reduces(k) for k in range(len(folded.members))]
+        self.is_reduction = [self._reduces(k) for k in range(len(folded.members))]
         self._wanted: dict[int, bool] = {}
         self.computed_in = self._computed_in()
         self.sources: dict[int, frozenset[int]] = {}
@@ -206,7 +207,7 @@ class Fusion:
 
     def _stores(self, i: int, v: int) -> bool:
         op = self.program.ops[i]
-        is_reduction = self._is_reduction[self.folded.class_of[i]]
+        is_reduction = self.is_reduction[self.folded.class_of[i]]
         if v in self._random_bits and not is_reduction:
             read_in = {read_phase(self.program.ops[u]) for u in self.uses.get(v, ())}
             return len(read_in) > 1 or self._is_read_whole(v)

@@ -47,7 +47,7 @@ HIDDEN = Lowered(
 
 @pytest.mark.parametrize(("lowered", "num_bytes"), [(FREED_FIRST, 11.0), (MISLED, 11.0)])
 def test_the_least_is_that_of_the_better_order(lowered, num_bytes):
-    assert Prediction(lowered, inf, True).least.num_bytes == pytest.approx(num_bytes * (1 + MARGIN))
+    assert Prediction(lowered, inf, True, lowered).least.num_bytes == pytest.approx(num_bytes * (1 + MARGIN))
 
 
 def test_either_order_may_be_the_better_one():
@@ -64,7 +64,7 @@ def test_a_margin_is_kept_for_what_a_step_makes_and_not_for_its_arguments():
             buffer(100.0, resident=Resident.RESIDUALS),
         ),
     )
-    least = Prediction(lowered, inf, False).least
+    least = Prediction(lowered, inf, False, lowered).least
     assert least.num_bytes == pytest.approx(1607 + 0.03 * 107)
     assert dict(least.residents) == pytest.approx(
         {
@@ -77,13 +77,13 @@ def test_a_margin_is_kept_for_what_a_step_makes_and_not_for_its_arguments():
 
 
 def test_what_runs_behind_computation_is_hidden():
-    assert Prediction(HIDDEN, inf, True).hidden_s == 1.0
-    assert Prediction(HIDDEN, inf, False).hidden_s == 0.0
+    assert Prediction(HIDDEN, inf, True, HIDDEN).hidden_s == 1.0
+    assert Prediction(HIDDEN, inf, False, HIDDEN).hidden_s == 0.0
 
 
 def test_nothing_is_hidden_that_takes_longer_in_every_other_order():
     lowered = Lowered((kernel(0, [], [0]), collective(1, [0], [1]), kernel(2, [1], [2])), (buffer(1.0),) * 3)
-    assert Prediction(lowered, inf, True).hidden_s == 0.0
+    assert Prediction(lowered, inf, True, lowered).hidden_s == 0.0
 
 
 @given(programs())
@@ -93,7 +93,7 @@ def test_the_peak_is_the_mean_of_the_schedulers_orders_between_the_least_and_the
     mean = fmean(with_margin(plain, order) for order in orders)
     least = with_margin(plain, program_order(plain))
     for limit_bytes in (inf, 20.0, 0.0):
-        found = Prediction(lowered, limit_bytes, True)
+        found = Prediction(lowered, limit_bytes, True, lowered)
         assert found.least.num_bytes == pytest.approx(least)
         assert found.peak.num_bytes == pytest.approx(max(least, min(mean, limit_bytes)))
         assert found.peak.position == found.least.position
@@ -101,7 +101,7 @@ def test_the_peak_is_the_mean_of_the_schedulers_orders_between_the_least_and_the
             found.peak.num_bytes, abs=1e-9
         )
         assert found.hidden_s >= 0
-    assert Prediction(lowered, inf, False).peak == Prediction(lowered, inf, False).least
+    assert Prediction(lowered, inf, False, lowered).peak == Prediction(lowered, inf, False, lowered).least
 
 
 def with_margin(lowered, order) -> float:

@@ -1,0 +1,78 @@
+"""XLA makes one kernel of fused kernels that read the same array over the same loops, unless one waits for the other.
+
+(`xla/service/gpu/transforms/multi_output_fusion.cc`.) All their results are then there at once: a softmax that is recomputed
+beside the gradient of its scores, which reads those too, is not let go before that gradient is made.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from search.device.lowering import Kernel, Lowered, renumbered
+
+WINDOW = 64
+"""How many kernels before a kernel its siblings are looked for. Source: a choice of ours; siblings share operands."""
+
+LEAST_BYTES = 1 << 16
+"""Of an array whose readers are merged. Source: a choice of ours; XLA leaves out single numbers."""
+
+
+def merged(lowered: Lowered) -> Lowered:
+    """The program with sibling kernels merged, where the last of them stood."""
+    order: list[list[int]] = []
+    for k, kernel in enumerate(lowered.kernels):
+        order.append([k])
+        if kernel.nest is not None:
+            _merge_into_last(lowered, order)
+    kernels = [_one([lowered.kernels[k] for k in group]) for group in order]
+    number = {k: n for n, group in enumerate(order) for k in group}
+    return replace(lowered, kernels=tuple(renumbered(kernels, number)))
+
+
+def _merge_into_last(lowered: Lowered, order: list[list[int]]) -> None:
+    """Merges siblings into the last group of an order of groups; what waits for one of them goes behind it."""
+    here, group = len(order) - 1, order[-1]
+    for at in range(here - 1, max(0, here - WINDOW) - 1, -1):
+        if lowered.kernels[order[at][0]].loops != lowered.kernels[group[0]].loops:
+            return  # a loop's kernels stay together
+        if _are_siblings(lowered, order[at], group):
+            waiting = _waiting(lowered.kernels, order[: here + 1], at)
+            if here not in waiting:
+                group[:0] = order[at]
+                between = [order[n] for n in range(at + 1, here) if n not in waiting]
+                order[at : here + 1] = [*between, group, *(order[n] for n in waiting)]
+                here = at + len(between)
+
+
+def _are_siblings(lowered: Lowered, one: Sequence[int], other: Sequence[int]) -> bool:
+    if lowered.kernels[one[0]].nest != lowered.kernels[other[0]].nest:
+        return False
+    read = {r for k in one for r in lowered.kernels[k].reads} & {
+        r for k in other for r in lowered.kernels[k].reads
+    }
+    return any(lowered.buffers[r].num_bytes >= LEAST_BYTES for r in read)
+
+
+def _waiting(kernels: Sequence[Kernel], order: Sequence[Sequence[int]], at: int) -> list[int]:
+    """The places in an order of the groups that wait for the one at a place."""
+    made = {b for k in order[at] for b in kernels[k].makes}
+    waited_for = set(order[at])
+    found: list[int] = []
+    for n in range(at + 1, len(order)):
+        members = [kernels[k] for k in order[n]]
+        if any(not (made.isdisjoint(m.reads) and waited_for.isdisjoint(m.after)) for m in members):
+            found.append(n)
+            made.update(b for m in members for b in m.makes)
+            waited_for.update(order[n])
+    return found
+
+
+def _one(members: Sequence[Kernel]) -> Kernel:
+    first, *others = members
+    return replace(
+        first,
+        position=max(m.position for m in members),
+        reads=tuple(dict.fromkeys(b for m in members for b in m.reads)),
+        makes=tuple(b for m in members for b in m.makes),
+        after=tuple(dict.fromkeys(n for m in members for n in m.after)),
+        time=sum((other.time for other in others), first.time),
+    )
