@@ -10,6 +10,7 @@ Objective: sum of cost[v] R[t, v]. Constraints (Jain et al. 2020, section 4; `_a
 
     S[t, v] <= S[t-1, v] + R[t-1, v]             what is there was there, or was computed
     R[t, v] <= S[t, u] + R[t, u]    for u -> v   operands are there; for v = t too, where R is 1
+    S[t, v] + R[t, v] <= 1                       what is dropped and computed again in one stage counts as the latter
     R[t, v], S[t, v] <= S[t+1, v] + sum of R[t, w] over readers w: nothing is there for nothing
 
 Memory while v is computed in stage t, for each event (t, v), v = t included (`add_row`):
@@ -20,9 +21,10 @@ where A[t, v, u] = S[t+1, u] or R[t, w] for any reader w >= v of u: in a run nod
 there until its last reader, or for the next stage. Where R[t, v] = 0 the row follows from the next event's.
 
 Rows of the events (t, t) need no A's that are not S's or constants, and hold for any order of computation inside a stage:
-with these alone the program is a relaxation over all sequences. Other rows are added when a solution overruns them. It
-rarely does under loose budgets: most graphs need none of the n^2 / 2 rows, and the linear relaxation, which gives the bound,
-stays small. Moccasin (Bartan et al. 2023) has fewer variables, intervals, but no linear relaxation to speak of.
+with these alone the program is a relaxation over all sequences. Other rows are added when a solution overruns them. Under
+budgets of 80% or 90% of the peak training graphs need none or a few of the n^2 / 2 rows, and the linear relaxation, from
+which the bound comes, stays small. Moccasin (Bartan et al. 2023) says the same by O(n) integers, the ends of the intervals
+in which copies are retained; the booleans are here for the sake of that relaxation.
 """
 
 import math
@@ -75,12 +77,9 @@ class RetentionProgram:
       graph: its costs are whole numbers.
       budget: the most memory; None to minimise that instead of the cost.
       num_runs: how often, between two first computations, nodes are computed again in ascending order.
-      cutoff: only sequences that cost less are asked for.
     """
 
-    def __init__(
-        self, graph: ValueGraph, budget: int | None, num_runs: int = 1, cutoff: int | None = None
-    ) -> None:
+    def __init__(self, graph: ValueGraph, budget: int | None, num_runs: int = 1) -> None:
         from ortools.sat.python import cp_model  # it takes a while to import
 
         self._graph, self._operands, self._readers = graph, graph.operands(), graph.readers()
@@ -89,13 +88,19 @@ class RetentionProgram:
         self.stages = tuple(
             Stage(end, run == num_runs - 1) for end in range(len(graph)) for run in range(num_runs)
         )
-        self._again = [self._variables(stage.end) for stage in self.stages]
-        self._kept = [*(self._variables(stage.end) for stage in self.stages), {}]
+        self._kept: list[dict[int, cp_model.IntVar]] = []
+        self._again: list[dict[int, cp_model.IntVar]] = []
+        for stage in self.stages:
+            useful = [v for v in range(stage.end) if self._last_use[v] >= stage.end]
+            pairs = {v: (self._model.new_bool_var(""), self._model.new_bool_var("")) for v in useful}
+            self._kept.append({v: kept for v, (kept, _) in pairs.items()})
+            self._again.append({v: again for v, (_, again) in pairs.items()})
+        self._kept.append({})
         self._alive: dict[tuple[int, int, int], cp_model.LiteralT | None] = {}
         self._rows: set[tuple[int, int]] = set()
         for j in range(len(self.stages)):
             self._add_stage(j)
-        self._limit = self._add_objective(budget, cutoff)
+        self._limit = self._add_objective(budget)
         for j, stage in enumerate(self.stages):
             if stage.is_last:
                 self.add_row((j, stage.end))
@@ -110,7 +115,9 @@ class RetentionProgram:
         there = [(sizes[u], self._alive_at(j, v, u)) for u in range(v)]
         there.append((sizes[v], 1 if v == end else self._again[j].get(v)))
         there += [(sizes[u], self._kept[j].get(u)) for u in range(v + 1, end)]
-        self._model.add(sum(size * literal for size, literal in there if size and literal is not None) <= self._limit)
+        self._model.add(
+            sum(size * literal for size, literal in there if size and literal is not None) <= self._limit
+        )
         return True
 
     def solve(self, hint: Sequence[int] | None, time_limit_s: float, num_workers: int) -> Outcome:
@@ -130,6 +137,8 @@ class RetentionProgram:
         solver.parameters.random_seed = SEED
         solver.parameters.linearization_level = 2
         solver.parameters.num_workers = num_workers
+        if num_workers > 1:
+            solver.parameters.subsolvers.extend(["max_lp"])
         solver.parameters.max_time_in_seconds = max(time_limit_s, LEAST_SOLVE_S)
         status = solver.solve(self._model)
         if status == cp_model.INFEASIBLE:
@@ -155,13 +164,10 @@ class RetentionProgram:
                 j, last = j + 1, -1
         return found
 
-    def _variables(self, end: int) -> dict[int, "cp_model.IntVar"]:
-        """One for each node below `end` that may be of use from then on."""
-        return {v: self._model.new_bool_var("") for v in range(end) if self._last_use[v] >= end}
-
     def _add_stage(self, j: int) -> None:
         again, kept, end = self._again[j], self._kept[j], self.stages[j].end
         for v in again:
+            self._model.add_implication(kept[v], again[v].negated())
             used = self._uses(j, v)
             if used is not None:
                 self._model.add_bool_or(again[v].negated(), *used)
@@ -199,7 +205,7 @@ class RetentionProgram:
             self._alive[j, reader, u] = alive
         return self._alive[j, reader, u]
 
-    def _add_objective(self, budget: int | None, cutoff: int | None) -> "int | cp_model.IntVar":
+    def _add_objective(self, budget: int | None) -> "int | cp_model.IntVar":
         """What rows are held to: the budget, or a variable that is minimised."""
         costs, sizes = self._graph.costs, self._graph.sizes
         if budget is None:
@@ -208,8 +214,6 @@ class RetentionProgram:
             return peak
         extra = sum(int(costs[v]) * literal for again in self._again for v, literal in again.items())
         self._model.minimize(sum(map(int, costs)) + extra)
-        if cutoff is not None:
-            self._model.add(sum(map(int, costs)) + extra <= cutoff - 1)
         return budget
 
     def _add_hint(self, sequence: Sequence[int]) -> None:

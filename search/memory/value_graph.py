@@ -67,4 +67,6 @@ class ValueGraph:
     def least_budget(self) -> int:
         """What the largest node takes with its operands: no sequence takes less."""
         operands = self.operands()
-        return max((self.sizes[v] + sum(self.sizes[u] for u in us) for v, us in enumerate(operands)), default=0)
+        return max(
+            (self.sizes[v] + sum(self.sizes[u] for u in us) for v, us in enumerate(operands)), default=0
+        )
