@@ -174,7 +174,7 @@ def _with_runs(
     """The best with as many runs in each stage, where it is better than the best so far."""
     program = RetentionProgram(graph, budget, num_runs)
     rounds = list(_rounds(program, graph, budget, best.sequence, end_s, num_workers))
-    last, bound = rounds[-1], max(outcome.bound for outcome in rounds)
+    last, bound = rounds[-1], max(sum(graph.costs), *(outcome.bound for outcome in rounds))
     bound_any_order = max(best.bound_any_order, rounds[0].bound)
     if last.is_finished or not best.num_runs:
         best = replace(best, bound=bound, num_runs=num_runs)

@@ -7,7 +7,7 @@ import pytest
 from search.memory.checkpoints import checkpointed
 from search.memory.retention import footprints
 from search.memory.value_graph import ValueGraph
-from tests.search.memory.value_graphs import cheapest, forward_backward, revolve_chain
+from tests.search.memory.value_graphs import cheapest, revolve_chain
 
 
 @cache
@@ -47,5 +47,6 @@ def test_chains_of_several_sizes(budget):
 
 
 def test_what_is_no_chain_or_does_not_fit():
-    assert checkpointed(forward_backward(0, 4), 100) is None
+    diamond = ValueGraph([1] * 4, [1] * 4, [(0, 1), (0, 2), (1, 3), (2, 3)])
+    assert checkpointed(diamond, 100) is None
     assert checkpointed(revolve_chain(8), 1) is None
