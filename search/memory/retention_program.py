@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from ortools.sat.python import cp_model
 
 SEED = 0
+"""The solver's, so that the same program gives the same answer."""
 LEAST_SOLVE_S = 0.1
 """What a solver gets even if time is up, so that it can at least look at its hint."""
 
