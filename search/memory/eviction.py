@@ -1,0 +1,99 @@
+"""A sequence that fits a budget, found by a rule: when memory is short, evict what is cheap, large and not needed soon.
+
+Nodes are computed in order. What is missing among a node's operands is computed again first, and so on. Where a result does
+not fit, the value is evicted that has the smallest
+
+    cost of computing it again, with all that is missing for that  /  (its size x how far away its next reader is),
+
+as in Kirisame et al. (2021, "Dynamic tensor rematerialization"), who know the past alone and put there how long ago a value
+was last read. Operands of what is being computed stay. The rule may get stuck where a sequence exists.
+"""
+
+from search.memory.value_graph import ValueGraph
+
+MOST_COMPUTATIONS = 50
+"""Per node, on average; a budget that takes more is given up. Source: a choice of ours."""
+
+
+class _StuckError(Exception):
+    """The rule has nothing left to evict, or recomputes too much."""
+
+
+def evicting(graph: ValueGraph, budget: int) -> tuple[int, ...] | None:
+    """A sequence that fits, if the rule finds one."""
+    eviction = _Eviction(graph, budget)
+    try:
+        for v in range(len(graph)):
+            eviction.advance(v)
+    except _StuckError:
+        return None
+    return tuple(eviction.sequence)
+
+
+class _Eviction:
+    """What is in memory while a sequence is made."""
+
+    def __init__(self, graph: ValueGraph, budget: int) -> None:
+        self.graph, self.budget = graph, budget
+        self.operands, self.readers = graph.operands(), graph.readers()
+        self.sequence: list[int] = []
+        self.present: dict[int, None] = {}
+        self.pinned = [0] * len(graph)
+        self.now = 0
+
+    def advance(self, v: int) -> None:
+        """Computes a node for the first time."""
+        self.now = v
+        self._compute(v)
+        for u in [u for u in self.present if self._next_reader(u) is None]:
+            del self.present[u]
+
+    def _compute(self, wanted: int) -> None:
+        """Computes a node, and before it what is missing among its operands, and before that what is for those."""
+        waiting = [self._pin(wanted, 1)]
+        while waiting:
+            v = waiting[-1]
+            missing = next((u for u in self.operands[v] if u not in self.present), None)
+            if missing is not None:
+                waiting.append(self._pin(missing, 1))
+                continue
+            self._make_room(self.graph.sizes[v])
+            self.sequence.append(v)
+            self.present[v] = None
+            self._pin(waiting.pop(), -1)
+
+    def _pin(self, v: int, times: int) -> int:
+        """Holds a node's operands while it waits, or lets them go."""
+        for u in self.operands[v]:
+            self.pinned[u] += times
+        return v
+
+    def _make_room(self, size: int) -> None:
+        if len(self.sequence) >= MOST_COMPUTATIONS * len(self.graph):
+            raise _StuckError
+        used = size + sum(self.graph.sizes[u] for u in self.present)
+        while used > self.budget:
+            loose = [u for u in self.present if not self.pinned[u] and self.graph.sizes[u]]
+            if not loose:
+                raise _StuckError
+            evicted = min(loose, key=lambda u: (self._regret(u), u))
+            del self.present[evicted]
+            used -= self.graph.sizes[evicted]
+
+    def _regret(self, v: int) -> float:
+        reader = self._next_reader(v)
+        away = (len(self.graph) if reader is None else reader) - self.now + 1
+        return self._cost_again(v) / (self.graph.sizes[v] * away)
+
+    def _next_reader(self, v: int) -> int | None:
+        """The next first computation that reads a node."""
+        return next((w for w in self.readers[v] if w > self.now), None)
+
+    def _cost_again(self, v: int) -> float:
+        missing, stack = {v}, [v]
+        while stack:
+            for u in self.operands[stack.pop()]:
+                if u not in self.present and u not in missing:
+                    missing.add(u)
+                    stack.append(u)
+        return sum(self.graph.costs[u] for u in missing)
