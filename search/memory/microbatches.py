@@ -138,9 +138,9 @@ class _Rewriting:
     def run(self) -> Graph:
         self._sort_out()
         if not self.leaving:
-            raise InputError(
+            raise NotSplittableError(
                 "the step has nothing to run in microbatches: nothing that it returns depends both on examples and on what "
-                "is learned. Wanted a training step that hands back its parameters and takes a batch"
+                "is learned. Wanted a training step that takes a batch and hands back its parameters"
             )
         body = Microbatch(self.split, Resizer(), ())
         body.run(self._looped())
