@@ -158,7 +158,7 @@ def bind(primitive: Any, operands: list[Any], params: dict[str, Any]) -> list[An
 
 def result_types(primitive: Any, operands: list[Any], params: dict[str, Any]) -> list[Any]:
     """The shapes and types that JAX infers for an equation's results."""
-    return jax.eval_shape(lambda *xs: bind(primitive, list(xs), params), *operands)
+    return jax.eval_shape(functools.partial(bind, primitive, params=params), operands)
 
 
 def is_key_dtype(dtype: Any) -> bool:

@@ -1,285 +1,41 @@
-"""Which values of a step belong to single examples, which are sums over examples, and which neither.
+"""Follows the batch through a step: what each of its values is to the examples.
 
 A step that runs in microbatches must give the same numbers. So the batch is followed from the arguments through the graph,
-by the factors of every op. Each value is one of:
+by the factors of every op (`batch_cut`), and each value becomes one of the states of `batch_states`. Where something for
+each example reads what is finished (the statistics of a batch normalization, the other examples of a contrastive loss), or
+an op can do with nothing less than all examples, the step is not splittable, and the error says which ops are the reason.
 
-* `Whole`: it depends on no example (parameters, keys), or on the inputs alone and is needed in one piece (a count of tokens,
-  which divides each example's loss): then it is computed before the microbatches, from the whole batch;
-* `PerExample`: one of its dims carries the examples; each microbatch makes its part;
-* `Partial`: a sum over examples, or something linear in such sums: a microbatch's contributions add up (gradients, losses);
-* `Reduced`: a maximum or the like over examples; the reduction over microbatches ends it;
-* `Alike`: it depends on no example, but an op makes it that also makes others that do; each microbatch makes it;
-* `Finished`: made of sums or reductions in another way than linearly; computed after the last microbatch.
+What depends on the inputs alone is no such reason: it can be computed before the microbatches, from the whole batch.
 
-Where something for each example reads what is finished (the statistics of a batch normalization, the other examples of a
-contrastive loss), or an op can do with nothing less than all examples, the step is not splittable.
-
-A microbatch takes every count-th example. So a dim that carries examples is read as three, of which the middle one has the
-size of that count: places apart by `stride` belong to neighbouring examples. That says all: dims that a reshape has merged
-or cut stay followed, and where a step cuts the batch itself, each of its parts is cut in turn.
-
-The bodies of loops are analysed likewise, carries until nothing changes; nothing can be finished inside.
+The bodies of loops are followed likewise, carries until nothing changes; nothing can be finished inside, and nothing that
+has effects may run there, or it would run once for each microbatch.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from math import prod
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from jax import numpy as jnp
 
-from cost_model.errors import InputError
-from search.ir.factors import Kind, Rule, rule_for
-from search.ir.graph import EFFECTFUL, Atom, Graph, Op, Value
-from search.memory.positions import own_row
-
-
-class NotSplittableError(InputError):
-    """A step whose examples depend on one another: in microbatches, its numbers would be others."""
-
-
-@dataclass(frozen=True, slots=True)
-class Whole:
-    """It depends on no example, or is computed before the microbatches."""
-
-
-@dataclass(frozen=True, slots=True)
-class Alike:
-    """Every microbatch makes the same."""
-
-
-@dataclass(frozen=True, slots=True)
-class PerExample:
-    """The dim that carries the examples, and how many places apart in it neighbouring examples are."""
-
-    dim: int
-    stride: int = 1
-
-
-@dataclass(frozen=True, slots=True)
-class Partial:
-    """A sum over examples, and the op that sums."""
-
-    cause: Op = field(compare=False)
-
-
-@dataclass(frozen=True, slots=True)
-class Reduced:
-    """A maximum, a minimum, a product, or truth of all or any, over examples."""
-
-    cause: Op = field(compare=False)
-
-
-@dataclass(frozen=True, slots=True)
-class Finished:
-    """It takes all examples at once, because of an op."""
-
-    cause: Op = field(compare=False)
-
-
-State = Whole | Alike | PerExample | Partial | Reduced | Finished
-WHOLE, ALIKE = Whole(), Alike()
-
-REDUCTIONS = frozenset({"reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or"})
-
-
-@dataclass(frozen=True, eq=False)
-class BatchSplit:
-    """What each value of a graph is.
-
-    Attributes:
-      graph: the graph.
-      count: of microbatches.
-      maker: by value, the op that makes it.
-      states: by value.
-      firsts: the values that depend on the batch and other inputs alone, not on what is learned.
-      zeros: the values that are zero.
-      wanted: what each output has to be: of a loop's carry that is a sum, a `Partial` also where it is `Whole`.
-      inner: by op with bodies, their own splits.
-    """
-
-    graph: Graph
-    count: int
-    maker: dict[int, Op]
-    states: dict[int, State]
-    firsts: set[int]
-    zeros: set[int]
-    wanted: tuple[State, ...]
-    inner: dict[int, dict[str, tuple["BatchSplit", ...]]]
-
-    @property
-    def entering(self) -> list[State]:
-        """What the graph's inputs are."""
-        return [self.states[v] for v in self.graph.inputs]
-
-    def state(self, atom: Atom) -> State:
-        """What an operand is."""
-        return self.states[atom] if isinstance(atom, int) else WHOLE
-
-    def read(self, op: Op) -> list[State]:
-        """What an op's operands are."""
-        return [self.state(a) for a in op.inputs]
-
-    def is_zero(self, atom: Atom) -> bool:
-        """Whether an operand is zero."""
-        return atom in self.zeros if isinstance(atom, int) else not np.any(atom.val)
-
-
-def is_unsplit(state: State) -> bool:
-    """Whether it depends on no example."""
-    return isinstance(state, Whole | Alike)
-
-
-def local_value(value: Value, state: State, count: int) -> Value:
-    """A microbatch's part of a value."""
-    if not isinstance(state, PerExample):
-        return value
-    shape = list(value.shape)
-    shape[state.dim] //= count
-    return replace(value, shape=tuple(shape))
-
-
-# --- one op
-
-
-@dataclass(frozen=True, slots=True)
-class Cut:
-    """An op that runs for a microbatch.
-
-    Attributes:
-      rule: its factors.
-      factor: which of them carries the examples.
-      stride: how many places of the factor neighbouring examples are apart.
-      own: where each example looks up its own row: the first operand's dim of rows, and the indices' column that says them.
-    """
-
-    rule: Rule
-    factor: int
-    stride: int
-    own: tuple[int, int] | None = None
-
-    @property
-    def kind(self) -> Kind:
-        """The factor's."""
-        return self.rule.factors[self.factor].kind
-
-    def operand(self, i: int) -> PerExample | None:
-        """How an operand carries the examples, if it does."""
-        return self._row() if i == 0 and self.own else self._carried(self.rule.operands[i])
-
-    def result(self, r: int) -> PerExample | None:
-        """How a result carries the examples, if it does."""
-        return self._carried(self.rule.results[r]) or self._row()
-
-    def _row(self) -> PerExample | None:
-        return PerExample(self.own[0]) if self.own else None
-
-    def _carried(self, dims: Sequence[tuple[int, ...]]) -> PerExample | None:
-        for d, factors in enumerate(dims):
-            if self.factor in factors:
-                minor = factors[factors.index(self.factor) + 1 :]
-                return PerExample(d, self.stride * prod(self.rule.factors[f].size for f in minor))
-        return None
-
-
-def cut_at(rule: Rule, dims: Sequence[tuple[int, ...]], state: PerExample, count: int) -> Cut | None:
-    """The cut of a rule that cuts these dims so; None where the examples are in no single factor."""
-    minor = 1
-    for f in reversed(dims[state.dim]):
-        stride, size = state.stride // minor, rule.factors[f].size
-        if state.stride % minor == 0 and stride and size % (stride * count) == 0:
-            return Cut(rule, f, stride)
-        minor *= size
-    return None
-
-
-def rule_of(op: Op, graph: Graph) -> Rule:
-    """An op's factors."""
-    return rule_for(op.name, [graph.value(a) for a in op.inputs], op.result_values, op.params)
-
-
-def operand_cut(op: Op, split: BatchSplit) -> Cut | None:
-    """How an op is cut that reads something for each example; None where it cannot be."""
-    rule, read = rule_of(op, split.graph), split.read(op)
-    if (own := _own_rows(op, rule, split)) is not None:
-        return own
-    cuts = {
-        cut_at(rule, rule.operands[i], state, split.count)
-        for i, state in enumerate(read)
-        if isinstance(state, PerExample)
-    }
-    cut = cuts.pop()
-    if cut is None or cuts or cut.kind is Kind.UNSPLITTABLE or is_looked_up(op, cut):
-        return None
-    return cut
-
-
-def _own_rows(op: Op, rule: Rule, split: BatchSplit) -> Cut | None:
-    """The cut of a look-up in which each example finds its own row."""
-    if op.name not in ("gather", "scatter-add", "scatter-sub"):
-        return None
-    row, indices, *_ = split.read(op)
-    if not isinstance(indices, PerExample) or indices.stride != 1:
-        return None
-    own = own_row(op, split.graph, split.maker, indices.dim)
-    if own is None or not (row == PerExample(own[0]) or is_unsplit(row)):
-        return None
-    cut = cut_at(rule, rule.operands[1], indices, split.count)
-    return None if cut is None else replace(cut, own=own)
-
-
-def is_looked_up(op: Op, cut: Cut) -> bool:
-    """Whether examples are chosen by indices, which count from the batch's first."""
-    if "dimension_numbers" not in op.params or not op.name.startswith(("gather", "scatter")):
-        return False
-    numbers = op.params["dimension_numbers"]
-    is_gather = op.name == "gather"
-    chosen = numbers.start_index_map if is_gather else numbers.scatter_dims_to_operand_dims
-    absent = numbers.collapsed_slice_dims if is_gather else numbers.inserted_window_dims
-    carried = cut.operand(0)
-    return carried is not None and carried.dim in chosen and carried.dim in absent
-
-
-def is_begun(op: Op, cut: Cut) -> bool:
-    """Whether an op adds sums over examples to its first operand."""
-    return op.name in ("scatter-add", "scatter-sub") and cut.operand(0) is None
-
-
-_PRODUCTS = frozenset({"mul", "dot_general", "conv_general_dilated", "ragged_dot_general"})
-"""Linear in each operand."""
-
-_LINEAR: dict[str, tuple[int, ...]] = {
-    "div": (0,),
-    "gather": (0,),
-    "dynamic_slice": (0,),
-    "dynamic_update_slice": (0, 1),
-    "scatter-add": (0, 2),
-    "scatter-sub": (0, 2),
-}
-"""Linear in these operands together."""
-
-
-def summed_operands(op: Op, split: BatchSplit) -> tuple[int, ...] | None:
-    """The operands in which an op of sums is linear, together; None where it is not."""
-    states = split.read(op)
-    partial = tuple(i for i, s in enumerate(states) if isinstance(s, Partial))
-    if not all(jnp.issubdtype(v.dtype, np.number) for v in op.result_values):
-        return None
-    if op.name in _PRODUCTS:
-        return partial if len(partial) == 1 else None
-    if op.name == "div" and not jnp.issubdtype(op.result_values[0].dtype, np.inexact):
-        return None
-    if op.name == "select_n":
-        linear = tuple(range(1, len(states)))
-    elif rule_of(op, split.graph).is_additive:
-        linear = tuple(range(len(states)))
-    else:
-        linear = _LINEAR.get(op.name, ())
-    return linear if set(partial) <= set(linear) else None
-
-
-# --- a graph
+from search.ir.factors import Kind
+from search.ir.graph import EFFECTFUL, Graph, Op
+from search.memory.batch_cut import REDUCTIONS, Cut, is_begun, operand_cut, summed_operands
+from search.memory.batch_states import (
+    ALIKE,
+    WHOLE,
+    BatchSplit,
+    Finished,
+    NotSplittableError,
+    Partial,
+    PerExample,
+    Reduced,
+    State,
+    Whole,
+    is_unsplit,
+    needed,
+    stacked,
+    uncut,
+)
 
 
 def batch_split(
@@ -336,18 +92,20 @@ class _Walk:
             made = [s if isinstance(s, PerExample) else WHOLE for s in made]
         for state in made:
             if self.is_body and isinstance(state, Finished | Reduced):
-                raise _needed(state.cause, op)
+                raise needed(state.cause, op)
         return made
 
     def _results(self, i: int, op: Op) -> Sequence[State]:
         read, num = self.split.read(op), len(op.outputs)
+        if self.is_body and op.name in EFFECTFUL:
+            raise uncut(op)
         if all(map(is_unsplit, read)):
             return [ALIKE if ALIKE in read else WHOLE] * num
         is_split = any(isinstance(s, PerExample) for s in read)
         for state in read:
             if isinstance(state, Finished | Reduced):
                 if is_split:
-                    raise _needed(state.cause, op)
+                    raise needed(state.cause, op)
                 return [Finished(state.cause)] * num
         if op.name in EFFECTFUL:
             return [Finished(op)] * num
@@ -361,10 +119,10 @@ class _Walk:
         """An op that reads something for each example."""
         cut = operand_cut(op, self.split)
         if cut is None:
-            raise _uncut(op)
+            raise uncut(op)
         for i, state in enumerate(read):
             if isinstance(state, Partial) and not (i == 0 and is_begun(op, cut)):
-                raise _needed(state.cause, op)
+                raise needed(state.cause, op)
         return [cut.result(r) or self._without(op, cut) for r in range(len(op.outputs))]
 
     def _without(self, op: Op, cut: Cut) -> State:
@@ -373,7 +131,7 @@ class _Walk:
             return Partial(op)
         if cut.kind is Kind.REDUCE and op.name in REDUCTIONS:
             return Reduced(op)
-        raise _uncut(op)
+        raise uncut(op)
 
     def _sums(self, op: Op, read: Sequence[State]) -> Sequence[State]:
         """An op that reads sums, and nothing for each example."""
@@ -416,12 +174,12 @@ class _Walk:
         )
         condition = self._body(op.bodies["cond_jaxpr"][0], (*read[:num_cond], *carries))
         if not is_unsplit(condition.wanted[0]):
-            raise _uncut(op)
+            raise uncut(op)
         return carries, {"cond_jaxpr": (condition,), "body_jaxpr": (replace(body, wanted=tuple(carries)),)}
 
     def _cond(self, op: Op, read: Sequence[State]) -> tuple[list[State], dict[str, tuple[BatchSplit, ...]]]:
         if not is_unsplit(read[0]):
-            raise _uncut(op)
+            raise uncut(op)
         branches = [self._body(branch, read[1:]) for branch in op.bodies["branches"]]
         made = list(branches[0].wanted)
         for branch in branches[1:]:
@@ -458,13 +216,8 @@ def _of_iteration(state: State, op: Op) -> State:
     if not isinstance(state, PerExample):
         return state
     if state.dim == 0:
-        raise _uncut(op)
+        raise uncut(op)
     return replace(state, dim=state.dim - 1)
-
-
-def stacked(state: State) -> State:
-    """What becomes of something for each iteration."""
-    return replace(state, dim=state.dim + 1) if isinstance(state, PerExample) else state
 
 
 def _joined(one: State, other: State, op: Op) -> State:
@@ -474,21 +227,4 @@ def _joined(one: State, other: State, op: Op) -> State:
         return one
     if isinstance(one, Whole):
         return other
-    raise _uncut(op)
-
-
-_REMEDY = "Microbatches would change the numbers: leave such a step in one piece"
-
-
-def _needed(cause: Op, reader: Op) -> NotSplittableError:
-    return NotSplittableError(
-        f"the step cannot be split into microbatches: {reader.name} {reader.where} needs, for each example, what "
-        f"{cause.name} {cause.where} makes of all examples together. {_REMEDY}, or let each example do without the others"
-    )
-
-
-def _uncut(op: Op) -> NotSplittableError:
-    return NotSplittableError(
-        f"the step cannot be split into microbatches: {op.name} {op.where} takes all examples together, and no rule says "
-        f"how to do it in parts. {_REMEDY}, or let it work on each example by itself"
-    )
+    raise uncut(op)

@@ -35,7 +35,8 @@ import jax.numpy as jnp
 from cost_model.errors import InputError
 from search.ir import _jax
 from search.ir.graph import EFFECTFUL, Graph, Op, Phase, Role, Step, Value, verify, without_dead_ops
-from search.memory.batch_split import (
+from search.memory.batch_split import batch_split
+from search.memory.batch_states import (
     WHOLE,
     Alike,
     BatchSplit,
@@ -45,11 +46,11 @@ from search.memory.batch_split import (
     Reduced,
     State,
     Whole,
-    batch_split,
     local_value,
 )
-from search.memory.microbatch_body import INDEX, SCOPE, Microbatch, Written, around
+from search.memory.microbatch_body import INDEX, Microbatch, around
 from search.memory.resized_ops import Resizer
+from search.memory.written import SCOPE, Written
 
 
 def microbatched(step: Step, count: int) -> Step:

@@ -15,10 +15,10 @@ from executors.rewrite import evaluator
 from search.ir.graph import Graph, Op, Phase, Role, Step, walk
 from search.ir.sharding import StepSharding
 from search.ir.trace import trace
-from search.memory.batch_split import NotSplittableError
-from search.memory.microbatch_body import SCOPE
+from search.memory.batch_states import NotSplittableError
 from search.memory.microbatches import microbatched
 from search.memory.recompute import recomputed
+from search.memory.written import SCOPE
 from tests.executors.agreement import NOISE, NOISE_GROWN_BY_ADAM
 from tests.zoo import MAKERS, make_gpt_linen
 
@@ -108,13 +108,18 @@ def chosen(params, batch, key):
 
 
 def repeated(params, batch, key):
+    """A loop that tests at run time, with random bits in its body, and a sum that begins with a number."""
     x = embedded(params, batch["tokens"])
-    return jnp.mean(
-        lax.while_loop(
-            lambda c: c[0] < LAYERS, lambda c: (c[0] + 1, jnp.tanh(c[1])), (0, lax.stop_gradient(x))
-        )[1]
-        * x
+
+    def advance(carry):
+        i, x, total = carry
+        x = jnp.tanh(x) * jax.random.bernoulli(key, 0.8, x.shape)
+        return i + 1, x, total + x.sum()
+
+    _, walked, total = lax.while_loop(
+        lambda carry: carry[0] < LAYERS, advance, (0, lax.stop_gradient(x), 1.0)
     )
+    return jnp.mean(walked * x) + lax.stop_gradient(total)
 
 
 def balanced_by_sequence(params, batch, key):
@@ -429,6 +434,18 @@ def test_batch_normalization_is_refused():
 def test_a_batch_that_does_not_divide_is_refused_by_name():
     with pytest.raises(InputError, match=r"batch\['\w+'\] has 8 examples, which is not a multiple of 3"):
         microbatched(traced("mean"), 3)
+
+
+def test_effects_in_a_loop_are_refused():
+    def loss(params, batch, key):
+        def body(x, w):
+            jax.debug.print("{}", w.sum())
+            return layer(x, w), None
+
+        return jnp.mean(lax.scan(body, embedded(params, batch["tokens"]), params["layers"])[0])
+
+    with pytest.raises(NotSplittableError, match=r"debug_\w+ at \S*test_microbatches\.py"):
+        microbatched(trace(trained(loss), *arguments()), 2)
 
 
 @pytest.mark.parametrize("count", [0, -2])
