@@ -106,7 +106,7 @@ class Microbatch:
                 op = self._for_fewer(op, read)
             else:
                 op = replace(op, inputs=tuple(map(self._whole, op.inputs)))
-            self.written.ops.append(_in_loop(op))
+            self.written.ops.append(in_loop(op))
             self.present.update(op.outputs)
 
     def graph(self, inputs: Sequence[int], outputs: Sequence[Atom]) -> Graph:
@@ -166,7 +166,7 @@ class Microbatch:
             op, [cut.operand(i) if isinstance(a, int) else None for i, a in enumerate(op.inputs)], values
         )
         outputs = tuple(map(self.written.new, values))
-        self.written.ops.append(_in_loop(replace(small, outputs=outputs)))
+        self.written.ops.append(in_loop(replace(small, outputs=outputs)))
         for v, state, part in zip(op.outputs, carried, outputs, strict=True):
             assert state is not None
             self._parts[v, state] = part
@@ -179,7 +179,7 @@ class Microbatch:
         shape, dim = around(value, wanted, self.count)
         small = local_value(value, wanted, self.count).shape
         take = partial(_part_of, shape=shape, dim=dim, small=small)
-        return self.written.write(take, (whole, self.asked_index()), op and _in_loop(op))
+        return self.written.write(take, (whole, self.asked_index()), op and in_loop(op))
 
     def _is_generated(self, op: Op) -> bool:
         """Whether an op makes much from little, all of which depends on no example."""
@@ -199,7 +199,7 @@ class Microbatch:
                 through = dict(zip(held, self._behind_the_index(held, op), strict=False))
                 inputs = tuple(through[a] if isinstance(a, int) else a for a in inputs)
             outputs = tuple(map(self.written.new, op.result_values))
-            self.written.ops.append(_in_loop(replace(op, inputs=inputs, outputs=outputs)))
+            self.written.ops.append(in_loop(replace(op, inputs=inputs, outputs=outputs)))
             self._generated.update(zip(op.outputs, outputs, strict=True))
         return self._generated[v]
 
@@ -208,7 +208,7 @@ class Microbatch:
         inputs = (*held, self.asked_index())
         values = tuple(self.written.values[v] for v in inputs)
         outputs = tuple(map(self.written.new, values))
-        phase, source = _in_loop(like).phase, like.source_info
+        phase, source = in_loop(like).phase, like.source_info
         self.written.ops.append(
             Op(_jax.optimization_barrier_p, {}, inputs, outputs, values, phase, like.scope, source, {})
         )
@@ -335,12 +335,12 @@ def _with_index(op: Op, inputs: tuple[Atom, ...], index: int) -> tuple[Op, tuple
     return op, (inputs[0], index, *inputs[1:])
 
 
-def _in_loop(op: Op) -> Op:
-    """The op in the loop of microbatches, which holds the phases forward and backward."""
+def in_loop(op: Op) -> Op:
+    """An op as it stands in the loop over microbatches, which holds the phases forward and backward."""
     if op.phase is not Phase.UPDATE:
         return op
     bodies = {
-        key: tuple(replace(b, ops=tuple(map(_in_loop, b.ops))) for b in each)
+        key: tuple(replace(b, ops=tuple(map(in_loop, b.ops))) for b in each)
         for key, each in op.bodies.items()
     }
     return replace(op, phase=Phase.BACKWARD, bodies=bodies)

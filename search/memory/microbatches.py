@@ -16,8 +16,8 @@ A microbatch takes every count-th example, not a run of neighbours: then it take
 that is split over devices, and nothing moves between them. What is returned for each example comes back in the batch's
 order.
 
-Source: gradient accumulation is folklore; that the batch can be split along a dim that is found by following the ops is in
-Jia et al. 2019 (FlexFlow's sample dimension) and Unger et al. 2022.
+Source: microbatches whose gradients add up exactly, and why the statistics of a batch normalization stand against that, are
+of GPipe (Huang et al. 2019, section 2); following the batch by factors is ours.
 """
 
 # JAX types these functions only in part.
@@ -48,7 +48,7 @@ from search.memory.batch_states import (
     Whole,
     local_value,
 )
-from search.memory.microbatch_body import INDEX, Microbatch, around
+from search.memory.microbatch_body import INDEX, Microbatch, around, in_loop
 from search.memory.resized_ops import Resizer
 from search.memory.written import SCOPE, Written
 
@@ -188,9 +188,8 @@ class _Rewriting:
     def _is_finished_late(self, op: Op, wanted: set[int]) -> bool:
         """Whether a sum is added up as an op makes it, rather than that be computed of finished sums."""
         sums = [a for a in op.operands if isinstance(self.split.states[a], Partial)]
-        if not sums or op.bodies or any(isinstance(s, PerExample) for s in self.split.read(op)):
-            return True
-        if op.name == "optimization_barrier":
+        is_source = not sums or any(isinstance(s, PerExample) for s in self.split.read(op))
+        if is_source or op.bodies or op.name == "optimization_barrier":
             return True
         widths = {self.graph.values[v].itemsize for v in sums}
         width = op.result_values[0].itemsize
@@ -264,7 +263,7 @@ class _Loop:
         inner = self.body.written
         before = [inner.new(inner.values[v]) for v in (*self.sums, *self.alike)]
         added = [
-            inner.write(jax.lax.add, (sum_before, v), self.leaving[v])
+            inner.write(jax.lax.add, (sum_before, v), in_loop(self.leaving[v]))
             for sum_before, v in zip(before, self.sums, strict=False)
         ]
         index = () if self.body.index is None else (self.body.index,)
