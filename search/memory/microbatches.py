@@ -27,6 +27,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
+from math import prod
 from typing import Any
 
 import jax
@@ -84,9 +85,12 @@ def microbatched(step: Step, count: int) -> Step:
 
 
 def _sizes(step: Step, count: int) -> list[int]:
-    """How many examples the batch may have: what most of its arguments begin with, then the others."""
+    """How many examples the batch may have: what most of its arguments, and the largest, begin with, then the others."""
     leading = {a.name: shape[0] for a, shape in _batch_arguments(step)}
-    sizes = [size for size, _ in Counter(leading.values()).most_common()]
+    num_arguments, num_elements = Counter(leading.values()), Counter[int]()
+    for _, shape in _batch_arguments(step):
+        num_elements[shape[0]] += prod(shape)
+    sizes = sorted(num_arguments, key=lambda n: (num_arguments[n], num_elements[n]), reverse=True)
     if not sizes:
         raise InputError(
             f"the step {step.name!r} cannot be split into {count} microbatches: no argument is a batch of examples. Wanted "

@@ -448,6 +448,18 @@ def test_effects_in_a_loop_are_refused():
         microbatched(trace(trained(loss), *arguments()), 2)
 
 
+def test_a_raw_key_is_no_batch_of_two():
+    def step(key, params, x):
+        def loss(params):
+            return jnp.mean(((x @ params) * jax.random.bernoulli(key, 0.5, x.shape)) ** 2)
+
+        return params - 0.1 * jax.grad(loss)(params)
+
+    with jax.enable_x64(True):
+        args = jax.random.PRNGKey(0), jnp.eye(4), jnp.linspace(0.0, 1.0, 32).reshape(8, 4)
+        assert_same(step, microbatched(trace(step, *args), 4), args)
+
+
 @pytest.mark.parametrize("count", [0, -2])
 def test_fewer_than_one_microbatch_are_refused(count):
     with pytest.raises(InputError, match=f"at least 1 microbatch, got {count}"):
