@@ -156,6 +156,11 @@ def bind(primitive: Any, operands: list[Any], params: dict[str, Any]) -> list[An
     return list(out) if primitive.multiple_results else [out]
 
 
+def result_types(primitive: Any, operands: list[Any], params: dict[str, Any]) -> list[Any]:
+    """The shapes and types that JAX infers for an equation's results."""
+    return jax.eval_shape(functools.partial(bind, primitive, params=params), operands)
+
+
 def is_key_dtype(dtype: Any) -> bool:
     """Whether `dtype` is a typed PRNG key."""
     return jax.numpy.issubdtype(dtype, jax.dtypes.prng_key)

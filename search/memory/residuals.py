@@ -285,14 +285,17 @@ class _Reader:
         for at, i in enumerate(ops):
             for r in range(len(graph.ops[i].outputs)):
                 if (v := self._stored_at(("result", (*path, i), r))) is not None:
-                    last = self.program.ops[self._last_forward.get(v, self.program.maker[v][0])].site[
-                        len(path)
-                    ]
+                    last = self._last_forward.get(v, self.program.maker[v][0])
                     made_at.append(at)
-                    last_at.append(bisect_right(ops, last) - 1)
+                    last_at.append(bisect_right(ops, self._place_in(path, graph, last)) - 1)
                     sizes.append(self._held_bytes(v))
         cut = segments(sizes, last_at, made_at, len(ops))
         return {ops[a] for a, b in zip(made_at, last_at, strict=True) if cut.of(b) > cut.of(a)}
+
+    def _place_in(self, path: Site, graph: Graph, at: int) -> int:
+        """Where in a graph an op of the program stands; what leads out of a loop stands behind its body."""
+        site = self.program.ops[at].site
+        return site[len(path)] if site[: len(path)] == path and len(site) > len(path) else len(graph.ops)
 
     @cached_property
     def _last_forward(self) -> dict[int, int]:

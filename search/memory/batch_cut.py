@@ -1,0 +1,157 @@
+"""One op, cut along the examples: which of its factors carries them, and what becomes of sums over them.
+
+The factor rules say it all. An operand's dim that carries examples is made of factors; the one that holds them must be the
+same for all operands that do. If it is parallel, the results carry examples too; if it is summed, they are sums over
+examples. Exceptions are look-ups: there, an index counts from the batch's first example (`positions` says when that is no
+matter), and a scatter adds its sums to an array that must be counted once.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import prod
+
+import numpy as np
+from jax import numpy as jnp
+
+from search.ir.factors import Kind, Rule, rule_for
+from search.ir.graph import Graph, Op
+from search.memory.batch_states import BatchSplit, Partial, PerExample, is_unsplit
+from search.memory.positions import own_row
+
+REDUCTIONS = frozenset({"reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or"})
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """An op that runs for a microbatch.
+
+    Attributes:
+      rule: its factors.
+      factor: which of them carries the examples.
+      stride: how many places of the factor neighbouring examples are apart.
+      own: where each example looks up its own row: the first operand's dim of rows, and the indices' column that says them.
+    """
+
+    rule: Rule
+    factor: int
+    stride: int
+    own: tuple[int, int] | None = None
+
+    @property
+    def kind(self) -> Kind:
+        """The factor's."""
+        return self.rule.factors[self.factor].kind
+
+    def operand(self, i: int) -> PerExample | None:
+        """How an operand carries the examples, if it does."""
+        return self._row() if i == 0 and self.own else self._carried(self.rule.operands[i])
+
+    def result(self, r: int) -> PerExample | None:
+        """How a result carries the examples, if it does."""
+        return self._carried(self.rule.results[r]) or self._row()
+
+    def _row(self) -> PerExample | None:
+        return PerExample(self.own[0]) if self.own else None
+
+    def _carried(self, dims: Sequence[tuple[int, ...]]) -> PerExample | None:
+        for d, factors in enumerate(dims):
+            if self.factor in factors:
+                minor = factors[factors.index(self.factor) + 1 :]
+                return PerExample(d, self.stride * prod(self.rule.factors[f].size for f in minor))
+        return None
+
+
+def cut_at(rule: Rule, dims: Sequence[tuple[int, ...]], state: PerExample, count: int) -> Cut | None:
+    """The cut of a rule that cuts these dims so; None where the examples are in no single factor."""
+    minor = 1
+    for f in reversed(dims[state.dim]):
+        stride, size = state.stride // minor, rule.factors[f].size
+        if state.stride % minor == 0 and stride and size % (stride * count) == 0:
+            return Cut(rule, f, stride)
+        minor *= size
+    return None
+
+
+def rule_of(op: Op, graph: Graph) -> Rule:
+    """An op's factors."""
+    return rule_for(op.name, [graph.value(a) for a in op.inputs], op.result_values, op.params)
+
+
+def operand_cut(op: Op, split: BatchSplit) -> Cut | None:
+    """How an op is cut that reads something for each example; None where it cannot be."""
+    rule, read = rule_of(op, split.graph), split.read(op)
+    if (own := _own_rows(op, rule, split)) is not None:
+        return own
+    cuts = {
+        cut_at(rule, rule.operands[i], state, split.count)
+        for i, state in enumerate(read)
+        if isinstance(state, PerExample)
+    }
+    cut = cuts.pop()
+    if cut is None or cuts or cut.kind is Kind.UNSPLITTABLE or is_looked_up(op, cut):
+        return None
+    return cut
+
+
+def _own_rows(op: Op, rule: Rule, split: BatchSplit) -> Cut | None:
+    """The cut of a look-up in which each example finds its own row."""
+    if op.name not in ("gather", "scatter-add", "scatter-sub"):
+        return None
+    row, indices, *_ = split.read(op)
+    if not isinstance(indices, PerExample) or indices.stride != 1:
+        return None
+    own = own_row(op, split.graph, split.maker, indices.dim)
+    if own is None or not (row == PerExample(own[0]) or is_unsplit(row)):
+        return None
+    cut = cut_at(rule, rule.operands[1], indices, split.count)
+    return None if cut is None else replace(cut, own=own)
+
+
+def is_looked_up(op: Op, cut: Cut) -> bool:
+    """Whether examples are chosen by indices, which count from the batch's first."""
+    if "dimension_numbers" not in op.params or not op.name.startswith(("gather", "scatter")):
+        return False
+    numbers = op.params["dimension_numbers"]
+    is_gather = op.name == "gather"
+    chosen = numbers.start_index_map if is_gather else numbers.scatter_dims_to_operand_dims
+    absent = numbers.collapsed_slice_dims if is_gather else numbers.inserted_window_dims
+    carried = cut.operand(0)
+    return carried is not None and carried.dim in chosen and carried.dim in absent
+
+
+def is_begun(op: Op, cut: Cut) -> bool:
+    """Whether an op adds sums over examples to its first operand."""
+    return op.name in ("scatter-add", "scatter-sub") and cut.operand(0) is None
+
+
+_PRODUCTS = frozenset({"mul", "dot_general", "conv_general_dilated", "ragged_dot_general"})
+"""Linear in each operand."""
+
+_LINEAR: dict[str, tuple[int, ...]] = {
+    "div": (0,),
+    "gather": (0,),
+    "dynamic_slice": (0,),
+    "dynamic_update_slice": (0, 1),
+    "scatter-add": (0, 2),
+    "scatter-sub": (0, 2),
+}
+"""Linear in these operands together."""
+
+
+def summed_operands(op: Op, split: BatchSplit) -> tuple[int, ...] | None:
+    """The operands in which an op of sums is linear, together; None where it is not."""
+    states = split.read(op)
+    partial = tuple(i for i, s in enumerate(states) if isinstance(s, Partial))
+    if not all(jnp.issubdtype(v.dtype, np.number) for v in op.result_values):
+        return None
+    if op.name in _PRODUCTS:
+        return partial if len(partial) == 1 else None
+    if op.name == "div" and not jnp.issubdtype(op.result_values[0].dtype, np.inexact):
+        return None
+    if op.name == "select_n":
+        linear = tuple(range(1, len(states)))
+    elif rule_of(op, split.graph).is_additive:
+        linear = tuple(range(len(states)))
+    else:
+        linear = _LINEAR.get(op.name, ())
+    return linear if set(partial) <= set(linear) else None

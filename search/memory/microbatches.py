@@ -1,0 +1,338 @@
+"""A step rewritten so that it goes through its batch in microbatches, and updates once.
+
+The rewritten step is a step like any other: a `scan` over microbatches that adds up gradients (and losses) in its carry,
+with what must be there before it and what needs finished sums after it. Which op belongs where follows from the data alone
+(`batch_split`); phases are no more than names here.
+
+*Before* the loop stands what its microbatches read as a whole: parameters cast to another type, a count of tokens. *In* it
+stands everything for each example, and the sums over examples. *After* it stands the rest: what is made of finished sums,
+such as a clipped gradient, noise, the update.
+
+A sum may be finished early, and what is linear in it be computed once, after the loop; or late, and the last of the linear
+results be added up. Late costs its ops in every microbatch, so early it is, unless late holds fewer bytes in the carry, or
+adds up in a wider type: gradients that are computed in bfloat16 and then converted are added up in float32.
+
+A microbatch takes every count-th example, not a run of neighbours: then it takes equally many from each shard of a batch
+that is split over devices, and nothing moves between them. What is returned for each example comes back in the batch's
+order.
+
+Source: microbatches whose gradients add up exactly, and why the statistics of a batch normalization stand against that, are
+of GPipe (Huang et al. 2019, section 2); following the batch by factors is ours.
+"""
+
+# JAX types these functions only in part.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import partial
+from math import prod
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from cost_model.errors import InputError
+from search.ir import _jax
+from search.ir.graph import EFFECTFUL, Graph, Op, Phase, Role, Step, Value, verify, without_dead_ops
+from search.memory.batch_split import batch_split
+from search.memory.batch_states import (
+    WHOLE,
+    Alike,
+    BatchSplit,
+    NotSplittableError,
+    Partial,
+    PerExample,
+    Reduced,
+    State,
+    Whole,
+    local_value,
+)
+from search.memory.microbatch_body import INDEX, Microbatch, around, in_loop
+from search.memory.resized_ops import Resizer
+from search.memory.written import SCOPE, Written
+
+
+def microbatched(step: Step, count: int) -> Step:
+    """The step that goes through its batch in that many microbatches.
+
+    Args:
+      step: the traced step.
+      count: of microbatches.
+
+    Returns:
+      A step with the same arguments, and results that differ by the order of sums; for one microbatch the same step.
+
+    Raises:
+      InputError: the batch is not so many times anything.
+      NotSplittableError: examples depend on one another; the message says where.
+    """
+    if count < 1:
+        raise InputError(f"wanted at least 1 microbatch, got {count}")
+    if count == 1:
+        return step
+    refused: list[NotSplittableError] = []
+    for size in _sizes(step, count):
+        try:
+            graph = _Rewriting(_split(step, size, count)).run()
+        except NotSplittableError as e:
+            refused.append(e)
+        else:
+            verify(graph)
+            return replace(step, graph=graph)
+    raise refused[0]
+
+
+def _sizes(step: Step, count: int) -> list[int]:
+    """How many examples the batch may have: what most of its arguments, and the largest, begin with, then the others."""
+    leading = {a.name: shape[0] for a, shape in _batch_arguments(step)}
+    num_arguments, num_elements = Counter(leading.values()), Counter[int]()
+    for _, shape in _batch_arguments(step):
+        num_elements[shape[0]] += prod(shape)
+    sizes = sorted(num_arguments, key=lambda n: (num_arguments[n], num_elements[n]), reverse=True)
+    if not sizes:
+        raise InputError(
+            f"the step {step.name!r} cannot be split into {count} microbatches: no argument is a batch of examples. Wanted "
+            "arrays whose first dim is the examples, and which the step does not hand back as its state"
+        )
+    if sizes[0] % count:
+        name = next(name for name, size in leading.items() if size == sizes[0])
+        raise InputError(
+            f"the batch cannot be split into {count} microbatches: {name} has {sizes[0]} examples, which is not a "
+            f"multiple of {count}. Take a divisor of {sizes[0]}, or another batch size"
+        )
+    return [size for size in sizes if size % count == 0]
+
+
+def _batch_arguments(step: Step) -> list[tuple[Any, tuple[int, ...]]]:
+    """The arguments that may hold examples, with their shapes."""
+    values = [step.graph.values[v] for v in step.graph.inputs]
+    arguments = zip(step.arguments, values, strict=True)
+    return [(a, v.shape) for a, v in arguments if a.role is Role.BATCH and v.shape]
+
+
+def _split(step: Step, size: int, count: int) -> BatchSplit:
+    """What the step's values are to a batch of that size."""
+    states: list[State] = []
+    firsts: set[int] = set()
+    for v, argument in zip(step.graph.inputs, step.arguments, strict=True):
+        value = step.graph.values[v]
+        is_batch = argument.role is Role.BATCH and value.shape[:1] == (size,)
+        states.append(PerExample(0) if is_batch else WHOLE)
+        is_counter = argument.role is Role.STATE and not jnp.issubdtype(value.dtype, jnp.inexact)
+        if argument.role in (Role.BATCH, Role.KEY) or is_counter:
+            firsts.add(v)
+    return batch_split(step.graph, states, count, frozenset(firsts))
+
+
+class _Rewriting:
+    """One step's graph, taken apart into what stands before, in and after the loop.
+
+    Attributes:
+      outside: the ops that run on all examples, by their places, as they do.
+      leaving: the values that come out of the loop.
+    """
+
+    def __init__(self, split: BatchSplit) -> None:
+        self.split, self.graph = split, split.graph
+        self.loops = {split.graph.ops[i] for i in split.inner}
+        self.outside: dict[int, Op] = {}
+        self.leaving: dict[int, Op] = {}
+
+    def run(self) -> Graph:
+        self._sort_out()
+        if not self.leaving:
+            raise NotSplittableError(
+                "the step has nothing to run in microbatches: nothing that it returns depends both on examples and on what "
+                "is learned. Wanted a training step that takes a batch and hands back its parameters"
+            )
+        body = Microbatch(self.split, Resizer(), ())
+        body.run(self._looped())
+        loop = _Loop(self.split, body, self.leaving)
+        before = self._before(v for v in body.entered if isinstance(self.split.states[v], Whole))
+        written = Written(self.graph.values)
+        written.ops += [_ahead(self.graph.ops[i]) for i in sorted(before)]
+        loop.write(written)
+        written.ops += [self.outside[i] for i in sorted(self.outside.keys() - before)]
+        graph = replace(self.graph, values=tuple(written.values), ops=tuple(written.ops))
+        return without_dead_ops(graph)
+
+    def _sort_out(self) -> None:
+        """What runs outside, and what the loop has to hand out for that."""
+        wanted = {a for a in self.graph.outputs if isinstance(a, int)}
+        for i, op in reversed(list(enumerate(self.graph.ops))):
+            results = [v for v in op.outputs if v in wanted]
+            leaving = [v for v in results if self._leaves(v, op, wanted)]
+            self.leaving.update(dict.fromkeys(leaving, op))
+            if len(leaving) < len(results) or op.name in EFFECTFUL:
+                self.outside[i] = self._outside(op, {*results} - {*leaving})
+                wanted.update(self.outside[i].operands)
+
+    def _outside(self, op: Op, results: set[int]) -> Op:
+        """An op outside of the loop; of a barrier that also holds what is in there, the rest."""
+        is_mixed = any(isinstance(s, PerExample | Partial) for s in self.split.read(op))
+        if op.name != "optimization_barrier" or not is_mixed:
+            return op
+        held = [i for i, v in enumerate(op.outputs) if v in results]
+        inputs, outputs, values = (
+            tuple(each[i] for i in held) for each in (op.inputs, op.outputs, op.result_values)
+        )
+        return replace(op, inputs=inputs, outputs=outputs, result_values=values)
+
+    def _leaves(self, v: int, op: Op, wanted: set[int]) -> bool:
+        """Whether the loop makes a value that is wanted whole."""
+        state = self.split.states[v]
+        if isinstance(state, PerExample):
+            return v not in self.split.firsts
+        if isinstance(state, Partial):
+            return self._is_finished_late(op, wanted)
+        return isinstance(state, Reduced) or (isinstance(state, Alike) and op in self.loops)
+
+    def _is_finished_late(self, op: Op, wanted: set[int]) -> bool:
+        """Whether a sum is added up as an op makes it, rather than that be computed of finished sums."""
+        sums = [a for a in op.operands if isinstance(self.split.states[a], Partial)]
+        is_source = not sums or any(isinstance(s, PerExample) for s in self.split.read(op))
+        if is_source or op.bodies or op.name == "optimization_barrier":
+            return True
+        widths = {self.graph.values[v].itemsize for v in sums}
+        width = op.result_values[0].itemsize
+        if widths != {width}:
+            return max(widths) < width
+        held = sum(self.graph.values[v].num_bytes for v in {*sums} - wanted - {*self.leaving})
+        return sum(v.num_bytes for v in op.result_values) < held
+
+    def _looped(self) -> list[int]:
+        """The ops that run in every microbatch."""
+        wanted, found = set(self.leaving), list[int]()
+        for i, op in reversed(list(enumerate(self.graph.ops))):
+            if not wanted.isdisjoint(op.outputs):
+                found.append(i)
+                wanted.update(a for a in op.operands if not isinstance(self.split.states[a], Whole))
+        return found[::-1]
+
+    def _before(self, entering: Iterable[int]) -> set[int]:
+        """The ops that make what the loop reads as a whole."""
+        wanted, found = set(entering), set[int]()
+        for i, op in reversed(list(enumerate(self.graph.ops))):
+            if not wanted.isdisjoint(op.outputs):
+                found.add(i)
+                wanted.update(op.operands)
+        return found
+
+
+def _ahead(op: Op) -> Op:
+    """An op before the loop, which holds the first of the backward phase."""
+    bodies = {
+        key: tuple(replace(b, ops=tuple(map(_ahead, b.ops))) for b in each) for key, each in op.bodies.items()
+    }
+    return replace(op, phase=Phase.FORWARD, bodies=bodies)
+
+
+class _Loop:
+    """The loop over microbatches, put together."""
+
+    def __init__(self, split: BatchSplit, body: Microbatch, leaving: dict[int, Op]) -> None:
+        self.split, self.body, self.count = split, body, split.count
+        states = {v: split.states[v] for v in sorted(leaving)}
+        self.leaving = leaving
+        self.sums = [v for v, s in states.items() if isinstance(s, Partial)]
+        self.alike = [v for v, s in states.items() if isinstance(s, Alike)]
+        self.stacks = [v for v, s in states.items() if isinstance(s, PerExample | Reduced)]
+        self.consts = [v for v in body.entered if isinstance(split.states[v], Whole)]
+        self.examples = [v for v in body.entered if isinstance(split.states[v], PerExample)]
+
+    def write(self, written: Written) -> None:
+        """Appends the loop, with what goes in and what comes out."""
+        xs = [written.write(partial(_dealt, **self._around(v)), (v,), None) for v in self.examples]
+        carried = (*self.sums, *self.alike)
+        begun = [written.write(partial(_zeros, written.values[v]), (), None) for v in carried]
+        index = [] if self.body.index is None else [written.write(self._indices, (), None)]
+        stacks = [written.new(self._stack(v)) for v in self.stacks]
+        outputs = (*carried, *stacks)
+        written.ops.append(
+            replace(
+                self._scan(len(index) + len(xs)),
+                inputs=(*self.consts, *begun, *index, *xs),
+                outputs=outputs,
+                result_values=tuple(written.values[v] for v in outputs),
+                bodies={"jaxpr": (self._graph(),)},
+            )
+        )
+        for v, stack in zip(self.stacks, stacks, strict=True):
+            written.write(self._gathered(v), (stack,), self.leaving[v], v)
+
+    def _graph(self) -> Graph:
+        """What a microbatch runs, its sums added to those of the ones before."""
+        inner = self.body.written
+        before = [inner.new(inner.values[v]) for v in (*self.sums, *self.alike)]
+        added = [
+            inner.write(jax.lax.add, (sum_before, v), in_loop(self.leaving[v]))
+            for sum_before, v in zip(before, self.sums, strict=False)
+        ]
+        index = () if self.body.index is None else (self.body.index,)
+        inputs = (*self.consts, *before, *index, *self.examples)
+        return self.body.graph(inputs, (*added, *self.alike, *self.stacks))
+
+    def _scan(self, num_xs: int) -> Op:
+        """A scan of these numbers of operands and results."""
+        written = Written(())
+        written.write(partial(_counted, self.count), (), None)
+        (op,) = (op for op in written.ops if op.name == "scan")
+        num_carry = len(self.sums) + len(self.alike)
+        params = _jax.scan_params(op.params, len(self.consts), num_carry, num_xs, len(self.stacks))
+        source = next(iter(self.leaving.values())).source_info
+        return replace(op, params=params, source_info=source, scope=SCOPE)
+
+    def _indices(self) -> Any:
+        return jnp.arange(self.count, dtype=INDEX.dtype)
+
+    def _around(self, v: int) -> dict[str, Any]:
+        state = self.split.states[v]
+        assert isinstance(state, PerExample)
+        value = self.split.graph.values[v]
+        shape, dim = around(value, state, self.count)
+        return {"shape": shape, "dim": dim, "small": local_value(value, state, self.count).shape}
+
+    def _stack(self, v: int) -> Value:
+        """What the loop stacks up of a value."""
+        value = self.body.written.values[v]
+        return replace(value, shape=(self.count, *value.shape))
+
+    def _gathered(self, v: int) -> Any:
+        """A function that makes a value of all examples from what the loop stacks up."""
+        state, whole = self.split.states[v], self.split.graph.values[v]
+        if isinstance(state, Reduced):
+            return partial(_reduced, state.cause)
+        return partial(_collected, whole=whole.shape, **self._around(v))
+
+
+def _dealt(examples: Any, shape: tuple[int, ...], dim: int, small: tuple[int, ...]) -> Any:
+    """Each microbatch's examples: [count, ...]."""
+    return jnp.reshape(jnp.moveaxis(jnp.reshape(examples, shape), dim, 0), (shape[dim], *small))
+
+
+def _collected(
+    stack: Any, whole: tuple[int, ...], shape: tuple[int, ...], dim: int, small: tuple[int, ...]
+) -> Any:
+    """The examples of all microbatches, in their order."""
+    assert stack.shape[1:] == small
+    apart = jnp.reshape(stack, (shape[dim], *shape[:dim], *shape[dim + 1 :]))
+    return jnp.reshape(jnp.moveaxis(apart, 0, dim), whole)
+
+
+def _reduced(reduction: Op, stack: Any) -> Any:
+    """The reduction of the microbatches' reductions."""
+    (result,) = _jax.bind(reduction.primitive, [stack], {**reduction.params, "axes": (0,)})
+    return result
+
+
+def _zeros(value: Value) -> Any:
+    return jnp.zeros(value.shape, value.dtype)
+
+
+def _counted(count: int) -> Any:
+    """A loop, to begin with."""
+    return jax.lax.scan(
+        lambda total, x: (total + x, None), jnp.uint32(0), jnp.arange(count, dtype=INDEX.dtype)
+    )[0]

@@ -1,0 +1,91 @@
+"""An op for fewer examples.
+
+Most primitives take their sizes from their operands. A few have sizes among their parameters; for these the table below says
+which become which. Whether that was all is checked by JAX itself: its shape inference must come to the shapes wanted.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from search.ir import _jax
+from search.ir.graph import Atom, Op, Value
+
+_Resize = Callable[[Op, Sequence[Value], Sequence[Value], Sequence[Value]], dict[str, Any]]
+"""(op, operands as they were, operands now, results now) -> the parameters that change."""
+
+
+def _slice(op: Op, was: Sequence[Value], now: Sequence[Value], results: Sequence[Value]) -> dict[str, Any]:
+    return {"limit_indices": _taken(op.params["limit_indices"], was[0], now[0])}
+
+
+def _gather(op: Op, was: Sequence[Value], now: Sequence[Value], results: Sequence[Value]) -> dict[str, Any]:
+    return {"slice_sizes": _taken(op.params["slice_sizes"], was[0], now[0])}
+
+
+def _taken(sizes: Sequence[int], was: Value, now: Value) -> tuple[int, ...]:
+    """Dims that have become smaller were taken whole, or one element at a time."""
+    return tuple(
+        small if small < whole and size == whole else size
+        for size, whole, small in zip(sizes, was.shape, now.shape, strict=True)
+    )
+
+
+def _to(parameter: str) -> _Resize:
+    """The result's shape is this parameter."""
+    return lambda op, was, now, results: {parameter: results[0].shape}
+
+
+_RESIZES: dict[str, _Resize] = {
+    **dict.fromkeys(("broadcast_in_dim", "iota", "empty", "empty2"), _to("shape")),
+    "reshape": _to("new_sizes"),
+    "dynamic_slice": _to("slice_sizes"),
+    "slice": _slice,
+    "gather": _gather,
+}
+
+
+class Resizer:
+    """Makes ops for fewer examples; what JAX says of ops that look alike is asked once."""
+
+    def __init__(self) -> None:
+        self._inferred: dict[Any, tuple[Value, ...] | None] = {}
+
+    def resized(
+        self,
+        op: Op,
+        inputs: tuple[Atom, ...],
+        operands: tuple[Sequence[Value], Sequence[Value]],
+        results: tuple[Value, ...],
+    ) -> Op | None:
+        """The op with these inputs and results; None where it does not come to such results.
+
+        Args:
+          op: as it was.
+          inputs: what it reads now.
+          operands: what its operands were, and what they are now.
+          results: what it has to make now.
+        """
+        was, now = operands
+        if not op.bodies and op.name in _RESIZES:
+            op = replace(op, params={**op.params, **_RESIZES[op.name](op, was, now, results)})
+        is_right = bool(op.bodies) or self._made(op, tuple(now)) == [(v.shape, v.dtype) for v in results]
+        return replace(op, inputs=inputs, result_values=results) if is_right else None
+
+    def _made(self, op: Op, operands: tuple[Value, ...]) -> list[tuple[Any, Any]] | None:
+        try:
+            key = (op.name, operands, tuple(op.params.items()))
+            if key not in self._inferred:
+                self._inferred[key] = _inferred(op, operands)
+            made = self._inferred[key]
+        except TypeError:  # a parameter that cannot be hashed
+            made = _inferred(op, operands)
+        return None if made is None else [(v.shape, v.dtype) for v in made]
+
+
+def _inferred(op: Op, operands: Sequence[Value]) -> tuple[Value, ...] | None:
+    abstract = [_jax.abstract_value(v.shape, v.dtype, v.weak_type) for v in operands]
+    try:
+        return tuple(map(Value.of, _jax.result_types(op.primitive, abstract, op.params)))
+    except (TypeError, ValueError):  # as JAX says that operands and parameters do not go together
+        return None

@@ -1,0 +1,74 @@
+"""A graph that is being written: new ops are what a small function of arrays traces to.
+
+Whoever rewrites a step has to cut, stack, add: written as functions, these stay readable, and their parameters are JAX's own
+in every version.
+"""
+
+# JAX types these functions only in part.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+
+from search.ir import _jax
+from search.ir.graph import Atom, Op, Phase, Value
+from search.ir.trace import build_graph
+
+SCOPE = "microbatches"
+"""The name scope of what is neither the user's nor made from it."""
+
+
+class Written:
+    """Values and ops of a graph that is being written."""
+
+    def __init__(self, values: Sequence[Value]) -> None:
+        self.values, self.ops = list(values), list[Op]()
+
+    def new(self, value: Value) -> int:
+        """One more value."""
+        self.values.append(value)
+        return len(self.values) - 1
+
+    def write(
+        self,
+        function: Callable[..., Any],
+        operands: Sequence[int],
+        like: Op | None,
+        output: int | None = None,
+    ) -> Atom:
+        """Appends the ops that a function of arrays traces to; their result.
+
+        Args:
+          function: of the operands, with one result.
+          operands: values.
+          like: an op whose phase and source these have; None for the forward phase and no source.
+          output: the value that the result is; None for a new one.
+        """
+        inputs = [self.values[v] for v in operands]
+        abstract = [_jax.abstract_value(v.shape, v.dtype, v.weak_type) for v in inputs]
+        graph = build_graph(jax.make_jaxpr(function)(*abstract))
+        number: dict[int, int] = dict(zip(graph.inputs, operands, strict=True))
+        (result,) = graph.outputs
+        if not isinstance(result, int):
+            return result
+        if output is not None:
+            number[result] = output
+        for op in graph.ops:
+            for v in op.outputs:
+                number[v] = number[v] if v in number else self.new(graph.values[v])
+            self.ops.append(_placed(op, number, like))
+        return number[result]
+
+
+def _placed(op: Op, number: dict[int, int], like: Op | None) -> Op:
+    return replace(
+        op,
+        inputs=tuple(number[a] if isinstance(a, int) else a for a in op.inputs),
+        outputs=tuple(number[v] for v in op.outputs),
+        phase=Phase.FORWARD if like is None else like.phase,
+        source_info=None if like is None else like.source_info,
+        scope=SCOPE,
+    )

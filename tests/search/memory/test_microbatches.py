@@ -1,0 +1,551 @@
+"""In microbatches a step gives the numbers that it gives in one piece, or says why it cannot."""
+
+import functools
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import Mesh
+
+from cost_model.errors import InputError
+from executors.rewrite import evaluator
+from search.ir.graph import Graph, Op, Phase, Role, Step, walk
+from search.ir.sharding import StepSharding
+from search.ir.trace import trace
+from search.memory.batch_states import NotSplittableError
+from search.memory.microbatches import microbatched
+from search.memory.recompute import recomputed
+from search.memory.written import SCOPE
+from tests.executors.agreement import NOISE, NOISE_GROWN_BY_ADAM
+from tests.zoo import MAKERS, make_gpt_linen
+
+MODELS = ("autoencoder", "dlrm", "gpt_linen", "gpt_scan", "lstm", "message_passing", "moe", "t5", "unet")
+"""Those that differ most."""
+
+BATCH, SEQ, HIDDEN, VOCAB, LAYERS = 8, 4, 6, 10, 3
+
+
+# --- a small language model, and what people do around one
+
+
+def embedded(params, tokens):
+    return jnp.tanh(params["embedding"][tokens] @ params["dense"])
+
+
+def logits(params, batch):
+    """The embedding is tied: its gradient is a product's and a look-up's."""
+    return embedded(params, batch["tokens"]) @ params["embedding"].T
+
+
+def losses(params, batch):
+    log_probs = jax.nn.log_softmax(logits(params, batch))
+    return -jnp.take_along_axis(log_probs, batch["targets"][..., None], -1)[..., 0]
+
+
+def mean(params, batch, key):
+    return losses(params, batch).mean()
+
+
+def sum_of_squares(params):
+    return sum(jnp.sum(w**2) for w in jax.tree.leaves(params))
+
+
+def layer(x, w):
+    return x + jnp.tanh(x @ w)
+
+
+def scanned(params, batch, key):
+    """Layers under `scan`, with dropout, and a loss of each layer."""
+
+    def body(carry, w):
+        x, key = carry
+        key, now = jax.random.split(key)
+        x = layer(x, w) * jax.random.bernoulli(now, 0.8, x.shape)
+        return (x, key), jnp.mean(x**2)
+
+    (x, _), of_layers = lax.scan(body, (embedded(params, batch["tokens"]), key), params["layers"])
+    return jnp.mean(x**2) + jnp.sum(of_layers)
+
+
+def scanned_sum(params, batch, key):
+    """A loss that the layers' loop carries, and that begins with something other than zero."""
+
+    def body(carry, w):
+        x, total = carry
+        x = layer(x, w)
+        return (x, total + jnp.mean(x**2)), None
+
+    first = jnp.sum(params["dense"] ** 2)
+    return lax.scan(body, (embedded(params, batch["tokens"]), first), params["layers"])[0][1]
+
+
+def dropped(params, batch, key):
+    x = embedded(params, batch["tokens"])
+    x = x * jax.random.bernoulli(key, 0.8, x.shape)
+    return jnp.mean((x @ params["dense"]) ** 2)
+
+
+def dropped_by_example(params, batch, key):
+    def of_one(tokens, key):
+        x = embedded(params, tokens)
+        return jnp.sum((x * jax.random.bernoulli(key, 0.5, x.shape)) ** 2)
+
+    return jax.vmap(of_one)(batch["tokens"], jax.random.split(key, BATCH)).mean()
+
+
+def chosen(params, batch, key):
+    def plain(x):
+        return jnp.sum(x**2, -1)
+
+    def noisy(x):
+        return jnp.sum(jnp.abs(x), -1) * jax.random.bernoulli(key, 0.5, x.shape[:-1])
+
+    x = embedded(params, batch["tokens"])
+    return (lax.cond(params["dense"][0, 0] > 0, plain, noisy, x) + lax.cond(True, plain, noisy, x)).mean()
+
+
+def repeated(params, batch, key):
+    """A loop that tests at run time, with random bits in its body, and a sum that begins with a number."""
+    x = embedded(params, batch["tokens"])
+
+    def advance(carry):
+        i, x, total = carry
+        x = jnp.tanh(x) * jax.random.bernoulli(key, 0.8, x.shape)
+        return i + 1, x, total + x.sum()
+
+    _, walked, total = lax.while_loop(
+        lambda carry: carry[0] < LAYERS, advance, (0, lax.stop_gradient(x), 1.0)
+    )
+    return jnp.mean(walked * x) + lax.stop_gradient(total)
+
+
+def balanced_by_sequence(params, batch, key):
+    router = jax.nn.softmax(embedded(params, batch["tokens"]) @ params["dense"])
+    first = jax.nn.one_hot(router.argmax(-1), HIDDEN).mean(1)
+    return losses(params, batch).mean() + jnp.mean(jnp.sum(first * router.mean(1), -1))
+
+
+def convolved(params, batch, key):
+    x = embedded(params, batch["tokens"])
+    kernel = params["layers"][:, :, :HIDDEN]
+    return jnp.mean(
+        lax.conv_general_dilated(x, kernel, (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC")) ** 2
+    )
+
+
+LOSSES = {
+    "mean": mean,
+    "sum": lambda params, batch, key: losses(params, batch).sum(),
+    "mean over tokens": lambda params, batch, key: (
+        (losses(params, batch) * batch["mask"]).sum() / batch["mask"].sum()
+    ),
+    "mean over tokens, if any": lambda params, batch, key: (
+        (losses(params, batch) * batch["mask"]).sum() / jnp.maximum(batch["mask"].sum(), 1)
+    ),
+    "mean where": lambda params, batch, key: jnp.mean(losses(params, batch), where=batch["mask"]),
+    "weight decay in the loss": lambda params, batch, key: (
+        mean(params, batch, key) + 0.1 * sum_of_squares(params)
+    ),
+    "rank of an example": lambda params, batch, key: (
+        losses(params, batch) * jnp.sort(batch["mask"].sum(1))[:, None]
+    ).sum(),
+    "place in the batch": lambda params, batch, key: (
+        losses(params, batch) * jnp.arange(BATCH)[:, None] * jnp.linspace(0, 1, BATCH)[:, None]
+    ).sum(),
+    "own rows": lambda params, batch, key: (
+        -jax.nn.log_softmax(logits(params, batch)[:, 0])[jnp.arange(BATCH), batch["targets"][:, 0]].mean()
+    ),
+    "merged dims": lambda params, batch, key: jnp.mean(
+        jnp.tanh(logits(params, batch).reshape(BATCH * SEQ, VOCAB)).reshape(BATCH * SEQ // 2, -1) ** 2
+    ),
+    "sequence first": lambda params, batch, key: jnp.mean(
+        jnp.tanh(logits(params, batch).swapaxes(0, 1).reshape(-1, VOCAB)) ** 2
+    ),
+    "dropout": dropped,
+    "dropout by example": dropped_by_example,
+    "checkpoint": jax.checkpoint(dropped),
+    "weight decay in a checkpoint": jax.checkpoint(
+        lambda params, batch, key: mean(params, batch, key) + 0.1 * sum_of_squares(params)
+    ),
+    "layers under scan": scanned,
+    "checkpointed layers under scan": jax.checkpoint(scanned),
+    "a sum that a loop carries": scanned_sum,
+    "branches": chosen,
+    "while": repeated,
+    "balance by sequence": balanced_by_sequence,
+    "convolution": convolved,
+}
+
+
+def trained(loss, transform=lambda grads, key: grads):
+    def step(params, batch, key):
+        value, grads = jax.value_and_grad(loss)(params, batch, key)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, params, transform(grads, key)), value
+
+    return step
+
+
+def clipped(grads, key):
+    norm = jnp.sqrt(sum_of_squares(grads))
+    return jax.tree.map(lambda g: g * jnp.minimum(1, 0.1 / norm), grads)
+
+
+def with_noise(grads, key):
+    return jax.tree.map(lambda g: g + jax.random.normal(key, g.shape), grads)
+
+
+def metrics(params, batch):
+    made = logits(params, batch)
+    is_right = made.argmax(-1) == batch["targets"]
+    return {
+        "accuracy": is_right.mean(),
+        "of tokens": (is_right & batch["mask"]).sum() / batch["mask"].sum(),
+        "perplexity": jnp.exp(losses(params, batch).mean()),
+        "largest": made.max(),
+        "smallest by place": made.min(0),
+        "all": jnp.all(made < 1e3),
+        "sizes": sum_of_squares(params),
+    }
+
+
+def by_example(params, batch):
+    """What is returned for each example, wherever its dim lies."""
+    made = logits(params, batch)
+    return {
+        "logits": made,
+        "flat": made.reshape(-1, VOCAB),
+        "last": made.transpose(2, 1, 0),
+        "minor": made.swapaxes(0, 1).reshape(-1, VOCAB),
+        "mask": ~batch["mask"],
+        "losses": losses(params, batch).sum(1),
+    }
+
+
+def reported(report):
+    def step(params, batch, key):
+        grads = jax.grad(mean)(params, batch, key)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, params, grads), report(params, batch)
+
+    return step
+
+
+STEPS = {
+    **{name: trained(loss) for name, loss in LOSSES.items()},
+    "clipped": trained(mean, clipped),
+    "noise": trained(mean, with_noise),
+    "metrics": reported(metrics),
+    "by example": reported(by_example),
+}
+
+
+def arguments():
+    rng = np.random.default_rng(0)
+    params = {
+        "embedding": rng.normal(size=(VOCAB, HIDDEN)),
+        "dense": rng.normal(size=(HIDDEN, HIDDEN)),
+        "layers": 0.3 * rng.normal(size=(LAYERS, HIDDEN, HIDDEN)),
+    }
+    batch = {
+        "tokens": rng.integers(VOCAB, size=(BATCH, SEQ)),
+        "targets": rng.integers(VOCAB, size=(BATCH, SEQ)),
+        "mask": rng.random((BATCH, SEQ)) < 0.7,
+    }
+    return *jax.tree.map(jnp.asarray, (params, batch)), jax.random.key(0)
+
+
+def results(step: Step, flat) -> list:
+    mesh = Mesh(np.array(jax.devices()[:1]), ("data",))
+    return jax.jit(evaluator(step.graph, StepSharding((1,), ("data",), {}, {}), mesh))(flat)
+
+
+def assert_same(step, split: Step, args, atol: float = NOISE) -> None:
+    """The user's function, and its rewriting."""
+    wanted = jax.tree.leaves_with_path(jax.jit(step)(*args))
+    for (path, one), other in zip(wanted, results(split, jax.tree.leaves(args)), strict=True):
+        if not jnp.issubdtype(one.dtype, jax.dtypes.prng_key):
+            np.testing.assert_allclose(
+                other, one, rtol=1e-9, atol=atol, err_msg=jax.tree_util.keystr(path), strict=True
+            )
+
+
+def loop(step: Step) -> Op:
+    """The loop over microbatches."""
+    (found,) = (op for op in step.graph.ops if op.name == "scan" and op.scope == SCOPE)
+    return found
+
+
+def body(step: Step) -> Graph:
+    return loop(step).bodies["jaxpr"][0]
+
+
+def names(graph: Graph) -> set[str]:
+    return {op.name for _, inner in walk(graph) for op in inner.ops}
+
+
+def outside(step: Step) -> list[Op]:
+    return [op for op in step.graph.ops if op is not loop(step)]
+
+
+@functools.cache
+def traced(name: str) -> Step:
+    return trace(STEPS[name], *arguments())
+
+
+# --- the numbers
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_the_numbers_stay(name):
+    with jax.enable_x64(True):
+        args = arguments()
+        assert_same(STEPS[name], microbatched(trace(STEPS[name], *args), 4), args)
+
+
+@pytest.mark.parametrize("name", ["mean over tokens", "by example", "layers under scan", "own rows"])
+def test_a_microbatch_may_be_one_example(name):
+    with jax.enable_x64(True):
+        args = arguments()
+        assert_same(STEPS[name], microbatched(trace(STEPS[name], *args), BATCH), args)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_the_numbers_of_models_stay(model):
+    with jax.enable_x64(True):
+        case = MAKERS[model](dtype=jnp.float64)
+        split = microbatched(trace(case.step, *case.abstract_args()), 2)
+        assert_same(case.step, split, case.args(), NOISE_GROWN_BY_ADAM)
+
+
+def test_one_microbatch_is_the_step_itself():
+    step = traced("mean")
+    assert microbatched(step, 1) is step
+
+
+def test_a_step_that_accumulates_already_is_split_further():
+    """The user's own loop over parts of the batch stays; each part is cut in two."""
+
+    def step(params, batch, key):
+        parts = jax.tree.map(lambda x: x.reshape(2, BATCH // 2, *x.shape[1:]), batch)
+
+        def accumulate(total, part):
+            return jax.tree.map(jnp.add, total, jax.value_and_grad(mean)(params, part, key)), None
+
+        zeros = (0.0, jax.tree.map(jnp.zeros_like, params))
+        (value, grads), _ = lax.scan(accumulate, zeros, parts)
+        return jax.tree.map(lambda w, g: w - 0.05 * g, params, grads), value / 2
+
+    with jax.enable_x64(True):
+        args = arguments()
+        plain = trace(step, *args)
+        num_params = len(jax.tree.leaves(args[0]))
+        roles = [Role.PARAMETER] * num_params + [a.role for a in plain.arguments[num_params:]]
+        named = tuple(replace(a, role=role) for a, role in zip(plain.arguments, roles, strict=True))
+        split = microbatched(replace(plain, arguments=named), 2)
+        assert "scan" in names(body(split))
+        assert_same(step, split, args)
+
+
+def test_recomputation_goes_on_inside_the_loop():
+    with jax.enable_x64(True):
+        args = arguments()
+        split = microbatched(trace(STEPS["mean"], *args), 2)
+        at = split.graph.ops.index(loop(split))
+        ops = body(split).ops
+        forward = [i for i, op in enumerate(ops) if op.phase is Phase.FORWARD and op.name == "tanh"]
+        again = recomputed(split, frozenset((at, "jaxpr", 0, i) for i in forward))
+        num_tanh = sum(op.name == "tanh" for op in body(again).ops)
+        assert num_tanh == 2 * len(forward) == 2
+        assert_same(STEPS["mean"], again, args)
+
+
+# --- what is refused
+
+
+def normalized(params, batch, key):
+    x = embedded(params, batch["tokens"])
+    x = (x - x.mean((0, 1))) / jnp.sqrt(x.var((0, 1)) + 1e-5)
+    return jnp.mean((x @ params["dense"]) ** 2)
+
+
+def contrasted(params, batch, key):
+    x = embedded(params, batch["tokens"]).mean(1)
+    return -jnp.mean(jnp.diag(jax.nn.log_softmax(x @ x.T)))
+
+
+def balanced_by_batch(params, batch, key):
+    router = jax.nn.softmax(embedded(params, batch["tokens"]) @ params["dense"])
+    fractions = jax.nn.one_hot(router.argmax(-1), HIDDEN).mean((0, 1))
+    return jnp.sum(fractions * router.mean((0, 1)))
+
+
+def ranked(params, batch, key):
+    return jnp.sum(jnp.sort(losses(params, batch).sum(1)) * jnp.arange(BATCH))
+
+
+def exponential(params, batch, key):
+    return jnp.exp(losses(params, batch).mean())
+
+
+def normalized_layers(params, batch, key):
+    def body(x, w):
+        return x @ w - jnp.mean(x, 0), None
+
+    return jnp.mean(lax.scan(body, embedded(params, batch["tokens"]), params["layers"])[0] ** 2)
+
+
+def recurrent_over_examples(params, batch, key):
+    def body(carry, x):
+        return jnp.tanh(carry @ params["dense"] + x), None
+
+    x = embedded(params, batch["tokens"])
+    return jnp.mean(lax.scan(body, x[0], x)[0])
+
+
+@pytest.mark.parametrize(
+    ("loss", "line", "op"),
+    [
+        (normalized, 2, "reduce_sum"),
+        (contrasted, 2, "dot_general"),
+        (balanced_by_batch, 2, "reduce_sum"),
+        (ranked, 1, "sort"),
+        (exponential, 1, "reduce_sum"),
+        (normalized_layers, 2, "reduce_sum"),
+        (recurrent_over_examples, 5, "slice"),
+    ],
+)
+def test_examples_that_depend_on_one_another_are_refused_with_the_line(loss, line, op):
+    step = trace(trained(loss), *arguments())
+    expected = loss.__code__.co_firstlineno + line
+    with pytest.raises(NotSplittableError, match=rf"{op} at \S*test_microbatches\.py:{expected}\b"):
+        microbatched(step, 2)
+
+
+def test_batch_normalization_is_refused():
+    case = MAKERS["resnet"]()
+    with pytest.raises(
+        NotSplittableError, match=r"sub at \S*resnet\.py:\d+ needs, for each example, what reduce_sum"
+    ):
+        microbatched(trace(case.step, *case.abstract_args()), 2)
+
+
+def test_a_batch_that_does_not_divide_is_refused_by_name():
+    with pytest.raises(InputError, match=r"batch\['\w+'\] has 8 examples, which is not a multiple of 3"):
+        microbatched(traced("mean"), 3)
+
+
+def test_effects_in_a_loop_are_refused():
+    def loss(params, batch, key):
+        def body(x, w):
+            jax.debug.print("{}", w.sum())
+            return layer(x, w), None
+
+        return jnp.mean(lax.scan(body, embedded(params, batch["tokens"]), params["layers"])[0])
+
+    with pytest.raises(NotSplittableError, match=r"debug_\w+ at \S*test_microbatches\.py"):
+        microbatched(trace(trained(loss), *arguments()), 2)
+
+
+def test_a_raw_key_is_no_batch_of_two():
+    def step(key, params, x):
+        def loss(params):
+            return jnp.mean(((x @ params) * jax.random.bernoulli(key, 0.5, x.shape)) ** 2)
+
+        return params - 0.1 * jax.grad(loss)(params)
+
+    with jax.enable_x64(True):
+        args = jax.random.PRNGKey(0), jnp.eye(4), jnp.linspace(0.0, 1.0, 32).reshape(8, 4)
+        assert_same(step, microbatched(trace(step, *args), 4), args)
+
+
+@pytest.mark.parametrize("count", [0, -2])
+def test_fewer_than_one_microbatch_are_refused(count):
+    with pytest.raises(InputError, match=f"at least 1 microbatch, got {count}"):
+        microbatched(traced("mean"), count)
+
+
+def test_a_step_without_a_batch_is_refused():
+    step = trace(lambda w: w - 0.1 * jax.grad(lambda w: jnp.sum(w**2))(w), jnp.ones((4,)))
+    with pytest.raises(InputError, match="no argument is a batch of examples"):
+        microbatched(step, 2)
+
+
+def test_a_step_that_learns_nothing_is_refused():
+    with pytest.raises(NotSplittableError, match="nothing to run in microbatches"):
+        microbatched(trace(lambda x: jnp.sum(x**2), jnp.ones((4,))), 2)
+
+
+# --- what stands where
+
+
+def test_all_products_and_no_update_run_in_the_loop():
+    case = make_gpt_linen()
+    split = microbatched(trace(case.step, *case.abstract_args()), 4)
+    assert not any(op.name == "dot_general" for op in outside(split))
+    assert {op.phase for op in body(split).ops} == {Phase.FORWARD, Phase.BACKWARD}
+    assert loop(split).phase is Phase.FORWARD
+    assert "sqrt" in {op.name for op in outside(split)}  # Adam's
+
+
+def test_the_loop_carries_one_sum_for_each_parameter_and_for_the_loss():
+    split = microbatched(traced("mean"), 2)
+    carried = sorted(v.shape for v in loop(split).result_values)
+    assert carried == sorted([(), (VOCAB, HIDDEN), (HIDDEN, HIDDEN)])
+
+
+def test_gradients_add_up_in_the_type_that_they_are_converted_to():
+    def half(params, batch, key):
+        return mean(jax.tree.map(lambda w: w.astype(jnp.bfloat16), params), batch, key).astype(jnp.float32)
+
+    params, batch, key = arguments()
+    params = jax.tree.map(lambda w: w.astype(jnp.float32), params)
+    split = microbatched(trace(trained(half), params, batch, key), 2)
+    assert np.dtype(jnp.bfloat16) in {v.dtype for v in body(split).values}
+    assert {v.dtype for v in loop(split).result_values if v.shape} == {np.dtype(np.float32)}
+
+
+def test_nothing_of_the_size_of_all_activations_stands_outside():
+    """Random bits are made in the loop, zeros for each example are made smaller."""
+    for name in ("dropout", "own rows", "layers under scan", "merged dims"):
+        split = microbatched(traced(name), 4)
+        made = [v for op in outside(split) for v in op.result_values]
+        assert max(int(np.prod(v.shape)) for v in made) <= max(BATCH * SEQ, LAYERS * HIDDEN * HIDDEN), name
+
+
+def test_random_bits_wait_for_their_microbatch():
+    ops = body(microbatched(traced("dropout"), 4)).ops
+    made = {v: op for op in ops for v in op.outputs}
+    (bits,) = (op for op in ops if op.name == "random_bits")
+    assert bits.params["shape"] == (BATCH, SEQ, HIDDEN)
+    assert made[bits.operands[0]].name == "optimization_barrier"
+
+
+def test_every_microbatch_takes_examples_of_every_shard():
+    """Microbatch i holds the examples i, i + count, ..."""
+    split = microbatched(traced("by example"), 2)
+    dealt = [op for op in outside(split) if op.scope == SCOPE and op.name == "reshape"]
+    assert (BATCH // 2, 2, SEQ) in {op.result_values[0].shape for op in dealt}
+
+
+def test_arguments_and_results_stay():
+    step = traced("metrics")
+    split = microbatched(step, 2)
+    assert (split.arguments, split.results, split.replaces) == (step.arguments, step.results, step.replaces)
+    assert split.graph.inputs == step.graph.inputs
+    assert list(map(split.graph.value, split.graph.outputs)) == list(
+        map(step.graph.value, step.graph.outputs)
+    )
+
+
+def test_the_same_step_comes_out_each_time():
+    one, other = (microbatched(trace(STEPS["metrics"], *arguments()), 2) for _ in range(2))
+    assert [(op.name, op.inputs, op.outputs) for op in outside(one) if not _has_literals(op)] == [
+        (op.name, op.inputs, op.outputs) for op in outside(other) if not _has_literals(op)
+    ]
+    assert [op.outputs for op in body(one).ops] == [op.outputs for op in body(other).ops]
+
+
+def _has_literals(op: Op) -> bool:
+    return len(op.operands) < len(op.inputs)
