@@ -109,14 +109,12 @@ def _own_rows(op: Op, rule: Rule, split: BatchSplit) -> Cut | None:
 
 def is_looked_up(op: Op, cut: Cut) -> bool:
     """Whether examples are chosen by indices, which count from the batch's first."""
-    if "dimension_numbers" not in op.params or not op.name.startswith(("gather", "scatter")):
+    if op.name != "gather" and not op.name.startswith("scatter"):
         return False
     numbers = op.params["dimension_numbers"]
-    is_gather = op.name == "gather"
-    chosen = numbers.start_index_map if is_gather else numbers.scatter_dims_to_operand_dims
-    absent = numbers.collapsed_slice_dims if is_gather else numbers.inserted_window_dims
+    chosen = numbers.start_index_map if op.name == "gather" else numbers.scatter_dims_to_operand_dims
     carried = cut.operand(0)
-    return carried is not None and carried.dim in chosen and carried.dim in absent
+    return carried is not None and carried.dim in chosen
 
 
 def is_begun(op: Op, cut: Cut) -> bool:
@@ -125,7 +123,7 @@ def is_begun(op: Op, cut: Cut) -> bool:
 
 
 _PRODUCTS = frozenset({"mul", "dot_general", "conv_general_dilated", "ragged_dot_general"})
-"""Linear in each operand."""
+"""Linear in each of the first two operands."""
 
 _LINEAR: dict[str, tuple[int, ...]] = {
     "div": (0,),
@@ -145,7 +143,7 @@ def summed_operands(op: Op, split: BatchSplit) -> tuple[int, ...] | None:
     if not all(jnp.issubdtype(v.dtype, np.number) for v in op.result_values):
         return None
     if op.name in _PRODUCTS:
-        return partial if len(partial) == 1 else None
+        return partial if partial in ((0,), (1,)) else None
     if op.name == "div" and not jnp.issubdtype(op.result_values[0].dtype, np.inexact):
         return None
     if op.name == "select_n":

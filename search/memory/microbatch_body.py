@@ -41,6 +41,7 @@ from search.memory.batch_states import (
     Partial,
     PerExample,
     State,
+    Whole,
     is_unsplit,
     local_value,
     stacked,
@@ -106,8 +107,19 @@ class Microbatch:
                 op = self._for_fewer(op, read)
             else:
                 op = replace(op, inputs=tuple(map(self._whole, op.inputs)))
+            is_first = [isinstance(self.split.states[v], Whole) for v in op.outputs]
+            if any(is_first) and not all(map(is_unsplit, read)):
+                op = self._without(op, is_first)
             self.written.ops.append(in_loop(op))
             self.present.update(op.outputs)
+
+    def _without(self, op: Op, is_first: Sequence[bool]) -> Op:
+        """An op of which some results are made before the loop, from all examples: here, they are others."""
+        outputs = zip(op.outputs, is_first, strict=True)
+        return replace(
+            op,
+            outputs=tuple(self.written.new(self.written.values[v]) if first else v for v, first in outputs),
+        )
 
     def graph(self, inputs: Sequence[int], outputs: Sequence[Atom]) -> Graph:
         """The body."""

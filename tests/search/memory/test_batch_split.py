@@ -84,6 +84,9 @@ def test_sums_stay_sums_as_long_as_all_is_linear(function, expected):
         lambda x: jnp.concatenate([x, x], 0),
         lambda x: x[1:],
         lambda x: x[jnp.array([3, 1])],
+        lambda x: jax.vmap(lambda i: lax.dynamic_slice(x, (i, 0), (1, 4)))(jnp.array([3, 1])),
+        lambda x: lax.dynamic_slice(x, (3, 0), (6, 4)),
+        lambda x: jnp.zeros((BATCH, 4)).at[jnp.array([3, 1])].add(x[:, 1].sum()) + x,
         lambda x: x.reshape(6, 2, 4).reshape(6, 8)[:, :6],
         lambda x: x.reshape(12, 2, 2).reshape(3, 16)[:, :7],
         lambda x: lax.map(jnp.sum, x),
@@ -94,6 +97,13 @@ def test_examples_that_meet_are_refused_but_come_first_where_the_inputs_decide_t
     with pytest.raises(NotSplittableError):
         states(function)
     assert states(function, is_first=True)[0] in ("Whole", (0, 1))
+
+
+def test_a_ragged_product_is_not_linear_in_the_sizes_of_its_groups():
+    def function(x, rows, matrices):
+        return lax.ragged_dot(rows, matrices, jnp.int32(1) * (x > 0).sum(0).astype(jnp.int32))
+
+    assert states(function, jnp.ones((8, 3)), jnp.ones((4, 3, 2))) == ["Finished"]
 
 
 def test_what_the_inputs_decide_is_whole_only_where_it_has_to_be():

@@ -136,6 +136,16 @@ def convolved(params, batch, key):
     )
 
 
+def weighted_by_a_loop(params, batch, key):
+    """A loop over the inputs alone makes a weight for each example, and their sum, which is needed first."""
+
+    def body(total, mask):
+        return total + mask.sum(), 2 * mask
+
+    total, weights = lax.scan(body, 0.0, batch["mask"].T.astype(float))
+    return jnp.sum(jnp.tanh(losses(params, batch) / total) * weights.T)
+
+
 LOSSES = {
     "mean": mean,
     "sum": lambda params, batch, key: losses(params, batch).sum(),
@@ -173,6 +183,7 @@ LOSSES = {
     "layers under scan": scanned,
     "checkpointed layers under scan": jax.checkpoint(scanned),
     "a sum that a loop carries": scanned_sum,
+    "weights of a loop over the inputs": weighted_by_a_loop,
     "branches": chosen,
     "while": repeated,
     "balance by sequence": balanced_by_sequence,
@@ -224,6 +235,17 @@ def by_example(params, batch):
     }
 
 
+def alike(params, batch):
+    """A loop that makes, beside what it makes of examples, what is alike for all of them."""
+
+    def body(carry, w):
+        x, total = carry
+        return (layer(x, w), total + jnp.sum(w)), 2 * w
+
+    (x, total), doubled = lax.scan(body, (embedded(params, batch["tokens"]), 0.0), params["layers"])
+    return {"x": x, "total": total, "doubled": doubled, "both": jnp.exp(total) + x.mean()}
+
+
 def reported(report):
     def step(params, batch, key):
         grads = jax.grad(mean)(params, batch, key)
@@ -238,6 +260,7 @@ STEPS = {
     "noise": trained(mean, with_noise),
     "metrics": reported(metrics),
     "by example": reported(by_example),
+    "alike": reported(alike),
 }
 
 
