@@ -70,7 +70,7 @@ class Kernel:
       workspace_bytes: workspace memory while it runs.
       taken: how long it takes in one step, all its runs together.
       loops: the loops of the step that it is in.
-      nest: of a fused kernel, what it runs over; None for others.
+      nest: of a fused kernel that does not reduce, what it runs over; None for others.
     """
 
     position: int
@@ -299,16 +299,13 @@ class _Lowering:
         )
 
     def _nest(self, i: int) -> Hashable:
-        """Whether a fused kernel reduces, and the shape that it runs over, divided as it is."""
+        """What a fused kernel runs over that does not reduce: a shape, divided as it is."""
         op, op_class = self.program.ops[i], self.folded.class_of[i]
-        if op.is_boundary or runs_alone(self.folded, op_class):
+        is_reduction = self.live_ranges.fusion.is_reduction[op_class]
+        if op.is_boundary or is_reduction or runs_alone(self.folded, op_class):
             return None
         largest = max((*op.operands, *op.results), key=lambda v: len(self.program.values[v].shape))
-        return (
-            self.live_ranges.fusion.is_reduction[op_class],
-            self.program.values[largest].shape,
-            self.paths.made(largest),
-        )
+        return self.program.values[largest].shape, self.paths.made(largest)
 
     def _append(self, kernel: Kernel) -> int:
         self.kernels.append(kernel)
