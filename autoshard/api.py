@@ -33,6 +33,7 @@ def search(
     mesh: Sequence[int] | None = None,
     pin: Pins | None = None,
     remat: str | None = None,
+    microbatches: int | None = None,
     time_limit_s: float | None = None,
     verify: bool = False,
     target_config: str | os.PathLike[str] | None = None,
@@ -51,6 +52,8 @@ def search(
       pin: specs in which arguments must rest, by pytree path, e.g. `{"params['emb']": P("model")}`.
       remat: "never" to recompute nothing but what the step itself does (`jax.checkpoint`); by default, where memory is
         scarce, what to recompute in the backward phase is searched with the sharding.
+      microbatches: in how many the step goes through its batch, its gradients added up exactly, before it updates; by
+        default several are tried where memory is scarce. What couples the examples of a batch forbids them.
       time_limit_s: seconds for the solver; the plan states the gap that is left (`Plan.gap`).
       verify: whether XLA's GPU compiler judges if the plan fits: where it does not, the search goes on under a
         lower limit. Equal blocks are extrapolated as by `verify`, unless the peak comes close to the cap. Needs the
@@ -76,7 +79,7 @@ def search(
     """
     hardware = parse_cluster(cluster)
     traced = _traced(step, hardware, abstract_args, {})
-    options = planning.options(traced, hardware, memory, mesh, pin, time_limit_s, remat)
+    options = planning.options(traced, hardware, memory, mesh, pin, time_limit_s, remat, microbatches)
     if not verify:
         return planning.find(traced, hardware, options, progress).plan
     asked = judge.CompilerVerifier(hardware, Compiler(judge.target_config_text(target_config)), progress)
@@ -165,6 +168,7 @@ def parallelize(
     mesh: Sequence[int] | None = None,
     pin: Pins | None = None,
     remat: str | None = None,
+    microbatches: int | None = None,
     plan: str | os.PathLike[str] | Plan | None = None,
     time_limit_s: float | None = None,
     devices: Sequence[Any] | None = None,
@@ -181,6 +185,7 @@ def parallelize(
       mesh: as for `search`.
       pin: as for `search`.
       remat: as for `search`.
+      microbatches: as for `search`.
       plan: a plan or its file: no search. The step, its shapes and the number of devices must be the plan's.
       time_limit_s: as for `search`.
       devices: where to run; by default all that JAX sees.
@@ -203,6 +208,7 @@ def parallelize(
             mesh=mesh,
             pin=pin,
             remat=remat,
+            microbatches=microbatches,
             plan=plan,
             time_limit_s=time_limit_s,
             devices=devices,
@@ -212,7 +218,7 @@ def parallelize(
     if not callable(step):
         raise InputError(f"parallelize wants a function, got {type(step).__name__}")
     given, place = (None, "") if plan is None else _given(plan)
-    request = _Request(cluster, memory, mesh, pin, remat, given, place, time_limit_s, devices)
+    request = _Request(cluster, memory, mesh, pin, remat, microbatches, given, place, time_limit_s, devices)
     return Parallelized(step, request)
 
 
@@ -225,6 +231,7 @@ class _Request:
     mesh: Any
     pin: Any
     remat: str | None
+    microbatches: int | None
     plan: Plan | None
     place: str
     time_limit_s: float | None
@@ -345,6 +352,7 @@ class Parallelized:
                 request.pin,
                 request.time_limit_s,
                 request.remat,
+                request.microbatches,
             )
             found, self._program = programs.searched(traced, hardware, options, devices, _retraced)
         self._plan, self._signature = found.plan, _signature(args, kwargs)

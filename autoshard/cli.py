@@ -95,6 +95,12 @@ def _parser() -> argparse.ArgumentParser:
     search.add_argument(
         "--remat", choices=["never"], help="recompute nothing for memory's sake; by default it is searched"
     )
+    search.add_argument(
+        "--microbatches",
+        type=int,
+        metavar="N",
+        help="how many a step goes through; by default it is searched",
+    )
     search.add_argument("--time-limit", type=_seconds, metavar="S", help="seconds for the solver")
     search.add_argument("--out", type=Path, metavar="FILE", help="save the plan")
     search.add_argument(
@@ -166,6 +172,7 @@ def _search(options: argparse.Namespace) -> int:
                 mesh=options.mesh,
                 pin=dict(options.pin),
                 remat=options.remat,
+                microbatches=options.microbatches,
                 time_limit_s=options.time_limit,
                 verify=options.verify,
                 target_config=options.target_config,

@@ -45,11 +45,12 @@ def options(
     pin: Pins | None,
     time_limit_s: float | None,
     remat: str | None,
+    microbatches: int | None,
 ) -> Options:
     """What the user asks of a search, checked."""
     limit = cluster.device_memory_limit() if memory is None else parse_bytes(memory)
     seconds = DEFAULT_TIME_LIMIT_S if time_limit_s is None else time_limit_s
-    return Options(limit, _mesh_shape(mesh), _resolved(step, pin or {}), seconds, remat)
+    return Options(limit, _mesh_shape(mesh), _resolved(step, pin or {}), seconds, remat, microbatches)
 
 
 def find(

@@ -100,6 +100,7 @@ def explain(
     is_proven: bool,
     deadline: Deadline,
     forbidden_s: float | None = None,
+    also_tried: str = "",
 ) -> InfeasibleError:
     """The error to raise when no plan was found.
 
@@ -111,6 +112,7 @@ def explain(
       is_proven: whether there is none, or the search only found none.
       deadline: of all trials.
       forbidden_s: seconds per step with recomputation, where that would fit and is forbidden.
+      also_tried: a sentence on what else was tried.
     """
     found = f"{'nothing fits' if is_proven else 'nothing was found that fits'} {format_bytes(options.memory_bytes)}"
     if smallest is None:
@@ -132,6 +134,8 @@ def explain(
     untried = (*(f"a smaller peak on mesh {shape}" for shape in smallest.untried), *untried)
     if untried:
         sentences.append(f"Not found out in the time that this took: {', '.join(untried)}.")
+    if also_tried:
+        sentences.append(also_tried)
     if options.remat == "never" and forbidden_s is None:
         sentences.append("No plan was found either that recomputes, which remat='never' forbids.")
     return InfeasibleError(" ".join(sentences))

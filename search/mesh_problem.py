@@ -76,6 +76,7 @@ class Options:
       pins: the `PartitionSpec` in which an argument must rest, by its pytree path.
       time_limit_s: seconds for the solver.
       remat: "never" to recompute nothing but what the step itself recomputes; None to search it.
+      microbatches: in how many the step goes through its batch; None to search it.
     """
 
     memory_bytes: int
@@ -83,6 +84,7 @@ class Options:
     pins: Mapping[str, Any] | None = None
     time_limit_s: float = DEFAULT_TIME_LIMIT_S
     remat: str | None = None
+    microbatches: int | None = None
 
     def __post_init__(self) -> None:
         if self.memory_bytes <= 0 or not self.time_limit_s > 0:
@@ -92,6 +94,8 @@ class Options:
             )
         if self.remat not in (None, "never"):
             raise InputError(f'wanted remat="never", or nothing to have it searched, got {self.remat!r}')
+        if self.microbatches is not None and self.microbatches < 1:
+            raise InputError(f"wanted at least 1 microbatch, got {self.microbatches}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,7 +103,7 @@ class StepProblem:
     """All that does not depend on the mesh.
 
     Attributes:
-      traced: the step as it was traced.
+      traced: the step as it was traced, in microbatches or as a whole.
       sites: what of it is recomputed in the backward phase.
       graph: who decides in the step that recomputes so.
       kernels: its kernels.
@@ -126,7 +130,7 @@ class StepProblem:
         """Makes a step ready for a device.
 
         Args:
-          step: the traced step.
+          step: the traced step, in microbatches or as a whole.
           marks: per argument, what keeps it and the ops around it apart from others: its pin.
           device: what it will run on.
           sites: what to recompute in the backward phase.

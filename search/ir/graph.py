@@ -162,6 +162,7 @@ class Step:
       in_tree: the pytree of `(args, kwargs)`.
       out_tree: the pytree of the result.
       trace_s: seconds that tracing took.
+      num_microbatches: in how many the graph goes through the batch.
     """
 
     name: str
@@ -172,6 +173,7 @@ class Step:
     in_tree: Any
     out_tree: Any
     trace_s: float = 0.0
+    num_microbatches: int = 1
 
     def abstract_inputs(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Shape and dtype of every flat argument."""

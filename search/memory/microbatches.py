@@ -80,24 +80,35 @@ def microbatched(step: Step, count: int) -> Step:
             refused.append(e)
         else:
             verify(graph)
-            return replace(step, graph=graph)
+            return replace(step, graph=graph, num_microbatches=count)
     raise refused[0]
 
 
-def _sizes(step: Step, count: int) -> list[int]:
+def batch_divisors(step: Step) -> list[int]:
+    """Into how many parts the batch divides, in ascending order; none where there is no batch."""
+    size = next(iter(_batch_sizes(step)), 0)
+    return [n for n in range(1, size + 1) if size % n == 0]
+
+
+def _batch_sizes(step: Step) -> list[int]:
     """How many examples the batch may have: what most of its arguments, and the largest, begin with, then the others."""
-    leading = {a.name: shape[0] for a, shape in _batch_arguments(step)}
-    num_arguments, num_elements = Counter(leading.values()), Counter[int]()
+    num_arguments, num_elements = Counter[int](), Counter[int]()
     for _, shape in _batch_arguments(step):
+        num_arguments[shape[0]] += 1
         num_elements[shape[0]] += prod(shape)
-    sizes = sorted(num_arguments, key=lambda n: (num_arguments[n], num_elements[n]), reverse=True)
+    return sorted(num_arguments, key=lambda n: (num_arguments[n], num_elements[n]), reverse=True)
+
+
+def _sizes(step: Step, count: int) -> list[int]:
+    """The sizes that the batch may have, of those that are so many times something."""
+    sizes = _batch_sizes(step)
     if not sizes:
         raise InputError(
             f"the step {step.name!r} cannot be split into {count} microbatches: no argument is a batch of examples. Wanted "
             "arrays whose first dim is the examples, and which the step does not hand back as its state"
         )
     if sizes[0] % count:
-        name = next(name for name, size in leading.items() if size == sizes[0])
+        name = next(a.name for a, shape in _batch_arguments(step) if shape[0] == sizes[0])
         raise InputError(
             f"the batch cannot be split into {count} microbatches: {name} has {sizes[0]} examples, which is not a "
             f"multiple of {count}. Take a divisor of {sizes[0]}, or another batch size"

@@ -83,6 +83,7 @@ class Decisions:
       copies: per value that is resharded for a phase, by its op's name: its spec there and how it comes by it.
       retention: per class of forward ops, by name, what is not kept of them for the backward phase: `remat`, or which of
         them are recomputed. The names of `ops` and `copies` are those of the step that recomputes so.
+      microbatches: in how many the step goes through its batch. The names of the others are those of the step that does.
     """
 
     mesh: Mapping[str, int]
@@ -90,6 +91,7 @@ class Decisions:
     ops: Mapping[str, str]
     copies: Mapping[str, str]
     retention: Mapping[str, str] = field(default_factory=dict[str, str])
+    microbatches: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +151,7 @@ class Plan:
             "memory_bytes": self.memory_bytes,
             "decisions": {
                 "mesh": dict(d.mesh),
+                "microbatches": d.microbatches,
                 "arguments": dict(d.arguments),
                 "ops": dict(d.ops),
                 "copies": dict(d.copies),
@@ -239,7 +242,9 @@ class Plan:
             read.meshes("meshes"),
             read.get("memory_bytes", int),
             Decisions(
-                mesh, *(decisions.table(name, str) for name in ("arguments", "ops", "copies", "retention"))
+                mesh,
+                *(decisions.table(name, str) for name in ("arguments", "ops", "copies", "retention")),
+                microbatches=decisions.get("microbatches", int) if "microbatches" in decisions.data else 1,
             ),
             _read_estimates(estimates),
             None if estimates.data.get("gap", 0) is None else estimates.number("gap"),

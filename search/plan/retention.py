@@ -36,9 +36,11 @@ class RetentionCodec:
         program = self._folded.program
         graphs: dict[Site, Graph] = dict(walk(program.step.graph))
         for members in self._folded.members:
-            standing = [program.ops[i] for i in members if program.ops[i].name not in _NO_RESULTS]
+            standing = [program.ops[i] for i in members if program.ops[i].phase is Phase.FORWARD]
             fresh: list[Site] = [
-                op.site for op in standing if op.phase is Phase.FORWARD and op.site not in known
+                op.site
+                for op in standing
+                if not (op.is_boundary and op.name in _NO_RESULTS) and op.site not in known
             ]
             here = tuple(dict.fromkeys(fresh))
             known.update(here)

@@ -44,6 +44,7 @@ def summary(plan: Plan) -> str:
         _head(plan, cluster, model),
         argument_lines(plan.decisions.arguments),
         _ops(plan.decisions.ops),
+        _microbatches(plan.decisions.microbatches),
         _recomputed(plan.decisions.retention),
         _collectives(plan.estimates),
         _time(plan.estimates),
@@ -90,6 +91,10 @@ def _ops(ops: Mapping[str, str]) -> list[str]:
         *aligned(rows[:_MAX_OP_LINES], right=(1,)),
         *more,
     ]
+
+
+def _microbatches(count: int) -> list[str]:
+    return [f"microbatches: {count}, their gradients added up before the update"] if count > 1 else []
 
 
 def _recomputed(retention: Mapping[str, str]) -> list[str]:

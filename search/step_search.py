@@ -1,0 +1,295 @@
+"""One search: for the step as it is, and for steps that hold less because they recompute or take their batch in parts.
+
+Each mesh shape worth trying is priced and solved, and the fastest plan that fits wins; ties go to the first. Where the cap
+costs time, steps that recompute are searched in the same way (`search.recomputation`). Where nothing fits even so, or what
+fits is much slower than it would be without a cap, the step is rewritten to go through its batch in 2, 4, 8, ...
+microbatches (`search.memory.microbatches`), and all this is done with it, for as long as that finds better plans.
+
+A step in more microbatches, or one that recomputes, does all that the plain one does. So lower bounds on plans of the plain
+step without a cap bound theirs.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from cost_model.cluster import Cluster
+from cost_model.errors import first_line
+from cost_model.units import format_mesh
+from search import infeasible
+from search.deadline import Deadline
+from search.device.prediction import Prediction
+from search.ir.graph import Site, Step
+from search.memory.batch_states import NotSplittableError
+from search.memory.microbatches import batch_divisors, microbatched
+from search.mesh_problem import MeshProblem, Options, Progress, StepProblem, candidate_shapes
+from search.problem.live_ranges import Resident
+from search.recomputation import Candidate, FreeSolution, candidates, without_cap
+from search.solver.branch_and_bound import NoFitError
+from search.solver.pbqp import Labels
+from search.stopwatch import Stopwatch
+
+ATTEMPT_SHARE = 0.4
+"""Of the time left, what a step that recomputes may take to be searched. Source: a choice of ours."""
+
+LEAST_ATTEMPT_S = 2.0
+"""Seconds that it may take at least, as long as there is no plan. Source: a choice of ours."""
+
+MISSED_SHARE = 0.1
+"""Of the cap: where a step did not fit, what the next one has to save besides. Source: a choice of ours."""
+
+WORTH = 0.1
+"""By how much a plan may be slower than one without a cap, before microbatches are tried. Source: a choice of ours; two of
+them gather each split parameter twice."""
+
+MAX_MICROBATCHES = 64
+"""The most that are tried where the user names no number. Source: a choice of ours."""
+
+OF_A_BATCH = frozenset({Resident.RESIDUALS, Resident.TEMPORARIES})
+"""What is less, the fewer examples there are."""
+
+Bounds = Mapping[tuple[int, ...], float]
+"""Lower bounds by mesh, in seconds."""
+
+
+@dataclass(frozen=True, eq=False)
+class Found:
+    """Strategies that fit, and what a device does under them.
+
+    Attributes:
+      step_problem: of the step with what is recomputed.
+      on_mesh: the problem that they solve.
+      labels: a strategy for each node.
+      device: what a device does.
+    """
+
+    step_problem: StepProblem
+    on_mesh: MeshProblem
+    labels: Labels
+    device: Prediction
+
+    @property
+    def cost_s(self) -> float:
+        """Computation and communication, one after the other: what the solver minimises."""
+        return self.on_mesh.problem.cost_s(self.labels)
+
+
+@dataclass(frozen=True, eq=False)
+class _Plain:
+    """A step that recomputes nothing, tried on all meshes.
+
+    Attributes:
+      step_problem: of the step.
+      on_meshes: on each mesh.
+      cramped: those where memory made a difference.
+      bounds_s: on its plans that fit.
+    """
+
+    step_problem: StepProblem
+    on_meshes: tuple[MeshProblem, ...]
+    cramped: tuple[MeshProblem, ...]
+    bounds_s: Bounds
+
+
+class StepSearch:
+    """The search for one step.
+
+    Attributes:
+      best: the best plan so far.
+      bounds_s: by mesh, a lower bound on plans in as many microbatches that recompute what the best one does.
+      floors_s: by mesh, a lower bound on all plans.
+      free: the fastest strategies without a cap, where they are faster than those under the cap.
+      tried: what was done to the step in vain, besides recomputing, for a message.
+    """
+
+    def __init__(
+        self, step: Step, marks: Sequence[str], cluster: Cluster, options: Options, progress: Progress
+    ) -> None:
+        self.step, self.marks, self.cluster = step, marks, cluster
+        self.options, self.progress, self.pins = options, progress, options.pins or {}
+        self.watch = Stopwatch(step.trace_s)
+        self.shapes = candidate_shapes(cluster, options)
+        self.best: Found | None = None
+        self.bounds_s: Bounds = {}
+        self.floors_s: Bounds = {}
+        self.free: FreeSolution | None = None
+        self.tried = ""
+
+    def run(self) -> Found:
+        """The best plan.
+
+        Raises:
+          InfeasibleError: nothing fits the cap; says what would.
+          InputError: the step cannot be split into the microbatches that are asked for.
+        """
+        first = self._plain(
+            microbatched(self.step, self.options.microbatches or 1), self.options.time_limit_s
+        )
+        self.bounds_s = first.bounds_s
+        least = self._held_down(first, self.options.time_limit_s / 2)
+        if self.options.microbatches is None:
+            least = self._in_microbatches() or least
+        if self.best is None:
+            self.progress("no plan so far; looking for the smallest peak")
+            self.best = self._of_smallest_peak(first, least)
+            self.watch.lap("solve")
+        return self.best
+
+    @property
+    def cutoff_s(self) -> float:
+        """What a better plan has to stay below."""
+        return self.best.cost_s if self.best else math.inf
+
+    def _plain(self, step: Step, time_limit_s: float) -> _Plain:
+        """Looks for better plans of a step that recomputes nothing."""
+        step_problem, deadline = self._made_ready(step), Deadline.after(time_limit_s)
+        on_meshes: list[MeshProblem] = []
+        cramped: list[MeshProblem] = []
+        bounds_s: dict[tuple[int, ...], float] = {}
+        for i, shape in enumerate(self.shapes):
+            self.progress(f"{_said(step)}mesh {format_mesh(shape)} ({i + 1} of {len(self.shapes)})")
+            on_mesh = self._put_on(step_problem, shape)
+            on_meshes.append(on_mesh)
+            bounds_s[shape], is_cramped = self._improve(
+                step_problem, on_mesh, deadline.left_s / (len(self.shapes) - i)
+            )
+            cramped += [on_mesh] * is_cramped
+        return _Plain(step_problem, tuple(on_meshes), tuple(cramped), bounds_s)
+
+    def _made_ready(self, step: Step, sites: frozenset[Site] = frozenset()) -> StepProblem:
+        step_problem = StepProblem.of(step, self.marks, self.cluster.device, sites)
+        self.watch.lap("graph")
+        return step_problem
+
+    def _put_on(self, step_problem: StepProblem, shape: tuple[int, ...]) -> MeshProblem:
+        on_mesh = step_problem.on(self.cluster, shape)
+        self.watch.lap("strategies")
+        return on_mesh
+
+    def _improve(
+        self, step_problem: StepProblem, on_mesh: MeshProblem, time_limit_s: float
+    ) -> tuple[float, bool]:
+        """Looks for a better plan on one mesh; a lower bound on all of its plans that fit, and whether memory counted."""
+        kept = on_mesh.pinned(self.pins)
+        try:
+            solution, device = on_mesh.fitting(kept, self.options.memory_bytes, time_limit_s, self.cutoff_s)
+            self.best = Found(step_problem, on_mesh, solution.labels, device)
+            return solution.bound_s, bool(solution.stats.num_rows)
+        except NoFitError as e:
+            return e.bound_s, e.num_rows != 0
+        finally:
+            self.watch.lap("solve")
+
+    def _held_down(self, plain: _Plain, time_limit_s: float) -> StepProblem:
+        """Looks for better plans among steps that recompute; the step that holds least of all those considered."""
+        limit_bytes, deadline = self.options.memory_bytes, Deadline.after(time_limit_s)
+        free, bounds_s = without_cap(plain.cramped, self.pins, self.cutoff_s, deadline)
+        if not self.floors_s:
+            self.floors_s = {**plain.bounds_s, **bounds_s}
+            self.free = next(iter(free), None)
+        if self.options.remat == "never":
+            return plain.step_problem
+        found = candidates(plain.step_problem, free, self.pins, limit_bytes, self.cutoff_s, deadline)
+        self.watch.lap("recompute")
+        self._try(plain.step_problem.traced, found, Deadline.after(time_limit_s))
+        if self.best is not None or not found:
+            return plain.step_problem
+        most = max(found, key=lambda candidate: candidate.saved_bytes)
+        return self._made_ready(plain.step_problem.traced, most.sites)
+
+    def _try(self, step: Step, found: Sequence[Candidate], deadline: Deadline) -> None:
+        """Builds and solves steps that recompute, until none promises to be better than the best plan."""
+        least_saved_bytes = 0.0
+        for candidate in found:
+            if self.best and (deadline.is_over or candidate.cost_s >= self.cutoff_s):
+                break
+            if candidate.saved_bytes < least_saved_bytes:
+                continue
+            mesh = format_mesh(candidate.shape)
+            self.progress(f"{_said(step)}recomputing {len(candidate.sites)} ops on mesh {mesh}")
+            step_problem, before = self._made_ready(step, candidate.sites), self.best
+            on_mesh = self._put_on(step_problem, candidate.shape)
+            time_limit_s = max(ATTEMPT_SHARE * deadline.left_s, LEAST_ATTEMPT_S)
+            bound_s, _ = self._improve(step_problem, on_mesh, time_limit_s)
+            if self.best is before:
+                least_saved_bytes = candidate.saved_bytes + MISSED_SHARE * self.options.memory_bytes
+            else:
+                self.bounds_s = {**self.floors_s, candidate.shape: bound_s}
+
+    def _in_microbatches(self) -> StepProblem | None:
+        """Looks for better plans in more microbatches, or in as few as do where one does not; where none fits, the step that
+        holds least of all those considered."""
+        deadline, least = Deadline.after(self.options.time_limit_s), None
+        counts = [n for n in batch_divisors(self.step) if 1 < n <= MAX_MICROBATCHES]
+        more = [n for n in counts if n >= self._first_count]
+        fewer = [n for n in reversed(counts) if n < self._first_count]
+        if self.best is None:
+            while self.best is None and self.free and more and not deadline.is_over:
+                least = self._split_in(more[0], deadline) or least
+                more = [n for n in more if n >= 2 * more[0]]
+            more = fewer
+        while self.best and more and self._is_wanting and not deadline.is_over:
+            before = self.best
+            self._split_in(more[0], deadline)
+            more = [n for n in more[1:] if not 0.5 < n / more[0] < 2] if self.best is not before else []
+        return None if self.best else least
+
+    def _split_in(self, count: int, deadline: Deadline) -> StepProblem | None:
+        """Looks for better plans in that many microbatches; the step that holds least, None if it cannot be split."""
+        try:
+            step = microbatched(self.step, count)
+        except NotSplittableError as e:
+            self.tried = f"It has no microbatches: {first_line(e)}."
+            return None
+        before, plain = self.best, self._plain(step, deadline.left_s / 2)
+        if self.best and self.best is not before:
+            shape = self.best.on_mesh.shape
+            self.bounds_s = {**self.floors_s, shape: plain.bounds_s[shape]}
+        self.tried = f"Up to {count} microbatches were tried too."
+        return self._held_down(plain, deadline.left_s / 4)
+
+    @property
+    def _is_wanting(self) -> bool:
+        """Whether the best plan is much slower than one without a cap."""
+        return self.free is not None and self.cutoff_s > (1 + WORTH) * self.free.solution.cost_s
+
+    @property
+    def _first_count(self) -> float:
+        """Of microbatches: two where there is a plan, else as many as make the fastest strategies fit."""
+        if self.best or self.free is None:
+            return 2.0
+        peak = self.free.on_mesh.predicted(self.free.solution.labels, math.inf).least
+        held_bytes = sum(num_bytes for resident, num_bytes in peak.residents if resident in OF_A_BATCH)
+        room_bytes = self.options.memory_bytes - (peak.num_bytes - held_bytes)
+        return max(2.0, held_bytes / room_bytes) if room_bytes > 0 else 2.0
+
+    def _forbidden_s(self, first: _Plain) -> float | None:
+        """Seconds per step of a plan that recomputes, where that is forbidden and would fit."""
+        if self.options.remat != "never":
+            return None
+        options = replace(self.options, remat=None, time_limit_s=infeasible.TIME_LIMIT_S)
+        allowed = StepSearch(self.step, self.marks, self.cluster, options, self.progress)
+        allowed._held_down(first, infeasible.TIME_LIMIT_S / 2)
+        return allowed.best.cost_s if allowed.best else None
+
+    def _of_smallest_peak(self, first: _Plain, least: StepProblem) -> Found:
+        """The plan of the smallest peak, where that fits after all.
+
+        Raises:
+          InfeasibleError: it does not; says what would.
+        """
+        options, deadline = self.options, Deadline.after(infeasible.TIME_LIMIT_S)
+        is_first = least is first.step_problem
+        on_meshes = first.on_meshes if is_first else [self._put_on(least, shape) for shape in self.shapes]
+        smallest = infeasible.smallest_peak(on_meshes, options, deadline)
+        if smallest is None or smallest.peak.num_bytes > options.memory_bytes:
+            is_proven = is_first and min(first.bounds_s.values()) == math.inf
+            explain = partial(infeasible.explain, least, self.cluster, options, smallest, is_proven, deadline)
+            raise explain(forbidden_s=self._forbidden_s(first), also_tried=self.tried)
+        on_mesh, labels = smallest.on_mesh, smallest.labels
+        return Found(least, on_mesh, labels, on_mesh.predicted(labels, options.memory_bytes))
+
+
+def _said(step: Step) -> str:
+    return f"{step.num_microbatches} microbatches, " if step.num_microbatches > 1 else ""
