@@ -1,0 +1,149 @@
+"""A step that goes through its batch in microbatches: asked for, or because the cap wants it."""
+
+import functools
+import itertools
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from cost_model.errors import InfeasibleError, InputError, PlanError
+from cost_model.hardware import parse_cluster
+from executors.jit import build
+from search import driver
+from search.ir.trace import trace
+from search.mesh_problem import Options
+from search.plan.plan import Plan
+
+CLUSTER = parse_cluster("8xCPU")
+WIDTHS, BATCH = (64, *(128,) * 8, 64), 1 << 14
+
+
+def loss(params, x):
+    for w in params:
+        x = jnp.tanh(x @ w)
+    return jnp.mean(x**2)
+
+
+def step(params, x):
+    value, grads = jax.value_and_grad(loss)(params, x)
+    return [w - 0.1 * g for w, g in zip(params, grads, strict=True)], value
+
+
+def coupled(params, x):
+    """Each example is compared with the mean of all."""
+    return step(params, x - jnp.mean(x @ params[0] @ params[0].T, 0))
+
+
+def arguments():
+    params = [jax.ShapeDtypeStruct(s, jnp.float64) for s in itertools.pairwise(WIDTHS)]
+    return params, jax.ShapeDtypeStruct((BATCH, WIDTHS[0]), jnp.float64)
+
+
+@pytest.fixture(autouse=True)
+def in_float64():
+    with jax.enable_x64(True):
+        yield
+
+
+@functools.cache
+def traced(function):
+    return trace(function, *arguments())
+
+
+@functools.cache
+def found(share=None, microbatches=None, remat=None, function=step):
+    """Under a cap of a share of what the fastest plan holds where memory is plenty."""
+    cap_bytes = 1 << 40 if share is None else int(share * found(function=function).plan.estimates.peak_bytes)
+    options = Options(cap_bytes, mesh=(8,), remat=remat, microbatches=microbatches)
+    return driver.find(traced(function), CLUSTER, options)
+
+
+def loops(result):
+    return [int(op.params["length"]) for op in result.step.graph.ops if op.name == "scan"]
+
+
+def test_as_many_as_are_asked_for():
+    four = found(microbatches=4)
+    assert loops(four) == [4]
+    assert four.plan.decisions.microbatches == four.plan.options["microbatches"] == 4
+    assert four.plan.estimates.peak_bytes < 0.5 * found().plan.estimates.peak_bytes
+    assert "microbatches: 4, their gradients added up before the update" in str(four.plan)
+
+
+def test_where_memory_is_plenty_there_is_one():
+    assert found().step is traced(step)
+    assert found().plan.decisions.microbatches == 1
+
+
+def test_a_cap_that_is_out_of_reach_otherwise_is_kept_to():
+    tight = found(0.2, remat="never")
+    assert tight.plan.decisions.microbatches > 1
+    assert tight.plan.estimates.peak_bytes <= tight.plan.memory_bytes
+    with pytest.raises(InfeasibleError, match="nothing"):
+        found(0.2, microbatches=1, remat="never")
+
+
+def test_recomputing_and_microbatches_go_together():
+    tight = found(0.48, microbatches=2)
+    assert loops(tight) == [2]
+    assert tight.plan.decisions.retention
+    assert (
+        tight.plan.estimates.peak_bytes
+        <= tight.plan.memory_bytes
+        < found(microbatches=2).plan.estimates.peak_bytes
+    )
+
+
+@pytest.mark.parametrize(("share", "microbatches"), [(None, 4), (0.48, 2)])
+def test_a_plan_is_read_as_it_was_written(share, microbatches, tmp_path):
+    plan = found(share, microbatches).plan
+    plan.save(tmp_path / "plan.json")
+    again = driver.apply(traced(step), Plan.load(tmp_path / "plan.json"), CLUSTER)
+    assert again.plan.decisions == plan.decisions
+    assert again.plan.estimates == plan.estimates
+    assert again.plan.fingerprint == found().plan.fingerprint
+
+
+def test_a_plan_from_before_microbatches_has_one(tmp_path):
+    data = found().plan.to_json()
+    del data["decisions"]["microbatches"]
+    assert Plan.from_json(data, "plan.json").decisions.microbatches == 1
+
+
+@pytest.mark.parametrize(
+    ("count", "message"), [(3, "plan.json: .* is not a multiple of 3"), (0, "at least 1 microbatch, got 0")]
+)
+def test_an_edited_number_that_cannot_be_is_refused(count, message):
+    plan = found(microbatches=4).plan
+    edited = replace(plan, decisions=replace(plan.decisions, microbatches=count))
+    with pytest.raises(PlanError, match=message):
+        driver.apply(traced(step), edited, CLUSTER, "plan.json")
+
+
+def test_examples_that_depend_on_one_another_are_refused_where_they_do():
+    with pytest.raises(InputError, match=r"test_microbatches.py:\d+ needs, for each example"):
+        found(microbatches=2, function=coupled)
+    with pytest.raises(InfeasibleError, match=r"It has no microbatches: .*test_microbatches.py:\d+"):
+        found(0.1, remat="never", function=coupled)
+
+
+def test_a_number_that_makes_no_sense_is_refused():
+    with pytest.raises(InputError, match="at least 1 microbatch, got 0"):
+        Options(1 << 30, microbatches=0)
+    with pytest.raises(InputError, match="16384 examples, which is not a multiple of 3"):
+        found(microbatches=3)
+
+
+@pytest.mark.parametrize(("share", "microbatches"), [(None, 4), (0.48, 2)])
+def test_on_simulated_devices_the_numbers_are_those_of_one(share, microbatches):
+    result = found(share, microbatches)
+    program = build(result.step, result.sharding, jax.devices())
+    rng = np.random.default_rng(0)
+    params, x = jax.tree.map(lambda s: rng.normal(size=s.shape) / s.shape[0] ** 0.5, arguments())
+    wanted = jax.jit(step)(params, x)
+    got = program.fn(*jax.device_put((params, x), program.shardings))
+    for one, other in zip(jax.tree.leaves(wanted), jax.tree.leaves(got), strict=True):
+        np.testing.assert_allclose(other, one, rtol=1e-9, atol=1e-12)
