@@ -21,8 +21,8 @@ import numpy as np
 from cost_model.compute import kernel_s
 from search.ir.graph import EFFECTFUL, Graph, Op, Phase, Role, Site, walk
 from search.ir.sharding import Place
+from search.memory.loop_pairs import loop_pairs
 from search.memory.min_cut import Recomputation, cheapest
-from search.memory.recompute import loop_pairs
 from search.memory.segments import segments
 from search.problem.costs import CostedGraph
 from search.problem.fusion import Fusion

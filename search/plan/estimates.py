@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from search.device.prediction import Prediction
 from search.ir.spec import AXIS_NAMES
-from search.memory.recompute import SCOPE
+from search.memory.copies import SCOPE
 from search.plan.plan import Collective, Estimates
 from search.problem.costs import CostedGraph
 from search.problem.reshard import SLICE

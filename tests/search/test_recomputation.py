@@ -14,7 +14,7 @@ from cost_model.hardware import parse_cluster
 from executors.jit import build
 from search import driver
 from search.ir.trace import trace
-from search.memory.recompute import SCOPE
+from search.memory.copies import SCOPE
 from search.mesh_problem import Options, StepProblem
 from search.plan.plan import Plan
 from search.plan.retention import RetentionCodec

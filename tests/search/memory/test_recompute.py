@@ -13,7 +13,9 @@ from executors.rewrite import evaluator
 from search.ir.graph import Graph, Phase, Site, Step, walk
 from search.ir.sharding import StepSharding
 from search.ir.trace import trace
-from search.memory.recompute import SCOPE, loop_pairs, recomputed
+from search.memory.copies import SCOPE
+from search.memory.loop_pairs import loop_pairs
+from search.memory.recompute import recomputed
 from tests.executors.agreement import NOISE_GROWN_BY_ADAM
 from tests.search.chain import chain
 from tests.zoo import MAKERS
