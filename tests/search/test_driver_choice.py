@@ -22,7 +22,7 @@ from tests.search.chain import chain
 CLUSTER = parse_cluster("16xH100-80GB")
 SHAPES = ((16,), (2, 8), (4, 4), (8, 2))
 CAP_BYTES = 80 * 2**30
-AS_IT_IS = Options(CAP_BYTES, remat="never")
+AS_IT_IS = Options(CAP_BYTES, remat="never", microbatches=1)
 
 
 def mlp(params, x):
@@ -148,7 +148,8 @@ def test_where_that_does_not_fit_either_the_error_says_what_would(monkeypatch, i
     def smallest_peak(tried, options, deadline):
         return Smallest(tried[0], (), Peak(CAP_BYTES + 1.0, 0, ()), 1.0, ()) if is_found else None
 
-    def explain(step_problem, cluster, options, smallest, proven, deadline):
+    def explain(step_problem, cluster, options, smallest, proven, deadline, forbidden_s, also_tried):
+        assert (forbidden_s, also_tried) == (None, "")
         assert (step_problem.step, cluster, options) == (STEP, CLUSTER, AS_IT_IS)
         assert (smallest is not None, proven) == (is_found, is_proven)
         return InfeasibleError("this would fit")

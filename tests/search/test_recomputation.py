@@ -57,10 +57,12 @@ def traced(is_scanned):
 
 
 @functools.cache
-def found(is_scanned, share, remat=None):
+def found(is_scanned, share, remat=None, microbatches=None):
     """Under a cap of a share of what the fastest plan holds where memory is plenty."""
     cap_bytes = 1 << 40 if share is None else int(share * found(is_scanned, None).plan.estimates.peak_bytes)
-    return driver.find(traced(is_scanned), CLUSTER, Options(cap_bytes, mesh=(8,), remat=remat))
+    return driver.find(
+        traced(is_scanned), CLUSTER, Options(cap_bytes, (8,), remat=remat, microbatches=microbatches)
+    )
 
 
 def cost_s(result):
@@ -82,14 +84,14 @@ def test_a_cap_that_is_out_of_reach_is_kept_to(is_scanned):
     assert num_recomputed(tight) > 0
     would_fit = r"would fit: recomputation, which remat='never' forbids \(step .* or less\);"
     with pytest.raises(InfeasibleError, match=would_fit):
-        found(is_scanned, 0.5, "never")
+        found(is_scanned, 0.5, "never", 1)
 
 
 def test_what_does_not_fit_either_with_recomputation_is_not_promised():
     with pytest.raises(
         InfeasibleError, match="No plan was found either that recomputes, which remat='never' forbids"
     ):
-        found(False, 0.02, "never")
+        found(False, 0.02, "never", 1)
 
 
 @pytest.mark.parametrize("is_scanned", [False, True])
