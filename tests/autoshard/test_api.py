@@ -59,6 +59,14 @@ def test_steps_are_those_of_the_plain_function():
     assert_close((state, metrics), plain_steps(3))
 
 
+def test_steps_in_microbatches_are_those_of_the_plain_function():
+    step, state = parallelize(train_step, microbatches=3), create_state(jax.random.key(0))
+    for i in range(3):
+        state, metrics = step(state, make_batch(i))
+    assert step.plan.decisions.microbatches == 3
+    assert_close((state, metrics), plain_steps(3))
+
+
 def test_as_a_decorator_with_and_without_options():
     @autoshard.parallelize
     def bare(w, x):

@@ -192,6 +192,12 @@ def test_options_reach_the_search(run, train):
     assert plan["memory_bytes"] == 1 << 30
 
 
+def test_microbatches_reach_the_search(run, train):
+    _, out, _ = run("search", f"{train}:target", "--cluster", "8xCPU", "--microbatches", "4", "--json")
+    plan = json.loads(out)
+    assert plan["decisions"]["microbatches"] == plan["options"]["microbatches"] == 4
+
+
 def test_a_parallelized_step_is_a_step(run, train):
     _, plain, _ = run("search", f"{train}:target", "--cluster", "8xCPU", "--json")
     status, decorated, _ = run("search", f"{train}:decorated", "--cluster", "8xCPU", "--json")
@@ -385,6 +391,8 @@ def test_a_file_that_cannot_be_imported(run, tmp_path, source, message):
         (["--cluster", "8xCPU", "--pin", "v=P('data')"], "pin 'v' matches no argument"),
         (["--cluster", "8xCPU", "--pin", "w=P(None, None, 'data')"], "w of shape (256, 256) cannot rest as"),
         (["--cluster", "8xCPU", "--out", "/nowhere/plan.json"], "there is no folder /nowhere"),
+        (["--cluster", "8xCPU", "--microbatches", "0"], "wanted at least 1 microbatch, got 0"),
+        (["--cluster", "8xCPU", "--microbatches", "3"], "x has 64 examples, which is not a multiple of 3"),
         (["--cluster", "8xCPU", "--out", "/"], "--out / is a folder; name a file in it"),
         ([], "the following arguments are required: --cluster"),
     ],
