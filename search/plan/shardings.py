@@ -52,7 +52,8 @@ class _Spelling:
         self.summed = {
             (d.producer, d.result)
             for d in self.folded.dependencies
-            if groups[node_of[d.consumer]].is_sum and self.folded.is_heavy[d.producer]
+            if groups[node_of[d.consumer]].is_sum
+            and (node_of[d.producer] != node_of[d.consumer] or self.folded.op(d.producer).is_accumulator)
         }
 
     def specs(self) -> dict[Place, tuple[Spec, ...]]:

@@ -48,10 +48,12 @@ class Handling:
     Attributes:
       at_once: for sums of partial terms: XLA reduces them over all their axes in one collective.
       combined_bytes: it joins small ones with others, into collectives of this size; zero if not.
+      term_itemsize: bytes of an element in reductions, where its terms are narrower than it; zero if they are not.
     """
 
     at_once: bool = False
     combined_bytes: float = 0.0
+    term_itemsize: int = 0
 
 
 ALONE = Handling()
@@ -150,7 +152,9 @@ class Resharder:
         moves = _moves(len(shape), self.num_axes, how.at_once)
         fits = np.array([splits(s, shape, self.mesh.shape) for s in moves.specs])
         held = np.array([shard_size(s, shape, self.mesh.shape) for s in moves.specs])[moves.source]
-        moved = itemsize * np.where(moves.are("all-gather"), held * self._parts(moves), held)
+        is_reduction = moves.are("all-reduce") | moves.are("reduce-scatter")
+        sent = np.where(is_reduction, how.term_itemsize or itemsize, itemsize)
+        moved = sent * np.where(moves.are("all-gather"), held * self._parts(moves), held)
         direct = np.full(len(moved), np.inf)
         for i, (kind, axes) in enumerate(moves.kinds):
             of_kind = moves.kind == i

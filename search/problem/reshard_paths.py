@@ -120,6 +120,13 @@ class ReshardPaths:
                 )
         return iter(taken)
 
+    def moved_dtype(self, v: int, kind: str) -> str:
+        """The type in which a collective moves a value."""
+        i, r = self.maker[v]
+        term = self.graph.terms.get((self.folded.class_of[i], r))
+        is_reduced = term is not None and kind in ("all-reduce", "reduce-scatter")
+        return str(term.dtype if is_reduced else self.program.values[v].dtype)
+
     def copy_source(self, node: int) -> CopySource:
         """How a copy comes by its spec."""
         return self.costed.strategies[node].copy_sources[self.chosen[node]]

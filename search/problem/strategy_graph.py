@@ -125,6 +125,19 @@ class StrategyGraph:
         return node < len(self.groups) and self.groups[node].is_sum
 
     @cached_property
+    def terms(self) -> dict[Maker, Value]:
+        """For sums that a loop adds up, and that may be partial: what a term was before it was converted."""
+        folded, found = self.folded, dict[Maker, Value]()
+        for node, group in enumerate(self.groups):
+            accumulators = [k for k in group.op_classes if folded.op(k).is_accumulator]
+            into = (d for k in group.op_classes for d in folded.dependencies_into.get(k, ()))
+            if group.is_sum and accumulators:
+                term = next(d for d in into if self.node_of[d.producer] != node)
+                value = folded.program.values[folded.op(term.producer).results[term.result]]
+                found |= dict.fromkeys(((k, 0) for k in accumulators), value)
+        return found
+
+    @cached_property
     def combined(self) -> frozenset[Maker]:
         """Values whose collectives wait for nothing else of their kind, so that the compiler joins small ones: the
         step's inputs, cast or not, and what is only for the update."""
