@@ -30,9 +30,18 @@ from search.ir.graph import Phase, Value
 from search.problem.flat_program import ADDITIONS
 from search.problem.folding import Dependency, FoldedProgram
 
-MOVED = ADDITIONS | {"reshape", "squeeze", "expand_dims", "transpose", "convert_element_type", "copy"}
-"""Ops between an all-reduce and an accumulator over which XLA moves the all-reduce, out of the loop. Source: XLA,
-`while_loop_all_reduce_code_motion.cc`; of sums, it first makes one all-reduce."""
+MOVED = ADDITIONS | {
+    "broadcast_in_dim",
+    "convert_element_type",
+    "copy",
+    "expand_dims",
+    "reduce_sum",
+    "reshape",
+    "squeeze",
+    "transpose",
+}
+"""Ops over which XLA moves an all-reduce to where a loop adds it up, as long as they keep all elements apart. Source: XLA,
+`while_loop_all_reduce_code_motion.cc`; of several all-reduces that are added, it first makes one."""
 
 Loop = tuple[int, int]
 """A factor of a class: (class, index into its rule's factors)."""
@@ -153,9 +162,10 @@ def _is_read_once(folded: FoldedProgram, op_class: int) -> bool:
 
 
 def _is_moved(folded: FoldedProgram, op_class: int) -> bool:
-    """Whether an all-reduce moves over an op; a sum over dimensions of size one is a reshape."""
-    name = folded.op(op_class).name
-    return name in MOVED or (name == "reduce_sum" and not _sums(folded, op_class))
+    """Whether an all-reduce of an op's operands may be one of its result."""
+    op, values = folded.op(op_class), folded.program.values
+    sizes = {prod(values[v].shape) for v in (*op.operands, *op.results)}
+    return op.name in MOVED and len(sizes) == 1
 
 
 def _sums(folded: FoldedProgram, op_class: int) -> bool:

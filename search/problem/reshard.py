@@ -39,6 +39,7 @@ from search.ir.sharding import ReshardPath, ReshardStep
 from search.ir.spec import PARTIAL, WHOLE, Spec, divides, shard_size, splits
 
 SLICE = "slice"
+REDUCTIONS = ("all-reduce", "reduce-scatter")
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +153,7 @@ class Resharder:
         moves = _moves(len(shape), self.num_axes, how.at_once)
         fits = np.array([splits(s, shape, self.mesh.shape) for s in moves.specs])
         held = np.array([shard_size(s, shape, self.mesh.shape) for s in moves.specs])[moves.source]
-        is_reduction = moves.are("all-reduce") | moves.are("reduce-scatter")
+        is_reduction = np.logical_or.reduce([moves.are(kind) for kind in REDUCTIONS])
         sent = np.where(is_reduction, how.term_itemsize or itemsize, itemsize)
         moved = sent * np.where(moves.are("all-gather"), held * self._parts(moves), held)
         direct = np.full(len(moved), np.inf)

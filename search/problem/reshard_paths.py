@@ -3,9 +3,10 @@
 from collections.abc import Iterator, Sequence
 
 from search.ir.sharding import OperandReshard, ReshardPath, ReshardStep, SharedPaths
-from search.ir.spec import PARTIAL, Spec, shard_size
+from search.ir.spec import Spec, shard_size
 from search.problem.costs import CostedGraph
 from search.problem.flat_program import FlatProgram, ReadPhase, read_phase
+from search.problem.reshard import REDUCTIONS
 from search.problem.strategies import CopySource, port_specs
 from search.problem.strategy_graph import Port
 
@@ -97,7 +98,7 @@ class ReshardPaths:
         source = CopySource.SAME if copy is None else self.copy_source(copy.node)
         held = here if copy is None or source is CopySource.SAME else self.spec(Port(copy.node, ()))
         shared = self.chain(v, here, held)
-        last = () if PARTIAL in need else self.chain(v, held, need)
+        last = self.chain(v, held, need)
         may_be_kept = copy is not None and bool(copy.kept_from)
         is_fresh = may_be_kept and (bool(last) if not shared else source is CopySource.FRESH)
         return OperandReshard((*shared, *last), phase.value if is_fresh else "")
@@ -122,10 +123,10 @@ class ReshardPaths:
 
     def moved_dtype(self, v: int, kind: str) -> str:
         """The type in which a collective moves a value."""
-        i, r = self.maker[v]
-        term = self.graph.terms.get((self.folded.class_of[i], r))
-        is_reduced = term is not None and kind in ("all-reduce", "reduce-scatter")
-        return str(term.dtype if is_reduced else self.program.values[v].dtype)
+        value, (i, r) = self.program.values[v], self.maker[v]
+        if kind in REDUCTIONS:
+            value = self.graph.terms.get((self.folded.class_of[i], r), value)
+        return str(value.dtype)
 
     def copy_source(self, node: int) -> CopySource:
         """How a copy comes by its spec."""

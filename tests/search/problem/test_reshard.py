@@ -269,6 +269,17 @@ def test_what_is_joined_costs_its_share():
     assert reshard.seconds(value, joined)[gather] < reshard.seconds(value)[gather]
 
 
+def test_sums_are_reduced_in_their_terms_type_and_gathered_in_their_own():
+    reshard, value, narrow = resharder((3,)), Value((48, 48), DTYPE), Handling(term_itemsize=2)
+    for kind, source, target, share in (
+        ("all-reduce", PARTIAL, WHOLE, 0.5),
+        ("reduce-scatter", PARTIAL, 0, 0.5),
+        ("all-gather", 0, WHOLE, 1.0),
+    ):
+        (step,) = reshard.chain(value, (source,), (target,), narrow)
+        assert (step.kind, step.num_bytes) == (kind, share * value.num_bytes)
+
+
 def test_chains_of_an_empty_array_come_to_an_end():
     reshard, value = resharder((2, 4)), Value((0, 8), DTYPE)
     joined = Handling(combined_bytes=2**20)
