@@ -254,9 +254,11 @@ class _Lowering:
         """The buffers behind a step."""
         if step.kind == SLICE:
             return source
-        what = Communication(step.kind, step.axes, step.num_bytes, self.paths.moved_dtype(v, step.kind))
+        moved = self.paths.moved(v, step.kind)
+        share = moved.itemsize / self.program.values[v].itemsize
+        what = Communication(step.kind, step.axes, step.num_bytes, str(moved.dtype))
         after = self.last_backward if phase == ReadPhase.BACKWARD.value else ()
-        made = self._launched(i, v, source, what, after, self.paths.local_bytes(v, step.after))
+        made = self._launched(i, v, source, what, after, share * self.paths.local_bytes(v, step.after))
         self.buffers[made] = replace(self.buffers[made], arrival=arrival)
         return (made,)
 

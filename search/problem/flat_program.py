@@ -9,7 +9,7 @@ of their own like any other:
   state that comes back resharded pays for it;
 * `carry` reads a loop's initial value once and the body's result every iteration: all three get one spec. One that begins
   with zeros and that each iteration only adds to, an *accumulator*, reads no initial value, as zeros lie in any spec; it
-  is additive: it may hold terms of a sum from iteration to iteration;
+  is additive: it may hold terms of a sum from iteration to iteration. Its phase is its addition's;
 * `slice` takes an iteration's part of a stacked operand, `stack` collects the results: the stacked dimension
   is not split, the others keep their spec;
 * `enter` and `join` carry other operands in and branch results out; `output` stands for a result of the step.
@@ -345,10 +345,13 @@ class _Flattening:
             init = (operands[num_consts + i], count, ("operand", site, num_consts + i))
             again = (outputs[i], trips, ("output", path, i))
             makes = [("input", path, num_consts + i), ("result", site, i)]
-            is_sum = init[0] in self.zeros and _only_adds(body, num_consts + i, i)
-            reads = (again,) if is_sum else (init, again)
-            made = self._carry(op, carry, reads, count, site, makes)
-            self.ops[slot] = replace(made, rule=replace(made.rule, is_additive=is_sum))
+            adding = _only_adding(body, num_consts + i, i) if init[0] in self.zeros else None
+            if adding is None:
+                self.ops[slot] = self._carry(op, carry, (init, again), count, site, makes)
+            else:
+                made = self._carry(op, carry, (again,), count, site, makes)
+                rule = replace(made.rule, is_additive=True)
+                self.ops[slot] = replace(made, rule=rule, phase=adding.phase)
         stacks: list[int | None] = []
         for i, y in enumerate(outputs[num_carry:], num_carry):
             result = self.new_value(op.result_values[i])
@@ -429,14 +432,12 @@ class _Flattening:
         return slots
 
 
-def _only_adds(body: Graph, i: int, o: int) -> bool:
-    """Whether a loop's body does nothing with its input `i` but add to it what it hands on as its output `o`."""
+def _only_adding(body: Graph, i: int, o: int) -> Op | None:
+    """The addition of a loop's body that makes its output `o` of its input `i`, if nothing else reads either."""
     before, after = body.inputs[i], body.outputs[o]
     reads = [(op, a) for op in body.ops for a in op.operands if a in (before, after)]
     handed_on = [a for a in body.outputs if a in (before, after)]
-    return (
-        handed_on == [after]
-        and [a for _, a in reads] == [before]
-        and reads[0][0].name in ADDITIONS
-        and after in reads[0][0].outputs
-    )
+    if handed_on != [after] or [a for _, a in reads] != [before]:
+        return None
+    (adding, _), *_ = reads
+    return adding if adding.name in ADDITIONS and after in adding.outputs else None

@@ -49,7 +49,8 @@ class Handling:
     Attributes:
       at_once: for sums of partial terms: XLA reduces them over all their axes in one collective.
       combined_bytes: it joins small ones with others, into collectives of this size; zero if not.
-      term_itemsize: bytes of an element in reductions, where its terms are narrower than it; zero if they are not.
+      term_itemsize: bytes of an element of a loop's sum before its terms were converted: XLA reduces it in their type, and
+        makes no reduce-scatter of that, as it converts the sum before it takes a part; zero if they were not.
     """
 
     at_once: bool = False
@@ -164,6 +165,8 @@ class Resharder:
                 taken_s = self.mesh.time_s(kind, axes, moved[of_kind], how.combined_bytes)
                 direct[of_kind] = np.maximum(taken_s, SLICE_S)
         is_possible = fits[moves.source] & fits[moves.target] & self._is_made(moves, shape)
+        if how.term_itemsize:
+            is_possible &= ~moves.are("reduce-scatter")
         direct[~is_possible] = np.inf
         best = np.full((len(fits), len(fits)), np.inf)
         np.fill_diagonal(best, np.where(fits, 0.0, np.inf))

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
+from search.ir.graph import Value
 from search.ir.sharding import OperandReshard, ReshardPath, ReshardStep, SharedPaths
 from search.ir.spec import Spec, shard_size
 from search.problem.costs import CostedGraph
@@ -121,12 +122,11 @@ class ReshardPaths:
                 )
         return iter(taken)
 
-    def moved_dtype(self, v: int, kind: str) -> str:
-        """The type in which a collective moves a value."""
-        value, (i, r) = self.program.values[v], self.maker[v]
-        if kind in REDUCTIONS:
-            value = self.graph.terms.get((self.folded.class_of[i], r), value)
-        return str(value.dtype)
+    def moved(self, v: int, kind: str) -> Value:
+        """What a collective moves of a value: a loop's sum in the type of its terms, where it is reduced."""
+        i, r = self.maker[v]
+        own = self.program.values[v]
+        return self.graph.terms.get((self.folded.class_of[i], r), own) if kind in REDUCTIONS else own
 
     def copy_source(self, node: int) -> CopySource:
         """How a copy comes by its spec."""
