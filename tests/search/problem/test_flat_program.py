@@ -13,6 +13,7 @@ from search.ir import _jax
 from search.ir.factors import Kind
 from search.ir.graph import Phase, walk
 from search.ir.trace import trace
+from search.memory.microbatches import microbatched
 from search.problem.flat_program import BOUNDARIES, FlatProgram, ReadPhase, flatten, read_phase
 
 W, X, STACK = np.eye(3, 4, dtype=np.float32), np.ones((2, 3), np.float32), np.ones((5, 2, 4), np.float32)
@@ -496,6 +497,12 @@ def test_an_accumulator_reads_no_zeros_and_is_written_over():
     (total,) = (op for op in program.ops if op.name == "carry")
     assert total.operands == only_adding(program).results
     assert program.in_place == {*total.operands}
+
+
+def test_gradients_that_a_loop_adds_up_are_the_backward_phase_s():
+    program = flatten(microbatched(trace(trained, (W, W), X), 2))
+    (gradient,) = (op for op in program.ops if op.is_accumulator and program.values[op.results[0]].shape)
+    assert gradient.phase is Phase.BACKWARD
 
 
 def only_adding(program: FlatProgram):
