@@ -128,11 +128,7 @@ def _sum_classes(folded: FoldedProgram) -> set[int]:
 
 def _accumulation_classes(folded: FoldedProgram) -> set[int]:
     """Accumulators whose sums the compiler reduces behind the loop, with what leads to them."""
-    accumulators = [
-        k
-        for k in range(len(folded.members))
-        if folded.op(k).name == "carry" and folded.op(k).rule.is_additive
-    ]
+    accumulators = [k for k in range(len(folded.members)) if folded.op(k).is_accumulator]
     return set().union(*(_accumulation(folded, k) for k in accumulators))
 
 
@@ -162,10 +158,11 @@ def _is_read_once(folded: FoldedProgram, op_class: int) -> bool:
 
 
 def _is_moved(folded: FoldedProgram, op_class: int) -> bool:
-    """Whether an all-reduce of an op's operands may be one of its result."""
+    """Whether an all-reduce of an op's operands, none of them a number, may be one of its result."""
     op, values = folded.op(op_class), folded.program.values
     sizes = {prod(values[v].shape) for v in (*op.operands, *op.results)}
-    return op.name in MOVED and len(sizes) == 1
+    num_operands = 2 if op.name in ADDITIONS else 1
+    return op.name in MOVED and len(op.operands) == num_operands and len(sizes) == 1
 
 
 def _sums(folded: FoldedProgram, op_class: int) -> bool:

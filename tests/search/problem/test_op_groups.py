@@ -205,10 +205,12 @@ def test_what_a_loop_adds_up_is_a_sum_with_what_leads_to_it(gradient, between):
         lambda x, a: jnp.sin(x.T @ x),
         lambda x, a: jnp.pad(x.T @ x, 1),
         lambda x, a: jnp.broadcast_to(x.sum(0), (3, 8)),
+        lambda x, a: jnp.ones((8, 8)),
+        lambda x, a: x.T @ x + 1.0,
         lambda x, a: (y := x.T @ x) + jnp.sin(y),
         lambda x, a: x.T @ x + x.astype(jnp.bfloat16).T @ x.astype(jnp.bfloat16),
     ],
-    ids=["not linear", "not moved", "spread", "read by others", "two types"],
+    ids=["not linear", "not moved", "spread", "numbers", "a number", "read by others", "two types"],
 )
 def test_the_compiler_leaves_other_reductions_in_the_loop(gradient):
     assert not any("carry" in names for names in added_up(gradient, W))
