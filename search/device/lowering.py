@@ -127,7 +127,6 @@ class _Lowering:
         self.shared = SharedPaths[tuple[int, ...]]()
         self.reduced: dict[int, list] = {}
         self.rewritten: dict[tuple[tuple[int, ...], int, float], tuple[int, ...]] = {}
-        self.new_state = frozenset(v for op in self.program.ops if op.name == "input" for v in op.operands)
         self.last_backward: tuple[int, ...] = ()
         self.made_by: dict[int, int] = {}
         self.waits: dict[int, tuple[int, ...]] = {}
@@ -255,9 +254,11 @@ class _Lowering:
         """The buffers behind a step."""
         if step.kind == SLICE:
             return source
-        what = Communication(step.kind, step.axes, step.num_bytes, str(self.program.values[v].dtype))
+        moved = self.paths.moved(v, step.kind)
+        share = moved.itemsize / self.program.values[v].itemsize
+        what = Communication(step.kind, step.axes, step.num_bytes, str(moved.dtype))
         after = self.last_backward if phase == ReadPhase.BACKWARD.value else ()
-        made = self._launched(i, v, source, what, after, self.paths.local_bytes(v, step.after))
+        made = self._launched(i, v, source, what, after, share * self.paths.local_bytes(v, step.after))
         self.buffers[made] = replace(self.buffers[made], arrival=arrival)
         return (made,)
 
@@ -322,7 +323,7 @@ class _Lowering:
         return inside[1:] if op.name == "stack" else inside
 
     def _bytes_made(self, v: int) -> float:
-        if v in self.new_state and v not in self.resharded:
+        if v in self.program.in_place and v not in self.resharded:
             return 0.0
         return self.paths.local_bytes(v, self.paths.made(v))
 

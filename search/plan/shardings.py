@@ -11,7 +11,10 @@ scattered, the compiler makes one reduce-scatter of the two (XLA:GPU, measured o
 * terms of a sum: the compiler moves the reductions behind it. Left alone, it scatters a tied embedding's gradient into
   the other term, which it has to reduce before.
 
-A value that is partial over several axes and no such term is not imposed: its reader's spec is.
+A value that is partial over several axes and no such term is not imposed: its reader's spec is. So is that of a sum that
+stays partial over fewer axes than its terms: these are scattered over the others, one by one, and the sum is reduced once.
+
+What a loop adds up is said to be whole, in the loop and behind it: the compiler makes one reduction of it, behind the loop.
 """
 
 from collections.abc import Sequence
@@ -21,6 +24,7 @@ from search.ir.sharding import OperandReshard, Place, StepSharding
 from search.ir.spec import AXIS_NAMES, PARTIAL, WHOLE, Spec, divides
 from search.problem.costs import CostedGraph
 from search.problem.flat_program import FlatOp
+from search.problem.folding import Dependency
 from search.problem.reshard_paths import ReshardPaths
 
 ON_SHARDS = frozenset({"top_k"})
@@ -43,17 +47,21 @@ class _Spelling:
         )
         self.program = self.folded.program
         self.paths = ReshardPaths(costed, chosen)
-        groups, node_of = costed.graph.groups, costed.graph.node_of
+        node_of = costed.graph.node_of
         self.leaving = {
             (d.producer, d.result)
             for d in self.folded.dependencies
             if node_of[d.producer] != node_of[d.consumer]
         }
-        self.summed = {
-            (d.producer, d.result)
-            for d in self.folded.dependencies
-            if groups[node_of[d.consumer]].is_sum and self.folded.is_heavy[d.producer]
-        }
+        self.summed = {(d.producer, d.result) for d in self.folded.dependencies if self._is_summed(d)}
+
+    def _is_summed(self, d: Dependency) -> bool:
+        """Whether a sum takes a value as it is made, partial or not, or reduces all of it."""
+        source, target = self.graph.node_of[d.producer], self.graph.node_of[d.consumer]
+        made = self.paths.spec(self.graph.ports[d.producer, d.result, True])
+        read = self.paths.spec(self.graph.ports[d.consumer, d.operand, False])
+        is_term = source != target or self.folded.op(d.producer).is_accumulator
+        return self.graph.is_sum(target) and is_term and (read == made or PARTIAL not in read)
 
     def specs(self) -> dict[Place, tuple[Spec, ...]]:
         found: dict[Place, tuple[Spec, ...]] = {}

@@ -7,7 +7,9 @@ of their own like any other:
 
 * `input` stands for an argument of the step; its operand is the result that replaces it in the next step, so
   state that comes back resharded pays for it;
-* `carry` reads a loop's initial value once and the body's result every iteration: all three get one spec;
+* `carry` reads a loop's initial value once and the body's result every iteration: all three get one spec. One that begins
+  with zeros and that each iteration only adds to, an *accumulator*, reads no initial value, as zeros lie in any spec; it
+  is additive: it may hold terms of a sum from iteration to iteration. Its phase is its addition's;
 * `slice` takes an iteration's part of a stacked operand, `stack` collects the results: the stacked dimension
   is not split, the others keep their spec;
 * `enter` and `join` carry other operands in and branch results out; `output` stands for a result of the step.
@@ -23,11 +25,18 @@ from enum import StrEnum
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+
 from search.ir.factors import Factor, Kind, Rule, rule_for
-from search.ir.graph import Graph, Op, Phase, Role, Site, Step, Value
+from search.ir.graph import Atom, Graph, Op, Phase, Role, Site, Step, Value
 from search.ir.sharding import Place
 
 BARRIER = "optimization_barrier"
+
+ADDITIONS = frozenset({"add", "add_any"})
+
+ZEROS_STAY = frozenset({"broadcast_in_dim", "convert_element_type", "reshape", "copy"})
+"""Ops that make zeros of zeros, as what a sum begins with is made."""
 
 BOUNDARIES = frozenset({"input", "output", "carry", "slice", "stack", "enter", "join"})
 
@@ -68,6 +77,11 @@ class FlatOp:
     def is_boundary(self) -> bool:
         """Whether it stands for no computation."""
         return self.op is None
+
+    @property
+    def is_accumulator(self) -> bool:
+        """Whether it is what a loop adds up, from zeros on."""
+        return self.name == "carry" and self.rule.is_additive
 
     @property
     def number(self) -> int:
@@ -128,6 +142,11 @@ class FlatProgram:
                 uses.setdefault(v, []).append(i)
         return uses
 
+    @cached_property
+    def in_place(self) -> frozenset[int]:
+        """Values that are written over others: the new state over the old one, a loop's sum over that so far."""
+        return frozenset(v for op in self.ops if op.name == "input" or op.is_accumulator for v in op.operands)
+
 
 def flatten(step: Step) -> FlatProgram:
     """The flat program of a traced step."""
@@ -166,6 +185,7 @@ class _Flattening:
         self.ops: list[Any] = []
         self.loops: list[tuple[int, int]] = []
         self.rules: dict[Any, Rule] = {}
+        self.zeros: set[int] = set()
 
     def new_value(self, value: Value) -> int:
         self.values.append(value)
@@ -200,6 +220,8 @@ class _Flattening:
             return self._cond(op, operands, count, site)
         rule = self._rule(op, inputs, operands)
         results = tuple(self.new_value(v) for v in op.result_values)
+        if op.name in ZEROS_STAY and all(map(self._is_zero, op.inputs, operands)):
+            self.zeros.update(results)
         kept = tuple(i for i, v in enumerate(operands) if v is not None)
         read = tuple(v for v in operands if v is not None)
         operand_places = tuple(("operand", site, i) for i in kept)
@@ -211,6 +233,9 @@ class _Flattening:
             )
         )
         return results
+
+    def _is_zero(self, atom: Atom, operand: int | None) -> bool:
+        return not np.any(atom.val) if not isinstance(atom, int) else operand in self.zeros
 
     def _rule(self, op: Op, inputs: tuple[Value, ...], operands: tuple[int | None, ...]) -> Rule:
         """An op's factors, its literals left out; ops that look alike share one."""
@@ -320,7 +345,13 @@ class _Flattening:
             init = (operands[num_consts + i], count, ("operand", site, num_consts + i))
             again = (outputs[i], trips, ("output", path, i))
             makes = [("input", path, num_consts + i), ("result", site, i)]
-            self.ops[slot] = self._carry(op, carry, (init, again), count, site, makes)
+            adding = _only_adding(body, num_consts + i, i) if init[0] in self.zeros else None
+            if adding is None:
+                self.ops[slot] = self._carry(op, carry, (init, again), count, site, makes)
+            else:
+                made = self._carry(op, carry, (again,), count, site, makes)
+                rule = replace(made.rule, is_additive=True)
+                self.ops[slot] = replace(made, rule=rule, phase=adding.phase)
         stacks: list[int | None] = []
         for i, y in enumerate(outputs[num_carry:], num_carry):
             result = self.new_value(op.result_values[i])
@@ -399,3 +430,14 @@ class _Flattening:
         slots = list(range(len(self.ops), len(self.ops) + num))
         self.ops.extend([None] * num)
         return slots
+
+
+def _only_adding(body: Graph, i: int, o: int) -> Op | None:
+    """The addition of a loop's body that makes its output `o` of its input `i`, if nothing else reads either."""
+    before, after = body.inputs[i], body.outputs[o]
+    reads = [(op, a) for op in body.ops for a in op.operands if a in (before, after)]
+    handed_on = [a for a in body.outputs if a in (before, after)]
+    if handed_on != [after] or [a for _, a in reads] != [before]:
+        return None
+    (adding, _), *_ = reads
+    return adding if adding.name in ADDITIONS and after in adding.outputs else None

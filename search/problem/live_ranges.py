@@ -1,9 +1,9 @@
 """Which arrays are in memory when: the program's liveness on a device, before any mesh.
 
 Program order is taken as the schedule. What is an array, `search.problem.fusion` says; a value that is computed on the fly
-keeps its fusion sources alive as long as it is used. State is donated: the new state is written where the old one was. A
-loop's operands live to its end; what it stacks is there from its start. A `LiveRange` is a stretch of the
-program over which a node's strategy costs bytes.
+keeps its fusion sources alive as long as it is used. State is donated: the new state is written where the old one was, and a
+loop's sums where they are added up. A loop's operands live to its end; what it stacks is there from its start. A `LiveRange`
+is a stretch of the program over which a node's strategy costs bytes.
 """
 
 from dataclasses import dataclass
@@ -134,8 +134,8 @@ class LiveRanges:
                 LiveRange(port, value.num_bytes, 0, len(self.program.ops) - 1, None, _RESIDENT_OF[role], i)
             ]
             return stays + self._copies(v, op_class, r, len(self.program.ops) - 1)
-        if any(self.program.ops[u].name == "input" for u in self.uses.get(v, ())):
-            return []  # it is written where the old state was
+        if v in self.program.in_place:
+            return []
         by_phase: dict[ReadPhase, list[int]] = {}
         for u in self.uses.get(v, ()):
             reader = self.program.ops[u]

@@ -15,14 +15,33 @@ updated in another layout than it is used in (ZeRO; Rajbhandari et al. 2020).
 products is the sum of three products, reduced once, not thrice. Additive ops that are fed by contractions
 alone form groups of their own, with one factor more: splitting it over an axis means that everything in the
 group is partial over it.
+
+So it is with what a loop adds up, such as the gradients of microbatches: an accumulator and what leads to it are a group of
+this kind. What it adds need be no contraction; a bias's gradient is a sum of rows. Terms of a sum until the loop ends, it is
+reduced once, by its readers behind the loop: XLA moves the all-reduce of what a loop only adds up out of the loop, and makes
+it a reduce-scatter where a part is wanted (measured on XLA:GPU).
 """
 
 from dataclasses import dataclass
 from math import prod
 
 from search.ir.factors import Kind
-from search.ir.graph import Phase
+from search.ir.graph import Phase, Value
+from search.problem.flat_program import ADDITIONS
 from search.problem.folding import Dependency, FoldedProgram
+
+MOVED = ADDITIONS | {
+    "broadcast_in_dim",
+    "convert_element_type",
+    "copy",
+    "expand_dims",
+    "reduce_sum",
+    "reshape",
+    "squeeze",
+    "transpose",
+}
+"""Ops over which XLA moves an all-reduce to where a loop adds it up, as long as they keep all elements apart. Source: XLA,
+`while_loop_all_reduce_code_motion.cc`; of several all-reduces that are added, it first makes one."""
 
 Loop = tuple[int, int]
 """A factor of a class: (class, index into its rule's factors)."""
@@ -47,7 +66,7 @@ class OpGroup:
 
 def op_groups(folded: FoldedProgram) -> tuple[OpGroup, ...]:
     """Partitions the classes into groups, ordered by first class."""
-    sums = _sum_classes(folded)
+    sums = _sum_classes(folded) | _accumulation_classes(folded)
     joiner = _Joiner(folded)
     for dependency in sorted(
         folded.dependencies, key=lambda k: (-_dependency_size(folded, k), k.producer, k.consumer, k.operand)
@@ -63,8 +82,11 @@ def op_groups(folded: FoldedProgram) -> tuple[OpGroup, ...]:
 
 
 def _dependency_size(folded: FoldedProgram, dependency: Dependency) -> int:
-    value = folded.op(dependency.producer).results[dependency.result]
-    return prod(folded.program.values[value].shape)
+    return prod(_made(folded, dependency).shape)
+
+
+def _made(folded: FoldedProgram, dependency: Dependency) -> Value:
+    return folded.program.values[folded.op(dependency.producer).results[dependency.result]]
 
 
 def _phases_meet(folded: FoldedProgram, u: int, v: int) -> bool:
@@ -102,6 +124,51 @@ def _sum_classes(folded: FoldedProgram) -> set[int]:
         kept |= feeding
         grew = bool(feeding)
     return kept
+
+
+def _accumulation_classes(folded: FoldedProgram) -> set[int]:
+    """Accumulators whose sums the compiler reduces behind the loop, with what leads to them."""
+    accumulators = [k for k in range(len(folded.members)) if folded.op(k).is_accumulator]
+    return set().union(*(_accumulation(folded, k) for k in accumulators))
+
+
+def _accumulation(folded: FoldedProgram, accumulator: int) -> set[int]:
+    """An accumulator, and the ops between it and the sums that it adds up; nothing where others read these too, or where
+    these are of several types."""
+    found, left, types = {accumulator}, [accumulator], set[str]()
+    while left:
+        for dependency in folded.dependencies_into[left.pop()]:
+            k = dependency.producer
+            if k in found:
+                continue
+            if not _is_read_once(folded, k) or not (_is_moved(folded, k) or _sums(folded, k)):
+                return set()
+            if _is_moved(folded, k):
+                found.add(k)
+                left.append(k)
+            else:
+                types.add(str(_made(folded, dependency).dtype))
+    return found if len(types) == 1 else set()
+
+
+def _is_read_once(folded: FoldedProgram, op_class: int) -> bool:
+    program = folded.program
+    made = [v for i in folded.members[op_class] for v in program.ops[i].results]
+    return all(len(program.uses.get(v, ())) == 1 for v in made)
+
+
+def _is_moved(folded: FoldedProgram, op_class: int) -> bool:
+    """Whether an all-reduce of an op's operands, none of them a number, may be one of its result."""
+    op, values = folded.op(op_class), folded.program.values
+    sizes = {prod(values[v].shape) for v in (*op.operands, *op.results)}
+    num_operands = 2 if op.name in ADDITIONS else 1
+    return op.name in MOVED and len(op.operands) == num_operands and len(sizes) == 1
+
+
+def _sums(folded: FoldedProgram, op_class: int) -> bool:
+    """Whether a class is what a sum's terms come from: a contraction, or a sum of rows."""
+    is_sum = any(f.kind is Kind.SUM and f.size > 1 for f in folded.op(op_class).rule.factors)
+    return folded.is_heavy[op_class] or (folded.is_light[op_class] and is_sum)
 
 
 class _Joiner:

@@ -39,6 +39,7 @@ from search.ir.sharding import ReshardPath, ReshardStep
 from search.ir.spec import PARTIAL, WHOLE, Spec, divides, shard_size, splits
 
 SLICE = "slice"
+REDUCTIONS = ("all-reduce", "reduce-scatter")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +49,13 @@ class Handling:
     Attributes:
       at_once: for sums of partial terms: XLA reduces them over all their axes in one collective.
       combined_bytes: it joins small ones with others, into collectives of this size; zero if not.
+      term_itemsize: bytes of an element of a loop's sum before its terms were converted: XLA reduces it in their type, and
+        makes no reduce-scatter of that, as it converts the sum before it takes a part; zero if they were not.
     """
 
     at_once: bool = False
     combined_bytes: float = 0.0
+    term_itemsize: int = 0
 
 
 ALONE = Handling()
@@ -150,7 +154,9 @@ class Resharder:
         moves = _moves(len(shape), self.num_axes, how.at_once)
         fits = np.array([splits(s, shape, self.mesh.shape) for s in moves.specs])
         held = np.array([shard_size(s, shape, self.mesh.shape) for s in moves.specs])[moves.source]
-        moved = itemsize * np.where(moves.are("all-gather"), held * self._parts(moves), held)
+        is_reduction = np.logical_or.reduce([moves.are(kind) for kind in REDUCTIONS])
+        sent = np.where(is_reduction, how.term_itemsize or itemsize, itemsize)
+        moved = sent * np.where(moves.are("all-gather"), held * self._parts(moves), held)
         direct = np.full(len(moved), np.inf)
         for i, (kind, axes) in enumerate(moves.kinds):
             of_kind = moves.kind == i
@@ -159,6 +165,8 @@ class Resharder:
                 taken_s = self.mesh.time_s(kind, axes, moved[of_kind], how.combined_bytes)
                 direct[of_kind] = np.maximum(taken_s, SLICE_S)
         is_possible = fits[moves.source] & fits[moves.target] & self._is_made(moves, shape)
+        if how.term_itemsize:
+            is_possible &= ~moves.are("reduce-scatter")
         direct[~is_possible] = np.inf
         best = np.full((len(fits), len(fits)), np.inf)
         np.fill_diagonal(best, np.where(fits, 0.0, np.inf))

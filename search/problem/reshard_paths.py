@@ -2,10 +2,12 @@
 
 from collections.abc import Iterator, Sequence
 
+from search.ir.graph import Value
 from search.ir.sharding import OperandReshard, ReshardPath, ReshardStep, SharedPaths
-from search.ir.spec import PARTIAL, Spec, shard_size
+from search.ir.spec import Spec, shard_size
 from search.problem.costs import CostedGraph
 from search.problem.flat_program import FlatProgram, ReadPhase, read_phase
+from search.problem.reshard import REDUCTIONS
 from search.problem.strategies import CopySource, port_specs
 from search.problem.strategy_graph import Port
 
@@ -97,7 +99,7 @@ class ReshardPaths:
         source = CopySource.SAME if copy is None else self.copy_source(copy.node)
         held = here if copy is None or source is CopySource.SAME else self.spec(Port(copy.node, ()))
         shared = self.chain(v, here, held)
-        last = () if PARTIAL in need else self.chain(v, held, need)
+        last = self.chain(v, held, need)
         may_be_kept = copy is not None and bool(copy.kept_from)
         is_fresh = may_be_kept and (bool(last) if not shared else source is CopySource.FRESH)
         return OperandReshard((*shared, *last), phase.value if is_fresh else "")
@@ -119,6 +121,12 @@ class ReshardPaths:
                     key, reshard, lambda: None, lambda _, step, key=key: taken.append((key[0], step, key[1]))
                 )
         return iter(taken)
+
+    def moved(self, v: int, kind: str) -> Value:
+        """What a collective moves of a value: a loop's sum in the type of its terms, where it is reduced."""
+        i, r = self.maker[v]
+        own = self.program.values[v]
+        return self.graph.terms.get((self.folded.class_of[i], r), own) if kind in REDUCTIONS else own
 
     def copy_source(self, node: int) -> CopySource:
         """How a copy comes by its spec."""

@@ -125,6 +125,20 @@ class StrategyGraph:
         return node < len(self.groups) and self.groups[node].is_sum
 
     @cached_property
+    def terms(self) -> dict[Maker, Value]:
+        """By what a loop adds up of converted terms: such a term as it was, if the sum may be partial."""
+        found = dict[Maker, Value]()
+        values, classes = self.folded.program.values, range(len(self.folded.members))
+        for k in (k for k in classes if self.folded.op(k).is_accumulator and self.is_sum(self.node_of[k])):
+            node, (made,) = self.node_of[k], self.folded.op(k).results
+            into = (d for c in self.groups[node].op_classes for d in self.folded.dependencies_into[c])
+            source = next(d for d in into if self.node_of[d.producer] != node)
+            term = values[self.folded.op(source.producer).results[source.result]]
+            if term.dtype != values[made].dtype:
+                found[k, 0] = term
+        return found
+
+    @cached_property
     def combined(self) -> frozenset[Maker]:
         """Values whose collectives wait for nothing else of their kind, so that the compiler joins small ones: the
         step's inputs, cast or not, and what is only for the update."""
@@ -148,9 +162,12 @@ class StrategyGraph:
 
     @cached_property
     def _readers(self) -> dict[Maker, set[int]]:
-        """The classes that read each value."""
+        """The classes that read each value; what a loop adds to its sum so far goes without saying."""
         readers: dict[Maker, set[int]] = {}
         for dependency in self.folded.dependencies:
+            node = self.node_of[dependency.producer]
+            if self.is_sum(node) and node == self.node_of[dependency.consumer]:
+                continue
             readers.setdefault((dependency.producer, dependency.result), set()).add(dependency.consumer)
         return readers
 

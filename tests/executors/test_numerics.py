@@ -12,6 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from search.driver import SearchResult
+from search.ir.spec import PARTIAL, Spec
+from search.memory.microbatches import microbatched
+from search.problem.reshard_paths import ReshardPaths
 from tests import zoo
 from tests.executors import plans
 from tests.executors.agreement import Reference, assert_equal
@@ -48,6 +52,14 @@ PLANS = {
     "2x3-drawn": lambda step: plans.drawn(step, (2, 3), seed=1),
 }
 
+MICROBATCHED = {
+    "8-fastest": lambda step: plans.fastest(step, (8,)),
+    "2x4-fastest": PLANS["2x4-fastest"],
+    "2x4-drawn": PLANS["2x4-drawn"],
+    "2x2x2-drawn": lambda step: plans.drawn(step, (2, 2, 2), seed=0),
+}
+"""Plans whose sums over microbatches are partial."""
+
 MOST = ("8-smallest", "2x4-drawn", "2x2x2-fastest", "2x3-fastest")
 FEW_OR_ALL = {
     **dict.fromkeys(("mlp", "dlrm", "resnet"), tuple(PLANS)),  # they compile fast
@@ -79,3 +91,19 @@ def test_float32_losses_equal_one_devices(model):
     _, history = single.on_many_devices(PLANS["2x4-fastest"](single.step))
     for wanted, got in zip(single.results[1], history, strict=True):
         np.testing.assert_allclose(got["loss"], wanted["loss"], rtol=1e-4)
+
+
+@pytest.mark.parametrize("plan", ["8-fastest", "2x4-fastest", "2x4-drawn", "2x2x2-drawn"])
+@pytest.mark.parametrize("model", ["gpt_linen", "llama"])
+def test_sums_over_microbatches_that_stay_partial_equal_one_devices(model, plan):
+    with jax.enable_x64(True):
+        single = on_one_device(model, jnp.float64)
+        found = MICROBATCHED[plan](microbatched(single.step, 3))
+        assert any(PARTIAL in spec for spec in accumulators(found))
+        assert_equal(single.on_many_devices(found), single.results)
+
+
+def accumulators(found: SearchResult) -> list[Spec]:
+    """How the sums lie that loops add up."""
+    paths = ReshardPaths(found.on_mesh.memory.costed, found.chosen)
+    return [paths.made(op.results[0]) for op in paths.program.ops if op.is_accumulator]

@@ -21,6 +21,7 @@ from search import driver
 from search.driver import SearchResult
 from search.ir.graph import Step
 from search.ir.trace import trace
+from search.memory.microbatches import microbatched
 from search.mesh_problem import Options, StepProblem
 from search.plan.plan import Plan
 from search.solver.branch_and_bound import NoFitError
@@ -58,6 +59,7 @@ class Job:
         device has.
       pins: as `autoshard.search` takes them.
       remat: likewise.
+      microbatches: into how many the batch is split.
     """
 
     make: Callable[[], Case]
@@ -65,6 +67,7 @@ class Job:
     slack: float | None = None
     pins: dict[str, P] | None = None
     remat: str | None = "never"
+    microbatches: int = 1
 
 
 def _megatron(**sizes) -> Callable[[], Case]:
@@ -212,6 +215,9 @@ JOBS = {
     "scanned on 8x3, tight": Job(_scan(48), (8, 3), slack=1.15),
     "convolutions on 5": Job(_resnet(120), (5,)),
     "patches on 3x2, tight": Job(_vit(30), (3, 2), slack=1.15),
+    "microbatches": Job(_unrolled(make_gpt_linen, 64), (8,), microbatches=4),
+    "microbatches on 2x4": Job(_unrolled(make_gpt_nnx, 64), (2, 4), microbatches=4),
+    "microbatches of grouped heads": Job(_llama(64, 2), (8,), microbatches=4),
     "recomputed": Job(_unrolled(make_gpt_linen, 128), (8,), slack=0.7, remat=None),
     "recomputed, scanned": Job(_scan(64), (8,), slack=0.7, remat=None),
     "recomputed, scanned on 2x4": Job(_scan(16), (2, 4), slack=0.7, remat=None),
@@ -222,7 +228,7 @@ JOBS = {
 def planned(job: Job) -> tuple[Step, Cluster, SearchResult]:
     """The step, for which cluster, and the plan."""
     case, cluster = job.make(), parse_cluster(f"{prod(job.mesh)}xH100-80GB")
-    step = trace(case.step, *case.abstract_args())
+    step = microbatched(trace(case.step, *case.abstract_args()), job.microbatches)
     cap_bytes = cluster.device_memory_limit()
     if job.slack is not None:
         cap_bytes = int(_smallest_peak(step, cluster, job.mesh) * job.slack)

@@ -202,6 +202,37 @@ def test_what_a_loop_carries_or_stacks_lives_outside_of_it():
     assert {b for kernel in results for b in kernel.reads} == {carry, rows}
 
 
+def accumulated(dtype):
+    """A step whose loop adds up gradients of four microbatches, which are computed in some type."""
+
+    def step(w, xs):
+        def body(total, x):
+            y = jnp.tanh(x @ w.astype(dtype)) * 1e-3
+            return total + (x.T @ y).astype(w.dtype), None
+
+        return w - lax.scan(body, jnp.zeros_like(w), xs)[0]
+
+    w, xs = jax.ShapeDtypeStruct((512, 512), jnp.float32), jax.ShapeDtypeStruct((4, 8192, 512), dtype)
+    return lowered(step, w, xs, mesh=(8,), pins={"w": P(), "xs": P(None, "data")})
+
+
+def test_what_a_loop_adds_up_is_reduced_once_behind_it_and_written_over():
+    found = accumulated(jnp.float32)
+    sums = [k for k in found.kernels if k.collective is not None]
+    assert [(k.collective.kind, k.loops) for k in sums] == [("reduce-scatter", ())]
+    (total,) = sums[0].reads
+    assert found.buffers[total].num_bytes == 4 * 512**2
+    again = [k.makes[0] for k in found.kernels if k.loops and total in k.reads]
+    assert [found.buffers[b].num_bytes for b in again] == [0.0]
+
+
+def test_converted_terms_are_reduced_in_their_type():
+    (reduced,) = [k for k in accumulated(jnp.bfloat16).kernels if k.collective is not None]
+    what = reduced.collective
+    assert (what.kind, what.dtype, what.num_bytes) == ("all-reduce", "bfloat16", 2 * 512**2)
+    assert reduced.loops == ()
+
+
 def test_what_an_inner_loop_stacks_lives_in_the_outer_one():
     def step(w, x):
         def inner(y, _):

@@ -13,6 +13,7 @@ from search.ir import _jax
 from search.ir.factors import Kind
 from search.ir.graph import Phase, walk
 from search.ir.trace import trace
+from search.memory.microbatches import microbatched
 from search.problem.flat_program import BOUNDARIES, FlatProgram, ReadPhase, flatten, read_phase
 
 W, X, STACK = np.eye(3, 4, dtype=np.float32), np.ones((2, 3), np.float32), np.ones((5, 2, 4), np.float32)
@@ -464,3 +465,45 @@ def test_new_state_is_read_by_the_update():
     assert [read_phase(op) for op in program.ops[:3]] == [ReadPhase.UPDATE] * 3
     for op in program.ops[3:]:
         assert read_phase(op).value == op.phase.value
+
+
+def carried(body, first=0.0) -> bool:
+    """Whether a loop's carry is an accumulator."""
+
+    def step(w, x):
+        return lax.scan(lambda y, part: body(y, part, x @ w), jnp.full((2, 4), first, np.float32), STACK)
+
+    return only(flat(step), "carry").is_accumulator
+
+
+def test_an_accumulator_begins_with_zeros_and_is_only_added_to():
+    assert carried(lambda y, part, z: (y + part, None))
+    assert carried(lambda y, part, z: (jnp.tanh(part) * z + y, part))
+    assert not carried(lambda y, part, z: (y + part, None), first=1.0)
+    assert not carried(lambda y, part, z: (y - part, None))
+    assert not carried(lambda y, part, z: (y + y, None))
+    assert not carried(lambda y, part, z: (y + jnp.tanh(y), None))
+    assert not carried(lambda y, part, z: (y + part, y.sum()))
+    assert not carried(lambda y, part, z: (y + part, y))
+    assert not carried(lambda y, part, z: ((total := y + part), total))
+    assert not carried(lambda y, part, z: (part, None))
+
+
+def test_an_accumulator_reads_no_zeros_and_is_written_over():
+    def step(w, x):
+        return lax.scan(lambda y, part: (y + part, None), jnp.zeros((2, 4)), STACK)[0] + x @ w
+
+    program = flat(step)
+    (total,) = (op for op in program.ops if op.name == "carry")
+    assert total.operands == only_adding(program).results
+    assert program.in_place == {*total.operands}
+
+
+def test_gradients_that_a_loop_adds_up_are_the_backward_phase_s():
+    program = flatten(microbatched(trace(trained, (W, W), X), 2))
+    (gradient,) = (op for op in program.ops if op.is_accumulator and program.values[op.results[0]].shape)
+    assert gradient.phase is Phase.BACKWARD
+
+
+def only_adding(program: FlatProgram):
+    return next(op for op in program.ops if op.name == "add" and op.count == len(STACK))

@@ -168,6 +168,54 @@ def test_a_sum_and_what_computes_with_it_are_two_groups():
     ]
 
 
+# --- what a loop adds up
+
+
+def added_up(gradient, *weights) -> list[list[str]]:
+    """The sums of a step that adds up something of each of four microbatches."""
+
+    def step(xs, *weights):
+        def body(total, x):
+            return total + gradient(x, *weights), None
+
+        shape = jax.eval_shape(gradient, X, *weights)
+        return lax.scan(body, jnp.zeros(shape.shape, shape.dtype), xs)[0] * 0.5
+
+    return sums(step, array(4, 16, 8), *weights)
+
+
+@pytest.mark.parametrize(
+    ("gradient", "between"),
+    [
+        (lambda x, a: x.T @ x @ a, []),
+        (lambda x, a: jnp.sin(x).sum(0), []),
+        (lambda x, a: (x.T @ x).astype(jnp.bfloat16).T, ["convert_element_type", "transpose"]),
+        (lambda x, a: x.T @ x + jnp.sin(x).T @ x, ["add"]),
+        (lambda x, a: jnp.sin(x).sum(0)[None, None].sum((0, 1)), ["broadcast_in_dim", "reduce_sum"]),
+    ],
+    ids=["product", "rows", "moved", "two products", "moved rows"],
+)
+def test_what_a_loop_adds_up_is_a_sum_with_what_leads_to_it(gradient, between):
+    assert added_up(gradient, W) == [["carry", *between, "add"]]
+
+
+@pytest.mark.parametrize(
+    "gradient",
+    [
+        lambda x, a: jnp.sin(x.T @ x),
+        lambda x, a: jnp.pad(x.T @ x, 1),
+        lambda x, a: jnp.broadcast_to(x.sum(0), (3, 8)),
+        lambda x, a: jnp.ones((8, 8)),
+        lambda x, a: x.T @ x + 1.0,
+        lambda x, a: (y := x.T @ x) + jnp.sin(y),
+        lambda x, a: x.T @ x + x.astype(jnp.bfloat16).T @ x.astype(jnp.bfloat16),
+    ],
+    ids=["not linear", "not moved", "spread", "numbers", "a number", "read by others", "two types"],
+)
+def test_the_compiler_leaves_other_reductions_in_the_loop(gradient):
+    assert not any("carry" in names for names in added_up(gradient, W))
+
+
 # --- laws
 
 

@@ -269,6 +269,17 @@ def test_what_is_joined_costs_its_share():
     assert reshard.seconds(value, joined)[gather] < reshard.seconds(value)[gather]
 
 
+def test_a_sum_of_converted_terms_is_reduced_in_their_type_and_never_scattered():
+    reshard, value, converted = resharder((3,)), Value((48, 48), DTYPE), Handling(True, term_itemsize=2)
+    for source, target, steps in (
+        (PARTIAL, WHOLE, [("all-reduce", 0.5)]),
+        (PARTIAL, 0, [("all-reduce", 0.5), (SLICE, 1.0)]),
+        (0, WHOLE, [("all-gather", 1.0)]),
+    ):
+        chain = reshard.chain(value, (source,), (target,), converted)
+        assert [(s.kind, s.num_bytes / value.num_bytes) for s in chain] == steps
+
+
 def test_chains_of_an_empty_array_come_to_an_end():
     reshard, value = resharder((2, 4)), Value((0, 8), DTYPE)
     joined = Handling(combined_bytes=2**20)

@@ -416,3 +416,24 @@ def test_a_loop_s_part_of_an_input_and_a_stack_of_gradients_are_joined():
     others = [k for k in slices if k not in of_weights]
     assert others
     assert not any((k, 0) in graph.combined for k in others)
+
+
+def accumulated(dtype) -> StrategyGraph:
+    """Of a loop that adds up products of some type."""
+
+    def body(total, part):
+        return total + (part.T @ part).astype(total.dtype), None
+
+    return connected(lambda x: lax.scan(body, jnp.zeros((8, 8)), jnp.sin(x))[0], array(4, 16, 8, dtype=dtype))
+
+
+@pytest.mark.parametrize(("dtype", "terms"), [(jnp.float32, []), (jnp.bfloat16, ["bfloat16"])])
+def test_of_sums_of_converted_terms_it_is_known_what_these_were(dtype, terms):
+    graph = accumulated(dtype)
+    assert [str(value.dtype) for value in graph.terms.values()] == terms
+    assert all(name(graph, op_class) == "carry" for op_class, _ in graph.terms)
+
+
+def test_what_a_loop_has_added_up_is_joined():
+    graph = accumulated(jnp.float32)
+    assert {name(graph, op_class) for op_class, _ in graph.combined} == {"x", "carry"}
