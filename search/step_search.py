@@ -202,7 +202,8 @@ class StepSearch:
         """Builds and solves steps that recompute, until none promises to be better than the best plan."""
         least_saved_bytes = 0.0
         for candidate in found:
-            if self.best and (deadline.is_over or candidate.cost_s >= self.cutoff_s):
+            is_late = deadline.is_over and (self.best or step.num_microbatches > 1)
+            if is_late or (self.best and candidate.cost_s >= self.cutoff_s):
                 break
             if candidate.saved_bytes < least_saved_bytes:
                 continue
@@ -222,17 +223,17 @@ class StepSearch:
         holds least of all those considered."""
         deadline, least = Deadline.after(self.options.time_limit_s), None
         counts = [n for n in batch_divisors(self.step) if 1 < n <= MAX_MICROBATCHES]
-        more = [n for n in counts if n >= self._first_count]
-        fewer = [n for n in reversed(counts) if n < self._first_count]
+        first = min(self._first_count, max(counts, default=0))
+        left = [n for n in counts if n >= first]
         if self.best is None:
-            while self.best is None and self.free and more and not deadline.is_over:
-                least = self._split_in(more[0], deadline) or least
-                more = [n for n in more if n >= 2 * more[0]]
-            more = fewer
-        while self.best and more and self._is_wanting and not deadline.is_over:
+            while self.best is None and self.free and left and not deadline.is_over:
+                least = self._split_in(left[0], deadline)
+                left = [n for n in left if n >= 2 * left[0]] if least else []
+            left = [n for n in reversed(counts) if n <= first / 2]
+        while self.best and left and self._is_wanting and not deadline.is_over:
             before = self.best
-            self._split_in(more[0], deadline)
-            more = [n for n in more[1:] if not 0.5 < n / more[0] < 2] if self.best is not before else []
+            self._split_in(left[0], deadline)
+            left = [n for n in left if not 0.5 < n / left[0] < 2] if self.best is not before else []
         return None if self.best else least
 
     def _split_in(self, count: int, deadline: Deadline) -> StepProblem | None:
