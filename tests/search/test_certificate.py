@@ -64,7 +64,7 @@ class Kernels:
         rng = np.random.default_rng([self.seed, *labels])
         peak = on_mesh.memory.peak(labels)
         least = Peak(peak.num_bytes * rng.uniform(self.lowest, self.highest), peak.position, peak.residents)
-        return SimpleNamespace(least=least, peak=least, hidden_s=0.0, lowered=NO_KERNELS)
+        return SimpleNamespace(least=least, peak=least, hidden_s=0.0, apart=NO_KERNELS)
 
 
 NO_KERNELS = SimpleNamespace(kernels=())
@@ -77,7 +77,7 @@ def with_kernels(monkeypatch, kernels):
 def never_fitting(on_mesh, labels, limit_bytes):
     """What kernels hold that always need a little more than they may."""
     least = Peak(1.05 * limit_bytes, 0, ())
-    return SimpleNamespace(least=least, peak=least, hidden_s=0.0, lowered=NO_KERNELS)
+    return SimpleNamespace(least=least, peak=least, hidden_s=0.0, apart=NO_KERNELS)
 
 
 def all_of(on_mesh):
@@ -164,7 +164,7 @@ def test_no_plan_on_any_mesh_beats_the_certified_gap(monkeypatch, seed, limit_by
     """Every mesh counts, those too that are given up because the kernels of all that was proposed there are too large."""
     with_kernels(monkeypatch, Kernels(seed, 0.9, 1.2))
     try:
-        found = driver.find(STEP, FOUR, Options(int(limit_bytes)))
+        found = driver.find(STEP, FOUR, Options(int(limit_bytes), microbatches=1))
     except driver.InfeasibleError:
         return
     cost_s = found.on_mesh.problem.cost_s(found.chosen)
@@ -186,7 +186,7 @@ def test_a_mesh_that_is_given_up_stays_in_the_gap(monkeypatch):
         return kernels(on_mesh, labels, cap_bytes)
 
     monkeypatch.setattr(MeshProblem, "predicted", predicted)
-    found = driver.find(STEP, FOUR, Options(limit_bytes))
+    found = driver.find(STEP, FOUR, Options(limit_bytes, microbatches=1))
     assert found.on_mesh.shape == other
     assert found.bound_s <= optimum_s(limit_bytes, (best,)) * (1 + 1e-9)
     assert found.plan.gap > 0.5
@@ -195,7 +195,7 @@ def test_a_mesh_that_is_given_up_stays_in_the_gap(monkeypatch):
 @pytest.mark.parametrize("limit_bytes", [*PEAKS[:5], 1 << 40])
 def test_a_gap_of_nothing_is_the_optimum(monkeypatch, limit_bytes):
     with_kernels(monkeypatch, Kernels(0, 1.0, 1.0))
-    found = driver.find(STEP, FOUR, Options(int(limit_bytes)))
+    found = driver.find(STEP, FOUR, Options(int(limit_bytes), microbatches=1))
     cost_s = found.on_mesh.problem.cost_s(found.chosen)
     assert found.plan.gap <= mesh_problem.RELATIVE_GAP + 1e-9
     assert optimum_s(int(limit_bytes)) >= cost_s * (1 - mesh_problem.RELATIVE_GAP) * (1 - 1e-9)
