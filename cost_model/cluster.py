@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from numpy.typing import DTypeLike
+from numpy.typing import ArrayLike, DTypeLike
 
 from cost_model.errors import ClusterError
 from cost_model.json_fields import (
@@ -173,6 +173,10 @@ class Link:
         """What large messages get."""
         return self.bytes_per_s * self.efficiency
 
+    def copy_s(self, num_bytes: ArrayLike) -> np.ndarray:
+        """Seconds of one copy of so many bytes."""
+        return self.latency_s + np.asarray(num_bytes, float) / self.sustained_bytes_per_s
+
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
@@ -185,7 +189,7 @@ class Cluster:
       devices_per_node: how many share the intra link; all nodes are alike.
       intra: between devices of a node.
       inter: between devices of different nodes, each device's share when all send at once.
-      host_bytes_per_node: host memory per node, for all its devices.
+      host_bytes_per_node: host memory per node, for all its devices; zero where none can be pinned.
       host_link: between a device and its node's memory.
       sources: where each number comes from, by its path in a cluster file ("device.memory"); a path covers
         what is below it.
@@ -205,7 +209,7 @@ class Cluster:
         _check_name(self.name, "cluster name")
         _check_positive(self.num_devices, "number of devices", "devices")
         _check_positive(self.devices_per_node, "devices per node", "devices")
-        _check_positive(self.host_bytes_per_node, "host memory per node", "bytes")
+        _check_not_negative(self.host_bytes_per_node, "host memory per node", "bytes")
         if self.num_devices % self.devices_per_node:
             raise ClusterError(
                 f"wanted full nodes, got {self.num_devices} devices in nodes of {self.devices_per_node}; "

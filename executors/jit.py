@@ -66,12 +66,17 @@ def build(
     mesh = _mesh(sharding, devices)
     names = sharding.axis_names
 
-    def named(place: Any) -> NamedSharding:
+    def named(place: Any, value: Value) -> NamedSharding:
         route = sharding.specs.get(place)
-        return NamedSharding(mesh, partition_spec(route[-1], names) if route else PartitionSpec())
+        spec = partition_spec(route[-1], names) if route else PartitionSpec()
+        return NamedSharding(mesh, spec, memory_kind="pinned_host" if value.is_on_host else None)
 
-    inputs = [named(("input", (), i)) for i in range(len(step.arguments))]
-    outputs = [named(("output", (), o)) if r is None else inputs[r] for o, r in enumerate(step.replaces)]
+    graph = step.graph
+    inputs = [named(("input", (), i), graph.values[v]) for i, v in enumerate(graph.inputs)]
+    outputs = [
+        named(("output", (), o), graph.value(a)) if r is None else inputs[r]
+        for o, (a, r) in enumerate(zip(graph.outputs, step.replaces, strict=True))
+    ]
     abstract = step.abstract_inputs()
     placed = [
         jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s, weak_type=a.weak_type)
@@ -79,7 +84,7 @@ def build(
     ]
     args, kwargs = jax.tree_util.tree_unflatten(step.in_tree, placed)
     positional = (*args, *(kwargs[k] for k in sorted(kwargs)))
-    evaluate = evaluator(step.graph, sharding, mesh)
+    evaluate = evaluator(graph, sharding, mesh)
 
     def run(*values: Any) -> Any:
         flat = jax.tree_util.tree_leaves(values)
@@ -90,8 +95,8 @@ def build(
     run.__name__ = run.__qualname__ = step.name
     donated, of_argument = _donated(step, positional)
     fresh = [o for o, r in enumerate(step.replaces) if r is None or not of_argument[r]]
-    made = [(step.graph.value(step.graph.outputs[o]), outputs[o]) for o in fresh]
-    there = [(step.graph.values[v], s) for v, s in zip(step.graph.inputs, inputs, strict=True)]
+    made = [(graph.value(graph.outputs[o]), outputs[o]) for o in fresh]
+    there = [(graph.values[v], s) for v, s in zip(graph.inputs, inputs, strict=True)]
     resting_bytes = sum(_shard_bytes(value, s) for value, s in (*there, *made))
     fn = jax.jit(
         run,
@@ -104,7 +109,7 @@ def build(
 
 
 def _shard_bytes(value: Value, sharding: NamedSharding) -> int:
-    return math.prod(sharding.shard_shape(value.shape)) * value.itemsize
+    return 0 if value.is_on_host else math.prod(sharding.shard_shape(value.shape)) * value.itemsize
 
 
 def _mesh(sharding: StepSharding, devices: Sequence[Any] | None) -> Mesh | AbstractMesh:

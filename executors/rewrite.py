@@ -59,7 +59,7 @@ class _Evaluation:
         for i, (v, x) in enumerate(zip(self.graph.inputs, inputs, strict=True)):
             entered = self.sharding.reshards.get(("enter", self.path, i), OperandReshard(()))
             x = functools.reduce(self._taken, entered.path, x)
-            self.env[v] = self._placed(x, ("input", self.path, i))
+            self.env[v] = self._placed(v, x, ("input", self.path, i))
         self.env.update(self.graph.constants)
         for i, op in enumerate(self.graph.ops):
             site = (*self.path, i)
@@ -67,7 +67,7 @@ class _Evaluation:
             with provenance(op.scope, op.source_info):
                 results = self._applied(op, operands, site)
             for r, (v, x) in enumerate(zip(op.outputs, results, strict=True)):
-                self.env[v] = self._placed(x, ("result", site, r))
+                self.env[v] = self._placed(v, x, ("result", site, r))
                 if op.phase is Phase.BACKWARD and getattr(x, "ndim", 0):
                     self.made_backward.add(v)
                     self.last_backward = self.env[v]
@@ -107,7 +107,9 @@ class _Evaluation:
             *abstract
         )
 
-    def _placed(self, x: Any, place: Any) -> Any:
+    def _placed(self, v: int, x: Any, place: Any) -> Any:
+        if self.graph.values[v].is_on_host:  # a constraint would take it to the device
+            return x
         for spec in self.sharding.specs.get(place, ()):
             x = self._constrained(x, spec)
         return x

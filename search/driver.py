@@ -20,7 +20,7 @@ from search.ir.sharding import StepSharding
 from search.ir.spec import AXIS_NAMES
 from search.memory.microbatches import microbatched
 from search.mesh_problem import DEFAULT_TIME_LIMIT_S, MeshProblem, Options, Progress, StepProblem
-from search.plan.decisions import apart
+from search.plan.decisions import apart, hosted
 from search.plan.estimates import estimate
 from search.plan.plan import Plan
 from search.plan.retention import RetentionCodec
@@ -101,7 +101,8 @@ def apply(step: Step, plan: Plan, cluster: Cluster, place: str = "plan") -> Sear
         )
     split = _in_microbatches(step, plan, place)
     sites = _recomputed_sites(split, marks, plan, place)
-    step_problem = StepProblem.of(split, marks, cluster.device, sites, apart(step, plan.decisions))
+    on_host = hosted(step, plan.decisions, place)
+    step_problem = StepProblem.of(split, marks, cluster.device, sites, on_host, apart(step, plan.decisions))
     shape = tuple(plan.decisions.mesh.values())
     if tuple(plan.decisions.mesh) != AXIS_NAMES.get(len(shape)):
         raise PlanError(f"{place}: wanted mesh axes named {AXIS_NAMES}, got {tuple(plan.decisions.mesh)}")
@@ -146,7 +147,7 @@ def _finished(
         meshes=meshes,
         memory_bytes=options.memory_bytes,
         decisions=replace(decisions, retention=retention, microbatches=split.num_microbatches),
-        estimates=estimate(costed, found.labels, found.device),
+        estimates=estimate(costed, found.labels, found.device, found.host_bytes),
         gap=None,
     )
     watch.lap("plan")
@@ -184,6 +185,8 @@ def _said(options: Options) -> dict[str, Any]:
         said["mesh"] = list(options.mesh)
     if options.remat is not None:
         said["remat"] = options.remat
+    if options.offload is not None:
+        said["offload"] = options.offload if isinstance(options.offload, str) else list(options.offload)
     if options.microbatches is not None:
         said["microbatches"] = options.microbatches
     if options.pins:

@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -19,8 +20,9 @@ from cost_model.errors import InputError
 from cost_model.meshes import mesh_shapes
 from search.deadline import Deadline
 from search.device.prediction import Prediction, predict
-from search.ir.graph import Site, Step
+from search.ir.graph import Role, Site, Step
 from search.ir.spec import AXIS_NAMES, from_partition_spec
+from search.memory.offload import offloaded
 from search.memory.recompute import recomputed
 from search.plan.decisions import DecisionCodec, allowed_by_pins
 from search.problem.costs import price
@@ -63,6 +65,9 @@ WIDE_GAP = 0.2
 FALLING = (0.7, 0.95)
 """Shares of the smallest peak so far, under which a smaller one is looked for. Source: a choice of ours."""
 
+OFFLOADED = MappingProxyType({"optimizer_state": Role.OPTIMIZER_STATE, "parameters": Role.PARAMETER})
+"""What may rest in the host's memory, by the names that users give, the least often read first."""
+
 Progress = Callable[[str], None]
 
 
@@ -77,6 +82,7 @@ class Options:
       time_limit_s: seconds for the solver.
       remat: "never" to recompute nothing but what the step itself recomputes; None to search it.
       microbatches: in how many the step goes through its batch; None to search it.
+      offload: what rests in the host's memory, of `OFFLOADED`; "never" for nothing, None to search it.
     """
 
     memory_bytes: int
@@ -85,6 +91,7 @@ class Options:
     time_limit_s: float = DEFAULT_TIME_LIMIT_S
     remat: str | None = None
     microbatches: int | None = None
+    offload: tuple[str, ...] | str | None = None
 
     def __post_init__(self) -> None:
         if self.memory_bytes <= 0 or not self.time_limit_s > 0:
@@ -96,6 +103,12 @@ class Options:
             raise InputError(f'wanted remat="never", or nothing to have it searched, got {self.remat!r}')
         if self.microbatches is not None and self.microbatches < 1:
             raise InputError(f"wanted at least 1 microbatch, got {self.microbatches}")
+        kinds = () if self.offload in (None, "never") else self.offload
+        if isinstance(kinds, str) or not set(kinds) <= set(OFFLOADED):
+            raise InputError(
+                f'wanted offload="never", some of {tuple(OFFLOADED)}, or nothing to have it searched, got '
+                f"{self.offload!r}"
+            )
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,18 +118,22 @@ class StepProblem:
     Attributes:
       traced: the step as it was traced, in microbatches or as a whole.
       sites: what of it is recomputed in the backward phase.
+      hosted: the arguments that rest in the host's memory.
       graph: who decides in the step that recomputes so.
       kernels: its kernels.
       live_ranges: what it stores.
-      items: all that is ever in memory.
+      items: all that is ever in a device's memory.
+      host_items: all that is ever in the host's.
     """
 
     traced: Step
     sites: frozenset[Site]
+    hosted: frozenset[int]
     graph: StrategyGraph
     kernels: Kernels
     live_ranges: LiveRanges
     items: tuple[LiveRange, ...]
+    host_items: tuple[LiveRange, ...]
 
     @classmethod
     def of(
@@ -125,6 +142,7 @@ class StepProblem:
         marks: Sequence[str],
         device: Device,
         sites: frozenset[Site] = frozenset(),
+        hosted: frozenset[int] = frozenset(),
         decided: Sequence[Any] = (),
     ) -> "StepProblem":
         """Makes a step ready for a device.
@@ -134,36 +152,41 @@ class StepProblem:
           marks: per argument, what keeps it and the ops around it apart from others: its pin.
           device: what it will run on.
           sites: what to recompute in the backward phase.
+          hosted: the arguments to rest in the host's memory.
           decided: per argument, what is decided of it: those that differ are taken apart, no op is.
         """
-        folded = fold(flatten(recomputed(step, sites)), marks)
+        folded = fold(flatten(offloaded(recomputed(step, sites), hosted)), marks)
         folded = separate(folded, decided) if decided else folded
         groups = op_groups(folded)
         fusion, graph = Fusion(folded, expensive_itemsize(device)), strategy_graph(folded, groups)
         live_ranges = LiveRanges(graph, fusion)
-        return cls(step, sites, graph, kernels(fusion, groups), live_ranges, live_ranges.items())
+        items = live_ranges.items(), live_ranges.host_items()
+        return cls(step, sites, hosted, graph, kernels(fusion, groups), live_ranges, *items)
 
     @property
     def step(self) -> Step:
-        """What runs: the traced step, with what is recomputed."""
+        """What runs: the traced step, with what is recomputed and what comes from the host."""
         return self.graph.folded.program.step
 
     @cached_property
     def fingerprint(self) -> str:
         """Of the traced step."""
-        return fingerprint(flatten(self.traced) if self.sites else self.graph.folded.program)
+        is_rewritten = self.sites or self.hosted
+        return fingerprint(flatten(self.traced) if is_rewritten else self.graph.folded.program)
 
     def on(self, cluster: Cluster, shape: tuple[int, ...]) -> "MeshProblem":
         """The problem on one mesh."""
         costed = price(self.graph, self.kernels, Resharder(MeshModel(cluster, shape)))
-        return MeshProblem(Memory(costed, self.items), self.live_ranges, DecisionCodec(costed))
+        memory, host = Memory(costed, self.items), Memory(costed, self.host_items)
+        return MeshProblem(memory, host, self.live_ranges, DecisionCodec(costed))
 
 
 @dataclass(frozen=True, eq=False)
 class MeshProblem:
-    """The problem on one mesh: its memory, its costs, its words."""
+    """The problem on one mesh: a device's memory, its share of the host's, costs, words."""
 
     memory: Memory
+    host: Memory
     live_ranges: LiveRanges
     codec: DecisionCodec
 
@@ -176,6 +199,21 @@ class MeshProblem:
     def shape(self) -> tuple[int, ...]:
         """Sizes of the mesh axes."""
         return self.memory.costed.resharder.mesh.shape
+
+    @property
+    def host_limit_bytes(self) -> int:
+        """A device's share of its host's memory."""
+        cluster = self.memory.costed.resharder.mesh.cluster
+        return cluster.host_bytes_per_node // cluster.devices_per_node
+
+    def least_transfer_s(self, kept: Sequence[np.ndarray]) -> float:
+        """What copies to and from the host take at least, one after the other."""
+        graph, costed = self.memory.costed.graph, self.memory.costed
+        return sum(
+            float(costed.node_seconds[node][0][kept[node]].min())
+            for node, group in enumerate(graph.groups)
+            if graph.folded.op(group.op_classes[0]).is_transfer and len(kept[node])
+        )
 
     def pinned(self, pins: Mapping[str, Any]) -> tuple[np.ndarray, ...]:
         """Per node: the strategies that the pins leave."""
@@ -303,6 +341,8 @@ class MeshProblem:
         """
         if self.memory.least_bytes(kept) > limit_bytes * (1 + ROUNDING):
             raise NoFitError(f"no strategies fit {limit_bytes} bytes", bound_s=np.inf)
+        if self.host.least_bytes(kept) > self.host_limit_bytes:
+            raise NoFitError(f"no strategies fit {self.host_limit_bytes} bytes of the host's", bound_s=np.inf)
         solution = branch_and_bound.solve(
             self._restricted(kept),
             limit_bytes=float(limit_bytes),
@@ -336,8 +376,11 @@ class MeshProblem:
 
     def _violated(self, kept: Sequence[np.ndarray], limit_bytes: int):
         def violated(chosen: Sequence[int]) -> tuple[MemoryConstraint, ...]:
-            rows = self.memory.rows_over(_original(kept, chosen), limit_bytes)
-            return tuple(restricted_row(row, kept) for row in rows)
+            labels = _original(kept, chosen)
+            rows = self.memory.rows_over(labels, limit_bytes)
+            on_host = self.host.rows_over(labels, self.host_limit_bytes)
+            scaled = (row.scaled(limit_bytes / self.host_limit_bytes) for row in on_host)
+            return tuple(restricted_row(row, kept) for row in (*rows, *scaled))
 
         return violated
 

@@ -23,7 +23,8 @@ from search.device.prediction import Prediction
 from search.ir.graph import Site, Step
 from search.memory.batch_states import NotSplittableError
 from search.memory.microbatches import batch_divisors, microbatched
-from search.mesh_problem import MeshProblem, Options, Progress, StepProblem, candidate_shapes
+from search.memory.offload import may_rest_on_host
+from search.mesh_problem import OFFLOADED, MeshProblem, Options, Progress, StepProblem, candidate_shapes
 from search.problem.live_ranges import Resident
 from search.recomputation import Candidate, FreeSolution, candidates, without_cap
 from search.solver.branch_and_bound import NoFitError
@@ -71,8 +72,14 @@ class Found:
 
     @property
     def cost_s(self) -> float:
-        """Computation and communication, one after the other: what the solver minimises."""
-        return self.on_mesh.problem.cost_s(self.labels)
+        """Computation and communication, one after the other, which the solver minimises, and what the device waits for copies
+        to and from its host."""
+        return self.on_mesh.problem.cost_s(self.labels) - self.device.transfer_s + self.device.waited_s
+
+    @property
+    def host_bytes(self) -> float:
+        """What a device holds of its host's memory."""
+        return self.on_mesh.host.peak(self.labels).num_bytes if self.on_mesh.host.items else 0.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,6 +122,8 @@ class StepSearch:
         self.floors_s: Bounds = {}
         self.free: FreeSolution | None = None
         self.tried = ""
+        self.may_rest_on_host = may_rest_on_host(step)
+        self.hosted = self._of_kinds(options.offload if isinstance(options.offload, tuple) else ())
 
     def run(self) -> Found:
         """The best plan.
@@ -128,6 +137,8 @@ class StepSearch:
         )
         self.bounds_s = first.bounds_s
         least = self._held_down(first, self.options.time_limit_s / 2)
+        if self.options.offload is None:
+            least = self._offloaded(first.step_problem.traced) or least
         if self.options.microbatches is None:
             least = self._in_microbatches() or least
         if self.best is None:
@@ -158,7 +169,7 @@ class StepSearch:
         return _Plain(step_problem, tuple(on_meshes), tuple(cramped), bounds_s)
 
     def _made_ready(self, step: Step, sites: frozenset[Site] = frozenset()) -> StepProblem:
-        step_problem = StepProblem.of(step, self.marks, self.cluster.device, sites)
+        step_problem = StepProblem.of(step, self.marks, self.cluster.device, sites, self.hosted)
         self.watch.lap("graph")
         return step_problem
 
@@ -172,9 +183,12 @@ class StepSearch:
     ) -> tuple[float, bool]:
         """Looks for a better plan on one mesh; a lower bound on all of its plans that fit, and whether memory counted."""
         kept = on_mesh.pinned(self.pins)
+        cutoff_s = self.cutoff_s + on_mesh.least_transfer_s(kept)  # the solver knows of nothing that is hidden
         try:
-            solution, device = on_mesh.fitting(kept, self.options.memory_bytes, time_limit_s, self.cutoff_s)
-            self.best = Found(step_problem, on_mesh, solution.labels, device)
+            solution, device = on_mesh.fitting(kept, self.options.memory_bytes, time_limit_s, cutoff_s)
+            found = Found(step_problem, on_mesh, solution.labels, device)
+            if found.cost_s < self.cutoff_s:
+                self.best = found
             return solution.bound_s, bool(solution.stats.num_rows)
         except NoFitError as e:
             return e.bound_s, e.num_rows != 0
@@ -217,6 +231,28 @@ class StepSearch:
                 least_saved_bytes = candidate.saved_bytes + MISSED_SHARE * self.options.memory_bytes
             else:
                 self.bounds_s = {**self.floors_s, candidate.shape: bound_s}
+
+    def _offloaded(self, step: Step) -> StepProblem | None:
+        """Looks for better plans with more and more state in the host's memory; where none fits, the step that holds least of
+        all those considered. If that made no plan better, it is left alone."""
+        least, kinds, best_hosted = None, list[str](), self.hosted
+        for kind in OFFLOADED:
+            kinds.append(kind)
+            hosted = self._of_kinds(kinds)
+            if hosted == self.hosted or not (self._is_wanting or self.best is None):
+                continue
+            self.hosted, before = hosted, self.best
+            self.progress(f"{' and '.join(kinds).replace('_', ' ')} on the host")
+            plain = self._plain(step, self.options.time_limit_s / 2)
+            least = self._held_down(plain, self.options.time_limit_s / 4)
+            if self.best is not before:
+                best_hosted = hosted
+        self.hosted = best_hosted
+        return None if self.best else least
+
+    def _of_kinds(self, kinds: Sequence[str]) -> frozenset[int]:
+        roles = {OFFLOADED[kind] for kind in kinds}
+        return frozenset(i for i, role in self.may_rest_on_host.items() if role in roles)
 
     def _in_microbatches(self) -> StepProblem | None:
         """Looks for better plans in more microbatches, or in as few as do where one does not; where none fits, the step that

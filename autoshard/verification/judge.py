@@ -237,6 +237,8 @@ def _argument_bytes(program: Program) -> int:
 
 def _shard_bytes(x: jax.ShapeDtypeStruct) -> int:
     assert x.sharding is not None
+    if x.sharding.memory_kind == "pinned_host":
+        return 0
     size = 1
     for n in x.sharding.shard_shape(x.shape):
         size *= n

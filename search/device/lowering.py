@@ -24,6 +24,9 @@ from search.problem.memory_rows import Arrival
 from search.problem.reshard import SLICE
 from search.problem.reshard_paths import ReshardPaths
 
+TO_HOST, FROM_HOST = TRANSFERS = ("to host", "from host")
+"""Kinds of communication with the host."""
+
 Loops = tuple[tuple[int, int], ...]
 """Ranges of op positions, inner loops first."""
 
@@ -49,12 +52,19 @@ class Buffer:
 
 @dataclass(frozen=True, slots=True)
 class Communication:
-    """What a kernel communicates: a collective's kind, its mesh axes, bytes per device each time, and the dtype."""
+    """What a kernel communicates: a collective's kind, its mesh axes, bytes per device each time, and the dtype. A transfer
+    between a device and its host is one over no axes."""
 
     kind: str
     axes: tuple[int, ...]
     num_bytes: float
     dtype: str
+
+
+    @property
+    def stream(self) -> str:
+        """What it keeps busy: the links between devices, or one direction of that to the host."""
+        return self.kind if self.kind in TRANSFERS else "collectives"
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +188,8 @@ class _Lowering:
     def _argument(self, op: FlatOp) -> None:
         (v,) = op.results
         role = self.live_ranges.resident_of_argument(op)
-        self.sources[v] = (self._buffer(self.paths.local_bytes(v, self.paths.made(v)), role, (), True),)
+        held_bytes = 0.0 if self.program.values[v].is_on_host else self.paths.local_bytes(v, self.paths.made(v))
+        self.sources[v] = (self._buffer(held_bytes, role, (), True),)
 
     def _kernels(self, i: int, op: FlatOp, read: tuple[int, ...]) -> None:
         """An op's own kernel, and the collectives that bring its results to rest."""
@@ -190,7 +201,8 @@ class _Lowering:
         if read_phase(op) is ReadPhase.UPDATE:  # a convolution's kernel is updated as it lies in the copy
             copies = (self.rewritten.get(((b,), 1, self.buffers[b].num_bytes), ()) for b in read)
             read += tuple(copy for found in copies for copy in found)
-        kernel = self._kernel(i, read, makes, self._waits(op))
+        lower = self._transfer if op.is_transfer else self._kernel
+        kernel = lower(i, read, makes, self._waits(op))
         if op.op is not None and read_phase(op) is ReadPhase.BACKWARD:
             self.last_backward = (kernel,)
         for v in op.results:
@@ -299,6 +311,16 @@ class _Lowering:
             Kernel(i, reads, makes, after, None, workspaces, time, loops, self._nest(i) if makes else None)
         )
 
+    def _transfer(self, i: int, reads: tuple[int, ...], makes: tuple[int, ...], after: tuple[int, ...]) -> int:
+        """A copy between the device and its host."""
+        op = self.program.ops[i]
+        (v,) = op.results
+        num_bytes = self.paths.local_bytes(v, self.paths.made(v))
+        kind = TO_HOST if self.program.values[v].is_on_host else FROM_HOST
+        what = Communication(kind, (), num_bytes, str(self.program.values[v].dtype))
+        time = self.times.of_op(i, num_bytes) * op.count
+        return self._append(Kernel(i, reads, makes, after, what, 0.0, time, self.live_ranges.loops_at[i]))
+
     def _nest(self, i: int) -> Hashable:
         """What a fused kernel runs over that does not reduce: a shape, divided as it is."""
         op, op_class = self.program.ops[i], self.folded.class_of[i]
@@ -323,7 +345,7 @@ class _Lowering:
         return inside[1:] if op.name == "stack" else inside
 
     def _bytes_made(self, v: int) -> float:
-        if v in self.program.in_place and v not in self.resharded:
+        if self.program.values[v].is_on_host or (v in self.program.in_place and v not in self.resharded):
             return 0.0
         return self.paths.local_bytes(v, self.paths.made(v))
 

@@ -16,7 +16,8 @@ from statistics import fmean
 from cost_model.xla.gpu_targets import is_hopper_or_later
 from search.device.combiner import combined
 from search.device.kernel_order import Clock, Ties, latency_hiding, memory_saving, program_order
-from search.device.lowering import Lowered, lower
+from search.device.kernel_times import KernelTime
+from search.device.lowering import TRANSFERS, Kernel, Lowered, lower
 from search.device.siblings import merged
 from search.device.timeline import peak, seconds
 from search.problem.costs import CostedGraph
@@ -60,10 +61,27 @@ class Prediction:
 
     @cached_property
     def hidden_s(self) -> float:
-        """Communication that runs behind computation."""
+        """Communication and transfers that run behind computation."""
+        return sum(kernel.time.seconds for kernel in self.lowered.kernels) - self._fastest_s(self._plain)
+
+    @cached_property
+    def transfer_s(self) -> float:
+        """Copies to the host and from it, one after the other."""
+        return sum(kernel.time.seconds for kernel in self.lowered.kernels if _is_transfer(kernel))
+
+    @cached_property
+    def waited_s(self) -> float:
+        """What of the transfers nothing hides."""
+        if not self.transfer_s:
+            return 0.0
+        free = KernelTime(0.0, 0.0, 0.0)
+        kernels = tuple(replace(k, time=free) if _is_transfer(k) else k for k in self._plain.kernels)
+        without = replace(self._plain, kernels=kernels)
+        return self._fastest_s(self._plain) - self._fastest_s(without)
+
+    def _fastest_s(self, lowered: Lowered) -> float:
         orders = (program_order(self._plain), *self._overlapped)
-        alone_s = sum(kernel.time.seconds for kernel in self.lowered.kernels)
-        return alone_s - min(seconds(self._plain, order) for order in orders)
+        return min(seconds(lowered, order) for order in orders)
 
     @cached_property
     def _plain(self) -> Lowered:
@@ -73,6 +91,10 @@ class Prediction:
     def _overlapped(self) -> tuple[tuple[int, ...], ...]:
         choices = product(Ties, Clock) if self.is_rescheduled else ()
         return tuple(latency_hiding(self._plain, ties, clock) for ties, clock in choices)
+
+
+def _is_transfer(kernel: Kernel) -> bool:
+    return kernel.collective is not None and kernel.collective.kind in TRANSFERS
 
 
 def in_least_order(lowered: Lowered) -> Lowered:

@@ -1,8 +1,9 @@
 """A device's memory and time over a schedule of its kernels.
 
 Memory: a buffer is there from the kernel that makes it to the last one that reads it; one from outside of a loop that
-the loop reads, to the loop's end; one that a loop stacks, from the loop's start. Two streams take the time: kernels run
-one after another, collectives beside them, one at a time, and what reads a collective's result waits for it.
+the loop reads, to the loop's end; one that a loop stacks, from the loop's start. Four streams take the time: kernels run
+one after another, collectives beside them, one at a time, and so do copies to the host, and copies from it; what reads a
+collective's or a copy's result waits for it.
 """
 
 from collections.abc import Sequence
@@ -44,17 +45,18 @@ def peak(lowered: Lowered, order: Sequence[int]) -> Peak:
 
 def seconds(lowered: Lowered, order: Sequence[int]) -> float:
     """How long a schedule takes."""
-    now = free = 0.0
+    now, free = 0.0, dict[str, float]()
     done: dict[int, float] = {}
     for k in order:
         kernel = lowered.kernels[k if k >= 0 else ~k]
         if kernel.collective is None:
             now += kernel.time.seconds
         elif k >= 0:
-            free = done[k] = max(now, free) + kernel.time.seconds
+            stream = kernel.collective.stream
+            free[stream] = done[k] = max(now, free.get(stream, 0.0)) + kernel.time.seconds
         else:
             now = max(now, done[~k])
-    return max(now, free)
+    return max(now, *free.values()) if free else now
 
 
 def _stretches(lowered: Lowered, order: Sequence[int], run: Sequence[Kernel]) -> list[tuple[int, int]]:

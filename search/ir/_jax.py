@@ -174,6 +174,16 @@ def itemsize(dtype: Any) -> int:
     return np.dtype(dtype).itemsize
 
 
+def is_on_host(aval: Any) -> bool:
+    """Whether an abstract value lies in the host's memory."""
+    return getattr(aval, "memory_space", None) == jax.memory.Space.Host
+
+
+def names_memory(params: dict[str, Any]) -> bool:
+    """Whether a `device_put` is to a kind of memory, wherever the array lies."""
+    return all(isinstance(target, jax.memory.Space) for target in params["devices"])
+
+
 def abstract_value(shape: tuple[int, ...], dtype: Any, weak_type: bool) -> jax.ShapeDtypeStruct:
     """What `make_jaxpr` takes for an argument of this type."""
     return jax.ShapeDtypeStruct(shape, dtype, weak_type=weak_type)

@@ -42,17 +42,19 @@ class Role(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """One array: its shape, its dtype, and whether that is weak in JAX's type promotion."""
+    """One array: its shape, its dtype, whether that is weak in JAX's type promotion, and whether it lies in the host's memory
+    (pinned) rather than in a device's."""
 
     shape: tuple[int, ...]
     dtype: Any
     weak_type: bool = False
+    is_on_host: bool = False
 
     @classmethod
     def of(cls, aval: Any) -> "Value":
         """The value of an abstract value; tokens and others without a shape count as empty arrays."""
         shape, dtype = getattr(aval, "shape", (0,)), getattr(aval, "dtype", np.dtype(bool))
-        return cls(tuple(shape), dtype, bool(getattr(aval, "weak_type", False)))
+        return cls(tuple(shape), dtype, bool(getattr(aval, "weak_type", False)), _jax.is_on_host(aval))
 
     @property
     def itemsize(self) -> int:
@@ -101,6 +103,11 @@ class Op:
     def where(self) -> str:
         """Where it stands, for a message: `at file:line`, or the name scope where no line is known."""
         return f"at {self.source}" if self.source else f"in the scope {self.scope!r}"
+
+    @property
+    def is_transfer(self) -> bool:
+        """Whether it takes an array between a device's memory and its host's."""
+        return self.name == "device_put" and _jax.names_memory(self.params)
 
     @property
     def loop_counts(self) -> tuple[int, int]:

@@ -24,8 +24,8 @@ SCOPE = "microbatches"
 class Written:
     """Values and ops of a graph that is being written."""
 
-    def __init__(self, values: Sequence[Value]) -> None:
-        self.values, self.ops = list(values), list[Op]()
+    def __init__(self, values: Sequence[Value], scope: str = SCOPE) -> None:
+        self.values, self.ops, self._scope = list(values), list[Op](), scope
 
     def new(self, value: Value) -> int:
         """One more value."""
@@ -59,16 +59,24 @@ class Written:
         for op in graph.ops:
             for v in op.outputs:
                 number[v] = number[v] if v in number else self.new(graph.values[v])
-            self.ops.append(_placed(op, number, like))
+            self.ops.append(self._placed(op, number, like))
         return number[result]
 
+    def _placed(self, op: Op, number: dict[int, int], like: Op | None) -> Op:
+        return replace(
+            op,
+            inputs=tuple(number[a] if isinstance(a, int) else a for a in op.inputs),
+            outputs=tuple(number[v] for v in op.outputs),
+            phase=Phase.FORWARD if like is None else like.phase,
+            source_info=None if like is None else like.source_info,
+            scope=self._scope,
+        )
 
-def _placed(op: Op, number: dict[int, int], like: Op | None) -> Op:
-    return replace(
-        op,
-        inputs=tuple(number[a] if isinstance(a, int) else a for a in op.inputs),
-        outputs=tuple(number[v] for v in op.outputs),
-        phase=Phase.FORWARD if like is None else like.phase,
-        source_info=None if like is None else like.source_info,
-        scope=SCOPE,
-    )
+    def behind(self, operands: Sequence[int], ties: Sequence[int], like: Op) -> tuple[int, ...]:
+        """Appends a barrier: the operands, not before the ties are there. It has an op's phase and source."""
+        inputs = tuple(dict.fromkeys((*operands, *ties)))
+        results = tuple(self.values[a] for a in inputs)
+        outputs = tuple(map(self.new, results))
+        barrier = _jax.optimization_barrier_p
+        self.ops.append(Op(barrier, {}, inputs, outputs, results, like.phase, self._scope, like.source_info, {}))
+        return outputs[: len(operands)]

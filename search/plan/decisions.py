@@ -23,15 +23,20 @@ from math import prod
 import numpy as np
 
 from cost_model.errors import PlanError
+from cost_model.units import format_bytes
 from search.ir.graph import Step
 from search.ir.spec import AXIS_NAMES, Spec, format_spec, parse_spec
+from search.memory.offload import MIN_BYTES, may_rest_on_host
 from search.plan.names import scoped_name, unique
 from search.plan.plan import Decisions
 from search.problem.costs import CostedGraph
-from search.problem.flat_program import ReadPhase
+from search.problem.flat_program import FlatOp, ReadPhase
 from search.problem.op_groups import OpGroup
 from search.problem.strategies import CopySource, port_specs
 from search.problem.strategy_graph import Maker, Port, StrategyGraph
+
+ON_HOST = " on host"
+"""Said behind the spec of an argument that rests in the host's memory."""
 
 _KINDS = {"arguments": "argument", "ops": "op", "copies": "copy"}
 """The tables of a plan's decisions, and what a name in each stands for."""
@@ -48,6 +53,24 @@ def node_names(graph: StrategyGraph) -> tuple[tuple[str, ...], ...]:
         of_arguments = tuple(_copy_name(a, copy.phase) for a in _arguments(graph, copy.maker[0]))
         names.append(of_arguments or (unique(_copy_name(_maker_name(graph, copy.maker), copy.phase), seen),))
     return tuple(names)
+
+
+def hosted(step: Step, decisions: Decisions, place: str) -> frozenset[int]:
+    """The arguments that a plan rests in the host's memory.
+
+    Raises:
+      PlanError: one that cannot rest there.
+    """
+    may, found = may_rest_on_host(step), set[int]()
+    for i, argument in enumerate(step.arguments):
+        if decisions.arguments.get(argument.name, "").endswith(ON_HOST):
+            if i not in may:
+                raise PlanError(
+                    f"{place}: {argument.name} cannot rest on the host: it is no state of the step, is a result of it as it "
+                    f"was, or takes less than {format_bytes(MIN_BYTES)}. Leave out {ON_HOST!r}"
+                )
+            found.add(i)
+    return frozenset(found)
 
 
 def apart(step: Step, decisions: Decisions) -> tuple[tuple[str | None, ...], ...]:
@@ -139,8 +162,13 @@ class DecisionCodec:
         for strategy in range(len(strategies)):
             read = ", ".join(column[strategy] for column in operands)
             made = ", ".join(column[strategy] for column in results)
-            texts.append(unique(f"{read} -> {made}" if read and not op.is_boundary else made, seen))
+            text = f"{read} -> {made}" if read and not op.is_boundary else made + self._where(op)
+            texts.append(unique(text, seen))
         return texts
+
+    def _where(self, op: FlatOp) -> str:
+        is_hosted = op.name == "input" and self.costed.graph.folded.program.values[op.results[0]].is_on_host
+        return ON_HOST if is_hosted else ""
 
     def _specs(self, port: Port) -> list[str]:
         return self._spec_texts(port_specs(port, self.costed.strategies[port.node]))
@@ -207,7 +235,7 @@ class DecisionCodec:
         """The strategies that a decision leaves a node, given those that the nodes before it have left."""
         name, kind = self.names[node][0], self._kind(node)
         if kind == "arguments":
-            return self.resting(node, self.parse(text, name, place), name, place)
+            return self.resting(node, self.parse(text.removesuffix(ON_HOST), name, place), name, place)
         strategy = self._lookup(node, name, text, place)
         if kind == "copies" and not self._may_be_held(node, strategy, allowed):
             return self._all(node)

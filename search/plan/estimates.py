@@ -15,21 +15,25 @@ from search.problem.reshard import SLICE
 from search.problem.reshard_paths import ReshardPaths
 
 
-def estimate(costed: CostedGraph, chosen: Sequence[int], device: Prediction) -> Estimates:
-    """Time, memory and collectives under a full assignment of strategies."""
+def estimate(
+    costed: CostedGraph, chosen: Sequence[int], device: Prediction, host_bytes: float
+) -> Estimates:
+    """Time, memory and collectives under a full assignment of strategies, which holds so much on the host."""
     compute_s = sum(
         float(compute[strategy]) for (compute, _), strategy in zip(costed.node_seconds, chosen, strict=True)
     )
     collectives = _collectives(costed, chosen)
     communication_s = sum((c.seconds for c in collectives), 0.0)
-    hidden_s = min(max(device.hidden_s, 0.0), communication_s)
+    transfer_s = device.transfer_s
+    hidden_s = min(max(device.hidden_s, 0.0), communication_s + transfer_s)
     return Estimates(
         step_s=compute_s + communication_s - hidden_s,
-        compute_s=compute_s,
+        compute_s=compute_s - transfer_s,
         recompute_s=_recompute_s(costed, device),
+        transfer_s=transfer_s,
         hidden_s=hidden_s,
         peak_bytes=round(device.peak.num_bytes),
-        host_bytes=0,
+        host_bytes=round(host_bytes),
         residents={r.value: round(b) for r, b in device.peak.residents},
         peak_at=where(costed, device.peak.position),
         collectives=collectives,

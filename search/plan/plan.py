@@ -45,10 +45,11 @@ class Estimates:
     """What the cost model predicts of a plan.
 
     Attributes:
-      step_s: seconds per step: `compute_s` plus the collectives' seconds, less `hidden_s`.
+      step_s: seconds per step: `compute_s`, the collectives' seconds and `transfer_s`, less `hidden_s`.
       compute_s: seconds of computation.
       recompute_s: seconds of it, and of communication, for what the plan recomputes.
-      hidden_s: seconds of the collectives that run behind computation.
+      transfer_s: seconds of copies between the device and its host.
+      hidden_s: seconds of collectives and copies that run behind computation.
       peak_bytes: device memory at its highest, per device.
       host_bytes: pinned host memory, per device.
       residents: bytes per device at the peak, by what they are.
@@ -59,6 +60,7 @@ class Estimates:
     step_s: float
     compute_s: float
     recompute_s: float
+    transfer_s: float
     hidden_s: float
     peak_bytes: int
     host_bytes: int
@@ -161,6 +163,7 @@ class Plan:
                 "step_s": e.step_s,
                 "compute_s": e.compute_s,
                 "recompute_s": e.recompute_s,
+                "transfer_s": e.transfer_s,
                 "hidden_s": e.hidden_s,
                 "peak_bytes": e.peak_bytes,
                 "host_bytes": e.host_bytes,
@@ -273,6 +276,7 @@ def _read_estimates(read: "_Reader") -> Estimates:
         read.number("step_s"),
         read.number("compute_s"),
         read.number("recompute_s"),
+        read.number("transfer_s") if "transfer_s" in read.data else 0.0,
         read.number("hidden_s"),
         read.get("peak_bytes", int),
         read.get("host_bytes", int),

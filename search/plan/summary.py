@@ -136,6 +136,8 @@ def _time(estimates: Estimates) -> list[str]:
     parts = {"computation": estimates.compute_s}
     if estimates.recompute_s:
         parts["of all, recomputed"] = estimates.recompute_s
+    if estimates.transfer_s:
+        parts["copies to and from the host"] = estimates.transfer_s
     for c in estimates.collectives:
         parts[c.kind] = parts.get(c.kind, 0.0) + c.seconds
     if estimates.hidden_s > 1e-6 * estimates.step_s:

@@ -101,7 +101,7 @@ class CostedGraph:
         seconds = table[np.ix_(source, target)] * edge.count
         copy_sources = self.strategies[edge.target.node].copy_sources
         equal = source[:, None] == target[None, :]
-        if edge.source.node in self._private:
+        if edge.source.node in self._private or edge.value.is_on_host:  # there are no collectives there
             seconds = np.where(equal, 0.0, np.inf)
         if copy_sources:
             seconds = np.where(
@@ -176,6 +176,9 @@ class CostedGraph:
         """[strategies]: one run of an op that is a kernel of its own, on one device."""
         folded, node = self.graph.folded, self.graph.node_of[op_class]
         op = folded.op(op_class)
+        if op.is_transfer:
+            copied_bytes = self._bytes(node, (((op_class, 0, True), 1.0),))
+            return self.resharder.mesh.cluster.host_link.copy_s(copied_bytes)
         num_bytes = self._bytes(node, moved_alone(folded, op_class))
         if not (folded.is_heavy[op_class] and op.rule.flops_per_point > 0 and len(op.operands) > 1):
             return np.asarray(kernel_s(self.device, num_bytes))

@@ -79,6 +79,11 @@ class FlatOp:
         return self.op is None
 
     @property
+    def is_transfer(self) -> bool:
+        """Whether it takes an array between a device's memory and its host's."""
+        return self.op is not None and self.op.is_transfer
+
+    @property
     def is_accumulator(self) -> bool:
         """Whether it is what a loop adds up, from zeros on."""
         return self.name == "carry" and self.rule.is_additive

@@ -29,6 +29,7 @@ from typing import Any
 import numpy as np
 
 from search.ir.factors import Kind
+from search.ir.graph import Value
 from search.problem.flat_program import FlatOp, FlatProgram
 
 ROUNDS = 4
@@ -96,7 +97,7 @@ class FoldedProgram:
     def _light(self, op_class: int) -> bool:
         op = self.op(op_class)
         is_stuck = any(f.kind is Kind.UNSPLITTABLE and f.size > 1 for f in op.rule.factors)
-        return not (op.is_boundary or self.is_heavy[op_class] or is_stuck)
+        return not (op.is_boundary or op.is_transfer or self.is_heavy[op_class] or is_stuck)
 
     @staticmethod
     def _heavy(op: FlatOp) -> bool:
@@ -159,13 +160,18 @@ def _first_colors(program: FlatProgram, marks: Sequence[Any]) -> np.ndarray:
         if op.name == "input":
             name = program.step.arguments[op.number].name
             name += repr(marks[op.number]) if marks else ""
-        itemsizes = tuple(program.values[v].itemsize for v in (*op.operands, *op.results))
+        itemsizes = tuple(_itemsize(program.values[v]) for v in (*op.operands, *op.results))
         rule = rules.setdefault(op.rule, len(rules))
         key = (op.name, rule, op.phase.value, op.count, op.operand_counts, itemsizes, name)
         if key not in memo:
             memo[key] = zlib.crc32(repr((*key[:-1], re.sub(r"\d+", "*", name))).encode())
         colors[i] = memo[key]
     return _mix(colors)
+
+
+def _itemsize(value: Value) -> int:
+    """Bytes of an element, negative on the host."""
+    return -value.itemsize if value.is_on_host else value.itemsize
 
 
 def _edges(program: FlatProgram) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

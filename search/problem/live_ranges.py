@@ -98,14 +98,23 @@ class LiveRanges:
         return _RESIDENT_OF[self.program.step.arguments[op.number].role]
 
     def items(self) -> tuple[LiveRange, ...]:
-        """Everything that is ever in memory."""
-        made = [v for op in self.program.ops for v in op.results]
+        """Everything that is ever in a device's memory."""
+        made = self._made(on_host=False)
         for v in made:
             self._hold(v)
         found: list[LiveRange] = []
         for v in made:
             found += self._of_value(v) if self.fusion.is_stored(v) else self._copies_of_light(v)
         return tuple(found)
+
+    def host_items(self) -> tuple[LiveRange, ...]:
+        """Everything that is ever in the host's."""
+        made = self._made(on_host=True)
+        return tuple(item for v in made if self.fusion.is_stored(v) for item in self._of_value(v))
+
+    def _made(self, on_host: bool) -> list[int]:
+        values = self.program.values
+        return [v for op in self.program.ops for v in op.results if values[v].is_on_host is on_host]
 
     def _use(self, v: int, u: int) -> int:
         """Where a use of a value at op `u` ends: at the end of the outermost loop that the value comes from

@@ -152,7 +152,7 @@ class Memory:
             share = item.num_bytes * self._shares[i]
             node = item.port.node
             total[node] = total[node] + share if node in total else share
-        return MemoryConstraint(f"op {at}", tuple(sorted(total.items())), 0.0)
+        return MemoryConstraint(f"op {at}", tuple(sorted(total.items(), key=lambda one: one[0])), 0.0)
 
     def row_of(self, peak: Peak, chosen: Sequence[int]) -> MemoryConstraint:
         """The memory at the peak of a device's kernels, which these strategies make: what the rows know, what was resharded

@@ -303,7 +303,7 @@ class _EdgeCollector:
                 phase is ReadPhase.BACKWARD and bool(forward) and value.num_bytes >= MIN_RETAINED_BYTES
             )
             start = source
-            if len(nodes - {own}) > 1 or (is_retained and nodes != {own}):
+            if not value.is_on_host and (len(nodes - {own}) > 1 or (is_retained and nodes != {own})):
                 kept = forward if is_retained else ()
                 targets = tuple(ports)
                 start = self._copy(

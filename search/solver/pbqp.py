@@ -59,6 +59,11 @@ class MemoryConstraint:
         nodes = [node for node, _ in self.bytes]
         assert nodes == sorted(set(nodes)), f"row {self.name}: nodes not sorted or not distinct"
 
+    def scaled(self, factor: float) -> "MemoryConstraint":
+        """The same row for a limit of `factor` times its own."""
+        scaled = tuple((node, factor * per_label) for node, per_label in self.bytes)
+        return MemoryConstraint(f"{self.name}, scaled", scaled, factor * self.fixed_bytes)
+
     def total_bytes(self, labels: Sequence[int]) -> float:
         """The row's value under a full assignment."""
         return self.fixed_bytes + sum(float(per_label[labels[node]]) for node, per_label in self.bytes)
