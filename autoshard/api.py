@@ -34,6 +34,7 @@ def search(
     pin: Pins | None = None,
     remat: str | None = None,
     microbatches: int | None = None,
+    offload: Sequence[str] | str | None = None,
     time_limit_s: float | None = None,
     verify: bool = False,
     target_config: str | os.PathLike[str] | None = None,
@@ -54,6 +55,8 @@ def search(
         scarce, what to recompute in the backward phase is searched with the sharding.
       microbatches: in how many the step goes through its batch, its gradients added up exactly, before it updates; by
         default several are tried where memory is scarce. What couples the examples of a batch forbids them.
+      offload: what rests in pinned host memory and is on the device only while it is read: "optimizer_state",
+        "parameters" or both, in a tuple; "never" for nothing; by default it is tried where memory is scarce.
       time_limit_s: seconds for the solver; the plan states the gap that is left (`Plan.gap`).
       verify: whether XLA's GPU compiler judges if the plan fits: where it does not, the search goes on under a
         lower limit. Equal blocks are extrapolated as by `verify`, unless the peak comes close to the cap. Needs the
@@ -79,7 +82,9 @@ def search(
     """
     hardware = parse_cluster(cluster)
     traced = _traced(step, hardware, abstract_args, {})
-    options = planning.options(traced, hardware, memory, mesh, pin, time_limit_s, remat, microbatches)
+    options = planning.options(
+        traced, hardware, memory, mesh, pin, time_limit_s, remat, microbatches, offload
+    )
     if not verify:
         return planning.find(traced, hardware, options, progress).plan
     asked = judge.CompilerVerifier(hardware, Compiler(judge.target_config_text(target_config)), progress)
@@ -169,6 +174,7 @@ def parallelize(
     pin: Pins | None = None,
     remat: str | None = None,
     microbatches: int | None = None,
+    offload: Sequence[str] | str | None = None,
     plan: str | os.PathLike[str] | Plan | None = None,
     time_limit_s: float | None = None,
     devices: Sequence[Any] | None = None,
@@ -186,6 +192,7 @@ def parallelize(
       pin: as for `search`.
       remat: as for `search`.
       microbatches: as for `search`.
+      offload: as for `search`.
       plan: a plan or its file: no search. The step, its shapes and the number of devices must be the plan's.
       time_limit_s: as for `search`.
       devices: where to run; by default all that JAX sees.
@@ -209,6 +216,7 @@ def parallelize(
             pin=pin,
             remat=remat,
             microbatches=microbatches,
+            offload=offload,
             plan=plan,
             time_limit_s=time_limit_s,
             devices=devices,
@@ -218,7 +226,9 @@ def parallelize(
     if not callable(step):
         raise InputError(f"parallelize wants a function, got {type(step).__name__}")
     given, place = (None, "") if plan is None else _given(plan)
-    request = _Request(cluster, memory, mesh, pin, remat, microbatches, given, place, time_limit_s, devices)
+    request = _Request(
+        cluster, memory, mesh, pin, remat, microbatches, offload, given, place, time_limit_s, devices
+    )
     return Parallelized(step, request)
 
 
@@ -232,6 +242,7 @@ class _Request:
     pin: Any
     remat: str | None
     microbatches: int | None
+    offload: Any
     plan: Plan | None
     place: str
     time_limit_s: float | None
@@ -353,6 +364,7 @@ class Parallelized:
                 request.time_limit_s,
                 request.remat,
                 request.microbatches,
+                request.offload,
             )
             found, self._program = programs.searched(traced, hardware, options, devices, _retraced)
         self._plan, self._signature = found.plan, _signature(args, kwargs)

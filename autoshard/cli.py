@@ -101,6 +101,13 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="how many a step goes through; by default it is searched",
     )
+    search.add_argument(
+        "--offload",
+        type=_kinds,
+        metavar="WHAT",
+        help="what rests in the host's memory: never, optimizer_state, parameters, or optimizer_state,parameters; by "
+        "default it is searched",
+    )
     search.add_argument("--time-limit", type=_seconds, metavar="S", help="seconds for the solver")
     search.add_argument("--out", type=Path, metavar="FILE", help="save the plan")
     search.add_argument(
@@ -173,6 +180,7 @@ def _search(options: argparse.Namespace) -> int:
                 pin=dict(options.pin),
                 remat=options.remat,
                 microbatches=options.microbatches,
+                offload=options.offload,
                 time_limit_s=options.time_limit,
                 verify=options.verify,
                 target_config=options.target_config,
@@ -274,6 +282,10 @@ def _mesh(text: str) -> tuple[int, ...]:
         return tuple(int(size) for size in text.lower().split("x"))
     except ValueError:
         raise argparse.ArgumentTypeError(f"wanted sizes such as 2x4, got {text!r}") from None
+
+
+def _kinds(text: str) -> tuple[str, ...] | str:
+    return text if text == "never" else tuple(text.split(","))
 
 
 def _seconds(text: str) -> float:

@@ -46,11 +46,14 @@ def options(
     time_limit_s: float | None,
     remat: str | None,
     microbatches: int | None,
+    offload: Sequence[str] | str | None,
 ) -> Options:
     """What the user asks of a search, checked."""
     limit = cluster.device_memory_limit() if memory is None else parse_bytes(memory)
     seconds = DEFAULT_TIME_LIMIT_S if time_limit_s is None else time_limit_s
-    return Options(limit, _mesh_shape(mesh), _resolved(step, pin or {}), seconds, remat, microbatches)
+    kinds = offload if offload is None or isinstance(offload, str) else tuple(offload)
+    pins = _resolved(step, pin or {})
+    return Options(limit, _mesh_shape(mesh), pins, seconds, remat, microbatches, kinds)
 
 
 def find(

@@ -22,7 +22,7 @@ from search.deadline import Deadline
 from search.device.prediction import Prediction, predict
 from search.ir.graph import Role, Site, Step
 from search.ir.spec import AXIS_NAMES, from_partition_spec
-from search.memory.offload import offloaded
+from search.memory.offload import Offloaded, offloaded
 from search.memory.recompute import recomputed
 from search.plan.decisions import DecisionCodec, allowed_by_pins
 from search.problem.costs import price
@@ -119,7 +119,8 @@ class StepProblem:
       traced: the step as it was traced, in microbatches or as a whole.
       sites: what of it is recomputed in the backward phase.
       hosted: the arguments that rest in the host's memory.
-      graph: who decides in the step that recomputes so.
+      rewritten: the step that does both.
+      graph: who decides in it.
       kernels: its kernels.
       live_ranges: what it stores.
       items: all that is ever in a device's memory.
@@ -129,6 +130,7 @@ class StepProblem:
     traced: Step
     sites: frozenset[Site]
     hosted: frozenset[int]
+    rewritten: Offloaded
     graph: StrategyGraph
     kernels: Kernels
     live_ranges: LiveRanges
@@ -155,13 +157,14 @@ class StepProblem:
           hosted: the arguments to rest in the host's memory.
           decided: per argument, what is decided of it: those that differ are taken apart, no op is.
         """
-        folded = fold(flatten(offloaded(recomputed(step, sites), hosted)), marks)
+        rewritten = offloaded(recomputed(step, sites), hosted)
+        folded = fold(flatten(rewritten.step), marks)
         folded = separate(folded, decided) if decided else folded
         groups = op_groups(folded)
         fusion, graph = Fusion(folded, expensive_itemsize(device)), strategy_graph(folded, groups)
         live_ranges = LiveRanges(graph, fusion)
         items = live_ranges.items(), live_ranges.host_items()
-        return cls(step, sites, hosted, graph, kernels(fusion, groups), live_ranges, *items)
+        return cls(step, sites, hosted, rewritten, graph, kernels(fusion, groups), live_ranges, *items)
 
     @property
     def step(self) -> Step:

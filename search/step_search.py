@@ -15,15 +15,15 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from cost_model.cluster import Cluster
-from cost_model.errors import first_line
-from cost_model.units import format_mesh
+from cost_model.errors import InputError, first_line
+from cost_model.units import format_bytes, format_mesh
 from search import infeasible
 from search.deadline import Deadline
 from search.device.prediction import Prediction
 from search.ir.graph import Site, Step
 from search.memory.batch_states import NotSplittableError
 from search.memory.microbatches import batch_divisors, microbatched
-from search.memory.offload import may_rest_on_host
+from search.memory.offload import MIN_BYTES, may_rest_on_host
 from search.mesh_problem import OFFLOADED, MeshProblem, Options, Progress, StepProblem, candidate_shapes
 from search.problem.live_ranges import Resident
 from search.recomputation import Candidate, FreeSolution, candidates, without_cap
@@ -123,7 +123,7 @@ class StepSearch:
         self.free: FreeSolution | None = None
         self.tried = ""
         self.may_rest_on_host = may_rest_on_host(step)
-        self.hosted = self._of_kinds(options.offload if isinstance(options.offload, tuple) else ())
+        self.hosted = self._asked_for()
 
     def run(self) -> Found:
         """The best plan.
@@ -137,7 +137,7 @@ class StepSearch:
         )
         self.bounds_s = first.bounds_s
         least = self._held_down(first, self.options.time_limit_s / 2)
-        if self.options.offload is None:
+        if self.options.offload is None and self.cluster.host_bytes_per_node:
             least = self._offloaded(first.step_problem.traced) or least
         if self.options.microbatches is None:
             least = self._in_microbatches() or least
@@ -183,7 +183,9 @@ class StepSearch:
     ) -> tuple[float, bool]:
         """Looks for a better plan on one mesh; a lower bound on all of its plans that fit, and whether memory counted."""
         kept = on_mesh.pinned(self.pins)
-        cutoff_s = self.cutoff_s + on_mesh.least_transfer_s(kept)  # the solver knows of nothing that is hidden
+        cutoff_s = self.cutoff_s + on_mesh.least_transfer_s(
+            kept
+        )  # the solver knows of nothing that is hidden
         try:
             solution, device = on_mesh.fitting(kept, self.options.memory_bytes, time_limit_s, cutoff_s)
             found = Found(step_problem, on_mesh, solution.labels, device)
@@ -206,6 +208,8 @@ class StepSearch:
             return plain.step_problem
         found = candidates(plain.step_problem, free, self.pins, limit_bytes, self.cutoff_s, deadline)
         self.watch.lap("recompute")
+        before = plain.step_problem.rewritten.before
+        found = [replace(candidate, sites=before(candidate.sites)) for candidate in found]
         self._try(plain.step_problem.traced, found, Deadline.after(time_limit_s))
         if self.best is not None or not found:
             return plain.step_problem
@@ -249,6 +253,26 @@ class StepSearch:
                 best_hosted = hosted
         self.hosted = best_hosted
         return None if self.best else least
+
+    def _asked_for(self) -> frozenset[int]:
+        """What the user wants on the host.
+
+        Raises:
+          InputError: there is no such state, or no such memory.
+        """
+        kinds = self.options.offload if isinstance(self.options.offload, tuple) else ()
+        if kinds and not self.cluster.host_bytes_per_node:
+            raise InputError(
+                f"offload={kinds} wants memory on the host, and {self.cluster.name} has none that can be pinned "
+                "(host_memory_per_node is 0). Leave offload out"
+            )
+        for kind in kinds:
+            if not self._of_kinds([kind]):
+                raise InputError(
+                    f"offload={kinds}: {self.step.name} has no {kind} that can rest on the host, of "
+                    f"{format_bytes(MIN_BYTES)} or more and handed on by nothing but its own new values. Leave it out"
+                )
+        return self._of_kinds(kinds)
 
     def _of_kinds(self, kinds: Sequence[str]) -> frozenset[int]:
         roles = {OFFLOADED[kind] for kind in kinds}

@@ -60,7 +60,6 @@ class Communication:
     num_bytes: float
     dtype: str
 
-
     @property
     def stream(self) -> str:
         """What it keeps busy: the links between devices, or one direction of that to the host."""
@@ -188,7 +187,9 @@ class _Lowering:
     def _argument(self, op: FlatOp) -> None:
         (v,) = op.results
         role = self.live_ranges.resident_of_argument(op)
-        held_bytes = 0.0 if self.program.values[v].is_on_host else self.paths.local_bytes(v, self.paths.made(v))
+        held_bytes = (
+            0.0 if self.program.values[v].is_on_host else self.paths.local_bytes(v, self.paths.made(v))
+        )
         self.sources[v] = (self._buffer(held_bytes, role, (), True),)
 
     def _kernels(self, i: int, op: FlatOp, read: tuple[int, ...]) -> None:
@@ -311,7 +312,9 @@ class _Lowering:
             Kernel(i, reads, makes, after, None, workspaces, time, loops, self._nest(i) if makes else None)
         )
 
-    def _transfer(self, i: int, reads: tuple[int, ...], makes: tuple[int, ...], after: tuple[int, ...]) -> int:
+    def _transfer(
+        self, i: int, reads: tuple[int, ...], makes: tuple[int, ...], after: tuple[int, ...]
+    ) -> int:
         """A copy between the device and its host."""
         op = self.program.ops[i]
         (v,) = op.results

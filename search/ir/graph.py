@@ -42,8 +42,8 @@ class Role(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """One array: its shape, its dtype, whether that is weak in JAX's type promotion, and whether it lies in the host's memory
-    (pinned) rather than in a device's."""
+    """One array: its shape, its dtype, whether that is weak in JAX's type promotion, and whether it lies in the host's
+    memory (pinned) rather than in a device's."""
 
     shape: tuple[int, ...]
     dtype: Any

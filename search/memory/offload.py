@@ -19,10 +19,11 @@ import heapq
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import jax
 
-from search.ir.graph import Atom, Graph, Op, Phase, Role, Step, verify
+from search.ir.graph import Atom, Graph, Op, Phase, Role, Site, Step, verify
 from search.memory.written import Written
 
 SCOPE = "offload"
@@ -38,7 +39,9 @@ WINDOW = 2
 def may_rest_on_host(step: Step) -> dict[int, Role]:
     """The arguments that can: large state, handed on by nothing but their own new values; with their roles."""
     graph = step.graph
-    handed_on = {a for a, r in zip(graph.outputs, step.replaces, strict=True) if isinstance(a, int) and r is None}
+    handed_on = {
+        a for a, r in zip(graph.outputs, step.replaces, strict=True) if isinstance(a, int) and r is None
+    }
     state = {r for r in step.replaces if r is not None}
     return {
         i: step.arguments[i].role
@@ -47,7 +50,24 @@ def may_rest_on_host(step: Step) -> dict[int, Role]:
     }
 
 
-def offloaded(step: Step, hosted: frozenset[int]) -> Step:
+@dataclass(frozen=True, slots=True, eq=False)
+class Offloaded:
+    """A step with some arguments in the host's memory.
+
+    Attributes:
+      step: with the same arguments and results.
+      origin: for each op of its outermost graph, which it was before; negative for copies and their barriers.
+    """
+
+    step: Step
+    origin: tuple[int, ...]
+
+    def before(self, sites: Iterable[Site]) -> frozenset[Site]:
+        """Where ops stood before, those that did."""
+        return frozenset((self.origin[s[0]], *s[1:]) for s in sites if self.origin[s[0]] >= 0)
+
+
+def offloaded(step: Step, hosted: frozenset[int]) -> Offloaded:
     """The step with some arguments in the host's memory.
 
     Args:
@@ -55,13 +75,15 @@ def offloaded(step: Step, hosted: frozenset[int]) -> Step:
       hosted: numbers of arguments, of those that `may_rest_on_host`.
 
     Returns:
-      A step with the same arguments and results; the same step where none is named.
+      The same step where none is named.
     """
     if not hosted:
-        return step
-    graph = _Offloading(step, hosted).run()
+        return Offloaded(step, tuple(range(len(step.graph.ops))))
+    rewriting = _Offloading(step, hosted)
+    graph = rewriting.run()
     verify(graph)
-    return replace(step, graph=graph)
+    origin = (rewriting.origin.get(i, -1) for i in range(len(graph.ops)))
+    return Offloaded(replace(step, graph=graph), tuple(origin))
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,13 +111,14 @@ class _Offloading:
     """One rewriting."""
 
     def __init__(self, step: Step, hosted: frozenset[int]) -> None:
-        self.step, self.graph = step, step.graph
+        self.step, self.graph, self.hosted = step, step.graph, hosted
         self.on_host = {self.graph.inputs[i] for i in sorted(hosted)}
         values = [
             replace(value, is_on_host=True) if v in self.on_host else value
             for v, value in enumerate(self.graph.values)
         ]
         self.written = Written(values, SCOPE)
+        self.origin: dict[int, int] = {}
         self.maker = {v: i for i, op in enumerate(self.graph.ops) for v in op.outputs}
         self.new_state = {
             self.graph.inputs[r]: a
@@ -116,9 +139,12 @@ class _Offloading:
     def run(self) -> Graph:
         """The graph with its copies, in an order in which all is made before it is read."""
         fetches = [*self._in_phase(Phase.FORWARD), *self._in_phase(Phase.BACKWARD), *self._in_update()]
-        waits = {f: w for phase in Phase for f, w in _waits([f for f in fetches if f.phase is phase], self.maker)}
+        waits = {
+            f: w for phase in Phase for f, w in _waits([f for f in fetches if f.phase is phase], self.maker)
+        }
         fetched: dict[tuple[int, Phase], int] = {}
         stored: dict[int, int] = {}
+        new = frozenset(self.new_state.values())
         for is_fetch, n in _order(self.graph, fetches, waits, self.maker):
             if is_fetch:
                 fetch = fetches[n]
@@ -126,12 +152,13 @@ class _Offloading:
                 continue
             op = self.graph.ops[n]
             inputs = tuple(fetched.get((a, op.phase), a) if isinstance(a, int) else a for a in op.inputs)
+            self.origin[len(self.written.ops)] = n
             self.written.ops.append(replace(op, inputs=inputs))
             for v in op.outputs:
-                if v in self.new_state.values():
+                if v in new:
                     stored[v] = self._copied(v, jax.memory.Space.Host, op)
         outputs = tuple(
-            stored[a] if isinstance(a, int) and a in stored and r is not None else a
+            stored[a] if isinstance(a, int) and r in self.hosted and a in stored else a
             for a, r in zip(self.graph.outputs, self.step.replaces, strict=True)
         )
         return replace(
@@ -145,13 +172,13 @@ class _Offloading:
             if read_in is phase:
                 last = self.graph.ops[readers[-1]]
                 ties = tuple(t for t in start if self.maker[t] < readers[0])
-                yield _Fetch(
-                    (v,), phase, readers[0], last.outputs[:1], self.graph.values[v].num_bytes, ties
-                )
+                yield _Fetch((v,), phase, readers[0], last.outputs[:1], self.graph.values[v].num_bytes, ties)
 
     def _start(self, phase: Phase) -> tuple[int, ...]:
         """What is there when a phase begins."""
-        made = (v for op in self.graph.ops if op.phase is phase for v in op.outputs if self.graph.values[v].shape)
+        made = (
+            v for op in self.graph.ops if op.phase is phase for v in op.outputs if self.graph.values[v].shape
+        )
         return () if phase is Phase.FORWARD else tuple(v for v in [next(made, None)] if v is not None)
 
     def _in_update(self) -> Iterator[_Fetch]:
@@ -159,7 +186,9 @@ class _Offloading:
         update = _Update(self.graph, [v for v in self.on_host if (v, Phase.UPDATE) in self.readers])
         parcels = sorted(
             (update.arrival(parcel), min(self.readers[v, Phase.UPDATE][0] for v in parcel), parcel)
-            for parcel in update.parcels(a for a, r in zip(self.graph.outputs, self.step.replaces) if r is not None)
+            for parcel in update.parcels(
+                a for a, r in zip(self.graph.outputs, self.step.replaces, strict=True) if r is not None
+            )
         )
         for arrival, first, parcel in parcels:
             done = tuple(self.new_state[v] for v in parcel if v in self.new_state)
@@ -182,7 +211,7 @@ class _Offloading:
         for v, tied in zip(fetch.arguments, behind, strict=True):
             yield v, self._copied(tied, jax.memory.Space.Device, like)
 
-    def _copied(self, v: int, target: jax.memory.Space, like: Op) -> int:
+    def _copied(self, v: int, target: Any, like: Op) -> int:
         made = self.written.write(lambda x: jax.device_put(x, target), [v], like)
         assert isinstance(made, int)
         return made
@@ -254,7 +283,8 @@ def _waits(fetches: Sequence[_Fetch], maker: dict[int, int]) -> Iterator[tuple[_
             held_bytes -= fetches[oldest].num_bytes
             oldest += 1
         is_over = (
-            f for f in reversed(fetches[:oldest])
+            f
+            for f in reversed(fetches[:oldest])
             if f.done and (f.phase is Phase.UPDATE or max(maker[v] for v in f.done) < fetch.first)
         )
         before = next(is_over, None)
@@ -264,19 +294,21 @@ def _waits(fetches: Sequence[_Fetch], maker: dict[int, int]) -> Iterator[tuple[_
 def _order(
     graph: Graph, fetches: Sequence[_Fetch], waits: dict[_Fetch, tuple[int, ...]], maker: dict[int, int]
 ) -> Iterator[tuple[bool, int]]:
-    """Ops and fetches, (whether a fetch, number): as written, but for ops that wait for a fetch that waits."""
+    """Ops and fetches, (whether a fetch, number): as written, but for what waits for a fetch that waits, and for updates,
+    which stand where their gradients are made."""
     num_ops = len(graph.ops)
     fetch_of = {(v, f.phase): num_ops + n for n, f in enumerate(fetches) for v in f.arguments}
-    needs = [
-        {fetch_of.get((v, op.phase), maker.get(v, -1)) for v in op.operands} - {-1} for op in graph.ops
-    ]
+    needs = [{fetch_of.get((v, op.phase), maker.get(v, -1)) for v in op.operands} - {-1} for op in graph.ops]
     needs += [{maker[v] for v in (*f.ties, *waits[f])} for f in fetches]
-    rank = [*((i, 1) for i in range(num_ops)), *((f.first, 0) for f in fetches)]
     after: list[list[int]] = [[] for _ in needs]
-    missing = [len(n) for n in needs]
     for node, needed in enumerate(needs):
         for n in needed:
             after[n].append(node)
+    rank = [*_ranks(graph, maker), *((f.first, 0) for f in fetches)]
+    for node in reversed(range(len(needs))):  # fetches first
+        is_free = node >= num_ops or graph.ops[node].phase is Phase.UPDATE
+        rank[node] = min([rank[node], *(rank[n] for n in after[node])]) if is_free else rank[node]
+    missing = [len(n) for n in needs]
     ready = [(rank[node], node) for node, count in enumerate(missing) if not count]
     heapq.heapify(ready)
     while ready:
@@ -286,3 +318,13 @@ def _order(
             missing[follower] -= 1
             if not missing[follower]:
                 heapq.heappush(ready, (rank[follower], follower))
+
+
+def _ranks(graph: Graph, maker: dict[int, int]) -> list[tuple[int, int]]:
+    """Where each op would stand: an update right behind the newest of its gradients."""
+    newest: list[int] = []
+    for i, op in enumerate(graph.ops):
+        is_update = op.phase is Phase.UPDATE
+        made = [newest[maker[v]] for v in op.operands if v in maker] if is_update else [i]
+        newest.append(max(made, default=-1))
+    return [(a, 1) if a == i else (a, 2) if a >= 0 else (i, 1) for i, a in enumerate(newest)]

@@ -78,5 +78,7 @@ class Written:
         results = tuple(self.values[a] for a in inputs)
         outputs = tuple(map(self.new, results))
         barrier = _jax.optimization_barrier_p
-        self.ops.append(Op(barrier, {}, inputs, outputs, results, like.phase, self._scope, like.source_info, {}))
+        self.ops.append(
+            Op(barrier, {}, inputs, outputs, results, like.phase, self._scope, like.source_info, {})
+        )
         return outputs[: len(operands)]
