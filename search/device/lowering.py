@@ -10,7 +10,7 @@ Kernels of a loop's body stand between those before and after it; `loops` says i
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 
 from search.device.kernel_times import KernelTime, Times, of_collective
 from search.device.workspace import CONVOLUTION, Workspaces
@@ -99,6 +99,12 @@ class Lowered:
 
     kernels: tuple[Kernel, ...]
     buffers: tuple[Buffer, ...]
+
+    @cached_property
+    def copied(self) -> frozenset[int]:
+        """The buffers that are copied to the host."""
+        kernels = (k for k in self.kernels if k.collective is not None and k.collective.kind == TO_HOST)
+        return frozenset(b for k in kernels for b in k.reads)
 
     def reordered(self, order: Sequence[int]) -> "Lowered":
         """With its kernels, which this lists by number, in another order."""

@@ -3,6 +3,9 @@
 (`xla/service/gpu/transforms/multi_output_fusion.cc`.) All their results are then there at once: a softmax that is recomputed
 beside the gradient of its scores, which reads those too, is not let go before that gradient is made. (Reductions it merges
 too, but under conditions that we do not know: left apart, they predict peaks better.)
+
+What is copied to the host has to be an array, though the kernel that goes on with it could do without: it is one more
+result of that kernel. So an optimizer's new state is there all at once.
 """
 
 from collections.abc import Sequence
@@ -35,22 +38,36 @@ def _merge_into_last(lowered: Lowered, order: list[list[int]]) -> None:
     for at in range(here - 1, max(0, here - WINDOW) - 1, -1):
         if lowered.kernels[order[at][0]].loops != lowered.kernels[group[0]].loops:
             return  # a loop's kernels stay together
-        if _are_siblings(lowered, order[at], group):
-            waiting = _waiting(lowered.kernels, order[: here + 1], at)
-            if here not in waiting:
+        if _are_one(lowered, order[at], group):
+            waiting = _waiting(lowered.kernels, order[:here], at)
+            if not _waits(lowered.kernels, group, [k for n in waiting for k in order[n]]):
                 group[:0] = order[at]
                 between = [order[n] for n in range(at + 1, here) if n not in waiting]
                 order[at : here + 1] = [*between, group, *(order[n] for n in waiting)]
                 here = at + len(between)
 
 
-def _are_siblings(lowered: Lowered, one: Sequence[int], other: Sequence[int]) -> bool:
+def _are_one(lowered: Lowered, one: Sequence[int], other: Sequence[int]) -> bool:
     if lowered.kernels[one[0]].nest != lowered.kernels[other[0]].nest:
         return False
+    if _waits(lowered.kernels, other, one):
+        return _hands_on(lowered, one, other)
     read = {r for k in one for r in lowered.kernels[k].reads} & {
         r for k in other for r in lowered.kernels[k].reads
     }
     return any(lowered.buffers[r].num_bytes >= LEAST_BYTES for r in read)
+
+
+def _hands_on(lowered: Lowered, one: Sequence[int], other: Sequence[int]) -> bool:
+    """Whether one makes for the other what but for a copy to the host would not be an array."""
+    read = {b for k in other for b in lowered.kernels[k].reads}
+    return any(b in lowered.copied and b in read for k in one for b in lowered.kernels[k].makes)
+
+
+def _waits(kernels: Sequence[Kernel], one: Sequence[int], for_these: Sequence[int]) -> bool:
+    """Whether one of some kernels reads what one of the others makes, or waits for it."""
+    made = {b for k in for_these for b in kernels[k].makes}
+    return any(not (made.isdisjoint(kernels[k].reads) and set(for_these).isdisjoint(kernels[k].after)) for k in one)
 
 
 def _waiting(kernels: Sequence[Kernel], order: Sequence[Sequence[int]], at: int) -> list[int]:
@@ -69,11 +86,12 @@ def _waiting(kernels: Sequence[Kernel], order: Sequence[Sequence[int]], at: int)
 
 def _one(members: Sequence[Kernel]) -> Kernel:
     first, *others = members
+    makes = tuple(b for m in members for b in m.makes)
     return replace(
         first,
         position=max(m.position for m in members),
-        reads=tuple(dict.fromkeys(b for m in members for b in m.reads)),
-        makes=tuple(b for m in members for b in m.makes),
+        reads=tuple(dict.fromkeys(b for m in members for b in m.reads if b not in makes)),
+        makes=makes,
         after=tuple(dict.fromkeys(n for m in members for n in m.after)),
         time=sum((other.time for other in others), first.time),
     )

@@ -1,0 +1,248 @@
+"""When what rests in the host's memory is fetched, and what waits for what.
+
+State is fetched once for each phase that reads it. Left alone, XLA may fetch everything as the step begins, or put all
+updates off to the end of the backward phase, with all gradients and all state there at once (XLA:GPU, measured). So:
+
+* In the update, a fetch waits for its gradient. What is updated together is fetched together, a *parcel*; parcels are in the
+  order in which their gradients arrive, and each waits until one some way before it is done.
+* The backward phase does not run ahead of the updates: before it makes a parcel's gradient, that same earlier one is done.
+  (Where all gradients must be there first, as for a clipping by their global norm, it cannot wait.)
+* In the other phases, a fetch waits for the last reader of one some way before it, and for the beginning of its phase.
+
+How much may be on its way or in use at a time is the *window*. A wide one hides more, and takes more memory.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from search.ir.graph import Atom, Graph, Op, Phase
+
+WINDOW = 2
+"""How many of the largest parcels may be there at a time. Source: a choice of ours: one is in use while the next arrives."""
+
+RETYPES = frozenset({"convert_element_type", "reshape", "transpose", "squeeze", "expand_dims"})
+"""Ops that make an array in another type or shape: what waits for the one, or for its readers, means the other."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """What comes from the host at one time.
+
+    Attributes:
+      arguments: the values that come.
+      phase: whose readers have them.
+      first: the first op that reads one.
+      ties: values that it waits for.
+    """
+
+    arguments: tuple[int, ...]
+    phase: Phase
+    first: int
+    ties: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Fetches:
+    """All that comes from the host, and what waits for it.
+
+    Attributes:
+      fetches: phase by phase.
+      pauses: by value of the backward phase, what must be there before that phase reads it.
+    """
+
+    fetches: tuple[Fetch, ...]
+    pauses: Mapping[int, tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Use:
+    """A use of arguments in a phase, before it is known what comes before it.
+
+    Attributes:
+      arguments: that are read.
+      first: the first op that reads one.
+      done: values that are there when it is over.
+      num_bytes: of the arguments, unsharded.
+      ties: what it waits for in any case.
+    """
+
+    arguments: tuple[int, ...]
+    first: int
+    done: tuple[int, ...]
+    num_bytes: int
+    ties: tuple[int, ...]
+
+
+def fetches(graph: Graph, on_host: Sequence[int], new_state: Mapping[int, Atom]) -> Fetches:
+    """Plans the fetches.
+
+    Args:
+      graph: a step's.
+      on_host: the inputs that rest in the host's memory.
+      new_state: by input, the output that replaces it in the next step.
+    """
+    planning = _Planning(graph, on_host, new_state)
+    found = [f for phase in (Phase.FORWARD, Phase.BACKWARD) for f in planning.of_phase(phase)]
+    updates = list(planning.updates())
+    return Fetches((*found, *(f for f, _ in updates)), dict(p for _, p in updates if p is not None))
+
+
+class _Planning:
+    """The fetches of one graph."""
+
+    def __init__(self, graph: Graph, on_host: Sequence[int], new_state: Mapping[int, Atom]) -> None:
+        self.graph, self.on_host, self.new_state = graph, on_host, new_state
+        self.maker = {v: i for i, op in enumerate(graph.ops) for v in op.outputs}
+
+    @cached_property
+    def uses(self) -> dict[int, list[int]]:
+        """By value: the ops that read it."""
+        found: dict[int, list[int]] = {}
+        for i, op in enumerate(self.graph.ops):
+            for v in dict.fromkeys(op.operands):
+                found.setdefault(v, []).append(i)
+        return found
+
+    def _readers(self, v: int, phase: Phase) -> list[int]:
+        return [i for i in self.uses.get(v, ()) if self.graph.ops[i].phase is phase]
+
+    # --- forward and backward
+
+    def of_phase(self, phase: Phase) -> Iterator[Fetch]:
+        """What the forward or the backward phase reads, argument by argument."""
+        uses = sorted(self._uses_in(phase), key=lambda use: use.first)
+        for use, before in zip(uses, _out_of_window(uses), strict=True):
+            over = (u for u in reversed(before) if self._newest(u.done) < use.first)
+            last = next(over, None)
+            yield Fetch(use.arguments, phase, use.first, (*use.ties, *(last.done if last else ())))
+
+    def _uses_in(self, phase: Phase) -> Iterator[_Use]:
+        start = self._start(phase)
+        for v in self.on_host:
+            if readers := self._readers(v, phase):
+                done = self.graph.ops[self._last_reader(v, phase)].outputs[:1]
+                ties = tuple(t for t in start if self.maker[t] < readers[0])
+                yield _Use((v,), readers[0], done, self.graph.values[v].num_bytes, ties)
+
+    def _start(self, phase: Phase) -> tuple[int, ...]:
+        """What is there when a phase has begun; nothing for the first one."""
+        made = (v for op in self.graph.ops if op.phase is phase for v in op.outputs if self.graph.values[v].shape)
+        first = None if phase is Phase.FORWARD else next(made, None)
+        return () if first is None else (first,)
+
+    def _last_reader(self, v: int, phase: Phase) -> int:
+        """The last op of a phase that reads a value, or what it is in another type or shape."""
+        found = -1
+        for i in self._readers(v, phase):
+            op = self.graph.ops[i]
+            is_retyped = op.name in RETYPES and op.operands == (v,)
+            found = max(found, i, self._last_reader(op.outputs[0], phase) if is_retyped else i)
+        return found
+
+    def _newest(self, values: Iterable[int]) -> int:
+        return max((self.maker[v] for v in values), default=-1)
+
+    # --- update
+
+    def updates(self) -> Iterator[tuple[Fetch, tuple[int, tuple[int, ...]] | None]]:
+        """What the update reads, parcel by parcel, each with what of the backward phase waits for one before it."""
+        read = [v for v in self.on_host if self._readers(v, Phase.UPDATE)]
+        update = _Update(self.graph, read)
+        parcels = [(update.arrival(p), self._parcel(p)) for p in update.parcels(self.new_state.values())]
+        parcels.sort(key=lambda one: (one[0], one[1].first))
+        arrivals, uses = [a for a, _ in parcels], [u for _, u in parcels]
+        for arrival, use, before in zip(arrivals, uses, _out_of_window(uses), strict=True):
+            ties = before[-1].done if before else ()
+            gradient = None if arrival < 0 else self._source(arrival)
+            own = () if gradient is None else self.graph.ops[gradient].outputs[:1]
+            fetch = Fetch(use.arguments, Phase.UPDATE, use.first, (*own, *ties))
+            yield fetch, None if gradient is None else self._pause(gradient, arrivals, uses[: len(before)])
+
+    def _parcel(self, arguments: tuple[int, ...]) -> _Use:
+        first = min(self._readers(v, Phase.UPDATE)[0] for v in arguments)
+        new = (self.new_state.get(v) for v in arguments)
+        done = tuple(a for a in new if isinstance(a, int) and a in self.maker)
+        return _Use(arguments, first, done, sum(self.graph.values[v].num_bytes for v in arguments), ())
+
+    def _source(self, i: int) -> int:
+        """The op whose result an op gives in another type or shape, if it does."""
+        op = self.graph.ops[i]
+        is_retyped = op.name in RETYPES and len(op.operands) == 1 and op.operands[0] in self.maker
+        return self._source(self.maker[op.operands[0]]) if is_retyped else i
+
+    def _pause(
+        self, gradient: int, arrivals: Sequence[int], before: Sequence[_Use]
+    ) -> tuple[int, tuple[int, ...]] | None:
+        """What a gradient is made from, and what of the parcels before may be waited for there."""
+        made = [v for v in self.graph.ops[gradient].operands if self._is_backward(v)]
+        if not made:
+            return None
+        newest = max(made, key=self.maker.__getitem__)
+        over = [u for a, u in zip(arrivals, before, strict=False) if a < self.maker[newest] and u.done]
+        return (newest, over[-1].done) if over else None
+
+    def _is_backward(self, v: int) -> bool:
+        is_array = bool(self.graph.values[v].shape) and v in self.maker
+        return is_array and self.graph.ops[self.maker[v]].phase is Phase.BACKWARD
+
+
+class _Update:
+    """What of the update phase depends on which arguments, and on which gradients."""
+
+    def __init__(self, graph: Graph, arguments: Sequence[int]) -> None:
+        self.arguments = arguments
+        self._reads = {v: 1 << n for n, v in enumerate(arguments)}
+        self._newest: dict[int, int] = {}
+        self._arrival = dict.fromkeys(arguments, -1)
+        for i, op in enumerate(graph.ops):
+            if op.phase is Phase.UPDATE:
+                self._read(op)
+            elif op.phase is Phase.BACKWARD:
+                self._newest |= dict.fromkeys(op.outputs, i)
+
+    def _read(self, op: Op) -> None:
+        reads = 0
+        for v in op.operands:
+            reads |= self._reads.get(v, 0)
+        newest = max((self._newest.get(v, -1) for v in op.operands), default=-1)
+        for v in op.outputs:
+            self._reads[v], self._newest[v] = reads, newest
+        for n in _bits(reads):
+            self._arrival[self.arguments[n]] = max(self._arrival[self.arguments[n]], newest)
+
+    def arrival(self, parcel: Iterable[int]) -> int:
+        """The newest op of the backward phase that a parcel meets; negative where there is none."""
+        return max(self._arrival[v] for v in parcel)
+
+    def parcels(self, new_state: Iterable[Atom]) -> list[tuple[int, ...]]:
+        """The arguments, parted into those that new state is made of together."""
+        masks = [1 << n for n in range(len(self.arguments))]
+        masks += [self._reads.get(a, 0) for a in new_state if isinstance(a, int)]
+        parts: list[int] = []
+        for mask in masks:
+            joined = [part for part in parts if part & mask]
+            parts = [part for part in parts if not part & mask]
+            for part in joined:
+                mask |= part
+            parts += [mask] if mask else []
+        return [tuple(self.arguments[n] for n in _bits(part)) for part in parts]
+
+
+def _bits(mask: int) -> Iterator[int]:
+    while mask:
+        lowest = mask & -mask
+        yield lowest.bit_length() - 1
+        mask ^= lowest
+
+
+def _out_of_window(uses: Sequence[_Use]) -> Iterator[Sequence[_Use]]:
+    """For each use: those before it that must be over, for it and all since then to fit the window."""
+    window_bytes = WINDOW * max((use.num_bytes for use in uses), default=0)
+    oldest, held_bytes = 0, 0
+    for use in uses:
+        held_bytes += use.num_bytes
+        while held_bytes > window_bytes:
+            held_bytes -= uses[oldest].num_bytes
+            oldest += 1
+        yield uses[:oldest]
