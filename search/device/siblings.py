@@ -67,7 +67,9 @@ def _hands_on(lowered: Lowered, one: Sequence[int], other: Sequence[int]) -> boo
 def _waits(kernels: Sequence[Kernel], one: Sequence[int], for_these: Sequence[int]) -> bool:
     """Whether one of some kernels reads what one of the others makes, or waits for it."""
     made = {b for k in for_these for b in kernels[k].makes}
-    return any(not (made.isdisjoint(kernels[k].reads) and set(for_these).isdisjoint(kernels[k].after)) for k in one)
+    return any(
+        not (made.isdisjoint(kernels[k].reads) and set(for_these).isdisjoint(kernels[k].after)) for k in one
+    )
 
 
 def _waiting(kernels: Sequence[Kernel], order: Sequence[Sequence[int]], at: int) -> list[int]:

@@ -127,7 +127,9 @@ class _Planning:
 
     def _start(self, phase: Phase) -> tuple[int, ...]:
         """What is there when a phase has begun; nothing for the first one."""
-        made = (v for op in self.graph.ops if op.phase is phase for v in op.outputs if self.graph.values[v].shape)
+        made = (
+            v for op in self.graph.ops if op.phase is phase for v in op.outputs if self.graph.values[v].shape
+        )
         first = None if phase is Phase.FORWARD else next(made, None)
         return () if first is None else (first,)
 

@@ -3,14 +3,15 @@
 The rewritten step is a step like any other: its copies are ops (`device_put`), so that strategies, costs, live ranges, the
 executor and the compiler need know little of it. What comes from the host comes once for each phase that reads it, and new
 state goes back as soon as it is made; `search.memory.fetches` says when, and a barrier (`optimization_barrier`) holds each
-fetch back till then. (ZeRO-Offload, Ren et al. 2021, and ZeRO-Infinity, Rajbhandari et al. 2021, do so for whole optimizers
+fetch back till then. What a fetch waits for is read as the barrier hands it on, by all who read it later: of what nobody
+reads behind a barrier the compiler strips it (XLA:GPU, measured). (ZeRO-Offload, Ren et al. 2021, and ZeRO-Infinity, Rajbhandari et al. 2021, do so for whole optimizers
 and layers.)
 
 Ops keep their order, but that updates stand where their gradients are made, as they would otherwise hold them all.
 """
 
 import heapq
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -84,6 +85,7 @@ class _Rewriting:
         new_state = {self.graph.inputs[r]: a for a, r in outputs if r is not None}
         self.stored = {a for v in on_host if isinstance(a := new_state[v], int)}
         self.plan = fetches(self.graph, on_host, new_state)
+        self.pauses = dict(self.plan.pauses)
         values = list(self.graph.values)
         for v in on_host:
             values[v] = replace(values[v], is_on_host=True)
@@ -91,6 +93,7 @@ class _Rewriting:
         self.origin: dict[int, int] = {}
         self.there: dict[tuple[int, Phase], int] = {}
         self.on_host: dict[int, int] = {}
+        self.now: dict[int, int] = {}
 
     def run(self) -> Graph:
         """The graph with its copies."""
@@ -105,26 +108,40 @@ class _Rewriting:
 
     def _op(self, n: int) -> None:
         op = self.graph.ops[n]
-        inputs = tuple(self._read(a, op) for a in op.inputs)
+        if op.phase is Phase.BACKWARD:
+            self._pause(op)
+        inputs = tuple(self._read(a, op.phase) if isinstance(a, int) else a for a in op.inputs)
         self.origin[len(self.written.ops)] = n
         self.written.ops.append(replace(op, inputs=inputs))
-        for v in self.stored.intersection(op.outputs):
-            self.on_host[v] = self._copied(v, jax.memory.Space.Host, op)
+        for v in op.outputs:
+            if v in self.stored:
+                self.on_host[v] = self._copied(v, jax.memory.Space.Host, op)
 
-    def _read(self, atom: Atom, op: Op) -> Atom:
-        """What an op reads: a fetched argument as it is on the device, what others wait for once these are done."""
-        if not isinstance(atom, int):
-            return atom
-        pause = self.plan.pauses.get(atom) if op.phase is Phase.BACKWARD else None
-        if pause is not None and (atom, op.phase) not in self.there:
-            self.there[atom, op.phase] = self.written.behind([atom], pause, op)[0]
-        return self.there.get((atom, op.phase), atom)
+    def _read(self, v: int, phase: Phase) -> int:
+        """What stands for a value in a phase: a fetched argument, or what came through a barrier."""
+        return self.there[v, phase] if (v, phase) in self.there else self.now.get(v, v)
+
+    def _pause(self, op: Op) -> None:
+        """Hands on what an op reads when what it has to wait for is there."""
+        for v in dict.fromkeys(op.operands):
+            if ties := self.pauses.pop(v, ()):
+                (self.now[v],) = self._tied((v,), ties, op)
 
     def _fetch(self, fetch: Fetch) -> None:
-        like, ties = self.graph.ops[fetch.first], tuple(dict.fromkeys(fetch.ties))
-        behind = self.written.behind(fetch.arguments, ties, like) if ties else fetch.arguments
-        for v, tied in zip(fetch.arguments, behind, strict=True):
+        like = self.graph.ops[fetch.first]
+        for v, tied in zip(fetch.arguments, self._tied(fetch.arguments, fetch.ties, like), strict=True):
             self.there[v, fetch.phase] = self._copied(tied, jax.memory.Space.Device, like)
+
+    def _tied(self, values: Sequence[int], ties: Sequence[int], like: Op) -> tuple[int, ...]:
+        """Values, when ties are there; new state is there when it is on the host again."""
+        if not ties:
+            return tuple(values)
+        given = [v for v in dict.fromkeys(ties) if v not in values]
+        tied = [self.on_host.get(v, self.now.get(v, v)) for v in given]
+        behind = self.written.together([*(self.now.get(v, v) for v in values), *tied], like)
+        for v, new in zip(given, behind[len(values) :], strict=True):
+            (self.on_host if v in self.on_host else self.now)[v] = new
+        return behind[: len(values)]
 
     def _copied(self, v: int, target: Any, like: Op) -> int:
         made = self.written.write(lambda x: jax.device_put(x, target), [v], like)
@@ -133,7 +150,7 @@ class _Rewriting:
 
 
 def _order(
-    graph: Graph, planned: Iterable[Fetch], pauses: dict[int, tuple[int, ...]]
+    graph: Graph, planned: Iterable[Fetch], pauses: Mapping[int, tuple[int, ...]]
 ) -> Iterator[int | Fetch]:
     """Ops, by number, and fetches: as written, but for what waits, and for updates."""
     maker = {v: i for i, op in enumerate(graph.ops) for v in op.outputs}
@@ -154,13 +171,17 @@ def _order(
 def _ranks(
     graph: Graph, nodes: list[int | Fetch], needs: list[set[int]], maker: dict[int, int]
 ) -> list[tuple[int, int]]:
-    """Where each node would stand: an update right behind the newest of its gradients, a fetch before its readers."""
+    """Where each node would stand: an update right behind the newest of its gradients, a fetch right behind what it waits for,
+    or else before its readers."""
     newest: list[int] = []
     for i, op in enumerate(graph.ops):
         made = [newest[maker[v]] for v in op.operands if v in maker] if op.phase is Phase.UPDATE else [i]
         newest.append(max(made, default=-1))
     ranks = [(a, 1) if a == i else (a, 2) if a >= 0 else (i, 1) for i, a in enumerate(newest)]
     ranks += [(node.first, 0) for node in nodes if isinstance(node, Fetch)]
+    for n, node in enumerate(nodes):
+        if isinstance(node, Fetch) and needs[n]:
+            ranks[n] = max(ranks[m] for m in needs[n])
     for n in (*range(len(graph.ops), len(nodes)), *reversed(range(len(graph.ops)))):
         for m in needs[n]:
             if isinstance(nodes[m], Fetch) or graph.ops[m].phase is Phase.UPDATE:

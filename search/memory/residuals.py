@@ -8,7 +8,8 @@ solution's strategies.
 * What is not stored (`search.problem.fusion`) is computed on the fly, for nothing, where what it is made of is at hand.
 * What is handed from one segment to the next (`search.memory.segments`), or is a loop's carry, is kept if it is needed.
 * What is read by the backward phase soon after the forward phase has read it counts for no more than what is made between.
-* What is made of parameters, keys and constants alone by light ops (a cast, a mask) may always be made again.
+* What is made of parameters, keys and constants alone by light ops (a cast, a mask) may always be made again, and parameters
+  that rest on the host may be fetched again.
 """
 
 from bisect import bisect_right
@@ -25,6 +26,7 @@ from search.memory.loop_pairs import loop_pairs
 from search.memory.min_cut import Recomputation, cheapest
 from search.memory.segments import segments
 from search.problem.costs import CostedGraph
+from search.problem.flat_program import BARRIER
 from search.problem.fusion import Fusion
 from search.problem.kernels import FusedKernel, runs_alone
 
@@ -266,9 +268,12 @@ class _Reader:
         free: set[int] = set()
         for i in forward:
             op = graph.ops[i]
-            if known.issuperset(op.operands) and not op.bodies and (*path, i) not in self._heavy:
+            is_light = op.is_transfer or (*path, i) not in self._heavy
+            if known.issuperset(op.operands) and not op.bodies and is_light:
                 known.update(op.outputs)
                 free.add(i)
+            elif op.name == BARRIER:
+                known.update(v for a, v in zip(op.inputs, op.outputs, strict=True) if a in known)
         return free
 
     @cached_property

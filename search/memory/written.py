@@ -72,13 +72,12 @@ class Written:
             scope=self._scope,
         )
 
-    def behind(self, operands: Sequence[int], ties: Sequence[int], like: Op) -> tuple[int, ...]:
-        """Appends a barrier: the operands, not before the ties are there. It has an op's phase and source."""
-        inputs = tuple(dict.fromkeys((*operands, *ties)))
-        results = tuple(self.values[a] for a in inputs)
+    def together(self, operands: Sequence[int], like: Op) -> tuple[int, ...]:
+        """Appends a barrier, with an op's phase and source: all values that it is given, none before the others are there."""
+        results = tuple(self.values[v] for v in operands)
         outputs = tuple(map(self.new, results))
         barrier = _jax.optimization_barrier_p
         self.ops.append(
-            Op(barrier, {}, inputs, outputs, results, like.phase, self._scope, like.source_info, {})
+            Op(barrier, {}, tuple(operands), outputs, results, like.phase, self._scope, like.source_info, {})
         )
-        return outputs[: len(operands)]
+        return outputs

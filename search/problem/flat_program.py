@@ -14,8 +14,8 @@ of their own like any other:
   is not split, the others keep their spec;
 * `enter` and `join` carry other operands in and branch results out; `output` stands for a result of the step.
 
-A multi-operand identity (`optimization_barrier`) becomes one identity per operand that somebody reads behind it; the other
-operands are what these wait for. A `while` loop's trip count is not known; it is taken as one.
+A multi-operand identity (`optimization_barrier`) becomes one identity per operand that somebody reads behind it, which waits
+for the others. A `while` loop's trip count is not known; it is taken as one.
 """
 
 import itertools
@@ -292,10 +292,24 @@ class _Flattening:
     def _barrier(
         self, op: Op, operands: tuple[int | None, ...], is_read: Sequence[bool], count: int, site: Site
     ) -> tuple[int | None, ...]:
-        there = [(i, v) for i, v in enumerate(operands) if v is not None]
-        after = tuple((v, ("operand", site, i)) for i, v in there if not is_read[i])
-        through = {i: self.identity(op, i, v, count, site, after) for i, v in there if is_read[i]}
+        there = {i: v for i, v in enumerate(operands) if v is not None}
+        through = {
+            i: self.identity(op, i, v, count, site, self._waited_for(there, i, is_read, site))
+            for i, v in there.items()
+            if is_read[i]
+        }
         return tuple(through.get(i) for i in range(len(operands)))
+
+    def _waited_for(
+        self, there: dict[int, int], i: int, is_read: Sequence[bool], site: Site
+    ) -> tuple[tuple[int, Place], ...]:
+        """What an operand of a barrier waits for. Of those that are read too, only copies to and from the host are worth it."""
+
+        def counts(j: int) -> bool:
+            is_copied = self.values[there[i]].is_on_host or self.values[there[j]].is_on_host
+            return j != i and (is_copied or not is_read[j])
+
+        return tuple((v, ("operand", site, j)) for j, v in there.items() if counts(j))
 
     def identity(
         self,

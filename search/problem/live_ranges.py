@@ -12,7 +12,7 @@ from enum import StrEnum
 from search.ir.graph import Role
 from search.problem.flat_program import FlatProgram, ReadPhase, read_phase
 from search.problem.folding import FoldedProgram
-from search.problem.fusion import Fusion
+from search.problem.fusion import Fusion, is_view
 from search.problem.strategies import CopySource
 from search.problem.strategy_graph import Port, StrategyGraph
 
@@ -109,8 +109,14 @@ class LiveRanges:
 
     def host_items(self) -> tuple[LiveRange, ...]:
         """Everything that is ever in the host's."""
-        made = self._made(on_host=True)
-        return tuple(item for v in made if self.fusion.is_stored(v) for item in self._of_value(v))
+        made = [v for v in self._made(on_host=True) if self.fusion.is_stored(v) and not self._is_new_state(v)]
+        return tuple(item for v in made for item in self._of_value(v))
+
+    def _is_new_state(self, v: int) -> bool:
+        """Whether a value, or a view of it, is written over an argument."""
+        readers = [self.program.ops[u] for u in self.uses.get(v, ())]
+        views = [r for op in readers if is_view(op) for r in op.results]
+        return v in self.program.in_place or any(map(self._is_new_state, views))
 
     def _made(self, on_host: bool) -> list[int]:
         values = self.program.values
