@@ -7,7 +7,8 @@ updates off to the end of the backward phase, with all gradients and all state t
   order in which their gradients arrive, and each waits until one some way before it is done.
 * The backward phase does not run ahead of the updates: before it makes a parcel's gradient, that same earlier one is done.
   (Where all gradients must be there first, as for a clipping by their global norm, it cannot wait.)
-* In the other phases, a fetch waits for the last reader of one some way before it, and for the beginning of its phase.
+* In the other phases, a fetch waits for the last reader of one some way before it, the first ones for the beginning of their
+  phase.
 
 How much may be on its way or in use at a time is the *window*. A wide one hides more, and takes more memory.
 """
@@ -64,7 +65,7 @@ class _Use:
       first: the first op that reads one.
       done: values that are there when it is over.
       num_bytes: of the arguments, unsharded.
-      ties: what it waits for in any case.
+      ties: what it waits for where nothing is before it.
     """
 
     arguments: tuple[int, ...]
@@ -115,7 +116,7 @@ class _Planning:
         for use, before in zip(uses, _out_of_window(uses), strict=True):
             over = (u for u in reversed(before) if self._newest(u.done) < use.first)
             last = next(over, None)
-            yield Fetch(use.arguments, phase, use.first, (*use.ties, *(last.done if last else ())))
+            yield Fetch(use.arguments, phase, use.first, last.done if last else use.ties)
 
     def _uses_in(self, phase: Phase) -> Iterator[_Use]:
         start = self._start(phase)

@@ -4,8 +4,8 @@ The rewritten step is a step like any other: its copies are ops (`device_put`), 
 executor and the compiler need know little of it. What comes from the host comes once for each phase that reads it, and new
 state goes back as soon as it is made; `search.memory.fetches` says when, and a barrier (`optimization_barrier`) holds each
 fetch back till then. What a fetch waits for is read as the barrier hands it on, by all who read it later: of what nobody
-reads behind a barrier the compiler strips it (XLA:GPU, measured). (ZeRO-Offload, Ren et al. 2021, and ZeRO-Infinity, Rajbhandari et al. 2021, do so for whole optimizers
-and layers.)
+reads behind a barrier the compiler strips it (XLA:GPU, measured). (ZeRO-Offload, Ren et al. 2021, and ZeRO-Infinity,
+Rajbhandari et al. 2021, do so for whole optimizers and layers.)
 
 Ops keep their order, but that updates stand where their gradients are made, as they would otherwise hold them all.
 """
@@ -17,7 +17,7 @@ from typing import Any
 
 import jax
 
-from search.ir.graph import Atom, Graph, Op, Phase, Role, Site, Step, verify
+from search.ir.graph import Graph, Op, Phase, Role, Site, Step, verify
 from search.memory.fetches import Fetch, fetches
 from search.memory.written import Written
 
@@ -171,8 +171,8 @@ def _order(
 def _ranks(
     graph: Graph, nodes: list[int | Fetch], needs: list[set[int]], maker: dict[int, int]
 ) -> list[tuple[int, int]]:
-    """Where each node would stand: an update right behind the newest of its gradients, a fetch right behind what it waits for,
-    or else before its readers."""
+    """Where each node would stand: an update right behind the newest of its gradients, a fetch right behind what it waits
+    for, or else before its readers."""
     newest: list[int] = []
     for i, op in enumerate(graph.ops):
         made = [newest[maker[v]] for v in op.operands if v in maker] if op.phase is Phase.UPDATE else [i]
