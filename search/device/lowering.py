@@ -128,6 +128,7 @@ class _Lowering:
         self.reduced: dict[int, list] = {}
         self.rewritten: dict[tuple[tuple[int, ...], int, float], tuple[int, ...]] = {}
         self.last_backward: tuple[int, ...] = ()
+        self.constants: set[int] = set()
         self.made_by: dict[int, int] = {}
         self.waits: dict[int, tuple[int, ...]] = {}
         self.mesh = costed.resharder.mesh
@@ -152,6 +153,12 @@ class _Lowering:
             self._argument(op)
             return
         read = self._reads(i)
+        if self.live_ranges.fusion.shared_constants.issuperset(op.results):
+            (v,) = op.results
+            local_bytes = self.paths.local_bytes(v, self.paths.made(v))
+            self.sources[v] = (self._buffer(local_bytes, Resident.TEMPORARIES, (), False),)
+            self.constants.update(self.sources[v])
+            return
         is_array = any(v in self.resharded or self.live_ranges.fusion.is_stored(v) for v in op.results)
         if is_array or self._is_copied_part(i, op):
             self._kernels(i, op, read)
@@ -309,9 +316,20 @@ class _Lowering:
         return self.program.values[largest].shape, self.paths.made(largest)
 
     def _append(self, kernel: Kernel) -> int:
+        constants = self.constants.intersection(kernel.reads)
+        if constants:
+            kernel = replace(
+                kernel,
+                reads=tuple(b for b in kernel.reads if b not in constants),
+                makes=(*kernel.makes, *(self._constant(b, kernel.loops) for b in sorted(constants))),
+            )
         self.kernels.append(kernel)
         self.made_by |= dict.fromkeys(kernel.makes, len(self.kernels) - 1)
         return len(self.kernels) - 1
+
+    def _constant(self, pattern: int, loops: Loops) -> int:
+        """An array of one number: XLA makes it anew for each kernel that reads it, right before it."""
+        return self._buffer(self.buffers[pattern].num_bytes, Resident.TEMPORARIES, loops, False)
 
     def _buffer(self, num_bytes: float, resident: Resident, loops: Loops, is_argument: bool) -> int:
         self.buffers.append(Buffer(num_bytes, resident, is_argument, loops))

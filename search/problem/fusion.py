@@ -1,11 +1,13 @@
 """Which values become arrays: what XLA fuses, and what it stores between kernels.
 
-XLA fuses elementwise ops into their readers. So a light value (of an op that is no product, no look-up into a loop's
-stack, no loop) is an array only if
+XLA fuses elementwise ops into their readers, and those that only move elements: slices, pads, splits, concatenations. So a
+light value (of an op that is no product, no look-up, no loop) is an array only if
 
 * an op that reads whole arrays wants it: a product, a loop, a result of the step;
 * it is a reduction, or random bits, or made of more than `MAX_FUSION_SOURCES` large arrays;
 * it is expensive to compute (a tanh), read in several phases, and small enough an element that moving it is cheap.
+
+A scatter computes on the fly what it adds, and writes over what it adds to.
 
 What is not stored is computed on the fly, in each kernel that reads it, from its *fusion sources*: the stored arrays behind
 it. Views (reshapes, transposes) are their operand's array.
@@ -18,6 +20,7 @@ from functools import cached_property
 
 from cost_model.cluster import Device
 from search.ir.factors import Kind
+from search.problem.constants import shared_constants
 from search.problem.flat_program import FlatOp, ReadPhase, read_phase
 from search.problem.folding import FoldedProgram
 
@@ -39,6 +42,9 @@ VIEWS = frozenset(
 
 LOOKUPS = frozenset({"gather", "dynamic_slice"})
 """Ops that read a few elements of what may itself be computed on the fly."""
+
+MOVES = frozenset({"slice", "pad", "split", "concatenate"})
+"""Ops that only move elements: fused into their readers, as elementwise ops are, along whatever dimension they move them."""
 
 EXPENSIVE = frozenset(
     {"tanh", "erf", "erfc", "erf_inv", "logistic", "log", "log1p", "expm1", "pow", "sin", "cos", "tan"}
@@ -88,6 +94,7 @@ class Fusion:
     Attributes:
       folded: the folded program.
       is_reduction: by class, whether it reduces over something.
+      shared_constants: arrays of one number, made for each kernel that reads them.
       expensive_itemsize: up to how many bytes an element an expensive op's result is stored.
       sources: by value, the stored arrays that it is computed from: itself, if it is stored.
       computed_in: by value, the phases of the kernels that read it, or compute it on the fly.
@@ -97,6 +104,7 @@ class Fusion:
         self.folded, self.program, self.expensive_itemsize = folded, folded.program, expensive_itemsize
         self.maker, self.uses = self.program.maker, self.program.uses
         self.is_reduction = [self._reduces(k) for k in range(len(folded.members))]
+        self.shared_constants = shared_constants(self.program)
         self._wanted: dict[int, bool] = {}
         self.computed_in = self._computed_in()
         self.sources: dict[int, frozenset[int]] = {}
@@ -107,6 +115,11 @@ class Fusion:
     def is_stored(self, v: int) -> bool:
         """Whether a value is an array of its own."""
         return v in self.sources[v]
+
+    def _is_fusible(self, i: int) -> bool:
+        """Whether an op may be computed in its readers' kernels."""
+        op = self.program.ops[i]
+        return self.folded.is_light[self.folded.class_of[i]] or (op.name in MOVES and not op.is_boundary)
 
     def _reduces(self, op_class: int) -> bool:
         return any(
@@ -121,10 +134,10 @@ class Fusion:
         below = frozenset().union(*(self.sources.get(o, frozenset((o,))) for o in op.operands))
         if is_view(op):
             return below
-        if not self.folded.is_light[self.folded.class_of[i]] or self._is_wanted(i, v):
+        if not self._is_fusible(i) or self._is_wanted(i, v):
             return own
         size = self.program.values[v].num_bytes
-        large = [a for a in below if 4 * self.program.values[a].num_bytes >= size]
+        large = [a for a in below - self.shared_constants if 4 * self.program.values[a].num_bytes >= size]
         most = (
             min(self.expensive_itemsize, CHEAPER_ITEMSIZE) if op.name in CHEAPER else self.expensive_itemsize
         )
@@ -178,9 +191,7 @@ class Fusion:
                 random.update(op.results)
             elif all(self.program.values[v].num_bytes == self.program.values[v].itemsize for v in op.results):
                 plain.update(op.results)
-            elif self.folded.is_light[self.folded.class_of[i]] and all(
-                v in random or v in plain for v in op.operands
-            ):
+            elif self._is_fusible(i) and all(v in random or v in plain for v in op.operands):
                 (plain if plain.issuperset(op.operands) else random).update(op.results)
         return frozenset(random)
 
@@ -193,9 +204,12 @@ class Fusion:
                 phases: set[ReadPhase] = set()
                 for u in self.uses.get(v, ()):
                     reader = self.program.ops[u]
-                    is_light = self.folded.is_light[self.folded.class_of[u]] and bool(reader.results)
-                    is_fused = is_light and (is_view(reader) or not self._is_wanted(u, reader.results[0]))
-                    phases |= found.get(reader.results[0], frozenset()) if is_fused else {read_phase(reader)}
+                    is_light = self._is_fusible(u) and bool(reader.results)
+                    is_stored = any(self._is_wanted(u, r) for r in reader.results)
+                    if is_light and (is_view(reader) or not is_stored):
+                        phases.update(*(found.get(r, ()) for r in reader.results))
+                    else:
+                        phases.add(read_phase(reader))
                 found[v] = frozenset(phases)
         return found
 
@@ -215,6 +229,8 @@ class Fusion:
             return True
         if op.name.startswith("scatter"):
             return not self._is_scattered_into(v)
+        if v in self.shared_constants:
+            return True
         return self._is_read_whole(v) or any(self._is_scattered_into(o) for o in op.operands)
 
     def _is_scattered_into(self, v: int) -> bool:
@@ -226,9 +242,14 @@ class Fusion:
         """Whether an op that is not fused reads a value, or a view of it."""
         for u in self.uses.get(v, ()):
             op = self.program.ops[u]
+            if is_part(op) or op.name == "enter":
+                return True
             if is_view(op):
                 if any(self._is_read_whole(r) for r in op.results):
                     return True
-            elif op.name not in LOOKUPS and not self.folded.is_light[self.folded.class_of[u]]:
+            elif op.name.startswith("scatter"):
+                if v == op.operands[0] and len(self.uses[v]) > 1:
+                    return True
+            elif op.name not in LOOKUPS and not self._is_fusible(u):
                 return True
         return False
