@@ -13,8 +13,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from search.device.kernel_times import KernelTime, Times, of_collective
-from search.device.workspace import CONVOLUTION, Workspaces
+from search.device.workspace import Workspaces
 from search.ir.sharding import ReshardStep, SharedPaths
+from search.problem.convolution_copies import CONVOLUTION
 from search.problem.costs import CostedGraph
 from search.problem.flat_program import FlatOp, ReadPhase, read_phase
 from search.problem.fusion import is_part
@@ -120,13 +121,13 @@ class _Lowering:
         self.costed, self.live_ranges, self.chosen = costed, live_ranges, chosen
         self.folded, self.program = costed.graph.folded, live_ranges.program
         self.paths = ReshardPaths(costed, chosen)
-        self.workspaces, self.times = Workspaces(self.paths), Times(costed, chosen)
+        self.workspaces, self.times = Workspaces(self.paths, live_ranges.fusion), Times(costed, chosen)
         self.kernels: list[Kernel] = []
         self.buffers: list[Buffer] = []
         self.sources: dict[int, tuple[int, ...]] = {}
         self.shared = SharedPaths[tuple[int, ...]]()
         self.reduced: dict[int, list] = {}
-        self.rewritten: dict[tuple[tuple[int, ...], int, float], tuple[int, ...]] = {}
+        self.rewritten: dict[tuple[tuple[int, ...], Hashable, float], tuple[int, ...]] = {}
         self.last_backward: tuple[int, ...] = ()
         self.constants: set[int] = set()
         self.made_by: dict[int, int] = {}
@@ -215,25 +216,33 @@ class _Lowering:
             if v not in self.sources:
                 continue  # a body's result that a carry reads, which is made later
             source = self._sent(i, i, operand, self._arrival(i, operand))
-            read |= dict.fromkeys(self._rewritten(i, operand, source) if op.name == CONVOLUTION else source)
+            read |= dict.fromkeys(self._rewritten(i, operand, source))
         return tuple(read)
 
     def _rewritten(self, i: int, operand: int, source: tuple[int, ...]) -> tuple[int, ...]:
-        """What cuDNN reads: an argument's kernel is transposed first, and padding is written out that is not even. The copy
-        serves all convolutions that read the array, the backward phase's too."""
-        num_bytes = 0.0
-        if operand == 0:
-            num_bytes = self.workspaces.padded_bytes(i)
-        elif all(self.buffers[b].is_argument for b in source):
-            num_bytes = sum(self.buffers[b].num_bytes for b in source)
-        if not num_bytes:
-            return source
-        key = (source, operand, num_bytes)
+        """What an op reads: cuDNN an argument's kernel transposed, and with its zeros what it does not imagine. The copy serves
+        all convolutions that read the array so, the backward phase's too."""
+        op, copy = self.program.ops[i], self.workspaces.copied_as(i, operand)
+        is_kernel = op.name == CONVOLUTION and operand == 1
+        if copy is not None:
+            v = op.operands[operand]
+            read: Hashable = (self.live_ranges.fusion.seen_through(v), copy)
+            num_bytes = self.workspaces.copied_bytes(i, operand)
+            return self._copied(i, source, read, num_bytes, (copy.spatial, num_bytes))
+        if is_kernel and all(self.buffers[b].is_argument for b in source):
+            return self._copied(i, source, operand, sum(self.buffers[b].num_bytes for b in source), None)
+        return source
+
+    def _copied(
+        self, i: int, source: tuple[int, ...], read: Hashable, num_bytes: float, nest: Hashable
+    ) -> tuple[int, ...]:
+        """A copy of an array, made once."""
+        key = (source, read, num_bytes)
         if key not in self.rewritten:
             loops, runs = self.live_ranges.loops_at[i], self.program.ops[i].count
             made = (self._buffer(num_bytes, Resident.TEMPORARIES, loops, False),)
             time = self.times.of_moving(2 * num_bytes) * runs
-            self._append(Kernel(i, source, made, (), None, 0.0, time, loops))
+            self._append(Kernel(i, source, made, (), None, 0.0, time, loops, nest))
             self.rewritten[key] = made
         return self.rewritten[key]
 

@@ -7,7 +7,8 @@ light value (of an op that is no product, no look-up, no loop) is an array only 
 * it is a reduction, or random bits, or made of more than `MAX_FUSION_SOURCES` large arrays;
 * it is expensive to compute (a tanh), read in several phases, and small enough an element that moving it is cheap.
 
-A scatter computes on the fly what it adds, and writes over what it adds to.
+A scatter computes on the fly what it adds, and writes over what it adds to. What a convolution reads with
+zeros around it is computed as that copy is written (`copied_as`).
 
 What is not stored is computed on the fly, in each kernel that reads it, from its *fusion sources*: the stored arrays behind
 it. Views (reshapes, transposes) are their operand's array.
@@ -21,6 +22,7 @@ from functools import cached_property
 from cost_model.cluster import Device
 from search.ir.factors import Kind
 from search.problem.constants import shared_constants
+from search.problem.convolution_copies import CONVOLUTION, ConvolutionCopy, convolution_copy
 from search.problem.flat_program import FlatOp, ReadPhase, read_phase
 from search.problem.folding import FoldedProgram
 
@@ -156,7 +158,7 @@ class Fusion:
         if len({read_phase(self.program.ops[u]) for u in times}) < 2 or not self._is_expensive_to_make(v):
             return False
         forward = [self.program.ops[u] for u in times if read_phase(self.program.ops[u]) is ReadPhase.FORWARD]
-        others = [self._seen_through(o) for op in forward for o in op.operands if o != v]
+        others = [self.seen_through(o) for op in forward for o in op.operands if o != v]
         return any(o not in below and self._is_made_by_heavy(o) for o in others)
 
     def _is_expensive_to_make(self, v: int) -> bool:
@@ -172,10 +174,10 @@ class Fusion:
                 left += fresh
         return False
 
-    def _seen_through(self, v: int) -> int:
+    def seen_through(self, v: int) -> int:
         """The value that a view is of."""
         op = self.program.ops[self.maker[v][0]]
-        return self._seen_through(op.operands[0]) if is_view(op) else v
+        return self.seen_through(op.operands[0]) if is_view(op) else v
 
     def _is_made_by_heavy(self, v: int) -> bool:
         op_class = self.folded.class_of[self.maker[v][0]]
@@ -233,6 +235,11 @@ class Fusion:
             return True
         return self._is_read_whole(v) or any(self._is_scattered_into(o) for o in op.operands)
 
+    def copied_as(self, i: int, operand: int) -> ConvolutionCopy | None:
+        """How an op that is not fused has an operand written out for it; None if it reads it as it lies."""
+        op = self.program.ops[i]
+        return convolution_copy(self.program, op, operand) if op.name == CONVOLUTION else None
+
     def _is_scattered_into(self, v: int) -> bool:
         """Whether a value is scattered to zeros and then added to another: XLA scatters into the other."""
         readers = [self.program.ops[u].name for u in self.uses.get(v, ())]
@@ -249,6 +256,9 @@ class Fusion:
                     return True
             elif op.name.startswith("scatter"):
                 if v == op.operands[0] and len(self.uses[v]) > 1:
+                    return True
+            elif op.name == CONVOLUTION:
+                if any(o == v and self.copied_as(u, n) is None for n, o in enumerate(op.operands)):
                     return True
             elif op.name not in LOOKUPS and not self._is_fusible(u):
                 return True
