@@ -7,6 +7,7 @@ from cost_model.xla.gpu_targets import is_hopper_or_later
 from search.problem.convolution_copies import CONVOLUTION, ConvolutionCopy
 from search.problem.flat_program import FlatOp
 from search.problem.fusion import Fusion, is_view
+from search.problem.layouts import Order
 from search.problem.reshard_paths import ReshardPaths
 
 WORKSPACE_BYTES = 4 * 2**20
@@ -78,14 +79,14 @@ class Workspaces:
         moved = sum(self.paths.local_bytes(v, self.paths.made(v)) for v in values)
         return len(twins) > 1 and moved <= MERGED_BYTES
 
-    def copied_as(self, i: int, operand: int) -> ConvolutionCopy | None:
-        """How an operand is written out for cuDNN; None where it is read as it lies."""
+    def copied_as(self, i: int, operand: int) -> ConvolutionCopy | Order | None:
+        """How an operand is written out for cuBLAS or cuDNN; None where it is read as it lies."""
         return None if self.device.name == "CPU" else self.fusion.copied_as(i, operand)
 
     def copied_bytes(self, i: int, operand: int) -> float:
         """Of such a copy."""
         written, v = self.copied_as(i, operand), self.paths.program.ops[i].operands[operand]
-        growth = 0.0 if written is None else written.growth
+        growth = written.growth if isinstance(written, ConvolutionCopy) else float(written is not None)
         port = self.paths.graph.ports[self.paths.folded.class_of[i], operand, False]
         return growth * self.paths.local_bytes(v, self.paths.spec(port))
 

@@ -4,11 +4,12 @@ XLA fuses elementwise ops into their readers, and those that only move elements:
 light value (of an op that is no product, no look-up, no loop) is an array only if
 
 * an op that reads whole arrays wants it: a product, a loop, a result of the step;
+* it is not in the order in which the op lies that reads it (`search.problem.layouts`);
 * it is a reduction, or random bits, or made of more than `MAX_FUSION_SOURCES` large arrays;
 * it is expensive to compute (a tanh), read in several phases, and small enough an element that moving it is cheap.
 
-A scatter computes on the fly what it adds, and writes over what it adds to. What a convolution reads with
-zeros around it is computed as that copy is written (`copied_as`).
+A scatter computes on the fly what it adds, and writes over what it adds to. What a product or a convolution reads in another
+order or with zeros around it is computed as it writes that copy (`copied_as`).
 
 What is not stored is computed on the fly, in each kernel that reads it, from its *fusion sources*: the stored arrays behind
 it. Views (reshapes, transposes) are their operand's array.
@@ -25,6 +26,7 @@ from search.problem.constants import shared_constants
 from search.problem.convolution_copies import CONVOLUTION, ConvolutionCopy, convolution_copy
 from search.problem.flat_program import FlatOp, ReadPhase, read_phase
 from search.problem.folding import FoldedProgram
+from search.problem.layouts import PRODUCT, Order, layouts
 
 VIEWS = frozenset(
     {
@@ -96,6 +98,7 @@ class Fusion:
     Attributes:
       folded: the folded program.
       is_reduction: by class, whether it reduces over something.
+      layouts: how what products make lies in memory.
       shared_constants: arrays of one number, made for each kernel that reads them.
       expensive_itemsize: up to how many bytes an element an expensive op's result is stored.
       sources: by value, the stored arrays that it is computed from: itself, if it is stored.
@@ -106,7 +109,7 @@ class Fusion:
         self.folded, self.program, self.expensive_itemsize = folded, folded.program, expensive_itemsize
         self.maker, self.uses = self.program.maker, self.program.uses
         self.is_reduction = [self._reduces(k) for k in range(len(folded.members))]
-        self.shared_constants = shared_constants(self.program)
+        self.layouts, self.shared_constants = layouts(self.program), shared_constants(self.program)
         self._wanted: dict[int, bool] = {}
         self.computed_in = self._computed_in()
         self.sources: dict[int, frozenset[int]] = {}
@@ -231,14 +234,16 @@ class Fusion:
             return True
         if op.name.startswith("scatter"):
             return not self._is_scattered_into(v)
-        if v in self.shared_constants:
+        if v in self.layouts.turned or v in self.shared_constants:
             return True
         return self._is_read_whole(v) or any(self._is_scattered_into(o) for o in op.operands)
 
-    def copied_as(self, i: int, operand: int) -> ConvolutionCopy | None:
+    def copied_as(self, i: int, operand: int) -> ConvolutionCopy | Order | None:
         """How an op that is not fused has an operand written out for it; None if it reads it as it lies."""
         op = self.program.ops[i]
-        return convolution_copy(self.program, op, operand) if op.name == CONVOLUTION else None
+        if op.name == CONVOLUTION:
+            return convolution_copy(self.program, op, operand)
+        return self.layouts.written_out(op, operand) if op.name == PRODUCT else None
 
     def _is_scattered_into(self, v: int) -> bool:
         """Whether a value is scattered to zeros and then added to another: XLA scatters into the other."""
@@ -257,7 +262,7 @@ class Fusion:
             elif op.name.startswith("scatter"):
                 if v == op.operands[0] and len(self.uses[v]) > 1:
                     return True
-            elif op.name == CONVOLUTION:
+            elif op.name in (CONVOLUTION, PRODUCT):
                 if any(o == v and self.copied_as(u, n) is None for n, o in enumerate(op.operands)):
                     return True
             elif op.name not in LOOKUPS and not self._is_fusible(u):

@@ -274,6 +274,20 @@ def test_what_a_loop_reads_from_outside_is_an_array():
     )
 
 
+# --- copies in another order
+
+
+def test_what_only_copies_are_made_of_is_no_array_besides():
+    """As XLA does: the probabilities of grouped heads."""
+
+    def attended(p, v):
+        return jnp.einsum("bkgts,bskd->btkgd", jnp.exp(p @ p), v)
+
+    large, values = array(2, 4, 8, 64, 64), array(2, 64, 4, 16)
+    assert "exp" not in arrays(attended, large, values)
+    assert "exp" in arrays(lambda p, v: jnp.exp(p @ p) @ v, large, array(2, 4, 8, 64, 16))
+
+
 # --- loops
 
 
