@@ -5,7 +5,8 @@ light value (of an op that is no product, no look-up, no loop) is an array only 
 
 * an op that reads whole arrays wants it: a product, a loop, a result of the step;
 * it is not in the order in which the op lies that reads it (`search.problem.layouts`);
-* it is a reduction, or random bits, or made of more than `MAX_FUSION_SOURCES` large arrays;
+* it is a reduction, or random bits, or made of more than `MAX_FUSION_SOURCES` large arrays, or of one at more
+  than `MAX_PLACES` places;
 * it is expensive to compute (a tanh), read in several phases, and small enough an element that moving it is cheap.
 
 A scatter computes on the fly what it adds, and writes over what it adds to. What a product or a convolution reads in another
@@ -82,6 +83,11 @@ MAX_FUSION_SOURCES = 2
 """A value computed from more stored arrays is stored itself: fusions do not grow without end."""
 
 
+MAX_PLACES = 3
+"""At how many places of one array a kernel reads to compute one element: a value that takes more, as slices of slices do, is
+stored itself. Source: XLA on an associative scan, whose levels it fuses by twos: two places it reads, but not four."""
+
+
 def is_part(op: FlatOp) -> bool:
     """Whether an op is a loop's part of a stacked array."""
     return op.name == "slice" and op.is_boundary
@@ -90,6 +96,10 @@ def is_part(op: FlatOp) -> bool:
 def is_view(op: FlatOp) -> bool:
     """Whether an op makes no array of its own; a loop's part of a stacked array is read where it is."""
     return len(op.operands) == 1 and (op.name in VIEWS or is_part(op))
+
+
+Places = frozenset[tuple[int, tuple[int, ...]]]
+"""Stored arrays, each with the slices through which it is read."""
 
 
 class Fusion:
@@ -113,9 +123,13 @@ class Fusion:
         self._wanted: dict[int, bool] = {}
         self.computed_in = self._computed_in()
         self.sources: dict[int, frozenset[int]] = {}
+        self._places: dict[int, Places] = {}
         for i, op in enumerate(self.program.ops):
             for v in op.results:
+                self._places[v] = self._places_read(i, v)
                 self.sources[v] = self._sources(i, v)
+                if v in self.sources[v]:
+                    self._places[v] = frozenset({(v, ())})
 
     def is_stored(self, v: int) -> bool:
         """Whether a value is an array of its own."""
@@ -150,9 +164,23 @@ class Fusion:
         is_expensive = op.name in EXPENSIVE if is_cheap_to_move else self._is_gate(v, below)
         return (
             own
-            if len(large) > MAX_FUSION_SOURCES or (is_expensive and len(self.computed_in[v]) > 1)
+            if len(large) > MAX_FUSION_SOURCES
+            or self._is_spread(v)
+            or (is_expensive and len(self.computed_in[v]) > 1)
             else below
         )
+
+    def _places_read(self, i: int, v: int) -> "Places":
+        """Where a value's elements are read from."""
+        op = self.program.ops[i]
+        below: Places = frozenset().union(*(self._places.get(o, ()) for o in op.operands))
+        is_taken = op.name in ("slice", "split") and not op.is_boundary
+        return frozenset((a, (*path, v)) for a, path in below) if is_taken else below
+
+    def _is_spread(self, v: int) -> bool:
+        """Whether it takes too many places of one array to compute a value."""
+        places = [a for a, _ in self._places[v]]
+        return any(places.count(a) > MAX_PLACES for a in set(places))
 
     def _is_gate(self, v: int, below: frozenset[int]) -> bool:
         """Whether an expensive activation is multiplied with another array in the forward phase and in the backward one: the

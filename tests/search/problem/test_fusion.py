@@ -119,6 +119,18 @@ def test_what_is_computed_from_three_large_arrays_is_stored(rows, wanted):
     assert arrays(lambda x, y: jnp.sin(x * y + x) * 2.0, large, large) == ["mul"]
 
 
+def test_what_takes_an_array_at_more_than_three_places_is_stored():
+    """Every second level of an associative scan is, as XLA does; elements at one place may be read as often as one likes."""
+
+    def halved(x):
+        return x[::2] * x[1::2]
+
+    assert arrays(halved, X) == ["mul"]
+    assert arrays(lambda x: halved(halved(x)) + 1.0, X) == ["mul", "add"]
+    assert arrays(lambda x: halved(halved(halved(x))) + 1.0, X) == ["mul", "add"]
+    assert arrays(lambda x: x * x + jnp.sin(x) * jnp.cos(x) + jnp.exp(x), X) == ["add"]
+
+
 # --- what the backward phase reads again
 
 
