@@ -56,7 +56,7 @@ from tests.zoo import Case, make_evoformer, make_megatron, make_moe, make_vit
 CLUSTER = parse_cluster("8xH100-80GB")
 
 NO_CAP_BYTES = 1 << 42
-TINY_CAP_BYTES = 1 << 28
+TINY_CAP_BYTES = 1 << 10
 """Nothing fits it; what is said of it names the smallest cap that has a plan."""
 
 CAPS_PERCENT = (100, 85, 70, 55, 40)
@@ -280,9 +280,9 @@ def faster_below(points: Sequence[Point]) -> list[tuple[Point, Point]]:
     ]
 
 
-def saved_share(free_s: float, ours_s: float, best_s: float) -> float:
-    """Of the best other step's time beyond a step without a cap, what ours does without."""
-    return (best_s - ours_s) / (best_s - free_s) if best_s > free_s else 0.0
+def saved_share(free_s: float, ours_s: float, best_s: float) -> float | None:
+    """Of the best other step's time beyond a step without a cap, what ours does without; None where it has none."""
+    return (best_s - ours_s) / (best_s - free_s) if best_s > free_s else None
 
 
 # --- tables
@@ -322,12 +322,21 @@ def by_hand_row(name: str, free: Point, ours: Point, by_hand: Mapping[str, Point
     cells = [_by_hand_text(ours, free), *(_by_hand_text(p, free) for p in by_hand.values())]
     fitting = {way: p for way, p in by_hand.items() if p.is_planned}
     cap = f"{ours.cap_bytes / free.peak_bytes:.0%}"
-    if not fitting or not ours.is_planned:
-        return name, cap, *cells, min(fitting, default="none"), "", ""
+    if not fitting:
+        return name, cap, *cells, "none", "", ""
     best = min(fitting, key=lambda way: fitting[way].step_s)
+    if not ours.is_planned:
+        return name, cap, *cells, best, "", ""
     best_s = fitting[best].step_s
     share = saved_share(free.step_s, ours.step_s, best_s)
-    return name, cap, *cells, best, f"{ours.step_s / best_s:.3f}", f"{share:.0%}"
+    return (
+        name,
+        cap,
+        *cells,
+        best,
+        f"{ours.step_s / best_s:.3f}",
+        "no overhead" if share is None else f"{share:.0%}",
+    )
 
 
 def by_hand_header() -> tuple[str, ...]:

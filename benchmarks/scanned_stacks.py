@@ -47,9 +47,8 @@ def grouped(layer: Layer, x: Any, layers: Any) -> Any:
 
 
 def nearest_divisor(n: int, wanted: float) -> int:
-    """Of the divisors of a number, the one that comes closest by ratio; the smaller of two."""
-    divisors = [d for d in range(1, n + 1) if n % d == 0]
-    return min(divisors, key=lambda d: abs(math.log(d / wanted)))
+    """Of the divisors of a number, the one that comes closest; the smaller of two."""
+    return min((d for d in range(1, n + 1) if n % d == 0), key=lambda d: abs(d - wanted))
 
 
 BY_HAND: Mapping[str, Stack] = {
