@@ -24,12 +24,9 @@ Violations are listed below: compiled peaks over their caps, and steps that get 
 import argparse
 import json
 import os
-import re
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -38,36 +35,17 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import jax.numpy as jnp
 
 import autoshard
-from autoshard.verification.judge import CompilerVerifier
 from benchmarks.scanned_stacks import BY_HAND, Stack, make_scanned_gpt, make_scanned_llama
-from cost_model.errors import AutoshardError, InfeasibleError
+from benchmarks.under_caps import Planner, Point, faster_below, frontier, over_the_cap, saved_share, under
 from cost_model.hardware import parse_cluster
-from cost_model.units import format_bytes, format_seconds, parse_bytes
-from cost_model.xla.process import Compiler
-from search import driver
-from search.driver import SearchResult
-from search.ir.graph import Step
-from search.ir.trace import trace_for
-from search.mesh_problem import Options
-from search.problem.flat_program import flatten
-from tests.gpu.compiled import HURRY
+from cost_model.units import format_bytes, format_seconds
 from tests.zoo import Case, make_evoformer, make_megatron, make_moe, make_vit
 
 CLUSTER = parse_cluster("8xH100-80GB")
 
-NO_CAP_BYTES = 1 << 42
-TINY_CAP_BYTES = 1 << 10
-"""Nothing fits it; what is said of it names the smallest cap that has a plan."""
-
 CAPS_PERCENT = (100, 85, 70, 55, 40)
 
-PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general"})
-"""JAX's primitives that are counted as such."""
-
 GIB = 1 << 30
-
-SAME_TIME = 1e-3
-"""Relative: by how much a step may get faster under a lower cap without being listed. Source: a choice of ours."""
 
 _GPT: Mapping[str, Any] = {
     "num_layers": 24,
@@ -124,165 +102,6 @@ FRONTIER_HEADER = (
     "mesh",
     "searched, compiled in",
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Point:
-    """A plan under a cap, or that there is none.
-
-    Attributes:
-      cap_bytes: the cap.
-      step_s: seconds of the step, predicted.
-      peak_bytes: the device's memory at its highest, predicted.
-      product_flops: of matrix products and convolutions, in one step on all devices.
-      host_bytes: predicted.
-      num_microbatches: of the step.
-      num_recomputed: classes of ops whose results are recomputed.
-      mesh: sizes of its axes.
-      search_s: seconds of the search.
-      compiled_bytes: the peak as compiled; None if that was not asked.
-      is_extrapolated: whether from a shortened stack.
-      compile_s: seconds of the verification.
-      failure: why there is no plan, or no compiled program.
-    """
-
-    cap_bytes: int
-    step_s: float = 0.0
-    peak_bytes: int = 0
-    product_flops: int = 0
-    host_bytes: int = 0
-    num_microbatches: int = 1
-    num_recomputed: int = 0
-    mesh: tuple[int, ...] = ()
-    search_s: float = 0.0
-    compiled_bytes: int | None = None
-    is_extrapolated: bool = False
-    compile_s: float = 0.0
-    failure: str = ""
-
-    @property
-    def is_planned(self) -> bool:
-        """Whether there is a plan."""
-        return self.step_s > 0
-
-    @property
-    def over_bytes(self) -> int:
-        """By how much the compiled peak exceeds the cap."""
-        return max(0, (self.compiled_bytes or 0) - self.cap_bytes)
-
-
-@dataclass(frozen=True, slots=True)
-class Planner:
-    """Plans one step under any cap.
-
-    Attributes:
-      step: the traced step.
-      remat: as `autoshard.search` takes it.
-      is_compiled: whether the compiler is asked about each plan.
-    """
-
-    step: Step
-    remat: str | None = None
-    is_compiled: bool = False
-
-    @classmethod
-    def of(cls, case: Case, remat: str | None = None, is_compiled: bool = False) -> "Planner":
-        """Traces a case's step."""
-        return cls(trace_for(CLUSTER.device.platform, case.step, *case.abstract_args()), remat, is_compiled)
-
-    def point(self, cap_bytes: int) -> Point:
-        """The best plan under a cap."""
-        start_s = time.perf_counter()
-        try:
-            found = driver.find(self.step, CLUSTER, Options(cap_bytes, remat=self.remat))
-        except InfeasibleError as e:
-            return Point(cap_bytes, search_s=time.perf_counter() - start_s, failure=str(e))
-        planned = _planned(found, cap_bytes, time.perf_counter() - start_s)
-        return _compiled(found, planned) if self.is_compiled else planned
-
-    def smallest(self) -> Point | None:
-        """The plan under the smallest cap that the search says has one."""
-        said = replace(self, is_compiled=False).point(TINY_CAP_BYTES).failure
-        cap_bytes = smallest_cap(said)
-        return None if cap_bytes is None else self.point(cap_bytes)
-
-
-def smallest_cap(said: str) -> int | None:
-    """The cap that a search in vain says would do."""
-    found = re.search(r"a cap of ([\d.,]+ [KMGT]iB)", said)
-    return parse_bytes(found[1]) if found else None
-
-
-def product_flops(step: Step) -> int:
-    """Multiplications and additions of all matrix products and convolutions of a step, on all devices together."""
-    products = (op for op in flatten(step).ops if op.name in PRODUCTS)
-    return round(sum(op.count * op.rule.num_points * op.rule.flops_per_point for op in products))
-
-
-def _planned(found: SearchResult, cap_bytes: int, search_s: float) -> Point:
-    plan = found.plan
-    return Point(
-        cap_bytes,
-        plan.estimates.step_s,
-        plan.estimates.peak_bytes,
-        product_flops(found.step),
-        plan.estimates.host_bytes,
-        plan.decisions.microbatches,
-        len(plan.decisions.retention),
-        tuple(plan.decisions.mesh.values()),
-        search_s,
-    )
-
-
-def _compiled(found: SearchResult, planned: Point) -> Point:
-    try:
-        proof = CompilerVerifier(CLUSTER, Compiler(flags=HURRY), lambda line: None).verified(found)
-    except AutoshardError as e:
-        return replace(planned, failure=f"{type(e).__name__}: {e}")
-    return replace(
-        planned,
-        compiled_bytes=proof.compiled.peak_bytes,
-        is_extrapolated=proof.is_extrapolated,
-        compile_s=proof.seconds["compile"],
-    )
-
-
-def frontier(planner: Planner, percents: Sequence[int]) -> Iterator[Point]:
-    """The plan without a cap, and those under falling caps down to the smallest."""
-    free = replace(planner, is_compiled=False).point(NO_CAP_BYTES)
-    yield free
-    for percent in percents:
-        yield planner.point(free.peak_bytes * percent // 100)
-    smallest = planner.smallest()
-    if smallest is not None:
-        yield smallest
-
-
-def under(planner: Planner, caps_bytes: Sequence[int]) -> Iterator[Point]:
-    """The plans under falling caps; those that keep to lower ones too, and caps that have none, are not asked again."""
-    last = planner.point(NO_CAP_BYTES)
-    for cap_bytes in caps_bytes:
-        if last.is_planned and last.peak_bytes > cap_bytes:
-            last = planner.point(cap_bytes)
-        yield replace(last, cap_bytes=cap_bytes)
-
-
-def over_the_cap(points: Iterable[Point]) -> list[Point]:
-    """The plans that are compiled to more than they may hold."""
-    return [p for p in points if p.over_bytes]
-
-
-def faster_below(points: Sequence[Point]) -> list[tuple[Point, Point]]:
-    """Plans, each with the best one under a lower cap, where that is faster: it would have done for the first one too."""
-    planned = sorted((p for p in points if p.is_planned), key=lambda p: -p.cap_bytes)
-    return [
-        (above, below) for above, below in pairwise(planned) if below.step_s < (1 - SAME_TIME) * above.step_s
-    ]
-
-
-def saved_share(free_s: float, ours_s: float, best_s: float) -> float | None:
-    """Of the best other step's time beyond a step without a cap, what ours does without; None where it has none."""
-    return (best_s - ours_s) / (best_s - free_s) if best_s > free_s else None
 
 
 # --- tables
@@ -405,7 +224,8 @@ def main() -> None:
     points = {name: list[Point]() for name in options.only}
     _begin(FRONTIER_HEADER)
     for name, found in points.items():
-        for point in frontier(Planner.of(MODELS[name](), is_compiled=not options.predicted), options.caps):
+        planner = Planner.of(MODELS[name](), CLUSTER, is_compiled=not options.predicted)
+        for point in frontier(planner, options.caps):
             found.append(point)
             record.add("frontier", name, point)
             print(_line(frontier_row(name, found[0], point)), flush=True)
@@ -423,7 +243,7 @@ def _compare(name: str, points: Sequence[Point], record: Record) -> None:
     caps_bytes = [p.cap_bytes for p in capped]
     by_hand: dict[str, list[Point]] = {}
     for way, stack in BY_HAND.items():
-        by_hand[way] = list(under(Planner.of(SCANNED[name](stack), remat="never"), caps_bytes))
+        by_hand[way] = list(under(Planner.of(SCANNED[name](stack), CLUSTER, remat="never"), caps_bytes))
         for point in by_hand[way]:
             record.add("by hand", name, point, way)
     for n, ours in enumerate(capped):

@@ -6,26 +6,29 @@ import numpy as np
 import pytest
 
 from benchmarks.frontier import (
+    CLUSTER,
     FRONTIER_HEADER,
-    Planner,
-    Point,
     by_hand_header,
     by_hand_row,
+    frontier_row,
+    violations,
+)
+from benchmarks.scanned_stacks import BY_HAND, make_scanned_gpt, make_scanned_llama, nearest_divisor
+from benchmarks.under_caps import (
+    Planner,
+    Point,
     faster_below,
     frontier,
-    frontier_row,
     product_flops,
     saved_share,
     smallest_cap,
     under,
-    violations,
 )
-from benchmarks.scanned_stacks import BY_HAND, make_scanned_gpt, make_scanned_llama, nearest_divisor
 from search.ir.trace import trace
 from tests.zoo import make_llama, make_megatron
 
 F32 = jnp.float32
-SIZES = {"num_layers": 4, "hidden": 16, "heads": 4, "vocab": 32, "seq": 8, "batch": 8}
+SIZES = {"num_layers": 2, "hidden": 16, "heads": 4, "vocab": 32, "seq": 8, "batch": 8}
 GPT = {**SIZES, "compute_dtype": F32}
 LLAMA = {**SIZES, "kv_heads": 2, "ffn": 24, "compute_dtype": F32}
 GIB = 1 << 30
@@ -56,7 +59,9 @@ def test_a_convolution_counts_its_taps():
 
 def test_a_checkpoint_around_each_layer_computes_its_products_once_more():
     """The forward phase of a layer again, but for the last product, which the backward phase does not read."""
-    flops = {way: product_flops(Planner.of(make_scanned_gpt(BY_HAND[way], **GPT)).step) for way in BY_HAND}
+    flops = {
+        way: product_flops(Planner.of(make_scanned_gpt(BY_HAND[way], **GPT), CLUSTER).step) for way in BY_HAND
+    }
     tokens, hidden = SIZES["batch"] * SIZES["seq"], SIZES["hidden"]
     last = 2 * tokens * hidden * 4 * hidden
     layer = 2 * tokens * (8 * hidden * hidden + 2 * SIZES["seq"] * hidden)
@@ -107,7 +112,7 @@ def test_a_search_in_vain_names_a_cap_that_has_a_plan():
         return w - jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w)
 
     w, x = jax.ShapeDtypeStruct((256, 256), F32), jax.ShapeDtypeStruct((64, 256), F32)
-    planner = Planner(trace(step, w, x))
+    planner = Planner(trace(step, w, x), CLUSTER)
     free, tight, smallest = frontier(planner, (100,))
     assert tight.cap_bytes == free.peak_bytes
     assert smallest.is_planned
