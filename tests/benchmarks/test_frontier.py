@@ -180,3 +180,4 @@ def test_the_best_by_hand_is_the_fastest_that_has_a_plan():
 def test_where_nothing_is_lost_nothing_can_be_saved():
     assert saved_share(1.0, 1.5, 2.0) == 0.5
     assert saved_share(1.0, 1.2, 0.9) is None
+    assert saved_share(1.0, 1.2, 1.001) is None
