@@ -101,8 +101,8 @@ def candidates(
     may_recompute: bool = True,
     may_wait: bool = False,
 ) -> list[Candidate]:
-    """What might be recomputed, and, where residuals may wait on the host, which; the most promising first; of those for which
-    nothing can be said, the most frugal."""
+    """What might be recomputed, and, where residuals may wait on the host, which; the most promising first; of those for
+    which nothing can be said, the most frugal."""
     found: list[Candidate] = []
     for one in free[:MAX_MESHES]:
         estimation = _Estimation(step_problem, one, pins, limit_bytes, cutoff_s, deadline)
@@ -159,9 +159,9 @@ class _Estimation:
                 yield from self._waiting(sites, saved_bytes, recompute_s)
 
     def _waiting(self, sites: frozenset[Site], saved_bytes: float, recompute_s: float) -> Iterator[Candidate]:
-        """The same with as much of what is kept on the host as is too much for the device: first what nothing is computed from
-        on the fly, of that what is made first, as it waits longest. Copies are taken to hide behind computation as long as
-        that lasts."""
+        """The same with as much of what is kept on the host as is too much for the device: first what nothing is computed
+        from on the fly, of that what is made first, as it waits longest. Copies are taken to hide behind computation as long
+        as that lasts."""
         missing_bytes = self.needed_bytes - self.limit_bytes - saved_bytes
         whole = [part for part in self.parts if not part.is_loop]
         kept = [(part, *one) for part in whole for one in part.kept(sites) if len(one[0]) == 1]

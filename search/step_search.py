@@ -80,8 +80,8 @@ class Found:
 
     @property
     def cost_s(self) -> float:
-        """Computation and communication, one after the other, which the solver minimises, and what the device waits for copies
-        to and from its host."""
+        """Computation and communication, one after the other, which the solver minimises, and what the device waits for
+        copies to and from its host."""
         return self.on_mesh.problem.cost_s(self.labels) - self.device.transfer_s + self.device.waited_s
 
     @property
@@ -259,8 +259,8 @@ class StepSearch:
         return is_asked and self.cluster.host_bytes_per_node > 0
 
     def _offloaded(self, step: Step) -> StepProblem | None:
-        """Looks for better plans with more and more state in the host's memory; where none fits, the step that holds least of
-        all those considered. If that made no plan better, it is left alone."""
+        """Looks for better plans with more and more state in the host's memory; where none fits, the step that holds least
+        of all those considered. If that made no plan better, it is left alone."""
         least, kinds, best_hosted = None, list[str](), self.hosted
         for kind in OFFLOADED:
             kinds.append(kind)

@@ -84,8 +84,8 @@ class RetentionCodec:
                 if members is None or not may_be:
                     raise PlanError(
                         f"{place}: retention {name!r} cannot be {text!r}. Say 'remat' or, of what is made outside of loops, "
-                        f"'offload', or which of them: 'remat 0-{len(here) - 1} of {len(here)}', both with '; ' in between, or "
-                        "leave it out to keep all"
+                        f"'offload', or which of them: 'remat 0-{len(here) - 1} of {len(here)}', both with '; ' in between, "
+                        "or leave it out to keep all"
                     )
                 found[how].update(here[n] for n in members)
         return frozenset(found["remat"]), frozenset(found["offload"])

@@ -11,7 +11,7 @@ from cost_model.cluster import Cluster
 from cost_model.hardware import parse_cluster
 from search import driver
 from search.driver import SearchResult
-from search.ir.graph import Step
+from search.ir.graph import Site, Step
 from search.ir.sharding import StepSharding
 from search.mesh_problem import MeshProblem, Options, StepProblem
 from search.plan.estimates import estimate
@@ -46,9 +46,15 @@ def smallest(step: Step, mesh: tuple[int, ...]) -> SearchResult:
     return _result(step_problem, on_mesh, peak.labels)
 
 
-def drawn(step: Step, mesh: tuple[int, ...], seed: int, hosted: frozenset[int] = frozenset()) -> SearchResult:
+def drawn(
+    step: Step,
+    mesh: tuple[int, ...],
+    seed: int,
+    hosted: frozenset[int] = frozenset(),
+    waiting: frozenset[Site] = frozenset(),
+) -> SearchResult:
     """A plan that nobody would choose: each node's labels are ranked at random, and only the impossible is forbidden."""
-    step_problem, on_mesh = _on(step, mesh, hosted)
+    step_problem, on_mesh = _on(step, mesh, hosted, waiting)
     rng, problem = np.random.default_rng(seed), on_mesh.problem
     nodes = tuple(np.where(np.isfinite(c), rng.random(c.shape), np.inf) for c in problem.node_cost_s)
     edges = tuple(replace(e, cost_s=np.where(np.isfinite(e.cost_s), 0.0, np.inf)) for e in problem.edges)
@@ -78,10 +84,13 @@ def with_copies(step: Step, pins: Mapping[str, Any], is_fresh: bool) -> StepShar
 
 
 def _on(
-    step: Step, mesh: tuple[int, ...], hosted: frozenset[int] = frozenset()
+    step: Step,
+    mesh: tuple[int, ...],
+    hosted: frozenset[int] = frozenset(),
+    waiting: frozenset[Site] = frozenset(),
 ) -> tuple[StepProblem, MeshProblem]:
     devices = cluster(mesh)
-    step_problem = StepProblem.of(step, (), devices.device, hosted=hosted)
+    step_problem = StepProblem.of(step, (), devices.device, hosted=hosted, waiting=waiting)
     return step_problem, step_problem.on(devices, mesh)
 
 

@@ -14,6 +14,7 @@ import pytest
 
 from executors.jit import build
 from search.driver import SearchResult
+from search.ir.graph import Graph, Phase, Site
 from search.ir.spec import PARTIAL, Spec
 from search.memory import offload
 from search.memory.batch_states import NotSplittableError
@@ -121,6 +122,28 @@ def test_state_in_the_hosts_memory_equals_one_devices(model, microbatches, monke
         shardings = jax.tree.leaves(build(found.step, found.sharding, jax.devices()).shardings)
         assert sum(s.memory_kind == "pinned_host" for s in shardings) == len(hosted) > 0
         assert_equal(single.on_many_devices(found), single.results)
+
+
+@pytest.mark.parametrize("model", ["mlp", "gpt_linen", "llama", "moe", "resnet"])
+def test_residuals_that_wait_on_the_host_equal_one_devices(model, monkeypatch):
+    monkeypatch.setattr(offload, "MIN_BYTES", 1 << 8)
+    with jax.enable_x64(True):
+        single = on_one_device(model, jnp.float64)
+        waiting = residuals_of(single.step.graph)
+        found = plans.drawn(single.step, (2, 4), 0, waiting=waiting)
+        fetched = [op for op in found.step.graph.ops if op.is_transfer and op.phase is Phase.BACKWARD]
+        assert len(fetched) > 3
+        assert_equal(single.on_many_devices(found), single.results)
+
+
+def residuals_of(graph: Graph) -> frozenset[Site]:
+    """The ops of the forward phase that make large arrays of floats which the backward phase reads."""
+    read = {v for op in graph.ops if op.phase is Phase.BACKWARD for v in op.operands}
+    return frozenset(
+        (i,)
+        for i, op in enumerate(graph.ops)
+        if op.phase is Phase.FORWARD and any(v in read and offload.may_wait(graph, v) for v in op.outputs)
+    )
 
 
 def accumulators(found: SearchResult) -> list[Spec]:

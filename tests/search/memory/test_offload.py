@@ -34,7 +34,7 @@ def make(clip: float | None = None):
         return optax.apply_updates(params, changes), state, value
 
     params = {f"w{i}": jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32) for i in range(NUM_LAYERS)}
-    x = jax.ShapeDtypeStruct((16, WIDTH), jnp.float32)
+    x = jax.ShapeDtypeStruct((1024, WIDTH), jnp.float32)
     return step, (params, jax.eval_shape(update.init, params), x)
 
 
@@ -162,3 +162,12 @@ def test_small_state_stays(monkeypatch):
 def test_nothing_on_the_host_is_the_step_itself():
     step = trace(*flat(make()))
     assert offloaded(step, frozenset()).step is step
+
+
+def test_residuals_wait_on_the_host():
+    step = trace(*flat(make()))
+    tanhs = [i for i, op in enumerate(step.graph.ops) if op.name == "tanh" and op.phase is Phase.FORWARD]
+    graph = offloaded(step, frozenset(), frozenset(tanhs)).step.graph
+    stored = {op.inputs[0] for _, op in transfers(graph, to_host=True)}
+    assert stored == {v for i in tanhs for v in step.graph.ops[i].outputs}
+    assert stored.isdisjoint(v for op in graph.ops if op.phase is Phase.BACKWARD for v in op.operands)

@@ -51,12 +51,22 @@ def test_some_of_a_class_may_be_recomputed(members, text):
     some = {SITES[n] for n in members}
     said = CODEC.said(some)
     assert said == {NAME: text.format(len(SITES))}
-    assert CODEC.read(said, "plan") == some
+    assert CODEC.read(said, "plan") == (some, frozenset())
+    waiting = {NAME: text.replace("remat", "offload").format(len(SITES))}
+    assert CODEC.said((), some) == waiting
+    assert CODEC.read(waiting, "plan") == (frozenset(), some)
+
+
+def test_some_of_a_class_may_be_recomputed_and_others_wait_on_the_host():
+    again, waiting = frozenset(SITES[:2]), frozenset(SITES[2:3])
+    said = CODEC.said(again, waiting)
+    assert said == {NAME: f"remat 0-1 of {len(SITES)}; offload 2 of {len(SITES)}"}
+    assert CODEC.read(said, "plan") == (again, waiting)
 
 
 def test_nothing_is_said_of_what_is_kept():
     assert CODEC.said(()) == {}
-    assert CODEC.read({}, "plan") == frozenset()
+    assert CODEC.read({}, "plan") == (frozenset(), frozenset())
 
 
 @pytest.mark.parametrize("model", ["gpt_linen", "gpt_scan", "lstm", "evoformer", "moe"])
@@ -65,14 +75,14 @@ def test_every_forward_op_of_a_model_has_one_name(model):
     codec = RetentionCodec(fold(flatten(trace(case.step, *case.abstract_args()))))
     every = [site for sites in codec.sites.values() for site in sites]
     assert len(every) == len(set(every))
-    assert codec.read(codec.said(every), "plan") == set(every)
+    assert codec.read(codec.said(every), "plan") == (set(every), frozenset())
     assert all(name.startswith("forward ") for name in codec.sites)
 
 
 @pytest.mark.parametrize(
     "text",
     [
-        "offload",
+        "keep",
         "remat 0-2",
         f"remat 0-2 of {len(SITES) + 1}",
         f"remat {len(SITES)} of {len(SITES)}",
@@ -81,7 +91,8 @@ def test_every_forward_op_of_a_model_has_one_name(model):
 )
 def test_what_makes_no_sense_is_refused(text):
     with pytest.raises(
-        PlanError, match=f"plan: retention '{NAME}' cannot be '{text}'. Say 'remat', or which of them: "
+        PlanError,
+        match=f"plan: retention '{NAME}' cannot be '{text}'. Say 'remat' or, of what is made outside",
     ):
         CODEC.read({NAME: text}, "plan")
 
