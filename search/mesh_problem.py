@@ -23,7 +23,7 @@ from search.device.prediction import Prediction, predict
 from search.ir.graph import Role, Site, Step
 from search.ir.spec import AXIS_NAMES, from_partition_spec
 from search.memory.offload import Offloaded, offloaded
-from search.memory.recompute import recomputed_at
+from search.memory.recompute import recomputed
 from search.plan.decisions import DecisionCodec, allowed_by_pins
 from search.problem.costs import price
 from search.problem.fingerprint import fingerprint
@@ -165,8 +165,8 @@ class StepProblem:
           waiting: ops of the forward phase whose results wait there for the backward phase.
           decided: per argument, what is decided of it: those that differ are taken apart, no op is.
         """
-        recomputing, place = recomputed_at(step, sites)
-        rewritten = offloaded(recomputing, hosted, frozenset(place[i] for (i,) in waiting))
+        residuals = frozenset(v for (i,) in waiting for v in step.graph.ops[i].outputs)
+        rewritten = offloaded(recomputed(step, sites), hosted, residuals)
         folded = fold(flatten(rewritten.step), marks)
         folded = separate(folded, decided) if decided else folded
         groups = op_groups(folded)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from cost_model.cluster import Cluster
-from cost_model.errors import InputError, first_line
+from cost_model.errors import InfeasibleError, InputError, first_line
 from cost_model.units import format_bytes, format_mesh
 from search import infeasible
 from search.deadline import Deadline
@@ -144,6 +144,7 @@ class StepSearch:
             microbatched(self.step, self.options.microbatches or 1), self.options.time_limit_s
         )
         self.bounds_s = first.bounds_s
+        self._check_host(first.on_meshes)
         least = self._held_down(first, self.options.time_limit_s / 2)
         if self.options.offload is None and self.cluster.host_bytes_per_node:
             least = self._offloaded(first.step_problem.traced) or least
@@ -295,6 +296,22 @@ class StepSearch:
                     f"{format_bytes(MIN_BYTES)} or more and handed on by nothing but its own new values. Leave it out"
                 )
         return self._of_kinds(kinds)
+
+    def _check_host(self, on_meshes: Sequence[MeshProblem]) -> None:
+        """That the host has room for what the user wants there.
+
+        Raises:
+          InfeasibleError: it has not, on any mesh.
+        """
+        least_bytes, limit_bytes = min(
+            (one.host.least_bytes(one.pinned(self.pins)), one.host_limit_bytes) for one in on_meshes
+        )
+        if self.hosted and least_bytes > limit_bytes:
+            raise InfeasibleError(
+                f"offload={self.options.offload} needs {format_bytes(least_bytes)} of host memory for each device of "
+                f"{self.cluster.name} at the least, and the host has {format_bytes(limit_bytes)} for each device. Offload "
+                "less, use more nodes, or say how much memory they have (host_memory_per_node)"
+            )
 
     def _of_kinds(self, kinds: Sequence[str]) -> frozenset[int]:
         roles = {OFFLOADED[kind] for kind in kinds if kind != RESIDUALS}

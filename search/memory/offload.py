@@ -67,7 +67,7 @@ def offloaded(step: Step, hosted: frozenset[int], residuals: frozenset[int] = fr
     Args:
       step: a step.
       hosted: numbers of arguments, of those that `may_rest_on_host`.
-      residuals: ops of the outermost graph's forward phase, whose results wait there for the backward phase.
+      residuals: values of the forward phase that wait there for the backward phase; small ones do not.
 
     Returns:
       The same step where none is named.
@@ -89,7 +89,7 @@ class _Rewriting:
         on_host = [self.graph.inputs[i] for i in sorted(hosted)]
         outputs = zip(self.graph.outputs, step.replaces, strict=True)
         new_state = {self.graph.inputs[r]: a for a, r in outputs if r is not None}
-        waiting = [v for i in sorted(residuals) for v in self.graph.ops[i].outputs if may_wait(self.graph, v)]
+        waiting = [v for v in sorted(residuals) if may_wait(self.graph, v)]
         self.stored = {a for v in on_host if isinstance(a := new_state[v], int)} | set(waiting)
         self.new_state = frozenset(a for a in new_state.values() if isinstance(a, int))
         self.plan = fetches(self.graph, on_host, waiting, new_state)

@@ -10,6 +10,7 @@ import pytest
 
 import autoshard
 from autoshard import Parallelized, Plan
+from search.memory import offload
 
 
 def train_step(state, batch, rate=0.1):
@@ -64,6 +65,25 @@ def test_steps_in_microbatches_are_those_of_the_plain_function():
     for i in range(3):
         state, metrics = step(state, make_batch(i))
     assert step.plan.decisions.microbatches == 3
+    assert_close((state, metrics), plain_steps(3))
+
+
+def test_state_in_the_hosts_memory_is_that_of_the_plain_function(tmp_path, monkeypatch):
+    monkeypatch.setattr(offload, "MIN_BYTES", 1)
+    step = parallelize(train_step, offload=("optimizer_state",))
+    state = step.init(create_state, jax.random.key(0), args=(make_batch(),))
+    for i in range(3):
+        state, metrics = step(state, make_batch(i))
+        kinds = {k: {x.sharding.memory_kind for x in jax.tree.leaves(v)} for k, v in state.items()}
+        assert kinds["velocity"] == {"pinned_host"} != kinds["params"]
+    assert_close((state, metrics), plain_steps(3))
+    assert step.plan.decisions.arguments["state['velocity']['up']"] == "P('data', 'model') on host"
+    assert step.plan.estimates.host_bytes > 0
+    step.plan.save(tmp_path / "plan.json")
+    again = autoshard.parallelize(train_step, plan=tmp_path / "plan.json")
+    state = create_state(jax.random.key(0))
+    for i in range(3):
+        state, metrics = again(state, make_batch(i))
     assert_close((state, metrics), plain_steps(3))
 
 

@@ -192,6 +192,19 @@ def test_options_reach_the_search(run, train):
     assert plan["memory_bytes"] == 1 << 30
 
 
+@pytest.mark.parametrize(
+    ("said", "options"),
+    [("never", "never"), ("residuals", ["residuals"]), ("optimizer_state,residuals", None)],
+)
+def test_what_is_on_the_host_reaches_the_search(run, train, said, options):
+    status, out, err = run("search", f"{train}:target", "--cluster", "8xCPU", "--offload", said, "--json")
+    if options is None:
+        assert status == 2
+        assert "has no optimizer_state that can rest on the host" in err
+    else:
+        assert json.loads(out)["options"]["offload"] == options
+
+
 def test_microbatches_reach_the_search(run, train):
     _, out, _ = run("search", f"{train}:target", "--cluster", "8xCPU", "--microbatches", "4", "--json")
     plan = json.loads(out)

@@ -101,6 +101,46 @@ def test_a_cap_that_nothing_fits():
     assert caught.value.exit_status == 3
 
 
+@pytest.mark.parametrize(
+    ("offload", "message"),
+    [
+        (
+            "optimizer_state",
+            "wanted offload=\"never\", some of .*, or nothing to have it searched, got 'optimizer_state'",
+        ),
+        (("weights",), r"some of \('optimizer_state', 'parameters', 'residuals'\)"),
+        (("optimizer_state",), "has no optimizer_state that can rest on the host, of 64 KiB or more"),
+    ],
+)
+def test_what_cannot_be_on_the_host(offload, message):
+    with pytest.raises(InputError, match=message):
+        search(W, X, offload=offload)
+
+
+def test_a_cluster_without_pinned_memory():
+    bare = replace(parse_cluster("8xCPU"), host_bytes_per_node=0)
+    step, w, x = momentum()
+    with pytest.raises(InputError, match="8xCPU has none that can be pinned"):
+        autoshard.search(step, w, x, cluster=bare, offload=("optimizer_state",))
+
+
+def test_a_host_with_too_little_memory():
+    small = replace(parse_cluster("8xCPU"), host_bytes_per_node=1 << 16)
+    step, w, x = momentum()
+    with pytest.raises(InfeasibleError, match="the host has 8 KiB for each device"):
+        autoshard.search(step, w, x, cluster=small, offload=("optimizer_state",))
+
+
+def momentum():
+    def step(state, x):
+        w, v = state
+        v = 0.9 * v + jax.grad(lambda w: jnp.mean(jnp.tanh(x @ w) ** 2))(w)
+        return (w - 0.1 * v, v)
+
+    w = jax.ShapeDtypeStruct((512, 512), "float32")
+    return step, (w, w), jax.ShapeDtypeStruct((64, 512), "float32")
+
+
 def test_only_more_devices_that_may_be_enough_are_tried():
     with pytest.raises(InfeasibleError, match=r"would fit: a cap of [\d.]+ K?i?B \(step [^)]*\)\.$"):
         search(W, X, memory=1, microbatches=1)  # no multiple of the devices holds so little

@@ -61,7 +61,7 @@ def found(is_scanned, share, remat=None, microbatches=None):
     """Under a cap of a share of what the fastest plan holds where memory is plenty."""
     cap_bytes = 1 << 40 if share is None else int(share * found(is_scanned, None).plan.estimates.peak_bytes)
     return driver.find(
-        traced(is_scanned), CLUSTER, Options(cap_bytes, (8,), remat=remat, microbatches=microbatches)
+        traced(is_scanned), CLUSTER, Options(cap_bytes, (8,), remat=remat, microbatches=microbatches, offload="never")
     )
 
 
@@ -134,7 +134,7 @@ def test_the_program_gives_the_numbers_of_one_device():
         for is_scanned in (False, True):
             small = trace(step_of(is_scanned), params, x)
             said = found(is_scanned, 0.5).plan.decisions.retention
-            sites = RetentionCodec(fold(flatten(small))).read(said, "plan")
+            sites, _ = RetentionCodec(fold(flatten(small))).read(said, "plan")
             assert sites
             step_problem = StepProblem.of(small, (), CLUSTER.device, sites)
             on_mesh = step_problem.on(CLUSTER, (8,))
@@ -151,7 +151,7 @@ def test_the_program_gives_the_numbers_of_one_device():
     ("name", "text", "said"),
     [
         ("forward nothing", "remat", "names no forward op of this step"),
-        (None, "offloaded", "cannot be 'offloaded'. Say 'remat', or which of them: 'remat 0-"),
+        (None, "offloaded", "cannot be 'offloaded'. Say 'remat' or, of what is made outside"),
         (None, "remat 0-99 of 100", "cannot be 'remat 0-99 of 100'"),
     ],
 )
