@@ -43,6 +43,13 @@ ESTIMATE_GAP = 0.02
 """Certified of an estimate's sharding: finer than what the estimate leaves out. Source: a choice of ours."""
 
 
+HIDING_SHARE = 0.5
+"""Of the step, behind how much copies are taken to hide in an estimate. Source: a choice of ours; they have to wait for what
+they copy, and to be there in time."""
+
+MAX_WAITING = 2
+"""How many choices of residuals that wait on the host are built in one go. Source: a choice of ours."""
+
 LEAST_WAITING_BYTES = 1 << 20
 """Of a residual on a device that waits on the host. Source: a choice of ours; smaller copies are mostly latency."""
 
@@ -108,7 +115,9 @@ def candidates(
         estimation = _Estimation(step_problem, one, pins, limit_bytes, cutoff_s, deadline)
         estimation.may_recompute, estimation.may_wait = may_recompute, may_wait
         found += estimation.candidates()
-    return sorted(found, key=lambda c: (c.cost_s, -c.saved_bytes))
+    found.sort(key=lambda c: (c.cost_s, -c.saved_bytes))
+    waiting = [c for c in found if c.waiting][:MAX_WAITING]
+    return [c for c in found if not c.waiting or c in waiting]
 
 
 class _Estimation:
@@ -160,8 +169,7 @@ class _Estimation:
 
     def _waiting(self, sites: frozenset[Site], saved_bytes: float, recompute_s: float) -> Iterator[Candidate]:
         """The same with as much of what is kept on the host as is too much for the device: first what nothing is computed
-        from on the fly, of that what is made first, as it waits longest. Copies are taken to hide behind computation as long
-        as that lasts."""
+        from on the fly, of that what is made first, as it waits longest."""
         missing_bytes = self.needed_bytes - self.limit_bytes - saved_bytes
         whole = [part for part in self.parts if not part.is_loop]
         kept = [(part, *one) for part in whole for one in part.kept(sites) if len(one[0]) == 1]
@@ -180,7 +188,8 @@ class _Estimation:
                 waiting.add(site)
                 moved_bytes += num_bytes
         link = self.on_mesh.memory.costed.resharder.mesh.cluster.host_link
-        cost_s = max(self.free.cost_s + recompute_s, 2 * float(link.copy_s(moved_bytes)))
+        hidden_s = HIDING_SHARE * self.free.cost_s
+        cost_s = self.free.cost_s + recompute_s + max(0.0, 2 * float(link.copy_s(moved_bytes)) - hidden_s)
         again = frozenset[Site]().union(*(part.made_again(sites, frozenset(waiting)) for part in self.parts))
         fits_s = cost_s if moved_bytes >= missing_bytes else np.inf
         yield Candidate(self.on_mesh.shape, again, fits_s, saved_bytes + moved_bytes, frozenset(waiting))

@@ -61,7 +61,9 @@ def found(is_scanned, share, remat=None, microbatches=None):
     """Under a cap of a share of what the fastest plan holds where memory is plenty."""
     cap_bytes = 1 << 40 if share is None else int(share * found(is_scanned, None).plan.estimates.peak_bytes)
     return driver.find(
-        traced(is_scanned), CLUSTER, Options(cap_bytes, (8,), remat=remat, microbatches=microbatches, offload="never")
+        traced(is_scanned),
+        CLUSTER,
+        Options(cap_bytes, (8,), remat=remat, microbatches=microbatches, offload="never"),
     )
 
 
