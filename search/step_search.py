@@ -261,7 +261,8 @@ class StepSearch:
 
     def _offloaded(self, step: Step) -> StepProblem | None:
         """Looks for better plans with more and more state in the host's memory; where none fits, the step that holds least
-        of all those considered. If that made no plan better, it is left alone."""
+        of all those considered. What made no plan better is left alone; where there is no plan, an optimizer's state stays
+        there for what is tried next, as it is of no use before the update."""
         least, kinds, best_hosted = None, list[str](), self.hosted
         for kind in OFFLOADED:
             kinds.append(kind)
@@ -274,7 +275,7 @@ class StepSearch:
             least = self._held_down(plain, self.options.time_limit_s / 4)
             if self.best is not before:
                 best_hosted = hosted
-        self.hosted = best_hosted
+        self.hosted = best_hosted if self.best else self.hosted & self._of_kinds(list(OFFLOADED)[:1])
         return None if self.best else least
 
     def _asked_for(self) -> frozenset[int]:

@@ -173,7 +173,7 @@ class _Lowering:
             self._argument(op)
             return
         read = self._reads(i)
-        if self.live_ranges.fusion.shared_constants.issuperset(op.results):
+        if op.results and self.live_ranges.fusion.shared_constants.issuperset(op.results):
             (v,) = op.results
             local_bytes = self.paths.local_bytes(v, self.paths.made(v))
             self.sources[v] = (self._buffer(local_bytes, Resident.TEMPORARIES, (), False),)

@@ -21,16 +21,16 @@ def shared_constants(program: FlatProgram) -> frozenset[int]:
     return frozenset(v for v, kind in kind_of.items() if kind in scattered and v not in over)
 
 
-def _kind(program: FlatProgram, v: int, number: float) -> Hashable:
+def _kind(program: FlatProgram, v: int, number: Hashable) -> Hashable:
     """What equal constants have in common: XLA compares them within one loop's body."""
     value, (i, _) = program.values[v], program.maker[v]
     around = tuple(loop for loop in program.loops if loop[0] <= i < loop[1])
     return number, value.shape, str(value.dtype), around
 
 
-def _numbers(program: FlatProgram) -> dict[int, float]:
+def _numbers(program: FlatProgram) -> dict[int, Hashable]:
     """Values that are one number everywhere, and more than one element: which."""
-    found: dict[int, float] = {}
+    found: dict[int, Hashable] = {}
     for op in program.ops:
         if op.name in ("broadcast_in_dim", "convert_element_type"):
             number = found.get(op.operands[0]) if op.operands else _literal(op)
@@ -39,7 +39,7 @@ def _numbers(program: FlatProgram) -> dict[int, float]:
     return {v: number for v, number in found.items() if program.values[v].shape}
 
 
-def _literal(op: FlatOp) -> float | None:
+def _literal(op: FlatOp) -> Hashable:
     assert op.op is not None
     number = getattr(op.op.inputs[0], "val", None)
-    return float(number) if number is not None and np.ndim(number) == 0 else None
+    return np.asarray(number).item() if number is not None and np.ndim(number) == 0 else None

@@ -22,7 +22,7 @@ from tests.search.chain import chain
 CLUSTER = parse_cluster("16xH100-80GB")
 SHAPES = ((16,), (2, 8), (4, 4), (8, 2))
 CAP_BYTES = 80 * 2**30
-AS_IT_IS = Options(CAP_BYTES, remat="never", microbatches=1)
+AS_IT_IS = Options(CAP_BYTES, remat="never", microbatches=1, offload="never")
 
 
 def mlp(params, x):
