@@ -1,0 +1,214 @@
+"""Plans of one step under falling memory caps: what they are predicted to cost, and what the compiler makes of them.
+
+A cap is met by the best plan that the search finds, so a lower one cannot have a faster plan: where it does, the search has
+missed that plan above (`faster_below`). And what a plan is compiled to may not exceed its cap (`over_the_cap`).
+"""
+
+import re
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Protocol
+
+from autoshard.verification.judge import CompilerVerifier
+from cost_model.cluster import Cluster
+from cost_model.errors import AutoshardError, InfeasibleError
+from cost_model.units import parse_bytes
+from cost_model.xla.process import Compiler
+from search import driver
+from search.driver import SearchResult
+from search.ir.graph import Step
+from search.ir.trace import trace_for
+from search.mesh_problem import Options
+from search.problem.flat_program import flatten
+from tests.gpu.compiled import HURRY
+from tests.zoo import Case
+
+NO_CAP_BYTES = 1 << 42
+TINY_CAP_BYTES = 1 << 10
+"""Nothing fits it; what is said of it names the smallest cap that has a plan."""
+
+PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general"})
+"""JAX's primitives that are counted as such."""
+
+SAME_TIME = 1e-3
+"""Relative: by how much a step may get faster under a lower cap without being listed. Source: a choice of ours."""
+
+NO_OVERHEAD = 0.01
+"""Of the step without a cap: time beyond it that is nothing to save. Source: a choice of ours."""
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A plan under a cap, or that there is none.
+
+    Attributes:
+      cap_bytes: the cap.
+      step_s: seconds of the step, predicted.
+      peak_bytes: the device's memory at its highest, predicted.
+      product_flops: of matrix products and convolutions, in one step on all devices.
+      host_bytes: predicted.
+      num_microbatches: of the step.
+      num_recomputed: classes of ops whose results are recomputed.
+      mesh: sizes of its axes.
+      search_s: seconds of the search.
+      compiled_bytes: the peak as compiled; None if that was not asked.
+      is_extrapolated: whether from a shortened stack.
+      compile_s: seconds of the verification.
+      failure: why there is no plan, or no compiled program.
+    """
+
+    cap_bytes: int
+    step_s: float = 0.0
+    peak_bytes: int = 0
+    product_flops: int = 0
+    host_bytes: int = 0
+    num_microbatches: int = 1
+    num_recomputed: int = 0
+    mesh: tuple[int, ...] = ()
+    search_s: float = 0.0
+    compiled_bytes: int | None = None
+    is_extrapolated: bool = False
+    compile_s: float = 0.0
+    failure: str = ""
+
+    @property
+    def is_planned(self) -> bool:
+        """Whether there is a plan."""
+        return self.step_s > 0
+
+    @property
+    def over_bytes(self) -> int:
+        """By how much the compiled peak exceeds the cap."""
+        return max(0, (self.compiled_bytes or 0) - self.cap_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Planner:
+    """Plans one step for one cluster under any cap.
+
+    Attributes:
+      step: the traced step.
+      cluster: what to plan and compile for.
+      remat: as `autoshard.search` takes it.
+      is_compiled: whether the compiler is asked about each plan.
+    """
+
+    step: Step
+    cluster: Cluster
+    remat: str | None = None
+    is_compiled: bool = False
+
+    @classmethod
+    def of(
+        cls, case: Case, cluster: Cluster, remat: str | None = None, is_compiled: bool = False
+    ) -> "Planner":
+        """Traces a case's step."""
+        step = trace_for(cluster.device.platform, case.step, *case.abstract_args())
+        return cls(step, cluster, remat, is_compiled)
+
+    def point(self, cap_bytes: int) -> Point:
+        """The best plan under a cap."""
+        start_s = time.perf_counter()
+        try:
+            found = driver.find(self.step, self.cluster, Options(cap_bytes, remat=self.remat))
+        except InfeasibleError as e:
+            return Point(cap_bytes, search_s=time.perf_counter() - start_s, failure=str(e))
+        planned = _planned(found, cap_bytes, time.perf_counter() - start_s)
+        return _compiled(found, self.cluster, planned) if self.is_compiled else planned
+
+    def smallest(self) -> Point | None:
+        """The plan under the smallest cap that the search says has one."""
+        said = replace(self, is_compiled=False).point(TINY_CAP_BYTES).failure
+        cap_bytes = smallest_cap(said)
+        return None if cap_bytes is None else self.point(cap_bytes)
+
+
+def smallest_cap(said: str) -> int | None:
+    """The cap that a search in vain says would do."""
+    found = re.search(r"a cap of ([\d.,]+ [KMGT]iB)", said)
+    return parse_bytes(found[1]) if found else None
+
+
+def product_flops(step: Step) -> int:
+    """Multiplications and additions of all matrix products and convolutions of a step, on all devices together."""
+    products = (op for op in flatten(step).ops if op.name in PRODUCTS)
+    return round(sum(op.count * op.rule.num_points * op.rule.flops_per_point for op in products))
+
+
+def _planned(found: SearchResult, cap_bytes: int, search_s: float) -> Point:
+    plan = found.plan
+    return Point(
+        cap_bytes,
+        plan.estimates.step_s,
+        plan.estimates.peak_bytes,
+        product_flops(found.step),
+        plan.estimates.host_bytes,
+        plan.decisions.microbatches,
+        len(plan.decisions.retention),
+        tuple(plan.decisions.mesh.values()),
+        search_s,
+    )
+
+
+def _compiled(found: SearchResult, cluster: Cluster, planned: Point) -> Point:
+    """The same with what the compiler says; an extrapolated peak above the cap is not taken at its word."""
+    asked = CompilerVerifier(cluster, Compiler(flags=HURRY), lambda line: None)
+    try:
+        proof = asked.verified(found)
+        if proof.is_extrapolated and not proof.fits:
+            proof = asked.verified(found, full=True)
+    except AutoshardError as e:
+        return replace(planned, failure=f"{type(e).__name__}: {e}")
+    return replace(
+        planned,
+        compiled_bytes=proof.compiled.peak_bytes,
+        is_extrapolated=proof.is_extrapolated,
+        compile_s=proof.seconds["compile"],
+    )
+
+
+def frontier(planner: Planner, percents: Sequence[int]) -> Iterator[Point]:
+    """The plan without a cap, and those under falling caps down to the smallest."""
+    free = replace(planner, is_compiled=False).point(NO_CAP_BYTES)
+    yield free
+    for percent in percents:
+        yield planner.point(free.peak_bytes * percent // 100)
+    smallest = planner.smallest()
+    if smallest is not None:
+        yield smallest
+
+
+class Asked(Protocol):
+    """Who plans: a `Planner`."""
+
+    def point(self, cap_bytes: int) -> Point: ...
+
+
+def under(planner: Asked, caps_bytes: Sequence[int]) -> Iterator[Point]:
+    """The plans under falling caps; those that keep to lower ones too, and caps that have none, are not asked again."""
+    last = planner.point(NO_CAP_BYTES)
+    for cap_bytes in caps_bytes:
+        if last.is_planned and last.peak_bytes > cap_bytes:
+            last = planner.point(cap_bytes)
+        yield replace(last, cap_bytes=cap_bytes)
+
+
+def over_the_cap(points: Sequence[Point]) -> list[Point]:
+    """The plans that are compiled to more than they may hold."""
+    return [p for p in points if p.over_bytes]
+
+
+def faster_below(points: Sequence[Point]) -> list[tuple[Point, Point]]:
+    """Plans, each with the best one under a lower cap, where that is faster: it would have done for the first one too."""
+    planned = sorted((p for p in points if p.is_planned), key=lambda p: -p.cap_bytes)
+    return [
+        (above, below) for above, below in pairwise(planned) if below.step_s < (1 - SAME_TIME) * above.step_s
+    ]
+
+
+def saved_share(free_s: float, ours_s: float, best_s: float) -> float | None:
+    """Of the best other step's time beyond a step without a cap, what ours does without; None where it has hardly any."""
+    overhead_s = best_s - free_s
+    return (best_s - ours_s) / overhead_s if overhead_s > NO_OVERHEAD * free_s else None
