@@ -1,14 +1,17 @@
 """What to recompute, decided with the sharding under one cap.
 
-Without a cap nothing would be recomputed, so the search begins with the strategies that are best without one. At rising
-prices of a kept byte, minimum cuts (`search.memory`) then say what to recompute, each a little more. How such a choice goes
-together with sharding is estimated without building its step: under a cap that is higher by what is no longer kept, the
-plain step takes so long, and what is recomputed comes on top. In the order of these estimates the steps that recompute are
-built, and searched like any other: their prices, their kernels and their peaks are real ones, and the first estimate that is
-no better than the best plan so far ends the search.
+The search begins with the strategies that are best without a cap. At rising prices of a kept byte, minimum cuts
+(`search.memory.trade_offs`) then say what to recompute, each a little more. How such a choice goes together with sharding is
+estimated without building its step: under a cap that is higher by what is no longer kept, the plain step takes so long, and
+what is recomputed comes on top. In the order of these estimates the steps that recompute are built, and searched like any
+other: their prices, their kernels and their peaks are real ones, and the first estimate that is no better than the best plan
+so far ends the search.
 
-A step that recomputes does all that the plain one does. So no plan with recomputation is taken to be faster than the fastest
-plain one without a cap, and a mesh where that is too slow is done with.
+Where memory is plenty, to recompute may be faster too: what a loop stacks up is written, and read, for that alone, which may
+take longer than to compute it again. So the estimates leave that out, and of a step with loops they are made in any case.
+
+Otherwise a step that recomputes does all that the plain one does. So a mesh where the plain one is too slow without a cap is
+done with.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,19 +21,27 @@ from typing import Any
 
 import numpy as np
 
+from cost_model.cluster import Device
+from cost_model.compute import kernel_s
 from search.deadline import Deadline
 from search.ir.graph import Site
 from search.memory.residuals import residuals
+from search.memory.trade_offs import Choice, trade_offs
 from search.mesh_problem import RELATIVE_GAP, MeshProblem, StepProblem
-from search.solver.branch_and_bound import NoFitError, Solution
-
-PRICES_S_PER_BYTE = tuple(np.geomspace(1e-13, 1e-6, 15).tolist())
-"""What a kept byte may cost. An H100 makes a byte of a product's result in 1e-12 s and more."""
+from search.solver.branch_and_bound import NoFitError
+from search.solver.pbqp import Labels
 
 NO_CAP = 1 << 62
 
 SHARES = (0.25, 0.5, 0.75)
 """Between two prices, how much of the step is at the higher one. Source: a choice of ours."""
+
+STREAM_BYTES = 1 << 30
+"""Moved in one go at a device's full rate."""
+
+PASSES = 4 / 3
+"""Through memory, that go without what a loop stacks up: it is written and read, but what it is computed of in its place is
+read too. Source: of a scanned GPT and a scanned Llama, 1.2 to 1.6 (by the prices of their rewritten steps)."""
 
 MAX_MESHES = 2
 """For how many meshes, the fastest without a cap, estimates are made. Source: a choice of ours."""
@@ -44,10 +55,11 @@ ESTIMATE_GAP = 0.02
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FreeSolution:
-    """The best strategies of the plain step on a mesh, without a cap."""
+    """The best strategies of the plain step on a mesh, without a cap, or where it makes no difference."""
 
     on_mesh: MeshProblem
-    solution: Solution
+    labels: Labels
+    cost_s: float
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,11 +89,11 @@ def without_cap(
         share_s = deadline.left_s / (len(tried) - i)
         try:
             solution = on_mesh.solve(on_mesh.pinned(pins), NO_CAP, share_s, (1 - RELATIVE_GAP) * cutoff_s)
-            found.append(FreeSolution(on_mesh, solution))
+            found.append(FreeSolution(on_mesh, solution.labels, solution.cost_s))
             bounds_s[on_mesh.shape] = solution.bound_s
         except NoFitError as e:
             bounds_s[on_mesh.shape] = e.bound_s
-    return sorted(found, key=lambda free: free.solution.cost_s), bounds_s
+    return sorted(found, key=lambda free: free.cost_s), bounds_s
 
 
 def candidates(
@@ -111,34 +123,48 @@ class _Estimation:
         cutoff_s: float,
         deadline: Deadline,
     ) -> None:
-        self.on_mesh, self.free, self.deadline = free.on_mesh, free.solution, deadline
+        self.on_mesh, self.free, self.deadline = free.on_mesh, free, deadline
         self.limit_bytes, self.cutoff_s = limit_bytes, cutoff_s
         self.kept = self.on_mesh.pinned(pins)
         in_order = self.on_mesh.memory.peak(self.free.labels)
         of_kernels = self.on_mesh.predicted(self.free.labels, limit_bytes).least
         self.needed_bytes = max(in_order.num_bytes, of_kernels.num_bytes)
         self.parts = residuals(self.on_mesh.memory.costed, step_problem.live_ranges.fusion, self.free.labels)
+        self.all_bytes = sum(part.all_bytes for part in self.parts)
+        self.pass_s_per_byte = _pass_s_per_byte(self.on_mesh.memory.costed.device)
         self.seen: set[frozenset[Site]] = {frozenset()}
 
     def candidates(self) -> list[Candidate]:
-        """At every price, and between the best price and the next lower one, with the first ops at the higher one."""
-        by_price = [(n, c) for n, price in enumerate(PRICES_S_PER_BYTE) for c in self._at(price, price, 1.0)]
-        found = [candidate for _, candidate in by_price]
-        if found:
-            best, _ = min(by_price, key=lambda one: one[1].cost_s)
-            low, high = PRICES_S_PER_BYTE[max(best - 1, 0)], PRICES_S_PER_BYTE[best]
-            found += [candidate for share in SHARES for candidate in self._at(low, high, share)]
+        """Of all trade-offs, and where memory is short, between the best one's price and the next lower one, with the first
+        ops at the higher one."""
+        choices = trade_offs(lambda price: self._chosen(price, price, 1.0), self.all_bytes)
+        by_choice = [(n, c) for n, choice in enumerate(choices) for c in self._estimated(choice)]
+        found = [candidate for _, candidate in by_choice]
+        if found and self.needed_bytes > self.limit_bytes:
+            best, _ = min(by_choice, key=lambda one: one[1].cost_s)
+            low, high = choices[max(best - 1, 0)].price_s_per_byte, choices[best].price_s_per_byte
+            found += [c for share in SHARES for c in self._estimated(self._chosen(low, high, share))]
         return found
 
-    def _at(self, low: float, high: float, share: float) -> Iterator[Candidate]:
-        """What is recomputed at some prices, unless that was seen before."""
+    def _chosen(self, low: float, high: float, share: float) -> Choice:
+        """What to recompute at some prices."""
         sites = frozenset[Site]().union(*(p.recomputed(p.prices(low, high, share)) for p in self.parts))
-        if sites not in self.seen:
-            self.seen.add(sites)
-            saved_bytes = self._kept_bytes(frozenset()) - self._kept_bytes(sites)
-            recompute_s = sum(part.recompute_s(sites) for part in self.parts)
-            cost_s = recompute_s + self._sharding_s(saved_bytes, self.cutoff_s - recompute_s)
-            yield Candidate(self.on_mesh.shape, sites, cost_s, saved_bytes)
+        kept_bytes = sum(part.kept_bytes(sites) for part in self.parts)
+        return Choice(high, sites, sum(part.recompute_s(sites) for part in self.parts), kept_bytes)
+
+    def _estimated(self, choice: Choice) -> Iterator[Candidate]:
+        """What a choice promises, unless that was asked before."""
+        if choice.sites not in self.seen:
+            self.seen.add(choice.sites)
+            saved_bytes = self.all_bytes - choice.kept_bytes
+            more_s = choice.seconds - self._unstacked_s(choice.sites)
+            cost_s = more_s + self._sharding_s(saved_bytes, self.cutoff_s - more_s)
+            yield Candidate(self.on_mesh.shape, choice.sites, cost_s, saved_bytes)
+
+    def _unstacked_s(self, sites: frozenset[Site]) -> float:
+        """What it takes to stack up, and read, what these sites make instead."""
+        saved_bytes = sum(part.all_bytes - part.kept_bytes(sites) for part in self.parts if part.is_loop)
+        return PASSES * self.pass_s_per_byte * saved_bytes
 
     def _sharding_s(self, saved_bytes: float, cutoff_s: float) -> float:
         """What the plain step takes under the cap and what is saved; infinite where nothing fits even so."""
@@ -152,5 +178,7 @@ class _Estimation:
             ).cost_s
         return np.inf
 
-    def _kept_bytes(self, sites: frozenset[Site]) -> float:
-        return sum(part.kept_bytes(sites) for part in self.parts)
+
+def _pass_s_per_byte(device: Device) -> float:
+    """Of one pass through memory."""
+    return float(kernel_s(device, STREAM_BYTES)) / STREAM_BYTES

@@ -6,7 +6,7 @@ fits is much slower than it would be without a cap, the step is rewritten to go 
 microbatches (`search.memory.microbatches`), and all this is done with it, for as long as that finds better plans.
 
 A step in more microbatches, or one that recomputes, does all that the plain one does. So lower bounds on plans of the plain
-step without a cap bound theirs.
+step without a cap are taken to bound theirs, but for what is faster recomputed than stacked up: that is tried by itself.
 """
 
 import math
@@ -24,6 +24,7 @@ from search.ir.graph import Site, Step
 from search.memory.batch_states import NotSplittableError
 from search.memory.microbatches import batch_divisors, microbatched
 from search.memory.offload import MIN_BYTES, may_rest_on_host
+from search.memory.residuals import has_loops
 from search.mesh_problem import OFFLOADED, MeshProblem, Options, Progress, StepProblem, candidate_shapes
 from search.problem.live_ranges import Resident
 from search.recomputation import Candidate, FreeSolution, candidates, without_cap
@@ -39,6 +40,10 @@ LEAST_ATTEMPT_S = 2.0
 
 MISSED_SHARE = 0.1
 """Of the cap: where a step did not fit, what the next one has to save besides. Source: a choice of ours."""
+
+MAX_FUTILE = 3
+"""Steps that recompute and are no better than the best plan, in a row, before no more are tried. Source: a choice of ours;
+estimates of what comes next to one another differ by less than they are wrong."""
 
 WORTH = 0.1
 """By how much a plan may be slower than one without a cap, before microbatches are tried. Source: a choice of ours; two of
@@ -206,6 +211,7 @@ class StepSearch:
             self.free = next(iter(free), None)
         if self.options.remat == "never":
             return plain.step_problem
+        free += self._unhindered(plain, free)
         found = candidates(plain.step_problem, free, self.pins, limit_bytes, self.cutoff_s, deadline)
         self.watch.lap("recompute")
         before = plain.step_problem.rewritten.before
@@ -216,12 +222,25 @@ class StepSearch:
         most = max(found, key=lambda candidate: candidate.saved_bytes)
         return self._made_ready(plain.step_problem.traced, most.sites)
 
+    def _unhindered(self, plain: _Plain, free: Sequence[FreeSolution]) -> list[FreeSolution]:
+        """The best plan, where it recomputes nothing yet and its step has loops that may be faster for recomputing."""
+        best = self.best
+        if (
+            best is None
+            or best.step_problem is not plain.step_problem
+            or not has_loops(best.step_problem.step)
+        ):
+            return []
+        if best.on_mesh.shape in {one.on_mesh.shape for one in free}:
+            return []
+        return [FreeSolution(best.on_mesh, best.labels, best.on_mesh.problem.cost_s(best.labels))]
+
     def _try(self, step: Step, found: Sequence[Candidate], deadline: Deadline) -> None:
         """Builds and solves steps that recompute, until none promises to be better than the best plan."""
-        least_saved_bytes = 0.0
+        least_saved_bytes, num_futile = 0.0, 0
         for candidate in found:
             is_late = deadline.is_over and (self.best or step.num_microbatches > 1)
-            if is_late or (self.best and candidate.cost_s >= self.cutoff_s):
+            if is_late or (self.best and (candidate.cost_s >= self.cutoff_s or num_futile == MAX_FUTILE)):
                 break
             if candidate.saved_bytes < least_saved_bytes:
                 continue
@@ -230,11 +249,12 @@ class StepSearch:
             step_problem, before = self._made_ready(step, candidate.sites), self.best
             on_mesh = self._put_on(step_problem, candidate.shape)
             time_limit_s = max(ATTEMPT_SHARE * deadline.left_s, LEAST_ATTEMPT_S)
-            bound_s, _ = self._improve(step_problem, on_mesh, time_limit_s)
-            if self.best is before:
-                least_saved_bytes = candidate.saved_bytes + MISSED_SHARE * self.options.memory_bytes
-            else:
+            bound_s, is_cramped = self._improve(step_problem, on_mesh, time_limit_s)
+            num_futile = num_futile + 1 if self.best is before else 0
+            if self.best is not before:
                 self.bounds_s = {**self.floors_s, candidate.shape: bound_s}
+            elif is_cramped:
+                least_saved_bytes = candidate.saved_bytes + MISSED_SHARE * self.options.memory_bytes
 
     def _offloaded(self, step: Step) -> StepProblem | None:
         """Looks for better plans with more and more state in the host's memory; where none fits, the step that holds least of
@@ -313,14 +333,14 @@ class StepSearch:
     @property
     def _is_wanting(self) -> bool:
         """Whether the best plan is much slower than one without a cap."""
-        return self.free is not None and self.cutoff_s > (1 + WORTH) * self.free.solution.cost_s
+        return self.free is not None and self.cutoff_s > (1 + WORTH) * self.free.cost_s
 
     @property
     def _first_count(self) -> float:
         """Of microbatches: two where there is a plan, else as many as make the fastest strategies fit."""
         if self.best or self.free is None:
             return 2.0
-        peak = self.free.on_mesh.predicted(self.free.solution.labels, math.inf).least
+        peak = self.free.on_mesh.predicted(self.free.labels, math.inf).least
         held_bytes = sum(num_bytes for resident, num_bytes in peak.residents if resident in OF_A_BATCH)
         room_bytes = self.options.memory_bytes - (peak.num_bytes - held_bytes)
         return max(2.0, held_bytes / room_bytes) if room_bytes > 0 else 2.0

@@ -20,7 +20,7 @@ from functools import cached_property
 import numpy as np
 
 from cost_model.compute import kernel_s
-from search.ir.graph import EFFECTFUL, Graph, Op, Phase, Role, Site, walk
+from search.ir.graph import EFFECTFUL, Graph, Op, Phase, Role, Site, Step, walk
 from search.ir.sharding import Place
 from search.memory.loop_pairs import loop_pairs
 from search.memory.min_cut import Recomputation, cheapest
@@ -81,6 +81,11 @@ class Residuals:
             left += fresh
         return float(sum(self.problem.num_bytes[v] for v in wanted if not runs[self.problem.maker[v]]))
 
+    @cached_property
+    def all_bytes(self) -> float:
+        """What is kept where nothing is recomputed."""
+        return self.kept_bytes(frozenset())
+
     def recompute_s(self, sites: frozenset[Site]) -> float:
         """Seconds to recompute these sites."""
         return float(sum(s for s, site in zip(self.problem.op_s, self.sites, strict=True) if site in sites))
@@ -105,6 +110,11 @@ def residuals(costed: CostedGraph, fusion: Fusion, strategies: Sequence[int]) ->
             found.append(reader.of_graph(path, graph))
             found += [reader.of_loop(path, graph, f, readers) for f, readers in loop_pairs(graph).items()]
     return tuple(found)
+
+
+def has_loops(step: Step) -> bool:
+    """Whether loops stack up residuals."""
+    return any(loop_pairs(graph) for _, graph in walk(step.graph))
 
 
 class _Ledger:
