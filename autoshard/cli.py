@@ -105,8 +105,8 @@ def _parser() -> argparse.ArgumentParser:
         "--offload",
         type=_kinds,
         metavar="WHAT",
-        help="what rests in the host's memory: never, optimizer_state, parameters, or optimizer_state,parameters; by "
-        "default it is searched",
+        help="what is in the host's memory: never, or some of optimizer_state,parameters,residuals; by default it is "
+        "searched",
     )
     search.add_argument("--time-limit", type=_seconds, metavar="S", help="seconds for the solver")
     search.add_argument("--out", type=Path, metavar="FILE", help="save the plan")

@@ -100,9 +100,9 @@ def apply(step: Step, plan: Plan, cluster: Cluster, place: str = "plan") -> Sear
             f"{step.name!r} has {own}). Search again for this one"
         )
     split = _in_microbatches(step, plan, place)
-    sites = _recomputed_sites(split, marks, plan, place)
-    on_host = hosted(step, plan.decisions, place)
-    step_problem = StepProblem.of(split, marks, cluster.device, sites, on_host, apart(step, plan.decisions))
+    sites, waiting = _retained(split, marks, plan, place)
+    on_host, decided = hosted(step, plan.decisions, place), apart(step, plan.decisions)
+    step_problem = StepProblem.of(split, marks, cluster.device, sites, on_host, waiting, decided)
     shape = tuple(plan.decisions.mesh.values())
     if tuple(plan.decisions.mesh) != AXIS_NAMES.get(len(shape)):
         raise PlanError(f"{place}: wanted mesh axes named {AXIS_NAMES}, got {tuple(plan.decisions.mesh)}")
@@ -135,7 +135,8 @@ def _finished(
     watch: Stopwatch,
 ) -> SearchResult:
     costed, step_problem = found.on_mesh.memory.costed, found.step_problem
-    retention = _retention(step_problem.traced, marks).said(step_problem.sites) if step_problem.sites else {}
+    sites, waiting = step_problem.sites, step_problem.waiting
+    retention = _retention(step_problem.traced, marks).said(sites, waiting) if sites or waiting else {}
     split = step_problem.traced
     decisions = found.on_mesh.codec.decisions(found.labels)
     plan = Plan(
@@ -167,10 +168,12 @@ def _in_microbatches(step: Step, plan: Plan, place: str) -> Step:
         raise PlanError(f"{place}: decisions.microbatches: {e}") from e
 
 
-def _recomputed_sites(step: Step, marks: Sequence[str], plan: Plan, place: str) -> frozenset[Site]:
-    """What a plan recomputes."""
+def _retained(
+    step: Step, marks: Sequence[str], plan: Plan, place: str
+) -> tuple[frozenset[Site], frozenset[Site]]:
+    """What a plan recomputes, and of which ops the results wait on the host."""
     said = plan.decisions.retention
-    return _retention(step, marks).read(said, place) if said else frozenset()
+    return _retention(step, marks).read(said, place) if said else (frozenset(), frozenset())
 
 
 def _marks(step: Step, pins: Mapping[str, Any]) -> list[str]:

@@ -23,7 +23,7 @@ from search.device.prediction import Prediction, predict
 from search.ir.graph import Role, Site, Step
 from search.ir.spec import AXIS_NAMES, from_partition_spec
 from search.memory.offload import Offloaded, offloaded
-from search.memory.recompute import recomputed
+from search.memory.recompute import recomputed_at
 from search.plan.decisions import DecisionCodec, allowed_by_pins
 from search.problem.costs import price
 from search.problem.fingerprint import fingerprint
@@ -68,6 +68,9 @@ FALLING = (0.7, 0.95)
 OFFLOADED = MappingProxyType({"optimizer_state": Role.OPTIMIZER_STATE, "parameters": Role.PARAMETER})
 """What may rest in the host's memory, by the names that users give, the least often read first."""
 
+RESIDUALS = "residuals"
+"""What may wait there for the backward phase, as users say it."""
+
 Progress = Callable[[str], None]
 
 
@@ -82,7 +85,7 @@ class Options:
       time_limit_s: seconds for the solver.
       remat: "never" to recompute nothing but what the step itself recomputes; None to search it.
       microbatches: in how many the step goes through its batch; None to search it.
-      offload: what rests in the host's memory, of `OFFLOADED`; "never" for nothing, None to search it.
+      offload: what is in the host's memory, of `OFFLOADED` and `RESIDUALS`; "never" for nothing, None to search it.
     """
 
     memory_bytes: int
@@ -104,9 +107,10 @@ class Options:
         if self.microbatches is not None and self.microbatches < 1:
             raise InputError(f"wanted at least 1 microbatch, got {self.microbatches}")
         kinds = () if self.offload in (None, "never") else self.offload
-        if isinstance(kinds, str) or not set(kinds) <= set(OFFLOADED):
+        known = (*OFFLOADED, RESIDUALS)
+        if isinstance(kinds, str) or not set(kinds) <= set(known):
             raise InputError(
-                f'wanted offload="never", some of {tuple(OFFLOADED)}, or nothing to have it searched, got '
+                f'wanted offload="never", some of {known}, or nothing to have it searched, got '
                 f"{self.offload!r}"
             )
 
@@ -119,7 +123,8 @@ class StepProblem:
       traced: the step as it was traced, in microbatches or as a whole.
       sites: what of it is recomputed in the backward phase.
       hosted: the arguments that rest in the host's memory.
-      rewritten: the step that does both.
+      waiting: the ops whose results wait there for the backward phase.
+      rewritten: the step that does all this.
       graph: who decides in it.
       kernels: its kernels.
       live_ranges: what it stores.
@@ -130,6 +135,7 @@ class StepProblem:
     traced: Step
     sites: frozenset[Site]
     hosted: frozenset[int]
+    waiting: frozenset[Site]
     rewritten: Offloaded
     graph: StrategyGraph
     kernels: Kernels
@@ -145,6 +151,7 @@ class StepProblem:
         device: Device,
         sites: frozenset[Site] = frozenset(),
         hosted: frozenset[int] = frozenset(),
+        waiting: frozenset[Site] = frozenset(),
         decided: Sequence[Any] = (),
     ) -> "StepProblem":
         """Makes a step ready for a device.
@@ -155,16 +162,20 @@ class StepProblem:
           device: what it will run on.
           sites: what to recompute in the backward phase.
           hosted: the arguments to rest in the host's memory.
+          waiting: ops of the forward phase whose results wait there for the backward phase.
           decided: per argument, what is decided of it: those that differ are taken apart, no op is.
         """
-        rewritten = offloaded(recomputed(step, sites), hosted)
+        recomputing, place = recomputed_at(step, sites)
+        rewritten = offloaded(recomputing, hosted, frozenset(place[i] for (i,) in waiting))
         folded = fold(flatten(rewritten.step), marks)
         folded = separate(folded, decided) if decided else folded
         groups = op_groups(folded)
         fusion, graph = Fusion(folded, expensive_itemsize(device)), strategy_graph(folded, groups)
         live_ranges = LiveRanges(graph, fusion)
         items = live_ranges.items(), live_ranges.host_items()
-        return cls(step, sites, hosted, rewritten, graph, kernels(fusion, groups), live_ranges, *items)
+        return cls(
+            step, sites, hosted, waiting, rewritten, graph, kernels(fusion, groups), live_ranges, *items
+        )
 
     @property
     def step(self) -> Step:
@@ -174,7 +185,7 @@ class StepProblem:
     @cached_property
     def fingerprint(self) -> str:
         """Of the traced step."""
-        is_rewritten = self.sites or self.hosted
+        is_rewritten = self.sites or self.hosted or self.waiting
         return fingerprint(flatten(self.traced) if is_rewritten else self.graph.folded.program)
 
     def on(self, cluster: Cluster, shape: tuple[int, ...]) -> "MeshProblem":

@@ -25,6 +25,7 @@ from cost_model.cluster import Device
 from cost_model.compute import kernel_s
 from search.deadline import Deadline
 from search.ir.graph import Site
+from search.memory.fetches import WINDOW
 from search.memory.residuals import residuals
 from search.memory.trade_offs import Choice, trade_offs
 from search.mesh_problem import RELATIVE_GAP, MeshProblem, StepProblem
@@ -53,6 +54,10 @@ ESTIMATE_GAP = 0.02
 """Certified of an estimate's sharding: finer than what the estimate leaves out. Source: a choice of ours."""
 
 
+LEAST_WAITING_BYTES = 1 << 20
+"""Of a residual on a device that waits on the host. Source: a choice of ours; smaller copies are mostly latency."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class FreeSolution:
     """The best strategies of the plain step on a mesh, without a cap, or where it makes no difference."""
@@ -70,13 +75,15 @@ class Candidate:
       shape: the mesh that it was estimated on.
       sites: what to recompute.
       cost_s: an estimate of computation and communication; infinite where even so nothing seemed to fit.
-      saved_bytes: what is no longer kept.
+      saved_bytes: what is no longer kept on the device.
+      waiting: ops whose results wait in the host's memory.
     """
 
     shape: tuple[int, ...]
     sites: frozenset[Site]
     cost_s: float
     saved_bytes: float
+    waiting: frozenset[Site] = frozenset()
 
 
 def without_cap(
@@ -103,11 +110,16 @@ def candidates(
     limit_bytes: int,
     cutoff_s: float,
     deadline: Deadline,
+    may_recompute: bool = True,
+    may_wait: bool = False,
 ) -> list[Candidate]:
-    """What might be recomputed, the most promising first; of those for which nothing can be said, the most frugal."""
+    """What might be recomputed, and, where residuals may wait on the host, which; the most promising first; of those for which
+    nothing can be said, the most frugal."""
     found: list[Candidate] = []
     for one in free[:MAX_MESHES]:
-        found += _Estimation(step_problem, one, pins, limit_bytes, cutoff_s, deadline).candidates()
+        estimation = _Estimation(step_problem, one, pins, limit_bytes, cutoff_s, deadline)
+        estimation.may_recompute, estimation.may_wait = may_recompute, may_wait
+        found += estimation.candidates()
     return sorted(found, key=lambda c: (c.cost_s, -c.saved_bytes))
 
 
@@ -124,6 +136,7 @@ class _Estimation:
         deadline: Deadline,
     ) -> None:
         self.on_mesh, self.free, self.deadline = free.on_mesh, free, deadline
+        self.may_recompute = self.may_wait = True
         self.limit_bytes, self.cutoff_s = limit_bytes, cutoff_s
         self.kept = self.on_mesh.pinned(pins)
         in_order = self.on_mesh.memory.peak(self.free.labels)
@@ -137,10 +150,13 @@ class _Estimation:
     def candidates(self) -> list[Candidate]:
         """Of all trade-offs, and where memory is short, between the best one's price and the next lower one, with the first
         ops at the higher one."""
+        found = list(self._waiting(frozenset(), 0.0, 0.0)) if self.may_wait else []
+        if not self.may_recompute:
+            return found
         choices = trade_offs(lambda price: self._chosen(price, price, 1.0), self.all_bytes)
         by_choice = [(n, c) for n, choice in enumerate(choices) for c in self._estimated(choice)]
-        found = [candidate for _, candidate in by_choice]
-        if found and self.needed_bytes > self.limit_bytes:
+        found += [candidate for _, candidate in by_choice]
+        if by_choice and self.needed_bytes > self.limit_bytes:
             best, _ = min(by_choice, key=lambda one: one[1].cost_s)
             low, high = choices[max(best - 1, 0)].price_s_per_byte, choices[best].price_s_per_byte
             found += [c for share in SHARES for c in self._estimated(self._chosen(low, high, share))]
@@ -160,11 +176,40 @@ class _Estimation:
             more_s = choice.seconds - self._unstacked_s(choice.sites)
             cost_s = more_s + self._sharding_s(saved_bytes, self.cutoff_s - more_s)
             yield Candidate(self.on_mesh.shape, choice.sites, cost_s, saved_bytes)
+            if self.may_wait:
+                yield from self._waiting(choice.sites, saved_bytes, more_s)
 
     def _unstacked_s(self, sites: frozenset[Site]) -> float:
         """What it takes to stack up, and read, what these sites make instead."""
         saved_bytes = sum(part.all_bytes - part.kept_bytes(sites) for part in self.parts if part.is_loop)
         return PASSES * self.pass_s_per_byte * saved_bytes
+
+    def _waiting(self, sites: frozenset[Site], saved_bytes: float, recompute_s: float) -> Iterator[Candidate]:
+        """The same with as much of what is kept on the host as is too much for the device: first what nothing is computed from
+        on the fly, of that what is made first, as it waits longest. Copies are taken to hide behind computation as long as
+        that lasts."""
+        missing_bytes = self.needed_bytes - self.limit_bytes - saved_bytes
+        whole = [part for part in self.parts if not part.is_loop]
+        kept = [(part, *one) for part in whole for one in part.kept(sites) if len(one[0]) == 1]
+        worth = [
+            (part.is_read_as_it_is(site), site, num_bytes)
+            for part, site, num_bytes in kept
+            if num_bytes >= LEAST_WAITING_BYTES
+        ]
+        if missing_bytes <= 0 or not worth:
+            return
+        worth = [(site, num_bytes) for _, site, num_bytes in sorted(worth, key=lambda one: not one[0])]
+        missing_bytes += WINDOW * max(num_bytes for _, num_bytes in worth)
+        waiting, moved_bytes = set[Site](), 0.0
+        for site, num_bytes in worth:
+            if moved_bytes < missing_bytes:
+                waiting.add(site)
+                moved_bytes += num_bytes
+        link = self.on_mesh.memory.costed.resharder.mesh.cluster.host_link
+        cost_s = max(self.free.cost_s + recompute_s, 2 * float(link.copy_s(moved_bytes)))
+        again = frozenset[Site]().union(*(part.made_again(sites, frozenset(waiting)) for part in self.parts))
+        fits_s = cost_s if moved_bytes >= missing_bytes else np.inf
+        yield Candidate(self.on_mesh.shape, again, fits_s, saved_bytes + moved_bytes, frozenset(waiting))
 
     def _sharding_s(self, saved_bytes: float, cutoff_s: float) -> float:
         """What the plain step takes under the cap and what is saved; infinite where nothing fits even so."""

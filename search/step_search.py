@@ -25,7 +25,15 @@ from search.memory.batch_states import NotSplittableError
 from search.memory.microbatches import batch_divisors, microbatched
 from search.memory.offload import MIN_BYTES, may_rest_on_host
 from search.memory.residuals import has_loops
-from search.mesh_problem import OFFLOADED, MeshProblem, Options, Progress, StepProblem, candidate_shapes
+from search.mesh_problem import (
+    OFFLOADED,
+    RESIDUALS,
+    MeshProblem,
+    Options,
+    Progress,
+    StepProblem,
+    candidate_shapes,
+)
 from search.problem.live_ranges import Resident
 from search.recomputation import Candidate, FreeSolution, candidates, without_cap
 from search.solver.branch_and_bound import NoFitError
@@ -173,8 +181,11 @@ class StepSearch:
             cramped += [on_mesh] * is_cramped
         return _Plain(step_problem, tuple(on_meshes), tuple(cramped), bounds_s)
 
-    def _made_ready(self, step: Step, sites: frozenset[Site] = frozenset()) -> StepProblem:
-        step_problem = StepProblem.of(step, self.marks, self.cluster.device, sites, self.hosted)
+    def _made_ready(
+        self, step: Step, sites: frozenset[Site] = frozenset(), waiting: frozenset[Site] = frozenset()
+    ) -> StepProblem:
+        device = self.cluster.device
+        step_problem = StepProblem.of(step, self.marks, device, sites, self.hosted, waiting)
         self.watch.lap("graph")
         return step_problem
 
@@ -209,18 +220,21 @@ class StepSearch:
         if not self.floors_s:
             self.floors_s = {**plain.bounds_s, **bounds_s}
             self.free = next(iter(free), None)
-        if self.options.remat == "never":
+        may_recompute, may_wait = self.options.remat != "never", self._may_wait
+        if not may_recompute and not may_wait:
             return plain.step_problem
         free += self._unhindered(plain, free)
-        found = candidates(plain.step_problem, free, self.pins, limit_bytes, self.cutoff_s, deadline)
+        found = candidates(
+            plain.step_problem, free, self.pins, limit_bytes, self.cutoff_s, deadline, may_recompute, may_wait
+        )
         self.watch.lap("recompute")
         before = plain.step_problem.rewritten.before
-        found = [replace(candidate, sites=before(candidate.sites)) for candidate in found]
+        found = [replace(c, sites=before(c.sites), waiting=before(c.waiting)) for c in found]
         self._try(plain.step_problem.traced, found, Deadline.after(time_limit_s))
         if self.best is not None or not found:
             return plain.step_problem
         most = max(found, key=lambda candidate: candidate.saved_bytes)
-        return self._made_ready(plain.step_problem.traced, most.sites)
+        return self._made_ready(plain.step_problem.traced, most.sites, most.waiting)
 
     def _unhindered(self, plain: _Plain, free: Sequence[FreeSolution]) -> list[FreeSolution]:
         """The best plan, where it recomputes nothing yet and its step has loops that may be faster for recomputing."""
@@ -245,8 +259,9 @@ class StepSearch:
             if candidate.saved_bytes < least_saved_bytes:
                 continue
             mesh = format_mesh(candidate.shape)
-            self.progress(f"{_said(step)}recomputing {len(candidate.sites)} ops on mesh {mesh}")
-            step_problem, before = self._made_ready(step, candidate.sites), self.best
+            what = f"{len(candidate.waiting)} residuals on the host, " if candidate.waiting else ""
+            self.progress(f"{_said(step)}{what}recomputing {len(candidate.sites)} ops on mesh {mesh}")
+            step_problem, before = self._made_ready(step, candidate.sites, candidate.waiting), self.best
             on_mesh = self._put_on(step_problem, candidate.shape)
             time_limit_s = max(ATTEMPT_SHARE * deadline.left_s, LEAST_ATTEMPT_S)
             bound_s, is_cramped = self._improve(step_problem, on_mesh, time_limit_s)
@@ -255,6 +270,13 @@ class StepSearch:
                 self.bounds_s = {**self.floors_s, candidate.shape: bound_s}
             elif is_cramped:
                 least_saved_bytes = candidate.saved_bytes + MISSED_SHARE * self.options.memory_bytes
+
+    @property
+    def _may_wait(self) -> bool:
+        """Whether residuals may wait on the host."""
+        offload = self.options.offload
+        is_asked = offload is None or (not isinstance(offload, str) and RESIDUALS in offload)
+        return is_asked and self.cluster.host_bytes_per_node > 0
 
     def _offloaded(self, step: Step) -> StepProblem | None:
         """Looks for better plans with more and more state in the host's memory; where none fits, the step that holds least of
@@ -286,7 +308,7 @@ class StepSearch:
                 f"offload={kinds} wants memory on the host, and {self.cluster.name} has none that can be pinned "
                 "(host_memory_per_node is 0). Leave offload out"
             )
-        for kind in kinds:
+        for kind in (k for k in kinds if k != RESIDUALS):
             if not self._of_kinds([kind]):
                 raise InputError(
                     f"offload={kinds}: {self.step.name} has no {kind} that can rest on the host, of "
@@ -295,7 +317,7 @@ class StepSearch:
         return self._of_kinds(kinds)
 
     def _of_kinds(self, kinds: Sequence[str]) -> frozenset[int]:
-        roles = {OFFLOADED[kind] for kind in kinds}
+        roles = {OFFLOADED[kind] for kind in kinds if kind != RESIDUALS}
         return frozenset(i for i, role in self.may_rest_on_host.items() if role in roles)
 
     def _in_microbatches(self) -> StepProblem | None:

@@ -12,7 +12,7 @@ import numpy as np
 
 from cost_model.collectives import MeshModel
 from cost_model.compute import kernel_s
-from search.device.workspace import CONVOLUTION
+from search.problem.convolution_copies import CONVOLUTION
 from search.problem.costs import CostedGraph
 from search.problem.kernels import FusedKernel, runs_alone
 

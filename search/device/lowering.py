@@ -13,8 +13,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 from search.device.kernel_times import KernelTime, Times, of_collective
-from search.device.workspace import CONVOLUTION, Workspaces
+from search.device.workspace import Workspaces
 from search.ir.sharding import ReshardStep, SharedPaths
+from search.problem.convolution_copies import CONVOLUTION, ConvolutionCopy
 from search.problem.costs import CostedGraph
 from search.problem.flat_program import FlatOp, ReadPhase, read_phase
 from search.problem.fusion import is_part
@@ -26,6 +27,10 @@ from search.problem.reshard_paths import ReshardPaths
 
 TO_HOST, FROM_HOST = TRANSFERS = ("to host", "from host")
 """Kinds of communication with the host."""
+
+SMALL_BYTES = 16 * 2**20
+"""Up to which an array that maxima are taken across is written rather than computed again. Source: XLA on an H100, softmaxes
+of grouped heads in float32: 8 and 16 MiB are written, 32 MiB are not."""
 
 Loops = tuple[tuple[int, int], ...]
 """Ranges of op positions, inner loops first."""
@@ -135,14 +140,15 @@ class _Lowering:
         self.costed, self.live_ranges, self.chosen = costed, live_ranges, chosen
         self.folded, self.program = costed.graph.folded, live_ranges.program
         self.paths = ReshardPaths(costed, chosen)
-        self.workspaces, self.times = Workspaces(self.paths), Times(costed, chosen)
+        self.workspaces, self.times = Workspaces(self.paths, live_ranges.fusion), Times(costed, chosen)
         self.kernels: list[Kernel] = []
         self.buffers: list[Buffer] = []
         self.sources: dict[int, tuple[int, ...]] = {}
         self.shared = SharedPaths[tuple[int, ...]]()
         self.reduced: dict[int, list] = {}
-        self.rewritten: dict[tuple[tuple[int, ...], int, float], tuple[int, ...]] = {}
+        self.rewritten: dict[tuple[tuple[int, ...], Hashable, float], tuple[int, ...]] = {}
         self.last_backward: tuple[int, ...] = ()
+        self.constants: set[int] = set()
         self.made_by: dict[int, int] = {}
         self.waits: dict[int, tuple[int, ...]] = {}
         self.mesh = costed.resharder.mesh
@@ -167,12 +173,26 @@ class _Lowering:
             self._argument(op)
             return
         read = self._reads(i)
-        is_array = any(v in self.resharded or self.live_ranges.fusion.is_stored(v) for v in op.results)
+        if self.live_ranges.fusion.shared_constants.issuperset(op.results):
+            (v,) = op.results
+            local_bytes = self.paths.local_bytes(v, self.paths.made(v))
+            self.sources[v] = (self._buffer(local_bytes, Resident.TEMPORARIES, (), False),)
+            self.constants.update(self.sources[v])
+            return
+        is_array = any(
+            v in self.resharded or self.live_ranges.fusion.is_stored(v) or self._is_kept_as_small(v)
+            for v in op.results
+        )
         if is_array or self._is_copied_part(i, op):
             self._kernels(i, op, read)
         else:
             self.sources |= dict.fromkeys(op.results, read)
             self.waits |= dict.fromkeys(op.results, self._waits(op))
+
+    def _is_kept_as_small(self, v: int) -> bool:
+        """Whether the kernel that takes maxima across an array writes it too, for later ones to read."""
+        is_across = v in self.live_ranges.fusion.layouts.across
+        return is_across and self.paths.local_bytes(v, self.paths.made(v)) <= SMALL_BYTES
 
     def _waits(self, op: FlatOp) -> tuple[int, ...]:
         """The kernels that an op waits for, besides those whose buffers it reads: those before a barrier that it, or what it
@@ -227,25 +247,34 @@ class _Lowering:
             if v not in self.sources:
                 continue  # a body's result that a carry reads, which is made later
             source = self._sent(i, i, operand, self._arrival(i, operand))
-            read |= dict.fromkeys(self._rewritten(i, operand, source) if op.name == CONVOLUTION else source)
+            read |= dict.fromkeys(self._rewritten(i, operand, source))
         return tuple(read)
 
     def _rewritten(self, i: int, operand: int, source: tuple[int, ...]) -> tuple[int, ...]:
-        """What cuDNN reads: an argument's kernel is transposed first, and padding is written out that is not even. The copy
-        serves all convolutions that read the array, the backward phase's too."""
-        num_bytes = 0.0
-        if operand == 0:
-            num_bytes = self.workspaces.padded_bytes(i)
-        elif all(self.buffers[b].is_argument for b in source):
-            num_bytes = sum(self.buffers[b].num_bytes for b in source)
-        if not num_bytes:
-            return source
-        key = (source, operand, num_bytes)
+        """What an op reads: cuDNN an argument's kernel transposed, and it and cuBLAS a copy of what lies otherwise than they
+        want it. The copy serves all ops that read the array so, the backward phase's too."""
+        op, copy = self.program.ops[i], self.workspaces.copied_as(i, operand)
+        is_kernel = op.name == CONVOLUTION and operand == 1
+        if copy is not None:
+            v = op.operands[operand]
+            read: Hashable = (self.live_ranges.fusion.seen_through(v), copy)
+            extents = copy.spatial if isinstance(copy, ConvolutionCopy) else self.program.values[v].shape
+            num_bytes = self.workspaces.copied_bytes(i, operand)
+            return self._copied(i, source, read, num_bytes, (extents, num_bytes))
+        if is_kernel and all(self.buffers[b].is_argument for b in source):
+            return self._copied(i, source, operand, sum(self.buffers[b].num_bytes for b in source), None)
+        return source
+
+    def _copied(
+        self, i: int, source: tuple[int, ...], read: Hashable, num_bytes: float, nest: Hashable
+    ) -> tuple[int, ...]:
+        """A copy of an array, made once."""
+        key = (source, read, num_bytes)
         if key not in self.rewritten:
             loops, runs = self.live_ranges.loops_at[i], self.program.ops[i].count
             made = (self._buffer(num_bytes, Resident.TEMPORARIES, loops, False),)
             time = self.times.of_moving(2 * num_bytes) * runs
-            self._append(Kernel(i, source, made, (), None, 0.0, time, loops))
+            self._append(Kernel(i, source, made, (), None, 0.0, time, loops, nest))
             self.rewritten[key] = made
         return self.rewritten[key]
 
@@ -340,9 +369,20 @@ class _Lowering:
         return self.program.values[largest].shape, self.paths.made(largest)
 
     def _append(self, kernel: Kernel) -> int:
+        constants = self.constants.intersection(kernel.reads)
+        if constants:
+            kernel = replace(
+                kernel,
+                reads=tuple(b for b in kernel.reads if b not in constants),
+                makes=(*kernel.makes, *(self._constant(b, kernel.loops) for b in sorted(constants))),
+            )
         self.kernels.append(kernel)
         self.made_by |= dict.fromkeys(kernel.makes, len(self.kernels) - 1)
         return len(self.kernels) - 1
+
+    def _constant(self, pattern: int, loops: Loops) -> int:
+        """An array of one number: XLA makes it anew for each kernel that reads it, right before it."""
+        return self._buffer(self.buffers[pattern].num_bytes, Resident.TEMPORARIES, loops, False)
 
     def _buffer(self, num_bytes: float, resident: Resident, loops: Loops, is_argument: bool) -> int:
         self.buffers.append(Buffer(num_bytes, resident, is_argument, loops))

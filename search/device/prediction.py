@@ -67,7 +67,7 @@ class Prediction:
     @cached_property
     def transfer_s(self) -> float:
         """Copies to the host and from it, one after the other."""
-        return sum(kernel.time.seconds for kernel in self.lowered.kernels if _is_transfer(kernel))
+        return sum((k.time.seconds for k in self.lowered.kernels if _is_transfer(k)), 0.0)
 
     @cached_property
     def waited_s(self) -> float:

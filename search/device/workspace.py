@@ -4,11 +4,11 @@ from math import prod
 from typing import Any
 
 from cost_model.xla.gpu_targets import is_hopper_or_later
+from search.problem.convolution_copies import CONVOLUTION, ConvolutionCopy
 from search.problem.flat_program import FlatOp
-from search.problem.fusion import is_view
+from search.problem.fusion import Fusion, is_view
+from search.problem.layouts import Order
 from search.problem.reshard_paths import ReshardPaths
-
-CONVOLUTION = "conv_general_dilated"
 
 WORKSPACE_BYTES = 4 * 2**20
 """Of a matrix product. Source: XLA:GPU's default for cuBLASLt."""
@@ -25,8 +25,8 @@ MERGED_BYTES = 64 * 2**20
 class Workspaces:
     """Of the ops of a program, as they lie under some strategies."""
 
-    def __init__(self, paths: ReshardPaths) -> None:
-        self.paths = paths
+    def __init__(self, paths: ReshardPaths, fusion: Fusion) -> None:
+        self.paths, self.fusion = paths, fusion
         self.uses = paths.program.uses
         self.device = paths.costed.resharder.mesh.cluster.device
         self.is_hopper = is_hopper_or_later(self.device.name)
@@ -79,26 +79,15 @@ class Workspaces:
         moved = sum(self.paths.local_bytes(v, self.paths.made(v)) for v in values)
         return len(twins) > 1 and moved <= MERGED_BYTES
 
-    def padded_bytes(self, i: int) -> float:
-        """Of a convolution's operand with the zeros that cuDNN does not imagine: those of a dilated operand, unless its
-        kernel is reversed (it is the gradient of a strided convolution), and those of uneven padding. Zero if none."""
-        op = self.paths.program.ops[i]
-        assert op.op is not None
-        params, v = op.op.params, op.operands[0]
-        is_gradient = self.paths.program.ops[self.paths.maker[op.operands[1]][0]].name == "rev"
-        # of a strided convolution's kernel gradient, the padding at the end may be less, by up to a stride
-        slack = [dilation - 1 for dilation in params["rhs_dilation"]]
-        pads = zip(params["padding"], slack, strict=True)
-        is_uneven = any(not high <= low <= high + more for (low, high), more in pads)
-        is_dilated = max(params["lhs_dilation"], default=1) > 1 and not is_gradient
-        if self.device.name == "CPU" or not (is_uneven or is_dilated):
-            return 0.0
-        shape = self.paths.program.values[v].shape
-        growth = 1.0
-        spatial = params["dimension_numbers"].lhs_spec[2:]
-        for d, (low, high), dilation in zip(spatial, params["padding"], params["lhs_dilation"], strict=True):
-            growth *= ((shape[d] - 1) * dilation + 1 + max(low, 0) + max(high, 0)) / shape[d]
-        port = self.paths.graph.ports[self.paths.folded.class_of[i], 0, False]
+    def copied_as(self, i: int, operand: int) -> ConvolutionCopy | Order | None:
+        """How an operand is written out for cuBLAS or cuDNN; None where it is read as it lies."""
+        return None if self.device.name == "CPU" else self.fusion.copied_as(i, operand)
+
+    def copied_bytes(self, i: int, operand: int) -> float:
+        """Of such a copy."""
+        written, v = self.copied_as(i, operand), self.paths.program.ops[i].operands[operand]
+        growth = written.growth if isinstance(written, ConvolutionCopy) else float(written is not None)
+        port = self.paths.graph.ports[self.paths.folded.class_of[i], operand, False]
         return growth * self.paths.local_bytes(v, self.paths.spec(port))
 
 

@@ -7,7 +7,8 @@ updates off to the end of the backward phase, with all gradients and all state t
   order in which their gradients arrive, and each waits until one some way before it is done.
 * The backward phase does not run ahead of the updates: before it makes a parcel's gradient, that same earlier one is done.
   (Where all gradients must be there first, as for a clipping by their global norm, it cannot wait.)
-* In the other phases, a fetch waits for the last reader of one some way before it, and for the beginning of its phase.
+* In the other phases, a fetch waits for the last reader of one some way before it, the first ones for the beginning of their
+  phase.
 
 How much may be on its way or in use at a time is the *window*. A wide one hides more, and takes more memory.
 """
@@ -64,7 +65,7 @@ class _Use:
       first: the first op that reads one.
       done: values that are there when it is over.
       num_bytes: of the arguments, unsharded.
-      ties: what it waits for in any case.
+      ties: what it waits for where nothing is before it.
     """
 
     arguments: tuple[int, ...]
@@ -74,18 +75,23 @@ class _Use:
     ties: tuple[int, ...]
 
 
-def fetches(graph: Graph, on_host: Sequence[int], new_state: Mapping[int, Atom]) -> Fetches:
+def fetches(
+    graph: Graph, on_host: Sequence[int], residuals: Sequence[int], new_state: Mapping[int, Atom]
+) -> Fetches:
     """Plans the fetches.
 
     Args:
       graph: a step's.
       on_host: the inputs that rest in the host's memory.
+      residuals: values of the forward phase that wait there for the backward phase.
       new_state: by input, the output that replaces it in the next step.
     """
     planning = _Planning(graph, on_host, new_state)
-    found = [f for phase in (Phase.FORWARD, Phase.BACKWARD) for f in planning.of_phase(phase)]
+    forward = planning.of_phase(Phase.FORWARD, on_host)
+    backward = planning.of_phase(Phase.BACKWARD, [*on_host, *residuals])
     updates = list(planning.updates())
-    return Fetches((*found, *(f for f, _ in updates)), dict(p for _, p in updates if p is not None))
+    pauses = dict(p for _, p in updates if p is not None)
+    return Fetches((*forward, *backward, *(f for f, _ in updates)), pauses)
 
 
 class _Planning:
@@ -109,17 +115,17 @@ class _Planning:
 
     # --- forward and backward
 
-    def of_phase(self, phase: Phase) -> Iterator[Fetch]:
-        """What the forward or the backward phase reads, argument by argument."""
-        uses = sorted(self._uses_in(phase), key=lambda use: use.first)
+    def of_phase(self, phase: Phase, values: Sequence[int]) -> Iterator[Fetch]:
+        """What the forward or the backward phase reads, value by value."""
+        uses = sorted(self._uses_in(phase, values), key=lambda use: use.first)
         for use, before in zip(uses, _out_of_window(uses), strict=True):
             over = (u for u in reversed(before) if self._newest(u.done) < use.first)
             last = next(over, None)
-            yield Fetch(use.arguments, phase, use.first, (*use.ties, *(last.done if last else ())))
+            yield Fetch(use.arguments, phase, use.first, last.done if last else use.ties)
 
-    def _uses_in(self, phase: Phase) -> Iterator[_Use]:
+    def _uses_in(self, phase: Phase, values: Sequence[int]) -> Iterator[_Use]:
         start = self._start(phase)
-        for v in self.on_host:
+        for v in values:
             if readers := self._readers(v, phase):
                 done = self.graph.ops[self._last_reader(v, phase)].outputs[:1]
                 ties = tuple(t for t in start if self.maker[t] < readers[0])

@@ -4,8 +4,8 @@ The rewritten step is a step like any other: its copies are ops (`device_put`), 
 executor and the compiler need know little of it. What comes from the host comes once for each phase that reads it, and new
 state goes back as soon as it is made; `search.memory.fetches` says when, and a barrier (`optimization_barrier`) holds each
 fetch back till then. What a fetch waits for is read as the barrier hands it on, by all who read it later: of what nobody
-reads behind a barrier the compiler strips it (XLA:GPU, measured). (ZeRO-Offload, Ren et al. 2021, and ZeRO-Infinity, Rajbhandari et al. 2021, do so for whole optimizers
-and layers.)
+reads behind a barrier the compiler strips it (XLA:GPU, measured). (ZeRO-Offload, Ren et al. 2021, and ZeRO-Infinity,
+Rajbhandari et al. 2021, do so for whole optimizers and layers.)
 
 Ops keep their order, but that updates stand where their gradients are made, as they would otherwise hold them all.
 """
@@ -17,7 +17,7 @@ from typing import Any
 
 import jax
 
-from search.ir.graph import Atom, Graph, Op, Phase, Role, Site, Step, verify
+from search.ir.graph import Graph, Op, Phase, Role, Site, Step, verify
 from search.memory.fetches import Fetch, fetches
 from search.memory.written import Written
 
@@ -56,19 +56,25 @@ class Offloaded:
         return frozenset((self.origin[s[0]], *s[1:]) for s in sites if self.origin[s[0]] >= 0)
 
 
-def offloaded(step: Step, hosted: frozenset[int]) -> Offloaded:
-    """The step with some arguments in the host's memory.
+def may_wait(graph: Graph, v: int) -> bool:
+    """Whether a value of the forward phase is worth a copy to the host."""
+    return graph.values[v].num_bytes >= MIN_BYTES
+
+
+def offloaded(step: Step, hosted: frozenset[int], residuals: frozenset[int] = frozenset()) -> Offloaded:
+    """The step with some arguments and some residuals in the host's memory.
 
     Args:
       step: a step.
       hosted: numbers of arguments, of those that `may_rest_on_host`.
+      residuals: ops of the outermost graph's forward phase, whose results wait there for the backward phase.
 
     Returns:
       The same step where none is named.
     """
-    if not hosted:
+    if not hosted and not residuals:
         return Offloaded(step, tuple(range(len(step.graph.ops))))
-    rewriting = _Rewriting(step, hosted)
+    rewriting = _Rewriting(step, hosted, residuals)
     graph = rewriting.run()
     verify(graph)
     origin = (rewriting.origin.get(i, -1) for i in range(len(graph.ops)))
@@ -78,13 +84,15 @@ def offloaded(step: Step, hosted: frozenset[int]) -> Offloaded:
 class _Rewriting:
     """One walk over a step's outermost graph."""
 
-    def __init__(self, step: Step, hosted: frozenset[int]) -> None:
+    def __init__(self, step: Step, hosted: frozenset[int], residuals: frozenset[int]) -> None:
         self.graph = step.graph
         on_host = [self.graph.inputs[i] for i in sorted(hosted)]
         outputs = zip(self.graph.outputs, step.replaces, strict=True)
         new_state = {self.graph.inputs[r]: a for a, r in outputs if r is not None}
-        self.stored = {a for v in on_host if isinstance(a := new_state[v], int)}
-        self.plan = fetches(self.graph, on_host, new_state)
+        waiting = [v for i in sorted(residuals) for v in self.graph.ops[i].outputs if may_wait(self.graph, v)]
+        self.stored = {a for v in on_host if isinstance(a := new_state[v], int)} | set(waiting)
+        self.new_state = frozenset(a for a in new_state.values() if isinstance(a, int))
+        self.plan = fetches(self.graph, on_host, waiting, new_state)
         self.pauses = dict(self.plan.pauses)
         values = list(self.graph.values)
         for v in on_host:
@@ -102,7 +110,10 @@ class _Rewriting:
                 self._fetch(what)
             else:
                 self._op(what)
-        outputs = tuple(self.on_host.get(a, a) if isinstance(a, int) else a for a in self.graph.outputs)
+        outputs = tuple(
+            self.on_host.get(a, a) if isinstance(a, int) and a in self.new_state else a
+            for a in self.graph.outputs
+        )
         ops, values = tuple(self.written.ops), tuple(self.written.values)
         return replace(self.graph, values=values, ops=ops, outputs=outputs)
 
@@ -129,7 +140,8 @@ class _Rewriting:
 
     def _fetch(self, fetch: Fetch) -> None:
         like = self.graph.ops[fetch.first]
-        for v, tied in zip(fetch.arguments, self._tied(fetch.arguments, fetch.ties, like), strict=True):
+        there = [self.on_host.get(v, v) for v in fetch.arguments]
+        for v, tied in zip(fetch.arguments, self._tied(there, fetch.ties, like), strict=True):
             self.there[v, fetch.phase] = self._copied(tied, jax.memory.Space.Device, like)
 
     def _tied(self, values: Sequence[int], ties: Sequence[int], like: Op) -> tuple[int, ...]:
@@ -159,7 +171,7 @@ def _order(
     fetched = {(v, f.phase): n for n, f in enumerate(nodes) if isinstance(f, Fetch) for v in f.arguments}
     for n, node in enumerate(nodes):
         if isinstance(node, Fetch):
-            needs[n] = {maker[v] for v in node.ties}
+            needs[n] = {maker[v] for v in (*node.ties, *node.arguments) if v in maker}
             continue
         op = graph.ops[node]
         paused = [t for v in op.operands if op.phase is Phase.BACKWARD for t in pauses.get(v, ())]
@@ -171,8 +183,8 @@ def _order(
 def _ranks(
     graph: Graph, nodes: list[int | Fetch], needs: list[set[int]], maker: dict[int, int]
 ) -> list[tuple[int, int]]:
-    """Where each node would stand: an update right behind the newest of its gradients, a fetch right behind what it waits for,
-    or else before its readers."""
+    """Where each node would stand: an update right behind the newest of its gradients, a fetch right behind what it waits
+    for, or else before its readers."""
     newest: list[int] = []
     for i, op in enumerate(graph.ops):
         made = [newest[maker[v]] for v in op.operands if v in maker] if op.phase is Phase.UPDATE else [i]

@@ -35,11 +35,17 @@ def recomputed(step: Step, sites: frozenset[Site]) -> Step:
     Returns:
       A step with the same arguments and results; the same step where there are no sites.
     """
+    return recomputed_at(step, sites)[0]
+
+
+def recomputed_at(step: Step, sites: frozenset[Site]) -> tuple[Step, dict[int, int]]:
+    """The same, and by op of the outermost graph: where it stands in the new one."""
     if not sites:
-        return step
-    graph = _Rewriting(step.graph, (), sites).run()
+        return step, {i: i for i in range(len(step.graph.ops))}
+    rewriting = _Rewriting(step.graph, (), sites)
+    graph = rewriting.run()
     verify(graph)
-    return replace(step, graph=graph)
+    return replace(step, graph=graph), rewriting.place
 
 
 class _Debts:

@@ -70,7 +70,10 @@ class Residuals:
         return frozenset(site for site, one in zip(self.sites, said, strict=True) if one and site is not None)
 
     def kept_bytes(self, sites: frozenset[Site]) -> float:
-        """What is kept for the backward phase, where these sites are recomputed."""
+        """Bytes of what is kept for the backward phase, where these sites are recomputed."""
+        return float(sum(self.problem.num_bytes[v] for v in self._kept(sites)))
+
+    def _kept(self, sites: frozenset[Site]) -> set[int]:
         runs = [not stored or site in sites for site, stored in zip(self.sites, self.is_stored, strict=True)]
         wanted = set(self.problem.needed)
         left = list(wanted)
@@ -79,7 +82,36 @@ class Residuals:
             fresh = [v for v in self.problem.reads[op] if v not in wanted] if runs[op] else []
             wanted.update(fresh)
             left += fresh
-        return float(sum(self.problem.num_bytes[v] for v in wanted if not runs[self.problem.maker[v]]))
+        return {v for v in wanted if not runs[self.problem.maker[v]]}
+
+    def kept(self, sites: frozenset[Site]) -> list[tuple[Site, float]]:
+        """What is kept where these sites are recomputed, as far as an op of the graph makes it: the op and its bytes, in
+        program order."""
+        found: dict[Site, float] = {}
+        for v in sorted(self._kept(sites)):
+            site = self.sites[self.problem.maker[v]]
+            if site is not None and np.isfinite(self.problem.num_bytes[v]):
+                found[site] = found.get(site, 0.0) + float(self.problem.num_bytes[v])
+        return list(found.items())
+
+    def is_read_as_it_is(self, site: Site) -> bool:
+        """Whether nothing is computed on the fly from what an op makes."""
+        op = self.sites.index(site)
+        made = {v for v, maker in enumerate(self.problem.maker.tolist()) if maker == op}
+        reads = zip(self.problem.reads, self.is_stored, strict=True)
+        return not any(made.intersection(values) for values, is_stored in reads if not is_stored)
+
+    def made_again(self, sites: frozenset[Site], waiting: frozenset[Site]) -> frozenset[Site]:
+        """The sites to recompute where some results wait on the host: what is computed on the fly from those is, in the
+        backward phase, computed from what has come back."""
+        moved = [site in sites or site in waiting for site in self.sites]
+        for op, values in enumerate(self.problem.reads):
+            if not self.is_stored[op]:
+                moved[op] |= any(moved[self.problem.maker[v]] for v in values)
+        again = (
+            s for s, one in zip(self.sites, moved, strict=True) if one and s is not None and s not in waiting
+        )
+        return frozenset(again)
 
     @cached_property
     def all_bytes(self) -> float:

@@ -73,7 +73,7 @@ class Written:
         )
 
     def together(self, operands: Sequence[int], like: Op) -> tuple[int, ...]:
-        """Appends a barrier, with an op's phase and source: all values that it is given, none before the others are there."""
+        """Appends a barrier, with an op's phase and source; the values behind it, none before all are there."""
         results = tuple(self.values[v] for v in operands)
         outputs = tuple(map(self.new, results))
         barrier = _jax.optimization_barrier_p

@@ -15,7 +15,9 @@ from search.problem.reshard import SLICE
 from search.problem.reshard_paths import ReshardPaths
 
 
-def estimate(costed: CostedGraph, chosen: Sequence[int], device: Prediction, host_bytes: float) -> Estimates:
+def estimate(
+    costed: CostedGraph, chosen: Sequence[int], device: Prediction, host_bytes: float = 0.0
+) -> Estimates:
     """Time, memory and collectives under a full assignment of strategies, which holds so much on the host."""
     compute_s = sum(
         float(compute[strategy]) for (compute, _), strategy in zip(costed.node_seconds, chosen, strict=True)

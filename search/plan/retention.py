@@ -1,8 +1,9 @@
-"""What is recomputed, in words, and words as sites.
+"""What is recomputed or waits on the host, in words, and words as sites.
 
 A plan names what is recomputed by class, as its other decisions: the key is the op's phase, scope and primitive, numbers
 replaced by `*` where it stands for several; the value says `remat`, and of which of the class's ops, in program order, if
-not of all: `remat 0-11, 20 of 48`. What is not named is kept where it is needed.
+not of all: `remat 0-11, 20 of 48`. `offload` says that what they make waits in the host's memory. What is not named is kept
+where it is needed.
 """
 
 import re
@@ -14,7 +15,7 @@ from search.ir.graph import Graph, Phase, Site, walk
 from search.plan.names import scoped_name, unique
 from search.problem.folding import FoldedProgram
 
-_SOME = re.compile(r"remat (\d+(?:-\d+)?(?:, \d+(?:-\d+)?)*) of (\d+)")
+_SOME = re.compile(r"(?:remat|offload) (\d+(?:-\d+)?(?:, \d+(?:-\d+)?)*) of (\d+)")
 
 
 _NO_RESULTS = ("input", "output", "enter", "slice")
@@ -50,38 +51,44 @@ class RetentionCodec:
                 found[unique(f"{first.phase} {scoped_name(first, len(here) > 1)}", seen)] = here
         return found
 
-    def said(self, sites: Iterable[Site]) -> dict[str, str]:
-        """The decisions that recompute these sites."""
-        asked = set(sites)
+    def said(self, sites: Iterable[Site], waiting: Iterable[Site] = ()) -> dict[str, str]:
+        """The decisions that recompute some sites, and keep what others make on the host."""
+        asked = {"remat": set(sites), "offload": set(waiting)}
         said: dict[str, str] = {}
         for name, here in self.sites.items():
-            members = [n for n, site in enumerate(here) if site in asked]
-            if members:
-                some = f" {_ranges(members)} of {len(here)}" if len(members) < len(here) else ""
-                said[name] = f"remat{some}"
-                asked.difference_update(here)
-        assert not asked, f"no class has the sites {asked}"
+            for how, left in asked.items():
+                members = [n for n, site in enumerate(here) if site in left]
+                if members:
+                    some = f" {_ranges(members)} of {len(here)}" if len(members) < len(here) else ""
+                    said[name] = f"{said[name]}; {how}{some}" if name in said else f"{how}{some}"
+                    left.difference_update(here)
+        assert not any(asked.values()), f"no class has the sites {asked}"
         return said
 
-    def read(self, said: Mapping[str, str], place: str) -> frozenset[Site]:
-        """The sites that decisions recompute.
+    def read(self, said: Mapping[str, str], place: str) -> tuple[frozenset[Site], frozenset[Site]]:
+        """The sites that decisions recompute, and those of which they keep what they make on the host.
 
         Raises:
-          PlanError: a decision names no op of this step, or says something else than what to recompute.
+          PlanError: a decision names no op of this step, or says something else than what to do with it.
         """
-        found: set[Site] = set()
+        found: dict[str, set[Site]] = {"remat": set(), "offload": set()}
         for name, text in said.items():
             if name not in self.sites:
                 raise PlanError(f"{place}: retention {name!r} names no forward op of this step")
             here = self.sites[name]
-            members = _members(text, len(here))
-            if members is None:
-                raise PlanError(
-                    f"{place}: retention {name!r} cannot be {text!r}. Say 'remat', or which of them: "
-                    f"'remat 0-{len(here) - 1} of {len(here)}', or leave it out to keep all"
-                )
-            found.update(here[n] for n in members)
-        return frozenset(found)
+            for one in text.split("; "):
+                how, members = one.split(" ", 1)[0], _members(one, len(here))
+                may_be = how == "remat" or all(
+                    len(site) == 1 for site in here
+                )  # in a loop nothing is taken out of it
+                if members is None or not may_be:
+                    raise PlanError(
+                        f"{place}: retention {name!r} cannot be {text!r}. Say 'remat' or, of what is made outside of loops, "
+                        f"'offload', or which of them: 'remat 0-{len(here) - 1} of {len(here)}', both with '; ' in between, or "
+                        "leave it out to keep all"
+                    )
+                found[how].update(here[n] for n in members)
+        return frozenset(found["remat"]), frozenset(found["offload"])
 
 
 def _ranges(members: list[int]) -> str:
@@ -97,7 +104,7 @@ def _ranges(members: list[int]) -> str:
 
 def _members(text: str, count: int) -> list[int] | None:
     """Which of a class's ops a decision means; None where it makes no sense."""
-    if text == "remat":
+    if text in ("remat", "offload"):
         return list(range(count))
     match = _SOME.fullmatch(text)
     if match is None or int(match[2]) != count:

@@ -98,16 +98,22 @@ def _microbatches(count: int) -> list[str]:
 
 
 def _recomputed(retention: Mapping[str, str]) -> list[str]:
-    """Which of the heavy ops run again; what they are made of goes without saying."""
-    rows = [(name.removeprefix("forward "), said) for name, said in retention.items() if _HEAVY.search(name)]
-    if not retention:
-        return []
-    light = len(retention) - len(rows)
-    return [
-        f"recomputed in the backward phase ({plural(len(retention), 'kind')} of ops, {light} of them light)",
-        *aligned(rows[:_MAX_OP_LINES]),
-        *more_of(len(rows[_MAX_OP_LINES:]), "kind"),
-    ]
+    """Which of the heavy ops run again, what they are made of goes without saying; and what waits on the host."""
+    again = {name: said for name, said in retention.items() if "remat" in said}
+    rows = [(name.removeprefix("forward "), said) for name, said in again.items() if _HEAVY.search(name)]
+    lines: list[str] = []
+    if again:
+        light = len(again) - len(rows)
+        kinds = f"({plural(len(again), 'kind')} of ops, {light} of them light)"
+        lines += [f"recomputed in the backward phase {kinds}", *_cut(rows)]
+    rows = [(name.removeprefix("forward "), said) for name, said in retention.items() if "offload" in said]
+    if rows:
+        lines += [f"on the host until the backward phase ({plural(len(rows), 'kind')} of ops)", *_cut(rows)]
+    return lines
+
+
+def _cut(rows: list[tuple[str, str]]) -> list[str]:
+    return [*aligned(rows[:_MAX_OP_LINES]), *more_of(len(rows[_MAX_OP_LINES:]), "kind")]
 
 
 def _collectives(estimates: Estimates) -> list[str]:

@@ -303,7 +303,7 @@ class _Flattening:
     def _waited_for(
         self, there: dict[int, int], i: int, is_read: Sequence[bool], site: Site
     ) -> tuple[tuple[int, Place], ...]:
-        """What an operand of a barrier waits for. Of those that are read too, only copies to and from the host are worth it."""
+        """What an operand of a barrier waits for: of those that are read too, only what goes to the host or comes from it."""
 
         def counts(j: int) -> bool:
             is_copied = self.values[there[i]].is_on_host or self.values[there[j]].is_on_host

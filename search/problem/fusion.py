@@ -1,11 +1,16 @@
 """Which values become arrays: what XLA fuses, and what it stores between kernels.
 
-XLA fuses elementwise ops into their readers. So a light value (of an op that is no product, no look-up into a loop's
-stack, no loop) is an array only if
+XLA fuses elementwise ops into their readers, and those that only move elements: slices, pads, splits, concatenations. So a
+light value (of an op that is no product, no look-up, no loop) is an array only if
 
 * an op that reads whole arrays wants it: a product, a loop, a result of the step;
-* it is a reduction, or random bits, or made of more than `MAX_FUSION_SOURCES` large arrays;
+* it is not in the order in which the op lies that reads it (`search.problem.layouts`);
+* it is a reduction, or random bits, or made of more than `MAX_FUSION_SOURCES` large arrays, or of one at more
+  than `MAX_PLACES` places;
 * it is expensive to compute (a tanh), read in several phases, and small enough an element that moving it is cheap.
+
+A scatter computes on the fly what it adds, and writes over what it adds to. What a product or a convolution reads in another
+order or with zeros around it is computed as it writes that copy (`copied_as`).
 
 What is not stored is computed on the fly, in each kernel that reads it, from its *fusion sources*: the stored arrays behind
 it. Views (reshapes, transposes) are their operand's array.
@@ -19,8 +24,11 @@ from functools import cached_property
 from cost_model.cluster import Device
 from search.ir.factors import Kind
 from search.ir.graph import Phase
+from search.problem.constants import shared_constants
+from search.problem.convolution_copies import CONVOLUTION, ConvolutionCopy, convolution_copy
 from search.problem.flat_program import FlatOp, ReadPhase, read_phase
 from search.problem.folding import FoldedProgram
+from search.problem.layouts import PRODUCT, Order, layouts
 
 VIEWS = frozenset(
     {
@@ -40,6 +48,9 @@ VIEWS = frozenset(
 
 LOOKUPS = frozenset({"gather", "dynamic_slice"})
 """Ops that read a few elements of what may itself be computed on the fly."""
+
+MOVES = frozenset({"slice", "pad", "split", "concatenate"})
+"""Ops that only move elements: fused into their readers, as elementwise ops are, along whatever dimension they move them."""
 
 EXPENSIVE = frozenset(
     {"tanh", "erf", "erfc", "erf_inv", "logistic", "log", "log1p", "expm1", "pow", "sin", "cos", "tan"}
@@ -74,6 +85,11 @@ MAX_FUSION_SOURCES = 2
 to one kernel that reads a gradient and all state beside it; XLA:GPU, measured on AdamW.)"""
 
 
+MAX_PLACES = 3
+"""At how many places of one array a kernel reads to compute one element: a value that takes more, as slices of slices do, is
+stored itself. Source: XLA on an associative scan, whose levels it fuses by twos: two places it reads, but not four."""
+
+
 def is_part(op: FlatOp) -> bool:
     """Whether an op is a loop's part of a stacked array."""
     return op.name == "slice" and op.is_boundary
@@ -84,12 +100,18 @@ def is_view(op: FlatOp) -> bool:
     return len(op.operands) == 1 and (op.name in VIEWS or is_part(op))
 
 
+Places = frozenset[tuple[int, tuple[int, ...]]]
+"""Stored arrays, each with the slices through which it is read."""
+
+
 class Fusion:
     """What is stored of a folded program, and from what the rest is computed.
 
     Attributes:
       folded: the folded program.
       is_reduction: by class, whether it reduces over something.
+      layouts: how what products make lies in memory.
+      shared_constants: arrays of one number, made for each kernel that reads them.
       expensive_itemsize: up to how many bytes an element an expensive op's result is stored.
       sources: by value, the stored arrays that it is computed from: itself, if it is stored.
       computed_in: by value, the phases of the kernels that read it, or compute it on the fly.
@@ -99,16 +121,26 @@ class Fusion:
         self.folded, self.program, self.expensive_itemsize = folded, folded.program, expensive_itemsize
         self.maker, self.uses = self.program.maker, self.program.uses
         self.is_reduction = [self._reduces(k) for k in range(len(folded.members))]
+        self.layouts, self.shared_constants = layouts(self.program), shared_constants(self.program)
         self._wanted: dict[int, bool] = {}
         self.computed_in = self._computed_in()
         self.sources: dict[int, frozenset[int]] = {}
+        self._places: dict[int, Places] = {}
         for i, op in enumerate(self.program.ops):
             for v in op.results:
+                self._places[v] = self._places_read(i, v)
                 self.sources[v] = self._sources(i, v)
+                if v in self.sources[v]:
+                    self._places[v] = frozenset({(v, ())})
 
     def is_stored(self, v: int) -> bool:
         """Whether a value is an array of its own."""
         return v in self.sources[v]
+
+    def _is_fusible(self, i: int) -> bool:
+        """Whether an op may be computed in its readers' kernels."""
+        op = self.program.ops[i]
+        return self.folded.is_light[self.folded.class_of[i]] or (op.name in MOVES and not op.is_boundary)
 
     def _reduces(self, op_class: int) -> bool:
         return any(
@@ -123,17 +155,30 @@ class Fusion:
         below = frozenset().union(*(self.sources.get(o, frozenset((o,))) for o in op.operands))
         if is_view(op):
             return below
-        if not self.folded.is_light[self.folded.class_of[i]] or self._is_wanted(i, v):
+        if not self._is_fusible(i) or self._is_wanted(i, v):
             return own
         size = self.program.values[v].num_bytes
-        large = [a for a in below if 4 * self.program.values[a].num_bytes >= size]
+        large = [a for a in below - self.shared_constants if 4 * self.program.values[a].num_bytes >= size]
         most = (
             min(self.expensive_itemsize, CHEAPER_ITEMSIZE) if op.name in CHEAPER else self.expensive_itemsize
         )
         is_cheap_to_move = self.program.values[v].itemsize <= most
         is_expensive = op.name in EXPENSIVE if is_cheap_to_move else self._is_gate(v, below)
         is_many = len(large) > MAX_FUSION_SOURCES and op.phase is not Phase.UPDATE
-        return own if is_many or (is_expensive and len(self.computed_in[v]) > 1) else below
+        is_shared = is_expensive and len(self.computed_in[v]) > 1
+        return own if is_many or is_shared or self._is_spread(v) else below
+
+    def _places_read(self, i: int, v: int) -> "Places":
+        """Where a value's elements are read from."""
+        op = self.program.ops[i]
+        below: Places = frozenset().union(*(self._places.get(o, ()) for o in op.operands))
+        is_taken = op.name in ("slice", "split") and not op.is_boundary
+        return frozenset((a, (*path, v)) for a, path in below) if is_taken else below
+
+    def _is_spread(self, v: int) -> bool:
+        """Whether it takes too many places of one array to compute a value."""
+        places = [a for a, _ in self._places[v]]
+        return any(places.count(a) > MAX_PLACES for a in set(places))
 
     def _is_gate(self, v: int, below: frozenset[int]) -> bool:
         """Whether an expensive activation is multiplied with another array in the forward phase and in the backward one: the
@@ -142,7 +187,7 @@ class Fusion:
         if len({read_phase(self.program.ops[u]) for u in times}) < 2 or not self._is_expensive_to_make(v):
             return False
         forward = [self.program.ops[u] for u in times if read_phase(self.program.ops[u]) is ReadPhase.FORWARD]
-        others = [self._seen_through(o) for op in forward for o in op.operands if o != v]
+        others = [self.seen_through(o) for op in forward for o in op.operands if o != v]
         return any(o not in below and self._is_made_by_heavy(o) for o in others)
 
     def _is_expensive_to_make(self, v: int) -> bool:
@@ -158,10 +203,10 @@ class Fusion:
                 left += fresh
         return False
 
-    def _seen_through(self, v: int) -> int:
+    def seen_through(self, v: int) -> int:
         """The value that a view is of."""
         op = self.program.ops[self.maker[v][0]]
-        return self._seen_through(op.operands[0]) if is_view(op) else v
+        return self.seen_through(op.operands[0]) if is_view(op) else v
 
     def _is_made_by_heavy(self, v: int) -> bool:
         op_class = self.folded.class_of[self.maker[v][0]]
@@ -177,9 +222,7 @@ class Fusion:
                 random.update(op.results)
             elif all(self.program.values[v].num_bytes == self.program.values[v].itemsize for v in op.results):
                 plain.update(op.results)
-            elif self.folded.is_light[self.folded.class_of[i]] and all(
-                v in random or v in plain for v in op.operands
-            ):
+            elif self._is_fusible(i) and all(v in random or v in plain for v in op.operands):
                 (plain if plain.issuperset(op.operands) else random).update(op.results)
         return frozenset(random)
 
@@ -192,9 +235,12 @@ class Fusion:
                 phases: set[ReadPhase] = set()
                 for u in self.uses.get(v, ()):
                     reader = self.program.ops[u]
-                    is_light = self.folded.is_light[self.folded.class_of[u]] and bool(reader.results)
-                    is_fused = is_light and (is_view(reader) or not self._is_wanted(u, reader.results[0]))
-                    phases |= found.get(reader.results[0], frozenset()) if is_fused else {read_phase(reader)}
+                    is_light = self._is_fusible(u) and bool(reader.results)
+                    is_stored = any(self._is_wanted(u, r) for r in reader.results)
+                    if is_light and (is_view(reader) or not is_stored):
+                        phases.update(*(found.get(r, ()) for r in reader.results))
+                    else:
+                        phases.add(read_phase(reader))
                 found[v] = frozenset(phases)
         return found
 
@@ -214,7 +260,16 @@ class Fusion:
             return True
         if op.name.startswith("scatter"):
             return not self._is_scattered_into(v)
+        if v in self.layouts.turned or v in self.shared_constants:
+            return True
         return self._is_read_whole(v) or any(self._is_scattered_into(o) for o in op.operands)
+
+    def copied_as(self, i: int, operand: int) -> ConvolutionCopy | Order | None:
+        """How an op that is not fused has an operand written out for it; None if it reads it as it lies."""
+        op = self.program.ops[i]
+        if op.name == CONVOLUTION:
+            return convolution_copy(self.program, op, operand)
+        return self.layouts.written_out(op, operand) if op.name == PRODUCT else None
 
     def _is_scattered_into(self, v: int) -> bool:
         """Whether a value is scattered to zeros and then added to another: XLA scatters into the other."""
@@ -225,9 +280,17 @@ class Fusion:
         """Whether an op that is not fused reads a value, or a view of it."""
         for u in self.uses.get(v, ()):
             op = self.program.ops[u]
+            if is_part(op) or op.name == "enter":
+                return True
             if is_view(op):
                 if any(self._is_read_whole(r) for r in op.results):
                     return True
-            elif op.name not in LOOKUPS and not self.folded.is_light[self.folded.class_of[u]]:
+            elif op.name.startswith("scatter"):
+                if v == op.operands[0] and len(self.uses[v]) > 1:
+                    return True
+            elif op.name in (CONVOLUTION, PRODUCT):
+                if any(o == v and self.copied_as(u, n) is None for n, o in enumerate(op.operands)):
+                    return True
+            elif op.name not in LOOKUPS and not self._is_fusible(u):
                 return True
         return False

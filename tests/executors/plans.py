@@ -46,9 +46,9 @@ def smallest(step: Step, mesh: tuple[int, ...]) -> SearchResult:
     return _result(step_problem, on_mesh, peak.labels)
 
 
-def drawn(step: Step, mesh: tuple[int, ...], seed: int) -> SearchResult:
+def drawn(step: Step, mesh: tuple[int, ...], seed: int, hosted: frozenset[int] = frozenset()) -> SearchResult:
     """A plan that nobody would choose: each node's labels are ranked at random, and only the impossible is forbidden."""
-    step_problem, on_mesh = _on(step, mesh)
+    step_problem, on_mesh = _on(step, mesh, hosted)
     rng, problem = np.random.default_rng(seed), on_mesh.problem
     nodes = tuple(np.where(np.isfinite(c), rng.random(c.shape), np.inf) for c in problem.node_cost_s)
     edges = tuple(replace(e, cost_s=np.where(np.isfinite(e.cost_s), 0.0, np.inf)) for e in problem.edges)
@@ -77,9 +77,11 @@ def with_copies(step: Step, pins: Mapping[str, Any], is_fresh: bool) -> StepShar
     return step_sharding(on_mesh.memory.costed, solution.labels)
 
 
-def _on(step: Step, mesh: tuple[int, ...]) -> tuple[StepProblem, MeshProblem]:
+def _on(
+    step: Step, mesh: tuple[int, ...], hosted: frozenset[int] = frozenset()
+) -> tuple[StepProblem, MeshProblem]:
     devices = cluster(mesh)
-    step_problem = StepProblem.of(step, (), devices.device)
+    step_problem = StepProblem.of(step, (), devices.device, hosted=hosted)
     return step_problem, step_problem.on(devices, mesh)
 
 

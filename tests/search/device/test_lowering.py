@@ -326,3 +326,59 @@ def test_a_gradient_is_waited_for_as_its_update_reads_it():
     ]
     assert found.kernels[scatter].collective.kind == "reduce-scatter"
     assert any(scatter in kernel.after for kernel in found.kernels)
+
+
+# --- arrays in another order
+
+
+def grouped(batch, rows):
+    """Grouped heads on bfloat16 and their gradients: 2 groups of 4."""
+    q, k = (jax.ShapeDtypeStruct((batch, rows, *heads, 64), jnp.bfloat16) for heads in ((2, 4), (2,)))
+
+    def attended(q, k, v):
+        scores = jnp.einsum("btkgd,bskd->bkgts", q, k).astype(jnp.float32)
+        return jnp.einsum("bkgts,bskd->btkgd", jax.nn.softmax(scores, -1).astype(q.dtype), v)
+
+    def step(q, k, v):
+        return jax.grad(lambda *args: jnp.sum(attended(*args).astype(jnp.float32) ** 2), (0, 1, 2))(q, k, v)
+
+    return lowered(step, q, k, k)
+
+
+def made(found: Lowered, num_bytes: int) -> int:
+    return sum(b.num_bytes == num_bytes and not b.is_argument for b in found.buffers)
+
+
+def test_grouped_heads_hold_their_probabilities_and_gradients_in_the_orders_that_products_want():
+    """As XLA does of large ones: scores, probabilities for either product, their gradient, and that of the scores twice, in
+    bfloat16; and the gradient of the probabilities as the scores lie, in float32."""
+    scores = 8 * 1024 * 1024 * 2
+    found = grouped(1, 1024)
+    assert (made(found, scores * 2), made(found, scores)) == (1, 6)
+
+
+def test_the_scores_of_small_grouped_heads_are_kept_in_float32():
+    """As XLA does: beside the gradient of the probabilities."""
+    scores = 8 * 512 * 512 * 2
+    assert made(grouped(1, 512), scores * 2) == 2
+    assert made(grouped(4, 512), 4 * scores * 2) == 1
+
+
+# --- zeros
+
+
+@pytest.mark.parametrize(("number", "more"), [(0.0, 1), (1.0, 0)])
+def test_zeros_like_those_that_a_scatter_writes_over_are_there_while_a_kernel_reads_them(number, more):
+    """As XLA does with AdaGrad on a table: made anew for the update, and never kept."""
+    table, rows = jnp.zeros((4096, 64)), jnp.zeros((128, 64))
+
+    def step(table, squares, at, rows):
+        gradient = jnp.zeros_like(table).at[at].add(rows, mode="clip")
+        squares = squares + gradient**2
+        safe = jnp.where(squares > 0, gradient * lax.rsqrt(squares), jnp.full_like(table, number))
+        return table - safe, squares
+
+    found = lowered(step, table, table, jnp.zeros(128, int), rows)
+    read = {b for kernel in found.kernels for b in kernel.reads}
+    unread = [b for k in found.kernels for b in k.makes if b not in read]
+    assert [found.buffers[b].num_bytes for b in unread] == [table.nbytes] * (2 + more)  # besides both results

@@ -33,7 +33,7 @@ def placed(step, *args, gpu="H100-80GB", mesh=1, **pins) -> Workspaces:
     """A step on a mesh of one axis; arguments rest as pinned, everything else as is cheapest."""
     on_mesh = on_one_axis(step, *args, gpu=gpu, mesh=mesh, **pins)
     chosen = on_mesh.solve(on_mesh.pinned(pins), 1 << 45, 5.0).labels
-    return Workspaces(ReshardPaths(on_mesh.memory.costed, chosen))
+    return Workspaces(ReshardPaths(on_mesh.memory.costed, chosen), on_mesh.live_ranges.fusion)
 
 
 def of_ops(name: str, step, *args, **where) -> list[float]:
@@ -103,7 +103,7 @@ def test_under_every_assignment_a_part_is_read_in_place_only_as_the_stack_rests(
     on_mesh = on_one_axis(stacked, array(64, 32), array(4, 32, 32), mesh=8, **pins)
     mib_as_it_rests = set()
     for chosen in every(*on_mesh.pinned(pins)):
-        found = Workspaces(ReshardPaths(on_mesh.memory.costed, chosen))
+        found = Workspaces(ReshardPaths(on_mesh.memory.costed, chosen), on_mesh.live_ranges.fusion)
         paths = found.paths
         (i,) = [i for i, op in enumerate(paths.program.ops) if op.name == "dot_general"]
         if paths.spec(paths.graph.ports[paths.folded.class_of[i], 1, False]) == (0,):
@@ -179,7 +179,7 @@ def padded(step, *args, operator=0, **where) -> float:
     """Bytes of what a step's convolution pads by hand, of an element four."""
     found = placed(step, *args, **where)
     at = [i for i, op in enumerate(found.paths.program.ops) if op.name == "conv_general_dilated"]
-    return found.padded_bytes(at[operator]) / 4
+    return found.copied_bytes(at[operator], 0) / 4
 
 
 def test_a_convolution_takes_a_product_s_workspace():
@@ -221,8 +221,11 @@ def test_holes_are_written_out_unless_it_is_the_gradient_of_a_strided_convolutio
     assert padded(convolved(**holes, flip=True), IMAGES, KERNEL) == 0
     in_one = holes | {"dilation": (1, 3)}
     assert padded(convolved(**in_one), IMAGES, KERNEL) == 4 * (64 + 2) * (190 + 2) * 8
-    uneven = holes | {"padding": ((1, 2), (1, 2))}
-    assert padded(convolved(**uneven, flip=True), IMAGES, KERNEL) == 4 * (127 + 3) * (190 + 3) * 8
+    for padding in (
+        ((1, 2), (1, 2)),
+        ((2, 1), (2, 1)),
+    ):  # as XLA does, with the one it writes more and takes a part
+        assert padded(convolved(**holes | {"padding": padding}, flip=True), IMAGES, KERNEL) == 0
 
 
 def test_the_kernel_s_gradient_of_an_even_convolution_is_even():
@@ -235,7 +238,7 @@ def test_the_kernel_s_gradient_of_an_even_convolution_is_even():
         found = placed(step, KERNEL, IMAGES)
         ops = found.paths.program.ops
         (gradient,) = [i for i, op in enumerate(ops) if op.op and op.op.params.get("rhs_dilation") == (2, 2)]
-        return found.padded_bytes(gradient) / 4
+        return found.copied_bytes(gradient, 0) / 4
 
     assert of(((1, 1), (1, 1))) == 0
     assert of(((2, 2), (0, 0))) == 0

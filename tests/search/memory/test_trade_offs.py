@@ -19,7 +19,7 @@ def lines(problem: Recomputation) -> list[tuple[float, float]]:
 
 
 def taken(problem: Recomputation, runs: np.ndarray) -> tuple[float, float]:
-    wanted = set(problem.needed) | {v for op in np.flatnonzero(runs) for v in problem.reads[op]}
+    wanted = set(problem.needed) | {v for op in np.flatnonzero(runs).tolist() for v in problem.reads[op]}
     kept = [v for v in wanted if not runs[problem.maker[v]]]
     return float(problem.op_s[runs].sum()), float(problem.num_bytes[kept].sum())
 
@@ -54,7 +54,7 @@ def found(problem: Recomputation) -> list[Choice]:
     def chosen(price: float) -> Choice:
         runs = cheapest(scaled, price)
         seconds, num_bytes = taken(scaled, runs)
-        return Choice(price, frozenset((int(op),) for op in np.flatnonzero(runs)), seconds, num_bytes)
+        return Choice(price, frozenset((op,) for op in np.flatnonzero(runs).tolist()), seconds, num_bytes)
 
     return trade_offs(chosen, 1.0)
 

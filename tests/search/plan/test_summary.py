@@ -27,6 +27,7 @@ def make_plan(
         step_s=compute_s + sum(c.seconds for c in collectives),
         compute_s=compute_s,
         recompute_s=0.0,
+        transfer_s=0.0,
         hidden_s=0.0,
         peak_bytes=10 << 30,
         host_bytes=0,

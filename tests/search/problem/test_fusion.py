@@ -13,7 +13,7 @@ from cost_model.hardware import parse_cluster
 from search.ir.trace import trace
 from search.problem.flat_program import ReadPhase, flatten, read_phase
 from search.problem.folding import fold
-from search.problem.fusion import Fusion, expensive_itemsize, is_view
+from search.problem.fusion import MOVES, Fusion, expensive_itemsize, is_view
 from tests.zoo import MAKERS
 
 
@@ -72,7 +72,10 @@ def trained(loss, params, *args):
         (lambda x: jnp.sum(jnp.exp(x), 1), (X,), ["reduce_sum"]),
         (lambda x: jnp.sum(jnp.exp(x), 1) * 2, (X,), ["reduce_sum", "mul"]),
         (lambda x: jnp.max(x, 1, keepdims=True) - x, (X,), ["reduce_max", "sub"]),
-        (lambda x, w: jnp.sin(x)[:512] @ w, (X, W), ["sin", "slice", "dot_general"]),
+        (lambda x, w: jnp.sin(x)[:512] @ w, (X, W), ["slice", "dot_general"]),
+        (lambda x: jnp.sin(jnp.pad(x, 1)[::2]) * 2.0, (X,), ["mul"]),
+        (lambda x: jnp.sin(jnp.concatenate([jnp.cos(x), x * 2.0])) + 1.0, (X,), ["add"]),
+        (lambda x: sum(jnp.split(jnp.sin(x), 2)), (X,), ["add"]),
         (lambda x, i: (x * 2.0).at[i].get(mode="clip"), (X, LABELS), ["gather"]),
         (lambda x, k: x + jax.random.uniform(k, X.shape), (X, KEY), ["add"]),
     ],
@@ -86,6 +89,9 @@ def trained(loss, params, *args):
         "after a sum",
         "maximum",
         "part",
+        "padded",
+        "joined",
+        "split",
         "look-up",
         "noise",
     ],
@@ -111,6 +117,18 @@ def test_what_is_computed_from_three_large_arrays_is_stored(rows, wanted):
     large, third = array(rows, 256, 1024), array(256, 1024)
     assert arrays(lambda x, y, z: jnp.sin(x * y + z) * 2.0, large, large, third) == wanted
     assert arrays(lambda x, y: jnp.sin(x * y + x) * 2.0, large, large) == ["mul"]
+
+
+def test_what_takes_an_array_at_more_than_three_places_is_stored():
+    """Every second level of an associative scan is, as XLA does; elements at one place may be read as often as one likes."""
+
+    def halved(x):
+        return x[::2] * x[1::2]
+
+    assert arrays(halved, X) == ["mul"]
+    assert arrays(lambda x: halved(halved(x)) + 1.0, X) == ["mul", "add"]
+    assert arrays(lambda x: halved(halved(halved(x))) + 1.0, X) == ["mul", "add"]
+    assert arrays(lambda x: x * x + jnp.sin(x) * jnp.cos(x) + jnp.exp(x), X) == ["add"]
 
 
 # --- what the backward phase reads again
@@ -231,6 +249,57 @@ def test_what_is_scattered_to_is_not_computed_twice():
     assert arrays(step, X, LABELS)[-2:] == ["scatter-add", "sin"]
 
 
+def test_what_is_added_to_an_array_is_computed_by_the_scatter():
+    """As XLA does, the gradient's part of a joined array included."""
+
+    def step(table, x, labels):
+        return table.at[labels].add(jnp.split(jnp.sin(x), 2, axis=1)[0], mode="clip")
+
+    assert arrays(step, array(4096, 512), X, LABELS) == ["scatter-add"]
+
+
+def test_the_zeros_that_a_scatter_writes_over_are_no_array_of_their_own():
+    """As XLA does: the table's gradient takes their place."""
+
+    def step(x, labels):
+        return jnp.zeros(X.shape).at[labels].add(x, mode="clip")
+
+    assert arrays(step, X, LABELS) == ["scatter-add"]
+
+
+# --- loops
+
+
+def test_what_a_loop_reads_from_outside_is_an_array():
+    """As XLA does: an attention mask made before the loop over layers, and what is computed of all layers' weights."""
+
+    def step(weights, x):
+        mask = jnp.where(jnp.tril(jnp.ones(X.shape, bool)), 0.0, -1e9)
+        return jax.lax.scan(lambda y, w: (jnp.sin(y @ w + mask), None), x, weights)[0]
+
+    assert "select_n" in arrays(step, array(4, 1024, 1024), X)
+    assert (
+        arrays(
+            lambda w, x: jax.lax.scan(lambda y, w: (y + w, None), x, jnp.sin(w))[0], array(4, *X.shape), X
+        )[0]
+        == "sin"
+    )
+
+
+# --- copies in another order
+
+
+def test_what_only_copies_are_made_of_is_no_array_besides():
+    """As XLA does: the probabilities of grouped heads."""
+
+    def attended(p, v):
+        return jnp.einsum("bkgts,bskd->btkgd", jnp.exp(p @ p), v)
+
+    large, values = array(2, 4, 8, 64, 64), array(2, 64, 4, 16)
+    assert "exp" not in arrays(attended, large, values)
+    assert "exp" in arrays(lambda p, v: jnp.exp(p @ p) @ v, large, array(2, 4, 8, 64, 16))
+
+
 # --- loops
 
 
@@ -270,11 +339,15 @@ def test_sources_are_arrays_and_those_of_the_operands(name):
 def test_what_is_not_fused_makes_arrays_and_reads_arrays(name):
     found = of_model(name)
     for i, op in enumerate(found.program.ops):
-        if is_view(op) or found.folded.is_light[found.folded.class_of[i]]:
+        is_fused = found.folded.is_light[found.folded.class_of[i]] or (
+            op.name in MOVES and not op.is_boundary
+        )
+        if is_view(op) or is_fused:
             continue
         assert all(map(found.is_stored, op.results))
-        for v in op.operands if op.name not in ("gather", "dynamic_slice") else ():
-            assert len(found.sources[v]) == 1, (op.name, v)
+        reads_whole = op.name not in ("gather", "dynamic_slice") and not op.name.startswith("scatter")
+        for n, v in enumerate(op.operands) if reads_whole else ():
+            assert len(found.sources[v]) == 1 or found.copied_as(i, n) is not None, (op.name, v)
 
 
 @MODELS

@@ -1,0 +1,79 @@
+"""What a convolution reads in a copy, as cuDNN takes neither uneven padding nor dilated operands.
+
+XLA:GPU writes such an operand out with its zeros, in the kernel that computes it (`ConvPaddingLegalization`). Of what only
+such copies read there is no array besides.
+
+* A convolution whose padding is uneven reads a padded copy; so does the gradient of its kernel, which reads the same one.
+* A transposed convolution reads its images with zeros between the rows. Not so the gradient of a strided one, which is the
+  same but for a kernel that is reversed: that cuDNN does by itself, whatever its padding.
+* The gradient of a transposed convolution's kernel slides what is larger, the cotangent, over what is smaller. XLA lets the
+  operands change places (`AlgebraicSimplifier::SwapConvOperands`). Then batch and channels change theirs, and both are
+  written out so: the cotangent padded, the images with zeros between the rows.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from search.problem.flat_program import FlatOp, FlatProgram
+
+CONVOLUTION = "conv_general_dilated"
+
+
+@dataclass(frozen=True, slots=True)
+class ConvolutionCopy:
+    """How an operand is written out.
+
+    Attributes:
+      spatial: the extents of the images' dimensions, zeros included.
+      growth: bytes of the copy over those of the operand.
+      is_turned: whether batch and channels change places.
+    """
+
+    spatial: tuple[int, ...]
+    growth: float
+    is_turned: bool
+
+
+def convolution_copy(program: FlatProgram, op: FlatOp, operand: int) -> ConvolutionCopy | None:
+    """How a convolution's operand is written out; None where it is read as it is."""
+    assert op.op is not None
+    params, values = op.op.params, [program.values[v].shape for v in op.operands]
+    dims = params["dimension_numbers"]
+    images, kernel = ([shape[d] for d in spec[2:]] for shape, spec in zip(values, dims[:2], strict=True))
+    if prod(kernel) > prod(images):
+        made = [program.values[op.results[0]].shape[d] for d in dims.out_spec[2:]]
+        dilated = [_dilated(n, d) for n, d in zip(images, params["lhs_dilation"], strict=True)]
+        if operand == 0:
+            return _copy(images, dilated, is_turned=True)
+        padded = [max(n, m + k - 1) for n, m, k in zip(kernel, made, dilated, strict=True)]
+        return _copy(kernel, padded, is_turned=True)
+    is_dilated = max(params["lhs_dilation"], default=1) > 1
+    if operand == 0 and (not _is_reversed(program, op) if is_dilated else _is_uneven(params)):
+        written = map(_padded, images, params["padding"], params["lhs_dilation"])
+        return _copy(images, list(written))
+    return None
+
+
+def _copy(shape: list[int], written: list[int], is_turned: bool = False) -> ConvolutionCopy:
+    return ConvolutionCopy(tuple(written), prod(written) / prod(shape), is_turned)
+
+
+def _dilated(extent: int, dilation: int) -> int:
+    return (extent - 1) * dilation + 1
+
+
+def _padded(extent: int, padding: tuple[int, int], dilation: int) -> int:
+    return _dilated(extent, dilation) + sum(max(n, 0) for n in padding)
+
+
+def _is_uneven(params: Mapping[str, Any]) -> bool:
+    """Of a strided convolution's kernel gradient, the padding at the end may be less, by up to a stride."""
+    pads = zip(params["padding"], params["rhs_dilation"], strict=True)
+    return any(not high <= low <= high + dilation - 1 for (low, high), dilation in pads)
+
+
+def _is_reversed(program: FlatProgram, op: FlatOp) -> bool:
+    """Whether its kernel is: of a dilated convolution, whether it is the gradient of a strided one."""
+    return program.ops[program.maker[op.operands[1]][0]].name == "rev"

@@ -1,0 +1,148 @@
+"""In which order arrays lie in memory, and who wants them in another.
+
+XLA gives every array an order of its dimensions. A product writes `(batch, rows, columns)`, in the order of its result;
+elementwise ops and transposes take what they read as it lies, for free. Two things cost an array more:
+
+* A product with batch dimensions reads its left operand as `(batch, rows, sums)` and its right one as `(batch, sums,
+  columns)`. cuBLAS transposes a matrix by itself, but where rows, columns or sums are several dimensions, they are made one
+  by a reshape, which XLA does not look through (`DotDecomposer`, `TransposeFolding`). Such an operand is written out in that
+  order, once for every order that products want: so are the probabilities of grouped heads, whose rows are a group's heads
+  and the queries, and the gradient of their scores.
+* Where an elementwise op reads what two products made in different orders, the later one's is first written out in the
+  order of the earlier's, in the type that it has there (`GpuLayoutAssignment` follows the products from the first on): so is
+  the gradient of those probabilities, in float32, where the softmax lies as its scores do.
+
+Only what products make has an order here: of all else we take it that it lies as it is wanted.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from search.problem.flat_program import FlatOp, FlatProgram
+
+PRODUCT = "dot_general"
+
+Order = tuple[int, ...]
+"""Dimensions of a value, the outermost first; those of a single element are left out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How a value lies in memory.
+
+    Attributes:
+      maker: the position of the product that it follows.
+      order: of the dimensions that are known.
+    """
+
+    maker: int
+    order: Order
+
+    def agrees(self, other: "Layout") -> bool:
+        """Whether both put the dimensions that they share in one order."""
+        shared = set(self.order) & set(other.order)
+        return [d for d in self.order if d in shared] == [d for d in other.order if d in shared]
+
+
+@dataclass(frozen=True, eq=False)
+class Layouts:
+    """How the values of a program lie.
+
+    Attributes:
+      program: the flat program.
+      of: by value that follows a product, its layout.
+      turned: values that are written out in the order of others.
+      across: values of which maxima are taken over dimensions that do not lie innermost.
+    """
+
+    program: FlatProgram
+    of: dict[int, Layout]
+    turned: frozenset[int]
+    across: frozenset[int]
+
+    def written_out(self, op: FlatOp, operand: int) -> Order | None:
+        """The order in which a product has an operand written out, as the dimensions of what it is a transpose of; None if
+        it takes it as it lies."""
+        v, order = op.operands[operand], product_order(self.program, op, operand)
+        if order is None or v not in self.of or self.of[v].order == order:
+            return None
+        while (maker := self.program.ops[self.program.maker[v][0]]).name == "transpose":
+            assert maker.op is not None
+            order, v = tuple(maker.op.params["permutation"][d] for d in order), maker.operands[0]
+        return order
+
+
+def layouts(program: FlatProgram) -> Layouts:
+    """Follows the products of a program."""
+    found: dict[int, Layout] = {}
+    turned: set[int] = set()
+    for i, op in enumerate(program.ops):
+        if op.name == PRODUCT:
+            found[op.results[0]] = Layout(i, _large(program.values[op.results[0]].shape))
+        elif op.op is not None and len(op.results) == 1 and (known := _followed(program, op, found)):
+            first = min(known.values(), key=lambda layout: (layout.maker, -len(layout.order)))
+            turned |= {v for v, layout in known.items() if not layout.agrees(first)}
+            order = max((layout.order for layout in known.values() if layout.agrees(first)), key=len)
+            found[op.results[0]] = Layout(first.maker, order)
+    across = {op.operands[0] for op in program.ops if op.name == "reduce_max" and _is_across(op, found)}
+    return Layouts(program, found, frozenset(turned), frozenset(across))
+
+
+def product_order(program: FlatProgram, op: FlatOp, operand: int) -> Order | None:
+    """In which order a product wants an operand; None if it transposes it by itself."""
+    assert op.op is not None
+    summed, batch = (sides[operand] for sides in op.op.params["dimension_numbers"])
+    large = _large(program.values[op.operands[operand]].shape)
+    first = tuple(d for d in batch if d in large)
+    sums = tuple(d for d in summed if d in large)
+    free = tuple(d for d in large if d not in summed and d not in batch)
+    if not first or max(len(sums), len(free)) < 2:
+        return None
+    return (*first, *free, *sums) if operand == 0 else (*first, *sums, *free)
+
+
+def _is_across(op: FlatOp, found: dict[int, Layout]) -> bool:
+    assert op.op is not None
+    layout = found.get(op.operands[0])
+    if layout is None:
+        return False
+    axes = [d for d in layout.order if d in op.op.params["axes"]]
+    return list(layout.order[len(layout.order) - len(axes) :]) != axes
+
+
+def _followed(program: FlatProgram, op: FlatOp, found: dict[int, Layout]) -> dict[int, Layout]:
+    """By operand, how an op's result would lie if it lay as that does."""
+    known: dict[int, Layout] = {}
+    for v in op.operands:
+        place = _place(program, op, v) if v in found else None
+        if place is not None:
+            known[v] = Layout(found[v].maker, tuple(place[d] for d in found[v].order if d in place))
+    return known
+
+
+def _place(program: FlatProgram, op: FlatOp, v: int) -> dict[int, int] | None:
+    """Where an operand's dimensions are in the result; None where an op does not keep them."""
+    assert op.op is not None
+    shape, result = program.values[v].shape, program.values[op.results[0]].shape
+    if op.name == "transpose":
+        return {d: at for at, d in enumerate(op.op.params["permutation"])}
+    if op.name == "broadcast_in_dim":
+        return dict(enumerate(map(int, op.op.params["broadcast_dimensions"])))
+    if op.name in ("reshape", "squeeze", "expand_dims"):
+        return _kept(shape, result)
+    if op.name.startswith("reduce_") and "axes" in op.op.params:
+        return {d: at for at, d in enumerate(d for d in range(len(shape)) if d not in op.op.params["axes"])}
+    is_alike = len(shape) == len(result) and all(n in (1, m) for n, m in zip(shape, result, strict=True))
+    return {d: d for d in range(len(shape))} if is_alike else None
+
+
+def _kept(shape: Sequence[int], result: Sequence[int]) -> dict[int, int] | None:
+    """Of a reshape that only adds or drops dimensions of one element."""
+    before, after = _large(shape), _large(result)
+    if [shape[d] for d in before] != [result[d] for d in after]:
+        return None
+    return dict(zip(before, after, strict=True))
+
+
+def _large(shape: Sequence[int]) -> Order:
+    return tuple(d for d, n in enumerate(shape) if n > 1)

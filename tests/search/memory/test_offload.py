@@ -1,0 +1,164 @@
+"""State in the host's memory changes no number; it is fetched when it is needed, and what is there at a time is bounded."""
+
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+from search.ir.graph import Graph, Op, Phase, Role, Step
+from search.ir.trace import trace
+from search.memory import offload
+from search.memory.fetches import WINDOW
+from search.memory.offload import may_rest_on_host, offloaded
+from search.memory.recompute import recomputed
+
+NUM_LAYERS, WIDTH = 6, 128
+
+
+def make(clip: float | None = None):
+    """A chain of equal layers under AdamW, and its shapes."""
+    update = optax.adamw(1e-3)
+    update = update if clip is None else optax.chain(optax.clip_by_global_norm(clip), update)
+
+    def step(params, state, x):
+        def loss(params):
+            y = x
+            for i in range(NUM_LAYERS):
+                y = jnp.tanh(y @ params[f"w{i}"])
+            return jnp.mean(y**2)
+
+        value, gradients = jax.value_and_grad(loss)(params)
+        changes, state = update.update(gradients, state, params)
+        return optax.apply_updates(params, changes), state, value
+
+    params = {f"w{i}": jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32) for i in range(NUM_LAYERS)}
+    x = jax.ShapeDtypeStruct((16, WIDTH), jnp.float32)
+    return step, (params, jax.eval_shape(update.init, params), x)
+
+
+def of_roles(step: Step, *roles: Role) -> frozenset[int]:
+    return frozenset(i for i, role in may_rest_on_host(step).items() if role in roles)
+
+
+def hosted(step: Step) -> Graph:
+    return offloaded(step, of_roles(step, Role.OPTIMIZER_STATE, Role.PARAMETER)).step.graph
+
+
+def transfers(graph: Graph, to_host: bool) -> Iterator[tuple[int, Op]]:
+    for i, op in enumerate(graph.ops):
+        if op.is_transfer and op.result_values[0].is_on_host is to_host:
+            yield i, op
+
+
+def test_what_may_rest_on_the_host():
+    step = trace(*flat(make()))
+    roles = [role for _, role in sorted(may_rest_on_host(step).items())]
+    assert roles.count(Role.PARAMETER) == NUM_LAYERS
+    assert roles.count(Role.OPTIMIZER_STATE) == 2 * NUM_LAYERS
+    assert len(roles) == 3 * NUM_LAYERS  # neither the step's count nor the batch
+
+
+def test_what_is_handed_on_as_it_was_stays_on_the_device():
+    big = jax.ShapeDtypeStruct((256, 256), jnp.float32)
+    step = trace(lambda w, x: (w - jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w)))(w), w), big, big)
+    assert not may_rest_on_host(step)
+
+
+def flat(made):
+    step, args = made
+    return step, *args
+
+
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_state_rests_there_and_returns_there(clip):
+    step = trace(*flat(make(clip)))
+    graph = hosted(step)
+    on_host = [graph.values[v].is_on_host for v in graph.inputs]
+    for a, r in zip(graph.outputs, step.replaces, strict=True):
+        if r is not None:
+            assert graph.value(a).is_on_host == on_host[r]
+    assert sum(on_host) == 3 * NUM_LAYERS
+
+
+def test_it_comes_once_for_each_phase_that_reads_it():
+    graph = hosted(trace(*flat(make())))
+    phases = [op.phase for _, op in transfers(graph, to_host=False)]
+    assert phases.count(Phase.FORWARD) == NUM_LAYERS
+    assert phases.count(Phase.BACKWARD) == NUM_LAYERS - 1  # nothing is propagated into the batch
+    assert phases.count(Phase.UPDATE) == 3 * NUM_LAYERS
+    assert len(list(transfers(graph, to_host=True))) == 3 * NUM_LAYERS
+
+
+def test_updates_stand_between_the_layers_of_the_backward_phase():
+    graph = hosted(trace(*flat(make())))
+    stored = [i for i, _ in transfers(graph, to_host=True)]
+    products = [
+        i for i, op in enumerate(graph.ops) if op.name == "dot_general" and op.phase is Phase.BACKWARD
+    ]
+    done_before = [sum(s < p for s in stored) for p in products]
+    assert done_before[-1] >= 3 * (NUM_LAYERS - 1 - WINDOW)
+
+
+def test_gradients_that_are_clipped_together_wait_for_one_another():
+    graph = hosted(trace(*flat(make(clip=1.0))))
+    first = min(i for i, _ in transfers(graph, to_host=True))
+    assert first > max(i for i, op in enumerate(graph.ops) if op.phase is Phase.BACKWARD)
+
+
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_no_more_than_the_window_is_there_at_a_time(clip):
+    """Of updates: what waits for nothing but what its barrier holds may run as soon as that is there."""
+    graph = hosted(trace(*flat(make(clip))))
+    below: dict[int, set[int]] = {}
+    fetched: list[int] = []
+    for n, op in enumerate(graph.ops):
+        waited = set[int]().union(*(below.get(v, set()) for v in op.operands))
+        if op.is_transfer and op.result_values[0].is_on_host:
+            waited = waited | {n}  # a store is over
+        below |= dict.fromkeys(op.outputs, waited)
+        if op.is_transfer and op.phase is Phase.UPDATE and not op.result_values[0].is_on_host:
+            in_flight = len(fetched) - len(waited)
+            assert in_flight < 3 * WINDOW
+            fetched.append(n)
+    assert fetched
+
+
+def test_what_holds_a_fetch_back_is_read_behind_its_barrier():
+    """Else the compiler strips the barrier of it."""
+    graph = hosted(trace(*flat(make())))
+    read = {v for op in graph.ops for v in op.operands} | {a for a in graph.outputs if isinstance(a, int)}
+    barriers = [op for op in graph.ops if op.name == "optimization_barrier"]
+    assert barriers
+    assert all(read.issuperset(op.outputs) for op in barriers)
+
+
+def test_sites_of_the_rewritten_step_are_those_of_the_traced_one():
+    step = trace(*flat(make()))
+    found = offloaded(step, of_roles(step, Role.PARAMETER))
+    for i, op in enumerate(found.step.graph.ops):
+        for (n,) in found.before([(i,)]):
+            assert step.graph.ops[n].primitive is op.primitive
+    ops = {site for i in range(len(found.step.graph.ops)) for site in found.before([(i,)])}
+    assert ops == {(n,) for n in range(len(step.graph.ops))}
+
+
+def test_a_recomputing_step_may_rest_on_the_host_too():
+    step = trace(*flat(make()))
+    sites = frozenset(
+        (i,) for i, op in enumerate(step.graph.ops) if op.phase is Phase.FORWARD and op.name == "tanh"
+    )
+    graph = offloaded(recomputed(step, sites), of_roles(step, Role.PARAMETER)).step.graph
+    assert sum(op.name == "tanh" for op in graph.ops) > NUM_LAYERS
+
+
+def test_small_state_stays(monkeypatch):
+    step = trace(*flat(make()))
+    monkeypatch.setattr(offload, "MIN_BYTES", WIDTH * WIDTH * 4 + 1)
+    assert not may_rest_on_host(step)
+
+
+def test_nothing_on_the_host_is_the_step_itself():
+    step = trace(*flat(make()))
+    assert offloaded(step, frozenset()).step is step
