@@ -53,9 +53,12 @@ MAX_FUTILE = 3
 """Steps that recompute and are no better than the best plan, in a row, before no more are tried. Source: a choice of ours;
 estimates of what comes next to one another differ by less than they are wrong."""
 
-WORTH = 0.1
+WORTH = 0.05
 """By how much a plan may be slower than one without a cap, before microbatches are tried. Source: a choice of ours; two of
 them gather each split parameter twice."""
+
+SPLIT_SHARE = 0.4
+"""Of the time left for microbatches, what one number of them may take. Source: a choice of ours."""
 
 MAX_MICROBATCHES = 64
 """The most that are tried where the user names no number. Source: a choice of ours."""
@@ -119,6 +122,7 @@ class StepSearch:
       best: the best plan so far.
       bounds_s: by mesh, a lower bound on plans in as many microbatches that recompute what the best one does.
       floors_s: by mesh, a lower bound on all plans.
+      most_saved_bytes: what may be kept no longer, of the residuals of the whole batch.
       free: the fastest strategies without a cap, where they are faster than those under the cap.
       tried: what was done to the step in vain, besides recomputing, for a message.
     """
@@ -133,6 +137,7 @@ class StepSearch:
         self.best: Found | None = None
         self.bounds_s: Bounds = {}
         self.floors_s: Bounds = {}
+        self.most_saved_bytes = 0.0
         self.free: FreeSolution | None = None
         self.tried = ""
         self.may_rest_on_host = may_rest_on_host(step)
@@ -228,6 +233,8 @@ class StepSearch:
             plain.step_problem, free, self.pins, limit_bytes, self.cutoff_s, deadline, may_recompute, may_wait
         )
         self.watch.lap("recompute")
+        if plain.step_problem.traced.num_microbatches == 1:
+            self.most_saved_bytes = max((candidate.saved_bytes for candidate in found), default=0.0)
         before = plain.step_problem.rewritten.before
         found = [replace(c, sites=before(c.sites), waiting=before(c.waiting)) for c in found]
         self._try(plain.step_problem.traced, found, Deadline.after(time_limit_s))
@@ -321,51 +328,52 @@ class StepSearch:
         return frozenset(i for i, role in self.may_rest_on_host.items() if role in roles)
 
     def _in_microbatches(self) -> StepProblem | None:
-        """Looks for better plans in more microbatches, or in as few as do where one does not; where none fits, the step that
-        holds least of all those considered."""
+        """Looks for better plans in more and more microbatches, from as few as may do, for as long as that helps; where none
+        fits, the step that holds least of all those considered."""
         deadline, least = Deadline.after(self.options.time_limit_s), None
         counts = [n for n in batch_divisors(self.step) if 1 < n <= MAX_MICROBATCHES]
-        first = min(self._first_count, max(counts, default=0))
-        left = [n for n in counts if n >= first]
-        if self.best is None:
-            while self.best is None and self.free and left and not deadline.is_over:
-                least = self._split_in(left[0], deadline)
-                left = [n for n in left if n >= 2 * left[0]] if least else []
-            left = [n for n in reversed(counts) if n <= first / 2]
-        while self.best and left and self._is_wanting and not deadline.is_over:
-            before = self.best
-            self._split_in(left[0], deadline)
-            left = [n for n in left if not 0.5 < n / left[0] < 2] if self.best is not before else []
+        fewest, enough = self._needed_counts
+        left = [n for n in counts if n >= min(fewest, counts[-1])]
+        while left and self._is_wanting and not deadline.is_over:
+            before, share_s = self.best, SPLIT_SHARE * deadline.left_s
+            least = self._split_in(left[0], share_s)
+            if least is None or (before is not None and self.best is before):
+                break
+            is_late = self.best is None and deadline.left_s < self.options.time_limit_s / 2
+            left = [n for n in left if n >= max(2 * left[0], min(enough, left[-1]) if is_late else 0)]
         return None if self.best else least
 
-    def _split_in(self, count: int, deadline: Deadline) -> StepProblem | None:
+    def _split_in(self, count: int, time_limit_s: float) -> StepProblem | None:
         """Looks for better plans in that many microbatches; the step that holds least, None if it cannot be split."""
         try:
             step = microbatched(self.step, count)
         except NotSplittableError as e:
             self.tried = f"It has no microbatches: {first_line(e)}."
             return None
-        before, plain = self.best, self._plain(step, deadline.left_s / 2)
+        before, plain = self.best, self._plain(step, time_limit_s / 2)
         if self.best and self.best is not before:
             shape = self.best.on_mesh.shape
             self.bounds_s = {**self.floors_s, shape: plain.bounds_s[shape]}
         self.tried = f"Up to {count} microbatches were tried too."
-        return self._held_down(plain, deadline.left_s / 4)
+        return self._held_down(plain, time_limit_s / 2)
 
     @property
     def _is_wanting(self) -> bool:
-        """Whether the best plan is much slower than one without a cap."""
+        """Whether the best plan is slower than one without a cap by so much that there may be a better one."""
         return self.free is not None and self.cutoff_s > (1 + WORTH) * self.free.cost_s
 
     @property
-    def _first_count(self) -> float:
-        """Of microbatches: two where there is a plan, else as many as make the fastest strategies fit."""
-        if self.best or self.free is None:
-            return 2.0
+    def _needed_counts(self) -> tuple[float, float]:
+        """Of microbatches: as many as make the fastest strategies fit where as much is recomputed as may be, and where nothing
+        is."""
+        if self.free is None:
+            return 2.0, 2.0
         peak = self.free.on_mesh.predicted(self.free.labels, math.inf).least
         held_bytes = sum(num_bytes for resident, num_bytes in peak.residents if resident in OF_A_BATCH)
         room_bytes = self.options.memory_bytes - (peak.num_bytes - held_bytes)
-        return max(2.0, held_bytes / room_bytes) if room_bytes > 0 else 2.0
+        if self.best or room_bytes <= 0:
+            return 2.0, 2.0
+        return max(2.0, (held_bytes - self.most_saved_bytes) / room_bytes), max(2.0, held_bytes / room_bytes)
 
     def _forbidden_s(self, first: _Plain) -> float | None:
         """Seconds per step of a plan that recomputes, where that is forbidden and would fit."""
