@@ -8,7 +8,7 @@ other: their prices, their kernels and their peaks are real ones, and the first 
 so far ends the search.
 
 Where memory is plenty, to recompute may be faster too: what a loop stacks up is written, and read, for that alone, which may
-take longer than to compute it again. So the estimates leave that out, and of a step with loops they are made in any case.
+take longer than to compute it again. So of a step with loops the estimates are made in any case.
 
 Otherwise a step that recomputes does all that the plain one does. So a mesh where the plain one is too slow without a cap is
 done with.
@@ -21,8 +21,6 @@ from typing import Any
 
 import numpy as np
 
-from cost_model.cluster import Device
-from cost_model.compute import kernel_s
 from search.deadline import Deadline
 from search.ir.graph import Site
 from search.memory.fetches import WINDOW
@@ -36,13 +34,6 @@ NO_CAP = 1 << 62
 
 SHARES = (0.25, 0.5, 0.75)
 """Between two prices, how much of the step is at the higher one. Source: a choice of ours."""
-
-STREAM_BYTES = 1 << 30
-"""Moved in one go at a device's full rate."""
-
-PASSES = 4 / 3
-"""Through memory, that go without what a loop stacks up: it is written and read, but what it is computed of in its place is
-read too. Source: of a scanned GPT and a scanned Llama, 1.2 to 1.6 (by the prices of their rewritten steps)."""
 
 MAX_MESHES = 2
 """For how many meshes, the fastest without a cap, estimates are made. Source: a choice of ours."""
@@ -144,7 +135,7 @@ class _Estimation:
         self.needed_bytes = max(in_order.num_bytes, of_kernels.num_bytes)
         self.parts = residuals(self.on_mesh.memory.costed, step_problem.live_ranges.fusion, self.free.labels)
         self.all_bytes = sum(part.all_bytes for part in self.parts)
-        self.pass_s_per_byte = _pass_s_per_byte(self.on_mesh.memory.costed.device)
+        self.plain_s = sum(part.seconds(frozenset()) for part in self.parts)
         self.seen: set[frozenset[Site]] = {frozenset()}
 
     def candidates(self) -> list[Candidate]:
@@ -166,23 +157,18 @@ class _Estimation:
         """What to recompute at some prices."""
         sites = frozenset[Site]().union(*(p.recomputed(p.prices(low, high, share)) for p in self.parts))
         kept_bytes = sum(part.kept_bytes(sites) for part in self.parts)
-        return Choice(high, sites, sum(part.recompute_s(sites) for part in self.parts), kept_bytes)
+        return Choice(high, sites, sum(part.seconds(sites) for part in self.parts), kept_bytes)
 
     def _estimated(self, choice: Choice) -> Iterator[Candidate]:
         """What a choice promises, unless that was asked before."""
         if choice.sites not in self.seen:
             self.seen.add(choice.sites)
             saved_bytes = self.all_bytes - choice.kept_bytes
-            more_s = choice.seconds - self._unstacked_s(choice.sites)
+            more_s = choice.seconds - self.plain_s
             cost_s = more_s + self._sharding_s(saved_bytes, self.cutoff_s - more_s)
             yield Candidate(self.on_mesh.shape, choice.sites, cost_s, saved_bytes)
             if self.may_wait:
                 yield from self._waiting(choice.sites, saved_bytes, more_s)
-
-    def _unstacked_s(self, sites: frozenset[Site]) -> float:
-        """What it takes to stack up, and read, what these sites make instead."""
-        saved_bytes = sum(part.all_bytes - part.kept_bytes(sites) for part in self.parts if part.is_loop)
-        return PASSES * self.pass_s_per_byte * saved_bytes
 
     def _waiting(self, sites: frozenset[Site], saved_bytes: float, recompute_s: float) -> Iterator[Candidate]:
         """The same with as much of what is kept on the host as is too much for the device: first what nothing is computed from
@@ -222,8 +208,3 @@ class _Estimation:
                 self.kept, cap_bytes, left_s, cutoff_s, relative_gap=ESTIMATE_GAP
             ).cost_s
         return np.inf
-
-
-def _pass_s_per_byte(device: Device) -> float:
-    """Of one pass through memory."""
-    return float(kernel_s(device, STREAM_BYTES)) / STREAM_BYTES

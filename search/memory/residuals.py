@@ -6,6 +6,8 @@ solution's strategies.
 
 * Arguments, constants and slices of stacked arguments are at hand in the backward phase anyway.
 * What is not stored (`search.problem.fusion`) is computed on the fly, for nothing, where what it is made of is at hand.
+* What a loop stacks up is written once, and read once, for that alone: to recompute it may be faster, memory or no memory.
+  (A product's result is written in any case.)
 * What is handed from one segment to the next (`search.memory.segments`), or is a loop's carry, is kept if it is needed.
 * What is read by the backward phase soon after the forward phase has read it counts for no more than what is made between.
 * What is made of parameters, keys and constants alone by light ops (a cast, a mask) may always be made again, and parameters
@@ -19,7 +21,7 @@ from functools import cached_property
 
 import numpy as np
 
-from cost_model.compute import kernel_s
+from cost_model.compute import kernel_s, pass_s_per_byte
 from search.ir.graph import EFFECTFUL, Graph, Op, Phase, Role, Site, Step, walk
 from search.ir.sharding import Place
 from search.memory.loop_pairs import loop_pairs
@@ -29,6 +31,9 @@ from search.problem.costs import CostedGraph
 from search.problem.flat_program import BARRIER
 from search.problem.fusion import Fusion
 from search.problem.kernels import FusedKernel, runs_alone
+
+PASSES = 2
+"""Through memory, of what a loop stacks up: a write and a read. Source: what XLA:GPU compiles."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,9 +123,11 @@ class Residuals:
         """What is kept where nothing is recomputed."""
         return self.kept_bytes(frozenset())
 
-    def recompute_s(self, sites: frozenset[Site]) -> float:
-        """Seconds to recompute these sites."""
-        return float(sum(s for s, site in zip(self.problem.op_s, self.sites, strict=True) if site in sites))
+    def seconds(self, sites: frozenset[Site]) -> float:
+        """Seconds to recompute these sites, and to keep what is kept then."""
+        again_s = sum(s for s, site in zip(self.problem.op_s, self.sites, strict=True) if site in sites)
+        keep_s = np.broadcast_to(self.problem.keep_s, len(self.problem.maker))
+        return float(again_s + sum(keep_s[v] for v in self._kept(sites)))
 
 
 def residuals(costed: CostedGraph, fusion: Fusion, strategies: Sequence[int]) -> tuple[Residuals, ...]:
@@ -160,6 +167,7 @@ class _Ledger:
         self.reads: list[list[int]] = []
         self.maker: list[int] = []
         self.num_bytes: list[float] = []
+        self.keep_s: list[float] = []
 
     def add(
         self,
@@ -168,6 +176,7 @@ class _Ledger:
         operands: Sequence[int],
         results: Sequence[int],
         num_bytes: Sequence[float],
+        keep_s_per_byte: float = 0.0,
     ) -> None:
         """An op, or a carry; what is not stored has infinitely many bytes."""
         op, is_stored = len(self.sites), any(map(np.isfinite, num_bytes))
@@ -178,6 +187,7 @@ class _Ledger:
         self.number.update({v: len(self.number) + n for n, v in enumerate(results)})
         self.maker += [op] * len(results)
         self.num_bytes += num_bytes
+        self.keep_s += [keep_s_per_byte * n if np.isfinite(n) else 0.0 for n in num_bytes]
 
     def residuals(self, needed: set[int], is_loop: bool) -> Residuals:
         """The problem, where the backward phase reads these values."""
@@ -187,6 +197,7 @@ class _Ledger:
             np.array(self.maker, np.int64),
             np.array(self.num_bytes),
             sorted(self.number[v] for v in needed if v in self.number),
+            np.array(self.keep_s),
         )
         return Residuals(problem, tuple(self.sites), tuple(self.is_stored), is_loop)
 
@@ -238,7 +249,9 @@ class _Reader:
             site = (*inner, i)
             seconds = np.inf if _must_stay(op) else self._seconds.get(site, 0.0)
             sizes = [num_bytes(v, "result", site, r) for r, v in enumerate(op.outputs)]
-            ledger.add(site, seconds, op.operands, op.outputs, sizes)
+            is_light = site not in self._heavy and not op.bodies
+            keep_s_per_byte = PASSES * pass_s_per_byte(self.costed.device) if is_light else 0.0
+            ledger.add(site, seconds, op.operands, op.outputs, sizes, keep_s_per_byte)
         return ledger.residuals({y for y, out in stack_of.items() if out in read}, is_loop=True)
 
     @cached_property
