@@ -106,12 +106,14 @@ class _Plain:
       step_problem: of the step.
       on_meshes: on each mesh.
       cramped: those where memory made a difference.
+      found: the plans that were each better than the one before.
       bounds_s: on its plans that fit.
     """
 
     step_problem: StepProblem
     on_meshes: tuple[MeshProblem, ...]
     cramped: tuple[MeshProblem, ...]
+    found: tuple[Found, ...]
     bounds_s: Bounds
 
 
@@ -175,16 +177,20 @@ class StepSearch:
         step_problem, deadline = self._made_ready(step), Deadline.after(time_limit_s)
         on_meshes: list[MeshProblem] = []
         cramped: list[MeshProblem] = []
+        found: list[Found] = []
         bounds_s: dict[tuple[int, ...], float] = {}
         for i, shape in enumerate(self.shapes):
             self.progress(f"{_said(step)}mesh {format_mesh(shape)} ({i + 1} of {len(self.shapes)})")
             on_mesh = self._put_on(step_problem, shape)
             on_meshes.append(on_mesh)
+            before = self.best
             bounds_s[shape], is_cramped = self._improve(
                 step_problem, on_mesh, deadline.left_s / (len(self.shapes) - i)
             )
             cramped += [on_mesh] * is_cramped
-        return _Plain(step_problem, tuple(on_meshes), tuple(cramped), bounds_s)
+            if self.best is not None and self.best is not before:
+                found.append(self.best)
+        return _Plain(step_problem, tuple(on_meshes), tuple(cramped), tuple(found), bounds_s)
 
     def _made_ready(
         self, step: Step, sites: frozenset[Site] = frozenset(), waiting: frozenset[Site] = frozenset()
@@ -243,18 +249,14 @@ class StepSearch:
         most = max(found, key=lambda candidate: candidate.saved_bytes)
         return self._made_ready(plain.step_problem.traced, most.sites, most.waiting)
 
-    def _unhindered(self, plain: _Plain, free: Sequence[FreeSolution]) -> list[FreeSolution]:
-        """The best plan, where it recomputes nothing yet and its step has loops that may be faster for recomputing."""
-        best = self.best
-        if (
-            best is None
-            or best.step_problem is not plain.step_problem
-            or not has_loops(best.step_problem.step)
-        ):
+    @staticmethod
+    def _unhindered(plain: _Plain, free: Sequence[FreeSolution]) -> list[FreeSolution]:
+        """Plans of a step with loops, which may be faster for recomputing though they fit as they are; the best one first."""
+        known = {one.on_mesh.shape for one in free}
+        found = [one for one in reversed(plain.found) if one.on_mesh.shape not in known]
+        if not found or not has_loops(plain.step_problem.step):
             return []
-        if best.on_mesh.shape in {one.on_mesh.shape for one in free}:
-            return []
-        return [FreeSolution(best.on_mesh, best.labels, best.on_mesh.problem.cost_s(best.labels))]
+        return [FreeSolution(p.on_mesh, p.labels, p.on_mesh.problem.cost_s(p.labels)) for p in found]
 
     def _try(self, step: Step, found: Sequence[Candidate], deadline: Deadline) -> None:
         """Builds and solves steps that recompute, until none promises to be better than the best plan."""
