@@ -53,7 +53,7 @@ MAX_FUTILE = 3
 """Steps that recompute and are no better than the best plan, in a row, before no more are tried. Source: a choice of ours;
 estimates of what comes next to one another differ by less than they are wrong."""
 
-WORTH = 0.05
+WORTH = 0.1
 """By how much a plan may be slower than one without a cap, before microbatches are tried. Source: a choice of ours; two of
 them gather each split parameter twice."""
 
@@ -335,7 +335,7 @@ class StepSearch:
         deadline, least = Deadline.after(self.options.time_limit_s), None
         counts = [n for n in batch_divisors(self.step) if 1 < n <= MAX_MICROBATCHES]
         fewest, enough = self._needed_counts
-        left = [n for n in counts if n >= min(fewest, counts[-1])]
+        left = [n for n in counts if n >= min(fewest, max(counts))]
         while left and self._is_wanting and not deadline.is_over:
             before, share_s = self.best, SPLIT_SHARE * deadline.left_s
             least = self._split_in(left[0], share_s)

@@ -65,29 +65,47 @@ class Residuals:
         handed to something that is: it would become an array on the way.
         """
         runs, is_stored = cheapest(self.problem, price_s_per_byte), np.array(self.is_stored)
-        made_of = [self.problem.maker[list(values)] for values in self.problem.reads]
         said = is_stored & runs
-        for op in np.flatnonzero(runs):
-            said[op] |= bool(said[made_of[op]].any())
-        for op in np.flatnonzero(runs)[::-1]:
+        for op in np.flatnonzero(runs).tolist():
+            said[op] |= any(said[made] for made in self._made_of[op])
+        for op in np.flatnonzero(runs)[::-1].tolist():
             if said[op]:
-                said[made_of[op][~is_stored[made_of[op]]]] = True
+                said[[made for made in self._made_of[op] if not is_stored[made]]] = True
         return frozenset(site for site, one in zip(self.sites, said, strict=True) if one and site is not None)
+
+    @cached_property
+    def _made_of(self) -> list[list[int]]:
+        """By op, those that make what it reads."""
+        return [[self._maker[v] for v in values] for values in self.problem.reads]
 
     def kept_bytes(self, sites: frozenset[Site]) -> float:
         """Bytes of what is kept for the backward phase, where these sites are recomputed."""
         return float(sum(self.problem.num_bytes[v] for v in self._kept(sites)))
 
     def _kept(self, sites: frozenset[Site]) -> set[int]:
-        runs = [not stored or site in sites for site, stored in zip(self.sites, self.is_stored, strict=True)]
-        wanted = set(self.problem.needed)
-        left = list(wanted)
-        while left:
-            op = int(self.problem.maker[left.pop()])
-            fresh = [v for v in self.problem.reads[op] if v not in wanted] if runs[op] else []
-            wanted.update(fresh)
-            left += fresh
-        return {v for v in wanted if not runs[self.problem.maker[v]]}
+        if sites not in self._known:
+            runs = [
+                not stored or site in sites for site, stored in zip(self.sites, self.is_stored, strict=True)
+            ]
+            wanted, maker = set(self.problem.needed), self._maker
+            left = list(wanted)
+            while left:
+                op = maker[left.pop()]
+                fresh = [v for v in self.problem.reads[op] if v not in wanted] if runs[op] else []
+                wanted.update(fresh)
+                left += fresh
+            self._known[sites] = {v for v in wanted if not runs[maker[v]]}
+        return self._known[sites]
+
+    @cached_property
+    def _known(self) -> dict[frozenset[Site], set[int]]:
+        """What is kept, of choices that were asked for."""
+        return {}
+
+    @cached_property
+    def _maker(self) -> list[int]:
+        """By value, the op that makes it."""
+        return self.problem.maker.tolist()
 
     def kept(self, sites: frozenset[Site]) -> list[tuple[Site, float]]:
         """What is kept where these sites are recomputed, as far as an op of the graph makes it: the op and its bytes, in

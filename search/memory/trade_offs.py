@@ -18,11 +18,11 @@ from search.ir.graph import Site
 HIGHEST_S_PER_BYTE = 1e-6
 """A price at which all is recomputed that can be. An H100 makes a byte of a product's result in 1e-12 s and more."""
 
-LEAST_SHARE = 0.01
+LEAST_SHARE = 0.02
 """Of all that is kept where nothing is recomputed: narrower gaps are left. Source: a choice of ours."""
 
-MAX_CUTS = 40
-"""Source: a choice of ours; models of language and images had 15 to 25 such choices (measured)."""
+MAX_CUTS = 20
+"""Source: a choice of ours; of models of language and images there were 10 to 15 choices that far apart (measured)."""
 
 
 @dataclass(frozen=True, slots=True)
