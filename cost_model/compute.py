@@ -143,8 +143,13 @@ def _tiled_s(
     return START_S + (np.maximum(arithmetic_s, memory_s) + np.where(parts > 1, joining_s, 0.0)).min(axis=0)
 
 
+def pass_s_per_byte(device: Device) -> float:
+    """Seconds for each of many bytes that are written, or read."""
+    return 1.0 / (device.memory_bytes_per_s * device.memory_efficiency)
+
+
 def _memory_s(device: Device, num_bytes: ArrayLike) -> np.ndarray:
-    return np.asarray(num_bytes, float) / (device.memory_bytes_per_s * device.memory_efficiency)
+    return np.asarray(num_bytes, float) * pass_s_per_byte(device)
 
 
 def _plain(seconds: np.ndarray) -> Seconds:

@@ -1,14 +1,17 @@
 """What to recompute, decided with the sharding under one cap.
 
-Without a cap nothing would be recomputed, so the search begins with the strategies that are best without one. At rising
-prices of a kept byte, minimum cuts (`search.memory`) then say what to recompute, each a little more. How such a choice goes
-together with sharding is estimated without building its step: under a cap that is higher by what is no longer kept, the
-plain step takes so long, and what is recomputed comes on top. In the order of these estimates the steps that recompute are
-built, and searched like any other: their prices, their kernels and their peaks are real ones, and the first estimate that is
-no better than the best plan so far ends the search.
+The search begins with the strategies that are best without a cap. At rising prices of a kept byte, minimum cuts
+(`search.memory.trade_offs`) then say what to recompute, each a little more. How such a choice goes together with sharding is
+estimated without building its step: under a cap that is higher by what is no longer kept, the plain step takes so long, and
+what is recomputed comes on top. In the order of these estimates the steps that recompute are built, and searched like any
+other: their prices, their kernels and their peaks are real ones, and the first estimate that is no better than the best plan
+so far ends the search.
 
-A step that recomputes does all that the plain one does. So no plan with recomputation is taken to be faster than the fastest
-plain one without a cap, and a mesh where that is too slow is done with.
+Where memory is plenty, to recompute may be faster too: what a loop stacks up is written, and read, for that alone, which may
+take longer than to compute it again. So of a step with loops the estimates are made in any case.
+
+Otherwise a step that recomputes does all that the plain one does. So a mesh where the plain one is too slow without a cap is
+done with.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,11 +25,10 @@ from search.deadline import Deadline
 from search.ir.graph import Site
 from search.memory.fetches import WINDOW
 from search.memory.residuals import residuals
+from search.memory.trade_offs import Choice, trade_offs
 from search.mesh_problem import RELATIVE_GAP, MeshProblem, StepProblem
-from search.solver.branch_and_bound import NoFitError, Solution
-
-PRICES_S_PER_BYTE = tuple(np.geomspace(1e-13, 1e-6, 15).tolist())
-"""What a kept byte may cost. An H100 makes a byte of a product's result in 1e-12 s and more."""
+from search.solver.branch_and_bound import NoFitError
+from search.solver.pbqp import Labels
 
 NO_CAP = 1 << 62
 
@@ -56,10 +58,11 @@ LEAST_WAITING_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FreeSolution:
-    """The best strategies of the plain step on a mesh, without a cap."""
+    """The best strategies of the plain step on a mesh, without a cap, or where it makes no difference."""
 
     on_mesh: MeshProblem
-    solution: Solution
+    labels: Labels
+    cost_s: float
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -91,11 +94,11 @@ def without_cap(
         share_s = deadline.left_s / (len(tried) - i)
         try:
             solution = on_mesh.solve(on_mesh.pinned(pins), NO_CAP, share_s, (1 - RELATIVE_GAP) * cutoff_s)
-            found.append(FreeSolution(on_mesh, solution))
+            found.append(FreeSolution(on_mesh, solution.labels, solution.cost_s))
             bounds_s[on_mesh.shape] = solution.bound_s
         except NoFitError as e:
             bounds_s[on_mesh.shape] = e.bound_s
-    return sorted(found, key=lambda free: free.solution.cost_s), bounds_s
+    return sorted(found, key=lambda free: free.cost_s), bounds_s
 
 
 def candidates(
@@ -132,7 +135,7 @@ class _Estimation:
         cutoff_s: float,
         deadline: Deadline,
     ) -> None:
-        self.on_mesh, self.free, self.deadline = free.on_mesh, free.solution, deadline
+        self.on_mesh, self.free, self.deadline = free.on_mesh, free, deadline
         self.may_recompute = self.may_wait = True
         self.limit_bytes, self.cutoff_s = limit_bytes, cutoff_s
         self.kept = self.on_mesh.pinned(pins)
@@ -140,32 +143,41 @@ class _Estimation:
         of_kernels = self.on_mesh.predicted(self.free.labels, limit_bytes).least
         self.needed_bytes = max(in_order.num_bytes, of_kernels.num_bytes)
         self.parts = residuals(self.on_mesh.memory.costed, step_problem.live_ranges.fusion, self.free.labels)
+        self.all_bytes = sum(part.all_bytes for part in self.parts)
+        self.plain_s = sum(part.seconds(frozenset()) for part in self.parts)
         self.seen: set[frozenset[Site]] = {frozenset()}
 
     def candidates(self) -> list[Candidate]:
-        """At every price, and between the best price and the next lower one, with the first ops at the higher one."""
+        """Of all trade-offs, and where memory is short, between the best one's price and the next lower one, with the first
+        ops at the higher one."""
         found = list(self._waiting(frozenset(), 0.0, 0.0)) if self.may_wait else []
         if not self.may_recompute:
             return found
-        by_price = [(n, c) for n, price in enumerate(PRICES_S_PER_BYTE) for c in self._at(price, price, 1.0)]
-        found += [candidate for _, candidate in by_price]
-        if by_price:
-            best, _ = min(by_price, key=lambda one: one[1].cost_s)
-            low, high = PRICES_S_PER_BYTE[max(best - 1, 0)], PRICES_S_PER_BYTE[best]
-            found += [candidate for share in SHARES for candidate in self._at(low, high, share)]
+        choices = trade_offs(lambda price: self._chosen(price, price, 1.0), self.all_bytes)
+        by_choice = [(n, c) for n, choice in enumerate(choices) for c in self._estimated(choice)]
+        found += [candidate for _, candidate in by_choice]
+        if by_choice and self.needed_bytes > self.limit_bytes:
+            best, _ = min(by_choice, key=lambda one: one[1].cost_s)
+            low, high = choices[max(best - 1, 0)].price_s_per_byte, choices[best].price_s_per_byte
+            found += [c for share in SHARES for c in self._estimated(self._chosen(low, high, share))]
         return found
 
-    def _at(self, low: float, high: float, share: float) -> Iterator[Candidate]:
-        """What is recomputed at some prices, unless that was seen before."""
+    def _chosen(self, low: float, high: float, share: float) -> Choice:
+        """What to recompute at some prices."""
         sites = frozenset[Site]().union(*(p.recomputed(p.prices(low, high, share)) for p in self.parts))
-        if sites not in self.seen:
-            self.seen.add(sites)
-            saved_bytes = self._kept_bytes(frozenset()) - self._kept_bytes(sites)
-            recompute_s = sum(part.recompute_s(sites) for part in self.parts)
-            cost_s = recompute_s + self._sharding_s(saved_bytes, self.cutoff_s - recompute_s)
-            yield Candidate(self.on_mesh.shape, sites, cost_s, saved_bytes)
+        kept_bytes = sum(part.kept_bytes(sites) for part in self.parts)
+        return Choice(high, sites, sum(part.seconds(sites) for part in self.parts), kept_bytes)
+
+    def _estimated(self, choice: Choice) -> Iterator[Candidate]:
+        """What a choice promises, unless that was asked before."""
+        if choice.sites not in self.seen:
+            self.seen.add(choice.sites)
+            saved_bytes = self.all_bytes - choice.kept_bytes
+            more_s = choice.seconds - self.plain_s
+            cost_s = more_s + self._sharding_s(saved_bytes, self.cutoff_s - more_s)
+            yield Candidate(self.on_mesh.shape, choice.sites, cost_s, saved_bytes)
             if self.may_wait:
-                yield from self._waiting(sites, saved_bytes, recompute_s)
+                yield from self._waiting(choice.sites, saved_bytes, more_s)
 
     def _waiting(self, sites: frozenset[Site], saved_bytes: float, recompute_s: float) -> Iterator[Candidate]:
         """The same with as much of what is kept on the host as is too much for the device: first what nothing is computed
@@ -205,6 +217,3 @@ class _Estimation:
                 self.kept, cap_bytes, left_s, cutoff_s, relative_gap=ESTIMATE_GAP
             ).cost_s
         return np.inf
-
-    def _kept_bytes(self, sites: frozenset[Site]) -> float:
-        return sum(part.kept_bytes(sites) for part in self.parts)

@@ -6,7 +6,7 @@ fits is much slower than it would be without a cap, the step is rewritten to go 
 microbatches (`search.memory.microbatches`), and all this is done with it, for as long as that finds better plans.
 
 A step in more microbatches, or one that recomputes, does all that the plain one does. So lower bounds on plans of the plain
-step without a cap bound theirs.
+step without a cap are taken to bound theirs, but for what is faster recomputed than stacked up: that is tried by itself.
 """
 
 import math
@@ -24,6 +24,7 @@ from search.ir.graph import Site, Step
 from search.memory.batch_states import NotSplittableError
 from search.memory.microbatches import batch_divisors, microbatched
 from search.memory.offload import MIN_BYTES, may_rest_on_host
+from search.memory.residuals import has_loops
 from search.mesh_problem import (
     OFFLOADED,
     RESIDUALS,
@@ -48,9 +49,16 @@ LEAST_ATTEMPT_S = 2.0
 MISSED_SHARE = 0.1
 """Of the cap: where a step did not fit, what the next one has to save besides. Source: a choice of ours."""
 
+MAX_FUTILE = 3
+"""Steps that recompute and are no better than the best plan, in a row, before no more are tried. Source: a choice of ours;
+estimates of what comes next to one another differ by less than they are wrong."""
+
 WORTH = 0.1
 """By how much a plan may be slower than one without a cap, before microbatches are tried. Source: a choice of ours; two of
 them gather each split parameter twice."""
+
+SPLIT_SHARE = 0.4
+"""Of the time left for microbatches, what one number of them may take. Source: a choice of ours."""
 
 MAX_MICROBATCHES = 64
 """The most that are tried where the user names no number. Source: a choice of ours."""
@@ -98,12 +106,14 @@ class _Plain:
       step_problem: of the step.
       on_meshes: on each mesh.
       cramped: those where memory made a difference.
+      found: the plans that were each better than the one before.
       bounds_s: on its plans that fit.
     """
 
     step_problem: StepProblem
     on_meshes: tuple[MeshProblem, ...]
     cramped: tuple[MeshProblem, ...]
+    found: tuple[Found, ...]
     bounds_s: Bounds
 
 
@@ -114,6 +124,7 @@ class StepSearch:
       best: the best plan so far.
       bounds_s: by mesh, a lower bound on plans in as many microbatches that recompute what the best one does.
       floors_s: by mesh, a lower bound on all plans.
+      most_saved_bytes: what may be kept no longer, of the residuals of the whole batch.
       free: the fastest strategies without a cap, where they are faster than those under the cap.
       tried: what was done to the step in vain, besides recomputing, for a message.
     """
@@ -128,6 +139,7 @@ class StepSearch:
         self.best: Found | None = None
         self.bounds_s: Bounds = {}
         self.floors_s: Bounds = {}
+        self.most_saved_bytes = 0.0
         self.free: FreeSolution | None = None
         self.tried = ""
         self.may_rest_on_host = may_rest_on_host(step)
@@ -166,16 +178,20 @@ class StepSearch:
         step_problem, deadline = self._made_ready(step), Deadline.after(time_limit_s)
         on_meshes: list[MeshProblem] = []
         cramped: list[MeshProblem] = []
+        found: list[Found] = []
         bounds_s: dict[tuple[int, ...], float] = {}
         for i, shape in enumerate(self.shapes):
             self.progress(f"{_said(step)}mesh {format_mesh(shape)} ({i + 1} of {len(self.shapes)})")
             on_mesh = self._put_on(step_problem, shape)
             on_meshes.append(on_mesh)
+            before = self.best
             bounds_s[shape], is_cramped = self._improve(
                 step_problem, on_mesh, deadline.left_s / (len(self.shapes) - i)
             )
             cramped += [on_mesh] * is_cramped
-        return _Plain(step_problem, tuple(on_meshes), tuple(cramped), bounds_s)
+            if self.best is not None and self.best is not before:
+                found.append(self.best)
+        return _Plain(step_problem, tuple(on_meshes), tuple(cramped), tuple(found), bounds_s)
 
     def _made_ready(
         self, step: Step, sites: frozenset[Site] = frozenset(), waiting: frozenset[Site] = frozenset()
@@ -219,10 +235,13 @@ class StepSearch:
         may_recompute, may_wait = self.options.remat != "never", self._may_wait
         if not may_recompute and not may_wait:
             return plain.step_problem
+        free += self._unhindered(plain, free)
         found = candidates(
             plain.step_problem, free, self.pins, limit_bytes, self.cutoff_s, deadline, may_recompute, may_wait
         )
         self.watch.lap("recompute")
+        if plain.step_problem.traced.num_microbatches == 1:
+            self.most_saved_bytes = max((candidate.saved_bytes for candidate in found), default=0.0)
         before = plain.step_problem.rewritten.before
         found = [replace(c, sites=before(c.sites), waiting=before(c.waiting)) for c in found]
         self._try(plain.step_problem.traced, found, Deadline.after(time_limit_s))
@@ -231,12 +250,21 @@ class StepSearch:
         most = max(found, key=lambda candidate: candidate.saved_bytes)
         return self._made_ready(plain.step_problem.traced, most.sites, most.waiting)
 
+    @staticmethod
+    def _unhindered(plain: _Plain, free: Sequence[FreeSolution]) -> list[FreeSolution]:
+        """Plans of a step with loops, which may be faster for recomputing though they fit as they are; the best one first."""
+        known = {one.on_mesh.shape for one in free}
+        found = [one for one in reversed(plain.found) if one.on_mesh.shape not in known]
+        if not found or not has_loops(plain.step_problem.step):
+            return []
+        return [FreeSolution(p.on_mesh, p.labels, p.on_mesh.problem.cost_s(p.labels)) for p in found]
+
     def _try(self, step: Step, found: Sequence[Candidate], deadline: Deadline) -> None:
         """Builds and solves steps that recompute, until none promises to be better than the best plan."""
-        least_saved_bytes = 0.0
+        least_saved_bytes, num_futile = 0.0, 0
         for candidate in found:
             is_late = deadline.is_over and (self.best or step.num_microbatches > 1)
-            if is_late or (self.best and candidate.cost_s >= self.cutoff_s):
+            if is_late or (self.best and (candidate.cost_s >= self.cutoff_s or num_futile == MAX_FUTILE)):
                 break
             if candidate.saved_bytes < least_saved_bytes:
                 continue
@@ -246,11 +274,12 @@ class StepSearch:
             step_problem, before = self._made_ready(step, candidate.sites, candidate.waiting), self.best
             on_mesh = self._put_on(step_problem, candidate.shape)
             time_limit_s = max(ATTEMPT_SHARE * deadline.left_s, LEAST_ATTEMPT_S)
-            bound_s, _ = self._improve(step_problem, on_mesh, time_limit_s)
-            if self.best is before:
-                least_saved_bytes = candidate.saved_bytes + MISSED_SHARE * self.options.memory_bytes
-            else:
+            bound_s, is_cramped = self._improve(step_problem, on_mesh, time_limit_s)
+            num_futile = num_futile + 1 if self.best is before else 0
+            if self.best is not before:
                 self.bounds_s = {**self.floors_s, candidate.shape: bound_s}
+            elif is_cramped:
+                least_saved_bytes = candidate.saved_bytes + MISSED_SHARE * self.options.memory_bytes
 
     @property
     def _may_wait(self) -> bool:
@@ -319,51 +348,52 @@ class StepSearch:
         return frozenset(i for i, role in self.may_rest_on_host.items() if role in roles)
 
     def _in_microbatches(self) -> StepProblem | None:
-        """Looks for better plans in more microbatches, or in as few as do where one does not; where none fits, the step that
-        holds least of all those considered."""
+        """Looks for better plans in more and more microbatches, from as few as may do, for as long as that helps; where none
+        fits, the step that holds least of all those considered."""
         deadline, least = Deadline.after(self.options.time_limit_s), None
         counts = [n for n in batch_divisors(self.step) if 1 < n <= MAX_MICROBATCHES]
-        first = min(self._first_count, max(counts, default=0))
-        left = [n for n in counts if n >= first]
-        if self.best is None:
-            while self.best is None and self.free and left and not deadline.is_over:
-                least = self._split_in(left[0], deadline)
-                left = [n for n in left if n >= 2 * left[0]] if least else []
-            left = [n for n in reversed(counts) if n <= first / 2]
-        while self.best and left and self._is_wanting and not deadline.is_over:
-            before = self.best
-            self._split_in(left[0], deadline)
-            left = [n for n in left if not 0.5 < n / left[0] < 2] if self.best is not before else []
+        fewest, enough = self._needed_counts
+        left = [n for n in counts if n >= min(fewest, max(counts))]
+        while left and self._is_wanting and not deadline.is_over:
+            before, share_s = self.best, SPLIT_SHARE * deadline.left_s
+            least = self._split_in(left[0], share_s)
+            if least is None or (before is not None and self.best is before):
+                break
+            is_late = self.best is None and deadline.left_s < self.options.time_limit_s / 2
+            left = [n for n in left if n >= max(2 * left[0], min(enough, left[-1]) if is_late else 0)]
         return None if self.best else least
 
-    def _split_in(self, count: int, deadline: Deadline) -> StepProblem | None:
+    def _split_in(self, count: int, time_limit_s: float) -> StepProblem | None:
         """Looks for better plans in that many microbatches; the step that holds least, None if it cannot be split."""
         try:
             step = microbatched(self.step, count)
         except NotSplittableError as e:
             self.tried = f"It has no microbatches: {first_line(e)}."
             return None
-        before, plain = self.best, self._plain(step, deadline.left_s / 2)
+        before, plain = self.best, self._plain(step, time_limit_s / 2)
         if self.best and self.best is not before:
             shape = self.best.on_mesh.shape
             self.bounds_s = {**self.floors_s, shape: plain.bounds_s[shape]}
         self.tried = f"Up to {count} microbatches were tried too."
-        return self._held_down(plain, deadline.left_s / 4)
+        return self._held_down(plain, time_limit_s / 2)
 
     @property
     def _is_wanting(self) -> bool:
-        """Whether the best plan is much slower than one without a cap."""
-        return self.free is not None and self.cutoff_s > (1 + WORTH) * self.free.solution.cost_s
+        """Whether the best plan is slower than one without a cap by so much that there may be a better one."""
+        return self.free is not None and self.cutoff_s > (1 + WORTH) * self.free.cost_s
 
     @property
-    def _first_count(self) -> float:
-        """Of microbatches: two where there is a plan, else as many as make the fastest strategies fit."""
-        if self.best or self.free is None:
-            return 2.0
-        peak = self.free.on_mesh.predicted(self.free.solution.labels, math.inf).least
+    def _needed_counts(self) -> tuple[float, float]:
+        """Of microbatches: as many as make the fastest strategies fit where as much is recomputed as may be, and where nothing
+        is."""
+        if self.free is None:
+            return 2.0, 2.0
+        peak = self.free.on_mesh.predicted(self.free.labels, math.inf).least
         held_bytes = sum(num_bytes for resident, num_bytes in peak.residents if resident in OF_A_BATCH)
         room_bytes = self.options.memory_bytes - (peak.num_bytes - held_bytes)
-        return max(2.0, held_bytes / room_bytes) if room_bytes > 0 else 2.0
+        if self.best or room_bytes <= 0:
+            return 2.0, 2.0
+        return max(2.0, (held_bytes - self.most_saved_bytes) / room_bytes), max(2.0, held_bytes / room_bytes)
 
     def _forbidden_s(self, first: _Plain) -> float | None:
         """Seconds per step of a plan that recomputes, where that is forbidden and would fit."""

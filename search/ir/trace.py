@@ -1,13 +1,14 @@
 """From a training step to its graph.
 
 The step is traced whole, already differentiated, with `jax.make_jaxpr`; nothing is asked of the user. What is state is
-found in `state`; here two things are read off:
+found in `state`; here two things are read off, and a third is undone:
 
 * *Calls* (`jit`, `custom_jvp`, `custom_vjp`, `checkpoint`) are inlined. A differentiated `checkpoint` is
   lowered by JAX behind an optimization barrier, which keeps XLA from sharing the recomputation with the
   forward phase; so is ours.
 * *Phases* come from name stacks: `transpose(...)` is backward, `jvp(...)` alone is forward. Where a name
   stack says nothing, dataflow decides: what depends on the backward phase is update, the rest is forward.
+* *Large constants of loops* that JAX has taken out of their bodies are put back (`sinking`).
 """
 
 # JAX types these functions only in part.
@@ -26,6 +27,7 @@ from cost_model.errors import InputError, first_line
 from search.ir import _jax, _jax_kernels, in_place
 from search.ir.factors import has_rule
 from search.ir.graph import Argument, Atom, Graph, Op, Phase, Step, Value, verify, without_dead_ops
+from search.ir.sinking import sunk
 from search.ir.state import replaced, roles
 
 TRACE_ERRORS = (jax.errors.JAXTypeError, jax.errors.JAXIndexError, TypeError, ValueError)
@@ -68,7 +70,7 @@ def trace_for(platform: str | None, step: Callable[..., Any], /, *args: Any, **k
     args_, kwargs_ = jax.tree_util.tree_unflatten(in_tree, abstract)
     name = getattr(step, "__name__", type(step).__name__)
     graph, names, out_shape = _outline(name, step, args_, kwargs_, platform)
-    graph, out_tree = _with_phases(graph), jax.tree.structure(out_shape)
+    graph, out_tree = _with_phases(sunk(graph)), jax.tree.structure(out_shape)
     verify(graph)
     assert len(names) == len(leaves), f"{len(names)} argument names for {len(leaves)} leaves"
     replaces = replaced(graph, in_tree, out_tree)

@@ -1,10 +1,12 @@
 """Which values to keep and which to compute again, at a price per byte kept: a minimum cut.
 
 A value is *at hand* in the backward phase if it is kept or its op runs again, and an op runs again only if all that it
-reads is at hand. Keeping a value costs its bytes' price, running an op again its time. With a variable for each value (is
+reads is at hand. Keeping a value costs its bytes' price, and the time to keep it where that is for this alone; running an op
+again costs its time. With a variable for each value (is
 it at hand) and for each op (does it run again), the costs are
 
-    price x bytes   for a value that is at hand though its op does not run again,
+    price x bytes + time to keep it
+                    for a value that is at hand though its op does not run again,
     time            for an op that runs again,
     infinity        for an op that runs again though a value that it reads is not at hand,
 
@@ -33,6 +35,7 @@ class Recomputation:
       maker: [values] the op that makes each.
       num_bytes: [values] of each while it is kept; infinite where it cannot be.
       needed: values that the backward phase reads.
+      keep_s: [values] seconds to keep each.
     """
 
     op_s: np.ndarray
@@ -40,6 +43,7 @@ class Recomputation:
     maker: np.ndarray
     num_bytes: np.ndarray
     needed: Sequence[int]
+    keep_s: np.ndarray | float = 0.0
 
 
 def cheapest(problem: Recomputation, price_s_per_byte: float | np.ndarray) -> np.ndarray:
@@ -53,9 +57,8 @@ def cheapest(problem: Recomputation, price_s_per_byte: float | np.ndarray) -> np
 
     num_ops, num_values = len(problem.op_s), len(problem.maker)
     source, sink, first_value = num_ops + num_values, num_ops + num_values + 1, num_ops
-    price_s = np.where(
-        np.isinf(problem.num_bytes), np.inf, np.nan_to_num(problem.num_bytes, posinf=0.0) * price_s_per_byte
-    )
+    finite_bytes = np.nan_to_num(problem.num_bytes, posinf=0.0)
+    price_s = np.where(np.isinf(problem.num_bytes), np.inf, finite_bytes * price_s_per_byte + problem.keep_s)
     reads = [(op, first_value + v) for op, values in enumerate(problem.reads) for v in values]
     tails = [
         *range(first_value, source),

@@ -6,6 +6,8 @@ solution's strategies.
 
 * Arguments, constants and slices of stacked arguments are at hand in the backward phase anyway.
 * What is not stored (`search.problem.fusion`) is computed on the fly, for nothing, where what it is made of is at hand.
+* What a loop stacks up is written once, and read once, for that alone: to recompute it may be faster, memory or no memory.
+  (A product's result is written in any case.)
 * What is handed from one segment to the next (`search.memory.segments`), or is a loop's carry, is kept if it is needed.
 * What is read by the backward phase soon after the forward phase has read it counts for no more than what is made between.
 * What is made of parameters, keys and constants alone by light ops (a cast, a mask) may always be made again, and parameters
@@ -19,8 +21,8 @@ from functools import cached_property
 
 import numpy as np
 
-from cost_model.compute import kernel_s
-from search.ir.graph import EFFECTFUL, Graph, Op, Phase, Role, Site, walk
+from cost_model.compute import kernel_s, pass_s_per_byte
+from search.ir.graph import EFFECTFUL, Graph, Op, Phase, Role, Site, Step, walk
 from search.ir.sharding import Place
 from search.memory.loop_pairs import loop_pairs
 from search.memory.min_cut import Recomputation, cheapest
@@ -29,6 +31,9 @@ from search.problem.costs import CostedGraph
 from search.problem.flat_program import BARRIER
 from search.problem.fusion import Fusion
 from search.problem.kernels import FusedKernel, runs_alone
+
+PASSES = 2
+"""Through memory, of what a loop stacks up: a write and a read. Source: what XLA:GPU compiles."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,29 +65,47 @@ class Residuals:
         handed to something that is: it would become an array on the way.
         """
         runs, is_stored = cheapest(self.problem, price_s_per_byte), np.array(self.is_stored)
-        made_of = [self.problem.maker[list(values)] for values in self.problem.reads]
         said = is_stored & runs
-        for op in np.flatnonzero(runs):
-            said[op] |= bool(said[made_of[op]].any())
-        for op in np.flatnonzero(runs)[::-1]:
+        for op in np.flatnonzero(runs).tolist():
+            said[op] |= any(said[made] for made in self._made_of[op])
+        for op in np.flatnonzero(runs)[::-1].tolist():
             if said[op]:
-                said[made_of[op][~is_stored[made_of[op]]]] = True
+                said[[made for made in self._made_of[op] if not is_stored[made]]] = True
         return frozenset(site for site, one in zip(self.sites, said, strict=True) if one and site is not None)
+
+    @cached_property
+    def _made_of(self) -> list[list[int]]:
+        """By op, those that make what it reads."""
+        return [[self._maker[v] for v in values] for values in self.problem.reads]
 
     def kept_bytes(self, sites: frozenset[Site]) -> float:
         """Bytes of what is kept for the backward phase, where these sites are recomputed."""
         return float(sum(self.problem.num_bytes[v] for v in self._kept(sites)))
 
     def _kept(self, sites: frozenset[Site]) -> set[int]:
-        runs = [not stored or site in sites for site, stored in zip(self.sites, self.is_stored, strict=True)]
-        wanted = set(self.problem.needed)
-        left = list(wanted)
-        while left:
-            op = int(self.problem.maker[left.pop()])
-            fresh = [v for v in self.problem.reads[op] if v not in wanted] if runs[op] else []
-            wanted.update(fresh)
-            left += fresh
-        return {v for v in wanted if not runs[self.problem.maker[v]]}
+        if sites not in self._known:
+            runs = [
+                not stored or site in sites for site, stored in zip(self.sites, self.is_stored, strict=True)
+            ]
+            wanted, maker = set(self.problem.needed), self._maker
+            left = list(wanted)
+            while left:
+                op = maker[left.pop()]
+                fresh = [v for v in self.problem.reads[op] if v not in wanted] if runs[op] else []
+                wanted.update(fresh)
+                left += fresh
+            self._known[sites] = {v for v in wanted if not runs[maker[v]]}
+        return self._known[sites]
+
+    @cached_property
+    def _known(self) -> dict[frozenset[Site], set[int]]:
+        """What is kept, of choices that were asked for."""
+        return {}
+
+    @cached_property
+    def _maker(self) -> list[int]:
+        """By value, the op that makes it."""
+        return self.problem.maker.tolist()
 
     def kept(self, sites: frozenset[Site]) -> list[tuple[Site, float]]:
         """What is kept where these sites are recomputed, as far as an op of the graph makes it: the op and its bytes, in
@@ -113,9 +136,16 @@ class Residuals:
         )
         return frozenset(again)
 
-    def recompute_s(self, sites: frozenset[Site]) -> float:
-        """Seconds to recompute these sites."""
-        return float(sum(s for s, site in zip(self.problem.op_s, self.sites, strict=True) if site in sites))
+    @cached_property
+    def all_bytes(self) -> float:
+        """What is kept where nothing is recomputed."""
+        return self.kept_bytes(frozenset())
+
+    def seconds(self, sites: frozenset[Site]) -> float:
+        """Seconds to recompute these sites, and to keep what is kept then."""
+        again_s = sum(s for s, site in zip(self.problem.op_s, self.sites, strict=True) if site in sites)
+        keep_s = np.broadcast_to(self.problem.keep_s, len(self.problem.maker))
+        return float(again_s + sum(keep_s[v] for v in self._kept(sites)))
 
 
 def residuals(costed: CostedGraph, fusion: Fusion, strategies: Sequence[int]) -> tuple[Residuals, ...]:
@@ -139,6 +169,11 @@ def residuals(costed: CostedGraph, fusion: Fusion, strategies: Sequence[int]) ->
     return tuple(found)
 
 
+def has_loops(step: Step) -> bool:
+    """Whether loops stack up residuals."""
+    return any(loop_pairs(graph) for _, graph in walk(step.graph))
+
+
 class _Ledger:
     """Collects a graph's ops and values."""
 
@@ -150,6 +185,7 @@ class _Ledger:
         self.reads: list[list[int]] = []
         self.maker: list[int] = []
         self.num_bytes: list[float] = []
+        self.keep_s: list[float] = []
 
     def add(
         self,
@@ -158,6 +194,7 @@ class _Ledger:
         operands: Sequence[int],
         results: Sequence[int],
         num_bytes: Sequence[float],
+        keep_s_per_byte: float = 0.0,
     ) -> None:
         """An op, or a carry; what is not stored has infinitely many bytes."""
         op, is_stored = len(self.sites), any(map(np.isfinite, num_bytes))
@@ -168,6 +205,7 @@ class _Ledger:
         self.number.update({v: len(self.number) + n for n, v in enumerate(results)})
         self.maker += [op] * len(results)
         self.num_bytes += num_bytes
+        self.keep_s += [keep_s_per_byte * n if np.isfinite(n) else 0.0 for n in num_bytes]
 
     def residuals(self, needed: set[int], is_loop: bool) -> Residuals:
         """The problem, where the backward phase reads these values."""
@@ -177,6 +215,7 @@ class _Ledger:
             np.array(self.maker, np.int64),
             np.array(self.num_bytes),
             sorted(self.number[v] for v in needed if v in self.number),
+            np.array(self.keep_s),
         )
         return Residuals(problem, tuple(self.sites), tuple(self.is_stored), is_loop)
 
@@ -228,7 +267,9 @@ class _Reader:
             site = (*inner, i)
             seconds = np.inf if _must_stay(op) else self._seconds.get(site, 0.0)
             sizes = [num_bytes(v, "result", site, r) for r, v in enumerate(op.outputs)]
-            ledger.add(site, seconds, op.operands, op.outputs, sizes)
+            is_light = site not in self._heavy and not op.bodies
+            keep_s_per_byte = PASSES * pass_s_per_byte(self.costed.device) if is_light else 0.0
+            ledger.add(site, seconds, op.operands, op.outputs, sizes, keep_s_per_byte)
         return ledger.residuals({y for y, out in stack_of.items() if out in read}, is_loop=True)
 
     @cached_property

@@ -104,6 +104,27 @@ def test_less_memory_never_makes_it_faster(is_scanned):
     assert costs_s[-1] <= full_s
 
 
+def activated(params, x):
+    """Its activation is a chain of light ops, each of which hands something to the backward phase."""
+
+    def layer(x, w):
+        return x + jax.nn.gelu(x @ w[0]) @ w[1], None
+
+    def loss(params):
+        return jnp.mean(jax.lax.scan(layer, x, params)[0].astype(jnp.float32) ** 2)
+
+    value, grads = jax.value_and_grad(loss)(params)
+    return tuple(w - 0.1 * g for w, g in zip(params, grads, strict=True)), value
+
+
+def test_what_is_faster_recomputed_than_stacked_is_recomputed_without_a_cap():
+    step = trace(activated, *arguments())
+    kept, either = (driver.find(step, CLUSTER, Options(1 << 40, (8,), remat=r)) for r in ("never", None))
+    assert num_recomputed(either) > 0
+    assert cost_s(either) < 0.99 * cost_s(kept)
+    assert either.plan.estimates.peak_bytes < kept.plan.estimates.peak_bytes
+
+
 def test_recomputation_costs_no_more_than_sharding_more_would():
     """A cap that plain plans reach too."""
     plain, either = found(False, 0.98, "never"), found(False, 0.98)

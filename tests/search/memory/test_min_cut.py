@@ -1,5 +1,6 @@
 """The cheapest choice of what to recompute, against all choices."""
 
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -31,13 +32,23 @@ def cost_s(problem: Recomputation, runs: np.ndarray, price: float) -> float:
     wanted = set(problem.needed) | {v for op in np.flatnonzero(runs) for v in problem.reads[op]}
     kept = [v for v in wanted if not runs[problem.maker[v]]]
     kept_bytes = problem.num_bytes[kept].sum()
-    return float(problem.op_s[runs].sum() + (price * kept_bytes if np.isfinite(kept_bytes) else np.inf))
+    keep_s = np.broadcast_to(problem.keep_s, len(problem.maker))[kept].sum()
+    kept_s = price * kept_bytes + keep_s if np.isfinite(kept_bytes) else np.inf
+    return float(problem.op_s[runs].sum() + kept_s)
 
 
+def slow_to_keep(seed: int) -> Recomputation:
+    """Some values take time to keep, whatever a byte costs."""
+    problem = drawn(seed)
+    keep_s = np.random.default_rng(seed).choice([0.0, 0.5, 4.0], len(problem.maker))
+    return replace(problem, keep_s=keep_s)
+
+
+@pytest.mark.parametrize("make", [drawn, slow_to_keep])
 @pytest.mark.parametrize("price", [0.0, 0.3, 1.0, 10.0])
 @pytest.mark.parametrize("seed", range(12))
-def test_no_choice_is_cheaper(seed, price):
-    problem = drawn(seed)
+def test_no_choice_is_cheaper(seed, price, make):
+    problem = make(seed)
     choices = [np.array(bits) for bits in product([False, True], repeat=len(problem.op_s))]
     best_s = min(cost_s(problem, runs, price) for runs in choices)
     assert np.isfinite(best_s)

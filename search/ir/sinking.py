@@ -1,0 +1,141 @@
+"""Large arrays that loops read and light ops make of next to nothing, made anew in every iteration.
+
+JAX takes out of a `scan` what is alike in all iterations: of a causal mask, `where(mask, scores, -1e9)`, the mask and the
+constant, both broadcast to the scores' shape. Inside the body each would be computed on the fly, in the kernel that reads
+it. Outside it is an array that the compiled loop carries from the first iteration to the last, and reads from memory in all
+of them. (XLA leaves it where it is put: its loop-invariant code motion passes over what is larger than its operands.)
+
+So such ops are put back. A constant of a loop is made in its body if it is large and a few light ops make it of literals,
+iotas and values much smaller than itself, which the loop reads in its place. What of these is small is made once, as before.
+A barrier, with which `jax.checkpoint` keeps recomputed ops apart, does not hold what is so made: it would become an array.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from search.ir import _jax
+from search.ir.graph import Atom, Graph, Op, Value, without_dead_ops
+
+LEAST_BYTES = 1 << 20
+"""Of a loop's constant: smaller ones are read from a GPU's cache. Source: a choice of ours."""
+
+MUCH_SMALLER = 16
+"""Times: by how much what makes a constant is smaller than it. Source: a choice of ours."""
+
+_MOVES = ("broadcast_in_dim", "iota", "reshape", "transpose", "squeeze", "convert_element_type", "select_n")
+_LOGIC = ("eq", "ne", "ge", "gt", "le", "lt", "and", "or", "xor", "not")
+_ARITHMETIC = ("add", "sub", "mul", "neg", "max", "min", "abs", "sign")
+LIGHT = frozenset((*_MOVES, *_LOGIC, *_ARITHMETIC))
+"""Primitives of at most one instruction an element."""
+
+
+def sunk(graph: Graph) -> Graph:
+    """The graph with large constants of its loops made in their bodies, outermost loops first."""
+    maker = {v: op for op in graph.ops for v in op.outputs}
+    ops = (_with_bodies(_sunk_into(op, graph, maker) if op.name == "scan" else op) for op in graph.ops)
+    return without_dead_ops(replace(graph, ops=tuple(ops)))
+
+
+def _with_bodies(op: Op) -> Op:
+    return replace(op, bodies={key: tuple(map(sunk, bodies)) for key, bodies in op.bodies.items()})
+
+
+def _sunk_into(loop: Op, graph: Graph, maker: Mapping[int, Op]) -> Op:
+    """A loop that makes in its body what may be made there."""
+    num_consts, num_carry = loop.loop_counts
+    (body,) = loop.bodies["jaxpr"]
+    entering = list(zip(loop.inputs, body.inputs, strict=True))
+    makers = {inner: _makers(outer, graph, maker) for outer, inner in entering[:num_consts]}
+    if not any(makers.values()):
+        return loop
+    kept = [(outer, inner) for outer, inner in entering[:num_consts] if not makers[inner]]
+    sinking = _Sinking(graph, body, kept)
+    for outer, inner in entering[:num_consts]:
+        if isinstance(outer, int) and makers[inner]:
+            sinking.make(outer, inner, makers[inner])
+    entering = [*sinking.consts, *entering[num_consts:]]
+    num_xs, num_ys = len(loop.inputs) - num_consts - num_carry, len(loop.outputs) - num_carry
+    return replace(
+        loop,
+        params=_jax.scan_params(loop.params, len(sinking.consts), num_carry, num_xs, num_ys),
+        inputs=tuple(outer for outer, _ in entering),
+        bodies={"jaxpr": (sinking.body(tuple(inner for _, inner in entering)),)},
+    )
+
+
+def _makers(constant: Atom, graph: Graph, maker: Mapping[int, Op]) -> Sequence[Op]:
+    """The light ops that make a large constant of much smaller values, in their order; none where it is to stay."""
+    num_bytes = graph.value(constant).num_bytes
+    if not isinstance(constant, int) or num_bytes < LEAST_BYTES:
+        return ()
+    found: dict[int, Op] = {}
+    left, small_bytes = [constant], 0
+    while left:
+        v = left.pop()
+        op = maker.get(v)
+        if graph.values[v].num_bytes * MUCH_SMALLER <= num_bytes:
+            small_bytes += graph.values[v].num_bytes
+        elif op is None or op.name not in LIGHT:
+            return ()
+        elif v not in found:
+            found[v] = op
+            left += op.operands
+    is_little = small_bytes * MUCH_SMALLER <= num_bytes
+    return [op for op in graph.ops if op.outputs[0] in found] if is_little else ()
+
+
+class _Sinking:
+    """A loop's body into which ops are put.
+
+    Attributes:
+      consts: what the loop reads in every iteration, outside and inside.
+    """
+
+    def __init__(self, graph: Graph, body: Graph, consts: Sequence[tuple[Atom, int]]) -> None:
+        self.graph, self._body, self.consts = graph, body, list(consts)
+        self._values = list(body.values)
+        self._inside: dict[Atom, int] = {outer: inner for outer, inner in consts if isinstance(outer, int)}
+        self._made: dict[int, int] = {}
+        self._ops: list[Op] = []
+
+    def make(self, outer: int, inner: int, ops: Sequence[Op]) -> None:
+        """What was a constant is made by these ops."""
+        for op in ops:
+            if op.outputs[0] not in self._inside:
+                inputs = tuple(self._read(a) for a in op.inputs)
+                self._inside[op.outputs[0]] = made = self._new(op.result_values[0])
+                self._ops.append(replace(op, inputs=inputs, outputs=(made,)))
+        self._made[inner] = self._inside[outer]
+
+    def body(self, inputs: tuple[int, ...]) -> Graph:
+        """The body with these inputs."""
+        self._ops += [self._renamed(op) for op in self._body.ops]
+        outputs = tuple(map(self._now, self._body.outputs))
+        values, ops = tuple(self._values), tuple(self._ops)
+        return replace(self._body, values=values, inputs=inputs, ops=ops, outputs=outputs)
+
+    def _read(self, atom: Atom) -> Atom:
+        """What stands in the body for a value outside."""
+        if not isinstance(atom, int):
+            return atom
+        if atom not in self._inside:
+            self._inside[atom] = inner = self._new(self.graph.values[atom])
+            self.consts.append((atom, inner))
+        return self._inside[atom]
+
+    def _new(self, value: Value) -> int:
+        self._values.append(value)
+        return len(self._values) - 1
+
+    def _now(self, atom: Atom) -> Atom:
+        return self._made.get(atom, atom) if isinstance(atom, int) else atom
+
+    def _renamed(self, op: Op) -> Op:
+        """An op of the body that reads what is made there; of a barrier, what is left of it."""
+        if op.name == "optimization_barrier" and not self._made.keys().isdisjoint(op.operands):
+            held = list(zip(op.inputs, op.outputs, op.result_values, strict=True))
+            self._made |= {out: self._made[a] for a, out, _ in held if a in self._made}
+            held = [each for each in held if each[0] not in self._made]
+            inputs, outputs, values = (tuple(each[n] for each in held) for n in range(3))
+            return replace(op, inputs=inputs, outputs=outputs, result_values=values)
+        return replace(op, inputs=tuple(map(self._now, op.inputs)))
