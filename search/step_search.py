@@ -252,7 +252,7 @@ class StepSearch:
 
     @staticmethod
     def _unhindered(plain: _Plain, free: Sequence[FreeSolution]) -> list[FreeSolution]:
-        """Plans of a step with loops, which may be faster for recomputing though they fit as they are; the best one first."""
+        """Plans of a step with loops, which may be faster for recomputing though they fit as they are; the best first."""
         known = {one.on_mesh.shape for one in free}
         found = [one for one in reversed(plain.found) if one.on_mesh.shape not in known]
         if not found or not has_loops(plain.step_problem.step):
@@ -384,8 +384,8 @@ class StepSearch:
 
     @property
     def _needed_counts(self) -> tuple[float, float]:
-        """Of microbatches: as many as make the fastest strategies fit where as much is recomputed as may be, and where nothing
-        is."""
+        """Of microbatches: as many as make the fastest strategies fit where as much is recomputed as may be, and where
+        nothing is."""
         if self.free is None:
             return 2.0, 2.0
         peak = self.free.on_mesh.predicted(self.free.labels, math.inf).least

@@ -119,10 +119,13 @@ class Residuals:
 
     def is_read_as_it_is(self, site: Site) -> bool:
         """Whether nothing is computed on the fly from what an op makes."""
-        op = self.sites.index(site)
-        made = {v for v, maker in enumerate(self.problem.maker.tolist()) if maker == op}
+        return site not in self._read_on_the_fly
+
+    @cached_property
+    def _read_on_the_fly(self) -> frozenset[Site | None]:
         reads = zip(self.problem.reads, self.is_stored, strict=True)
-        return not any(made.intersection(values) for values, is_stored in reads if not is_stored)
+        read = {v for values, is_stored in reads if not is_stored for v in values}
+        return frozenset(self.sites[self.problem.maker[v]] for v in read)
 
     def made_again(self, sites: frozenset[Site], waiting: frozenset[Site]) -> frozenset[Site]:
         """The sites to recompute where some results wait on the host: what is computed on the fly from those is, in the
