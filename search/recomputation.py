@@ -111,16 +111,17 @@ def candidates(
     may_recompute: bool = True,
     may_wait: bool = False,
 ) -> list[Candidate]:
-    """What might be recomputed, and, where residuals may wait on the host, which; the most promising first; of those for
-    which nothing can be said, the most frugal."""
+    """What might be recomputed, the most promising first; then, where residuals may wait on the host, which; last, of
+    those choices for which nothing can be said, the most frugal."""
     found: list[Candidate] = []
     for one in free[:MAX_MESHES]:
         estimation = _Estimation(step_problem, one, pins, limit_bytes, cutoff_s, deadline)
         estimation.may_recompute, estimation.may_wait = may_recompute, may_wait
         found += estimation.candidates()
     found.sort(key=lambda c: (c.cost_s, -c.saved_bytes))
-    waiting = [c for c in found if c.waiting][:MAX_WAITING]
-    return [c for c in found if not c.waiting or c in waiting]
+    again = [c for c in found if not c.waiting]
+    known = sum(c.cost_s < np.inf for c in again)
+    return [*again[:known], *[c for c in found if c.waiting][:MAX_WAITING], *again[known:]]
 
 
 class _Estimation:

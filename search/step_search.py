@@ -60,6 +60,9 @@ them gather each split parameter twice."""
 SPLIT_SHARE = 0.4
 """Of the time left for microbatches, what one number of them may take. Source: a choice of ours."""
 
+MOVED_SHARE = 0.05
+"""Of the cap, what state has to take for its place on the host to be tried. Source: a choice of ours."""
+
 MAX_MICROBATCHES = 64
 """The most that are tried where the user names no number. Source: a choice of ours."""
 
@@ -135,6 +138,7 @@ class StepSearch:
         self.step, self.marks, self.cluster = step, marks, cluster
         self.options, self.progress, self.pins = options, progress, options.pins or {}
         self.watch = Stopwatch(step.trace_s)
+        self.deadline = Deadline.after(options.time_limit_s)
         self.shapes = candidate_shapes(cluster, options)
         self.best: Found | None = None
         self.bounds_s: Bounds = {}
@@ -241,7 +245,7 @@ class StepSearch:
         )
         self.watch.lap("recompute")
         if plain.step_problem.traced.num_microbatches == 1:
-            self.most_saved_bytes = max((candidate.saved_bytes for candidate in found), default=0.0)
+            self.most_saved_bytes = max((c.saved_bytes for c in found if not c.waiting), default=0.0)
         before = plain.step_problem.rewritten.before
         found = [replace(c, sites=before(c.sites), waiting=before(c.waiting)) for c in found]
         self._try(plain.step_problem.traced, found, Deadline.after(time_limit_s))
@@ -264,9 +268,10 @@ class StepSearch:
         least_saved_bytes, num_futile = 0.0, 0
         for candidate in found:
             is_late = deadline.is_over and (self.best or step.num_microbatches > 1)
-            if is_late or (self.best and (candidate.cost_s >= self.cutoff_s or num_futile == MAX_FUTILE)):
+            if is_late or (self.best and num_futile == MAX_FUTILE):
                 break
-            if candidate.saved_bytes < least_saved_bytes:
+            is_dearer = bool(self.best) and candidate.cost_s >= self.cutoff_s
+            if is_dearer or candidate.saved_bytes < least_saved_bytes:
                 continue
             mesh = format_mesh(candidate.shape)
             what = f"{len(candidate.waiting)} residuals on the host, " if candidate.waiting else ""
@@ -296,7 +301,7 @@ class StepSearch:
         for kind in OFFLOADED:
             kinds.append(kind)
             hosted = self._of_kinds(kinds)
-            if hosted == self.hosted or not (self._is_wanting or self.best is None):
+            if not self._is_worth_moving(hosted - self.hosted) or not (self._is_wanting or self.best is None):
                 continue
             self.hosted, before = hosted, self.best
             self.progress(f"{' and '.join(kinds).replace('_', ' ')} on the host")
@@ -306,6 +311,12 @@ class StepSearch:
                 best_hosted = hosted
         self.hosted = best_hosted if self.best else self.hosted & self._of_kinds(list(OFFLOADED)[:1])
         return None if self.best else least
+
+    def _is_worth_moving(self, arguments: frozenset[int]) -> bool:
+        """Whether arguments take a share of the cap though they lie in as many parts as there are devices."""
+        graph = self.step.graph
+        num_bytes = sum(graph.values[graph.inputs[i]].num_bytes for i in arguments)
+        return num_bytes > MOVED_SHARE * self.options.memory_bytes * self.cluster.num_devices
 
     def _asked_for(self) -> frozenset[int]:
         """What the user wants on the host.
@@ -379,7 +390,10 @@ class StepSearch:
 
     @property
     def _is_wanting(self) -> bool:
-        """Whether the best plan is slower than one without a cap by so much that there may be a better one."""
+        """Whether the best plan is slower than one without a cap by so much that there may be a better one, and there is time
+        to look for it; where there is no plan, there is."""
+        if self.best is not None and self.deadline.is_over:
+            return False
         return self.free is not None and self.cutoff_s > (1 + WORTH) * self.free.cost_s
 
     @property

@@ -19,6 +19,7 @@ This one model says what the solver's kernels move (`search.problem.kernels`), w
 (`search.problem.live_ranges`), and which kernels a device launches (`search.device.lowering`).
 """
 
+from collections import Counter
 from functools import cached_property
 
 from cost_model.cluster import Device
@@ -177,8 +178,7 @@ class Fusion:
 
     def _is_spread(self, v: int) -> bool:
         """Whether it takes too many places of one array to compute a value."""
-        places = [a for a, _ in self._places[v]]
-        return any(places.count(a) > MAX_PLACES for a in set(places))
+        return max(Counter(a for a, _ in self._places[v]).values(), default=0) > MAX_PLACES
 
     def _is_gate(self, v: int, below: frozenset[int]) -> bool:
         """Whether an expensive activation is multiplied with another array in the forward phase and in the backward one: the
