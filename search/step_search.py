@@ -390,8 +390,8 @@ class StepSearch:
 
     @property
     def _is_wanting(self) -> bool:
-        """Whether the best plan is slower than one without a cap by so much that there may be a better one, and there is time
-        to look for it; where there is no plan, there is."""
+        """Whether the best plan is slower than one without a cap by so much that there may be a better one, and there is
+        time to look for it; where there is no plan, there is."""
         if self.best is not None and self.deadline.is_over:
             return False
         return self.free is not None and self.cutoff_s > (1 + WORTH) * self.free.cost_s
