@@ -4,8 +4,11 @@ The search begins with the strategies that are best without a cap. At rising pri
 (`search.memory.trade_offs`) then say what to recompute, each a little more. How such a choice goes together with sharding is
 estimated without building its step: under a cap that is higher by what is no longer kept, the plain step takes so long, and
 what is recomputed comes on top. In the order of these estimates the steps that recompute are built, and searched like any
-other: their prices, their kernels and their peaks are real ones, and the first estimate that is no better than the best plan
-so far ends the search.
+other: their prices, their kernels and their peaks are real ones. Those whose estimate is no better than the best plan so far
+are passed over.
+
+What is kept even so may wait in the host's memory (`search.memory.offload`). To every choice of what to recompute belongs
+one of what waits: as much as is too much for the device.
 
 Where memory is plenty, to recompute may be faster too: what a loop stacks up is written, and read, for that alone, which may
 take longer than to compute it again. So of a step with loops the estimates are made in any case.
@@ -116,8 +119,7 @@ def candidates(
     found: list[Candidate] = []
     for one in free[:MAX_MESHES]:
         estimation = _Estimation(step_problem, one, pins, limit_bytes, cutoff_s, deadline)
-        estimation.may_recompute, estimation.may_wait = may_recompute, may_wait
-        found += estimation.candidates()
+        found += estimation.candidates(may_recompute, may_wait)
     found.sort(key=lambda c: (c.cost_s, -c.saved_bytes))
     again = [c for c in found if not c.waiting]
     known = sum(c.cost_s < np.inf for c in again)
@@ -137,7 +139,6 @@ class _Estimation:
         deadline: Deadline,
     ) -> None:
         self.on_mesh, self.free, self.deadline = free.on_mesh, free, deadline
-        self.may_recompute = self.may_wait = True
         self.limit_bytes, self.cutoff_s = limit_bytes, cutoff_s
         self.kept = self.on_mesh.pinned(pins)
         in_order = self.on_mesh.memory.peak(self.free.labels)
@@ -148,20 +149,24 @@ class _Estimation:
         self.plain_s = sum(part.seconds(frozenset()) for part in self.parts)
         self.seen: set[frozenset[Site]] = {frozenset()}
 
-    def candidates(self) -> list[Candidate]:
+    def candidates(self, may_recompute: bool, may_wait: bool) -> list[Candidate]:
+        """What may be recomputed, and, by each such choice and by none, what may wait on the host."""
+        again = [*self._recomputing()] if may_recompute else []
+        waiting = [(frozenset[Site](), 0.0, 0.0), *((c.sites, c.saved_bytes, s) for c, s in again)]
+        found = [c for one in waiting for c in self._waiting(*one)] if may_wait else []
+        return [*(c for c, _ in again), *found]
+
+    def _recomputing(self) -> Iterator[tuple[Candidate, float]]:
         """Of all trade-offs, and where memory is short, between the best one's price and the next lower one, with the first
-        ops at the higher one."""
-        found = list(self._waiting(frozenset(), 0.0, 0.0)) if self.may_wait else []
-        if not self.may_recompute:
-            return found
+        ops at the higher one: each with the seconds that it adds."""
         choices = trade_offs(lambda price: self._chosen(price, price, 1.0), self.all_bytes)
-        by_choice = [(n, c) for n, choice in enumerate(choices) for c in self._estimated(choice)]
-        found += [candidate for _, candidate in by_choice]
+        by_choice = [(n, one) for n, choice in enumerate(choices) for one in self._estimated(choice)]
+        yield from (one for _, one in by_choice)
         if by_choice and self.needed_bytes > self.limit_bytes:
-            best, _ = min(by_choice, key=lambda one: one[1].cost_s)
+            best, _ = min(by_choice, key=lambda one: one[1][0].cost_s)
             low, high = choices[max(best - 1, 0)].price_s_per_byte, choices[best].price_s_per_byte
-            found += [c for share in SHARES for c in self._estimated(self._chosen(low, high, share))]
-        return found
+            for share in SHARES:
+                yield from self._estimated(self._chosen(low, high, share))
 
     def _chosen(self, low: float, high: float, share: float) -> Choice:
         """What to recompute at some prices."""
@@ -169,31 +174,20 @@ class _Estimation:
         kept_bytes = sum(part.kept_bytes(sites) for part in self.parts)
         return Choice(high, sites, sum(part.seconds(sites) for part in self.parts), kept_bytes)
 
-    def _estimated(self, choice: Choice) -> Iterator[Candidate]:
-        """What a choice promises, unless that was asked before."""
+    def _estimated(self, choice: Choice) -> Iterator[tuple[Candidate, float]]:
+        """What a choice promises, and the seconds that it adds, unless that was asked before."""
         if choice.sites not in self.seen:
             self.seen.add(choice.sites)
             saved_bytes = self.all_bytes - choice.kept_bytes
             more_s = choice.seconds - self.plain_s
             cost_s = more_s + self._sharding_s(saved_bytes, self.cutoff_s - more_s)
-            yield Candidate(self.on_mesh.shape, choice.sites, cost_s, saved_bytes)
-            if self.may_wait:
-                yield from self._waiting(choice.sites, saved_bytes, more_s)
+            yield Candidate(self.on_mesh.shape, choice.sites, cost_s, saved_bytes), more_s
 
     def _waiting(self, sites: frozenset[Site], saved_bytes: float, recompute_s: float) -> Iterator[Candidate]:
-        """The same with as much of what is kept on the host as is too much for the device: first what nothing is computed
-        from on the fly, of that what is made first, as it waits longest."""
-        missing_bytes = self.needed_bytes - self.limit_bytes - saved_bytes
-        whole = [part for part in self.parts if not part.is_loop]
-        kept = [(part, *one) for part in whole for one in part.kept(sites) if len(one[0]) == 1]
-        worth = [
-            (part.is_read_as_it_is(site), site, num_bytes)
-            for part, site, num_bytes in kept
-            if num_bytes >= LEAST_WAITING_BYTES
-        ]
+        """The same with as much of what is kept on the host as is too much for the device."""
+        missing_bytes, worth = self.needed_bytes - self.limit_bytes - saved_bytes, self._worth_waiting(sites)
         if missing_bytes <= 0 or not worth:
             return
-        worth = [(site, num_bytes) for _, site, num_bytes in sorted(worth, key=lambda one: not one[0])]
         missing_bytes += WINDOW * max(num_bytes for _, num_bytes in worth)
         waiting, moved_bytes = set[Site](), 0.0
         for site, num_bytes in worth:
@@ -206,6 +200,17 @@ class _Estimation:
         again = frozenset[Site]().union(*(part.made_again(sites, frozenset(waiting)) for part in self.parts))
         fits_s = cost_s if moved_bytes >= missing_bytes else np.inf
         yield Candidate(self.on_mesh.shape, again, fits_s, saved_bytes + moved_bytes, frozenset(waiting))
+
+    def _worth_waiting(self, sites: frozenset[Site]) -> list[tuple[Site, float]]:
+        """What may wait of what is kept, with its bytes: first what nothing is computed from on the fly, of that what is
+        made first, as it waits longest."""
+        found = [
+            (part.is_read_as_it_is(site), site, num_bytes)
+            for part in self.parts
+            for site, num_bytes in part.kept(sites)
+            if not part.is_loop and len(site) == 1 and num_bytes >= LEAST_WAITING_BYTES
+        ]
+        return [(site, num_bytes) for _, site, num_bytes in sorted(found, key=lambda one: not one[0])]
 
     def _sharding_s(self, saved_bytes: float, cutoff_s: float) -> float:
         """What the plain step takes under the cap and what is saved; infinite where nothing fits even so."""

@@ -1,9 +1,10 @@
-"""One search: for the step as it is, and for steps that hold less because they recompute or take their batch in parts.
+"""One search: for the step as it is, and for steps that hold less: that recompute, use the host, take their batch in parts.
 
 Each mesh shape worth trying is priced and solved, and the fastest plan that fits wins; ties go to the first. Where the cap
 costs time, steps that recompute are searched in the same way (`search.recomputation`). Where nothing fits even so, or what
-fits is much slower than it would be without a cap, the step is rewritten to go through its batch in 2, 4, 8, ...
-microbatches (`search.memory.microbatches`), and all this is done with it, for as long as that finds better plans.
+fits is much slower than it would be without a cap, state that takes much of it is tried in the host's memory
+(`search.memory.offload`); then the step is rewritten to go through its batch in 2, 4, 8, ... microbatches
+(`search.memory.microbatches`). All this is done with it, for as long as that finds better plans.
 
 A step in more microbatches, or one that recomputes, does all that the plain one does. So lower bounds on plans of the plain
 step without a cap are taken to bound theirs, but for what is faster recomputed than stacked up: that is tried by itself.
@@ -130,6 +131,8 @@ class StepSearch:
       most_saved_bytes: what may be kept no longer, of the residuals of the whole batch.
       free: the fastest strategies without a cap, where they are faster than those under the cap.
       tried: what was done to the step in vain, besides recomputing, for a message.
+      deadline: after it nothing is begun besides a plan that is there.
+      hosted: the arguments that rest in the host's memory in what is tried next.
     """
 
     def __init__(
@@ -197,6 +200,15 @@ class StepSearch:
                 found.append(self.best)
         return _Plain(step_problem, tuple(on_meshes), tuple(cramped), tuple(found), bounds_s)
 
+    def _rewritten(self, step: Step, time_limit_s: float) -> _Plain:
+        """The same of a step that goes through its batch in parts, or has state on the host: what is certified of a plan on
+        another mesh is certified of all steps."""
+        before, plain = self.best, self._plain(step, time_limit_s)
+        if self.best and self.best is not before:
+            shape = self.best.on_mesh.shape
+            self.bounds_s = {**self.floors_s, shape: plain.bounds_s[shape]}
+        return plain
+
     def _made_ready(
         self, step: Step, sites: frozenset[Site] = frozenset(), waiting: frozenset[Site] = frozenset()
     ) -> StepProblem:
@@ -215,9 +227,8 @@ class StepSearch:
     ) -> tuple[float, bool]:
         """Looks for a better plan on one mesh; a lower bound on all of its plans that fit, and whether memory counted."""
         kept = on_mesh.pinned(self.pins)
-        cutoff_s = self.cutoff_s + on_mesh.least_transfer_s(
-            kept
-        )  # the solver knows of nothing that is hidden
+        transfer_s = on_mesh.least_transfer_s(kept)  # of which the solver does not know that it may be hidden
+        cutoff_s = self.cutoff_s + transfer_s
         try:
             solution, device = on_mesh.fitting(kept, self.options.memory_bytes, time_limit_s, cutoff_s)
             found = Found(step_problem, on_mesh, solution.labels, device)
@@ -305,7 +316,7 @@ class StepSearch:
                 continue
             self.hosted, before = hosted, self.best
             self.progress(f"{' and '.join(kinds).replace('_', ' ')} on the host")
-            plain = self._plain(step, self.options.time_limit_s / 2)
+            plain = self._rewritten(step, self.options.time_limit_s / 2)
             least = self._held_down(plain, self.options.time_limit_s / 4)
             if self.best is not before:
                 best_hosted = hosted
@@ -381,10 +392,7 @@ class StepSearch:
         except NotSplittableError as e:
             self.tried = f"It has no microbatches: {first_line(e)}."
             return None
-        before, plain = self.best, self._plain(step, time_limit_s / 2)
-        if self.best and self.best is not before:
-            shape = self.best.on_mesh.shape
-            self.bounds_s = {**self.floors_s, shape: plain.bounds_s[shape]}
+        plain = self._rewritten(step, time_limit_s / 2)
         self.tried = f"Up to {count} microbatches were tried too."
         return self._held_down(plain, time_limit_s / 2)
 

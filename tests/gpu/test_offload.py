@@ -1,8 +1,5 @@
 """What is in the host's memory, as XLA:GPU compiles it: its bytes, its copies, and what is left on the device."""
 
-import jax
-import jax.numpy as jnp
-import optax
 import pytest
 
 from autoshard.verification.judge import CompilerVerifier
@@ -12,6 +9,7 @@ from cost_model.xla.process import Compiler
 from search.driver import find
 from search.ir.trace import trace
 from search.mesh_problem import Options
+from tests.search.adamw import adamw_chain
 
 from .compiled import HURRY
 
@@ -23,24 +21,10 @@ SHARE = 0.12
 
 
 def verified(offload, num_devices=8, cap_bytes=80 << 30, clip=False, num_layers=NUM_LAYERS):
-    update = optax.adamw(1e-3)
-    update = optax.chain(optax.clip_by_global_norm(1.0), update) if clip else update
-
-    def step(params, state, x):
-        def loss(params):
-            y = x
-            for i in range(num_layers):
-                y = jnp.tanh(y @ params[f"w{i}"])
-            return jnp.mean(y**2)
-
-        changes, state = update.update(jax.grad(loss)(params), state, params)
-        return optax.apply_updates(params, changes), state
-
-    params = {f"w{i}": jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32) for i in range(num_layers)}
-    x = jax.ShapeDtypeStruct((8192, WIDTH), jnp.float32)
+    step = trace(*adamw_chain(num_layers, WIDTH, 8192, 1.0 if clip else None))
     cluster = parse_cluster(f"{num_devices}xH100-80GB")
     options = Options(cap_bytes, (num_devices,), remat="never", offload=offload, microbatches=1)
-    found = find(trace(step, params, jax.eval_shape(update.init, params), x), cluster, options)
+    found = find(step, cluster, options)
     return CompilerVerifier(cluster, Compiler(flags=HURRY), lambda line: None).verified(found, full=True)
 
 

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
-import optax
 import pytest
 
 from search.ir.graph import Graph, Op, Phase, Role, Step
@@ -13,29 +12,13 @@ from search.memory import offload
 from search.memory.fetches import WINDOW
 from search.memory.offload import may_rest_on_host, offloaded
 from search.memory.recompute import recomputed
+from tests.search.adamw import adamw_chain
 
 NUM_LAYERS, WIDTH = 6, 128
 
 
 def make(clip: float | None = None):
-    """A chain of equal layers under AdamW, and its shapes."""
-    update = optax.adamw(1e-3)
-    update = update if clip is None else optax.chain(optax.clip_by_global_norm(clip), update)
-
-    def step(params, state, x):
-        def loss(params):
-            y = x
-            for i in range(NUM_LAYERS):
-                y = jnp.tanh(y @ params[f"w{i}"])
-            return jnp.mean(y**2)
-
-        value, gradients = jax.value_and_grad(loss)(params)
-        changes, state = update.update(gradients, state, params)
-        return optax.apply_updates(params, changes), state, value
-
-    params = {f"w{i}": jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32) for i in range(NUM_LAYERS)}
-    x = jax.ShapeDtypeStruct((1024, WIDTH), jnp.float32)
-    return step, (params, jax.eval_shape(update.init, params), x)
+    return adamw_chain(NUM_LAYERS, WIDTH, 1024, clip)
 
 
 def of_roles(step: Step, *roles: Role) -> frozenset[int]:
@@ -53,7 +36,7 @@ def transfers(graph: Graph, to_host: bool) -> Iterator[tuple[int, Op]]:
 
 
 def test_what_may_rest_on_the_host():
-    step = trace(*flat(make()))
+    step = trace(*make())
     roles = [role for _, role in sorted(may_rest_on_host(step).items())]
     assert roles.count(Role.PARAMETER) == NUM_LAYERS
     assert roles.count(Role.OPTIMIZER_STATE) == 2 * NUM_LAYERS
@@ -66,14 +49,9 @@ def test_what_is_handed_on_as_it_was_stays_on_the_device():
     assert not may_rest_on_host(step)
 
 
-def flat(made):
-    step, args = made
-    return step, *args
-
-
 @pytest.mark.parametrize("clip", [None, 1.0])
 def test_state_rests_there_and_returns_there(clip):
-    step = trace(*flat(make(clip)))
+    step = trace(*make(clip))
     graph = hosted(step)
     on_host = [graph.values[v].is_on_host for v in graph.inputs]
     for a, r in zip(graph.outputs, step.replaces, strict=True):
@@ -83,7 +61,7 @@ def test_state_rests_there_and_returns_there(clip):
 
 
 def test_it_comes_once_for_each_phase_that_reads_it():
-    graph = hosted(trace(*flat(make())))
+    graph = hosted(trace(*make()))
     phases = [op.phase for _, op in transfers(graph, to_host=False)]
     assert phases.count(Phase.FORWARD) == NUM_LAYERS
     assert phases.count(Phase.BACKWARD) == NUM_LAYERS - 1  # nothing is propagated into the batch
@@ -92,7 +70,7 @@ def test_it_comes_once_for_each_phase_that_reads_it():
 
 
 def test_updates_stand_between_the_layers_of_the_backward_phase():
-    graph = hosted(trace(*flat(make())))
+    graph = hosted(trace(*make()))
     stored = [i for i, _ in transfers(graph, to_host=True)]
     products = [
         i for i, op in enumerate(graph.ops) if op.name == "dot_general" and op.phase is Phase.BACKWARD
@@ -102,7 +80,7 @@ def test_updates_stand_between_the_layers_of_the_backward_phase():
 
 
 def test_gradients_that_are_clipped_together_wait_for_one_another():
-    graph = hosted(trace(*flat(make(clip=1.0))))
+    graph = hosted(trace(*make(clip=1.0)))
     first = min(i for i, _ in transfers(graph, to_host=True))
     assert first > max(i for i, op in enumerate(graph.ops) if op.phase is Phase.BACKWARD)
 
@@ -110,7 +88,7 @@ def test_gradients_that_are_clipped_together_wait_for_one_another():
 @pytest.mark.parametrize("clip", [None, 1.0])
 def test_no_more_than_the_window_is_there_at_a_time(clip):
     """Of updates: what waits for nothing but what its barrier holds may run as soon as that is there."""
-    graph = hosted(trace(*flat(make(clip))))
+    graph = hosted(trace(*make(clip)))
     below: dict[int, set[int]] = {}
     fetched: list[int] = []
     for n, op in enumerate(graph.ops):
@@ -127,7 +105,7 @@ def test_no_more_than_the_window_is_there_at_a_time(clip):
 
 def test_what_holds_a_fetch_back_is_read_behind_its_barrier():
     """Else the compiler strips the barrier of it."""
-    graph = hosted(trace(*flat(make())))
+    graph = hosted(trace(*make()))
     read = {v for op in graph.ops for v in op.operands} | {a for a in graph.outputs if isinstance(a, int)}
     barriers = [op for op in graph.ops if op.name == "optimization_barrier"]
     assert barriers
@@ -135,7 +113,7 @@ def test_what_holds_a_fetch_back_is_read_behind_its_barrier():
 
 
 def test_sites_of_the_rewritten_step_are_those_of_the_traced_one():
-    step = trace(*flat(make()))
+    step = trace(*make())
     found = offloaded(step, of_roles(step, Role.PARAMETER))
     for i, op in enumerate(found.step.graph.ops):
         for (n,) in found.before([(i,)]):
@@ -145,7 +123,7 @@ def test_sites_of_the_rewritten_step_are_those_of_the_traced_one():
 
 
 def test_a_recomputing_step_may_rest_on_the_host_too():
-    step = trace(*flat(make()))
+    step = trace(*make())
     sites = frozenset(
         (i,) for i, op in enumerate(step.graph.ops) if op.phase is Phase.FORWARD and op.name == "tanh"
     )
@@ -154,18 +132,18 @@ def test_a_recomputing_step_may_rest_on_the_host_too():
 
 
 def test_small_state_stays(monkeypatch):
-    step = trace(*flat(make()))
+    step = trace(*make())
     monkeypatch.setattr(offload, "MIN_BYTES", WIDTH * WIDTH * 4 + 1)
     assert not may_rest_on_host(step)
 
 
 def test_nothing_on_the_host_is_the_step_itself():
-    step = trace(*flat(make()))
+    step = trace(*make())
     assert offloaded(step, frozenset()).step is step
 
 
 def test_residuals_wait_on_the_host():
-    step = trace(*flat(make()))
+    step = trace(*make())
     tanhs = [i for i, op in enumerate(step.graph.ops) if op.name == "tanh" and op.phase is Phase.FORWARD]
     made = {v for i in tanhs for v in step.graph.ops[i].outputs}
     graph = offloaded(step, frozenset(), frozenset(made)).step.graph

@@ -1,0 +1,65 @@
+"""When the search puts state in the host's memory by itself, and what it certifies of such a plan."""
+
+from dataclasses import replace
+
+import pytest
+
+from cost_model.errors import InfeasibleError
+from cost_model.hardware import parse_cluster
+from search.driver import find
+from search.ir.trace import trace
+from search.mesh_problem import Options
+from tests.search.adamw import adamw_chain
+
+CLUSTER = parse_cluster("1xH100-80GB")
+STEP = trace(*adamw_chain(num_layers=8, width=1024, rows=64))
+STATE_BYTES = 8 * 1024 * 1024 * 4
+"""Of the parameters, and of each of Adam's moments."""
+
+
+def found(times_state, cluster=CLUSTER, **options):
+    """Under a cap of so many times the parameters' bytes."""
+    return find(
+        STEP, cluster, Options(int(times_state * STATE_BYTES), remat="never", microbatches=1, **options)
+    ).plan
+
+
+def hosted(plan):
+    return [name for name, said in plan.decisions.arguments.items() if said.endswith(" on host")]
+
+
+def test_nothing_is_on_the_host_where_all_has_room():
+    plan = found(10.0)
+    assert (hosted(plan), plan.estimates.host_bytes, plan.estimates.transfer_s) == ([], 0, 0.0)
+
+
+def test_an_optimizers_state_goes_first():
+    plan = found(3.0)
+    assert len(hosted(plan)) == 2 * 8
+    assert not any(name.startswith("params") for name in hosted(plan))
+    assert plan.estimates.host_bytes == 2 * STATE_BYTES
+    assert plan.estimates.peak_bytes <= plan.memory_bytes
+
+
+def test_then_the_parameters():
+    plan = found(1.6)
+    assert len(hosted(plan)) == 3 * 8
+    assert plan.estimates.host_bytes == 3 * STATE_BYTES
+    assert plan.estimates.peak_bytes <= plan.memory_bytes
+
+
+def test_what_is_certified_of_other_meshes_does_not_count_on_the_host():
+    """There, what no plan on the device is faster than, no plan is: copies come on top."""
+    plan, free = found(3.0 / 8, parse_cluster("8xH100-80GB")), found(10.0, parse_cluster("8xH100-80GB"))
+    assert hosted(plan)
+    assert len(plan.meshes) > 1
+    assert plan.gap is not None
+    assert plan.gap > 0.9 * (1 - free.estimates.unhidden_s / plan.estimates.unhidden_s) > 0.1
+
+
+@pytest.mark.parametrize(
+    ("cluster", "offload"), [(replace(CLUSTER, host_bytes_per_node=0), None), (CLUSTER, "never")]
+)
+def test_without_the_host_nothing_fits(cluster, offload):
+    with pytest.raises(InfeasibleError):
+        found(3.0, cluster, offload=offload)
