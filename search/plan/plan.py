@@ -112,7 +112,8 @@ class Plan:
       estimates: what they are predicted to cost.
       gap: certified by the solver: no plan takes less time than this one by more than this share of it. Of plans, those of
         the search space count, on `meshes`, within the options, in as many microbatches, that recompute what this one does
-        and have on the host what it has there (on another mesh all this is taken to cost nothing) and hold at most `memory_bytes` in program order; of time, what
+        and have on the host what it has there (on another mesh all this is taken to cost nothing) and hold at most
+        `memory_bytes` in program order; of time, what
         computation and communication take one after the other, by this cost model. (What of it overlaps is reckoned only of
         the plan that was found, as is what its kernels hold.) None when decisions were edited since.
       search_s: seconds of the search, in all and by part; not saved.
