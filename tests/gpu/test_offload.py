@@ -13,7 +13,8 @@ from tests.search.adamw import adamw_chain
 
 from .compiled import HURRY
 
-NUM_LAYERS, WIDTH = 6, 1024
+NUM_LAYERS, WIDTH = 12, 1024
+"""So many layers that an activation more or less, which the scheduler decides, is a small share of a peak."""
 STATE_BYTES = NUM_LAYERS * WIDTH * WIDTH * 4
 """Of the parameters, and of each of Adam's moments."""
 SHARE = 0.12
