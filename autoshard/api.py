@@ -58,7 +58,7 @@ def search(
       offload: what rests in pinned host memory and is on the device only while it is read, in a tuple: "optimizer_state",
         "parameters"; "residuals" may wait there for the backward phase. "never" for nothing; by default all this is tried
         where memory is scarce.
-      time_limit_s: seconds for the solver; the plan states the gap that is left (`Plan.gap`).
+      time_limit_s: processor seconds for the solver; the plan states the gap that is left (`Plan.gap`).
       verify: whether XLA's GPU compiler judges if the plan fits: where it does not, the search goes on under a
         lower limit. Equal blocks are extrapolated as by `verify`, unless the peak comes close to the cap. Needs the
         extra `autoshard[verify]`.

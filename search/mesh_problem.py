@@ -82,7 +82,7 @@ class Options:
       memory_bytes: the cap per device.
       mesh: sizes of the mesh axes, outermost first; None to search it.
       pins: the `PartitionSpec` in which an argument must rest, by its pytree path.
-      time_limit_s: seconds for the solver.
+      time_limit_s: processor seconds for the solver.
       remat: "never" to recompute nothing but what the step itself recomputes; None to search it.
       microbatches: in how many the step goes through its batch; None to search it.
       offload: what is in the host's memory, of `OFFLOADED` and `RESIDUALS`; "never" for nothing, None to search it.

@@ -24,7 +24,7 @@ less.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from time import monotonic
+from time import thread_time
 
 import numpy as np
 
@@ -166,7 +166,7 @@ class _Search:
         progress: Callable[[str], None] | None,
     ) -> None:
         self.problem, self.limit_bytes, self.violated = problem, limit_bytes, violated
-        self.start_s, self.time_limit_s = monotonic(), time_limit_s
+        self.start_s, self.time_limit_s = thread_time(), time_limit_s
         self.relative_gap = max(relative_gap, ROUNDING)
         self.progress = progress
         self.planes = CuttingPlanes(problem, limit_bytes)
@@ -352,9 +352,9 @@ class _Search:
         return self._left_s() > 0 and not self._is_closed(part)
 
     def _left_s(self) -> float:
-        return self.time_limit_s - (monotonic() - self.start_s)
+        return self.time_limit_s - (thread_time() - self.start_s)
 
     def _stats(self, whole: Relaxation) -> Stats:
         rows, kept = len(self.planes.rows), whole.trws.num_kept
-        search_s = monotonic() - self.start_s
+        search_s = thread_time() - self.start_s
         return Stats(search_s, self.num_pricings, self.num_branches, self.num_programs, rows, kept)

@@ -8,7 +8,7 @@ the worst.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from time import monotonic
+from time import thread_time
 
 import numpy as np
 
@@ -58,7 +58,7 @@ def minimise_peak(
     Raises:
       NoFitError: the problem forbids every assignment, or none was found in time.
     """
-    start_s, overflowed = monotonic(), separation_oracle(rows, violated, limit_bytes)
+    start_s, overflowed = thread_time(), separation_oracle(rows, violated, limit_bytes)
     free = free_of_cost(merged(problem))
     trws = Trws(free)
     trws.make_consistent()
@@ -66,7 +66,7 @@ def minimise_peak(
     best: Labels = ()
     best_bytes, bound_bytes = np.inf, -np.inf
     while best_bytes > max(bound_bytes, limit_bytes) * (1 + RELATIVE_GAP):
-        left_s = start_s + time_limit_s - monotonic()
+        left_s = start_s + time_limit_s - thread_time()
         answer = smallest_peak(trws, tuple(known.values()), limit_bytes, left_s)
         bound_bytes = max(bound_bytes, answer.bound)
         if answer.labels is None:

@@ -186,7 +186,7 @@ def test_bound_holds_when_time_runs_out(monkeypatch, time_limit_s):
 def test_time_runs_out_in_no_stage_but_the_first(monkeypatch):
     """The first sweeps take all of it: nothing else begins."""
     now = iter(range(0, 10_000, 10))
-    monkeypatch.setattr(branch_and_bound, "monotonic", lambda: float(next(now)))
+    monkeypatch.setattr(branch_and_bound, "thread_time", lambda: float(next(now)))
     problem, rows = layered(3, 2, 4, 0)
     said = []
     with suppress(NoFitError):
