@@ -8,7 +8,8 @@ such a device has, or above. A row of the first table is a cap; it shows, per de
 
 * the step's time, as predicted;
 * its peak as predicted and as compiled with the cap as the device's memory; of deep unrolled models the compiled one is
-  extrapolated from a shortened stack (`~`), unless that exceeds the cap. `over` is by how much the compiled peak does;
+  extrapolated from a shortened stack (`~`), unless that exceeds the cap. Where the search's first plan does, by `first over`
+  of the cap, the search goes on together with the compiler, as with `--verify`, and the row is the plan that this ends with;
 * the arithmetic of matrix products and convolutions that the step does more than the one without a cap, on all devices
   together, as a share of that one's: counted in the step's own jaxpr, with what is recomputed and loops' lengths;
 * host memory, microbatches, and of how many classes of ops residuals are recomputed.
@@ -18,7 +19,7 @@ hand (`benchmarks.scanned_stacks`), sharded and split into microbatches by the s
 it has their times, the best one's time over ours, and the share that we save of its time beyond a step without a cap. A plan
 that keeps to a lower cap is not searched again, and what no plan was found for is not asked again under lower caps.
 
-Violations are listed below: compiled peaks over their caps, and steps that get faster as the cap falls.
+Listed below: plans whose compiled peaks were above their caps, and steps that get faster as the cap falls.
 """
 
 import argparse
@@ -94,7 +95,7 @@ FRONTIER_HEADER = (
     "slower by",
     "peak predicted",
     "compiled",
-    "over",
+    "first over",
     "more products",
     "host",
     "microbatches",
@@ -120,7 +121,7 @@ def frontier_row(name: str, free: Point, point: Point) -> tuple[str, ...]:
         f"{point.step_s / free.step_s - 1:+.1%}",
         _gib(point.peak_bytes),
         _compiled_text(point),
-        f"**{point.over_bytes / point.cap_bytes:.1%}**" if point.over_bytes else "",
+        f"{point.over_bytes / point.cap_bytes:.1%}" if point.over_bytes else "",
         f"{point.product_flops / free.product_flops - 1:.1%}",
         format_bytes(point.host_bytes),
         str(point.num_microbatches),
@@ -131,7 +132,7 @@ def frontier_row(name: str, free: Point, point: Point) -> tuple[str, ...]:
 
 
 def _compiled_text(point: Point) -> str:
-    if point.compiled_bytes is None:
+    if point.compiled_bytes is None or point.failure:
         return _short(point.failure)
     return f"{'~' * point.is_extrapolated}{_gib(point.compiled_bytes)}"
 
@@ -174,15 +175,18 @@ def _by_hand_text(point: Point, free: Point) -> str:
 def violations(name: str, points: Sequence[Point]) -> Iterator[str]:
     """What should not be, a line each."""
     for p in over_the_cap(points):
-        yield (
-            f"- {name}: under {_gib(p.cap_bytes)} GiB compiled to {_compiled_text(p)} ({p.over_bytes / p.cap_bytes:+.1%}), "
-            f"predicted {_gib(p.peak_bytes)}"
-        )
+        yield f"- {name}: under {_gib(p.cap_bytes)} GiB compiled {p.over_bytes / p.cap_bytes:.1%} above it{_then(p)}"
     for above, below in faster_below(points):
         yield (
             f"- {name}: {format_seconds(above.step_s)} under {_gib(above.cap_bytes)} GiB, but "
             f"{format_seconds(below.step_s)} under {_gib(below.cap_bytes)} GiB"
         )
+
+
+def _then(point: Point) -> str:
+    if point.first_bytes is None or point.failure:
+        return ", and no other was found"
+    return f" at first, then {_compiled_text(point)} GiB"
 
 
 def _gib(num_bytes: int) -> str:

@@ -1,17 +1,22 @@
 """Plans of one step under falling memory caps: what they are predicted to cost, and what the compiler makes of them.
 
 A cap is met by the best plan that the search finds, so a lower one cannot have a faster plan: where it does, the search has
-missed that plan above (`faster_below`). And what a plan is compiled to may not exceed its cap (`over_the_cap`).
+missed that plan above (`faster_below`). And what a plan is compiled to may not exceed its cap. Where that of the first plan
+does (`over_the_cap`), the search goes on until the compiler agrees, as with `--verify`: that plan counts, and the first
+one's overshoot is kept.
 """
 
 import re
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Protocol
 
-from autoshard.verification.judge import CompilerVerifier
+from autoshard.planning import AutoshardWarning
+from autoshard.verification.judge import CompilerVerifier, fitting
+from autoshard.verification.result import Verification
 from cost_model.cluster import Cluster
 from cost_model.errors import AutoshardError, InfeasibleError
 from cost_model.units import parse_bytes
@@ -20,7 +25,7 @@ from search import driver
 from search.driver import SearchResult
 from search.ir.graph import Step
 from search.ir.trace import trace_for
-from search.mesh_problem import Options
+from search.mesh_problem import Options, Progress
 from search.problem.flat_program import flatten
 from tests.gpu.compiled import HURRY
 from tests.zoo import Case
@@ -54,6 +59,7 @@ class Point:
       mesh: sizes of its axes.
       search_s: seconds of the search.
       compiled_bytes: the peak as compiled; None if that was not asked.
+      first_bytes: the compiled peak of the first plan, where another had to be found.
       is_extrapolated: whether from a shortened stack.
       compile_s: seconds of the verification.
       failure: why there is no plan, or no compiled program.
@@ -69,6 +75,7 @@ class Point:
     mesh: tuple[int, ...] = ()
     search_s: float = 0.0
     compiled_bytes: int | None = None
+    first_bytes: int | None = None
     is_extrapolated: bool = False
     compile_s: float = 0.0
     failure: str = ""
@@ -80,8 +87,8 @@ class Point:
 
     @property
     def over_bytes(self) -> int:
-        """By how much the compiled peak exceeds the cap."""
-        return max(0, (self.compiled_bytes or 0) - self.cap_bytes)
+        """By how much the first plan's compiled peak exceeds the cap."""
+        return max(0, (self.first_bytes or self.compiled_bytes or 0) - self.cap_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,13 +117,18 @@ class Planner:
 
     def point(self, cap_bytes: int) -> Point:
         """The best plan under a cap."""
+        if self.is_compiled:
+            return _Judged(self, cap_bytes).point()
         start_s = time.perf_counter()
         try:
-            found = driver.find(self.step, self.cluster, Options(cap_bytes, remat=self.remat))
+            found = self.found(cap_bytes)
         except InfeasibleError as e:
             return Point(cap_bytes, search_s=time.perf_counter() - start_s, failure=str(e))
-        planned = _planned(found, cap_bytes, time.perf_counter() - start_s)
-        return _compiled(found, self.cluster, planned) if self.is_compiled else planned
+        return _planned(found, cap_bytes, time.perf_counter() - start_s)
+
+    def found(self, limit_bytes: int) -> SearchResult:
+        """The search's own answer."""
+        return driver.find(self.step, self.cluster, Options(limit_bytes, remat=self.remat))
 
     def smallest(self) -> Point | None:
         """The plan under the smallest cap that the search says has one."""
@@ -152,21 +164,49 @@ def _planned(found: SearchResult, cap_bytes: int, search_s: float) -> Point:
     )
 
 
-def _compiled(found: SearchResult, cluster: Cluster, planned: Point) -> Point:
-    """The same with what the compiler says; an extrapolated peak above the cap is not taken at its word."""
-    asked = CompilerVerifier(cluster, Compiler(flags=HURRY), lambda line: None)
-    try:
-        proof = asked.verified(found)
+class _Judged:
+    """A cap's plan, found together with the compiler."""
+
+    def __init__(self, planner: Planner, cap_bytes: int) -> None:
+        self.planner, self.cap_bytes = planner, cap_bytes
+        self.verifier = CompilerVerifier(planner.cluster, Compiler(flags=HURRY), lambda line: None)
+        self.planned: list[Point] = []
+        self.proofs: list[Verification] = []
+
+    def point(self) -> Point:
+        """The first plan whose compiled peak keeps to the cap; the last one, if there is none, with the reason."""
+        failure = ""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", AutoshardWarning)
+            try:
+                fitting(self._found, self._verified, self.cap_bytes, lambda line: None)
+            except AutoshardError as e:
+                failure = f"{type(e).__name__}: {e}"
+        if not self.proofs:
+            return replace(self.planned[-1] if self.planned else Point(self.cap_bytes), failure=failure)
+        proof, first = self.proofs[-1], self.proofs[0]
+        return replace(
+            self.planned[len(self.proofs) - 1],
+            compiled_bytes=proof.compiled.peak_bytes,
+            first_bytes=None if first is proof else first.compiled.peak_bytes,
+            is_extrapolated=proof.is_extrapolated,
+            compile_s=sum(p.seconds["compile"] for p in self.proofs),
+            failure=failure,
+        )
+
+    def _found(self, limit_bytes: int, _: Progress) -> SearchResult:
+        start_s = time.perf_counter()
+        found = self.planner.found(limit_bytes)
+        self.planned.append(_planned(found, self.cap_bytes, time.perf_counter() - start_s))
+        return found
+
+    def _verified(self, found: SearchResult, full: bool) -> Verification:
+        """An extrapolated peak above the cap is not taken at its word."""
+        proof = self.verifier.verified(found, full=full)
         if proof.is_extrapolated and not proof.fits:
-            proof = asked.verified(found, full=True)
-    except AutoshardError as e:
-        return replace(planned, failure=f"{type(e).__name__}: {e}")
-    return replace(
-        planned,
-        compiled_bytes=proof.compiled.peak_bytes,
-        is_extrapolated=proof.is_extrapolated,
-        compile_s=proof.seconds["compile"],
-    )
+            proof = self.verifier.verified(found, full=True)
+        self.proofs[len(self.planned) - 1 :] = [proof]
+        return proof
 
 
 def frontier(planner: Planner, percents: Sequence[int]) -> Iterator[Point]:

@@ -149,7 +149,12 @@ def test_only_what_a_plan_does_not_keep_to_is_asked_again():
 def test_a_plan_compiled_to_more_than_its_cap_is_a_violation():
     fits, over = planned(8, 1.0, 7, compiled_bytes=8 * GIB), planned(4, 1.0, 4, compiled_bytes=5 * GIB)
     (said,) = violations("model", [fits, over])
-    assert "under 4 GiB compiled to 5 (+25.0%), predicted 4" in said
+    assert "under 4 GiB compiled 25.0% above it, and no other was found" in said
+
+
+def test_a_plan_that_takes_the_place_of_one_over_the_cap_is_told():
+    (said,) = violations("model", [planned(4, 1.0, 4, compiled_bytes=3 * GIB, first_bytes=5 * GIB)])
+    assert "under 4 GiB compiled 25.0% above it at first, then 3 GiB" in said
 
 
 def test_a_step_that_is_faster_under_a_lower_cap_is_a_violation():
