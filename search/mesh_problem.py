@@ -257,9 +257,15 @@ class MeshProblem:
 
         def propose(
             solver_limit_bytes: float, rows: Sequence[MemoryConstraint]
-        ) -> Round[tuple[branch_and_bound.Solution, Prediction]]:
+        ) -> Round[tuple[branch_and_bound.Solution, Prediction]] | None:
             left_s = ROUND_SHARE * deadline.left_s
-            solution = self.solve(kept, int(solver_limit_bytes), left_s, cutoff_s, rows, relative_gap)
+            try:
+                solution = self.solve(kept, int(solver_limit_bytes), left_s, cutoff_s, rows, relative_gap)
+            except NoFitError:
+                is_first = solver_limit_bytes == limit_bytes and not rows
+                if is_first or deadline.is_over:
+                    raise
+                return None
             return self._round(solution, solution.labels, limit_bytes)
 
         rounds = tightened(propose, limit_bytes, MAX_TIGHTENINGS)

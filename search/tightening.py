@@ -7,6 +7,8 @@ stricter one says what the proposal needs. Where that is more than the cap, the 
   * to a limit that is lower by the overshoot, where the two models are nearly of one opinion;
   * to a row that sees what the first one was blind to, where they are far apart and there is such a row.
 
+Where nothing keeps to a lower limit, the next one lies half of the way back.
+
 Lower limits and such rows find plans that fit; they are not part of the problem that was posed. What is proven under them
 is proven of fewer plans: of all rounds' lower bounds on the step time only the first one's is a bound on what fits the cap.
 """
@@ -44,25 +46,29 @@ class Round[Proposal]:
 
 
 def tightened[Proposal](
-    propose: Callable[[float, tuple[MemoryConstraint, ...]], Round[Proposal]],
+    propose: Callable[[float, tuple[MemoryConstraint, ...]], Round[Proposal] | None],
     cap_bytes: float,
     max_rounds: int,
 ) -> Iterator[Round[Proposal]]:
     """Proposals, each under what the last ones taught; whoever asks takes the first that pleases.
 
     Args:
-      propose: the best plan that keeps to a limit and to some rows.
+      propose: the best plan that keeps to a limit and to some rows; None where there is none.
       cap_bytes: what the stricter model must keep to.
       max_rounds: it ends after so many, or when no limit is left.
     """
-    limit_bytes, rows = cap_bytes, ()
+    limit_bytes, kept_bytes, rows = cap_bytes, cap_bytes, ()
     for _ in range(max_rounds):
         latest = propose(limit_bytes, rows)
+        if latest is None:
+            limit_bytes = (limit_bytes + kept_bytes) / 2
+            continue
         yield latest
+        kept_bytes = min(limit_bytes, latest.expected_bytes)
         if latest.blind_row and latest.needed_bytes > BLIND * cap_bytes and len(rows) < MAX_ROWS:
             rows = (*rows, latest.blind_row())
         else:
             overshoot_bytes = max(latest.needed_bytes - cap_bytes, 0.0)
-            limit_bytes = min(limit_bytes, latest.expected_bytes) - overshoot_bytes - MARGIN * cap_bytes
+            limit_bytes = kept_bytes - overshoot_bytes - MARGIN * cap_bytes
         if limit_bytes <= 0:
             return

@@ -26,6 +26,13 @@ RETYPES = frozenset({"convert_element_type", "reshape", "transpose", "squeeze", 
 """Ops that make an array in another type or shape: what waits for the one, or for its readers, means the other."""
 
 
+type Arrival = tuple[int, int | None]
+"""The newest result from before the update that something meets, behind the number of its op."""
+
+NEVER: Arrival = (-1, None)
+"""It meets none."""
+
+
 @dataclass(frozen=True, slots=True)
 class Fetch:
     """What comes from the host at one time.
@@ -158,14 +165,14 @@ class _Planning:
         read = [v for v in self.on_host if self._readers(v, Phase.UPDATE)]
         update = _Update(self.graph, read)
         parcels = [(update.arrival(p), self._parcel(p)) for p in update.parcels(self.new_state.values())]
-        parcels.sort(key=lambda one: (one[0], one[1].first))
+        parcels.sort(key=lambda one: (_moment(one[0]), one[1].first))
         arrivals, uses = [a for a, _ in parcels], [u for _, u in parcels]
-        for arrival, use, before in zip(arrivals, uses, _out_of_window(uses), strict=True):
+        for (_, gradient), use, before in zip(arrivals, uses, _out_of_window(uses), strict=True):
             ties = before[-1].done if before else ()
-            gradient = None if arrival < 0 else self._source(arrival)
-            own = () if gradient is None else self.graph.ops[gradient].outputs[:1]
+            source = None if gradient is None else self._source(gradient)
+            own = () if source is None else (source,)
             fetch = Fetch(use.arguments, Phase.UPDATE, use.first, (*own, *ties))
-            yield fetch, None if gradient is None else self._pause(gradient, arrivals, uses[: len(before)])
+            yield fetch, None if source is None else self._pause(source, arrivals, uses[: len(before)])
 
     def _parcel(self, arguments: tuple[int, ...]) -> _Use:
         first = min(self._readers(v, Phase.UPDATE)[0] for v in arguments)
@@ -173,21 +180,21 @@ class _Planning:
         done = tuple(a for a in new if isinstance(a, int) and a in self.maker)
         return _Use(arguments, first, done, sum(self.graph.values[v].num_bytes for v in arguments), ())
 
-    def _source(self, i: int) -> int:
-        """The op whose result an op gives in another type or shape, if it does."""
-        op = self.graph.ops[i]
+    def _source(self, v: int) -> int:
+        """The value that one gives in another type or shape, if it does."""
+        op = self.graph.ops[self.maker[v]]
         is_retyped = op.name in RETYPES and len(op.operands) == 1 and op.operands[0] in self.maker
-        return self._source(self.maker[op.operands[0]]) if is_retyped else i
+        return self._source(op.operands[0]) if is_retyped else v
 
     def _pause(
-        self, gradient: int, arrivals: Sequence[int], before: Sequence[_Use]
+        self, gradient: int, arrivals: Sequence[Arrival], before: Sequence[_Use]
     ) -> tuple[int, tuple[int, ...]] | None:
         """What a gradient is made from, and what of the parcels before may be waited for there."""
-        made = [v for v in self.graph.ops[gradient].operands if self._is_backward(v)]
+        made = [v for v in self.graph.ops[self.maker[gradient]].operands if self._is_backward(v)]
         if not made:
             return None
         newest = max(made, key=self.maker.__getitem__)
-        over = [u for a, u in zip(arrivals, before, strict=False) if a < self.maker[newest] and u.done]
+        over = [u for (a, _), u in zip(arrivals, before, strict=False) if a < self.maker[newest] and u.done]
         return (newest, over[-1].done) if over else None
 
     def _is_backward(self, v: int) -> bool:
@@ -201,27 +208,28 @@ class _Update:
     def __init__(self, graph: Graph, arguments: Sequence[int]) -> None:
         self.arguments = arguments
         self._reads = {v: 1 << n for n, v in enumerate(arguments)}
-        self._newest: dict[int, int] = {}
-        self._arrival = dict.fromkeys(arguments, -1)
+        self._newest: dict[int, Arrival] = {}
+        self._arrival = dict.fromkeys(arguments, NEVER)
         for i, op in enumerate(graph.ops):
             if op.phase is Phase.UPDATE:
                 self._read(op)
-            elif op.phase is Phase.BACKWARD:
-                self._newest |= dict.fromkeys(op.outputs, i)
+            else:
+                self._newest |= {v: (i, v) for v in op.outputs}
 
     def _read(self, op: Op) -> None:
         reads = 0
         for v in op.operands:
             reads |= self._reads.get(v, 0)
-        newest = max((self._newest.get(v, -1) for v in op.operands), default=-1)
+        newest = max((self._newest.get(v, NEVER) for v in op.operands), default=NEVER, key=_moment)
         for v in op.outputs:
             self._reads[v], self._newest[v] = reads, newest
         for n in _bits(reads):
-            self._arrival[self.arguments[n]] = max(self._arrival[self.arguments[n]], newest)
+            self._arrival[self.arguments[n]] = max(self._arrival[self.arguments[n]], newest, key=_moment)
 
-    def arrival(self, parcel: Iterable[int]) -> int:
-        """The newest op of the backward phase that a parcel meets; negative where there is none."""
-        return max(self._arrival[v] for v in parcel)
+    def arrival(self, parcel: Iterable[int]) -> Arrival:
+        """The newest result from before the update that a parcel meets: its last gradient; what a loop over microbatches made is of
+        no one phase."""
+        return max((self._arrival[v] for v in parcel), key=_moment)
 
     def parcels(self, new_state: Iterable[Atom]) -> list[tuple[int, ...]]:
         """The arguments, parted into those that new state is made of together."""
@@ -235,6 +243,10 @@ class _Update:
                 mask |= part
             parts += [mask] if mask else []
         return [tuple(self.arguments[n] for n in _bits(part)) for part in parts]
+
+
+def _moment(arrival: Arrival) -> int:
+    return arrival[0]
 
 
 def _bits(mask: int) -> Iterator[int]:

@@ -54,6 +54,19 @@ def test_far_over_the_cap_rows_are_added_before_limits_fall():
     assert [len(n) for _, n in asked(lambda limit: 2 * BLIND * CAP_BYTES, max_rounds=2)] == [0]
 
 
+def test_where_nothing_keeps_to_a_limit_the_next_one_lies_half_of_the_way_back():
+    limits = []
+
+    def propose(limit_bytes, rows):
+        limits.append(limit_bytes)
+        return Round(None, 90.0, 110.0) if limit_bytes > 84.0 else None
+
+    first_lower = 90.0 - 10.0 - MARGIN * CAP_BYTES
+    for _ in tightened(propose, CAP_BYTES, 3):
+        pass
+    assert limits == pytest.approx([CAP_BYTES, first_lower, (first_lower + 90.0) / 2])
+
+
 def test_it_ends_after_its_rounds_or_when_no_limit_is_left():
     assert len(asked(lambda limit: 101.0, max_rounds=7)) == 7
     assert len(asked(lambda limit: 250.0, max_rounds=7)) == 1

@@ -10,6 +10,7 @@ from search.ir.graph import Graph, Op, Phase, Role, Step
 from search.ir.trace import trace
 from search.memory import offload
 from search.memory.fetches import WINDOW
+from search.memory.microbatches import microbatched
 from search.memory.offload import may_rest_on_host, offloaded
 from search.memory.recompute import recomputed
 from tests.search.adamw import adamw_chain
@@ -103,9 +104,39 @@ def test_no_more_than_the_window_is_there_at_a_time(clip):
     assert fetched
 
 
+def test_in_microbatches_no_fetch_starts_before_the_gradients_are_there():
+    """The compiler starts a copy that waits for nothing as the step begins, and its memory is taken through all of it. Here
+    nothing of the backward phase is left outside of the loop."""
+
+    def momentum(weights, moment, x):
+        def loss(weights):
+            return jnp.sum(jax.lax.scan(lambda y, w: (jnp.tanh(y @ w), None), x, weights)[0])
+
+        moment = 0.9 * moment + jax.grad(loss)(weights)
+        return weights - moment, moment
+
+    weights = jax.ShapeDtypeStruct((NUM_LAYERS, WIDTH, WIDTH), jnp.float32)
+    step = microbatched(trace(momentum, weights, weights, jax.ShapeDtypeStruct((64, WIDTH), jnp.float32)), 4)
+    graph = offloaded(step, of_roles(step, Role.OPTIMIZER_STATE)).step.graph
+    (loop,) = (op for op in graph.ops if op.name == "scan")
+    late = set(loop.outputs)
+    for op in graph.ops:
+        if late.intersection(op.operands):
+            late.update(op.outputs)
+    fetched = [op for _, op in transfers(graph, to_host=False)]
+    assert len(fetched) == 1
+    assert all(late.issuperset(op.operands) for op in fetched)
+
+
 def test_what_holds_a_fetch_back_is_read_behind_its_barrier():
     """Else the compiler strips the barrier of it."""
-    graph = hosted(trace(*make()))
+    step = trace(*make())
+    of_batches = offloaded(microbatched(step, 4), of_roles(step, Role.OPTIMIZER_STATE)).step.graph
+    for graph in (hosted(step), of_batches):
+        assert_read_behind_barriers(graph)
+
+
+def assert_read_behind_barriers(graph):
     read = {v for op in graph.ops for v in op.operands} | {a for a in graph.outputs if isinstance(a, int)}
     barriers = [op for op in graph.ops if op.name == "optimization_barrier"]
     assert barriers
