@@ -2,8 +2,8 @@
 
 The models are those of the zoo, their layers' parameters stacked. A way (`BY_HAND`) takes a layer, its input and all layers'
 parameters, and runs them one after the other. The policies are JAX's, each on every layer: what a `jax.checkpoint` with that
-policy does not save is computed again in the backward phase. In groups, only what enters every sqrt(n)-th layer is kept
-(Chen et al. 2016, "Training deep nets with sublinear memory cost", section 4.3).
+policy does not save is computed again in the backward phase; one has what it saves on the host until then. In groups, only
+what enters every sqrt(n)-th layer is kept (Chen et al. 2016, "Training deep nets with sublinear memory cost", section 4.3).
 """
 
 import math
@@ -56,6 +56,9 @@ BY_HAND: Mapping[str, Stack] = {
     "dots_saveable": saving(jax.checkpoint_policies.dots_saveable),
     "dots_with_no_batch_dims_saveable": saving(jax.checkpoint_policies.dots_with_no_batch_dims_saveable),
     "nothing_saveable": saving(jax.checkpoint_policies.nothing_saveable),
+    "offload_dot_with_no_batch_dims": saving(
+        jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", "pinned_host")
+    ),
     "every sqrt(n)-th layer": grouped,
 }
 """The ways, by name."""
