@@ -81,7 +81,7 @@ def find(
     """
     marks = _marks(step, options.pins or {})
     search = StepSearch(step, marks, cluster, options, progress)
-    found = _finished(step, marks, search.run(), cluster, options, search.shapes, search.watch)
+    found = _finished(step, search.run(), cluster, options, search.shapes, search.watch)
     return found.bounded(min(search.bounds_s.values()))
 
 
@@ -119,7 +119,7 @@ def apply(step: Step, plan: Plan, cluster: Cluster, place: str = "plan") -> Sear
         ) from e
     watch.lap("solve")
     forced = Found(step_problem, on_mesh, solution.labels, device)
-    found = _finished(step, marks, forced, cluster, Options(plan.memory_bytes), plan.meshes, watch)
+    found = _finished(step, forced, cluster, Options(plan.memory_bytes), plan.meshes, watch)
     was_s, is_s = plan.estimates.unhidden_s, found.plan.estimates.unhidden_s
     gap = plan.gap if math.isclose(is_s, was_s, rel_tol=1e-6) else None
     return replace(found, plan=replace(found.plan, options=plan.options, cluster=plan.cluster, gap=gap))
@@ -127,7 +127,6 @@ def apply(step: Step, plan: Plan, cluster: Cluster, place: str = "plan") -> Sear
 
 def _finished(
     step: Step,
-    marks: Sequence[str],
     found: Found,
     cluster: Cluster,
     options: Options,
@@ -136,12 +135,12 @@ def _finished(
 ) -> SearchResult:
     costed, step_problem = found.on_mesh.memory.costed, found.step_problem
     sites, waiting = step_problem.sites, step_problem.waiting
-    retention = _retention(step_problem.traced, marks).said(sites, waiting) if sites or waiting else {}
+    retention = RetentionCodec(step_problem.plain).said(sites, waiting) if sites or waiting else {}
     split = step_problem.traced
     decisions = found.on_mesh.codec.decisions(found.labels)
     plan = Plan(
         step=step.name,
-        fingerprint=step_problem.fingerprint if split is step else fingerprint(flatten(step)),
+        fingerprint=fingerprint(step_problem.plain.program if split is step else flatten(step)),
         jax=jax.__version__,
         cluster=cluster.to_json(),
         options=_said(options),
@@ -156,10 +155,6 @@ def _finished(
     return SearchResult(plan, step_problem.step, found.on_mesh, found.labels)
 
 
-def _retention(step: Step, marks: Sequence[str]) -> RetentionCodec:
-    return RetentionCodec(fold(flatten(step), marks))
-
-
 def _in_microbatches(step: Step, plan: Plan, place: str) -> Step:
     """The step that a plan runs, before anything is recomputed."""
     try:
@@ -172,8 +167,9 @@ def _retained(
     step: Step, marks: Sequence[str], plan: Plan, place: str
 ) -> tuple[frozenset[Site], frozenset[Site]]:
     """What a plan recomputes, and of which ops the results wait on the host."""
-    said = plan.decisions.retention
-    return _retention(step, marks).read(said, place) if said else (frozenset(), frozenset())
+    if not (said := plan.decisions.retention):
+        return frozenset(), frozenset()
+    return RetentionCodec(fold(flatten(step), marks)).read(said, place)
 
 
 def _marks(step: Step, pins: Mapping[str, Any]) -> list[str]:

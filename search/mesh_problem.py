@@ -26,9 +26,8 @@ from search.memory.offload import Offloaded, offloaded
 from search.memory.recompute import recomputed
 from search.plan.decisions import DecisionCodec, allowed_by_pins
 from search.problem.costs import price
-from search.problem.fingerprint import fingerprint
 from search.problem.flat_program import flatten
-from search.problem.folding import fold, separate
+from search.problem.folding import FoldedProgram, fold, separate
 from search.problem.fusion import Fusion, expensive_itemsize
 from search.problem.kernels import Kernels, kernels
 from search.problem.live_ranges import LiveRange, LiveRanges
@@ -121,6 +120,8 @@ class StepProblem:
 
     Attributes:
       traced: the step as it was traced, in microbatches or as a whole.
+      marks: per argument, what keeps it and the ops around it apart from others: its pin.
+      known: the traced step, folded as it is, where that was done before.
       sites: what of it is recomputed in the backward phase.
       hosted: the arguments that rest in the host's memory.
       waiting: the ops whose results wait there for the backward phase.
@@ -133,6 +134,8 @@ class StepProblem:
     """
 
     traced: Step
+    marks: tuple[str, ...]
+    known: FoldedProgram | None
     sites: frozenset[Site]
     hosted: frozenset[int]
     waiting: frozenset[Site]
@@ -153,6 +156,7 @@ class StepProblem:
         hosted: frozenset[int] = frozenset(),
         waiting: frozenset[Site] = frozenset(),
         decided: Sequence[Any] = (),
+        known: FoldedProgram | None = None,
     ) -> "StepProblem":
         """Makes a step ready for a device.
 
@@ -164,6 +168,7 @@ class StepProblem:
           hosted: the arguments to rest in the host's memory.
           waiting: ops of the forward phase whose results wait there for the backward phase.
           decided: per argument, what is decided of it: those that differ are taken apart, no op is.
+          known: the step folded as it is, where that was done before.
         """
         residuals = frozenset(v for (i,) in waiting for v in step.graph.ops[i].outputs)
         rewritten = offloaded(recomputed(step, sites), hosted, residuals)
@@ -173,9 +178,8 @@ class StepProblem:
         fusion, graph = Fusion(folded, expensive_itemsize(device)), strategy_graph(folded, groups)
         live_ranges = LiveRanges(graph, fusion)
         items = live_ranges.items(), live_ranges.host_items()
-        return cls(
-            step, sites, hosted, waiting, rewritten, graph, kernels(fusion, groups), live_ranges, *items
-        )
+        given = step, tuple(marks), known, sites, hosted, waiting
+        return cls(*given, rewritten, graph, kernels(fusion, groups), live_ranges, *items)
 
     @property
     def step(self) -> Step:
@@ -183,10 +187,11 @@ class StepProblem:
         return self.graph.folded.program.step
 
     @cached_property
-    def fingerprint(self) -> str:
-        """Of the traced step."""
-        is_rewritten = self.sites or self.hosted or self.waiting
-        return fingerprint(flatten(self.traced) if is_rewritten else self.graph.folded.program)
+    def plain(self) -> FoldedProgram:
+        """The traced step, folded as it is."""
+        if not (self.sites or self.hosted or self.waiting):
+            return self.graph.folded
+        return self.known or fold(flatten(self.traced), self.marks)
 
     def on(self, cluster: Cluster, shape: tuple[int, ...]) -> "MeshProblem":
         """The problem on one mesh."""

@@ -209,11 +209,18 @@ class StepSearch:
             self.bounds_s = {**self.floors_s, shape: plain.bounds_s[shape]}
         return plain
 
-    def _made_ready(
-        self, step: Step, sites: frozenset[Site] = frozenset(), waiting: frozenset[Site] = frozenset()
+    def _made_ready(self, step: Step) -> StepProblem:
+        step_problem = StepProblem.of(step, self.marks, self.cluster.device, hosted=self.hosted)
+        self.watch.lap("graph")
+        return step_problem
+
+    def _recomputing(
+        self, plain: StepProblem, sites: frozenset[Site], waiting: frozenset[Site]
     ) -> StepProblem:
-        device = self.cluster.device
-        step_problem = StepProblem.of(step, self.marks, device, sites, self.hosted, waiting)
+        """The same with something recomputed, and something waiting on the host."""
+        step_problem = StepProblem.of(
+            plain.traced, self.marks, self.cluster.device, sites, self.hosted, waiting, known=plain.plain
+        )
         self.watch.lap("graph")
         return step_problem
 
@@ -259,11 +266,11 @@ class StepSearch:
             self.most_saved_bytes = max((c.saved_bytes for c in found if not c.waiting), default=0.0)
         before = plain.step_problem.rewritten.before
         found = [replace(c, sites=before(c.sites), waiting=before(c.waiting)) for c in found]
-        self._try(plain.step_problem.traced, found, Deadline.after(time_limit_s))
+        self._try(plain.step_problem, found, Deadline.after(time_limit_s))
         if self.best is not None or not found:
             return plain.step_problem
         most = max(found, key=lambda candidate: candidate.saved_bytes)
-        return self._made_ready(plain.step_problem.traced, most.sites, most.waiting)
+        return self._recomputing(plain.step_problem, most.sites, most.waiting)
 
     @staticmethod
     def _unhindered(plain: _Plain, free: Sequence[FreeSolution]) -> list[FreeSolution]:
@@ -274,11 +281,11 @@ class StepSearch:
             return []
         return [FreeSolution(p.on_mesh, p.labels, p.on_mesh.problem.cost_s(p.labels)) for p in found]
 
-    def _try(self, step: Step, found: Sequence[Candidate], deadline: Deadline) -> None:
+    def _try(self, plain: StepProblem, found: Sequence[Candidate], deadline: Deadline) -> None:
         """Builds and solves steps that recompute, until none promises to be better than the best plan."""
         least_saved_bytes, num_futile = 0.0, 0
         for candidate in found:
-            is_late = deadline.is_over and (self.best or step.num_microbatches > 1)
+            is_late = deadline.is_over and (self.best or plain.traced.num_microbatches > 1)
             if is_late or (self.best and num_futile == MAX_FUTILE):
                 break
             is_dearer = bool(self.best) and candidate.cost_s >= self.cutoff_s
@@ -286,8 +293,9 @@ class StepSearch:
                 continue
             mesh = format_mesh(candidate.shape)
             what = f"{len(candidate.waiting)} residuals on the host, " if candidate.waiting else ""
-            self.progress(f"{_said(step)}{what}recomputing {len(candidate.sites)} ops on mesh {mesh}")
-            step_problem, before = self._made_ready(step, candidate.sites, candidate.waiting), self.best
+            self.progress(f"{_said(plain.traced)}{what}recomputing {len(candidate.sites)} ops on mesh {mesh}")
+            before = self.best
+            step_problem = self._recomputing(plain, candidate.sites, candidate.waiting)
             on_mesh = self._put_on(step_problem, candidate.shape)
             time_limit_s = max(ATTEMPT_SHARE * deadline.left_s, LEAST_ATTEMPT_S)
             bound_s, is_cramped = self._improve(step_problem, on_mesh, time_limit_s)
@@ -373,6 +381,8 @@ class StepSearch:
         """Looks for better plans in more and more microbatches, from as few as may do, for as long as that helps; where none
         fits, the step that holds least of all those considered."""
         deadline, least = Deadline.after(self.options.time_limit_s), None
+        if not self._is_wanting:
+            return None
         counts = [n for n in batch_divisors(self.step) if 1 < n <= MAX_MICROBATCHES]
         fewest, enough = self._needed_counts
         left = [n for n in counts if n >= min(fewest, max(counts))]

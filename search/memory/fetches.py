@@ -227,8 +227,8 @@ class _Update:
             self._arrival[self.arguments[n]] = max(self._arrival[self.arguments[n]], newest, key=_moment)
 
     def arrival(self, parcel: Iterable[int]) -> Arrival:
-        """The newest result from before the update that a parcel meets: its last gradient; what a loop over microbatches made is of
-        no one phase."""
+        """The newest result from before the update that a parcel meets: its last gradient, which a loop over microbatches
+        makes in no one phase."""
         return max((self._arrival[v] for v in parcel), key=_moment)
 
     def parcels(self, new_state: Iterable[Atom]) -> list[tuple[int, ...]]:

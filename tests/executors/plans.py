@@ -17,6 +17,7 @@ from search.mesh_problem import MeshProblem, Options, StepProblem
 from search.plan.estimates import estimate
 from search.plan.plan import Plan
 from search.plan.shardings import step_sharding
+from search.problem.fingerprint import fingerprint
 from search.problem.strategies import CopySource
 from search.solver import branch_and_bound
 
@@ -98,7 +99,7 @@ def _result(step_problem: StepProblem, on_mesh: MeshProblem, chosen: Sequence[in
     """Strategies as the search would have handed them out."""
     plan = Plan(
         step=step_problem.step.name,
-        fingerprint=step_problem.fingerprint,
+        fingerprint=fingerprint(step_problem.plain.program),
         jax=jax.__version__,
         cluster=cluster(on_mesh.shape).to_json(),
         options={},
