@@ -7,6 +7,8 @@ updates off to the end of the backward phase, with all gradients and all state t
   order in which their gradients arrive, and each waits until one some way before it is done.
 * The backward phase does not run ahead of the updates: before it makes a parcel's gradient, that same earlier one is done.
   (Where all gradients must be there first, as for a clipping by their global norm, it cannot wait.)
+* Residuals leave for the host in the order in which they are made. Who reads one of them in the forward phase waits until
+  one some way before it has left; else the compiler may hold them all until the forward phase is over.
 * In the other phases, a fetch waits for the last reader of one some way before it, the first ones for the beginning of their
   phase.
 
@@ -56,10 +58,12 @@ class Fetches:
 
     Attributes:
       fetches: phase by phase.
+      departures: by value of the forward phase, what must have left before that phase reads it.
       pauses: by value of the backward phase, what must be there before that phase reads it.
     """
 
     fetches: tuple[Fetch, ...]
+    departures: Mapping[int, tuple[int, ...]]
     pauses: Mapping[int, tuple[int, ...]]
 
 
@@ -97,8 +101,8 @@ def fetches(
     forward = planning.of_phase(Phase.FORWARD, on_host)
     backward = planning.of_phase(Phase.BACKWARD, [*on_host, *residuals])
     updates = list(planning.updates())
-    pauses = dict(p for _, p in updates if p is not None)
-    return Fetches((*forward, *backward, *(f for f, _ in updates)), pauses)
+    departures, pauses = dict(planning.departures(residuals)), dict(p for _, p in updates if p is not None)
+    return Fetches((*forward, *backward, *(f for f, _ in updates)), departures, pauses)
 
 
 class _Planning:
@@ -157,6 +161,14 @@ class _Planning:
 
     def _newest(self, values: Iterable[int]) -> int:
         return max((self.maker[v] for v in values), default=-1)
+
+    def departures(self, residuals: Sequence[int]) -> Iterator[tuple[int, tuple[int, ...]]]:
+        """Residuals that are read in the forward phase, each with one before it that has to be on the host by then."""
+        made = [(v, self.maker[v], self.graph.values[v].num_bytes) for v in residuals]
+        uses = [_Use((v,), i, (v,), num_bytes, ()) for v, i, num_bytes in sorted(made, key=lambda m: m[1])]
+        for use, before in zip(uses, _out_of_window(uses), strict=True):
+            if before and self._readers(use.arguments[0], Phase.FORWARD):
+                yield use.arguments[0], before[-1].done
 
     # --- update
 

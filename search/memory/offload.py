@@ -93,7 +93,7 @@ class _Rewriting:
         self.stored = {a for v in on_host if isinstance(a := new_state[v], int)} | set(waiting)
         self.new_state = frozenset(a for a in new_state.values() if isinstance(a, int))
         self.plan = fetches(self.graph, on_host, waiting, new_state)
-        self.pauses = dict(self.plan.pauses)
+        self.pauses = {**self.plan.departures, **self.plan.pauses}
         values = list(self.graph.values)
         for v in on_host:
             values[v] = replace(values[v], is_on_host=True)
@@ -119,7 +119,7 @@ class _Rewriting:
 
     def _op(self, n: int) -> None:
         op = self.graph.ops[n]
-        if op.phase is Phase.BACKWARD:
+        if op.phase is not Phase.UPDATE:
             self._pause(op)
         inputs = tuple(self._read(a, op.phase) if isinstance(a, int) else a for a in op.inputs)
         self.origin[len(self.written.ops)] = n

@@ -109,8 +109,11 @@ class LiveRanges:
 
     def host_items(self) -> tuple[LiveRange, ...]:
         """Everything that is ever in the host's."""
-        made = [v for v in self._made(on_host=True) if self.fusion.is_stored(v) and not self._is_new_state(v)]
-        return tuple(item for v in made for item in self._of_value(v))
+        made = self._made(on_host=True)
+        for v in made:
+            self._hold(v)
+        stored = (v for v in made if self.fusion.is_stored(v) and not self._is_new_state(v))
+        return tuple(item for v in stored for item in self._of_value(v))
 
     def _is_new_state(self, v: int) -> bool:
         """Whether a value, or a view of it, is written over an argument."""

@@ -181,3 +181,21 @@ def test_residuals_wait_on_the_host():
     stored = {op.inputs[0] for _, op in transfers(graph, to_host=True)}
     assert stored == made
     assert stored.isdisjoint(v for op in graph.ops if op.phase is Phase.BACKWARD for v in op.operands)
+
+
+def test_residuals_leave_one_after_the_other():
+    """Else the compiler may hold them all until the forward phase is over: who reads one waits until one before it left."""
+    step = trace(*make())
+    residuals = frozenset(op.outputs[0] for op in step.graph.ops if op.name == "tanh")
+    graph = offloaded(step, frozenset(), residuals).step.graph
+    made = {v: op for op in graph.ops for v in op.outputs}
+    products = [op for op in graph.ops if op.name == "dot_general" and op.phase is Phase.FORWARD]
+    for n, op in enumerate(products[WINDOW + 1 :], WINDOW + 1):
+        barrier = made[op.operands[0]]
+        assert barrier.name == "optimization_barrier"
+        left = [made[v] for v in barrier.operands if graph.values[v].is_on_host]
+        assert [o.operands[0] for o in left if o.is_transfer] == [made_by_tanh(graph, n - 1 - WINDOW)]
+
+
+def made_by_tanh(graph, n):
+    return [op.outputs[0] for op in graph.ops if op.name == "tanh"][n]
