@@ -48,6 +48,7 @@ __all__ = [
     "Solution",
     "Stats",
     "minimise_peak",
+    "promised_s",
     "solve",
 ]
 
@@ -153,6 +154,13 @@ def solve(
     return search.run()
 
 
+def promised_s(problem: Problem) -> float:
+    """A lower bound on every assignment's cost, of the first few sweeps: says which of several problems to solve first."""
+    trws = Trws(merged(problem))
+    trws.make_consistent()
+    return max(trws.sweep()[0] for _ in range(SWEEPS)) if trws.is_feasible else np.inf
+
+
 class _Search:
     """One run of `solve`: the incumbent (a cutoff at first), the bound, what is left of the problem between them."""
 
@@ -198,15 +206,14 @@ class _Search:
             self.progress(f"{name}: cost {self.cost_s:.6g} s, bound {self.bound_s:.6g} s")
 
     def _relax(self, whole: Relaxation) -> None:
-        for num_sweeps in range(SWEEPS, MAX_SWEEPS + 1, SWEEPS):
+        for num_batches in range(1, MAX_SWEEPS // SWEEPS + 1):
             before_s = whole.best_bound_s
             labels = whole.run(SWEEPS)[1]
             is_last = whole.best_bound_s - before_s < MIN_RISE * abs(whole.best_bound_s)
-            if is_last or _is_power_of_two(num_sweeps // SWEEPS):
+            if (is_last or _is_due(num_batches)) and not self.planes.rows:
                 labels = self._reoptimised(whole, labels)
             self._raise_bound(whole.best_bound_s)
-            if self._offer(self._descended(whole, labels, 0.0)):
-                return
+            self._offer(self._descended(whole, labels, 0.0))
             self._drop(whole)
             if is_last or not self._is_open(whole):
                 return
@@ -225,8 +232,7 @@ class _Search:
         while stalled < MAX_STALLED_PRICINGS and self.num_pricings < MAX_PRICINGS and self._is_open(whole):
             before_s = whole.best_bound_s
             labels = self._reprice(whole)
-            is_due = _is_power_of_two(self.num_pricings)
-            self._repair(whole, self._reoptimised(whole, labels) if is_due else labels)
+            self._repair(whole, self._reoptimised(whole, labels) if _is_due(self.num_pricings) else labels)
             self._drop(whole)
             self._raise_bound(whole.best_bound_s)
             stalled = 0 if self._is_higher(whole.best_bound_s, before_s) else stalled + 1
@@ -367,5 +373,6 @@ class _Search:
         return Stats(search_s, self.num_pricings, self.num_branches, self.num_programs, rows, kept)
 
 
-def _is_power_of_two(number: int) -> bool:
-    return number & (number - 1) == 0
+def _is_due(number: int) -> bool:
+    """Whether it is time again for what takes long: at 2, 4, 8, 16, ..."""
+    return number > 1 and number & (number - 1) == 0

@@ -69,13 +69,17 @@ class Elimination:
             table = _compressed((edge.u, edge.v), tuple(map(np.arange, edge.cost_s.shape)), edge.cost_s)
             for node in table.nodes:
                 self._tables_of[node].append(table)
-        self._sizes = {node: self._size(node) for node in range(len(self._cost))}
+        self._sizes: dict[int, float] = {}
+        self._degrees = [0] * len(self._cost)
+        for node in range(len(self._cost)):
+            self._measure(node)
 
     def copy(self) -> "Elimination":
         """An independent copy; tables are shared, because they are replaced and never written to."""
         new = object.__new__(Elimination)
         new.total, new._cost, new._tables_of = self.total, list(self._cost), list(self._tables_of)
         new._buckets, new._fixed, new._sizes = list(self._buckets), dict(self._fixed), dict(self._sizes)
+        new._degrees = list(self._degrees)
         return new
 
     @property
@@ -85,7 +89,7 @@ class Elimination:
 
     def degree(self, node: int) -> int:
         """With how many others a node shares tables."""
-        return len({other for table in self._tables_of[node] for other in table.nodes})
+        return self._degrees[node]
 
     def run(self, max_entries: float) -> None:
         """Eliminates nodes, the smallest table first, as long as that has at most `max_entries`."""
@@ -127,7 +131,7 @@ class Elimination:
         for table in new:
             self._add(table)
         for node in touched:
-            self._sizes[node] = self._size(node)
+            self._measure(node)
 
     def _add(self, table: _Table) -> None:
         """A table over several nodes is one; over one, that node's cost; over none, a constant."""
@@ -140,19 +144,20 @@ class Elimination:
             for node in table.nodes:
                 self._tables_of[node].append(table)
 
-    def _size(self, node: int) -> float:
-        """Entries of the table that eliminating a node would make from those that it is in, before merging."""
+    def _measure(self, node: int) -> None:
+        """Counts neighbours, and entries of the table that eliminating a node would make, before merging."""
         sizes: dict[int, int] = {node: len(self._cost[node])}
         for table in self._tables_of[node]:
             for other, num in zip(table.nodes, table.cost.shape, strict=True):
                 sizes[other] = max(sizes.get(other, 1), num)
-        return prod(map(float, sizes.values()))
+        self._sizes[node], self._degrees[node] = prod(map(float, sizes.values())), len(sizes) - 1
 
 
 def _sliced(table: _Table, node: int, label: int) -> _Table:
     """A table with one of its nodes' label fixed."""
     dim = table.nodes.index(node)
-    nodes, classes = (held[:dim] + held[dim + 1 :] for held in (table.nodes, table.classes))
+    nodes = table.nodes[:dim] + table.nodes[dim + 1 :]
+    classes = table.classes[:dim] + table.classes[dim + 1 :]
     return _compressed(nodes, classes, table.cost.take(table.classes[dim][label], axis=dim))
 
 
@@ -175,10 +180,13 @@ def _minimised(bucket: _Bucket) -> _Table:
     return _compressed(nodes, tuple(joint[other][0] for other in nodes), total.min(0))
 
 
-def _joint(partitions: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+def _joint(partitions: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     """The coarsest partition finer than all: [labels] classes, and [classes] a label of each."""
-    _, firsts, classes = np.unique(np.stack(partitions), axis=1, return_index=True, return_inverse=True)
-    return classes.reshape(-1), firsts
+    key = partitions[0]
+    for classes in partitions[1:]:
+        key = key * (int(classes.max()) + 1) + classes
+    _, firsts, classes = np.unique(key, return_index=True, return_inverse=True)
+    return classes, firsts
 
 
 def _aligned(
@@ -197,10 +205,10 @@ def _compressed(nodes: tuple[int, ...], classes: tuple[np.ndarray, ...], cost: n
     """The table with equal slices merged, dimension by dimension."""
     merged: list[np.ndarray] = []
     for dim, label_classes in enumerate(classes):
-        slices = np.ascontiguousarray(np.moveaxis(cost, dim, 0)).reshape(cost.shape[dim], -1)
+        slices = np.ascontiguousarray(cost.swapaxes(0, dim)).reshape(cost.shape[dim], -1)
         seen: dict[bytes, int] = {}
-        index = np.array([seen.setdefault(part.tobytes(), len(seen)) for part in slices])
-        firsts = np.unique(index, return_index=True)[1]
-        cost = cost.take(firsts, axis=dim)
-        merged.append(index[label_classes])
+        index = [seen.setdefault(part.tobytes(), len(seen)) for part in slices]
+        if len(seen) < len(index):
+            cost = cost.take([index.index(number) for number in range(len(seen))], axis=dim)
+        merged.append(np.array(index)[label_classes])
     return _Table(nodes, tuple(merged), cost)

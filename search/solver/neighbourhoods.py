@@ -22,7 +22,7 @@ MAX_ENTRIES = 3e5
 """Of a table: 2.4 MB of doubles, made in about a millisecond."""
 MAX_ROUNDS = 10
 """A guard; three or four are usual."""
-MAX_FUTILE = 2
+MAX_FUTILE = 1
 """Rounds in a row that find nothing better; each fixes other nodes."""
 ROUNDING = 1e-9
 """Relative; a smaller gain is none."""

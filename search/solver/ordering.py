@@ -1,9 +1,9 @@
 """In which order message passing visits nodes.
 
 Messages run along the order and back: what one node knows reaches, in a sweep, whoever a path of ever later nodes leads to.
-In the order in which problems are written down, a copy of a value stands behind all that reads it, and every path through a
-copy breaks there. Cuthill and McKee's order (1969), made to keep a sparse matrix's entries near its diagonal, visits nodes by
-their distance from the first: most edges lead on. On training steps bounds rise in about half the sweeps.
+In the order in which problems are written down, a copy of a value stands behind all that reads it, and every path through
+a copy breaks there. Cuthill and McKee's order (1969), made to keep a sparse matrix's entries near its diagonal, visits nodes
+by their distance from the first: most edges lead on. On training steps bounds rise in about half the sweeps.
 """
 
 from collections.abc import Sequence

@@ -80,7 +80,10 @@ class Trws:
 
     def sweep(self) -> tuple[float, Labels]:
         """One pass over the nodes, in the direction opposite to the last: a lower bound and an assignment."""
-        ahead, back = (self._order, self._before, self._behind), (self._order[::-1], self._behind, self._before)
+        ahead, back = (
+            (self._order, self._before, self._behind),
+            (self._order[::-1], self._behind, self._before),
+        )
         order, before, behind = ahead if self._is_forward else back
         self._is_forward = not self._is_forward
         bound, picked = 0.0, [0] * len(self._node)
