@@ -1,9 +1,9 @@
 """One search: for the step as it is, and for steps that hold less: that recompute, use the host, take their batch in parts.
 
 Each mesh shape worth trying is priced and solved, the most promising first, and the fastest plan that fits wins; ties go to
-the first. Where the cap costs time, steps that recompute are searched in the same way (`search.recomputation`). Where nothing
-fits even so, or what fits is much slower than it would be without a cap, state that takes much of it is tried in the host's
-memory (`search.memory.offload`); then the step is rewritten to go through its batch in 2, 4, 8, ... microbatches
+the first. Where the cap costs time, steps that recompute are searched in the same way (`search.recomputation`). Where
+nothing fits even so, or what fits is much slower than it would be without a cap, state that takes much of it is tried in the
+host's memory (`search.memory.offload`); then the step is rewritten to go through its batch in 2, 4, 8, ... microbatches
 (`search.memory.microbatches`). All this is done with it, for as long as that finds better plans.
 
 A step in more microbatches, or one that recomputes, does all that the plain one does. So lower bounds on plans of the plain
@@ -189,12 +189,13 @@ class StepSearch:
 
     def _plain(self, step: Step, time_limit_s: float) -> _Plain:
         """Looks for better plans of a step that recomputes nothing."""
-        step_problem, deadline = self._made_ready(step), Deadline.after(time_limit_s)
+        step_problem = self._made_ready(step)
         on_meshes = tuple(self._put_on(step_problem, shape) for shape in self.shapes)
         cramped: list[MeshProblem] = []
         found: list[Found] = []
         bounds_s: dict[tuple[int, ...], float] = {}
-        for i, on_mesh in enumerate(self._most_promising_first(on_meshes)):
+        ordered, deadline = self._most_promising_first(on_meshes), Deadline.after(time_limit_s)
+        for i, on_mesh in enumerate(ordered):
             shape, is_last = on_mesh.shape, i == len(on_meshes) - 1
             self.progress(f"{_said(step)}mesh {format_mesh(shape)} ({i + 1} of {len(on_meshes)})")
             before, share = self.best, 1.0 if is_last else MESH_SHARE

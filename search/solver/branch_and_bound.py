@@ -62,6 +62,8 @@ MAX_SWEEPS = 640
 """In stage 1; a guard."""
 MIN_RISE = 1e-3
 """Of a bound, relative, in `SWEEPS` sweeps; one that rises less has nearly risen as far as it will."""
+SETTLED_RISE = 0.02
+"""The same; where bounds rise by more, assignments are still far from good, and not worth what takes long."""
 SWEEPS_PER_PRICING = 6
 MAX_PRICINGS = 40
 MAX_STALLED_PRICINGS = 5
@@ -206,23 +208,25 @@ class _Search:
             self.progress(f"{name}: cost {self.cost_s:.6g} s, bound {self.bound_s:.6g} s")
 
     def _relax(self, whole: Relaxation) -> None:
-        for num_batches in range(1, MAX_SWEEPS // SWEEPS + 1):
-            before_s = whole.best_bound_s
-            labels = whole.run(SWEEPS)[1]
-            is_last = whole.best_bound_s - before_s < MIN_RISE * abs(whole.best_bound_s)
-            if (is_last or _is_due(num_batches)) and not self.planes.rows:
-                labels = self._reoptimised(whole, labels)
+        rise, num_batches, next_due = np.inf, 0, 1
+        while rise > MIN_RISE and num_batches < MAX_SWEEPS // SWEEPS:
+            before_s, labels = whole.best_bound_s, whole.run(SWEEPS)[1]
+            rise = (whole.best_bound_s - before_s) / (abs(whole.best_bound_s) or 1.0)
+            num_batches += 1
+            is_due = rise < MIN_RISE or (rise < SETTLED_RISE and num_batches >= next_due)
+            if is_due and not self.planes.rows and self._left_s() > 0:
+                labels, next_due = self._reoptimised(whole, labels), 2 * num_batches
             self._raise_bound(whole.best_bound_s)
             self._offer(self._descended(whole, labels, 0.0))
             self._drop(whole)
-            if is_last or not self._is_open(whole):
+            if not self._is_open(whole):
                 return
 
     def _reoptimised(self, part: Relaxation, labels: Labels) -> Labels:
         """The best priced assignment found around another; where it is the best there is, a bound."""
         problem, trws = part.priced(), part.trws
         start = descend(problem, (), np.inf, 0.0, trws.renumbered(labels))
-        found, is_best = reoptimised(problem, start)
+        found, is_best = reoptimised(problem, start, lambda: self._left_s() > 0)
         if is_best:
             part.close(problem.cost_s(found))
         return trws.original(found)
@@ -232,7 +236,8 @@ class _Search:
         while stalled < MAX_STALLED_PRICINGS and self.num_pricings < MAX_PRICINGS and self._is_open(whole):
             before_s = whole.best_bound_s
             labels = self._reprice(whole)
-            self._repair(whole, self._reoptimised(whole, labels) if _is_due(self.num_pricings) else labels)
+            is_worth_it = _is_due(self.num_pricings) and self._is_open(whole)
+            self._repair(whole, self._reoptimised(whole, labels) if is_worth_it else labels)
             self._drop(whole)
             self._raise_bound(whole.best_bound_s)
             stalled = 0 if self._is_higher(whole.best_bound_s, before_s) else stalled + 1

@@ -12,6 +12,7 @@ The nodes that eliminate easily do so once, whatever is fixed then.
 """
 
 from collections import Counter
+from collections.abc import Callable
 
 from search.solver.elimination import Elimination
 from search.solver.pbqp import Labels, Problem
@@ -23,17 +24,27 @@ MAX_ENTRIES = 3e5
 MAX_ROUNDS = 10
 """A guard; three or four are usual."""
 MAX_FUTILE = 1
-"""Rounds in a row that find nothing better; each fixes other nodes."""
+"""Rounds in a row that find nothing better, though each fixes other nodes."""
 ROUNDING = 1e-9
 """Relative; a smaller gain is none."""
 
 
-def reoptimised(problem: Problem, start: Labels) -> tuple[Labels, bool]:
-    """An assignment of a merged problem that is no worse than `start`, and whether none is better."""
+def reoptimised(
+    problem: Problem, start: Labels, has_time: Callable[[], bool] = lambda: True
+) -> tuple[Labels, bool]:
+    """An assignment of a merged problem that is no worse than `start`, and whether none is better.
+
+    Args:
+      problem: merged.
+      start: where to begin.
+      has_time: asked before each round.
+    """
     easy, fixed_before = Elimination(problem), Counter[int]()
     easy.run(EASY_ENTRIES)
     labels, cost_s, num_futile = start, problem.cost_s(start), 0
     for _ in range(MAX_ROUNDS):
+        if num_futile == MAX_FUTILE or not has_time():
+            break
         found, fixed = _best_around(easy.copy(), labels, fixed_before)
         fixed_before.update(fixed)
         found_s = problem.cost_s(found)
@@ -42,8 +53,6 @@ def reoptimised(problem: Problem, start: Labels) -> tuple[Labels, bool]:
             labels, cost_s = found, found_s
         if not fixed:
             return labels, True
-        if num_futile == MAX_FUTILE:
-            break
     return labels, False
 
 
