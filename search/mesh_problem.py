@@ -242,6 +242,10 @@ class MeshProblem:
             kept[node] = chosen
         return tuple(kept)
 
+    def promised_s(self, kept: Sequence[np.ndarray]) -> float:
+        """What the kept strategies cost at least, as little work tells."""
+        return branch_and_bound.promised_s(self._restricted(kept))
+
     def fitting(
         self,
         kept: Sequence[np.ndarray],

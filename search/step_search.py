@@ -1,9 +1,9 @@
 """One search: for the step as it is, and for steps that hold less: that recompute, use the host, take their batch in parts.
 
-Each mesh shape worth trying is priced and solved, and the fastest plan that fits wins; ties go to the first. Where the cap
-costs time, steps that recompute are searched in the same way (`search.recomputation`). Where nothing fits even so, or what
-fits is much slower than it would be without a cap, state that takes much of it is tried in the host's memory
-(`search.memory.offload`); then the step is rewritten to go through its batch in 2, 4, 8, ... microbatches
+Each mesh shape worth trying is priced and solved, the most promising first, and the fastest plan that fits wins; ties go to
+the first. Where the cap costs time, steps that recompute are searched in the same way (`search.recomputation`). Where
+nothing fits even so, or what fits is much slower than it would be without a cap, state that takes much of it is tried in the
+host's memory (`search.memory.offload`); then the step is rewritten to go through its batch in 2, 4, 8, ... microbatches
 (`search.memory.microbatches`). All this is done with it, for as long as that finds better plans.
 
 A step in more microbatches, or one that recomputes, does all that the plain one does. So lower bounds on plans of the plain
@@ -46,6 +46,13 @@ ATTEMPT_SHARE = 0.4
 
 LEAST_ATTEMPT_S = 2.0
 """Seconds that it may take at least, as long as there is no plan. Source: a choice of ours."""
+
+MESH_SHARE = 0.5
+"""Of the time left, what a mesh may take while there are others. Source: a choice of ours; those that promise most come
+first, and the others need little."""
+
+ALIKE = 0.05
+"""Meshes whose bounds differ by less promise alike. Source: a choice of ours; first bounds are not tight."""
 
 MISSED_SHARE = 0.1
 """Of the cap: where a step did not fit, what the next one has to save besides. Source: a choice of ours."""
@@ -182,23 +189,34 @@ class StepSearch:
 
     def _plain(self, step: Step, time_limit_s: float) -> _Plain:
         """Looks for better plans of a step that recomputes nothing."""
-        step_problem, deadline = self._made_ready(step), Deadline.after(time_limit_s)
-        on_meshes: list[MeshProblem] = []
+        step_problem = self._made_ready(step)
+        on_meshes = tuple(self._put_on(step_problem, shape) for shape in self.shapes)
         cramped: list[MeshProblem] = []
         found: list[Found] = []
         bounds_s: dict[tuple[int, ...], float] = {}
-        for i, shape in enumerate(self.shapes):
-            self.progress(f"{_said(step)}mesh {format_mesh(shape)} ({i + 1} of {len(self.shapes)})")
-            on_mesh = self._put_on(step_problem, shape)
-            on_meshes.append(on_mesh)
-            before = self.best
-            bounds_s[shape], is_cramped = self._improve(
-                step_problem, on_mesh, deadline.left_s / (len(self.shapes) - i)
-            )
+        ordered, deadline = self._most_promising_first(on_meshes), Deadline.after(time_limit_s)
+        for i, on_mesh in enumerate(ordered):
+            shape, is_last = on_mesh.shape, i == len(on_meshes) - 1
+            self.progress(f"{_said(step)}mesh {format_mesh(shape)} ({i + 1} of {len(on_meshes)})")
+            before, share = self.best, 1.0 if is_last else MESH_SHARE
+            bounds_s[shape], is_cramped = self._improve(step_problem, on_mesh, share * deadline.left_s)
             cramped += [on_mesh] * is_cramped
             if self.best is not None and self.best is not before:
                 found.append(self.best)
-        return _Plain(step_problem, tuple(on_meshes), tuple(cramped), tuple(found), bounds_s)
+        return _Plain(step_problem, on_meshes, tuple(cramped), tuple(found), bounds_s)
+
+    def _most_promising_first(self, on_meshes: Sequence[MeshProblem]) -> list[MeshProblem]:
+        """What is found first makes short work of what promises less; of those that promise alike the simplest is first."""
+        if len(on_meshes) == 1:
+            return list(on_meshes)
+        left = {one: one.promised_s(one.pinned(self.pins)) for one in on_meshes}
+        self.watch.lap("solve")
+        order: list[MeshProblem] = []
+        while left:
+            most = (1 + ALIKE) * min(left.values())
+            order.append(next(one for one, promised_s in left.items() if promised_s <= most))
+            del left[order[-1]]
+        return order
 
     def _rewritten(self, step: Step, time_limit_s: float) -> _Plain:
         """The same of a step that goes through its batch in parts, or has state on the host: what is certified of a plan on

@@ -6,10 +6,11 @@ it overflows, and from then on reckon with the worst of those.
 
 A bound and an incumbent close in on each other, in four stages, and most problems end before the last:
 
-  1. `_relax`: sweeps of messages (`search.solver.trws`) without any memory row. Their assignments, improved by
-     pair moves (`search.solver.local_search`), are often optimal. If they fit, `search.solver.elimination` ends the search.
+  1. `_relax`: sweeps of messages (`search.solver.trws`) without any memory row, until the bound hardly rises. Their
+     assignments are improved by pair moves (`search.solver.local_search`), and, after ever more sweeps, by moves of nearly
+     all nodes at once (`search.solver.neighbourhoods`), which prove their answer where they move all.
   2. `_price`: memory rows as prices (`search.solver.lagrangian`), raised until no price gives a better bound. Each
-     pricing's assignment is repaired where it overflows, improved, and offered as the incumbent.
+     pricing's assignment is improved in the same two ways, repaired where it overflows, and offered as the incumbent.
   3. `_fit`, if nothing fitted yet: the smallest peak (`search.solver.min_peak`) fits, or proves that nothing does.
   4. `_branch`: best first, on the node about whose memory good assignments disagree most. Every part is
      priced like the whole, and a small one is solved as an integer program (`search.solver.milp`).
@@ -28,11 +29,11 @@ from time import thread_time
 
 import numpy as np
 
-from search.solver.elimination import eliminate
 from search.solver.lagrangian import CuttingPlanes, Relaxation
 from search.solver.local_search import descend
 from search.solver.milp import solve_milp
 from search.solver.min_peak import SmallestPeak, minimise_peak, smallest_peak
+from search.solver.neighbourhoods import reoptimised
 from search.solver.pbqp import Edge, Labels, MemoryConstraint, Problem, merged, restricted_row
 from search.solver.separation import ROWS_PER_ROUND, NoFitError, Violated, separation_oracle
 from search.solver.trws import Trws
@@ -47,6 +48,7 @@ __all__ = [
     "Solution",
     "Stats",
     "minimise_peak",
+    "promised_s",
     "solve",
 ]
 
@@ -56,8 +58,12 @@ ROUNDING = 1e-9
 """Relative; sums of the same costs in another order differ by less."""
 SWEEPS = 10
 """Between two droppings of labels in stage 1."""
-MAX_SWEEPS = 60
-"""In stage 1; bounds hardly move after."""
+MAX_SWEEPS = 640
+"""In stage 1; a guard."""
+MIN_RISE = 1e-3
+"""Of a bound, relative, in `SWEEPS` sweeps; one that rises less has nearly risen as far as it will."""
+SETTLED_RISE = 0.02
+"""The same; where bounds rise by more, assignments are still far from good, and not worth what takes long."""
 SWEEPS_PER_PRICING = 6
 MAX_PRICINGS = 40
 MAX_STALLED_PRICINGS = 5
@@ -67,8 +73,6 @@ PRICINGS_PER_BRANCH = 3
 MAX_BRANCHES = 2000
 MAX_PROGRAM_LABELS = 300
 """Labels beyond one a node; a part with fewer is cheaper to solve as an integer program than to branch on."""
-MAX_TABLE_ENTRIES = 2e6
-"""16 MB of doubles; a node's table takes some 10 ms."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +156,13 @@ def solve(
     return search.run()
 
 
+def promised_s(problem: Problem) -> float:
+    """A lower bound on every assignment's cost, of the first few sweeps: says which of several problems to solve first."""
+    trws = Trws(merged(problem))
+    trws.make_consistent()
+    return max(trws.sweep()[0] for _ in range(SWEEPS)) if trws.is_feasible else np.inf
+
+
 class _Search:
     """One run of `solve`: the incumbent (a cutoff at first), the bound, what is left of the problem between them."""
 
@@ -197,29 +208,36 @@ class _Search:
             self.progress(f"{name}: cost {self.cost_s:.6g} s, bound {self.bound_s:.6g} s")
 
     def _relax(self, whole: Relaxation) -> None:
-        for _ in range(0, MAX_SWEEPS, SWEEPS):
-            bound_s, labels = whole.run(SWEEPS)
-            self._raise_bound(bound_s)
-            if self._offer(self._descended(whole, labels, 0.0)):
-                return
+        rise, num_batches, next_due = np.inf, 0, 1
+        while rise > MIN_RISE and num_batches < MAX_SWEEPS // SWEEPS:
+            before_s, labels = whole.best_bound_s, whole.run(SWEEPS)[1]
+            rise = (whole.best_bound_s - before_s) / (abs(whole.best_bound_s) or 1.0)
+            num_batches += 1
+            is_due = rise < MIN_RISE or (rise < SETTLED_RISE and num_batches >= next_due)
+            if is_due and not self.planes.rows and self._left_s() > 0:
+                labels, next_due = self._reoptimised(whole, labels), 2 * num_batches
+            self._raise_bound(whole.best_bound_s)
+            self._offer(self._descended(whole, labels, 0.0))
             self._drop(whole)
             if not self._is_open(whole):
                 return
-        self._eliminate(whole)
 
-    def _eliminate(self, whole: Relaxation) -> None:
-        """Ends a search without memory rows, if its tables are small."""
-        minimum = eliminate(whole.trws.rest(), MAX_TABLE_ENTRIES)
-        if minimum is not None:
-            whole.best_bound_s = minimum[0]
-            self._offer(whole.trws.original(minimum[1]))
-            self._raise_bound(minimum[0])
+    def _reoptimised(self, part: Relaxation, labels: Labels) -> Labels:
+        """The best priced assignment found around another; where it is the best there is, a bound."""
+        problem, trws = part.priced(), part.trws
+        start = descend(problem, (), np.inf, 0.0, trws.renumbered(labels))
+        found, is_best = reoptimised(problem, start, lambda: self._left_s() > 0)
+        if is_best:
+            part.close(problem.cost_s(found))
+        return trws.original(found)
 
     def _price(self, whole: Relaxation) -> None:
         stalled = 0
         while stalled < MAX_STALLED_PRICINGS and self.num_pricings < MAX_PRICINGS and self._is_open(whole):
             before_s = whole.best_bound_s
-            self._repair(whole, self._reprice(whole))
+            labels = self._reprice(whole)
+            is_worth_it = _is_due(self.num_pricings) and self._is_open(whole)
+            self._repair(whole, self._reoptimised(whole, labels) if is_worth_it else labels)
             self._drop(whole)
             self._raise_bound(whole.best_bound_s)
             stalled = 0 if self._is_higher(whole.best_bound_s, before_s) else stalled + 1
@@ -358,3 +376,8 @@ class _Search:
         rows, kept = len(self.planes.rows), whole.trws.num_kept
         search_s = thread_time() - self.start_s
         return Stats(search_s, self.num_pricings, self.num_branches, self.num_programs, rows, kept)
+
+
+def _is_due(number: int) -> bool:
+    """Whether it is time again for what takes long: at 2, 4, 8, 16, ..."""
+    return number > 1 and number & (number - 1) == 0

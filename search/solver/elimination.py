@@ -8,7 +8,8 @@ towards each other table's labels are merged first, and the merging is repeated 
 dimension is a node's *classes*, not its labels.
 
 Widths are small for training steps, so tables fit once hopeless labels are dropped; `eliminate` gives up
-where they do not.
+where they do not. `Elimination` is the same step by step: who has an assignment may fix the label of a node that
+stands in the way and go on (`search.solver.neighbourhoods`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -40,47 +41,129 @@ class _Bucket:
     """What a node's label was minimised over."""
 
     node: int
+    cost: np.ndarray
     tables: tuple[_Table, ...]
 
 
 def eliminate(problem: Problem, max_entries: float) -> tuple[float, Labels] | None:
     """The minimum of a merged problem, and where it is; None where a table would exceed `max_entries`."""
-    tables = [
-        _compressed((edge.u, edge.v), tuple(map(np.arange, edge.cost_s.shape)), edge.cost_s)
-        for edge in problem.edges
-    ]
-    tables_of: list[list[_Table]] = [[] for _ in problem.node_cost_s]
-    for table in tables:
-        for node in table.nodes:
-            tables_of[node].append(table)
-    sizes = {node: _size(node, mine, problem) for node, mine in enumerate(tables_of)}
-    total = 0.0
-    buckets: list[_Bucket] = []
-    while sizes:
-        node = min(sizes, key=sizes.__getitem__)
-        if sizes.pop(node) > max_entries:
-            return None
-        mine = tuple(tables_of[node])
-        buckets.append(_Bucket(node, mine))
-        new = _minimised(node, problem.node_cost_s[node], mine)
-        for other in new.nodes:
-            tables_of[other] = [table for table in tables_of[other] if node not in table.nodes] + [new]
-            sizes[other] = _size(other, tables_of[other], problem)
-        total += 0.0 if new.nodes else float(new.cost)
-    return total, _picked(buckets, problem)
+    elimination = Elimination(problem)
+    elimination.run(max_entries)
+    return None if elimination.left else (elimination.total, elimination.labels())
 
 
-def _size(node: int, tables: Sequence[_Table], problem: Problem) -> float:
-    """Entries of the table that eliminating a node would make from those that it is in, before merging."""
-    sizes: dict[int, int] = {node: len(problem.node_cost_s[node])}
-    for table in tables:
-        for other, num in zip(table.nodes, table.cost.shape, strict=True):
-            sizes[other] = max(sizes.get(other, 1), num)
-    return prod(map(float, sizes.values()))
+class Elimination:
+    """A merged problem under elimination; mutable.
+
+    Attributes:
+      total: the minimum over the nodes that nothing is joined to any more.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        self.total = 0.0
+        self._cost = list(problem.node_cost_s)
+        self._buckets: list[_Bucket] = []
+        self._fixed: dict[int, int] = {}
+        self._tables_of: list[list[_Table]] = [[] for _ in problem.node_cost_s]
+        for edge in problem.edges:
+            table = _compressed((edge.u, edge.v), tuple(map(np.arange, edge.cost_s.shape)), edge.cost_s)
+            for node in table.nodes:
+                self._tables_of[node].append(table)
+        self._sizes: dict[int, float] = {}
+        self._degrees = [0] * len(self._cost)
+        for node in range(len(self._cost)):
+            self._measure(node)
+
+    def copy(self) -> "Elimination":
+        """An independent copy; tables are shared, because they are replaced and never written to."""
+        new = object.__new__(Elimination)
+        new.total, new._cost, new._tables_of = self.total, list(self._cost), list(self._tables_of)
+        new._buckets, new._fixed, new._sizes = list(self._buckets), dict(self._fixed), dict(self._sizes)
+        new._degrees = list(self._degrees)
+        return new
+
+    @property
+    def left(self) -> tuple[int, ...]:
+        """The nodes that are neither eliminated nor fixed."""
+        return tuple(self._sizes)
+
+    def degree(self, node: int) -> int:
+        """With how many others a node shares tables."""
+        return self._degrees[node]
+
+    def run(self, max_entries: float) -> None:
+        """Eliminates nodes, the smallest table first, as long as that has at most `max_entries`."""
+        while self._sizes:
+            node = min(self._sizes, key=self._sizes.__getitem__)
+            if self._sizes[node] > max_entries:
+                return
+            del self._sizes[node]
+            bucket = _Bucket(node, self._cost[node], tuple(self._tables_of[node]))
+            self._buckets.append(bucket)
+            self._replace(bucket.tables, [_minimised(bucket)])
+
+    def fix(self, node: int, label: int) -> None:
+        """Leaves a node one label."""
+        del self._sizes[node]
+        self._fixed[node] = label
+        self.total += float(self._cost[node][label])
+        old = tuple(self._tables_of[node])
+        self._replace(old, [_sliced(table, node, label) for table in old])
+
+    def labels(self) -> Labels:
+        """Each node's best label, last eliminated first, once none is left."""
+        labels = [self._fixed.get(node, -1) for node in range(len(self._cost))]
+        for bucket in reversed(self._buckets):
+            cost = bucket.cost
+            for table in bucket.tables:
+                at = tuple(
+                    classes if node == bucket.node else classes[labels[node]]
+                    for node, classes in zip(table.nodes, table.classes, strict=True)
+                )
+                cost = cost + table.cost[at]
+            labels[bucket.node] = int(cost.argmin())
+        return tuple(labels)
+
+    def _replace(self, old: Sequence[_Table], new: Sequence[_Table]) -> None:
+        touched = sorted({node for table in (*old, *new) for node in table.nodes} & self._sizes.keys())
+        for node in touched:
+            self._tables_of[node] = [table for table in self._tables_of[node] if table not in old]
+        for table in new:
+            self._add(table)
+        for node in touched:
+            self._measure(node)
+
+    def _add(self, table: _Table) -> None:
+        """A table over several nodes is one; over one, that node's cost; over none, a constant."""
+        if not table.nodes:
+            self.total += float(table.cost)
+        elif len(table.nodes) == 1:
+            (node,), (classes,) = table.nodes, table.classes
+            self._cost[node] = self._cost[node] + table.cost[classes]
+        else:
+            for node in table.nodes:
+                self._tables_of[node].append(table)
+
+    def _measure(self, node: int) -> None:
+        """Counts neighbours, and entries of the table that eliminating a node would make, before merging."""
+        sizes: dict[int, int] = {node: len(self._cost[node])}
+        for table in self._tables_of[node]:
+            for other, num in zip(table.nodes, table.cost.shape, strict=True):
+                sizes[other] = max(sizes.get(other, 1), num)
+        self._sizes[node], self._degrees[node] = prod(map(float, sizes.values())), len(sizes) - 1
 
 
-def _minimised(node: int, cost: np.ndarray, tables: Sequence[_Table]) -> _Table:
+def _sliced(table: _Table, node: int, label: int) -> _Table:
+    """A table with one of its nodes' label fixed."""
+    dim = table.nodes.index(node)
+    nodes = table.nodes[:dim] + table.nodes[dim + 1 :]
+    classes = table.classes[:dim] + table.classes[dim + 1 :]
+    return _compressed(nodes, classes, table.cost.take(table.classes[dim][label], axis=dim))
+
+
+def _minimised(bucket: _Bucket) -> _Table:
     """The table over a node's neighbours: the smallest sum over the node's labels."""
+    node, cost, tables = bucket.node, bucket.cost, bucket.tables
     nodes = tuple(sorted({other for table in tables for other in table.nodes} - {node}))
     if not tables:
         return _Table((), (), cost.min())
@@ -97,10 +180,13 @@ def _minimised(node: int, cost: np.ndarray, tables: Sequence[_Table]) -> _Table:
     return _compressed(nodes, tuple(joint[other][0] for other in nodes), total.min(0))
 
 
-def _joint(partitions: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+def _joint(partitions: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     """The coarsest partition finer than all: [labels] classes, and [classes] a label of each."""
-    _, firsts, classes = np.unique(np.stack(partitions), axis=1, return_index=True, return_inverse=True)
-    return classes.reshape(-1), firsts
+    key = partitions[0]
+    for classes in partitions[1:]:
+        key = key * (int(classes.max()) + 1) + classes
+    _, firsts, classes = np.unique(key, return_index=True, return_inverse=True)
+    return classes, firsts
 
 
 def _aligned(
@@ -119,25 +205,10 @@ def _compressed(nodes: tuple[int, ...], classes: tuple[np.ndarray, ...], cost: n
     """The table with equal slices merged, dimension by dimension."""
     merged: list[np.ndarray] = []
     for dim, label_classes in enumerate(classes):
-        slices = np.ascontiguousarray(np.moveaxis(cost, dim, 0)).reshape(cost.shape[dim], -1)
+        slices = np.ascontiguousarray(cost.swapaxes(0, dim)).reshape(cost.shape[dim], -1)
         seen: dict[bytes, int] = {}
-        index = np.array([seen.setdefault(part.tobytes(), len(seen)) for part in slices])
-        firsts = np.unique(index, return_index=True)[1]
-        cost = cost.take(firsts, axis=dim)
-        merged.append(index[label_classes])
+        index = [seen.setdefault(part.tobytes(), len(seen)) for part in slices]
+        if len(seen) < len(index):
+            cost = cost.take([index.index(number) for number in range(len(seen))], axis=dim)
+        merged.append(np.array(index)[label_classes])
     return _Table(nodes, tuple(merged), cost)
-
-
-def _picked(buckets: Sequence[_Bucket], problem: Problem) -> Labels:
-    """Each node's best label, last eliminated first."""
-    labels = [-1] * len(problem.node_cost_s)
-    for bucket in reversed(buckets):
-        cost = problem.node_cost_s[bucket.node]
-        for table in bucket.tables:
-            at = tuple(
-                classes if node == bucket.node else classes[labels[node]]
-                for node, classes in zip(table.nodes, table.classes, strict=True)
-            )
-            cost = cost + table.cost[at]
-        labels[bucket.node] = int(cost.argmin())
-    return tuple(labels)

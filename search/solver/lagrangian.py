@@ -144,9 +144,22 @@ class Relaxation:
         self._meet_new_rows()
         swept = [self.trws.sweep() for _ in range(num_sweeps)]
         bound = max(bound for bound, _ in swept) - self._allowance_s()
-        if bound > self.best_bound_s:
-            self.best_bound_s, self.best_prices_s = bound, self.prices_s
+        self._raise_bound(bound)
         return bound, min((labels for _, labels in swept), key=self._priced_s)
+
+    def priced(self) -> Problem:
+        """The problem on the kept labels, at the present prices."""
+        self._meet_new_rows()
+        rest, kept = self.trws.rest(), self.trws.kept
+        costs = list(rest.node_cost_s)
+        for price, row in zip(self.prices_s, self.planes.rows, strict=True):
+            for node, per_label in row.bytes if price else ():
+                costs[node] = costs[node] + price * per_label[kept[node]]
+        return Problem(tuple(costs), rest.edges)
+
+    def close(self, priced_s: float) -> None:
+        """Takes note of the smallest cost of the priced problem."""
+        self._raise_bound(priced_s - self._allowance_s())
 
     def set_prices(self, prices_s: np.ndarray) -> None:
         self._meet_new_rows()
@@ -179,6 +192,10 @@ class Relaxation:
             (float(w), labels) for w, labels in zip(weights, seen, strict=True) if w > MIN_WEIGHT
         )
         return INTERIOR * self.best_prices_s + (1 - INTERIOR) * (prices / scale)
+
+    def _raise_bound(self, bound_s: float) -> None:
+        if bound_s > self.best_bound_s:
+            self.best_bound_s, self.best_prices_s = bound_s, self.prices_s
 
     def _meet_new_rows(self) -> None:
         missing = np.zeros(len(self.planes.rows) - len(self.prices_s))

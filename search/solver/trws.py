@@ -8,6 +8,8 @@ reweighted message passing", TPAMI 2015), on pairwise costs the same as TRW-S: v
 of its cost onto its edges to later nodes; then the same backwards. A sweep is linear in the edges' entries,
 and two or three dozen do what a simplex needs seconds for.
 
+The order of the visits is `search.solver.ordering`'s: it decides how far one sweep carries a message.
+
 On the way, `sweep` also picks labels, each the best for what is picked already, and `label_bounds` says for
 each label what any assignment with it costs at least: a label whose bound exceeds a known assignment's cost
 can be dropped (`keep`), and what is dropped makes the next sweeps faster and tighter.
@@ -17,6 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from search.solver.ordering import cuthill_mckee
 from search.solver.pbqp import Edge, Labels, Problem
 
 
@@ -47,6 +50,10 @@ class Trws:
         for index, (u, v) in enumerate(self._ends):
             self._sides[u].append(_Side(index, v, True))
             self._sides[v].append(_Side(index, u, False))
+        self._order = cuthill_mckee(len(self._node), self._ends)
+        rank = {node: at for at, node in enumerate(self._order)}
+        self._before = [[s for s in sides if rank[s.other] < rank[n]] for n, sides in enumerate(self._sides)]
+        self._behind = [[s for s in sides if rank[s.other] > rank[n]] for n, sides in enumerate(self._sides)]
         self._is_forward = True
         self.kept = [np.arange(len(cost)) for cost in self._node]
         self.keep([np.isfinite(cost) for cost in self._node])
@@ -58,6 +65,7 @@ class Trws:
         new._node, new._edge = list(self._node), list(self._edge)
         new._at_u, new._at_v = list(self._at_u), list(self._at_v)
         new._ends, new._sides, new._is_forward = self._ends, self._sides, self._is_forward
+        new._order, new._before, new._behind = self._order, self._before, self._behind
         new.kept = list(self.kept)
         return new
 
@@ -72,12 +80,15 @@ class Trws:
 
     def sweep(self) -> tuple[float, Labels]:
         """One pass over the nodes, in the direction opposite to the last: a lower bound and an assignment."""
-        sign = 1 if self._is_forward else -1
+        ahead, back = (
+            (self._order, self._before, self._behind),
+            (self._order[::-1], self._behind, self._before),
+        )
+        order, before, behind = ahead if self._is_forward else back
         self._is_forward = not self._is_forward
         bound, picked = 0.0, [0] * len(self._node)
-        for node in range(len(self._node))[::sign]:
-            earlier = [side for side in self._sides[node] if (node - side.other) * sign > 0]
-            later = [side for side in self._sides[node] if (node - side.other) * sign < 0]
+        for node in order:
+            earlier, later = before[node], behind[node]
             for side in earlier:
                 self._pull(node, side)
             picked[node] = self._pick(node, earlier, picked)

@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 from hypothesis import given
+from hypothesis import strategies as st
 
-from search.solver.elimination import eliminate
+from search.solver.elimination import Elimination, eliminate
 from search.solver.pbqp import Edge, Problem, merged
 from tests.search.solver.problems import SETTINGS, chains, every_cost_s, layered, optimum_s, problems
 
@@ -93,3 +94,20 @@ def test_the_smallest_table_goes_first():
     nodes = tuple(rng.random(3) for _ in range(6))
     star = Problem(nodes, tuple(Edge(0, leaf, rng.random((3, 3))) for leaf in range(1, 6)))
     assert eliminate(star, 9) is not None
+
+
+@SETTINGS
+@given(problems(), st.data())
+def test_a_fixed_node_keeps_its_label_and_the_others_are_best_for_it(problem, data):
+    problem = merged(problem)
+    node = data.draw(st.integers(0, len(problem.num_labels) - 1))
+    label = data.draw(st.integers(0, problem.num_labels[node] - 1))
+    untouched = Elimination(problem)
+    elimination = untouched.copy()
+    elimination.fix(node, label)
+    elimination.run(PLENTY)
+    labels, want = elimination.labels(), every_cost_s(problem).take(label, axis=node).min()
+    assert labels[node] == label
+    np.testing.assert_allclose(elimination.total, want, rtol=1e-9)
+    np.testing.assert_allclose(every_cost_s(problem)[labels], want, rtol=1e-9)
+    assert len(untouched.left) == len(problem.num_labels)
