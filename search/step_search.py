@@ -301,13 +301,13 @@ class StepSearch:
 
     def _try(self, plain: StepProblem, found: Sequence[Candidate], deadline: Deadline) -> None:
         """Builds and solves steps that recompute, until none promises to be better than the best plan."""
-        least_saved_bytes, num_futile = 0.0, 0
+        least_saved_bytes, num_futile = dict[tuple[int, ...], float](), 0
         for candidate in found:
             is_late = deadline.is_over and (self.best or plain.traced.num_microbatches > 1)
             if is_late or (self.best and num_futile == MAX_FUTILE):
                 break
             is_dearer = bool(self.best) and candidate.cost_s >= self.cutoff_s
-            if is_dearer or candidate.saved_bytes < least_saved_bytes:
+            if is_dearer or candidate.saved_bytes < least_saved_bytes.get(candidate.shape, 0.0):
                 continue
             mesh = format_mesh(candidate.shape)
             what = f"{len(candidate.waiting)} residuals on the host, " if candidate.waiting else ""
@@ -321,7 +321,8 @@ class StepSearch:
             if self.best is not before:
                 self.bounds_s = {**self.floors_s, candidate.shape: bound_s}
             elif is_cramped:
-                least_saved_bytes = candidate.saved_bytes + MISSED_SHARE * self.options.memory_bytes
+                missed_bytes = MISSED_SHARE * self.options.memory_bytes
+                least_saved_bytes[candidate.shape] = candidate.saved_bytes + missed_bytes
 
     @property
     def _may_wait(self) -> bool:

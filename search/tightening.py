@@ -62,6 +62,8 @@ def tightened[Proposal](
         latest = propose(limit_bytes, rows)
         if latest is None:
             limit_bytes = (limit_bytes + kept_bytes) / 2
+            if kept_bytes - limit_bytes < MARGIN * cap_bytes:
+                return
             continue
         yield latest
         kept_bytes = min(limit_bytes, latest.expected_bytes)

@@ -15,11 +15,12 @@ from executors.jit import build
 from search import driver
 from search.ir.trace import trace
 from search.memory.copies import SCOPE
-from search.mesh_problem import Options, StepProblem
+from search.mesh_problem import MeshProblem, Options, StepProblem
 from search.plan.plan import Plan
 from search.plan.retention import RetentionCodec
 from search.problem.flat_program import flatten
 from search.problem.folding import fold
+from search.solver.branch_and_bound import NoFitError
 
 CLUSTER = parse_cluster("8xH100-80GB")
 LAYERS, WIDTH, BATCH = 12, 512, 1 << 16
@@ -191,3 +192,21 @@ def test_what_else_is_asked_for_is_refused():
         InputError, match="wanted remat=\"never\", or nothing to have it searched, got 'always'"
     ):
         Options(1, remat="always")
+
+
+def test_what_misses_on_one_mesh_is_tried_on_another(monkeypatch):
+    """There it may hold less."""
+    tried, fits = [], MeshProblem.fitting
+    cap_bytes = int(0.7 * found(True, None).plan.estimates.peak_bytes)
+
+    def fitting(on_mesh, *args, **more):
+        if on_mesh.shape == (8,):
+            raise NoFitError("it misses", bound_s=0.0, num_rows=1)
+        return fits(on_mesh, *args, **more)
+
+    monkeypatch.setattr(MeshProblem, "fitting", fitting)
+    options = Options(cap_bytes, offload="never", microbatches=1)
+    best = driver.find(traced(True), CLUSTER, options, tried.append)
+    assert next(line for line in tried if line.startswith("recomputing")).endswith("mesh 8")
+    assert best.plan.decisions.mesh == {"data": 2, "model": 4}
+    assert num_recomputed(best)

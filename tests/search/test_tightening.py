@@ -67,6 +67,18 @@ def test_where_nothing_keeps_to_a_limit_the_next_one_lies_half_of_the_way_back()
     assert limits == pytest.approx([CAP_BYTES, first_lower, (first_lower + 90.0) / 2])
 
 
+def test_it_ends_where_hardly_anything_is_left_of_that_way():
+    limits = []
+
+    def propose(limit_bytes, rows):
+        limits.append(limit_bytes)
+        return Round(None, 90.0, 110.0) if limit_bytes >= 90.0 else None
+
+    list(tightened(propose, CAP_BYTES, 100))
+    assert all(limit <= 90.0 - MARGIN * CAP_BYTES for limit in limits[1:])
+    assert 90.0 - limits[-1] < 2 * MARGIN * CAP_BYTES
+
+
 def test_it_ends_after_its_rounds_or_when_no_limit_is_left():
     assert len(asked(lambda limit: 101.0, max_rounds=7)) == 7
     assert len(asked(lambda limit: 250.0, max_rounds=7)) == 1
