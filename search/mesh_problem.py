@@ -84,7 +84,8 @@ class Options:
       time_limit_s: processor seconds for the solver.
       remat: "never" to recompute nothing but what the step itself recomputes; None to search it.
       microbatches: in how many the step goes through its batch; None to search it.
-      offload: what is in the host's memory, of `OFFLOADED` and `RESIDUALS`; "never" for nothing, None to search it.
+      offload: what is in the host's memory, of `OFFLOADED` and `RESIDUALS`, or the pytree paths of arguments, whole or their
+        beginnings; "never" for nothing, None to search it.
     """
 
     memory_bytes: int
@@ -105,12 +106,10 @@ class Options:
             raise InputError(f'wanted remat="never", or nothing to have it searched, got {self.remat!r}')
         if self.microbatches is not None and self.microbatches < 1:
             raise InputError(f"wanted at least 1 microbatch, got {self.microbatches}")
-        kinds = () if self.offload in (None, "never") else self.offload
-        known = (*OFFLOADED, RESIDUALS)
-        if isinstance(kinds, str) or not set(kinds) <= set(known):
+        if isinstance(self.offload, str) and self.offload != "never":
             raise InputError(
-                f'wanted offload="never", some of {known}, or nothing to have it searched, got '
-                f"{self.offload!r}"
+                f'wanted offload="never", some of {(*OFFLOADED, RESIDUALS)} or paths of arguments in a tuple, or nothing to '
+                f"have it searched, got {self.offload!r}"
             )
 
 

@@ -372,7 +372,8 @@ class StepSearch:
             if not self._of_kinds([kind]):
                 raise InputError(
                     f"offload={kinds}: {self.step.name} has no {kind} that can rest on the host, of "
-                    f"{format_bytes(MIN_BYTES)} or more and handed on by nothing but its own new values. Leave it out"
+                    f"{format_bytes(MIN_BYTES)} or more and handed on by nothing but its own new values. Leave it out, or "
+                    f"name some of {(*OFFLOADED, RESIDUALS)} or the path of an argument"
                 )
         return self._of_kinds(kinds)
 
@@ -393,8 +394,12 @@ class StepSearch:
             )
 
     def _of_kinds(self, kinds: Sequence[str]) -> frozenset[int]:
-        roles = {OFFLOADED[kind] for kind in kinds if kind != RESIDUALS}
-        return frozenset(i for i, role in self.may_rest_on_host.items() if role in roles)
+        """The arguments of some roles, or at some paths."""
+        roles = {OFFLOADED.get(kind) for kind in kinds}
+        inside = tuple(kind + end for kind in kinds for end in (".", "["))
+        names = {i: self.step.arguments[i].name for i in self.may_rest_on_host}
+        is_named = {i for i, name in names.items() if name in kinds or name.startswith(inside)}
+        return frozenset(i for i, role in self.may_rest_on_host.items() if role in roles or i in is_named)
 
     def _in_microbatches(self) -> StepProblem | None:
         """Looks for better plans in more and more microbatches, from as few as may do, for as long as that helps; where none

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from cost_model.errors import InfeasibleError
+from cost_model.errors import InfeasibleError, InputError
 from cost_model.hardware import parse_cluster
 from search.driver import find
 from search.ir.trace import trace
@@ -63,3 +63,23 @@ def test_what_is_certified_of_other_meshes_does_not_count_on_the_host():
 def test_without_the_host_nothing_fits(cluster, offload):
     with pytest.raises(InfeasibleError):
         found(3.0, cluster, offload=offload)
+
+
+@pytest.mark.parametrize(
+    ("path", "on_host"),
+    [
+        ("state[0].mu", [f"state[0].mu['w{i}']" for i in range(8)]),
+        ("params['w1']", ["params['w1']"]),
+    ],
+)
+def test_arguments_may_be_named_by_their_paths(path, on_host):
+    """Whole, or by their beginnings."""
+    plan = found(10.0, offload=(path,))
+    assert sorted(hosted(plan)) == on_host
+    assert plan.estimates.host_bytes == len(on_host) * STATE_BYTES // 8
+
+
+@pytest.mark.parametrize("path", ["params['w", "state[0].count", "x", "mu"])
+def test_a_path_that_leads_to_nothing_which_can_be_there(path):
+    with pytest.raises(InputError, match=r"has no .* that can rest on the host"):
+        found(10.0, offload=(path,))
