@@ -1,8 +1,8 @@
 """Two plans side by side: where the time goes, what is in memory, what is communicated, and what lies otherwise.
 
-A plan's summary says what is; whoever judges a plan asks what another one would have done, such as one with an expert's pins.
-Both tell of one step, mostly on one cluster, so their numbers can be subtracted kind by kind. What is the same in both is left
-out of the text but for the totals, and arguments that lie otherwise are folded as the summary folds them
+A plan's summary says what is; whoever judges a plan asks what another one would have done, such as one with an expert's
+pins. Both tell of one step, mostly on one cluster, so their numbers can be subtracted kind by kind. What is the same in both
+is left out of the text but for the totals, and arguments that lie otherwise are folded as the summary folds them
 (`search.plan.argument_lines`), each with both of its specs. A spec that names an axis lies otherwise too where that axis has
 another size.
 """
@@ -143,19 +143,25 @@ def _lying_otherwise(plan: Plan, against: Plan) -> dict[str, tuple[str, str]]:
 
 
 def _head(plan: Plan, against: Plan) -> list[str]:
-    rows = [("", "this", "other")]
-    rows.append(("mesh", *(_mesh(p) for p in (plan, against))))
-    if plan.cluster != against.cluster:
-        rows.append(("cluster", *(str(p.cluster.get("name")) for p in (plan, against))))
-    if plan.fingerprint != against.fingerprint:
-        rows.append(("step", *(f"{p.step} ({p.fingerprint})" for p in (plan, against))))
-    if plan.decisions.microbatches != against.decisions.microbatches:
-        rows.append(("microbatches", *(str(p.decisions.microbatches) for p in (plan, against))))
-    ratio = plan.estimates.step_s / against.estimates.step_s - 1 if against.estimates.step_s else 0.0
-    said = (
-        f"{abs(ratio):.1%} {'slower' if ratio > 0 else 'faster'}" if abs(ratio) >= LEAST_SHARE else "as fast"
-    )
-    return [f"this plan is {said}{' as' if said == 'as fast' else ' than'} the other", *aligned(rows)]
+    sides: dict[str, Callable[[Plan], str]] = {
+        "mesh": _mesh,
+        "cluster": lambda p: str(p.cluster.get("name")),
+        "step": lambda p: f"{p.step} ({p.fingerprint})",
+        "microbatches": lambda p: str(p.decisions.microbatches),
+    }
+    rows = [(name, said(plan), said(against)) for name, said in sides.items()]
+    shown = [row for row in rows if row[0] == "mesh" or row[1] != row[2]]
+    return [
+        _verdict(plan.estimates.step_s, against.estimates.step_s),
+        *aligned([("", "this", "other"), *shown]),
+    ]
+
+
+def _verdict(this_s: float, other_s: float) -> str:
+    more = this_s / other_s - 1 if other_s else 0.0
+    if abs(more) < LEAST_SHARE:
+        return "this plan is as fast as the other"
+    return f"this plan is {abs(more):.1%} {'slower' if more > 0 else 'faster'} than the other"
 
 
 def _mesh(plan: Plan) -> str:
