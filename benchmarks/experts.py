@@ -1,6 +1,6 @@
 """Searched plans beside the plans that experts write by rule, as a person asks for them: a mesh, and a pin for each array.
 
-python -m benchmarks.experts [--models llama vit] [--clusters 64xA100-80GB-Ethernet]
+python -m benchmarks.experts [--models llama vit] [--clusters 64xA100-80GB-Ethernet] [--time-limit 15]
 
 The rules know a model's paths and shapes and nothing of the search:
 
@@ -34,7 +34,7 @@ from cost_model.errors import InfeasibleError
 from cost_model.hardware import parse_cluster
 from search import driver
 from search.ir.trace import trace
-from search.mesh_problem import Options
+from search.mesh_problem import DEFAULT_TIME_LIMIT_S, Options
 from tests.zoo import (
     Case,
     make_dlrm,
@@ -229,13 +229,13 @@ def by_rule(step, cluster: Cluster) -> dict[str, Timed]:
     return found
 
 
-def row(model: str, preset: str) -> tuple[str, ...]:
+def row(model: str, preset: str, time_limit_s: float) -> tuple[str, ...]:
     """One line of the table."""
     cluster = parse_cluster(preset)
     case = MODELS[model](cluster.num_devices)
     step = trace(case.step, *case.abstract_args())
     try:
-        ours = timed(step, cluster)
+        ours = timed(step, cluster, time_limit_s=time_limit_s)
     except InfeasibleError:
         return (model, preset, *["nothing fits"], *["-"] * 8)
     theirs = by_rule(step, cluster)
@@ -280,11 +280,14 @@ def main() -> None:
     )
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--clusters", nargs="+", default=list(CLUSTERS))
+    parser.add_argument(
+        "--time-limit", type=float, default=DEFAULT_TIME_LIMIT_S, help="seconds for the solver"
+    )
     options = parser.parse_args()
     print(f"| {' | '.join(HEAD)} |\n|{'---|' * len(HEAD)}")
     for model in options.models:
         for preset in options.clusters:
-            print(f"| {' | '.join(row(model, preset))} |", flush=True)
+            print(f"| {' | '.join(row(model, preset, options.time_limit))} |", flush=True)
     print(f"\nJAX {jax.__version__}")
 
 
