@@ -133,6 +133,7 @@ def _parser() -> argparse.ArgumentParser:
         )
     show = commands.add_parser("show", help="sum up a saved plan")
     show.add_argument("plan", metavar="PLAN")
+    show.add_argument("--against", metavar="PLAN", help="show what differs from this plan instead")
     show.set_defaults(run=_show)
     listing = commands.add_parser("clusters", help="list the presets, or show a cluster with its sources")
     listing.add_argument("cluster", nargs="?", metavar="CLUSTER", help="a preset, 64xH100-80GB or a file")
@@ -212,7 +213,12 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def _show(options: argparse.Namespace) -> int:
-    _print(Plan.load(options.plan), options.json)
+    plan = Plan.load(options.plan)
+    if options.against is None:
+        _print(plan, options.json)
+        return 0
+    comparison = plan.compare(Plan.load(options.against))
+    print(json.dumps(comparison.to_json(), indent=1) if options.json else comparison, flush=True)
     return 0
 
 

@@ -13,10 +13,13 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from cost_model.errors import InputError, PlanError
 from cost_model.whole_file import write_whole
+
+if TYPE_CHECKING:
+    from search.plan.comparison import Comparison
 
 SCHEMA = "autoshard.plan/1"
 
@@ -253,6 +256,12 @@ class Plan:
             _read_estimates(estimates),
             None if estimates.data.get("gap", 0) is None else estimates.number("gap"),
         )
+
+    def compare(self, other: "Plan") -> "Comparison":
+        """What differs from another plan, in time, memory and collectives by kind, and which arguments lie otherwise."""
+        from search.plan.comparison import Comparison  # it needs plans itself
+
+        return Comparison.of(self, other)
 
     def __str__(self) -> str:
         from search.plan.summary import summary  # it needs plans itself

@@ -138,7 +138,8 @@ def _collectives(estimates: Estimates) -> list[str]:
     ]
 
 
-def _time(estimates: Estimates) -> list[str]:
+def time_parts(estimates: Estimates) -> dict[str, float]:
+    """Seconds of a step by kind; what is hidden counts less than nothing."""
     parts = {"computation": estimates.compute_s}
     if estimates.recompute_s:
         parts["of all, recomputed"] = estimates.recompute_s
@@ -148,7 +149,13 @@ def _time(estimates: Estimates) -> list[str]:
         parts[c.kind] = parts.get(c.kind, 0.0) + c.seconds
     if estimates.hidden_s > 1e-6 * estimates.step_s:
         parts["hidden behind computation"] = -estimates.hidden_s
-    rows = [(name, format_seconds(s), _percent(s, estimates.step_s)) for name, s in parts.items()]
+    return parts
+
+
+def _time(estimates: Estimates) -> list[str]:
+    rows = [
+        (name, format_seconds(s), _percent(s, estimates.step_s)) for name, s in time_parts(estimates).items()
+    ]
     return [f"predicted step time: {format_seconds(estimates.step_s)}", *aligned(rows, right=(1, 2))]
 
 

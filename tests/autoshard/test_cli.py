@@ -138,6 +138,19 @@ def test_search_saves_what_show_shows(run, train, tmp_path):
     assert shown == f"{Plan.load(path)}\n"
 
 
+def test_show_against_another_plan_shows_what_differs(run, train, tmp_path):
+    paths = [tmp_path / "found.json", tmp_path / "asked.json"]
+    run("search", f"{train}:target", "--cluster", "8xH100-80GB", "--out", paths[0])
+    run("search", f"{train}:target", "--cluster", "8xH100-80GB", "--mesh", "2x4", "--out", paths[1])
+    comparison = Plan.load(paths[0]).compare(Plan.load(paths[1]))
+    assert run("show", paths[0], "--against", paths[1]) == (0, f"{comparison}\n", "")
+    status, out, _ = run("show", paths[0], "--against", paths[1], "--json")
+    assert (status, json.loads(out)) == (0, comparison.to_json())
+    status, out, err = run("show", paths[0], "--against", tmp_path / "none.json")
+    assert (status, out) == (2, "")
+    assert "none.json" in err
+
+
 def test_a_saved_plan_suits_the_step_that_it_was_made_for(run, train, tmp_path):
     path = tmp_path / "plan.json"
     for name in ("target", "partial"):

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import jax.numpy as jnp
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from cost_model.cluster import Link
 from cost_model.hardware import parse_cluster
@@ -20,6 +21,7 @@ from search.problem.flat_program import ReadPhase
 from tests.zoo import (
     make_dlrm,
     make_evoformer,
+    make_llama,
     make_megatron,
     make_mlp,
     make_moe,
@@ -109,6 +111,39 @@ def test_sequence_parallelism_replaces_all_reduces_when_memory_asks_for_it():
     assert moved(tight, "all-gather") > 2 * moved(loose, "all-gather")
     assert moved(tight, "all-reduce") < 0.1 * moved(loose, "all-reduce")
     assert tight.estimates.peak_bytes <= 0.97 * loose.estimates.peak_bytes
+
+
+def test_where_nodes_are_far_apart_the_search_finds_hybrid_sharding():
+    """Scanned layers on Ethernet: kernels split inside the node and whole across nodes, found without being asked for. From
+    data parallelism there, parameters, moments, gradients and copies of seven stacks have to change at once."""
+    case = make_llama(
+        num_layers=32,
+        hidden=4096,
+        heads=32,
+        kv_heads=8,
+        ffn=11008,
+        vocab=32000,
+        seq=4096,
+        batch=64,
+        compute_dtype=jnp.bfloat16,
+        scanned=True,
+    )
+    step = trace(case.step, *case.abstract_args())
+    cluster = parse_cluster("64xA100-80GB-Ethernet")
+    cap_bytes = cluster.device_memory_limit()
+    columns = {"wq", "wk", "wv", "gate", "up"}
+    pins = {
+        a.name: P(None, None, "model") if name in columns else P(None, "model")
+        for a in step.arguments
+        for name in [a.name.split("'")[-2]]
+        if "['layers']" in a.name and not name.endswith("norm")
+    }
+    assert len(pins) == 3 * 7
+    expert = find(step, cluster, Options(cap_bytes, (8, 8), pins)).plan
+    for mesh in (None, (8, 8)):
+        plan = find(step, cluster, Options(cap_bytes, mesh)).plan
+        assert plan.estimates.step_s <= 1.005 * expert.estimates.step_s
+        assert plan.gap <= 0.01
 
 
 @pytest.mark.parametrize("share", [0.25, 0.5, 1])

@@ -57,6 +57,15 @@ def swiglu(x, layer):
     return (jax.nn.silu(x @ layer["gate"]) * (x @ layer["up"])) @ layer["down"]
 
 
+def over_layers(block, x, layers):
+    """Layers one after the other; where they are one stack, in a loop that keeps nothing of their insides."""
+    if isinstance(layers, dict):
+        return jax.lax.scan(jax.checkpoint(lambda x, layer: (block(x, layer), None)), x, layers)[0]
+    for layer in layers:
+        x = block(x, layer)
+    return x
+
+
 def make_llama(
     num_layers=2,
     hidden=64,
@@ -68,8 +77,9 @@ def make_llama(
     batch=24,
     dtype=jnp.float32,
     compute_dtype=None,
+    scanned=False,
 ) -> Case:
-    """Parameters rest in `dtype`; layers compute in `compute_dtype`, by default the same.
+    """Parameters rest in `dtype`; layers compute in `compute_dtype`, by default the same. Scanned ones are cast in the loop.
 
     `make_llama(**LLAMA_3_8B)` is the real one.
     """
@@ -87,6 +97,12 @@ def make_llama(
         "down": (ffn, hidden),
     }
 
+    def stacked(layers):
+        return jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers) if scanned else layers
+
+    def cast(params):
+        return jax.tree.map(lambda param: param.astype(compute_dtype), params)
+
     def init():
         keys = iter(jax.random.split(jax.random.key(0), num_layers * len(layer_shapes) + 2))
 
@@ -99,19 +115,22 @@ def make_llama(
 
         params = {
             "embed": matrix((vocab, hidden)),
-            "layers": [layer() for _ in range(num_layers)],
+            "layers": stacked([layer() for _ in range(num_layers)]),
             "norm": jnp.ones(hidden, dtype),
             "head": matrix((hidden, vocab)),
         }
         return {"params": params, "opt_state": optimizer.init(params)}
 
     def loss_fn(params, batch):
-        params = jax.tree.map(lambda param: param.astype(compute_dtype), params)
+        params = {k: part if scanned and k == "layers" else cast(part) for k, part in params.items()}
         angles = rotary_angles(seq, head_dim, dtype)
-        x = params["embed"][batch["tokens"]]
-        for layer in params["layers"]:
+
+        def block(x, layer):
+            layer = cast(layer)
             x = x + attention(rms_norm(x, layer["attn_norm"]), layer, angles, heads, kv_heads)
-            x = x + swiglu(rms_norm(x, layer["mlp_norm"]), layer)
+            return x + swiglu(rms_norm(x, layer["mlp_norm"]), layer)
+
+        x = over_layers(block, params["embed"][batch["tokens"]], params["layers"])
         logits = (rms_norm(x, params["norm"]) @ params["head"]).astype(dtype)
         return optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"]).mean()
 

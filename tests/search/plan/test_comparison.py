@@ -1,0 +1,107 @@
+"""Two plans side by side: differences that add up, specs of both, nothing where nothing differs."""
+
+from dataclasses import replace
+
+import pytest
+
+from search.plan.plan import Collective
+from tests.search.plan.test_summary import COLLECTIVES, SPLIT, make_plan, tree
+
+PLAN = make_plan(tree("params", 4))
+LONE = Collective("all-gather", ("data",), 8, 1 << 30, 5e-3)
+OTHER = make_plan(tree("params", 4, kernel="P('data')"), collectives=(COLLECTIVES[0], LONE))
+
+
+def amounts(found):
+    return {amount.name: (amount.this, amount.other) for amount in found}
+
+
+def test_a_plan_does_not_differ_from_itself():
+    comparison = PLAN.compare(PLAN)
+    assert not comparison.arguments
+    assert all(amount.more == 0 for amount in (*comparison.time, *comparison.memory, *comparison.collectives))
+    assert str(comparison).splitlines() == [
+        "this plan is as fast as the other",
+        "        this                other",
+        "  mesh  2x8 (data x model)  2x8 (data x model)",
+        "time per step",
+        "  step  10 ms  10 ms  +0 s",
+        "memory at the peak, per device",
+        "  peak  10 GiB  10 GiB  +0 B",
+        "collectives, by time: no difference",
+        "collectives, by bytes per device: no difference",
+        "arguments: all lie alike",
+    ]
+
+
+def test_times_by_kind_are_those_of_both_and_add_up():
+    comparison = PLAN.compare(OTHER)
+    times = amounts(comparison.time)
+    assert times["all-gather"] == (1e-3, 6e-3)
+    assert times["all-reduce"] == (3e-3, 0.0)
+    whole, *parts = comparison.time
+    assert whole.name == "step"
+    assert sum(part.more for part in parts) == pytest.approx(whole.more)
+
+
+def test_the_other_way_round_the_signs_are_the_other_way_round():
+    there, back = PLAN.compare(OTHER), OTHER.compare(PLAN)
+    assert {a.name: a.more for a in there.time} == {a.name: -a.more for a in back.time}
+    assert back.arguments == {path: (other, this) for path, (this, other) in there.arguments.items()}
+    assert str(there).startswith("this plan is 16.7% faster than the other")
+    assert str(back).startswith("this plan is 20.0% slower than the other")
+
+
+def test_collectives_by_kind_axes_and_their_sizes():
+    comparison = PLAN.compare(OTHER)
+    assert amounts(comparison.collectives)["all-gather over data=2"] == (0.0, 5e-3)
+    assert amounts(comparison.num_bytes)["all-gather over data=2"] == (0, 1 << 30)
+    on_8x2 = replace(PLAN, decisions=replace(PLAN.decisions, mesh={"data": 8, "model": 2}))
+    assert amounts(PLAN.compare(on_8x2).collectives)["all-reduce over data=8"] == (0.0, 1e-3)
+
+
+def test_memory_by_kind():
+    estimates = replace(PLAN.estimates, peak_bytes=8 << 30, residents={"parameters": 8 << 30})
+    memory = amounts(PLAN.compare(replace(PLAN, estimates=estimates)).memory)
+    assert memory == {
+        "peak": (10 << 30, 8 << 30),
+        "parameters": (3 << 30, 8 << 30),
+        "optimizer_state": (6 << 30, 0),
+        "temporaries": (1 << 30, 0),
+    }
+
+
+def test_arguments_that_lie_otherwise_with_both_specs():
+    comparison = PLAN.compare(OTHER)
+    assert set(comparison.arguments.values()) == {(SPLIT, "P('data')")}
+    assert len(comparison.arguments) == 4 * 3
+    lines = str(comparison).splitlines()
+    assert "arguments that lie otherwise (this | other): 12 arrays" in lines
+    folded = "  P(None, 'model') | P('data')  12x  params['block_*']['attn']['query'|'key'|'value']['kernel']"
+    assert lines[-1] == folded
+
+
+def test_on_an_axis_of_another_size_the_same_spec_lies_otherwise():
+    plan = make_plan({"w": SPLIT, "x": "P('data')", "b": "P()"}, mesh=(("data", 2), ("model", 8)))
+    wider = make_plan({"w": SPLIT, "x": "P('data')", "b": "P()"}, mesh=(("data", 16), ("model", 1)))
+    assert set(plan.compare(wider).arguments) == {"w", "x"}
+
+
+def test_an_argument_that_one_plan_lacks():
+    more = make_plan({"w": SPLIT, "x": "P()"})
+    assert make_plan({"w": SPLIT}).compare(more).arguments == {"x": ("-", "P()")}
+
+
+def test_json_says_the_same():
+    data = PLAN.compare(OTHER).to_json()
+    assert data["seconds"]["step"] == [PLAN.estimates.step_s, OTHER.estimates.step_s]
+    assert data["collective_bytes"]["all-gather over data=2"] == [0, 1 << 30]
+    assert len(data["arguments"]) == 12
+
+
+def test_other_steps_and_clusters_are_named():
+    other = replace(make_plan(tree("params", 4), cluster="16xH200"), fingerprint="fedcba9876543210")
+    text = str(PLAN.compare(other))
+    assert "16xH100-80GB" in text
+    assert "16xH200" in text
+    assert "train_step (fedcba9876543210)" in text
