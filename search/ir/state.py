@@ -19,8 +19,10 @@ Roles follow: a state leaf that the forward phase reads and the update makes ane
 the update reads is optimizer state.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import jax.numpy as jnp
@@ -48,17 +50,22 @@ class _Span:
         return self.tree.num_nodes > self.tree.num_leaves
 
 
-def replaced(graph: Graph, in_tree: Any, out_tree: Any) -> tuple[int | None, ...]:
+def replaced(
+    graph: Graph, in_tree: Any, out_tree: Any, certain: Mapping[int, int] = MappingProxyType({})
+) -> tuple[int | None, ...]:
     """For each flat result, the flat argument that it replaces in the next step, or None.
 
     Args:
       graph: the step's, with phases.
       in_tree: the pytree of `(args, kwargs)`.
       out_tree: the pytree of the result.
+      certain: flat results of which it is known.
     """
     args, kwargs = in_tree.children()
     arguments = _children(args) + _children(kwargs, len(args.children()), args.num_leaves)
     pairing = _Pairing(graph, arguments, out_tree.num_leaves)
+    for result, argument in certain.items():
+        pairing.replaces[result] = argument
     whole, elements = (
         _Span(out_tree, 0, 0),
         _children(out_tree, 0 if _has_order(out_tree) else -out_tree.num_leaves),
@@ -177,9 +184,11 @@ def _is_random(value: Value) -> bool:
     return _jax.is_key_dtype(value.dtype) or value.dtype == np.uint32
 
 
-def roles(graph: Graph, replaces: tuple[int | None, ...]) -> tuple[Role, ...]:
-    """What each argument is for."""
-    state = {i for i in replaces if i is not None}
+def roles(
+    graph: Graph, replaces: tuple[int | None, ...], held: AbstractSet[int] = frozenset()
+) -> tuple[Role, ...]:
+    """What each argument is for; those that are `held` are state whether or not anything replaces them."""
+    state = {i for i in replaces if i is not None} | held
     read_in: dict[int, set[Phase]] = {}
     for op in graph.ops:
         for v in op.operands:

@@ -14,6 +14,7 @@ found in `state`; here two things are read off, and a third is undone:
 # JAX types these functions only in part.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
+import functools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -68,25 +69,50 @@ def trace_for(platform: str | None, step: Callable[..., Any], /, *args: Any, **k
         _abstract(path, leaf) for path, leaf in jax.tree_util.tree_flatten_with_path((args, kwargs))[0]
     ]
     args_, kwargs_ = jax.tree_util.tree_unflatten(in_tree, abstract)
-    name = getattr(step, "__name__", type(step).__name__)
+    name = step_name(step)
     graph, names, out_shape = _outline(name, step, args_, kwargs_, platform)
+    assert len(names) == len(leaves), f"{len(names)} argument names for {len(leaves)} leaves"
+    held: frozenset[int] = frozenset()
+    certain: dict[int, int] = {}
+    if isinstance(out_shape, in_place.InPlace):
+        held = frozenset(out_shape.left)
+        graph, out_shape = in_place.changed_only(graph, out_shape)
+        certain = in_place.successors(graph, out_shape)
     graph, out_tree = _with_phases(sunk(graph)), jax.tree.structure(out_shape)
     verify(graph)
-    assert len(names) == len(leaves), f"{len(names)} argument names for {len(leaves)} leaves"
-    replaces = replaced(graph, in_tree, out_tree)
-    arguments = tuple(Argument(n, r) for n, r in zip(names, roles(graph, replaces), strict=True))
-    results = tuple(f"result{jax.tree_util.keystr(path)}" for path, _ in jax.tree.leaves_with_path(out_shape))
+    replaces = replaced(graph, in_tree, out_tree, certain)
+    arguments = tuple(Argument(n, r) for n, r in zip(names, roles(graph, replaces, held), strict=True))
+    results = _result_names(out_shape, names)
     return Step(name, graph, arguments, results, replaces, in_tree, out_tree, time.perf_counter() - start_s)
+
+
+def _result_names(out_shape: Any, arguments: Sequence[str]) -> tuple[str, ...]:
+    """One name per flat result: its pytree path, or that of the argument which it is left in."""
+    if not isinstance(out_shape, in_place.InPlace):
+        return tuple(
+            f"result{jax.tree_util.keystr(path)}" for path, _ in jax.tree.leaves_with_path(out_shape)
+        )
+    left = tuple(f"new {arguments[number]}" for number in sorted(out_shape.left))
+    return (*_result_names(out_shape.result, ()), *left, *(f"made[{i}]" for i in range(len(out_shape.made))))
+
+
+def step_name(step: Callable[..., Any]) -> str:
+    """How messages and plans call a step: a function's name, of `functools.partial` that of its function."""
+    while isinstance(step, functools.partial):
+        step = step.func
+    return getattr(step, "__name__", type(step).__name__)
 
 
 def _outline(
     name: str, step: Callable[..., Any], args: Any, kwargs: Any, platform: str | None
 ) -> tuple[Graph, tuple[str, ...], Any]:
     """A step's graph, the names of its flat arguments, and the shapes that it returns."""
-    is_watched = in_place.holds_modules((args, kwargs))
+    is_watched = in_place.holds_variables((args, kwargs))
     traced = in_place.watched(step) if is_watched else step
     try:
         jaxpr, out_shape = jax.make_jaxpr(traced, return_shape=True)(*args, **kwargs)
+    except InputError:
+        raise
     except TRACE_ERRORS as e:
         raise InputError(
             f"the step {name!r} cannot be traced by jax.jit, which autoshard needs: {first_line(e)}{_where(e)}"
