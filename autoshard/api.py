@@ -30,6 +30,7 @@ def search(
     memory: str | int | None = None,
     mesh: Sequence[int] | None = None,
     pin: Pins | None = None,
+    state: str | Sequence[str] | None = None,
     remat: str | None = None,
     microbatches: int | None = None,
     offload: Sequence[str] | str | None = None,
@@ -49,6 +50,8 @@ def search(
       mesh: sizes of the logical mesh's axes, outermost first; by default it is searched. Axes are named "data"
         (one axis), "data" and "model" (two), "replica", "data" and "model" (three).
       pin: specs in which arguments must rest, by pytree path, e.g. `{"params['emb']": P("model")}`.
+      state: arguments, or parts of them by pytree path, that come back as results and are donated; by default those of which
+        it is evident from structure and dataflow. A warning names large ones that are in doubt.
       remat: "never" to recompute nothing but what the step itself does (`jax.checkpoint`); by default, where memory is
         scarce, what to recompute in the backward phase is searched with the sharding.
       microbatches: in how many the step goes through its batch, its gradients added up exactly, before it updates; by
@@ -80,7 +83,7 @@ def search(
       8
     """
     hardware = parse_cluster(cluster)
-    traced = _traced(step, hardware, abstract_args)
+    traced = _traced(step, hardware, abstract_args, state)
     options = planning.options(
         traced, hardware, memory, mesh, pin, time_limit_s, remat, microbatches, offload
     )
@@ -96,7 +99,11 @@ def search(
 
 
 def emit(
-    step: Callable[..., Any], *abstract_args: Any, plan: Plan, devices: Sequence[Any] | None = None
+    step: Callable[..., Any],
+    *abstract_args: Any,
+    plan: Plan,
+    devices: Sequence[Any] | None = None,
+    state: str | Sequence[str] | None = None,
 ) -> Program:
     """Writes a plan into its step, so that anyone can lower and read what runs.
 
@@ -106,16 +113,18 @@ def emit(
       plan: what `search` returned, or `Plan.load`.
       devices: in the cluster's order; real, simulated or compile-only (`jax.experimental.topologies`). By
         default those that JAX sees.
+      state: as for `search`.
 
     Returns:
-      A `Program`: `program.fn.lower(*program.args)` is exactly what runs.
+      A `Program`: `program.fn.lower(*program.args)` is exactly what runs. Of NNX objects it takes the variables, and
+      returns those that change beside the result.
 
     Raises:
       PlanError: the plan is for another step, or decides something impossible.
       InputError: there are fewer devices than the plan's mesh has.
     """
     hardware = planning.cluster(plan, "the plan")
-    found = planning.applied(_traced(step, hardware, abstract_args), plan, "the plan")
+    found = planning.applied(_traced(step, hardware, abstract_args, state), plan, "the plan")
     return programs.built(found, hardware, jax.devices() if devices is None else devices)
 
 
@@ -124,6 +133,7 @@ def verify(
     *abstract_args: Any,
     plan: str | os.PathLike[str] | Plan,
     full: bool = False,
+    state: str | Sequence[str] | None = None,
     target_config: str | os.PathLike[str] | None = None,
     timeout_s: float | None = None,
     progress: Callable[[str], None] = lambda line: None,
@@ -139,6 +149,7 @@ def verify(
       plan: a plan or its file.
       full: whether to compile all of a stack of equal blocks; by default a few of them are, and the rest is
         extrapolated: collectives, arguments and host copies exactly, the device's peak as an estimate.
+      state: as for `search`.
       target_config: XLA's `GpuTargetConfigProto` in text, or its file, for a GPU that is no preset.
       timeout_s: seconds for the compiler and each program; by default it may take as long as it does.
       progress: called with one line per stage, and every second while the compiler works.
@@ -160,7 +171,7 @@ def verify(
         cluster, Compiler(judge.target_config_text(target_config), timeout_s), progress
     )
     progress("tracing the step")
-    traced = _traced(step, cluster, abstract_args)
+    traced = _traced(step, cluster, abstract_args, state)
     return asked.verified(planning.applied(traced, given, place), full)
 
 
@@ -171,6 +182,7 @@ def parallelize(
     memory: str | int | None = None,
     mesh: Sequence[int] | None = None,
     pin: Pins | None = None,
+    state: str | Sequence[str] | None = None,
     remat: str | None = None,
     microbatches: int | None = None,
     offload: Sequence[str] | str | None = None,
@@ -191,6 +203,7 @@ def parallelize(
       memory: as for `search`.
       mesh: as for `search`.
       pin: as for `search`.
+      state: as for `search`.
       remat: as for `search`.
       microbatches: as for `search`.
       offload: as for `search`.
@@ -218,6 +231,7 @@ def parallelize(
             memory=memory,
             mesh=mesh,
             pin=pin,
+            state=state,
             remat=remat,
             microbatches=microbatches,
             offload=offload,
@@ -237,6 +251,7 @@ def parallelize(
         memory,
         mesh,
         pin,
+        state,
         remat,
         microbatches,
         offload,
@@ -255,10 +270,12 @@ def _given(plan: str | os.PathLike[str] | Plan) -> tuple[Plan, str]:
     return (plan, "the plan") if isinstance(plan, Plan) else (Plan.load(plan), str(plan))
 
 
-def _traced(step: Callable[..., Any], cluster: Cluster, args: tuple[Any, ...]) -> Step:
+def _traced(
+    step: Callable[..., Any], cluster: Cluster, args: tuple[Any, ...], state: str | Sequence[str] | None
+) -> Step:
     callee = step.callee if isinstance(step, Parallelized) else Callee.of(step)
     call = callee.call(args, {})
-    return planning.traced(call.step, cluster, call.args, call.kwargs)
+    return planning.traced(call.step, cluster, call.args, call.kwargs, state)
 
 
 __all__ = ["AutoshardWarning", "Parallelized", "emit", "parallelize", "search", "verify"]

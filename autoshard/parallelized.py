@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from autoshard import nnx_objects, planning, programs
 from autoshard.calls import Call, Callee
@@ -42,6 +42,7 @@ class Request:
     memory: Any
     mesh: Any
     pin: Any
+    state: str | Sequence[str] | None
     remat: str | None
     microbatches: int | None
     offload: Any
@@ -139,7 +140,9 @@ class Parallelized:
             jax.tree.leaves(planned.program.shardings),
             strict=True,
         )
-        return created.on({n: sharding for n, sharding in places if isinstance(n, _Number)})
+        return created.on(
+            planned.program.mesh, {n: sharding for n, sharding in places if isinstance(n, _Number)}
+        )
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """The step lowered for its devices, as `jax.jit(...).lower` gives it; arguments may be shapes."""
@@ -169,7 +172,7 @@ class Parallelized:
         request = self._request
         devices = list(jax.devices() if request.devices is None else request.devices)
         hardware = self._hardware(devices)
-        traced = planning.traced(call.step, hardware, call.args, call.kwargs)
+        traced = planning.traced(call.step, hardware, call.args, call.kwargs, request.state)
         if request.plan is not None and not self._planned:
             found = planning.applied(traced, request.plan, request.place)
             program = programs.built(found, hardware, devices, _retraced)
@@ -222,7 +225,10 @@ class _Created:
     def of(cls, create: Callable[..., Any], args: tuple[Any, ...]) -> "_Created":
         call = Callee.of(create).call(args, {})
         try:
-            jaxpr, returned = jax.make_jaxpr(call.step, return_shape=True)(*call.args)
+            with _jax.implicit_mesh():
+                jaxpr, returned = jax.make_jaxpr(call.step, return_shape=True)(
+                    *jax.tree.map(_unplaced, call.args)
+                )
         except TRACE_ERRORS as e:
             raise InputError(f"init: {step_name(create)} cannot be traced by jax.jit: {first_line(e)}") from e
         return cls(call, jaxpr, returned)
@@ -235,18 +241,30 @@ class _Created:
         """The state, each array being its number among the results of the jaxpr."""
         return self._holding(map(_Number, range(len(jax.tree.leaves(self.returned)))))
 
-    def on(self, shardings: Mapping[int, Any]) -> Any:
-        """Creates it, on shardings by number; what has none is no state."""
-        given, tree = jax.tree.leaves(self.call.args), jax.tree.structure(self.returned)
-        flat = jax.jit(
-            _jax.as_function(self.jaxpr), out_shardings=[shardings.get(n) for n in range(tree.num_leaves)]
-        )(*given)
+    def on(self, mesh: Any, shardings: Mapping[int, Any]) -> Any:
+        """Creates it on a mesh, and on shardings by number; what has none is no state."""
+        whole, tree = NamedSharding(mesh, PartitionSpec()), jax.tree.structure(self.returned)
+        given = jax.device_put(jax.tree.leaves(self.call.args), whole)
+
+        def create(*args: Any) -> Any:
+            with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+                return _jax.as_function(self.jaxpr)(*args)
+
+        places = [shardings.get(n, whole) for n in range(tree.num_leaves)]
+        flat = jax.jit(create, out_shardings=places)(*given)
         return self.call.result(jax.tree.unflatten(tree, flat), given)
 
     def _holding(self, leaves: Iterable[Any]) -> Any:
         held = jax.tree.unflatten(jax.tree.structure(self.returned), leaves)
         given = [None] * len(jax.tree.leaves(self.call.args))
         return nnx_objects.put_together(held, given, None) if isinstance(held, InPlace) else held
+
+
+def _unplaced(x: Any) -> Any:
+    """An array's type, without where it lies."""
+    if not isinstance(x, jax.Array):
+        return x
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=getattr(x, "weak_type", False))
 
 
 class _Number(int):

@@ -96,7 +96,8 @@ def build(
         flat = jax.tree_util.tree_leaves(values)
         if [(tuple(x.shape), x.dtype) for x in flat] != [(a.shape, a.dtype) for a in abstract]:
             on_retrace()
-        return jax.tree_util.tree_unflatten(step.out_tree, evaluate(flat))
+        with jax.sharding.use_abstract_mesh(mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh):
+            return jax.tree_util.tree_unflatten(step.out_tree, evaluate(flat))
 
     run.__name__ = run.__qualname__ = step.name
     donated = frozenset(r for r in step.replaces if r is not None)

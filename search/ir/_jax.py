@@ -151,6 +151,17 @@ def provenance(scope: str, source_info: Any) -> Generator[None]:
         yield
 
 
+def implicit_mesh() -> contextlib.AbstractContextManager[Any]:
+    """Inside, no axis of the mesh that a user has set (`jax.set_mesh`) is explicit: shardings are decided elsewhere."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if jax.sharding.AxisType.Explicit not in mesh.axis_types:
+        return contextlib.nullcontext()
+    axis_types = (jax.sharding.AxisType.Auto,) * len(mesh.axis_names)
+    return jax.sharding.use_abstract_mesh(
+        jax.sharding.AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=axis_types)
+    )
+
+
 def bind(primitive: Any, operands: list[Any], params: dict[str, Any]) -> list[Any]:
     """Applies an equation's primitive; always a list of results."""
     out = primitive.bind(*operands, **primitive.get_bind_params(params))

@@ -232,14 +232,6 @@ def test_too_few_arguments():
         search(W)
 
 
-def test_float64_without_x64():
-    wide = jax.ShapeDtypeStruct((16, 8), "float64")
-    with pytest.raises(
-        InputError, match=r"argument \[0\] is float64, but 64-bit types are off.*jax_enable_x64"
-    ):
-        search(wide, X)
-
-
 def test_what_is_no_function():
     with pytest.raises(InputError, match="parallelize wants a function, got int"):
         autoshard.parallelize(3)
