@@ -58,7 +58,14 @@ class Call:
         if not isinstance(returned, InPlace):
             return returned
         assert self.apart is not None
-        return nnx_objects.put_together(returned, jax.tree.leaves(given), self.apart.references)
+        own = zip(jax.tree.leaves(self.positional), jax.tree.leaves(given), strict=True)
+        held = [x if _is_spread(x) else there for x, there in own]
+        return nnx_objects.put_together(returned, held, self.apart.references)
+
+
+def _is_spread(x: Any) -> bool:
+    """Whether an array lies on several devices: what the step only reads stays as another one has placed it."""
+    return isinstance(x, jax.Array) and len(x.sharding.device_set) > 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +140,7 @@ class Callee:
         Raises:
           InputError: a static argument cannot be hashed.
         """
-        args, kwargs = self._by_position(args, kwargs)
+        args, kwargs = self.by_position(args, kwargs)
         positions = self.static_positions
         if is_bound and jax.tree_util.all_leaves(args[:1]) and not nnx_objects.holds_objects(args[0]):
             positions = positions | {0}
@@ -162,10 +169,10 @@ class Callee:
             return False
         return True
 
-    def _by_position(
+    def by_position(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments by position, as far as they have one."""
+        """A call's arguments by position, as far as they have one."""
         if not kwargs or self.parameters is None:
             return args, kwargs
         try:

@@ -7,8 +7,10 @@ given, so that nothing moves when calls alternate.
 A call that is like the last one only runs. JAX itself notices if it is not: the program refuses to be traced again.
 """
 
+import contextlib
 import copy
 import functools
+import itertools
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -63,6 +65,8 @@ class _Planned:
     step: Step
     plan: Plan
     program: Program
+    tree: Any
+    types: tuple[Any, ...]
 
 
 class Parallelized:
@@ -77,15 +81,17 @@ class Parallelized:
         """The first one first; shared by the bound methods."""
         self._owner: tuple[Any, ...] = ()
         self._last: _Planned | None = None
-        self._program: Program | None = None
-        """The last call's, if there is no other signature and all that a call takes is a program's arguments."""
+        self._plain: list[_Planned] = []
+        """Those whose programs take what a call is given, by position."""
+        self._telling: tuple[int, ...] = ()
+        """The leaves by which these are told apart, where their pytrees are the same."""
 
     def __get__(self, instance: Any, owner: Any = None) -> "Parallelized":
         """The step as a method."""
         if instance is None:
             return self
         bound = copy.copy(self)
-        bound._owner, bound._program = (instance,), None
+        bound._owner, bound._plain = (instance,), []
         return bound
 
     @property
@@ -105,11 +111,13 @@ class Parallelized:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs one step: the arguments and results of the decorated function."""
-        if self._program is not None and not kwargs and _are_distinct(args):
-            try:
-                return self._program.fn(*args)
-            except (_RetracedError, ValueError, TypeError):
-                pass
+        if self._plain:
+            args, kwargs = self.callee.by_position(args, kwargs)
+            known = None if kwargs else self._like_before(args)
+            if known is not None:
+                self._last = known
+                with contextlib.suppress(_RetracedError, ValueError, TypeError):
+                    return known.program.fn(*args)
         call = self._call(args, kwargs)
         planned, is_new = self._prepared(call)
         with programs.room_for(planned.plan):
@@ -150,7 +158,8 @@ class Parallelized:
         return program.fn.lower(*program.args)
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        like = None if self._last is None else self._last.form
+        last = self._last or next(iter(self._planned), None)
+        like = None if last is None else last.form
         return self.callee.call((*self._owner, *args), kwargs, like, bool(self._owner))
 
     def _prepared(self, call: Call) -> tuple[_Planned, bool]:
@@ -160,9 +169,20 @@ class Parallelized:
         self._last = known or self._searched(call, signature)
         if known is None:
             self._planned.append(self._last)
-        is_plain = len(self._planned) == 1 and not (call.static or call.form or self._owner)
-        self._program = self._last.program if is_plain else None
+            if not (call.kwargs or call.static or call.form or self._owner):
+                self._plain.append(self._last)
+                self._telling = _telling(self._plain)
         return self._last, known is None
+
+    def _like_before(self, args: tuple[Any, ...]) -> _Planned | None:
+        """The plan that these arguments probably have; its program refuses others. Arrays that are there twice have none."""
+        leaves, tree = jax.tree.flatten(args)
+        if len(set(map(id, leaves))) < len(leaves):
+            return None
+        for planned in self._plain:
+            if planned.tree == tree and all(_type(leaves[i]) == planned.types[i] for i in self._telling):
+                return planned
+        return None
 
     def _searched(self, call: Call, signature: Any) -> _Planned:
         if any(_jax.is_tracer(x) for x in jax.tree.leaves(call.positional)):
@@ -179,7 +199,9 @@ class Parallelized:
         else:
             options = self._options(traced, hardware)
             found, program = programs.searched(traced, hardware, options, devices, _retraced)
-        return _Planned(signature, call.form, found.step, found.plan, program)
+        leaves, tree = jax.tree.flatten(call.positional)
+        types = tuple(map(_type, leaves))
+        return _Planned(signature, call.form, found.step, found.plan, program, tree, types)
 
     def _options(self, traced: Step, hardware: Cluster) -> Options:
         """What is asked of the search; after the first one, that the state rests as it does."""
@@ -325,9 +347,17 @@ def _own(x: Any, sharding: Any) -> Any:
     return jnp.copy(x) if isinstance(x, jax.Array) and sharding.shard_shape(x.shape) == x.shape else x
 
 
+def _telling(plans: Sequence[_Planned]) -> tuple[int, ...]:
+    """The leaves that differ among plans for the same pytree."""
+    pairs = [(a, b) for a, b in itertools.combinations(plans, 2) if a.tree == b.tree]
+    differing = {i for a, b in pairs for i, (x, y) in enumerate(zip(a.types, b.types, strict=True)) if x != y}
+    return tuple(sorted(differing))
+
+
 def _signature(call: Call) -> Any:
     leaves, tree = jax.tree.flatten((call.args, call.kwargs))
-    return call.static, tree, tuple(map(_type, leaves)), call.form
+    static = tuple((key, type(value), value) for key, value in call.static)
+    return static, tree, tuple(map(_type, leaves)), call.form
 
 
 def _type(leaf: Any) -> Any:

@@ -59,8 +59,8 @@ def functional() -> tuple[list[float], float]:
     wrapped = autoshard.parallelize(step)
     batch = jnp.ones(8)
     state, _ = wrapped({f"p{i:03}": jnp.ones(8) for i in range(NUM_LEAVES)}, batch)
-    direct = wrapped._program.fn
-    batch = jax.device_put(batch, wrapped._program.shardings[1])
+    direct = wrapped._last.program.fn
+    batch = jax.device_put(batch, wrapped._last.program.shardings[1])
     ratios = []
     for _ in range(NUM_ROUNDS):
         through_s, state = seconds_per_call(wrapped, state, batch)

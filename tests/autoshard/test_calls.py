@@ -142,6 +142,13 @@ def test_static_arguments_have_a_plan_each(parallel):
     assert [*parallel.plan.decisions.arguments] == ["w", "x"]
 
 
+def test_static_arguments_of_other_types_are_others():
+    parallel = parallelize(lambda w, x, kind: w + x.sum() * (2 if kind is True else 1), static_argnums=2)
+    assert_close(parallel(W, X, True), W + 2 * X.sum())
+    with pytest.warns(AutoshardWarning, match="planning once"):
+        assert_close(parallel(W, X, 1), W + X.sum())
+
+
 def test_a_static_argument_before_others():
     def step(w, power, x):
         return w - 0.1 * gradient(w, x) * (2 if power == "two" else 1)

@@ -276,6 +276,20 @@ def test_frozen_variables_stay_where_they_are():
     assert trained.is_deleted()
 
 
+def test_what_is_only_read_stays_where_another_step_has_it():
+    train = parallelize(step, pin={"model.layers[0].kernel": jax.P(None, "data")})
+    evaluate = parallelize(lambda model, x: model(x).sum(), pin={"model.layers[0].kernel": jax.P()})
+    model, optimizer = create()
+    train(model, optimizer, X)
+    model.eval()
+    kernel = model.layers[0].kernel.get_raw_value()
+    wanted = model(X).sum()
+    for _ in range(2):
+        np.testing.assert_allclose(evaluate(model, X), wanted, rtol=1e-4)
+    assert model.layers[0].kernel.get_raw_value() is kernel
+    assert kernel.sharding.spec == jax.P(None, "data")
+
+
 # --- the other verbs
 
 
