@@ -2,26 +2,24 @@
 
 import functools
 import os
-import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
 
 from autoshard import planning, programs
+from autoshard.calls import Callee
+from autoshard.parallelized import Parallelized, Request
 from autoshard.planning import AutoshardWarning, Pins
 from autoshard.verification import judge
 from autoshard.verification.result import Verification
-from cost_model import attached
 from cost_model.cluster import Cluster
-from cost_model.errors import InputError, PlanError, first_line
+from cost_model.errors import InputError
 from cost_model.hardware import parse_cluster
 from cost_model.xla.process import Compiler
 from executors.jit import Program
-from search.ir import _jax
 from search.ir.graph import Step
-from search.ir.trace import TRACE_ERRORS
 from search.plan.plan import Plan
 
 
@@ -32,6 +30,7 @@ def search(
     memory: str | int | None = None,
     mesh: Sequence[int] | None = None,
     pin: Pins | None = None,
+    state: str | Sequence[str] | None = None,
     remat: str | None = None,
     microbatches: int | None = None,
     offload: Sequence[str] | str | None = None,
@@ -51,6 +50,8 @@ def search(
       mesh: sizes of the logical mesh's axes, outermost first; by default it is searched. Axes are named "data"
         (one axis), "data" and "model" (two), "replica", "data" and "model" (three).
       pin: specs in which arguments must rest, by pytree path, e.g. `{"params['emb']": P("model")}`.
+      state: arguments, or parts of them by pytree path, that come back as results and are donated; by default those of which
+        it is evident from structure and dataflow. A warning names large ones that are in doubt.
       remat: "never" to recompute nothing but what the step itself does (`jax.checkpoint`); by default, where memory is
         scarce, what to recompute in the backward phase is searched with the sharding.
       microbatches: in how many the step goes through its batch, its gradients added up exactly, before it updates; by
@@ -82,7 +83,7 @@ def search(
       8
     """
     hardware = parse_cluster(cluster)
-    traced = _traced(step, hardware, abstract_args, {})
+    traced = _traced(step, hardware, abstract_args, state)
     options = planning.options(
         traced, hardware, memory, mesh, pin, time_limit_s, remat, microbatches, offload
     )
@@ -98,7 +99,11 @@ def search(
 
 
 def emit(
-    step: Callable[..., Any], *abstract_args: Any, plan: Plan, devices: Sequence[Any] | None = None
+    step: Callable[..., Any],
+    *abstract_args: Any,
+    plan: Plan,
+    devices: Sequence[Any] | None = None,
+    state: str | Sequence[str] | None = None,
 ) -> Program:
     """Writes a plan into its step, so that anyone can lower and read what runs.
 
@@ -108,16 +113,18 @@ def emit(
       plan: what `search` returned, or `Plan.load`.
       devices: in the cluster's order; real, simulated or compile-only (`jax.experimental.topologies`). By
         default those that JAX sees.
+      state: as for `search`.
 
     Returns:
-      A `Program`: `program.fn.lower(*program.args)` is exactly what runs.
+      A `Program`: `program.fn.lower(*program.args)` is exactly what runs. Of NNX objects it takes the variables, and
+      returns those that change beside the result.
 
     Raises:
       PlanError: the plan is for another step, or decides something impossible.
       InputError: there are fewer devices than the plan's mesh has.
     """
     hardware = planning.cluster(plan, "the plan")
-    found = planning.applied(_traced(step, hardware, abstract_args, {}), plan, "the plan")
+    found = planning.applied(_traced(step, hardware, abstract_args, state), plan, "the plan")
     return programs.built(found, hardware, jax.devices() if devices is None else devices)
 
 
@@ -126,6 +133,7 @@ def verify(
     *abstract_args: Any,
     plan: str | os.PathLike[str] | Plan,
     full: bool = False,
+    state: str | Sequence[str] | None = None,
     target_config: str | os.PathLike[str] | None = None,
     timeout_s: float | None = None,
     progress: Callable[[str], None] = lambda line: None,
@@ -141,6 +149,7 @@ def verify(
       plan: a plan or its file.
       full: whether to compile all of a stack of equal blocks; by default a few of them are, and the rest is
         extrapolated: collectives, arguments and host copies exactly, the device's peak as an estimate.
+      state: as for `search`.
       target_config: XLA's `GpuTargetConfigProto` in text, or its file, for a GPU that is no preset.
       timeout_s: seconds for the compiler and each program; by default it may take as long as it does.
       progress: called with one line per stage, and every second while the compiler works.
@@ -162,7 +171,7 @@ def verify(
         cluster, Compiler(judge.target_config_text(target_config), timeout_s), progress
     )
     progress("tracing the step")
-    traced = _traced(step, cluster, abstract_args, {})
+    traced = _traced(step, cluster, abstract_args, state)
     return asked.verified(planning.applied(traced, given, place), full)
 
 
@@ -173,17 +182,20 @@ def parallelize(
     memory: str | int | None = None,
     mesh: Sequence[int] | None = None,
     pin: Pins | None = None,
+    state: str | Sequence[str] | None = None,
     remat: str | None = None,
     microbatches: int | None = None,
     offload: Sequence[str] | str | None = None,
     plan: str | os.PathLike[str] | Plan | None = None,
     time_limit_s: float | None = None,
     devices: Sequence[Any] | None = None,
+    static_argnums: int | Iterable[int] | None = None,
+    static_argnames: str | Iterable[str] | None = None,
 ) -> Any:
     """Makes a training step written for one device run on many.
 
     The first call traces the step, searches and compiles; later calls only run. State arguments (those that
-    come back as results) are donated.
+    come back as results) are donated. Flax NNX objects among the arguments are changed in place, as under `nnx.jit`.
 
     Args:
       step: the training step; when left out, a decorator is returned.
@@ -191,12 +203,16 @@ def parallelize(
       memory: as for `search`.
       mesh: as for `search`.
       pin: as for `search`.
+      state: as for `search`.
       remat: as for `search`.
       microbatches: as for `search`.
       offload: as for `search`.
       plan: a plan or its file: no search. The step, its shapes and the number of devices must be the plan's.
       time_limit_s: as for `search`.
       devices: where to run; by default all that JAX sees.
+      static_argnums: positions of arguments that are constants of the step, as for `jax.jit`: each value has a plan of its
+        own. Those that are static to an already jitted step are so here.
+      static_argnames: the same by name.
 
     Returns:
       A `Parallelized` step: call it as before; it has `.plan`, `.init` and `.lower` besides.
@@ -215,184 +231,38 @@ def parallelize(
             memory=memory,
             mesh=mesh,
             pin=pin,
+            state=state,
             remat=remat,
             microbatches=microbatches,
             offload=offload,
             plan=plan,
             time_limit_s=time_limit_s,
             devices=devices,
+            static_argnums=static_argnums,
+            static_argnames=static_argnames,
         )
     if isinstance(step, Parallelized):
         raise InputError(f"the step {step.__name__!r} is parallelized already; decorate it once")
     if not callable(step):
         raise InputError(f"parallelize wants a function, got {type(step).__name__}")
     given, place = (None, "") if plan is None else _given(plan)
-    request = _Request(
-        cluster, memory, mesh, pin, remat, microbatches, offload, given, place, time_limit_s, devices
+    request = Request(
+        cluster,
+        memory,
+        mesh,
+        pin,
+        state,
+        remat,
+        microbatches,
+        offload,
+        given,
+        place,
+        time_limit_s,
+        devices,
+        static_argnums,
+        static_argnames,
     )
     return Parallelized(step, request)
-
-
-@dataclass(frozen=True, slots=True)
-class _Request:
-    """What `parallelize` was asked for."""
-
-    cluster: Any
-    memory: Any
-    mesh: Any
-    pin: Any
-    remat: str | None
-    microbatches: int | None
-    offload: Any
-    plan: Plan | None
-    place: str
-    time_limit_s: float | None
-    devices: Sequence[Any] | None
-
-
-class Parallelized:
-    """A training step that runs on many devices; made by `parallelize`."""
-
-    def __init__(self, step: Callable[..., Any], request: _Request) -> None:
-        self.__name__: str = getattr(step, "__name__", type(step).__name__)
-        functools.update_wrapper(self, step, updated=())
-        self._step, self._request = step, request
-        self._plan: Plan | None = request.plan
-        self._program: Program | None = None
-        self._signature: Any = None
-
-    @property
-    def plan(self) -> Plan:
-        """The plan in use.
-
-        Raises:
-          InputError: nothing has been planned yet.
-        """
-        if self._plan is None:
-            raise InputError(f"{self.__name__} has no plan yet: call it, its .init or its .lower first")
-        return self._plan
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs one step: the arguments and results of the decorated function."""
-        if self._program is not None and not kwargs:
-            try:
-                return self._program.fn(*args)
-            except (_RetracedError, ValueError, TypeError):
-                if self._is_planned_for(args, kwargs) and self._is_placed(args):
-                    raise
-        self._prepare(args, kwargs)
-        assert self._program is not None
-        with programs.room_for(self.plan):
-            placed = jax.device_put(_positional(args, kwargs), self._program.shardings)
-            return self._program.fn(*placed)
-
-    def init(self, create: Callable[..., Any], *create_args: Any, args: tuple[Any, ...] = ()) -> Any:
-        """Creates the state directly on its shards.
-
-        Args:
-          create: makes the step's first argument; it is traced once and run sharded.
-          *create_args: its arguments, such as a PRNG key.
-          args: the step's other arguments, or their shapes.
-
-        Returns:
-          What `create` returns, each array sharded as the plan says.
-
-        Raises:
-          InputError: `create` cannot be traced, or its state does not suit the step.
-        """
-        try:
-            jaxpr, shapes = jax.make_jaxpr(create, return_shape=True)(*create_args)
-        except TRACE_ERRORS as e:
-            raise InputError(
-                f"init: {getattr(create, '__name__', 'create')} cannot be traced by jax.jit: {first_line(e)}"
-            ) from e
-        self._prepare((shapes, *args), {})
-        assert self._program is not None
-        shardings, tree = jax.tree.flatten(self._program.shardings[0])
-        flat = jax.jit(_jax.as_function(jaxpr), out_shardings=shardings)(*jax.tree.leaves(create_args))
-        return jax.tree.unflatten(tree, flat)
-
-    def lower(self, *args: Any, **kwargs: Any) -> Any:
-        """The step lowered for its devices, as `jax.jit(...).lower` gives it; arguments may be shapes."""
-        self._prepare(args, kwargs)
-        assert self._program is not None
-        return self._program.fn.lower(*self._program.args)
-
-    def _is_planned_for(self, args: Any, kwargs: Any) -> bool:
-        return self._signature == _signature(args, kwargs)
-
-    def _is_placed(self, args: Any) -> bool:
-        assert self._program is not None
-        wanted = jax.tree.leaves(self._program.shardings)
-        return all(
-            getattr(x, "sharding", None) == s for x, s in zip(jax.tree.leaves(args), wanted, strict=True)
-        )
-
-    def _prepare(self, args: Any, kwargs: Any) -> None:
-        """Plans and builds for these arguments, if that has not been done."""
-        if self._is_planned_for(args, kwargs):
-            return
-        leaves = jax.tree.leaves((args, kwargs))
-        if any(_jax.is_tracer(x) for x in leaves):
-            raise InputError(
-                f"{self.__name__} is a parallelized step and cannot be called inside another jitted function"
-            )
-        request = self._request
-        devices = list(jax.devices() if request.devices is None else request.devices)
-        hardware = self._hardware(devices)
-        traced = _traced(self._step, hardware, args, kwargs)
-        if request.plan is not None:
-            if self._signature is not None:
-                raise PlanError(
-                    f"the arguments of {self.__name__} changed in shape or structure, and {request.place} was "
-                    "made for the first ones. Pass arguments of the same shapes, or leave plan= out to search again"
-                )
-            found = planning.applied(traced, request.plan, request.place)
-            self._program = programs.built(found, hardware, devices, _retraced)
-        else:
-            if self._signature is not None:
-                warnings.warn(
-                    f"the arguments of {self.__name__} changed in shape or structure; searching again for the new ones",
-                    AutoshardWarning,
-                    stacklevel=3,
-                )
-            options = planning.options(
-                traced,
-                hardware,
-                request.memory,
-                request.mesh,
-                request.pin,
-                request.time_limit_s,
-                request.remat,
-                request.microbatches,
-                request.offload,
-            )
-            found, self._program = programs.searched(traced, hardware, options, devices, _retraced)
-        self._plan, self._signature = found.plan, _signature(args, kwargs)
-
-    def _hardware(self, devices: Sequence[Any]) -> Cluster:
-        """What the plan is for, or what it will be made for."""
-        request = self._request
-        if request.plan is not None:
-            return planning.cluster(request.plan, request.place)
-        return parse_cluster(attached.cluster_name(devices) if request.cluster is None else request.cluster)
-
-
-class _RetracedError(Exception):
-    """JAX began to trace the step for other shapes than those planned for."""
-
-
-def _retraced() -> None:
-    raise _RetracedError
-
-
-def _positional(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    return (*args, *(kwargs[k] for k in sorted(kwargs)))
-
-
-def _signature(args: Any, kwargs: Any) -> Any:
-    leaves, tree = jax.tree.flatten((args, kwargs))
-    return tree, tuple((getattr(x, "shape", ()), getattr(x, "dtype", type(x))) for x in leaves)
 
 
 def _given(plan: str | os.PathLike[str] | Plan) -> tuple[Plan, str]:
@@ -400,10 +270,12 @@ def _given(plan: str | os.PathLike[str] | Plan) -> tuple[Plan, str]:
     return (plan, "the plan") if isinstance(plan, Plan) else (Plan.load(plan), str(plan))
 
 
-def _traced(step: Callable[..., Any], cluster: Cluster, args: Any, kwargs: Any) -> Step:
-    if isinstance(step, Parallelized):
-        step = step.__wrapped__  # type: ignore[attr-defined]
-    return planning.traced(step, cluster, args, kwargs)
+def _traced(
+    step: Callable[..., Any], cluster: Cluster, args: tuple[Any, ...], state: str | Sequence[str] | None
+) -> Step:
+    callee = step.callee if isinstance(step, Parallelized) else Callee.of(step)
+    call = callee.call(args, {})
+    return planning.traced(call.step, cluster, call.args, call.kwargs, state)
 
 
 __all__ = ["AutoshardWarning", "Parallelized", "emit", "parallelize", "search", "verify"]

@@ -10,23 +10,35 @@ from jax.sharding import PartitionSpec
 
 from cost_model.cluster import Cluster
 from cost_model.errors import InputError, PlanError
-from cost_model.units import parse_bytes
+from cost_model.units import format_bytes, parse_bytes
 from search import driver
 from search.ir.graph import Step
-from search.ir.trace import trace_for
+from search.ir.trace import trace_call
 from search.mesh_problem import DEFAULT_TIME_LIMIT_S, Options
 from search.plan.plan import Plan
 
 Pins = Mapping[str, PartitionSpec]
+
+LARGE_BYTES = 1 << 20
+LARGE_SHARE = 0.05
+"""Of a step's arguments: results that may be state are worth a warning from so many bytes on. Source: a choice of ours."""
 
 
 class AutoshardWarning(UserWarning):
     """Something that works, but perhaps not as its user thinks."""
 
 
-def traced(step: Callable[..., Any], cluster: Cluster, args: Any, kwargs: Any) -> Step:
-    """The step as it runs on a cluster, as a graph; warns of ops of which nothing is known."""
-    graph = trace_for(cluster.device.platform, step, *args, **kwargs)
+def traced(
+    step: Callable[..., Any],
+    cluster: Cluster,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    state: str | Sequence[str] | None = None,
+) -> Step:
+    """The step as it runs on a cluster, as a graph; warns of ops of which nothing is known, and of large results that may be
+    state."""
+    named = (state,) if isinstance(state, str) else tuple(state or ())
+    graph = trace_call(cluster.device.platform, step, args, kwargs, named)
     for name, (count, where) in driver.primitives_without_rule(graph).items():
         warnings.warn(
             f"{name} has no factor rule and is computed alike on all devices ({count} in the step, first {where}). "
@@ -34,7 +46,24 @@ def traced(step: Callable[..., Any], cluster: Cluster, args: Any, kwargs: Any) -
             AutoshardWarning,
             stacklevel=4,
         )
+    if said := _doubts(graph):
+        warnings.warn(said, AutoshardWarning, stacklevel=4)
     return graph
+
+
+def _doubts(step: Step) -> str:
+    """What to say of large results that may replace arguments, if there are any."""
+    sizes = [step.graph.value(step.graph.outputs[o]).num_bytes for o, _ in step.doubtful]
+    everything = sum(step.graph.values[v].num_bytes for v in step.graph.inputs)
+    if sum(sizes) < max(LARGE_BYTES, LARGE_SHARE * everything):
+        return ""
+    result, arguments = step.doubtful[sizes.index(max(sizes))]
+    names = [step.arguments[i].name for i in arguments]
+    return (
+        f"{format_bytes(sum(sizes))} of what {step.name} returns may replace arguments of it, but that is not certain: "
+        f"{step.results[result]} may be the new {' or '.join(names[:3])}. Both are held, and may rest apart. If it is, "
+        f"say so: state={names[0]!r}"
+    )
 
 
 def options(

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,15 +27,20 @@ class Program:
         alphabetical order.
       args: `jax.ShapeDtypeStruct` pytrees with their shardings: `fn.lower(*args)` is exactly what runs.
       mesh: the devices, or only their number along each axis.
-      donated: for each of `args`, whether its buffers are reused for the new state.
+      donated_leaves: which of the flat arguments' buffers are reused for the new state.
       resting_bytes: what arguments and results take on a device; those that take over others' buffers once.
     """
 
     fn: Any
     args: tuple[Any, ...]
     mesh: Mesh | AbstractMesh
-    donated: tuple[bool, ...]
+    donated_leaves: frozenset[int]
     resting_bytes: int
+
+    @property
+    def donated(self) -> tuple[bool, ...]:
+        """For each of `args`, whether its buffers, or some of them, are donated."""
+        return tuple(not self.donated_leaves.isdisjoint(span) for span in _spans(self.args))
 
     @property
     def shardings(self) -> tuple[Any, ...]:
@@ -90,22 +96,93 @@ def build(
         flat = jax.tree_util.tree_leaves(values)
         if [(tuple(x.shape), x.dtype) for x in flat] != [(a.shape, a.dtype) for a in abstract]:
             on_retrace()
-        return jax.tree_util.tree_unflatten(step.out_tree, evaluate(flat))
+        with jax.sharding.use_abstract_mesh(mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh):
+            return jax.tree_util.tree_unflatten(step.out_tree, evaluate(flat))
 
     run.__name__ = run.__qualname__ = step.name
-    donated, of_argument = _donated(step, positional)
-    fresh = [o for o, r in enumerate(step.replaces) if r is None or not of_argument[r]]
+    donated = frozenset(r for r in step.replaces if r is not None)
+    fresh = [o for o, r in enumerate(step.replaces) if r is None]
     made = [(graph.value(graph.outputs[o]), outputs[o]) for o in fresh]
     there = [(graph.values[v], s) for v, s in zip(graph.inputs, inputs, strict=True)]
     resting_bytes = sum(_shard_bytes(value, s) for value, s in (*there, *made))
-    fn = jax.jit(
-        run,
-        compiler_options=compiler_options(resting_bytes) or None,
-        in_shardings=jax.tree.map(lambda s: s.sharding, positional),
-        out_shardings=jax.tree_util.tree_unflatten(step.out_tree, outputs),
-        donate_argnums=tuple(i for i, d in enumerate(donated) if d),
-    )
+    options = {
+        "compiler_options": compiler_options(resting_bytes) or None,
+        "out_shardings": jax.tree_util.tree_unflatten(step.out_tree, outputs),
+    }
+    spans = _spans(positional)
+    if all(donated.issuperset(span) or donated.isdisjoint(span) for span in spans):
+        whole = tuple(i for i, span in enumerate(spans) if not donated.isdisjoint(span))
+        shardings = jax.tree.map(lambda s: s.sharding, positional)
+        fn = jax.jit(run, in_shardings=shardings, donate_argnums=whole, **options)
+    else:
+        fn = LeafwiseJit.of(run, positional, donated, on_retrace, options)
     return Program(fn, positional, mesh, donated, resting_bytes)
+
+
+@dataclass(frozen=True, eq=False)
+class LeafwiseJit:
+    """A jitted function that is given up some leaves of an argument, and not others. `jax.jit` donates whole arguments, so
+    that inside there are two: the leaves that are donated, and those that are not."""
+
+    jitted: Any
+    tree: Any
+    is_donated: tuple[bool, ...]
+    on_retrace: Callable[[], None]
+
+    @classmethod
+    def of(
+        cls,
+        run: Callable[..., Any],
+        args: tuple[Any, ...],
+        donated: AbstractSet[int],
+        on_retrace: Callable[[], None],
+        options: dict[str, Any],
+    ) -> "LeafwiseJit":
+        """Jits a function of positional arguments.
+
+        Args:
+          run: the function.
+          args: what it is called with, as shapes with shardings.
+          donated: which of their leaves are given up.
+          on_retrace: called when it is called with another pytree; it should raise.
+          options: what `jax.jit` is told besides.
+        """
+        leaves, tree = jax.tree.flatten(args)
+        is_donated = tuple(i in donated for i in range(len(leaves)))
+
+        def run_leaves(given_up: list[Any], kept: list[Any]) -> Any:
+            sources = iter(given_up), iter(kept)
+            return run(*jax.tree.unflatten(tree, [next(sources[not d]) for d in is_donated]))
+
+        run_leaves.__name__ = run_leaves.__qualname__ = run.__name__
+        parts = _parted([s.sharding for s in leaves], is_donated)
+        jitted = jax.jit(run_leaves, in_shardings=parts, donate_argnums=0, **options)
+        return cls(jitted, tree, is_donated, on_retrace)
+
+    def __call__(self, *args: Any) -> Any:
+        """Runs it."""
+        return self.jitted(*self._parts(args))
+
+    def lower(self, *args: Any) -> Any:
+        """As `jax.jit(...).lower`."""
+        return self.jitted.lower(*self._parts(args))
+
+    def trace(self, *args: Any) -> Any:
+        """As `jax.jit(...).trace`."""
+        return self.jitted.trace(*self._parts(args))
+
+    def _parts(self, args: tuple[Any, ...]) -> tuple[list[Any], list[Any]]:
+        leaves, tree = jax.tree.flatten(args)
+        if tree != self.tree:
+            self.on_retrace()
+            raise TypeError(f"wanted arguments as {self.tree}, got {tree}")
+        return _parted(leaves, self.is_donated)
+
+
+def _parted(leaves: Sequence[Any], is_donated: Sequence[bool]) -> tuple[list[Any], list[Any]]:
+    """The leaves that are donated, and the others."""
+    pairs = list(zip(leaves, is_donated, strict=True))
+    return [x for x, d in pairs if d], [x for x, d in pairs if not d]
 
 
 def _shard_bytes(value: Value, sharding: NamedSharding) -> int:
@@ -125,13 +202,10 @@ def _mesh(sharding: StepSharding, devices: Sequence[Any] | None) -> Mesh | Abstr
     return Mesh(np.array(devices[:wanted]).reshape(sharding.mesh_shape), sharding.axis_names)
 
 
-def _donated(step: Step, positional: tuple[Any, ...]) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
-    """An argument is donated when every leaf of it is replaced by a result; for each argument, and for each leaf."""
-    replaced = {r for r in step.replaces if r is not None}
-    donated: list[bool] = []
-    of_leaf: list[bool] = []
-    for argument in positional:
-        size, start = len(jax.tree_util.tree_leaves(argument)), len(of_leaf)
-        donated.append(size > 0 and replaced.issuperset(range(start, start + size)))
-        of_leaf += donated[-1:] * size
-    return tuple(donated), tuple(of_leaf)
+def _spans(args: tuple[Any, ...]) -> list[range]:
+    """For each argument, the numbers of its leaves."""
+    spans, start = [], 0
+    for argument in args:
+        spans.append(range(start, start + len(jax.tree_util.tree_leaves(argument))))
+        start = spans[-1].stop
+    return spans

@@ -8,6 +8,7 @@ present in JAX 0.11 and 0.12:
 * `Primitive.bind` and `get_bind_params` re-apply an equation;
 * `scan` says how many of its operands are constants and carries: by `num_consts`/`num_carry` (0.11), or by a
   flat tree of three children, `ft_in` (0.12); `while` and `cond` carry inner jaxprs in their parameters;
+* a jitted function says in `_jit_info` which of its arguments are static;
 * `make_jaxpr` returns a `ClosedJaxpr` (0.11) or a `Jaxpr` that holds its own constants (0.12).
 
 What hand-written kernels say of themselves is read in `_jax_kernels`; what the compiler's process needs is in
@@ -150,6 +151,17 @@ def provenance(scope: str, source_info: Any) -> Generator[None]:
         yield
 
 
+def implicit_mesh() -> contextlib.AbstractContextManager[Any]:
+    """Inside, no axis of the mesh that a user has set (`jax.set_mesh`) is explicit: shardings are decided elsewhere."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if jax.sharding.AxisType.Explicit not in mesh.axis_types:
+        return contextlib.nullcontext()
+    axis_types = (jax.sharding.AxisType.Auto,) * len(mesh.axis_names)
+    return jax.sharding.use_abstract_mesh(
+        jax.sharding.AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=axis_types)
+    )
+
+
 def bind(primitive: Any, operands: list[Any], params: dict[str, Any]) -> list[Any]:
     """Applies an equation's primitive; always a list of results."""
     out = primitive.bind(*operands, **primitive.get_bind_params(params))
@@ -192,6 +204,26 @@ def abstract_value(shape: tuple[int, ...], dtype: Any, weak_type: bool) -> jax.S
 def as_function(jaxpr: Any) -> Any:
     """A function of the jaxpr's flat arguments that gives its flat results."""
     return jex_core.jaxpr_as_fun(jaxpr)
+
+
+def is_jitted(function: Any) -> bool:
+    """Whether a function is what `jax.jit` returns."""
+    return hasattr(function, "_jit_info")
+
+
+def static_names(function: Any) -> tuple[str, ...]:
+    """The arguments that are static to a function that `jax.jit` returned, by name; none of any other function."""
+    info = getattr(function, "_jit_info", None)
+    if info is None:
+        return ()
+    known = [] if info.fun_signature is None else list(info.fun_signature.parameters)
+    return (*info.static_argnames, *(known[i] for i in info.static_argnums if i < len(known)))
+
+
+@functools.lru_cache(maxsize=64)
+def narrowed(dtype: Any) -> Any:
+    """The dtype that JAX makes of one: without `jax_enable_x64`, there are none of 64 bits."""
+    return dtype if is_key_dtype(dtype) else jax.dtypes.canonicalize_dtype(dtype)
 
 
 def is_tracer(x: Any) -> bool:

@@ -170,6 +170,7 @@ class Step:
       out_tree: the pytree of the result.
       trace_s: seconds that tracing took.
       num_microbatches: in how many the graph goes through the batch.
+      doubtful: results that may replace arguments, which are nowhere in `replaces`, each with those arguments.
     """
 
     name: str
@@ -181,6 +182,7 @@ class Step:
     out_tree: Any
     trace_s: float = 0.0
     num_microbatches: int = 1
+    doubtful: tuple[tuple[int, tuple[int, ...]], ...] = ()
 
     def abstract_inputs(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Shape and dtype of every flat argument."""

@@ -1,29 +1,86 @@
-"""Steps that change their arguments in place, as Flax NNX's may.
+"""Steps that change their arguments in place.
 
-`nnx.jit` carries what a step does to a module or an optimizer back to the caller's. `jax.jit`, which autoshard needs, hands
-the step a copy: what is not returned is dropped, and the step repeats its first loss for ever. So it is refused.
+`jax.jit`, which autoshard needs, hands a step a copy of its arguments: what is not returned is dropped, and a step that
+trains its arguments in place repeats its first loss for ever. There are two remedies:
 
-What was changed is read off the trace, in which the variables as the step leaves them are further results: one that is
-neither the argument as it was nor a result of the step is lost.
+* Whoever knows the objects that a step changes takes them apart beforehand, and has the step return an `InPlace`: its own
+  result and, beside it, what it leaves of its arguments. What it leaves as it was is no result: the trace tells, as the
+  step hands the same value on.
+* An `nnx.State` is a value like any other pytree, but holds variables that can be assigned to. A step that does so and
+  does not return them is refused. They too are further results of the trace, for as long as that takes.
 
-Flax is not imported here: modules are told by where their classes are defined.
+Flax is not imported here: its variables are told by where their classes are defined.
 """
 
 # JAX types these functions only in part.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 
 from cost_model.errors import InputError
-from search.ir.graph import Atom
+from search.ir.graph import Atom, Graph
 
 
-def holds_modules(arguments: Any) -> bool:
-    """Whether there are NNX modules, optimizers or variables in a pytree."""
+@jax.tree_util.register_pytree_with_keys_class
+@dataclass(frozen=True, slots=True)
+class InPlace:
+    """What a step returns that changes its arguments in place, written without side effects.
+
+    Attributes:
+      result: its own result.
+      left: what it leaves of its flat arguments, by their number.
+      made: what else it has put into the objects among its arguments and results.
+      form: how all this is put together again, to whom has taken it apart.
+    """
+
+    result: Any
+    left: dict[int, Any]
+    made: tuple[Any, ...]
+    form: Hashable
+
+    def tree_flatten_with_keys(self) -> tuple[tuple[tuple[Any, Any], ...], Hashable]:
+        """The children with their keys, and what is static."""
+        key = jax.tree_util.GetAttrKey
+        return ((key("result"), self.result), (key("left"), self.left), (key("made"), self.made)), self.form
+
+    @classmethod
+    def tree_unflatten(cls, form: Hashable, children: Sequence[Any]) -> "InPlace":
+        """The inverse."""
+        result, left, made = children
+        return cls(result, left, made, form)
+
+
+def changed_only(graph: Graph, returned: InPlace) -> tuple[Graph, InPlace]:
+    """The graph of a step that returns an `InPlace`, and what it returns, without what it leaves as it was."""
+    first = len(jax.tree.leaves(returned.result))
+    at = {number: first + k for k, number in enumerate(sorted(returned.left))}
+    same = {n for n, o in at.items() if graph.outputs[o] == graph.inputs[n]}
+    dropped = {at[n] for n in same}
+    outputs = tuple(a for o, a in enumerate(graph.outputs) if o not in dropped)
+    left = {n: x for n, x in returned.left.items() if n not in same}
+    return replace(graph, outputs=outputs), replace(returned, left=left)
+
+
+def successors(graph: Graph, returned: InPlace) -> dict[int, int]:
+    """By flat result, the argument that it certainly replaces: what the step leaves of it, if that is alike."""
+    first = len(jax.tree.leaves(returned.result))
+    pairs = {first + k: number for k, number in enumerate(sorted(returned.left))}
+    types = {
+        v: (graph.value(v).shape, graph.value(v).dtype)
+        for o, n in pairs.items()
+        for v in (graph.outputs[o], graph.inputs[n])
+        if isinstance(v, int)
+    }
+    return {o: n for o, n in pairs.items() if types.get(graph.outputs[o]) == types[graph.inputs[n]]}
+
+
+def holds_variables(arguments: Any) -> bool:
+    """Whether there are NNX variables in a pytree."""
     return any(map(_is_mutable, jax.tree.leaves(arguments, is_leaf=_is_mutable)))
 
 
@@ -60,16 +117,15 @@ def check(
     if lost:
         more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
         raise InputError(
-            f"the step {step!r} changes {lost[0]}{more} in place and does not return it. Under jax.jit, which autoshard "
-            "needs, the change is lost, and the step would not train. Either return what it changes and pass that to "
-            "the next call, as in `return model, optimizer, loss`; or carry the state: `graphdef, state = "
-            "nnx.split((model, optimizer))` outside, `model, optimizer = nnx.merge(graphdef, state)` at the step's "
-            "beginning and `return nnx.state((model, optimizer)), loss` at its end"
+            f"the step {step!r} changes {lost[0]}{more}, part of an nnx.State, in place and does not return it: the change "
+            "would be lost, and the step would not train. Either return the new state, as in `return nnx.state((model, "
+            "optimizer)), loss`, and pass it to the next call; or pass the modules and optimizers themselves, which are "
+            "changed in place"
         )
 
 
 def _variables(arguments: Any) -> list[tuple[Any, Any]]:
-    """The leaves of modules, optimizers and variables, with their paths."""
+    """The leaves of variables, with their paths."""
     nodes = jax.tree.leaves_with_path(arguments, is_leaf=_is_mutable)
     return [
         ((*path, *inner), leaf)

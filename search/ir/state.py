@@ -1,185 +1,350 @@
 """Which results replace which arguments in the next step, and what each argument is for.
 
-A step is handed its state and hands it back, but nowhere says which result is which argument. A wrong guess is worse than
-none: what is taken for state is donated, and a batch that the user meant to use again would be gone. So a result is paired
-with an argument only on the evidence of all three:
+A step is handed its state and hands it back, but nowhere says which result is which argument, and may nest it in another
+way: `(p, o, x) -> ((p, o), loss)`. A wrong guess is worse than none: what is taken for state is donated, and a batch that
+the user meant to use again would be gone. So a subtree of the result, from the whole down to single leaves, is paired with a
+subtree of the arguments only on the evidence of all three:
 
-* *Structure*: the same pytree, shapes and dtypes.
-* *Making*: the update phase made some of it; gradients alone are not new parameters. Where there is such state, pytrees of
-  several levels that the forward phase made may be state too, such as running statistics.
-* *Dataflow*: some leaf *continues* its counterpart, that is, its elements are made from the old leaf's elements at the same
-  places, and no gradient lies between. `w - 0.1 * g` continues `w`, but not the batch that the gradient is of; a prediction
-  does not continue the batch either. A lone scalar proves nothing: a rate times a norm would continue the rate.
+* *Alike*: the same paths from its root to its leaves, the same shapes and dtypes. A list and a tuple are alike, and so are a
+  dict's key and an attribute of that name.
+* *Dataflow*: some leaf continues its counterpart (`lineage`), rather than handing it on. A lone scalar proves nothing:
+  a rate times a norm would continue the rate.
+* *A sign of state*: it depends on gradients (which alone are not new parameters), or it has names, within it or the
+  argument's own, or it was written into by index, as a cache is, or it is a random key.
 
 Where several arguments fit, those of which most leaves are continued fit best. An average of parameters continues both the
 average and the parameters, new parameters only the parameters: a result that fits one argument takes it, the others choose
-among the rest. If a choice is left, position makes it, or nothing does.
+among the rest, larger ones first; then names decide, those nearest to the leaves. Where as many results are left as there
+are arguments that they all fit, these are replaced in any case, and position says by which. Else nothing is paired, and of
+large arrays it is said so: the user may name the state.
 
 Roles follow: a state leaf that the forward phase reads and the update makes anew is a parameter, a floating one that only
 the update reads is optimizer state.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+# JAX types these functions only in part.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, replace
+from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
+from cost_model.errors import InputError
 from search.ir import _jax
-from search.ir.factors import rule_for
-from search.ir.graph import Graph, Op, Phase, Role, Value
+from search.ir.graph import Graph, Phase, Role, Value
+from search.ir.lineage import NONE, Lineage, is_random, lineages
+from search.ir.phases import takes_gradient
 
 
-@dataclass(frozen=True, slots=True)
-class _Span:
-    """A subtree of the arguments or of the results: its position among them, and its first leaf."""
+@dataclass(frozen=True, slots=True, eq=False)
+class _Subtree:
+    """A subtree of the arguments or of the results.
 
-    tree: Any
-    position: int
-    start: int
+    Attributes:
+      path: its keys from the root; of arguments, their names in place of their positions.
+      leaves: the numbers of its leaves.
+      within: for each leaf, the keys from here.
+    """
 
-    @property
-    def leaves(self) -> range:
-        return range(self.start, self.start + self.tree.num_leaves)
+    path: tuple[Any, ...]
+    leaves: range
+    within: tuple[tuple[Any, ...], ...]
 
     @property
     def is_nested(self) -> bool:
-        return self.tree.num_nodes > self.tree.num_leaves
+        return self.within != ((),)
 
 
-def replaced(graph: Graph, in_tree: Any, out_tree: Any) -> tuple[int | None, ...]:
-    """For each flat result, the flat argument that it replaces in the next step, or None.
+@dataclass(frozen=True, slots=True)
+class Successors:
+    """What replaces what.
+
+    Attributes:
+      replaces: for each flat result, the flat argument that it replaces in the next step, or None.
+      doubtful: results that may be state, each with the arguments that they may replace.
+    """
+
+    replaces: tuple[int | None, ...]
+    doubtful: tuple[tuple[int, tuple[int, ...]], ...] = ()
+
+
+def successors(
+    graph: Graph,
+    in_tree: Any,
+    out_tree: Any,
+    names: Sequence[str],
+    certain: Mapping[int, int] = MappingProxyType({}),
+    state: Sequence[str] = (),
+) -> Successors:
+    """Finds what replaces what.
 
     Args:
       graph: the step's, with phases.
       in_tree: the pytree of `(args, kwargs)`.
       out_tree: the pytree of the result.
+      names: of the flat arguments.
+      certain: flat results of which it is known, with their arguments.
+      state: paths of arguments that come back, as their user says.
+
+    Raises:
+      InputError: there is no such argument, or nothing like it comes back.
     """
-    args, kwargs = in_tree.children()
-    arguments = _children(args) + _children(kwargs, len(args.children()), args.num_leaves)
-    pairing = _Pairing(graph, arguments, out_tree.num_leaves)
-    whole, elements = (
-        _Span(out_tree, 0, 0),
-        _children(out_tree, 0 if _has_order(out_tree) else -out_tree.num_leaves),
-    )
-    pairing.pair([whole] if pairing.is_updated(whole) else [])
-    pairing.pair([span for span in elements if pairing.is_updated(span)])
-    if any(i is not None for i in pairing.replaces):
-        pairing.pair([span for span in elements if span.is_nested])
-    return tuple(pairing.replaces)
+    arguments, results = _arguments(in_tree, names), _subtrees(out_tree)
+    pairing = _Pairing(graph, arguments, results, dict(certain), set(certain.values()))
+    for name in state:
+        pairing.pair_named(name, names)
+    pairing.pair_all()
+    replaces = tuple(pairing.replaces.get(o) for o in range(out_tree.num_leaves))
+    return Successors(replaces, tuple(pairing.doubtful()))
 
 
-def _has_order(tree: Any) -> bool:
-    """Whether the elements of a tree are told apart by their positions, not by names."""
-    node = tree.node_data()
-    return node is not None and issubclass(node[0], tuple | list)
+# --- subtrees
 
 
-def _children(tree: Any, first: int = 0, start: int = 0) -> list[_Span]:
-    """The subtrees that have leaves; the first one has the position `first` and begins with the leaf `start`."""
-    spans: list[_Span] = []
-    for position, child in enumerate(tree.children(), first):
-        spans.append(_Span(child, position, start))
-        start += child.num_leaves
-    return [span for span in spans if span.leaves]
+def _subtrees(tree: Any) -> list[_Subtree]:
+    """All subtrees with leaves, outer before inner."""
+    leaves: list[Any] = jax.tree.leaves_with_path(jax.tree.unflatten(tree, range(tree.num_leaves)))
+    paths = [tuple(map(_key, path)) for path, _ in leaves]
+    spans: dict[tuple[Any, ...], list[int]] = {}
+    for i, path in enumerate(paths):
+        for depth in range(len(path) + 1):
+            spans.setdefault(path[:depth], []).append(i)
+    return [
+        _Subtree(path, range(span[0], span[-1] + 1), tuple(paths[i][len(path) :] for i in span))
+        for path, span in spans.items()
+    ]
 
 
+def _key(key: Any) -> Any:
+    """A key of a pytree's path, whatever the container: a name or a number."""
+    for attribute in ("idx", "key", "name"):
+        if hasattr(key, attribute):
+            return getattr(key, attribute)
+    return str(key)
+
+
+def _arguments(in_tree: Any, names: Sequence[str]) -> list[_Subtree]:
+    """The subtrees of the arguments, called by their names."""
+    found: list[_Subtree] = []
+    for subtree in _subtrees(in_tree):
+        called = re.match(r"\w+", names[subtree.leaves[0]])
+        if called and len(subtree.path) > 1:
+            found.append(replace(subtree, path=(called[0], *subtree.path[2:])))
+    return found
+
+
+def _num_names_shared(argument: _Subtree, result: _Subtree) -> int:
+    """How many names, counted from the subtrees outwards, are the same."""
+    count = 0
+    for a, r in zip(reversed(argument.path), reversed(result.path), strict=False):
+        if a != r or not isinstance(a, str):
+            break
+        count += 1
+    return count
+
+
+# --- pairing
+
+
+@dataclass(frozen=True, eq=False)
 class _Pairing:
-    """Results paired so far."""
+    """Results paired so far.
 
-    def __init__(self, graph: Graph, arguments: Sequence[_Span], num_results: int) -> None:
-        self.graph = graph
-        self.replaces: list[int | None] = [None] * num_results
-        self._arguments = arguments
-        self._continued = _continued(graph)
-        self._updated = {v for op in graph.ops if op.phase is Phase.UPDATE for v in op.outputs}
+    Attributes:
+      graph: the step's.
+      arguments: all subtrees of the arguments.
+      results: all subtrees of the result, the whole first.
+      replaces: by flat result, the argument that it replaces.
+      taken: those arguments.
+    """
 
-    def is_updated(self, result: _Span) -> bool:
-        """Whether the update phase made some of it."""
-        outputs = (self.graph.outputs[o] for o in result.leaves)
-        return any(isinstance(o, int) and o in self._updated for o in outputs)
+    graph: Graph
+    arguments: list[_Subtree]
+    results: list[_Subtree]
+    replaces: dict[int, int]
+    taken: set[int]
 
-    def pair(self, results: Sequence[_Span]) -> None:
-        """Pairs those of the results that are not yet, as far as the evidence goes."""
-        fits = {r: self._fitting(r) for r in results if self.replaces[r.start] is None}
-        while fits:
-            result = min(fits, key=lambda r: len(fits[r]))
-            choice = fits.pop(result)
-            if len(choice) > 1:
-                choice = [a for a in choice if a.position == result.position]
-            for argument in choice:
-                self.replaces[result.start : result.leaves.stop] = argument.leaves
-                fits = {r: [a for a in others if a != argument] for r, others in fits.items()}
+    def pair_all(self) -> None:
+        """Pairs as far as the evidence goes."""
+        while units := self._units(self.results[0]) if self.results else {}:
+            if not (self._pair_unique(units) or self._pair_by_name(units) or self._pair_by_position(units)):
+                break
 
-    def _fitting(self, result: _Span) -> list[_Span]:
-        """The arguments that fit best."""
-        taken = set(self.replaces)
-        free = [a for a in self._arguments if taken.isdisjoint(a.leaves) and self._is_alike(a, result)]
+    def pair_named(self, name: str, names: Sequence[str]) -> None:
+        """Pairs what the user says is state."""
+        named = [i for i, n in enumerate(names) if n == name or n.startswith((f"{name}[", f"{name}."))]
+        whole = [a for a in self.arguments if named and list(a.leaves) == named]
+        if not whole:
+            tops = dict.fromkeys(n.partition("[")[0].partition(".")[0] for n in names)
+            raise InputError(
+                f"state {name!r} is no argument; they are {', '.join(tops)}. Name one by its pytree path"
+            )
+        fits = [(a, r) for a in whole for r in self.results if self._is_free(a, r) and self._are_alike(a, r)]
+        if not fits:
+            raise InputError(
+                f"state {name!r} does not come back: no result has its structure, shapes and dtypes. Return it as it came"
+            )
+        self._set(
+            *max(fits, key=lambda p: (self._num_continued(*p), _num_names_shared(*p), -p[1].leaves.start))
+        )
+
+    def doubtful(self) -> Iterator[tuple[int, tuple[int, ...]]]:
+        """Results that continue an argument that nothing replaces, alike but for what says that they are state."""
+        for o, new in enumerate(self.graph.outputs):
+            if o not in self.replaces and isinstance(new, int):
+                found = self._lineages.get(new, NONE).continued
+                old = [
+                    i
+                    for i, v in enumerate(self.graph.inputs)
+                    if found >> i & 1 and v != new and i not in self.taken
+                ]
+                old = [i for i in old if self._type(self.graph.inputs[i]) == self._type(new)]
+                if old:
+                    yield o, tuple(old)
+
+    def _units(self, result: _Subtree) -> dict[_Subtree, list[_Subtree]]:
+        """The largest subtrees of a result that fit some argument, with those that fit best."""
+        if self.replaces.keys() >= set(result.leaves):
+            return {}
+        if fitting := self._fitting(result):
+            return {result: fitting}
+        return {
+            unit: fits
+            for child in self._children.get(result.path, ())
+            for unit, fits in self._units(child).items()
+        }
+
+    def _fitting(self, result: _Subtree) -> list[_Subtree]:
+        """The arguments that fit best, with a sign that the result is state."""
+        free = [a for a in self._alike(result) if self._is_free(a, result) and self._has_sign(a, result)]
         counts = [self._num_continued(a, result) for a in free]
         return [a for a, n in zip(free, counts, strict=True) if n == max(counts) > 0]
 
-    def _is_alike(self, argument: _Span, result: _Span) -> bool:
-        values = [self.graph.value(self.graph.inputs[i]) for i in argument.leaves]
-        is_lone_scalar = not argument.is_nested and values[0].shape == () and not _is_random(values[0])
+    def _pair_unique(self, units: dict[_Subtree, list[_Subtree]]) -> bool:
+        """Pairs those results that fit one argument only, the largest first."""
+        unique = [r for r, fits in units.items() if len(fits) == 1]
+        for result in sorted(unique, key=lambda r: (-len(r.leaves), r.leaves.start)):
+            if self._is_free(units[result][0], result):
+                self._set(units[result][0], result)
+        return bool(unique)
+
+    def _pair_by_name(self, units: dict[_Subtree, list[_Subtree]]) -> bool:
+        """Pairs a result with the argument whose names are most like its own."""
+        for result, fits in units.items():
+            shared = [_num_names_shared(a, result) for a in fits]
+            if max(shared) > 0 and shared.count(max(shared)) == 1:
+                self._set(fits[shared.index(max(shared))], result)
+                return True
+        return False
+
+    def _pair_by_position(self, units: dict[_Subtree, list[_Subtree]]) -> bool:
+        """Pairs results that all fit the same arguments, as many as they are, in their order."""
+        for fits in units.values():
+            rivals = [r for r in units if units[r] == fits]
+            if len(rivals) == len(fits):
+                for argument, result in zip(fits, rivals, strict=True):
+                    self._set(argument, result)
+                return True
+        return False
+
+    def _set(self, argument: _Subtree, result: _Subtree) -> None:
+        self.replaces.update(zip(result.leaves, argument.leaves, strict=True))
+        self.taken.update(argument.leaves)
+
+    # --- evidence
+
+    def _is_free(self, argument: _Subtree, result: _Subtree) -> bool:
+        return self.taken.isdisjoint(argument.leaves) and self.replaces.keys().isdisjoint(result.leaves)
+
+    def _are_alike(self, argument: _Subtree, result: _Subtree) -> bool:
+        return self._shape_of(argument, self.graph.inputs) == self._shape_of(result, self.graph.outputs)
+
+    def _alike(self, result: _Subtree) -> list[_Subtree]:
+        """The arguments alike; none of a lone scalar."""
+        lone = not result.is_nested and self.graph.value(self.graph.outputs[result.leaves[0]])
+        if isinstance(lone, Value) and lone.shape == () and not is_random(lone):
+            return []
+        return self._by_shape.get(self._shape_of(result, self.graph.outputs), [])
+
+    def _has_sign(self, argument: _Subtree, result: _Subtree) -> bool:
+        """Whether anything but dataflow says that it is state."""
+        has_names = any(isinstance(k, str) for keys in result.within for k in keys)
         return (
-            argument.tree == result.tree
-            and not is_lone_scalar
-            and all(
-                (v.shape, v.dtype) == (n.shape, n.dtype)
-                for v, n in zip(
-                    values, [self.graph.value(self.graph.outputs[o]) for o in result.leaves], strict=True
-                )
-            )
+            has_names
+            or _num_names_shared(argument, result) > 0
+            or any(self.graph.outputs[o] in self._trained for o in result.leaves if self._is_value(o))
+            or any(self._is_written(i, o) for i, o in zip(argument.leaves, result.leaves, strict=True))
+            or is_random(self.graph.value(self.graph.outputs[result.leaves[0]]))
         )
 
-    def _num_continued(self, argument: _Span, result: _Span) -> int:
+    def _num_continued(self, argument: _Subtree, result: _Subtree) -> int:
         """How many leaves are made from their counterparts, rather than handed on."""
-        outputs = [self.graph.outputs[o] for o in result.leaves]
+        pairs = zip(argument.leaves, result.leaves, strict=True)
         return sum(
-            isinstance(new, int)
-            and new != self.graph.inputs[i]
-            and bool(self._continued.get(new, 0) >> i & 1)
-            for new, i in zip(outputs, argument.leaves, strict=True)
+            self.graph.outputs[o] != self.graph.inputs[i] and bool(self._lineage(o).continued >> i & 1)
+            for i, o in pairs
         )
 
+    def _is_written(self, argument: int, result: int) -> bool:
+        return bool(self._lineage(result).written >> argument & 1)
 
-def _continued(graph: Graph) -> dict[int, int]:
-    """By value, as the bits of a number: the inputs that it continues."""
-    continued = {v: 1 << i for i, v in enumerate(graph.inputs)}
-    for op in graph.ops:
-        if op.phase is not Phase.BACKWARD:
-            for old, new in _in_place(graph, op):
-                continued[new] = continued.get(new, 0) | continued.get(old, 0)
-    return continued
+    def _lineage(self, result: int) -> Lineage:
+        return self._lineages.get(self.graph.outputs[result], NONE) if self._is_value(result) else NONE
+
+    def _is_value(self, result: int) -> bool:
+        return isinstance(self.graph.outputs[result], int)
+
+    def _type(self, atom: Any) -> Any:
+        value = self.graph.value(atom)
+        return value.shape, value.dtype
+
+    def _shape_of(self, subtree: _Subtree, atoms: Sequence[Any]) -> Any:
+        return tuple(
+            (keys, *self._type(atoms[i])) for keys, i in zip(subtree.within, subtree.leaves, strict=True)
+        )
+
+    @cached_property
+    def _by_shape(self) -> dict[Any, list[_Subtree]]:
+        found: dict[Any, list[_Subtree]] = {}
+        for argument in self.arguments:
+            found.setdefault(self._shape_of(argument, self.graph.inputs), []).append(argument)
+        return found
+
+    @cached_property
+    def _children(self) -> dict[tuple[Any, ...], list[_Subtree]]:
+        found: dict[tuple[Any, ...], list[_Subtree]] = {}
+        for result in self.results:
+            if result.path:
+                found.setdefault(result.path[:-1], []).append(result)
+        return found
+
+    @cached_property
+    def _lineages(self) -> dict[Any, Lineage]:
+        return lineages(self.graph)
+
+    @cached_property
+    def _trained(self) -> set[int]:
+        """What depends on a gradient."""
+        found: set[int] = set()
+        for op in self.graph.ops:
+            if op.phase is Phase.BACKWARD or takes_gradient(op) or not found.isdisjoint(op.operands):
+                found.update(op.outputs)
+        return found
 
 
-def _in_place(graph: Graph, op: Op) -> Iterator[tuple[int, int]]:
-    """Operands and results of which the elements at one place belong together.
-
-    Of loops, branches and ops of a single array or of which nothing is known, what has the same shape counts. So does all
-    that becomes of random keys.
-    """
-    inputs = [graph.value(a) for a in op.inputs]
-    rule = rule_for(op.name, inputs, op.result_values, op.params)
-    is_loose = bool(op.bodies) or rule.is_unknown or rule.is_kernel or len(op.operands) == 1
-    for i, old in enumerate(op.inputs):
-        for r, new in enumerate(op.outputs):
-            same_places = is_loose or rule.operands[i] == rule.results[r]
-            same_shape = inputs[i].shape == op.result_values[r].shape
-            is_key = _is_random(inputs[i]) and _is_random(op.result_values[r])
-            if isinstance(old, int) and (is_key or (same_shape and same_places)):
-                yield old, new
-
-
-def _is_random(value: Value) -> bool:
-    """Whether a value is a random key, typed or raw."""
-    return _jax.is_key_dtype(value.dtype) or value.dtype == np.uint32
-
-
-def roles(graph: Graph, replaces: tuple[int | None, ...]) -> tuple[Role, ...]:
-    """What each argument is for."""
-    state = {i for i in replaces if i is not None}
+def roles(
+    graph: Graph, replaces: tuple[int | None, ...], held: AbstractSet[int] = frozenset()
+) -> tuple[Role, ...]:
+    """What each argument is for; those that are `held` are state whether or not anything replaces them."""
+    state = {i for i in replaces if i is not None} | held
     read_in: dict[int, set[Phase]] = {}
     for op in graph.ops:
         for v in op.operands:

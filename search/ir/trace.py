@@ -1,19 +1,18 @@
 """From a training step to its graph.
 
 The step is traced whole, already differentiated, with `jax.make_jaxpr`; nothing is asked of the user. What is state is
-found in `state`; here two things are read off, and a third is undone:
+found in `state`, phases in `phases`. Besides:
 
 * *Calls* (`jit`, `custom_jvp`, `custom_vjp`, `checkpoint`) are inlined. A differentiated `checkpoint` is
   lowered by JAX behind an optimization barrier, which keeps XLA from sharing the recomputation with the
   forward phase; so is ours.
-* *Phases* come from name stacks: `transpose(...)` is backward, `jvp(...)` alone is forward. Where a name
-  stack says nothing, dataflow decides: what depends on the backward phase is update, the rest is forward.
 * *Large constants of loops* that JAX has taken out of their bodies are put back (`sinking`).
 """
 
 # JAX types these functions only in part.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
+import functools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -27,11 +26,17 @@ from cost_model.errors import InputError, first_line
 from search.ir import _jax, _jax_kernels, in_place
 from search.ir.factors import has_rule
 from search.ir.graph import Argument, Atom, Graph, Op, Phase, Step, Value, verify, without_dead_ops
+from search.ir.phases import with_phases
 from search.ir.sinking import sunk
-from search.ir.state import replaced, roles
+from search.ir.state import roles, successors
 
 TRACE_ERRORS = (jax.errors.JAXTypeError, jax.errors.JAXIndexError, TypeError, ValueError)
 """What a function that `jax.jit` cannot trace raises: JAX's words for it, or the function's own."""
+
+PYTHON_ADVICE = (
+    ". A Python bool or int among the arguments is an array in there, as under jax.jit: if the step branches on it, bind it "
+    "with functools.partial, or name it in parallelize(static_argnames=...)"
+)
 
 
 def trace(step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Step:
@@ -47,13 +52,25 @@ def trace(step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Step:
 
 
 def trace_for(platform: str | None, step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Step:
-    """Traces `step` on the shapes of its arguments, as it runs on a platform.
+    """Traces `step` on the shapes of its arguments, as it runs on a platform."""
+    return trace_call(platform, step, args, kwargs)
+
+
+def trace_call(
+    platform: str | None,
+    step: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    state: Sequence[str] = (),
+) -> Step:
+    """Traces a call of `step` on the shapes of its arguments, as it runs on a platform.
 
     Args:
       platform: as JAX names it when it lowers: "cuda", "cpu". Of `jax.lax.platform_dependent`, its branch is taken.
       step: a training step for one device, e.g. `(state, batch) -> (state, metrics)`.
-      *args: its arguments, or their shapes: pytrees of arrays or `jax.ShapeDtypeStruct`.
-      **kwargs: its keyword arguments, likewise.
+      args: its arguments, or their shapes: pytrees of arrays or `jax.ShapeDtypeStruct`.
+      kwargs: its keyword arguments, likewise.
+      state: paths of arguments that come back as results, where that is not evident.
 
     Returns:
       The traced step.
@@ -67,29 +84,67 @@ def trace_for(platform: str | None, step: Callable[..., Any], /, *args: Any, **k
     abstract = [
         _abstract(path, leaf) for path, leaf in jax.tree_util.tree_flatten_with_path((args, kwargs))[0]
     ]
+    is_python = any(isinstance(leaf, bool | int) for leaf in leaves)
     args_, kwargs_ = jax.tree_util.tree_unflatten(in_tree, abstract)
-    name = getattr(step, "__name__", type(step).__name__)
-    graph, names, out_shape = _outline(name, step, args_, kwargs_, platform)
-    graph, out_tree = _with_phases(sunk(graph)), jax.tree.structure(out_shape)
-    verify(graph)
+    name = step_name(step)
+    graph, names, out_shape = _outline(
+        name, step, args_, kwargs_, platform, PYTHON_ADVICE if is_python else ""
+    )
     assert len(names) == len(leaves), f"{len(names)} argument names for {len(leaves)} leaves"
-    replaces = replaced(graph, in_tree, out_tree)
-    arguments = tuple(Argument(n, r) for n, r in zip(names, roles(graph, replaces), strict=True))
-    results = tuple(f"result{jax.tree_util.keystr(path)}" for path, _ in jax.tree.leaves_with_path(out_shape))
-    return Step(name, graph, arguments, results, replaces, in_tree, out_tree, time.perf_counter() - start_s)
+    held: frozenset[int] = frozenset()
+    certain: dict[int, int] = {}
+    if isinstance(out_shape, in_place.InPlace):
+        held = frozenset(out_shape.left)
+        graph, out_shape = in_place.changed_only(graph, out_shape)
+        certain = in_place.successors(graph, out_shape)
+    graph, out_tree = with_phases(sunk(graph)), jax.tree.structure(out_shape)
+    verify(graph)
+    found = successors(graph, in_tree, out_tree, names, certain, state)
+    arguments = tuple(Argument(n, r) for n, r in zip(names, roles(graph, found.replaces, held), strict=True))
+    return Step(
+        name,
+        graph,
+        arguments,
+        _result_names(out_shape, names),
+        found.replaces,
+        in_tree,
+        out_tree,
+        time.perf_counter() - start_s,
+        doubtful=found.doubtful,
+    )
+
+
+def _result_names(out_shape: Any, arguments: Sequence[str]) -> tuple[str, ...]:
+    """One name per flat result: its pytree path, or that of the argument which it is left in."""
+    if not isinstance(out_shape, in_place.InPlace):
+        return tuple(
+            f"result{jax.tree_util.keystr(path)}" for path, _ in jax.tree.leaves_with_path(out_shape)
+        )
+    left = tuple(f"new {arguments[number]}" for number in sorted(out_shape.left))
+    return (*_result_names(out_shape.result, ()), *left, *(f"made[{i}]" for i in range(len(out_shape.made))))
+
+
+def step_name(step: Callable[..., Any]) -> str:
+    """How messages and plans call a step: a function's name, of `functools.partial` that of its function."""
+    while isinstance(step, functools.partial):
+        step = step.func
+    return getattr(step, "__name__", type(step).__name__)
 
 
 def _outline(
-    name: str, step: Callable[..., Any], args: Any, kwargs: Any, platform: str | None
+    name: str, step: Callable[..., Any], args: Any, kwargs: Any, platform: str | None, advice: str
 ) -> tuple[Graph, tuple[str, ...], Any]:
     """A step's graph, the names of its flat arguments, and the shapes that it returns."""
-    is_watched = in_place.holds_modules((args, kwargs))
+    is_watched = in_place.holds_variables((args, kwargs))
     traced = in_place.watched(step) if is_watched else step
     try:
-        jaxpr, out_shape = jax.make_jaxpr(traced, return_shape=True)(*args, **kwargs)
+        with _jax.implicit_mesh():
+            jaxpr, out_shape = jax.make_jaxpr(traced, return_shape=True)(*args, **kwargs)
+    except InputError:
+        raise
     except TRACE_ERRORS as e:
         raise InputError(
-            f"the step {name!r} cannot be traced by jax.jit, which autoshard needs: {first_line(e)}{_where(e)}"
+            f"the step {name!r} cannot be traced by jax.jit, which autoshard needs: {first_line(e)}{_where(e)}{advice}"
         ) from e
     graph, names = build_graph(jaxpr, platform), _jax.argument_names(jaxpr)
     if is_watched:
@@ -102,25 +157,18 @@ def _outline(
 
 
 def _abstract(path: tuple[Any, ...], leaf: Any) -> jax.ShapeDtypeStruct:
+    """An argument's shape and dtype, with no more bits than JAX's own arrays have."""
     where = jax.tree_util.keystr(path[1:])
     if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
         if not isinstance(leaf, bool | int | float | complex):
             raise InputError(
                 f"every argument leaf must be an array or a jax.ShapeDtypeStruct; argument {where} is "
-                f"{type(leaf).__name__} {leaf!r:.60}. Bind it beforehand, e.g. with functools.partial"
+                f"{type(leaf).__name__} {leaf!r:.60}. Bind it beforehand, e.g. with functools.partial, or name it in "
+                "parallelize(static_argnames=...)"
             )
         return jax.ShapeDtypeStruct((), jnp.result_type(leaf), weak_type=True)
     weak_type = bool(getattr(leaf, "weak_type", False))
-    if _jax.is_key_dtype(leaf.dtype):
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-    dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)
-    is_narrowed = jnp.issubdtype(dtype, jnp.integer)  # as jax.jit does, silently
-    if dtype != leaf.dtype and not is_narrowed:
-        raise InputError(
-            f"argument {where} is {leaf.dtype}, but 64-bit types are off in JAX. Turn them on with "
-            f"jax.config.update('jax_enable_x64', True), or pass {dtype}"
-        )
-    return jax.ShapeDtypeStruct(leaf.shape, dtype, weak_type=weak_type)
+    return jax.ShapeDtypeStruct(leaf.shape, _jax.narrowed(leaf.dtype), weak_type=weak_type)
 
 
 def _where(error: BaseException) -> str:
@@ -246,57 +294,3 @@ class _Builder:
         self.ops.append(
             Op(primitive, params, inputs, outputs, values, Phase.FORWARD, scope, source_info, bodies)
         )
-
-
-def _with_phases(graph: Graph) -> Graph:
-    """Names first; then what depends on the backward phase, or on arguments alone and feeds no named op, is
-    update."""
-    phases = [_named_phase(op.scope) for op in graph.ops]
-    if not any(phases):
-        return _in_phases(graph, [Phase.FORWARD] * len(phases))
-    after: dict[int, Phase] = {}
-    for i, op in enumerate(graph.ops):
-        before = {after[v] for v in op.operands if v in after}
-        if phases[i] is None and before & {Phase.BACKWARD, Phase.UPDATE}:
-            phases[i] = Phase.UPDATE
-        elif phases[i] is None and Phase.FORWARD in before:
-            phases[i] = Phase.FORWARD
-        phase = phases[i]
-        if phase is not None:
-            after.update(dict.fromkeys(op.outputs, phase))
-    needed = {
-        v
-        for op, p in zip(graph.ops, phases, strict=True)
-        if p not in (None, Phase.UPDATE)
-        for v in op.operands
-    }
-    for i, op in reversed(list(enumerate(graph.ops))):
-        if phases[i] is None:
-            phases[i] = Phase.UPDATE if needed.isdisjoint(op.outputs) else Phase.FORWARD
-            needed.update(op.operands if phases[i] is Phase.FORWARD else ())
-    return _in_phases(graph, phases)
-
-
-def _in_phases(graph: Graph, phases: Sequence[Phase | None]) -> Graph:
-    """The graph with a phase per op; a body stands in its op's phase, but for ops named backward (a gradient
-    inside)."""
-    ops: list[Op] = []
-    for op, phase in zip(graph.ops, phases, strict=True):
-        assert phase is not None
-        bodies = {
-            key: tuple(_in_phases(b, [_body_phase(o.scope, phase) for o in b.ops]) for b in bodies)
-            for key, bodies in op.bodies.items()
-        }
-        ops.append(replace(op, phase=phase, bodies=bodies))
-    return replace(graph, ops=tuple(ops))
-
-
-def _body_phase(scope: str, outer: Phase) -> Phase:
-    named = _named_phase(scope)
-    return Phase.BACKWARD if Phase.BACKWARD in (named, outer) and outer is not Phase.UPDATE else outer
-
-
-def _named_phase(scope: str) -> Phase | None:
-    if "transpose(" in scope or "rematted_computation" in scope:
-        return Phase.BACKWARD
-    return Phase.FORWARD if "jvp(" in scope else None

@@ -235,14 +235,6 @@ def test_too_few_arguments():
         search(W)
 
 
-def test_float64_without_x64():
-    wide = jax.ShapeDtypeStruct((16, 8), "float64")
-    with pytest.raises(
-        InputError, match=r"argument \[0\] is float64, but 64-bit types are off.*jax_enable_x64"
-    ):
-        search(wide, X)
-
-
 def test_what_is_no_function():
     with pytest.raises(InputError, match="parallelize wants a function, got int"):
         autoshard.parallelize(3)
@@ -283,7 +275,7 @@ def test_no_plan_before_the_first_call():
         InputError, match=r"train_step has no plan yet: call it, its \.init or its \.lower first"
     ):
         autoshard.parallelize(train_step).plan  # noqa: B018
-    with pytest.raises(InputError, match="partial has no plan yet"):
+    with pytest.raises(InputError, match="train_step has no plan yet"):
         autoshard.parallelize(functools.partial(train_step)).plan  # noqa: B018
 
 
@@ -293,7 +285,8 @@ def test_other_shapes_are_planned_again_with_a_warning():
     first = step.plan
     longer = jax.ShapeDtypeStruct((48, 16), "float32")
     with pytest.warns(
-        AutoshardWarning, match="arguments of train_step changed in shape or structure; searching again"
+        AutoshardWarning,
+        match="arguments of train_step changed in shape or structure; planning once for the new",
     ):
         result = step(*arrays(x=longer))
     np.testing.assert_allclose(result, train_step(*arrays(x=longer)), rtol=1e-5)
@@ -337,14 +330,14 @@ def test_a_plan_for_other_shapes(plan):
         autoshard.parallelize(train_step, plan=plan)(*arrays(x=jax.ShapeDtypeStruct((48, 16), "float32")))
 
 
-def test_other_shapes_where_a_plan_is_given(plan):
-    step = autoshard.parallelize(train_step, plan=plan)
+def test_other_shapes_where_a_plan_is_given_are_planned_beside_it(plan):
+    step, longer = autoshard.parallelize(train_step, plan=plan), jax.ShapeDtypeStruct((48, 16), "float32")
     step(*arrays())
-    with pytest.raises(
-        PlanError, match=r"train_step changed in shape.*the plan was made for the first ones.*plan="
-    ):
-        step(*arrays(x=jax.ShapeDtypeStruct((48, 16), "float32")))
+    with pytest.warns(AutoshardWarning, match="planning once for the new ones"):
+        got = step(*arrays(x=longer))
+    np.testing.assert_allclose(got, train_step(*arrays(x=longer)), rtol=1e-5)
     np.testing.assert_allclose(step(*arrays()), train_step(*arrays()), rtol=1e-5)
+    assert step.plan == plan
 
 
 def test_fewer_devices_than_the_plan_has(plan):

@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 from jax.experimental import pallas as pl
 
 import autoshard
-from search.ir.trace import trace
+from cost_model.errors import InputError
+from search.ir.graph import Phase
+from search.ir.trace import trace, trace_call
 
 W = jax.ShapeDtypeStruct((16, 16), jnp.float32)
 X = jax.ShapeDtypeStruct((16, 16), jnp.float32)
@@ -263,3 +265,237 @@ def test_keyword_arguments():
         return params, averaged(average, params)
 
     assert trace(step, x=X, params=W, average=W).replaces == (1, 0)
+
+
+# --- state that comes back in another nesting
+
+
+def adam(params, moments, x):
+    grads = gradients(params, x)
+    moments = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, moments, grads)
+    return jax.tree.map(lambda p, m: p - 0.1 * m, params, moments), moments
+
+
+def test_arguments_that_come_back_together():
+    def step(params, moments, x):
+        return adam(params, moments, x), jnp.sum(x)
+
+    assert replaced(step, {"w": W}, {"w": W}, X) == (0, 1, None)
+
+
+def test_a_dict_of_two_arguments():
+    def step(params, x, moments):
+        params, moments = adam(params, moments, x)
+        return {"moments": moments, "params": params, "x": jnp.sum(x)}
+
+    assert replaced(step, [W, W], X, [W, W]) == (3, 4, 0, 1, None)
+
+
+def test_a_list_that_comes_back_as_a_tuple():
+    def step(ws, x):
+        return tuple(descended(ws, x)), jnp.sum(x)
+
+    assert replaced(step, [W, W], X) == (0, 1, None)
+
+
+def test_a_part_of_an_argument():
+    def step(state, x):
+        return descended(state["params"], x), state["rate"] * norm(state["params"])
+
+    assert replaced(step, {"frozen": W, "params": {"v": W, "w": W}, "rate": SCALAR}, X) == (1, 2, None)
+
+
+def test_state_deep_in_the_result():
+    def step(params, moments, x):
+        params, moments = adam(params, moments, x)
+        return jnp.sum(x), {"new": {"model": params, "optimizer": {"mu": moments}}}
+
+    assert replaced(step, {"v": W, "w": W}, {"v": W, "w": W}, X) == (None, 0, 1, 2, 3)
+
+
+def test_gradients_added_up_in_a_loop():
+    optimizer = optax.adam(1e-3)
+
+    def step(params, opt_state, batches):
+        def add(total, x):
+            return jax.tree.map(jnp.add, total, gradients(params, x)), jnp.sum(x)
+
+        grads, losses = jax.lax.scan(add, jax.tree.map(jnp.zeros_like, params), batches)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, losses
+
+    params = {"v": W, "w": W}
+    opt_state = jax.eval_shape(optimizer.init, params)
+    traced = trace(step, params, opt_state, jax.ShapeDtypeStruct((4, 16, 16), jnp.float32))
+    assert traced.replaces == (*range(7), None)
+    assert [a.role.value for a in traced.arguments[:2]] == ["parameter"] * 2
+    assert [a.role.value for a in traced.arguments[3:7]] == ["optimizer_state"] * 4
+    by_phase = (
+        {op.phase for op in traced.graph.ops if op.name == "scan"},
+        {op.phase for op in traced.graph.ops if op.name == "sqrt"},
+    )
+    assert by_phase == ({Phase.FORWARD}, {Phase.UPDATE})
+
+
+def test_gradients_that_a_loop_adds_up_are_not_new_parameters():
+    def step(params, batches):
+        zeros = jax.tree.map(jnp.zeros_like, params)
+        add = lambda total, x: (jax.tree.map(jnp.add, total, gradients(params, x)), None)  # noqa: E731
+        return jax.lax.scan(add, zeros, batches)[0]
+
+    assert replaced(step, {"w": W}, jax.ShapeDtypeStruct((4, 16, 16), jnp.float32)) == (None,)
+
+
+def test_many_steps_in_one():
+    def step(params, batches):
+        return jax.lax.scan(lambda p, x: (descended(p, x), jnp.sum(x)), params, batches)
+
+    assert replaced(step, [W], jax.ShapeDtypeStruct((4, 16, 16), jnp.float32)) == (0, None)
+
+
+def test_steps_until_something_holds():
+    def step(params, x):
+        going = lambda carry: norm(carry[0]) > carry[1]  # noqa: E731
+        return jax.lax.while_loop(going, lambda c: (descended(c[0], x), c[1] * 1.1), (params, jnp.sum(x)))[0]
+
+    assert replaced(step, [W], X) == (0,)
+
+
+def test_a_step_that_may_be_skipped():
+    def step(params, x):
+        return jax.lax.cond(jnp.sum(x) > 0, lambda p: descended(p, x), lambda p: p, params)
+
+    assert replaced(step, [W], X) == (0,)
+
+
+# --- steps without gradients
+
+
+def decode(params, cache, tokens):
+    cache = jax.lax.dynamic_update_slice(cache, tokens @ params, (0, 3, 0))
+    return jnp.einsum("bd,bsd->bs", (tokens @ params)[:, 0], cache), cache
+
+
+def test_a_cache_that_is_written_into():
+    cache, tokens = jax.ShapeDtypeStruct((4, 9, 16), "float32"), jax.ShapeDtypeStruct((4, 1, 16), "float32")
+    assert replaced(decode, W, cache, tokens) == (None, 1)
+    assert replaced(lambda c, p, t: decode(p, c, t)[::-1], cache, W, tokens) == (0, None)
+
+
+def test_a_cache_by_name():
+    def step(params, cache, x):
+        return x @ params, {"keys": cache["keys"] + x, "values": cache["values"] * 0.9}
+
+    assert replaced(step, W, {"keys": X, "values": X}, X) == (None, 1, 2)
+
+
+def test_an_average_by_name():
+    def step(state, params):
+        return {"average": averaged(state["average"], params), "decay": state["decay"]}
+
+    assert replaced(step, {"average": W, "decay": SCALAR}, W)[0] == 0
+
+
+def test_metrics_that_add_up():
+    def step(metrics, logits):
+        return {"confusion": metrics["confusion"] + logits.T @ logits, "count": metrics["count"] + 1}
+
+    assert replaced(step, {"confusion": W, "count": SCALAR}, X) == (0, 1)
+
+
+# --- what is not certain
+
+
+def test_an_average_of_two_alike_is_in_doubt():
+    def step(average, params):
+        return averaged(average, params)
+
+    traced = trace(step, W, W)
+    assert traced.replaces == (None,)
+    assert traced.doubtful == ((0, (0, 1)),)
+
+
+def test_a_batch_before_the_state_is_not_taken_for_it():
+    assert replaced(lambda batch, p: p + 0.1 * batch, X, W) == (None,)
+    assert replaced(lambda batch, p: [p[0] + 0.1 * batch[0]], [X], [W]) == (None,)
+
+
+def test_a_prediction_with_a_skip_connection():
+    assert replaced(lambda w, x: x + jnp.tanh(x @ w), W, X) == (None,)
+    assert replaced(lambda w, x: (descended(w, x), x + 1), W, X) == (0, None)
+
+
+@pytest.mark.parametrize("named", ["average", "params"])
+def test_the_user_says_which(named):
+    def step(average, params):
+        return averaged(average, params)
+
+    found = trace_call(None, step, ({"a": W}, {"a": W}), {}, (named,))
+    assert found.replaces == ({"average": 0, "params": 1}[named],)
+
+
+def test_a_part_that_the_user_names():
+    def step(state, x):
+        return [x + 1, averaged(state["slow"], state["fast"])]
+
+    found = trace_call(None, step, ({"fast": W, "slow": W}, SCALAR), {}, ("state['slow']",))
+    assert found.replaces == (None, 1)
+
+
+@pytest.mark.parametrize(
+    ("named", "message"),
+    [
+        ("avg", r"state 'avg' is no argument; they are average, x\."),
+        ("x", r"state 'x' does not come back: no result has its structure, shapes and dtypes"),
+    ],
+)
+def test_state_that_the_user_names_wrongly(named, message):
+    with pytest.raises(InputError, match=message):
+        trace_call(
+            None,
+            lambda average, x: average + jnp.sum(x),
+            (W, jax.ShapeDtypeStruct((3,), "float32")),
+            {},
+            (named,),
+        )
+
+
+def test_large_results_in_doubt_are_said():
+    large = jax.ShapeDtypeStruct((1024, 1024), "float32")
+
+    def step(average, params):
+        return averaged(average, params)
+
+    said = r"4 MiB of what step returns may replace .* result may be the new average or params\..*state='average'"
+    with pytest.warns(autoshard.AutoshardWarning, match=said):
+        autoshard.search(step, large, large, cluster="8xCPU")
+    autoshard.search(step, large, large, cluster="8xCPU", state="average")
+
+
+def test_only_the_part_that_comes_back_is_donated():
+    @autoshard.parallelize(mesh=(8,))
+    def step(state, x):
+        return descended(state["params"], x)
+
+    frozen, params = jnp.eye(16), {"v": jnp.eye(16), "w": jnp.eye(16) / 2}
+    x = jnp.ones((16, 16)) / 16
+    wanted = descended(descended(params, x), x)
+    state = {"frozen": frozen, "params": step({"frozen": frozen, "params": params}, x)}
+    got = step(state, x)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), got, wanted)
+    assert state["params"]["v"].is_deleted()
+    assert not frozen.is_deleted()
+
+
+def test_an_array_that_a_call_has_twice():
+    @autoshard.parallelize(mesh=(8,))
+    def step(params, target, x):
+        return jax.tree.map(lambda p, t, g: p - 0.1 * (g + p - t), params, target, gradients(params, x))
+
+    x, params = jnp.ones((16, 16)) / 16, {"w": jnp.eye(16)}
+    wanted = jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients(params, x))
+    for _ in range(2):
+        got = step(params, params, x)
+        np.testing.assert_allclose(got["w"], wanted["w"], rtol=1e-5, atol=1e-6)
+    again = step(got, got, x)
+    np.testing.assert_allclose(again["w"], descended(wanted, x)["w"], rtol=1e-5, atol=1e-6)

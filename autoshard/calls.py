@@ -1,0 +1,225 @@
+"""A call of a step, made ready to be traced, planned and run: a pure function of pytrees of arrays.
+
+What users write is looser than that, and `jax.jit` lets them; so do we. Arguments that have a position are passed by it,
+however the call names them, so that both spellings are one signature. Static arguments are bound into the step, and a call
+with others is another one. NNX objects are taken apart (`autoshard.nnx_objects`). What is left are arrays.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from autoshard import nnx_objects
+from cost_model.errors import InputError
+from search.ir import _jax
+from search.ir.in_place import InPlace
+from search.ir.trace import step_name
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call in pure form.
+
+    Attributes:
+      step: the function to trace; what it returns is an `InPlace` where it takes or makes objects.
+      args: its positional arguments.
+      kwargs: its keyword arguments.
+      static: the static arguments, with their positions or names.
+      apart: the arguments as they were taken apart, where there are objects among them.
+    """
+
+    step: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    static: tuple[tuple[int | str, Any], ...]
+    apart: nnx_objects.Apart | None
+
+    @property
+    def positional(self) -> tuple[Any, ...]:
+        """The arguments as a `Program` takes them."""
+        return (*self.args, *(self.kwargs[k] for k in sorted(self.kwargs)))
+
+    @property
+    def form(self) -> nnx_objects.Form | None:
+        """What is static about the objects."""
+        return None if self.apart is None else self.apart.form
+
+    def result(self, returned: Any, given: Sequence[Any]) -> Any:
+        """What the call gives, and changes, in the user's terms.
+
+        Args:
+          returned: what `step` returned.
+          given: the arguments that it was called with, perhaps placed.
+        """
+        if not isinstance(returned, InPlace):
+            return returned
+        assert self.apart is not None
+        own = zip(jax.tree.leaves(self.positional), jax.tree.leaves(given), strict=True)
+        held = [x if _is_spread(x) else there for x, there in own]
+        return nnx_objects.put_together(returned, held, self.apart.references)
+
+
+def _is_spread(x: Any) -> bool:
+    """Whether an array lies on several devices: what the step only reads stays as another one has placed it."""
+    return isinstance(x, jax.Array) and len(x.sharding.device_set) > 1
+
+
+@dataclass(frozen=True, slots=True)
+class Callee:
+    """A step and what is known of its parameters.
+
+    Attributes:
+      step: the user's function.
+      parameters: its own, not those of what it wraps; None where it does not say.
+      static_positions: of static arguments.
+      static_names: of static arguments.
+    """
+
+    step: Callable[..., Any]
+    parameters: inspect.Signature | None
+    static_positions: frozenset[int] = frozenset()
+    static_names: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(
+        cls,
+        step: Callable[..., Any],
+        static_argnums: int | Iterable[int] | None = None,
+        static_argnames: str | Iterable[str] | None = None,
+    ) -> "Callee":
+        """What is known of a step: by itself, from `jax.jit` around it, and as said here.
+
+        Raises:
+          InputError: there is no such parameter.
+        """
+        names = (static_argnames,) if isinstance(static_argnames, str) else tuple(static_argnames or ())
+        positions = (static_argnums,) if isinstance(static_argnums, int) else tuple(static_argnums or ())
+        parameters = _parameters(step)
+        known = [] if parameters is None else [p.name for p in parameters.parameters.values()]
+        is_open = parameters is None or any(
+            p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters.parameters.values()
+        )
+        unknown = [repr(n) for n in names if n not in known]
+        unknown += [str(i) for i in positions if not -len(known) <= i < len(known)]
+        if unknown and not is_open:
+            raise InputError(
+                f"{step_name(step)} has no argument {unknown[0]} to be static; it takes {', '.join(known)}"
+            )
+        positions = tuple(i + len(known) if i < 0 else i for i in positions)
+        named = {
+            *names,
+            *_jax.static_names(nnx_objects.jitted(step)),
+            *(known[i] for i in positions if i < len(known)),
+        }
+        return cls(
+            step,
+            parameters,
+            frozenset({*positions, *(known.index(n) for n in named if n in known)}),
+            frozenset(named),
+        )
+
+    def call(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        like: nnx_objects.Form | None = None,
+        is_bound: bool = False,
+    ) -> Call:
+        """A call of the step.
+
+        Args:
+          args: positional arguments.
+          kwargs: keyword arguments.
+          like: the form that the objects among them probably have.
+          is_bound: whether the first argument is the object that the step is a method of; it is static if it is no pytree.
+
+        Raises:
+          InputError: a static argument cannot be hashed.
+        """
+        args, kwargs = self.by_position(args, kwargs)
+        positions = self.static_positions
+        if is_bound and jax.tree_util.all_leaves(args[:1]) and not nnx_objects.holds_objects(args[0]):
+            positions = positions | {0}
+        static = (
+            *((i, args[i]) for i in sorted(positions) if i < len(args)),
+            *((k, kwargs[k]) for k in sorted(self.static_names & kwargs.keys())),
+        )
+        step = self.step if not static else _bound(self, static)
+        args = tuple(x for i, x in enumerate(args) if i not in positions)
+        kwargs = {k: x for k, x in kwargs.items() if k not in self.static_names}
+        if not nnx_objects.holds_objects((args, kwargs)):
+            return Call(step, args, kwargs, static, None)
+        apart = nnx_objects.apart((args, kwargs), like)
+        args, kwargs = apart.pure
+        return Call(nnx_objects.pure(step, apart.form), args, kwargs, static, apart)
+
+    def is_short_of(self, few: int, many: int) -> bool:
+        """Whether so few positional arguments are not enough for it, and so many are right."""
+        return self.parameters is not None and not self._takes(few) and self._takes(many)
+
+    def _takes(self, count: int) -> bool:
+        assert self.parameters is not None
+        try:
+            self.parameters.bind(*[None] * count)
+        except TypeError:
+            return False
+        return True
+
+    def by_position(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """A call's arguments by position, as far as they have one."""
+        if not kwargs or self.parameters is None:
+            return args, kwargs
+        try:
+            bound = self.parameters.bind(*args, **kwargs)
+        except TypeError:  # the step itself says it better
+            return args, kwargs
+        return bound.args, bound.kwargs
+
+
+def _parameters(step: Callable[..., Any]) -> inspect.Signature | None:
+    """A step's own parameters. What wraps another function may do as it likes with keywords; `jit` hands them on."""
+    while (inner := getattr(step, "__wrapped__", None)) is not None and (
+        _jax.is_jitted(step) or nnx_objects.jitted(step) is not step
+    ):
+        step = inner
+    try:
+        return inspect.signature(step, follow_wrapped=False)
+    except (ValueError, TypeError):
+        return None
+
+
+def _bound(callee: Callee, static: Sequence[tuple[int | str, Any]]) -> Callable[..., Any]:
+    """The step with its static arguments bound."""
+    for key, value in static:
+        try:
+            hash(value)
+        except TypeError as e:
+            raise InputError(
+                f"the static argument {key!r} of {step_name(callee.step)} must be hashable, got {type(value).__name__} "
+                f"{value!r:.60}"
+            ) from e
+    by_position = [(i, value) for i, value in static if isinstance(i, int)]
+    by_name = {k: value for k, value in static if isinstance(k, str)}
+
+    @functools.wraps(callee.step, updated=())
+    def step(*args: Any, **kwargs: Any) -> Any:
+        whole = list(args)
+        for i, value in by_position:
+            whole.insert(i, value)
+        return callee.step(*whole, **kwargs, **by_name)
+
+    step.__name__ = step_name(callee.step)
+    if callee.parameters is not None:
+        left = [
+            p
+            for i, p in enumerate(callee.parameters.parameters.values())
+            if i not in {i for i, _ in by_position} and p.name not in by_name
+        ]
+        step.__signature__ = callee.parameters.replace(parameters=left)  # type: ignore[attr-defined]
+    return step

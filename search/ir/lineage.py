@@ -1,0 +1,151 @@
+"""Which values are an argument's elements, changed.
+
+A value *continues* an argument when its elements are made from the argument's elements at the same places, and no gradient
+lies between: `w - 0.1 * g` continues `w`, but not the batch that the gradient is of; a prediction does not continue the
+batch either. Where some elements are written by index into an argument (a slice of a cache), it is *written* besides.
+
+Of branches and of ops of a single array or of which nothing is known, what has the same shape counts, and so does all that
+becomes of random keys. A loop is looked into: what it carries continues what enters it if the body says so.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from search.ir import _jax
+from search.ir.factors import rule_for
+from search.ir.graph import Atom, Graph, Op, Phase, Value
+
+WRITES = ("dynamic_update_slice", "scatter")
+"""How the names of primitives begin that write into their first operand by index."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lineage:
+    """The inputs of a graph that a value continues, and those into which it is written, as the bits of numbers."""
+
+    continued: int = 0
+    written: int = 0
+
+    def __or__(self, other: "Lineage") -> "Lineage":
+        return Lineage(self.continued | other.continued, self.written | other.written)
+
+
+NONE = Lineage()
+
+
+def lineages(graph: Graph) -> dict[int, Lineage]:
+    """By value; what is missing continues nothing."""
+    found = {v: Lineage(1 << i) for i, v in enumerate(graph.inputs)}
+    for op in graph.ops:
+        if op.phase is not Phase.BACKWARD:
+            for old, new in _handed_on(graph, op, found):
+                found[new] = found.get(new, NONE) | old
+    return found
+
+
+def _handed_on(graph: Graph, op: Op, found: Mapping[int, Lineage]) -> Iterator[tuple[Lineage, int]]:
+    """What an op's results continue, each with the result."""
+    if op.name in _BODIES:
+        yield from _through(op, _BODIES[op.name](op), found)
+        return
+    for n, old, new in _in_place(graph, op):
+        was = found.get(old, NONE)
+        is_write = n == 0 and op.name.startswith(WRITES)
+        yield Lineage(was.continued, was.continued if is_write else was.written), new
+
+
+def _in_place(graph: Graph, op: Op) -> Iterator[tuple[int, int, int]]:
+    """Operands, with their numbers, and results of which the elements at one place belong together."""
+    inputs = [graph.value(a) for a in op.inputs]
+    rule = rule_for(op.name, inputs, op.result_values, op.params)
+    is_loose = bool(op.bodies) or rule.is_unknown or rule.is_kernel or len(op.operands) == 1
+    for i, old in enumerate(op.inputs):
+        for r, new in enumerate(op.outputs):
+            same_places = is_loose or rule.operands[i] == rule.results[r]
+            same_shape = inputs[i].shape == op.result_values[r].shape
+            is_key = is_random(inputs[i]) and is_random(op.result_values[r])
+            if isinstance(old, int) and (is_key or (same_shape and same_places)):
+                yield i, old, new
+
+
+def is_random(value: Value) -> bool:
+    """Whether a value is a random key, typed or raw."""
+    return _jax.is_key_dtype(value.dtype) or value.dtype == np.uint32
+
+
+# --- bodies
+
+
+@dataclass(frozen=True, slots=True)
+class _Body:
+    """How a body's inputs and outputs belong to its op's.
+
+    Attributes:
+      graph: the body.
+      operands: for each of its inputs, the op's operand.
+      num_carried: how many of its outputs are its inputs of the next round.
+      first_carried: the input that is the first of those.
+      first_slice: the input from which on there is one slice of the operand.
+    """
+
+    graph: Graph
+    operands: Sequence[Atom]
+    num_carried: int = 0
+    first_carried: int = 0
+    first_slice: int | None = None
+
+
+def _scan(op: Op) -> list[_Body]:
+    num_consts, num_carried = op.loop_counts
+    body = op.bodies["jaxpr"][0]
+    return [_Body(body, op.inputs, num_carried, num_consts, num_consts + num_carried)]
+
+
+def _while(op: Op) -> list[_Body]:
+    skipped, num_consts = op.params["cond_nconsts"], op.params["body_nconsts"]
+    body = op.bodies["body_jaxpr"][0]
+    return [_Body(body, op.inputs[skipped:], len(body.outputs), num_consts)]
+
+
+def _cond(op: Op) -> list[_Body]:
+    return [_Body(branch, op.inputs[1:]) for branch in op.bodies["branches"]]
+
+
+_BODIES: dict[str, Any] = {"scan": _scan, "while": _while, "cond": _cond}
+
+
+def _through(op: Op, bodies: Sequence[_Body], found: Mapping[int, Lineage]) -> Iterator[tuple[Lineage, int]]:
+    for body in bodies:
+        for i, way in enumerate(_ways(body)):
+            is_carried = body.first_slice is None or i < body.num_carried
+            for n, operand in enumerate(body.operands):
+                is_slice = body.first_slice is not None and n >= body.first_slice
+                if is_carried != is_slice and way.continued >> n & 1 and isinstance(operand, int):
+                    was = found.get(operand, NONE)
+                    is_written = way.written >> n & 1
+                    yield Lineage(was.continued, was.continued if is_written else was.written), op.outputs[i]
+
+
+def _ways(body: _Body) -> list[Lineage]:
+    """What each output of a body continues of its inputs, after any number of rounds."""
+    inner = lineages(body.graph)
+    ways = [inner.get(a, NONE) if isinstance(a, int) else NONE for a in body.graph.outputs]
+    for _ in range(body.num_carried):
+        further = [_a_round_further(way, ways, body) for way in ways]
+        if further == ways:
+            break
+        ways = further
+    return ways
+
+
+def _a_round_further(way: Lineage, ways: Sequence[Lineage], body: _Body) -> Lineage:
+    """With what the carried inputs that an output continues were in the round before."""
+    for k in range(body.num_carried):
+        if way.continued >> body.first_carried + k & 1:
+            is_written = way.written >> body.first_carried + k & 1
+            before = ways[k]
+            way |= Lineage(before.continued, before.continued if is_written else before.written)
+    return way

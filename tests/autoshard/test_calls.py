@@ -1,0 +1,268 @@
+"""How a step may be called: by position or keyword, with static arguments, as a method, with other shapes in turn."""
+
+import functools
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+
+import autoshard
+from autoshard import AutoshardWarning, InputError
+
+W, X = jnp.linspace(-1, 1, 256).reshape(16, 16), jnp.linspace(0, 1, 384).reshape(24, 16)
+
+
+def gradient(w, x):
+    return jax.grad(lambda w: jnp.mean(jnp.tanh(x @ w) ** 2))(w)
+
+
+def step(w, x, rate=0.1):
+    return w - rate * gradient(w, x)
+
+
+def assert_close(a, b):
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6), a, b)
+
+
+parallelize = functools.partial(autoshard.parallelize, mesh=(8,))
+
+
+# --- several signatures
+
+
+def test_ragged_batches_are_planned_once_each():
+    traced = []
+
+    @parallelize(pin={"w": jax.P(None, "data")})
+    def step(w, x):
+        traced.append(x.shape)
+        return w - 0.1 * gradient(w, x)
+
+    w = wanted = W
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for size in (24, 8, 24, 16, 8, 16, 24):
+            w, wanted = step(w, X[:size]), wanted - 0.1 * gradient(wanted, X[:size])
+            assert w.sharding.spec == jax.P(None, "data")
+            assert_close(w, wanted)
+    assert traced == [(24, 16), (8, 16), (16, 16)]
+    assert ["planning once for the new ones too" in str(w.message) for w in said] == [True, True]
+
+
+def test_state_rests_as_the_first_plan_says():
+    @parallelize
+    def step(state, x):
+        return {k: v - 0.1 * gradient(v, x) for k, v in state.items()}
+
+    many = jnp.tile(X, (64, 1))
+    state = step({"a": W, "b": W}, many)
+    first = jax.tree.map(lambda a: a.sharding, state)
+    with pytest.warns(AutoshardWarning, match="planning once"):
+        state = step(state, X[:8])
+    assert jax.tree.map(lambda a: a.sharding, state) == first
+    assert step.plan.decisions.mesh == {"data": 8}
+
+
+def test_each_signature_has_its_plan():
+    parallel = parallelize(step)
+    parallel(W, X)
+    first = parallel.plan
+    with pytest.warns(AutoshardWarning, match="planning once"):
+        parallel(W, X[:8])
+    assert parallel.plan != first
+    parallel(W, X)
+    assert parallel.plan == first
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda step: step(W, x=X),
+        lambda step: step(x=X, w=W),
+        lambda step: step(w=W, x=X),
+    ],
+)
+def test_keywords_are_the_same_signature(call):
+    traced = []
+
+    @parallelize
+    def step(w, x):
+        traced.append(None)
+        return w - 0.1 * gradient(w, x)
+
+    assert_close(step(W, X), W - 0.1 * gradient(W, X))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert_close(call(step), W - 0.1 * gradient(W, X))
+    assert len(traced) == 1
+
+
+def test_a_wrapper_gets_its_keywords_as_they_are():
+    def scaled(function):
+        @functools.wraps(function)
+        def wrapper(*args, scale=1.0):
+            return function(*args, rate=0.1 * scale)
+
+        return wrapper
+
+    assert_close(parallelize(scaled(step))(W, X, scale=2.0), step(W, X, 0.2))
+
+
+# --- static arguments
+
+
+def choosing(w, x, mode="plain", *, clip=False):
+    update = gradient(w, x)
+    update = jnp.clip(update, -1e-3, 1e-3) if clip else update
+    return w - {"plain": 0.1, "slow": 0.01}[mode] * update
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        lambda: parallelize(choosing, static_argnames=("mode", "clip")),
+        lambda: parallelize(choosing, static_argnums=2, static_argnames="clip"),
+        lambda: parallelize(choosing, static_argnums=(-2,), static_argnames="clip"),
+        lambda: parallelize(jax.jit(choosing, static_argnames=("mode", "clip"))),
+        lambda: parallelize(jax.jit(choosing, static_argnums=2, static_argnames="clip")),
+    ],
+)
+def test_static_arguments_have_a_plan_each(parallel):
+    parallel = parallel()
+    assert_close(parallel(W, X, "slow"), choosing(W, X, "slow"))
+    with pytest.warns(AutoshardWarning, match="planning once"):
+        assert_close(parallel(W, X, "plain", clip=True), choosing(W, X, clip=True))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert_close(parallel(W, X, mode="slow"), choosing(W, X, "slow"))
+        assert_close(parallel(W, x=X, mode="plain", clip=True), choosing(W, X, clip=True))
+    assert [*parallel.plan.decisions.arguments] == ["w", "x"]
+
+
+def test_static_arguments_of_other_types_are_others():
+    parallel = parallelize(lambda w, x, kind: w + x.sum() * (2 if kind is True else 1), static_argnums=2)
+    assert_close(parallel(W, X, True), W + 2 * X.sum())
+    with pytest.warns(AutoshardWarning, match="planning once"):
+        assert_close(parallel(W, X, 1), W + X.sum())
+
+
+def test_a_static_argument_before_others():
+    def step(w, power, x):
+        return w - 0.1 * gradient(w, x) * (2 if power == "two" else 1)
+
+    parallel = parallelize(step, static_argnums=1)
+    assert_close(parallel(W, "two", X), step(W, "two", X))
+    assert [*parallel.plan.decisions.arguments] == ["w", "x"]
+
+
+def test_a_jitted_step_is_searched_with_what_is_bound():
+    bound = functools.partial(jax.jit(choosing, static_argnames=("mode", "clip")), mode="slow")
+    assert autoshard.search(bound, W, X, cluster="8xCPU").step == "choosing"
+
+
+@pytest.mark.parametrize(
+    ("options", "call", "message"),
+    [
+        (
+            {"static_argnames": "mood"},
+            ("slow",),
+            "choosing has no argument 'mood' to be static; it takes w, x, mode, clip",
+        ),
+        ({"static_argnums": 7}, ("slow",), "choosing has no argument 7 to be static"),
+        (
+            {"static_argnames": "mode"},
+            (["slow"],),
+            r"the static argument 2 of choosing must be hashable, got list \['slow'\]",
+        ),
+        ({}, ("slow",), r"argument \[2\] is str 'slow'\..*functools\.partial.*static_argnames"),
+    ],
+)
+def test_static_arguments_that_cannot_be(options, call, message):
+    with pytest.raises(InputError, match=message):
+        parallelize(choosing, **options)(W, X, *call)
+
+
+def test_a_python_bool_that_the_step_branches_on():
+    def step(w, x, train):
+        return w - 0.1 * gradient(w, x) if train else w
+
+    with pytest.raises(InputError, match=r"(?s)Python bool or int .*functools\.partial.*static_argnames"):
+        parallelize(step)(W, X, True)
+    assert_close(parallelize(step, static_argnames="train")(W, X, True), step(W, X, True))
+    assert_close(parallelize(functools.partial(step, train=True))(W, X), step(W, X, True))
+
+
+# --- whatever can be called
+
+
+class Trainer:
+    def __init__(self, rate):
+        self.rate = rate
+
+    @parallelize
+    def step(self, w, x):
+        return w - self.rate * gradient(w, x)
+
+
+def test_a_method():
+    slow, fast = Trainer(0.01), Trainer(0.1)
+    assert_close(slow.step(W, X), step(W, X, 0.01))
+    with pytest.warns(AutoshardWarning, match="planning once"):
+        assert_close(fast.step(W, X), step(W, X, 0.1))
+    assert_close(slow.step(W, x=X), step(W, X, 0.01))
+    assert slow.step.plan.step == "step"
+    assert slow.step.lower(W, X).compile()
+    assert_close(fast.step.init(lambda: W, args=(X,)), W)
+
+
+def test_a_partial_has_its_functions_name():
+    parallel = parallelize(functools.partial(functools.partial(step, rate=0.2)))
+    assert parallel.__name__ == "step"
+    assert_close(parallel(W, X), step(W, X, 0.2))
+    assert parallel.plan.step == "step"
+
+
+def test_state_in_several_arguments_is_created():
+    def step(w, momentum, x):
+        momentum = 0.9 * momentum + gradient(w, x)
+        return w - 0.1 * momentum, momentum
+
+    parallel = parallelize(step, pin={"w": jax.P("data")})
+    w, momentum = parallel.init(lambda: (W, jnp.zeros_like(W)), args=(X,))
+    assert w.sharding.spec == jax.P("data")
+    assert_close(parallel(w, momentum, X), step(W, jnp.zeros_like(W), X))
+
+
+# --- what arrays come as
+
+
+def test_doubles_are_narrowed_as_by_jit():
+    parallel, wide = parallelize(step), np.asarray(X, np.float64)
+    w = parallel(W, wide)
+    assert w.dtype == jnp.float32
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert_close(parallel(parallel(W, np.asarray(wide, np.float32)), wide), step(step(W, X), X))
+    autoshard.search(step, W, jax.ShapeDtypeStruct(X.shape, "float64"), cluster="8xCPU")
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Explicit, AxisType.Auto], ids=["explicit", "auto"])
+@pytest.mark.parametrize("is_placed", [False, True], ids=["single", "sharded"])
+def test_inside_a_mesh_of_the_users(axis_type, is_placed):
+    with jax.set_mesh(jax.make_mesh((8,), ("batch",), axis_types=(axis_type,))):
+        w, x = (
+            (jax.device_put(W, jax.P(None, "batch")), jax.device_put(X, jax.P("batch")))
+            if is_placed
+            else (W, X)
+        )
+        parallel = parallelize(step)
+        got = parallel(parallel(w, x), x)
+        made = parallel.init(lambda key: jax.random.normal(key, (16, 16)), jax.random.key(0), args=(x,))
+        assert made.sharding == got.sharding
+        assert parallel.lower(w, x).compile()
+    assert_close(got, step(step(W, X), X))
+    assert_close(parallel(got, X), step(step(step(W, X), X), X))
+    assert_close(made, jax.random.normal(jax.random.key(0), (16, 16)))
