@@ -220,10 +220,13 @@ def static_names(function: Any) -> tuple[str, ...]:
     return (*info.static_argnames, *(known[i] for i in info.static_argnums if i < len(known)))
 
 
-@functools.lru_cache(maxsize=64)
+WIDE = frozenset(map(np.dtype, ("float64", "int64", "uint64", "complex128")))
+"""The dtypes of which there are none without `jax_enable_x64`."""
+
+
 def narrowed(dtype: Any) -> Any:
-    """The dtype that JAX makes of one: without `jax_enable_x64`, there are none of 64 bits."""
-    return dtype if is_key_dtype(dtype) else jax.dtypes.canonicalize_dtype(dtype)
+    """The dtype that JAX makes of one, as `jax_enable_x64` is now."""
+    return jax.dtypes.canonicalize_dtype(dtype) if dtype in WIDE else dtype
 
 
 def is_tracer(x: Any) -> bool:

@@ -56,3 +56,11 @@ def test_a_loops_constants_come_before_its_carries():
 
     (scan,) = equations(step, jnp.zeros((3, 3)), jnp.zeros((2, 3)), jnp.zeros(4))
     assert _jax.scan_counts(scan.params) == (1, 2)
+
+
+def test_doubles_are_narrow_only_while_there_are_none():
+    double = np.dtype("float64")
+    assert _jax.narrowed(double) == np.dtype("float32")
+    with jax.enable_x64(True):
+        assert _jax.narrowed(double) == double
+    assert _jax.narrowed(jax.random.key(0).dtype) == jax.random.key(0).dtype
