@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain
+from itertools import chain, permutations
 from types import MappingProxyType
 from typing import Any
 
@@ -421,18 +421,10 @@ def candidate_shapes(cluster: Cluster, options: Options) -> tuple[tuple[int, ...
     """The meshes to try.
 
     Raises:
-      InputError: the mesh that is asked for does not suit the cluster, or no mesh has the axes that the pins
-        name.
+      InputError: the mesh that is asked for does not suit the cluster, or no mesh has an axis that a pin names.
     """
     if options.mesh is None:
-        shapes = mesh_shapes(cluster, max_axes=2)
-        named = {a for spec in (options.pins or {}).values() for a in _axes_of(spec)}
-        shapes = tuple(s for s in shapes if named <= set(AXIS_NAMES[len(s)]))
-        if not shapes:
-            raise InputError(
-                f"no mesh has all the axes that the pins name: {sorted(named)}; axes are {AXIS_NAMES}"
-            )
-        return shapes
+        return _shapes_with(cluster, _named_axes(options.pins or {}))
     if len(options.mesh) not in AXIS_NAMES or min(options.mesh) < 1:
         raise InputError(f"wanted a mesh of 1 to 3 axes of positive size, got {options.mesh}")
     if int(np.prod(options.mesh)) != cluster.num_devices:
@@ -441,6 +433,24 @@ def candidate_shapes(cluster: Cluster, options: Options) -> tuple[tuple[int, ...
             f"{cluster.num_devices}"
         )
     return (tuple(options.mesh),)
+
+
+def _shapes_with(cluster: Cluster, named: Mapping[str, str]) -> tuple[tuple[int, ...], ...]:
+    """The meshes that have all these axes; where the devices are too few to split into so many, with axes of size one."""
+    known = AXIS_NAMES[max(AXIS_NAMES)]
+    if unknown := sorted(named.keys() - set(known)):
+        raise InputError(
+            f"pin {named[unknown[0]]!r}: no mesh has an axis {unknown[0]!r}; axes are named {', '.join(map(repr, known))}"
+        )
+    num_axes = min(n for n, names in AXIS_NAMES.items() if named.keys() <= set(names))
+    shapes = mesh_shapes(cluster, max_axes=max(2, num_axes))
+    whole = (cluster.num_devices, *[1] * (num_axes - 1))
+    return tuple(s for s in shapes if len(s) >= num_axes) or tuple(sorted(set(permutations(whole))))
+
+
+def _named_axes(pins: Mapping[str, Any]) -> dict[str, str]:
+    """The axes that pins name, and for each an argument that is pinned to it."""
+    return {axis: name for name, spec in pins.items() for axis in sorted(_axes_of(spec))}
 
 
 def _axes_of(spec: Any) -> set[str]:

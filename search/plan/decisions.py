@@ -25,7 +25,7 @@ import numpy as np
 from cost_model.errors import PlanError
 from cost_model.units import format_bytes
 from search.ir.graph import Step
-from search.ir.spec import AXIS_NAMES, Spec, format_spec, parse_spec
+from search.ir.spec import AXIS_NAMES, WHOLE, Spec, format_spec, parse_spec
 from search.memory.offload import MIN_BYTES, may_rest_on_host
 from search.plan.names import scoped_name, unique
 from search.plan.plan import Decisions
@@ -259,7 +259,7 @@ class DecisionCodec:
 
     def resting(self, node: int, wanted: Spec, name: str, place: str) -> np.ndarray:
         """The strategies of an argument's node that rest it in a spec."""
-        graph = self.costed.graph
+        graph, wanted = self.costed.graph, self._spared(wanted)
         port = graph.ports[graph.groups[node].op_classes[0], 0, True]
         found = np.flatnonzero(
             (port_specs(port, self.costed.strategies[node]) == np.array(wanted)).all(axis=1)
@@ -273,6 +273,11 @@ class DecisionCodec:
                 f"{self.mesh}: a dimension does not divide evenly. Choose another dimension or mesh"
             )
         return found
+
+    def _spared(self, spec: Spec) -> Spec:
+        """A spec without what it says of axes of size one, which split nothing."""
+        sizes = self.costed.resharder.mesh.shape
+        return tuple(d if size > 1 else WHOLE for d, size in zip(spec, sizes, strict=True))
 
     def _lookup(self, node: int, name: str, said: str, place: str) -> int:
         texts = self.texts(node)
