@@ -32,6 +32,7 @@ from autoshard import api, clusters
 from autoshard.calibrate import calibrate
 from autoshard.target import target
 from cost_model.errors import AutoshardError, InputError, first_line
+from cost_model.whole_file import destination
 from search.plan.plan import Plan
 
 _INTERRUPTED = 128 + 2
@@ -270,14 +271,13 @@ def _print(plan: Plan, as_json: bool) -> None:
 
 def _check_writable(path: Path) -> None:
     """Before the work, not after it."""
-    if path.is_dir():
-        raise InputError(f"--out {path} is a folder; name a file in it")
-    if not path.parent.is_dir():
-        raise InputError(f"--out {path}: there is no folder {path.parent}")
+    folder = destination(path, "--out").parent
+    if not folder.is_dir():
+        raise InputError(f"--out {path}: there is no folder {folder}")
     try:
-        tempfile.TemporaryFile(dir=path.parent).close()
+        tempfile.TemporaryFile(dir=folder).close()
     except OSError:
-        raise InputError(f"--out {path}: the folder {path.parent} cannot be written to") from None
+        raise InputError(f"--out {path}: the folder {folder} cannot be written to") from None
 
 
 # --- options

@@ -417,9 +417,16 @@ def test_a_file_that_cannot_be_imported(run, tmp_path, source, message):
         (["--cluster", "8xCPU", "--pin", "v=P('data')"], "pin 'v' matches no argument"),
         (["--cluster", "8xCPU", "--pin", "w=P(None, None, 'data')"], "w of shape (256, 256) cannot rest as"),
         (["--cluster", "8xCPU", "--out", "/nowhere/plan.json"], "there is no folder /nowhere"),
+        (
+            ["--cluster", "8xCPU", "--out", "/dev/null"],
+            "--out cannot be written to /dev/null: it is no regular file",
+        ),
         (["--cluster", "8xCPU", "--microbatches", "0"], "wanted at least 1 microbatch, got 0"),
         (["--cluster", "8xCPU", "--microbatches", "3"], "x has 64 examples, which is not a multiple of 3"),
-        (["--cluster", "8xCPU", "--out", "/"], "--out / is a folder; name a file in it"),
+        (
+            ["--cluster", "8xCPU", "--out", "/"],
+            "--out cannot be written to /: it is a folder; name a file in it",
+        ),
         ([], "the following arguments are required: --cluster"),
     ],
 )
