@@ -179,7 +179,7 @@ def _search(options: argparse.Namespace) -> int:
                 cluster=options.cluster,
                 memory=options.memory,
                 mesh=options.mesh,
-                pin=dict(options.pin),
+                pin=_pins(options.pin),
                 remat=options.remat,
                 microbatches=options.microbatches,
                 offload=options.offload,
@@ -318,6 +318,14 @@ def _pin(text: str) -> tuple[str, PartitionSpec]:
     except (SyntaxError, ValueError, TypeError):
         message = f"wanted PATH=SPEC such as \"params['emb']=P('model')\", got {text!r}"
         raise argparse.ArgumentTypeError(message) from None
+
+
+def _pins(pairs: Sequence[tuple[str, PartitionSpec]]) -> dict[str, PartitionSpec]:
+    pins: dict[str, PartitionSpec] = {}
+    for path, spec in pairs:
+        if pins.setdefault(path, spec) != spec:
+            raise InputError(f"--pin {path} is given twice: as {pins[path]} and as {spec}. Keep one of them")
+    return pins
 
 
 # --- the terminal

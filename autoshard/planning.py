@@ -79,6 +79,7 @@ def options(
 ) -> Options:
     """What the user asks of a search, checked."""
     limit = cluster.device_memory_limit() if memory is None else parse_bytes(memory)
+    _check_cap(limit, cluster, f"memory={memory!r}")
     seconds = DEFAULT_TIME_LIMIT_S if time_limit_s is None else time_limit_s
     kinds = offload if offload is None or isinstance(offload, str) else tuple(offload)
     pins = _resolved(step, pin or {})
@@ -109,9 +110,11 @@ def cluster(plan: Plan, place: str) -> Cluster:
 
 def applied(step: Step, plan: Plan, place: str) -> driver.SearchResult:
     """A given plan on its step. Where JAX has changed in between, the fingerprint decides if it still suits."""
+    hardware = cluster(plan, place)
     versions = f"JAX {plan.jax}, and this is JAX {jax.__version__}" if plan.jax != jax.__version__ else ""
     try:
-        found = driver.apply(step, plan, cluster(plan, place), place)
+        _check_cap(plan.memory_bytes, hardware, f"{place}: memory_bytes {plan.memory_bytes}")
+        found = driver.apply(step, plan, hardware, place)
     except (InputError, PlanError) as e:  # in a plan, a cluster or a mesh that cannot be is the plan's fault
         raise PlanError(f"{e}. It was made with {versions}" if versions else str(e)) from e
     if versions:
@@ -121,6 +124,16 @@ def applied(step: Step, plan: Plan, place: str) -> driver.SearchResult:
             stacklevel=4,
         )
     return found
+
+
+def _check_cap(limit_bytes: int, cluster: Cluster, said: str) -> None:
+    """A cap that no device has would be no cap."""
+    device = cluster.device
+    if limit_bytes > device.memory_bytes:
+        raise InputError(
+            f"{said} is more than the {format_bytes(device.memory_bytes)} that one {device.name} has, of which the runtime "
+            f"leaves {format_bytes(cluster.device_memory_limit())}"
+        )
 
 
 def _mesh_shape(mesh: Sequence[int] | None) -> tuple[int, ...] | None:
@@ -144,5 +157,8 @@ def _resolved(step: Step, pin: Pins) -> dict[str, PartitionSpec]:
                 else f"matches no argument; they are named like {names[0]}"
             )
             raise InputError(f"pin {key!r} {what}. Name one argument by its pytree path")
-        resolved[hits[0]] = spec
+        if resolved.setdefault(hits[0], spec) != spec:
+            raise InputError(
+                f"pin {key!r} says {spec} of {hits[0]}, and another pin says {resolved[hits[0]]}. Keep one of them"
+            )
     return resolved

@@ -14,13 +14,14 @@ import jax
 
 from cost_model.cluster import Cluster
 from cost_model.errors import InfeasibleError, InputError, PlanError
-from cost_model.units import format_bytes
+from cost_model.units import format_bytes, format_mesh
 from search.ir.graph import Site, Step
 from search.ir.sharding import StepSharding
 from search.ir.spec import AXIS_NAMES
 from search.memory.microbatches import microbatched
 from search.mesh_problem import DEFAULT_TIME_LIMIT_S, MeshProblem, Options, Progress, StepProblem
 from search.plan.decisions import apart, hosted
+from search.plan.edits import marks_of
 from search.plan.estimates import estimate
 from search.plan.plan import Plan
 from search.plan.retention import RetentionCodec
@@ -106,6 +107,11 @@ def apply(step: Step, plan: Plan, cluster: Cluster, place: str = "plan") -> Sear
     shape = tuple(plan.decisions.mesh.values())
     if tuple(plan.decisions.mesh) != AXIS_NAMES.get(len(shape)):
         raise PlanError(f"{place}: wanted mesh axes named {AXIS_NAMES}, got {tuple(plan.decisions.mesh)}")
+    if plan.num_devices != cluster.num_devices:
+        raise PlanError(
+            f"{place}: its mesh {format_mesh(shape)} has {plan.num_devices} devices, its cluster {cluster.name} has "
+            f"{cluster.num_devices}. Give the axes sizes whose product is {cluster.num_devices}"
+        )
     watch.lap("graph")
     on_mesh = step_problem.on(cluster, shape)
     kept = on_mesh.codec.allowed(plan.decisions, place)
@@ -138,6 +144,7 @@ def _finished(
     retention = RetentionCodec(step_problem.plain).said(sites, waiting) if sites or waiting else {}
     split = step_problem.traced
     decisions = found.on_mesh.codec.decisions(found.labels)
+    decisions = replace(decisions, retention=retention, microbatches=split.num_microbatches)
     plan = Plan(
         step=step.name,
         fingerprint=fingerprint(step_problem.plain.program if split is step else flatten(step)),
@@ -146,9 +153,10 @@ def _finished(
         options=_said(options),
         meshes=meshes,
         memory_bytes=options.memory_bytes,
-        decisions=replace(decisions, retention=retention, microbatches=split.num_microbatches),
+        decisions=decisions,
         estimates=estimate(costed, found.labels, found.device, found.host_bytes),
         gap=None,
+        marks=marks_of(decisions),
     )
     watch.lap("plan")
     plan = replace(plan, search_s=watch.seconds)

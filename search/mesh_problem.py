@@ -16,12 +16,12 @@ import numpy as np
 
 from cost_model.cluster import Cluster, Device
 from cost_model.collectives import MeshModel
-from cost_model.errors import InputError
+from cost_model.errors import InputError, PlanError
 from cost_model.meshes import mesh_shapes
 from search.deadline import Deadline
 from search.device.prediction import Prediction, predict
 from search.ir.graph import Role, Site, Step
-from search.ir.spec import AXIS_NAMES, from_partition_spec
+from search.ir.spec import AXIS_NAMES, Spec, from_partition_spec
 from search.memory.offload import Offloaded, offloaded
 from search.memory.recompute import recomputed
 from search.plan.decisions import DecisionCodec, allowed_by_pins
@@ -236,10 +236,16 @@ class MeshProblem:
     def pinned(self, pins: Mapping[str, Any]) -> tuple[np.ndarray, ...]:
         """Per node: the strategies that the pins leave."""
         kept = [np.arange(len(s)) for s in self.memory.costed.strategies]
-        specs = {name: from_partition_spec(spec, self.codec.axis_names) for name, spec in pins.items()}
+        specs = {name: self._pinned_to(name, spec) for name, spec in pins.items()}
         for node, chosen in allowed_by_pins(self.codec, specs).items():
             kept[node] = chosen
         return tuple(kept)
+
+    def _pinned_to(self, name: str, spec: Any) -> Spec:
+        try:
+            return from_partition_spec(spec, self.codec.axis_names)
+        except PlanError as e:
+            raise PlanError(f"pin {name!r}: {e}") from e
 
     def promised_s(self, kept: Sequence[np.ndarray]) -> float:
         """What the kept strategies cost at least, as little work tells."""
@@ -430,7 +436,7 @@ def candidate_shapes(cluster: Cluster, options: Options) -> tuple[tuple[int, ...
     if int(np.prod(options.mesh)) != cluster.num_devices:
         raise InputError(
             f"the mesh {options.mesh} has {int(np.prod(options.mesh))} devices, the cluster {cluster.name} has "
-            f"{cluster.num_devices}"
+            f"{cluster.num_devices}. Give its axes sizes whose product is {cluster.num_devices}"
         )
     return (tuple(options.mesh),)
 

@@ -25,10 +25,11 @@ import numpy as np
 from cost_model.errors import PlanError
 from cost_model.units import format_bytes
 from search.ir.graph import Step
-from search.ir.spec import AXIS_NAMES, WHOLE, Spec, format_spec, parse_spec
+from search.ir.spec import AXIS_NAMES, PARTIAL, WHOLE, Spec, format_spec, parse_spec
 from search.memory.offload import MIN_BYTES, may_rest_on_host
 from search.plan.names import scoped_name, unique
 from search.plan.plan import Decisions
+from search.plan.text_table import plural
 from search.problem.costs import CostedGraph
 from search.problem.flat_program import FlatOp, ReadPhase
 from search.problem.op_groups import OpGroup
@@ -259,18 +260,15 @@ class DecisionCodec:
 
     def resting(self, node: int, wanted: Spec, name: str, place: str) -> np.ndarray:
         """The strategies of an argument's node that rest it in a spec."""
-        graph, wanted = self.costed.graph, self._spared(wanted)
-        port = graph.ports[graph.groups[node].op_classes[0], 0, True]
-        found = np.flatnonzero(
-            (port_specs(port, self.costed.strategies[node]) == np.array(wanted)).all(axis=1)
-        )
-        if not len(found):
-            shape = graph.folded.program.values[
-                graph.folded.op(graph.groups[node].op_classes[0]).results[0]
-            ].shape
+        graph, spared = self.costed.graph, self._spared(wanted)
+        op_class = graph.groups[node].op_classes[0]
+        specs = port_specs(graph.ports[op_class, 0, True], self.costed.strategies[node])
+        found = np.flatnonzero((specs == np.array(spared)).all(axis=1))
+        shape = graph.folded.program.values[graph.folded.op(op_class).results[0]].shape
+        if not len(found) or max(wanted) >= len(shape):
             raise PlanError(
                 f"{place}: {name} of shape {shape} cannot rest as {format_spec(wanted, self.axis_names)} on the mesh "
-                f"{self.mesh}: a dimension does not divide evenly. Choose another dimension or mesh"
+                f"{self.mesh}: {_why_not(wanted, shape)}"
             )
         return found
 
@@ -287,6 +285,15 @@ class DecisionCodec:
                 f"{place}: {name!r} cannot be {said!r}. Possible are: {shown}{'; ...' * (len(texts) > 6)}"
             )
         return texts.index(said)
+
+
+def _why_not(spec: Spec, shape: tuple[int, ...]) -> str:
+    """Why an argument cannot rest so."""
+    if (wanted := max(spec) + 1) > len(shape):
+        return f"it has {plural(len(shape), 'dimension')}, and the spec is for {wanted}"
+    if PARTIAL in spec:
+        return "an argument rests as it is, not as terms of a sum. Leave out unreduced"
+    return "a dimension does not divide evenly. Choose another dimension or mesh"
 
 
 def allowed_by_pins(codec: DecisionCodec, pins: Mapping[str, Spec]) -> dict[int, np.ndarray]:

@@ -17,6 +17,9 @@ from search.plan.text_table import aligned, more_of, plural
 _MAX_OP_LINES = 6
 """Lines for the heavy ops, as they are many and much alike. Source: a choice of ours."""
 
+_MAX_EDITS = 4
+"""Names of decisions in one line. Source: a choice of ours."""
+
 _HEAVY = re.compile(
     r"(?:^|[ /])(dot_general|ragged_dot\w*|conv_general_dilated|gather|scatter-add)(?: #\d+)?$"
 )
@@ -42,6 +45,7 @@ def summary(plan: Plan) -> str:
         raise PlanError(str(e)) from e
     parts = [
         _head(plan, cluster, model),
+        _edits(plan),
         argument_lines(plan.decisions.arguments),
         _ops(plan.decisions.ops),
         _microbatches(plan.decisions.microbatches),
@@ -72,6 +76,18 @@ def _head(plan: Plan, cluster: Cluster, model: MeshModel) -> list[str]:
     ]
     given = ", ".join(f"{key} {value}" for key, value in plan.options.items())
     return aligned([*rows, ("given", given)] if given else rows, indent=0)
+
+
+def _edits(plan: Plan) -> list[str]:
+    """What was edited by hand, as no estimate speaks of it."""
+    if not plan.is_edited:
+        return []
+    names = [name or table for table, name in plan.edited]
+    shown = ", ".join(names[:_MAX_EDITS]) + ", ..." * (len(names) > _MAX_EDITS)
+    what = (
+        f"{plural(len(names), 'decision')} edited by hand: {shown}" if names else "decisions deleted by hand"
+    )
+    return [what, "  the estimates below are those from before; what runs the plan makes new ones"]
 
 
 def _lies(model: MeshModel, axis: int) -> str:

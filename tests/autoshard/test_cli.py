@@ -415,6 +415,10 @@ def test_a_file_that_cannot_be_imported(run, tmp_path, source, message):
         (["--cluster", "8xCPU", "--pin", "w"], "wanted PATH=SPEC such as"),
         (["--cluster", "8xCPU", "--pin", "w=exit(1)"], "wanted PATH=SPEC such as"),
         (["--cluster", "8xCPU", "--pin", "v=P('data')"], "pin 'v' matches no argument"),
+        (
+            ["--cluster", "8xCPU", "--pin", "w=P('data')", "--pin", "w=P()"],
+            "--pin w is given twice: as P('data',) and as P()",
+        ),
         (["--cluster", "8xCPU", "--pin", "w=P(None, None, 'data')"], "w of shape (256, 256) cannot rest as"),
         (["--cluster", "8xCPU", "--out", "/nowhere/plan.json"], "there is no folder /nowhere"),
         (
