@@ -24,6 +24,10 @@ LARGE_SHARE = 0.05
 """Of a step's arguments: results that may be state are worth a warning from so many bytes on. Source: a choice of ours."""
 
 
+MAX_NAMES = 4
+"""Decisions that a warning names. Source: a choice of ours."""
+
+
 class AutoshardWarning(UserWarning):
     """Something that works, but perhaps not as its user thinks."""
 
@@ -117,6 +121,8 @@ def applied(step: Step, plan: Plan, place: str) -> driver.SearchResult:
         found = driver.apply(step, plan, hardware, place)
     except (InputError, PlanError) as e:  # in a plan, a cluster or a mesh that cannot be is the plan's fault
         raise PlanError(f"{e}. It was made with {versions}" if versions else str(e)) from e
+    if found.anew:
+        warnings.warn(_said_anew(plan, found, place), AutoshardWarning, stacklevel=4)
     if versions:
         warnings.warn(
             f"{place} was made with {versions}; the step is the same, so it is used",
@@ -124,6 +130,17 @@ def applied(step: Step, plan: Plan, place: str) -> driver.SearchResult:
             stacklevel=4,
         )
     return found
+
+
+def _said_anew(plan: Plan, found: driver.SearchResult, place: str) -> str:
+    """Which decisions gave way to which edits."""
+    edits = _some([name for _, name in plan.edited]) or "its arguments"
+    return f"{place}: what contradicts {edits}, as edited by hand, is decided anew: {_some(found.anew)}"
+
+
+def _some(names: Sequence[str]) -> str:
+    """The first few names."""
+    return ", ".join(names[:MAX_NAMES]) + f" and {len(names) - MAX_NAMES} more" * (len(names) > MAX_NAMES)
 
 
 def _check_cap(limit_bytes: int, cluster: Cluster, said: str) -> None:

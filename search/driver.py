@@ -20,10 +20,11 @@ from search.ir.sharding import StepSharding
 from search.ir.spec import AXIS_NAMES
 from search.memory.microbatches import microbatched
 from search.mesh_problem import DEFAULT_TIME_LIMIT_S, MeshProblem, Options, Progress, StepProblem
-from search.plan.decisions import apart, hosted
+from search.plan.decisions import EDITED, apart, hosted
 from search.plan.edits import marks_of
 from search.plan.estimates import estimate
 from search.plan.plan import Plan
+from search.plan.reconciliation import ContradictionError, Reconciled, reconciled
 from search.plan.retention import RetentionCodec
 from search.plan.shardings import step_sharding
 from search.problem.fingerprint import fingerprint
@@ -45,6 +46,7 @@ class SearchResult:
       on_mesh: the problem that it solves.
       chosen: a strategy for each node.
       bound_s: what the plan's gap is reckoned from, in seconds; -inf where nothing is proven.
+      anew: names of decisions of a loaded plan that contradicted what was edited in it, and were made anew.
     """
 
     plan: Plan
@@ -52,6 +54,7 @@ class SearchResult:
     on_mesh: MeshProblem
     chosen: Labels
     bound_s: float = -math.inf
+    anew: tuple[str, ...] = ()
 
     def bounded(self, bound_s: float) -> "SearchResult":
         """The same, certified by a lower bound on what computation and communication take together under any plan."""
@@ -90,7 +93,7 @@ def apply(step: Step, plan: Plan, cluster: Cluster, place: str = "plan") -> Sear
     """A loaded plan against the step that it is for: its decisions honoured, re-priced and re-checked.
 
     Raises:
-      PlanError: the plan is for another step, or decides something impossible.
+      PlanError: the plan is for another step, or decides something impossible; two edits contradict each other.
       InfeasibleError: what it decides does not fit its memory cap.
     """
     watch = Stopwatch(step.trace_s)
@@ -114,21 +117,36 @@ def apply(step: Step, plan: Plan, cluster: Cluster, place: str = "plan") -> Sear
         )
     watch.lap("graph")
     on_mesh = step_problem.on(cluster, shape)
-    kept = on_mesh.codec.allowed(plan.decisions, place)
+    decisions = _reconciled(on_mesh, plan, place)
     watch.lap("strategies")
     try:
-        solution, device = on_mesh.fitting(kept, plan.memory_bytes, DEFAULT_TIME_LIMIT_S)
+        solution, device = on_mesh.fitting(decisions.kept, plan.memory_bytes, DEFAULT_TIME_LIMIT_S)
     except NoFitError as e:
         raise InfeasibleError(
-            f"what {place} decides does not fit its cap of {format_bytes(plan.memory_bytes)} a device, or contradicts "
-            "itself. Undo the last edit, or raise memory_bytes"
+            f"what {place} decides does not fit its cap of {format_bytes(plan.memory_bytes)} a device. "
+            "Undo the last edit, or raise memory_bytes"
         ) from e
     watch.lap("solve")
     forced = Found(step_problem, on_mesh, solution.labels, device)
     found = _finished(step, forced, cluster, Options(plan.memory_bytes), plan.meshes, watch)
     was_s, is_s = plan.estimates.unhidden_s, found.plan.estimates.unhidden_s
     gap = plan.gap if math.isclose(is_s, was_s, rel_tol=1e-6) else None
-    return replace(found, plan=replace(found.plan, options=plan.options, cluster=plan.cluster, gap=gap))
+    found = replace(found, plan=replace(found.plan, options=plan.options, cluster=plan.cluster, gap=gap))
+    return replace(found, anew=tuple(name for node in decisions.anew for name in on_mesh.codec.names[node]))
+
+
+def _reconciled(on_mesh: MeshProblem, plan: Plan, place: str) -> Reconciled:
+    """What a plan's decisions leave, but for those that gave way to an edit."""
+    codec = on_mesh.codec
+    kept = codec.allowed(plan.decisions, place)
+    try:
+        return reconciled(on_mesh.problem, kept, codec.firmness(plan.decisions, plan.edited), EDITED)
+    except ContradictionError as e:
+        said = [f"{codec.names[node][0]!r} as {codec.said(node, plan.decisions)!r}" for node in e.nodes]
+        raise PlanError(
+            f"{place}: {' and '.join(said)} do not go together, and were both edited. Undo one of the two, or delete it to "
+            "have it decided anew"
+        ) from e
 
 
 def _finished(

@@ -11,11 +11,11 @@ the names of the step that it was searched for, also where several ops share one
 Arguments that are decided together, and their copies, are written out one by one; where a plan, edited by hand, says
 different things of them, they are taken apart (`apart`), and all else keeps its name.
 
-Decisions may be edited, or deleted to be searched again. Only what follows from an edit is let go by itself: a copy
-that was to be its source's own array is searched again where its source comes to lie otherwise.
+Decisions may be edited, or deleted to be searched again. Which give way where some contradict one another,
+`search.plan.reconciliation` says.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -27,17 +27,21 @@ from cost_model.units import format_bytes
 from search.ir.graph import Step
 from search.ir.spec import AXIS_NAMES, PARTIAL, WHOLE, Spec, format_spec, parse_spec
 from search.memory.offload import MIN_BYTES, may_rest_on_host
+from search.plan.edits import Decision
 from search.plan.names import scoped_name, unique
 from search.plan.plan import Decisions
 from search.plan.text_table import plural
 from search.problem.costs import CostedGraph
 from search.problem.flat_program import FlatOp, ReadPhase
 from search.problem.op_groups import OpGroup
-from search.problem.strategies import CopySource, port_specs
+from search.problem.strategies import port_specs
 from search.problem.strategy_graph import Maker, Port, StrategyGraph
 
 ON_HOST = " on host"
 """Said behind the spec of an argument that rests in the host's memory."""
+
+ARGUMENT, EDITED = 1, 2
+"""How firm decisions are: of an argument, and by hand; others are looser."""
 
 _KINDS = {"arguments": "argument", "ops": "op", "copies": "copy"}
 """The tables of a plan's decisions, and what a name in each stands for."""
@@ -210,7 +214,7 @@ class DecisionCodec:
             said = {table.get(name) for name in names}
             assert len(said) == 1, f"{names} are decided together, and of them the plan says {said}"
             (text,) = said
-            allowed.append(self._all(node) if text is None else self._meant(node, text, allowed, place))
+            allowed.append(self._all(node) if text is None else self._meant(node, text, place))
         return tuple(allowed)
 
     def _all(self, node: int) -> np.ndarray:
@@ -232,24 +236,26 @@ class DecisionCodec:
                 if name not in known:
                     raise PlanError(f"{place}: {name!r} names no {what} of this step")
 
-    def _meant(self, node: int, text: str, allowed: Sequence[np.ndarray], place: str) -> np.ndarray:
-        """The strategies that a decision leaves a node, given those that the nodes before it have left."""
-        name, kind = self.names[node][0], self._kind(node)
-        if kind == "arguments":
+    def _meant(self, node: int, text: str, place: str) -> np.ndarray:
+        """The strategies that a decision leaves its node."""
+        name = self.names[node][0]
+        if self._kind(node) == "arguments":
             return self.resting(node, self.parse(text.removesuffix(ON_HOST), name, place), name, place)
-        strategy = self._lookup(node, name, text, place)
-        if kind == "copies" and not self._may_be_held(node, strategy, allowed):
-            return self._all(node)
-        return np.array([strategy])
+        return np.array([self._lookup(node, name, text, place)])
 
-    def _may_be_held(self, node: int, strategy: int, allowed: Sequence[np.ndarray]) -> bool:
-        """Whether a copy's source may lie as the copy does, where this is to be the source's own array."""
-        graph, strategies = self.costed.graph, self.costed.strategies
-        if strategies[node].copy_sources[strategy] is not CopySource.SAME:
-            return True
-        source = graph.copies[node - len(graph.groups)].source
-        offered = port_specs(source, strategies[source.node])[allowed[source.node]]
-        return bool((offered == strategies[node].assignment[strategy]).all(axis=1).any())
+    def firmness(self, decisions: Decisions, edited: Collection[Decision]) -> dict[int, int]:
+        """Per node that a plan decides: how firmly it does, for `reconciled`."""
+        found: dict[int, int] = {}
+        for node, names in enumerate(self.names):
+            kind = self._kind(node)
+            if names[0] in getattr(decisions, kind):
+                is_edited = any((kind, name) in edited for name in names)
+                found[node] = EDITED if is_edited else ARGUMENT if kind == "arguments" else 0
+        return found
+
+    def said(self, node: int, decisions: Decisions) -> str:
+        """What a plan says of a node that it decides."""
+        return getattr(decisions, self._kind(node))[self.names[node][0]]
 
     def parse(self, text: str, name: str, place: str) -> Spec:
         """A spec of the plan, with the decision's name in the message."""

@@ -21,7 +21,7 @@ from search.problem.folding import fold
 from search.problem.kernels import Kernels
 from search.problem.op_groups import op_groups
 from search.problem.reshard import Resharder
-from search.problem.strategies import CopySource, all_strategies, port_specs
+from search.problem.strategies import CopySource, all_strategies
 from search.problem.strategy_graph import strategy_graph
 from tests.zoo import MAKERS, make_evoformer, make_t5
 
@@ -178,23 +178,7 @@ def test_no_two_names_or_texts_are_alike_and_all_are_read_as_they_were_written(m
     for _ in range(2):
         chosen = [int(bits.integers(len(s))) for s in strategies]
         found = words.allowed(words.decisions(chosen), "plan")
-        for n, (label, left) in enumerate(zip(chosen, found, strict=True)):
-            assert left.tolist() == (
-                list(range(len(strategies[n]))) if is_let_go(words, chosen, n) else [label]
-            )
-
-
-def is_let_go(words: DecisionCodec, chosen: list[int], n: int) -> bool:
-    """Whether a copy was to be an array that lies otherwise."""
-    graph, strategies = words.costed.graph, words.costed.strategies
-    if n < len(graph.groups) or strategies[n].copy_sources[chosen[n]] is not CopySource.SAME:
-        return False
-    source = graph.copies[n - len(graph.groups)].source
-    if source.node >= len(graph.groups) and is_let_go(words, chosen, source.node):
-        offered = port_specs(source, strategies[source.node])
-    else:
-        offered = port_specs(source, strategies[source.node])[[chosen[source.node]]]
-    return not (offered == strategies[n].assignment[chosen[n]]).all(axis=1).any()
+        assert [left.tolist() for left in found] == [[label] for label in chosen]
 
 
 # --- what a plan says
@@ -229,17 +213,6 @@ def test_where_nothing_can_be_chosen_nothing_is_said():
 def test_of_what_a_plan_does_not_say_everything_is_left():
     found = TWO.allowed(Decisions({"data": 2, "model": 2}, {}, {}, {}), "plan")
     assert [left.tolist() for left in found] == [list(range(len(s))) for s in TWO.costed.strategies]
-
-
-def test_a_copy_stays_its_source_s_array_only_where_that_lies_as_it_does():
-    def left(copy: str) -> list[str]:
-        edits = {"arguments": {"x": "P('model')"}, "copies": {"x -> backward": copy}}
-        n = node(TWO, "x -> backward")
-        return [TWO.text(n, label) for label in TWO.allowed(with_edits(**edits), "plan")[n]]
-
-    assert left("same P('model')") == ["same P('model')"]
-    assert left("fresh P()") == ["fresh P()"]
-    assert left("same P()") == TWO.texts(node(TWO, "x -> backward"))
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import autoshard
+from autoshard import AutoshardWarning
 from search.plan.plan import Plan
 
 
@@ -81,3 +82,13 @@ def test_a_plan_that_ran_is_no_longer_edited(plan):
     step.lower(PARAMS, BATCH)
     assert step.plan.decisions.arguments["batch"] == "P()"
     assert not step.plan.is_edited
+
+
+def test_what_is_decided_anew_for_an_edit_is_said(plan):
+    assert plan.decisions.copies["batch -> backward"].startswith("same ")
+    assert plan.decisions.arguments["batch"] != "P(None, 'model')"
+    changed = edit(plan, "arguments", "batch", "P(None, 'model')")
+    said = "the plan: what contradicts batch, as edited by hand, is decided anew: batch -> backward"
+    with pytest.warns(AutoshardWarning, match=said):
+        program = autoshard.emit(train_step, PARAMS, BATCH, plan=changed)
+    assert program.args[1].sharding.spec == jax.P(None, "model")
