@@ -175,6 +175,30 @@ def verify(
     return asked.verified(planning.applied(traced, given, place), full)
 
 
+def choices(
+    step: Callable[..., Any],
+    *abstract_args: Any,
+    plan: str | os.PathLike[str] | Plan,
+    name: str,
+    state: str | Sequence[str] | None = None,
+) -> tuple[str, ...]:
+    """All that a decision of a plan may be edited to.
+
+    Args:
+      step: the step that the plan was made for.
+      *abstract_args: its arguments' shapes.
+      plan: a plan or its file.
+      name: of the decision, as the plan has it, such as "forward dot_general".
+      state: as for `search`.
+
+    Raises:
+      PlanError: the plan is for another step, or nothing is decided under this name.
+    """
+    given, place = _given(plan)
+    traced = _traced(step, planning.cluster(given, place), abstract_args, state)
+    return planning.choices(traced, given, name, place)
+
+
 def parallelize(
     step: Callable[..., Any] | None = None,
     *,

@@ -16,6 +16,7 @@ import functools
 import json
 import math
 import os
+import shlex
 import sys
 import tempfile
 import threading
@@ -134,6 +135,12 @@ def _parser() -> argparse.ArgumentParser:
         )
     show = commands.add_parser("show", help="sum up a saved plan")
     show.add_argument("plan", metavar="PLAN")
+    show.add_argument("target", nargs="?", metavar="TARGET", help="as for search; for --choices")
+    show.add_argument(
+        "--choices",
+        metavar="NAME",
+        help="list what a decision, such as 'forward dot_general', may be edited to",
+    )
     show.add_argument("--against", metavar="PLAN", help="show what differs from this plan instead")
     show.set_defaults(run=_show)
     listing = commands.add_parser("clusters", help="list the presets, or show a cluster with its sources")
@@ -215,11 +222,25 @@ def _verify(options: argparse.Namespace) -> int:
 
 def _show(options: argparse.Namespace) -> int:
     plan = Plan.load(options.plan)
+    if options.choices is not None:
+        return _show_choices(options)
     if options.against is None:
         _print(plan, options.json)
         return 0
     comparison = plan.compare(Plan.load(options.against))
     print(json.dumps(comparison.to_json(), indent=1) if options.json else comparison, flush=True)
+    return 0
+
+
+def _show_choices(options: argparse.Namespace) -> int:
+    if options.target is None:
+        raise InputError(
+            "--choices needs the step: a plan says what is decided, and not what could be. Give its TARGET too: "
+            f"autoshard show {options.plan} train.py:target --choices {shlex.quote(options.choices)}"
+        )
+    with contextlib.redirect_stdout(sys.stderr), target(options.target) as (step, args):
+        found = api.choices(step, *args, plan=options.plan, name=options.choices)
+    print(json.dumps(found, indent=1) if options.json else "\n".join(found), flush=True)
     return 0
 
 

@@ -132,6 +132,14 @@ def applied(step: Step, plan: Plan, place: str) -> driver.SearchResult:
     return found
 
 
+def choices(step: Step, plan: Plan, name: str, place: str) -> tuple[str, ...]:
+    """All that a plan may decide under a name."""
+    try:
+        return driver.choices(step, plan, cluster(plan, place), name, place)
+    except InputError as e:
+        raise PlanError(str(e)) from e
+
+
 def _said_anew(plan: Plan, found: driver.SearchResult, place: str) -> str:
     """Which decisions gave way to which edits."""
     edits = _some([name for _, name in plan.edited]) or "its arguments"

@@ -97,26 +97,9 @@ def apply(step: Step, plan: Plan, cluster: Cluster, place: str = "plan") -> Sear
       InfeasibleError: what it decides does not fit its memory cap.
     """
     watch = Stopwatch(step.trace_s)
-    marks = _marks(step, plan.options.get("pin", {}))
-    if plan.fingerprint != (own := fingerprint(flatten(step))):
-        raise PlanError(
-            f"{place} was made for another step (its {plan.step!r} has fingerprint {plan.fingerprint}, this "
-            f"{step.name!r} has {own}). Search again for this one"
-        )
-    split = _in_microbatches(step, plan, place)
-    sites, waiting = _retained(split, marks, plan, place)
-    on_host, decided = hosted(step, plan.decisions, place), apart(step, plan.decisions)
-    step_problem = StepProblem.of(split, marks, cluster.device, sites, on_host, waiting, decided)
-    shape = tuple(plan.decisions.mesh.values())
-    if tuple(plan.decisions.mesh) != AXIS_NAMES.get(len(shape)):
-        raise PlanError(f"{place}: wanted mesh axes named {AXIS_NAMES}, got {tuple(plan.decisions.mesh)}")
-    if plan.num_devices != cluster.num_devices:
-        raise PlanError(
-            f"{place}: its mesh {format_mesh(shape)} has {plan.num_devices} devices, its cluster {cluster.name} has "
-            f"{cluster.num_devices}. Give the axes sizes whose product is {cluster.num_devices}"
-        )
+    step_problem = _step_problem(step, plan, cluster, place)
     watch.lap("graph")
-    on_mesh = step_problem.on(cluster, shape)
+    on_mesh = step_problem.on(cluster, tuple(plan.decisions.mesh.values()))
     decisions = _reconciled(on_mesh, plan, place)
     watch.lap("strategies")
     try:
@@ -133,6 +116,38 @@ def apply(step: Step, plan: Plan, cluster: Cluster, place: str = "plan") -> Sear
     gap = plan.gap if math.isclose(is_s, was_s, rel_tol=1e-6) else None
     found = replace(found, plan=replace(found.plan, options=plan.options, cluster=plan.cluster, gap=gap))
     return replace(found, anew=tuple(name for node in decisions.anew for name in on_mesh.codec.names[node]))
+
+
+def choices(step: Step, plan: Plan, cluster: Cluster, name: str, place: str = "plan") -> tuple[str, ...]:
+    """All that a decision of a plan can be, whatever the others are.
+
+    Raises:
+      PlanError: the plan is for another step, or decides nothing under this name.
+    """
+    on_mesh = _step_problem(step, plan, cluster, place).on(cluster, tuple(plan.decisions.mesh.values()))
+    return on_mesh.codec.choices(name, place)
+
+
+def _step_problem(step: Step, plan: Plan, cluster: Cluster, place: str) -> StepProblem:
+    """The step as a plan rewrites it, made ready."""
+    marks = _marks(step, plan.options.get("pin", {}))
+    if plan.fingerprint != (own := fingerprint(flatten(step))):
+        raise PlanError(
+            f"{place} was made for another step (its {plan.step!r} has fingerprint {plan.fingerprint}, this "
+            f"{step.name!r} has {own}). Search again for this one"
+        )
+    split = _in_microbatches(step, plan, place)
+    sites, waiting = _retained(split, marks, plan, place)
+    on_host, decided = hosted(step, plan.decisions, place), apart(step, plan.decisions)
+    shape = tuple(plan.decisions.mesh.values())
+    if tuple(plan.decisions.mesh) != AXIS_NAMES.get(len(shape)):
+        raise PlanError(f"{place}: wanted mesh axes named {AXIS_NAMES}, got {tuple(plan.decisions.mesh)}")
+    if plan.num_devices != cluster.num_devices:
+        raise PlanError(
+            f"{place}: its mesh {format_mesh(shape)} has {plan.num_devices} devices, its cluster {cluster.name} has "
+            f"{cluster.num_devices}. Give the axes sizes whose product is {cluster.num_devices}"
+        )
+    return StepProblem.of(split, marks, cluster.device, sites, on_host, waiting, decided)
 
 
 def _reconciled(on_mesh: MeshProblem, plan: Plan, place: str) -> Reconciled:

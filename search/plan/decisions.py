@@ -15,6 +15,9 @@ Decisions may be edited, or deleted to be searched again. Which give way where s
 `search.plan.reconciliation` says.
 """
 
+import difflib
+import re
+import shlex
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -42,6 +45,12 @@ ON_HOST = " on host"
 
 ARGUMENT, EDITED = 1, 2
 """How firm decisions are: of an argument, and by hand; others are looser."""
+
+MAX_SHOWN = 6
+"""Strategies in a message, of up to 130. Source: a choice of ours."""
+
+_SPEC = re.compile(r"\b(?:jax\.)?(?:sharding\.)?P(?:artitionSpec)?\(((?:[^()]|\([^()]*\))*)\)")
+"""A spec in a text, by any of its names."""
 
 _KINDS = {"arguments": "argument", "ops": "op", "copies": "copy"}
 """The tables of a plan's decisions, and what a name in each stands for."""
@@ -260,7 +269,7 @@ class DecisionCodec:
     def parse(self, text: str, name: str, place: str) -> Spec:
         """A spec of the plan, with the decision's name in the message."""
         try:
-            return parse_spec(text, self.axis_names)
+            return parse_spec(_SPEC.sub(r"P(\1)", text), self.axis_names)
         except PlanError as e:
             raise PlanError(f"{place}: {name}: {e}") from e
 
@@ -284,13 +293,37 @@ class DecisionCodec:
         return tuple(d if size > 1 else WHOLE for d, size in zip(spec, sizes, strict=True))
 
     def _lookup(self, node: int, name: str, said: str, place: str) -> int:
-        texts = self.texts(node)
-        if said not in texts:
-            shown = "; ".join(texts[:6])
+        texts, wanted = self.texts(node), self._written_alike(said, name, place)
+        if wanted not in texts:
+            shown = "; ".join(texts[:MAX_SHOWN])
+            more = f"; ... All {len(texts)}: autoshard show PLAN TARGET --choices {shlex.quote(name)}"
             raise PlanError(
-                f"{place}: {name!r} cannot be {said!r}. Possible are: {shown}{'; ...' * (len(texts) > 6)}"
+                f"{place}: {name!r} cannot be {said!r}. Possible are: {shown}{more * (len(texts) > MAX_SHOWN)}"
             )
-        return texts.index(said)
+        return texts.index(wanted)
+
+    def _written_alike(self, text: str, name: str, place: str) -> str:
+        """A strategy's text with its specs as we write them: specs that mean the same are the same text."""
+
+        def alike(found: re.Match[str]) -> str:
+            return format_spec(self._spared(self.parse(found[0], name, place)), self.axis_names)
+
+        spaced = re.sub(r"\s*(->|,)\s*", lambda mark: " -> " if mark[1] == "->" else ", ", text)
+        return re.sub(r"\s+", " ", _SPEC.sub(alike, spaced)).strip()
+
+    def choices(self, name: str, place: str) -> tuple[str, ...]:
+        """All that a decision can be.
+
+        Raises:
+          PlanError: nothing is decided under this name.
+        """
+        named = {name: node for node, names in enumerate(self.names) for name in names}
+        if name not in named:
+            near = difflib.get_close_matches(name, named, n=MAX_SHOWN, cutoff=0.0)
+            raise PlanError(
+                f"{place}: {name!r} names no decision of this step. Near it are: {'; '.join(near)}"
+            )
+        return tuple(self.texts(named[name]))
 
 
 def _why_not(spec: Spec, shape: tuple[int, ...]) -> str:

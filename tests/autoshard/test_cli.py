@@ -151,6 +151,28 @@ def test_show_against_another_plan_shows_what_differs(run, train, tmp_path):
     assert "none.json" in err
 
 
+def test_show_lists_the_choices_of_a_decision_and_each_can_be(run, train, tmp_path):
+    path, name = tmp_path / "plan.json", "forward dot_general"
+    run("search", f"{train}:target", "--cluster", "8xCPU", "--mesh", "8", "--out", path)
+    status, out, _ = run("show", path, f"{train}:target", "--choices", name)
+    choices = out.splitlines()
+    assert status == 0
+    assert sorted(choices) == sorted(
+        [
+            "P(), P() -> P()",
+            "P('data'), P() -> P('data')",
+            "P(None, 'data'), P('data') -> P(unreduced={'data'})",
+            "P(), P(None, 'data') -> P(None, 'data')",
+        ]
+    )
+    assert json.loads(path.read_text())["decisions"]["ops"][name] in choices
+    assert json.loads(run("show", path, f"{train}:target", "--choices", name, "--json")[1]) == choices
+    status, _, err = run("show", path, "--choices", name)
+    assert (status, err.count("\n")) == (2, 1)
+    assert "--choices needs the step" in err
+    assert run("show", path, f"{train}:target", "--choices", "nothing")[0] == 4
+
+
 def test_a_saved_plan_suits_the_step_that_it_was_made_for(run, train, tmp_path):
     path = tmp_path / "plan.json"
     for name in ("target", "partial"):

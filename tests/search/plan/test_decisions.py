@@ -253,6 +253,45 @@ def test_what_does_not_divide_is_refused_with_shape_and_mesh():
         words.allowed(Decisions({"data": 4}, {"x": "P('data')"}, {}, {}), "plan")
 
 
+@pytest.mark.parametrize(
+    ("kind", "name", "written", "meant"),
+    [
+        ("ops", "result[1]", "P('data', )", "P('data')"),
+        ("ops", "result[1]", "PartitionSpec(('data',))", "P('data')"),
+        ("ops", "result[1]", ' jax.P( "model" ) ', "P('model')"),
+        (
+            "ops",
+            "forward layer_0/dot_general",
+            "P('data',None),P(None,None)->P('data')",
+            "P('data'), P() -> P('data')",
+        ),
+        ("copies", "x -> backward", "fresh  P(('data','model'), None)", "fresh P(('data', 'model'))"),
+        ("arguments", "x", "jax.sharding.PartitionSpec('data', None)", "P('data')"),
+    ],
+)
+def test_specs_are_compared_as_specs(kind, name, written, meant):
+    n = node(TWO, name)
+    (label,) = TWO.allowed(with_edits(**{kind: {name: written}}), "plan")[n]
+    assert TWO.text(n, label) == meant
+
+
+def test_the_choices_of_a_decision_are_its_texts():
+    name = "forward layer_0/dot_general"
+    assert TWO.choices(name, "plan") == tuple(TWO.texts(node(TWO, name)))
+    with pytest.raises(
+        PlanError, match=r"my\.json: 'forward dot' names no decision of this step\. Near it are: forward "
+    ):
+        TWO.choices("forward dot", "my.json")
+
+
+def test_where_not_all_choices_are_shown_it_is_said_how():
+    with pytest.raises(
+        PlanError,
+        match=r"; \.\.\. All 16: autoshard show PLAN TARGET --choices 'forward layer_0/dot_general'",
+    ):
+        TWO.allowed(with_edits(ops={"forward layer_0/dot_general": "P()"}), "plan")
+
+
 # --- pins, and arguments taken apart
 
 
