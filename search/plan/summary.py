@@ -12,7 +12,7 @@ from cost_model.errors import InputError, PlanError
 from cost_model.units import format_bytes, format_mesh, format_rate, format_seconds
 from search.plan.argument_lines import argument_lines
 from search.plan.plan import Estimates, Plan
-from search.plan.text_table import aligned, more_of, plural
+from search.plan.text_table import aligned, fitted, more_of, plural
 
 _MAX_OP_LINES = 6
 """Lines for the heavy ops, as they are many and much alike. Source: a choice of ours."""
@@ -33,7 +33,7 @@ def summary(plan: Plan) -> str:
       plan: from `search`, or loaded.
 
     Returns:
-      Lines for a terminal, the same for the same plan but for the search time, which only fresh plans have.
+      Lines that fit the terminal, the same for the same plan but for the search time, which only fresh plans have.
 
     Raises:
       PlanError: a loaded plan's cluster does not make sense, or has not as many devices as the mesh.
@@ -55,7 +55,7 @@ def summary(plan: Plan) -> str:
         _memory(plan.estimates, plan.memory_bytes),
         _search(plan),
     ]
-    return "\n".join("\n".join(lines) for lines in parts if lines)
+    return fitted("\n".join("\n".join(lines) for lines in parts if lines))
 
 
 # --- the parts

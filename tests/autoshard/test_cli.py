@@ -151,6 +151,13 @@ def test_show_against_another_plan_shows_what_differs(run, train, tmp_path):
     assert "none.json" in err
 
 
+@pytest.mark.parametrize("command", [["clusters"], ["clusters", "64xH100-80GB"]])
+def test_tables_fit_the_terminal(run, monkeypatch, command):
+    monkeypatch.setenv("COLUMNS", "80")
+    _, out, _ = run(*command)
+    assert 60 < max(map(len, out.splitlines())) <= 80
+
+
 def test_show_lists_the_choices_of_a_decision_and_each_can_be(run, train, tmp_path):
     path, name = tmp_path / "plan.json", "forward dot_general"
     run("search", f"{train}:target", "--cluster", "8xCPU", "--mesh", "8", "--out", path)
