@@ -46,7 +46,7 @@ class SearchResult:
       on_mesh: the problem that it solves.
       chosen: a strategy for each node.
       bound_s: what the plan's gap is reckoned from, in seconds; -inf where nothing is proven.
-      anew: names of decisions of a loaded plan that contradicted what was edited in it, and were made anew.
+      anew: names of decisions of a loaded plan that contradicted what was edited in it, and were made anew or fell away.
     """
 
     plan: Plan
@@ -115,7 +115,9 @@ def apply(step: Step, plan: Plan, cluster: Cluster, place: str = "plan") -> Sear
     was_s, is_s = plan.estimates.unhidden_s, found.plan.estimates.unhidden_s
     gap = plan.gap if math.isclose(is_s, was_s, rel_tol=1e-6) else None
     found = replace(found, plan=replace(found.plan, options=plan.options, cluster=plan.cluster, gap=gap))
-    return replace(found, anew=tuple(name for node in decisions.anew for name in on_mesh.codec.names[node]))
+    gone = [name for _, name in on_mesh.codec.unknown(plan.decisions)]
+    anew = [name for node in decisions.anew for name in on_mesh.codec.names[node]]
+    return replace(found, anew=(*gone, *anew))
 
 
 def choices(step: Step, plan: Plan, cluster: Cluster, name: str, place: str = "plan") -> tuple[str, ...]:
@@ -153,7 +155,7 @@ def _step_problem(step: Step, plan: Plan, cluster: Cluster, place: str) -> StepP
 def _reconciled(on_mesh: MeshProblem, plan: Plan, place: str) -> Reconciled:
     """What a plan's decisions leave, but for those that gave way to an edit."""
     codec = on_mesh.codec
-    kept = codec.allowed(plan.decisions, place)
+    kept = codec.allowed(plan.decisions, place, plan.edited)
     try:
         return reconciled(on_mesh.problem, kept, codec.firmness(plan.decisions, plan.edited), EDITED)
     except ContradictionError as e:

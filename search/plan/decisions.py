@@ -210,13 +210,19 @@ class DecisionCodec:
         arguments = {name: tables["arguments"][name] for name in in_order}
         return Decisions(self.mesh, arguments, tables["ops"], tables["copies"])
 
-    def allowed(self, decisions: Decisions, place: str) -> tuple[np.ndarray, ...]:
+    def allowed(
+        self, decisions: Decisions, place: str, edited: Collection[Decision] = ()
+    ) -> tuple[np.ndarray, ...]:
         """Per node: the strategies that a plan's decisions leave; all of them where the plan says nothing.
+
+        Where some were edited, such as what rests on the host, others may be left without an op: these say nothing.
 
         Raises:
           PlanError: a decision that is not possible, or that names nothing in this step.
         """
-        self._refuse_unknown(decisions, place)
+        for kind, name in self.unknown(decisions):
+            if not edited or (kind, name) in edited:
+                raise PlanError(f"{place}: {name!r} names no {_KINDS[kind]} of this step")
         allowed: list[np.ndarray] = []
         for node, names in enumerate(self.names):
             table = getattr(decisions, self._kind(node))
@@ -236,14 +242,11 @@ class DecisionCodec:
             return "copies"
         return "arguments" if graph.folded.op(graph.groups[node].op_classes[0]).name == "input" else "ops"
 
-    def _refuse_unknown(self, decisions: Decisions, place: str) -> None:
-        for kind, what in _KINDS.items():
-            known = {
-                name for node, names in enumerate(self.names) if self._kind(node) == kind for name in names
-            }
-            for name in getattr(decisions, kind):
-                if name not in known:
-                    raise PlanError(f"{place}: {name!r} names no {what} of this step")
+    def unknown(self, decisions: Decisions) -> tuple[Decision, ...]:
+        """The decisions that name nothing in this step."""
+        known = {(self._kind(node), name) for node, names in enumerate(self.names) for name in names}
+        said = ((kind, name) for kind in _KINDS for name in getattr(decisions, kind))
+        return tuple(decision for decision in said if decision not in known)
 
     def _meant(self, node: int, text: str, place: str) -> np.ndarray:
         """The strategies that a decision leaves its node."""

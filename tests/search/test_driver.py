@@ -221,6 +221,28 @@ def test_an_edited_op_wins_over_the_copies_for_it(tmp_path):
     assert_survives(stack(), again, tmp_path)
 
 
+@pytest.mark.parametrize("spec", ["P('model') on host", "P() on host", "P('data')", "P()"])
+def test_what_rests_on_the_host_may_rest_otherwise_and_what_brings_it_follows(spec, tmp_path):
+    def step(w, momentum, x):
+        momentum = 0.9 * momentum + jax.grad(lambda w: jnp.mean(jnp.tanh(x @ w) ** 2))(w)
+        return w - 0.1 * momentum, momentum
+
+    w, x = jax.ShapeDtypeStruct((512, 512), "float32"), jax.ShapeDtypeStruct((64, 512), "float32")
+    traced_step = trace(step, w, w, x)
+    options = Options(plans.PLENTY_BYTES, (2, 4), offload=("optimizer_state",))
+    plan = driver.find(traced_step, CLUSTER, options).plan
+    assert plan.decisions.arguments["momentum"] not in (spec, spec.removesuffix(" on host"))
+    again = reloaded(traced_step, with_edits(plan, arguments={"momentum": spec}), tmp_path)
+    assert again.plan.decisions.arguments == plan.decisions.arguments | {"momentum": spec}
+    assert again.anew
+    assert all("offload" in name for name in again.anew)
+
+
+def test_an_edit_that_names_nothing_is_refused(tmp_path):
+    with pytest.raises(PlanError, match="'forward sin' names no op of this step"):
+        reloaded(stack(), with_edits(found_with({}).plan, ops={"forward sin": "P()"}), tmp_path)
+
+
 def test_two_edits_that_contradict_each_other_are_both_named(tmp_path):
     plan = found_with({}).plan
     name, other = "layers[4]['w'] -> backward", "P('data'), P(None, 'model') -> P('data', 'model')"
