@@ -117,7 +117,7 @@ def test_the_json_says_what_the_table_says(plan):
 
 
 def test_the_table_fits_the_terminal(plan, monkeypatch):
-    found = verdict(plan, extent=Extent(4, 48, ""))
+    found = verdict(plan, extent=Extent(4, 48))
     assert max(map(len, str(found).splitlines())) > 80
     monkeypatch.setenv("COLUMNS", "80")
     assert max(map(len, str(found).splitlines())) <= 80
