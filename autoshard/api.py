@@ -175,6 +175,30 @@ def verify(
     return asked.verified(planning.applied(traced, given, place), full)
 
 
+def choices(
+    step: Callable[..., Any],
+    *abstract_args: Any,
+    plan: str | os.PathLike[str] | Plan,
+    name: str,
+    state: str | Sequence[str] | None = None,
+) -> tuple[str, ...]:
+    """All that a decision of a plan may be edited to.
+
+    Args:
+      step: the step that the plan was made for.
+      *abstract_args: its arguments' shapes.
+      plan: a plan or its file.
+      name: of the decision, as the plan has it, such as "forward dot_general".
+      state: as for `search`.
+
+    Raises:
+      PlanError: the plan is for another step, or nothing is decided under this name.
+    """
+    given, place = _given(plan)
+    traced = _traced(step, planning.cluster(given, place), abstract_args, state)
+    return planning.choices(traced, given, name, place)
+
+
 def parallelize(
     step: Callable[..., Any] | None = None,
     *,
@@ -207,7 +231,8 @@ def parallelize(
       remat: as for `search`.
       microbatches: as for `search`.
       offload: as for `search`.
-      plan: a plan or its file: no search. The step, its shapes and the number of devices must be the plan's.
+      plan: a plan or its file: no search. The step, its shapes and the number of devices must be the plan's; options that it
+        has decided (`cluster`, `memory`, `mesh`, `pin`, `remat`, `microbatches`, `offload`) are refused beside it.
       time_limit_s: as for `search`.
       devices: where to run; by default all that JAX sees.
       static_argnums: positions of arguments that are constants of the step, as for `jax.jit`: each value has a plan of its
@@ -246,6 +271,16 @@ def parallelize(
     if not callable(step):
         raise InputError(f"parallelize wants a function, got {type(step).__name__}")
     given, place = (None, "") if plan is None else _given(plan)
+    if given is not None:
+        _refuse_beside_a_plan(
+            cluster=cluster,
+            memory=memory,
+            mesh=mesh,
+            pin=pin,
+            remat=remat,
+            microbatches=microbatches,
+            offload=offload,
+        )
     request = Request(
         cluster,
         memory,
@@ -268,6 +303,15 @@ def parallelize(
 def _given(plan: str | os.PathLike[str] | Plan) -> tuple[Plan, str]:
     """A plan, and how messages call it."""
     return (plan, "the plan") if isinstance(plan, Plan) else (Plan.load(plan), str(plan))
+
+
+def _refuse_beside_a_plan(**options: Any) -> None:
+    """What a plan has decided cannot be asked for beside it."""
+    if said := [name for name, value in options.items() if value is not None]:
+        raise InputError(
+            f"plan= has decided what {', '.join(f'{name}=' for name in said)} would say: leave that out, or leave out plan= "
+            "to search again"
+        )
 
 
 def _traced(

@@ -20,7 +20,7 @@ from cost_model.errors import ClusterError, InputError, first_line
 from cost_model.hardware import parse_cluster
 from cost_model.units import format_flops, format_rate, format_seconds
 from cost_model.whole_file import write_whole
-from search.plan.text_table import Row, aligned
+from search.plan.text_table import Row, aligned, fitted
 
 _UNKNOWN = "1xL4"
 """The preset that stands in for devices that no preset describes. Source: a choice of ours, the smallest one."""
@@ -52,7 +52,7 @@ class Calibration:
         missing = [key for key, source in self.cluster.sources if source.startswith(NOT_MEASURED)]
         name = f"{self.cluster.name}: {self.cluster.num_devices} x {self.cluster.device.name}"
         lines = [f"{name}, in {format_seconds(self.seconds)}", *aligned(rows, right=(1, 2, 3, 4, 5))]
-        return "\n".join([*lines, f"from the nearest preset: {', '.join(missing)}"])
+        return fitted("\n".join([*lines, f"from the nearest preset: {', '.join(missing)}"]))
 
     def save(self, path: Path) -> None:
         """Writes the cluster file, whole or not at all.

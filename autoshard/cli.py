@@ -16,6 +16,7 @@ import functools
 import json
 import math
 import os
+import shlex
 import sys
 import tempfile
 import threading
@@ -32,6 +33,7 @@ from autoshard import api, clusters
 from autoshard.calibrate import calibrate
 from autoshard.target import target
 from cost_model.errors import AutoshardError, InputError, first_line
+from cost_model.whole_file import destination
 from search.plan.plan import Plan
 
 _INTERRUPTED = 128 + 2
@@ -133,6 +135,12 @@ def _parser() -> argparse.ArgumentParser:
         )
     show = commands.add_parser("show", help="sum up a saved plan")
     show.add_argument("plan", metavar="PLAN")
+    show.add_argument("target", nargs="?", metavar="TARGET", help="as for search; for --choices")
+    show.add_argument(
+        "--choices",
+        metavar="NAME",
+        help="list what a decision, such as 'forward dot_general', may be edited to",
+    )
     show.add_argument("--against", metavar="PLAN", help="show what differs from this plan instead")
     show.set_defaults(run=_show)
     listing = commands.add_parser("clusters", help="list the presets, or show a cluster with its sources")
@@ -178,7 +186,7 @@ def _search(options: argparse.Namespace) -> int:
                 cluster=options.cluster,
                 memory=options.memory,
                 mesh=options.mesh,
-                pin=dict(options.pin),
+                pin=_pins(options.pin),
                 remat=options.remat,
                 microbatches=options.microbatches,
                 offload=options.offload,
@@ -214,11 +222,25 @@ def _verify(options: argparse.Namespace) -> int:
 
 def _show(options: argparse.Namespace) -> int:
     plan = Plan.load(options.plan)
+    if options.choices is not None:
+        return _show_choices(options)
     if options.against is None:
         _print(plan, options.json)
         return 0
     comparison = plan.compare(Plan.load(options.against))
     print(json.dumps(comparison.to_json(), indent=1) if options.json else comparison, flush=True)
+    return 0
+
+
+def _show_choices(options: argparse.Namespace) -> int:
+    if options.target is None:
+        raise InputError(
+            "--choices needs the step: a plan says what is decided, and not what could be. Give its TARGET too: "
+            f"autoshard show {options.plan} train.py:target --choices {shlex.quote(options.choices)}"
+        )
+    with contextlib.redirect_stdout(sys.stderr), target(options.target) as (step, args):
+        found = api.choices(step, *args, plan=options.plan, name=options.choices)
+    print(json.dumps(found, indent=1) if options.json else "\n".join(found), flush=True)
     return 0
 
 
@@ -270,14 +292,13 @@ def _print(plan: Plan, as_json: bool) -> None:
 
 def _check_writable(path: Path) -> None:
     """Before the work, not after it."""
-    if path.is_dir():
-        raise InputError(f"--out {path} is a folder; name a file in it")
-    if not path.parent.is_dir():
-        raise InputError(f"--out {path}: there is no folder {path.parent}")
+    folder = destination(path, "--out").parent
+    if not folder.is_dir():
+        raise InputError(f"--out {path}: there is no folder {folder}")
     try:
-        tempfile.TemporaryFile(dir=path.parent).close()
+        tempfile.TemporaryFile(dir=folder).close()
     except OSError:
-        raise InputError(f"--out {path}: the folder {path.parent} cannot be written to") from None
+        raise InputError(f"--out {path}: the folder {folder} cannot be written to") from None
 
 
 # --- options
@@ -318,6 +339,14 @@ def _pin(text: str) -> tuple[str, PartitionSpec]:
     except (SyntaxError, ValueError, TypeError):
         message = f"wanted PATH=SPEC such as \"params['emb']=P('model')\", got {text!r}"
         raise argparse.ArgumentTypeError(message) from None
+
+
+def _pins(pairs: Sequence[tuple[str, PartitionSpec]]) -> dict[str, PartitionSpec]:
+    pins: dict[str, PartitionSpec] = {}
+    for path, spec in pairs:
+        if pins.setdefault(path, spec) != spec:
+            raise InputError(f"--pin {path} is given twice: as {pins[path]} and as {spec}. Keep one of them")
+    return pins
 
 
 # --- the terminal

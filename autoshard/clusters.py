@@ -7,7 +7,7 @@ from cost_model.cluster_file import number_paths, source_of
 from cost_model.hardware import parse_cluster
 from cost_model.presets import NODE_DEVICES, PRESETS
 from cost_model.units import format_bytes, format_flops, format_rate
-from search.plan.text_table import aligned
+from search.plan.text_table import aligned, fitted
 
 
 def presets() -> dict[str, Cluster]:
@@ -20,7 +20,7 @@ def preset_table() -> str:
     head = ("preset", "memory", "bandwidth", "bfloat16 peak", "link in a node", "networks, per device")
     rows = [_row(name, cluster) for name, cluster in presets().items()]
     note = "Use one as COUNTxPRESET or COUNTxPRESET-NETWORK: 64xH100-80GB, 16xA100-80GB-Ethernet."
-    return "\n".join([*aligned([head, *rows], indent=0, right=(1, 2, 3, 4)), note])
+    return fitted("\n".join([*aligned([head, *rows], indent=0, right=(1, 2, 3, 4)), note]))
 
 
 def named(text: str) -> Cluster:
@@ -35,7 +35,7 @@ def description(cluster: Cluster) -> str:
     data = cluster.to_json()
     rows = [(key, str(_at(data, key)), source_of(cluster, key) or "default") for key in number_paths(data)]
     head = f"{cluster.name}: {nodes} of {cluster.devices_per_node} {cluster.device.name}"
-    return "\n".join([head, *aligned([("number", "value", "source"), *rows])])
+    return fitted("\n".join([head, *aligned([("number", "value", "source"), *rows])]))
 
 
 def _row(name: str, cluster: Cluster) -> tuple[str, ...]:

@@ -192,6 +192,11 @@ class Parallelized:
         request = self._request
         devices = list(jax.devices() if request.devices is None else request.devices)
         hardware = self._hardware(devices)
+        if request.plan is None and hardware.num_devices > len(devices):
+            raise InputError(
+                f"the cluster {hardware.name} has {hardware.num_devices} devices, and there are {len(devices)} to run on. "
+                "Leave cluster= out to plan for these, or use search to plan for others"
+            )
         traced = planning.traced(call.step, hardware, call.args, call.kwargs, request.state)
         if request.plan is not None and not self._planned:
             found = planning.applied(traced, request.plan, request.place)
@@ -209,7 +214,7 @@ class Parallelized:
         options = planning.options(
             traced,
             hardware,
-            asked.memory,
+            asked.memory if asked.plan is None else asked.plan.memory_bytes,
             asked.mesh,
             asked.pin,
             asked.time_limit_s,

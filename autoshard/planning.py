@@ -24,6 +24,10 @@ LARGE_SHARE = 0.05
 """Of a step's arguments: results that may be state are worth a warning from so many bytes on. Source: a choice of ours."""
 
 
+MAX_NAMES = 4
+"""Decisions that a warning names. Source: a choice of ours."""
+
+
 class AutoshardWarning(UserWarning):
     """Something that works, but perhaps not as its user thinks."""
 
@@ -79,6 +83,7 @@ def options(
 ) -> Options:
     """What the user asks of a search, checked."""
     limit = cluster.device_memory_limit() if memory is None else parse_bytes(memory)
+    _check_cap(limit, cluster, f"memory={memory!r}")
     seconds = DEFAULT_TIME_LIMIT_S if time_limit_s is None else time_limit_s
     kinds = offload if offload is None or isinstance(offload, str) else tuple(offload)
     pins = _resolved(step, pin or {})
@@ -109,11 +114,15 @@ def cluster(plan: Plan, place: str) -> Cluster:
 
 def applied(step: Step, plan: Plan, place: str) -> driver.SearchResult:
     """A given plan on its step. Where JAX has changed in between, the fingerprint decides if it still suits."""
+    hardware = cluster(plan, place)
     versions = f"JAX {plan.jax}, and this is JAX {jax.__version__}" if plan.jax != jax.__version__ else ""
     try:
-        found = driver.apply(step, plan, cluster(plan, place), place)
+        _check_cap(plan.memory_bytes, hardware, f"{place}: memory_bytes {plan.memory_bytes}")
+        found = driver.apply(step, plan, hardware, place)
     except (InputError, PlanError) as e:  # in a plan, a cluster or a mesh that cannot be is the plan's fault
         raise PlanError(f"{e}. It was made with {versions}" if versions else str(e)) from e
+    if found.anew:
+        warnings.warn(_said_anew(plan, found, place), AutoshardWarning, stacklevel=4)
     if versions:
         warnings.warn(
             f"{place} was made with {versions}; the step is the same, so it is used",
@@ -121,6 +130,35 @@ def applied(step: Step, plan: Plan, place: str) -> driver.SearchResult:
             stacklevel=4,
         )
     return found
+
+
+def choices(step: Step, plan: Plan, name: str, place: str) -> tuple[str, ...]:
+    """All that a plan may decide under a name."""
+    try:
+        return driver.choices(step, plan, cluster(plan, place), name, place)
+    except InputError as e:
+        raise PlanError(str(e)) from e
+
+
+def _said_anew(plan: Plan, found: driver.SearchResult, place: str) -> str:
+    """Which decisions gave way to which edits."""
+    edits = _some([name for _, name in plan.edited]) or "its arguments"
+    return f"{place}: what contradicts {edits}, as edited by hand, is decided anew: {_some(found.anew)}"
+
+
+def _some(names: Sequence[str]) -> str:
+    """The first few names."""
+    return ", ".join(names[:MAX_NAMES]) + f" and {len(names) - MAX_NAMES} more" * (len(names) > MAX_NAMES)
+
+
+def _check_cap(limit_bytes: int, cluster: Cluster, said: str) -> None:
+    """A cap that no device has would be no cap."""
+    device = cluster.device
+    if limit_bytes > device.memory_bytes:
+        raise InputError(
+            f"{said} is more than the {format_bytes(device.memory_bytes)} that one {device.name} has, of which the runtime "
+            f"leaves {format_bytes(cluster.device_memory_limit())}"
+        )
 
 
 def _mesh_shape(mesh: Sequence[int] | None) -> tuple[int, ...] | None:
@@ -144,5 +182,8 @@ def _resolved(step: Step, pin: Pins) -> dict[str, PartitionSpec]:
                 else f"matches no argument; they are named like {names[0]}"
             )
             raise InputError(f"pin {key!r} {what}. Name one argument by its pytree path")
-        resolved[hits[0]] = spec
+        if resolved.setdefault(hits[0], spec) != spec:
+            raise InputError(
+                f"pin {key!r} says {spec} of {hits[0]}, and another pin says {resolved[hits[0]]}. Keep one of them"
+            )
     return resolved

@@ -14,15 +14,17 @@ import jax
 
 from cost_model.cluster import Cluster
 from cost_model.errors import InfeasibleError, InputError, PlanError
-from cost_model.units import format_bytes
+from cost_model.units import format_bytes, format_mesh
 from search.ir.graph import Site, Step
 from search.ir.sharding import StepSharding
 from search.ir.spec import AXIS_NAMES
 from search.memory.microbatches import microbatched
 from search.mesh_problem import DEFAULT_TIME_LIMIT_S, MeshProblem, Options, Progress, StepProblem
-from search.plan.decisions import apart, hosted
+from search.plan.decisions import EDITED, apart, hosted
+from search.plan.edits import marks_of
 from search.plan.estimates import estimate
 from search.plan.plan import Plan
+from search.plan.reconciliation import ContradictionError, Reconciled, reconciled
 from search.plan.retention import RetentionCodec
 from search.plan.shardings import step_sharding
 from search.problem.fingerprint import fingerprint
@@ -44,6 +46,7 @@ class SearchResult:
       on_mesh: the problem that it solves.
       chosen: a strategy for each node.
       bound_s: what the plan's gap is reckoned from, in seconds; -inf where nothing is proven.
+      anew: names of decisions of a loaded plan that contradicted what was edited in it, and were made anew or fell away.
     """
 
     plan: Plan
@@ -51,6 +54,7 @@ class SearchResult:
     on_mesh: MeshProblem
     chosen: Labels
     bound_s: float = -math.inf
+    anew: tuple[str, ...] = ()
 
     def bounded(self, bound_s: float) -> "SearchResult":
         """The same, certified by a lower bound on what computation and communication take together under any plan."""
@@ -89,10 +93,45 @@ def apply(step: Step, plan: Plan, cluster: Cluster, place: str = "plan") -> Sear
     """A loaded plan against the step that it is for: its decisions honoured, re-priced and re-checked.
 
     Raises:
-      PlanError: the plan is for another step, or decides something impossible.
+      PlanError: the plan is for another step, or decides something impossible; two edits contradict each other.
       InfeasibleError: what it decides does not fit its memory cap.
     """
     watch = Stopwatch(step.trace_s)
+    step_problem = _step_problem(step, plan, cluster, place)
+    watch.lap("graph")
+    on_mesh = step_problem.on(cluster, tuple(plan.decisions.mesh.values()))
+    decisions = _reconciled(on_mesh, plan, place)
+    watch.lap("strategies")
+    try:
+        solution, device = on_mesh.fitting(decisions.kept, plan.memory_bytes, DEFAULT_TIME_LIMIT_S)
+    except NoFitError as e:
+        raise InfeasibleError(
+            f"what {place} decides does not fit its cap of {format_bytes(plan.memory_bytes)} a device. "
+            "Undo the last edit, or raise memory_bytes"
+        ) from e
+    watch.lap("solve")
+    forced = Found(step_problem, on_mesh, solution.labels, device)
+    found = _finished(step, forced, cluster, Options(plan.memory_bytes), plan.meshes, watch)
+    was_s, is_s = plan.estimates.unhidden_s, found.plan.estimates.unhidden_s
+    gap = plan.gap if math.isclose(is_s, was_s, rel_tol=1e-6) else None
+    found = replace(found, plan=replace(found.plan, options=plan.options, cluster=plan.cluster, gap=gap))
+    gone = [name for _, name in on_mesh.codec.unknown(plan.decisions)]
+    anew = [name for node in decisions.anew for name in on_mesh.codec.names[node]]
+    return replace(found, anew=(*gone, *anew))
+
+
+def choices(step: Step, plan: Plan, cluster: Cluster, name: str, place: str = "plan") -> tuple[str, ...]:
+    """All that a decision of a plan can be, whatever the others are.
+
+    Raises:
+      PlanError: the plan is for another step, or decides nothing under this name.
+    """
+    on_mesh = _step_problem(step, plan, cluster, place).on(cluster, tuple(plan.decisions.mesh.values()))
+    return on_mesh.codec.choices(name, place)
+
+
+def _step_problem(step: Step, plan: Plan, cluster: Cluster, place: str) -> StepProblem:
+    """The step as a plan rewrites it, made ready."""
     marks = _marks(step, plan.options.get("pin", {}))
     if plan.fingerprint != (own := fingerprint(flatten(step))):
         raise PlanError(
@@ -102,27 +141,29 @@ def apply(step: Step, plan: Plan, cluster: Cluster, place: str = "plan") -> Sear
     split = _in_microbatches(step, plan, place)
     sites, waiting = _retained(split, marks, plan, place)
     on_host, decided = hosted(step, plan.decisions, place), apart(step, plan.decisions)
-    step_problem = StepProblem.of(split, marks, cluster.device, sites, on_host, waiting, decided)
     shape = tuple(plan.decisions.mesh.values())
     if tuple(plan.decisions.mesh) != AXIS_NAMES.get(len(shape)):
         raise PlanError(f"{place}: wanted mesh axes named {AXIS_NAMES}, got {tuple(plan.decisions.mesh)}")
-    watch.lap("graph")
-    on_mesh = step_problem.on(cluster, shape)
-    kept = on_mesh.codec.allowed(plan.decisions, place)
-    watch.lap("strategies")
+    if plan.num_devices != cluster.num_devices:
+        raise PlanError(
+            f"{place}: its mesh {format_mesh(shape)} has {plan.num_devices} devices, its cluster {cluster.name} has "
+            f"{cluster.num_devices}. Give the axes sizes whose product is {cluster.num_devices}"
+        )
+    return StepProblem.of(split, marks, cluster.device, sites, on_host, waiting, decided)
+
+
+def _reconciled(on_mesh: MeshProblem, plan: Plan, place: str) -> Reconciled:
+    """What a plan's decisions leave, but for those that gave way to an edit."""
+    codec = on_mesh.codec
+    kept = codec.allowed(plan.decisions, place, plan.edited)
     try:
-        solution, device = on_mesh.fitting(kept, plan.memory_bytes, DEFAULT_TIME_LIMIT_S)
-    except NoFitError as e:
-        raise InfeasibleError(
-            f"what {place} decides does not fit its cap of {format_bytes(plan.memory_bytes)} a device, or contradicts "
-            "itself. Undo the last edit, or raise memory_bytes"
+        return reconciled(on_mesh.problem, kept, codec.firmness(plan.decisions, plan.edited), EDITED)
+    except ContradictionError as e:
+        said = [f"{codec.names[node][0]!r} as {codec.said(node, plan.decisions)!r}" for node in e.nodes]
+        raise PlanError(
+            f"{place}: {' and '.join(said)} do not go together, and were both edited. Undo one of the two, or delete it to "
+            "have it decided anew"
         ) from e
-    watch.lap("solve")
-    forced = Found(step_problem, on_mesh, solution.labels, device)
-    found = _finished(step, forced, cluster, Options(plan.memory_bytes), plan.meshes, watch)
-    was_s, is_s = plan.estimates.unhidden_s, found.plan.estimates.unhidden_s
-    gap = plan.gap if math.isclose(is_s, was_s, rel_tol=1e-6) else None
-    return replace(found, plan=replace(found.plan, options=plan.options, cluster=plan.cluster, gap=gap))
 
 
 def _finished(
@@ -138,6 +179,7 @@ def _finished(
     retention = RetentionCodec(step_problem.plain).said(sites, waiting) if sites or waiting else {}
     split = step_problem.traced
     decisions = found.on_mesh.codec.decisions(found.labels)
+    decisions = replace(decisions, retention=retention, microbatches=split.num_microbatches)
     plan = Plan(
         step=step.name,
         fingerprint=fingerprint(step_problem.plain.program if split is step else flatten(step)),
@@ -146,9 +188,10 @@ def _finished(
         options=_said(options),
         meshes=meshes,
         memory_bytes=options.memory_bytes,
-        decisions=replace(decisions, retention=retention, microbatches=split.num_microbatches),
+        decisions=decisions,
         estimates=estimate(costed, found.labels, found.device, found.host_bytes),
         gap=None,
+        marks=marks_of(decisions),
     )
     watch.lap("plan")
     plan = replace(plan, search_s=watch.seconds)

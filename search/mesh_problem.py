@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain
+from itertools import chain, permutations
 from types import MappingProxyType
 from typing import Any
 
@@ -16,12 +16,12 @@ import numpy as np
 
 from cost_model.cluster import Cluster, Device
 from cost_model.collectives import MeshModel
-from cost_model.errors import InputError
+from cost_model.errors import InputError, PlanError
 from cost_model.meshes import mesh_shapes
 from search.deadline import Deadline
 from search.device.prediction import Prediction, predict
 from search.ir.graph import Role, Site, Step
-from search.ir.spec import AXIS_NAMES, from_partition_spec
+from search.ir.spec import AXIS_NAMES, Spec, from_partition_spec
 from search.memory.offload import Offloaded, offloaded
 from search.memory.recompute import recomputed
 from search.plan.decisions import DecisionCodec, allowed_by_pins
@@ -236,10 +236,16 @@ class MeshProblem:
     def pinned(self, pins: Mapping[str, Any]) -> tuple[np.ndarray, ...]:
         """Per node: the strategies that the pins leave."""
         kept = [np.arange(len(s)) for s in self.memory.costed.strategies]
-        specs = {name: from_partition_spec(spec, self.codec.axis_names) for name, spec in pins.items()}
+        specs = {name: self._pinned_to(name, spec) for name, spec in pins.items()}
         for node, chosen in allowed_by_pins(self.codec, specs).items():
             kept[node] = chosen
         return tuple(kept)
+
+    def _pinned_to(self, name: str, spec: Any) -> Spec:
+        try:
+            return from_partition_spec(spec, self.codec.axis_names)
+        except PlanError as e:
+            raise PlanError(f"pin {name!r}: {e}") from e
 
     def promised_s(self, kept: Sequence[np.ndarray]) -> float:
         """What the kept strategies cost at least, as little work tells."""
@@ -421,26 +427,36 @@ def candidate_shapes(cluster: Cluster, options: Options) -> tuple[tuple[int, ...
     """The meshes to try.
 
     Raises:
-      InputError: the mesh that is asked for does not suit the cluster, or no mesh has the axes that the pins
-        name.
+      InputError: the mesh that is asked for does not suit the cluster, or no mesh has an axis that a pin names.
     """
     if options.mesh is None:
-        shapes = mesh_shapes(cluster, max_axes=2)
-        named = {a for spec in (options.pins or {}).values() for a in _axes_of(spec)}
-        shapes = tuple(s for s in shapes if named <= set(AXIS_NAMES[len(s)]))
-        if not shapes:
-            raise InputError(
-                f"no mesh has all the axes that the pins name: {sorted(named)}; axes are {AXIS_NAMES}"
-            )
-        return shapes
+        return _shapes_with(cluster, _named_axes(options.pins or {}))
     if len(options.mesh) not in AXIS_NAMES or min(options.mesh) < 1:
         raise InputError(f"wanted a mesh of 1 to 3 axes of positive size, got {options.mesh}")
     if int(np.prod(options.mesh)) != cluster.num_devices:
         raise InputError(
             f"the mesh {options.mesh} has {int(np.prod(options.mesh))} devices, the cluster {cluster.name} has "
-            f"{cluster.num_devices}"
+            f"{cluster.num_devices}. Give its axes sizes whose product is {cluster.num_devices}"
         )
     return (tuple(options.mesh),)
+
+
+def _shapes_with(cluster: Cluster, named: Mapping[str, str]) -> tuple[tuple[int, ...], ...]:
+    """The meshes that have all these axes; where the devices are too few to split into so many, with axes of size one."""
+    known = AXIS_NAMES[max(AXIS_NAMES)]
+    if unknown := sorted(named.keys() - set(known)):
+        raise InputError(
+            f"pin {named[unknown[0]]!r}: no mesh has an axis {unknown[0]!r}; axes are named {', '.join(map(repr, known))}"
+        )
+    num_axes = min(n for n, names in AXIS_NAMES.items() if named.keys() <= set(names))
+    shapes = mesh_shapes(cluster, max_axes=max(2, num_axes))
+    whole = (cluster.num_devices, *[1] * (num_axes - 1))
+    return tuple(s for s in shapes if len(s) >= num_axes) or tuple(sorted(set(permutations(whole))))
+
+
+def _named_axes(pins: Mapping[str, Any]) -> dict[str, str]:
+    """The axes that pins name, and for each an argument that is pinned to it."""
+    return {axis: name for name, spec in pins.items() for axis in sorted(_axes_of(spec))}
 
 
 def _axes_of(spec: Any) -> set[str]:

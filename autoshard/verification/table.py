@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from autoshard.verification.result import Moved, Verification
 from cost_model.units import format_bytes, format_seconds
-from search.plan.text_table import Row, aligned
+from search.plan.text_table import Row, aligned, fitted
 
 _MARK = "differs"
 
@@ -22,7 +22,7 @@ def side_by_side(v: Verification) -> str:
         [f"verification time: {', '.join(f'{name} {format_seconds(s)}' for name, s in v.seconds.items())}"],
         _verdict(v),
     ]
-    return "\n".join(line for lines in parts for line in lines)
+    return fitted("\n".join(line for lines in parts for line in lines))
 
 
 def _extent(v: Verification) -> list[str]:

@@ -16,7 +16,7 @@ from cost_model.units import format_bytes, format_mesh, format_seconds
 from search.plan.argument_lines import argument_lines
 from search.plan.plan import Plan
 from search.plan.summary import time_parts
-from search.plan.text_table import aligned, plural
+from search.plan.text_table import aligned, fitted, plural
 
 LEAST_SHARE = 1e-3
 """Of a total, by how much a part must differ to be shown. Source: a choice of ours."""
@@ -112,7 +112,7 @@ class Comparison:
             _table("collectives, by bytes per device", self.num_bytes, format_bytes),
             _arguments(self.arguments),
         ]
-        return "\n".join("\n".join(lines) for lines in parts if lines)
+        return fitted("\n".join("\n".join(lines) for lines in parts if lines))
 
 
 def _collectives(plan: Plan, amount: Callable[[Any], float]) -> dict[str, float]:

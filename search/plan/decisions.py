@@ -11,11 +11,14 @@ the names of the step that it was searched for, also where several ops share one
 Arguments that are decided together, and their copies, are written out one by one; where a plan, edited by hand, says
 different things of them, they are taken apart (`apart`), and all else keeps its name.
 
-Decisions may be edited, or deleted to be searched again. Only what follows from an edit is let go by itself: a copy
-that was to be its source's own array is searched again where its source comes to lie otherwise.
+Decisions may be edited, or deleted to be searched again. Which give way where some contradict one another,
+`search.plan.reconciliation` says.
 """
 
-from collections.abc import Mapping, Sequence
+import difflib
+import re
+import shlex
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -25,18 +28,29 @@ import numpy as np
 from cost_model.errors import PlanError
 from cost_model.units import format_bytes
 from search.ir.graph import Step
-from search.ir.spec import AXIS_NAMES, Spec, format_spec, parse_spec
+from search.ir.spec import AXIS_NAMES, PARTIAL, WHOLE, Spec, format_spec, parse_spec
 from search.memory.offload import MIN_BYTES, may_rest_on_host
+from search.plan.edits import Decision
 from search.plan.names import scoped_name, unique
 from search.plan.plan import Decisions
+from search.plan.text_table import plural
 from search.problem.costs import CostedGraph
 from search.problem.flat_program import FlatOp, ReadPhase
 from search.problem.op_groups import OpGroup
-from search.problem.strategies import CopySource, port_specs
+from search.problem.strategies import port_specs
 from search.problem.strategy_graph import Maker, Port, StrategyGraph
 
 ON_HOST = " on host"
 """Said behind the spec of an argument that rests in the host's memory."""
+
+ARGUMENT, EDITED = 1, 2
+"""How firm decisions are: of an argument, and by hand; others are looser."""
+
+MAX_SHOWN = 6
+"""Strategies in a message, of up to 130. Source: a choice of ours."""
+
+_SPEC = re.compile(r"\b(?:jax\.)?(?:sharding\.)?P(?:artitionSpec)?\(((?:[^()]|\([^()]*\))*)\)")
+"""A spec in a text, by any of its names."""
 
 _KINDS = {"arguments": "argument", "ops": "op", "copies": "copy"}
 """The tables of a plan's decisions, and what a name in each stands for."""
@@ -196,20 +210,26 @@ class DecisionCodec:
         arguments = {name: tables["arguments"][name] for name in in_order}
         return Decisions(self.mesh, arguments, tables["ops"], tables["copies"])
 
-    def allowed(self, decisions: Decisions, place: str) -> tuple[np.ndarray, ...]:
+    def allowed(
+        self, decisions: Decisions, place: str, edited: Collection[Decision] = ()
+    ) -> tuple[np.ndarray, ...]:
         """Per node: the strategies that a plan's decisions leave; all of them where the plan says nothing.
+
+        Where some were edited, such as what rests on the host, others may be left without an op: these say nothing.
 
         Raises:
           PlanError: a decision that is not possible, or that names nothing in this step.
         """
-        self._refuse_unknown(decisions, place)
+        for kind, name in self.unknown(decisions):
+            if not edited or (kind, name) in edited:
+                raise PlanError(f"{place}: {name!r} names no {_KINDS[kind]} of this step")
         allowed: list[np.ndarray] = []
         for node, names in enumerate(self.names):
             table = getattr(decisions, self._kind(node))
             said = {table.get(name) for name in names}
             assert len(said) == 1, f"{names} are decided together, and of them the plan says {said}"
             (text,) = said
-            allowed.append(self._all(node) if text is None else self._meant(node, text, allowed, place))
+            allowed.append(self._all(node) if text is None else self._meant(node, text, place))
         return tuple(allowed)
 
     def _all(self, node: int) -> np.ndarray:
@@ -222,66 +242,100 @@ class DecisionCodec:
             return "copies"
         return "arguments" if graph.folded.op(graph.groups[node].op_classes[0]).name == "input" else "ops"
 
-    def _refuse_unknown(self, decisions: Decisions, place: str) -> None:
-        for kind, what in _KINDS.items():
-            known = {
-                name for node, names in enumerate(self.names) if self._kind(node) == kind for name in names
-            }
-            for name in getattr(decisions, kind):
-                if name not in known:
-                    raise PlanError(f"{place}: {name!r} names no {what} of this step")
+    def unknown(self, decisions: Decisions) -> tuple[Decision, ...]:
+        """The decisions that name nothing in this step."""
+        known = {(self._kind(node), name) for node, names in enumerate(self.names) for name in names}
+        said = ((kind, name) for kind in _KINDS for name in getattr(decisions, kind))
+        return tuple(decision for decision in said if decision not in known)
 
-    def _meant(self, node: int, text: str, allowed: Sequence[np.ndarray], place: str) -> np.ndarray:
-        """The strategies that a decision leaves a node, given those that the nodes before it have left."""
-        name, kind = self.names[node][0], self._kind(node)
-        if kind == "arguments":
+    def _meant(self, node: int, text: str, place: str) -> np.ndarray:
+        """The strategies that a decision leaves its node."""
+        name = self.names[node][0]
+        if self._kind(node) == "arguments":
             return self.resting(node, self.parse(text.removesuffix(ON_HOST), name, place), name, place)
-        strategy = self._lookup(node, name, text, place)
-        if kind == "copies" and not self._may_be_held(node, strategy, allowed):
-            return self._all(node)
-        return np.array([strategy])
+        return np.array([self._lookup(node, name, text, place)])
 
-    def _may_be_held(self, node: int, strategy: int, allowed: Sequence[np.ndarray]) -> bool:
-        """Whether a copy's source may lie as the copy does, where this is to be the source's own array."""
-        graph, strategies = self.costed.graph, self.costed.strategies
-        if strategies[node].copy_sources[strategy] is not CopySource.SAME:
-            return True
-        source = graph.copies[node - len(graph.groups)].source
-        offered = port_specs(source, strategies[source.node])[allowed[source.node]]
-        return bool((offered == strategies[node].assignment[strategy]).all(axis=1).any())
+    def firmness(self, decisions: Decisions, edited: Collection[Decision]) -> dict[int, int]:
+        """Per node that a plan decides: how firmly it does, for `reconciled`."""
+        found: dict[int, int] = {}
+        for node, names in enumerate(self.names):
+            kind = self._kind(node)
+            if names[0] in getattr(decisions, kind):
+                is_edited = any((kind, name) in edited for name in names)
+                found[node] = EDITED if is_edited else ARGUMENT if kind == "arguments" else 0
+        return found
+
+    def said(self, node: int, decisions: Decisions) -> str:
+        """What a plan says of a node that it decides."""
+        return getattr(decisions, self._kind(node))[self.names[node][0]]
 
     def parse(self, text: str, name: str, place: str) -> Spec:
         """A spec of the plan, with the decision's name in the message."""
         try:
-            return parse_spec(text, self.axis_names)
+            return parse_spec(_SPEC.sub(r"P(\1)", text), self.axis_names)
         except PlanError as e:
             raise PlanError(f"{place}: {name}: {e}") from e
 
     def resting(self, node: int, wanted: Spec, name: str, place: str) -> np.ndarray:
         """The strategies of an argument's node that rest it in a spec."""
-        graph = self.costed.graph
-        port = graph.ports[graph.groups[node].op_classes[0], 0, True]
-        found = np.flatnonzero(
-            (port_specs(port, self.costed.strategies[node]) == np.array(wanted)).all(axis=1)
-        )
-        if not len(found):
-            shape = graph.folded.program.values[
-                graph.folded.op(graph.groups[node].op_classes[0]).results[0]
-            ].shape
+        graph, spared = self.costed.graph, self._spared(wanted)
+        op_class = graph.groups[node].op_classes[0]
+        specs = port_specs(graph.ports[op_class, 0, True], self.costed.strategies[node])
+        found = np.flatnonzero((specs == np.array(spared)).all(axis=1))
+        shape = graph.folded.program.values[graph.folded.op(op_class).results[0]].shape
+        if not len(found) or max(wanted) >= len(shape):
             raise PlanError(
                 f"{place}: {name} of shape {shape} cannot rest as {format_spec(wanted, self.axis_names)} on the mesh "
-                f"{self.mesh}: a dimension does not divide evenly. Choose another dimension or mesh"
+                f"{self.mesh}: {_why_not(wanted, shape)}"
             )
         return found
 
+    def _spared(self, spec: Spec) -> Spec:
+        """A spec without what it says of axes of size one, which split nothing."""
+        sizes = self.costed.resharder.mesh.shape
+        return tuple(d if size > 1 else WHOLE for d, size in zip(spec, sizes, strict=True))
+
     def _lookup(self, node: int, name: str, said: str, place: str) -> int:
-        texts = self.texts(node)
-        if said not in texts:
-            shown = "; ".join(texts[:6])
+        texts, wanted = self.texts(node), self._written_alike(said, name, place)
+        if wanted not in texts:
+            shown = "; ".join(texts[:MAX_SHOWN])
+            more = f"; ... All {len(texts)}: autoshard show PLAN TARGET --choices {shlex.quote(name)}"
             raise PlanError(
-                f"{place}: {name!r} cannot be {said!r}. Possible are: {shown}{'; ...' * (len(texts) > 6)}"
+                f"{place}: {name!r} cannot be {said!r}. Possible are: {shown}{more * (len(texts) > MAX_SHOWN)}"
             )
-        return texts.index(said)
+        return texts.index(wanted)
+
+    def _written_alike(self, text: str, name: str, place: str) -> str:
+        """A strategy's text with its specs as we write them: specs that mean the same are the same text."""
+
+        def alike(found: re.Match[str]) -> str:
+            return format_spec(self._spared(self.parse(found[0], name, place)), self.axis_names)
+
+        spaced = re.sub(r"\s*(->|,)\s*", lambda mark: " -> " if mark[1] == "->" else ", ", text)
+        return re.sub(r"\s+", " ", _SPEC.sub(alike, spaced)).strip()
+
+    def choices(self, name: str, place: str) -> tuple[str, ...]:
+        """All that a decision can be.
+
+        Raises:
+          PlanError: nothing is decided under this name.
+        """
+        named = {name: node for node, names in enumerate(self.names) for name in names}
+        if name not in named:
+            near = difflib.get_close_matches(name, named, n=MAX_SHOWN, cutoff=0.0)
+            raise PlanError(
+                f"{place}: {name!r} names no decision of this step. Near it are: {'; '.join(near)}"
+            )
+        return tuple(self.texts(named[name]))
+
+
+def _why_not(spec: Spec, shape: tuple[int, ...]) -> str:
+    """Why an argument cannot rest so."""
+    if (wanted := max(spec) + 1) > len(shape):
+        return f"it has {plural(len(shape), 'dimension')}, and the spec is for {wanted}"
+    if PARTIAL in spec:
+        return "an argument rests as it is, not as terms of a sum. Leave out unreduced"
+    return "a dimension does not divide evenly. Choose another dimension or mesh"
 
 
 def allowed_by_pins(codec: DecisionCodec, pins: Mapping[str, Spec]) -> dict[int, np.ndarray]:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from cost_model.errors import InputError, PlanError
 from cost_model.whole_file import write_whole
+from search.plan.edits import Decision, edited, num_deleted
 
 if TYPE_CHECKING:
     from search.plan.comparison import Comparison
@@ -119,6 +120,7 @@ class Plan:
         `memory_bytes` in program order; of time, what
         computation and communication take one after the other, by this cost model. (What of it overlaps is reckoned only of
         the plan that was found, as is what its kernels hold.) None when decisions were edited since.
+      marks: of the decisions that the estimates were made of (`search.plan.edits`); empty where that is not known.
       search_s: seconds of the search, in all and by part; not saved.
 
     Example:
@@ -136,12 +138,23 @@ class Plan:
     decisions: Decisions
     estimates: Estimates
     gap: float | None
+    marks: str = ""
     search_s: Mapping[str, float] = field(default_factory=dict[str, float], compare=False)
 
     @property
     def num_devices(self) -> int:
         """Devices of the mesh."""
         return math.prod(self.decisions.mesh.values())
+
+    @property
+    def edited(self) -> tuple[Decision, ...]:
+        """The decisions, by table and name, that were edited or added since the estimates were made."""
+        return edited(self.decisions, self.marks)
+
+    @property
+    def is_edited(self) -> bool:
+        """Whether the estimates are those of other decisions: some were edited, added or deleted since."""
+        return bool(self.edited or num_deleted(self.decisions, self.marks))
 
     def to_json(self) -> dict[str, Any]:
         """The plan as JSON-ready values; the same plan gives the same values in the same order."""
@@ -184,6 +197,7 @@ class Plan:
                     for c in e.collectives
                 ],
                 "gap": self.gap,
+                "marks": self.marks,
             },
         }
 
@@ -255,6 +269,7 @@ class Plan:
             ),
             _read_estimates(estimates),
             None if estimates.data.get("gap", 0) is None else estimates.number("gap"),
+            estimates.get("marks", str) if "marks" in estimates.data else "",
         )
 
     def compare(self, other: "Plan") -> "Comparison":

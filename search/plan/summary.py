@@ -12,10 +12,13 @@ from cost_model.errors import InputError, PlanError
 from cost_model.units import format_bytes, format_mesh, format_rate, format_seconds
 from search.plan.argument_lines import argument_lines
 from search.plan.plan import Estimates, Plan
-from search.plan.text_table import aligned, more_of, plural
+from search.plan.text_table import aligned, fitted, more_of, plural
 
 _MAX_OP_LINES = 6
 """Lines for the heavy ops, as they are many and much alike. Source: a choice of ours."""
+
+_MAX_EDITS = 4
+"""Names of decisions in one line. Source: a choice of ours."""
 
 _HEAVY = re.compile(
     r"(?:^|[ /])(dot_general|ragged_dot\w*|conv_general_dilated|gather|scatter-add)(?: #\d+)?$"
@@ -30,7 +33,7 @@ def summary(plan: Plan) -> str:
       plan: from `search`, or loaded.
 
     Returns:
-      Lines for a terminal, the same for the same plan but for the search time, which only fresh plans have.
+      Lines that fit the terminal, the same for the same plan but for the search time, which only fresh plans have.
 
     Raises:
       PlanError: a loaded plan's cluster does not make sense, or has not as many devices as the mesh.
@@ -42,6 +45,7 @@ def summary(plan: Plan) -> str:
         raise PlanError(str(e)) from e
     parts = [
         _head(plan, cluster, model),
+        _edits(plan),
         argument_lines(plan.decisions.arguments),
         _ops(plan.decisions.ops),
         _microbatches(plan.decisions.microbatches),
@@ -51,7 +55,7 @@ def summary(plan: Plan) -> str:
         _memory(plan.estimates, plan.memory_bytes),
         _search(plan),
     ]
-    return "\n".join("\n".join(lines) for lines in parts if lines)
+    return fitted("\n".join("\n".join(lines) for lines in parts if lines))
 
 
 # --- the parts
@@ -72,6 +76,18 @@ def _head(plan: Plan, cluster: Cluster, model: MeshModel) -> list[str]:
     ]
     given = ", ".join(f"{key} {value}" for key, value in plan.options.items())
     return aligned([*rows, ("given", given)] if given else rows, indent=0)
+
+
+def _edits(plan: Plan) -> list[str]:
+    """What was edited by hand, as no estimate speaks of it."""
+    if not plan.is_edited:
+        return []
+    names = [name or table for table, name in plan.edited]
+    shown = ", ".join(names[:_MAX_EDITS]) + ", ..." * (len(names) > _MAX_EDITS)
+    what = (
+        f"{plural(len(names), 'decision')} edited by hand: {shown}" if names else "decisions deleted by hand"
+    )
+    return [what, "  the estimates below are those from before; what runs the plan makes new ones"]
 
 
 def _lies(model: MeshModel, axis: int) -> str:

@@ -1,8 +1,26 @@
-"""Tables in plain text."""
+"""Tables in plain text, and text as wide as the terminal.
 
-from collections.abc import Container, Sequence
+What is printed is made of rows in columns, the last of which may be long: pytree paths, specs, sources. `fitted` breaks a
+line that is too long where it may be broken, and goes on below its last column, so that the others stay columns.
+"""
+
+import re
+import shutil
+from collections.abc import Container, Iterator, Sequence
 
 Row = tuple[str, ...]
+
+WIDTH = 80
+"""Columns of text where there is no terminal."""
+
+LEAST_WIDTH = 40
+"""Columns below which nothing is broken any further."""
+
+LEAST_SHARE = 0.25
+"""Of the width, what a last column must have to be gone on below; otherwise a broken line goes on near the left."""
+
+_BREAKS = re.compile(r"(?<=[|/,])|(?=\[)")
+"""Where a long word may be broken: behind an alternative, a scope or a comma, and before a key."""
 
 
 def aligned(rows: Sequence[Row], indent: int = 2, right: Container[int] = ()) -> list[str]:
@@ -16,6 +34,44 @@ def aligned(rows: Sequence[Row], indent: int = 2, right: Container[int] = ()) ->
         return "  ".join(c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in cells).rstrip()
 
     return [" " * indent + line(row) for row in rows]
+
+
+def fitted(text: str) -> str:
+    """Text that fits the terminal, or `WIDTH` columns where there is none."""
+    width = max(LEAST_WIDTH, shutil.get_terminal_size((WIDTH, 1)).columns)
+    return "\n".join(part for line in text.split("\n") for part in _broken(line, width))
+
+
+def _broken(line: str, width: int) -> list[str]:
+    """A line in parts that fit."""
+    if len(line) <= width:
+        return [line]
+    indent = " " * _below(line, width)
+    parts, part = list[str](), ""
+    for piece in _pieces(line, width - len(indent)):
+        if part.strip() and len(part) + len(piece.rstrip()) > width:
+            parts.append(part.rstrip())
+            part = indent
+        part += piece
+    return [*parts, part.rstrip()]
+
+
+def _pieces(line: str, room: int) -> Iterator[str]:
+    """What is not broken: words with the space behind them; of those that are longer than the room, parts."""
+    for word in re.findall(r"\s*\S+ *", line):
+        if len(word.strip()) <= room:
+            yield word
+            continue
+        for part in _BREAKS.split(word):
+            yield from (part[i : i + room] for i in range(0, len(part), room))
+
+
+def _below(line: str, width: int) -> int:
+    """Where a broken line goes on: below its last column, if there is room."""
+    text = len(line) - len(line.lstrip())
+    columns = [found.end() for found in re.finditer(r"\S {2,}(?=\S)", line)]
+    with_room = [start for start in columns if start <= (1 - LEAST_SHARE) * width]
+    return with_room[-1] if with_room else text + 2
 
 
 def more_of(count: int, what: str, indent: int = 2) -> list[str]:

@@ -61,7 +61,8 @@ def group_strategies(
     """All strategies of a group whose values enter and leave at `ports`.
 
     Arguments and results of the step must divide evenly (JAX wants it so), and so must what kernels are applied to and what
-    is only a part of some dimension; other factors may be padded.
+    is only a part of some dimension; other factors may be padded. An axis of size one splits nothing: all that it could do
+    is the same.
     """
     minor = {f for p in ports for dim in p.dims for f in dim[1:]}
     even = {dim[0] for p in ports for dim in p.dims if len(dim) > 1}
@@ -73,11 +74,13 @@ def group_strategies(
     factors = [f for f, size in enumerate(group.sizes) if f not in minor]
     places = [NONE, *([ALL_PARTIAL] if group.is_sum else [])]
     factors.sort(key=lambda f: (-group.sizes[f], f))
-    while factors and (len(factors) + len(places)) ** len(mesh_shape) > MAX_LABELS:
+    num_splitting = sum(n > 1 for n in mesh_shape)
+    while factors and (len(factors) + len(places)) ** num_splitting > MAX_LABELS:
         factors.pop()
+    choices = (*places, *sorted(factors))
     strategies = [
         strategy
-        for strategy in product((*places, *sorted(factors)), repeat=len(mesh_shape))
+        for strategy in product(*(choices if n > 1 else (NONE,) for n in mesh_shape))
         if all(may_split_into(f, _parts(strategy, f, mesh_shape)) for f in set(strategy) if f >= 0)
     ]
     return Strategies(np.array(strategies, np.int64).reshape(len(strategies), len(mesh_shape)))

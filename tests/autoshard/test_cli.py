@@ -151,6 +151,35 @@ def test_show_against_another_plan_shows_what_differs(run, train, tmp_path):
     assert "none.json" in err
 
 
+@pytest.mark.parametrize("command", [["clusters"], ["clusters", "64xH100-80GB"]])
+def test_tables_fit_the_terminal(run, monkeypatch, command):
+    monkeypatch.setenv("COLUMNS", "80")
+    _, out, _ = run(*command)
+    assert 60 < max(map(len, out.splitlines())) <= 80
+
+
+def test_show_lists_the_choices_of_a_decision_and_each_can_be(run, train, tmp_path):
+    path, name = tmp_path / "plan.json", "forward dot_general"
+    run("search", f"{train}:target", "--cluster", "8xCPU", "--mesh", "8", "--out", path)
+    status, out, _ = run("show", path, f"{train}:target", "--choices", name)
+    choices = out.splitlines()
+    assert status == 0
+    assert sorted(choices) == sorted(
+        [
+            "P(), P() -> P()",
+            "P('data'), P() -> P('data')",
+            "P(None, 'data'), P('data') -> P(unreduced={'data'})",
+            "P(), P(None, 'data') -> P(None, 'data')",
+        ]
+    )
+    assert json.loads(path.read_text())["decisions"]["ops"][name] in choices
+    assert json.loads(run("show", path, f"{train}:target", "--choices", name, "--json")[1]) == choices
+    status, _, err = run("show", path, "--choices", name)
+    assert (status, err.count("\n")) == (2, 1)
+    assert "--choices needs the step" in err
+    assert run("show", path, f"{train}:target", "--choices", "nothing")[0] == 4
+
+
 def test_a_saved_plan_suits_the_step_that_it_was_made_for(run, train, tmp_path):
     path = tmp_path / "plan.json"
     for name in ("target", "partial"):
@@ -415,11 +444,22 @@ def test_a_file_that_cannot_be_imported(run, tmp_path, source, message):
         (["--cluster", "8xCPU", "--pin", "w"], "wanted PATH=SPEC such as"),
         (["--cluster", "8xCPU", "--pin", "w=exit(1)"], "wanted PATH=SPEC such as"),
         (["--cluster", "8xCPU", "--pin", "v=P('data')"], "pin 'v' matches no argument"),
+        (
+            ["--cluster", "8xCPU", "--pin", "w=P('data')", "--pin", "w=P()"],
+            "--pin w is given twice: as P('data',) and as P()",
+        ),
         (["--cluster", "8xCPU", "--pin", "w=P(None, None, 'data')"], "w of shape (256, 256) cannot rest as"),
         (["--cluster", "8xCPU", "--out", "/nowhere/plan.json"], "there is no folder /nowhere"),
+        (
+            ["--cluster", "8xCPU", "--out", "/dev/null"],
+            "--out cannot be written to /dev/null: it is no regular file",
+        ),
         (["--cluster", "8xCPU", "--microbatches", "0"], "wanted at least 1 microbatch, got 0"),
         (["--cluster", "8xCPU", "--microbatches", "3"], "x has 64 examples, which is not a multiple of 3"),
-        (["--cluster", "8xCPU", "--out", "/"], "--out / is a folder; name a file in it"),
+        (
+            ["--cluster", "8xCPU", "--out", "/"],
+            "--out cannot be written to /: it is a folder; name a file in it",
+        ),
         ([], "the following arguments are required: --cluster"),
     ],
 )

@@ -169,10 +169,10 @@ def test_meshes_that_cannot_be(mesh, message):
     [
         ({"w": "P('data')"}, r"pin 'w': wanted a jax\.sharding\.PartitionSpec"),
         ({"v": jax.P("data")}, r"pin 'v' matches no argument; they are named like w\. Name one argument"),
-        ({"w": jax.P("dta")}, r"no mesh has all the axes that the pins name: \['dta'\]"),
+        ({"w": jax.P("dta")}, r"no mesh has an axis 'dta'; axes are named"),
         (
             {"w": jax.P(None, None, "data")},
-            r"pin: w of shape \(16, 8\) cannot rest as P\(None, None, 'data'\)",
+            r"pin: w of shape \(16, 8\) cannot rest as P\(None, None, 'data'\) .*: it has 2 dimensions, and the spec",
         ),
     ],
 )
@@ -187,6 +187,35 @@ def test_a_dimension_pinned_that_does_not_divide():
         InputError, match=r"w of shape \(9, 7\) cannot rest as P\('data'.*does not divide evenly"
     ):
         search(*odd, pin={"w": jax.P("data")})
+
+
+def test_pins_that_contradict_each_other():
+    def step(state, x):
+        return {"params": {"w": train_step(state["params"]["w"], x)}}
+
+    pins = {"['w']": jax.P("data"), "state['params']['w']": jax.P(None, "data")}
+    with pytest.raises(
+        InputError, match=r"state\['params'\]\['w'\], and another pin says .*Keep one of them"
+    ):
+        autoshard.search(step, {"params": {"w": W}}, X, cluster="8xCPU", pin=pins)
+
+
+def test_an_axis_that_the_mesh_lacks_is_named_with_its_pin():
+    with pytest.raises(InputError, match=r"pin 'w': axis 'model' is not in the mesh \('data',\)"):
+        search(W, X, mesh=(8,), pin={"w": jax.P("model")})
+
+
+@pytest.mark.parametrize("memory", ["81GiB", "1e30GiB", 1 << 60])
+def test_a_cap_that_no_device_has(memory):
+    said = rf"memory={memory!r} is more than the 79\.1 GiB that one H100-80GB has, of which the runtime leaves 7\d"
+    with pytest.raises(InputError, match=said):
+        autoshard.search(train_step, W, X, cluster="8xH100-80GB", memory=memory)
+
+
+def test_more_devices_wanted_than_there_are():
+    step = autoshard.parallelize(train_step, cluster="16xCPU")
+    with pytest.raises(InputError, match="the cluster 16xCPU has 16 devices, and there are 8 to run on"):
+        step(*arrays())
 
 
 # --- the step and its arguments
@@ -361,3 +390,38 @@ def test_a_plan_of_another_jax_for_a_step_that_is_traced_otherwise(plan):
     old = replace(plan, jax="0.11.2", fingerprint="0" * 16)
     with pytest.raises(PlanError, match=r"another step.*It was made with JAX 0\.11\.2, and this is JAX"):
         autoshard.emit(train_step, W, X, plan=old)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"memory": "1GiB"},
+        {"mesh": (8,)},
+        {"pin": {"w": jax.P()}},
+        {"cluster": "8xCPU", "offload": "never"},
+        {"remat": "never", "microbatches": 2},
+    ],
+)
+def test_what_a_plan_has_decided_is_not_asked_for_beside_it(plan, options):
+    said = ", ".join(f"{name}=" for name in options)
+    with pytest.raises(InputError, match=f"plan= has decided what {said} would say: leave that out"):
+        autoshard.parallelize(train_step, plan=plan, **options)
+
+
+def edited(plan, **changes):
+    data = plan.to_json()
+    return autoshard.Plan.from_json(data | changes, "my.json")
+
+
+def test_a_plan_under_a_cap_that_no_device_has(plan):
+    with pytest.raises(PlanError, match=r"the plan: memory_bytes 1180591620717411303424 is more than the"):
+        autoshard.emit(train_step, W, X, plan=edited(plan, memory_bytes=1 << 70))
+
+
+def test_a_plan_whose_mesh_is_not_the_cluster_s(plan):
+    small = edited(plan, decisions=plan.to_json()["decisions"] | {"mesh": {"data": 2, "model": 2}})
+    with pytest.raises(
+        PlanError,
+        match=r"the plan: its mesh 2x2 has 4 devices, its cluster 8xCPU has 8\. Give the axes sizes whose",
+    ):
+        autoshard.emit(train_step, W, X, plan=small)

@@ -182,6 +182,98 @@ def test_a_copy_that_is_the_arguments_own_array_follows_its_edits(tmp_path):
     assert again.plan.decisions.ops == plan.decisions.ops
 
 
+def test_an_edited_copy_wins_over_what_contradicts_it(tmp_path):
+    """A copy that is kept from the forward phase: the op that reads it there, otherwise until now, follows, and with it the
+    copies of all others that it reads."""
+    plan = found_with({}).plan
+    name = "layers[4]['w'] -> backward"
+    again = reloaded(stack(), with_edits(plan, copies={name: "kept P()"}), tmp_path)
+    assert again.plan.decisions.copies[name] == "kept P()"
+    assert again.plan.decisions.arguments == plan.decisions.arguments
+    assert [name for name in again.anew if name in plan.decisions.ops] == [READER]
+    assert changed(plan, again.plan) <= {name, *again.anew}
+    assert reloaded(stack(), again.plan, tmp_path).plan.decisions == again.plan.decisions
+
+
+READER = "forward dot_general #3"
+"""Of most of the stack's weights."""
+
+
+def changed(plan: Plan, other: Plan) -> set[str]:
+    """The decisions that are not the same."""
+    tables = [
+        (getattr(plan.decisions, t), getattr(other.decisions, t)) for t in ("arguments", "ops", "copies")
+    ]
+    return {
+        name for ours, theirs in tables for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)
+    }
+
+
+def test_an_edited_op_wins_over_the_copies_for_it(tmp_path):
+    plan = found_with({}).plan
+    name, worse = "forward dot_general #2", "P(), P() -> P()"
+    assert plan.decisions.ops[name] != worse
+    again = reloaded(stack(), with_edits(plan, ops={name: worse}), tmp_path)
+    assert again.plan.decisions.ops == plan.decisions.ops | {name: worse}
+    assert again.plan.decisions.arguments == plan.decisions.arguments
+    assert again.anew
+    assert set(again.anew) <= set(plan.decisions.copies)
+    assert_survives(stack(), again, tmp_path)
+
+
+@pytest.mark.parametrize("spec", ["P('model') on host", "P() on host", "P('data')", "P()"])
+def test_what_rests_on_the_host_may_rest_otherwise_and_what_brings_it_follows(spec, tmp_path):
+    def step(w, momentum, x):
+        momentum = 0.9 * momentum + jax.grad(lambda w: jnp.mean(jnp.tanh(x @ w) ** 2))(w)
+        return w - 0.1 * momentum, momentum
+
+    w, x = jax.ShapeDtypeStruct((512, 512), "float32"), jax.ShapeDtypeStruct((64, 512), "float32")
+    traced_step = trace(step, w, w, x)
+    options = Options(plans.PLENTY_BYTES, (2, 4), offload=("optimizer_state",))
+    plan = driver.find(traced_step, CLUSTER, options).plan
+    assert plan.decisions.arguments["momentum"] not in (spec, spec.removesuffix(" on host"))
+    again = reloaded(traced_step, with_edits(plan, arguments={"momentum": spec}), tmp_path)
+    assert again.plan.decisions.arguments == plan.decisions.arguments | {"momentum": spec}
+    assert again.anew
+    assert all("offload" in name for name in again.anew)
+
+
+def test_an_edit_that_names_nothing_is_refused(tmp_path):
+    with pytest.raises(PlanError, match="'forward sin' names no op of this step"):
+        reloaded(stack(), with_edits(found_with({}).plan, ops={"forward sin": "P()"}), tmp_path)
+
+
+def test_two_edits_that_contradict_each_other_are_both_named(tmp_path):
+    plan = found_with({}).plan
+    name, other = "layers[4]['w'] -> backward", "P('data'), P(None, 'model') -> P('data', 'model')"
+    assert plan.decisions.ops[READER] != other
+    edited = with_edits(plan, copies={name: "kept P()"}, ops={READER: other})
+    with pytest.raises(PlanError) as raised:
+        reloaded(stack(), edited, tmp_path)
+    message = str(raised.value)
+    assert "do not go together, and were both edited. Undo one of the two" in message
+    for key, said in {name: "kept P()", READER: other}.items():
+        assert f"{key!r} as {said!r}" in message
+
+
+def test_where_edits_are_not_known_arguments_win(tmp_path):
+    """In plans from before they were seen."""
+    plan = found_with({}).plan
+    edits = {"arguments": {"x": "P('model')"}, "copies": {"x -> backward": "same P()"}}
+    again = reloaded(stack(), replace(with_edits(plan, **edits), marks=""), tmp_path)
+    assert again.plan.decisions.arguments["x"] == "P('model')"
+    assert again.anew == ("x -> backward",)
+
+
+def test_a_cap_is_not_taken_for_a_contradiction(tmp_path):
+    plan = found_with({}).plan
+    small = replace(plan, memory_bytes=plan.estimates.peak_bytes // 2)
+    with pytest.raises(
+        InfeasibleError, match=r"does not fit its cap of .* a device\. Undo the last edit, or raise"
+    ):
+        reloaded(stack(), small, tmp_path)
+
+
 @pytest.mark.parametrize(
     ("kind", "name", "worse"),
     [
@@ -194,8 +286,6 @@ def test_a_copy_that_is_the_arguments_own_array_follows_its_edits(tmp_path):
 )
 def test_what_is_deleted_is_searched_again(kind, name, worse, tmp_path):
     plan = found_with({}).plan
-    if kind == "ops":  # which copies there are to its readers follows from it
-        plan = replace(plan, decisions=replace(plan.decisions, copies={}))
     table = dict(getattr(plan.decisions, kind))
     edited = reloaded(stack(), with_edits(plan, **{kind: {name: worse}}), tmp_path)
     assert getattr(edited.plan.decisions, kind)[name] == worse
@@ -262,13 +352,6 @@ def test_a_plan_for_another_step(tmp_path):
     message = rf"was made for another step \(its 'train_step' has fingerprint {plan.fingerprint}, this 'step' has \w{{16}}\)"
     with pytest.raises(PlanError, match=message):
         reloaded(traced("mlp"), plan, tmp_path)
-
-
-def test_decisions_that_contradict_one_another(tmp_path):
-    plan = found_with({}).plan
-    edited = with_edits(plan, copies={"layers[4]['w'] -> backward": "kept P()"})
-    with pytest.raises(InfeasibleError, match=r"or contradicts itself\. Undo the last edit"):
-        reloaded(stack(), edited, tmp_path)
 
 
 def test_pins_of_a_plan_that_are_no_texts():

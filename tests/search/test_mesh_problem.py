@@ -187,7 +187,10 @@ def test_of_a_mesh_that_is_asked_for_no_other_is_tried():
         ({"mesh": (2, 2, 2, 2)}, "wanted a mesh of 1 to 3 axes of positive size"),
         ({"mesh": ()}, "wanted a mesh of 1 to 3 axes of positive size"),
         ({"mesh": (-4, -4)}, "wanted a mesh of 1 to 3 axes of positive size"),
-        ({"pins": {"w": P("replica")}}, r"no mesh has all the axes that the pins name: \['replica'\]"),
+        (
+            {"pins": {"w": P("tensor")}},
+            "pin 'w': no mesh has an axis 'tensor'; axes are named 'replica', 'data', 'model'",
+        ),
     ],
 )
 def test_meshes_that_do_not_suit_are_refused(options, message):

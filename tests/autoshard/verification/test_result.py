@@ -116,6 +116,13 @@ def test_the_json_says_what_the_table_says(plan):
     }
 
 
+def test_the_table_fits_the_terminal(plan, monkeypatch):
+    found = verdict(plan, extent=Extent(4, 48))
+    assert max(map(len, str(found).splitlines())) > 80
+    monkeypatch.setenv("COLUMNS", "80")
+    assert max(map(len, str(found).splitlines())) <= 80
+
+
 def test_what_was_compiled_of_the_step_is_said(plan):
     found = verdict(plan, extent=Extent(5, 24))
     assert found.is_extrapolated

@@ -105,3 +105,8 @@ def test_other_steps_and_clusters_are_named():
     assert "16xH100-80GB" in text
     assert "16xH200" in text
     assert "train_step (fedcba9876543210)" in text
+
+
+def test_it_fits_the_terminal(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert max(map(len, str(PLAN.compare(OTHER)).splitlines())) <= 80

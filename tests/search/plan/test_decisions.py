@@ -21,7 +21,7 @@ from search.problem.folding import fold
 from search.problem.kernels import Kernels
 from search.problem.op_groups import op_groups
 from search.problem.reshard import Resharder
-from search.problem.strategies import CopySource, all_strategies, port_specs
+from search.problem.strategies import CopySource, all_strategies
 from search.problem.strategy_graph import strategy_graph
 from tests.zoo import MAKERS, make_evoformer, make_t5
 
@@ -178,23 +178,7 @@ def test_no_two_names_or_texts_are_alike_and_all_are_read_as_they_were_written(m
     for _ in range(2):
         chosen = [int(bits.integers(len(s))) for s in strategies]
         found = words.allowed(words.decisions(chosen), "plan")
-        for n, (label, left) in enumerate(zip(chosen, found, strict=True)):
-            assert left.tolist() == (
-                list(range(len(strategies[n]))) if is_let_go(words, chosen, n) else [label]
-            )
-
-
-def is_let_go(words: DecisionCodec, chosen: list[int], n: int) -> bool:
-    """Whether a copy was to be an array that lies otherwise."""
-    graph, strategies = words.costed.graph, words.costed.strategies
-    if n < len(graph.groups) or strategies[n].copy_sources[chosen[n]] is not CopySource.SAME:
-        return False
-    source = graph.copies[n - len(graph.groups)].source
-    if source.node >= len(graph.groups) and is_let_go(words, chosen, source.node):
-        offered = port_specs(source, strategies[source.node])
-    else:
-        offered = port_specs(source, strategies[source.node])[[chosen[source.node]]]
-    return not (offered == strategies[n].assignment[chosen[n]]).all(axis=1).any()
+        assert [left.tolist() for left in found] == [[label] for label in chosen]
 
 
 # --- what a plan says
@@ -229,17 +213,6 @@ def test_where_nothing_can_be_chosen_nothing_is_said():
 def test_of_what_a_plan_does_not_say_everything_is_left():
     found = TWO.allowed(Decisions({"data": 2, "model": 2}, {}, {}, {}), "plan")
     assert [left.tolist() for left in found] == [list(range(len(s))) for s in TWO.costed.strategies]
-
-
-def test_a_copy_stays_its_source_s_array_only_where_that_lies_as_it_does():
-    def left(copy: str) -> list[str]:
-        edits = {"arguments": {"x": "P('model')"}, "copies": {"x -> backward": copy}}
-        n = node(TWO, "x -> backward")
-        return [TWO.text(n, label) for label in TWO.allowed(with_edits(**edits), "plan")[n]]
-
-    assert left("same P('model')") == ["same P('model')"]
-    assert left("fresh P()") == ["fresh P()"]
-    assert left("same P()") == TWO.texts(node(TWO, "x -> backward"))
 
 
 @pytest.mark.parametrize(
@@ -278,6 +251,45 @@ def test_what_does_not_divide_is_refused_with_shape_and_mesh():
         PlanError, match=r"plan: x of shape \(6, 128\) cannot rest as P\('data'\) on the mesh {'data': 4}"
     ):
         words.allowed(Decisions({"data": 4}, {"x": "P('data')"}, {}, {}), "plan")
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "written", "meant"),
+    [
+        ("ops", "result[1]", "P('data', )", "P('data')"),
+        ("ops", "result[1]", "PartitionSpec(('data',))", "P('data')"),
+        ("ops", "result[1]", ' jax.P( "model" ) ', "P('model')"),
+        (
+            "ops",
+            "forward layer_0/dot_general",
+            "P('data',None),P(None,None)->P('data')",
+            "P('data'), P() -> P('data')",
+        ),
+        ("copies", "x -> backward", "fresh  P(('data','model'), None)", "fresh P(('data', 'model'))"),
+        ("arguments", "x", "jax.sharding.PartitionSpec('data', None)", "P('data')"),
+    ],
+)
+def test_specs_are_compared_as_specs(kind, name, written, meant):
+    n = node(TWO, name)
+    (label,) = TWO.allowed(with_edits(**{kind: {name: written}}), "plan")[n]
+    assert TWO.text(n, label) == meant
+
+
+def test_the_choices_of_a_decision_are_its_texts():
+    name = "forward layer_0/dot_general"
+    assert TWO.choices(name, "plan") == tuple(TWO.texts(node(TWO, name)))
+    with pytest.raises(
+        PlanError, match=r"my\.json: 'forward dot' names no decision of this step\. Near it are: forward "
+    ):
+        TWO.choices("forward dot", "my.json")
+
+
+def test_where_not_all_choices_are_shown_it_is_said_how():
+    with pytest.raises(
+        PlanError,
+        match=r"; \.\.\. All 16: autoshard show PLAN TARGET --choices 'forward layer_0/dot_general'",
+    ):
+        TWO.allowed(with_edits(ops={"forward layer_0/dot_general": "P()"}), "plan")
 
 
 # --- pins, and arguments taken apart

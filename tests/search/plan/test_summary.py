@@ -315,3 +315,13 @@ def test_of_many_kinds_the_first_are_shown_and_the_rest_counted():
         *(f"  {n}/dot_general  remat" for n in "abcdef"),
         "  ... and 3 more kinds",
     ]
+
+
+@pytest.mark.parametrize("columns", [60, 80, 132])
+def test_a_summary_fits_the_terminal_and_says_the_same(monkeypatch, columns):
+    wide = summary(make_plan(gpt(bias="P('data')")))
+    monkeypatch.setenv("COLUMNS", str(columns))
+    text = summary(make_plan(gpt(bias="P('data')")))
+    assert max(map(len, wide.splitlines())) > 80
+    assert max(map(len, text.splitlines())) <= columns
+    assert "".join(text.split()) == "".join(wide.split())

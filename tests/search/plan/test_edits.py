@@ -1,0 +1,93 @@
+"""Edits by hand are seen, and said."""
+
+import copy
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import autoshard
+from autoshard import AutoshardWarning
+from search.plan.plan import Plan
+
+
+def train_step(params, batch):
+    def loss(params):
+        return jnp.mean((jnp.tanh(batch @ params["up"]) @ params["down"]) ** 2)
+
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params))
+
+
+PARAMS = {
+    "up": jax.ShapeDtypeStruct((64, 128), "float32"),
+    "down": jax.ShapeDtypeStruct((128, 64), "float32"),
+}
+BATCH = jax.ShapeDtypeStruct((48, 64), "float32")
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return autoshard.search(train_step, PARAMS, BATCH, cluster="8xCPU", mesh=(2, 4))
+
+
+def edit(plan: Plan, table: str, name: str, said: object) -> Plan:
+    data = copy.deepcopy(plan.to_json())
+    data["decisions"][table][name] = said
+    return Plan.from_json(data)
+
+
+def test_a_plan_as_it_was_made_is_not_edited(plan, tmp_path):
+    plan.save(tmp_path / "plan.json")
+    loaded = Plan.load(tmp_path / "plan.json")
+    assert loaded.edited == ()
+    assert not loaded.is_edited
+    assert "by hand" not in str(loaded)
+
+
+@pytest.mark.parametrize(
+    ("table", "said"),
+    [("arguments", "P('model', 'data')"), ("ops", "P()"), ("copies", "fresh P()"), ("mesh", 3)],
+)
+def test_what_was_edited_is_named(plan, table, said):
+    name = next(iter(getattr(plan.decisions, table)))
+    changed = edit(plan, table, name, said)
+    assert changed.edited == ((table, name),)
+    assert changed.is_edited
+
+
+def test_what_was_deleted_is_seen(plan):
+    data = copy.deepcopy(plan.to_json())
+    data["decisions"]["arguments"].popitem()
+    changed = Plan.from_json(data)
+    assert changed.edited == ()
+    assert changed.is_edited
+    assert "decisions deleted by hand" in str(changed)
+
+
+def test_a_summary_says_that_its_estimates_are_from_before_the_edit(plan):
+    text = str(edit(plan, "arguments", "params['up']", "P()"))
+    assert "1 decision edited by hand: params['up']\n  the estimates below are those from before" in text
+
+
+def test_a_plan_without_marks_says_nothing(plan):
+    data = copy.deepcopy(plan.to_json())
+    del data["estimates"]["marks"]
+    data["decisions"]["arguments"]["params['up']"] = "P()"
+    assert not Plan.from_json(data).is_edited
+
+
+def test_a_plan_that_ran_is_no_longer_edited(plan):
+    changed = edit(plan, "arguments", "batch", "P()")
+    step = autoshard.parallelize(train_step, plan=changed)
+    step.lower(PARAMS, BATCH)
+    assert step.plan.decisions.arguments["batch"] == "P()"
+    assert not step.plan.is_edited
+
+
+def test_what_is_decided_anew_for_an_edit_is_said(plan):
+    changed = edit(plan, "ops", "forward mul", "P() -> P()")
+    said = (
+        "the plan: what contradicts forward mul, as edited by hand, is decided anew: backward mul -> backward"
+    )
+    with pytest.warns(AutoshardWarning, match=said):
+        autoshard.emit(train_step, PARAMS, BATCH, plan=changed)
