@@ -57,8 +57,8 @@ def search(
       microbatches: in how many the step goes through its batch, its gradients added up exactly, before it updates; by
         default several are tried where memory is scarce. What couples the examples of a batch forbids them.
       offload: what rests in pinned host memory and is on the device only while it is read, in a tuple: "optimizer_state",
-        "parameters"; "residuals" may wait there for the backward phase. "never" for nothing; by default all this is tried
-        where memory is scarce.
+        "parameters", or pytree paths of arguments, whole or their beginnings; "residuals" may wait there for the backward
+        phase. "never" for nothing; by default all this but paths is tried where memory is scarce.
       time_limit_s: processor seconds for the solver; the plan states the gap that is left (`Plan.gap`).
       verify: whether XLA's GPU compiler judges if the plan fits: where it does not, the search goes on under a
         lower limit. Equal blocks are extrapolated as by `verify`, unless the peak comes close to the cap. Needs the

@@ -107,8 +107,8 @@ def _parser() -> argparse.ArgumentParser:
         "--offload",
         type=_kinds,
         metavar="WHAT",
-        help="what is in the host's memory: never, or some of optimizer_state,parameters,residuals; by default it is "
-        "searched",
+        help="what is in the host's memory: never, or some of optimizer_state,parameters,residuals and paths of "
+        "arguments; by default it is searched",
     )
     search.add_argument("--time-limit", type=_seconds, metavar="S", help="processor seconds for the solver")
     search.add_argument("--out", type=Path, metavar="FILE", help="save the plan")
