@@ -26,7 +26,6 @@ from typing import Any
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from cost_model.cluster import Cluster
@@ -36,6 +35,7 @@ from search import driver
 from search.ir.trace import trace
 from search.mesh_problem import DEFAULT_TIME_LIMIT_S, Options
 from tests.zoo import (
+    LLAMA_7B,
     Case,
     make_dlrm,
     make_gpt_scan,
@@ -56,16 +56,7 @@ ROWS = re.compile(r"wo|down|out|fc2|fc_out|Dense_1")
 
 MODELS: Mapping[str, Callable[[int], Case]] = {
     "llama": lambda n: make_llama(
-        num_layers=32 if n >= 64 else 8,
-        hidden=4096,
-        heads=32,
-        kv_heads=8,
-        ffn=11008,
-        vocab=32000,
-        seq=4096,
-        batch=2 * n,
-        compute_dtype=jnp.bfloat16,
-        scanned=True,
+        **LLAMA_7B | {"num_layers": 32 if n >= 64 else 8, "batch": 2 * n}, scanned=True
     ),
     "gpt": lambda n: make_gpt_scan(
         num_layers=24, hidden=2048, heads=16, vocab=50304, seq=1024, batch=4 * n, remat=True

@@ -40,7 +40,7 @@ from benchmarks.scanned_stacks import BY_HAND, Stack, make_scanned_gpt, make_sca
 from benchmarks.under_caps import Planner, Point, faster_below, frontier, over_the_cap, saved_share, under
 from cost_model.hardware import parse_cluster
 from cost_model.units import format_bytes, format_seconds
-from tests.zoo import Case, make_evoformer, make_megatron, make_moe, make_vit
+from tests.zoo import LLAMA_7B, Case, make_evoformer, make_megatron, make_moe, make_vit
 
 CLUSTER = parse_cluster("8xH100-80GB")
 
@@ -56,20 +56,11 @@ _GPT: Mapping[str, Any] = {
     "seq": 2048,
     "compute_dtype": jnp.bfloat16,
 }
-_LLAMA: Mapping[str, Any] = {
-    "num_layers": 32,
-    "hidden": 4096,
-    "heads": 32,
-    "kv_heads": 8,
-    "ffn": 11008,
-    "vocab": 32000,
-    "seq": 2048,
-    "compute_dtype": jnp.bfloat16,
-}
+_LLAMA: Mapping[str, Any] = {**LLAMA_7B, "seq": 2048, "batch": 16}
 
 SCANNED: Mapping[str, Callable[[Stack], Case]] = {
     "GPT 1.3B, scanned": partial(make_scanned_gpt, **_GPT, batch=32),
-    "Llama 7B, scanned": partial(make_scanned_llama, **_LLAMA, batch=16),
+    "Llama 7B, scanned": partial(make_scanned_llama, **_LLAMA),
 }
 """Models with a way to keep what their layers make."""
 

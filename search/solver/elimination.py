@@ -7,9 +7,8 @@ residual stream. The order is greedy: always the node whose table is smallest. L
 towards each other table's labels are merged first, and the merging is repeated on every new table: a table's
 dimension is a node's *classes*, not its labels.
 
-Widths are small for training steps, so tables fit once hopeless labels are dropped; `eliminate` gives up
-where they do not. `Elimination` is the same step by step: who has an assignment may fix the label of a node that
-stands in the way and go on (`search.solver.neighbourhoods`).
+Widths are small for training steps, so most tables fit. Where one does not, whoever has an assignment may fix the label of
+a node that stands in the way and go on (`search.solver.neighbourhoods`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -43,13 +42,6 @@ class _Bucket:
     node: int
     cost: np.ndarray
     tables: tuple[_Table, ...]
-
-
-def eliminate(problem: Problem, max_entries: float) -> tuple[float, Labels] | None:
-    """The minimum of a merged problem, and where it is; None where a table would exceed `max_entries`."""
-    elimination = Elimination(problem)
-    elimination.run(max_entries)
-    return None if elimination.left else (elimination.total, elimination.labels())
 
 
 class Elimination:

@@ -19,6 +19,7 @@ from search.ir.trace import trace
 from search.mesh_problem import Options
 from search.problem.flat_program import ReadPhase
 from tests.zoo import (
+    LLAMA_7B,
     make_dlrm,
     make_evoformer,
     make_llama,
@@ -116,18 +117,7 @@ def test_sequence_parallelism_replaces_all_reduces_when_memory_asks_for_it():
 def test_where_nodes_are_far_apart_the_search_finds_hybrid_sharding():
     """Scanned layers on Ethernet: kernels split inside the node and whole across nodes, found without being asked for. From
     data parallelism there, parameters, moments, gradients and copies of seven stacks have to change at once."""
-    case = make_llama(
-        num_layers=32,
-        hidden=4096,
-        heads=32,
-        kv_heads=8,
-        ffn=11008,
-        vocab=32000,
-        seq=4096,
-        batch=64,
-        compute_dtype=jnp.bfloat16,
-        scanned=True,
-    )
+    case = make_llama(**LLAMA_7B, scanned=True)
     step = trace(case.step, *case.abstract_args())
     cluster = parse_cluster("64xA100-80GB-Ethernet")
     cap_bytes = cluster.device_memory_limit()

@@ -11,7 +11,7 @@ from .evoformer import make_evoformer
 from .gpt_linen import make_gpt_linen
 from .gpt_nnx import make_gpt_nnx, make_gpt_nnx_optimizer
 from .gpt_scan import make_gpt_scan
-from .llama import LLAMA_3_8B, make_llama
+from .llama import LLAMA_3_8B, LLAMA_7B, make_llama
 from .lstm import make_lstm
 from .megatron import make_megatron
 from .message_passing import make_message_passing
@@ -46,6 +46,7 @@ MAKERS = {
 
 __all__ = [
     "LLAMA_3_8B",
+    "LLAMA_7B",
     "MAKERS",
     "Case",
     "make_autoencoder",

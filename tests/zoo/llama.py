@@ -21,6 +21,9 @@ LLAMA_3_8B = {
     "compute_dtype": jnp.bfloat16,
 }
 
+LLAMA_7B = LLAMA_3_8B | {"ffn": 11008, "vocab": 32000}
+"""As large as the first Llama, with the grouped heads of later ones."""
+
 
 def rms_norm(x, scale):
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))

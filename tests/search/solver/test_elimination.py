@@ -5,11 +5,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from search.solver.elimination import Elimination, eliminate
+from search.solver.elimination import Elimination
 from search.solver.pbqp import Edge, Problem, merged
 from tests.search.solver.problems import SETTINGS, chains, every_cost_s, layered, optimum_s, problems
 
 PLENTY = 1e6
+
+
+def eliminate(problem, max_entries):
+    elimination = Elimination(problem)
+    elimination.run(max_entries)
+    return None if elimination.left else (elimination.total, elimination.labels())
 
 
 def check(problem):
