@@ -373,9 +373,14 @@ class StepSearch:
                 raise InputError(
                     f"offload={kinds}: {self.step.name} has no {kind} that can rest on the host, of "
                     f"{format_bytes(MIN_BYTES)} or more and handed on by nothing but its own new values. Leave it out, or "
-                    f"name some of {(*OFFLOADED, RESIDUALS)} or the path of an argument"
+                    f"name some of {(*OFFLOADED, RESIDUALS)} or the path of an argument{self._such_as()}"
                 )
         return self._of_kinds(kinds)
+
+    def _such_as(self) -> str:
+        """A path that `offload` may name, where there is one."""
+        first = next(iter(self.may_rest_on_host), None)
+        return "" if first is None else f", such as {self.step.arguments[first].name}"
 
     def _check_host(self, on_meshes: Sequence[MeshProblem]) -> None:
         """That the host has room for what the user wants there.

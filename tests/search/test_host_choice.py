@@ -81,5 +81,5 @@ def test_arguments_may_be_named_by_their_paths(path, on_host):
 
 @pytest.mark.parametrize("path", ["params['w", "state[0].count", "x", "mu"])
 def test_a_path_that_leads_to_nothing_which_can_be_there(path):
-    with pytest.raises(InputError, match=r"has no .* that can rest on the host"):
+    with pytest.raises(InputError, match=r"has no .* that can rest on the host.* such as params\['w0'\]"):
         found(10.0, offload=(path,))
