@@ -11,7 +11,8 @@ import jax
 from autoshard import planning, programs
 from autoshard.calls import Callee
 from autoshard.parallelized import Parallelized, Request
-from autoshard.planning import AutoshardWarning, Pins
+from autoshard.pins import Pins, Rested
+from autoshard.planning import Asked, AutoshardWarning
 from autoshard.verification import judge
 from autoshard.verification.result import Verification
 from cost_model.cluster import Cluster
@@ -49,7 +50,9 @@ def search(
         runtime needs.
       mesh: sizes of the logical mesh's axes, outermost first; by default it is searched. Axes are named "data"
         (one axis), "data" and "model" (two), "replica", "data" and "model" (three).
-      pin: specs in which arguments must rest, by pytree path, e.g. `{"params['emb']": P("model")}`.
+      pin: specs in which arguments must rest, by pytree path, e.g. `{"params['emb']": P("model")}`: as `PartitionSpec` or
+        as a plan's text, `"P('model')"`. A path as `print(plan)` folds it, `"['layers'][*]['w*']"`, pins all that it stands
+        for; a `Plan` pins all arguments that its step shares with this one.
       state: arguments, or parts of them by pytree path, that come back as results and are donated; by default those of which
         it is evident from structure and dataflow. A warning names large ones that are in doubt.
       remat: "never" to recompute nothing but what the step itself does (`jax.checkpoint`); by default, where memory is
@@ -84,15 +87,14 @@ def search(
     """
     hardware = parse_cluster(cluster)
     traced = _traced(step, hardware, abstract_args, state)
-    options = planning.options(
-        traced, hardware, memory, mesh, pin, time_limit_s, remat, microbatches, offload
-    )
+    asked = Asked(memory, mesh, pin, remat, microbatches, offload, time_limit_s)
+    options = planning.options(traced, hardware, asked)
     if not verify:
         return planning.find(traced, hardware, options, progress).plan
-    asked = judge.CompilerVerifier(hardware, Compiler(judge.target_config_text(target_config)), progress)
+    verifier = judge.CompilerVerifier(hardware, Compiler(judge.target_config_text(target_config)), progress)
     return judge.fitting(
         lambda limit, said: planning.find(traced, hardware, replace(options, memory_bytes=limit), said),
-        asked.verified,
+        verifier.verified,
         options.memory_bytes,
         progress,
     ).plan
@@ -211,6 +213,7 @@ def parallelize(
     microbatches: int | None = None,
     offload: Sequence[str] | str | None = None,
     plan: str | os.PathLike[str] | Plan | None = None,
+    like: Parallelized | str | os.PathLike[str] | Plan | None = None,
     time_limit_s: float | None = None,
     devices: Sequence[Any] | None = None,
     static_argnums: int | Iterable[int] | None = None,
@@ -233,6 +236,9 @@ def parallelize(
       offload: as for `search`.
       plan: a plan or its file: no search. The step, its shapes and the number of devices must be the plan's; options that it
         has decided (`cluster`, `memory`, `mesh`, `pin`, `remat`, `microbatches`, `offload`) are refused beside it.
+      like: a parallelized step on the same state, or its plan or that one's file: what this step shares with it, such as the
+        parameters in an evaluation, rests as there, on the same mesh. Arguments are the same by pytree path; where their
+        names differ, by the rest of the path and by shape. What is in doubt is left to the search.
       time_limit_s: as for `search`.
       devices: where to run; by default all that JAX sees.
       static_argnums: positions of arguments that are constants of the step, as for `jax.jit`: each value has a plan of its
@@ -261,6 +267,7 @@ def parallelize(
             microbatches=microbatches,
             offload=offload,
             plan=plan,
+            like=like,
             time_limit_s=time_limit_s,
             devices=devices,
             static_argnums=static_argnums,
@@ -270,33 +277,21 @@ def parallelize(
         raise InputError(f"the step {step.__name__!r} is parallelized already; decorate it once")
     if not callable(step):
         raise InputError(f"parallelize wants a function, got {type(step).__name__}")
-    given, place = (None, "") if plan is None else _given(plan)
-    if given is not None:
-        _refuse_beside_a_plan(
-            cluster=cluster,
-            memory=memory,
-            mesh=mesh,
-            pin=pin,
-            remat=remat,
-            microbatches=microbatches,
-            offload=offload,
-        )
-    request = Request(
-        cluster,
-        memory,
-        mesh,
-        pin,
-        state,
-        remat,
-        microbatches,
-        offload,
-        given,
-        place,
-        time_limit_s,
-        devices,
-        static_argnums,
-        static_argnames,
-    )
+    if plan is not None:
+        decided = {
+            "memory": memory,
+            "pin": pin,
+            "remat": remat,
+            "microbatches": microbatches,
+            "offload": offload,
+        }
+        _refuse_beside("plan", cluster=cluster, mesh=mesh, like=like, **decided)
+    if like is not None:
+        _refuse_beside("like", cluster=cluster, mesh=mesh)
+    asked = Asked(memory, mesh, pin, remat, microbatches, offload, time_limit_s)
+    given = None if plan is None else _given(plan)
+    shared = like if like is None or isinstance(like, Parallelized) else Rested.by(_given(like)[0])
+    request = Request(asked, cluster, state, given, shared, devices, static_argnums, static_argnames)
     return Parallelized(step, request)
 
 
@@ -305,12 +300,12 @@ def _given(plan: str | os.PathLike[str] | Plan) -> tuple[Plan, str]:
     return (plan, "the plan") if isinstance(plan, Plan) else (Plan.load(plan), str(plan))
 
 
-def _refuse_beside_a_plan(**options: Any) -> None:
-    """What a plan has decided cannot be asked for beside it."""
+def _refuse_beside(decider: str, **options: Any) -> None:
+    """What a plan, or a step that this one is like, has decided cannot be asked for beside it."""
     if said := [name for name, value in options.items() if value is not None]:
         raise InputError(
-            f"plan= has decided what {', '.join(f'{name}=' for name in said)} would say: leave that out, or leave out plan= "
-            "to search again"
+            f"{decider}= has decided what {', '.join(f'{name}=' for name in said)} would say: leave that out, or leave out "
+            f"{decider}= to search again"
         )
 
 

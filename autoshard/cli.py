@@ -10,7 +10,6 @@ result.
 """
 
 import argparse
-import ast
 import contextlib
 import functools
 import json
@@ -32,8 +31,9 @@ from jax.sharding import PartitionSpec
 from autoshard import api, clusters
 from autoshard.calibrate import calibrate
 from autoshard.target import target
-from cost_model.errors import AutoshardError, InputError, first_line
+from cost_model.errors import AutoshardError, InputError, PlanError, first_line
 from cost_model.whole_file import destination
+from search.ir.spec import read_partition_spec
 from search.plan.plan import Plan
 
 _INTERRUPTED = 128 + 2
@@ -328,15 +328,8 @@ def _seconds(text: str) -> float:
 def _pin(text: str) -> tuple[str, PartitionSpec]:
     path, _, spec = text.partition("=")
     try:
-        call = ast.parse(spec.strip(), mode="eval").body
-        if (
-            not isinstance(call, ast.Call)
-            or ast.unparse(call.func) not in ("P", "PartitionSpec")
-            or call.keywords
-        ):
-            raise ValueError
-        return path.strip(), PartitionSpec(*(ast.literal_eval(entry) for entry in call.args))
-    except (SyntaxError, ValueError, TypeError):
+        return path.strip(), read_partition_spec(spec)
+    except PlanError:
         message = f"wanted PATH=SPEC such as \"params['emb']=P('model')\", got {text!r}"
         raise argparse.ArgumentTypeError(message) from None
 

@@ -7,53 +7,56 @@ given, so that nothing moves when calls alternate.
 A call that is like the last one only runs. JAX itself notices if it is not: the program refuses to be traced again.
 """
 
-import contextlib
 import copy
 import functools
 import itertools
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
 
-from autoshard import nnx_objects, planning, programs
+from autoshard import nnx_objects, placing, planning, programs
 from autoshard.calls import Call, Callee
-from autoshard.planning import AutoshardWarning
+from autoshard.creation import Creation, Number
+from autoshard.pins import ANYWHERE, Rested, as_in
+from autoshard.planning import Asked, AutoshardWarning
 from cost_model import attached
 from cost_model.cluster import Cluster
-from cost_model.errors import InputError, first_line
+from cost_model.errors import InputError
 from cost_model.hardware import parse_cluster
 from executors.jit import Program
 from search.ir import _jax
-from search.ir.graph import Role, Step
-from search.ir.in_place import InPlace
-from search.ir.trace import TRACE_ERRORS, step_name
-from search.mesh_problem import OFFLOADED, Options
+from search.ir.graph import Step
+from search.ir.trace import step_name
+from search.mesh_problem import Options
 from search.plan.plan import Plan
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What `parallelize` was asked for."""
+    """What `parallelize` was asked for.
 
-    cluster: Any
-    memory: Any
-    mesh: Any
-    pin: Any
-    state: str | Sequence[str] | None
-    remat: str | None
-    microbatches: int | None
-    offload: Any
-    plan: Plan | None
-    place: str
-    time_limit_s: float | None
-    devices: Sequence[Any] | None
-    static_argnums: int | Iterable[int] | None
-    static_argnames: str | Iterable[str] | None
+    Attributes:
+      asked: of the search.
+      cluster: the hardware, if it is said.
+      state: arguments that come back as results, where that is not evident.
+      plan: one that is given, with how messages call it; no search then.
+      like: a step, or a plan, whose state this one shares.
+      devices: where to run.
+      static_argnums: as for `jax.jit`.
+      static_argnames: as for `jax.jit`.
+    """
+
+    asked: Asked
+    cluster: Any = None
+    state: str | Sequence[str] | None = None
+    plan: tuple[Plan, str] | None = None
+    like: "Parallelized | Rested | None" = None
+    devices: Sequence[Any] | None = None
+    static_argnums: int | Iterable[int] | None = None
+    static_argnames: str | Iterable[str] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,9 +108,9 @@ class Parallelized:
             return self._last.plan
         if self._planned:
             return self._planned[-1].plan
-        if self._request.plan is None:
+        if self._given is None:
             raise InputError(f"{self.__name__} has no plan yet: call it, its .init or its .lower first")
-        return self._request.plan
+        return self._given
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs one step: the arguments and results of the decorated function."""
@@ -116,12 +119,19 @@ class Parallelized:
             known = None if kwargs else self._like_before(args)
             if known is not None:
                 self._last = known
-                with contextlib.suppress(_RetracedError, ValueError, TypeError):
+                try:
                     return known.program.fn(*args)
+                except placing.RetracedError:
+                    pass
+                except placing.FAILURES:
+                    if not placing.lies_elsewhere(known.program, args, known.step):
+                        raise
         call = self._call(args, kwargs)
         planned, is_new = self._prepared(call)
         with programs.room_for(planned.plan):
-            returned, given = _run(planned.program, call.positional, is_new)
+            returned, given = placing.run(
+                planned.program, call.positional, planned.step, is_new, self._advice
+            )
         return call.result(returned, given)
 
     def init(self, create: Callable[..., Any], *create_args: Any, args: tuple[Any, ...] = ()) -> Any:
@@ -138,24 +148,45 @@ class Parallelized:
         Raises:
           InputError: `create` cannot be traced, or its state does not suit the step.
         """
-        created, given = _Created.of(create, create_args), len(self._owner) + len(args)
-        shapes, numbers = created.shapes(), created.numbers()
-        if not (isinstance(shapes, tuple) and self.callee.is_short_of(1 + given, len(shapes) + given)):
-            shapes, numbers = (shapes,), (numbers,)
-        planned, _ = self._prepared(self._call((*shapes, *args), {}))
-        places = zip(
-            jax.tree.leaves(self._call((*numbers, *args), {}).positional),
-            jax.tree.leaves(planned.program.shardings),
-            strict=True,
-        )
-        return created.on(
-            planned.program.mesh, {n: sharding for n, sharding in places if isinstance(n, _Number)}
-        )
+        creation = Creation.of(create, create_args)
+        return creation.on(*self._places(creation, args))
+
+    def abstract_state(
+        self, create: Callable[..., Any], *create_args: Any, args: tuple[Any, ...] = ()
+    ) -> Any:
+        """The state that `init` would create, as `jax.ShapeDtypeStruct`s with their shardings, to restore a checkpoint to.
+
+        The step is planned, if it is not yet; a call with what is restored is then not traced again.
+
+        Args:
+          create: as for `init`.
+          *create_args: as for `init`.
+          args: as for `init`.
+
+        Raises:
+          InputError: as for `init`.
+        """
+        creation = Creation.of(create, create_args)
+        return creation.abstract(*self._places(creation, args))
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """The step lowered for its devices, as `jax.jit(...).lower` gives it; arguments may be shapes."""
         program = self._prepared(self._call(args, kwargs))[0].program
         return program.fn.lower(*program.args)
+
+    def _places(self, creation: Creation, args: tuple[Any, ...]) -> tuple[Any, dict[int, Any]]:
+        """The mesh, and where the arrays lie that are created for a call, by their number."""
+        shapes, numbers = creation.shapes(), creation.numbers()
+        given = len(self._owner) + len(args)
+        if not (isinstance(shapes, tuple) and self.callee.is_short_of(1 + given, len(shapes) + given)):
+            shapes, numbers = (shapes,), (numbers,)
+        program = self._prepared(self._call((*shapes, *args), {}))[0].program
+        places = zip(
+            jax.tree.leaves(self._call((*numbers, *args), {}).positional),
+            jax.tree.leaves(program.shardings),
+            strict=True,
+        )
+        return program.mesh, {n: sharding for n, sharding in places if isinstance(n, Number)}
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         last = self._last or next(iter(self._planned), None)
@@ -189,9 +220,8 @@ class Parallelized:
             raise InputError(
                 f"{self.__name__} is a parallelized step and cannot be called inside another jitted function"
             )
+        devices, hardware = self._devices(), self._hardware()
         request = self._request
-        devices = list(jax.devices() if request.devices is None else request.devices)
-        hardware = self._hardware(devices)
         if request.plan is None and hardware.num_devices > len(devices):
             raise InputError(
                 f"the cluster {hardware.name} has {hardware.num_devices} devices, and there are {len(devices)} to run on. "
@@ -199,157 +229,80 @@ class Parallelized:
             )
         traced = planning.traced(call.step, hardware, call.args, call.kwargs, request.state)
         if request.plan is not None and not self._planned:
-            found = planning.applied(traced, request.plan, request.place)
-            program = programs.built(found, hardware, devices, _retraced)
+            found = planning.applied(traced, *request.plan)
+            program = programs.built(found, hardware, devices, placing.retraced)
         else:
             options = self._options(traced, hardware)
-            found, program = programs.searched(traced, hardware, options, devices, _retraced)
+            found, program = programs.searched(traced, hardware, options, devices, placing.retraced)
         leaves, tree = jax.tree.flatten(call.positional)
         types = tuple(map(_type, leaves))
         return _Planned(signature, call.form, found.step, found.plan, program, tree, types)
 
     def _options(self, traced: Step, hardware: Cluster) -> Options:
         """What is asked of the search; after the first one, that the state rests as it does."""
-        asked = self._request
-        options = planning.options(
-            traced,
-            hardware,
-            asked.memory if asked.plan is None else asked.plan.memory_bytes,
-            asked.mesh,
-            asked.pin,
-            asked.time_limit_s,
-            asked.remat,
-            asked.microbatches,
-            asked.offload,
-        )
+        asked, like = self._request.asked, self._like
+        resting = ANYWHERE if like is None else as_in(traced, like)
+        if asked.memory is None and (given := like.plan if like else self._given):
+            asked = replace(asked, memory=given.memory_bytes)
         if not self._planned:
-            return options
+            return planning.options(traced, hardware, asked, resting)
         warnings.warn(
             f"the arguments of {self.__name__} changed in shape or structure; planning once for the new ones too, with "
             "the state where it is",
             AutoshardWarning,
             stacklevel=5,
         )
-        return _resting_as(self._planned[0], traced, options)
+        options = planning.options(
+            traced, hardware, replace(asked, offload=None), as_in(traced, self.rested).then(resting)
+        )
+        return replace(options, offload=options.offload or "never")
 
-    def _hardware(self, devices: Sequence[Any]) -> Cluster:
+    @property
+    def rested(self) -> Rested:
+        """How the state rests, for another step that shares it.
+
+        Raises:
+          InputError: nothing has been planned yet.
+        """
+        if not self._planned:
+            return Rested.by(self.plan)
+        first = self._planned[0].step
+        shapes = zip(
+            (a.name for a in first.arguments), (x.shape for x in first.abstract_inputs()), strict=True
+        )
+        return Rested(self._planned[0].plan, dict(shapes))
+
+    @property
+    def _like(self) -> Rested | None:
+        like = self._request.like
+        return like.rested if isinstance(like, Parallelized) else like
+
+    @property
+    def _given(self) -> Plan | None:
+        return None if self._request.plan is None else self._request.plan[0]
+
+    def _devices(self) -> Sequence[Any]:
+        request = self._request
+        if request.devices is None and isinstance(request.like, Parallelized):
+            return request.like._devices()
+        return list(jax.devices() if request.devices is None else request.devices)
+
+    def _hardware(self) -> Cluster:
         """What the plan is for, or what it will be made for."""
         request = self._request
         if request.plan is not None:
-            return planning.cluster(request.plan, request.place)
-        return parse_cluster(attached.cluster_name(devices) if request.cluster is None else request.cluster)
+            return planning.cluster(*request.plan)
+        if (like := self._like) is not None:
+            return planning.cluster(like.plan, "like=")
+        name = attached.cluster_name(self._devices()) if request.cluster is None else request.cluster
+        return parse_cluster(name)
 
-
-@dataclass(frozen=True, eq=False)
-class _Created:
-    """A state that is yet to be created: the call that does it, and what comes of it."""
-
-    call: Call
-    jaxpr: Any
-    returned: Any
-
-    @classmethod
-    def of(cls, create: Callable[..., Any], args: tuple[Any, ...]) -> "_Created":
-        call = Callee.of(create).call(args, {})
-        try:
-            with _jax.implicit_mesh():
-                jaxpr, returned = jax.make_jaxpr(call.step, return_shape=True)(
-                    *jax.tree.map(_unplaced, call.args)
-                )
-        except TRACE_ERRORS as e:
-            raise InputError(f"init: {step_name(create)} cannot be traced by jax.jit: {first_line(e)}") from e
-        return cls(call, jaxpr, returned)
-
-    def shapes(self) -> Any:
-        """The state, as shapes."""
-        return self._holding(jax.tree.leaves(self.returned))
-
-    def numbers(self) -> Any:
-        """The state, each array being its number among the results of the jaxpr."""
-        return self._holding(map(_Number, range(len(jax.tree.leaves(self.returned)))))
-
-    def on(self, mesh: Any, shardings: Mapping[int, Any]) -> Any:
-        """Creates it on a mesh, and on shardings by number; what has none is no state."""
-        whole, tree = NamedSharding(mesh, PartitionSpec()), jax.tree.structure(self.returned)
-        given = jax.device_put(jax.tree.leaves(self.call.args), whole)
-
-        def create(*args: Any) -> Any:
-            with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-                return _jax.as_function(self.jaxpr)(*args)
-
-        places = [shardings.get(n, whole) for n in range(tree.num_leaves)]
-        flat = jax.jit(create, out_shardings=places)(*given)
-        return self.call.result(jax.tree.unflatten(tree, flat), given)
-
-    def _holding(self, leaves: Iterable[Any]) -> Any:
-        held = jax.tree.unflatten(jax.tree.structure(self.returned), leaves)
-        given = [None] * len(jax.tree.leaves(self.call.args))
-        return nnx_objects.put_together(held, given, None) if isinstance(held, InPlace) else held
-
-
-def _unplaced(x: Any) -> Any:
-    """An array's type, without where it lies."""
-    if not isinstance(x, jax.Array):
-        return x
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=getattr(x, "weak_type", False))
-
-
-class _Number(int):
-    """The number of a result, in its place."""
-
-
-class _RetracedError(Exception):
-    """JAX began to trace the step for other shapes than those planned for."""
-
-
-def _retraced() -> None:
-    raise _RetracedError
-
-
-def _run(program: Program, args: tuple[Any, ...], is_first: bool) -> tuple[Any, tuple[Any, ...]]:
-    """What a program returns, and the arguments as they lay on its devices; they are brought there if need be."""
-    if not is_first and _are_distinct(args):
-        try:
-            return program.fn(*args), args
-        except (_RetracedError, ValueError, TypeError):
-            if _is_placed(program, args):
-                raise
-    placed = _placed(program, args)
-    return program.fn(*placed), placed
-
-
-def _are_distinct(args: tuple[Any, ...]) -> bool:
-    """Whether no array is there twice: one that is donated must not be read elsewhere in the call."""
-    leaves = jax.tree.leaves(args)
-    return len(set(map(id, leaves))) == len(leaves)
-
-
-def _is_placed(program: Program, args: tuple[Any, ...]) -> bool:
-    wanted = jax.tree.leaves(program.shardings)
-    return all(getattr(x, "sharding", None) == s for x, s in zip(jax.tree.leaves(args), wanted, strict=True))
-
-
-def _placed(program: Program, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arguments on a program's devices."""
-    leaves, tree = jax.tree.flatten(args)
-    shardings, seen = jax.tree.leaves(program.shardings), set[int]()
-    moved: list[int] = []
-    for i, (x, sharding) in enumerate(zip(leaves, shardings, strict=True)):
-        if getattr(x, "sharding", None) != sharding:
-            moved.append(i)
-        elif id(x) in seen:
-            leaves[i] = jnp.copy(x)
-        seen.add(id(x))
-    there = [_own(leaves[i], shardings[i]) if i in program.donated_leaves else leaves[i] for i in moved]
-    for i, x in zip(moved, jax.device_put(there, [shardings[i] for i in moved]), strict=True):
-        leaves[i] = x
-    return jax.tree.unflatten(tree, leaves)
-
-
-def _own(x: Any, sharding: Any) -> Any:
-    """An array to be moved and then donated. Where a device will hold all of it, its shard may be the user's own array,
-    which would be lost: it is copied."""
-    return jnp.copy(x) if isinstance(x, jax.Array) and sharding.shard_shape(x.shape) == x.shape else x
+    @property
+    def _advice(self) -> str:
+        """What to do where much of a call's arguments has to move."""
+        if self._request.like is not None:
+            return "Its arguments differ from those of the step that it is like, or rest on the host there"
+        return "If they are another step's state, say so: parallelize(..., like=that_step), or pin= its plan"
 
 
 def _telling(plans: Sequence[_Planned]) -> tuple[int, ...]:
@@ -370,21 +323,3 @@ def _type(leaf: Any) -> Any:
         return leaf.shape, leaf.dtype
     dtype = getattr(leaf, "dtype", None)
     return type(leaf) if dtype is None else (leaf.shape, _jax.narrowed(dtype))
-
-
-def _resting_as(first: _Planned, step: Step, options: Options) -> Options:
-    """The options with the state resting as in the first plan, on its mesh."""
-    resting: dict[str, PartitionSpec] = {}
-    hosted: set[Role] = set()
-    shapes = {a.name: v.shape for a, v in zip(step.arguments, step.abstract_inputs(), strict=True)}
-    for argument, leaf in zip(first.step.arguments, jax.tree.leaves(first.program.args), strict=True):
-        if argument.role is not Role.BATCH and shapes.get(argument.name) == leaf.shape:
-            resting[argument.name] = leaf.sharding.spec
-            hosted |= {argument.role} if leaf.sharding.memory_kind == "pinned_host" else set()
-    offload = tuple(kind for kind, role in OFFLOADED.items() if role in hosted)
-    return replace(
-        options,
-        mesh=tuple(first.plan.decisions.mesh.values()),
-        pins=resting | dict(options.pins or {}),
-        offload=offload or "never",
-    )

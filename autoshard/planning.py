@@ -1,13 +1,14 @@
 """From what the user gave to a plan on its step: what `search`, `emit`, `verify` and `parallelize` share."""
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import PartitionSpec
 
+from autoshard.pins import ANYWHERE, Pins, Resting, pinned
 from cost_model.cluster import Cluster
 from cost_model.errors import InputError, PlanError
 from cost_model.units import format_bytes, parse_bytes
@@ -16,8 +17,6 @@ from search.ir.graph import Step
 from search.ir.trace import trace_call
 from search.mesh_problem import DEFAULT_TIME_LIMIT_S, Options
 from search.plan.plan import Plan
-
-Pins = Mapping[str, PartitionSpec]
 
 LARGE_BYTES = 1 << 20
 LARGE_SHARE = 0.05
@@ -30,6 +29,19 @@ MAX_NAMES = 4
 
 class AutoshardWarning(UserWarning):
     """Something that works, but perhaps not as its user thinks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a user asks of a search, as `autoshard.search` explains it; None for what is to be searched."""
+
+    memory: str | int | None = None
+    mesh: Sequence[int] | None = None
+    pin: Pins | None = None
+    remat: str | None = None
+    microbatches: int | None = None
+    offload: Sequence[str] | str | None = None
+    time_limit_s: float | None = None
 
 
 def traced(
@@ -70,24 +82,23 @@ def _doubts(step: Step) -> str:
     )
 
 
-def options(
-    step: Step,
-    cluster: Cluster,
-    memory: str | int | None,
-    mesh: Sequence[int] | None,
-    pin: Pins | None,
-    time_limit_s: float | None,
-    remat: str | None,
-    microbatches: int | None,
-    offload: Sequence[str] | str | None,
-) -> Options:
-    """What the user asks of a search, checked."""
-    limit = cluster.device_memory_limit() if memory is None else parse_bytes(memory)
-    _check_cap(limit, cluster, f"memory={memory!r}")
-    seconds = DEFAULT_TIME_LIMIT_S if time_limit_s is None else time_limit_s
+def options(step: Step, cluster: Cluster, asked: Asked, resting: Resting = ANYWHERE) -> Options:
+    """What is asked of a search, checked.
+
+    Args:
+      step: the traced step.
+      cluster: where it will run.
+      asked: by the user.
+      resting: how arguments rest already, where no pin says otherwise.
+    """
+    limit = cluster.device_memory_limit() if asked.memory is None else parse_bytes(asked.memory)
+    _check_cap(limit, cluster, f"memory={asked.memory!r}")
+    seconds = DEFAULT_TIME_LIMIT_S if asked.time_limit_s is None else asked.time_limit_s
+    offload = asked.offload
     kinds = offload if offload is None or isinstance(offload, str) else tuple(offload)
-    pins = _resolved(step, pin or {})
-    return Options(limit, _mesh_shape(mesh), pins, seconds, remat, microbatches, kinds)
+    rest = pinned(step, asked.pin or {}, cluster.num_devices).then(resting)
+    mesh = _mesh_shape(asked.mesh) or rest.mesh
+    return Options(limit, mesh, rest.specs, seconds, asked.remat, asked.microbatches, rest.offload(kinds))
 
 
 def find(
@@ -165,25 +176,3 @@ def _mesh_shape(mesh: Sequence[int] | None) -> tuple[int, ...] | None:
     if mesh is not None and (isinstance(mesh, str) or not all(isinstance(n, int | np.integer) for n in mesh)):
         raise InputError(f"wanted a mesh as sizes of its axes, such as (2, 4), got {mesh!r}")
     return None if mesh is None else tuple(int(n) for n in mesh)
-
-
-def _resolved(step: Step, pin: Pins) -> dict[str, PartitionSpec]:
-    """Pins by full argument name; a key may leave the path's beginning out."""
-    names = [a.name for a in step.arguments]
-    resolved = {}
-    for key, spec in pin.items():
-        if not isinstance(spec, PartitionSpec):
-            raise InputError(f"pin {key!r}: wanted a jax.sharding.PartitionSpec, got {spec!r:.60}")
-        hits = [n for n in names if n == key] or [n for n in names if n.endswith((f".{key}", f"]{key}"))]
-        if len(hits) != 1:
-            what = (
-                f"matches {', '.join(hits[:4])}"
-                if hits
-                else f"matches no argument; they are named like {names[0]}"
-            )
-            raise InputError(f"pin {key!r} {what}. Name one argument by its pytree path")
-        if resolved.setdefault(hits[0], spec) != spec:
-            raise InputError(
-                f"pin {key!r} says {spec} of {hits[0]}, and another pin says {resolved[hits[0]]}. Keep one of them"
-            )
-    return resolved

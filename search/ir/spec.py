@@ -6,6 +6,7 @@ the value is replicated over the axis, `PARTIAL` when the devices along it hold 
 no saying.
 """
 
+import ast
 import math
 import re
 from collections.abc import Sequence
@@ -21,6 +22,12 @@ PARTIAL = -2
 
 AXIS_NAMES = {1: ("data",), 2: ("data", "model"), 3: ("replica", "data", "model")}
 """Names of mesh axes, outermost first, by their number."""
+
+
+_CALLED = frozenset(
+    ("P", "PartitionSpec", "jax.P", "jax.sharding.PartitionSpec", "jax.sharding.P", "sharding.PartitionSpec")
+)
+"""A spec's names where users write it."""
 
 
 def shard_size(spec: Spec, shape: Sequence[int], mesh_shape: Sequence[int]) -> int:
@@ -99,6 +106,21 @@ def parse_spec(text: str, axis_names: Sequence[str]) -> Spec:
         )
         raise PlanError(f"{what}, in the spec {text!r}")
     return tuple(dims.get(a, WHOLE) for a in axis_names)
+
+
+def read_partition_spec(text: str) -> PartitionSpec:
+    """A `PartitionSpec` from text, whatever axes it names.
+
+    Raises:
+      PlanError: it is not written as one.
+    """
+    try:
+        call = ast.parse(text.strip(), mode="eval").body
+        if not isinstance(call, ast.Call) or call.keywords or ast.unparse(call.func) not in _CALLED:
+            raise ValueError
+        return PartitionSpec(*(ast.literal_eval(entry) for entry in call.args))
+    except (SyntaxError, ValueError, TypeError):
+        raise PlanError(f"wanted a spec such as P('data', None), got {text!r}") from None
 
 
 def from_partition_spec(spec: PartitionSpec, axis_names: Sequence[str]) -> Spec:

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from search.plan.argument_paths import Tokens, pieces
 from search.plan.text_table import aligned, more_of, plural
 
 _MAX_ARGUMENT_LINES = 16
@@ -29,9 +30,6 @@ _MAX_NAMES = 6
 """Names in one list before it is cut short. Source: a choice of ours."""
 
 _REPLICATED = "P()"
-
-Tokens = tuple[str, ...]
-"""A pytree path in pieces: `("state", "['params']", "[0]", ".kernel")`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +56,7 @@ def argument_lines(arguments: Mapping[str, str]) -> list[str]:
       arguments: by pytree path, the spec that each rests in.
     """
     lines = [f"arguments ({plural(len(arguments), 'array')})"]
-    for section in _sections({_tokens(path): spec for path, spec in arguments.items()}):
+    for section in _sections({pieces(path): spec for path, spec in arguments.items()}):
         found, indent = _lines(section), 4 if section.title else 2
         rows = [(spec, f"{count}x", path) for spec, count, path in found[:_MAX_ARGUMENT_LINES]]
         more = more_of(sum(count for _, count, _ in found[_MAX_ARGUMENT_LINES:]), "array", indent)
@@ -235,11 +233,6 @@ def _size(box: Box) -> int:
     for tokens in box:
         size *= len(tokens)
     return size
-
-
-def _tokens(path: str) -> Tokens:
-    pieces = re.findall(r"\['(?:[^'\\]|\\.)*'\]|\[\"(?:[^\"\\]|\\.)*\"\]|\[[^\]'\"]*\]|\.?[^.\[\]]+", path)
-    return tuple(pieces) if "".join(pieces) == path else (path,)
 
 
 def _unnumbered(tokens: Tokens) -> Tokens:

@@ -167,7 +167,13 @@ def test_meshes_that_cannot_be(mesh, message):
 @pytest.mark.parametrize(
     ("pin", "message"),
     [
-        ({"w": "P('data')"}, r"pin 'w': wanted a jax\.sharding\.PartitionSpec"),
+        ({"w": "data"}, r"pin 'w': wanted a jax\.sharding\.PartitionSpec, or its text .*, got 'data'"),
+        ({"w": ("data",)}, r"pin 'w': wanted a jax\.sharding\.PartitionSpec, or its text .*got \('data',\)"),
+        ({"['layers'][*]": "P()"}, r"matches no argument; .* or several as print\(plan\) shows them"),
+        (
+            {"w": "P() on host"},
+            r"has no w that can rest on the host",
+        ),
         ({"v": jax.P("data")}, r"pin 'v' matches no argument; they are named like w\. Name one argument"),
         ({"w": jax.P("dta")}, r"no mesh has an axis 'dta'; axes are named"),
         (
@@ -325,8 +331,14 @@ def test_other_shapes_are_planned_again_with_a_warning():
 @pytest.mark.parametrize(
     ("create", "message"),
     [
-        (lambda key: "no array", r"init: <lambda> cannot be traced by jax\.jit: .*not a valid JAX type"),
-        (lambda key: jnp.ones(int(key[0])), r"init: <lambda> cannot be traced by jax\.jit: .*concrete value"),
+        (
+            lambda key: "no array",
+            r"<lambda>, which shall create the state, cannot be traced by jax\.jit: .*not a valid JAX type",
+        ),
+        (
+            lambda key: jnp.ones(int(key[0])),
+            r"<lambda>, which .* cannot be traced by jax\.jit: .*concrete value",
+        ),
     ],
 )
 def test_a_state_that_cannot_be_created(create, message):

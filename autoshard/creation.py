@@ -1,0 +1,103 @@
+"""State that is yet to be created: its shapes first, to plan with, and then its arrays, each on its shards."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from autoshard import nnx_objects
+from autoshard.calls import Call, Callee
+from cost_model.errors import InputError, first_line
+from search.ir import _jax
+from search.ir.in_place import InPlace
+from search.ir.trace import TRACE_ERRORS, step_name
+
+
+class Number(int):
+    """The number of an array among all that are created, in its place."""
+
+
+@dataclass(frozen=True, eq=False)
+class Creation:
+    """A call that creates state, traced.
+
+    Attributes:
+      call: in pure form.
+      jaxpr: of it.
+      returned: its results' shapes.
+    """
+
+    call: Call
+    jaxpr: Any
+    returned: Any
+
+    @classmethod
+    def of(cls, create: Callable[..., Any], args: tuple[Any, ...]) -> "Creation":
+        """Traces a call.
+
+        Raises:
+          InputError: it cannot be traced.
+        """
+        call = Callee.of(create).call(args, {})
+        try:
+            with _jax.implicit_mesh():
+                jaxpr, returned = jax.make_jaxpr(call.step, return_shape=True)(
+                    *jax.tree.map(_unplaced, call.args)
+                )
+        except TRACE_ERRORS as e:
+            raise InputError(
+                f"{step_name(create)}, which shall create the state, cannot be traced by jax.jit: {first_line(e)}"
+            ) from e
+        return cls(call, jaxpr, returned)
+
+    def shapes(self) -> Any:
+        """The state, as shapes."""
+        return self._holding(jax.tree.leaves(self.returned))
+
+    def numbers(self) -> Any:
+        """The state, each array being its number."""
+        return self._holding(map(Number, range(self._tree.num_leaves)))
+
+    def abstract(self, mesh: Any, shardings: Mapping[int, Any]) -> Any:
+        """The state as shapes with shardings, by number; what has none is no state of the step, and is whole."""
+        places = self._places(mesh, shardings)
+        shapes = jax.tree.leaves(self.returned)
+        return self._holding(
+            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s, weak_type=getattr(x, "weak_type", False))
+            for x, s in zip(shapes, places, strict=True)
+        )
+
+    def on(self, mesh: Any, shardings: Mapping[int, Any]) -> Any:
+        """The state itself, created on shardings by number; what has none is no state of the step, and is whole."""
+        whole = NamedSharding(mesh, PartitionSpec())
+        given = jax.device_put(jax.tree.leaves(self.call.args), whole)
+
+        def create(*args: Any) -> Any:
+            with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+                return _jax.as_function(self.jaxpr)(*args)
+
+        flat = jax.jit(create, out_shardings=self._places(mesh, shardings))(*given)
+        return self.call.result(jax.tree.unflatten(self._tree, flat), given)
+
+    @property
+    def _tree(self) -> Any:
+        return jax.tree.structure(self.returned)
+
+    def _places(self, mesh: Any, shardings: Mapping[int, Any]) -> list[Any]:
+        whole = NamedSharding(mesh, PartitionSpec())
+        return [shardings.get(n, whole) for n in range(self._tree.num_leaves)]
+
+    def _holding(self, leaves: Iterable[Any]) -> Any:
+        """The state with other leaves."""
+        held = jax.tree.unflatten(self._tree, leaves)
+        given = [None] * len(jax.tree.leaves(self.call.args))
+        return nnx_objects.put_together(held, given, None) if isinstance(held, InPlace) else held
+
+
+def _unplaced(x: Any) -> Any:
+    """An array's type, without where it lies."""
+    if not isinstance(x, jax.Array):
+        return x
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=getattr(x, "weak_type", False))

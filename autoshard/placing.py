@@ -1,0 +1,134 @@
+"""A call's arguments on a program's devices, and the call.
+
+As a rule they are there: state comes from the last call, a batch from NumPy, which `jax.jit` brings there itself. What lies
+elsewhere is moved first. Whatever else goes wrong in a call is not ours, and is not tried again.
+
+Moving state once, as it was made, costs little. What is given to each call anew, and lies otherwise each time, such as a
+training step's parameters in an evaluation that was planned by itself, is worth a warning.
+"""
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from autoshard.planning import LARGE_BYTES, LARGE_SHARE, AutoshardWarning
+from cost_model.errors import InputError
+from cost_model.units import format_bytes
+from executors.jit import Program
+from search.ir.graph import Step
+
+FAILURES = (ValueError, TypeError, RuntimeError)
+"""What JAX raises for arguments that lie elsewhere or were given up, and for much else."""
+
+
+class RetracedError(Exception):
+    """JAX began to trace the step for other shapes than those planned for."""
+
+
+def retraced() -> None:
+    """For `executors.jit.build`."""
+    raise RetracedError
+
+
+def run(
+    program: Program, args: tuple[Any, ...], step: Step, is_first: bool, advice: str
+) -> tuple[Any, tuple[Any, ...]]:
+    """Runs a program.
+
+    Args:
+      program: the step's.
+      args: as the program takes them; they are brought to its devices if need be.
+      step: what runs.
+      is_first: whether the program has never run.
+      advice: what to do where much has to move.
+
+    Returns:
+      What the program returns, and the arguments as they lay on its devices.
+    """
+    if not is_first and are_distinct(args):
+        try:
+            return program.fn(*args), args
+        except (RetracedError, *FAILURES):
+            if not lies_elsewhere(program, args, step):
+                raise
+    placed = _placed(program, args, step, advice)
+    return program.fn(*placed), placed
+
+
+def lies_elsewhere(program: Program, args: tuple[Any, ...], step: Step) -> bool:
+    """Where a call failed: whether that may be because of where arguments lie. What is nowhere yet is brought there by JAX.
+
+    Raises:
+      InputError: an argument was given up to an earlier call; names it.
+    """
+    arrays = jax.tree.leaves(args)
+    for argument, x in zip(step.arguments, arrays, strict=True):
+        if isinstance(x, jax.Array) and x.is_deleted():
+            raise InputError(
+                f"{argument.name} was given up to an earlier call: what {step.name} returned is in its memory. Pass that; "
+                "where the old one is needed too, make a copy beforehand (jax.tree.map(jnp.copy, ...))"
+            )
+    wanted = jax.tree.leaves(program.shardings)
+    return any(
+        isinstance(x, jax.Array) and x.committed and x.sharding != s
+        for x, s in zip(arrays, wanted, strict=True)
+    )
+
+
+def are_distinct(args: tuple[Any, ...]) -> bool:
+    """Whether no array is there twice: one that is donated must not be read elsewhere in the call."""
+    leaves = jax.tree.leaves(args)
+    return len(set(map(id, leaves))) == len(leaves)
+
+
+def _placed(program: Program, args: tuple[Any, ...], step: Step, advice: str) -> tuple[Any, ...]:
+    """The arguments on a program's devices."""
+    leaves, tree = jax.tree.flatten(args)
+    shardings, seen = jax.tree.leaves(program.shardings), set[int]()
+    moved: dict[int, Any] = {}
+    for i, (x, sharding) in enumerate(zip(leaves, shardings, strict=True)):
+        if getattr(x, "sharding", None) != sharding:
+            moved[i] = x
+        elif id(x) in seen:
+            leaves[i] = jnp.copy(x)
+        seen.add(id(x))
+    _warn_of_moves(program, step, moved, advice)
+    there = [_own(x, shardings[i]) if i in program.donated_leaves else x for i, x in moved.items()]
+    for i, x in zip(moved, jax.device_put(there, [shardings[i] for i in moved]), strict=True):
+        leaves[i] = x
+    return jax.tree.unflatten(tree, leaves)
+
+
+def _own(x: Any, sharding: Any) -> Any:
+    """An array to be moved and then donated. Where a device will hold all of it, its shard may be the user's own array,
+    which would be lost: it is copied."""
+    return jnp.copy(x) if isinstance(x, jax.Array) and sharding.shard_shape(x.shape) == x.shape else x
+
+
+def _warn_of_moves(program: Program, step: Step, moved: Mapping[int, Any], advice: str) -> None:
+    """Says so where much of what is spread over devices has to move, and stays with its owner."""
+    wanted, donated = jax.tree.leaves(program.shardings), program.donated_leaves
+    again = {i: x for i, x in moved.items() if i not in donated and _lies_otherwise(x, wanted[i])}
+    num_bytes = sum(x.nbytes for x in again.values())
+    everything = sum(step.graph.values[v].num_bytes for v in step.graph.inputs)
+    if num_bytes >= max(LARGE_BYTES, LARGE_SHARE * everything):
+        names = _some([step.arguments[i].name for i in again])
+        warnings.warn(
+            f"{format_bytes(num_bytes)} of what {step.name} is called with lie otherwise than its plan has them, and move "
+            f"in each call: {names}. {advice}",
+            AutoshardWarning,
+            stacklevel=5,
+        )
+
+
+def _lies_otherwise(x: Any, sharding: Any) -> bool:
+    """Whether an array is spread over devices in another way."""
+    is_spread = isinstance(x, jax.Array) and len(x.sharding.device_set) > 1
+    return is_spread and not x.sharding.is_equivalent_to(sharding, x.ndim)
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + f" and {len(names) - 3} more" * (len(names) > 3)
