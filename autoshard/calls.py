@@ -157,12 +157,10 @@ class Callee:
         args, kwargs = apart.pure
         return Call(nnx_objects.pure(step, apart.form), args, kwargs, static, apart)
 
-    def is_short_of(self, few: int, many: int) -> bool:
-        """Whether so few positional arguments are not enough for it, and so many are right."""
-        return self.parameters is not None and not self._takes(few) and self._takes(many)
-
-    def _takes(self, count: int) -> bool:
-        assert self.parameters is not None
+    def takes(self, count: int) -> bool:
+        """Whether it may be called with so many positional arguments; true of what does not say."""
+        if self.parameters is None:
+            return True
         try:
             self.parameters.bind(*[None] * count)
         except TypeError:

@@ -177,8 +177,7 @@ class Parallelized:
     def _places(self, creation: Creation, args: tuple[Any, ...]) -> tuple[Any, dict[int, Any]]:
         """The mesh, and where the arrays lie that are created for a call, by their number."""
         shapes, numbers = creation.shapes(), creation.numbers()
-        given = len(self._owner) + len(args)
-        if not (isinstance(shapes, tuple) and self.callee.is_short_of(1 + given, len(shapes) + given)):
+        if not self._are_several(shapes, args):
             shapes, numbers = (shapes,), (numbers,)
         program = self._prepared(self._call((*shapes, *args), {}))[0].program
         places = zip(
@@ -187,6 +186,21 @@ class Parallelized:
             strict=True,
         )
         return program.mesh, {n: sharding for n, sharding in places if isinstance(n, Number)}
+
+    def _are_several(self, state: Any, args: tuple[Any, ...]) -> bool:
+        """Whether a state is the step's first arguments, and not its first one. Where others have defaults it may be either:
+        then it is what can be traced."""
+        given = len(self._owner) + len(args)
+        if not (isinstance(state, tuple) and self.callee.takes(len(state) + given)):
+            return False
+        return not (self.callee.takes(1 + given) and self._can_be_planned((state, *args)))
+
+    def _can_be_planned(self, args: tuple[Any, ...]) -> bool:
+        try:
+            self._prepared(self._call(args, {}))
+        except InputError:
+            return False
+        return True
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         last = self._last or next(iter(self._planned), None)

@@ -236,6 +236,25 @@ def test_state_in_several_arguments_is_created():
     assert_close(parallel(w, momentum, X), step(W, jnp.zeros_like(W), X))
 
 
+@pytest.mark.parametrize("is_tuple", [False, True], ids=["arguments", "tuple"])
+def test_state_before_an_argument_with_a_default(is_tuple):
+    """By its numbers of arguments alone, the tuple that is created could be the first argument, or the first two."""
+
+    def two(w, momentum, x=X):
+        momentum = 0.9 * momentum + gradient(w, x)
+        return w - 0.1 * momentum, momentum
+
+    def one(state, x, rate=0.1):
+        w, momentum = state
+        momentum = 0.9 * momentum + gradient(w, x)
+        return w - rate * momentum, momentum
+
+    parallel = parallelize(one if is_tuple else two)
+    state = parallel.init(lambda: (W, jnp.zeros_like(W)), args=(X[:8],))
+    got = parallel(state, X[:8]) if is_tuple else parallel(*state, X[:8])
+    assert_close(got, two(W, jnp.zeros_like(W), X[:8]))
+
+
 # --- what arrays come as
 
 
