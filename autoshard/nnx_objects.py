@@ -150,6 +150,24 @@ def apart(tree: Any, like: Form | None = None) -> Apart:
     return Apart(like, jax.tree.unflatten(structure, parts), references)
 
 
+def changed_attribute(was: Form, now: Form) -> str:
+    """The first attribute without arrays that differs, `calls (0, now 1)`, or nothing where objects differ otherwise."""
+    pairs = list(zip(was.graph.attributes, now.graph.attributes, strict=False))
+    differing = [(a, b) for a, b in pairs if a != b]
+    if not differing or any(
+        a[0] != b[0] or not _is_static(a[1]) or not _is_static(b[1]) for a, b in differing
+    ):
+        return ""
+    (name, before), (_, after) = differing[0]
+    return f"{name} ({before.value!r:.40}, now {after.value!r:.40})"
+
+
+def _is_static(attribute: Any) -> bool:
+    from flax import nnx
+
+    return isinstance(attribute, nnx.graphlib.Static)
+
+
 def pure(step: Callable[..., Any], form: Form) -> Callable[..., Any]:
     """A step of the arguments without objects, which returns an `InPlace`.
 

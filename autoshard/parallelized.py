@@ -241,9 +241,11 @@ class Parallelized:
                 f"the cluster {hardware.name} has {hardware.num_devices} devices, and there are {len(devices)} to run on. "
                 "Leave cluster= out to plan for these, or use search to plan for others"
             )
+        if self._planned:
+            warnings.warn(self._what_changed(call), AutoshardWarning, stacklevel=4)
         traced = planning.traced(call.step, hardware, call.args, call.kwargs, request.state)
-        if request.plan is not None and not self._planned:
-            found = planning.applied(traced, *request.plan)
+        if given := self._plan_for(traced):
+            found = planning.applied(traced, *given)
             program = programs.built(found, hardware, devices, placing.retraced)
         else:
             options = self._options(traced, hardware)
@@ -251,6 +253,31 @@ class Parallelized:
         leaves, tree = jax.tree.flatten(call.positional)
         types = tuple(map(_type, leaves))
         return _Planned(signature, call.form, found.step, found.plan, program, tree, types)
+
+    def _what_changed(self, call: Call) -> str:
+        """Why there is another plan."""
+        latest = self._planned[-1].form
+        if latest and call.form and (attribute := nnx_objects.changed_attribute(latest, call.form)):
+            return (
+                f"an attribute of what {self.__name__} is given has changed: {attribute}. What is no array is a constant of "
+                "the program, which is made once for each value. If it changes often, make it an nnx.Variable of an array"
+            )
+        return (
+            f"the arguments of {self.__name__} changed in shape or structure; planning once for the new ones too, with "
+            "the state where it is"
+        )
+
+    def _plan_for(self, traced: Step) -> tuple[Plan, str] | None:
+        """A plan that the step need not be searched for: the one that is given, or that of the same computation."""
+        if not self._planned:
+            return self._request.plan
+        own = planning.fingerprint_of(traced)
+        same = (
+            p.plan
+            for p in self._planned
+            if p.plan.fingerprint == own and p.step.arguments == traced.arguments
+        )
+        return next(((plan, "the plan before") for plan in same), None)
 
     def _options(self, traced: Step, hardware: Cluster) -> Options:
         """What is asked of the search; after the first one, that the state rests as it does."""
@@ -260,12 +287,6 @@ class Parallelized:
             asked = replace(asked, memory=given.memory_bytes)
         if not self._planned:
             return planning.options(traced, hardware, asked, resting)
-        warnings.warn(
-            f"the arguments of {self.__name__} changed in shape or structure; planning once for the new ones too, with "
-            "the state where it is",
-            AutoshardWarning,
-            stacklevel=5,
-        )
         options = planning.options(
             traced, hardware, replace(asked, offload=None), as_in(traced, self.rested).then(resting)
         )

@@ -17,6 +17,8 @@ from search.ir.graph import Step
 from search.ir.trace import trace_call
 from search.mesh_problem import DEFAULT_TIME_LIMIT_S, Options
 from search.plan.plan import Plan
+from search.problem.fingerprint import fingerprint
+from search.problem.flat_program import flatten
 
 LARGE_BYTES = 1 << 20
 LARGE_SHARE = 0.05
@@ -109,6 +111,11 @@ def find(
         return driver.find(step, cluster, options, progress)
     except PlanError as e:  # there is no plan yet: it is a pin that cannot be
         raise InputError(str(e)) from e
+
+
+def fingerprint_of(step: Step) -> str:
+    """What plans for this computation are known by."""
+    return fingerprint(flatten(step))
 
 
 def cluster(plan: Plan, place: str) -> Cluster:
