@@ -12,7 +12,9 @@ from autoshard import planning, programs
 from autoshard.calls import Callee
 from autoshard.parallelized import Parallelized, Request
 from autoshard.pins import Pins, Rested
-from autoshard.planning import Asked, AutoshardWarning
+from autoshard.planning import Asked
+from autoshard.progress import Progress, narrated
+from autoshard.user_warning import AutoshardWarning
 from autoshard.verification import judge
 from autoshard.verification.result import Verification
 from cost_model.cluster import Cluster
@@ -21,6 +23,7 @@ from cost_model.hardware import parse_cluster
 from cost_model.xla.process import Compiler
 from executors.jit import Program
 from search.ir.graph import Step
+from search.ir.trace import step_name
 from search.plan.plan import Plan
 
 
@@ -38,7 +41,7 @@ def search(
     time_limit_s: float | None = None,
     verify: bool = False,
     target_config: str | os.PathLike[str] | None = None,
-    progress: Callable[[str], None] = lambda line: None,
+    progress: Progress | None = None,
 ) -> Plan:
     """Finds how to run a training step fastest on a cluster, without any of its devices.
 
@@ -62,12 +65,12 @@ def search(
       offload: what rests in pinned host memory and is on the device only while it is read, in a tuple: "optimizer_state",
         "parameters", or pytree paths of arguments, whole or their beginnings; "residuals" may wait there for the backward
         phase. "never" for nothing; by default all this but paths is tried where memory is scarce.
-      time_limit_s: processor seconds for the solver; the plan states the gap that is left (`Plan.gap`).
+      time_limit_s: processor seconds for the solver, by default 15; the plan states the gap that is left (`Plan.gap`).
       verify: whether XLA's GPU compiler judges if the plan fits: where it does not, the search goes on under a
         lower limit. Equal blocks are extrapolated as by `verify`, unless the peak comes close to the cap. Needs the
         extra `autoshard[verify]`.
       target_config: as for `verify`.
-      progress: called with one line per stage of the search.
+      progress: called with one line per stage of the search; by default the logger `autoshard` is, at level INFO.
 
     Returns:
       The fastest plan found, with its estimates and the solver's certified gap.
@@ -86,18 +89,19 @@ def search(
       8
     """
     hardware = parse_cluster(cluster)
-    traced = _traced(step, hardware, abstract_args, state)
-    asked = Asked(memory, mesh, pin, remat, microbatches, offload, time_limit_s)
-    options = planning.options(traced, hardware, asked)
-    if not verify:
-        return planning.find(traced, hardware, options, progress).plan
-    verifier = judge.CompilerVerifier(hardware, Compiler(judge.target_config_text(target_config)), progress)
-    return judge.fitting(
-        lambda limit, said: planning.find(traced, hardware, replace(options, memory_bytes=limit), said),
-        verifier.verified,
-        options.memory_bytes,
-        progress,
-    ).plan
+    with narrated(step_name(step), "tracing", progress) as tell:
+        traced = _traced(step, hardware, abstract_args, state)
+        asked = Asked(memory, mesh, pin, remat, microbatches, offload, time_limit_s)
+        options = planning.options(traced, hardware, asked)
+        if not verify:
+            return planning.find(traced, hardware, options, tell).plan
+        verifier = judge.CompilerVerifier(hardware, Compiler(judge.target_config_text(target_config)), tell)
+        return judge.fitting(
+            lambda limit, said: planning.find(traced, hardware, replace(options, memory_bytes=limit), said),
+            verifier.verified,
+            options.memory_bytes,
+            tell,
+        ).plan
 
 
 def emit(
@@ -138,7 +142,7 @@ def verify(
     state: str | Sequence[str] | None = None,
     target_config: str | os.PathLike[str] | None = None,
     timeout_s: float | None = None,
-    progress: Callable[[str], None] = lambda line: None,
+    progress: Progress | None = None,
 ) -> Verification:
     """Compiles a plan's program with XLA's own GPU compiler, which needs no GPU, and compares.
 
@@ -154,7 +158,7 @@ def verify(
       state: as for `search`.
       target_config: XLA's `GpuTargetConfigProto` in text, or its file, for a GPU that is no preset.
       timeout_s: seconds for the compiler and each program; by default it may take as long as it does.
-      progress: called with one line per stage, and every second while the compiler works.
+      progress: called with one line per stage, and every second while the compiler works; by default as for `search`.
 
     Returns:
       Memory and collectives, predicted and compiled, and the verdict: `.fits`, `.differences`.
@@ -169,12 +173,11 @@ def verify(
     """
     given, place = _given(plan)
     cluster = planning.cluster(given, place)
-    asked = judge.CompilerVerifier(
-        cluster, Compiler(judge.target_config_text(target_config), timeout_s), progress
-    )
-    progress("tracing the step")
-    traced = _traced(step, cluster, abstract_args, state)
-    return asked.verified(planning.applied(traced, given, place), full)
+    compiler = Compiler(judge.target_config_text(target_config), timeout_s)
+    with narrated(step_name(step), "tracing", progress) as tell:
+        verifier = judge.CompilerVerifier(cluster, compiler, tell)
+        traced = _traced(step, cluster, abstract_args, state)
+        return verifier.verified(planning.applied(traced, given, place), full)
 
 
 def choices(
@@ -218,6 +221,7 @@ def parallelize(
     devices: Sequence[Any] | None = None,
     static_argnums: int | Iterable[int] | None = None,
     static_argnames: str | Iterable[str] | None = None,
+    progress: Progress | None = None,
 ) -> Any:
     """Makes a training step written for one device run on many.
 
@@ -244,6 +248,7 @@ def parallelize(
       static_argnums: positions of arguments that are constants of the step, as for `jax.jit`: each value has a plan of its
         own. Those that are static to an already jitted step are so here.
       static_argnames: the same by name.
+      progress: as for `search`; compiling is a stage, too.
 
     Returns:
       A `Parallelized` step: call it as before; it has `.plan`, `.init` and `.lower` besides.
@@ -272,6 +277,7 @@ def parallelize(
             devices=devices,
             static_argnums=static_argnums,
             static_argnames=static_argnames,
+            progress=progress,
         )
     if isinstance(step, Parallelized):
         raise InputError(f"the step {step.__name__!r} is parallelized already; decorate it once")
@@ -291,7 +297,9 @@ def parallelize(
     asked = Asked(memory, mesh, pin, remat, microbatches, offload, time_limit_s)
     given = None if plan is None else _given(plan)
     shared = like if like is None or isinstance(like, Parallelized) else Rested.by(_given(like)[0])
-    request = Request(asked, cluster, state, given, shared, devices, static_argnums, static_argnames)
+    request = Request(
+        asked, cluster, state, given, shared, devices, static_argnums, static_argnames, progress
+    )
     return Parallelized(step, request)
 
 

@@ -7,11 +7,12 @@ given, so that nothing moves when calls alternate.
 A call that is like the last one only runs. JAX itself notices if it is not: the program refuses to be traced again.
 """
 
+import contextlib
 import copy
 import functools
 import itertools
-import warnings
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,7 +22,9 @@ from autoshard import nnx_objects, placing, planning, programs
 from autoshard.calls import Call, Callee
 from autoshard.creation import Creation, Number
 from autoshard.pins import ANYWHERE, Rested, as_in
-from autoshard.planning import Asked, AutoshardWarning
+from autoshard.planning import Asked
+from autoshard.progress import Progress, narrated
+from autoshard.user_warning import warn
 from cost_model import attached
 from cost_model.cluster import Cluster
 from cost_model.errors import InputError
@@ -47,6 +50,7 @@ class Request:
       devices: where to run.
       static_argnums: as for `jax.jit`.
       static_argnames: as for `jax.jit`.
+      progress: who wants to know of long calls.
     """
 
     asked: Asked
@@ -57,6 +61,7 @@ class Request:
     devices: Sequence[Any] | None = None
     static_argnums: int | Iterable[int] | None = None
     static_argnames: str | Iterable[str] | None = None
+    progress: Progress | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,7 +86,8 @@ class Parallelized:
         self.callee = Callee.of(step, request.static_argnums, request.static_argnames)
         self._request = request
         self._planned: list[_Planned] = []
-        """The first one first; shared by the bound methods."""
+        """The first one first; shared by the bound methods, as what has run."""
+        self._ran: list[_Planned] = []
         self._owner: tuple[Any, ...] = ()
         self._last: _Planned | None = None
         self._plain: list[_Planned] = []
@@ -127,11 +133,15 @@ class Parallelized:
                     if not placing.lies_elsewhere(known.program, args, known.step):
                         raise
         call = self._call(args, kwargs)
-        planned, is_new = self._prepared(call)
-        with programs.room_for(planned.plan):
+        planned = self._prepared(call)
+        is_first = planned not in self._ran
+        narrated = self._narrated("compiling") if is_first else contextlib.nullcontext()
+        with programs.room_for(planned.plan), narrated:
             returned, given = placing.run(
-                planned.program, call.positional, planned.step, is_new, self._advice
+                planned.program, call.positional, planned.step, is_first, self._advice
             )
+        if is_first:
+            self._keep(planned, call)
         return call.result(returned, given)
 
     def init(self, create: Callable[..., Any], *create_args: Any, args: tuple[Any, ...] = ()) -> Any:
@@ -171,7 +181,7 @@ class Parallelized:
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """The step lowered for its devices, as `jax.jit(...).lower` gives it; arguments may be shapes."""
-        program = self._prepared(self._call(args, kwargs))[0].program
+        program = self._prepared(self._call(args, kwargs)).program
         return program.fn.lower(*program.args)
 
     def _places(self, creation: Creation, args: tuple[Any, ...]) -> tuple[Any, dict[int, Any]]:
@@ -179,7 +189,7 @@ class Parallelized:
         shapes, numbers = creation.shapes(), creation.numbers()
         if not self._are_several(shapes, args):
             shapes, numbers = (shapes,), (numbers,)
-        program = self._prepared(self._call((*shapes, *args), {}))[0].program
+        program = self._prepared(self._call((*shapes, *args), {})).program
         places = zip(
             jax.tree.leaves(self._call((*numbers, *args), {}).positional),
             jax.tree.leaves(program.shardings),
@@ -207,17 +217,26 @@ class Parallelized:
         like = None if last is None else last.form
         return self.callee.call((*self._owner, *args), kwargs, like, bool(self._owner))
 
-    def _prepared(self, call: Call) -> tuple[_Planned, bool]:
-        """The plan and program for a call, and whether they have just been made."""
+    def _prepared(self, call: Call) -> _Planned:
+        """The plan and program for a call."""
         signature = _signature(call)
         known = next((p for p in self._planned if p.signature == signature), None)
-        self._last = known or self._searched(call, signature)
         if known is None:
-            self._planned.append(self._last)
-            if not (call.kwargs or call.static or call.form or self._owner):
-                self._plain.append(self._last)
-                self._telling = _telling(self._plain)
-        return self._last, known is None
+            with self._narrated("tracing") as tell:
+                known = self._searched(call, signature, tell)
+            self._planned.append(known)
+        self._last = known
+        return known
+
+    def _keep(self, planned: _Planned, call: Call) -> None:
+        """What has run once runs again without further ado."""
+        self._ran.append(planned)
+        if not (call.kwargs or call.static or call.form or self._owner):
+            self._plain.append(planned)
+            self._telling = _telling(self._plain)
+
+    def _narrated(self, first: str) -> AbstractContextManager[Progress]:
+        return narrated(self.__name__, first, self._request.progress)
 
     def _like_before(self, args: tuple[Any, ...]) -> _Planned | None:
         """The plan that these arguments probably have; its program refuses others. Arrays that are there twice have none."""
@@ -229,7 +248,7 @@ class Parallelized:
                 return planned
         return None
 
-    def _searched(self, call: Call, signature: Any) -> _Planned:
+    def _searched(self, call: Call, signature: Any, tell: Progress) -> _Planned:
         if any(_jax.is_tracer(x) for x in jax.tree.leaves(call.positional)):
             raise InputError(
                 f"{self.__name__} is a parallelized step and cannot be called inside another jitted function"
@@ -242,14 +261,14 @@ class Parallelized:
                 "Leave cluster= out to plan for these, or use search to plan for others"
             )
         if self._planned:
-            warnings.warn(self._what_changed(call), AutoshardWarning, stacklevel=4)
+            warn(self._what_changed(call))
         traced = planning.traced(call.step, hardware, call.args, call.kwargs, request.state)
         if given := self._plan_for(traced):
             found = planning.applied(traced, *given)
             program = programs.built(found, hardware, devices, placing.retraced)
         else:
             options = self._options(traced, hardware)
-            found, program = programs.searched(traced, hardware, options, devices, placing.retraced)
+            found, program = programs.searched(traced, hardware, options, devices, placing.retraced, tell)
         leaves, tree = jax.tree.flatten(call.positional)
         types = tuple(map(_type, leaves))
         return _Planned(signature, call.form, found.step, found.plan, program, tree, types)

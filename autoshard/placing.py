@@ -7,14 +7,14 @@ Moving state once, as it was made, costs little. What is given to each call anew
 training step's parameters in an evaluation that was planned by itself, is worth a warning.
 """
 
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from autoshard.planning import LARGE_BYTES, LARGE_SHARE, AutoshardWarning
+from autoshard.planning import LARGE_BYTES, LARGE_SHARE
+from autoshard.user_warning import warn
 from cost_model.errors import InputError
 from cost_model.units import format_bytes
 from executors.jit import Program
@@ -116,11 +116,9 @@ def _warn_of_moves(program: Program, step: Step, moved: Mapping[int, Any], advic
     everything = sum(step.graph.values[v].num_bytes for v in step.graph.inputs)
     if num_bytes >= max(LARGE_BYTES, LARGE_SHARE * everything):
         names = _some([step.arguments[i].name for i in again])
-        warnings.warn(
+        warn(
             f"{format_bytes(num_bytes)} of what {step.name} is called with lie otherwise than its plan has them, and move "
-            f"in each call: {names}. {advice}",
-            AutoshardWarning,
-            stacklevel=5,
+            f"in each call: {names}. {advice}"
         )
 
 

@@ -1,6 +1,5 @@
 """From what the user gave to a plan on its step: what `search`, `emit`, `verify` and `parallelize` share."""
 
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +8,7 @@ import jax
 import numpy as np
 
 from autoshard.pins import ANYWHERE, Pins, Resting, pinned
+from autoshard.user_warning import warn
 from cost_model.cluster import Cluster
 from cost_model.errors import InputError, PlanError
 from cost_model.units import format_bytes, parse_bytes
@@ -27,10 +27,6 @@ LARGE_SHARE = 0.05
 
 MAX_NAMES = 4
 """Decisions that a warning names. Source: a choice of ours."""
-
-
-class AutoshardWarning(UserWarning):
-    """Something that works, but perhaps not as its user thinks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,14 +54,12 @@ def traced(
     named = (state,) if isinstance(state, str) else tuple(state or ())
     graph = trace_call(cluster.device.platform, step, args, kwargs, named)
     for name, (count, where) in driver.primitives_without_rule(graph).items():
-        warnings.warn(
+        warn(
             f"{name} has no factor rule and is computed alike on all devices ({count} in the step, first {where}). "
-            "To say how it splits, wrap it in jax.experimental.custom_partitioning with a sharding_rule",
-            AutoshardWarning,
-            stacklevel=4,
+            "To say how it splits, wrap it in jax.experimental.custom_partitioning with a sharding_rule"
         )
     if said := _doubts(graph):
-        warnings.warn(said, AutoshardWarning, stacklevel=4)
+        warn(said)
     return graph
 
 
@@ -140,13 +134,9 @@ def applied(step: Step, plan: Plan, place: str) -> driver.SearchResult:
     except (InputError, PlanError) as e:  # in a plan, a cluster or a mesh that cannot be is the plan's fault
         raise PlanError(f"{e}. It was made with {versions}" if versions else str(e)) from e
     if found.anew:
-        warnings.warn(_said_anew(plan, found, place), AutoshardWarning, stacklevel=4)
+        warn(_said_anew(plan, found, place))
     if versions:
-        warnings.warn(
-            f"{place} was made with {versions}; the step is the same, so it is used",
-            AutoshardWarning,
-            stacklevel=4,
-        )
+        warn(f"{place} was made with {versions}; the step is the same, so it is used")
     return found
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 
 from autoshard import planning
+from autoshard.progress import Progress
 from autoshard.verification import judge
 from autoshard.verification.result import Verification
 from cost_model.cluster import Cluster
@@ -59,6 +60,7 @@ def searched(
     options: Options,
     devices: Sequence[Any],
     on_retrace: Callable[[], None],
+    progress: Progress = lambda line: None,
 ) -> tuple[SearchResult, Program]:
     """The fastest plan that fits, and its program; on GPUs it is compiled, and fits as compiled.
 
@@ -69,20 +71,21 @@ def searched(
       AutoshardWarning: a plan before this one was compiled to more than the cap.
     """
     if not _are_gpus(devices):
-        found = planning.find(step, cluster, options)
+        found = planning.find(step, cluster, options, progress)
         return found, built(found, cluster, devices, on_retrace)
     programs: list[Program] = []
 
     def verified(found: SearchResult, full: bool) -> Verification:
         del full  # it is compiled whole in any case
         programs.append(built(found, cluster, devices, on_retrace))
+        progress("compiling")
         return judge.verified_here(found, cluster, programs[-1])
 
     found = judge.fitting(
         lambda limit, said: planning.find(step, cluster, replace(options, memory_bytes=limit), said),
         verified,
         options.memory_bytes,
-        lambda line: None,
+        progress,
     )
     return found, programs[-1]
 

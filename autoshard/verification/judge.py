@@ -5,7 +5,6 @@ device whose memory is such that its scheduler aims at the plan's cap.
 """
 
 import os
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 
 import jax
 
-from autoshard.planning import AutoshardWarning
+from autoshard.user_warning import warn
 from autoshard.verification.extrapolation import extrapolated, is_long, kept_blocks, omitted, to_compile
 from autoshard.verification.result import Extent, Verification, compared
 from autoshard.verification.shorten import Shortened
@@ -179,11 +178,7 @@ def fitting(
         found, proof = latest.proposal
         if proof.fits:
             if misfits:
-                warnings.warn(
-                    f"{misfits[-1]}: it was searched again, under a lower limit",
-                    AutoshardWarning,
-                    stacklevel=3,
-                )
+                warn(f"{misfits[-1]}: it was searched again, under a lower limit")
             found = found.bounded(rounds[0].proposal[0].bound_s)
             search_s = {**found.plan.search_s, "verify": sum(map(_judged_s, proofs))}
             return replace(found, plan=replace(found.plan, search_s=search_s))

@@ -9,12 +9,13 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
+from itertools import filterfalse
 from pathlib import Path
 
 import pytest
 
 import autoshard
-from autoshard import cli
+from autoshard import cli, commands
 from autoshard.calibrate import calibrate
 from cost_model.hardware import parse_cluster
 from cost_model.presets import PRESETS
@@ -98,15 +99,19 @@ def train(tmp_path):
 
 @pytest.fixture
 def run(capsys):
-    """Runs one command in this process: (exit status, stdout, stderr)."""
+    """Runs one command in this process: (exit status, stdout, stderr without the lines for its stages)."""
 
     def call(*argv):
         status = cli.main([str(a) for a in argv])
         captured = capsys.readouterr()
         assert "Traceback" not in captured.err
-        return status, captured.out, captured.err
+        return status, captured.out, "".join(filterfalse(is_stage, captured.err.splitlines(keepends=True)))
 
     return call
+
+
+def is_stage(line):
+    return line.startswith("autoshard: ") and not line.startswith(("autoshard: error", "autoshard: warning"))
 
 
 def command(*argv, env=None, **options):
@@ -278,7 +283,7 @@ def test_a_warning_is_one_line(run, train):
     assert line.startswith("autoshard: warning: pure_callback has no factor rule")
 
 
-def test_a_pipe_gets_no_progress(train):
+def test_a_pipe_gets_a_line_for_each_stage(train):
     process = command(
         "search",
         f"{train}:target",
@@ -289,8 +294,12 @@ def test_a_pipe_gets_no_progress(train):
     )
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0
-    assert err == "printed on import\nprinted by target\n"
-    assert "\x1b" not in out
+    assert "\x1b" not in out + err
+    said = err.splitlines()
+    stages = [line.removeprefix("autoshard: ") for line in said if is_stage(line)]
+    assert [*filterfalse(is_stage, said)] == ["printed on import", "printed by target"]
+    assert stages[:3] == [f"loading {train}:target", "tracing", "mesh 8 (1 of 2)"]
+    assert len(set(stages)) == len(stages)
 
 
 def read_all(descriptor):
@@ -579,7 +588,7 @@ def test_calibrate_measures_and_search_takes_the_file(run, train, tmp_path):
         env={"JAX_PLATFORMS": "cpu"},
     )
     out, err = process.communicate(timeout=300)
-    assert (process.returncode, err) == (0, "")
+    assert (process.returncode, [*filterfalse(is_stage, err.splitlines())]) == (0, [])
     assert out.startswith("node: 2 x CPU, in ")
     assert f"saved {path}" in out
     cluster = parse_cluster(path)
@@ -606,7 +615,7 @@ def test_calibrate_measures_and_search_takes_the_file(run, train, tmp_path):
     ],
 )
 def test_calibrate_refuses_before_it_measures(run, tmp_path, options, message, monkeypatch):
-    monkeypatch.setattr(cli, "calibrate", None)
+    monkeypatch.setattr(commands, "measured", None)
     status, out, err = run("calibrate", *(option.format(tmp=tmp_path) for option in options))
     assert (status, out) == (2, "")
     assert message in err

@@ -1,0 +1,166 @@
+"""What the commands do: `search`, `verify`, `show`, `clusters` and `calibrate`, each from its options to an exit status."""
+
+import argparse
+import contextlib
+import functools
+import json
+import shlex
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+from jax.sharding import PartitionSpec
+
+from autoshard import api, terminal
+from autoshard import clusters as known_clusters
+from autoshard.calibrate import calibrate as measured
+from autoshard.target import target
+from cost_model.errors import InputError, first_line
+from cost_model.whole_file import destination
+from search.plan.plan import Plan
+
+
+def search(options: argparse.Namespace) -> int:
+    """Plans a step."""
+    if options.out is not None:
+        _check_writable(options.out)
+    with terminal.progress() as progress, contextlib.redirect_stdout(sys.stderr):
+        progress(f"loading {options.target}")
+        with target(options.target) as (step, args), terminal.native_stdout_dropped():
+            searched = functools.partial(
+                api.search,
+                step,
+                *args,
+                cluster=options.cluster,
+                memory=options.memory,
+                mesh=options.mesh,
+                pin=_pins(options.pin),
+                state=options.state,
+                remat=options.remat,
+                microbatches=options.microbatches,
+                offload=options.offload,
+                time_limit_s=options.time_limit,
+                verify=options.verify,
+                target_config=options.target_config,
+                progress=progress,
+            )
+            plan = terminal.interruptible(searched)
+    if options.out is not None:
+        plan.save(options.out)
+    _print(plan, options.json)
+    return 0
+
+
+def verify(options: argparse.Namespace) -> int:
+    """Compiles a plan's program and compares."""
+    Plan.load(options.plan)  # before the target, which may take its time
+    with terminal.progress() as progress, contextlib.redirect_stdout(sys.stderr):
+        progress(f"loading {options.target}")
+        with target(options.target) as (step, args), terminal.native_stdout_dropped():
+            proof = api.verify(
+                step,
+                *args,
+                plan=options.plan,
+                full=options.full,
+                state=options.state,
+                target_config=options.target_config,
+                timeout_s=options.timeout,
+                progress=progress,
+            )
+    print(json.dumps(proof.to_json(), indent=1) if options.json else proof, flush=True)
+    return proof.exit_status
+
+
+def show(options: argparse.Namespace) -> int:
+    """Sums a saved plan up, or what differs from another."""
+    plan = Plan.load(options.plan)
+    if options.choices is not None:
+        return _show_choices(options)
+    if options.against is None:
+        _print(plan, options.json)
+        return 0
+    comparison = plan.compare(Plan.load(options.against))
+    print(json.dumps(comparison.to_json(), indent=1) if options.json else comparison, flush=True)
+    return 0
+
+
+def _show_choices(options: argparse.Namespace) -> int:
+    if options.target is None:
+        raise InputError(
+            "--choices needs the step: a plan says what is decided, and not what could be. Give its TARGET too: "
+            f"autoshard show {options.plan} train.py:target --choices {shlex.quote(options.choices)}"
+        )
+    with contextlib.redirect_stdout(sys.stderr), target(options.target) as (step, args):
+        found = api.choices(step, *args, plan=options.plan, name=options.choices, state=options.state)
+    print(json.dumps(found, indent=1) if options.json else "\n".join(found), flush=True)
+    return 0
+
+
+def clusters(options: argparse.Namespace) -> int:
+    """Lists the presets, or shows a cluster."""
+    if options.cluster is None:
+        shown = {name: cluster.to_json() for name, cluster in known_clusters.presets().items()}
+        print(json.dumps(shown, indent=1) if options.json else known_clusters.preset_table(), flush=True)
+        return 0
+    cluster = known_clusters.named(options.cluster)
+    print(
+        json.dumps(cluster.to_json(), indent=1) if options.json else known_clusters.description(cluster),
+        flush=True,
+    )
+    return 0
+
+
+def calibrate(options: argparse.Namespace) -> int:
+    """Measures the attached devices."""
+    _check_writable(options.out)
+    if options.devices is not None and options.devices > 0:
+        jax.config.update("jax_num_cpu_devices", options.devices)
+    if options.distributed:
+        _join_processes()
+    with terminal.progress() as progress, terminal.native_stdout_dropped():
+        name = options.name or options.out.stem
+        found = terminal.interruptible(
+            functools.partial(measured, name, options.quick, options.devices, progress=progress)
+        )
+    if jax.process_index() == 0:
+        found.save(options.out)
+        print(f"{found}\nsaved {options.out}: pass it as --cluster or cluster=", flush=True)
+    return 0
+
+
+def _join_processes() -> None:
+    try:
+        jax.distributed.initialize()
+    except (ValueError, RuntimeError) as e:
+        raise InputError(
+            f"--distributed: {first_line(e)} Start it in each process of a launcher that JAX knows, such as srun or mpirun"
+        ) from None
+
+
+def _print(plan: Plan, as_json: bool) -> None:
+    if as_json:
+        data = plan.to_json() | ({"search_s": dict(plan.search_s)} if plan.search_s else {})
+        print(json.dumps(data, indent=1, allow_nan=False), flush=True)
+    else:
+        print(plan, flush=True)
+
+
+def _check_writable(path: Path) -> None:
+    """Before the work, not after it."""
+    folder = destination(path, "--out").parent
+    if not folder.is_dir():
+        raise InputError(f"--out {path}: there is no folder {folder}")
+    try:
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError:
+        raise InputError(f"--out {path}: the folder {folder} cannot be written to") from None
+
+
+def _pins(pairs: Sequence[tuple[str, PartitionSpec]]) -> dict[str, PartitionSpec]:
+    pins: dict[str, PartitionSpec] = {}
+    for path, spec in pairs:
+        if pins.setdefault(path, spec) != spec:
+            raise InputError(f"--pin {path} is given twice: as {pins[path]} and as {spec}. Keep one of them")
+    return pins

@@ -1,0 +1,99 @@
+"""What is said of a long call: to who asks, to the logger, and in a hint where nobody would see it."""
+
+import logging
+import time
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import autoshard
+from autoshard import AutoshardWarning, progress
+
+W, X = jnp.linspace(-1, 1, 256).reshape(16, 16), jnp.linspace(0, 1, 384).reshape(24, 16)
+
+
+def step(w, x):
+    return w - 0.1 * jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w)
+
+
+def slow(w, x):
+    time.sleep(0.3)
+    return step(w, x)
+
+
+def test_each_stage_of_a_first_call_is_told():
+    lines = []
+    parallel = autoshard.parallelize(step, mesh=(2, 4), progress=lines.append)
+    for _ in range(2):
+        parallel(W, X)
+    assert lines == ["tracing", "mesh 2x4 (1 of 1)", "compiling"]
+
+
+def test_what_is_planned_by_init_is_compiled_at_the_first_call():
+    lines = []
+    parallel = autoshard.parallelize(step, mesh=(8,), progress=lines.append)
+    w = parallel.init(lambda: W, args=(X,))
+    assert lines == ["tracing", "mesh 8 (1 of 1)"]
+    parallel(parallel(w, X), X)
+    assert lines[2:] == ["compiling"]
+
+
+def test_by_default_the_logger_is_told(caplog):
+    caplog.set_level(logging.INFO, "autoshard")
+    autoshard.parallelize(step, mesh=(8,))(W, X)
+    autoshard.search(step, W, X, cluster="8xCPU", mesh=(8,))
+    said = [(r.name, r.levelno, r.getMessage()) for r in caplog.records]
+    lines = ["step: tracing", "step: mesh 8 (1 of 1)"]
+    assert said == [("autoshard", logging.INFO, line) for line in (*lines, "step: compiling", *lines)]
+
+
+def test_a_library_has_no_handlers():
+    assert logging.getLogger("autoshard").handlers == []
+    assert logging.getLogger("autoshard").level == logging.NOTSET
+
+
+@pytest.mark.parametrize("level", [logging.WARNING, logging.INFO])
+def test_where_nobody_sees_that_a_hint_is_given_once(caplog, monkeypatch, level):
+    caplog.set_level(level, "autoshard")
+    monkeypatch.setattr(progress, "PATIENCE_S", 0.1)
+    parallel = autoshard.parallelize(slow, mesh=(8,))
+    parallel.init(lambda: W, args=(X,))
+    hints = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert len(hints) == (level == logging.WARNING)
+    assert all("slow has been planned or compiled for" in hint and "now: tracing" in hint for hint in hints)
+
+
+def test_who_asks_gets_no_hint(caplog, monkeypatch):
+    monkeypatch.setattr(progress, "PATIENCE_S", 0.05)
+    autoshard.parallelize(slow, mesh=(8,), progress=lambda line: None).lower(W, X)
+    assert caplog.records == []
+
+
+def test_stages_are_written_once_however_long_they_take():
+    written = []
+    write = progress.each_stage(written.append)
+    for line in ("tracing", "compiling (0 s), trace 1 s", "compiling (1 s), trace 1 s", "mesh 8 (1 of 1)"):
+        write(line)
+    assert written == ["tracing", "compiling, trace 1 s", "mesh 8 (1 of 1)"]
+
+
+def unknown(w, x):
+    return w + jax.pure_callback(np.sin, jax.ShapeDtypeStruct(x.shape, x.dtype), x).sum()
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: autoshard.search(unknown, W, X, cluster="8xCPU", mesh=(8,)),
+        lambda: autoshard.parallelize(unknown, mesh=(8,))(W, X),
+        lambda: autoshard.parallelize(unknown, mesh=(8,)).init(lambda: W, args=(X,)),
+    ],
+)
+def test_a_warning_points_at_the_users_line(call):
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        call()
+    assert [w.filename for w in said if w.category is AutoshardWarning] == [__file__]
