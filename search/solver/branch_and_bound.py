@@ -120,6 +120,7 @@ def solve(
     time_limit_s: float = 10.0,
     relative_gap: float = RELATIVE_GAP,
     cutoff_s: float = np.inf,
+    num_runs: float | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Solution:
     """The cheapest assignment whose every row is at most `limit_bytes`.
@@ -133,6 +134,8 @@ def solve(
         an answer needs a bound.
       relative_gap: stop when the gap is at most this.
       cutoff_s: what an answer must beat by more than the gap; hopeless problems end early.
+      num_runs: how often what is solved for will be paid; the search takes no longer than this could win back. By default
+        that counts for nothing.
       progress: called with one line a step.
 
     Raises:
@@ -152,6 +155,7 @@ def solve(
         relative_gap,
         cutoff_s,
         progress,
+        num_runs,
     )
     return search.run()
 
@@ -175,11 +179,12 @@ class _Search:
         relative_gap: float,
         cutoff_s: float,
         progress: Callable[[str], None] | None,
+        num_runs: float | None = None,
     ) -> None:
         self.problem, self.limit_bytes, self.violated = problem, limit_bytes, violated
         self.start_s, self.time_limit_s = thread_time(), time_limit_s
         self.relative_gap = max(relative_gap, ROUNDING)
-        self.progress = progress
+        self.num_runs, self.progress = num_runs, progress
         self.planes = CuttingPlanes(problem, limit_bytes)
         self.labels: Labels | None = None
         self.cost_s, self.bound_s, self.floor_s = cutoff_s, -np.inf, np.inf
@@ -370,7 +375,11 @@ class _Search:
         return self._left_s() > 0 and not self._is_closed(part)
 
     def _left_s(self) -> float:
-        return self.time_limit_s - (thread_time() - self.start_s)
+        """What is left of the time, or of what can still be won."""
+        limit_s = self.time_limit_s
+        if self.num_runs is not None and self.cost_s < np.inf:
+            limit_s = min(limit_s, self.num_runs * (self.cost_s - self.bound_s))
+        return limit_s - (thread_time() - self.start_s)
 
     def _stats(self, whole: Relaxation) -> Stats:
         rows, kept = len(self.planes.rows), whole.trws.num_kept

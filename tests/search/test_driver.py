@@ -20,7 +20,7 @@ from search import driver
 from search.driver import SearchResult
 from search.ir.graph import Step
 from search.ir.trace import trace
-from search.mesh_problem import RELATIVE_GAP, Options, StepProblem
+from search.mesh_problem import DEFAULT_TIME_LIMIT_S, RELATIVE_GAP, Options, StepProblem
 from search.plan.plan import Decisions, Plan
 from tests.executors import plans
 from tests.zoo import MAKERS
@@ -364,3 +364,23 @@ def test_pins_of_a_plan_that_are_no_texts():
 def with_edits(plan: Plan, **edits: dict[str, str]) -> Plan:
     tables = {kind: dict(getattr(plan.decisions, kind)) | edited for kind, edited in edits.items()}
     return replace(plan, decisions=replace(plan.decisions, **tables))
+
+
+def test_a_step_of_microseconds_is_not_searched_for_as_long_as_there_is_time():
+    """What is left open of its bound is worth less than a second in ten thousand steps."""
+
+    def loss(weights, x):
+        for w in weights:
+            x = jnp.tanh(x @ w)
+        return jnp.mean(x**2)
+
+    def step(weights, momentum, x):
+        grads = jax.grad(loss)(weights, x)
+        momentum = [0.9 * m + g for m, g in zip(momentum, grads, strict=True)]
+        return [w - 0.1 * m for w, m in zip(weights, momentum, strict=True)], momentum
+
+    weights = [jax.ShapeDtypeStruct((2048, 2048), "float32")] * 6
+    step = trace(step, weights, weights, jax.ShapeDtypeStruct((512, 2048), "float32"))
+    found = driver.find(step, parse_cluster("8xH100-80GB"), Options(80 << 30))
+    assert found.plan.estimates.step_s < 1e-3
+    assert found.plan.search_s["solve"] < 0.3 * DEFAULT_TIME_LIMIT_S

@@ -194,6 +194,24 @@ def test_time_runs_out_in_no_stage_but_the_first(monkeypatch):
     assert [line.partition(":")[0] for line in said] == ["relax"]
 
 
+@pytest.mark.parametrize("seed", [1, 2])
+def test_no_time_is_spent_on_what_could_not_win_it_back(monkeypatch, seed):
+    """Runs in all of a nanosecond: after the first sweeps whatever is left is worth less than the time that looking takes."""
+    monkeypatch.setattr(branch_and_bound, "MAX_PROGRAM_LABELS", -1)
+    problem, rows = layered(3, 2, 4, seed)
+    options = {
+        "limit_bytes": 15e9,
+        "rows": rows,
+        "relative_gap": 0.0,
+        "cutoff_s": 2 * optimum_s(problem, rows, 15e9),
+    }
+    whole = solve(problem, **options, num_runs=1e12)
+    assert whole.cost_s == pytest.approx(optimum_s(problem, rows, 15e9))
+    assert whole.stats.num_pricings > 0
+    with suppress(NoFitError):
+        assert solve(problem, **options, num_runs=1e-12).stats.num_pricings == 0
+
+
 def test_no_edges_and_one_label():
     assert solve(Problem((np.array([2.0]), np.array([3.0, 1.0])), ())).labels == (0, 1)
 
