@@ -196,7 +196,7 @@ def test_time_runs_out_in_no_stage_but_the_first(monkeypatch):
 
 @pytest.mark.parametrize("seed", [1, 2])
 def test_no_time_is_spent_on_what_could_not_win_it_back(monkeypatch, seed):
-    """Runs in all of a nanosecond: after the first sweeps whatever is left is worth less than the time that looking takes."""
+    """After the first sweeps, what is left is worth less than the time that looking for it takes."""
     monkeypatch.setattr(branch_and_bound, "MAX_PROGRAM_LABELS", -1)
     problem, rows = layered(3, 2, 4, seed)
     options = {
