@@ -9,6 +9,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from autoshard import nnx_objects
 from autoshard.calls import Call, Callee
+from autoshard.placing import put
 from cost_model.errors import InputError, first_line
 from search.ir import _jax
 from search.ir.in_place import InPlace
@@ -72,7 +73,8 @@ class Creation:
     def on(self, mesh: Any, shardings: Mapping[int, Any]) -> Any:
         """The state itself, created on shardings by number; what has none is no state of the step, and is whole."""
         whole = NamedSharding(mesh, PartitionSpec())
-        given = jax.device_put(jax.tree.leaves(self.call.args), whole)
+        arguments = jax.tree.leaves(self.call.args)
+        given = put(arguments, [whole] * len(arguments))
 
         def create(*args: Any) -> Any:
             with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):

@@ -97,9 +97,26 @@ def _placed(program: Program, args: tuple[Any, ...], step: Step, advice: str) ->
         seen.add(id(x))
     _warn_of_moves(program, step, moved, advice)
     there = [_own(x, shardings[i]) if i in program.donated_leaves else x for i, x in moved.items()]
-    for i, x in zip(moved, jax.device_put(there, [shardings[i] for i in moved]), strict=True):
+    for i, x in zip(moved, put(there, [shardings[i] for i in moved]), strict=True):
         leaves[i] = x
     return jax.tree.unflatten(tree, leaves)
+
+
+def put(arrays: Sequence[Any], shardings: Sequence[Any]) -> list[Any]:
+    """Arrays on shardings. What lies on devices of other processes is made of what each process has, alike in all; keys JAX
+    takes there as numbers only."""
+    is_key = [_is_far_key(x, s) for x, s in zip(arrays, shardings, strict=True)]
+    numbers = [jax.random.key_data(x) if k else x for x, k in zip(arrays, is_key, strict=True)]
+    there = jax.device_put(numbers, list(shardings))
+    return [
+        jax.random.wrap_key_data(x, impl=jax.random.key_impl(key)) if k else x
+        for x, key, k in zip(there, arrays, is_key, strict=True)
+    ]
+
+
+def _is_far_key(x: Any, sharding: Any) -> bool:
+    is_key = isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return is_key and not sharding.is_fully_addressable
 
 
 def _own(x: Any, sharding: Any) -> Any:
