@@ -1,4 +1,4 @@
-"""The command line: `autoshard search`, `verify`, `show`, `clusters` and `calibrate`.
+"""The command line: `autoshard search`, `verify`, `show`, `schema`, `clusters` and `calibrate`.
 
 Results go to stdout; progress, warnings and errors to stderr. Exit status: 0, 1 when a verified plan differs
 from what it predicts, 2 for a user's mistake or a compiler that fails, 3 when nothing fits the memory cap or the
@@ -131,6 +131,9 @@ def _parser() -> argparse.ArgumentParser:
     listing.add_argument("cluster", nargs="?", metavar="CLUSTER", help="a preset, 64xH100-80GB or a file")
     listing.add_argument("--json", action="store_true", help="print it as a cluster file, to be edited")
     listing.set_defaults(run=commands.clusters)
+    schema = subparsers.add_parser("schema", help="print the JSON Schema of a plan's file, for editors")
+    schema.add_argument("file", choices=["plan"], help="which file's")
+    schema.set_defaults(run=commands.schema)
     _add_calibrate(subparsers)
     for command in (search, verify, show):
         command.add_argument(

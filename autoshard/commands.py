@@ -1,4 +1,4 @@
-"""What the commands do: `search`, `verify`, `show`, `clusters` and `calibrate`, each from its options to an exit status."""
+"""What the commands do, each from its options to an exit status."""
 
 import argparse
 import contextlib
@@ -95,6 +95,15 @@ def _show_choices(options: argparse.Namespace) -> int:
     with contextlib.redirect_stdout(sys.stderr), target(options.target) as (step, args):
         found = api.choices(step, *args, plan=options.plan, name=options.choices, state=options.state)
     print(json.dumps(found, indent=1) if options.json else "\n".join(found), flush=True)
+    return 0
+
+
+def schema(options: argparse.Namespace) -> int:
+    """Prints the schema of a file."""
+    from search.plan.plan_file import json_schema  # it takes a while to import
+
+    del options  # there is one such file
+    print(json.dumps(json_schema(), indent=1), flush=True)
     return 0
 
 

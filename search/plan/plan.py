@@ -9,7 +9,6 @@ to the traced step.
 import json
 import math
 import os
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -241,35 +240,29 @@ class Plan:
         Raises:
           PlanError: a key is missing or of the wrong type; names it.
         """
-        read = _Reader(data, place)
-        schema = read.get("schema", str)
-        if schema != SCHEMA:
+        from search.plan.plan_file import read  # it takes a while to import
+
+        schema: Any = cast(dict[str, Any], data).get("schema") if isinstance(data, dict) else None
+        if isinstance(schema, str) and schema != SCHEMA:
             raise PlanError(
                 f"{place} has schema {schema!r}; this autoshard reads {SCHEMA!r}. Search again to make one"
             )
-        decisions = read.inner("decisions")
-        mesh = decisions.table("mesh", int)
-        if not mesh or min(mesh.values()) < 1:
-            raise PlanError(
-                f"{place}: decisions.mesh must give each axis a positive size, got {_shown(mesh)}"
-            )
-        estimates = read.inner("estimates")
+        file = read(data, place)
+        estimates: dict[str, Any] = {"transfer_s": 0.0, **file["estimates"]}
+        gap, marks = estimates.pop("gap"), estimates.pop("marks", "")
+        collectives = tuple(Collective(**one) for one in estimates.pop("collectives"))
         return cls(
-            read.get("step", str),
-            read.get("fingerprint", str),
-            read.get("jax", str),
-            read.get("cluster", dict),
-            _read_options(read.inner("options")),
-            read.meshes("meshes"),
-            read.get("memory_bytes", int),
-            Decisions(
-                mesh,
-                *(decisions.table(name, str) for name in ("arguments", "ops", "copies", "retention")),
-                microbatches=decisions.get("microbatches", int) if "microbatches" in decisions.data else 1,
-            ),
-            _read_estimates(estimates),
-            None if estimates.data.get("gap", 0) is None else estimates.number("gap"),
-            estimates.get("marks", str) if "marks" in estimates.data else "",
+            file["step"],
+            file["fingerprint"],
+            file["jax"],
+            file["cluster"],
+            cast(dict[str, Any], data)["options"],  # in its own order
+            file["meshes"],
+            file["memory_bytes"],
+            Decisions(**file["decisions"]),
+            Estimates(**estimates, collectives=collectives),
+            gap,
+            marks,
         )
 
     def compare(self, other: "Plan") -> "Comparison":
@@ -282,95 +275,3 @@ class Plan:
         from search.plan.summary import summary  # it needs plans itself
 
         return summary(self)
-
-
-def _read_options(read: "_Reader") -> dict[str, Any]:
-    """The pins are texts, as a plan is read by them; of the other options nothing is."""
-    return read.data | ({"pin": read.table("pin", str)} if "pin" in read.data else {})
-
-
-def _read_estimates(read: "_Reader") -> Estimates:
-    collectives: list[Collective] = []
-    for i, item in enumerate(read.get("collectives", list)):
-        one = _Reader(item, read.place, f"{read.path}.collectives[{i}]")
-        count, num_bytes = one.get("count", int), one.get("bytes", int)
-        collectives.append(
-            Collective(one.get("kind", str), one.names("axes"), count, num_bytes, one.number("seconds"))
-        )
-    return Estimates(
-        read.number("step_s"),
-        read.number("compute_s"),
-        read.number("recompute_s"),
-        read.number("transfer_s") if "transfer_s" in read.data else 0.0,
-        read.number("hidden_s"),
-        read.get("peak_bytes", int),
-        read.get("host_bytes", int),
-        read.table("residents", int),
-        read.get("peak_at", str),
-        tuple(collectives),
-    )
-
-
-class _Reader:
-    """Reads typed fields of a JSON object, naming the place of whatever is wrong."""
-
-    def __init__(self, data: Any, place: str, path: str = "") -> None:
-        if not isinstance(data, dict):
-            where = f"{place}: {path}" if path else place
-            raise PlanError(f"{where} must be an object, got {_shown(data)}")
-        self.data = cast(dict[str, Any], data)
-        self.place, self.path = place, path
-
-    def where(self, key: str) -> str:
-        """`plan.json: decisions.mesh` for messages."""
-        return f"{self.place}: {self.path}.{key}" if self.path else f"{self.place}: {key}"
-
-    def get(self, key: str, kind: type) -> Any:
-        if key not in self.data:
-            raise PlanError(f"{self.where(key)} is missing")
-        value = self.data[key]
-        if not isinstance(value, kind) or isinstance(value, bool):
-            raise PlanError(f"{self.where(key)} must be {_KINDS[kind]}, got {_shown(value)}")
-        if kind is int and value < 0:
-            raise PlanError(f"{self.where(key)} must not be negative, got {_shown(value)}")
-        return value
-
-    def number(self, key: str) -> float:
-        value = self.get(key, int) if isinstance(self.data.get(key), int) else self.get(key, float)
-        if not 0 <= value <= sys.float_info.max:
-            raise PlanError(f"{self.where(key)} must be a finite number, at least zero; got {_shown(value)}")
-        return float(value)
-
-    def names(self, key: str) -> tuple[str, ...]:
-        values = self.get(key, list)
-        if not all(isinstance(v, str) for v in values):
-            raise PlanError(f"{self.where(key)} must be a list of texts, got {_shown(values)}")
-        return tuple(values)
-
-    def meshes(self, key: str) -> tuple[tuple[int, ...], ...]:
-        meshes: list[Any] = self.get(key, list)
-        if not all(map(_is_mesh, meshes)):
-            raise PlanError(f"{self.where(key)} must be lists of positive sizes, got {_shown(meshes)}")
-        return tuple([tuple(cast(list[int], mesh)) for mesh in meshes])
-
-    def inner(self, key: str) -> "_Reader":
-        return _Reader(self.get(key, dict), self.place, f"{self.path}.{key}" if self.path else key)
-
-    def table(self, key: str, kind: type) -> dict[str, Any]:
-        inner = self.inner(key)
-        return {name: inner.get(name, kind) for name in inner.data}
-
-
-def _is_mesh(sizes: Any) -> bool:
-    return (
-        isinstance(sizes, list)
-        and sizes != []
-        and all(type(n) is int and n > 0 for n in cast(list[Any], sizes))
-    )
-
-
-_KINDS = {str: "text", int: "a whole number", float: "a number", dict: "an object", list: "a list"}
-
-
-def _shown(value: Any) -> str:
-    return json.dumps(value)[:60]

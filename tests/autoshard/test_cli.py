@@ -573,6 +573,12 @@ def test_clusters_writes_a_file_to_start_from(run, tmp_path):
     assert set(json.loads(out)) == set(PRESETS)
 
 
+def test_schema_prints_one_that_editors_read(run):
+    status, out, err = run("schema", "plan")
+    assert (status, err) == (0, "")
+    assert json.loads(out)["properties"]["decisions"] == {"$ref": "#/$defs/DecisionsFile"}
+
+
 def test_clusters_knows_no_other_names(run):
     status, out, err = run("clusters", "H100-80G")
     assert (status, out) == (2, "")

@@ -12,6 +12,7 @@ import pytest
 
 import autoshard
 from cost_model.errors import InputError, PlanError
+from search.plan import plan_file
 from search.plan.plan import Plan
 
 
@@ -196,10 +197,16 @@ def test_every_field_is_needed(data):
             Plan.from_json(damaged, "my.json")
 
 
-@pytest.mark.parametrize("mesh", [{}, {"data": 0}])
-def test_a_mesh_without_devices(data, mesh):
+@pytest.mark.parametrize(
+    ("mesh", "message"),
+    [
+        ({}, r"decisions\.mesh must be given for one axis at least, got \{\}"),
+        ({"data": 0}, r"decisions\.mesh\.data must be more than zero, got 0"),
+    ],
+)
+def test_a_mesh_without_devices(data, mesh, message):
     data["decisions"]["mesh"] = mesh
-    with pytest.raises(PlanError, match=r"decisions\.mesh must give each axis a positive size"):
+    with pytest.raises(PlanError, match=message):
         Plan.from_json(data, "my.json")
 
 
@@ -208,6 +215,28 @@ def test_numbers_that_are_not_finite(data):
         data["estimates"]["step_s"] = value
         with pytest.raises(PlanError, match=r"estimates\.step_s must"):
             Plan.from_json(data)
+
+
+# --- the schema
+
+
+def test_the_schema_describes_what_is_written(data):
+    """All that it requires and knows is there, and nothing else, with a word on each key."""
+    described = plan_file.json_schema()
+    assert described["$schema"].startswith("https://json-schema.org/")
+    parts = {"": data, "DecisionsFile": data["decisions"], "EstimatesFile": data["estimates"]}
+    parts["CollectiveFile"] = data["estimates"]["collectives"][0]
+    for name, part in parts.items():
+        known = described["$defs"][name] if name else described
+        assert set(known["properties"]) == set(part)
+        assert set(known["required"]) <= set(part)
+        assert all(
+            "description" in known["properties"][key] or "$ref" in known["properties"][key] for key in part
+        )
+    assert described["properties"]["memory_bytes"]["minimum"] == 0
+    assert described["$defs"]["DecisionsFile"]["properties"]["arguments"]["additionalProperties"] == {
+        "type": "string"
+    }
 
 
 # --- edits

@@ -1,0 +1,168 @@
+"""A plan's file: the types of what stands in it, by which it is read, checked and described.
+
+Pydantic does all three from these types: a mistake is named with the path of its key, be that a name of the user's, and
+editors complete and check a plan by its JSON Schema (`autoshard schema plan`). It takes a while to import, so this module is
+imported where a plan is read.
+"""
+
+import json
+from collections.abc import Sequence
+from types import MappingProxyType
+from typing import Annotated, Any, NotRequired, TypedDict, cast
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+
+from cost_model.errors import PlanError
+
+Count = Annotated[int, Field(ge=0)]
+Size = Annotated[int, Field(gt=0)]
+Number = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Mesh = Annotated[dict[str, Size], Field(min_length=1)]
+Shape = Annotated[tuple[Size, ...], Field(min_length=1, strict=False)]
+
+_READ = ConfigDict(strict=True, use_attribute_docstrings=True)
+
+WANTED = MappingProxyType(
+    {
+        "string_type": "text",
+        "int_type": "a whole number",
+        "float_type": "a number",
+        "dict_type": "an object",
+        "list_type": "a list",
+        "tuple_type": "a list",
+        "greater_than": "more than zero",
+        "greater_than_equal": "at least zero",
+        "finite_number": "finite",
+        "too_short": "given for one axis at least",
+    }
+)
+"""What was wanted, by Pydantic's names for what may be wrong."""
+
+
+class CollectiveFile(TypedDict):
+    """All collectives of one kind over the same mesh axes, in one step."""
+
+    kind: str
+    """XLA's name, such as all-reduce."""
+    axes: Annotated[tuple[str, ...], Field(strict=False)]
+    """Names of mesh axes."""
+    count: Count
+    """How many run in one step."""
+    bytes: Count
+    """Per device and step."""
+    seconds: Number
+    """Per step, predicted."""
+
+
+class EstimatesFile(TypedDict):
+    """What is predicted of the decisions; it is made anew whenever a step is given the plan."""
+
+    step_s: Number
+    """Seconds per step."""
+    compute_s: Number
+    """Seconds of computation."""
+    recompute_s: Number
+    """Seconds for what the plan recomputes."""
+    transfer_s: NotRequired[Number]
+    """Seconds of copies between the device and its host."""
+    hidden_s: Number
+    """Seconds of collectives and copies that run behind computation."""
+    peak_bytes: Count
+    """Device memory at its highest, per device."""
+    host_bytes: Count
+    """Pinned host memory, per device."""
+    residents: dict[str, Count]
+    """Bytes per device at the peak, by what they are."""
+    peak_at: str
+    """The op at which the peak occurs, with its source line."""
+    collectives: list[CollectiveFile]
+    """Per kind and mesh axes."""
+    gap: Number | None
+    """Certified: no plan takes less time by more than this share; null when decisions were edited since."""
+    marks: NotRequired[str]
+    """Of the decisions that the estimates were made of, to see edits by."""
+
+
+class DecisionsFile(TypedDict):
+    """Every choice. Each may be edited, or deleted to be decided anew."""
+
+    mesh: Mesh
+    """Size of each mesh axis, outermost first."""
+    microbatches: NotRequired[Size]
+    """In how many a step goes through its batch."""
+    arguments: dict[str, str]
+    """By pytree path, the spec in which an argument rests: P('data', None), P('model') on host."""
+    ops: dict[str, str]
+    """By name, the specs that a class of ops reads and makes: P('data'), P() -> P('data')."""
+    copies: dict[str, str]
+    """By name, the spec of a value that is resharded for a phase, and how it comes by it."""
+    retention: dict[str, str]
+    """By name, what of a class of forward ops is not kept for the backward phase."""
+
+
+class OptionsFile(TypedDict):
+    """The options that the search was given."""
+
+    pin: NotRequired[dict[str, str]]
+    """By pytree path, the spec in which an argument must rest."""
+
+
+class PlanFile(TypedDict):
+    """How to run a training step on a cluster."""
+
+    schema: str
+    """The form of this file."""
+    step: str
+    """The step function's name."""
+    fingerprint: str
+    """Of the traced step."""
+    jax: str
+    """The JAX version that traced it."""
+    cluster: dict[str, Any]
+    """The cluster, as its file would say it."""
+    options: OptionsFile
+    meshes: Annotated[tuple[Shape, ...], Field(strict=False)]
+    """The meshes that were searched: sizes of their axes."""
+    memory_bytes: Count
+    """The cap per device."""
+    decisions: DecisionsFile
+    estimates: EstimatesFile
+
+
+for _file in (CollectiveFile, EstimatesFile, DecisionsFile, PlanFile):
+    _file.__pydantic_config__ = _READ  # type: ignore[attr-defined]
+OptionsFile.__pydantic_config__ = ConfigDict(**_READ, extra="allow")  # type: ignore[attr-defined]
+
+_ADAPTER = TypeAdapter(PlanFile)
+
+
+def json_schema() -> dict[str, Any]:
+    """What a plan's file looks like, as JSON Schema."""
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **_ADAPTER.json_schema()}
+
+
+def read(data: Any, place: str) -> dict[str, Any]:
+    """JSON-ready values as a plan's file has them.
+
+    Raises:
+      PlanError: a key is missing or of the wrong type; names the first.
+    """
+    try:
+        return cast(dict[str, Any], _ADAPTER.validate_python(data))
+    except ValidationError as e:
+        first = e.errors(include_url=False)[0]
+        raise PlanError(_said(first["type"], first["loc"], first["input"], first["msg"], place)) from None
+
+
+def _said(kind: str, path: Sequence[int | str], value: Any, message: str, place: str) -> str:
+    where = f"{place}: {_joined(path)}" if path else place
+    if kind == "missing":
+        return f"{where} is missing"
+    wanted = f"must be {WANTED[kind]}" if kind in WANTED else f"is not as it should be ({message})"
+    return f"{where} {wanted}, got {json.dumps(value)[:60]}"
+
+
+def _joined(path: Sequence[int | str]) -> str:
+    """`estimates.collectives[0].kind`."""
+    parts = [f"[{p}]" if isinstance(p, int) else f".{p}" for p in path]
+    return "".join(parts).removeprefix(".")
