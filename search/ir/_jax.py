@@ -22,6 +22,7 @@ import contextlib
 import functools
 import os
 from collections.abc import Generator
+from pathlib import PurePath
 from typing import Any
 
 import jax
@@ -128,11 +129,20 @@ def source_line(source_info: Any) -> str:
     Installed packages are passed over where there is a frame of somebody else; paths below the working directory
     are relative to it.
     """
+    own = _user_frame(source_info)
+    return f"{relative(own.file_name)}:{own.start_line}" if own else ""
+
+
+def short_source_line(source_info: Any) -> str:
+    """The same with the file's folder and name alone, from whichever directory it is asked for."""
+    own = _user_frame(source_info)
+    return f"{'/'.join(PurePath(os.path.abspath(own.file_name)).parts[-2:])}:{own.start_line}" if own else ""
+
+
+def _user_frame(source_info: Any) -> Any:
+    """The innermost frame of the user's code; one of an installed package where there is no other."""
     frames = list(source_info_util.user_frames(source_info.traceback)) if source_info is not None else []
-    if not frames:
-        return ""
-    own = next((f for f in frames if "site-packages" not in f.file_name), frames[0])
-    return f"{relative(own.file_name)}:{own.start_line}"
+    return next((f for f in frames if "site-packages" not in f.file_name), next(iter(frames), None))
 
 
 def relative(file: str) -> str:

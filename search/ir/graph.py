@@ -100,6 +100,11 @@ class Op:
         return _jax.source_line(self.source_info)
 
     @property
+    def short_source(self) -> str:
+        """The same with the file's folder and name alone, wherever that folder is."""
+        return _jax.short_source_line(self.source_info)
+
+    @property
     def where(self) -> str:
         """Where it stands, for a message: `at file:line`, or the name scope where no line is known."""
         return f"at {self.source}" if self.source else f"in the scope {self.scope!r}"

@@ -53,7 +53,7 @@ def where(costed: CostedGraph, position: int) -> str:
     if op.op is None:
         return f"{op.phase} {op.name}"
     scope = f"{op.op.scope}/" if op.op.scope else ""
-    source = f" ({op.op.source})" if op.op.source else ""
+    source = f" ({op.op.short_source})" if op.op.short_source else ""
     return f"{op.phase} {scope}{op.name}{source}"
 
 

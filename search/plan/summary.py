@@ -4,7 +4,6 @@ import math
 import re
 from collections import Counter
 from collections.abc import Mapping
-from pathlib import PurePath
 
 from cost_model.cluster import Cluster
 from cost_model.collectives import MeshModel
@@ -181,7 +180,7 @@ def _memory(estimates: Estimates, cap_bytes: int) -> list[str]:
     rows = [(kind.replace("_", " "), format_bytes(b), _percent(b, peak)) for kind, b in residents]
     of_cap = f"{format_bytes(cap_bytes)} per device ({_percent(peak, cap_bytes)})"
     title = f"predicted peak memory: {format_bytes(peak)} of {of_cap}"
-    lines = [title, *aligned(rows, right=(1, 2)), f"  at {_short_source(estimates.peak_at)}"]
+    lines = [title, *aligned(rows, right=(1, 2)), f"  at {estimates.peak_at}"]
     return (
         [*lines, f"  on the host: {format_bytes(estimates.host_bytes)} per device"]
         if estimates.host_bytes
@@ -223,12 +222,3 @@ def _percent(part: float, whole: float) -> str:
     if whole <= 0:
         return "-"
     return "<1%" if 0 < part < 0.005 * whole else f"{100 * part / whole:.0f}%"
-
-
-def _short_source(where: str) -> str:
-    """With the file's last two folders only."""
-
-    def short(match: re.Match[str]) -> str:
-        return f"({'/'.join(PurePath(match[1]).parts[-2:])}:{match[2]})"
-
-    return re.sub(r"\((\S[^()]*):(\d+)\)$", short, where)

@@ -218,6 +218,15 @@ def test_a_search_and_a_call_agree(plan):
     assert step.plan == plan
 
 
+def test_a_plan_is_the_same_from_whichever_folder_it_is_searched(plan, tmp_path, monkeypatch):
+    shapes = jax.eval_shape(create_state, jax.random.key(0)), jax.eval_shape(make_batch_arrays)
+    monkeypatch.chdir(tmp_path)
+    jax.clear_caches()  # of the trace
+    again = autoshard.search(train_step, *shapes, cluster="8xCPU", mesh=(2, 4), pin=SPLIT)
+    assert json.dumps(again.to_json()) == json.dumps(plan.to_json())
+    assert "(autoshard/test_api.py:" in plan.estimates.peak_at
+
+
 @pytest.mark.parametrize("given", ["path", "text", "plan"])
 def test_a_plan_is_run_without_a_search(plan, given, tmp_path, monkeypatch):
     path = tmp_path / "plan.json"
