@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
-from itertools import filterfalse
 from pathlib import Path
 
 import pytest
@@ -20,6 +19,7 @@ from autoshard.calibrate import calibrate
 from cost_model.hardware import parse_cluster
 from cost_model.presets import PRESETS
 from search.plan.plan import Plan
+from tests.stages import is_stage, without_stages
 
 ROOT = Path(__file__).parents[2]
 
@@ -105,13 +105,9 @@ def run(capsys):
         status = cli.main([str(a) for a in argv])
         captured = capsys.readouterr()
         assert "Traceback" not in captured.err
-        return status, captured.out, "".join(filterfalse(is_stage, captured.err.splitlines(keepends=True)))
+        return status, captured.out, without_stages(captured.err)
 
     return call
-
-
-def is_stage(line):
-    return line.startswith("autoshard: ") and not line.startswith(("autoshard: error", "autoshard: warning"))
 
 
 def command(*argv, env=None, **options):
@@ -297,7 +293,7 @@ def test_a_pipe_gets_a_line_for_each_stage(train):
     assert "\x1b" not in out + err
     said = err.splitlines()
     stages = [line.removeprefix("autoshard: ") for line in said if is_stage(line)]
-    assert [*filterfalse(is_stage, said)] == ["printed on import", "printed by target"]
+    assert without_stages(err) == "printed on import\nprinted by target\n"
     assert stages[:3] == [f"loading {train}:target", "tracing", "mesh 8 (1 of 2)"]
     assert len(set(stages)) == len(stages)
 
@@ -594,7 +590,7 @@ def test_calibrate_measures_and_search_takes_the_file(run, train, tmp_path):
         env={"JAX_PLATFORMS": "cpu"},
     )
     out, err = process.communicate(timeout=300)
-    assert (process.returncode, [*filterfalse(is_stage, err.splitlines())]) == (0, [])
+    assert (process.returncode, without_stages(err)) == (0, "")
     assert out.startswith("node: 2 x CPU, in ")
     assert f"saved {path}" in out
     cluster = parse_cluster(path)
