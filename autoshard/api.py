@@ -212,6 +212,7 @@ def parallelize(
     mesh: Sequence[int] | None = None,
     pin: Pins | None = None,
     state: str | Sequence[str] | None = None,
+    donate: str | Sequence[str] | None = None,
     remat: str | None = None,
     microbatches: int | None = None,
     offload: Sequence[str] | str | None = None,
@@ -235,6 +236,8 @@ def parallelize(
       mesh: as for `search`.
       pin: as for `search`.
       state: as for `search`.
+      donate: arguments, or parts of them by pytree path, that are given up besides the state: a result of the same shape and
+        dtype that lies alike is made in their memory.
       remat: as for `search`.
       microbatches: as for `search`.
       offload: as for `search`.
@@ -268,6 +271,7 @@ def parallelize(
             mesh=mesh,
             pin=pin,
             state=state,
+            donate=donate,
             remat=remat,
             microbatches=microbatches,
             offload=offload,
@@ -298,7 +302,7 @@ def parallelize(
     given = None if plan is None else _given(plan)
     shared = like if like is None or isinstance(like, Parallelized) else Rested.by(_given(like)[0])
     request = Request(
-        asked, cluster, state, given, shared, devices, static_argnums, static_argnames, progress
+        asked, cluster, state, donate, given, shared, devices, static_argnums, static_argnames, progress
     )
     return Parallelized(step, request)
 

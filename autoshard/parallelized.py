@@ -45,6 +45,7 @@ class Request:
       asked: of the search.
       cluster: the hardware, if it is said.
       state: arguments that come back as results, where that is not evident.
+      donate: other arguments that are given up.
       plan: one that is given, with how messages call it; no search then.
       like: a step, or a plan, whose state this one shares.
       devices: where to run.
@@ -56,6 +57,7 @@ class Request:
     asked: Asked
     cluster: Any = None
     state: str | Sequence[str] | None = None
+    donate: str | Sequence[str] | None = None
     plan: tuple[Plan, str] | None = None
     like: "Parallelized | Rested | None" = None
     devices: Sequence[Any] | None = None
@@ -263,12 +265,15 @@ class Parallelized:
         if self._planned:
             warn(self._what_changed(call))
         traced = planning.traced(call.step, hardware, call.args, call.kwargs, request.state)
+        given_up = planning.arguments_of(traced, request.donate)
         if given := self._plan_for(traced):
             found = planning.applied(traced, *given)
-            program = programs.built(found, hardware, devices, placing.retraced)
+            program = programs.built(found, hardware, devices, placing.retraced, given_up)
         else:
             options = self._options(traced, hardware)
-            found, program = programs.searched(traced, hardware, options, devices, placing.retraced, tell)
+            found, program = programs.searched(
+                traced, hardware, options, devices, placing.retraced, tell, given_up
+            )
         leaves, tree = jax.tree.flatten(call.positional)
         types = tuple(map(_type, leaves))
         return _Planned(signature, call.form, found.step, found.plan, program, tree, types)

@@ -107,6 +107,24 @@ def find(
         raise InputError(str(e)) from e
 
 
+def arguments_of(step: Step, donate: str | Sequence[str] | None) -> frozenset[int]:
+    """The flat arguments that a user gives up, whole or in part, by pytree path.
+
+    Raises:
+      InputError: there is no such argument.
+    """
+    found: set[int] = set()
+    for name in (donate,) if isinstance(donate, str) else donate or ():
+        inside = (f"{name}[", f"{name}.")
+        hits = {i for i, a in enumerate(step.arguments) if a.name == name or a.name.startswith(inside)}
+        if not hits:
+            raise InputError(
+                f"donate={name!r} is no argument of {step.name}; they are named like {step.arguments[0].name}"
+            )
+        found |= hits
+    return frozenset(found)
+
+
 def fingerprint_of(step: Step) -> str:
     """What plans for this computation are known by."""
     return fingerprint(flatten(step))

@@ -7,6 +7,7 @@ the search goes on under a lower limit, as `search(..., verify=True)` does witho
 
 import contextlib
 from collections.abc import Callable, Generator, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from typing import Any
 
@@ -36,6 +37,7 @@ def built(
     cluster: Cluster,
     devices: Sequence[Any],
     on_retrace: Callable[[], None] = lambda: None,
+    given_up: AbstractSet[int] = frozenset(),
 ) -> Program:
     """A plan's program.
 
@@ -44,6 +46,7 @@ def built(
       cluster: what it was made for.
       devices: in the cluster's order: real, simulated or compile-only.
       on_retrace: as for `executors.jit.build`.
+      given_up: as for `executors.jit.build`.
     """
 
     def compiler_options(resting_bytes: int) -> dict[str, str]:
@@ -51,7 +54,7 @@ def built(
             return {}
         return options_for_cap(found.plan.memory_bytes, resting_bytes, cluster.device.memory_bytes)
 
-    return jit.build(found.step, found.sharding, devices, on_retrace, compiler_options)
+    return jit.build(found.step, found.sharding, devices, on_retrace, compiler_options, given_up)
 
 
 def searched(
@@ -61,6 +64,7 @@ def searched(
     devices: Sequence[Any],
     on_retrace: Callable[[], None],
     progress: Progress = lambda line: None,
+    given_up: AbstractSet[int] = frozenset(),
 ) -> tuple[SearchResult, Program]:
     """The fastest plan that fits, and its program; on GPUs it is compiled, and fits as compiled.
 
@@ -72,12 +76,12 @@ def searched(
     """
     if not _are_gpus(devices):
         found = planning.find(step, cluster, options, progress)
-        return found, built(found, cluster, devices, on_retrace)
+        return found, built(found, cluster, devices, on_retrace, given_up)
     programs: list[Program] = []
 
     def verified(found: SearchResult, full: bool) -> Verification:
         del full  # it is compiled whole in any case
-        programs.append(built(found, cluster, devices, on_retrace))
+        programs.append(built(found, cluster, devices, on_retrace, given_up))
         progress("compiling")
         return judge.verified_here(found, cluster, programs[-1])
 

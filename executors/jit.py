@@ -54,6 +54,7 @@ def build(
     devices: Sequence[Any] | None,
     on_retrace: Callable[[], None] = lambda: None,
     compiler_options: Callable[[int], dict[str, str]] = lambda resting_bytes: {},
+    given_up: AbstractSet[int] = frozenset(),
 ) -> Program:
     """Writes a sharding into a step and jits it.
 
@@ -65,6 +66,7 @@ def build(
       on_retrace: called when JAX traces the step for other shapes than those it was planned for; it should
         raise.
       compiler_options: what the compiler is told besides, given the program's `resting_bytes`.
+      given_up: arguments that may be reused besides the state, for results that are alike and lie alike.
 
     Raises:
       InputError: there are fewer devices than the mesh has.
@@ -100,8 +102,10 @@ def build(
             return jax.tree_util.tree_unflatten(step.out_tree, evaluate(flat))
 
     run.__name__ = run.__qualname__ = step.name
-    donated = frozenset(r for r in step.replaces if r is not None)
-    fresh = [o for o, r in enumerate(step.replaces) if r is None]
+    reused = {o: r for o, r in enumerate(step.replaces) if r is not None}
+    reused |= _reusable(step, inputs, outputs, given_up)
+    donated = frozenset(reused.values())
+    fresh = [o for o in range(len(outputs)) if o not in reused]
     made = [(graph.value(graph.outputs[o]), outputs[o]) for o in fresh]
     there = [(graph.values[v], s) for v, s in zip(graph.inputs, inputs, strict=True)]
     resting_bytes = sum(_shard_bytes(value, s) for value, s in (*there, *made))
@@ -183,6 +187,25 @@ def _parted(leaves: Sequence[Any], is_donated: Sequence[bool]) -> tuple[list[Any
     """The leaves that are donated, and the others."""
     pairs = list(zip(leaves, is_donated, strict=True))
     return [x for x, d in pairs if d], [x for x, d in pairs if not d]
+
+
+def _reusable(
+    step: Step, inputs: Sequence[NamedSharding], outputs: Sequence[NamedSharding], given_up: AbstractSet[int]
+) -> dict[int, int]:
+    """Of results that are no state, those that may be made in the place of an argument that is given up."""
+    graph, taken = step.graph, set(step.replaces)
+    found: dict[int, int] = {}
+    for o, (made, sharding) in enumerate(zip(graph.outputs, outputs, strict=True)):
+        value = graph.value(made)
+        fitting = (
+            i
+            for i in sorted(given_up - taken)
+            if step.replaces[o] is None and graph.values[graph.inputs[i]] == value and inputs[i] == sharding
+        )
+        if (argument := next(fitting, None)) is not None:
+            found[o] = argument
+            taken.add(argument)
+    return found
 
 
 def _shard_bytes(value: Value, sharding: NamedSharding) -> int:

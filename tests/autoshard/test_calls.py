@@ -111,6 +111,35 @@ def test_a_wrapper_gets_its_keywords_as_they_are():
     assert_close(parallelize(scaled(step))(W, X, scale=2.0), step(W, X, 0.2))
 
 
+# --- what is given up
+
+
+@pytest.mark.parametrize("donate", [None, "x", ("x['b']", "w")])
+def test_what_is_given_up_is_reused_where_a_result_is_like_it(donate):
+    """Nothing is made in the place of the others; the state is given up in any case."""
+
+    def step(w, x):
+        return w - 0.1 * gradient(w, x["a"]), jnp.sin(x["b"]), x["c"].sum()
+
+    parallel = parallelize(
+        step, donate=donate, pin=dict.fromkeys(("w", "x['a']", "x['b']", "x['c']"), "P('data')")
+    )
+    mesh = jax.sharding.Mesh(np.array(jax.devices()), ("data",))
+    wanted = step(W, dict.fromkeys("abc", X))
+    for _ in range(2):
+        w, x = jax.device_put((W, {name: X + 0 for name in "abc"}), jax.NamedSharding(mesh, jax.P("data")))
+        assert_close(parallel(w, x), wanted)
+        assert w.is_deleted()
+        assert x["b"].is_deleted() == (donate is not None)
+        assert not x["a"].is_deleted()
+        assert not x["c"].is_deleted()
+
+
+def test_what_is_given_up_is_an_argument():
+    with pytest.raises(InputError, match=r"donate='y' is no argument of step; they are named like w"):
+        parallelize(step, donate="y")(W, X)
+
+
 # --- static arguments
 
 
