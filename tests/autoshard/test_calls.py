@@ -116,7 +116,7 @@ def test_a_wrapper_gets_its_keywords_as_they_are():
 
 @pytest.mark.parametrize("donate", [None, "x", ("x['b']", "w")])
 def test_what_is_given_up_is_reused_where_a_result_is_like_it(donate):
-    """Nothing is made in the place of the others; the state is given up in any case."""
+    """One result is: so one array is used. The state is given up in any case."""
 
     def step(w, x):
         return w - 0.1 * gradient(w, x["a"]), jnp.sin(x["b"]), x["c"].sum()
@@ -130,9 +130,8 @@ def test_what_is_given_up_is_reused_where_a_result_is_like_it(donate):
         w, x = jax.device_put((W, {name: X + 0 for name in "abc"}), jax.NamedSharding(mesh, jax.P("data")))
         assert_close(parallel(w, x), wanted)
         assert w.is_deleted()
-        assert x["b"].is_deleted() == (donate is not None)
-        assert not x["a"].is_deleted()
-        assert not x["c"].is_deleted()
+        assert sum(array.is_deleted() for array in x.values()) == (donate is not None)
+        assert x["b"].is_deleted() or donate != ("x['b']", "w")
 
 
 def test_what_is_given_up_is_an_argument():
