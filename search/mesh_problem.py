@@ -46,9 +46,9 @@ DEFAULT_TIME_LIMIT_S = 15.0
 RELATIVE_GAP = 5e-3
 """Plans within this of the optimum are taken for optimal: the cost model is not finer."""
 
-NUM_STEPS = 10_000
+NUM_STEPS = 30_000
 """Of a training run, at the least: the solver takes no longer than such a run could win by what it may still find. Source: a
-choice of ours; a step of 1 ms with 3% left to gain is searched for 0.3 s, one of 1 s as long as there is time."""
+choice of ours; a step of 1 ms with 3% left to gain is searched for 0.9 s, one of 1 s as long as there is time."""
 
 ROUNDING = 1e-9
 """Relative; sums of the same bytes in another order differ by less."""

