@@ -13,10 +13,10 @@ long). A worker takes what is first of
     the backward pass that goes down,
     a weight gradient.
 
-In the first 2p slots that fills every worker with 2p forward passes, and where it ends, weight gradients are left to fill
-the slots until the last backward pass. Forward passes of a first stage leave room for one more, or what comes up could
-not go on. With at least twice as many microbatches as workers some slots are idle, of 6 per microbatch: at most 1 on up
-to 5 workers, 3 on 12. (The paper's own orders have none; the rules here are ours.)
+In the first 2p slots that fills every worker with 2p forward passes: the first worker has run 2p - 1 of them when its
+first microbatch comes up again. At the end, weight gradients are left to fill the slots until the last backward pass.
+With at least twice as many microbatches as workers there is no bubble on up to 4 workers, one slot of 6 per microbatch on
+up to 9, 3 slots on 12. (The paper's own orders have none; these rules are ours.)
 
 Source: Qi et al. 2023, "Zero bubble pipeline parallelism", section 6, and 2024, "Pipeline parallelism with controllable
 memory".
@@ -52,15 +52,12 @@ class _Worker:
 
     def pick(self, done: set[Task]) -> Task | None:
         """What the worker does in this slot."""
-        later, earlier = self.next(F, UP, done), self.next(F, DOWN, done)
-        room = self.num_stages - self.held
+        forward = self.next(F, UP, done) or self.next(F, DOWN, done)
         weight_gradient = self.next(W, UP, done) or self.next(W, DOWN, done)
-        is_short = (later is not None and room < 1) or (earlier is not None and room <= 1)
+        has_room = self.held < self.num_stages
         return (
             self.next(B, DOWN, done)
-            or (later if room >= 1 else None)
-            or (earlier if room > 1 else None)
-            or (weight_gradient if is_short else None)
+            or (forward and (forward if has_room else weight_gradient))
             or self.next(B, UP, done)
             or weight_gradient
         )
