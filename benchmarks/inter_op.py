@@ -1,9 +1,8 @@
-"""How the inter-op dynamic programming's time grows with layers, devices and options.
+"""How the inter-op dynamic programming's time grows with layers and devices, in seconds of one core.
 
-Models are Transformers of equal layers between an embedding and a head, on nodes of 8 GPUs. A layer's time on a submesh
-follows from its FLOPs, an efficiency that falls with the submesh (more inside a node than over nodes), and a third more
-where it is recomputed. Memory is tight: weights and optimizer states on as many devices as a stage has, residuals, a cap
-of 80 GB.
+Models are Transformers of equal layers between an embedding and a head, on nodes of 8 GPUs of 80 GB. A layer's time on a
+submesh follows from its FLOPs and an efficiency that falls with the submesh, more so over nodes; layers are kept, recomputed
+for a third more time, or kept with their state split further.
 
     .venv/bin/python benchmarks/inter_op.py            # layers at 1,024 GPUs, GPUs at 128 layers
     .venv/bin/python benchmarks/inter_op.py 128 1024   # one size
