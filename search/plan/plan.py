@@ -240,14 +240,14 @@ class Plan:
         Raises:
           PlanError: a key is missing or of the wrong type; names it.
         """
-        from search.plan.plan_file import read  # it takes a while to import
+        from search.plan.plan_file import PlanFile, read  # it takes a while to import
 
         schema: Any = cast(dict[str, Any], data).get("schema") if isinstance(data, dict) else None
         if isinstance(schema, str) and schema != SCHEMA:
             raise PlanError(
                 f"{place} has schema {schema!r}; this autoshard reads {SCHEMA!r}. Search again to make one"
             )
-        file = read(data, place)
+        file = read(PlanFile, data, place)
         estimates: dict[str, Any] = {"transfer_s": 0.0, **file["estimates"]}
         gap, marks = estimates.pop("gap"), estimates.pop("marks", "")
         collectives = tuple(Collective(**one) for one in estimates.pop("collectives"))

@@ -1,4 +1,4 @@
-"""A plan's file: the types of what stands in it, by which it is read, checked and described.
+"""Files of plans: the types of what stands in them, by which they are read, checked and described.
 
 Pydantic does all three from these types: a mistake is named with the path of its key, be that a name of the user's, and
 editors complete and check a plan by its JSON Schema (`autoshard schema plan`). It takes a while to import, so this module is
@@ -7,6 +7,7 @@ imported where a plan is read.
 
 import json
 from collections.abc import Sequence
+from functools import cache
 from types import MappingProxyType
 from typing import Annotated, Any, NotRequired, TypedDict, cast
 
@@ -129,29 +130,50 @@ class PlanFile(TypedDict):
     estimates: EstimatesFile
 
 
-for _file in (CollectiveFile, EstimatesFile, DecisionsFile, PlanFile):
+class ScheduleFile(TypedDict):
+    """A pipeline's schedule."""
+
+    name: str
+    """Of its family, such as 1f1b."""
+    num_stages: Count
+    """In how many the layers are cut."""
+    num_microbatches: Count
+    """In how many the batch is cut."""
+    workers: list[str]
+    """Of each, its tasks in order: F0.0 F0.1 B0.0 B0.1."""
+
+
+for _file in (CollectiveFile, EstimatesFile, DecisionsFile, PlanFile, ScheduleFile):
     _file.__pydantic_config__ = _READ  # type: ignore[attr-defined]
 OptionsFile.__pydantic_config__ = ConfigDict(**_READ, extra="allow")  # type: ignore[attr-defined]
-
-_ADAPTER = TypeAdapter(PlanFile)
 
 
 def json_schema() -> dict[str, Any]:
     """What a plan's file looks like, as JSON Schema."""
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **_ADAPTER.json_schema()}
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **_adapter(PlanFile).json_schema()}
 
 
-def read(data: Any, place: str) -> dict[str, Any]:
-    """JSON-ready values as a plan's file has them.
+def read(kind: type, data: Any, place: str) -> dict[str, Any]:
+    """JSON-ready values as a file of a kind has them.
+
+    Args:
+      kind: one of the types above.
+      data: what was read.
+      place: how messages call the file.
 
     Raises:
       PlanError: a key is missing or of the wrong type; names the first.
     """
     try:
-        return cast(dict[str, Any], _ADAPTER.validate_python(data))
+        return cast(dict[str, Any], _adapter(kind).validate_python(data))
     except ValidationError as e:
         first = e.errors(include_url=False)[0]
         raise PlanError(_said(first["type"], first["loc"], first["input"], first["msg"], place)) from None
+
+
+@cache
+def _adapter(kind: type) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
 
 
 def _said(kind: str, path: Sequence[int | str], value: Any, message: str, place: str) -> str:

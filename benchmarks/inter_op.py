@@ -1,0 +1,89 @@
+"""How the inter-op dynamic programming's time grows with layers and devices, in seconds of one core.
+
+Models are Transformers of equal layers between an embedding and a head, on nodes of 8 GPUs of 80 GB. A layer's time on a
+submesh follows from its FLOPs and an efficiency that falls with the submesh, more so over nodes; layers are kept, recomputed
+for a third more time, or kept with their state split further.
+
+    .venv/bin/python benchmarks/inter_op.py            # layers at 1,024 GPUs, GPUs at 128 layers
+    .venv/bin/python benchmarks/inter_op.py 128 1024   # one size
+"""
+
+import sys
+from dataclasses import dataclass
+from time import thread_time
+
+import numpy as np
+
+from search.pipeline.inter_op import plan_stages
+from search.pipeline.stage_costs import Node, StageOption, Submesh, submeshes
+from search.pipeline.stage_plan import InterOpPlan, InterOpProblem
+
+DEVICES_PER_NODE = 8
+CAP_BYTES = 80e9
+FLOPS_PER_S = 150e12
+STATE_BYTES_PER_PARAMETER = 16
+VOCABULARY = 50_000
+SEQUENCE = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How layers are run: what it takes of time and of residuals, relative to keeping everything."""
+
+    name: str
+    time: float
+    residuals: float
+    state: float
+
+
+WAYS = (Way("keep", 1.0, 1.0, 1.0), Way("remat", 4 / 3, 0.06, 1.0), Way("keep, ZeRO", 1.1, 1.0, 0.4))
+
+
+def problem(num_layers: int, num_devices: int, hidden: int = 12_288, microbatch: int = 1) -> InterOpProblem:
+    """A model of so many layers on nodes of 8."""
+    parameters = np.full(num_layers, 12.0 * hidden**2)
+    parameters[[0, -1]] += VOCABULARY * hidden
+    tokens = microbatch * SEQUENCE
+    flops = 6 * parameters * tokens
+    residual_bytes = np.full(num_layers, 34.0 * tokens * hidden)
+    nodes = tuple(Node(DEVICES_PER_NODE, CAP_BYTES) for _ in range(num_devices // DEVICES_PER_NODE))
+
+    def option(submesh: Submesh, way: Way) -> StageOption:
+        size = submesh.size
+        efficiency = 0.97 ** np.log2(size) * 0.9 ** np.log2(submesh.num_nodes)
+        state_bytes = way.state * STATE_BYTES_PER_PARAMETER * parameters / size
+        return StageOption(
+            submesh,
+            way.name,
+            way.time * flops / (size * FLOPS_PER_S * efficiency),
+            way.residuals * residual_bytes / size,
+            state_bytes,
+            np.full(num_layers, 2e9),
+            state_bytes / 1e12,
+        )
+
+    num_microbatches = 512
+    transfer_s = np.array([[1e-4], [1e-3]]) * np.ones(num_layers + 1)
+    in_flight = tuple(range(1, num_microbatches + 1))
+    options = tuple(option(submesh, way) for submesh in submeshes(nodes) for way in WAYS)
+    return InterOpProblem(nodes, options, num_microbatches, in_flight, transfer_s)
+
+
+def measure(num_layers: int, num_devices: int) -> str:
+    """A row: sizes, seconds of one core, the plan and its gap."""
+    instance = problem(num_layers, num_devices)
+    start_s = thread_time()
+    plan = plan_stages(instance)
+    took_s = thread_time() - start_s
+    row = f"{num_layers:6} layers  {num_devices:5} GPUs  {len(instance.options):4} options  {took_s:7.2f} s  "
+    if isinstance(plan, InterOpPlan):
+        return row + f"{len(plan.stages):3} stages  {plan.step_s:8.3f} s a step, gap {plan.gap:.2%}"
+    return row + str(plan)
+
+
+if __name__ == "__main__":
+    sizes = [tuple(map(int, sys.argv[1:3]))] if len(sys.argv) == 3 else []
+    for num_layers, num_devices in sizes or [(n, 1024) for n in (16, 32, 64, 128)] + [
+        (128, n) for n in (64, 128, 256, 512)
+    ]:
+        print(measure(num_layers, num_devices), flush=True)

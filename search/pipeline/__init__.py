@@ -1,0 +1,1 @@
+"""Pipelines: schedules, what they cost, and how layers are cut into stages."""

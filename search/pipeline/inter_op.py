@@ -1,0 +1,295 @@
+"""Inter-op parallelism: which layers make a stage, on which submesh, run how; by dynamic programming, with a proof.
+
+A pipeline of stages with times t_i per microbatch, and m microbatches, takes about
+
+    sum of t_i + (m - 1) x the slowest t_i,
+
+the first to fill and drain it, the second while it is full. Here the slowest stage counts with its update, and transfers
+between stages count where the pipeline fills. A schedule with a smaller bubble fills at a share of that (1/v for
+interleaved 1F1B; 1/3 for ZB-H1 where forward, backward and weight gradient take as long), so in all
+
+    share x (sum of t_i + transfers) + the largest (m - share) t_i + update_i.
+
+Stages stand in order along the devices of the cluster, all of which are used, on 1, 2, 4, ... devices of a node or on
+whole nodes; they may be unequal. A stage's memory holds as many microbatches' residuals as its schedule keeps in flight,
+which depends on how many stages are behind it. Nodes may be of several kinds; they are used in the order given.
+
+For a limit on the slowest stage the sweep (`search.pipeline.sweep`) finds the smallest sum. Alpa tries all limits in
+turn. Here intervals of limits are cut in two: all plans whose slowest stage takes between a and b take at least the
+smallest sum under limit b, plus a. The interval with the least bound goes first; when that is above the best plan so far,
+or as near as asked for, the search is over, and what it returns carries the bound. Each sweep is bounded in turn: were no
+stage to hold more in flight than the last one does, stages need not be counted, and a sweep from the front says what the
+layers in front take at least; an entry is dropped if it cannot become better than the best plan.
+
+Source: Zheng et al. 2022, "Alpa: automating inter- and intra-operator parallelism for distributed deep learning", section
+5.
+"""
+
+import heapq
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property
+
+import numpy as np
+
+from search.pipeline.stage_costs import TOLERANCE, Array, StageTable, prefix_sums
+from search.pipeline.stage_plan import InterOpPlan, InterOpProblem, NoCut, StagePlan
+from search.pipeline.sweep import Column, Places, Sweep, dominated
+
+RELATIVE_GAP = 1e-3
+"""Proved of a plan where the caller says nothing. Source: a choice of ours, well below what costs are known to."""
+
+NARROW = 1.001
+"""An interval whose ends are nearer is not cut in two but gone through from its upper end. Source: a choice of ours."""
+
+NEAREST = 0.01
+"""Of a cap: how exactly the smallest that would do is found, for a message. Source: a choice of ours."""
+
+
+def plan_stages(problem: InterOpProblem, relative_gap: float = RELATIVE_GAP) -> InterOpPlan | NoCut:
+    """The fastest cut into stages that fits, or why there is none.
+
+    Args:
+      problem: layers, devices and costs.
+      relative_gap: how much slower than the best the plan may be; 0 for the best.
+    """
+    search = _Search(problem)
+    found = search.run(relative_gap)
+    return found if found is not None else _nearest(problem)
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """A plan while limits are searched."""
+
+    stages: tuple[StagePlan, ...]
+    latency_s: float
+    bottleneck_s: float
+
+    @property
+    def step_s(self) -> float:
+        return self.latency_s + self.bottleneck_s
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class _Interval:
+    """Plans whose slowest stage takes between two limits, and what they take at least."""
+
+    bound_s: float
+    above_s: float
+    upto_s: float
+    latency_s: float
+
+    @classmethod
+    def of(cls, above_s: float, upto_s: float, latency_s: float) -> "_Interval":
+        return cls(latency_s + above_s, above_s, upto_s, latency_s)
+
+
+@dataclass(eq=False)
+class _Search:
+    """The limits on the slowest stage, until the best plan is proved."""
+
+    problem: InterOpProblem
+    best: _Cut | None = None
+    by_in_flight: dict[int, Array] = field(default_factory=dict[int, Array])
+
+    def run(self, relative_gap: float) -> InterOpPlan | None:
+        """The best plan."""
+        found = self._fastest(np.inf, np.inf)
+        if found is None:
+            return None
+        intervals = self._below(found, self._even_share_s() * (1 - 2 * TOLERANCE))
+        while intervals and intervals[0].bound_s < found.step_s * (1 - relative_gap):
+            for part in self._parts(heapq.heappop(intervals)):
+                heapq.heappush(intervals, part)
+            found = self.best or found
+        bound_s = intervals[0].bound_s if intervals else np.inf
+        return InterOpPlan(found.stages, found.step_s, min(bound_s, found.step_s))
+
+    def _parts(self, interval: _Interval) -> list[_Interval]:
+        """What is left of an interval when it is cut in two, or where it is narrow gone through from its upper end."""
+        limit_s = (interval.above_s * interval.upto_s) ** 0.5
+        upper = [_Interval.of(limit_s, interval.upto_s, interval.latency_s)]
+        if interval.upto_s <= interval.above_s * NARROW or not limit_s:
+            limit_s, upper = interval.upto_s, []
+        found = self._fastest(limit_s, self._useful_s(interval))
+        return upper + (self._below(found, interval.above_s) if found is not None else [])
+
+    def _below(self, found: _Cut, above_s: float) -> list[_Interval]:
+        """Of the plans up to a limit, those that may be better than the one of least latency."""
+        if self.best is None or found.step_s < self.best.step_s:
+            self.best = found
+        below_s = found.bottleneck_s * (1 - 2 * TOLERANCE)
+        return [_Interval.of(above_s, below_s, found.latency_s)] if below_s > above_s else []
+
+    def _useful_s(self, interval: _Interval) -> float:
+        """What a plan's latency must stay below to be better than the best."""
+        return (self.best.step_s if self.best else np.inf) - interval.above_s
+
+    def _even_share_s(self) -> float:
+        """What the slowest stage takes at least: all layers' work, each where it takes least, spread over all devices."""
+        work = [
+            np.diff(row) * option.submesh.size
+            for row, option in zip(self.table.bottleneck_s, self.problem.options, strict=True)
+        ]
+        return float(np.min(work, axis=0).sum()) / self.problem.num_devices
+
+    @cached_property
+    def table(self) -> StageTable:
+        """Costs of runs of layers."""
+        problem, share = self.problem, self.problem.fill_share
+        time_s = prefix_sums([option.time_s for option in problem.options])
+        update_s = prefix_sums([option.update_s for option in problem.options])
+        caps = {node.kind: node.memory_bytes for node in problem.nodes}
+        return StageTable(
+            problem.options,
+            np.array([caps[option.kind] for option in problem.options]),
+            share * time_s,
+            (problem.num_microbatches - share) * time_s + update_s,
+        )
+
+    @cached_property
+    def table_from_end(self) -> StageTable:
+        """The same with the layers in reverse order."""
+        return self.table.reversed()
+
+    @cached_property
+    def places(self) -> Places:
+        """Where options may stand."""
+        return Places.of(self.problem.nodes, self.table)
+
+    @cached_property
+    def places_from_end(self) -> Places:
+        """The same with the nodes in reverse order."""
+        return Places.of(self.problem.nodes[::-1], self.table)
+
+    @cached_property
+    def transfer_s(self) -> Array:
+        """[inside a node or between nodes, cut]; nothing at the model's ends."""
+        scaled = self.problem.fill_share * np.asarray(self.problem.transfer_s, float)
+        scaled[:, [0, -1]] = 0.0
+        return scaled
+
+    @cached_property
+    def max_stages(self) -> int:
+        """Of any plan."""
+        return self.problem.num_stages or min(self.problem.num_layers, self.problem.num_devices)
+
+    @cached_property
+    def lasts_from_end(self) -> Array:
+        """[options, first layer], for the reversed layers: the end of the longest stage that fits, were it the last one."""
+        return self.table_from_end.reach_in_memory(self.problem.in_flight[0])
+
+    def _lasts_in_memory(self, in_flight: int) -> Array:
+        """[options, first layer]: the end of the longest stage that fits."""
+        if in_flight not in self.by_in_flight:
+            self.by_in_flight[in_flight] = self.table.reach_in_memory(in_flight)
+        return self.by_in_flight[in_flight]
+
+    def _fastest(self, limit_s: float, most_s: float) -> _Cut | None:
+        """The cut of least latency whose slowest stage stays within a limit, if that latency is less than `most_s`."""
+        in_front = self._least_in_front(limit_s, most_s)
+        if not len(in_front[-1].num_stages) or in_front[-1].latency_s[0, -1] >= most_s:
+            return None
+
+        def drop(p: int, column: Column) -> Array:
+            if not len(in_front[p].num_stages):
+                return np.ones(column.latency_s.shape, bool)
+            handed_on_s = self.transfer_s[int(self.places.at_boundary[p])]
+            hopeless = column.latency_s + handed_on_s + in_front[p].latency_s >= most_s
+            return hopeless | dominated(column) if self.problem.num_stages is None else hopeless
+
+        in_time = self.table.reach_in_time(limit_s)
+
+        @cache
+        def lasts(num_behind: int) -> Array:
+            return np.minimum(in_time, self._lasts_in_memory(self.problem.held_with(num_behind)))
+
+        columns = Sweep(self.table, self.places, self.transfer_s, lasts, self.max_stages).run(drop)
+        return self._read(columns, lasts)
+
+    def _least_in_front(self, limit_s: float, most_s: float) -> list[Column]:
+        """Per device, and behind all: the least latency of the layers in front of each, one row."""
+        lasts = np.minimum(self.table_from_end.reach_in_time(limit_s), self.lasts_from_end)
+        transfer_s = self.transfer_s[:, ::-1]
+        backwards = Sweep(self.table_from_end, self.places_from_end, transfer_s, lambda _: lasts, 0)
+        columns = backwards.run(lambda _, column: column.latency_s >= most_s)
+        return [Column(column.num_stages, column.latency_s[:, ::-1]) for column in reversed(columns)]
+
+    def _read(self, columns: list[Column], lasts: Callable[[int], Array]) -> _Cut | None:
+        """The stages of the best entry for all layers and devices."""
+        counts, totals_s = columns[0].num_stages, columns[0].latency_s[:, 0]
+        if self.problem.num_stages is not None:
+            totals_s = np.where(counts == self.problem.num_stages, totals_s, np.inf)
+        if not np.isfinite(totals_s).any():
+            return None
+        num_left, p, k = int(counts[np.argmin(totals_s)]), 0, 0
+        bottleneck_s = 0.0
+        stages: list[StagePlan] = []
+        while num_left:
+            num_left -= 1
+            option, end, j = self._first_stage(columns, lasts(num_left), p, k, num_left)
+            bottleneck_s = max(bottleneck_s, float(np.diff(self.table.bottleneck_s[option, [k, j]])[0]))
+            stages.append(self._stage(option, p, k, j, num_left))
+            p, k = end, j
+        return _Cut(tuple(stages), float(totals_s.min()), bottleneck_s)
+
+    def _first_stage(
+        self, columns: list[Column], lasts: Array, p: int, k: int, num_left: int
+    ) -> tuple[int, int, int]:
+        """The first of the stages from a device and a layer: its option, and where it ends."""
+        best = (np.inf, -1, -1, -1)
+        for option, end in zip(self.places.options[p].tolist(), self.places.ends[p].tolist(), strict=True):
+            row = columns[end].row(num_left)
+            if row is None or lasts[option, k] <= k:
+                continue
+            inside = slice(k + 1, int(lasts[option, k]) + 1)
+            behind_s = row + self.transfer_s[int(self.places.at_boundary[end])]
+            totals_s = (
+                behind_s[inside] + self.table.latency_s[option, inside] - self.table.latency_s[option, k]
+            )
+            j = int(np.argmin(totals_s))
+            best = min(best, (float(totals_s[j]), option, end, k + 1 + j))
+        assert best[1] >= 0, f"no stage begins at device {p} and layer {k}"
+        return best[1:]
+
+    def _stage(self, index: int, p: int, first: int, end: int, num_behind: int) -> StagePlan:
+        option, held = self.problem.options[index], self.problem.held_with(num_behind)
+        return StagePlan(
+            first,
+            end,
+            p,
+            option.submesh,
+            option.variant,
+            held,
+            float(option.time_s[first:end].sum()),
+            float(option.update_s[first:end].sum()),
+            option.memory_bytes(first, end, held),
+            float(self.table.cap_bytes[index]),
+        )
+
+
+def _nearest(problem: InterOpProblem) -> NoCut:
+    """The cut that would fit if every device had as little more memory as possible."""
+    most_bytes = max(o.memory_bytes(0, problem.num_layers, problem.in_flight[-1]) for o in problem.options)
+    nearest, too_little = _with_more(problem, most_bytes), 0.0
+    if nearest is None:
+        return NoCut(())
+    cap_bytes = min(node.memory_bytes for node in problem.nodes)
+    while nearest.over_bytes - too_little > NEAREST * (cap_bytes + too_little):
+        middle = (too_little + nearest.over_bytes) / 2
+        found = _with_more(problem, middle)
+        if found is None:
+            too_little = middle
+        else:
+            nearest = found
+    return nearest
+
+
+def _with_more(problem: InterOpProblem, more_bytes: float) -> NoCut | None:
+    """A cut that fits devices with more memory, with the caps as they are."""
+    nodes = tuple(replace(node, memory_bytes=node.memory_bytes + more_bytes) for node in problem.nodes)
+    found = _Search(replace(problem, nodes=nodes))._fastest(np.inf, np.inf)
+    if found is None:
+        return None
+    return NoCut(tuple(replace(stage, cap_bytes=stage.cap_bytes - more_bytes) for stage in found.stages))

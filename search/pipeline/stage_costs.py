@@ -1,0 +1,201 @@
+"""What stages cost: any run of layers, on any submesh, run in any of some ways.
+
+The inter-op search asks for L^2 runs of layers on each submesh. So that nobody needs to search each of these, a run's
+cost is made of its layers': time, residuals and state are sums, and the working memory is that of the layer that needs
+most. What makes them differ in more than size is an *option*: a submesh, and a way to run any layer on it (which mesh
+axis splits what, whether residuals are kept or recomputed). Sums come from prefix sums, for all runs at once.
+
+Costs never fall when a run gets longer. So of the runs that start with a layer, those that fit a cap (of bytes, or of
+seconds) are all up to some last layer, which bisection finds.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+Array = np.ndarray
+
+TOLERANCE = 1e-9
+"""By how much sums that are equal may differ, relatively. Source: rounding of sums of some hundred terms, with room."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Submesh:
+    """A grid of devices for a stage: a part of a node, or whole nodes.
+
+    Attributes:
+      num_nodes: over which it extends.
+      devices_per_node: all of each, if there are several nodes.
+    """
+
+    num_nodes: int
+    devices_per_node: int
+
+    @property
+    def size(self) -> int:
+        """Devices."""
+        return self.num_nodes * self.devices_per_node
+
+    def __str__(self) -> str:
+        return f"{self.num_nodes}x{self.devices_per_node}"
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A node of the cluster.
+
+    Attributes:
+      num_devices: on it.
+      memory_bytes: the cap per device.
+      kind: options hold for nodes of a kind.
+    """
+
+    num_devices: int
+    memory_bytes: float
+    kind: str = ""
+
+
+def submeshes(nodes: tuple[Node, ...], kind: str = "") -> tuple[Submesh, ...]:
+    """The shapes worth trying on nodes of a kind: 1, 2, 4, ... devices of a node, and whole nodes.
+
+    Source: Zheng et al. 2022, "Alpa", section 5.2.
+    """
+    alike = [node for node in nodes if node.kind == kind]
+    num_devices = alike[0].num_devices
+    powers = (2**i for i in range(num_devices.bit_length()))
+    parts = tuple(Submesh(1, size) for size in powers if size < num_devices)
+    return parts + tuple(Submesh(n, num_devices) for n in range(1, len(alike) + 1))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StageOption:
+    """A way to run layers on a submesh. Arrays are [layers], of each; bytes are per device.
+
+    Attributes:
+      submesh: its devices.
+      variant: how layers are run on it, in the plan's words.
+      time_s: forward and backward pass of a microbatch.
+      residual_bytes: of a microbatch in flight.
+      state_bytes: whatever else stays in memory.
+      workspace_bytes: what the layer needs while it runs.
+      update_s: once per step.
+      kind: of the nodes that it is for.
+    """
+
+    submesh: Submesh
+    variant: str
+    time_s: Array
+    residual_bytes: Array
+    state_bytes: Array
+    workspace_bytes: Array
+    update_s: Array
+    kind: str = ""
+
+    def __post_init__(self) -> None:
+        arrays = (self.time_s, self.residual_bytes, self.state_bytes, self.workspace_bytes, self.update_s)
+        assert len({len(a) for a in arrays}) == 1, f"option {self.submesh} {self.variant}: layers differ"
+        assert all(np.all(a >= 0) for a in arrays), f"option {self.submesh} {self.variant}: costs below zero"
+
+    def memory_bytes(self, first: int, end: int, in_flight: int) -> float:
+        """Per device, for layers `first` to `end - 1`."""
+        residual_bytes = in_flight * self.residual_bytes[first:end].sum()
+        return float(
+            self.state_bytes[first:end].sum() + residual_bytes + self.workspace_bytes[first:end].max()
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class StageTable:
+    """The costs of all runs of layers under all options, by prefix sums: arrays are [options, layers + 1].
+
+    Attributes:
+      options: the ways to run layers.
+      cap_bytes: [options] per device.
+      latency_s: what a run adds to the time in which the pipeline fills and drains.
+      bottleneck_s: what it takes of a step if it is the slowest.
+    """
+
+    options: tuple[StageOption, ...]
+    cap_bytes: Array
+    latency_s: Array
+    bottleneck_s: Array
+
+    @property
+    def num_layers(self) -> int:
+        """In the model."""
+        return len(self.options[0].time_s)
+
+    @cached_property
+    def state_bytes(self) -> Array:
+        """Of the layers before each."""
+        return prefix_sums([option.state_bytes for option in self.options])
+
+    @cached_property
+    def residual_bytes(self) -> Array:
+        """Likewise, per microbatch in flight."""
+        return prefix_sums([option.residual_bytes for option in self.options])
+
+    @cached_property
+    def workspace_bytes(self) -> Array:
+        """[options, first layer, end]: the most of any layer of a run."""
+        size = self.num_layers + 1
+        most = np.zeros((len(self.options), size, size))
+        needed = np.array([option.workspace_bytes for option in self.options])
+        for first in range(self.num_layers):
+            most[:, first, first + 1 :] = np.maximum.accumulate(needed[:, first:], axis=1)
+        return most
+
+    def reach_in_memory(self, in_flight: int) -> Array:
+        """[options, first layer]: the end of the longest run that fits the cap; `first` where none does."""
+        held = self.state_bytes + in_flight * self.residual_bytes
+        rows, firsts = np.indices(held.shape)
+        cap = (self.cap_bytes * (1 + TOLERANCE))[:, None]
+        return self._reach(
+            lambda ends: held[rows, ends] - held + self.workspace_bytes[rows, firsts, ends] <= cap
+        )
+
+    def reach_in_time(self, limit_s: float) -> Array:
+        """The same for runs that take at most so much of a step if they are the slowest."""
+        rows = np.indices(self.bottleneck_s.shape)[0]
+        limits_s = limit_s * (1 + TOLERANCE)
+        return self._reach(lambda ends: self.bottleneck_s[rows, ends] - self.bottleneck_s <= limits_s)
+
+    def _reach(self, fits: Callable[[Array], Array]) -> Array:
+        """The last end, for each first layer, that fits, as all before it do."""
+        fitting = np.indices(self.latency_s.shape)[1]
+        step = 1 << self.num_layers.bit_length()
+        while step := step // 2:
+            ends = fitting + step
+            inside = ends <= self.num_layers
+            fitting = np.where(inside & fits(np.minimum(ends, self.num_layers)), ends, fitting)
+        return fitting
+
+    def reversed(self) -> "StageTable":
+        """The same for the layers in reverse order."""
+
+        def backwards(option: StageOption) -> StageOption:
+            return StageOption(
+                option.submesh,
+                option.variant,
+                option.time_s[::-1],
+                option.residual_bytes[::-1],
+                option.state_bytes[::-1],
+                option.workspace_bytes[::-1],
+                option.update_s[::-1],
+                option.kind,
+            )
+
+        return StageTable(
+            tuple(map(backwards, self.options)),
+            self.cap_bytes,
+            self.latency_s[:, -1:] - self.latency_s[:, ::-1],
+            self.bottleneck_s[:, -1:] - self.bottleneck_s[:, ::-1],
+        )
+
+
+def prefix_sums(rows: list[Array]) -> Array:
+    """[rows, columns + 1]: the sum of what is before each column."""
+    values = np.array(rows, float)
+    return np.concatenate([np.zeros((len(rows), 1)), np.cumsum(values, axis=1)], axis=1)

@@ -1,0 +1,137 @@
+"""The inter-op search's values: what is to be cut and onto what, the cut into stages, or why there is none."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from cost_model.units import format_bytes
+from search.pipeline.stage_costs import Array, Node, StageOption, Submesh
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class InterOpProblem:
+    """What is to be cut, and onto what.
+
+    Attributes:
+      nodes: of the cluster, in the order in which stages stand on them.
+      options: the ways to run layers on submeshes.
+      num_microbatches: of a step.
+      in_flight: microbatches whose residuals a stage holds, by how many stages are behind it; the last number holds
+        for more. It never falls.
+      transfer_s: [inside a node or between nodes, layers + 1]: seconds to hand on at each cut what the next layer reads, and
+        its gradient back.
+      fill_share: of the time in which the pipeline fills and drains, what the schedule leaves idle.
+      num_stages: if the caller wants so many.
+    """
+
+    nodes: tuple[Node, ...]
+    options: tuple[StageOption, ...]
+    num_microbatches: int
+    in_flight: tuple[int, ...]
+    transfer_s: Array
+    fill_share: float = 1.0
+    num_stages: int | None = None
+
+    def __post_init__(self) -> None:
+        assert all(a <= b for a, b in zip(self.in_flight, self.in_flight[1:], strict=False)), (
+            f"in flight with more stages behind must not be less, got {self.in_flight}"
+        )
+        assert 0 <= self.fill_share <= self.num_microbatches, f"fill share {self.fill_share}"
+        assert len({node.kind for node in self.nodes}) == len(set(self.nodes)), "nodes of a kind differ"
+
+    @property
+    def num_layers(self) -> int:
+        """In the model."""
+        return len(self.options[0].time_s)
+
+    @property
+    def num_devices(self) -> int:
+        """In the cluster."""
+        return sum(node.num_devices for node in self.nodes)
+
+    def held_with(self, num_behind: int) -> int:
+        """Microbatches in flight on a stage."""
+        return self.in_flight[min(num_behind, len(self.in_flight) - 1)]
+
+
+@dataclass(frozen=True, slots=True)
+class StagePlan:
+    """A stage.
+
+    Attributes:
+      first_layer: of it.
+      end_layer: behind its last.
+      first_device: of it, in the cluster's order.
+      submesh: its devices.
+      variant: how its layers are run.
+      in_flight: microbatches whose residuals it holds.
+      time_s: forward and backward pass of a microbatch.
+      update_s: once per step.
+      memory_bytes: per device.
+      cap_bytes: per device.
+    """
+
+    first_layer: int
+    end_layer: int
+    first_device: int
+    submesh: Submesh
+    variant: str
+    in_flight: int
+    time_s: float
+    update_s: float
+    memory_bytes: float
+    cap_bytes: float
+
+    def __str__(self) -> str:
+        layers = f"layers {self.first_layer} to {self.end_layer - 1}"
+        devices = f"devices {self.first_device} to {self.first_device + self.submesh.size - 1}"
+        return f"{layers} on {devices} ({self.submesh}, {self.variant}), {self.in_flight} in flight"
+
+
+@dataclass(frozen=True, slots=True)
+class InterOpPlan:
+    """A cut into stages.
+
+    Attributes:
+      stages: in order.
+      step_s: predicted.
+      bound_s: no plan takes less, of all cuts onto these nodes in this order under these options.
+    """
+
+    stages: tuple[StagePlan, ...]
+    step_s: float
+    bound_s: float
+
+    @property
+    def gap(self) -> float:
+        """By what share of it the plan may be slower than the best."""
+        return 1 - self.bound_s / self.step_s if self.step_s else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class NoCut:
+    """Why there is no plan.
+
+    Attributes:
+      nearest: stages of a plan that needs the least more memory, about; none where no memory would help.
+    """
+
+    nearest: tuple[StagePlan, ...]
+
+    @property
+    def over_bytes(self) -> float:
+        """By how much its largest stage exceeds its cap."""
+        return max((stage.memory_bytes - stage.cap_bytes for stage in self.nearest), default=np.inf)
+
+    def __str__(self) -> str:
+        if not self.nearest:
+            return (
+                "no cut into stages uses all devices, whatever their memory: there are fewer layers than nodes or than the "
+                "stages asked for, or no option for some node. Ask for fewer stages, or use fewer nodes"
+            )
+        worst = max(self.nearest, key=lambda stage: stage.memory_bytes - stage.cap_bytes)
+        return (
+            f"no cut into stages fits: in the nearest, of {len(self.nearest)} stages, stage {self.nearest.index(worst)} "
+            f"({worst}) needs {format_bytes(worst.memory_bytes)} per device, "
+            f"{format_bytes(self.over_bytes)} more than there is"
+        )

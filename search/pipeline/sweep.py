@@ -1,0 +1,187 @@
+"""One sweep of the inter-op dynamic programming: the least latency of the stages behind each cut.
+
+Stages stand in order along the cluster's devices, each on a part of a node or on whole nodes. With
+
+    F[p][s, k]    the least latency of running layers k, k+1, ... on devices p, p+1, ... in s stages,
+
+F[P][0, L] = 0 for all P devices, and for p < P
+
+    F[p][s, k] = min over options o that may stand at p, ending at e, and over ends j of the first stage:
+                 latency(o, k, j) + transfer(e, j) + F[e][s-1, j],
+
+where a stage may be so long only that it fits its memory with what is in flight with s-1 stages behind it, and takes no
+more than the limit on the slowest stage. For each option and k these are the ends j up to some last one, and a run's
+latency is a difference of prefix sums; so the inner minimum is that of a range, and is looked up in a sparse table of
+ranges whose lengths are powers of two: the work is that of devices x options x layers x stages, not layers squared.
+
+What cannot be part of a better plan is dropped on the way: F[p][s, k] if fewer stages do it in less time (they leave more
+memory to the stages in front), or if with the least that the layers in front take it exceeds a limit.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from search.pipeline.stage_costs import TOLERANCE, Array, Node, StageTable, Submesh
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Places:
+    """Where options may stand: in order along the devices.
+
+    Attributes:
+      options: per first device: the options that may stand there.
+      ends: per first device: where each of them ends.
+      at_boundary: [devices + 1]: whether a node begins or ends there.
+    """
+
+    options: tuple[Array, ...]
+    ends: tuple[Array, ...]
+    at_boundary: Array
+
+    @property
+    def num_devices(self) -> int:
+        """In the cluster."""
+        return len(self.options)
+
+    @classmethod
+    def of(cls, nodes: Sequence[Node], table: StageTable) -> "Places":
+        """All places on nodes that stand in a row."""
+        starts = np.concatenate([[0], np.cumsum([node.num_devices for node in nodes])])
+        found: list[list[tuple[int, int]]] = [[] for _ in range(int(starts[-1]))]
+        alike = 0
+        for i in reversed(range(len(nodes))):
+            alike = alike + 1 if i + 1 < len(nodes) and nodes[i] == nodes[i + 1] else 1
+            for o, option in enumerate(table.options):
+                if option.kind == nodes[i].kind and option.submesh.num_nodes <= alike:
+                    for offset in _offsets(option.submesh, nodes[i].num_devices):
+                        first = int(starts[i]) + offset
+                        found[first].append((o, first + option.submesh.size))
+        boundary = np.zeros(int(starts[-1]) + 1, bool)
+        boundary[starts] = True
+        return cls(
+            tuple(np.array([o for o, _ in here], int) for here in found),
+            tuple(np.array([end for _, end in here], int) for here in found),
+            boundary,
+        )
+
+
+def _offsets(submesh: Submesh, num_devices: int) -> range:
+    """Where on a node a submesh may begin: several nodes are taken whole."""
+    if submesh.num_nodes == 1:
+        return range(num_devices - submesh.devices_per_node + 1)
+    return range(int(submesh.devices_per_node == num_devices))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Column:
+    """F[p], without the rows of which nothing is left.
+
+    Attributes:
+      num_stages: [rows] in order.
+      latency_s: [rows, layers + 1].
+    """
+
+    num_stages: Array
+    latency_s: Array
+
+    @classmethod
+    def nothing(cls, num_layers: int) -> "Column":
+        """No row."""
+        return cls(np.empty(0, int), np.empty((0, num_layers + 1)))
+
+    @classmethod
+    def end(cls, num_layers: int) -> "Column":
+        """Behind the last device: nothing is left to be run."""
+        latency_s = np.full((1, num_layers + 1), np.inf)
+        latency_s[0, -1] = 0.0
+        return cls(np.zeros(1, int), latency_s)
+
+    def row(self, num_stages: int) -> Array | None:
+        """[layers + 1] with so many stages, if there is anything."""
+        at = int(np.searchsorted(self.num_stages, num_stages))
+        is_there = at < len(self.num_stages) and self.num_stages[at] == num_stages
+        return self.latency_s[at] if is_there else None
+
+    def without(self, dropped: Array) -> "Column":
+        """What is left when some entries are dropped."""
+        latency_s = np.where(dropped, np.inf, self.latency_s)
+        alive = np.isfinite(latency_s).any(axis=1)
+        return Column(self.num_stages[alive], latency_s[alive])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sweep:
+    """What F depends on.
+
+    Attributes:
+      table: costs of runs of layers.
+      places: where options may stand.
+      transfer_s: [inside a node or between, layers + 1] at each cut.
+      lasts: by the number of stages behind: [options, first layer] the end of the longest stage.
+      max_stages: 0 to take all stages as having none behind them; then F[p] has one row, of no stages.
+    """
+
+    table: StageTable
+    places: Places
+    transfer_s: Array
+    lasts: Callable[[int], Array]
+    max_stages: int
+
+    def run(self, drop: Callable[[int, Column], Array]) -> list[Column]:
+        """F of all devices, and behind them; `drop` tells of a device and its F what needs not be kept."""
+        num_devices, num_layers = self.places.num_devices, self.table.num_layers
+        columns = [Column.nothing(num_layers)] * num_devices + [Column.end(num_layers)]
+        arriving = list(columns)
+        for p in reversed(range(num_devices)):
+            here = self._column(p, arriving)
+            columns[p] = here.without(drop(p, here))
+            handed_on_s = self.transfer_s[int(self.places.at_boundary[p])]
+            arriving[p] = Column(columns[p].num_stages, columns[p].latency_s + handed_on_s)
+        return columns
+
+    def _column(self, p: int, arriving: Sequence[Column]) -> Column:
+        """F[p], with what could be dropped."""
+        behind = [arriving[end] for end in self.places.ends[p]]
+        num_stages = np.concatenate([[], *(one.num_stages for one in behind)]).astype(int)
+        options = np.repeat(self.places.options[p], [len(one.num_stages) for one in behind])
+        kept = np.flatnonzero(num_stages < max(self.max_stages, 1))
+        kept = kept[np.argsort(num_stages[kept], kind="stable")]
+        if not kept.size:
+            return Column.nothing(self.table.num_layers)
+        num_stages, options = num_stages[kept], options[kept]
+        run_s = self.table.latency_s[options]
+        values = np.concatenate([one.latency_s for one in behind])[kept] + run_s
+        counts, starts = np.unique(num_stages, return_index=True)
+        alike = zip(counts.tolist(), np.split(options, starts[1:]), strict=True)
+        lasts = np.concatenate([self.lasts(count)[some] for count, some in alike])
+        best = _range_minimum(values, lasts) - run_s
+        return Column(counts + (self.max_stages > 0), np.minimum.reduceat(best, starts, axis=0))
+
+
+def _range_minimum(values: Array, lasts: Array) -> Array:
+    """[rows, size]: the minimum of `values[row, k+1 : lasts[row, k]+1]` for each k; infinite where that is empty."""
+    size = values.shape[-1]
+    lengths = lasts - np.arange(size)
+    levels = np.maximum(np.frexp(lengths)[1] - 1, 0)
+    table = np.empty((int(levels.max()) + 1, *values.shape))
+    table[0] = values
+    for level in range(len(table) - 1):
+        before, longer, width = table[level], table[level + 1], 1 << level
+        np.minimum(before[:, :-width], before[:, width:], out=longer[:, :-width])
+        longer[:, -width:] = before[:, -width:]
+    flat = table.reshape(-1)
+    rows = np.arange(len(values))[:, None] * size + levels * values.size
+    firsts = np.minimum(np.arange(size) + 1, size - 1)
+    seconds = np.clip(lasts - (1 << levels) + 1, 0, size - 1)
+    found = np.minimum(flat[rows + firsts], flat[rows + seconds])
+    return np.where(lengths > 0, found, np.inf)
+
+
+def dominated(column: Column) -> Array:
+    """What fewer stages do in no more time."""
+    fewer_s = np.minimum.accumulate(column.latency_s, axis=0)
+    worse = np.zeros(column.latency_s.shape, bool)
+    worse[1:] = column.latency_s[1:] >= fewer_s[:-1] * (1 - TOLERANCE)
+    return worse
