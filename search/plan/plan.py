@@ -9,15 +9,15 @@ to the traced step.
 import json
 import math
 import os
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from cost_model.errors import InputError, PlanError
 from cost_model.whole_file import write_whole
 from search.plan.edits import Decision, edited, num_deleted
+from search.plan.json_reader import JsonReader, shown
 
 if TYPE_CHECKING:
     from search.plan.comparison import Comparison
@@ -241,7 +241,7 @@ class Plan:
         Raises:
           PlanError: a key is missing or of the wrong type; names it.
         """
-        read = _Reader(data, place)
+        read = JsonReader(data, place)
         schema = read.get("schema", str)
         if schema != SCHEMA:
             raise PlanError(
@@ -250,9 +250,7 @@ class Plan:
         decisions = read.inner("decisions")
         mesh = decisions.table("mesh", int)
         if not mesh or min(mesh.values()) < 1:
-            raise PlanError(
-                f"{place}: decisions.mesh must give each axis a positive size, got {_shown(mesh)}"
-            )
+            raise PlanError(f"{place}: decisions.mesh must give each axis a positive size, got {shown(mesh)}")
         estimates = read.inner("estimates")
         return cls(
             read.get("step", str),
@@ -284,15 +282,15 @@ class Plan:
         return summary(self)
 
 
-def _read_options(read: "_Reader") -> dict[str, Any]:
+def _read_options(read: JsonReader) -> dict[str, Any]:
     """The pins are texts, as a plan is read by them; of the other options nothing is."""
     return read.data | ({"pin": read.table("pin", str)} if "pin" in read.data else {})
 
 
-def _read_estimates(read: "_Reader") -> Estimates:
+def _read_estimates(read: JsonReader) -> Estimates:
     collectives: list[Collective] = []
     for i, item in enumerate(read.get("collectives", list)):
-        one = _Reader(item, read.place, f"{read.path}.collectives[{i}]")
+        one = JsonReader(item, read.place, f"{read.path}.collectives[{i}]")
         count, num_bytes = one.get("count", int), one.get("bytes", int)
         collectives.append(
             Collective(one.get("kind", str), one.names("axes"), count, num_bytes, one.number("seconds"))
@@ -309,68 +307,3 @@ def _read_estimates(read: "_Reader") -> Estimates:
         read.get("peak_at", str),
         tuple(collectives),
     )
-
-
-class _Reader:
-    """Reads typed fields of a JSON object, naming the place of whatever is wrong."""
-
-    def __init__(self, data: Any, place: str, path: str = "") -> None:
-        if not isinstance(data, dict):
-            where = f"{place}: {path}" if path else place
-            raise PlanError(f"{where} must be an object, got {_shown(data)}")
-        self.data = cast(dict[str, Any], data)
-        self.place, self.path = place, path
-
-    def where(self, key: str) -> str:
-        """`plan.json: decisions.mesh` for messages."""
-        return f"{self.place}: {self.path}.{key}" if self.path else f"{self.place}: {key}"
-
-    def get(self, key: str, kind: type) -> Any:
-        if key not in self.data:
-            raise PlanError(f"{self.where(key)} is missing")
-        value = self.data[key]
-        if not isinstance(value, kind) or isinstance(value, bool):
-            raise PlanError(f"{self.where(key)} must be {_KINDS[kind]}, got {_shown(value)}")
-        if kind is int and value < 0:
-            raise PlanError(f"{self.where(key)} must not be negative, got {_shown(value)}")
-        return value
-
-    def number(self, key: str) -> float:
-        value = self.get(key, int) if isinstance(self.data.get(key), int) else self.get(key, float)
-        if not 0 <= value <= sys.float_info.max:
-            raise PlanError(f"{self.where(key)} must be a finite number, at least zero; got {_shown(value)}")
-        return float(value)
-
-    def names(self, key: str) -> tuple[str, ...]:
-        values = self.get(key, list)
-        if not all(isinstance(v, str) for v in values):
-            raise PlanError(f"{self.where(key)} must be a list of texts, got {_shown(values)}")
-        return tuple(values)
-
-    def meshes(self, key: str) -> tuple[tuple[int, ...], ...]:
-        meshes: list[Any] = self.get(key, list)
-        if not all(map(_is_mesh, meshes)):
-            raise PlanError(f"{self.where(key)} must be lists of positive sizes, got {_shown(meshes)}")
-        return tuple([tuple(cast(list[int], mesh)) for mesh in meshes])
-
-    def inner(self, key: str) -> "_Reader":
-        return _Reader(self.get(key, dict), self.place, f"{self.path}.{key}" if self.path else key)
-
-    def table(self, key: str, kind: type) -> dict[str, Any]:
-        inner = self.inner(key)
-        return {name: inner.get(name, kind) for name in inner.data}
-
-
-def _is_mesh(sizes: Any) -> bool:
-    return (
-        isinstance(sizes, list)
-        and sizes != []
-        and all(type(n) is int and n > 0 for n in cast(list[Any], sizes))
-    )
-
-
-_KINDS = {str: "text", int: "a whole number", float: "a number", dict: "an object", list: "a list"}
-
-
-def _shown(value: Any) -> str:
-    return json.dumps(value)[:60]

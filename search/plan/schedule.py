@@ -1,0 +1,188 @@
+"""A pipeline's schedule: what each worker does, in which order.
+
+The step's layers are cut into *stages*, the batch into *microbatches*, and a stage's work on a microbatch into *tasks*: its
+forward pass, its backward pass, and, where a schedule splits these, the part of the backward pass that only weight gradients
+need. A *worker* is a group of devices (a submesh) that runs one task at a time, in the order written here. Between workers
+nothing is ordered but by data:
+
+    forward of stage s             reads the forward of stage s-1,
+    backward of stage s            reads the forward of stage s and the backward of stage s+1,
+    weight gradient of stage s     reads the backward of stage s,
+
+each of the same microbatch. So a schedule is data, one executor runs any of them and one simulator prices any.
+
+A worker may hold several stages (interleaved 1F1B, ZB-V and DualPipe-V: virtual stages), and a stage may stand on several
+workers (Chimera's two directions): then each holds a copy of its weights, and their gradients are summed before the update.
+All tasks of a stage and a microbatch are on one worker, as residuals stay where they are made.
+
+One update follows all tasks: these schedules are synchronous, and give the numbers of a single device. An asynchronous one
+(PipeDream, 2BW) needs no other field than a task's `kind`: an `update` among the tasks of a worker says where the weights
+change; a forward pass reads those of the last update before it, its backward pass the same, and how many versions a worker
+stashes is counted from the order.
+
+Words of a task: `F2.5` is the forward pass of stage 2 on microbatch 5, `B2.5` the backward pass, `W2.5` the weight gradient.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
+from typing import Any
+
+from cost_model.errors import PlanError
+from search.plan.json_reader import JsonReader
+
+
+class TaskKind(StrEnum):
+    """A part of a stage's work on a microbatch."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    WEIGHT_GRADIENT = "weight_gradient"
+
+    @property
+    def letter(self) -> str:
+        """`F`, `B` or `W`."""
+        return self.value[0].upper()
+
+
+_KIND = {kind.letter: kind for kind in TaskKind}
+_WORD = re.compile(rf"([{''.join(_KIND)}])(\d+)\.(\d+)")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Task:
+    """One stage's work on one microbatch, or a part of it.
+
+    Attributes:
+      stage: in the order of the forward pass.
+      microbatch: of the batch.
+      kind: where the schedule does not split the backward pass, `backward` makes the weight gradients too.
+    """
+
+    stage: int
+    microbatch: int
+    kind: TaskKind
+
+    def __str__(self) -> str:
+        return f"{self.kind.letter}{self.stage}.{self.microbatch}"
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Who does what when.
+
+    Attributes:
+      name: of its family, such as `1f1b`.
+      num_stages: in how many the layers are cut.
+      num_microbatches: in how many the batch is cut.
+      workers: per worker: its tasks, in order.
+      splits_backward: whether weight gradients are tasks of their own.
+
+    Raises:
+      PlanError: a task of no such stage, microbatch or kind. (Whether all are there, and can be run in this order, is said
+        by `search.pipeline.validity`.)
+
+    Example:
+      >>> F, B = TaskKind.FORWARD, TaskKind.BACKWARD
+      >>> one = Schedule("1f1b", 1, 2, ((Task(0, 0, F), Task(0, 0, B), Task(0, 1, F), Task(0, 1, B)),), False)
+      >>> one.workers_of(0), [str(task) for task in one.workers[0]]
+      ((0,), ['F0.0', 'B0.0', 'F0.1', 'B0.1'])
+    """
+
+    name: str
+    num_stages: int
+    num_microbatches: int
+    workers: tuple[tuple[Task, ...], ...]
+    splits_backward: bool
+
+    def __post_init__(self) -> None:
+        for worker, tasks in enumerate(self.workers):
+            for task in tasks:
+                if not (0 <= task.stage < self.num_stages and 0 <= task.microbatch < self.num_microbatches):
+                    raise PlanError(
+                        f"schedule {self.name}: worker {worker} has task {task}, but stages are 0 to {self.num_stages - 1} "
+                        f"and microbatches 0 to {self.num_microbatches - 1}"
+                    )
+                if task.kind is TaskKind.WEIGHT_GRADIENT and not self.splits_backward:
+                    raise PlanError(
+                        f"schedule {self.name}: worker {worker} has task {task}, but this schedule leaves weight gradients "
+                        "in the backward passes. Say that it splits them, or leave the task out"
+                    )
+
+    @property
+    def num_workers(self) -> int:
+        """Groups of devices."""
+        return len(self.workers)
+
+    @property
+    def kinds(self) -> tuple[TaskKind, ...]:
+        """The kinds that each stage has a task of for each microbatch."""
+        return tuple(TaskKind) if self.splits_backward else (TaskKind.FORWARD, TaskKind.BACKWARD)
+
+    def tasks(self) -> Iterator[tuple[int, Task]]:
+        """Each worker's tasks, in order, with the worker."""
+        return ((worker, task) for worker, tasks in enumerate(self.workers) for task in tasks)
+
+    def workers_of(self, stage: int) -> tuple[int, ...]:
+        """The workers that hold a stage: several where it has replicas."""
+        return self._workers_of[stage]
+
+    def stages_of(self, worker: int) -> tuple[int, ...]:
+        """The stages that a worker holds, in the order of the forward pass."""
+        return self._stages_of[worker]
+
+    @cached_property
+    def worker_of(self) -> dict[Task, int]:
+        """Where each task is run."""
+        return {task: worker for worker, task in self.tasks()}
+
+    @cached_property
+    def _stages_of(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(tuple(sorted({task.stage for task in tasks})) for tasks in self.workers)
+
+    @cached_property
+    def _workers_of(self) -> tuple[tuple[int, ...], ...]:
+        stages = range(self.num_stages)
+        return tuple(tuple(w for w, held in enumerate(self._stages_of) if s in held) for s in stages)
+
+    def to_json(self) -> dict[str, Any]:
+        """The schedule as JSON-ready values: a line of words per worker."""
+        return {
+            "name": self.name,
+            "num_stages": self.num_stages,
+            "num_microbatches": self.num_microbatches,
+            "workers": [" ".join(map(str, tasks)) for tasks in self.workers],
+        }
+
+    @classmethod
+    def from_json(cls, data: Any, place: str = "schedule") -> "Schedule":
+        """A schedule from JSON-ready values.
+
+        Raises:
+          PlanError: a key is missing or of the wrong type, or a word names no task; says where.
+        """
+        read = JsonReader(data, place)
+        lines = enumerate(read.names("workers"))
+        workers = tuple(_read_tasks(line, f"{read.where('workers')}[{i}]") for i, line in lines)
+        return cls(
+            read.get("name", str),
+            read.get("num_stages", int),
+            read.get("num_microbatches", int),
+            workers,
+            any(task.kind is TaskKind.WEIGHT_GRADIENT for tasks in workers for task in tasks),
+        )
+
+
+def _read_tasks(line: str, where: str) -> tuple[Task, ...]:
+    found: list[Task] = []
+    for word in line.split():
+        match = _WORD.fullmatch(word)
+        if match is None:
+            raise PlanError(
+                f"{where}: {word!r} is no task. Write F, B or W (forward, backward, weight gradient), the stage, a dot "
+                "and the microbatch, as in F2.5"
+            )
+        found.append(Task(int(match[2]), int(match[3]), _KIND[match[1]]))
+    return tuple(found)
