@@ -1,0 +1,1 @@
+"""Pipelines: a step cut into stages, and the programs that each of them runs."""
