@@ -1,1 +1,1 @@
-"""Pipelines: a step cut into stages, and the programs that each of them runs."""
+"""Pipelines: schedules, what they cost, and how layers are cut into stages."""

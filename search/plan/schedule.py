@@ -46,6 +46,8 @@ class TaskKind(StrEnum):
         """`F`, `B` or `W`."""
         return self.value[0].upper()
 
+    __hash__ = str.__hash__  # an enum's own is not C, and simulators look up tasks by the thousand
+
 
 _KIND = {kind.letter: kind for kind in TaskKind}
 _WORD = re.compile(rf"([{''.join(_KIND)}])(\d+)\.(\d+)")
@@ -67,6 +69,16 @@ class Task:
 
     def __str__(self) -> str:
         return f"{self.kind.letter}{self.stage}.{self.microbatch}"
+
+    def reads(self, num_stages: int) -> tuple["Task", ...]:
+        """The tasks whose results this one reads."""
+        stage, microbatch = self.stage, self.microbatch
+        if self.kind is TaskKind.FORWARD:
+            return (Task(stage - 1, microbatch, TaskKind.FORWARD),) if stage else ()
+        if self.kind is TaskKind.WEIGHT_GRADIENT:
+            return (Task(stage, microbatch, TaskKind.BACKWARD),)
+        own = Task(stage, microbatch, TaskKind.FORWARD)
+        return (own, Task(stage + 1, microbatch, TaskKind.BACKWARD)) if stage + 1 < num_stages else (own,)
 
 
 @dataclass(frozen=True)

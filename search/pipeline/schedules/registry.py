@@ -1,0 +1,75 @@
+"""Schedules by name: the families, how many stages each puts on a worker, and errors that say what would do."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from cost_model.errors import InputError
+from search.pipeline.schedules.chimera import chimera
+from search.pipeline.schedules.dualpipe_v import dualpipe_v
+from search.pipeline.schedules.gpipe import gpipe
+from search.pipeline.schedules.interleaved import interleaved_one_f_one_b
+from search.pipeline.schedules.one_f_one_b import eager_one_f_one_b, one_f_one_b
+from search.pipeline.schedules.zb_v import zb_v
+from search.pipeline.schedules.zero_bubble import zb_h1, zb_h2
+from search.plan.schedule import Schedule
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """Schedules of one kind, for any number of workers and microbatches.
+
+    Attributes:
+      build: from the numbers of workers and microbatches.
+      stages_per_worker: cut from the layers for each worker; None where it is for the caller to say, at least two.
+    """
+
+    build: Callable[..., Schedule]
+    stages_per_worker: int | None = 1
+
+
+FAMILIES: Mapping[str, Family] = MappingProxyType(
+    {
+        "gpipe": Family(gpipe),
+        "1f1b": Family(one_f_one_b),
+        "eager-1f1b": Family(eager_one_f_one_b),
+        "interleaved-1f1b": Family(interleaved_one_f_one_b, None),
+        "zb-h1": Family(zb_h1),
+        "zb-h2": Family(zb_h2),
+        "zb-v": Family(zb_v, 2),
+        "dualpipe-v": Family(dualpipe_v, 2),
+        "chimera": Family(chimera),
+    }
+)
+
+
+def build_schedule(name: str, num_stages: int, num_microbatches: int, num_workers: int) -> Schedule:
+    """A family's schedule for so many stages on so many workers.
+
+    Example:
+      >>> build_schedule("1f1b", 2, 2, 2).to_json()["workers"]
+      ['F0.0 F0.1 B0.0 B0.1', 'F1.0 B1.0 F1.1 B1.1']
+
+    Raises:
+      InputError: no such family, or it cannot be built for these numbers; says which would do.
+    """
+    if name not in FAMILIES:
+        raise InputError(f"no schedule is called {name!r}. Choose one of {', '.join(FAMILIES)}")
+    for what, count in (("stages", num_stages), ("microbatches", num_microbatches), ("workers", num_workers)):
+        if count < 1:
+            raise InputError(f"schedule {name!r} wants at least one of {what}, got {count}")
+    family = FAMILIES[name]
+    per_worker, rest = divmod(num_stages, num_workers)
+    if family.stages_per_worker is None:
+        if rest or per_worker < 2:
+            raise InputError(
+                f"schedule {name!r} wants two or more stages on each worker, as many on all; got {num_stages} stages on "
+                f"{num_workers} workers. Use {2 * num_workers} stages, or schedule '1f1b'"
+            )
+        return family.build(num_workers, num_microbatches, per_worker)
+    if num_stages != family.stages_per_worker * num_workers:
+        raise InputError(
+            f"schedule {name!r} wants {family.stages_per_worker} x {num_workers} stages on {num_workers} workers, got "
+            f"{num_stages}. Use {family.stages_per_worker * num_workers} stages"
+        )
+    return family.build(num_workers, num_microbatches)

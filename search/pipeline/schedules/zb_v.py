@@ -1,0 +1,89 @@
+"""ZB-V: next to no bubble in the memory of 1F1B.
+
+A microbatch goes down the workers and comes up again: worker w of p holds stages w and 2p-1-w. So the first worker holds
+the last stage too, backward passes begin there at once, and all workers hold equally much: p microbatches of a worker's
+layers, as does 1F1B's first.
+
+The order comes from running the pipeline in slots, one task each (forward, backward and weight gradient taken to be as
+long). A worker takes what is first of
+
+    the backward pass that goes up (it is the last of its microbatch, others wait for it on the way),
+    a forward pass for which there is memory, of its later stage first,
+    a weight gradient, where a forward pass waits for memory,
+    the backward pass that goes down,
+    a weight gradient.
+
+In the first 2p slots that fills every worker with 2p forward passes, and where it ends, weight gradients are left to fill
+the slots until the last backward pass. Forward passes of a first stage leave room for one more, or what comes up could
+not go on. With at least twice as many microbatches as workers some slots are idle, of 6 per microbatch: at most 1 on up
+to 5 workers, 3 on 12. (The paper's own orders have none; the rules here are ours.)
+
+Source: Qi et al. 2023, "Zero bubble pipeline parallelism", section 6, and 2024, "Pipeline parallelism with controllable
+memory".
+"""
+
+from dataclasses import dataclass, field
+
+from search.plan.schedule import Schedule, Task, TaskKind
+
+F, B, W = TaskKind
+DOWN, UP = 0, 1
+"""Of a worker's two stages: the one that microbatches meet first, and the other."""
+
+
+@dataclass(slots=True)
+class _Worker:
+    """A worker while slots pass: what it has done, and what is next of each kind and stage."""
+
+    stages: tuple[int, int]
+    num_stages: int
+    num_microbatches: int
+    tasks: list[Task] = field(default_factory=list[Task])
+    count: dict[tuple[TaskKind, int], int] = field(default_factory=dict[tuple[TaskKind, int], int])
+    held: int = 0
+
+    def next(self, kind: TaskKind, chunk: int, done: set[Task]) -> Task | None:
+        """The next task of a kind and stage, if all that it reads is there."""
+        microbatch = self.count.get((kind, chunk), 0)
+        if microbatch == self.num_microbatches:
+            return None
+        task = Task(self.stages[chunk], microbatch, kind)
+        return task if done.issuperset(task.reads(self.num_stages)) else None
+
+    def pick(self, done: set[Task]) -> Task | None:
+        """What the worker does in this slot."""
+        later, earlier = self.next(F, UP, done), self.next(F, DOWN, done)
+        room = self.num_stages - self.held
+        weight_gradient = self.next(W, UP, done) or self.next(W, DOWN, done)
+        is_short = (later is not None and room < 1) or (earlier is not None and room <= 1)
+        return (
+            self.next(B, DOWN, done)
+            or (later if room >= 1 else None)
+            or (earlier if room > 1 else None)
+            or (weight_gradient if is_short else None)
+            or self.next(B, UP, done)
+            or weight_gradient
+        )
+
+    def do(self, task: Task) -> None:
+        """Adds a task."""
+        key = task.kind, self.stages.index(task.stage)
+        self.count[key] = self.count.get(key, 0) + 1
+        self.held += (task.kind is F) - (task.kind is W)
+        self.tasks.append(task)
+
+
+def zb_v(num_workers: int, num_microbatches: int) -> Schedule:
+    """ZB-V, two stages per worker."""
+    num_stages = 2 * num_workers
+    workers = [_Worker((w, num_stages - 1 - w), num_stages, num_microbatches) for w in range(num_workers)]
+    done: set[Task] = set()
+    while len(done) < len(TaskKind) * num_stages * num_microbatches:
+        slot = [(worker, worker.pick(done)) for worker in workers]
+        for worker, task in slot:
+            if task is not None:
+                worker.do(task)
+        before = len(done)
+        done.update(task for _, task in slot if task is not None)
+        assert len(done) > before, "no worker can go on"
+    return Schedule("zb-v", num_stages, num_microbatches, tuple(tuple(w.tasks) for w in workers), True)

@@ -1,0 +1,52 @@
+"""All workers' tasks in one order, in which each comes after those that it reads.
+
+Workers wait for one another only for data, so each runs ahead until it lacks something. If all wait, the orders
+contradict one another: the schedule would hang, whoever runs it. An executor that dispatches from one thread does so in
+this order.
+"""
+
+from collections import defaultdict, deque
+
+from cost_model.errors import PlanError
+from search.plan.schedule import Schedule, Task
+
+MAX_SHOWN = 4
+"""Waiting workers in a message. Source: a choice of ours."""
+
+
+def task_order(schedule: Schedule) -> tuple[tuple[int, Task], ...]:
+    """Each task with its worker.
+
+    Raises:
+      PlanError: some tasks wait for one another, or for one that no worker has.
+    """
+    done: set[Task] = set()
+    order: list[tuple[int, Task]] = []
+    waiting: dict[Task, list[int]] = defaultdict(list)
+    left = [iter(tasks) for tasks in schedule.workers]
+    at = [next(tasks, None) for tasks in left]
+    runnable = deque(range(schedule.num_workers))
+    while runnable:
+        worker = runnable.popleft()
+        while (task := at[worker]) is not None:
+            missing = next((one for one in task.reads(schedule.num_stages) if one not in done), None)
+            if missing is not None:
+                waiting[missing].append(worker)
+                break
+            done.add(task)
+            order.append((worker, task))
+            runnable.extend(waiting.pop(task, ()))
+            at[worker] = next(left[worker], None)
+    if waiting:
+        _refuse(schedule, waiting, at)
+    return tuple(order)
+
+
+def _refuse(schedule: Schedule, waiting: dict[Task, list[int]], at: list[Task | None]) -> None:
+    """Says who waits for what."""
+    said = [f"worker {w} at {at[w]} for {task}" for task, workers in waiting.items() for w in workers]
+    more = f", and {len(said) - MAX_SHOWN} more" if len(said) > MAX_SHOWN else ""
+    raise PlanError(
+        f"schedule {schedule.name} cannot be run: these wait for what never comes: {', '.join(said[:MAX_SHOWN])}{more}. "
+        "Put each task behind those that it reads"
+    )
