@@ -54,7 +54,7 @@ class PipelineStep:
       body: the ops that run for each microbatch.
       epilogue: the ops that run once after.
       index: the microbatch's number, as the body reads it.
-      first_of_body: values from this number on are others in each microbatch.
+      of_microbatch: the values that are others in each microbatch.
       terms: by sum, what each microbatch adds to it.
       pieces: by value of the epilogue, the value of the body that it is, and in which microbatch.
       example_dims: by value that belongs to single examples, the dim that carries them.
@@ -67,7 +67,7 @@ class PipelineStep:
     body: tuple[Op, ...]
     epilogue: tuple[Op, ...]
     index: int
-    first_of_body: int
+    of_microbatch: range
     terms: Mapping[int, int]
     pieces: Mapping[int, tuple[int, int]]
     example_dims: Mapping[int, int]
@@ -84,7 +84,7 @@ class PipelineStep:
 
     def is_of_microbatch(self, value: int) -> bool:
         """Whether a value is another one in each microbatch."""
-        return value >= self.first_of_body
+        return value in self.of_microbatch
 
     @property
     def ops(self) -> Iterator[Op]:
@@ -155,7 +155,7 @@ class _Writing:
             tuple(body.ops),
             epilogue,
             index,
-            len(once.values),
+            range(len(once.values), len(body.values)),
             {v: number(v) for v in parts.sums},
             {piece: (number(v), m) for piece, (v, m) in pieces.items()},
             self._example_dims(number, dealt),

@@ -24,6 +24,7 @@ import jax
 
 from search.ir.graph import Graph, Op, Value, verify
 from search.memory.written import Written
+from search.pipeline.joined_sums import joined_late
 from search.pipeline.pipeline_step import SCOPE, PipelineStep
 from search.pipeline.stage_cut import StageCut
 from search.pipeline.stages import StageAssignment, assign
@@ -39,6 +40,7 @@ def stage_programs(step: PipelineStep, cut: StageCut, splits_backward: bool = Fa
       cut: where its forward phase is cut.
       splits_backward: whether weight gradients have programs of their own.
     """
+    step = joined_late(step, assign(step, cut))
     return _Writing(step, assign(step, cut), splits_backward).run()
 
 
@@ -86,7 +88,7 @@ class _Writing:
             tuple(program for place, program in ordered if place.part == _EPILOGUE),
             self.stage_of,
             self.step.values,
-            self.step.first_of_body,
+            self.step.of_microbatch,
             self.step.index,
             self.step.pieces,
             self.results,

@@ -5,9 +5,9 @@ A task runs it for one microbatch. What the step does once stands in programs to
 *epilogue*, behind them, with the update. As their ops may wait for other stages (a total over all gradients goes from all
 stages to one, and from there to all), a stage has one of these for each number of hops between stages that lie before.
 
-A value has a number and a stage where it is made or rests; programs of other stages that read it get a copy. Values from
-`first_of_microbatch` on are others for each microbatch. A value that a program reads and makes is a sum: the new one takes the
-old one's place. All this is data: a schedule says when what runs, and an executor does it.
+A value has a number and a stage where it is made or rests; programs of other stages that read it get a copy. Values of the
+forward and backward programs are others for each microbatch. A value that a program reads and makes is a sum: the new one takes
+the old one's place. All this is data: a schedule says when what runs, and an executor does it.
 """
 
 from collections.abc import Iterator, Mapping
@@ -67,7 +67,7 @@ class StagePrograms:
       epilogue: what runs behind all tasks, in order.
       stage_of: where each value is made, or rests; of arguments too.
       values: all values.
-      first_of_microbatch: from this number on, values are others for each microbatch.
+      of_microbatch: the values that are others for each microbatch.
       index: the microbatch's number, a value that every stage has.
       pieces: by value that the epilogue reads: the value that it is, and of which microbatch.
       results: per result of the step: the value, or the literal that it is.
@@ -81,7 +81,7 @@ class StagePrograms:
     epilogue: tuple[StageProgram, ...]
     stage_of: Mapping[int, int]
     values: tuple[Value, ...]
-    first_of_microbatch: int
+    of_microbatch: range
     index: int
     pieces: Mapping[int, tuple[int, int]]
     results: tuple[Atom, ...]
@@ -95,7 +95,7 @@ class StagePrograms:
 
     def is_of_microbatch(self, value: int) -> bool:
         """Whether a value is another one for each microbatch."""
-        return value >= self.first_of_microbatch
+        return value in self.of_microbatch
 
     @cached_property
     def transfers(self) -> tuple[Transfer, ...]:
