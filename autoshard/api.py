@@ -20,6 +20,8 @@ from cost_model.hardware import parse_cluster
 from cost_model.xla.process import Compiler
 from executors.jit import Program
 from search.ir.graph import Step
+from search.plan.json_reader import read_file
+from search.plan.pipeline_plan import PipelinePlan, is_of_pipeline
 from search.plan.plan import Plan
 
 
@@ -208,9 +210,11 @@ def parallelize(
     pin: Pins | None = None,
     state: str | Sequence[str] | None = None,
     remat: str | None = None,
+    stages: int | None = None,
+    schedule: str | None = None,
     microbatches: int | None = None,
     offload: Sequence[str] | str | None = None,
-    plan: str | os.PathLike[str] | Plan | None = None,
+    plan: str | os.PathLike[str] | Plan | PipelinePlan | None = None,
     time_limit_s: float | None = None,
     devices: Sequence[Any] | None = None,
     static_argnums: int | Iterable[int] | None = None,
@@ -229,7 +233,11 @@ def parallelize(
       pin: as for `search`.
       state: as for `search`.
       remat: as for `search`.
-      microbatches: as for `search`.
+      stages: in how many the step is cut, to run as a pipeline; each takes an equal part of the devices, and splits its
+        examples over them. By default, or with 1, it is one program.
+      schedule: of the pipeline: "gpipe", "1f1b" (the default), "eager-1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "zb-v",
+        "dualpipe-v" or "chimera".
+      microbatches: as for `search`; of a pipeline, by default up to four times as many as stages.
       offload: as for `search`.
       plan: a plan or its file: no search. The step, its shapes and the number of devices must be the plan's; options that it
         has decided (`cluster`, `memory`, `mesh`, `pin`, `remat`, `microbatches`, `offload`) are refused beside it.
@@ -258,6 +266,8 @@ def parallelize(
             pin=pin,
             state=state,
             remat=remat,
+            stages=stages,
+            schedule=schedule,
             microbatches=microbatches,
             offload=offload,
             plan=plan,
@@ -270,7 +280,17 @@ def parallelize(
         raise InputError(f"the step {step.__name__!r} is parallelized already; decorate it once")
     if not callable(step):
         raise InputError(f"parallelize wants a function, got {type(step).__name__}")
-    given, place = (None, "") if plan is None else _given(plan)
+    _refuse_beside_stages(
+        stages,
+        schedule=schedule,
+        memory=memory,
+        mesh=mesh,
+        pin=pin,
+        remat=remat,
+        offload=offload,
+        time_limit_s=time_limit_s,
+    )
+    given, place = (None, "") if plan is None else _given_of_any_kind(plan)
     if given is not None:
         _refuse_beside_a_plan(
             cluster=cluster,
@@ -278,6 +298,8 @@ def parallelize(
             mesh=mesh,
             pin=pin,
             remat=remat,
+            stages=stages,
+            schedule=schedule,
             microbatches=microbatches,
             offload=offload,
         )
@@ -288,6 +310,8 @@ def parallelize(
         pin,
         state,
         remat,
+        stages,
+        schedule,
         microbatches,
         offload,
         given,
@@ -303,6 +327,32 @@ def parallelize(
 def _given(plan: str | os.PathLike[str] | Plan) -> tuple[Plan, str]:
     """A plan, and how messages call it."""
     return (plan, "the plan") if isinstance(plan, Plan) else (Plan.load(plan), str(plan))
+
+
+def _given_of_any_kind(
+    plan: str | os.PathLike[str] | Plan | PipelinePlan,
+) -> tuple[Plan | PipelinePlan, str]:
+    """A plan of one program or of a pipeline, and how messages call it."""
+    if isinstance(plan, PipelinePlan):
+        return plan, "the plan"
+    if not isinstance(plan, Plan) and is_of_pipeline(data := read_file(plan)):
+        return PipelinePlan.from_json(data, str(plan)), str(plan)
+    return _given(plan)
+
+
+def _refuse_beside_stages(stages: int | None, schedule: str | None, **options: Any) -> None:
+    """What says nothing without a pipeline, or cannot be asked of one."""
+    if stages is not None and stages < 1:
+        raise InputError(f"wanted at least 1 stage, got {stages}")
+    if (stages is None or stages == 1) and schedule is not None:
+        raise InputError(
+            f"schedule={schedule!r} is of a pipeline, and there is none with stages={stages}. Say how many stages"
+        )
+    if stages not in (None, 1) and (said := [name for name, value in options.items() if value is not None]):
+        raise InputError(
+            f"a pipeline is planned without {', '.join(f'{name}=' for name in said)}: its stages split their examples, and "
+            f"nothing is searched. Leave that out, or leave out stages="
+        )
 
 
 def _refuse_beside_a_plan(**options: Any) -> None:

@@ -28,11 +28,14 @@ from cost_model.cluster import Cluster
 from cost_model.errors import InputError, first_line
 from cost_model.hardware import parse_cluster
 from executors.jit import Program
+from executors.pipeline import PipelineProgram
 from search.ir import _jax
 from search.ir.graph import Role, Step
 from search.ir.in_place import InPlace
 from search.ir.trace import TRACE_ERRORS, step_name
 from search.mesh_problem import OFFLOADED, Options
+from search.pipeline.planning import PipelineOptions
+from search.plan.pipeline_plan import PipelinePlan
 from search.plan.plan import Plan
 
 
@@ -46,9 +49,11 @@ class Request:
     pin: Any
     state: str | Sequence[str] | None
     remat: str | None
+    stages: int | None
+    schedule: str | None
     microbatches: int | None
     offload: Any
-    plan: Plan | None
+    plan: Plan | PipelinePlan | None
     place: str
     time_limit_s: float | None
     devices: Sequence[Any] | None
@@ -63,8 +68,8 @@ class _Planned:
     signature: Any
     form: nnx_objects.Form | None
     step: Step
-    plan: Plan
-    program: Program
+    plan: Plan | PipelinePlan
+    program: Program | PipelineProgram
     tree: Any
     types: tuple[Any, ...]
 
@@ -95,7 +100,7 @@ class Parallelized:
         return bound
 
     @property
-    def plan(self) -> Plan:
+    def plan(self) -> Plan | PipelinePlan:
         """The plan in use: that of the last call.
 
         Raises:
@@ -148,13 +153,16 @@ class Parallelized:
             jax.tree.leaves(planned.program.shardings),
             strict=True,
         )
-        return created.on(
-            planned.program.mesh, {n: sharding for n, sharding in places if isinstance(n, _Number)}
-        )
+        return created.on({n: sharding for n, sharding in places if isinstance(n, _Number)})
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """The step lowered for its devices, as `jax.jit(...).lower` gives it; arguments may be shapes."""
         program = self._prepared(self._call(args, kwargs))[0].program
+        if isinstance(program, PipelineProgram):
+            raise InputError(
+                f"{self.__name__} is a pipeline, which runs many programs: there is no one that could be lowered. Leave out "
+                "stages= to lower it"
+            )
         return program.fn.lower(*program.args)
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
@@ -198,23 +206,37 @@ class Parallelized:
                 "Leave cluster= out to plan for these, or use search to plan for others"
             )
         traced = planning.traced(call.step, hardware, call.args, call.kwargs, request.state)
-        if request.plan is not None and not self._planned:
+        leaves, tree = jax.tree.flatten(call.positional)
+        types = tuple(map(_type, leaves))
+        if (pipeline := self._pipeline()) is not None:
+            plan, program = programs.pipelined(traced, hardware, pipeline, request.place, devices, _retraced)
+            return _Planned(signature, call.form, traced, plan, program, tree, types)
+        if isinstance(request.plan, Plan) and not self._planned:
             found = planning.applied(traced, request.plan, request.place)
             program = programs.built(found, hardware, devices, _retraced)
         else:
             options = self._options(traced, hardware)
             found, program = programs.searched(traced, hardware, options, devices, _retraced)
-        leaves, tree = jax.tree.flatten(call.positional)
-        types = tuple(map(_type, leaves))
         return _Planned(signature, call.form, found.step, found.plan, program, tree, types)
+
+    def _pipeline(self) -> PipelineOptions | PipelinePlan | None:
+        """The pipeline that is asked for; of other shapes than a plan is for, one of as many stages."""
+        request = self._request
+        if isinstance(plan := request.plan, PipelinePlan):
+            again = PipelineOptions(len(plan.stages), plan.schedule)
+            return again if self._planned else plan
+        if request.stages is None or request.stages == 1:
+            return None
+        return PipelineOptions(request.stages, request.schedule, request.microbatches)
 
     def _options(self, traced: Step, hardware: Cluster) -> Options:
         """What is asked of the search; after the first one, that the state rests as it does."""
         asked = self._request
+        given = asked.plan if isinstance(asked.plan, Plan) else None
         options = planning.options(
             traced,
             hardware,
-            asked.memory if asked.plan is None else asked.plan.memory_bytes,
+            asked.memory if given is None else given.memory_bytes,
             asked.mesh,
             asked.pin,
             asked.time_limit_s,
@@ -268,18 +290,29 @@ class _Created:
         """The state, each array being its number among the results of the jaxpr."""
         return self._holding(map(_Number, range(len(jax.tree.leaves(self.returned)))))
 
-    def on(self, mesh: Any, shardings: Mapping[int, Any]) -> Any:
-        """Creates it on a mesh, and on shardings by number; what has none is no state."""
-        whole, tree = NamedSharding(mesh, PartitionSpec()), jax.tree.structure(self.returned)
-        given = jax.device_put(jax.tree.leaves(self.call.args), whole)
+    def on(self, shardings: Mapping[int, Any]) -> Any:
+        """Creates it on shardings, by number; what has none is no state."""
+        meshes = dict.fromkeys(sharding.mesh for sharding in shardings.values())
+        first = next(iter(meshes))
+        numbers = range(len(jax.tree.leaves(self.returned)))
+        places = {n: shardings.get(n, NamedSharding(first, PartitionSpec())) for n in numbers}
+        given = jax.device_put(jax.tree.leaves(self.call.args), NamedSharding(first, PartitionSpec()))
+        made: dict[int, Any] = {}
+        for mesh in meshes:
+            made |= self._made_on(mesh, {n: place for n, place in places.items() if place.mesh == mesh})
+        flat = [made[n] for n in numbers]
+        return self.call.result(jax.tree.unflatten(jax.tree.structure(self.returned), flat), given)
+
+    def _made_on(self, mesh: Any, places: Mapping[int, Any]) -> dict[int, Any]:
+        """What of it lies on one mesh."""
 
         def create(*args: Any) -> Any:
             with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-                return _jax.as_function(self.jaxpr)(*args)
+                flat = _jax.as_function(self.jaxpr)(*args)
+            return {n: flat[n] for n in places}
 
-        places = [shardings.get(n, whole) for n in range(tree.num_leaves)]
-        flat = jax.jit(create, out_shardings=places)(*given)
-        return self.call.result(jax.tree.unflatten(tree, flat), given)
+        given = jax.device_put(jax.tree.leaves(self.call.args), NamedSharding(mesh, PartitionSpec()))
+        return jax.jit(create, out_shardings=dict(places))(*given)
 
     def _holding(self, leaves: Iterable[Any]) -> Any:
         held = jax.tree.unflatten(jax.tree.structure(self.returned), leaves)
@@ -306,7 +339,9 @@ def _retraced() -> None:
     raise _RetracedError
 
 
-def _run(program: Program, args: tuple[Any, ...], is_first: bool) -> tuple[Any, tuple[Any, ...]]:
+def _run(
+    program: Program | PipelineProgram, args: tuple[Any, ...], is_first: bool
+) -> tuple[Any, tuple[Any, ...]]:
     """What a program returns, and the arguments as they lay on its devices; they are brought there if need be."""
     if not is_first and _are_distinct(args):
         try:
@@ -324,12 +359,12 @@ def _are_distinct(args: tuple[Any, ...]) -> bool:
     return len(set(map(id, leaves))) == len(leaves)
 
 
-def _is_placed(program: Program, args: tuple[Any, ...]) -> bool:
+def _is_placed(program: Program | PipelineProgram, args: tuple[Any, ...]) -> bool:
     wanted = jax.tree.leaves(program.shardings)
     return all(getattr(x, "sharding", None) == s for x, s in zip(jax.tree.leaves(args), wanted, strict=True))
 
 
-def _placed(program: Program, args: tuple[Any, ...]) -> tuple[Any, ...]:
+def _placed(program: Program | PipelineProgram, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """The arguments on a program's devices."""
     leaves, tree = jax.tree.flatten(args)
     shardings, seen = jax.tree.leaves(program.shardings), set[int]()
@@ -374,6 +409,7 @@ def _type(leaf: Any) -> Any:
 
 def _resting_as(first: _Planned, step: Step, options: Options) -> Options:
     """The options with the state resting as in the first plan, on its mesh."""
+    assert isinstance(first.plan, Plan)
     resting: dict[str, PartitionSpec] = {}
     hosted: set[Role] = set()
     shapes = {a.name: v.shape for a, v in zip(step.arguments, step.abstract_inputs(), strict=True)}

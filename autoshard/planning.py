@@ -15,6 +15,7 @@ from search import driver
 from search.ir.graph import Step
 from search.ir.trace import trace_call
 from search.mesh_problem import DEFAULT_TIME_LIMIT_S, Options
+from search.plan.pipeline_plan import PipelinePlan
 from search.plan.plan import Plan
 
 Pins = Mapping[str, PartitionSpec]
@@ -100,7 +101,7 @@ def find(
         raise InputError(str(e)) from e
 
 
-def cluster(plan: Plan, place: str) -> Cluster:
+def cluster(plan: Plan | PipelinePlan, place: str) -> Cluster:
     """The cluster that a plan is for.
 
     Raises:

@@ -1,16 +1,16 @@
 """The pipeline executor: a program per stage and kind of task, handed out in a schedule's order, on disjoint submeshes.
 
-Nothing waits here. JAX runs what it is handed as soon as the operands are there, so the host runs ahead: it hands each worker
-its tasks in the schedule's order, and what one stage makes for another is sent as soon as it is made, while both compute. The
-schedule is followed once, when the step is built; what is left for each call is a list of instructions over numbered slots:
-call this with those, put the results there, let go of what nobody reads any more.
+Nothing waits here. JAX runs what it is handed as soon as the operands are there, so the host runs ahead: it hands each
+worker its tasks in the schedule's order, and what one stage makes for another is sent as soon as it is made, while both
+compute. The schedule is followed once, when the step is built; what is left for each call is a list of instructions over
+numbered slots: call this with those, put the results there, let go of what nobody reads any more.
 
 * A value lies in one slot for each way in which it lies somewhere: stages that share a worker and its spec share the slot.
-* Sums are added up in place: their old buffers are donated to the new ones. So is state to the new state, where its last reader
-  makes that, and what the update alone reads.
+* Sums are added up in place: their old buffers are donated to the new ones. So is state to the new state, where its last
+  reader makes that, and what the update alone reads.
 * Stages that have replicas add up each one's sums apart; they are added together once, behind the last task.
-* Where a value goes between submeshes of one shape, it is sent shard by shard; where the shapes differ, it is laid out anew on
-  the way.
+* Where a value goes between submeshes of one shape, it is sent shard by shard; where the shapes differ, it is laid out
+  anew on the way.
 """
 
 # JAX types these functions only in part.
@@ -25,16 +25,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 
 from cost_model.errors import InputError
 from cost_model.units import format_mesh
 from executors.rewrite import evaluator
-from executors.schedule_order import dispatch_order
 from search.ir.graph import Step
 from search.ir.spec import partition_spec
 from search.plan.schedule import Schedule, Task, TaskKind
 from search.plan.stage_programs import StageProgram, StagePrograms, StageSharding
+from search.plan.task_order import task_order
 
 Slot = int
 
@@ -230,7 +230,7 @@ class _Building:
         self._send(inputs)
         for program in self.programs.prologue:
             self._call(program, self._first_seat(program.stage), None)
-        for worker, task in dispatch_order(self.schedule):
+        for worker, task in task_order(self.schedule):
             if (program := self.programs.tasks.get((task.stage, task.kind))) is not None:
                 self._call(program, (task.stage, worker), task.microbatch)
         self._finish_sums()
@@ -347,7 +347,8 @@ class _Building:
         for total in sorted(self._sums):
             name = (total, None)
             first, *others = (
-                (self.programs.stage_of[total], w) for w in self.schedule.workers_of(self.programs.stage_of[total])
+                (self.programs.stage_of[total], w)
+                for w in self.schedule.workers_of(self.programs.stage_of[total])
             )
             terms = [self._new_slot() for _ in others]
             sources = [self._slot(name, seat) for seat in others]
@@ -371,7 +372,9 @@ class _Building:
         for atom, replaced in zip(self.programs.results, step.replaces, strict=True):
             if not isinstance(atom, int):
                 sharding = self.named(self.programs.index, self._first_seat(0))
-                leaving.append(self._new_slot(jax.device_put(np.asarray(atom.val, atom.aval.dtype), sharding)))
+                leaving.append(
+                    self._new_slot(jax.device_put(np.asarray(atom.val, atom.aval.dtype), sharding))
+                )
                 continue
             made = self._slot((atom, None), self._home((atom, None)))
             if replaced is None or atom == (argument := step.graph.inputs[replaced]):
@@ -401,9 +404,7 @@ class _Finishing:
 
     def __init__(self, building: _Building, leaving: frozenset[Slot]) -> None:
         self.building, self.programs = building, building.programs
-        self.last_use = {
-            slot: i for i, one in enumerate(building.made) for slot in (*one.reads, *one.makes)
-        }
+        self.last_use = {slot: i for i, one in enumerate(building.made) for slot in (*one.reads, *one.makes)}
         kept = {slot for slot, content in enumerate(building.slots) if content is not None} | leaving
         self.freed = {slot: i for slot, i in self.last_use.items() if slot not in kept}
         self.jitted: dict[Any, Any] = {}

@@ -1,9 +1,9 @@
 """Sums whose terms come from several stages are added up apart, and joined once.
 
-A parameter that several stages use, such as a tied embedding, has a gradient with a term of each of them. The step adds these
-for each microbatch; a pipeline would send them from stage to stage as often. But what each microbatch adds to a sum is
-linear in its terms. So the ops that join terms of several stages are taken from the body to the epilogue, where they join what
-each stage has added up by itself: one transfer in a step. Other linear ops on the way to the sum go with them.
+A parameter that several stages use, such as a tied embedding, has a gradient with a term of each of them. The step adds
+these for each microbatch; a pipeline would send them from stage to stage as often. But what each microbatch adds to a sum
+is linear in its terms. So the ops that join terms of several stages are taken from the body to the epilogue, where they
+join what each stage has added up by itself: one transfer in a step. Other linear ops on the way to the sum go with them.
 
 Ops that widen a type stay: what comes before them would be added up in the narrower one.
 """
@@ -31,7 +31,9 @@ class _Joining:
     def __init__(self, step: PipelineStep, assigned: StageAssignment) -> None:
         self.step, self.assigned = step, assigned
         pieces = [v for v, _ in step.pieces.values()]
-        self.num_readers = Counter([*(v for op in step.body for v in op.operands), *step.terms.values(), *pieces])
+        self.num_readers = Counter(
+            [*(v for op in step.body for v in op.operands), *step.terms.values(), *pieces]
+        )
         self.once = Written(step.values, SCOPE)
         self.total_of = {term: total for total, term in step.terms.items()}
         self.joins: dict[Op, None] = {}
@@ -45,7 +47,9 @@ class _Joining:
         late = [self._late(op) for op in moved]
         gone = {v for op in moved for v in op.outputs}
         terms = {total: term for term, total in self.total_of.items() if term not in gone}
-        begins = [op for op in self.step.prologue if {*op.outputs}.isdisjoint(self.step.terms.keys() - terms.keys())]
+        begins = [
+            op for op in self.step.prologue if {*op.outputs}.isdisjoint(self.step.terms.keys() - terms.keys())
+        ]
         return replace(
             self.step,
             values=tuple(self.once.values),
@@ -91,7 +95,9 @@ class _Joining:
     def _late(self, op: Op) -> Op:
         """An op that joins sums."""
         outputs = tuple(map(self._total, op.outputs))
-        inputs = tuple(self._begun(v) if self.step.maker[v] not in self.joins else self._total(v) for v in op.operands)
+        inputs = tuple(
+            self._begun(v) if self.step.maker[v] not in self.joins else self._total(v) for v in op.operands
+        )
         return replace(op, inputs=inputs, outputs=outputs, phase=Phase.UPDATE)
 
     def _total(self, term: int) -> int:

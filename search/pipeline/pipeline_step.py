@@ -1,8 +1,8 @@
 """A step taken apart for a pipeline: its ops that run once, before and after, and those that run for each microbatch.
 
-A loop over microbatches runs all of a microbatch before the next one; a pipeline has several of them under way. So there is no
-loop: the parts that one is put together from (`search.memory.microbatches`) stand side by side, in one numbering of values,
-and whoever runs them says which microbatch it is.
+A loop over microbatches runs all of a microbatch before the next one; a pipeline has several of them under way. So there
+is no loop: the parts that one is put together from (`search.memory.microbatches`) stand side by side, in one numbering of
+values, and whoever runs them says which microbatch it is.
 
     prologue  once: what every microbatch reads (parameters in another type), the examples dealt out, sums set to zero;
     body      for each microbatch: forward and backward;
@@ -12,8 +12,9 @@ A value of the body is another one in each microbatch. A *sum* is a value of the
 *term*; the epilogue reads it when all have. A *piece* is what the epilogue reads of one microbatch: of a result for each
 example, every microbatch's piece.
 
-Some ops are so light that a value of theirs is made anew by whoever reads it, rather than kept or sent: a mask of constants, a
-microbatch's part of the examples, a schedule's learning rate. They stand in the parts where they are made first.
+Some ops are so light that a value of theirs is made anew by whoever reads it, rather than kept or sent: a mask of
+constants, a microbatch's part of the examples, a schedule's learning rate. They stand in the parts where they are made
+first.
 """
 
 # JAX types these functions only in part.

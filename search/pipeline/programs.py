@@ -1,15 +1,15 @@
 """The programs of a pipeline's stages, written from a step whose ops have stages.
 
-An op goes into the program of its stage and of the part of the step that it stands in: forward, backward, prologue, epilogue.
-What a program reads and does not make comes in; what others read of what it makes goes out. What is light is made anew in
-each program that reads it.
+An op goes into the program of its stage and of the part of the step that it stands in: forward, backward, prologue,
+epilogue. What a program reads and does not make comes in; what others read of what it makes goes out. What is light is
+made anew in each program that reads it.
 
-*Prologue and epilogue* may have to wait for other stages. An op's level is the number of hops between stages that lie before
-it: one program runs the ops of one stage and level. So no two programs wait for each other, and there are few.
+*Prologue and epilogue* may have to wait for other stages. An op's level is the number of hops between stages that lie
+before it: one program runs the ops of one stage and level. So no two programs wait for each other, and there are few.
 
-*Weight gradients.* Where the schedule has them apart, the backward program of a stage keeps what other stages wait for, found
-by slicing backwards from what it sends; the rest follows in a program of its own (Qi et al. 2024, "Zero bubble pipeline
-parallelism"). The first stage sends nothing: there, all is left for later.
+*Weight gradients.* Where the schedule has them apart, the backward program of a stage keeps what other stages wait for,
+found by slicing backwards from what it sends; the rest follows in a program of its own (Qi et al. 2024, "Zero bubble
+pipeline parallelism"). The first stage sends nothing: there, all is left for later.
 
 *Sums* are added up in the program that makes their terms.
 """
@@ -18,11 +18,11 @@ parallelism"). The first stage sends nothing: there, all is left for later.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import jax
 
-from search.ir.graph import Graph, Op, Value, verify
+from search.ir.graph import Graph, Op, verify
 from search.memory.written import Written
 from search.pipeline.joined_sums import joined_late
 from search.pipeline.pipeline_step import SCOPE, PipelineStep
@@ -84,7 +84,11 @@ class _Writing:
             self.assigned.num_stages,
             self.step.num_microbatches,
             tuple(program for place, program in ordered if place.part == _PROLOGUE),
-            {(place.stage, _KINDS[place.part]): program for place, program in ordered if place.part in _KINDS},
+            {
+                (place.stage, _KINDS[place.part]): program
+                for place, program in ordered
+                if place.part in _KINDS
+            },
             tuple(program for place, program in ordered if place.part == _EPILOGUE),
             self.stage_of,
             self.step.values,
@@ -158,7 +162,9 @@ class _Writing:
     def _made_anew_at(self, place: _Place) -> list[int]:
         """What is made anew as a result of the step in a program."""
         is_first = place.part == _EPILOGUE and place.level == 0
-        anew = [v for v in self.results if isinstance(v, int) and self.step.maker.get(v) in self.step.made_anew]
+        anew = [
+            v for v in self.results if isinstance(v, int) and self.step.maker.get(v) in self.step.made_anew
+        ]
         return [v for v in dict.fromkeys(anew) if is_first and self.stage_of[v] == place.stage]
 
     def _program(self, place: _Place, ops: Sequence[Op], wanted: frozenset[int]) -> StageProgram:
@@ -175,7 +181,9 @@ class _Writing:
                     total = self.sum_of[term]
                     reads.append(total)
                     outputs[total] = written.write(jax.lax.add, (total, term), op)
-        constants = tuple((v, content) for v, content in self.step.step.graph.constants if v in body.constants)
+        constants = tuple(
+            (v, content) for v, content in self.step.step.graph.constants if v in body.constants
+        )
         graph = Graph(
             tuple(written.values), tuple(reads), constants, tuple(written.ops), tuple(outputs.values())
         )

@@ -1,16 +1,16 @@
 """Where the forward phase is cut into stages: balanced work, and few bytes that cross.
 
 Any cut of a program into runs of ops, in the order in which they stand, is a valid pipeline: what a run reads, it or one
-before it has made. A cut costs what has to be sent at it for each microbatch: the values made before it and read behind it.
-(What skips a stage counts at both of its borders.)
+before it has made. A cut costs what has to be sent at it for each microbatch: the values made before it and read behind
+it. (What skips a stage counts at both of its borders.)
 
-The cuts are found by dynamic programming over ops, as Alpa clusters a step's ops into layers (Zheng et al. 2022, section 5.2):
-of all cuttings in which no stage has more than its share of the work by some tolerance, the one at which the fewest bytes
-cross; of those with equally few, as there are between equal blocks, the most even one. The tolerance is the smallest of a
-ladder that allows any.
+The cuts are found by dynamic programming over ops, as Alpa clusters a step's ops into layers (Zheng et al. 2022, section
+5.2): of all cuttings in which no stage has more than its share of the work by some tolerance, the one at which the fewest
+bytes cross; of those with equally few, as there are between equal blocks, the most even one. The tolerance is the smallest
+of a ladder that allows any.
 
-The work of an op is its floating-point operations, which its factor rule knows; a loop's is that of its body, as often as it
-runs. A backward phase is about twice its forward phase everywhere, so it does not change the shares.
+The work of an op is its floating-point operations, which its factor rule knows; a loop's is that of its body, as often as
+it runs. A backward phase is about twice its forward phase everywhere, so it does not change the shares.
 """
 
 from collections.abc import Sequence

@@ -2,14 +2,14 @@
 
 Forward ops have their stages from a cut of the program. All others follow by dataflow:
 
-* *Backward ops.* Gradients travel from the last stage to the first. So an op's stage is at most that of any gradient that it
-  reads. Of these stages it is the last one that has all residuals and parameters that the op reads, as its forward op had them:
-  what a stage makes or receives in the forward phase it has in the backward phase. Where none has all, it is the one that has
-  the most bytes.
-* *Prologue.* An op stands at the first stage that reads what it makes; so does an argument that the prologue or the forward
-  phase reads, as parameters are. Other stages that read it get a copy, once in a step.
-* *Epilogue.* An op stands where most of the bytes are that it reads; of as many, where a parameter rests, else at the first
-  of their stages. State that only the epilogue reads, such as moments, rests with its first reader.
+* *Backward ops.* Gradients travel from the last stage to the first. So an op's stage is at most that of any gradient that
+  it reads. Of these stages it is the last one that has all residuals and parameters that the op reads, as its forward op
+  had them: what a stage makes or receives in the forward phase it has in the backward phase. Where none has all, it is the
+  one that has the most bytes.
+* *Prologue.* An op stands at the first stage that reads what it makes; so does an argument that the prologue or the
+  forward phase reads, as parameters are. Other stages that read it get a copy, once in a step.
+* *Epilogue.* An op stands where most of the bytes are that it reads; of as many, where a parameter rests, else at the
+  first of their stages. State that only the epilogue reads, such as moments, rests with its first reader.
 
 What is made anew by whoever reads it has no stage.
 """

@@ -5,10 +5,35 @@ that says where it stands, what was wanted and what came.
 """
 
 import json
+import os
 import sys
+from pathlib import Path
 from typing import Any, cast
 
-from cost_model.errors import PlanError
+from cost_model.errors import InputError, PlanError
+
+
+def read_file(path: str | os.PathLike[str]) -> Any:
+    """The JSON of a plan's file.
+
+    Raises:
+      InputError: no such file, or it cannot be read.
+      PlanError: it is not JSON.
+    """
+    try:
+        text = Path(path).read_text()
+    except OSError as e:
+        raise InputError(f"the plan {path} cannot be read: {e.strerror}") from e
+    except UnicodeDecodeError as e:
+        raise PlanError(f"the plan {path} is not text: {e.reason} at byte {e.start}") from e
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as e:
+        raise PlanError(
+            f"the plan {path} is not whole JSON: {e.msg} at line {e.lineno}, column {e.colno}"
+        ) from e
+    except (ValueError, RecursionError) as e:
+        raise PlanError(f"the plan {path} cannot be read as JSON: {e}") from e
 
 
 class JsonReader:

@@ -1,13 +1,14 @@
 """A training step as programs, each of which one stage of a pipeline runs.
 
-Each stage has a program for every kind of task: forward, backward, and weight gradients where the schedule has these apart.
-A task runs it for one microbatch. What the step does once stands in programs too: its *prologue*, before all tasks, and its
-*epilogue*, behind them, with the update. As their ops may wait for other stages (a total over all gradients goes from all
-stages to one, and from there to all), a stage has one of these for each number of hops between stages that lie before.
+Each stage has a program for every kind of task: forward, backward, and weight gradients where the schedule has these
+apart. A task runs it for one microbatch. What the step does once stands in programs too: its *prologue*, before all tasks,
+and its *epilogue*, behind them, with the update. As their ops may wait for other stages (a total over all gradients goes
+from all stages to one, and from there to all), a stage has one of these for each number of hops between stages that lie
+before.
 
 A value has a number and a stage where it is made or rests; programs of other stages that read it get a copy. Values of the
-forward and backward programs are others for each microbatch. A value that a program reads and makes is a sum: the new one takes
-the old one's place. All this is data: a schedule says when what runs, and an executor does it.
+forward and backward programs are others for each microbatch. A value that a program reads and makes is a sum: the new one
+takes the old one's place. All this is data: a schedule says when what runs, and an executor does it.
 """
 
 from collections.abc import Iterator, Mapping
