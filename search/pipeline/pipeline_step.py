@@ -29,7 +29,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from search.ir.graph import EFFECTFUL, Op, Step, Value
+from search.ir.graph import EFFECTFUL, Op, Role, Step, Value
 from search.ir.sinking import LIGHT
 from search.memory.batch_states import PerExample
 from search.memory.microbatch_body import INDEX
@@ -68,7 +68,7 @@ class PipelineStep:
     body: tuple[Op, ...]
     epilogue: tuple[Op, ...]
     index: int
-    of_microbatch: range
+    of_microbatch: frozenset[int]
     terms: Mapping[int, int]
     pieces: Mapping[int, tuple[int, int]]
     example_dims: Mapping[int, int]
@@ -98,6 +98,16 @@ class PipelineStep:
     def maker(self) -> dict[int, Op]:
         """By value, the op that makes it; a sum's is what it begins with."""
         return {v: op for op in self.ops for v in op.outputs}
+
+    @cached_property
+    def learned(self) -> frozenset[int]:
+        """Parameters, and what the prologue makes of them."""
+        arguments = zip(self.step.graph.inputs, self.step.arguments, strict=True)
+        found = {v for v, argument in arguments if argument.role is Role.PARAMETER}
+        for op in self.prologue:
+            if not found.isdisjoint(op.operands):
+                found.update(op.outputs)
+        return frozenset(found)
 
     @cached_property
     def made_anew(self) -> frozenset[Op]:
@@ -156,7 +166,7 @@ class _Writing:
             tuple(body.ops),
             epilogue,
             index,
-            range(len(once.values), len(body.values)),
+            frozenset(range(len(once.values), len(body.values))),
             {v: number(v) for v in parts.sums},
             {piece: (number(v), m) for piece, (v, m) in pieces.items()},
             self._example_dims(number, dealt),

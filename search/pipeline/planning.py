@@ -17,6 +17,7 @@ from search.pipeline.batch_sharding import batch_sharding
 from search.pipeline.pipeline_step import PipelineStep
 from search.pipeline.programs import stage_programs
 from search.pipeline.schedules.registry import FAMILIES, build_schedule
+from search.pipeline.split_loops import num_positions
 from search.pipeline.stage_cut import StageCut, balanced_cut
 from search.pipeline.stages import forward_ops
 from search.plan.pipeline_plan import PipelinePlan, Stage
@@ -79,7 +80,8 @@ def find(step: Step, cluster: Cluster, options: PipelineOptions) -> Pipeline:
     microbatches = options.microbatches or _few_microbatches(step, options.stages)
     schedule = build_schedule(name, options.stages, microbatches, _num_workers(name, options.stages))
     parts = PipelineStep.of(step, microbatches)
-    cut = balanced_cut(forward_ops(parts), parts.values, options.stages)
+    forward = forward_ops(parts)
+    cut = balanced_cut(forward, parts.values, [num_positions(parts, op) for op in forward], options.stages)
     mesh = {AXIS_NAMES[1][0]: _devices_per_worker(cluster, schedule)}
     plan = PipelinePlan(
         step.name,
@@ -111,10 +113,10 @@ def apply(step: Step, plan: PipelinePlan, place: str = "the plan") -> Pipeline:
     except InputError as e:
         raise PlanError(f"{place}: {e}") from e
     first, *starts = (stage.first_op for stage in plan.stages)
-    num_ops = len(forward_ops(parts))
-    if first or sorted({0, *starts}) != [0, *starts] or max((0, *starts)) >= num_ops:
+    end = sum(num_positions(parts, op) for op in forward_ops(parts))
+    if first or sorted({0, *starts}) != [0, *starts] or max((0, *starts)) >= end:
         raise PlanError(
-            f"{place}: wanted stages that begin at op 0 and then at ascending ones below {num_ops}, got {[first, *starts]}"
+            f"{place}: wanted stages that begin at op 0 and then at ascending ones below {end}, got {[first, *starts]}"
         )
     return _pipeline(parts, StageCut(tuple(starts)), schedule, plan)
 

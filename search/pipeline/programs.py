@@ -26,6 +26,7 @@ from search.ir.graph import Graph, Op, verify
 from search.memory.written import Written
 from search.pipeline.joined_sums import joined_late
 from search.pipeline.pipeline_step import SCOPE, PipelineStep
+from search.pipeline.split_loops import between_ops
 from search.pipeline.stage_cut import StageCut
 from search.pipeline.stages import StageAssignment, assign
 from search.plan.schedule import TaskKind
@@ -40,6 +41,7 @@ def stage_programs(step: PipelineStep, cut: StageCut, splits_backward: bool = Fa
       cut: where its forward phase is cut.
       splits_backward: whether weight gradients have programs of their own.
     """
+    step, cut = between_ops(step, cut)
     step = joined_late(step, assign(step, cut))
     return _Writing(step, assign(step, cut), splits_backward).run()
 

@@ -15,6 +15,7 @@ it runs. A backward phase is about twice its forward phase everywhere, so it doe
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 
@@ -34,8 +35,8 @@ class StageCut:
     """Where the forward phase is cut.
 
     Attributes:
-      starts: of each stage but the first: the number of its first op, of those that run for each microbatch in the forward
-        phase.
+      starts: of each stage but the first: the position of its first op, of those that run for each microbatch in the
+        forward phase. An op has one position; a loop over layers has one for each.
     """
 
     starts: tuple[int, ...]
@@ -45,29 +46,33 @@ class StageCut:
         """In how many stages it is cut."""
         return len(self.starts) + 1
 
-    def stages(self, num_ops: int) -> list[int]:
-        """The stage of each op."""
-        return [sum(start <= i for start in self.starts) for i in range(num_ops)]
+    def stages(self, num_positions: int) -> list[int]:
+        """The stage at each position."""
+        return [sum(start <= i for start in self.starts) for i in range(num_positions)]
 
 
-def balanced_cut(ops: Sequence[Op], values: Sequence[Value], num_stages: int) -> StageCut:
+def balanced_cut(
+    ops: Sequence[Op], values: Sequence[Value], num_positions: Sequence[int], num_stages: int
+) -> StageCut:
     """The cut of a program into stages of equal work at which the fewest bytes cross.
 
     Args:
       ops: what runs for each microbatch in the forward phase, in program order.
       values: by number.
+      num_positions: of each op.
       num_stages: how many.
 
     Raises:
       InputError: there is not as much to cut.
     """
-    flops = np.array([num_flops(op, values) for op in ops])
+    work = np.array([num_flops(op, values) for op in ops])
+    flops = np.repeat(work / num_positions, num_positions)
     if num_stages < 1 or np.count_nonzero(flops) < num_stages:
         raise InputError(
-            f"wanted {num_stages} stages, but the step's forward phase has {np.count_nonzero(flops)} ops that compute "
-            "anything for a microbatch. Ask for fewer stages"
+            f"wanted {num_stages} stages, but the step's forward phase has {np.count_nonzero(flops)} ops, or layers "
+            "of a loop, that compute anything for a microbatch. Ask for fewer stages"
         )
-    crossing = crossing_bytes(ops, values)
+    crossing = crossing_bytes(ops, values, num_positions)
     for tolerance in TOLERANCES:
         starts = _cut(flops, crossing, num_stages, (1 + tolerance) * flops.sum() / num_stages)
         if starts is not None:
@@ -75,15 +80,24 @@ def balanced_cut(ops: Sequence[Op], values: Sequence[Value], num_stages: int) ->
     raise AssertionError("any cut is allowed in the end")
 
 
-def crossing_bytes(ops: Sequence[Op], values: Sequence[Value]) -> np.ndarray:
-    """By position: the bytes made before it and read from it on; [len(ops) + 1]."""
-    made = {v: i for i, op in enumerate(ops) for v in op.outputs}
-    last = {v: i for i, op in enumerate(ops) for v in op.operands if v in made}
-    change = np.zeros(len(ops) + 2)
-    for v, i in last.items():
-        change[made[v] + 1] += values[v].num_bytes
-        change[i + 1] -= values[v].num_bytes
-    return np.cumsum(change)[: len(ops) + 1]
+def crossing_bytes(ops: Sequence[Op], values: Sequence[Value], num_positions: Sequence[int]) -> np.ndarray:
+    """By position: the bytes made before it and read from it on; [sum of num_positions + 1].
+
+    Inside of a loop, that is also what it carries; what it reads, its last iteration reads too.
+    """
+    ends = list(accumulate(num_positions))
+    made = {v: end for op, end in zip(ops, ends, strict=True) for v in op.outputs}
+    read = {v: end for op, end in zip(ops, ends, strict=True) for v in op.operands if v in made}
+    change = np.zeros(ends[-1] + 2)
+    for v, end in read.items():
+        change[made[v]] += values[v].num_bytes
+        change[end] -= values[v].num_bytes
+    for op, num, end in zip(ops, num_positions, ends, strict=True):
+        if num > 1:
+            carried = sum(v.num_bytes for v in op.result_values[: op.loop_counts[1]])
+            change[end - num + 1] += carried
+            change[end] -= carried
+    return np.cumsum(change)[:-1]
 
 
 def num_flops(op: Op, values: Sequence[Value]) -> float:

@@ -6,8 +6,9 @@ Forward ops have their stages from a cut of the program. All others follow by da
   it reads. Of these stages it is the last one that has all residuals and parameters that the op reads, as its forward op
   had them: what a stage makes or receives in the forward phase it has in the backward phase. Where none has all, it is the
   one that has the most bytes.
-* *Prologue.* An op stands at the first stage that reads what it makes; so does an argument that the prologue or the
-  forward phase reads, as parameters are. Other stages that read it get a copy, once in a step.
+* *Prologue.* An op stands at the first stage that reads what it makes, but where its operand is if it makes less of it, as
+  a slice of parameters is; an argument rests at the first stage that reads it, of those that the prologue or the forward
+  phase reads, as parameters are. Other stages that read it get a copy, once in a step.
 * *Epilogue.* An op stands where most of the bytes are that it reads; of as many, where a parameter rests, else at the
   first of their stages. State that only the epilogue reads, such as moments, rests with its first reader.
 
@@ -151,6 +152,10 @@ class _Assigning:
         for v in self.step.step.graph.inputs:
             if stages := self.there.get(v) or self.readers.get(v):
                 self.of_value[v] = min(stages)
+        for op in self._staged(self.step.prologue):
+            largest = max(op.operands, key=self._num_bytes, default=None)
+            if largest is not None and self._num_bytes(largest) > sum(map(self._num_bytes, op.outputs)):
+                self._put(op, self.of_value[largest])
         for piece, (v, _) in self.step.pieces.items():
             self.of_value[piece] = self.of_value[v]
 

@@ -25,7 +25,8 @@ class Stage:
     """One stage.
 
     Attributes:
-      first_op: the number of its first op, of those that run for each microbatch in the forward phase.
+      first_op: the position of its first op, of those that run for each microbatch in the forward phase: an op counts as
+        one, a loop over layers as many as it has.
       mesh: size of each axis of its submesh by name.
     """
 

@@ -82,7 +82,7 @@ class StagePrograms:
     epilogue: tuple[StageProgram, ...]
     stage_of: Mapping[int, int]
     values: tuple[Value, ...]
-    of_microbatch: range
+    of_microbatch: frozenset[int]
     index: int
     pieces: Mapping[int, tuple[int, int]]
     results: tuple[Atom, ...]
