@@ -31,7 +31,7 @@ from cost_model.errors import InputError
 from cost_model.units import format_mesh
 from executors.rewrite import evaluator
 from search.ir.graph import Step
-from search.ir.spec import partition_spec
+from search.ir.spec import Spec, partition_spec
 from search.plan.schedule import Schedule, Task, TaskKind
 from search.plan.stage_programs import StageProgram, StagePrograms, StageSharding
 from search.plan.task_order import task_order
@@ -272,7 +272,7 @@ class _Building:
 
     def _slot(self, name: Name, seat: Seat) -> Slot:
         stage, worker = seat
-        key = (*name, worker, self.stage_shardings[stage].spec(name[0]))
+        key = (*name, worker, self.spec(name[0], stage))
         if key not in self.slot_of:
             is_index = name[0] == self.programs.index
             index = jax.device_put(np.uint32(name[1] or 0), self.named(name[0], seat)) if is_index else None
@@ -286,9 +286,12 @@ class _Building:
     def named(self, value: int, seat: Seat) -> NamedSharding:
         """How a value lies at a seat."""
         stage, worker = seat
-        sharding = self.stage_shardings[stage]
-        spec = partition_spec(sharding.spec(value), sharding.axis_names)
+        spec = partition_spec(self.spec(value, stage), self.stage_shardings[stage].axis_names)
         return NamedSharding(self.meshes[worker], spec)
+
+    def spec(self, value: int, stage: int) -> Spec:
+        """How a value lies at a stage; a piece as what it is a piece of."""
+        return self.stage_shardings[stage].spec(self.programs.pieces.get(value, (value, 0))[0])
 
     @cached_property
     def _readers(self) -> dict[Name, dict[Seat, None]]:
@@ -426,15 +429,17 @@ class _Finishing:
         return Instruction(one.program.name, self.jitted[key], one.reads, one.makes, frees)
 
     def _donated(self, i: int, one: _Call) -> tuple[int, ...]:
-        """Which operands' buffers become results': sums, and what is read here for the last time by what runs once."""
+        """Which operands' buffers become results': sums, and of what runs once, what it reads as the last; state first."""
         program = one.program
-        donated = [n for n, v in enumerate(program.reads) if v in program.sums]
         if program in self.programs.tasks.values():
-            return tuple(donated)
-        results = Counter(self._type(v, one.seat) for v in program.makes if v not in program.sums)
-        for n, (v, slot) in enumerate(zip(program.reads, one.reads, strict=True)):
+            return tuple(n for n, v in enumerate(program.reads) if v in program.sums)
+        donated: list[int] = []
+        results = Counter(self._type(v, one.seat) for v in program.makes)
+        operands = enumerate(zip(program.reads, one.reads, strict=True))
+        last_read = [(n, v) for n, (v, slot) in operands if self.freed.get(slot) == i and self._is_given_up(v)]
+        for n, v in sorted(last_read, key=lambda each: each[1] not in self.programs.step.graph.inputs):
             kind = self._type(v, one.seat)
-            if v not in program.sums and self._is_given_up(v) and self.freed.get(slot) == i and results[kind]:
+            if results[kind]:
                 results[kind] -= 1
                 donated.append(n)
         return tuple(donated)
@@ -445,8 +450,8 @@ class _Finishing:
         return v not in step.graph.inputs or step.graph.inputs.index(v) in step.replaces
 
     def _type(self, v: int, seat: Seat) -> Any:
-        value, sharding = self.programs.values[v], self.building.stage_shardings[seat[0]]
-        return value.shape, value.dtype, sharding.spec(v)
+        value = self.programs.values[v]
+        return value.shape, value.dtype, self.building.spec(v, seat[0])
 
     def _jit(self, one: _Call, donated: tuple[int, ...]) -> Any:
         program, (stage, worker) = one.program, one.seat

@@ -29,7 +29,7 @@ from search.problem.flat_program import flatten
 DEFAULT_SCHEDULE = "1f1b"
 
 MICROBATCHES_PER_STAGE = 4
-"""At most, where nobody says how many: the bubble is then about a fifth. Source: GPipe (Huang et al. 2019, section 2.3), which
+"""At most, where nobody says how many: the bubble is then about a fifth. Source: GPipe (Huang et al. 2019, section 2.3)
 finds it negligible from four times as many microbatches as stages on."""
 
 VIRTUAL_STAGES = 2
