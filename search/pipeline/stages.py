@@ -10,7 +10,8 @@ Forward ops have their stages from a cut of the program. All others follow by da
   a slice of parameters is; an argument rests at the first stage that reads it, of those that the prologue or the forward
   phase reads, as parameters are. Other stages that read it get a copy, once in a step.
 * *Epilogue.* An op stands where most of the bytes are that it reads; of as many, where a parameter rests, else at the
-  first of their stages. State that only the epilogue reads, such as moments, rests with its first reader.
+  first of their stages, as does what joins sums of several stages: there the parameter rests that they all use. State that
+  only the epilogue reads, such as moments, rests with its first reader.
 
 What is made anew by whoever reads it has no stage.
 """
@@ -174,7 +175,9 @@ class _Assigning:
 
     def _follow_operands(self, op: Op) -> bool:
         known = [v for v in op.operands if v in self.of_value]
-        if known:
+        if known and all(v in self.step.terms for v in op.operands):
+            self._put(op, min(self.of_value[v] for v in known))
+        elif known:
             arguments = self.step.step.graph.inputs
             most = max(known, key=lambda v: (self._num_bytes(v), v in arguments, -self.of_value[v]))
             self._put(op, self.of_value[most])
