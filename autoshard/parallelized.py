@@ -28,7 +28,7 @@ from cost_model.cluster import Cluster
 from cost_model.errors import InputError, first_line
 from cost_model.hardware import parse_cluster
 from executors.jit import Program
-from executors.pipeline import PipelineProgram
+from executors.pipeline_program import PipelineProgram
 from search.ir import _jax
 from search.ir.graph import Role, Step
 from search.ir.in_place import InPlace

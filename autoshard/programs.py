@@ -21,7 +21,7 @@ from cost_model.units import format_bytes
 from cost_model.xla.compiler import options_for_cap
 from executors import jit, pipeline
 from executors.jit import Program
-from executors.pipeline import PipelineProgram
+from executors.pipeline_program import PipelineProgram
 from search.driver import SearchResult
 from search.ir.graph import Step
 from search.mesh_problem import Options

@@ -16,117 +16,22 @@ numbered slots: call this with those, put the results there, let go of what nobo
 # JAX types these functions only in part.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from cost_model.errors import InputError
 from cost_model.units import format_mesh
-from executors.rewrite import evaluator
-from search.ir.graph import Step
-from search.ir.spec import Spec, partition_spec
+from executors.pipeline_jit import Call, Finishing, Name, Seat, Seating, Sending
+from executors.pipeline_program import PipelineProgram, Slot
 from search.plan.schedule import Schedule, Task, TaskKind
 from search.plan.stage_programs import StageProgram, StagePrograms, StageSharding
 from search.plan.task_order import task_order
-
-Slot = int
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class Instruction:
-    """A part of a step.
-
-    Attributes:
-      name: what it does, for traces: `forward 2`, `send`.
-      function: of arrays, with several results.
-      reads: where its operands lie.
-      makes: where its results go.
-      frees: what nobody reads behind it.
-    """
-
-    name: str
-    function: Callable[..., Sequence[Any]]
-    reads: tuple[Slot, ...]
-    makes: tuple[Slot, ...]
-    frees: tuple[Slot, ...] = ()
-
-
-@dataclass(frozen=True, eq=False)
-class PipelineProgram:
-    """What runs: the step as instructions over slots.
-
-    Attributes:
-      step: the traced step.
-      args: `jax.ShapeDtypeStruct` pytrees with their shardings, each on the submesh where it rests.
-      instructions: in the order in which they are handed out.
-      slots: what lies in the slots beforehand.
-      entering: the slot of each argument.
-      leaving: the slot of each result.
-      donated_leaves: which of the flat arguments' buffers may be reused.
-      on_retrace: called where arguments of other shapes come; it should raise.
-    """
-
-    step: Step
-    args: tuple[Any, ...]
-    instructions: tuple[Instruction, ...]
-    slots: tuple[Any, ...]
-    entering: tuple[Slot, ...]
-    leaving: tuple[Slot, ...]
-    donated_leaves: frozenset[int]
-    on_retrace: Callable[[], None]
-
-    @property
-    def shardings(self) -> tuple[Any, ...]:
-        """The shardings of `args`, as pytrees."""
-        return jax.tree.map(lambda s: s.sharding, self.args)
-
-    def fn(self, *args: Any) -> Any:
-        """Runs a step; takes the step's positional arguments, then its keyword arguments in alphabetical order."""
-        slots = list(self.slots)
-        for slot, x in zip(self.entering, self._placed(args), strict=True):
-            slots[slot] = x
-        for one in self.instructions:
-            made = one.function(*[slots[slot] for slot in one.reads])
-            for slot, x in zip(one.makes, made, strict=True):
-                slots[slot] = x
-            for slot in one.frees:
-                slots[slot] = None
-        return jax.tree.unflatten(self.step.out_tree, [slots[slot] for slot in self.leaving])
-
-    @cached_property
-    def _wanted(self) -> tuple[Any, tuple[Any, ...]]:
-        leaves, tree = jax.tree.flatten(self.args)
-        return tree, tuple((s.shape, s.dtype, s.sharding) for s in leaves)
-
-    def _placed(self, args: tuple[Any, ...]) -> list[Any]:
-        """The flat arguments, each where it rests."""
-        leaves, tree = jax.tree.flatten(args)
-        wanted_tree, wanted = self._wanted
-        if tree != wanted_tree:
-            self.on_retrace()
-            raise TypeError(f"wanted arguments as {wanted_tree}, got {tree}")
-        moved: list[int] = []
-        for i, (x, (shape, dtype, sharding)) in enumerate(zip(leaves, wanted, strict=True)):
-            if getattr(x, "sharding", None) == sharding and x.shape == shape and x.dtype == dtype:
-                continue
-            if np.shape(x) != shape:
-                self.on_retrace()
-                raise TypeError(f"wanted an argument of shape {shape}, got {np.shape(x)}")
-            if i in self.donated_leaves:
-                raise ValueError("state that does not lie where it rests is to be placed before")
-            moved.append(i)
-        shardings = [wanted[i][2] for i in moved]
-        there = [jnp.asarray(leaves[i], wanted[i][1]) for i in moved]
-        for i, x in zip(moved, jax.device_put(there, shardings), strict=True):
-            leaves[i] = x
-        return leaves
 
 
 def build(
@@ -151,7 +56,8 @@ def build(
     """
     assert programs.num_stages == schedule.num_stages == len(shardings)
     assert programs.num_microbatches == schedule.num_microbatches
-    return _Building(programs, schedule, shardings, _meshes(schedule, shardings, devices), on_retrace).run()
+    seating = Seating(shardings, _meshes(schedule, shardings, devices), programs.pieces)
+    return _Building(programs, schedule, seating, on_retrace).run()
 
 
 def _meshes(
@@ -177,33 +83,6 @@ def _meshes(
     return tuple(meshes)
 
 
-Seat = tuple[int, int]
-"""A stage on a worker."""
-
-Name = tuple[int, int | None]
-"""A value, and of which microbatch it is."""
-
-
-@dataclass(frozen=True, eq=False)
-class _Call:
-    """A program that is to run: what it reads and makes lies in slots."""
-
-    program: StageProgram
-    seat: Seat
-    reads: tuple[Slot, ...]
-    makes: tuple[Slot, ...]
-
-
-@dataclass(frozen=True, eq=False)
-class _Sending:
-    """Values that are to go elsewhere, or replicas' sums that are to be added up."""
-
-    name: str
-    function: Callable[..., Sequence[Any]]
-    reads: tuple[Slot, ...]
-    makes: tuple[Slot, ...]
-
-
 @dataclass(eq=False)
 class _Building:
     """The instructions of one step in the making.
@@ -216,10 +95,9 @@ class _Building:
 
     programs: StagePrograms
     schedule: Schedule
-    stage_shardings: Sequence[StageSharding]
-    meshes: Sequence[Mesh]
+    seating: Seating
     on_retrace: Callable[[], None]
-    made: list[_Call | _Sending] = field(default_factory=list[_Call | _Sending])
+    made: list[Call | Sending] = field(default_factory=list[Call | Sending])
     slots: list[Any] = field(default_factory=list[Any])
     slot_of: dict[Any, Slot] = field(default_factory=dict[Any, Slot])
 
@@ -228,22 +106,23 @@ class _Building:
         inputs = [(v, None) for v in step.graph.inputs]
         entering = tuple(self._slot(name, self._home(name)) for name in inputs)
         self._send(inputs)
-        for program in self.programs.prologue:
-            self._call(program, self._first_seat(program.stage), None)
         for worker, task in task_order(self.schedule):
             if (program := self.programs.tasks.get((task.stage, task.kind))) is not None:
+                self._prepare(program.reads)
                 self._call(program, (task.stage, worker), task.microbatch)
+        self._prepare(tuple(self._prologue_of))
         self._finish_sums()
         for program in self.programs.epilogue:
             self._call(program, self._first_seat(program.stage), None)
         leaving = self._leaving()
-        shardings = [self.named(name[0], self._home(name)) for name in inputs]
+        shardings = [self.seating.named(name[0], self._home(name)) for name in inputs]
         abstract = [
             jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s, weak_type=a.weak_type)
             for a, s in zip(step.abstract_inputs(), shardings, strict=True)
         ]
         args, kwargs = jax.tree.unflatten(step.in_tree, abstract)
-        instructions = _Finishing(self, frozenset(leaving)).run()
+        kept = {slot for slot, content in enumerate(self.slots) if content is not None}
+        instructions = Finishing(self.programs, self.made, kept.union(leaving), self.seating).run()
         donated = frozenset(r for r in step.replaces if r is not None)
         positional = (*args, *(kwargs[k] for k in sorted(kwargs)))
         return PipelineProgram(
@@ -272,26 +151,20 @@ class _Building:
 
     def _slot(self, name: Name, seat: Seat) -> Slot:
         stage, worker = seat
-        key = (*name, worker, self.spec(name[0], stage))
+        key = (*name, worker, self.seating.spec(name[0], stage))
         if key not in self.slot_of:
             is_index = name[0] == self.programs.index
-            index = jax.device_put(np.uint32(name[1] or 0), self.named(name[0], seat)) if is_index else None
+            index = (
+                jax.device_put(np.uint32(name[1] or 0), self.seating.named(name[0], seat))
+                if is_index
+                else None
+            )
             self.slot_of[key] = self._new_slot(index)
         return self.slot_of[key]
 
     def _new_slot(self, content: Any = None) -> Slot:
         self.slots.append(content)
         return len(self.slots) - 1
-
-    def named(self, value: int, seat: Seat) -> NamedSharding:
-        """How a value lies at a seat."""
-        stage, worker = seat
-        spec = partition_spec(self.spec(value, stage), self.stage_shardings[stage].axis_names)
-        return NamedSharding(self.meshes[worker], spec)
-
-    def spec(self, value: int, stage: int) -> Spec:
-        """How a value lies at a stage; a piece as what it is a piece of."""
-        return self.stage_shardings[stage].spec(self.programs.pieces.get(value, (value, 0))[0])
 
     @cached_property
     def _readers(self) -> dict[Name, dict[Seat, None]]:
@@ -311,11 +184,26 @@ class _Building:
 
     # --- what is done
 
+    def _prepare(self, values: Iterable[int]) -> None:
+        """Runs what of the prologue makes these, once it is needed: the first stage does not wait for the others'."""
+        for value in values:
+            program = self._prologue_of.pop(value, None)
+            if program is not None:
+                for made in program.makes:
+                    self._prologue_of.pop(made, None)
+                self._prepare(program.reads)
+                self._call(program, self._first_seat(program.stage), None)
+
+    @cached_property
+    def _prologue_of(self) -> dict[int, StageProgram]:
+        """By value, the program of the prologue that makes it, if that is still to be run."""
+        return {value: program for program in self.programs.prologue for value in program.makes}
+
     def _call(self, program: StageProgram, seat: Seat, microbatch: int | None) -> None:
         """Runs a program, and sends what it makes."""
         reads = tuple(self._slot(self._name(v, microbatch), seat) for v in program.reads)
         makes = tuple(self._slot(self._name(v, microbatch), seat) for v in program.makes)
-        self.made.append(_Call(program, seat, reads, makes))
+        self.made.append(Call(program, seat, reads, makes))
         self._send(self._name(v, microbatch) for v in program.makes if v not in program.sums)
 
     def _send(self, names: Iterable[Name]) -> None:
@@ -333,12 +221,12 @@ class _Building:
     ) -> None:
         before, after = self._slot(name, source), self._slot(name, target)
         if before != after:
-            ways[after] = before, self.named(name[0], target)
+            ways[after] = before, self.seating.named(name[0], target)
 
     def _sending(self, ways: Mapping[Slot, tuple[Slot, NamedSharding]]) -> None:
         if ways:
             reads, shardings = zip(*ways.values(), strict=True)
-            self.made.append(_Sending("send", partial(_sent, list(shardings)), tuple(reads), tuple(ways)))
+            self.made.append(Sending("send", partial(_sent, list(shardings)), tuple(reads), tuple(ways)))
 
     @cached_property
     def _sums(self) -> frozenset[int]:
@@ -355,11 +243,11 @@ class _Building:
             )
             terms = [self._new_slot() for _ in others]
             sources = [self._slot(name, seat) for seat in others]
-            sharding = self.named(name[0], first)
+            sharding = self.seating.named(name[0], first)
             self._sending({t: (s, sharding) for t, s in zip(terms, sources, strict=True)})
             if others:
                 slot = self._slot(name, first)
-                self.made.append(_Sending("add", jax.jit(_added, donate_argnums=0), (slot, *terms), (slot,)))
+                self.made.append(Sending("add", jax.jit(_added, donate_argnums=0), (slot, *terms), (slot,)))
         ways: dict[Slot, tuple[Slot, NamedSharding]] = {}
         for total in sorted(self._sums):
             home = self._home((total, None))
@@ -374,7 +262,7 @@ class _Building:
         leaving: list[Slot] = []
         for atom, replaced in zip(self.programs.results, step.replaces, strict=True):
             if not isinstance(atom, int):
-                sharding = self.named(self.programs.index, self._first_seat(0))
+                sharding = self.seating.named(self.programs.index, self._first_seat(0))
                 leaving.append(
                     self._new_slot(jax.device_put(np.asarray(atom.val, atom.aval.dtype), sharding))
                 )
@@ -384,8 +272,8 @@ class _Building:
                 leaving.append(made)
                 continue
             home = self._home((argument, None))
-            wanted = self.named(argument, home)
-            if wanted == self.named(atom, self._home((atom, None))):
+            wanted = self.seating.named(argument, home)
+            if wanted == self.seating.named(atom, self._home((atom, None))):
                 leaving.append(made)
             else:
                 leaving.append(slot := self._new_slot())
@@ -400,72 +288,3 @@ def _sent(shardings: list[NamedSharding], *values: Any) -> Sequence[Any]:
 
 def _added(*terms: Any) -> list[Any]:
     return [sum(terms[1:], terms[0])]
-
-
-class _Finishing:
-    """What is to be done, as instructions: jitted, with what may be donated and what is let go of."""
-
-    def __init__(self, building: _Building, leaving: frozenset[Slot]) -> None:
-        self.building, self.programs = building, building.programs
-        self.last_use = {slot: i for i, one in enumerate(building.made) for slot in (*one.reads, *one.makes)}
-        kept = {slot for slot, content in enumerate(building.slots) if content is not None} | leaving
-        self.freed = {slot: i for slot, i in self.last_use.items() if slot not in kept}
-        self.jitted: dict[Any, Any] = {}
-
-    def run(self) -> tuple[Instruction, ...]:
-        frees: dict[int, list[Slot]] = {}
-        for slot, i in self.freed.items():
-            frees.setdefault(i, []).append(slot)
-        return tuple(
-            self._instruction(i, one, tuple(frees.get(i, ()))) for i, one in enumerate(self.building.made)
-        )
-
-    def _instruction(self, i: int, one: _Call | _Sending, frees: tuple[Slot, ...]) -> Instruction:
-        if isinstance(one, _Sending):
-            return Instruction(one.name, one.function, one.reads, one.makes, frees)
-        key = one.program, one.seat
-        if key not in self.jitted:
-            self.jitted[key] = self._jit(one, self._donated(i, one))
-        return Instruction(one.program.name, self.jitted[key], one.reads, one.makes, frees)
-
-    def _donated(self, i: int, one: _Call) -> tuple[int, ...]:
-        """Which operands' buffers become results': sums, and of what runs once, what it reads as the last; state first."""
-        program = one.program
-        if program in self.programs.tasks.values():
-            return tuple(n for n, v in enumerate(program.reads) if v in program.sums)
-        donated: list[int] = []
-        results = Counter(self._type(v, one.seat) for v in program.makes)
-        operands = enumerate(zip(program.reads, one.reads, strict=True))
-        last_read = [(n, v) for n, (v, slot) in operands if self.freed.get(slot) == i and self._is_given_up(v)]
-        for n, v in sorted(last_read, key=lambda each: each[1] not in self.programs.step.graph.inputs):
-            kind = self._type(v, one.seat)
-            if results[kind]:
-                results[kind] -= 1
-                donated.append(n)
-        return tuple(donated)
-
-    def _is_given_up(self, v: int) -> bool:
-        """Whether a value is no argument that its caller keeps."""
-        step = self.programs.step
-        return v not in step.graph.inputs or step.graph.inputs.index(v) in step.replaces
-
-    def _type(self, v: int, seat: Seat) -> Any:
-        value = self.programs.values[v]
-        return value.shape, value.dtype, self.building.spec(v, seat[0])
-
-    def _jit(self, one: _Call, donated: tuple[int, ...]) -> Any:
-        program, (stage, worker) = one.program, one.seat
-        mesh = self.building.meshes[worker]
-        evaluate = evaluator(program.graph, self.building.stage_shardings[stage].of_program(program), mesh)
-
-        def run(*values: Any) -> Sequence[Any]:
-            with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-                return evaluate(values)
-
-        run.__name__ = run.__qualname__ = program.name.replace(" ", "_")
-        return jax.jit(
-            run,
-            in_shardings=tuple(self.building.named(v, one.seat) for v in program.reads),
-            out_shardings=[self.building.named(v, one.seat) for v in program.makes],
-            donate_argnums=donated,
-        )

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from executors.pipeline import PipelineProgram, build
+from executors.pipeline import build
+from executors.pipeline_program import PipelineProgram
 from search.ir.graph import Step
 from search.pipeline.batch_sharding import batch_sharding
 from search.pipeline.pipeline_step import PipelineStep

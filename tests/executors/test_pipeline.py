@@ -9,7 +9,8 @@ import optax
 import pytest
 
 from cost_model.errors import InputError
-from executors.pipeline import PipelineProgram, build
+from executors.pipeline import build
+from executors.pipeline_program import PipelineProgram
 from search.ir.trace import trace
 from search.pipeline.batch_sharding import batch_sharding
 from search.pipeline.schedules.registry import FAMILIES
@@ -25,9 +26,9 @@ MODELS = {
     "mlp": {"widths": (32, 48, 32, 48, 16)},
     "gpt_linen": {"num_layers": 1, "hidden": 16, "heads": 2},  # tied embeddings, dropout
     "gpt_nnx_optimizer": {"num_layers": 1, "hidden": 16, "heads": 2},
-    "gpt_scan": {"num_layers": 5, "hidden": 16, "heads": 2},
+    "gpt_scan": {"num_layers": 5, "hidden": 16, "heads": 2, "vocab": 16},
     "t5": {"num_layers": 1, "hidden": 16, "heads": 2},
-    "vit": {"num_layers": 1, "hidden": 16, "heads": 2},
+    "vit": {"num_layers": 1, "hidden": 16, "heads": 2, "image": 8},
     "resnet": {"batch_norm": False},
     "moe": {"num_layers": 1, "hidden": 16, "heads": 2},
 }
@@ -57,10 +58,10 @@ def test_each_schedule_trains_as_one_device(name):
         ("gpt_linen", "1f1b", 2, 4),
         ("gpt_nnx_optimizer", "zb-h1", 4, 4),
         ("gpt_scan", "interleaved-1f1b", 4, 4),
-        ("t5", "1f1b", 4, 8),
+        ("t5", "1f1b", 4, 4),
         ("vit", "gpipe", 2, 8),
         ("resnet", "zb-h2", 2, 4),
-        ("moe", "1f1b", 4, 4),
+        ("moe", "1f1b", 2, 4),
     ],
 )
 def test_each_model_trains_as_on_one_device(model, name, num_stages, num_microbatches):
@@ -69,11 +70,6 @@ def test_each_model_trains_as_on_one_device(model, name, num_stages, num_microba
 
 def test_unequal_stages_on_unequal_submeshes_train_as_one_device():
     assert_trains_alike("mlp", schedule_of("1f1b", 3, 4), sizes=(4, 2, 2), shares=(0.1, 0.7))
-
-
-def test_a_loop_over_layers_is_cut_anywhere():
-    program = assert_trains_alike("gpt_scan", schedule_of("1f1b", 3, 4), sizes=(2, 2, 2), shares=(0.08, 0.14))
-    assert sum(one.name == "forward 2" for one in program.instructions) == 4
 
 
 # --- what stages have to say to one another

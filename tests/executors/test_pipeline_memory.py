@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from executors.pipeline import PipelineProgram
+from executors.pipeline_program import PipelineProgram
 from search.ir.trace import trace
 from search.plan.schedule import Schedule, TaskKind
 from search.plan.stage_programs import StagePrograms
@@ -69,7 +69,11 @@ def bytes_of_microbatch(programs: StagePrograms, stage: int) -> int:
     """What a stage keeps of a microbatch from its forward to its backward task, all of its devices together."""
     forward = programs.tasks[stage, TaskKind.FORWARD]
     there = {*forward.makes, *forward.reads}
-    kept = {v for v in programs.tasks[stage, TaskKind.BACKWARD].reads if v in there and programs.is_of_microbatch(v)}
+    kept = {
+        v
+        for v in programs.tasks[stage, TaskKind.BACKWARD].reads
+        if v in there and programs.is_of_microbatch(v)
+    }
     return sum(programs.values[v].num_bytes for v in kept)
 
 
@@ -77,6 +81,12 @@ def passing_bytes(programs: StagePrograms, stage: int) -> int:
     """What comes in and goes out for a microbatch: an activation and its gradient, on either side."""
     moved = [t for t in programs.transfers if t.is_per_microbatch and stage in (t.source, t.target)]
     return sum(programs.values[t.value].num_bytes for t in moved)
+
+
+def prologue_bytes(programs: StagePrograms, stage: int) -> int:
+    """What a stage behind the first makes once, when its first task begins: sums, on each of its devices."""
+    made = {v for program in programs.prologue if program.stage == stage > 0 for v in program.makes}
+    return DEVICES * sum(programs.values[v].num_bytes for v in made)
 
 
 def held_and_allowed(schedule: Schedule, in_flight: Sequence[int]) -> list[tuple[int, int]]:
@@ -87,7 +97,8 @@ def held_and_allowed(schedule: Schedule, in_flight: Sequence[int]) -> list[tuple
     placed = jax.device_put((params, batch), program.shardings)
     most = most_held(program, placed)
     allowed = [
-        n * bytes_of_microbatch(programs, s) + passing_bytes(programs, s) for s, n in enumerate(in_flight)
+        n * bytes_of_microbatch(programs, s) + passing_bytes(programs, s) + prologue_bytes(programs, s)
+        for s, n in enumerate(in_flight)
     ]
     return list(zip(most, allowed, strict=True))
 

@@ -59,7 +59,9 @@ class ResNet(nn.Module):
         for stage, features in enumerate(self.stage_features):
             for block in range(self.blocks_per_stage[stage]):
                 stride, name = 2 if stage > 0 and block == 0 else 1, f"stage{stage}_block{block}"
-                x = ResidualBlock(features, stride, self.bottleneck, self.dtype, self.batch_norm, name=name)(x)
+                x = ResidualBlock(features, stride, self.bottleneck, self.dtype, self.batch_norm, name=name)(
+                    x
+                )
         return nn.Dense(self.num_classes, **types, name="head")(x.mean(axis=(1, 2)))
 
 

@@ -121,7 +121,7 @@ def test_weight_gradients_are_left_for_later():
 
 def test_a_cut_loop_has_slices_of_parameters_at_each_stage():
     parts = parts_of(looped)
-    assert [num_positions(parts, op) for op in forward_ops(parts)][0] == LAYERS
+    assert num_positions(parts, forward_ops(parts)[0]) == LAYERS
     programs = stage_programs(parts, StageCut((1,)))
     for stage, length in enumerate((1, LAYERS - 1)):
         for kind in (FORWARD, BACKWARD):

@@ -36,7 +36,9 @@ def tried(flops, crossing, num_stages):
     cuts = list(combinations(range(1, len(flops)), num_stages - 1))
     work = {cut: [flops[a:b].sum() for a, b in pairwise((0, *cut, len(flops)))] for cut in cuts}
     for tolerance in TOLERANCES:
-        allowed = [c for c in cuts if min(work[c]) > 0 and max(work[c]) <= (1 + tolerance) * share * (1 + 1e-9)]
+        allowed = [
+            c for c in cuts if min(work[c]) > 0 and max(work[c]) <= (1 + tolerance) * share * (1 + 1e-9)
+        ]
         if allowed:
             return min(
                 (sum(crossing[p] for p in c), sum((w / share - 1) ** 2 for w in work[c])) for c in allowed
