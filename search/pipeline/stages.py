@@ -149,12 +149,13 @@ class _Assigning:
             self._put(self.step.maker[total], self.of_value[term])
         for op in reversed(self._staged(self.step.prologue)):
             if op not in self.of_op:
-                self._put(op, min(set[int]().union(*(self.readers.get(v, ()) for v in op.outputs))))
+                self._put(op, min(self._read_at(op), default=0))
         for v in self.step.step.graph.inputs:
             if stages := self.there.get(v) or self.readers.get(v):
                 self.of_value[v] = min(stages)
         for op in self._staged(self.step.prologue):
-            largest = max(op.operands, key=self._num_bytes, default=None)
+            resting = [v for v in op.operands if v in self.of_value]
+            largest = max(resting, key=self._num_bytes, default=None)
             if largest is not None and self._num_bytes(largest) > sum(map(self._num_bytes, op.outputs)):
                 self._put(op, self.of_value[largest])
         for piece, (v, _) in self.step.pieces.items():
@@ -184,10 +185,14 @@ class _Assigning:
         return bool(known)
 
     def _follow_readers(self, op: Op) -> bool:
-        stages = set[int]().union(*(self.readers.get(v, ()) for v in op.outputs))
+        stages = self._read_at(op)
         if stages:
             self._put(op, min(stages))
         return bool(stages)
+
+    def _read_at(self, op: Op) -> set[int]:
+        """The stages that read what an op makes."""
+        return set[int]().union(*(self.readers.get(v, ()) for v in op.outputs))
 
     def _num_bytes(self, v: int) -> int:
         return self.step.values[v].num_bytes
