@@ -24,6 +24,9 @@ from cost_model.xla.process import Compiler
 from executors.jit import Program
 from search.ir.graph import Step
 from search.ir.trace import step_name
+from search.pipeline.planning import PipelineOptions
+from search.plan.json_file import read_file
+from search.plan.pipeline_plan import PipelinePlan, is_of_pipeline
 from search.plan.plan import Plan
 
 
@@ -214,9 +217,11 @@ def parallelize(
     state: str | Sequence[str] | None = None,
     donate: str | Sequence[str] | None = None,
     remat: str | None = None,
+    stages: int | None = None,
+    schedule: str | None = None,
     microbatches: int | None = None,
     offload: Sequence[str] | str | None = None,
-    plan: str | os.PathLike[str] | Plan | None = None,
+    plan: str | os.PathLike[str] | Plan | PipelinePlan | None = None,
     like: Parallelized | str | os.PathLike[str] | Plan | None = None,
     time_limit_s: float | None = None,
     devices: Sequence[Any] | None = None,
@@ -239,10 +244,15 @@ def parallelize(
       donate: arguments, or parts of them by pytree path, that are given up besides the state: a result of the same shape and
         dtype that lies alike is made in their memory.
       remat: as for `search`.
-      microbatches: as for `search`.
+      stages: in how many the step is cut, to run as a pipeline; each takes an equal part of the devices, and splits its
+        examples over them. By default, or with 1, it is one program. What would be searched for one is refused beside it.
+      schedule: of the pipeline: "gpipe", "1f1b" (the default), "eager-1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "zb-v",
+        "dualpipe-v" or "chimera".
+      microbatches: as for `search`; of a pipeline, by default up to four times as many as stages.
       offload: as for `search`.
       plan: a plan or its file: no search. The step, its shapes and the number of devices must be the plan's; options that it
-        has decided (`cluster`, `memory`, `mesh`, `pin`, `remat`, `microbatches`, `offload`) are refused beside it.
+        has decided (`cluster`, `memory`, `mesh`, `pin`, `remat`, `stages`, `schedule`, `microbatches`, `offload`) are
+        refused beside it.
       like: a parallelized step on the same state, or its plan or that one's file: what this step shares with it, such as the
         parameters in an evaluation, rests as there, on the same mesh. Arguments are the same by pytree path; where their
         names differ, by the rest of the path and by shape. What is in doubt is left to the search.
@@ -273,6 +283,8 @@ def parallelize(
             state=state,
             donate=donate,
             remat=remat,
+            stages=stages,
+            schedule=schedule,
             microbatches=microbatches,
             offload=offload,
             plan=plan,
@@ -287,22 +299,30 @@ def parallelize(
         raise InputError(f"the step {step.__name__!r} is parallelized already; decorate it once")
     if not callable(step):
         raise InputError(f"parallelize wants a function, got {type(step).__name__}")
+    decided = {"memory": memory, "mesh": mesh, "pin": pin, "remat": remat, "offload": offload}
     if plan is not None:
-        decided = {
-            "memory": memory,
-            "pin": pin,
-            "remat": remat,
-            "microbatches": microbatches,
-            "offload": offload,
-        }
-        _refuse_beside("plan", cluster=cluster, mesh=mesh, like=like, **decided)
+        counts = {"stages": stages, "schedule": schedule, "microbatches": microbatches}
+        _refuse_beside("plan", cluster=cluster, **decided, **counts, like=like)
     if like is not None:
         _refuse_beside("like", cluster=cluster, mesh=mesh)
+    given = None if plan is None else _given_of_any_kind(plan)
+    pipeline = _pipeline(stages, schedule, microbatches)
+    if pipeline is not None or (given is not None and isinstance(given[0], PipelinePlan)):
+        _refuse_of_a_pipeline(**decided, time_limit_s=time_limit_s, donate=donate, like=like)
     asked = Asked(memory, mesh, pin, remat, microbatches, offload, time_limit_s)
-    given = None if plan is None else _given(plan)
     shared = like if like is None or isinstance(like, Parallelized) else Rested.by(_given(like)[0])
     request = Request(
-        asked, cluster, state, donate, given, shared, devices, static_argnums, static_argnames, progress
+        asked,
+        pipeline,
+        cluster,
+        state,
+        donate,
+        given,
+        shared,
+        devices,
+        static_argnums,
+        static_argnames,
+        progress,
     )
     return Parallelized(step, request)
 
@@ -312,12 +332,44 @@ def _given(plan: str | os.PathLike[str] | Plan) -> tuple[Plan, str]:
     return (plan, "the plan") if isinstance(plan, Plan) else (Plan.load(plan), str(plan))
 
 
+def _given_of_any_kind(
+    plan: str | os.PathLike[str] | Plan | PipelinePlan,
+) -> tuple[Plan | PipelinePlan, str]:
+    """A plan of one program or of a pipeline, and how messages call it."""
+    if isinstance(plan, Plan | PipelinePlan):
+        return plan, "the plan"
+    data, place = read_file(plan), str(plan)
+    return (PipelinePlan if is_of_pipeline(data) else Plan).from_json(data, place), place
+
+
+def _pipeline(stages: int | None, schedule: str | None, microbatches: int | None) -> PipelineOptions | None:
+    """The pipeline that is asked for, if one is."""
+    if stages is not None and stages < 1:
+        raise InputError(f"wanted at least 1 stage, got {stages}")
+    if stages is not None and stages > 1:
+        return PipelineOptions(stages, schedule, microbatches)
+    if schedule is not None:
+        raise InputError(
+            f"schedule={schedule!r} is of a pipeline, and there is none with stages={stages}. Say how many stages"
+        )
+    return None
+
+
 def _refuse_beside(decider: str, **options: Any) -> None:
     """What a plan, or a step that this one is like, has decided cannot be asked for beside it."""
     if said := [name for name, value in options.items() if value is not None]:
         raise InputError(
             f"{decider}= has decided what {', '.join(f'{name}=' for name in said)} would say: leave that out, or leave out "
             f"{decider}= to search again"
+        )
+
+
+def _refuse_of_a_pipeline(**options: Any) -> None:
+    """What cannot be asked of a pipeline."""
+    if said := [name for name, value in options.items() if value is not None]:
+        raise InputError(
+            f"a pipeline is planned without {', '.join(f'{name}=' for name in said)}: its stages split their examples, and "
+            "nothing is searched. Leave that out, or the pipeline"
         )
 
 

@@ -72,16 +72,27 @@ class Creation:
 
     def on(self, mesh: Any, shardings: Mapping[int, Any]) -> Any:
         """The state itself, created on shardings by number; what has none is no state of the step, and is whole."""
-        whole = NamedSharding(mesh, PartitionSpec())
-        arguments = jax.tree.leaves(self.call.args)
-        given = put(arguments, [whole] * len(arguments))
+        places = self._places(mesh, shardings)
+        made: dict[int, Any] = {}
+        for own in dict.fromkeys((mesh, *(place.mesh for place in places))):
+            made |= self._made_on(own, {n: place for n, place in enumerate(places) if place.mesh == own})
+        flat = [made[n] for n in range(len(places))]
+        return self.call.result(jax.tree.unflatten(self._tree, flat), self._given_on(mesh))
+
+    def _made_on(self, mesh: Any, places: Mapping[int, Any]) -> dict[int, Any]:
+        """What of it lies on one mesh, by number."""
 
         def create(*args: Any) -> Any:
             with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-                return _jax.as_function(self.jaxpr)(*args)
+                flat = _jax.as_function(self.jaxpr)(*args)
+            return {n: flat[n] for n in places}
 
-        flat = jax.jit(create, out_shardings=self._places(mesh, shardings))(*given)
-        return self.call.result(jax.tree.unflatten(self._tree, flat), given)
+        return jax.jit(create, out_shardings=dict(places))(*self._given_on(mesh)) if places else {}
+
+    def _given_on(self, mesh: Any) -> list[Any]:
+        """Its arguments, whole on a mesh."""
+        arguments = jax.tree.leaves(self.call.args)
+        return put(arguments, [NamedSharding(mesh, PartitionSpec())] * len(arguments))
 
     @property
     def _tree(self) -> Any:

@@ -30,10 +30,13 @@ from cost_model.cluster import Cluster
 from cost_model.errors import InputError
 from cost_model.hardware import parse_cluster
 from executors.jit import Program
+from executors.pipeline_program import PipelineProgram
 from search.ir import _jax
 from search.ir.graph import Step
 from search.ir.trace import step_name
 from search.mesh_problem import Options
+from search.pipeline.planning import PipelineOptions
+from search.plan.pipeline_plan import PipelinePlan
 from search.plan.plan import Plan
 
 
@@ -43,6 +46,7 @@ class Request:
 
     Attributes:
       asked: of the search.
+      pipeline: one that is asked for.
       cluster: the hardware, if it is said.
       state: arguments that come back as results, where that is not evident.
       donate: other arguments that are given up.
@@ -55,10 +59,11 @@ class Request:
     """
 
     asked: Asked
+    pipeline: PipelineOptions | None = None
     cluster: Any = None
     state: str | Sequence[str] | None = None
     donate: str | Sequence[str] | None = None
-    plan: tuple[Plan, str] | None = None
+    plan: tuple[Plan | PipelinePlan, str] | None = None
     like: "Parallelized | Rested | None" = None
     devices: Sequence[Any] | None = None
     static_argnums: int | Iterable[int] | None = None
@@ -73,8 +78,8 @@ class _Planned:
     signature: Any
     form: nnx_objects.Form | None
     step: Step
-    plan: Plan
-    program: Program
+    plan: Plan | PipelinePlan
+    program: Program | PipelineProgram
     tree: Any
     types: tuple[Any, ...]
 
@@ -106,7 +111,7 @@ class Parallelized:
         return bound
 
     @property
-    def plan(self) -> Plan:
+    def plan(self) -> Plan | PipelinePlan:
         """The plan in use: that of the last call.
 
         Raises:
@@ -184,20 +189,23 @@ class Parallelized:
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """The step lowered for its devices, as `jax.jit(...).lower` gives it; arguments may be shapes."""
         program = self._prepared(self._call(args, kwargs)).program
+        if isinstance(program, PipelineProgram):
+            raise InputError(
+                f"{self.__name__} is a pipeline, which runs many programs: there is no one that could be lowered. Leave out "
+                "stages= to lower it"
+            )
         return program.fn.lower(*program.args)
 
     def _places(self, creation: Creation, args: tuple[Any, ...]) -> tuple[Any, dict[int, Any]]:
-        """The mesh, and where the arrays lie that are created for a call, by their number."""
+        """The mesh of one argument, and where the arrays lie that are created for a call, by their number."""
         shapes, numbers = creation.shapes(), creation.numbers()
         if not self._are_several(shapes, args):
             shapes, numbers = (shapes,), (numbers,)
         program = self._prepared(self._call((*shapes, *args), {})).program
-        places = zip(
-            jax.tree.leaves(self._call((*numbers, *args), {}).positional),
-            jax.tree.leaves(program.shardings),
-            strict=True,
-        )
-        return program.mesh, {n: sharding for n, sharding in places if isinstance(n, Number)}
+        created = jax.tree.leaves(self._call((*numbers, *args), {}).positional)
+        shardings = jax.tree.leaves(program.shardings)
+        places = zip(created, shardings, strict=True)
+        return shardings[0].mesh, {n: sharding for n, sharding in places if isinstance(n, Number)}
 
     def _are_several(self, state: Any, args: tuple[Any, ...]) -> bool:
         """Whether a state is the step's first arguments, and not its first one. Where others have defaults it may be either:
@@ -265,18 +273,31 @@ class Parallelized:
         if self._planned:
             warn(self._what_changed(call))
         traced = planning.traced(call.step, hardware, call.args, call.kwargs, request.state)
-        given_up = planning.arguments_of(traced, request.donate)
-        if given := self._plan_for(traced):
-            found = planning.applied(traced, *given)
+        found, plan, program = self._made(traced, hardware, devices, tell)
+        leaves, tree = jax.tree.flatten(call.positional)
+        types = tuple(map(_type, leaves))
+        return _Planned(signature, call.form, found, plan, program, tree, types)
+
+    def _made(
+        self, traced: Step, hardware: Cluster, devices: Sequence[Any], tell: Progress
+    ) -> tuple[Step, Plan | PipelinePlan, Program | PipelineProgram]:
+        """The step as it runs, its plan and its program."""
+        plan, place = self._plan_for(traced) or (None, "")
+        wanted = plan if isinstance(plan, PipelinePlan) else self._pipeline
+        if wanted is not None:
+            return traced, *programs.pipelined(
+                traced, hardware, wanted, place, devices, placing.retraced, tell
+            )
+        given_up = planning.arguments_of(traced, self._request.donate)
+        if isinstance(plan, Plan):
+            found = planning.applied(traced, plan, place)
             program = programs.built(found, hardware, devices, placing.retraced, given_up)
         else:
             options = self._options(traced, hardware)
             found, program = programs.searched(
                 traced, hardware, options, devices, placing.retraced, tell, given_up
             )
-        leaves, tree = jax.tree.flatten(call.positional)
-        types = tuple(map(_type, leaves))
-        return _Planned(signature, call.form, found.step, found.plan, program, tree, types)
+        return found.step, found.plan, program
 
     def _what_changed(self, call: Call) -> str:
         """Why there is another plan."""
@@ -286,12 +307,18 @@ class Parallelized:
                 f"an attribute of what {self.__name__} is given has changed: {attribute}. What is no array is a constant of "
                 "the program, which is made once for each value. If it changes often, make it an nnx.Variable of an array"
             )
-        return (
-            f"the arguments of {self.__name__} changed in shape or structure; planning once for the new ones too, with "
-            "the state where it is"
-        )
+        where = "" if self._pipeline else ", with the state where it is"
+        return f"the arguments of {self.__name__} changed in shape or structure; planning once for the new ones too{where}"
 
-    def _plan_for(self, traced: Step) -> tuple[Plan, str] | None:
+    @property
+    def _pipeline(self) -> PipelineOptions | None:
+        """The pipeline that is asked for; of other shapes than a plan is for, one of as many stages."""
+        given = self._given
+        if isinstance(given, PipelinePlan):
+            return PipelineOptions(len(given.stages), given.schedule)
+        return self._request.pipeline
+
+    def _plan_for(self, traced: Step) -> tuple[Plan | PipelinePlan, str] | None:
         """A plan that the step need not be searched for: the one that is given, or that of the same computation."""
         if not self._planned:
             return self._request.plan
@@ -307,7 +334,8 @@ class Parallelized:
         """What is asked of the search; after the first one, that the state rests as it does."""
         asked, like = self._request.asked, self._like
         resting = ANYWHERE if like is None else as_in(traced, like)
-        if asked.memory is None and (given := like.plan if like else self._given):
+        given = like.plan if like else self._given
+        if asked.memory is None and isinstance(given, Plan):
             asked = replace(asked, memory=given.memory_bytes)
         if not self._planned:
             return planning.options(traced, hardware, asked, resting)
@@ -321,15 +349,21 @@ class Parallelized:
         """How the state rests, for another step that shares it.
 
         Raises:
-          InputError: nothing has been planned yet.
+          InputError: nothing has been planned yet, or it is a pipeline.
         """
+        plan = self._planned[0].plan if self._planned else self.plan
+        if isinstance(plan, PipelinePlan):
+            raise InputError(
+                f"{self.__name__} is a pipeline, each stage of which rests on devices of its own: no step can be like it. "
+                "Leave out like="
+            )
         if not self._planned:
-            return Rested.by(self.plan)
+            return Rested.by(plan)
         first = self._planned[0].step
         shapes = zip(
             (a.name for a in first.arguments), (x.shape for x in first.abstract_inputs()), strict=True
         )
-        return Rested(self._planned[0].plan, dict(shapes))
+        return Rested(plan, dict(shapes))
 
     @property
     def _like(self) -> Rested | None:
@@ -337,7 +371,7 @@ class Parallelized:
         return like.rested if isinstance(like, Parallelized) else like
 
     @property
-    def _given(self) -> Plan | None:
+    def _given(self) -> Plan | PipelinePlan | None:
         return None if self._request.plan is None else self._request.plan[0]
 
     def _devices(self) -> Sequence[Any]:
@@ -359,6 +393,8 @@ class Parallelized:
     @property
     def _advice(self) -> str:
         """What to do where much of a call's arguments has to move."""
+        if self._pipeline:
+            return "Each stage of a pipeline has devices of its own: let .init create it there"
         if self._request.like is not None:
             return "Its arguments differ from those of the step that it is like, or rest on the host there"
         return "If they are another step's state, say so: parallelize(..., like=that_step), or pin= its plan"

@@ -18,6 +18,7 @@ from autoshard.user_warning import warn
 from cost_model.errors import InputError
 from cost_model.units import format_bytes
 from executors.jit import Program
+from executors.pipeline_program import PipelineProgram
 from search.ir.graph import Step
 
 FAILURES = (ValueError, TypeError, RuntimeError)
@@ -29,12 +30,12 @@ class RetracedError(Exception):
 
 
 def retraced() -> None:
-    """For `executors.jit.build`."""
+    """For `executors.jit.build` and `executors.pipeline.build`."""
     raise RetracedError
 
 
 def run(
-    program: Program, args: tuple[Any, ...], step: Step, is_first: bool, advice: str
+    program: Program | PipelineProgram, args: tuple[Any, ...], step: Step, is_first: bool, advice: str
 ) -> tuple[Any, tuple[Any, ...]]:
     """Runs a program.
 
@@ -58,7 +59,7 @@ def run(
     return program.fn(*placed), placed
 
 
-def lies_elsewhere(program: Program, args: tuple[Any, ...], step: Step) -> bool:
+def lies_elsewhere(program: Program | PipelineProgram, args: tuple[Any, ...], step: Step) -> bool:
     """Where a call failed: whether that may be because of where arguments lie. What is nowhere yet is brought there by JAX.
 
     Raises:
@@ -84,7 +85,9 @@ def are_distinct(args: tuple[Any, ...]) -> bool:
     return len(set(map(id, leaves))) == len(leaves)
 
 
-def _placed(program: Program, args: tuple[Any, ...], step: Step, advice: str) -> tuple[Any, ...]:
+def _placed(
+    program: Program | PipelineProgram, args: tuple[Any, ...], step: Step, advice: str
+) -> tuple[Any, ...]:
     """The arguments on a program's devices."""
     leaves, tree = jax.tree.flatten(args)
     shardings, seen = jax.tree.leaves(program.shardings), set[int]()
@@ -125,7 +128,9 @@ def _own(x: Any, sharding: Any) -> Any:
     return jnp.copy(x) if isinstance(x, jax.Array) and sharding.shard_shape(x.shape) == x.shape else x
 
 
-def _warn_of_moves(program: Program, step: Step, moved: Mapping[int, Any], advice: str) -> None:
+def _warn_of_moves(
+    program: Program | PipelineProgram, step: Step, moved: Mapping[int, Any], advice: str
+) -> None:
     """Says so where much of what is spread over devices has to move, and stays with its owner."""
     wanted, donated = jax.tree.leaves(program.shardings), program.donated_leaves
     again = {i: x for i, x in moved.items() if i not in donated and _lies_otherwise(x, wanted[i])}

@@ -21,11 +21,15 @@ from cost_model.cluster import Cluster
 from cost_model.errors import InfeasibleError, first_line
 from cost_model.units import format_bytes
 from cost_model.xla.compiler import options_for_cap
-from executors import jit
+from executors import jit, pipeline
 from executors.jit import Program
+from executors.pipeline_program import PipelineProgram
 from search.driver import SearchResult
 from search.ir.graph import Step
 from search.mesh_problem import Options
+from search.pipeline import planning as pipelines
+from search.pipeline.planning import PipelineOptions
+from search.plan.pipeline_plan import PipelinePlan
 from search.plan.plan import Plan
 
 OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
@@ -94,8 +98,36 @@ def searched(
     return found, programs[-1]
 
 
+def pipelined(
+    step: Step,
+    cluster: Cluster,
+    wanted: PipelineOptions | PipelinePlan,
+    place: str,
+    devices: Sequence[Any],
+    on_retrace: Callable[[], None],
+    progress: Progress = lambda line: None,
+) -> tuple[PipelinePlan, PipelineProgram]:
+    """A step as a pipeline, and its programs.
+
+    Args:
+      step: the traced step.
+      cluster: what it will run on.
+      wanted: what is asked for, or a plan.
+      place: how messages call the plan.
+      devices: in the cluster's order: real or simulated.
+      on_retrace: as for `executors.pipeline.build`.
+      progress: called with one line a stage of the work.
+    """
+    if isinstance(wanted, PipelinePlan):
+        found = pipelines.apply(step, wanted, place)
+    else:
+        progress(f"cutting into {wanted.stages} stages")
+        found = pipelines.find(step, cluster, wanted)
+    return found.plan, pipeline.build(found.programs, found.schedule, found.shardings, devices, on_retrace)
+
+
 @contextlib.contextmanager
-def room_for(plan: Plan) -> Generator[None]:
+def room_for(plan: Plan | PipelinePlan) -> Generator[None]:
     """What is placed and run inside has its memory, or a message that says what to do.
 
     Raises:
@@ -106,9 +138,14 @@ def room_for(plan: Plan) -> Generator[None]:
     except jax.errors.JaxRuntimeError as e:
         if OUT_OF_MEMORY not in str(e):
             raise
+        said = f"{plan.step} ran out of device memory at its first step ({first_line(e)})"
+        if isinstance(plan, PipelinePlan):
+            raise InfeasibleError(
+                f"{said}. Cut it into more stages, or take more microbatches (it is {len(plan.stages)} and "
+                f"{plan.microbatches})"
+            ) from e
         raise InfeasibleError(
-            f"{plan.step} ran out of device memory at its first step ({first_line(e)}). Its plan needs "
-            f"{format_bytes(plan.estimates.peak_bytes)} a device by prediction, under a cap of "
+            f"{said}. Its plan needs {format_bytes(plan.estimates.peak_bytes)} a device by prediction, under a cap of "
             f"{format_bytes(plan.memory_bytes)}: something else holds memory there, or JAX was given less "
             "(XLA_PYTHON_CLIENT_MEM_FRACTION). Free it, or pass a lower memory="
         ) from e

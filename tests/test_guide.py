@@ -24,6 +24,7 @@ SECTIONS = (
     "Evaluation",
     "Checkpoints",
     "Reading and editing a plan",
+    "Pipelines",
     "Several nodes",
     "When it says no",
 )

@@ -24,8 +24,8 @@ of GPipe (Huang et al. 2019, section 2); following the batch by factors is ours.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from typing import Any
@@ -72,15 +72,91 @@ def microbatched(step: Step, count: int) -> Step:
         raise InputError(f"wanted at least 1 microbatch, got {count}")
     if count == 1:
         return step
+    graph = _Loop(taken_apart(step, count)).graph()
+    verify(graph)
+    return replace(step, graph=graph, num_microbatches=count)
+
+
+@dataclass(frozen=True, eq=False)
+class MicrobatchParts:
+    """A step taken apart into what stands before, in and after its loop over microbatches.
+
+    Outside of the body, values have the numbers of the step's graph. In the body, a value that also stands there has its
+    number again: there, it is the microbatch's part.
+
+    Attributes:
+      split: what the step's values are to the batch.
+      before: the ops that make what every microbatch reads, in program order.
+      body: what one microbatch runs. Its inputs are `consts`, `index` where that is asked for, and `examples`; its outputs
+        `sums`, `alike` and `stacks`.
+      after: the ops that run on what the microbatches have made.
+      index: in the body, the microbatch's number.
+      consts: what the body reads whole.
+      examples: of what it reads a microbatch's part.
+      sums: what it makes to be added up.
+      alike: what every microbatch makes alike.
+      stacks: what it makes for each example, or to be reduced over microbatches.
+      makers: by value that the body makes for others, the op that makes it in the step.
+    """
+
+    split: BatchSplit
+    before: tuple[Op, ...]
+    body: Graph
+    after: tuple[Op, ...]
+    index: int | None
+    consts: tuple[int, ...]
+    examples: tuple[int, ...]
+    sums: tuple[int, ...]
+    alike: tuple[int, ...]
+    stacks: tuple[int, ...]
+    makers: Mapping[int, Op]
+
+    @property
+    def count(self) -> int:
+        """Of microbatches."""
+        return self.split.count
+
+    @property
+    def graph(self) -> Graph:
+        """The step's."""
+        return self.split.graph
+
+    def deal(self, v: int) -> Callable[[Any], Any]:
+        """A function that gives each microbatch its part of a value: [count, ...]."""
+        return partial(_dealt, **self._around(v))
+
+    def gather(self, v: int) -> Callable[[Any], Any]:
+        """A function that makes a value of all examples from what the microbatches have made: [count, ...]."""
+        state, whole = self.split.states[v], self.graph.values[v]
+        if isinstance(state, Reduced):
+            return partial(_reduced, state.cause)
+        return partial(_collected, whole=whole.shape, **self._around(v))
+
+    def begin(self, v: int) -> Callable[[], Any]:
+        """A function that makes what a sum begins with."""
+        return partial(_zeros, self.body.values[v])
+
+    def _around(self, v: int) -> dict[str, Any]:
+        state = self.split.states[v]
+        assert isinstance(state, PerExample)
+        value = self.graph.values[v]
+        shape, dim = around(value, state, self.count)
+        return {"shape": shape, "dim": dim, "small": local_value(value, state, self.count).shape}
+
+
+def taken_apart(step: Step, count: int) -> MicrobatchParts:
+    """The step in parts: for a loop over that many microbatches, or to be run in a pipeline.
+
+    Raises:
+      InputError: the batch is not so many times anything.
+      NotSplittableError: examples depend on one another; the message says where.
+    """
     refused: list[NotSplittableError] = []
     for size in _sizes(step, count):
         try:
-            graph = _Rewriting(_split(step, size, count)).run()
+            return _TakingApart(_split(step, size, count)).run()
         except NotSplittableError as e:
             refused.append(e)
-        else:
-            verify(graph)
-            return replace(step, graph=graph, num_microbatches=count)
     raise refused[0]
 
 
@@ -137,7 +213,7 @@ def _split(step: Step, size: int, count: int) -> BatchSplit:
     return batch_split(step.graph, states, count, frozenset(firsts))
 
 
-class _Rewriting:
+class _TakingApart:
     """One step's graph, taken apart into what stands before, in and after the loop.
 
     Attributes:
@@ -151,7 +227,7 @@ class _Rewriting:
         self.outside: dict[int, Op] = {}
         self.leaving: dict[int, Op] = {}
 
-    def run(self) -> Graph:
+    def run(self) -> MicrobatchParts:
         self._sort_out()
         if not self.leaving:
             raise NotSplittableError(
@@ -160,14 +236,28 @@ class _Rewriting:
             )
         body = Microbatch(self.split, Resizer(), ())
         body.run(self._looped())
-        loop = _Loop(self.split, body, self.leaving)
-        before = self._before(v for v in body.entered if isinstance(self.split.states[v], Whole))
-        written = Written(self.graph.values)
-        written.ops += [_ahead(self.graph.ops[i]) for i in sorted(before)]
-        loop.write(written)
-        written.ops += [self.outside[i] for i in sorted(self.outside.keys() - before)]
-        graph = replace(self.graph, values=tuple(written.values), ops=tuple(written.ops))
-        return without_dead_ops(graph)
+        consts, examples = self._of_kind(body.entered, Whole), self._of_kind(body.entered, PerExample)
+        leaving = sorted(self.leaving)
+        sums, alike = self._of_kind(leaving, Partial), self._of_kind(leaving, Alike)
+        stacks = self._of_kind(leaving, PerExample | Reduced)
+        index = () if body.index is None else (body.index,)
+        before = self._before(consts)
+        return MicrobatchParts(
+            self.split,
+            tuple(_ahead(self.graph.ops[i]) for i in sorted(before)),
+            body.graph((*consts, *index, *examples), (*sums, *alike, *stacks)),
+            tuple(self.outside[i] for i in sorted(self.outside.keys() - before)),
+            body.index,
+            consts,
+            examples,
+            sums,
+            alike,
+            stacks,
+            self.leaving,
+        )
+
+    def _of_kind(self, values: Iterable[int], kind: Any) -> tuple[int, ...]:
+        return tuple(v for v in values if isinstance(self.split.states[v], kind))
 
     def _sort_out(self) -> None:
         """What runs outside, and what the loop has to hand out for that."""
@@ -241,81 +331,73 @@ def _ahead(op: Op) -> Op:
 
 
 class _Loop:
-    """The loop over microbatches, put together."""
+    """A step's parts put together, with a loop over microbatches between what is before it and what is after."""
 
-    def __init__(self, split: BatchSplit, body: Microbatch, leaving: dict[int, Op]) -> None:
-        self.split, self.body, self.count = split, body, split.count
-        states = {v: split.states[v] for v in sorted(leaving)}
-        self.leaving = leaving
-        self.sums = [v for v, s in states.items() if isinstance(s, Partial)]
-        self.alike = [v for v, s in states.items() if isinstance(s, Alike)]
-        self.stacks = [v for v, s in states.items() if isinstance(s, PerExample | Reduced)]
-        self.consts = [v for v in body.entered if isinstance(split.states[v], Whole)]
-        self.examples = [v for v in body.entered if isinstance(split.states[v], PerExample)]
+    def __init__(self, parts: MicrobatchParts) -> None:
+        self.parts = parts
+        self.carried = (*parts.sums, *parts.alike)
 
-    def write(self, written: Written) -> None:
+    def graph(self) -> Graph:
+        """The step's graph in microbatches."""
+        parts = self.parts
+        written = Written(parts.graph.values)
+        written.ops += parts.before
+        self._write(written)
+        written.ops += parts.after
+        return without_dead_ops(replace(parts.graph, values=tuple(written.values), ops=tuple(written.ops)))
+
+    def _write(self, written: Written) -> None:
         """Appends the loop, with what goes in and what comes out."""
-        xs = [written.write(partial(_dealt, **self._around(v)), (v,), None) for v in self.examples]
-        carried = (*self.sums, *self.alike)
-        begun = [written.write(partial(_zeros, written.values[v]), (), None) for v in carried]
-        index = [] if self.body.index is None else [written.write(self._indices, (), None)]
-        stacks = [written.new(self._stack(v)) for v in self.stacks]
-        outputs = (*carried, *stacks)
+        parts = self.parts
+        xs = [written.write(parts.deal(v), (v,), None) for v in parts.examples]
+        begun = [written.write(parts.begin(v), (), None) for v in self.carried]
+        index = [] if parts.index is None else [written.write(self._indices, (), None)]
+        stacks = [written.new(self._stack(v)) for v in parts.stacks]
+        outputs = (*self.carried, *stacks)
         written.ops.append(
             replace(
                 self._scan(len(index) + len(xs)),
-                inputs=(*self.consts, *begun, *index, *xs),
+                inputs=(*parts.consts, *begun, *index, *xs),
                 outputs=outputs,
                 result_values=tuple(written.values[v] for v in outputs),
-                bodies={"jaxpr": (self._graph(),)},
+                bodies={"jaxpr": (self._body(),)},
             )
         )
-        for v, stack in zip(self.stacks, stacks, strict=True):
-            written.write(self._gathered(v), (stack,), self.leaving[v], v)
+        for v, stack in zip(parts.stacks, stacks, strict=True):
+            written.write(parts.gather(v), (stack,), parts.makers[v], v)
 
-    def _graph(self) -> Graph:
+    def _body(self) -> Graph:
         """What a microbatch runs, its sums added to those of the ones before."""
-        inner = self.body.written
-        before = [inner.new(inner.values[v]) for v in (*self.sums, *self.alike)]
+        parts = self.parts
+        inner = Written(parts.body.values)
+        inner.ops += parts.body.ops
+        before = [inner.new(inner.values[v]) for v in self.carried]
         added = [
-            inner.write(jax.lax.add, (sum_before, v), in_loop(self.leaving[v]))
-            for sum_before, v in zip(before, self.sums, strict=False)
+            inner.write(jax.lax.add, (sum_before, v), in_loop(parts.makers[v]))
+            for sum_before, v in zip(before, parts.sums, strict=False)
         ]
-        index = () if self.body.index is None else (self.body.index,)
-        inputs = (*self.consts, *before, *index, *self.examples)
-        return self.body.graph(inputs, (*added, *self.alike, *self.stacks))
+        num_consts = len(parts.consts)
+        inputs = (*parts.consts, *before, *parts.body.inputs[num_consts:])
+        outputs = (*added, *parts.alike, *parts.stacks)
+        values, ops = tuple(inner.values), tuple(inner.ops)
+        return without_dead_ops(Graph(values, inputs, parts.body.constants, ops, outputs))
 
     def _scan(self, num_xs: int) -> Op:
         """A scan of these numbers of operands and results."""
-        written = Written(())
-        written.write(partial(_counted, self.count), (), None)
+        parts, written = self.parts, Written(())
+        written.write(partial(_counted, parts.count), (), None)
         (op,) = (op for op in written.ops if op.name == "scan")
-        num_carry = len(self.sums) + len(self.alike)
-        params = _jax.scan_params(op.params, len(self.consts), num_carry, num_xs, len(self.stacks))
-        source = next(iter(self.leaving.values())).source_info
-        return replace(op, params=params, source_info=source, scope=SCOPE)
+        counts = len(parts.consts), len(self.carried), num_xs, len(parts.stacks)
+        source = next(iter(parts.makers.values())).source_info
+        return replace(op, params=_jax.scan_params(op.params, *counts), source_info=source, scope=SCOPE)
 
     def _indices(self) -> Any:
-        return jnp.arange(self.count, dtype=INDEX.dtype)
-
-    def _around(self, v: int) -> dict[str, Any]:
-        state = self.split.states[v]
-        assert isinstance(state, PerExample)
-        value = self.split.graph.values[v]
-        shape, dim = around(value, state, self.count)
-        return {"shape": shape, "dim": dim, "small": local_value(value, state, self.count).shape}
+        return jnp.arange(self.parts.count, dtype=INDEX.dtype)
 
     def _stack(self, v: int) -> Value:
         """What the loop stacks up of a value."""
-        value = self.body.written.values[v]
-        return replace(value, shape=(self.count, *value.shape))
-
-    def _gathered(self, v: int) -> Any:
-        """A function that makes a value of all examples from what the loop stacks up."""
-        state, whole = self.split.states[v], self.split.graph.values[v]
-        if isinstance(state, Reduced):
-            return partial(_reduced, state.cause)
-        return partial(_collected, whole=whole.shape, **self._around(v))
+        value = self.parts.body.values[v]
+        return replace(value, shape=(self.parts.count, *value.shape))
 
 
 def _dealt(examples: Any, shape: tuple[int, ...], dim: int, small: tuple[int, ...]) -> Any:

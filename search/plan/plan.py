@@ -14,9 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from cost_model.errors import InputError, PlanError
+from cost_model.errors import PlanError
 from cost_model.whole_file import write_whole
 from search.plan.edits import Decision, edited, num_deleted
+from search.plan.json_file import read_file, schema_of
 
 if TYPE_CHECKING:
     from search.plan.comparison import Comparison
@@ -217,21 +218,7 @@ class Plan:
           InputError: no such file, or it cannot be read.
           PlanError: not JSON, or not a plan of this schema; says where.
         """
-        try:
-            text = Path(path).read_text()
-        except OSError as e:
-            raise InputError(f"the plan {path} cannot be read: {e.strerror}") from e
-        except UnicodeDecodeError as e:
-            raise PlanError(f"the plan {path} is not text: {e.reason} at byte {e.start}") from e
-        try:
-            data = json.loads(text)
-        except json.JSONDecodeError as e:
-            raise PlanError(
-                f"the plan {path} is not whole JSON: {e.msg} at line {e.lineno}, column {e.colno}"
-            ) from e
-        except (ValueError, RecursionError) as e:
-            raise PlanError(f"the plan {path} cannot be read as JSON: {e}") from e
-        return cls.from_json(data, str(path))
+        return cls.from_json(read_file(path), str(path))
 
     @classmethod
     def from_json(cls, data: Any, place: str = "plan") -> "Plan":
@@ -242,8 +229,7 @@ class Plan:
         """
         from search.plan.plan_file import PlanFile, read  # it takes a while to import
 
-        schema: Any = cast(dict[str, Any], data).get("schema") if isinstance(data, dict) else None
-        if isinstance(schema, str) and schema != SCHEMA:
+        if (schema := schema_of(data)) not in (None, SCHEMA):
             raise PlanError(
                 f"{place} has schema {schema!r}; this autoshard reads {SCHEMA!r}. Search again to make one"
             )

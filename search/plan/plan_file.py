@@ -130,6 +130,38 @@ class PlanFile(TypedDict):
     estimates: EstimatesFile
 
 
+class StageFile(TypedDict):
+    """A stage of a pipeline."""
+
+    first_op: Count
+    """The position of its first op, of those that run for each microbatch in the forward phase."""
+    mesh: Mesh
+    """Size of each axis of its submesh."""
+
+
+class PipelineFile(TypedDict):
+    """How to run a training step as a pipeline."""
+
+    schema: str
+    """The form of this file."""
+    step: str
+    """The step function's name."""
+    fingerprint: str
+    """Of the traced step."""
+    jax: str
+    """The JAX version that traced it."""
+    cluster: dict[str, Any]
+    """The cluster, as its file would say it."""
+    schedule: str
+    """The family's name, such as 1f1b."""
+    workers: Size
+    """Groups of devices."""
+    microbatches: Size
+    """In how many a step goes through its batch."""
+    stages: list[StageFile]
+    """In the order of the forward phase."""
+
+
 class ScheduleFile(TypedDict):
     """A pipeline's schedule."""
 
@@ -143,7 +175,7 @@ class ScheduleFile(TypedDict):
     """Of each, its tasks in order: F0.0 F0.1 B0.0 B0.1."""
 
 
-for _file in (CollectiveFile, EstimatesFile, DecisionsFile, PlanFile, ScheduleFile):
+for _file in (CollectiveFile, EstimatesFile, DecisionsFile, PlanFile, StageFile, PipelineFile, ScheduleFile):
     _file.__pydantic_config__ = _READ  # type: ignore[attr-defined]
 OptionsFile.__pydantic_config__ = ConfigDict(**_READ, extra="allow")  # type: ignore[attr-defined]
 

@@ -2,7 +2,7 @@
 
 Workers wait for one another only for data, so each runs ahead until it lacks something. If all wait, the orders
 contradict one another: the schedule would hang, whoever runs it. An executor that dispatches from one thread does so in
-this order.
+this order; as it goes around the workers, a task of each at a time, all of them have work early.
 """
 
 from collections import defaultdict, deque
@@ -28,15 +28,17 @@ def task_order(schedule: Schedule) -> tuple[tuple[int, Task], ...]:
     runnable = deque(range(schedule.num_workers))
     while runnable:
         worker = runnable.popleft()
-        while (task := at[worker]) is not None:
-            missing = next((one for one in task.reads(schedule.num_stages) if one not in done), None)
-            if missing is not None:
-                waiting[missing].append(worker)
-                break
-            done.add(task)
-            order.append((worker, task))
-            runnable.extend(waiting.pop(task, ()))
-            at[worker] = next(left[worker], None)
+        task = at[worker]
+        if task is None:
+            continue
+        missing = next((one for one in task.reads(schedule.num_stages) if one not in done), None)
+        if missing is not None:
+            waiting[missing].append(worker)
+            continue
+        done.add(task)
+        order.append((worker, task))
+        at[worker] = next(left[worker], None)
+        runnable.extend((worker, *waiting.pop(task, ())))
     if waiting:
         _refuse(schedule, waiting, at)
     return tuple(order)

@@ -44,7 +44,7 @@ class Reference:
     def of(cls, case: Case, num_steps: int) -> "Reference":
         """One device's results."""
         start = case.init()
-        results = _run(jax.jit(case.step), case, start, num_steps)
+        results = run_steps(jax.jit(case.step), case, start, num_steps)
         return cls(case, trace_for("cpu", case.step, *case.abstract_args()), num_steps, start, results)
 
     def on_many_devices(self, found: SearchResult) -> tuple[Any, list[Any]]:
@@ -52,7 +52,7 @@ class Reference:
         program = build(found.step, found.sharding, jax.devices())
         # A copy: the step donates its state.
         start = jax.device_put(jax.tree.map(jnp.copy, self.start), program.shardings[0])
-        return _run(program.fn, self.case, start, self.num_steps)
+        return run_steps(program.fn, self.case, start, self.num_steps)
 
 
 def assert_equal(got: Any, wanted: Any) -> None:
@@ -63,7 +63,7 @@ def assert_equal(got: Any, wanted: Any) -> None:
         np.testing.assert_allclose(many, one, rtol=1e-9, atol=noise, err_msg=name)
 
 
-def _run(step: Callable[..., Any], case: Case, state: Any, num_steps: int) -> tuple[Any, list[Any]]:
+def run_steps(step: Callable[..., Any], case: Case, state: Any, num_steps: int) -> tuple[Any, list[Any]]:
     history = []
     for i in range(num_steps):
         state, metrics = step(state, case.batch(i), *case.extra())

@@ -16,6 +16,7 @@ class ResidualBlock(nn.Module):
     stride: int
     bottleneck: bool
     dtype: Any
+    batch_norm: bool = True
 
     @nn.compact
     def __call__(self, x):
@@ -34,6 +35,8 @@ class ResidualBlock(nn.Module):
     def _norm(self):
         # Statistics follow `dtype`; Flax's default keeps them in float32 even in a float64 model.
         types = {"dtype": self.dtype, "param_dtype": self.dtype, "force_float32_reductions": False}
+        if not self.batch_norm:
+            return nn.GroupNorm(4, **types)
         return nn.BatchNorm(use_running_average=False, momentum=0.9, **types)
 
 
@@ -44,6 +47,7 @@ class ResNet(nn.Module):
     stem: tuple[int, int]
     num_classes: int
     dtype: Any
+    batch_norm: bool = True
 
     @nn.compact
     def __call__(self, x):
@@ -55,7 +59,9 @@ class ResNet(nn.Module):
         for stage, features in enumerate(self.stage_features):
             for block in range(self.blocks_per_stage[stage]):
                 stride, name = 2 if stage > 0 and block == 0 else 1, f"stage{stage}_block{block}"
-                x = ResidualBlock(features, stride, self.bottleneck, self.dtype, name=name)(x)
+                x = ResidualBlock(features, stride, self.bottleneck, self.dtype, self.batch_norm, name=name)(
+                    x
+                )
         return nn.Dense(self.num_classes, **types, name="head")(x.mean(axis=(1, 2)))
 
 
@@ -71,15 +77,17 @@ def make_resnet(
     image=16,
     num_classes=16,
     batch=24,
+    batch_norm=True,
     dtype=jnp.float32,
 ) -> Case:
-    """Images are `[batch, image, image, 3]`; `stem` is the first convolution's size and stride."""
-    model = ResNet(stage_features, blocks_per_stage, bottleneck, stem, num_classes, dtype)
+    """Images are `[batch, image, image, 3]`; `stem` is the first convolution's size and stride. Without batch norm, each
+    example's channels are normalised in groups."""
+    model = ResNet(stage_features, blocks_per_stage, bottleneck, stem, num_classes, dtype, batch_norm)
     optimizer = optax.sgd(0.05, momentum=0.9, nesterov=True)
 
     def init():
         variables = model.init(jax.random.key(0), jnp.zeros((1, image, image, 3), dtype))
-        return TrainState.create(apply_fn=model.apply, tx=optimizer, **variables)
+        return TrainState.create(apply_fn=model.apply, tx=optimizer, **{"batch_stats": {}, **variables})
 
     def step(state, batch):
         def loss_fn(params):
@@ -87,7 +95,7 @@ def make_resnet(
             logits, updated = state.apply_fn(variables, batch["image"], mutable=["batch_stats"])
             loss = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean()
             accuracy = jnp.mean(logits.argmax(-1) == batch["label"], dtype=logits.dtype)
-            return loss, (updated["batch_stats"], accuracy)
+            return loss, (updated.get("batch_stats", {}), accuracy)
 
         (loss, (batch_stats, accuracy)), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params)
         state = state.apply_gradients(grads=grads, batch_stats=batch_stats)

@@ -1,0 +1,290 @@
+"""The pipeline executor: a program per stage and kind of task, handed out in a schedule's order, on disjoint submeshes.
+
+Nothing waits here. JAX runs what it is handed as soon as the operands are there, so the host runs ahead: it hands each
+worker its tasks in the schedule's order, and what one stage makes for another is sent as soon as it is made, while both
+compute. The schedule is followed once, when the step is built; what is left for each call is a list of instructions over
+numbered slots: call this with those, put the results there, let go of what nobody reads any more.
+
+* A value lies in one slot for each way in which it lies somewhere: stages that share a worker and its spec share the slot.
+* Sums are added up in place: their old buffers are donated to the new ones. So is state to the new state, where its last
+  reader makes that, and what the update alone reads.
+* Stages that have replicas add up each one's sums apart; they are added together once, behind the last task.
+* Where a value goes between submeshes of one shape, it is sent shard by shard; where the shapes differ, it is laid out
+  anew on the way.
+"""
+
+# JAX types these functions only in part.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from cost_model.errors import InputError
+from cost_model.units import format_mesh
+from executors.pipeline_jit import Call, Finishing, Name, Seat, Seating, Sending
+from executors.pipeline_program import PipelineProgram, Slot
+from search.plan.schedule import Schedule, Task, TaskKind
+from search.plan.stage_programs import StageProgram, StagePrograms, StageSharding
+from search.plan.task_order import task_order
+
+
+def build(
+    programs: StagePrograms,
+    schedule: Schedule,
+    shardings: Sequence[StageSharding],
+    devices: Sequence[Any],
+    on_retrace: Callable[[], None] = lambda: None,
+) -> PipelineProgram:
+    """Jits a step's programs and follows the schedule.
+
+    Args:
+      programs: what each stage runs.
+      schedule: when.
+      shardings: how each stage's values lie.
+      devices: the workers' submeshes one after another: real or simulated.
+      on_retrace: called when the step is called with other shapes; it should raise.
+
+    Raises:
+      InputError: the devices are not as many as the submeshes have, or stages of one worker differ in their submesh.
+      PlanError: the schedule cannot be run in its order.
+    """
+    assert programs.num_stages == schedule.num_stages == len(shardings)
+    assert programs.num_microbatches == schedule.num_microbatches
+    seating = Seating(shardings, _meshes(schedule, shardings, devices), programs.pieces)
+    return _Building(programs, schedule, seating, on_retrace).run()
+
+
+def _meshes(
+    schedule: Schedule, shardings: Sequence[StageSharding], devices: Sequence[Any]
+) -> tuple[Mesh, ...]:
+    """Each worker's submesh."""
+    meshes: list[Mesh] = []
+    left = list(devices)
+    for worker in range(schedule.num_workers):
+        first, *others = (shardings[stage] for stage in schedule.stages_of(worker))
+        if any((o.mesh_shape, o.axis_names) != (first.mesh_shape, first.axis_names) for o in others):
+            raise InputError(
+                f"worker {worker} runs the stages {schedule.stages_of(worker)}, whose submeshes differ. Give them one shape"
+            )
+        num = int(np.prod(first.mesh_shape))
+        if len(left) < num:
+            raise InputError(
+                f"worker {worker} needs {num} devices for its submesh {format_mesh(first.mesh_shape)}, and {len(left)} of "
+                f"{len(devices)} are left. Use fewer stages, or run on more devices"
+            )
+        meshes.append(Mesh(np.array(left[:num]).reshape(first.mesh_shape), first.axis_names))
+        left = left[num:]
+    return tuple(meshes)
+
+
+@dataclass(eq=False)
+class _Building:
+    """The instructions of one step in the making.
+
+    Attributes:
+      made: what is to be done, in order.
+      slots: what lies in the slots beforehand.
+      slot_of: by value, microbatch, worker and spec.
+    """
+
+    programs: StagePrograms
+    schedule: Schedule
+    seating: Seating
+    on_retrace: Callable[[], None]
+    made: list[Call | Sending] = field(default_factory=list[Call | Sending])
+    slots: list[Any] = field(default_factory=list[Any])
+    slot_of: dict[Any, Slot] = field(default_factory=dict[Any, Slot])
+
+    def run(self) -> PipelineProgram:
+        step = self.programs.step
+        inputs = [(v, None) for v in step.graph.inputs]
+        entering = tuple(self._slot(name, self._home(name)) for name in inputs)
+        self._send(inputs)
+        for worker, task in task_order(self.schedule):
+            if (program := self.programs.tasks.get((task.stage, task.kind))) is not None:
+                self._prepare(program.reads)
+                self._call(program, (task.stage, worker), task.microbatch)
+        self._prepare(tuple(self._prologue_of))
+        self._finish_sums()
+        for program in self.programs.epilogue:
+            self._call(program, self._first_seat(program.stage), None)
+        leaving = self._leaving()
+        shardings = [self.seating.named(name[0], self._home(name)) for name in inputs]
+        abstract = [
+            jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s, weak_type=a.weak_type)
+            for a, s in zip(step.abstract_inputs(), shardings, strict=True)
+        ]
+        args, kwargs = jax.tree.unflatten(step.in_tree, abstract)
+        kept = {slot for slot, content in enumerate(self.slots) if content is not None}
+        instructions = Finishing(self.programs, self.made, kept.union(leaving), self.seating).run()
+        donated = frozenset(r for r in step.replaces if r is not None)
+        positional = (*args, *(kwargs[k] for k in sorted(kwargs)))
+        return PipelineProgram(
+            step, positional, instructions, tuple(self.slots), entering, leaving, donated, self.on_retrace
+        )
+
+    # --- where values lie
+
+    def _first_seat(self, stage: int) -> Seat:
+        return stage, self.schedule.workers_of(stage)[0]
+
+    def _home(self, name: Name) -> Seat:
+        """Where a value is made, or rests."""
+        value, microbatch = name
+        stage = self.programs.stage_of[value]
+        if microbatch is None:
+            return self._first_seat(stage)
+        return stage, self.schedule.worker_of[Task(stage, microbatch, TaskKind.FORWARD)]
+
+    def _name(self, value: int, microbatch: int | None) -> Name:
+        """What a program that runs for a microbatch, or once, means by a value."""
+        if value in self.programs.pieces:
+            return self.programs.pieces[value]
+        is_of_microbatch = value == self.programs.index or self.programs.is_of_microbatch(value)
+        return value, microbatch if is_of_microbatch else None
+
+    def _slot(self, name: Name, seat: Seat) -> Slot:
+        stage, worker = seat
+        key = (*name, worker, self.seating.spec(name[0], stage))
+        if key not in self.slot_of:
+            is_index = name[0] == self.programs.index
+            index = (
+                jax.device_put(np.uint32(name[1] or 0), self.seating.named(name[0], seat))
+                if is_index
+                else None
+            )
+            self.slot_of[key] = self._new_slot(index)
+        return self.slot_of[key]
+
+    def _new_slot(self, content: Any = None) -> Slot:
+        self.slots.append(content)
+        return len(self.slots) - 1
+
+    @cached_property
+    def _readers(self) -> dict[Name, dict[Seat, None]]:
+        """Who reads each value."""
+        found: dict[Name, dict[Seat, None]] = {}
+        for program, seat, microbatch in self._calls():
+            for value in program.reads:
+                found.setdefault(self._name(value, microbatch), {})[seat] = None
+        return found
+
+    def _calls(self) -> Iterator[tuple[StageProgram, Seat, int | None]]:
+        for program in (*self.programs.prologue, *self.programs.epilogue):
+            yield program, self._first_seat(program.stage), None
+        for worker, task in self.schedule.tasks():
+            if (program := self.programs.tasks.get((task.stage, task.kind))) is not None:
+                yield program, (task.stage, worker), task.microbatch
+
+    # --- what is done
+
+    def _prepare(self, values: Iterable[int]) -> None:
+        """Runs what of the prologue makes these, once it is needed: the first stage does not wait for the others'."""
+        for value in values:
+            program = self._prologue_of.pop(value, None)
+            if program is not None:
+                for made in program.makes:
+                    self._prologue_of.pop(made, None)
+                self._prepare(program.reads)
+                self._call(program, self._first_seat(program.stage), None)
+
+    @cached_property
+    def _prologue_of(self) -> dict[int, StageProgram]:
+        """By value, the program of the prologue that makes it, if that is still to be run."""
+        return {value: program for program in self.programs.prologue for value in program.makes}
+
+    def _call(self, program: StageProgram, seat: Seat, microbatch: int | None) -> None:
+        """Runs a program, and sends what it makes."""
+        reads = tuple(self._slot(self._name(v, microbatch), seat) for v in program.reads)
+        makes = tuple(self._slot(self._name(v, microbatch), seat) for v in program.makes)
+        self.made.append(Call(program, seat, reads, makes))
+        self._send(self._name(v, microbatch) for v in program.makes if v not in program.sums)
+
+    def _send(self, names: Iterable[Name]) -> None:
+        """Sends values to all who read them; what is yet to be added up only to the replicas of its stage."""
+        ways: dict[Slot, tuple[Slot, NamedSharding]] = {}
+        for name in names:
+            home = self._home(name)
+            for seat in self._readers.get(name, ()):
+                if seat[0] == home[0] or name[0] not in self._sums:
+                    self._way(name, home, seat, ways)
+        self._sending(ways)
+
+    def _way(
+        self, name: Name, source: Seat, target: Seat, ways: dict[Slot, tuple[Slot, NamedSharding]]
+    ) -> None:
+        before, after = self._slot(name, source), self._slot(name, target)
+        if before != after:
+            ways[after] = before, self.seating.named(name[0], target)
+
+    def _sending(self, ways: Mapping[Slot, tuple[Slot, NamedSharding]]) -> None:
+        if ways:
+            reads, shardings = zip(*ways.values(), strict=True)
+            self.made.append(Sending("send", partial(_sent, list(shardings)), tuple(reads), tuple(ways)))
+
+    @cached_property
+    def _sums(self) -> frozenset[int]:
+        """The values that tasks add to."""
+        return frozenset[int]().union(*(program.sums for program in self.programs.tasks.values()))
+
+    def _finish_sums(self) -> None:
+        """Adds up what replicas have added up, and sends it on."""
+        for total in sorted(self._sums):
+            name = (total, None)
+            first, *others = (
+                (self.programs.stage_of[total], w)
+                for w in self.schedule.workers_of(self.programs.stage_of[total])
+            )
+            terms = [self._new_slot() for _ in others]
+            sources = [self._slot(name, seat) for seat in others]
+            sharding = self.seating.named(name[0], first)
+            self._sending({t: (s, sharding) for t, s in zip(terms, sources, strict=True)})
+            if others:
+                slot = self._slot(name, first)
+                self.made.append(Sending("add", jax.jit(_added, donate_argnums=0), (slot, *terms), (slot,)))
+        ways: dict[Slot, tuple[Slot, NamedSharding]] = {}
+        for total in sorted(self._sums):
+            home = self._home((total, None))
+            for seat in self._readers[total, None]:
+                if seat[0] != home[0]:
+                    self._way((total, None), home, seat, ways)
+        self._sending(ways)
+
+    def _leaving(self) -> tuple[Slot, ...]:
+        """Where the results lie in the end: state where it rests, the rest where it is made."""
+        step, ways = self.programs.step, dict[Slot, tuple[Slot, NamedSharding]]()
+        leaving: list[Slot] = []
+        for atom, replaced in zip(self.programs.results, step.replaces, strict=True):
+            if not isinstance(atom, int):
+                sharding = self.seating.named(self.programs.index, self._first_seat(0))
+                leaving.append(
+                    self._new_slot(jax.device_put(np.asarray(atom.val, atom.aval.dtype), sharding))
+                )
+                continue
+            made = self._slot((atom, None), self._home((atom, None)))
+            if replaced is None or atom == (argument := step.graph.inputs[replaced]):
+                leaving.append(made)
+                continue
+            home = self._home((argument, None))
+            wanted = self.seating.named(argument, home)
+            if wanted == self.seating.named(atom, self._home((atom, None))):
+                leaving.append(made)
+            else:
+                leaving.append(slot := self._new_slot())
+                ways[slot] = made, wanted
+        self._sending(ways)
+        return tuple(leaving)
+
+
+def _sent(shardings: list[NamedSharding], *values: Any) -> Sequence[Any]:
+    return jax.device_put(list(values), shardings)
+
+
+def _added(*terms: Any) -> list[Any]:
+    return [sum(terms[1:], terms[0])]

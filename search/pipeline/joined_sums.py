@@ -1,0 +1,115 @@
+"""Sums whose terms come from several stages are added up apart, and joined once.
+
+A parameter that several stages use, such as a tied embedding, has a gradient with a term of each of them. The step adds
+these for each microbatch; a pipeline would send them from stage to stage as often. But what each microbatch adds to a sum
+is linear in its terms. So the ops that join terms of several stages are taken from the body to the epilogue, where they
+join what each stage has added up by itself: one transfer in a step. Other linear ops on the way to the sum go with them.
+
+Ops that widen a type stay: what comes before them would be added up in the narrower one.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+
+from search.ir.factors import rule_for
+from search.ir.graph import Op, Phase
+from search.memory.written import Written
+from search.pipeline.pipeline_step import SCOPE, PipelineStep, zeros
+from search.pipeline.stages import StageAssignment
+
+
+def joined_late(step: PipelineStep, assigned: StageAssignment) -> PipelineStep:
+    """The step that joins terms of several stages in its epilogue."""
+    return _Joining(step, assigned).run()
+
+
+class _Joining:
+    """One step's sums."""
+
+    def __init__(self, step: PipelineStep, assigned: StageAssignment) -> None:
+        self.step, self.assigned = step, assigned
+        pieces = [v for v, _ in step.pieces.values()]
+        self.num_readers = Counter(
+            [*(v for op in step.body for v in op.operands), *step.terms.values(), *pieces]
+        )
+        self.once = Written(step.values, SCOPE)
+        self.total_of = {term: total for total, term in step.terms.items()}
+        self.joins: dict[Op, None] = {}
+
+    def run(self) -> PipelineStep:
+        for term in self.step.terms.values():
+            self._join(term)
+        if not self.joins:
+            return self.step
+        moved = [op for op in self.step.body if op in self.joins]
+        late = [self._late(op) for op in moved]
+        gone = {v for op in moved for v in op.outputs}
+        terms = {total: term for term, total in self.total_of.items() if term not in gone}
+        begins = [
+            op for op in self.step.prologue if {*op.outputs}.isdisjoint(self.step.terms.keys() - terms.keys())
+        ]
+        return replace(
+            self.step,
+            values=tuple(self.once.values),
+            prologue=(*begins, *self.once.ops),
+            body=tuple(op for op in self.step.body if op not in self.joins),
+            epilogue=(*late, *self.step.epilogue),
+            terms=terms,
+        )
+
+    def _join(self, term: int) -> None:
+        """Marks the ops behind a term that join several stages, and those between them and the sum."""
+        op = self.step.maker[term]
+        if self._is_linear(op) and len({*self._stages(term)}) > 1:
+            self.joins[op] = None
+            for v in op.operands:
+                self._join(v)
+
+    def _stages(self, term: int) -> Iterator[int]:
+        """Where the terms behind a term are made."""
+        op = self.step.maker[term]
+        if self._is_linear(op):
+            for v in op.operands:
+                yield from self._stages(v)
+        else:
+            yield self.assigned.of_op[op]
+
+    def _is_linear(self, op: Op) -> bool:
+        """Whether an op may as well join what its terms have been added up to."""
+        inputs = [self.step.values[v] for v in op.operands]
+        return (
+            op in self.assigned.backward
+            and len(op.outputs) == 1
+            and self.num_readers[op.outputs[0]] == 1
+            and not any(v in self.step.example_dims for v in (*op.operands, *op.outputs))
+            and all(self.step.maker.get(v) in self.assigned.of_op for v in op.operands)
+            and all(map(self.step.is_of_microbatch, op.operands))
+            and len(inputs) == len(op.inputs)
+            and all(v.itemsize >= op.result_values[0].itemsize for v in inputs)
+            and rule_for(op.name, inputs, op.result_values, op.params).is_additive
+            and op.name != "reduce_sum"
+        )
+
+    def _late(self, op: Op) -> Op:
+        """An op that joins sums."""
+        outputs = tuple(map(self._total, op.outputs))
+        inputs = tuple(
+            self._begun(v) if self.step.maker[v] not in self.joins else self._total(v) for v in op.operands
+        )
+        return replace(op, inputs=inputs, outputs=outputs, phase=Phase.UPDATE)
+
+    def _total(self, term: int) -> int:
+        """The sum of a term, by its number."""
+        if term not in self.total_of:
+            self.total_of[term] = self.once.new(self.step.values[term])
+        return self.total_of[term]
+
+    def _begun(self, term: int) -> int:
+        """The sum of a term that a stage adds up by itself."""
+        is_new = term not in self.total_of
+        total = self._total(term)
+        if is_new:
+            self.once.write(partial(zeros, self.step.values[term]), (), None, total)
+        return total

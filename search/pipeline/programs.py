@@ -1,0 +1,234 @@
+"""The programs of a pipeline's stages, written from a step whose ops have stages.
+
+An op goes into the program of its stage and of the part of the step that it stands in: forward, backward, prologue,
+epilogue. What a program reads and does not make comes in; what others read of what it makes goes out. What is light is
+made anew in each program that reads it.
+
+*Prologue and epilogue* may have to wait for other stages. An op's level is the number of hops between stages that lie
+before it: one program runs the ops of one stage and level. So no two programs wait for each other, and there are few.
+
+*Weight gradients.* Where the schedule has them apart, the backward program of a stage keeps what other stages wait for,
+found by slicing backwards from what it sends; the rest follows in a program of its own (Qi et al. 2024, "Zero bubble
+pipeline parallelism"). The first stage sends nothing: there, all is left for later.
+
+*Sums* are added up in the program that makes their terms.
+"""
+
+# JAX types these functions only in part.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import jax
+
+from search.ir.graph import Graph, Op, verify
+from search.memory.written import Written
+from search.pipeline.joined_sums import joined_late
+from search.pipeline.pipeline_step import SCOPE, PipelineStep
+from search.pipeline.split_loops import between_ops
+from search.pipeline.stage_cut import StageCut
+from search.pipeline.stages import StageAssignment, assign
+from search.plan.schedule import TaskKind
+from search.plan.stage_programs import StageProgram, StagePrograms
+
+
+def stage_programs(step: PipelineStep, cut: StageCut, splits_backward: bool = False) -> StagePrograms:
+    """The programs of a step that is cut into stages.
+
+    Args:
+      step: the step in parts.
+      cut: where its forward phase is cut.
+      splits_backward: whether weight gradients have programs of their own.
+    """
+    step, cut = between_ops(step, cut)
+    step = joined_late(step, assign(step, cut))
+    return _Writing(step, assign(step, cut), splits_backward).run()
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Of which program an op is: the part of the step, in the order in which these run, stage, and level in that part."""
+
+    part: int
+    level: int
+    stage: int
+
+
+_PROLOGUE, _FORWARD, _BACKWARD, _WEIGHT_GRADIENT, _EPILOGUE = range(5)
+_KINDS = {
+    _FORWARD: TaskKind.FORWARD,
+    _BACKWARD: TaskKind.BACKWARD,
+    _WEIGHT_GRADIENT: TaskKind.WEIGHT_GRADIENT,
+}
+_NAMES = ("prologue", "forward", "backward", "weight gradient", "epilogue")
+
+
+class _Writing:
+    """The programs of one step in the making."""
+
+    def __init__(self, step: PipelineStep, assigned: StageAssignment, splits_backward: bool) -> None:
+        self.step, self.assigned, self.splits_backward = step, assigned, splits_backward
+        self.sum_of = {term: total for total, term in step.terms.items()}
+        self.stage_of = dict(assigned.of_value)
+        self.results = tuple(step.step.graph.outputs)
+
+    def run(self) -> StagePrograms:
+        ops = self._placed()
+        self._hand_out_what_is_made_anew(ops)
+        wanted = self._wanted(ops)
+        programs = {place: self._program(place, ops[place], wanted) for place in ops}
+        for program in programs.values():
+            verify(program.graph)
+        ordered = sorted(programs.items(), key=lambda one: (one[0].part, one[0].level, one[0].stage))
+        return StagePrograms(
+            self.step.step,
+            self.assigned.num_stages,
+            self.step.num_microbatches,
+            tuple(program for place, program in ordered if place.part == _PROLOGUE),
+            {
+                (place.stage, _KINDS[place.part]): program
+                for place, program in ordered
+                if place.part in _KINDS
+            },
+            tuple(program for place, program in ordered if place.part == _EPILOGUE),
+            self.stage_of,
+            self.step.values,
+            self.step.of_microbatch,
+            self.step.index,
+            self.step.pieces,
+            self.results,
+        )
+
+    # --- which op is in which program
+
+    def _placed(self) -> dict[_Place, list[Op]]:
+        """The ops of each program, in program order."""
+        placed: dict[_Place, list[Op]] = {}
+        later = self._left_for_later() if self.splits_backward else frozenset[Op]()
+        for part, ops in ((_PROLOGUE, self.step.prologue), (_EPILOGUE, self.step.epilogue)):
+            for op, level in self._levels(ops):
+                placed.setdefault(_Place(part, level, self.assigned.of_op[op]), []).append(op)
+        for op in self.step.body:
+            if op not in self.step.made_anew:
+                is_backward = op in self.assigned.backward
+                part = _WEIGHT_GRADIENT if op in later else _BACKWARD if is_backward else _FORWARD
+                placed.setdefault(_Place(part, 0, self.assigned.of_op[op]), []).append(op)
+        return placed
+
+    def _levels(self, ops: Iterable[Op]) -> list[tuple[Op, int]]:
+        """The ops that have a stage, each with its level."""
+        levels: dict[int, int] = {}
+        found: list[tuple[Op, int]] = []
+        for op in ops:
+            if op not in self.step.made_anew:
+                stage = self.assigned.of_op[op]
+                before = [levels[v] + (self.stage_of[v] != stage) for v in op.operands if v in levels]
+                level = max(before, default=0)
+                levels.update(dict.fromkeys(op.outputs, level))
+                found.append((op, level))
+        return found
+
+    def _left_for_later(self) -> frozenset[Op]:
+        """The backward ops that no other stage waits for."""
+        backward = [op for op in self.step.body if op in self.assigned.backward]
+        awaited: set[int] = set()
+        later: set[Op] = set()
+        for op in reversed(backward):
+            stage = self.assigned.of_op[op]
+            if awaited.isdisjoint(op.outputs):
+                later.add(op)
+            for v in op.operands:
+                if op not in later or self.stage_of.get(v, stage) != stage:
+                    awaited.add(v)
+        return frozenset(later)
+
+    def _hand_out_what_is_made_anew(self, placed: dict[_Place, list[Op]]) -> None:
+        """Results that no program makes get one, at the stage of what they replace."""
+        step = self.step.step
+        for v, replaced in zip(self.results, step.replaces, strict=True):
+            if isinstance(v, int) and self.step.maker.get(v) in self.step.made_anew:
+                stage = 0 if replaced is None else self.stage_of[step.graph.inputs[replaced]]
+                placed.setdefault(_Place(_EPILOGUE, 0, stage), [])
+                self.stage_of[v] = stage
+
+    # --- programs
+
+    def _wanted(self, placed: Mapping[_Place, Sequence[Op]]) -> frozenset[int]:
+        """What programs make for others, or for the caller."""
+        wanted = {v for v in self.results if isinstance(v, int)}
+        for place, ops in placed.items():
+            wanted |= {*_Body(self.step, ops, self._made_anew_at(place)).entering}
+        return frozenset(wanted | {v for piece, (v, _) in self.step.pieces.items() if piece in wanted})
+
+    def _made_anew_at(self, place: _Place) -> list[int]:
+        """What is made anew as a result of the step in a program."""
+        is_first = place.part == _EPILOGUE and place.level == 0
+        anew = [
+            v for v in self.results if isinstance(v, int) and self.step.maker.get(v) in self.step.made_anew
+        ]
+        return [v for v in dict.fromkeys(anew) if is_first and self.stage_of[v] == place.stage]
+
+    def _program(self, place: _Place, ops: Sequence[Op], wanted: frozenset[int]) -> StageProgram:
+        anew = self._made_anew_at(place)
+        body = _Body(self.step, ops, anew)
+        written = Written(self.step.values, SCOPE)
+        written.ops += body.ops
+        made = [v for op in ops for v in op.outputs]
+        outputs = {v: v for v in (*made, *anew) if v in wanted}
+        reads = list(body.entering)
+        for op in ops:
+            for term in op.outputs:
+                if term in self.sum_of:
+                    total = self.sum_of[term]
+                    reads.append(total)
+                    outputs[total] = written.write(jax.lax.add, (total, term), op)
+        constants = tuple(
+            (v, content) for v, content in self.step.step.graph.constants if v in body.constants
+        )
+        graph = Graph(
+            tuple(written.values), tuple(reads), constants, tuple(written.ops), tuple(outputs.values())
+        )
+        level = f" {place.level}" if place.level else ""
+        name = f"{_NAMES[place.part]} {place.stage}{level}"
+        return StageProgram(name, place.stage, graph, tuple(reads), tuple(outputs))
+
+
+class _Body:
+    """The ops of a program with what it makes anew.
+
+    Attributes:
+      ops: all of them, in an order in which they can run.
+      entering: what they read and do not make.
+      constants: what they read that is always the same.
+    """
+
+    def __init__(self, step: PipelineStep, ops: Iterable[Op], anew: Iterable[int]) -> None:
+        self._step = step
+        self._constants = {v for v, _ in step.step.graph.constants}
+        self.ops: list[Op] = []
+        self.entering: dict[int, None] = {}
+        self.constants: set[int] = set()
+        self._there: set[int] = set()
+        for op in ops:
+            self._append(op)
+        for v in anew:
+            self._read(v)
+
+    def _append(self, op: Op) -> None:
+        for v in op.operands:
+            self._read(v)
+        self.ops.append(op)
+        self._there.update(op.outputs)
+
+    def _read(self, v: int) -> None:
+        if v in self._there:
+            return
+        maker = self._step.maker.get(v)
+        if v in self._constants:
+            self.constants.add(v)
+        elif maker in self._step.made_anew:
+            self._append(maker)
+        else:
+            self.entering[v] = None
+            self._there.add(v)

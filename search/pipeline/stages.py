@@ -1,0 +1,198 @@
+"""Which stage each op of a step belongs to, and where each argument rests.
+
+Forward ops have their stages from a cut of the program. All others follow by dataflow:
+
+* *Backward ops.* Gradients travel from the last stage to the first. So an op's stage is at most that of any gradient that
+  it reads. Of these stages it is the last one that has all residuals and parameters that the op reads, as its forward op
+  had them: what a stage makes or receives in the forward phase it has in the backward phase. Where none has all, it is the
+  one that has the most bytes.
+* *Prologue.* An op stands at the first stage that reads what it makes, but where its operand is if it makes less of it, as
+  a slice of parameters is; an argument rests at the first stage that reads it, of those that the prologue or the forward
+  phase reads, as parameters are. Other stages that read it get a copy, once in a step.
+* *Epilogue.* An op stands where most of the bytes are that it reads; of as many, where a parameter rests, else at the
+  first of their stages, as does what joins sums of several stages: there the parameter rests that they all use. State that
+  only the epilogue reads, such as moments, rests with its first reader.
+
+What is made anew by whoever reads it has no stage.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from search.ir.graph import Op, Phase
+from search.pipeline.pipeline_step import PipelineStep
+from search.pipeline.stage_cut import StageCut
+
+
+def backward_ops(step: PipelineStep) -> frozenset[Op]:
+    """The ops of the body that belong to the backward phase, or read what does."""
+    made: set[int] = set()
+    found: set[Op] = set()
+    for op in step.body:
+        if op not in step.made_anew and (op.phase is not Phase.FORWARD or not made.isdisjoint(op.operands)):
+            found.add(op)
+            made.update(op.outputs)
+    return frozenset(found)
+
+
+def forward_ops(step: PipelineStep) -> tuple[Op, ...]:
+    """The ops of the body that a cut tells stages of, in program order."""
+    backward = backward_ops(step)
+    return tuple(op for op in step.body if op not in step.made_anew and op not in backward)
+
+
+@dataclass(frozen=True, eq=False)
+class StageAssignment:
+    """Where everything is.
+
+    Attributes:
+      num_stages: how many there are.
+      of_op: the stage of each op that has one.
+      backward: the ops of the body that belong to the backward phase.
+      of_value: the stage where each value is made, or rests; none for what is made anew.
+    """
+
+    num_stages: int
+    of_op: Mapping[Op, int]
+    backward: frozenset[Op]
+    of_value: Mapping[int, int]
+
+
+def assign(step: PipelineStep, cut: StageCut) -> StageAssignment:
+    """Gives each op its stage."""
+    return _Assigning(step, cut).run()
+
+
+class _Assigning:
+    """One assignment in the making.
+
+    Attributes:
+      of_op: the stage of each op.
+      of_value: the stage of each value.
+      readers: by value, the stages that read it.
+      there: by value, the stages that have it in the forward phase.
+    """
+
+    def __init__(self, step: PipelineStep, cut: StageCut) -> None:
+        self.step, self.cut = step, cut
+        self.of_op: dict[Op, int] = {}
+        self.of_value: dict[int, int] = {}
+        self.readers: dict[int, set[int]] = {}
+        self.there: dict[int, set[int]] = {}
+
+    def run(self) -> StageAssignment:
+        backward = backward_ops(self.step)
+        self._forward()
+        for op in self.step.body:
+            if op in backward:
+                self._put(op, self._of_gradients(op))
+        self._prologue()
+        self._epilogue()
+        return StageAssignment(self.cut.num_stages, self.of_op, backward, self.of_value)
+
+    def _put(self, op: Op, stage: int) -> None:
+        self.of_op[op] = stage
+        self.of_value.update(dict.fromkeys(op.outputs, stage))
+        self._read_by(op, stage)
+
+    def _read_by(self, op: Op, stage: int) -> None:
+        """What an op reads, and what that is made of where it is made anew, is read at its stage."""
+        for v in op.operands:
+            if stage not in self.readers.setdefault(v, set()):
+                self.readers[v].add(stage)
+                if (maker := self.step.maker.get(v)) in self.step.made_anew:
+                    self._read_by(maker, stage)
+
+    def _staged(self, ops: Iterable[Op]) -> list[Op]:
+        return [op for op in ops if op not in self.step.made_anew]
+
+    # --- what runs for each microbatch
+
+    def _forward(self) -> None:
+        """The forward ops, and where what they make and read is of use."""
+        ops, prologue = forward_ops(self.step), self._staged(self.step.prologue)
+        for op, stage in zip(ops, self.cut.stages(len(ops)), strict=True):
+            self._put(op, stage)
+        self.there = {v: {*stages} for v, stages in self.readers.items()}
+        for op in ops:
+            for v in op.outputs:
+                self.there.setdefault(v, set()).add(self.of_op[op])
+        for op in reversed(prologue):
+            stages = self._anywhere(op.outputs)
+            for v in op.operands:
+                self.there.setdefault(v, set()).update(stages)
+        for op in prologue:  # for the backward phase alone, such as a transposed weight
+            if not self._anywhere(op.outputs):
+                self.there.update(dict.fromkeys(op.outputs, self._anywhere(op.operands)))
+
+    def _anywhere(self, values: Sequence[int]) -> set[int]:
+        return set[int]().union(*(self.there.get(v, ()) for v in values))
+
+    def _of_gradients(self, op: Op) -> int:
+        """The stage of a backward op."""
+        gradients = [self.of_value[v] for v in op.operands if self._is_gradient(v)]
+        stages = range(min(gradients, default=self.cut.num_stages - 1) + 1)
+        residuals = [v for v in op.operands if self.there.get(v)]
+
+        def missing_bytes(stage: int) -> int:
+            return sum(self.step.values[v].num_bytes for v in residuals if stage not in self.there[v])
+
+        return min(reversed(stages), key=missing_bytes)
+
+    def _is_gradient(self, v: int) -> bool:
+        return self.step.is_of_microbatch(v) and v in self.of_value and v not in self.there
+
+    # --- what runs once
+
+    def _prologue(self) -> None:
+        for total, term in self.step.terms.items():
+            self._put(self.step.maker[total], self.of_value[term])
+        for op in reversed(self._staged(self.step.prologue)):
+            if op not in self.of_op:
+                self._put(op, min(self._read_at(op), default=0))
+        for v in self.step.step.graph.inputs:
+            if stages := self.there.get(v) or self.readers.get(v):
+                self.of_value[v] = min(stages)
+        for op in self._staged(self.step.prologue):
+            resting = [v for v in op.operands if v in self.of_value]
+            largest = max(resting, key=self._num_bytes, default=None)
+            if largest is not None and self._num_bytes(largest) > sum(map(self._num_bytes, op.outputs)):
+                self._put(op, self.of_value[largest])
+        for piece, (v, _) in self.step.pieces.items():
+            self.of_value[piece] = self.of_value[v]
+
+    def _epilogue(self) -> None:
+        """Forth along the data, then back from its readers, until nothing is left; at the first stage what nothing is known
+        of."""
+        left = self._staged(self.step.epilogue)
+        while left:
+            found = [op for op in left if self._follow_operands(op)]
+            found += [op for op in reversed(left) if op not in self.of_op and self._follow_readers(op)]
+            for op in () if found else left:
+                self._put(op, 0)
+            left = [op for op in left if op not in self.of_op]
+        for v in self.step.step.graph.inputs:
+            self.of_value.setdefault(v, min(self.readers.get(v, {0})))
+
+    def _follow_operands(self, op: Op) -> bool:
+        known = [v for v in op.operands if v in self.of_value]
+        if known and all(v in self.step.terms for v in op.operands):
+            self._put(op, min(self.of_value[v] for v in known))
+        elif known:
+            arguments = self.step.step.graph.inputs
+            most = max(known, key=lambda v: (self._num_bytes(v), v in arguments, -self.of_value[v]))
+            self._put(op, self.of_value[most])
+        return bool(known)
+
+    def _follow_readers(self, op: Op) -> bool:
+        stages = self._read_at(op)
+        if stages:
+            self._put(op, min(stages))
+        return bool(stages)
+
+    def _read_at(self, op: Op) -> set[int]:
+        """The stages that read what an op makes."""
+        return set[int]().union(*(self.readers.get(v, ()) for v in op.outputs))
+
+    def _num_bytes(self, v: int) -> int:
+        return self.step.values[v].num_bytes

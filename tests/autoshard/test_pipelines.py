@@ -1,0 +1,196 @@
+"""`parallelize(stages=...)`: a step that trains as a pipeline, and what is said where it cannot."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import autoshard
+from cost_model.errors import InputError, PlanError
+from search.memory.batch_states import NotSplittableError
+from search.plan.pipeline_plan import PipelinePlan
+from tests.executors.agreement import Reference, assert_equal, run_steps
+from tests.zoo import make_mlp, make_resnet
+
+NUM_STEPS = 3
+
+
+@pytest.fixture
+def mlp():
+    with jax.enable_x64(True):
+        yield Reference.of(make_mlp(dtype=jnp.float64), NUM_STEPS)
+
+
+def of_mlp(**options):
+    """A step of pipelines, called once."""
+    case = make_mlp()
+    return autoshard.parallelize(case.step, **options)(*case.args())
+
+
+def test_a_step_trains_as_on_one_device_and_its_state_is_born_on_its_stages(mlp):
+    case = mlp.case
+    step = autoshard.parallelize(case.step, stages=2, schedule="1f1b", microbatches=4)
+    state = step.init(case.init, args=(case.batch(0),))
+    first, *_, last = (layer["w"].sharding.device_set for layer in state["params"])
+    assert (first, last) == (set(jax.devices()[:4]), set(jax.devices()[4:]))
+    assert_equal(run_steps(step, case, state, NUM_STEPS), mlp.results)
+    assert [stage.mesh for stage in step.plan.stages] == [{"data": 4}] * 2
+
+
+def test_a_state_made_the_ordinary_way_is_placed_by_the_first_call(mlp):
+    step = autoshard.parallelize(mlp.case.step, stages=4, schedule="zb-v", microbatches=8)
+    assert_equal(run_steps(step, mlp.case, mlp.case.init(), NUM_STEPS), mlp.results)
+
+
+def test_a_saved_plan_is_used_again(mlp, tmp_path):
+    case, path = mlp.case, tmp_path / "plan.json"
+    step = autoshard.parallelize(case.step, stages=2)
+    step(case.init(), case.batch(0))
+    step.plan.save(path)
+    assert PipelinePlan.load(path) == step.plan
+    again = autoshard.parallelize(case.step, plan=path)
+    assert_equal(run_steps(again, case, case.init(), NUM_STEPS), mlp.results)
+    assert again.plan == step.plan
+
+
+def test_an_edited_cut_is_honoured_and_an_impossible_one_refused(mlp):
+    case = mlp.case
+    step = autoshard.parallelize(case.step, stages=2, microbatches=2)
+    step(case.init(), case.batch(0))
+    data = step.plan.to_json()
+    data["stages"][1]["first_op"] = 1
+    edited = autoshard.parallelize(case.step, plan=PipelinePlan.from_json(data))
+    assert_equal(run_steps(edited, case, case.init(), NUM_STEPS), mlp.results)
+    data["stages"][1]["first_op"] = 1000
+    with pytest.raises(PlanError, match=r"ascending ones below \d+, got \[0, 1000\]"):
+        autoshard.parallelize(case.step, plan=PipelinePlan.from_json(data))(case.init(), case.batch(0))
+
+
+def test_a_batch_of_another_size_has_its_own_pipeline(mlp):
+    case = mlp.case
+    step = autoshard.parallelize(case.step, stages=2, microbatches=2)
+    state, _ = step(case.init(), case.batch(0))
+    half = jax.tree.map(lambda x: x[:12], case.batch(1))
+    with pytest.warns(autoshard.AutoshardWarning, match="planning once for the new ones too$"):
+        state, metrics = step(state, half)
+    wanted, _ = jax.jit(case.step)(case.init(), case.batch(0))
+    np.testing.assert_allclose(metrics["loss"], jax.jit(case.step)(wanted, half)[1]["loss"], rtol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"stages": 0}, "at least 1 stage, got 0"),
+        ({"stages": 2, "schedule": "2f2b"}, "no schedule is called '2f2b'. Choose one of gpipe"),
+        ({"schedule": "1f1b"}, "schedule='1f1b' is of a pipeline, and there is none"),
+        ({"stages": 3}, "8 devices cannot be dealt to the 3 workers of 3 stages"),
+        ({"stages": 16}, "8 devices cannot be dealt to the 16 workers"),
+        ({"stages": 2, "microbatches": 7}, "24 examples, which is not a multiple of 7"),
+        ({"stages": 2, "mesh": (8,), "remat": "never"}, "a pipeline is planned without mesh=, remat="),
+        ({"stages": 2, "donate": "batch"}, "a pipeline is planned without donate="),
+    ],
+)
+def test_what_cannot_be_asked_for_is_said(options, said):
+    with pytest.raises(InputError) as caught:
+        of_mlp(**options)
+    assert said in str(caught.value)
+
+
+def test_more_stages_than_there_is_to_cut_are_refused():
+    def step(w, x):
+        return w - 0.1 * jax.grad(lambda w: jnp.sum((x @ w) ** 2))(w)
+
+    with pytest.raises(InputError, match=r"wanted 8 stages, but .* Ask for fewer stages"):
+        autoshard.parallelize(step, stages=8, microbatches=2)(jnp.ones((4, 2)), jnp.ones((8, 4)))
+
+
+def test_examples_that_depend_on_one_another_are_the_reason_given():
+    case = make_resnet()  # with batch norm
+    with pytest.raises(NotSplittableError, match="cannot be split into microbatches"):
+        autoshard.parallelize(case.step, stages=2, microbatches=2)(*case.args())
+
+
+def test_state_of_ones_own_is_placed_in_later_calls_too_and_kept(mlp):
+    case = mlp.case
+    step = autoshard.parallelize(case.step, stages=2, microbatches=2)
+    wanted, _ = step(case.init(), case.batch(0))
+    anew, there = case.init(), jax.device_put(case.init(), jax.devices()[7])
+    for state in (anew, there, jax.tree.map(np.asarray, anew)):
+        assert_equal(step(state, case.batch(0))[0], wanted)
+    assert not any(x.is_deleted() for x in jax.tree.leaves((anew, there)))
+
+
+def test_where_the_state_will_lie_is_said_beforehand(mlp):
+    case = mlp.case
+    step = autoshard.parallelize(case.step, stages=2, microbatches=2)
+    shapes = step.abstract_state(case.init, args=(case.batch(0),))
+    state = step.init(case.init, args=(case.batch(0),))
+    alike = jax.tree.map(
+        lambda s, x: (s.shape, s.dtype, s.sharding) == (x.shape, x.dtype, x.sharding), shapes, state
+    )
+    assert all(jax.tree.leaves(alike))
+
+
+def test_what_it_does_is_told():
+    said, case = [], make_mlp()
+    autoshard.parallelize(case.step, stages=2, microbatches=2, progress=said.append)(*case.args())
+    assert said == ["tracing", "cutting into 2 stages", "compiling"]
+
+
+def test_no_step_can_be_like_a_pipeline(mlp):
+    case = mlp.case
+    step = autoshard.parallelize(case.step, stages=2, microbatches=2)
+    step(case.init(), case.batch(0))
+    with pytest.raises(InputError, match="is a pipeline, each stage of which rests on devices of its own"):
+        autoshard.parallelize(case.step, like=step)(case.init(), case.batch(0))
+
+
+def test_one_stage_is_no_pipeline():
+    case = make_mlp()
+    step = autoshard.parallelize(case.step, stages=1)
+    step(*case.args())
+    assert isinstance(step.plan, autoshard.Plan)
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"workers": "two"}, 'my.json: workers must be a whole number, got "two"'),
+        (
+            {"stages": [{"first_op": -1, "mesh": {"data": 4}}]},
+            r"my.json: stages\[0\].first_op must be at least zero",
+        ),
+        ({"stages": [{"first_op": 0, "mesh": {}}]}, r"stages\[0\].mesh must be given for one axis at least"),
+        (
+            {"schema": "autoshard.pipeline/9"},
+            "has schema 'autoshard.pipeline/9'; wanted 'autoshard.pipeline/1'",
+        ),
+    ],
+)
+def test_what_is_wrong_in_a_plan_is_named(mlp, changed, said):
+    step = autoshard.parallelize(mlp.case.step, stages=2)
+    step(mlp.case.init(), mlp.case.batch(0))
+    with pytest.raises(PlanError, match=said):
+        PipelinePlan.from_json(step.plan.to_json() | changed, "my.json")
+
+
+def test_a_plan_without_stages_is_refused(mlp):
+    step = autoshard.parallelize(mlp.case.step, stages=2)
+    step(mlp.case.init(), mlp.case.batch(0))
+    none = PipelinePlan.from_json(step.plan.to_json() | {"stages": []})
+    with pytest.raises(PlanError, match="the plan: "):
+        autoshard.parallelize(mlp.case.step, plan=none)(mlp.case.init(), mlp.case.batch(0))
+
+
+def test_a_plan_of_another_step_is_refused(mlp):
+    step = autoshard.parallelize(mlp.case.step, stages=2)
+    step(mlp.case.init(), mlp.case.batch(0))
+    other = make_mlp(widths=(32, 16, 16))
+    with pytest.raises(PlanError, match="made for another step"):
+        autoshard.parallelize(other.step, plan=step.plan)(*other.args())
+
+
+def test_a_pipeline_cannot_be_lowered_as_one_program():
+    case = make_mlp()
+    with pytest.raises(InputError, match="runs many programs"):
+        autoshard.parallelize(case.step, stages=2).lower(*case.abstract_args())
