@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Protocol
 
-from autoshard.planning import AutoshardWarning
+from autoshard.user_warning import AutoshardWarning
 from autoshard.verification.judge import CompilerVerifier, fitting
 from autoshard.verification.result import Verification
 from cost_model.cluster import Cluster

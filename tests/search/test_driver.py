@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from time import thread_time
 
 import jax
 import jax.numpy as jnp
@@ -381,6 +382,7 @@ def test_a_step_of_microseconds_is_not_searched_for_as_long_as_there_is_time():
 
     weights = [jax.ShapeDtypeStruct((2048, 2048), "float32")] * 6
     step = trace(step, weights, weights, jax.ShapeDtypeStruct((512, 2048), "float32"))
+    before_s = thread_time()
     found = driver.find(step, parse_cluster("8xH100-80GB"), Options(80 << 30))
     assert found.plan.estimates.step_s < 1e-3
-    assert found.plan.search_s["solve"] < 0.7 * DEFAULT_TIME_LIMIT_S
+    assert thread_time() - before_s < 0.7 * DEFAULT_TIME_LIMIT_S

@@ -25,11 +25,16 @@ def timed(schedule: Schedule, times: tuple[float, float, float] = (1, 1, 1), per
     return simulate(schedule, [StageCost(*(t / per for t in times))] * schedule.num_stages)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize(("workers", "microbatches"), SIZES)
+@pytest.mark.parametrize(
+    ("name", "workers", "microbatches"),
+    [
+        (name, workers, microbatches)
+        for name in FAMILIES
+        for workers, microbatches in SIZES
+        if name != "chimera" or workers % 2 == 0  # its pipelines need an even number of stages
+    ],
+)
 def test_every_family_is_valid(name: str, workers: int, microbatches: int):
-    if name == "chimera" and workers % 2:
-        pytest.skip("Chimera's pipelines need an even number of stages")
     schedule = family(name, workers, microbatches)
     check(schedule)
     assert schedule.name == name
