@@ -344,6 +344,8 @@ def _given_of_any_kind(
 
 def _pipeline(stages: int | None, schedule: str | None, microbatches: int | None) -> PipelineOptions | None:
     """The pipeline that is asked for, if one is."""
+    if stages is not None and not isinstance(stages, int):
+        raise InputError(f"wanted stages as a whole number, got {stages!r}")
     if stages is not None and stages < 1:
         raise InputError(f"wanted at least 1 stage, got {stages}")
     if stages is not None and stages > 1:
