@@ -35,6 +35,7 @@ from search.problem.memory_rows import Memory, Peak
 from search.problem.op_groups import op_groups
 from search.problem.reshard import Resharder
 from search.problem.strategy_graph import StrategyGraph, strategy_graph
+from search.problem.streams import Hiding
 from search.solver import branch_and_bound
 from search.solver.branch_and_bound import NoFitError
 from search.solver.pbqp import Labels, MemoryConstraint, Problem, restricted_row
@@ -215,7 +216,12 @@ class MeshProblem:
     @cached_property
     def problem(self) -> Problem:
         """The costs; made when asked for, as most of a mesh's time goes there."""
-        return self.memory.costed.problem()
+        return self.memory.costed.problem(self.hiding.seconds)
+
+    @cached_property
+    def hiding(self) -> Hiding:
+        """What of the communication runs behind computation."""
+        return Hiding(self.memory.costed)
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -60,11 +60,6 @@ class Prediction:
         return _grown(self.least, num_bytes - self.least.num_bytes)
 
     @cached_property
-    def hidden_s(self) -> float:
-        """Communication and transfers that run behind computation."""
-        return sum(kernel.time.seconds for kernel in self.lowered.kernels) - self._fastest_s(self._plain)
-
-    @cached_property
     def transfer_s(self) -> float:
         """Copies to the host and from it, one after the other."""
         return sum((k.time.seconds for k in self.lowered.kernels if _is_transfer(k)), 0.0)
@@ -129,4 +124,4 @@ def predict(
     mesh = costed.resharder.mesh
     apart = lower(costed, live_ranges, chosen)
     lowered = combined(merged(apart), mesh)
-    return Prediction(lowered, limit_bytes, is_hopper_or_later(mesh.cluster.device.name), apart)
+    return Prediction(lowered, limit_bytes, mesh.cluster.device.platform == "cuda", apart)
