@@ -4,7 +4,7 @@ A `StepProblem` is all that does not depend on the mesh: the flat program, its o
 the live ranges. `on` puts it on a mesh: a `MeshProblem`, whose `fitting` finds the cheapest strategies that fit there.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -35,6 +35,7 @@ from search.problem.memory_rows import Memory, Peak
 from search.problem.op_groups import op_groups
 from search.problem.reshard import Resharder
 from search.problem.strategy_graph import StrategyGraph, strategy_graph
+from search.problem.seeds import seeds
 from search.problem.streams import Hiding
 from search.solver import branch_and_bound
 from search.solver.branch_and_bound import NoFitError
@@ -396,8 +397,14 @@ class MeshProblem:
             relative_gap=relative_gap,
             cutoff_s=cutoff_s,
             num_runs=NUM_STEPS,
+            starts=lambda: self._by_rule(kept),
         )
         return replace(solution, labels=_original(kept, solution.labels))
+
+    def _by_rule(self, kept: Sequence[np.ndarray]) -> Iterator[Labels]:
+        """Plans by rule, in the numbering of the kept strategies."""
+        for labels in seeds(self.memory.costed, self.problem, kept):
+            yield tuple(int(np.searchsorted(k, label)) for k, label in zip(kept, labels, strict=True))
 
     def _round[Answer](
         self, answer: Answer, labels: Labels, limit_bytes: float

@@ -22,7 +22,7 @@ thousand labels a few hundred remain. What was dropped is remembered in `floor_s
 less.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from time import thread_time
@@ -71,6 +71,8 @@ MAX_REPAIRS = 12
 """Of one assignment; each either pays four times as much for memory or reckons with new rows."""
 PRICINGS_PER_BRANCH = 3
 MAX_BRANCHES = 2000
+MAX_STARTS = 3
+"""Of the assignments to begin with, the cheapest are improved; the others differ from these by little else than cost."""
 MAX_PROGRAM_LABELS = 300
 """Labels beyond one a node; a part with fewer is cheaper to solve as an integer program than to branch on."""
 
@@ -121,6 +123,7 @@ def solve(
     relative_gap: float = RELATIVE_GAP,
     cutoff_s: float = np.inf,
     num_runs: float | None = None,
+    starts: Callable[[], Iterable[Labels]] = tuple,
     progress: Callable[[str], None] | None = None,
 ) -> Solution:
     """The cheapest assignment whose every row is at most `limit_bytes`.
@@ -136,6 +139,7 @@ def solve(
       cutoff_s: what an answer must beat by more than the gap; hopeless problems end early.
       num_runs: how often what is solved for will be paid; the search takes no longer than this could win back. By default
         that counts for nothing.
+      starts: gives assignments to begin with; called where the first messages leave a gap.
       progress: called with one line a step.
 
     Raises:
@@ -156,6 +160,7 @@ def solve(
         cutoff_s,
         progress,
         num_runs,
+        starts,
     )
     return search.run()
 
@@ -180,7 +185,9 @@ class _Search:
         cutoff_s: float,
         progress: Callable[[str], None] | None,
         num_runs: float | None = None,
+        starts: Callable[[], Iterable[Labels]] = tuple,
     ) -> None:
+        self.starts = starts
         self.problem, self.limit_bytes, self.violated = problem, limit_bytes, violated
         self.start_s, self.time_limit_s = thread_time(), time_limit_s
         self.relative_gap = max(relative_gap, ROUNDING)
@@ -224,8 +231,19 @@ class _Search:
             self._raise_bound(whole.best_bound_s)
             self._offer(self._descended(whole, labels, 0.0))
             self._drop(whole)
+            if num_batches == 1 and self._is_open(whole):
+                self._start()
+                self._drop(whole)
             if not self._is_open(whole):
                 return
+
+    def _start(self) -> None:
+        """Offers what descends from the assignments to begin with, the cheapest first, until some of them fit."""
+        num_fit, seen = 0, {labels: self.problem.cost_s(labels) for labels in self.starts()}
+        for labels in sorted(seen, key=seen.__getitem__):
+            if seen[labels] < np.inf and num_fit < MAX_STARTS and self._left_s() > 0:
+                found = descend(self.problem, (), np.inf, 0.0, labels)
+                num_fit += not self._offer(found) and self.planes.fits(found)
 
     def _reoptimised(self, part: Relaxation, labels: Labels) -> Labels:
         """The best priced assignment found around another; where it is the best there is, a bound."""
