@@ -34,8 +34,8 @@ from search.problem.live_ranges import LiveRange, LiveRanges
 from search.problem.memory_rows import Memory, Peak
 from search.problem.op_groups import op_groups
 from search.problem.reshard import Resharder
-from search.problem.strategy_graph import StrategyGraph, strategy_graph
 from search.problem.seeds import seeds
+from search.problem.strategy_graph import StrategyGraph, strategy_graph
 from search.problem.streams import Hiding
 from search.solver import branch_and_bound
 from search.solver.branch_and_bound import NoFitError

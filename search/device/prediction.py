@@ -13,7 +13,6 @@ from functools import cached_property
 from itertools import product
 from statistics import fmean
 
-from cost_model.xla.gpu_targets import is_hopper_or_later
 from search.device.combiner import combined
 from search.device.kernel_order import Clock, Ties, latency_hiding, memory_saving, program_order
 from search.device.kernel_times import KernelTime

@@ -1,7 +1,8 @@
 """Plans as experts write them, by rule: where a search begins.
 
 A rule says over which mesh axes the batch is split, and where state lies: whole (data parallelism), split over all axes
-(ZeRO-3, FSDP) or some (hybrid sharding), parameters whole and optimizer state split (ZeRO-1), or wherever its readers want it.
+(ZeRO-3, FSDP) or some (hybrid sharding), parameters whole and optimizer state split (ZeRO-1), or wherever its readers want
+it.
 All else follows: every op that has a loop over examples splits this one over the batch's axes; then each in turn, in program
 order, takes the strategy that is cheapest for what lies already. Where the batch leaves an axis free, that gives Megatron's
 columns and rows, sequence or expert parallelism, as computation that is not split costs more than the collectives.
@@ -85,7 +86,7 @@ class _Propagation:
             if port.node in found or axes is None:
                 continue
             sizes, kept = graph.extents(port), self.kept[port.node]
-            dims = [0] if argument.role is Role.BATCH else sorted(range(len(sizes)), key=lambda d: -sizes[d])  # noqa: B023
+            dims = [0] if argument.role is Role.BATCH else sorted(range(len(sizes)), key=lambda d: -sizes[d])
             specs = port_specs(port, self.costed.strategies[port.node])[kept]
             found[port.node] = int(kept[_split_over(specs, dims, axes)])
         return found
@@ -110,7 +111,7 @@ class _Propagation:
 
     @cached_property
     def _order(self) -> list[int]:
-        """Nodes in program order; a copy behind its source, or its only reader; arguments that go where they are wanted last."""
+        """Nodes in program order; copies behind their source, or their only reader; arguments last."""
         graph = self.costed.graph
         first = [min(graph.folded.members[k][0] for k in group.op_classes) for group in graph.groups]
         rank = {node: (self._is_input(node), float(at)) for node, at in enumerate(first)}
@@ -146,7 +147,7 @@ def batch_factors(graph: StrategyGraph) -> dict[int, int]:
 
 
 def _split_over(specs: np.ndarray, dims: Sequence[int], axes: Axes) -> int:
-    """The strategy that splits the first of some dimensions that can be over these axes and nothing else; or nothing at all."""
+    """The strategy that splits the first of some dimensions that can be over these axes and no others; or nothing."""
     for dim in (*dims, WHOLE):
         wanted = np.full(specs.shape[1], WHOLE)
         wanted[list(axes)] = dim

@@ -9,10 +9,10 @@ How much of them is hidden is decided value by value, so that a plan's time rema
 solver can bound. A value's collective has
 
 * its *window*: the computation between what makes the value and what reads it (`search.problem.windows`);
-* its *share* of all computation of the phase, which it has to leave to others otherwise. Shares are by size: a parameter with
-  a third of all elements gets a third of the time, and what is more than its window goes to the others. Behind the forward
-  phase a parameter has two such shares, as an all-reduce takes what a reduce-scatter and an all-gather take: one half for the
-  reduction, or both where it is an all-reduce, and one for a gather or a return.
+* its *share* of all computation of the phase. Shares are by size: a parameter with a third of all elements gets a third of
+  the time, and what is more than its window goes to the others. Behind the forward phase a share has two halves, as an
+  all-reduce takes what a reduce-scatter and an all-gather take: one for a reduction, or both where it is an all-reduce, and
+  one for a gather or a return.
 
 So whoever splits all parameters alike, as experts do, hides what streams would; where some communicate and others need not,
 what these would have hidden is not lent to those, and the real step is faster than the plan says.
@@ -87,15 +87,18 @@ class Hiding:
 
     def hidden_s(self, labels: Labels) -> float:
         """Seconds under a full assignment."""
-        hidden = ((e, s) for e, s in zip(self.costed.graph.edges, self.seconds, strict=True) if np.ndim(s))
-        return float(sum(s[labels[e.source.node], labels[e.target.node]] for e, s in hidden))
+        at = ((labels[edge.source.node], labels[edge.target.node]) for edge in self.costed.graph.edges)
+        hidden = zip(at, self.seconds, strict=True)
+        return float(sum(seconds[place] for place, seconds in hidden if isinstance(seconds, np.ndarray)))
 
     @cached_property
     def seconds(self) -> tuple[np.ndarray | float, ...]:
         """Per edge: [strategies of source, strategies of target] hidden seconds; 0.0 where there are none."""
         if self.costed.device.platform == "cpu":  # simulated devices: nothing runs beside anything
             return (0.0,) * len(self.costed.graph.edges)
-        return tuple(self._of(edge, rides) for edge, rides in zip(self.costed.graph.edges, self._rides, strict=True))
+        return tuple(
+            self._of(edge, rides) for edge, rides in zip(self.costed.graph.edges, self._rides, strict=True)
+        )
 
     def _of(self, edge: ReshardEdge, rides: Sequence[_Ride]) -> np.ndarray | float:
         rooms_s = sorted(self._room_s(ride) for ride in rides)
@@ -147,7 +150,9 @@ class Hiding:
         program, members = folded.program, folded.members[op_class]
         num_elements = edge.count * np.prod(edge.value.shape) / len(members)
         for made in members:
-            readers = [u for u in program.uses.get(program.ops[made].results[result], ()) if self._reads(edge, u)]
+            readers = [
+                u for u in program.uses.get(program.ops[made].results[result], ()) if self._reads(edge, u)
+            ]
             if not readers or (way := self._way(op_class, {folded.class_of[u] for u in readers})) is None:
                 continue
             (start, end), first = min((self._windows.between(made, u), u) for u in readers)
@@ -188,7 +193,9 @@ class Hiding:
         folded = self.costed.graph.folded
         roles = [argument.role for argument in folded.program.step.arguments]
         inputs = {k for k in range(len(folded.members)) if folded.op(k).name == "input"}
-        return self.costed.graph.handing_on({k for k in inputs if roles[folded.op(k).number] is not Role.BATCH})
+        return self.costed.graph.handing_on(
+            {k for k in inputs if roles[folded.op(k).number] is not Role.BATCH}
+        )
 
     def _reads(self, edge: ReshardEdge, reader: int) -> bool:
         """Whether an op gets its value by an edge."""
@@ -196,7 +203,10 @@ class Hiding:
         copies = [copy for node in (edge.target.node, edge.source.node) if (copy := self._copy(node))]
         if any(copy.phase not in (ReadPhase.REST, phase) for copy in copies):
             return False
-        return bool(self._copy(edge.target.node)) or graph.node_of[graph.folded.class_of[reader]] == edge.target.node
+        return (
+            bool(self._copy(edge.target.node))
+            or graph.node_of[graph.folded.class_of[reader]] == edge.target.node
+        )
 
     def _copy(self, node: int) -> Copy | None:
         graph = self.costed.graph

@@ -6,8 +6,8 @@ all of the backward phase behind the product that makes a gradient, nothing betw
 take no time of their own here, as they run when their operands are there or when their result is wanted: the cast of a
 parameter does not stand between it and the beginning of the step.
 
-Inside of a loop's body, windows end with the iteration: what a loop slices or carries is there when an iteration begins, what
-it stacks or hands on is wanted when it ends.
+Inside of a loop's body, windows end with the iteration: what a loop slices or carries is there when an iteration begins,
+what it stacks or hands on is wanted when it ends.
 """
 
 from dataclasses import dataclass
@@ -91,14 +91,17 @@ class Windows:
 
     def _loop_within(self, body: Span, at: int) -> Span | None:
         """The outermost loop inside a body in which an op stands; None if the op stands elsewhere."""
-        loops = (l for l in self.folded.program.loops if l[0] <= at < l[1] and _is_inside(l, body))
+        loops = (
+            loop for loop in self.folded.program.loops if loop[0] <= at < loop[1] and _is_inside(loop, body)
+        )
         return max(loops, key=lambda loop: loop[1] - loop[0], default=None)
 
     def _loop_of_carry(self, at: int) -> Span:
         """The loop that a carry stands before: the next one, and of those that begin there the longest."""
-        return min((loop for loop in self.folded.program.loops if loop[0] > at), key=lambda loop: (loop[0], -loop[1]))
+        return min(
+            (loop for loop in self.folded.program.loops if loop[0] > at), key=lambda loop: (loop[0], -loop[1])
+        )
 
 
 def _is_inside(loop: Span, body: Span) -> bool:
     return loop != body and body[0] <= loop[0] and loop[1] <= body[1]
-
