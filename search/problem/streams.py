@@ -10,9 +10,9 @@ solver can bound. A value's collective has
 
 * its *window*: the computation between what makes the value and what reads it (`search.problem.windows`);
 * its *share* of all computation of the phase. Shares are by size: a parameter with a third of all elements gets a third of
-  the time, and what is more than its window goes to the others. Behind the forward phase a share has two halves, as an
-  all-reduce takes what a reduce-scatter and an all-gather take: one for a reduction, or both where it is an all-reduce, and
-  one for a gather or a return.
+  the time, and what is more than its window goes to the others. Behind the forward phase a reduction may have all of its
+  parameter's share. A gather or a return there has what the reduction leaves, which is taken to last as long: who splits
+  state pays for both, once they are more than the share together, and who does not for an all-reduce.
 
 So whoever splits all parameters alike, as experts do, hides what streams would; where some communicate and others need not,
 what these would have hidden is not lent to those, and the real step is faster than the plan says.
@@ -32,7 +32,7 @@ import numpy as np
 
 from cost_model.compute import kernel_s
 from search.ir.graph import Phase, Role
-from search.ir.spec import PARTIAL, WHOLE
+from search.ir.spec import PARTIAL
 from search.problem.costs import CostedGraph
 from search.problem.flat_program import ReadPhase, read_phase
 from search.problem.kernels import runs_alone
@@ -45,11 +45,8 @@ CONTENTION = 0.1
 """Of a hidden collective's time, by how much it slows down the computation beside it: NCCL's kernels take some of the
 multiprocessors and of the memory's rate. Source: assumed."""
 
-HALF = 0.5
-"""Of the time behind the forward phase, what a gather, a reduce-scatter or a return may take."""
-
 MAX_WINDOWS = 6
-"""Different rooms of one edge that are told apart. Source: a choice of ours; a stack's differ by a layer each."""
+"""Different windows of one edge that are told apart. Source: a choice of ours; a stack's differ by a layer each."""
 
 
 class Way(StrEnum):
@@ -101,32 +98,22 @@ class Hiding:
         )
 
     def _of(self, edge: ReshardEdge, rides: Sequence[_Ride]) -> np.ndarray | float:
-        rooms_s = sorted(self._room_s(ride) for ride in rides)
-        if not rooms_s or rooms_s[-1] <= 0:
+        if not any(ride.window_s for ride in rides):
             return 0.0
-        each_s = self.costed.edge_seconds(edge) / len(rooms_s)
-        if not np.any(each_s[np.isfinite(each_s)]):
-            return 0.0
-        factor, total_s = self._factor(edge, rides[0]), np.zeros_like(each_s)
-        for some in np.array_split(rooms_s, MAX_WINDOWS):
-            if len(some):
-                total_s += len(some) * np.minimum(each_s, factor * some.mean())
+        each_s, total_s = self.costed.edge_seconds(edge) / len(rides), 0.0
+        share_s = self._rates[rides[0].way, rides[0].is_forward] * rides[0].num_elements
+        if not rides[0].is_forward:
+            share_s = np.where(self._reduces(edge), share_s, np.maximum(share_s - each_s, 0.0))
+        for windows_s in np.array_split(
+            sorted(ride.window_s for ride in rides), min(MAX_WINDOWS, len(rides))
+        ):
+            total_s = total_s + len(windows_s) * np.minimum(each_s, np.minimum(share_s, windows_s.mean()))
         return (1 - CONTENTION) * total_s
 
-    def _room_s(self, ride: _Ride) -> float:
-        """The computation that it may hide behind if it has all of its share."""
-        rate = self._rates[ride.way, ride.is_forward]
-        return min(ride.window_s, rate * ride.num_elements)
-
-    def _factor(self, edge: ReshardEdge, ride: _Ride) -> np.ndarray | float:
-        """[strategies of source, strategies of target]: how much of its share it has."""
-        if ride.is_forward:
-            return 1.0
-        if ride.way is not Way.REDUCTION:
-            return HALF
+    def _reduces(self, edge: ReshardEdge) -> np.ndarray:
+        """[strategies of source, strategies of target]: whether partial values are added up on the way."""
         source, target = (port_specs(p, self.costed.strategies[p.node]) for p in (edge.source, edge.target))
-        is_all_reduce = ((source[:, None, :] == PARTIAL) & (target[None, :, :] == WHOLE)).any(axis=2)
-        return np.where(is_all_reduce, 1.0, HALF)
+        return ((source[:, None, :] == PARTIAL) & (target[None, :, :] != PARTIAL)).any(axis=2)
 
     @cached_property
     def _rates(self) -> dict[tuple[Way, bool], float]:
