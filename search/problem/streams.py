@@ -100,7 +100,8 @@ class Hiding:
     def _of(self, edge: ReshardEdge, rides: Sequence[_Ride]) -> np.ndarray | float:
         if not any(ride.window_s for ride in rides):
             return 0.0
-        each_s, total_s = self.costed.edge_seconds(edge) / len(rides), 0.0
+        seconds, total_s = self.costed.edge_seconds(edge), 0.0
+        each_s = np.where(np.isfinite(seconds), seconds, 0.0) / len(rides)
         share_s = self._rates[rides[0].way, rides[0].is_forward] * rides[0].num_elements
         if not rides[0].is_forward:
             share_s = np.where(self._reduces(edge), share_s, np.maximum(share_s - each_s, 0.0))
