@@ -92,12 +92,14 @@ class _Propagation:
         return found
 
     def _following(self, node: int, batch: Axes) -> np.ndarray:
-        """The strategies that split the loop over examples over the batch's axes; all where there is no such loop."""
+        """The strategies that split the loop over examples over the batch's axes and no others; all where there is no such
+        loop."""
         kept = self.kept[node]
         if node not in self._batch_factors:
             return kept
-        at = self.costed.strategies[node].assignment[kept][:, list(batch)]
-        following = kept[(at == self._batch_factors[node]).all(axis=1)]
+        is_split = self.costed.strategies[node].assignment[kept] == self._batch_factors[node]
+        wanted = np.isin(np.arange(is_split.shape[1]), batch)
+        following = kept[(is_split == wanted).all(axis=1)]
         return following if len(following) else kept
 
     @cached_property
