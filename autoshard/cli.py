@@ -131,8 +131,8 @@ def _parser() -> argparse.ArgumentParser:
     listing.add_argument("cluster", nargs="?", metavar="CLUSTER", help="a preset, 64xH100-80GB or a file")
     listing.add_argument("--json", action="store_true", help="print it as a cluster file, to be edited")
     listing.set_defaults(run=commands.clusters)
-    schema = subparsers.add_parser("schema", help="print the JSON Schema of a plan's file, for editors")
-    schema.add_argument("file", choices=["plan"], help="which file's")
+    schema = subparsers.add_parser("schema", help="print the JSON Schema of a file, for editors")
+    schema.add_argument("file", choices=["cluster", "plan"], help="which file's")
     schema.set_defaults(run=commands.schema)
     _add_calibrate(subparsers)
     for command in (search, verify, show):

@@ -1,17 +1,17 @@
-"""Dataclasses as JSON objects whose numbers carry their units.
+"""How the numbers of a dataclass stand in a JSON file: under keys without units, in values with them.
 
-A field declares how it is written in a file with `field(metadata=in_file("memory", BYTES))`: the key, and
-how its value is read and written. A field with a default may be absent from a file. `read_record` and
-`write_record` are generic over such dataclasses and inverse to each other. Every mistake becomes one
-`ClusterError` that names the file and the path of the key, such as `device.memory`.
+A field's annotation says its form: `memory_bytes: Annotated[int, BYTES]` is `"memory": "80GiB"` in a file. From the same
+annotations Pydantic reads, checks and describes files (`cost_model.cluster_file`): each form tells it what it wants. As
+Pydantic takes a while to import, what is ours, and known to be right, is read and written here without it.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, Field, dataclass, fields
-from difflib import get_close_matches
-from typing import Any
+from dataclasses import dataclass, fields, is_dataclass
+from functools import cache
+from types import MappingProxyType
+from typing import Annotated, Any, Protocol, get_origin, get_type_hints
 
-from cost_model.errors import ClusterError, InputError
+from cost_model.errors import ClusterError
 from cost_model.units import (
     exact_bytes,
     exact_flops,
@@ -23,136 +23,140 @@ from cost_model.units import (
     parse_seconds,
 )
 
-_FILE_KEY = "file_key"
-_FORM = "form"
+KEYS: Mapping[str, str] = MappingProxyType(
+    {
+        "memory_bytes": "memory",
+        "memory_bytes_per_s": "memory_bandwidth",
+        "flops_per_s": "flops",
+        "reserve_bytes": "reserve",
+        "num_cores": "cores",
+        "launch_s": "launch",
+        "bytes_per_s": "bandwidth",
+        "latency_s": "latency",
+        "host_bytes_per_node": "host_memory_per_node",
+    }
+)
+"""The keys of fields that are called otherwise in a file, where values carry the units."""
+
+
+def key_of(name: str) -> str:
+    """A field's key in a file."""
+    return KEYS.get(name, name)
+
+
+def file_config() -> dict[str, Any]:
+    """What Pydantic is told of each dataclass, as its `__pydantic_config__`."""
+    return {"strict": True, "extra": "forbid", "use_attribute_docstrings": True, "alias_generator": key_of}
+
+
+class Form(Protocol):
+    """How one kind of value looks in a file."""
+
+    def read(self, data: Any) -> Any:
+        """Ours, from the JSON value."""
+        ...
+
+    def write(self, value: Any) -> Any:
+        """The inverse."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
-    """How one kind of value looks in a file.
+class Quantity:
+    """A number that is text with a unit in a file.
 
     Attributes:
-      read: from the JSON value and its place ("FILE: key.path") to ours; raises InputError.
-      write: the inverse.
+      parse: from the text to SI units.
+      exact: the inverse.
+      example: of the text.
     """
 
-    read: Callable[[Any, str], Any]
-    write: Callable[[Any], Any]
+    parse: Callable[[str], Any]
+    exact: Callable[[Any], str]
+    example: str
+
+    def read(self, data: Any) -> Any:
+        """Raises ClusterError, or InputError, for what is no such text."""
+        if not isinstance(data, str):
+            raise ClusterError(f"wanted text that carries its unit, got {data!r}")
+        return self.parse(data)
+
+    def write(self, value: Any) -> Any:
+        return self.exact(value)
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
+        from pydantic_core import core_schema
+
+        written = core_schema.plain_serializer_function_ser_schema(self.exact)
+        return core_schema.no_info_plain_validator_function(self.read, serialization=written)
+
+    def __get_pydantic_json_schema__(self, schema: Any, handler: Any) -> Any:
+        return {"type": "string", "examples": [self.example]}
 
 
-def in_file(key: str, form: Form) -> Mapping[str, Any]:
-    """The `metadata` of a dataclass field that is written under `key` in the given form."""
-    return {_FILE_KEY: key, _FORM: form}
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A tuple of pairs that is an object with free keys in a file.
 
-
-def read_record(cls: type, data: Any, place: str) -> Any:
-    """A `cls` from a JSON object; `place` says where the object stands, for messages.
-
-    Raises:
-      ClusterError: a missing or unknown key, a value of the wrong form, or values that `cls` refuses.
+    Attributes:
+      kind: the values' type, perhaps with its form.
     """
-    forms = _forms(cls)
-    data = _object(data, place)
-    check_keys(data, tuple(forms), place)
-    required = [key for key, (item, _) in forms.items() if item.default is MISSING]
-    missing = [key for key in required if key not in data]
-    if missing:
-        raise ClusterError(f"{place}: missing {_names(missing)}; wanted the keys {_names(required)}")
-    given = {key: forms[key] for key in forms if key in data}
-    values = {item.name: form.read(data[key], join(place, key)) for key, (item, form) in given.items()}
-    return _located(lambda: cls(**values), place)
+
+    kind: Any
+
+    def read(self, data: Any) -> Any:
+        return tuple((key, _read(self.kind, value)) for key, value in data.items())
+
+    def write(self, value: Any) -> Any:
+        return {key: _write(self.kind, one) for key, one in value}
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
+        from pydantic_core import core_schema
+
+        there = core_schema.dict_schema(core_schema.str_schema(), handler.generate_schema(self.kind))
+        written = core_schema.plain_serializer_function_ser_schema(self.write, return_schema=there)
+        return core_schema.no_info_after_validator_function(
+            lambda pairs: tuple(pairs.items()), there, serialization=written
+        )
+
+
+BYTES = Quantity(parse_bytes, exact_bytes, "80GiB")
+RATE = Quantity(parse_rate, exact_rate, "450GB/s")
+SECONDS = Quantity(parse_seconds, exact_seconds, "5us")
+FLOPS = Quantity(parse_flops, exact_flops, "989TFLOP/s")
+
+
+def read_record(cls: type, data: Mapping[str, Any]) -> Any:
+    """A dataclass from a JSON object that is known to be right. A field with a default may be absent."""
+    kinds = field_types(cls)
+    return cls(**{n: _read(kind, data[key_of(n)]) for n, kind in kinds.items() if key_of(n) in data})
 
 
 def write_record(value: Any) -> dict[str, Any]:
     """The JSON object that `read_record` turns back into an equal value."""
-    return {key: form.write(getattr(value, item.name)) for key, (item, form) in _forms(type(value)).items()}
+    return {key_of(n): _write(kind, getattr(value, n)) for n, kind in field_types(type(value)).items()}
 
 
-def check_keys(data: Mapping[str, Any], known: tuple[str, ...], place: str) -> None:
-    """Refuses keys other than the known ones, with the closest known one as a hint."""
-    for key in data:
-        if key not in known:
-            hint = closest(key, known)
-            raise ClusterError(f"{place}: unknown key {key!r}{hint}; wanted the keys {_names(known)}")
+@cache
+def field_types(cls: type) -> Mapping[str, Any]:
+    """The types of a dataclass's fields, with their forms."""
+    hints = get_type_hints(cls, include_extras=True)
+    return {field.name: hints[field.name] for field in fields(cls)}
 
 
-def closest(name: str, known: tuple[str, ...]) -> str:
-    """A hint such as ` (did you mean 'memory'?)`, or nothing when no known name is close."""
-    longer = [candidate for candidate in known if name and candidate.lower().startswith(name.lower())]
-    matches = longer or get_close_matches(name.lower(), [candidate.lower() for candidate in known], n=1)
-    meant = [candidate for candidate in known if candidate in matches or candidate.lower() in matches]
-    return f" (did you mean {' or '.join(repr(candidate) for candidate in meant)}?)" if meant else ""
+def _read(kind: Any, data: Any) -> Any:
+    if is_dataclass(kind):
+        return read_record(kind, data)  # type: ignore[arg-type]
+    form = _form(kind)
+    return data if form is None else form.read(data)
 
 
-def join(place: str, key: str) -> str:
-    """The place of a key in an object: from `"a.json"` to `"a.json: device"` to `"a.json: device.memory"`."""
-    return f"{place}.{key}" if ": " in place else f"{place}: {key}"
+def _write(kind: Any, value: Any) -> Any:
+    if is_dataclass(kind):
+        return write_record(value)
+    form = _form(kind)
+    return value if form is None else form.write(value)
 
 
-def record(cls: type) -> Form:
-    """A nested object."""
-    return Form(read=lambda data, place: read_record(cls, data, place), write=write_record)
-
-
-def _quantity(parse: Callable[[str], Any], exact: Callable[[Any], str]) -> Form:
-    def read(value: Any, place: str) -> Any:
-        if not isinstance(value, str):
-            raise ClusterError(f"{place}: wanted text that carries its unit, got {value!r}")
-        return _located(lambda: parse(value), place)
-
-    return Form(read=read, write=exact)
-
-
-def _plain(kinds: tuple[type, ...], wanted: str) -> Form:
-    def read(value: Any, place: str) -> Any:
-        if not isinstance(value, kinds) or isinstance(value, bool):
-            raise ClusterError(f"{place}: wanted {wanted}, got {value!r}")
-        return kinds[0](value)
-
-    return Form(read=read, write=lambda value: value)
-
-
-def _read_flag(value: Any, place: str) -> bool:
-    if not isinstance(value, bool):
-        raise ClusterError(f"{place}: wanted true or false, got {value!r}")
-    return value
-
-
-TEXT = _plain((str,), "text")
-COUNT = _plain((int,), "a whole number")
-SHARE = _plain((float, int), "a number above 0 and at most 1")
-FLAG = Form(read=_read_flag, write=lambda value: value)
-BYTES = _quantity(parse_bytes, exact_bytes)
-RATE = _quantity(parse_rate, exact_rate)
-SECONDS = _quantity(parse_seconds, exact_seconds)
-FLOPS = _quantity(parse_flops, exact_flops)
-
-
-def table(form: Form) -> Form:
-    """An object with free keys and one form of value; for us a tuple of pairs."""
-
-    def read(data: Any, place: str) -> tuple[tuple[str, Any], ...]:
-        return tuple((key, form.read(value, join(place, key))) for key, value in _object(data, place).items())
-
-    return Form(read=read, write=lambda pairs: {key: form.write(value) for key, value in pairs})
-
-
-def _forms(cls: type) -> dict[str, tuple[Field, Form]]:
-    return {item.metadata[_FILE_KEY]: (item, item.metadata[_FORM]) for item in fields(cls)}
-
-
-def _object(data: Any, place: str) -> dict[str, Any]:
-    if not isinstance(data, dict):
-        raise ClusterError(f"{place}: wanted a JSON object {{...}}, got {data!r}")
-    return data
-
-
-def _located(make: Callable[[], Any], place: str) -> Any:
-    try:
-        return make()
-    except InputError as error:
-        raise ClusterError(f"{place}: {error}") from None
-
-
-def _names(keys: Any) -> str:
-    return ", ".join(repr(key) for key in keys)
+def _form(kind: Any) -> Form | None:
+    return kind.__metadata__[0] if get_origin(kind) is Annotated else None

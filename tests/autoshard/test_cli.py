@@ -573,6 +573,16 @@ def test_schema_prints_one_that_editors_read(run):
     status, out, err = run("schema", "plan")
     assert (status, err) == (0, "")
     assert json.loads(out)["properties"]["decisions"] == {"$ref": "#/$defs/DecisionsFile"}
+    status, out, err = run("schema", "cluster")
+    assert (status, err) == (0, "")
+    device = json.loads(out)["$defs"]["Device"]
+    assert device["required"] == ["name", "memory", "memory_bandwidth", "flops"]
+    assert device["properties"]["memory"] == {
+        "type": "string",
+        "examples": ["80GiB"],
+        "title": "Memory",
+        "description": "What the runtime sees as device memory.",
+    }
 
 
 def test_clusters_knows_no_other_names(run):
