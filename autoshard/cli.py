@@ -33,15 +33,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
       The exit status.
     """
-    try:
-        options = _parser().parse_args(argv)
-    except SystemExit as e:  # argparse has said what is wrong
-        return int(e.code or 0)
-    if not jax.config.jax_platforms and not options.uses_devices:
-        jax.config.update("jax_platforms", "cpu")
     with one_line_warnings():
         try:
+            options = _parser().parse_args(argv)
+            if not jax.config.jax_platforms and not options.uses_devices:
+                jax.config.update("jax_platforms", "cpu")
             return options.run(options)
+        except SystemExit as e:  # argparse has said what is wrong
+            return int(e.code or 0)
         except AutoshardError as e:
             say(f"error: {e}")
             return e.exit_status

@@ -338,6 +338,18 @@ def wait_for(line, process):
 
 
 @pytest.mark.usefixtures("interruptible")
+def test_ctrl_c_while_jax_loads(tmp_path):
+    (tmp_path / "jax.py").write_text(
+        "import sys, time\nprint('now', file=sys.stderr, flush=True)\ntime.sleep(60)\n"
+    )
+    process = command("clusters", env={"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}, stderr=subprocess.PIPE)
+    wait_for("now", process)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=30)
+    assert (process.returncode, err) == (130, "autoshard: interrupted\n")
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_ctrl_c(tmp_path):
     path = tmp_path / "slow.py"
     path.write_text(TRAIN + "\n\ndef slow():\n    import time\n    print('now')\n    time.sleep(60)\n")
