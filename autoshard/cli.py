@@ -93,7 +93,12 @@ def _parser() -> argparse.ArgumentParser:
         help="what is in the host's memory: never, or some of optimizer_state,parameters,residuals and paths of "
         "arguments; by default it is searched",
     )
-    search.add_argument("--time-limit", type=_seconds, metavar="S", help="processor seconds for the solver")
+    search.add_argument(
+        "--time-limit",
+        type=_seconds,
+        metavar="S",
+        help="processor seconds for the solver; by default a fixed amount of work",
+    )
     search.add_argument("--out", type=Path, metavar="FILE", help="save the plan")
     search.add_argument(
         "--verify",
