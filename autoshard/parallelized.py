@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+import numpy as np
 
 from autoshard import nnx_objects, placing, planning, programs
 from autoshard.calls import Call, Callee
@@ -38,6 +39,8 @@ from search.mesh_problem import Options
 from search.pipeline.planning import PipelineOptions
 from search.plan.pipeline_plan import PipelinePlan
 from search.plan.plan import Plan
+
+PYTHON_NUMBERS = (bool, int, float, complex)
 
 
 @dataclass(frozen=True, slots=True)
@@ -414,7 +417,9 @@ def _signature(call: Call) -> Any:
 
 
 def _type(leaf: Any) -> Any:
-    if isinstance(leaf, jax.Array):
-        return leaf.shape, leaf.dtype
-    dtype = getattr(leaf, "dtype", None)
-    return type(leaf) if dtype is None else (leaf.shape, _jax.narrowed(dtype))
+    """What `jax.jit` keeps programs apart by. A Python number is an array of the type that adapts to others."""
+    if type(leaf) in PYTHON_NUMBERS:
+        return (), _jax.narrowed(np.dtype(type(leaf))), type(leaf) is not bool
+    if (dtype := getattr(leaf, "dtype", None)) is None:
+        return type(leaf)
+    return leaf.shape, _jax.narrowed(dtype), getattr(leaf, "weak_type", False)
