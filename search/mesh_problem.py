@@ -36,6 +36,7 @@ from search.problem.reshard import Resharder
 from search.problem.seeds import seeds
 from search.problem.strategy_graph import StrategyGraph, strategy_graph
 from search.problem.streams import Hiding
+from search.problem.traffic import Traffic
 from search.solver import branch_and_bound
 from search.solver.branch_and_bound import NoFitError
 from search.solver.clock import PROCESSOR, Deadline, SearchClock, WorkClock
@@ -87,6 +88,9 @@ EDGE_S = 1.2e-4
 
 ENTRY_S = 6e-8
 """Of a mesh's costs, for an entry of an edge."""
+
+RULE_S = 8e-6
+"""Of a plan by rule, for an edge."""
 
 KERNEL_S = 2e-4
 """Of what a device does, for a kernel."""
@@ -222,6 +226,11 @@ class StepProblem:
         return self.graph.folded.program.step
 
     @cached_property
+    def traffic(self) -> Traffic:
+        """Its communication that nothing waits for."""
+        return Traffic(self.graph)
+
+    @cached_property
     def plain(self) -> FoldedProgram:
         """The traced step, folded as it is."""
         if not (self.sites or self.hosted or self.waiting):
@@ -233,16 +242,19 @@ class StepProblem:
         costed = price(self.graph, self.kernels, Resharder(MeshModel(cluster, shape)))
         memory, host = Memory(costed, self.items), Memory(costed, self.host_items)
         self.clock.spend(STRATEGY_S * sum(map(len, costed.strategies)))
-        return MeshProblem(memory, host, self.live_ranges, DecisionCodec(costed), self.clock)
+        hiding = Hiding(costed, self.traffic)
+        return MeshProblem(memory, host, self.live_ranges, hiding, DecisionCodec(costed), self.clock)
 
 
 @dataclass(frozen=True, eq=False)
 class MeshProblem:
-    """The problem on one mesh: a device's memory, its share of the host's, costs, words; by its clock all limits count."""
+    """The problem on one mesh: a device's memory, its share of the host's, what computation hides, costs, words; by its
+    clock all limits count."""
 
     memory: Memory
     host: Memory
     live_ranges: LiveRanges
+    hiding: Hiding
     codec: DecisionCodec
     clock: SearchClock
 
@@ -253,11 +265,6 @@ class MeshProblem:
         num_entries = sum(edge.cost_s.size for edge in problem.edges)
         self.clock.spend(EDGE_S * len(problem.edges) + ENTRY_S * num_entries)
         return problem
-
-    @cached_property
-    def hiding(self) -> Hiding:
-        """What of the communication runs behind computation."""
-        return Hiding(self.memory.costed)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -443,6 +450,7 @@ class MeshProblem:
     def _by_rule(self, kept: Sequence[np.ndarray]) -> Iterator[Labels]:
         """Plans by rule, in the numbering of the kept strategies."""
         for labels in seeds(self.memory.costed, self.problem, kept):
+            self.clock.spend(RULE_S * len(self.problem.edges))
             yield tuple(int(np.searchsorted(k, label)) for k, label in zip(kept, labels, strict=True))
 
     def _round[Answer](

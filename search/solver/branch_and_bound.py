@@ -246,7 +246,7 @@ class _Search:
         num_fit, seen = 0, {labels: self.problem.cost_s(labels) for labels in self.starts()}
         for labels in sorted(seen, key=seen.__getitem__):
             if seen[labels] < np.inf and num_fit < MAX_STARTS and self._left_s() > 0:
-                found = descend(self.problem, (), np.inf, 0.0, labels)
+                found = descend(self.problem, (), np.inf, 0.0, labels, self.clock)
                 num_fit += not self._offer(found) and self.planes.fits(found)
 
     def _reoptimised(self, part: Relaxation, labels: Labels) -> Labels:

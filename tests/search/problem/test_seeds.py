@@ -12,7 +12,10 @@ from search.problem.seeds import Rule, _Propagation, batch_factors, rules, seeds
 from tests.search.chain import chain
 
 WIDTH = 2048
-ARGS = [jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)] * 4, jax.ShapeDtypeStruct((1 << 16, WIDTH), jnp.float32)
+ARGS = (
+    [jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)] * 4,
+    jax.ShapeDtypeStruct((1 << 16, WIDTH), jnp.float32),
+)
 CLUSTER = parse_cluster("16xH100-80GB")
 
 
@@ -24,7 +27,11 @@ def on_mesh(step=chain, args=ARGS, mesh=(2, 8)):
 def by_rule(problem, rule):
     """What a rule decides, by name, in words."""
     labels = _Propagation(problem.memory.costed, problem.problem, problem.pinned({})).run(rule)
-    return {name: problem.codec.text(node, labels[node]) for node, names in enumerate(problem.codec.names) for name in names}
+    return {
+        name: problem.codec.text(node, labels[node])
+        for node, names in enumerate(problem.codec.names)
+        for name in names
+    }
 
 
 def products(found):
@@ -39,7 +46,9 @@ def test_the_rules_of_a_mesh():
         Rule((0,), None, None),
     }
     assert len(set(rules((2, 8)))) == 3 * 6
-    assert set(rules((1, 8))) == {Rule((1,), *rest) for rest in [((), ()), ((), (1,)), ((1,), (1,)), (None, None)]}
+    assert set(rules((1, 8))) == {
+        Rule((1,), *rest) for rest in [((), ()), ((), (1,)), ((1,), (1,)), (None, None)]
+    }
 
 
 def test_data_parallelism():

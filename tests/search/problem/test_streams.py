@@ -10,7 +10,8 @@ from cost_model.hardware import parse_cluster
 from search import driver
 from search.ir.trace import trace
 from search.mesh_problem import Options, StepProblem
-from search.problem.streams import CONTENTION, Way
+from search.problem.streams import CONTENTION
+from search.problem.traffic import Way
 from tests.search.chain import chain
 
 LAYERS, WIDTH, BATCH = 6, 2048, 1 << 17
@@ -50,8 +51,10 @@ def test_shares_of_a_kind_are_no_more_than_the_computation_of_its_phase():
     hiding = on_mesh("16xA100-80GB-Ethernet", (16,)).hiding
     total_s = {is_forward: before_s[-1] for is_forward, before_s in hiding._computed_before.items()}
     for (way, is_forward), rate in hiding._rates.items():
-        rides = [r for rides in hiding._rides for r in rides if (r.way, r.is_forward) == (way, is_forward)]
-        shares_s = sum(min(r.window_s, rate * r.num_elements) for r in rides if r.is_counted)
+        rides = [
+            r for rides in hiding.traffic.rides for r in rides if (r.way, r.is_forward) == (way, is_forward)
+        ]
+        shares_s = sum(min(hiding._window_s(r), rate * r.num_elements) for r in rides if r.is_counted)
         assert 0 < shares_s <= total_s[is_forward] * (1 + 1e-9), (way, is_forward)
 
 
@@ -59,7 +62,7 @@ def test_what_lies_between_activations_is_paid_in_full():
     problem = on_mesh("8xH100-80GB", (8,))
     graph = problem.memory.costed.graph
     ways = {}
-    for edge, rides in zip(graph.edges, problem.hiding._rides, strict=True):
+    for edge, rides in zip(graph.edges, problem.hiding.traffic.rides, strict=True):
         ways.setdefault(graph.folded.op(edge.maker[0]).name, set()).update(ride.way for ride in rides)
     assert ways["tanh"] == set()
     assert ways["dot_general"] <= {Way.REDUCTION}
@@ -86,7 +89,9 @@ def test_on_a_slow_network_reductions_hide_behind_the_backward_phase_and_no_more
     result = found("16xA100-80GB-Ethernet", (16,), spec)
     labels, hiding = result.chosen, result.on_mesh.hiding
     backward_s, seconds = hiding._computed_before[False][-1], dict.fromkeys(Way, 0.0)
-    for edge, rides, hidden_s in zip(hiding.costed.graph.edges, hiding._rides, hiding.seconds, strict=True):
+    for edge, rides, hidden_s in zip(
+        hiding.costed.graph.edges, hiding.traffic.rides, hiding.seconds, strict=True
+    ):
         if rides and not rides[0].is_forward and np.ndim(hidden_s):
             seconds[rides[0].way] += hidden_s[labels[edge.source.node], labels[edge.target.node]] / (
                 1 - CONTENTION
@@ -101,7 +106,7 @@ def test_second_gathers_have_what_reductions_leave():
     hides no more than there is."""
     for cluster in ("16xH100-80GB", "16xA100-80GB"):
         hiding = on_mesh(cluster, (16,)).hiding
-        edges = zip(hiding.costed.graph.edges, hiding._rides, hiding.seconds, strict=True)
+        edges = zip(hiding.costed.graph.edges, hiding.traffic.rides, hiding.seconds, strict=True)
         for edge, rides, hidden_s in edges:
             is_gather = rides and not rides[0].is_forward and not hiding._reduces(edge).any()
             if is_gather and np.ndim(hidden_s):
