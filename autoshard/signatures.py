@@ -29,6 +29,8 @@ def signature(call: Call) -> Any:
 
 def type_of(leaf: Any) -> Any:
     """What `jax.jit` keeps programs apart by. A Python number is an array of a type that adapts to others."""
+    if isinstance(leaf, jax.Array):
+        return leaf.shape, leaf.dtype, getattr(leaf, "weak_type", False)  # keys have none
     if type(leaf) in PYTHON_NUMBERS:
         return (), _jax.narrowed(np.dtype(type(leaf))), type(leaf) is not bool
     if (dtype := getattr(leaf, "dtype", None)) is None:
