@@ -4,20 +4,18 @@ As `jax.jit` keeps a program for each signature, so is there a plan and a progra
 static arguments, other objects. The first plan says how the state rests, on which mesh; later ones are searched with that
 given, so that nothing moves when calls alternate.
 
-A call that is like the last one only runs. JAX itself notices if it is not: the program refuses to be traced again.
+A call that is like one before only runs (`autoshard.signatures`).
 """
 
 import contextlib
 import copy
 import functools
-import itertools
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-import numpy as np
 
 from autoshard import nnx_objects, placing, planning, programs
 from autoshard.calls import Call, Callee
@@ -25,6 +23,8 @@ from autoshard.creation import Creation, Number
 from autoshard.pins import ANYWHERE, Rested, as_in
 from autoshard.planning import Asked
 from autoshard.progress import Progress, narrated
+from autoshard.signatures import Known, type_of
+from autoshard.signatures import signature as signature_of
 from autoshard.user_warning import warn
 from cost_model import attached
 from cost_model.cluster import Cluster
@@ -39,8 +39,6 @@ from search.mesh_problem import Options
 from search.pipeline.planning import PipelineOptions
 from search.plan.pipeline_plan import PipelinePlan
 from search.plan.plan import Plan
-
-PYTHON_NUMBERS = (bool, int, float, complex)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,17 +98,15 @@ class Parallelized:
         self._ran: list[_Planned] = []
         self._owner: tuple[Any, ...] = ()
         self._last: _Planned | None = None
-        self._plain: list[_Planned] = []
+        self._plain = Known[_Planned]()
         """Those whose programs take what a call is given, by position."""
-        self._telling: tuple[int, ...] = ()
-        """The leaves by which these are told apart, where their pytrees are the same."""
 
     def __get__(self, instance: Any, owner: Any = None) -> "Parallelized":
         """The step as a method."""
         if instance is None:
             return self
         bound = copy.copy(self)
-        bound._owner, bound._plain = (instance,), []
+        bound._owner, bound._plain = (instance,), Known[_Planned]()
         return bound
 
     @property
@@ -130,9 +126,9 @@ class Parallelized:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs one step: the arguments and results of the decorated function."""
-        if self._plain:
+        if self._plain.all:
             args, kwargs = self.callee.by_position(args, kwargs)
-            known = None if kwargs else self._like_before(args)
+            known = None if kwargs else self._plain.like(args)
             if known is not None:
                 self._last = known
                 try:
@@ -140,8 +136,10 @@ class Parallelized:
                 except placing.RetracedError:
                     pass
                 except placing.FAILURES:
-                    if not placing.lies_elsewhere(known.program, args, known.step):
+                    if not placing.is_refused(known.program, args, known.step):
                         raise
+                    if not placing.are_distinct(args):
+                        self._plain.forget(known)  # XLA logs each time that it is given an array twice
         call = self._call(args, kwargs)
         planned = self._prepared(call)
         is_first = planned not in self._ran
@@ -232,7 +230,7 @@ class Parallelized:
 
     def _prepared(self, call: Call) -> _Planned:
         """The plan and program for a call."""
-        signature = _signature(call)
+        signature = signature_of(call)
         known = next((p for p in self._planned if p.signature == signature), None)
         if known is None:
             with self._narrated("tracing") as tell:
@@ -244,22 +242,12 @@ class Parallelized:
     def _keep(self, planned: _Planned, call: Call) -> None:
         """What has run once runs again without further ado."""
         self._ran.append(planned)
-        if not (call.kwargs or call.static or call.form or self._owner):
-            self._plain.append(planned)
-            self._telling = _telling(self._plain)
+        is_one_program = isinstance(planned.program, Program)
+        if is_one_program and not (call.kwargs or call.static or call.form or self._owner):
+            self._plain.add(planned)
 
     def _narrated(self, first: str) -> AbstractContextManager[Progress]:
         return narrated(self.__name__, first, self._request.progress)
-
-    def _like_before(self, args: tuple[Any, ...]) -> _Planned | None:
-        """The plan that these arguments probably have; its program refuses others. Arrays that are there twice have none."""
-        leaves, tree = jax.tree.flatten(args)
-        if len(set(map(id, leaves))) < len(leaves):
-            return None
-        for planned in self._plain:
-            if planned.tree == tree and all(_type(leaves[i]) == planned.types[i] for i in self._telling):
-                return planned
-        return None
 
     def _searched(self, call: Call, signature: Any, tell: Progress) -> _Planned:
         if any(_jax.is_tracer(x) for x in jax.tree.leaves(call.positional)):
@@ -278,7 +266,7 @@ class Parallelized:
         traced = planning.traced(call.step, hardware, call.args, call.kwargs, request.state)
         found, plan, program = self._made(traced, hardware, devices, tell)
         leaves, tree = jax.tree.flatten(call.positional)
-        types = tuple(map(_type, leaves))
+        types = tuple(map(type_of, leaves))
         return _Planned(signature, call.form, found, plan, program, tree, types)
 
     def _made(
@@ -401,25 +389,3 @@ class Parallelized:
         if self._request.like is not None:
             return "Its arguments differ from those of the step that it is like, or rest on the host there"
         return "If they are another step's state, say so: parallelize(..., like=that_step), or pin= its plan"
-
-
-def _telling(plans: Sequence[_Planned]) -> tuple[int, ...]:
-    """The leaves that differ among plans for the same pytree."""
-    pairs = [(a, b) for a, b in itertools.combinations(plans, 2) if a.tree == b.tree]
-    differing = {i for a, b in pairs for i, (x, y) in enumerate(zip(a.types, b.types, strict=True)) if x != y}
-    return tuple(sorted(differing))
-
-
-def _signature(call: Call) -> Any:
-    leaves, tree = jax.tree.flatten((call.args, call.kwargs))
-    static = tuple((key, type(value), value) for key, value in call.static)
-    return static, tree, tuple(map(_type, leaves)), call.form
-
-
-def _type(leaf: Any) -> Any:
-    """What `jax.jit` keeps programs apart by. A Python number is an array of the type that adapts to others."""
-    if type(leaf) in PYTHON_NUMBERS:
-        return (), _jax.narrowed(np.dtype(type(leaf))), type(leaf) is not bool
-    if (dtype := getattr(leaf, "dtype", None)) is None:
-        return type(leaf)
-    return leaf.shape, _jax.narrowed(dtype), getattr(leaf, "weak_type", False)

@@ -53,30 +53,36 @@ def run(
         try:
             return program.fn(*args), args
         except (RetracedError, *FAILURES):
-            if not lies_elsewhere(program, args, step):
+            if not is_refused(program, args, step):
                 raise
     placed = _placed(program, args, step, advice)
     return program.fn(*placed), placed
 
 
-def lies_elsewhere(program: Program | PipelineProgram, args: tuple[Any, ...], step: Step) -> bool:
-    """Where a call failed: whether that may be because of where arguments lie. What is nowhere yet is brought there by JAX.
+def is_refused(program: Program | PipelineProgram, args: tuple[Any, ...], step: Step) -> bool:
+    """Where a call failed: whether a program refuses to take what it was given, and nothing ran.
+
+    It takes arguments of its own pytree that are there once and lie where it has them; what is nowhere yet is brought there
+    by JAX.
 
     Raises:
       InputError: an argument was given up to an earlier call; names it.
     """
-    arrays = jax.tree.leaves(args)
+    arrays, tree = jax.tree.flatten(args)
+    wanted, own = jax.tree.flatten(program.shardings)
+    if tree != own:
+        return True
     for argument, x in zip(step.arguments, arrays, strict=True):
         if isinstance(x, jax.Array) and x.is_deleted():
             raise InputError(
                 f"{argument.name} was given up to an earlier call: what {step.name} returned is in its memory. Pass that; "
                 "where the old one is needed too, make a copy beforehand (jax.tree.map(jnp.copy, ...))"
             )
-    wanted = jax.tree.leaves(program.shardings)
-    return any(
-        isinstance(x, jax.Array) and x.committed and x.sharding != s
+    lies_elsewhere = any(
+        isinstance(x, jax.Array) and x.committed and not x.sharding.is_equivalent_to(s, x.ndim)
         for x, s in zip(arrays, wanted, strict=True)
     )
+    return lies_elsewhere or (bool(program.donated_leaves) and not are_distinct(args))
 
 
 def are_distinct(args: tuple[Any, ...]) -> bool:

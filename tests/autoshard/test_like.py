@@ -225,19 +225,25 @@ def test_state_that_was_given_up_is_named():
 
 
 def test_what_a_step_raises_is_raised_once():
+    """Also where an argument lies as the plan has it, by another name."""
     calls = []
 
-    def fail(x):
+    def fail_later(x):
         calls.append(None)
-        raise ValueError("no such example")
+        if len(calls) > 1:
+            raise ValueError("no such example")
+        return np.float32(0)
 
     def step(w, x):
-        return w - jax.pure_callback(fail, jax.ShapeDtypeStruct((), "float32"), x).sum()
+        return w - jax.pure_callback(fail_later, jax.ShapeDtypeStruct((), "float32"), x).sum()
 
     parallel = autoshard.parallelize(step, devices=jax.devices()[:1])
+    there = jax.device_put(jnp.ones(4), jax.devices()[0])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for count in (1, 2):
+        w = parallel(jnp.ones(4), there)
+        for count in (2, 3):
             with pytest.raises(jax.errors.JaxRuntimeError, match="no such example"):
-                parallel(jnp.ones(4), jnp.ones(4)).block_until_ready()
+                parallel(jnp.ones(4), there).block_until_ready()
             assert len(calls) == count
+    assert w.sum() == 4
