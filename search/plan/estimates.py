@@ -30,7 +30,7 @@ def estimate(
     collectives = _collectives(costed, chosen)
     communication_s = sum((c.seconds for c in collectives), 0.0)
     transfer_s = device.transfer_s
-    hidden_s = min(hidden_s, communication_s + transfer_s)
+    hidden_s = min(max(hidden_s, 0.0), communication_s + transfer_s)
     return Estimates(
         step_s=compute_s + communication_s - hidden_s,
         compute_s=compute_s - transfer_s,

@@ -30,6 +30,7 @@ import numpy as np
 
 from search.solver.clock import PROCESSOR, Deadline, SearchClock
 from search.solver.lagrangian import CuttingPlanes, Relaxation
+from search.solver.elimination import Elimination
 from search.solver.local_search import descend
 from search.solver.milp import solve_milp
 from search.solver.min_peak import SmallestPeak, minimise_peak, smallest_peak
@@ -73,6 +74,8 @@ PRICINGS_PER_BRANCH = 3
 MAX_BRANCHES = 2000
 MAX_STARTS = 3
 """Of the assignments to begin with, the cheapest are improved; the others differ from these by little else than cost."""
+MAX_ENTRIES = 1e6
+"""Of a table; a part that is eliminated with no larger ones is solved in tenths of a second."""
 MAX_PROGRAM_LABELS = 300
 """Labels beyond one a node; a part with fewer is cheaper to solve as an integer program than to branch on."""
 
@@ -207,7 +210,7 @@ class _Search:
         whole = Relaxation(self.planes, trws)
         if not self._is_closed(whole):
             self._run_stage(self._relax, whole)  # however little time there is: an answer needs a bound
-        for stage in (self._price, self._fit, self._branch):
+        for stage in (self._finish, self._price, self._fit, self._branch):
             if self._is_open(whole):
                 self._run_stage(stage, whole)
         if not whole.trws.is_feasible:
@@ -240,6 +243,12 @@ class _Search:
                 self._drop(whole)
             if not self._is_open(whole):
                 return
+
+    def _finish(self, whole: Relaxation) -> None:
+        """Where memory does not count, what is left may be small enough to eliminate."""
+        if not self.planes.rows:
+            self._eliminate(whole)
+            self._raise_bound(whole.best_bound_s)
 
     def _start(self) -> None:
         """Offers what descends from the assignments to begin with, the cheapest first, until some of them fit."""
@@ -292,7 +301,9 @@ class _Search:
 
     def _children(self, part: Relaxation) -> list[Relaxation]:
         """A part's pieces, tightened; none where the part could be solved outright."""
-        if part.trws.num_kept - len(part.trws.kept) <= MAX_PROGRAM_LABELS:
+        if not self.planes.rows:
+            self._eliminate(part)
+        if self._is_open(part) and part.trws.num_kept - len(part.trws.kept) <= MAX_PROGRAM_LABELS:
             self._settle(part)
         if self._is_closed(part):
             return []
@@ -301,6 +312,16 @@ class _Search:
         for child in children:
             self._tighten(child)
         return children
+
+    def _eliminate(self, part: Relaxation) -> None:
+        """Solves a part without rows outright, if no table gets too large."""
+        problem = part.priced()
+        elimination = Elimination(problem, self.clock)
+        elimination.run(MAX_ENTRIES)
+        if not elimination.left:
+            labels = elimination.labels()
+            part.close(problem.cost_s(labels))
+            self._offer(part.trws.original(labels))
 
     def _tighten(self, part: Relaxation) -> None:
         """Raises a branch's bound by better prices, and looks for an incumbent once."""

@@ -67,7 +67,7 @@ class Kernels:
         peak = on_mesh.memory.peak(labels)
         least = Peak(peak.num_bytes * rng.uniform(self.lowest, self.highest), peak.position, peak.residents)
         return SimpleNamespace(
-            least=least, peak=least, hidden_s=0.0, transfer_s=0.0, waited_s=0.0, apart=NO_KERNELS
+            least=least, peak=least, transfer_s=0.0, waited_s=0.0, apart=NO_KERNELS
         )
 
 
@@ -82,7 +82,7 @@ def never_fitting(on_mesh, labels, limit_bytes):
     """What kernels hold that always need a little more than they may."""
     least = Peak(1.05 * limit_bytes, 0, ())
     return SimpleNamespace(
-        least=least, peak=least, hidden_s=0.0, transfer_s=0.0, waited_s=0.0, apart=NO_KERNELS
+        least=least, peak=least, transfer_s=0.0, waited_s=0.0, apart=NO_KERNELS
     )
 
 
