@@ -118,29 +118,24 @@ class Hiding:
 
     def _least_s(self, at: int) -> float:
         """What one run of an op takes under the strategies that make it fastest."""
-        costed, op_class = self.costed, self.costed.graph.folded.class_of[at]
-        if runs_alone(costed.graph.folded, op_class):
-            if op_class not in self._least_of_class_s:
-                self._least_of_class_s[op_class] = float(np.min(costed.op_seconds(op_class)))
-            return self._least_of_class_s[op_class]
-        if at not in costed.kernels.of_op:
-            return 0.0
-        kernel, share = costed.kernels.of_op[at]
-        if kernel not in self._least_of_kernel_s:
-            self._least_of_kernel_s[kernel] = float(
-                np.min(kernel_s(costed.device, costed.kernel_bytes(kernel)))
-            )
-        return share * self._least_of_kernel_s[kernel]
+        op_class = self.costed.graph.folded.class_of[at]
+        if op_class in self._alone_s:
+            return self._alone_s[op_class]
+        kernel, share = self.costed.kernels.of_op.get(at, (None, 0.0))
+        return share * self._fused_s[kernel] if kernel else 0.0
 
     @cached_property
-    def _least_of_class_s(self) -> dict[int, float]:
-        """Memo of `_least_s`."""
-        return {}
+    def _alone_s(self) -> dict[int, float]:
+        """By class of ops that are kernels of their own: seconds of a run, at the least."""
+        folded = self.costed.graph.folded
+        classes = (k for k in range(len(folded.members)) if runs_alone(folded, k))
+        return {k: float(np.min(self.costed.op_seconds(k))) for k in classes}
 
     @cached_property
-    def _least_of_kernel_s(self) -> dict[FusedKernel, float]:
-        """Memo of `_least_s`."""
-        return {}
+    def _fused_s(self) -> dict[FusedKernel, float]:
+        """By fused kernel: seconds of a run, at the least."""
+        moved = {kernel: self.costed.kernel_bytes(kernel) for kernel in self.costed.kernels.fused}
+        return {kernel: float(np.min(kernel_s(self.costed.device, b))) for kernel, b in moved.items()}
 
 
 def _rate(rides: Sequence[tuple[float, float]], total_s: float) -> float:

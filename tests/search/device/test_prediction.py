@@ -99,7 +99,9 @@ def with_margin(lowered, order) -> float:
     return found.num_bytes + MARGIN * own
 
 
-@pytest.mark.parametrize(("gpu", "is_rescheduled"), [("8xH100-80GB", True), ("8xA100-80GB", True), ("8xCPU", False)])
+@pytest.mark.parametrize(
+    ("gpu", "is_rescheduled"), [("8xH100-80GB", True), ("8xA100-80GB", True), ("8xCPU", False)]
+)
 def test_a_step_is_lowered_and_joined_and_on_gpus_rescheduled(gpu, is_rescheduled):
     def step(weights, x):
         return [w - jnp.sum(x, 0) for w in weights]
