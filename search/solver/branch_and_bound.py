@@ -29,8 +29,8 @@ from heapq import heappop, heappush
 import numpy as np
 
 from search.solver.clock import PROCESSOR, Deadline, SearchClock
-from search.solver.lagrangian import CuttingPlanes, Relaxation
 from search.solver.elimination import Elimination
+from search.solver.lagrangian import CuttingPlanes, Relaxation
 from search.solver.local_search import descend
 from search.solver.milp import solve_milp
 from search.solver.min_peak import SmallestPeak, minimise_peak, smallest_peak
