@@ -50,19 +50,21 @@ class PipelineStep:
     Attributes:
       step: the traced step.
       num_microbatches: in how many the body goes through the batch.
+      num_replicas: among how many each of them is shared out: the body says what one does.
       values: all values.
       prologue: the ops that run once before, in program order.
       body: the ops that run for each microbatch.
       epilogue: the ops that run once after.
-      index: the microbatch's number, as the body reads it.
+      index: the part's number, as the body reads it: of all microbatches' and replicas' parts of the batch.
       of_microbatch: the values that are others in each microbatch.
       terms: by sum, what each microbatch adds to it.
-      pieces: by value of the epilogue, the value of the body that it is, and in which microbatch.
+      pieces: by value of the epilogue, the value of the body that it is, and of which part.
       example_dims: by value that belongs to single examples, the dim that carries them.
     """
 
     step: Step
     num_microbatches: int
+    num_replicas: int
     values: tuple[Value, ...]
     prologue: tuple[Op, ...]
     body: tuple[Op, ...]
@@ -74,14 +76,15 @@ class PipelineStep:
     example_dims: Mapping[int, int]
 
     @classmethod
-    def of(cls, step: Step, num_microbatches: int) -> "PipelineStep":
+    def of(cls, step: Step, num_microbatches: int, num_replicas: int = 1) -> "PipelineStep":
         """Takes a step apart.
 
         Raises:
           InputError: the batch is not so many times anything.
           NotSplittableError: examples depend on one another; the message says where.
         """
-        return _Writing(step, taken_apart(step, num_microbatches)).run()
+        parts = taken_apart(step, num_microbatches * num_replicas)
+        return _Writing(step, parts, num_replicas).run()
 
     def is_of_microbatch(self, value: int) -> bool:
         """Whether a value is another one in each microbatch."""
@@ -134,8 +137,8 @@ def _is_scalar(values: tuple[Value, ...]) -> bool:
 class _Writing:
     """The parts of one step in one numbering."""
 
-    def __init__(self, step: Step, parts: MicrobatchParts) -> None:
-        self.step, self.parts = step, parts
+    def __init__(self, step: Step, parts: MicrobatchParts, num_replicas: int) -> None:
+        self.step, self.parts, self.num_replicas = step, parts, num_replicas
         self.once = Written(parts.graph.values, SCOPE)
 
     def run(self) -> PipelineStep:
@@ -160,7 +163,8 @@ class _Writing:
         body.ops += [_renumbered(op, number) for op in parts.body.ops]
         return PipelineStep(
             self.step,
-            parts.count,
+            parts.count // self.num_replicas,
+            self.num_replicas,
             tuple(body.values),
             prologue,
             tuple(body.ops),

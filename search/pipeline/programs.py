@@ -85,6 +85,7 @@ class _Writing:
             self.step.step,
             self.assigned.num_stages,
             self.step.num_microbatches,
+            self.step.num_replicas,
             tuple(program for place, program in ordered if place.part == _PROLOGUE),
             {
                 (place.stage, _KINDS[place.part]): program

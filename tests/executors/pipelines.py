@@ -27,10 +27,10 @@ def cut_of(parts: PipelineStep, num_stages: int) -> StageCut:
 
 
 def programs_of(
-    step: Step, schedule: Schedule, shares: Sequence[float] = ()
+    step: Step, schedule: Schedule, shares: Sequence[float] = (), num_replicas: int = 1
 ) -> tuple[PipelineStep, StagePrograms]:
     """A step's parts, and its stages' programs; cut behind such shares of its positions, if they are given."""
-    parts = PipelineStep.of(step, schedule.num_microbatches)
+    parts = PipelineStep.of(step, schedule.num_microbatches, num_replicas)
     num = sum(num_positions(parts, op) for op in forward_ops(parts))
     cut = (
         StageCut(tuple(int(share * num) for share in shares))
@@ -41,7 +41,11 @@ def programs_of(
 
 
 def pipelined(
-    step: Step, schedule: Schedule, sizes: Sequence[int] = (), shares: Sequence[float] = ()
+    step: Step,
+    schedule: Schedule,
+    sizes: Sequence[int] = (),
+    shares: Sequence[float] = (),
+    num_replicas: int = 1,
 ) -> PipelineProgram:
     """A step as a pipeline on the simulated devices.
 
@@ -50,8 +54,9 @@ def pipelined(
         schedule: When what runs.
         sizes: How many devices each stage has; by default as many for each worker.
         shares: Where it is cut; by default where the search does.
+        num_replicas: Of each stage.
     """
-    parts, programs = programs_of(step, schedule, shares)
+    parts, programs = programs_of(step, schedule, shares, num_replicas)
     sizes = sizes or [8 // schedule.num_workers] * schedule.num_stages
     return build(programs, schedule, [batch_sharding(parts, size) for size in sizes], jax.devices())
 

@@ -53,23 +53,23 @@ def test_each_schedule_trains_as_one_device(name):
 
 
 @pytest.mark.parametrize(
-    ("model", "name", "num_stages", "num_microbatches"),
+    ("model", "name", "num_stages", "num_microbatches", "num_replicas"),
     [
-        ("gpt_linen", "1f1b", 2, 4),
-        ("gpt_nnx_optimizer", "zb-h1", 4, 4),
-        ("gpt_scan", "interleaved-1f1b", 4, 4),
-        ("t5", "1f1b", 4, 4),
-        ("vit", "gpipe", 2, 8),
-        ("resnet", "zb-h2", 2, 4),
-        ("moe", "1f1b", 2, 4),
+        ("gpt_linen", "1f1b", 2, 2, 4),
+        ("gpt_nnx_optimizer", "zb-h1", 4, 4, 1),
+        ("gpt_scan", "interleaved-1f1b", 4, 4, 2),
+        ("t5", "1f1b", 4, 4, 1),
+        ("vit", "gpipe", 2, 8, 1),
+        ("resnet", "zb-h2", 2, 4, 2),
+        ("moe", "1f1b", 2, 2, 2),
     ],
 )
-def test_each_model_trains_as_on_one_device(model, name, num_stages, num_microbatches):
-    assert_trains_alike(model, schedule_of(name, num_stages, num_microbatches))
+def test_each_model_trains_as_on_one_device(model, name, num_stages, num_microbatches, num_replicas):
+    assert_trains_alike(model, schedule_of(name, num_stages, num_microbatches), num_replicas=num_replicas)
 
 
 def test_unequal_stages_on_unequal_submeshes_train_as_one_device():
-    assert_trains_alike("mlp", schedule_of("1f1b", 3, 4), sizes=(4, 2, 2), shares=(0.1, 0.7))
+    assert_trains_alike("mlp", schedule_of("1f1b", 3, 4), sizes=(4, 2, 2), shares=(0.1, 0.7), num_replicas=2)
 
 
 # --- what stages have to say to one another
@@ -110,7 +110,8 @@ def test_totals_over_all_stages_and_results_by_example_are_one_devices(num_stage
     with jax.enable_x64(True):
         single = Reference.of(clipped(), NUM_STEPS)
         assert_equal(
-            trained(single, pipelined(single.step, schedule_of("1f1b", num_stages, 4))), single.results
+            trained(single, pipelined(single.step, schedule_of("1f1b", num_stages, 4), num_replicas=2)),
+            single.results,
         )
 
 
