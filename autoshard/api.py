@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from autoshard import planning, programs
+from autoshard import pipelines, planning, programs
 from autoshard.calls import Callee
 from autoshard.parallelized import Parallelized, Request
 from autoshard.pins import Pins, Rested
@@ -24,7 +24,6 @@ from cost_model.xla.process import Compiler
 from executors.jit import Program
 from search.ir.graph import Step
 from search.ir.trace import step_name
-from search.pipeline.planning import PipelineOptions
 from search.plan.json_file import read_file
 from search.plan.pipeline_plan import PipelinePlan, is_of_pipeline
 from search.plan.plan import Plan
@@ -306,9 +305,9 @@ def parallelize(
     if like is not None:
         _refuse_beside("like", cluster=cluster, mesh=mesh)
     given = None if plan is None else _given_of_any_kind(plan)
-    pipeline = _pipeline(stages, schedule, microbatches)
+    pipeline = pipelines.asked_for(stages, schedule)
     if pipeline is not None or (given is not None and isinstance(given[0], PipelinePlan)):
-        _refuse_of_a_pipeline(**decided, time_limit_s=time_limit_s, donate=donate, like=like)
+        pipelines.refuse(pin=pin, offload=offload, time_limit_s=time_limit_s, donate=donate, like=like)
     asked = Asked(memory, mesh, pin, remat, microbatches, offload, time_limit_s)
     shared = like if like is None or isinstance(like, Parallelized) else Rested.by(_given(like)[0])
     request = Request(
@@ -342,36 +341,12 @@ def _given_of_any_kind(
     return (PipelinePlan if is_of_pipeline(data) else Plan).from_json(data, place), place
 
 
-def _pipeline(stages: int | None, schedule: str | None, microbatches: int | None) -> PipelineOptions | None:
-    """The pipeline that is asked for, if one is."""
-    if stages is not None and not isinstance(stages, int):
-        raise InputError(f"wanted stages as a whole number, got {stages!r}")
-    if stages is not None and stages < 1:
-        raise InputError(f"wanted at least 1 stage, got {stages}")
-    if stages is not None and stages > 1:
-        return PipelineOptions(stages, schedule, microbatches)
-    if schedule is not None:
-        raise InputError(
-            f"schedule={schedule!r} is of a pipeline, and there is none with stages={stages}. Say how many stages"
-        )
-    return None
-
-
 def _refuse_beside(decider: str, **options: Any) -> None:
     """What a plan, or a step that this one is like, has decided cannot be asked for beside it."""
     if said := [name for name, value in options.items() if value is not None]:
         raise InputError(
             f"{decider}= has decided what {', '.join(f'{name}=' for name in said)} would say: leave that out, or leave out "
             f"{decider}= to search again"
-        )
-
-
-def _refuse_of_a_pipeline(**options: Any) -> None:
-    """What cannot be asked of a pipeline."""
-    if said := [name for name, value in options.items() if value is not None]:
-        raise InputError(
-            f"a pipeline is planned without {', '.join(f'{name}=' for name in said)}: its stages split their examples, and "
-            "nothing is searched. Leave that out, or the pipeline"
         )
 
 

@@ -21,7 +21,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from executors.pipeline_program import Instruction, Slot
 from executors.rewrite import evaluator
 from search.ir.sharding import StepSharding
-from search.ir.spec import Spec, partition_spec
+from search.ir.spec import WHOLE, Spec, partition_spec
 from search.plan.stage_programs import StageProgram, StagePrograms, StageSharding
 
 Seat = tuple[int, int]
@@ -85,10 +85,11 @@ class Seating:
     def named(self, name: Name, seat: Seat) -> NamedSharding:
         """How a value lies at a seat; what each replica has for itself has one more dim, the first, split over them."""
         stage, worker = seat
-        axis_names = self.shardings[stage].axis_names
-        spec = partition_spec(self.spec(name[0], stage), axis_names)
-        spec = spec if name[1] is None else PartitionSpec(axis_names[0], *spec)
-        return NamedSharding(self.meshes[worker], spec)
+        axis_names, spec = self.shardings[stage].axis_names, self.spec(name[0], stage)
+        if name[1] is None:
+            return NamedSharding(self.meshes[worker], partition_spec(spec, axis_names))
+        own = partition_spec((WHOLE, *spec[1:]), axis_names)
+        return NamedSharding(self.meshes[worker], PartitionSpec(axis_names[0], *own))
 
 
 class Finishing:

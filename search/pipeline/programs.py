@@ -37,13 +37,33 @@ def stage_programs(step: PipelineStep, cut: StageCut, splits_backward: bool = Fa
     """The programs of a step that is cut into stages.
 
     Args:
-      step: the step in parts.
-      cut: where its forward phase is cut.
+      step: the step in parts, made ready for the cut.
+      cut: where its forward phase is cut, between two ops.
       splits_backward: whether weight gradients have programs of their own.
     """
-    step, cut = between_ops(step, cut)
-    step = joined_late(step, assign(step, cut))
     return _Writing(step, assign(step, cut), splits_backward).run()
+
+
+def made_ready(step: PipelineStep, cut: StageCut) -> tuple[PipelineStep, StageCut]:
+    """The step with its loops cut where a cut goes through them, and sums of several stages joined late; and the cut of
+    that."""
+    step, cut = between_ops(step, cut)
+    return joined_late(step, assign(step, cut)), cut
+
+
+def left_for_later(step: PipelineStep, assigned: StageAssignment) -> frozenset[Op]:
+    """The backward ops that no other stage waits for."""
+    backward = [op for op in step.body if op in assigned.backward]
+    awaited: set[int] = set()
+    later: set[Op] = set()
+    for op in reversed(backward):
+        stage = assigned.of_op[op]
+        if awaited.isdisjoint(op.outputs):
+            later.add(op)
+        for v in op.operands:
+            if op not in later or assigned.of_value.get(v, stage) != stage:
+                awaited.add(v)
+    return frozenset(later)
 
 
 @dataclass(frozen=True)
@@ -106,7 +126,7 @@ class _Writing:
     def _placed(self) -> dict[_Place, list[Op]]:
         """The ops of each program, in program order."""
         placed: dict[_Place, list[Op]] = {}
-        later = self._left_for_later() if self.splits_backward else frozenset[Op]()
+        later = left_for_later(self.step, self.assigned) if self.splits_backward else frozenset[Op]()
         for part, ops in ((_PROLOGUE, self.step.prologue), (_EPILOGUE, self.step.epilogue)):
             for op, level in self._levels(ops):
                 placed.setdefault(_Place(part, level, self.assigned.of_op[op]), []).append(op)
@@ -129,20 +149,6 @@ class _Writing:
                 levels.update(dict.fromkeys(op.outputs, level))
                 found.append((op, level))
         return found
-
-    def _left_for_later(self) -> frozenset[Op]:
-        """The backward ops that no other stage waits for."""
-        backward = [op for op in self.step.body if op in self.assigned.backward]
-        awaited: set[int] = set()
-        later: set[Op] = set()
-        for op in reversed(backward):
-            stage = self.assigned.of_op[op]
-            if awaited.isdisjoint(op.outputs):
-                later.add(op)
-            for v in op.operands:
-                if op not in later or self.stage_of.get(v, stage) != stage:
-                    awaited.add(v)
-        return frozenset(later)
 
     def _hand_out_what_is_made_anew(self, placed: dict[_Place, list[Op]]) -> None:
         """Results that no program makes get one, at the stage of what they replace."""
@@ -184,9 +190,7 @@ class _Writing:
                     total = self.sum_of[term]
                     reads.append(total)
                     outputs[total] = written.write(jax.lax.add, (total, term), op)
-        constants = tuple(
-            (v, content) for v, content in self.step.step.graph.constants if v in body.constants
-        )
+        constants = tuple((v, content) for v, content in self.step.constants if v in body.constants)
         graph = Graph(
             tuple(written.values), tuple(reads), constants, tuple(written.ops), tuple(outputs.values())
         )
@@ -206,7 +210,7 @@ class _Body:
 
     def __init__(self, step: PipelineStep, ops: Iterable[Op], anew: Iterable[int]) -> None:
         self._step = step
-        self._constants = {v for v, _ in step.step.graph.constants}
+        self._constants = {v for v, _ in step.constants}
         self.ops: list[Op] = []
         self.entering: dict[int, None] = {}
         self.constants: set[int] = set()

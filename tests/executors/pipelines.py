@@ -8,15 +8,14 @@ import jax.numpy as jnp
 from executors.pipeline import build
 from executors.pipeline_program import PipelineProgram
 from search.ir.graph import Step
-from search.pipeline.batch_sharding import batch_sharding
 from search.pipeline.pipeline_step import PipelineStep
-from search.pipeline.programs import stage_programs
+from search.pipeline.programs import made_ready, stage_programs
 from search.pipeline.schedules.registry import build_schedule
 from search.pipeline.split_loops import num_positions
 from search.pipeline.stage_cut import StageCut, balanced_cut
 from search.pipeline.stages import forward_ops
 from search.plan.schedule import Schedule
-from search.plan.stage_programs import StagePrograms
+from search.plan.stage_programs import StagePrograms, StageSharding
 from tests.executors.agreement import Reference, run_steps
 
 
@@ -37,6 +36,7 @@ def programs_of(
         if shares
         else cut_of(parts, schedule.num_stages)
     )
+    parts, cut = made_ready(parts, cut)
     return parts, stage_programs(parts, cut, schedule.splits_backward)
 
 
@@ -56,9 +56,14 @@ def pipelined(
         shares: Where it is cut; by default where the search does.
         num_replicas: Of each stage.
     """
-    parts, programs = programs_of(step, schedule, shares, num_replicas)
+    _, programs = programs_of(step, schedule, shares, num_replicas)
     sizes = sizes or [8 // schedule.num_workers] * schedule.num_stages
-    return build(programs, schedule, [batch_sharding(parts, size) for size in sizes], jax.devices())
+    return build(programs, schedule, [alike(size, num_replicas) for size in sizes], jax.devices())
+
+
+def alike(num_devices: int, num_replicas: int) -> StageSharding:
+    """A stage whose replicas' devices all do the same."""
+    return StageSharding((num_replicas, num_devices // num_replicas), ("replica", "data"), {}, {})
 
 
 def schedule_of(name: str, num_stages: int, num_microbatches: int) -> Schedule:
