@@ -38,13 +38,15 @@ def search(
     pin: Pins | None = None,
     state: str | Sequence[str] | None = None,
     remat: str | None = None,
+    stages: int | None = None,
+    schedule: str | None = None,
     microbatches: int | None = None,
     offload: Sequence[str] | str | None = None,
     time_limit_s: float | None = None,
     verify: bool = False,
     target_config: str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
-) -> Plan:
+) -> Plan | PipelinePlan:
     """Finds how to run a training step fastest on a cluster, without any of its devices.
 
     Args:
@@ -62,8 +64,14 @@ def search(
         it is evident from structure and dataflow. A warning names large ones that are in doubt.
       remat: "never" to recompute nothing but what the step itself does (`jax.checkpoint`); by default, where memory is
         scarce, what to recompute in the backward phase is searched with the sharding.
+      stages: in how many the step is cut, to run as a pipeline, on submeshes of their own; where they begin and how many
+        devices each has is searched. By default, or with 1, it is one program. `mesh` is then that of each stage: how many
+        replicas share out a microbatch, and one or two axes of each one's devices.
+      schedule: of the pipeline: "gpipe", "1f1b", "eager-1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "zb-v", "dualpipe-v"
+        or "chimera"; by default "1f1b" and "zb-h1" are tried.
       microbatches: in how many the step goes through its batch, its gradients added up exactly, before it updates; by
-        default several are tried where memory is scarce. What couples the examples of a batch forbids them.
+        default several are tried where memory is scarce, or for a pipeline. What couples the examples of a batch forbids
+        them.
       offload: what rests in pinned host memory and is on the device only while it is read, in a tuple: "optimizer_state",
         "parameters", or pytree paths of arguments, whole or their beginnings; "residuals" may wait there for the backward
         phase. "never" for nothing; by default all this but paths is tried where memory is scarce.
@@ -75,7 +83,7 @@ def search(
       progress: called with one line per stage of the search; by default the logger `autoshard` is, at level INFO.
 
     Returns:
-      The fastest plan found, with its estimates and the solver's certified gap.
+      The fastest plan found, with its estimates and the solver's certified gap; a `PipelinePlan` where stages are asked for.
 
     Raises:
       InputError: an argument, the cluster or an option cannot be used.
@@ -91,9 +99,14 @@ def search(
       8
     """
     hardware = parse_cluster(cluster)
+    wanted = pipelines.asked_for(stages, schedule)
+    if wanted is not None:
+        pipelines.refuse(pin=pin or None, offload=offload, time_limit_s=time_limit_s, verify=verify or None)
     with narrated(step_name(step), "tracing", progress) as tell:
         traced = _traced(step, hardware, abstract_args, state)
         asked = Asked(memory, mesh, pin, remat, microbatches, offload, time_limit_s)
+        if wanted is not None:
+            return pipelines.found(traced, hardware, wanted, asked, "", tell).plan
         options = planning.options(traced, hardware, asked)
         if not verify:
             return planning.find(traced, hardware, options, tell).plan
@@ -243,11 +256,9 @@ def parallelize(
       donate: arguments, or parts of them by pytree path, that are given up besides the state: a result of the same shape and
         dtype that lies alike is made in their memory.
       remat: as for `search`.
-      stages: in how many the step is cut, to run as a pipeline; each takes an equal part of the devices, and splits its
-        examples over them. By default, or with 1, it is one program. What would be searched for one is refused beside it.
-      schedule: of the pipeline: "gpipe", "1f1b" (the default), "eager-1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "zb-v",
-        "dualpipe-v" or "chimera".
-      microbatches: as for `search`; of a pipeline, by default up to four times as many as stages.
+      stages: as for `search`.
+      schedule: as for `search`.
+      microbatches: as for `search`.
       offload: as for `search`.
       plan: a plan or its file: no search. The step, its shapes and the number of devices must be the plan's; options that it
         has decided (`cluster`, `memory`, `mesh`, `pin`, `remat`, `stages`, `schedule`, `microbatches`, `offload`) are
@@ -304,10 +315,10 @@ def parallelize(
         _refuse_beside("plan", cluster=cluster, **decided, **counts, like=like)
     if like is not None:
         _refuse_beside("like", cluster=cluster, mesh=mesh)
-    given = None if plan is None else _given_of_any_kind(plan)
+    given = None if plan is None else loaded(plan)
     pipeline = pipelines.asked_for(stages, schedule)
     if pipeline is not None or (given is not None and isinstance(given[0], PipelinePlan)):
-        pipelines.refuse(pin=pin, offload=offload, time_limit_s=time_limit_s, donate=donate, like=like)
+        pipelines.refuse(pin=pin or None, offload=offload, time_limit_s=time_limit_s, donate=donate, like=like)
     asked = Asked(memory, mesh, pin, remat, microbatches, offload, time_limit_s)
     shared = like if like is None or isinstance(like, Parallelized) else Rested.by(_given(like)[0])
     request = Request(
@@ -331,9 +342,7 @@ def _given(plan: str | os.PathLike[str] | Plan) -> tuple[Plan, str]:
     return (plan, "the plan") if isinstance(plan, Plan) else (Plan.load(plan), str(plan))
 
 
-def _given_of_any_kind(
-    plan: str | os.PathLike[str] | Plan | PipelinePlan,
-) -> tuple[Plan | PipelinePlan, str]:
+def loaded(plan: str | os.PathLike[str] | Plan | PipelinePlan) -> tuple[Plan | PipelinePlan, str]:
     """A plan of one program or of a pipeline, and how messages call it."""
     if isinstance(plan, Plan | PipelinePlan):
         return plan, "the plan"

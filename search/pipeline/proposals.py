@@ -22,7 +22,7 @@ from cost_model.cluster import Cluster, Link
 from search.ir.graph import Site, Step
 from search.memory.microbatches import looped
 from search.memory.residuals import Residuals, residuals
-from search.memory.trade_offs import Choice, trade_offs
+from search.memory.trade_offs import HIGHEST_S_PER_BYTE, Choice
 from search.mesh_problem import StepProblem
 from search.pipeline.inter_op import plan_stages
 from search.pipeline.intra_op import IntraOp, solved
@@ -101,15 +101,30 @@ class Parts:
             self.ledgers[shape] = Ledger(intra_op, self.layers, self.cluster)
         return self.ledgers[shape]
 
-    def choices(self, shape: tuple[int, ...]) -> list[frozenset[Site]]:
-        """What might be recomputed: what saves half of what can be saved, and all of that."""
+    def choices(self, shape: tuple[int, ...]) -> "list[Again]":
+        """What might be recomputed: what saves most for its time, and all that saves anything."""
         intra_op = self.ledger(shape).intra_op
         fusion = self.step_problem.live_ranges.fusion
         parts = residuals(intra_op.on_mesh.memory.costed, fusion, intra_op.labels)
-        found = trade_offs(lambda price: _chosen(parts, price), sum(part.all_bytes for part in parts))
-        halfway = (found[0].kept_bytes + found[-1].kept_bytes) / 2
-        chosen = (min(found[1:], key=lambda c: abs(c.kept_bytes - halfway), default=found[0]), found[-1])
-        return [sites for sites in dict.fromkeys(choice.sites for choice in chosen) if sites]
+        none, most = _chosen(parts, 0.0), _chosen(parts, HIGHEST_S_PER_BYTE)
+        saved_bytes = max(none.kept_bytes - most.kept_bytes, 1.0)
+        some = _chosen(parts, (most.seconds - none.seconds) / saved_bytes)
+        loop_s = self.count * self.ledger(shape).microbatch_s
+        again = {c.sites: Again(c.sites, 1 + (c.seconds - none.seconds) / loop_s) for c in (some, most)}
+        return [one for sites, one in again.items() if sites]
+
+
+@dataclass(frozen=True, slots=True)
+class Again:
+    """Something to recompute.
+
+    Attributes:
+      sites: what.
+      times: how many times as long tasks take with it, about.
+    """
+
+    sites: frozenset[Site]
+    times: float
 
 
 def _chosen(parts: Sequence[Residuals], price: float) -> Choice:

@@ -1,9 +1,12 @@
 """The search for a pipeline: over microbatches, replicas, and what is recomputed, the best of what is proposed for each.
 
-How many microbatches there are decides over the bubble and over how much of a device's rate a replica's part can use; how
-many replicas, over how much is communicated in each microbatch and how much once in a step. For each pair of numbers a bound
-says what any pipeline takes at least: all devices at work all the time, each at the rate of the best mesh of a replica. The
-search goes through them in the order of their bounds, and ends where a bound is above the best pipeline.
+How many examples a replica takes at a time decides over the bubble, and over how much of a device's rate its kernels reach;
+how many replicas there are, over how much is communicated for each microbatch and how much once in a step. The search begins
+with one example at a time, and takes twice as many as long as that finds better pipelines. For each number of replicas a
+bound says what any pipeline takes at least: all devices at work all the time, each at the rate of a replica's best mesh.
+Those that promise most come first, and a bound above the best pipeline ends it.
+
+Where nothing fits, the same step is searched with something recomputed.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -14,24 +17,26 @@ from math import inf, prod
 from cost_model.cluster import Cluster
 from cost_model.errors import InfeasibleError, InputError
 from cost_model.units import format_bytes
-from search.ir.graph import Step
+from search.deadline import Deadline
+from search.ir.graph import Role, Step
 from search.memory.batch_states import NotSplittableError
 from search.memory.microbatches import batch_divisors
 from search.pipeline.proposals import Parts, Proposal, Wanted, num_workers, propose
 from search.pipeline.stage_plan import NoCut
 
-PER_STAGE = (2, 4, 8)
-"""Times as many microbatches as stages, where nobody says how many. Source: GPipe (Huang et al. 2019, section 2.3) finds the
-bubble negligible from four times as many on."""
-
-FEW_EXAMPLES = (1, 2, 4)
-"""Of a replica's part, where many devices want many microbatches. Source: those of published trainings of large models."""
-
 MAX_MICROBATCHES = 1024
 """Source: a choice of ours; schedules have tasks for each of them on each stage."""
 
-MANY_STAGES = 16
-"""Where nobody says how many stages there are, microbatches are chosen for up to so many. Source: a choice of ours."""
+TIME_LIMIT_S = 30.0
+"""Processor seconds after which no more examples at a time are tried. Source: a choice of ours; a step of ten thousand ops
+takes about as long each time."""
+
+NEAR = 2
+"""Numbers of replicas are near one another up to so many times. Source: a choice of ours."""
+
+WORTH = 0.01
+"""By how much a pipeline that takes more examples at a time has to be better, for still more to be tried. Source: a choice
+of ours, what costs are known to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,63 +86,73 @@ class PipelineSearch:
     ) -> None:
         self.step, self.marks, self.cluster = step, marks, cluster
         self.options, self.progress = options, progress
-        self.known: dict[int, Parts] = {}
+        self.deadline = Deadline.after(TIME_LIMIT_S)
         self.best: Proposal | None = None
         self.nearest = NoCut(())
 
     def run(self, cutoff_s: float = inf) -> Proposal | NoCut:
         """The fastest pipeline, or why there is none that fits and takes less than the cutoff."""
-        bounds = sorted(self._bounds(), key=lambda one: one[0])
-        for bound_s, parts, num_replicas, shapes in bounds:
-            if bound_s >= min(self._best_s, cutoff_s):
+        refused: list[NotSplittableError] = []
+        counts = self._counts()
+        if not counts:
+            raise self._indivisible()
+        before_s = inf
+        for n, count in enumerate(counts):
+            try:
+                self._in_parts(count, cutoff_s)
+            except NotSplittableError as e:
+                refused.append(e)
+            is_best = n > 0 and self._best_s > (1 - WORTH) * before_s
+            if self.options.microbatches is None and self.best and (is_best or self.deadline.is_over):
                 break
-            said = f"{parts.count // num_replicas} microbatches, {num_replicas} replicas of each stage"
-            self.progress(said)
-            if not self._try(parts, num_replicas, shapes) and self.options.remat != "never":
-                for sites in parts.choices(shapes[-1]):
-                    self.progress(f"{said}, recomputing {len(sites)} ops")
-                    if self._try(parts.recomputing(sites), num_replicas, shapes):
-                        break
+            before_s = self._best_s
+        if len(refused) == len(counts):
+            raise refused[0]
         return self.best or self.nearest
+
+    def _in_parts(self, count: int, cutoff_s: float) -> None:
+        """Looks for better pipelines of the step in so many parts."""
+        self.progress(f"the step in {count} parts")
+        parts = Parts.of(self.step, self.marks, self.cluster, count)
+        self._check_layers(parts)
+        left = sorted((self._bound_s(parts, n, shapes), n, shapes) for n, shapes in self._meshes(count))
+        left = self._unfit(parts, left, 1.0, cutoff_s)
+        if not left or self.options.remat == "never":
+            return
+        for choice in parts.choices(max(shapes[-1] for _, _, shapes in left)):
+            if left[0][0] * choice.times < min(self._best_s, cutoff_s):
+                left = self._unfit(parts.recomputing(choice.sites), left, choice.times, cutoff_s)
+
+    def _unfit(
+        self, parts: Parts, left: Sequence[tuple[float, int, Shapes]], times: float, cutoff_s: float
+    ) -> list[tuple[float, int, Shapes]]:
+        """Looks for better pipelines on each number of replicas, unless that takes so many times its bound; those of which
+        none fits."""
+        unfit: list[tuple[float, int, Shapes]] = []
+        for bound_s, num_replicas, shapes in left:
+            if bound_s * times >= min(self._best_s, cutoff_s):
+                break
+            sites = parts.step_problem.sites
+            again = f", recomputing {len(sites)} ops" if sites else ""
+            self.progress(
+                f"{parts.count // num_replicas} microbatches, {num_replicas} replicas of each stage{again}"
+            )
+            found = propose(parts, num_replicas, shapes, self.options.wanted)
+            if isinstance(found, Proposal):
+                self.best = found if found.step_s < self._best_s else self.best
+            elif found.nearest:
+                unfit.append((bound_s, num_replicas, shapes))
+                self.nearest = min(self.nearest, found, key=lambda one: one.over_bytes)
+        return unfit
+
+    def _bound_s(self, parts: Parts, num_replicas: int, shapes: Shapes) -> float:
+        """What pipelines on so many replicas take at least."""
+        device_s = min(parts.ledger(s).microbatch_s * num_replicas * prod(s) for s in shapes)
+        return parts.count // num_replicas * device_s / self.cluster.num_devices
 
     @property
     def _best_s(self) -> float:
         return self.best.step_s if self.best else inf
-
-    def _try(self, parts: Parts, num_replicas: int, shapes: Shapes) -> bool:
-        """Looks for a better pipeline; whether any fits."""
-        found = propose(parts, num_replicas, shapes, self.options.wanted)
-        if isinstance(found, NoCut):
-            if found.over_bytes < self.nearest.over_bytes:
-                self.nearest = found
-            return False
-        if found.step_s < self._best_s:
-            self.best = found
-        return True
-
-    def _bounds(self) -> Iterator[tuple[float, Parts, int, Shapes]]:
-        """What pipelines take at least, by numbers of microbatches and replicas."""
-        refused: list[NotSplittableError] = []
-        found = 0
-        for num_replicas, shapes in self._meshes():
-            for count in self._counts(num_replicas):
-                try:
-                    parts = self._parts(count * num_replicas)
-                except NotSplittableError as e:
-                    refused.append(e)
-                    continue
-                found += 1
-                self._check_layers(parts)
-                device_s = min(parts.ledger(s).microbatch_s * num_replicas * prod(s) for s in shapes)
-                yield count * device_s / self.cluster.num_devices, parts, num_replicas, shapes
-        if not found:
-            raise refused[0] if refused else self._indivisible()
-
-    def _parts(self, count: int) -> Parts:
-        if count not in self.known:
-            self.progress(f"the step in {count} parts")
-            self.known[count] = Parts.of(self.step, self.marks, self.cluster, count)
-        return self.known[count]
 
     def _check_layers(self, parts: Parts) -> None:
         """That there is as much to cut as is asked for."""
@@ -149,19 +164,44 @@ class PipelineSearch:
 
     # --- what to try
 
-    def _meshes(self) -> Iterator[tuple[int, Shapes]]:
-        """Numbers of replicas, and the meshes that each may have: of devices that stages can have so many of."""
-        if self.options.mesh is not None:
-            num_replicas, *shape = self.options.mesh
-            self._check_mesh()
-            yield num_replicas, (tuple(shape),)
-            return
-        total, sizes = self.cluster.num_devices, self._sizes
-        for num_replicas in (n for n in range(total, 0, -1) if total % n == 0):
-            shapes = tuple((size // num_replicas,) for size in sizes if size % num_replicas == 0)
-            shapes = tuple(s for s in shapes if self.cluster.devices_per_node % s[0] == 0)
-            if shapes:
+    def _meshes(self, count: int) -> Iterator[tuple[int, Shapes]]:
+        """Numbers of replicas that a step in so many parts may have, and the meshes that each may form."""
+        for num_replicas, shapes in self._left_meshes:
+            num_microbatches, rest = divmod(count, num_replicas)
+            asked = self.options.microbatches
+            if not rest and num_microbatches <= MAX_MICROBATCHES and asked in (None, num_microbatches):
                 yield num_replicas, shapes
+
+    @property
+    def _left_meshes(self) -> tuple[tuple[int, Shapes], ...]:
+        """Those near the best pipeline's, if there is one: what is best changes little with how many examples there are."""
+        if self.best is None or self.options.microbatches is not None:
+            return self._all_meshes
+        best, taken = self.best.num_replicas, {stage.placed.shape for stage in self.best.stages}
+        near = [(n, shapes) for n, shapes in self._all_meshes if best <= NEAR * n <= NEAR * NEAR * best]
+        found = ((n, tuple(s for s in shapes if s in taken or n != best)) for n, shapes in near)
+        return tuple((n, shapes) for n, shapes in found if shapes)
+
+    @cached_property
+    def _all_meshes(self) -> tuple[tuple[int, Shapes], ...]:
+        if self.options.mesh is not None:
+            self._check_mesh()
+            num_replicas, *shape = self.options.mesh
+            return ((num_replicas, (tuple(shape),)),)
+        found: list[tuple[int, Shapes]] = []
+        for num_replicas in (n for n in range(1, self.cluster.num_devices + 1) if self._may_hold(n)):
+            sizes = (size // num_replicas for size in self._sizes if size % num_replicas == 0)
+            shapes = tuple((size,) for size in sizes if self.cluster.devices_per_node % size == 0)
+            if shapes:
+                found.append((num_replicas, shapes))
+        return tuple(found)
+
+    def _may_hold(self, num_replicas: int) -> bool:
+        """Whether parameters, of which each replica has a copy or a gradient of that size, may fit so often."""
+        arguments = zip(self.step.graph.inputs, self.step.arguments, strict=True)
+        learned = (v for v, argument in arguments if argument.role is Role.PARAMETER)
+        num_bytes = sum(self.step.graph.values[v].num_bytes for v in learned)
+        return num_replicas * num_bytes <= self.cluster.num_devices * self.options.memory_bytes
 
     @cached_property
     def _sizes(self) -> tuple[int, ...]:
@@ -179,26 +219,23 @@ class PipelineSearch:
         per_node = self.cluster.devices_per_node
         may = [n for n in range(1, total + 1) if _stands(n, per_node)]
         if stages is None:
-            return tuple(may)
+            return tuple(n for n in may if n <= total // 2)
         reached = [_sums(may, n, total) for n in range(stages + 1)]
         sizes = tuple(n for n in may if total - n in reached[stages - 1])
         if not sizes:
             raise self._undealt()
         return sizes
 
-    def _counts(self, num_replicas: int) -> list[int]:
-        """Numbers of microbatches, the fewest first."""
+    def _counts(self) -> list[int]:
+        """Numbers of parts, the most first; where it is said how many microbatches there are, those for any number of
+        replicas, the fewest first, as all will be tried."""
         divisors = batch_divisors(self.step)
-        batch = max(divisors, default=1)
-        if self.options.microbatches is not None:
-            fits = batch % (self.options.microbatches * num_replicas) == 0
-            return [self.options.microbatches] if fits or num_replicas == 1 else []
-        per_replica = [n for n in divisors if batch % (n * num_replicas) == 0 and n <= MAX_MICROBATCHES]
-        stages = self.options.stages or min(MANY_STAGES, self.cluster.num_devices // num_replicas)
-        wanted = {max((n for n in per_replica if n <= k * stages), default=0) for k in PER_STAGE}
-        if self.options.stages is None:
-            wanted |= {batch // num_replicas // n for n in FEW_EXAMPLES}
-        return sorted(wanted & {*per_replica})
+        batch, asked = max(divisors, default=1), self.options.microbatches
+        replicas = [n for n, _ in self._all_meshes]
+        if asked is not None:
+            return [asked * n for n in replicas if batch % (asked * n) == 0 or n == 1]
+        halves = (batch // 2**k for k in range(batch.bit_length()) if batch % 2**k == 0)
+        return [n for n in halves if any(self._meshes(n))]
 
     def _check_mesh(self) -> None:
         """That as many stages of the mesh that is asked for as are asked for have all devices."""
