@@ -38,7 +38,7 @@ def search(
     pin: Pins | None = None,
     state: str | Sequence[str] | None = None,
     remat: str | None = None,
-    stages: int | None = None,
+    stages: int | str | None = None,
     schedule: str | None = None,
     microbatches: int | None = None,
     offload: Sequence[str] | str | None = None,
@@ -65,7 +65,8 @@ def search(
       remat: "never" to recompute nothing but what the step itself does (`jax.checkpoint`); by default, where memory is
         scarce, what to recompute in the backward phase is searched with the sharding.
       stages: in how many the step is cut, to run as a pipeline, on submeshes of their own; where they begin and how many
-        devices each has is searched. By default, or with 1, it is one program. `mesh` is then that of each stage: how many
+        devices each has is searched. "auto" for as many as are fastest, or one program where that is faster, which takes the
+        time of both searches. By default, or with 1, it is one program. With stages, `mesh` is that of each: how many
         replicas share out a microbatch, and one or two axes of each one's devices.
       schedule: of the pipeline: "gpipe", "1f1b", "eager-1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "zb-v", "dualpipe-v"
         or "chimera"; by default "1f1b" and "zb-h1" are tried.
@@ -105,6 +106,8 @@ def search(
     with narrated(step_name(step), "tracing", progress) as tell:
         traced = _traced(step, hardware, abstract_args, state)
         asked = Asked(memory, mesh, pin, remat, microbatches, offload, time_limit_s)
+        if wanted is not None and wanted.count is None:
+            return pipelines.fastest(traced, hardware, wanted, asked, tell)
         if wanted is not None:
             return pipelines.found(traced, hardware, wanted, asked, "", tell).plan
         options = planning.options(traced, hardware, asked)
@@ -256,7 +259,7 @@ def parallelize(
       donate: arguments, or parts of them by pytree path, that are given up besides the state: a result of the same shape and
         dtype that lies alike is made in their memory.
       remat: as for `search`.
-      stages: as for `search`.
+      stages: as for `search`, but as a number: the plan of `search(stages="auto")` may be given as `plan`.
       schedule: as for `search`.
       microbatches: as for `search`.
       offload: as for `search`.
@@ -316,9 +319,13 @@ def parallelize(
     if like is not None:
         _refuse_beside("like", cluster=cluster, mesh=mesh)
     given = None if plan is None else loaded(plan)
+    if stages == pipelines.AUTO:
+        raise InputError("search(stages='auto') finds the plan: pass it as plan=, or say how many stages")
     pipeline = pipelines.asked_for(stages, schedule)
     if pipeline is not None or (given is not None and isinstance(given[0], PipelinePlan)):
-        pipelines.refuse(pin=pin or None, offload=offload, time_limit_s=time_limit_s, donate=donate, like=like)
+        pipelines.refuse(
+            pin=pin or None, offload=offload, time_limit_s=time_limit_s, donate=donate, like=like
+        )
     asked = Asked(memory, mesh, pin, remat, microbatches, offload, time_limit_s)
     shared = like if like is None or isinstance(like, Parallelized) else Rested.by(_given(like)[0])
     request = Request(

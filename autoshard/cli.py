@@ -82,7 +82,10 @@ def _parser() -> argparse.ArgumentParser:
         "--remat", choices=["never"], help="recompute nothing for memory's sake; by default it is searched"
     )
     search.add_argument(
-        "--stages", type=int, metavar="N", help="how many stages a pipeline has; by default it is one program"
+        "--stages",
+        type=_stages,
+        metavar="N",
+        help="how many stages a pipeline has, or auto; by default it is one program",
     )
     search.add_argument(
         "--schedule", metavar="NAME", help="of a pipeline, such as 1f1b; by default it is searched"
@@ -180,6 +183,10 @@ def _mesh(text: str) -> tuple[int, ...]:
         return tuple(int(size) for size in text.lower().split("x"))
     except ValueError:
         raise argparse.ArgumentTypeError(f"wanted sizes such as 2x4, got {text!r}") from None
+
+
+def _stages(text: str) -> int | str:
+    return int(text) if text.isdecimal() else text
 
 
 def _kinds(text: str) -> tuple[str, ...] | str:

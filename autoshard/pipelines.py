@@ -1,5 +1,7 @@
 """Pipelines as users ask for them: from `stages=` and what stands beside it to a pipeline on its step."""
 
+import contextlib
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -7,12 +9,16 @@ from autoshard import planning
 from autoshard.planning import Asked
 from autoshard.progress import Progress
 from cost_model.cluster import Cluster
-from cost_model.errors import InputError, PlanError
+from cost_model.errors import InfeasibleError, InputError, PlanError
 from search.ir.graph import Step
 from search.pipeline import planning as pipelines
 from search.pipeline.planning import Pipeline
 from search.pipeline.search import PipelineOptions
 from search.plan.pipeline_plan import PipelinePlan
+from search.plan.plan import Plan
+
+AUTO = "auto"
+"""How users ask for as many stages as are best, or none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,22 +26,24 @@ class Stages:
     """A pipeline that is asked for.
 
     Attributes:
-      count: of stages.
+      count: of stages; None to search it.
       schedule: the family's name, if it is said.
     """
 
-    count: int
+    count: int | None
     schedule: str | None = None
 
 
-def asked_for(stages: int | None, schedule: str | None) -> Stages | None:
+def asked_for(stages: int | str | None, schedule: str | None) -> Stages | None:
     """The pipeline that is asked for, if one is.
 
     Raises:
       InputError: there cannot be so many stages, or a schedule without any.
     """
+    if stages == AUTO:
+        return Stages(None, schedule)
     if stages is not None and not isinstance(stages, int):
-        raise InputError(f"wanted stages as a whole number, got {stages!r}")
+        raise InputError(f"wanted stages as a whole number, or {AUTO!r} to have it searched, got {stages!r}")
     if stages is not None and stages < 1:
         raise InputError(f"wanted at least 1 stage, got {stages}")
     if stages is not None and stages > 1:
@@ -45,6 +53,33 @@ def asked_for(stages: int | None, schedule: str | None) -> Stages | None:
             f"schedule={schedule!r} is of a pipeline, and there is none with stages={stages}. Say how many stages"
         )
     return None
+
+
+def fastest(
+    step: Step,
+    cluster: Cluster,
+    wanted: Stages,
+    asked: Asked,
+    progress: Progress = lambda line: None,
+) -> Plan | PipelinePlan:
+    """The faster of the plans for one program and for a pipeline of any number of stages.
+
+    Raises:
+      InfeasibleError: neither fits; says what would make one program fit.
+    """
+    alone, refused = None, None
+    try:
+        alone = planning.find(step, cluster, planning.options(step, cluster, asked), progress).plan
+    except InfeasibleError as e:
+        refused = e
+    cutoff_s = math.inf if alone is None else alone.estimates.step_s
+    with contextlib.suppress(InfeasibleError, InputError):  # where there is no pipeline, there is one program
+        found = pipelines.find(step, cluster, _options(cluster, wanted, asked), progress, cutoff_s).plan
+        if found.estimates.step_s < cutoff_s:
+            return found
+    if alone is None:
+        raise refused or AssertionError("a search finds a plan or says why not")
+    return alone
 
 
 def refuse(**options: Any) -> None:

@@ -62,6 +62,8 @@ class PipelineStep:
       pieces: by value of the epilogue, the value of the body that it is, and of which part.
       constants: values that are always the same, with their contents.
       origins: by value of the body: its number in the body of the loop.
+      on_the_fly: values that the compiler computes where they are read, rather than store them: the backward phase makes
+        those of the forward phase again.
       like: by value that was added: the one that it lies like, being a part of it, or standing in its place.
     """
 
@@ -78,6 +80,7 @@ class PipelineStep:
     pieces: Mapping[int, tuple[int, int]]
     constants: tuple[tuple[int, Any], ...]
     origins: Mapping[int, int]
+    on_the_fly: frozenset[int] = frozenset()
     like: Mapping[int, int] = field(default_factory=dict[int, int])
 
     @classmethod

@@ -16,6 +16,7 @@ from cost_model.errors import InputError, PlanError
 from search.ir.graph import Step
 from search.ir.spec import AXIS_NAMES
 from search.memory.microbatches import looped
+from search.mesh_problem import StepProblem
 from search.pipeline.intra_op import NO_CAP, SOLVE_S, IntraOp, between_programs, replica_cluster
 from search.pipeline.layer_costs import Ledger
 from search.pipeline.pipeline_step import PipelineStep
@@ -140,12 +141,28 @@ def simulated(plan: PipelinePlan) -> Simulation:
 
 
 def _pipeline(found: Proposal, plan: PipelinePlan) -> Pipeline:
-    opened = PipelineStep.of_loop(found.parts.step_problem.step, found.num_replicas)
+    opened = _with_fusions(
+        PipelineStep.of_loop(found.parts.step_problem.step, found.num_replicas), found.parts.step_problem
+    )
     cut = found.parts.layers.stage_cut([stage.placed.first_layer for stage in found.stages])
     step, cut = made_ready(opened, cut)
     programs = stage_programs(step, cut, found.schedule.splits_backward)
     shardings = (stage_sharding(s.intra_op, step, programs, n) for n, s in enumerate(found.stages))
     return Pipeline(plan, programs, found.schedule, tuple(shardings))
+
+
+def _with_fusions(step: PipelineStep, problem: StepProblem) -> PipelineStep:
+    """With what the compiler would not store."""
+    fusion, program = problem.live_ranges.fusion, problem.graph.folded.program
+    light = {
+        place
+        for op in program.ops
+        if op.op is not None
+        for v, places in zip(op.results, op.result_places, strict=True)
+        if not fusion.is_stored(v)
+        for place in places
+    }
+    return replace(step, on_the_fly=frozenset(v for v in step.of_microbatch if step.place_of(v) in light))
 
 
 def _plan(step: Step, found: Proposal, memory_bytes: int) -> PipelinePlan:

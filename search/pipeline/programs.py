@@ -2,7 +2,8 @@
 
 An op goes into the program of its stage and of the part of the step that it stands in: forward, backward, prologue,
 epilogue. What a program reads and does not make comes in; what others read of what it makes goes out. What is light is
-made anew in each program that reads it.
+made anew in each program that reads it; so is, by a backward program, what the compiler would not store of its stage's
+forward pass, were both one program.
 
 *Prologue and epilogue* may have to wait for other stages. An op's level is the number of hops between stages that lie
 before it: one program runs the ops of one stage and level. So no two programs wait for each other, and there are few.
@@ -17,7 +18,7 @@ pipeline parallelism"). The first stage sends nothing: there, all is left for la
 # JAX types these functions only in part.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -165,7 +166,7 @@ class _Writing:
         """What programs make for others, or for the caller."""
         wanted = {v for v in self.results if isinstance(v, int)}
         for place, ops in placed.items():
-            wanted |= {*_Body(self.step, ops, self._made_anew_at(place)).entering}
+            wanted |= {*self._body(place, ops).entering}
         return frozenset(wanted | {v for piece, (v, _) in self.step.pieces.items() if piece in wanted})
 
     def _made_anew_at(self, place: _Place) -> list[int]:
@@ -176,9 +177,28 @@ class _Writing:
         ]
         return [v for v in dict.fromkeys(anew) if is_first and self.stage_of[v] == place.stage]
 
+    def _body(self, place: _Place, ops: Sequence[Op]) -> "_Body":
+        again = (
+            self._again_at(place.stage) if place.part in (_BACKWARD, _WEIGHT_GRADIENT) else frozenset[Op]()
+        )
+        return _Body(self.step, ops, self._made_anew_at(place), again)
+
+    def _again_at(self, stage: int) -> frozenset[Op]:
+        """The forward ops of a stage that its backward pass runs again: the compiler would not store what they make."""
+        assigned = self.assigned
+        return frozenset(
+            op
+            for op in self.step.body
+            if assigned.of_op.get(op) == stage and op not in assigned.backward and self._is_on_the_fly(op)
+        )
+
+    def _is_on_the_fly(self, op: Op) -> bool:
+        light = self.step.on_the_fly
+        return not op.bodies and all(self.step.original(v) in light for v in op.outputs)
+
     def _program(self, place: _Place, ops: Sequence[Op], wanted: frozenset[int]) -> StageProgram:
         anew = self._made_anew_at(place)
-        body = _Body(self.step, ops, anew)
+        body = self._body(place, ops)
         written = Written(self.step.values, SCOPE)
         written.ops += body.ops
         made = [v for op in ops for v in op.outputs]
@@ -208,8 +228,10 @@ class _Body:
       constants: what they read that is always the same.
     """
 
-    def __init__(self, step: PipelineStep, ops: Iterable[Op], anew: Iterable[int]) -> None:
-        self._step = step
+    def __init__(
+        self, step: PipelineStep, ops: Iterable[Op], anew: Iterable[int], again: Container[Op]
+    ) -> None:
+        self._step, self._again = step, again
         self._constants = {v for v, _ in step.constants}
         self.ops: list[Op] = []
         self.entering: dict[int, None] = {}
@@ -232,7 +254,7 @@ class _Body:
         maker = self._step.maker.get(v)
         if v in self._constants:
             self.constants.add(v)
-        elif maker in self._step.made_anew:
+        elif maker is not None and (maker in self._step.made_anew or maker in self._again):
             self._append(maker)
         else:
             self.entering[v] = None

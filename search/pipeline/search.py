@@ -120,7 +120,7 @@ class PipelineSearch:
         if not left or self.options.remat == "never":
             return
         for choice in parts.choices(max(shapes[-1] for _, _, shapes in left)):
-            if left[0][0] * choice.times < min(self._best_s, cutoff_s):
+            if left and left[0][0] * choice.times < min(self._best_s, cutoff_s):
                 left = self._unfit(parts.recomputing(choice.sites), left, choice.times, cutoff_s)
 
     def _unfit(
