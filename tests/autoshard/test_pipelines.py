@@ -203,3 +203,14 @@ def test_a_pipeline_cannot_be_lowered_as_one_program():
     case = make_mlp()
     with pytest.raises(InputError, match="runs many programs"):
         autoshard.parallelize(case.step, stages=2).lower(*case.abstract_args())
+
+
+def test_as_many_stages_as_are_fastest_may_be_none():
+    case = make_mlp()
+    options = {"cluster": "16xA100-80GB", "microbatches": 2}
+    found = autoshard.search(case.step, *case.abstract_args(), stages="auto", **options)
+    one = autoshard.search(case.step, *case.abstract_args(), **options)
+    staged = autoshard.search(case.step, *case.abstract_args(), stages=2, **options)
+    assert found.estimates.step_s <= min(one.estimates.step_s, staged.estimates.step_s)
+    with pytest.raises(InputError, match="finds the plan: pass it as plan="):
+        autoshard.parallelize(case.step, stages="auto")
