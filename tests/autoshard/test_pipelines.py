@@ -81,8 +81,8 @@ def test_a_batch_of_another_size_has_its_own_pipeline(mlp):
     ("options", "said"),
     [
         ({"stages": 0}, "at least 1 stage, got 0"),
-        ({"stages": "2"}, "wanted stages as a whole number, got '2'"),
-        ({"stages": 2.0}, "wanted stages as a whole number, got 2.0"),
+        ({"stages": "2"}, "wanted stages as a whole number, or 'auto' to have it searched, got '2'"),
+        ({"stages": 2.0}, "wanted stages as a whole number, or 'auto' to have it searched, got 2.0"),
         ({"stages": 2, "schedule": "2f2b"}, "no schedule is called '2f2b'. Choose one of gpipe"),
         ({"schedule": "1f1b"}, "schedule='1f1b' is of a pipeline, and there is none"),
         ({"stages": 16}, "8 devices in nodes of 8 cannot be dealt to 16 stages"),
