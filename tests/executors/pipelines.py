@@ -8,11 +8,12 @@ import jax.numpy as jnp
 from executors.pipeline import build
 from executors.pipeline_program import PipelineProgram
 from search.ir.graph import Step
+from search.pipeline.layers import Layers
 from search.pipeline.pipeline_step import PipelineStep
 from search.pipeline.programs import made_ready, stage_programs
 from search.pipeline.schedules.registry import build_schedule
 from search.pipeline.split_loops import num_positions
-from search.pipeline.stage_cut import StageCut, balanced_cut
+from search.pipeline.stage_cut import StageCut
 from search.pipeline.stages import forward_ops
 from search.plan.schedule import Schedule
 from search.plan.stage_programs import StagePrograms, StageSharding
@@ -20,9 +21,9 @@ from tests.executors.agreement import Reference, run_steps
 
 
 def cut_of(parts: PipelineStep, num_stages: int) -> StageCut:
-    """Where the search cuts a step."""
-    ops = forward_ops(parts)
-    return balanced_cut(ops, parts.values, [num_positions(parts, op) for op in ops], num_stages)
+    """Stages of as many layers, or nearly so."""
+    starts = Layers.of(parts).starts
+    return StageCut(tuple(starts[n * len(starts) // num_stages] for n in range(1, num_stages)))
 
 
 def programs_of(
