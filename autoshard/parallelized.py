@@ -17,10 +17,11 @@ from typing import Any
 
 import jax
 
-from autoshard import nnx_objects, placing, planning, programs
+from autoshard import nnx_objects, pipelines, placing, planning, programs
 from autoshard.calls import Call, Callee
 from autoshard.creation import Creation, Number
 from autoshard.pins import ANYWHERE, Rested, as_in
+from autoshard.pipelines import Stages
 from autoshard.planning import Asked
 from autoshard.progress import Progress, narrated
 from autoshard.signatures import Known, type_of
@@ -36,7 +37,6 @@ from search.ir import _jax
 from search.ir.graph import Step
 from search.ir.trace import step_name
 from search.mesh_problem import Options
-from search.pipeline.planning import PipelineOptions
 from search.plan.pipeline_plan import PipelinePlan
 from search.plan.plan import Plan
 
@@ -60,7 +60,7 @@ class Request:
     """
 
     asked: Asked
-    pipeline: PipelineOptions | None = None
+    pipeline: Stages | None = None
     cluster: Any = None
     state: str | Sequence[str] | None = None
     donate: str | Sequence[str] | None = None
@@ -276,9 +276,8 @@ class Parallelized:
         plan, place = self._plan_for(traced) or (None, "")
         wanted = plan if isinstance(plan, PipelinePlan) else self._pipeline
         if wanted is not None:
-            return traced, *programs.pipelined(
-                traced, hardware, wanted, place, devices, placing.retraced, tell
-            )
+            pipeline = pipelines.found(traced, hardware, wanted, self._asked_of_a_pipeline, place, tell)
+            return traced, pipeline.plan, programs.pipelined(pipeline, devices, placing.retraced)
         given_up = planning.arguments_of(traced, self._request.donate)
         if isinstance(plan, Plan):
             found = planning.applied(traced, plan, place)
@@ -302,12 +301,18 @@ class Parallelized:
         return f"the arguments of {self.__name__} changed in shape or structure; planning once for the new ones too{where}"
 
     @property
-    def _pipeline(self) -> PipelineOptions | None:
+    def _pipeline(self) -> Stages | None:
         """The pipeline that is asked for; of other shapes than a plan is for, one of as many stages."""
         given = self._given
         if isinstance(given, PipelinePlan):
-            return PipelineOptions(len(given.stages), given.schedule)
+            return Stages(len(given.stages), given.schedule)
         return self._request.pipeline
+
+    @property
+    def _asked_of_a_pipeline(self) -> Asked:
+        """What is asked of its search; of other shapes than a plan is for, its cap."""
+        given = self._given
+        return Asked(given.memory_bytes) if isinstance(given, PipelinePlan) else self._request.asked
 
     def _plan_for(self, traced: Step) -> tuple[Plan | PipelinePlan, str] | None:
         """A plan that the step need not be searched for: the one that is given, or that of the same computation."""

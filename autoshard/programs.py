@@ -27,8 +27,7 @@ from executors.pipeline_program import PipelineProgram
 from search.driver import SearchResult
 from search.ir.graph import Step
 from search.mesh_problem import Options
-from search.pipeline import planning as pipelines
-from search.pipeline.planning import PipelineOptions
+from search.pipeline.planning import Pipeline
 from search.plan.pipeline_plan import PipelinePlan
 from search.plan.plan import Plan
 
@@ -99,31 +98,16 @@ def searched(
 
 
 def pipelined(
-    step: Step,
-    cluster: Cluster,
-    wanted: PipelineOptions | PipelinePlan,
-    place: str,
-    devices: Sequence[Any],
-    on_retrace: Callable[[], None],
-    progress: Progress = lambda line: None,
-) -> tuple[PipelinePlan, PipelineProgram]:
-    """A step as a pipeline, and its programs.
+    found: Pipeline, devices: Sequence[Any], on_retrace: Callable[[], None] = lambda: None
+) -> PipelineProgram:
+    """A pipeline's programs.
 
     Args:
-      step: the traced step.
-      cluster: what it will run on.
-      wanted: what is asked for, or a plan.
-      place: how messages call the plan.
+      found: the pipeline on its step.
       devices: in the cluster's order: real or simulated.
       on_retrace: as for `executors.pipeline.build`.
-      progress: called with one line a stage of the work.
     """
-    if isinstance(wanted, PipelinePlan):
-        found = pipelines.apply(step, wanted, place)
-    else:
-        progress(f"cutting into {wanted.stages} stages")
-        found = pipelines.find(step, cluster, wanted)
-    return found.plan, pipeline.build(found.programs, found.schedule, found.shardings, devices, on_retrace)
+    return pipeline.build(found.programs, found.schedule, found.shardings, devices, on_retrace)
 
 
 @contextlib.contextmanager
