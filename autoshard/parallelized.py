@@ -17,12 +17,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from autoshard import nnx_objects, placing, planning, programs
 from autoshard.calls import Call, Callee
 from autoshard.creation import Creation, Number
 from autoshard.pins import ANYWHERE, Rested, as_in
 from autoshard.planning import Asked
+from autoshard.processes import Processes
 from autoshard.progress import Progress, narrated
 from autoshard.user_warning import warn
 from cost_model import attached
@@ -31,6 +33,7 @@ from cost_model.errors import InputError
 from cost_model.hardware import parse_cluster
 from executors.jit import Program
 from executors.pipeline_program import PipelineProgram
+from executors.transfers import spread
 from search.ir import _jax
 from search.ir.graph import Step
 from search.ir.trace import step_name
@@ -171,7 +174,8 @@ class Parallelized:
     def abstract_state(
         self, create: Callable[..., Any], *create_args: Any, args: tuple[Any, ...] = ()
     ) -> Any:
-        """The state that `init` would create, as `jax.ShapeDtypeStruct`s with their shardings, to restore a checkpoint to.
+        """The state that `init` would create, as `jax.ShapeDtypeStruct`s with their shardings, to restore a checkpoint to;
+        what only one of several processes has is split over all devices, as by `for_checkpoint`, and goes there at the call.
 
         The step is planned, if it is not yet; a call with what is restored is then not traced again.
 
@@ -184,7 +188,22 @@ class Parallelized:
           InputError: as for `init`.
         """
         creation = Creation.of(create, create_args)
-        return creation.abstract(*self._places(creation, args))
+        (mesh, places), devices = self._places(creation, args), self._devices()
+        shapes = jax.tree.leaves(creation.returned)
+        places = {n: spread(shapes[n].shape, place, devices) for n, place in places.items()}
+        return creation.abstract(spread((), NamedSharding(mesh, PartitionSpec()), devices).mesh, places)
+
+    def for_checkpoint(self, state: Any) -> Any:
+        """A state as Orbax takes it to save. With several processes, it refuses arrays that one of them has alone, as of a
+        pipeline's stage: they are split over all devices. All else is as it was.
+
+        Args:
+          state: what the step returned, or part of it.
+
+        Example:
+          >>> checkpointer.save(folder, train_step.for_checkpoint(state))  # doctest: +SKIP
+        """
+        return placing.spread_out(state, self._devices())
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """The step lowered for its devices, as `jax.jit(...).lower` gives it; arguments may be shapes."""
@@ -273,6 +292,7 @@ class Parallelized:
         if self._planned:
             warn(self._what_changed(call))
         traced = planning.traced(call.step, hardware, call.args, call.kwargs, request.state)
+        Processes.of(devices).agree_on(traced, devices, self._given)
         found, plan, program = self._made(traced, hardware, devices, tell)
         leaves, tree = jax.tree.flatten(call.positional)
         types = tuple(map(_type, leaves))

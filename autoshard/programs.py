@@ -14,6 +14,7 @@ from typing import Any
 import jax
 
 from autoshard import planning
+from autoshard.processes import Processes
 from autoshard.progress import Progress
 from autoshard.verification import judge
 from autoshard.verification.result import Verification
@@ -78,8 +79,16 @@ def searched(
     Warns:
       AutoshardWarning: a plan before this one was compiled to more than the cap.
     """
+    processes = Processes.of(devices)
+
+    def find(options: Options, progress: Progress) -> SearchResult:
+        return processes.found_by_the_first(
+            lambda: planning.find(step, cluster, options, progress),
+            lambda data, place: planning.applied(step, Plan.from_json(data, place), place),
+        )
+
     if not _are_gpus(devices):
-        found = planning.find(step, cluster, options, progress)
+        found = find(options, progress)
         return found, built(found, cluster, devices, on_retrace, given_up)
     programs: list[Program] = []
 
@@ -90,7 +99,7 @@ def searched(
         return judge.verified_here(found, cluster, programs[-1])
 
     found = judge.fitting(
-        lambda limit, said: planning.find(step, cluster, replace(options, memory_bytes=limit), said),
+        lambda limit, said: find(replace(options, memory_bytes=limit), said),
         verified,
         options.memory_bytes,
         progress,
@@ -122,7 +131,10 @@ def pipelined(
         found = pipelines.apply(step, wanted, place)
     else:
         progress(f"cutting into {wanted.stages} stages")
-        found = pipelines.find(step, cluster, wanted)
+        found = Processes.of(devices).found_by_the_first(
+            lambda: pipelines.find(step, cluster, wanted),
+            lambda data, place: pipelines.apply(step, PipelinePlan.from_json(data, place), place),
+        )
     return found.plan, pipeline.build(found.programs, found.schedule, found.shardings, devices, on_retrace)
 
 
