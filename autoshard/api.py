@@ -10,7 +10,7 @@ import jax
 
 from autoshard import planning, programs
 from autoshard.calls import Callee
-from autoshard.parallelized import Parallelized, Request
+from autoshard.parallelized import AnyPlan, Parallelized, Request
 from autoshard.pins import Pins, Rested
 from autoshard.planning import Asked
 from autoshard.progress import Progress, narrated
@@ -25,9 +25,11 @@ from executors.jit import Program
 from search.ir.graph import Step
 from search.ir.trace import step_name
 from search.pipeline.planning import PipelineOptions
+from search.pipeline.spmd_planning import SpmdOptions
 from search.plan.json_file import read_file
 from search.plan.pipeline_plan import PipelinePlan, is_of_pipeline
 from search.plan.plan import Plan
+from search.plan.spmd_plan import EXECUTORS, ONE_PROGRAM, SpmdPlan, is_of_one_program
 
 
 def search(
@@ -220,8 +222,9 @@ def parallelize(
     stages: int | None = None,
     schedule: str | None = None,
     microbatches: int | None = None,
+    executor: str | None = None,
     offload: Sequence[str] | str | None = None,
-    plan: str | os.PathLike[str] | Plan | PipelinePlan | None = None,
+    plan: str | os.PathLike[str] | AnyPlan | None = None,
     like: Parallelized | str | os.PathLike[str] | Plan | None = None,
     time_limit_s: float | None = None,
     devices: Sequence[Any] | None = None,
@@ -246,13 +249,15 @@ def parallelize(
       remat: as for `search`.
       stages: in how many the step is cut, to run as a pipeline; each takes an equal part of the devices, and splits its
         examples over them. By default, or with 1, it is one program. What would be searched for one is refused beside it.
-      schedule: of the pipeline: "gpipe", "1f1b" (the default), "eager-1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "zb-v",
-        "dualpipe-v" or "chimera".
+      schedule: of the pipeline: "gpipe", "1f1b" (the default), "eager-1f1b", "interleaved-1f1b", "circular", "zb-h1",
+        "zb-h2", "zb-v", "dualpipe-v" or "chimera".
+      executor: of the pipeline: "a program per stage" (the default), or "one program" for all stages, of a step whose layers
+        are a loop (`jax.lax.scan`): one dispatch a step, under the schedule "gpipe" (the default there) or "circular".
       microbatches: as for `search`; of a pipeline, by default up to four times as many as stages.
       offload: as for `search`.
       plan: a plan or its file: no search. The step, its shapes and the number of devices must be the plan's; options that it
-        has decided (`cluster`, `memory`, `mesh`, `pin`, `remat`, `stages`, `schedule`, `microbatches`, `offload`) are
-        refused beside it.
+        has decided (`cluster`, `memory`, `mesh`, `pin`, `remat`, `stages`, `schedule`, `microbatches`, `executor`,
+        `offload`) are refused beside it.
       like: a parallelized step on the same state, or its plan or that one's file: what this step shares with it, such as the
         parameters in an evaluation, rests as there, on the same mesh. Arguments are the same by pytree path; where their
         names differ, by the rest of the path and by shape. What is in doubt is left to the search.
@@ -286,6 +291,7 @@ def parallelize(
             stages=stages,
             schedule=schedule,
             microbatches=microbatches,
+            executor=executor,
             offload=offload,
             plan=plan,
             like=like,
@@ -301,13 +307,13 @@ def parallelize(
         raise InputError(f"parallelize wants a function, got {type(step).__name__}")
     decided = {"memory": memory, "mesh": mesh, "pin": pin, "remat": remat, "offload": offload}
     if plan is not None:
-        counts = {"stages": stages, "schedule": schedule, "microbatches": microbatches}
+        counts = {"stages": stages, "schedule": schedule, "microbatches": microbatches, "executor": executor}
         _refuse_beside("plan", cluster=cluster, **decided, **counts, like=like)
     if like is not None:
         _refuse_beside("like", cluster=cluster, mesh=mesh)
     given = None if plan is None else _given_of_any_kind(plan)
-    pipeline = _pipeline(stages, schedule, microbatches)
-    if pipeline is not None or (given is not None and isinstance(given[0], PipelinePlan)):
+    pipeline = _pipeline(stages, schedule, microbatches, executor)
+    if pipeline is not None or (given is not None and not isinstance(given[0], Plan)):
         _refuse_of_a_pipeline(**decided, time_limit_s=time_limit_s, donate=donate, like=like)
     asked = Asked(memory, mesh, pin, remat, microbatches, offload, time_limit_s)
     shared = like if like is None or isinstance(like, Parallelized) else Rested.by(_given(like)[0])
@@ -332,28 +338,35 @@ def _given(plan: str | os.PathLike[str] | Plan) -> tuple[Plan, str]:
     return (plan, "the plan") if isinstance(plan, Plan) else (Plan.load(plan), str(plan))
 
 
-def _given_of_any_kind(
-    plan: str | os.PathLike[str] | Plan | PipelinePlan,
-) -> tuple[Plan | PipelinePlan, str]:
-    """A plan of one program or of a pipeline, and how messages call it."""
-    if isinstance(plan, Plan | PipelinePlan):
+def _given_of_any_kind(plan: str | os.PathLike[str] | AnyPlan) -> tuple[AnyPlan, str]:
+    """A plan of any kind, and how messages call it."""
+    if isinstance(plan, AnyPlan):
         return plan, "the plan"
     data, place = read_file(plan), str(plan)
-    return (PipelinePlan if is_of_pipeline(data) else Plan).from_json(data, place), place
+    kind = SpmdPlan if is_of_one_program(data) else PipelinePlan if is_of_pipeline(data) else Plan
+    return kind.from_json(data, place), place
 
 
-def _pipeline(stages: int | None, schedule: str | None, microbatches: int | None) -> PipelineOptions | None:
+def _pipeline(
+    stages: int | None, schedule: str | None, microbatches: int | None, executor: str | None
+) -> PipelineOptions | SpmdOptions | None:
     """The pipeline that is asked for, if one is."""
+    if executor is not None and executor not in EXECUTORS:
+        raise InputError(
+            f"no executor is called {executor!r}. Choose one of {', '.join(map(repr, EXECUTORS))}"
+        )
     if stages is not None and not isinstance(stages, int):
         raise InputError(f"wanted stages as a whole number, got {stages!r}")
     if stages is not None and stages < 1:
         raise InputError(f"wanted at least 1 stage, got {stages}")
     if stages is not None and stages > 1:
-        return PipelineOptions(stages, schedule, microbatches)
-    if schedule is not None:
-        raise InputError(
-            f"schedule={schedule!r} is of a pipeline, and there is none with stages={stages}. Say how many stages"
-        )
+        kind = SpmdOptions if executor == ONE_PROGRAM else PipelineOptions
+        return kind(stages, schedule, microbatches)
+    for name, value in (("schedule", schedule), ("executor", executor)):
+        if value is not None:
+            raise InputError(
+                f"{name}={value!r} is of a pipeline, and there is none with stages={stages}. Say how many stages"
+            )
     return None
 
 

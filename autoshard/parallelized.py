@@ -39,8 +39,12 @@ from search.ir.graph import Step
 from search.ir.trace import step_name
 from search.mesh_problem import Options
 from search.pipeline.planning import PipelineOptions
+from search.pipeline.spmd_planning import SpmdOptions
 from search.plan.pipeline_plan import PipelinePlan
 from search.plan.plan import Plan
+from search.plan.spmd_plan import SpmdPlan
+
+AnyPlan = Plan | PipelinePlan | SpmdPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +66,11 @@ class Request:
     """
 
     asked: Asked
-    pipeline: PipelineOptions | None = None
+    pipeline: PipelineOptions | SpmdOptions | None = None
     cluster: Any = None
     state: str | Sequence[str] | None = None
     donate: str | Sequence[str] | None = None
-    plan: tuple[Plan | PipelinePlan, str] | None = None
+    plan: tuple[AnyPlan, str] | None = None
     like: "Parallelized | Rested | None" = None
     devices: Sequence[Any] | None = None
     static_argnums: int | Iterable[int] | None = None
@@ -81,7 +85,7 @@ class _Planned:
     signature: Any
     form: nnx_objects.Form | None
     step: Step
-    plan: Plan | PipelinePlan
+    plan: AnyPlan
     program: Program | PipelineProgram
     tree: Any
     types: tuple[Any, ...]
@@ -114,7 +118,7 @@ class Parallelized:
         return bound
 
     @property
-    def plan(self) -> Plan | PipelinePlan:
+    def plan(self) -> AnyPlan:
         """The plan in use: that of the last call.
 
         Raises:
@@ -300,10 +304,10 @@ class Parallelized:
 
     def _made(
         self, traced: Step, hardware: Cluster, devices: Sequence[Any], tell: Progress
-    ) -> tuple[Step, Plan | PipelinePlan, Program | PipelineProgram]:
+    ) -> tuple[Step, AnyPlan, Program | PipelineProgram]:
         """The step as it runs, its plan and its program."""
         plan, place = self._plan_for(traced) or (None, "")
-        wanted = plan if isinstance(plan, PipelinePlan) else self._pipeline
+        wanted = plan if isinstance(plan, PipelinePlan | SpmdPlan) else self._pipeline
         if wanted is not None:
             return traced, *programs.pipelined(
                 traced, hardware, wanted, place, devices, placing.retraced, tell
@@ -331,14 +335,16 @@ class Parallelized:
         return f"the arguments of {self.__name__} changed in shape or structure; planning once for the new ones too{where}"
 
     @property
-    def _pipeline(self) -> PipelineOptions | None:
+    def _pipeline(self) -> PipelineOptions | SpmdOptions | None:
         """The pipeline that is asked for; of other shapes than a plan is for, one of as many stages."""
         given = self._given
         if isinstance(given, PipelinePlan):
             return PipelineOptions(len(given.stages), given.schedule)
+        if isinstance(given, SpmdPlan):
+            return SpmdOptions(given.stages, given.schedule)
         return self._request.pipeline
 
-    def _plan_for(self, traced: Step) -> tuple[Plan | PipelinePlan, str] | None:
+    def _plan_for(self, traced: Step) -> tuple[AnyPlan, str] | None:
         """A plan that the step need not be searched for: the one that is given, or that of the same computation."""
         if not self._planned:
             return self._request.plan
@@ -372,7 +378,7 @@ class Parallelized:
           InputError: nothing has been planned yet, or it is a pipeline.
         """
         plan = self._planned[0].plan if self._planned else self.plan
-        if isinstance(plan, PipelinePlan):
+        if not isinstance(plan, Plan):
             raise InputError(
                 f"{self.__name__} is a pipeline, each stage of which rests on devices of its own: no step can be like it. "
                 "Leave out like="
@@ -391,7 +397,7 @@ class Parallelized:
         return like.rested if isinstance(like, Parallelized) else like
 
     @property
-    def _given(self) -> Plan | PipelinePlan | None:
+    def _given(self) -> AnyPlan | None:
         return None if self._request.plan is None else self._request.plan[0]
 
     def _devices(self) -> Sequence[Any]:

@@ -22,16 +22,19 @@ from cost_model.cluster import Cluster
 from cost_model.errors import InfeasibleError, first_line
 from cost_model.units import format_bytes
 from cost_model.xla.compiler import options_for_cap
-from executors import jit, pipeline
+from executors import jit, pipeline, spmd
 from executors.jit import Program
 from executors.pipeline_program import PipelineProgram
 from search.driver import SearchResult
 from search.ir.graph import Step
 from search.mesh_problem import Options
 from search.pipeline import planning as pipelines
+from search.pipeline import spmd_planning
 from search.pipeline.planning import PipelineOptions
+from search.pipeline.spmd_planning import SpmdOptions
 from search.plan.pipeline_plan import PipelinePlan
 from search.plan.plan import Plan
+from search.plan.spmd_plan import SpmdPlan
 
 OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
 """How XLA's runtime begins to say that an allocation failed."""
@@ -110,13 +113,13 @@ def searched(
 def pipelined(
     step: Step,
     cluster: Cluster,
-    wanted: PipelineOptions | PipelinePlan,
+    wanted: PipelineOptions | PipelinePlan | SpmdOptions | SpmdPlan,
     place: str,
     devices: Sequence[Any],
     on_retrace: Callable[[], None],
     progress: Progress = lambda line: None,
-) -> tuple[PipelinePlan, PipelineProgram]:
-    """A step as a pipeline, and its programs.
+) -> tuple[PipelinePlan | SpmdPlan, PipelineProgram | Program]:
+    """A step as a pipeline, and its programs, or its one program.
 
     Args:
       step: the traced step.
@@ -127,6 +130,8 @@ def pipelined(
       on_retrace: as for `executors.pipeline.build`.
       progress: called with one line a stage of the work.
     """
+    if isinstance(wanted, SpmdOptions | SpmdPlan):
+        return _in_one_program(step, cluster, wanted, place, devices, on_retrace, progress)
     if isinstance(wanted, PipelinePlan):
         found = pipelines.apply(step, wanted, place)
     else:
@@ -138,8 +143,29 @@ def pipelined(
     return found.plan, pipeline.build(found.programs, found.schedule, found.shardings, devices, on_retrace)
 
 
+def _in_one_program(
+    step: Step,
+    cluster: Cluster,
+    wanted: SpmdOptions | SpmdPlan,
+    place: str,
+    devices: Sequence[Any],
+    on_retrace: Callable[[], None],
+    progress: Progress,
+) -> tuple[SpmdPlan, Program]:
+    """A pipeline that is one program."""
+    if isinstance(wanted, SpmdPlan):
+        found = spmd_planning.apply(step, wanted, place)
+    else:
+        progress(f"cutting the layers into {wanted.stages} stages")
+        found = Processes.of(devices).found_by_the_first(
+            lambda: spmd_planning.find(step, cluster, wanted),
+            lambda data, place: spmd_planning.apply(step, SpmdPlan.from_json(data, place), place),
+        )
+    return found.plan, spmd.build(found.program, devices, on_retrace)
+
+
 @contextlib.contextmanager
-def room_for(plan: Plan | PipelinePlan) -> Generator[None]:
+def room_for(plan: Plan | PipelinePlan | SpmdPlan) -> Generator[None]:
     """What is placed and run inside has its memory, or a message that says what to do.
 
     Raises:
@@ -151,10 +177,10 @@ def room_for(plan: Plan | PipelinePlan) -> Generator[None]:
         if OUT_OF_MEMORY not in str(e):
             raise
         said = f"{plan.step} ran out of device memory at its first step ({first_line(e)})"
-        if isinstance(plan, PipelinePlan):
+        if not isinstance(plan, Plan):
+            stages = plan.stages if isinstance(plan, SpmdPlan) else len(plan.stages)
             raise InfeasibleError(
-                f"{said}. Cut it into more stages, or take more microbatches (it is {len(plan.stages)} and "
-                f"{plan.microbatches})"
+                f"{said}. Cut it into more stages, or take more microbatches (it is {stages} and {plan.microbatches})"
             ) from e
         raise InfeasibleError(
             f"{said}. Its plan needs {format_bytes(plan.estimates.peak_bytes)} a device by prediction, under a cap of "

@@ -16,6 +16,7 @@ from typing import Any
 from cost_model.errors import PlanError
 from cost_model.whole_file import write_whole
 from search.plan.json_file import read_file, schema_of
+from search.plan.spmd_plan import PROGRAM_PER_STAGE
 
 SCHEMA = "autoshard.pipeline/1"
 
@@ -62,6 +63,11 @@ class PipelinePlan:
     workers: int
     microbatches: int
     stages: tuple[Stage, ...]
+
+    @property
+    def executor(self) -> str:
+        """What runs it."""
+        return PROGRAM_PER_STAGE
 
     def to_json(self) -> dict[str, Any]:
         """The plan as JSON-ready values; the same plan gives the same values in the same order."""

@@ -162,6 +162,31 @@ class PipelineFile(TypedDict):
     """In the order of the forward phase."""
 
 
+class SpmdFile(TypedDict):
+    """How to run a training step as a pipeline that is one program."""
+
+    schema: str
+    """The form of this file."""
+    step: str
+    """The step function's name."""
+    fingerprint: str
+    """Of the traced step."""
+    jax: str
+    """The JAX version that traced it."""
+    cluster: dict[str, Any]
+    """The cluster, as its file would say it."""
+    executor: str
+    """What runs it: one program."""
+    schedule: str
+    """The family's name: gpipe or circular."""
+    microbatches: Size
+    """In how many a step goes through its batch."""
+    stages: Size
+    """Runs of equally many layers."""
+    mesh: Mesh
+    """Size of each axis: of groups of stages, and of the devices of each."""
+
+
 class ScheduleFile(TypedDict):
     """A pipeline's schedule."""
 
@@ -175,7 +200,16 @@ class ScheduleFile(TypedDict):
     """Of each, its tasks in order: F0.0 F0.1 B0.0 B0.1."""
 
 
-for _file in (CollectiveFile, EstimatesFile, DecisionsFile, PlanFile, StageFile, PipelineFile, ScheduleFile):
+for _file in (
+    CollectiveFile,
+    EstimatesFile,
+    DecisionsFile,
+    PlanFile,
+    StageFile,
+    PipelineFile,
+    SpmdFile,
+    ScheduleFile,
+):
     _file.__pydantic_config__ = _READ  # type: ignore[attr-defined]
 OptionsFile.__pydantic_config__ = ConfigDict(**_READ, extra="allow")  # type: ignore[attr-defined]
 

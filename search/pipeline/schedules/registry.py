@@ -32,10 +32,10 @@ class Family:
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
         "gpipe": Family(gpipe),
-        "circular": Family(circular, None),
         "1f1b": Family(one_f_one_b),
         "eager-1f1b": Family(eager_one_f_one_b),
         "interleaved-1f1b": Family(interleaved_one_f_one_b, None),
+        "circular": Family(circular, None),
         "zb-h1": Family(zb_h1),
         "zb-h2": Family(zb_h2),
         "zb-v": Family(zb_v, 2),
