@@ -158,7 +158,7 @@ class _Writing:
         """What programs make for others, or for the caller."""
         wanted = {v for v in self.results if isinstance(v, int)}
         for place, ops in placed.items():
-            wanted |= {*ProgramBody(self.step, ops, self._made_anew_at(place)).entering}
+            wanted |= {*_Body(self.step, ops, self._made_anew_at(place)).entering}
         return frozenset(wanted | {v for piece, (v, _) in self.step.pieces.items() if piece in wanted})
 
     def _made_anew_at(self, place: _Place) -> list[int]:
@@ -171,7 +171,7 @@ class _Writing:
 
     def _program(self, place: _Place, ops: Sequence[Op], wanted: frozenset[int]) -> StageProgram:
         anew = self._made_anew_at(place)
-        body = ProgramBody(self.step, ops, anew)
+        body = _Body(self.step, ops, anew)
         written = Written(self.step.values, SCOPE)
         written.ops += body.ops
         made = [v for op in ops for v in op.outputs]
@@ -194,7 +194,7 @@ class _Writing:
         return StageProgram(name, place.stage, graph, tuple(reads), tuple(outputs))
 
 
-class ProgramBody:
+class _Body:
     """The ops of a program with what it makes anew.
 
     Attributes:

@@ -14,21 +14,18 @@ from collections.abc import Iterable, Sequence
 
 from cost_model.errors import InputError
 from search.ir import _jax
-from search.ir.graph import Atom, Graph, Op, Step, verify
-from search.memory.batch_states import PerExample
-from search.memory.microbatches import taken_apart
+from search.ir.graph import Atom, Graph, Op, Role, Step, verify
 from search.pipeline.pipeline_step import PipelineStep
-from search.pipeline.programs import ProgramBody
 from search.pipeline.split_loops import is_of_layers
 from search.plan.spmd_step import LayerLoop, Segment, SpmdStep
 
 
-def spmd_step(traced: Step, num_microbatches: int, num_workers: int, stages_per_worker: int) -> SpmdStep:
+def spmd_step(traced: Step, num_parts: int, num_workers: int, stages_per_worker: int) -> SpmdStep:
     """One program for all stages.
 
     Args:
       traced: the step.
-      num_microbatches: in how many it goes through its batch.
+      num_parts: in how many it goes through its batch, on all devices of a stage together.
       num_workers: groups of devices.
       stages_per_worker: how many stages each has.
 
@@ -36,13 +33,9 @@ def spmd_step(traced: Step, num_microbatches: int, num_workers: int, stages_per_
       InputError: there is no loop over so many equal layers.
       NotSplittableError: the step has no microbatches; says why.
     """
-    step = PipelineStep.of(traced, num_microbatches)
+    step = PipelineStep.of(traced, num_parts)
     loops = layer_loops(step, num_workers * stages_per_worker)
-    states = taken_apart(traced, num_microbatches).split.states
-    dims = {v: state.dim for v, state in states.items() if isinstance(state, PerExample)}
-    own = {v: dims[origin] for v, origin in step.origins.items() if origin in dims}
-    outer = {v: dims[v] for v in (*traced.graph.inputs, *traced.graph.outputs) if v in dims}
-    return _Writing(step, loops).run(traced, num_workers, stages_per_worker, outer | own)
+    return _Writing(traced, step, loops).run(num_workers, stages_per_worker)
 
 
 def layer_loops(step: PipelineStep, num_stages: int) -> tuple[Op, ...]:
@@ -90,29 +83,33 @@ class _Writing:
     """The parts of one step in the making.
 
     Attributes:
+      examples: by value of the body that is a part of the examples, all parts.
       level: by op of the body that is not made anew, how many loops it stands behind.
       sum_of: by term, the sum that it is added to.
     """
 
-    def __init__(self, step: PipelineStep, loops: tuple[Op, ...]) -> None:
-        self.step, self.loops = step, loops
+    def __init__(self, traced: Step, step: PipelineStep, loops: tuple[Op, ...]) -> None:
+        self.traced, self.step, self.loops = traced, step, loops
+        self.examples = _examples(step)
         self.level = self._levels()
         self.sum_of = {term: total for total, term in step.terms.items()}
 
-    def run(
-        self, traced: Step, num_workers: int, stages_per_worker: int, example_dims: dict[int, int]
-    ) -> SpmdStep:
+    def run(self, num_workers: int, stages_per_worker: int) -> SpmdStep:
         step, epilogue_reads = self.step, self._epilogue_reads()
         order = [part for level in range(max(self.level.values()) + 1) for part in self._parts_at(level)]
-        bodies = {part: ProgramBody(step, *self._content(part)) for part in order}
+        bodies = {part: self._body(*self._content(part)) for part in order}
         wanted = {step.pieces[v][0] for v in epilogue_reads if v in step.pieces}
-        wanted |= {a for op in self.loops for a in op.operands}.union(*(b.entering for b in bodies.values()))
+        wanted |= {a for op in self.loops for a in op.operands}.union(
+            *(reads for _, reads in bodies.values())
+        )
         parts = tuple(self._written(part, bodies[part], wanted) for part in order)
-        made = [v for op in step.prologue for v in op.outputs if v in wanted | {*epilogue_reads, *step.terms}]
+        wanted |= {*epilogue_reads, *step.terms, *self.examples.values()}
+        made = [v for op in step.prologue for v in op.outputs if v in wanted]
         prologue = self._graph(step.prologue, step.step.graph.inputs, made)
         epilogue = self._graph(step.epilogue, epilogue_reads, step.step.graph.outputs)
+        arguments = zip(self.traced.graph.inputs, self.traced.arguments, strict=True)
         return SpmdStep(
-            traced,
+            self.traced,
             num_workers,
             stages_per_worker,
             step.num_microbatches,
@@ -121,9 +118,10 @@ class _Writing:
             tuple(part for part in parts if isinstance(part, LayerLoop) or part.makes),
             epilogue,
             step.index,
+            self.examples,
             step.of_microbatch,
             {v: step.pieces[v] for v in epilogue_reads if v in step.pieces},
-            example_dims,
+            frozenset(v for v, argument in arguments if argument.role is Role.BATCH and step.values[v].shape),
             layered(step, self.loops),
         )
 
@@ -149,8 +147,11 @@ class _Writing:
     def _sources(self, values: Iterable[int]) -> set[int]:
         """Values, and what those of them are made of that are made anew."""
         found = set(values)
-        makers = {self.step.maker.get(v) for v in found} & self.step.made_anew
-        return found.union(*(self._sources(op.operands) for op in makers if op is not None))
+        makers = {self.step.maker[v] for v in found if self._is_made_anew(v)}
+        return found.union(*(self._sources(op.operands) for op in makers))
+
+    def _is_made_anew(self, v: int) -> bool:
+        return v not in self.examples and self.step.maker.get(v) in self.step.made_anew
 
     def _parts_at(self, level: int) -> list[Op | int]:
         """The loops of a level, and then what stands behind them."""
@@ -167,7 +168,7 @@ class _Writing:
 
     def _made_anew(self, atoms: Iterable[Atom]) -> list[int]:
         values = dict.fromkeys(v for v in atoms if isinstance(v, int))
-        return [v for v in values if self.step.maker.get(v) in self.step.made_anew]
+        return [v for v in values if self._is_made_anew(v)]
 
     def _epilogue_reads(self) -> tuple[int, ...]:
         """What the epilogue reads and does not make, and results that nobody makes."""
@@ -179,15 +180,43 @@ class _Writing:
 
     # --- the parts
 
-    def _written(self, part: Op | int, body: ProgramBody, wanted: set[int]) -> Segment | LayerLoop:
-        reads, (ops, anew) = tuple(body.entering), self._content(part)
+    def _body(self, ops: Iterable[Op], anew: Iterable[int]) -> tuple[list[Op], tuple[int, ...]]:
+        """The ops of a part with what it makes anew, and what these read of others."""
+        ordered, entering = list[Op](), dict[int, None]()
+        there = {v for v, _ in self.step.constants}
+
+        def read(v: int) -> None:
+            if v in there:
+                return
+            if self._is_made_anew(v):
+                append(self.step.maker[v])
+            else:
+                entering[v] = None
+                there.add(v)
+
+        def append(op: Op) -> None:
+            for v in op.operands:
+                read(v)
+            ordered.append(op)
+            there.update(op.outputs)
+
+        for op in ops:
+            append(op)
+        for v in anew:
+            read(v)
+        return ordered, tuple(entering)
+
+    def _written(
+        self, part: Op | int, body: tuple[list[Op], tuple[int, ...]], wanted: set[int]
+    ) -> Segment | LayerLoop:
+        (all_ops, reads), (ops, anew) = body, self._content(part)
         made = part.outputs if isinstance(part, Op) else tuple(v for op in ops for v in op.outputs)
         sums = {v: self.sum_of[v] for v in made if v in self.sum_of}
         used = frozenset(wanted.intersection(made))
         if isinstance(part, Op):
-            return LayerLoop(part, self._graph(body.ops, reads, anew), reads, tuple(anew), used, sums)
+            return LayerLoop(part, self._graph(all_ops, reads, anew), reads, tuple(anew), used, sums)
         makes = (*(v for v in made if v in used or v in sums), *anew)
-        return Segment(self._graph(body.ops, reads, makes), reads, makes, used.union(anew), sums)
+        return Segment(self._graph(all_ops, reads, makes), reads, makes, used.union(anew), sums)
 
     def _graph(self, ops: Sequence[Op], inputs: Sequence[int], outputs: Sequence[Atom]) -> Graph:
         made = {v for op in ops for v in op.outputs}.union(inputs)
@@ -195,6 +224,20 @@ class _Writing:
         graph = Graph(self.step.values, tuple(inputs), constants, tuple(ops), tuple(outputs))
         verify(graph)
         return graph
+
+
+def _examples(step: PipelineStep) -> dict[int, int]:
+    """By value of the body that is a part of dealt examples, all parts."""
+    found: dict[int, int] = {}
+    for op in step.body:
+        taken = step.maker.get(op.operands[0]) if op.name in ("squeeze", "reshape") and op.operands else None
+        if taken is None or taken.name != "dynamic_slice" or not isinstance(dealt := taken.inputs[0], int):
+            continue
+        (v,) = op.outputs
+        whole = (step.num_microbatches, *step.values[v].shape)
+        if not step.is_of_microbatch(dealt) and step.values[dealt].shape == whole and dealt in step.maker:
+            found[v] = dealt
+    return found
 
 
 def layered(step: PipelineStep, loops: Sequence[Op]) -> frozenset[int]:

@@ -1,6 +1,6 @@
 """From a traced step to a pipeline of it that is one program: as many equal stages as asked for, in one of two schedules.
 
-The devices are dealt evenly to the stages, in their order; a stage splits the examples of a microbatch over its own.
+The devices are dealt evenly to the stages, in their order; each device of a stage has microbatches of its own.
 """
 
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ class SpmdOptions:
     Attributes:
       stages: in how many the layers are cut.
       schedule: `gpipe` or `circular`; None for GPipe's.
-      microbatches: in how many the step goes through its batch; None for a few per stage.
+      microbatches: of each device; None for a few per stage.
     """
 
     stages: int
@@ -61,15 +61,15 @@ def find(step: Step, cluster: Cluster, options: SpmdOptions) -> SpmdPipeline:
     """
     name, stages = options.schedule or "gpipe", options.stages
     workers = stages // STAGES_PER_WORKER.get(name, 1)
-    few = (n for n in batch_divisors(step) if n <= MICROBATCHES_PER_STAGE * stages)
-    microbatches = options.microbatches or max(few, default=1)
-    _check_schedule(name, stages, microbatches, workers)
-    per_worker, rest = divmod(cluster.num_devices, workers)
+    per_worker, rest = divmod(cluster.num_devices, max(workers, 1))
     if rest or not per_worker:
         raise InputError(
             f"{cluster.num_devices} devices cannot be dealt to {workers} groups with {stages // workers} stages each, as "
             f"many to each. Ask for a number of stages that gives a divisor of {cluster.num_devices} groups"
         )
+    microbatches = options.microbatches or _few_microbatches(step, stages, per_worker)
+    _check_schedule(name, stages, microbatches, workers)
+    _check_batch(step, microbatches, per_worker)
     plan = SpmdPlan(
         step.name,
         fingerprint(flatten(step)),
@@ -80,7 +80,7 @@ def find(step: Step, cluster: Cluster, options: SpmdOptions) -> SpmdPipeline:
         stages,
         dict(zip(AXES, (workers, per_worker), strict=True)),
     )
-    return SpmdPipeline(plan, spmd_step(step, microbatches, workers, stages // workers))
+    return SpmdPipeline(plan, spmd_step(step, microbatches * per_worker, workers, stages // workers))
 
 
 def apply(step: Step, plan: SpmdPlan, place: str = "the plan") -> SpmdPipeline:
@@ -102,6 +102,23 @@ def apply(step: Step, plan: SpmdPlan, place: str = "the plan") -> SpmdPipeline:
     if dict(again.plan.mesh) != dict(plan.mesh):
         raise PlanError(f"{place}: wanted the mesh {dict(again.plan.mesh)}, got {dict(plan.mesh)}")
     return SpmdPipeline(plan, again.program)
+
+
+def _few_microbatches(step: Step, stages: int, per_worker: int) -> int:
+    """The most that divide the batch on as many devices, up to a few per stage."""
+    counts = (n // per_worker for n in batch_divisors(step) if n % per_worker == 0)
+    return max((n for n in counts if n <= MICROBATCHES_PER_STAGE * stages), default=1)
+
+
+def _check_batch(step: Step, microbatches: int, per_worker: int) -> None:
+    """That each device of a stage has microbatches of its own."""
+    divisors = batch_divisors(step)
+    if divisors and microbatches * per_worker not in divisors:
+        raise InputError(
+            f"{max(divisors)} examples cannot be dealt to the {per_worker} devices of each stage in {microbatches} "
+            f"microbatches on each: that makes {microbatches * per_worker} parts. Take a batch that is a multiple of that, "
+            "or other numbers of microbatches or stages"
+        )
 
 
 def _check_schedule(name: str, stages: int, microbatches: int, workers: int) -> None:

@@ -180,7 +180,7 @@ class SpmdFile(TypedDict):
     schedule: str
     """The family's name: gpipe or circular."""
     microbatches: Size
-    """In how many a step goes through its batch."""
+    """In how many each device goes through its part of the batch."""
     stages: Size
     """Runs of equally many layers."""
     mesh: Mesh

@@ -34,7 +34,7 @@ class SpmdPlan:
       jax: the JAX version that traced it.
       cluster: the cluster, as its JSON file would say it.
       schedule: `gpipe` or `circular`.
-      microbatches: in how many the step goes through its batch.
+      microbatches: in how many each device goes through its part of the batch.
       stages: runs of equally many layers.
       mesh: size of each axis by name: of groups of devices, each with as many stages, and of the devices of each.
     """

@@ -63,28 +63,31 @@ class SpmdStep:
       step: the traced step.
       num_workers: groups of devices, along which the layers are split.
       stages_per_worker: runs of layers that each of them has, far apart.
-      num_microbatches: in how many it goes through its batch.
+      num_parts: in how many it goes through its batch: each device of a group has microbatches of its own.
       values: all values.
       prologue: from the step's arguments to what the others read; its outputs are those values themselves.
       parts: by turns.
       epilogue: from what it reads, its inputs, to the step's results.
-      index: the microbatch's number.
-      of_microbatch: the values that are others in each microbatch.
-      pieces: by value that the epilogue reads, the value that it is, and of which microbatch.
-      example_dims: by value that belongs to single examples, the dim that carries them.
+      index: the number of a part of the batch.
+      examples: by value of the parts that holds examples of the batch, the value of the prologue that has all parts': it has
+        one more dim, the first.
+      of_microbatch: the values that are others in each part of the batch.
+      pieces: by value that the epilogue reads, the value that it is, and of which part of the batch.
+      batch: the arguments whose first dim is the examples.
       layered: the values whose first dim carries the layers, arguments and results among them.
     """
 
     step: Step
     num_workers: int
     stages_per_worker: int
-    num_microbatches: int
+    num_parts: int
     values: tuple[Value, ...]
     prologue: Graph
     parts: tuple[Segment | LayerLoop, ...]
     epilogue: Graph
     index: int
+    examples: Mapping[int, int]
     of_microbatch: frozenset[int]
     pieces: Mapping[int, tuple[int, int]]
-    example_dims: Mapping[int, int]
+    batch: frozenset[int]
     layered: frozenset[int]

@@ -16,7 +16,7 @@ from tests.zoo.case import Normal
 
 NUM_STEPS = 2
 
-LAYERS, WIDTH, BATCH = 8, 8, 16
+LAYERS, WIDTH, BATCH = 8, 8, 32
 
 
 def shared_step(recomputes, state, batch, key):
@@ -126,6 +126,7 @@ def test_layers_rest_on_their_stages_and_a_saved_plan_is_used_again(tmp_path):
             "no executor is called 'two programs'. Choose one of 'a program per stage'",
         ),
         ({"stages": 1}, "executor='one program' is of a pipeline, and there is none with stages=1"),
+        ({"microbatches": 3}, "32 examples cannot be dealt to the 4 devices of each stage in 3 microbatches"),
         (
             {"stages": 4, "schedule": "circular", "microbatches": 1},
             "as many microbatches as workers, got 1 for 2",

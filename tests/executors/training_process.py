@@ -48,13 +48,16 @@ def scenes(folder: Path) -> Mapping[str, Callable[[], Any]]:
     from search.ir.trace import trace
     from tests import zoo
     from tests.executors.pipelines import pipelined, schedule_of
+    from tests.executors.test_spmd import shared as layered
 
     case = zoo.make_mlp(widths=(32, 48, 16), dtype=jnp.float64)
 
-    def losses(step: Any, state: Any, batches: range = range(NUM_STEPS)) -> list[float]:
+    def losses(
+        step: Any, state: Any, batches: range = range(NUM_STEPS), case: zoo.Case = case
+    ) -> list[float]:
         made = []
         for i in batches:
-            state, metrics = step(state, case.batch(i))
+            state, metrics = step(state, case.batch(i), *case.extra())
             made.append(float(metrics["loss"]))
         jax.block_until_ready(state)
         return made
@@ -68,6 +71,12 @@ def scenes(folder: Path) -> Mapping[str, Callable[[], Any]]:
         program = pipelined(step, schedule_of("1f1b", 2, 4), sizes=(6, 2))
         state = jax.device_put(case.init(), program.shardings[0])
         return losses(program.fn, state)
+
+    def of_one_program() -> list[float]:
+        layers = layered()
+        step = autoshard.parallelize(layers.step, stages=2, microbatches=2, executor="one program")
+        state = step.init(layers.init, args=(layers.batch(0), *layers.extra()))
+        return losses(step, state, range(NUM_STEPS), layers)
 
     def from_a_checkpoint() -> list[float]:
         step = autoshard.parallelize(case.step, stages=4, microbatches=4)
@@ -92,6 +101,7 @@ def scenes(folder: Path) -> Mapping[str, Callable[[], Any]]:
         "one program": lambda: trained(mesh=(8,)),
         "a pipeline": lambda: trained(stages=2, microbatches=4),
         "unequal submeshes": on_unequal_submeshes,
+        "one program for all stages": of_one_program,
         "two stages in each process, from a checkpoint": from_a_checkpoint,
         "disagreeing": lambda: refused((32, 16, 16) if jax.process_index() else (32, 48, 16)),
         "without a plan": lambda: refused(stages=2, microbatches=7),
