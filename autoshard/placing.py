@@ -62,7 +62,8 @@ def run(
 
 
 def lies_elsewhere(program: Program | PipelineProgram, args: tuple[Any, ...], step: Step) -> bool:
-    """Where a call failed: whether that may be because of where arguments lie. What is nowhere yet is brought there by JAX.
+    """Where a call failed: whether that may be because of where arguments lie. What is nowhere yet is brought there by JAX,
+    but for what several processes have.
 
     Raises:
       InputError: an argument was given up to an earlier call; names it.
@@ -76,7 +77,7 @@ def lies_elsewhere(program: Program | PipelineProgram, args: tuple[Any, ...], st
             )
     wanted = jax.tree.leaves(program.shardings)
     return any(
-        isinstance(x, jax.Array) and x.committed and x.sharding != s
+        x.committed and x.sharding != s if isinstance(x, jax.Array) else not s.is_fully_addressable
         for x, s in zip(arrays, wanted, strict=True)
     )
 
