@@ -17,7 +17,7 @@ Source: the formulation of pipelines as one program is that of Xu et al. 2021, "
 # JAX types these functions only in part.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,6 +102,7 @@ class _Layout:
         return EVERY if self.is_shared_out else PartitionSpec(DATA)
 
     def named(self, *spec: Any) -> NamedSharding:
+        """A spec on this mesh."""
         return NamedSharding(self.mesh, PartitionSpec(*spec))
 
     def resting(self, v: int) -> NamedSharding:
@@ -157,11 +158,8 @@ class _Run:
             term = of_all[total] if total in of_all else self._put_together(of_layers[total], total)
             env[total] = jnp.add(env[total], term)
         pieces |= {v: self._by_part(x, v) for v, x in stacks.items()}
-        reads = (
-            env[v] if v not in program.pieces else _piece(pieces, *program.pieces[v])
-            for v in program.epilogue.inputs
-        )
-        return _evaluated(program.epilogue, list(reads))
+        env |= {piece: pieces[v][part] for piece, (v, part) in program.pieces.items()}
+        return _evaluated(program.epilogue, [env[v] for v in program.epilogue.inputs])
 
     def _by_round(self, x: Any, v: int) -> Any:
         """A stack over layers as [rounds, layers of a round]."""
@@ -179,23 +177,19 @@ class _Run:
         return jnp.reshape(jnp.moveaxis(x, 0, 1), (self.program.num_parts, *self.program.values[v].shape))
 
 
-def _piece(pieces: dict[int, Any], v: int, part: int) -> Any:
-    return pieces[v][part]
-
-
 def _evaluated(graph: Graph, inputs: Sequence[Any]) -> list[Any]:
     nothing = StepSharding((), (), {}, {})
     return evaluator(graph, nothing, AbstractMesh((), ()))(inputs)
 
 
-def _layers(program: SpmdStep) -> Iterable[int]:
+def _layers(program: SpmdStep) -> list[int]:
     """What loops slice that is the same for all parts of the batch."""
     loops = [part.op for part in program.parts if isinstance(part, LayerLoop)]
     xs = dict.fromkeys(a for op in loops for a in op.inputs[sum(op.loop_counts) :] if isinstance(a, int))
     return [v for v in xs if v not in program.of_microbatch]
 
 
-def _read_once(program: SpmdStep) -> Iterable[int]:
+def _read_once(program: SpmdStep) -> list[int]:
     """What else is read that is the same for all."""
     read: dict[int, None] = {}
     for part in program.parts:
@@ -212,6 +206,8 @@ class _Device:
       own: by value that is another in each microbatch, those that this stage has between loops: [microbatches, ...].
       all: the same of all microbatches.
       stacks: by value that a loop has stacked up: [slots, layers of a round, ...], of this stage's layers.
+      of_layers: by sum over a loop's layers, what this device's microbatches add to it.
+      of_all: by other sum, what those that this stage has between loops add to it.
     """
 
     def __init__(
