@@ -4,7 +4,10 @@
 `verify` compiles that program and compares; a `Plan` can be printed, saved, edited and loaded.
 """
 
+# ruff: noqa: F403, F405  (names come from `autoshard.public`, when they are asked for)
+
 from pathlib import Path as _Path
+from typing import TYPE_CHECKING, Any
 
 import cost_model as _cost_model
 import executors as _executors
@@ -17,20 +20,6 @@ for _package in (_cost_model, _executors, _search):
             f"autoshard needs its own package {_package.__name__!r}, but {_file} shadows it: rename that file, or put its "
             "folder later on sys.path"
         )
-
-from autoshard.api import AutoshardWarning, Parallelized, emit, parallelize, search, verify  # noqa: E402
-from autoshard.verification.result import Verification  # noqa: E402
-from cost_model.cluster import Cluster  # noqa: E402
-from cost_model.errors import (  # noqa: E402
-    AutoshardError,
-    ClusterError,
-    CompilerError,
-    InfeasibleError,
-    InputError,
-    PlanError,
-)
-from executors.jit import Program  # noqa: E402
-from search.plan.plan import Collective, Decisions, Estimates, Plan  # noqa: E402
 
 __version__ = "0.1.0"
 
@@ -55,3 +44,18 @@ __all__ = [
     "search",
     "verify",
 ]
+
+if TYPE_CHECKING:
+    from autoshard.public import *
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from autoshard import public  # JAX comes with it
+
+    return getattr(public, name)
+
+
+def __dir__() -> list[str]:
+    return ["__version__", *__all__]

@@ -1,8 +1,32 @@
-"""`python -m autoshard`: the command line."""
+"""`python -m autoshard`, and the program `autoshard`.
 
+It hears Ctrl-C from its first moment, while JAX still loads: an import that is broken off would end in a traceback.
+"""
+
+import os
+import signal
 import sys
+from typing import Any, NoReturn
 
-from autoshard.cli import main
+INTERRUPTED = 128 + signal.SIGINT
+"""Exit status after Ctrl-C, as shells have it."""
+
+
+def main() -> int:
+    """Runs one command; returns the exit status."""
+    before = signal.getsignal(signal.SIGINT)
+    if before is signal.default_int_handler:  # in the background it is ignored
+        signal.signal(signal.SIGINT, _leave)
+    from autoshard import cli
+
+    signal.signal(signal.SIGINT, before)
+    return cli.main()
+
+
+def _leave(*_: Any) -> NoReturn:
+    print("autoshard: interrupted", file=sys.stderr, flush=True)
+    os._exit(INTERRUPTED)
+
 
 if __name__ == "__main__":
     sys.exit(main())

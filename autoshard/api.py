@@ -70,7 +70,8 @@ def search(
       offload: what rests in pinned host memory and is on the device only while it is read, in a tuple: "optimizer_state",
         "parameters", or pytree paths of arguments, whole or their beginnings; "residuals" may wait there for the backward
         phase. "never" for nothing; by default all this but paths is tried where memory is scarce.
-      time_limit_s: processor seconds for the solver, by default 15; the plan states the gap that is left (`Plan.gap`).
+      time_limit_s: processor seconds for the solver. By default it does as much work as takes about 15 on a usual machine,
+        so that the same inputs give the same plan on any. The plan states the gap that is left (`Plan.gap`).
       verify: whether XLA's GPU compiler judges if the plan fits: where it does not, the search goes on under a
         lower limit. Equal blocks are extrapolated as by `verify`, unless the peak comes close to the cap. Needs the
         extra `autoshard[verify]`.

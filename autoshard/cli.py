@@ -33,15 +33,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
       The exit status.
     """
-    try:
-        options = _parser().parse_args(argv)
-    except SystemExit as e:  # argparse has said what is wrong
-        return int(e.code or 0)
-    if not jax.config.jax_platforms and not options.uses_devices:
-        jax.config.update("jax_platforms", "cpu")
     with one_line_warnings():
         try:
+            options = _parser().parse_args(argv)
+            if not jax.config.jax_platforms and not options.uses_devices:
+                jax.config.update("jax_platforms", "cpu")
             return options.run(options)
+        except SystemExit as e:  # argparse has said what is wrong
+            return int(e.code or 0)
         except AutoshardError as e:
             say(f"error: {e}")
             return e.exit_status
@@ -94,7 +93,12 @@ def _parser() -> argparse.ArgumentParser:
         help="what is in the host's memory: never, or some of optimizer_state,parameters,residuals and paths of "
         "arguments; by default it is searched",
     )
-    search.add_argument("--time-limit", type=_seconds, metavar="S", help="processor seconds for the solver")
+    search.add_argument(
+        "--time-limit",
+        type=_seconds,
+        metavar="S",
+        help="processor seconds for the solver; by default a fixed amount of work",
+    )
     search.add_argument("--out", type=Path, metavar="FILE", help="save the plan")
     search.add_argument(
         "--verify",
@@ -131,8 +135,8 @@ def _parser() -> argparse.ArgumentParser:
     listing.add_argument("cluster", nargs="?", metavar="CLUSTER", help="a preset, 64xH100-80GB or a file")
     listing.add_argument("--json", action="store_true", help="print it as a cluster file, to be edited")
     listing.set_defaults(run=commands.clusters)
-    schema = subparsers.add_parser("schema", help="print the JSON Schema of a plan's file, for editors")
-    schema.add_argument("file", choices=["plan"], help="which file's")
+    schema = subparsers.add_parser("schema", help="print the JSON Schema of a file, for editors")
+    schema.add_argument("file", choices=["cluster", "plan"], help="which file's")
     schema.set_defaults(run=commands.schema)
     _add_calibrate(subparsers)
     for command in (search, verify, show):

@@ -100,10 +100,11 @@ def _show_choices(options: argparse.Namespace) -> int:
 
 def schema(options: argparse.Namespace) -> int:
     """Prints the schema of a file."""
-    from search.plan.plan_file import json_schema  # it takes a while to import
+    from cost_model import cluster_schema  # these take a while to import
+    from search.plan import plan_file
 
-    del options  # there is one such file
-    print(json.dumps(json_schema(), indent=1), flush=True)
+    files = {"cluster": cluster_schema, "plan": plan_file}
+    print(json.dumps(files[options.file].json_schema(), indent=1), flush=True)
     return 0
 
 

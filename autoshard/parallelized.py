@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from autoshard import nnx_objects, placing, planning, programs
@@ -45,6 +46,8 @@ from search.plan.plan import Plan
 from search.plan.spmd_plan import SpmdPlan
 
 AnyPlan = Plan | PipelinePlan | SpmdPlan
+
+PYTHON_NUMBERS = (bool, int, float, complex)
 
 
 @dataclass(frozen=True, slots=True)
@@ -440,7 +443,9 @@ def _signature(call: Call) -> Any:
 
 
 def _type(leaf: Any) -> Any:
-    if isinstance(leaf, jax.Array):
-        return leaf.shape, leaf.dtype
-    dtype = getattr(leaf, "dtype", None)
-    return type(leaf) if dtype is None else (leaf.shape, _jax.narrowed(dtype))
+    """What `jax.jit` keeps programs apart by. A Python number is an array of the type that adapts to others."""
+    if type(leaf) in PYTHON_NUMBERS:
+        return (), _jax.narrowed(np.dtype(type(leaf))), type(leaf) is not bool
+    if (dtype := getattr(leaf, "dtype", None)) is None:
+        return type(leaf)
+    return leaf.shape, _jax.narrowed(dtype), getattr(leaf, "weak_type", False)

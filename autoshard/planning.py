@@ -15,7 +15,7 @@ from cost_model.units import format_bytes, parse_bytes
 from search import driver
 from search.ir.graph import Step
 from search.ir.trace import trace_call
-from search.mesh_problem import DEFAULT_TIME_LIMIT_S, Options
+from search.mesh_problem import Options
 from search.plan.pipeline_plan import PipelinePlan
 from search.plan.plan import Plan
 from search.plan.spmd_plan import SpmdPlan
@@ -91,12 +91,13 @@ def options(step: Step, cluster: Cluster, asked: Asked, resting: Resting = ANYWH
     """
     limit = cluster.device_memory_limit() if asked.memory is None else parse_bytes(asked.memory)
     _check_cap(limit, cluster, f"memory={asked.memory!r}")
-    seconds = DEFAULT_TIME_LIMIT_S if asked.time_limit_s is None else asked.time_limit_s
     offload = asked.offload
     kinds = offload if offload is None or isinstance(offload, str) else tuple(offload)
     rest = pinned(step, asked.pin or {}, cluster.num_devices).then(resting)
     mesh = _mesh_shape(asked.mesh) or rest.mesh
-    return Options(limit, mesh, rest.specs, seconds, asked.remat, asked.microbatches, rest.offload(kinds))
+    return Options(
+        limit, mesh, rest.specs, asked.time_limit_s, asked.remat, asked.microbatches, rest.offload(kinds)
+    )
 
 
 def find(

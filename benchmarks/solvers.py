@@ -19,6 +19,7 @@ from time import perf_counter
 import numpy as np
 
 from search.solver.branch_and_bound import Edge, Labels, MemoryConstraint, NoFitError, Problem, solve
+from search.solver.clock import PROCESSOR, Deadline
 from search.solver.milp import solve_milp
 from search.solver.pbqp import merged
 
@@ -323,8 +324,9 @@ def ours(problem: Problem, rows: tuple[MemoryConstraint, ...], limit_bytes: floa
 def plain(problem: Problem, rows: tuple[MemoryConstraint, ...], limit_bytes: float, backend: str) -> str:
     """One integer program with every row."""
     start_s = perf_counter()
+    deadline = Deadline.after(TIME_LIMIT_S, PROCESSOR)
     answer = solve_milp(
-        merged(problem), rows, limit_bytes, time_limit_s=TIME_LIMIT_S, relative_gap=1e-4, backend=backend
+        merged(problem), rows, limit_bytes, deadline=deadline, relative_gap=1e-4, backend=backend
     )
     taken_s = perf_counter() - start_s
     if answer.labels is None:

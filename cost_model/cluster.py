@@ -9,28 +9,15 @@ talk over `intra`, between nodes over `inter`, and each reaches its node's memor
 import hashlib
 import json
 import math
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
 from cost_model.errors import ClusterError
-from cost_model.json_fields import (
-    BYTES,
-    COUNT,
-    FLAG,
-    FLOPS,
-    RATE,
-    SECONDS,
-    SHARE,
-    TEXT,
-    in_file,
-    read_record,
-    record,
-    table,
-    write_record,
-)
+from cost_model.file_forms import BYTES, FLOPS, RATE, SECONDS, Table, file_config, read_record, write_record
 
 VECTOR = "vector"
 """The entry of `Device.flops_per_s` for ordinary cores: ops that are not matrix products."""
@@ -70,33 +57,32 @@ are launched as a CUDA graph, which is what XLA:GPU's command buffers are; 3 to 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """One accelerator.
+    """One accelerator."""
 
-    Attributes:
-      name: the model, for example "H100-80GB".
-      memory_bytes: what the runtime sees as device memory.
-      memory_bytes_per_s: peak bandwidth of that memory.
-      flops_per_s: peak *dense* FLOP/s of matrix products by NumPy dtype name ("float8" stands for all its
-        variants), and of everything else under "vector". "float32" is required and means what JAX's default
-        precision gives: TensorFloat-32 where the device has it.
-      reserve_bytes: what the runtime keeps for itself and no XLA statistic shows: CUDA context, NCCL buffers.
-      num_cores: units that work on one tile of a matrix product each: streaming multiprocessors.
-      matmul_efficiency: share of `flops_per_s` that a large, well-shaped matrix product sustains.
-      vector_efficiency: share of the "vector" speed that other kernels sustain.
-      memory_efficiency: share of `memory_bytes_per_s` that streaming kernels sustain.
-      launch_s: from the start of one kernel to that of the next, however short it is.
-    """
+    __pydantic_config__ = file_config()
 
-    name: str = field(metadata=in_file("name", TEXT))
-    memory_bytes: int = field(metadata=in_file("memory", BYTES))
-    memory_bytes_per_s: float = field(metadata=in_file("memory_bandwidth", RATE))
-    flops_per_s: tuple[tuple[str, float], ...] = field(metadata=in_file("flops", table(FLOPS)))
-    reserve_bytes: int = field(default=0, metadata=in_file("reserve", BYTES))
-    num_cores: int = field(default=1, metadata=in_file("cores", COUNT))
-    matmul_efficiency: float = field(default=MATMUL_EFFICIENCY, metadata=in_file("matmul_efficiency", SHARE))
-    vector_efficiency: float = field(default=VECTOR_EFFICIENCY, metadata=in_file("vector_efficiency", SHARE))
-    memory_efficiency: float = field(default=MEMORY_EFFICIENCY, metadata=in_file("memory_efficiency", SHARE))
-    launch_s: float = field(default=LAUNCH_S, metadata=in_file("launch", SECONDS))
+    name: str
+    """The model, for example "H100-80GB"."""
+    memory_bytes: Annotated[int, BYTES]
+    """What the runtime sees as device memory."""
+    memory_bytes_per_s: Annotated[float, RATE]
+    """Peak bandwidth of that memory."""
+    flops_per_s: Annotated[tuple[tuple[str, float], ...], Table(Annotated[float, FLOPS])]
+    """Peak *dense* FLOP/s of matrix products by NumPy dtype name ("float8" stands for all its variants), and of everything
+    else under "vector". "float32" is required and means what JAX's default precision gives: TensorFloat-32 where the device
+    has it."""
+    reserve_bytes: Annotated[int, BYTES] = 0
+    """What the runtime keeps for itself and no XLA statistic shows: CUDA context, NCCL buffers."""
+    num_cores: int = 1
+    """Units that work on one tile of a matrix product each: streaming multiprocessors."""
+    matmul_efficiency: float = MATMUL_EFFICIENCY
+    """Share of `flops` that a large, well-shaped matrix product sustains."""
+    vector_efficiency: float = VECTOR_EFFICIENCY
+    """Share of the "vector" speed that other kernels sustain."""
+    memory_efficiency: float = MEMORY_EFFICIENCY
+    """Share of the memory's bandwidth that streaming kernels sustain."""
+    launch_s: Annotated[float, SECONDS] = LAUNCH_S
+    """From the start of one kernel to that of the next, however short it is."""
 
     def __post_init__(self) -> None:
         _check_name(self.name, "device name")
@@ -149,19 +135,18 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What one device can send, and at once receive, over one kind of wire.
+    """What one device can send, and at once receive, over one kind of wire."""
 
-    Attributes:
-      bytes_per_s: per device and direction.
-      latency_s: of one small message between two devices, as a step of a larger collective.
-      efficiency: share of `bytes_per_s` that collectives of large messages, or copies, sustain.
-      sums_in_switch: whether its switch can add what devices send (NVLink SHARP).
-    """
+    __pydantic_config__ = file_config()
 
-    bytes_per_s: float = field(metadata=in_file("bandwidth", RATE))
-    latency_s: float = field(metadata=in_file("latency", SECONDS))
-    efficiency: float = field(default=LINK_EFFICIENCY, metadata=in_file("efficiency", SHARE))
-    sums_in_switch: bool = field(default=False, metadata=in_file("sums_in_switch", FLAG))
+    bytes_per_s: Annotated[float, RATE]
+    """Per device and direction."""
+    latency_s: Annotated[float, SECONDS]
+    """Of one small message between two devices, as a step of a larger collective."""
+    efficiency: float = LINK_EFFICIENCY
+    """Share of the bandwidth that collectives of large messages, or copies, sustain."""
+    sums_in_switch: bool = False
+    """Whether its switch can add what devices send (NVLink SHARP)."""
 
     def __post_init__(self) -> None:
         _check_positive(self.bytes_per_s, "link bandwidth", "bytes/s")
@@ -180,30 +165,28 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """The hardware that a plan is for.
+    """The hardware that a plan is for."""
 
-    Attributes:
-      name: what the user called it.
-      device: the model of all its devices.
-      num_devices: a multiple of `devices_per_node`.
-      devices_per_node: how many share the intra link; all nodes are alike.
-      intra: between devices of a node.
-      inter: between devices of different nodes, each device's share when all send at once.
-      host_bytes_per_node: host memory per node, for all its devices; zero where none can be pinned.
-      host_link: between a device and its node's memory.
-      sources: where each number comes from, by its path in a cluster file ("device.memory"); a path covers
-        what is below it.
-    """
+    __pydantic_config__ = file_config()
 
-    name: str = field(metadata=in_file("name", TEXT))
-    device: Device = field(metadata=in_file("device", record(Device)))
-    num_devices: int = field(metadata=in_file("num_devices", COUNT))
-    devices_per_node: int = field(metadata=in_file("devices_per_node", COUNT))
-    intra: Link = field(metadata=in_file("intra", record(Link)))
-    inter: Link = field(metadata=in_file("inter", record(Link)))
-    host_bytes_per_node: int = field(metadata=in_file("host_memory_per_node", BYTES))
-    host_link: Link = field(metadata=in_file("host_link", record(Link)))
-    sources: tuple[tuple[str, str], ...] = field(default=(), metadata=in_file("sources", table(TEXT)))
+    name: str
+    """What the user called it."""
+    device: Device
+    """The model of all its devices."""
+    num_devices: int
+    """A multiple of `devices_per_node`."""
+    devices_per_node: int
+    """How many share the intra link; all nodes are alike."""
+    intra: Link
+    """Between devices of a node."""
+    inter: Link
+    """Between devices of different nodes, each device's share when all send at once."""
+    host_bytes_per_node: Annotated[int, BYTES]
+    """Host memory per node, for all its devices; zero where none can be pinned."""
+    host_link: Link
+    """Between a device and its node's memory."""
+    sources: Annotated[tuple[tuple[str, str], ...], Table(str)] = ()
+    """Where each number comes from, by its path in a cluster file ("device.memory"); a path covers what is below it."""
 
     def __post_init__(self) -> None:
         _check_name(self.name, "cluster name")
@@ -245,7 +228,14 @@ class Cluster:
         Raises:
           ClusterError: naming the place and the key.
         """
-        return read_record(cls, data, place)
+        from cost_model.cluster_schema import checked  # it takes a while to import
+
+        return checked(data, place)
+
+    @classmethod
+    def of(cls, data: Mapping[str, Any]) -> "Cluster":
+        """The cluster that a JSON object of ours describes: one that is known to be right."""
+        return read_record(cls, data)
 
 
 def _dtype_name(dtype: Any) -> str:

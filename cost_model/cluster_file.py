@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from cost_model.cluster import Cluster
-from cost_model.errors import ClusterError
-from cost_model.json_fields import closest
+from cost_model.errors import ClusterError, closest
 
 _PLAIN_KEYS = frozenset({"name", "num_devices", "devices_per_node", "sources"})
 """What needs no source."""

@@ -1,8 +1,12 @@
 """The errors a user can cause, in one small tree.
 
 Each message says what was wanted, what came (with units), where, and what to do. Broken invariants of
-ours are asserts, not these. Of what others raise, a message of ours quotes the `first_line`.
+ours are asserts, not these. Of what others raise, a message of ours quotes the `first_line`; where a name is unknown, it
+asks if the `closest` one was meant.
 """
+
+from collections.abc import Sequence
+from difflib import get_close_matches
 
 
 class AutoshardError(Exception):
@@ -38,3 +42,11 @@ class PlanError(AutoshardError, ValueError):
 def first_line(error: BaseException) -> str:
     """The first line of what an exception says; its type's name where it says nothing."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+def closest(name: str, known: Sequence[str]) -> str:
+    """A hint such as ` (did you mean 'memory'?)`, or nothing when no known name is close."""
+    longer = [candidate for candidate in known if name and candidate.lower().startswith(name.lower())]
+    matches = longer or get_close_matches(name.lower(), [candidate.lower() for candidate in known], n=1)
+    meant = [candidate for candidate in known if candidate in matches or candidate.lower() in matches]
+    return f" (did you mean {' or '.join(repr(candidate) for candidate in meant)}?)" if meant else ""

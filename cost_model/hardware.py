@@ -15,8 +15,7 @@ from typing import Any
 
 from cost_model.cluster import Cluster, Device, Link
 from cost_model.cluster_file import read_cluster
-from cost_model.errors import ClusterError
-from cost_model.json_fields import closest
+from cost_model.errors import ClusterError, closest
 from cost_model.presets import DEVICE_KEYS, LINK_KEYS, NODE_DEVICES, PRESETS
 from cost_model.units import exact_bytes, parse_bytes
 
@@ -78,7 +77,7 @@ def _from_preset(text: str, counted: re.Match[str] | None) -> Cluster:
             f"{num_devices} devices in {text!r} do not divide into equal nodes; {_nearest(num_devices)}"
         )
     gpu, network = presets[wanted.lower()]
-    return Cluster.from_json(_preset_json(gpu, network, num_devices, devices_per_node), f"preset {gpu}")
+    return Cluster.of(_preset_json(gpu, network, num_devices, devices_per_node))
 
 
 def _name(gpu: str, network: str) -> str:

@@ -121,7 +121,7 @@ def jitted(
 
     def run(*values: Any) -> Any:
         flat = jax.tree_util.tree_leaves(values)
-        if [(tuple(x.shape), x.dtype) for x in flat] != [(a.shape, a.dtype) for a in abstract]:
+        if list(map(_type, flat)) != list(map(_type, abstract)):
             on_retrace()
         with jax.sharding.use_abstract_mesh(mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh):
             return jax.tree_util.tree_unflatten(step.out_tree, evaluate(flat))
@@ -231,6 +231,11 @@ def _reusable(
             found[o] = argument
             taken.add(argument)
     return found
+
+
+def _type(x: Any) -> Any:
+    """What `jax.jit` keeps programs apart by."""
+    return tuple(x.shape), x.dtype, getattr(x, "weak_type", False)  # keys have none
 
 
 def _shard_bytes(value: Value, sharding: NamedSharding) -> int:

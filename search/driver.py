@@ -31,6 +31,7 @@ from search.problem.fingerprint import fingerprint
 from search.problem.flat_program import flatten
 from search.problem.folding import fold
 from search.solver.branch_and_bound import NoFitError
+from search.solver.clock import WorkClock
 from search.solver.pbqp import Labels
 from search.step_search import Found, StepSearch
 from search.stopwatch import Stopwatch
@@ -84,7 +85,7 @@ def find(
       InputError: the mesh or a pin does not suit the cluster or the step.
     """
     marks = _marks(step, options.pins or {})
-    search = StepSearch(step, marks, cluster, options, progress)
+    search = StepSearch(step, marks, cluster, options, progress, options.new_clock())
     found = _finished(step, search.run(), cluster, options, search.shapes, search.watch)
     return found.bounded(min(search.bounds_s.values()))
 
@@ -149,7 +150,7 @@ def _step_problem(step: Step, plan: Plan, cluster: Cluster, place: str) -> StepP
             f"{place}: its mesh {format_mesh(shape)} has {plan.num_devices} devices, its cluster {cluster.name} has "
             f"{cluster.num_devices}. Give the axes sizes whose product is {cluster.num_devices}"
         )
-    return StepProblem.of(split, marks, cluster.device, sites, on_host, waiting, decided)
+    return StepProblem.of(split, marks, cluster.device, sites, on_host, waiting, decided, clock=WorkClock())
 
 
 def _reconciled(on_mesh: MeshProblem, plan: Plan, place: str) -> Reconciled:

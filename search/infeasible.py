@@ -16,15 +16,16 @@ from math import inf
 from cost_model.cluster import Cluster
 from cost_model.errors import InfeasibleError, InputError, PlanError
 from cost_model.units import format_bytes, format_mesh, format_seconds
-from search.deadline import Deadline
 from search.mesh_problem import ROOM, WIDE_GAP, MeshProblem, Options, StepProblem, candidate_shapes
 from search.plan.estimates import where
 from search.problem.memory_rows import Peak
 from search.solver.branch_and_bound import NoFitError
+from search.solver.clock import Deadline
 from search.solver.pbqp import Labels
 
 TIME_LIMIT_S = 5.0
-"""Seconds for all that is said of a search in vain. Source: a choice of ours; with the search itself a user waits ten."""
+"""Seconds by the search's clock for all that is said of a search in vain. Source: a choice of ours; with the search itself a
+user waits ten."""
 
 PEAK_SHARE = 0.4
 """Of that, for the smallest peak of all meshes."""
@@ -71,7 +72,7 @@ def smallest_peak(tried: Sequence[MeshProblem], options: Options, deadline: Dead
       InfeasibleError: the pins allow no plan on any of the meshes.
     """
     least = {n: _least_bytes(on_mesh, options) for n, on_mesh in enumerate(tried)}
-    best, untried, deadline = None, [], Deadline.after(PEAK_SHARE * deadline.left_s)
+    best, untried, deadline = None, [], deadline.share(PEAK_SHARE)
     contradictory = []
     for n in sorted(least, key=least.__getitem__):
         on_mesh = tried[n]
@@ -149,9 +150,9 @@ def _fitting(
     fitting, untried = [f"a cap of {format_bytes(cap_bytes)} ({_said(step_s)})"], []
     every = _relaxations(cluster, options, smallest.least_bytes)
     for n, alternatives in enumerate(every):
-        share = Deadline.after(deadline.left_s / (len(every) - n))
+        share = deadline.share(1 / (len(every) - n))
         for relaxation in alternatives:
-            half = Deadline.after(share.left_s / 2)
+            half = share.share(1 / 2)
             step_s = _step_s(_all(step_problem, relaxation), relaxation.options, half)
             if step_s is None:
                 untried.append(relaxation.name)

@@ -18,7 +18,6 @@ from cost_model.cluster import Cluster, Device
 from cost_model.collectives import MeshModel
 from cost_model.errors import InputError, PlanError
 from cost_model.meshes import mesh_shapes
-from search.deadline import Deadline
 from search.device.prediction import Prediction, predict
 from search.ir.graph import Role, Site, Step
 from search.ir.spec import AXIS_NAMES, Spec, from_partition_spec
@@ -37,11 +36,12 @@ from search.problem.reshard import Resharder
 from search.problem.strategy_graph import StrategyGraph, strategy_graph
 from search.solver import branch_and_bound
 from search.solver.branch_and_bound import NoFitError
+from search.solver.clock import PROCESSOR, Deadline, SearchClock, WorkClock
 from search.solver.pbqp import Labels, MemoryConstraint, Problem, restricted_row
 from search.tightening import BLIND, MAX_ROWS, Round, tightened
 
 DEFAULT_TIME_LIMIT_S = 15.0
-"""Seconds for all meshes together; what is not proven by then is stated as the plan's gap."""
+"""Nominal seconds (`search.solver.clock`) for all meshes together; what is not proven by then is the plan's gap."""
 
 RELATIVE_GAP = 5e-3
 """Plans within this of the optimum are taken for optimal: the cost model is not finer."""
@@ -74,6 +74,21 @@ OFFLOADED = MappingProxyType({"optimizer_state": Role.OPTIMIZER_STATE, "paramete
 RESIDUALS = "residuals"
 """What may wait there for the backward phase, as users say it."""
 
+OP_S = 1e-4
+"""Of making a step ready, for an op. Source: `benchmarks/nominal_seconds.py`, as all that follow."""
+
+STRATEGY_S = 4.5e-6
+"""Of putting it on a mesh, for a strategy."""
+
+EDGE_S = 1.2e-4
+"""Of a mesh's costs, for an edge, besides its entries."""
+
+ENTRY_S = 6e-8
+"""Of a mesh's costs, for an entry of an edge."""
+
+KERNEL_S = 2e-4
+"""Of what a device does, for a kernel."""
+
 Progress = Callable[[str], None]
 
 
@@ -85,7 +100,8 @@ class Options:
       memory_bytes: the cap per device.
       mesh: sizes of the mesh axes, outermost first; None to search it.
       pins: the `PartitionSpec` in which an argument must rest, by its pytree path.
-      time_limit_s: processor seconds for the solver.
+      time_limit_s: processor seconds for the solver; None for `DEFAULT_TIME_LIMIT_S`, of work, which are the same work on
+        every machine.
       remat: "never" to recompute nothing but what the step itself recomputes; None to search it.
       microbatches: in how many the step goes through its batch; None to search it.
       offload: what is in the host's memory, of `OFFLOADED` and `RESIDUALS`, or the pytree paths of arguments, whole or their
@@ -95,16 +111,16 @@ class Options:
     memory_bytes: int
     mesh: tuple[int, ...] | None = None
     pins: Mapping[str, Any] | None = None
-    time_limit_s: float = DEFAULT_TIME_LIMIT_S
+    time_limit_s: float | None = None
     remat: str | None = None
     microbatches: int | None = None
     offload: tuple[str, ...] | str | None = None
 
     def __post_init__(self) -> None:
-        if self.memory_bytes <= 0 or not self.time_limit_s > 0:
+        if self.memory_bytes <= 0 or not self.limit_s > 0:
             raise InputError(
                 f"the memory cap and the time limit must be positive, got {self.memory_bytes} bytes and "
-                f"{self.time_limit_s} s"
+                f"{self.limit_s} s"
             )
         if self.remat not in (None, "never"):
             raise InputError(f'wanted remat="never", or nothing to have it searched, got {self.remat!r}')
@@ -115,6 +131,15 @@ class Options:
                 f'wanted offload="never", some of {(*OFFLOADED, RESIDUALS)} or paths of arguments in a tuple, or nothing to '
                 f"have it searched, got {self.offload!r}"
             )
+
+    @property
+    def limit_s(self) -> float:
+        """Seconds for the solver, by a clock as `new_clock` makes it."""
+        return DEFAULT_TIME_LIMIT_S if self.time_limit_s is None else self.time_limit_s
+
+    def new_clock(self) -> SearchClock:
+        """What a search goes by."""
+        return WorkClock() if self.time_limit_s is None else PROCESSOR
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,6 +159,7 @@ class StepProblem:
       live_ranges: what it stores.
       items: all that is ever in a device's memory.
       host_items: all that is ever in the host's.
+      clock: what is spent on it.
     """
 
     traced: Step
@@ -148,6 +174,7 @@ class StepProblem:
     live_ranges: LiveRanges
     items: tuple[LiveRange, ...]
     host_items: tuple[LiveRange, ...]
+    clock: SearchClock
 
     @classmethod
     def of(
@@ -160,6 +187,7 @@ class StepProblem:
         waiting: frozenset[Site] = frozenset(),
         decided: Sequence[Any] = (),
         known: FoldedProgram | None = None,
+        clock: SearchClock = PROCESSOR,
     ) -> "StepProblem":
         """Makes a step ready for a device.
 
@@ -172,6 +200,7 @@ class StepProblem:
           waiting: ops of the forward phase whose results wait there for the backward phase.
           decided: per argument, what is decided of it: those that differ are taken apart, no op is.
           known: the step folded as it is, where that was done before.
+          clock: by which searches for it go.
         """
         residuals = frozenset(v for (i,) in waiting for v in step.graph.ops[i].outputs)
         rewritten = offloaded(recomputed(step, sites), hosted, residuals)
@@ -181,8 +210,9 @@ class StepProblem:
         fusion, graph = Fusion(folded, expensive_itemsize(device)), strategy_graph(folded, groups)
         live_ranges = LiveRanges(graph, fusion)
         items = live_ranges.items(), live_ranges.host_items()
+        clock.spend(OP_S * len(folded.program.ops))
         given = step, tuple(marks), known, sites, hosted, waiting
-        return cls(*given, rewritten, graph, kernels(fusion, groups), live_ranges, *items)
+        return cls(*given, rewritten, graph, kernels(fusion, groups), live_ranges, *items, clock)
 
     @property
     def step(self) -> Step:
@@ -200,22 +230,27 @@ class StepProblem:
         """The problem on one mesh."""
         costed = price(self.graph, self.kernels, Resharder(MeshModel(cluster, shape)))
         memory, host = Memory(costed, self.items), Memory(costed, self.host_items)
-        return MeshProblem(memory, host, self.live_ranges, DecisionCodec(costed))
+        self.clock.spend(STRATEGY_S * sum(map(len, costed.strategies)))
+        return MeshProblem(memory, host, self.live_ranges, DecisionCodec(costed), self.clock)
 
 
 @dataclass(frozen=True, eq=False)
 class MeshProblem:
-    """The problem on one mesh: a device's memory, its share of the host's, costs, words."""
+    """The problem on one mesh: a device's memory, its share of the host's, costs, words; by its clock all limits count."""
 
     memory: Memory
     host: Memory
     live_ranges: LiveRanges
     codec: DecisionCodec
+    clock: SearchClock
 
     @cached_property
     def problem(self) -> Problem:
         """The costs; made when asked for, as most of a mesh's time goes there."""
-        return self.memory.costed.problem()
+        problem = self.memory.costed.problem()
+        num_entries = sum(edge.cost_s.size for edge in problem.edges)
+        self.clock.spend(EDGE_S * len(problem.edges) + ENTRY_S * num_entries)
+        return problem
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -253,7 +288,7 @@ class MeshProblem:
 
     def promised_s(self, kept: Sequence[np.ndarray]) -> float:
         """What the kept strategies cost at least, as little work tells."""
-        return branch_and_bound.promised_s(self._restricted(kept))
+        return branch_and_bound.promised_s(self._restricted(kept), self.clock)
 
     def fitting(
         self,
@@ -271,7 +306,7 @@ class MeshProblem:
         Raises:
           NoFitError: nothing was found that fits and costs less than the cutoff.
         """
-        deadline = Deadline.after(time_limit_s)
+        deadline = Deadline.after(time_limit_s, self.clock)
 
         def propose(
             solver_limit_bytes: float, rows: Sequence[MemoryConstraint]
@@ -304,7 +339,8 @@ class MeshProblem:
         Raises:
           NoFitError: the kept strategies contradict one another, or none were found in time.
         """
-        whole, deadline, found = Deadline.after(time_limit_s), Deadline.after(time_limit_s / 2), []
+        whole, found = Deadline.after(time_limit_s, self.clock), []
+        deadline = whole.share(1 / 2)
 
         def propose(_: float, rows: Sequence[MemoryConstraint]) -> Round[tuple[Labels, Prediction]]:
             labels = self._frugal(kept, rows, deadline)
@@ -353,7 +389,7 @@ class MeshProblem:
             limit_bytes=least_bytes,
             rows=[restricted_row(row, kept) for row in rows],
             violated=self._violated(kept, int(least_bytes)),
-            time_limit_s=ROUND_SHARE * deadline.left_s,
+            deadline=deadline.share(ROUND_SHARE),
         )
         with suppress(NoFitError):
             return cheapest(smallest.peak_bytes)
@@ -361,7 +397,9 @@ class MeshProblem:
 
     def predicted(self, chosen: Sequence[int], limit_bytes: float) -> Prediction:
         """A step on one device under full strategies."""
-        return predict(self.memory.costed, self.live_ranges, chosen, limit_bytes)
+        predicted = predict(self.memory.costed, self.live_ranges, chosen, limit_bytes)
+        self.clock.spend(KERNEL_S * len(predicted.lowered.kernels))
+        return predicted
 
     def solve(
         self,
@@ -390,6 +428,7 @@ class MeshProblem:
             relative_gap=relative_gap,
             cutoff_s=cutoff_s,
             num_runs=NUM_STEPS,
+            clock=self.clock,
         )
         return replace(solution, labels=_original(kept, solution.labels))
 

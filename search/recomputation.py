@@ -24,13 +24,13 @@ from typing import Any
 
 import numpy as np
 
-from search.deadline import Deadline
 from search.ir.graph import Site
 from search.memory.fetches import WINDOW
 from search.memory.residuals import residuals
 from search.memory.trade_offs import Choice, trade_offs
 from search.mesh_problem import RELATIVE_GAP, MeshProblem, StepProblem
 from search.solver.branch_and_bound import NoFitError
+from search.solver.clock import Deadline
 from search.solver.pbqp import Labels
 
 NO_CAP = 1 << 62
@@ -47,6 +47,8 @@ ESTIMATE_SHARE = 0.1
 ESTIMATE_GAP = 0.02
 """Certified of an estimate's sharding: finer than what the estimate leaves out. Source: a choice of ours."""
 
+OP_S = 5e-5
+"""Of a mesh's estimates, for an op of the step. Source: `benchmarks/nominal_seconds.py`."""
 
 HIDING_SHARE = 0.5
 """Of the step, behind how much copies are taken to hide in an estimate. Source: a choice of ours; they have to wait for what
@@ -145,6 +147,7 @@ class _Estimation:
         of_kernels = self.on_mesh.predicted(self.free.labels, limit_bytes).least
         self.needed_bytes = max(in_order.num_bytes, of_kernels.num_bytes)
         self.parts = residuals(self.on_mesh.memory.costed, step_problem.live_ranges.fusion, self.free.labels)
+        self.on_mesh.clock.spend(OP_S * len(step_problem.graph.folded.program.ops))
         self.all_bytes = sum(part.all_bytes for part in self.parts)
         self.plain_s = sum(part.seconds(frozenset()) for part in self.parts)
         self.seen: set[frozenset[Site]] = {frozenset()}

@@ -19,7 +19,6 @@ from cost_model.cluster import Cluster
 from cost_model.errors import InfeasibleError, InputError, first_line
 from cost_model.units import format_bytes, format_mesh
 from search import infeasible
-from search.deadline import Deadline
 from search.device.prediction import Prediction
 from search.ir.graph import Site, Step
 from search.memory.batch_states import NotSplittableError
@@ -38,6 +37,7 @@ from search.mesh_problem import (
 from search.problem.live_ranges import Resident
 from search.recomputation import Candidate, FreeSolution, candidates, without_cap
 from search.solver.branch_and_bound import NoFitError
+from search.solver.clock import Deadline, SearchClock
 from search.solver.pbqp import Labels
 from search.stopwatch import Stopwatch
 
@@ -137,18 +137,26 @@ class StepSearch:
       floors_s: by mesh, a lower bound on all plans.
       most_saved_bytes: what may be kept no longer, of the residuals of the whole batch.
       free: the fastest strategies without a cap, where they are faster than those under the cap.
+      clock: by which all limits count.
       tried: what was done to the step in vain, besides recomputing, for a message.
       deadline: after it nothing is begun besides a plan that is there.
       hosted: the arguments that rest in the host's memory in what is tried next.
     """
 
     def __init__(
-        self, step: Step, marks: Sequence[str], cluster: Cluster, options: Options, progress: Progress
+        self,
+        step: Step,
+        marks: Sequence[str],
+        cluster: Cluster,
+        options: Options,
+        progress: Progress,
+        clock: SearchClock,
     ) -> None:
         self.step, self.marks, self.cluster = step, marks, cluster
         self.options, self.progress, self.pins = options, progress, options.pins or {}
+        self.clock = clock
         self.watch = Stopwatch(step.trace_s)
-        self.deadline = Deadline.after(options.time_limit_s)
+        self.deadline = Deadline.after(options.limit_s, self.clock)
         self.shapes = candidate_shapes(cluster, options)
         self.best: Found | None = None
         self.bounds_s: Bounds = {}
@@ -166,12 +174,10 @@ class StepSearch:
           InfeasibleError: nothing fits the cap; says what would.
           InputError: the step cannot be split into the microbatches that are asked for.
         """
-        first = self._plain(
-            microbatched(self.step, self.options.microbatches or 1), self.options.time_limit_s
-        )
+        first = self._plain(microbatched(self.step, self.options.microbatches or 1), self.options.limit_s)
         self.bounds_s = first.bounds_s
         self._check_host(first.on_meshes)
-        least = self._held_down(first, self.options.time_limit_s / 2)
+        least = self._held_down(first, self.options.limit_s / 2)
         if self.options.offload is None and self.cluster.host_bytes_per_node:
             least = self._offloaded(first.step_problem.traced) or least
         if self.options.microbatches is None:
@@ -194,7 +200,7 @@ class StepSearch:
         cramped: list[MeshProblem] = []
         found: list[Found] = []
         bounds_s: dict[tuple[int, ...], float] = {}
-        ordered, deadline = self._most_promising_first(on_meshes), Deadline.after(time_limit_s)
+        ordered, deadline = self._most_promising_first(on_meshes), Deadline.after(time_limit_s, self.clock)
         for i, on_mesh in enumerate(ordered):
             shape, is_last = on_mesh.shape, i == len(on_meshes) - 1
             self.progress(f"{_said(step)}mesh {format_mesh(shape)} ({i + 1} of {len(on_meshes)})")
@@ -228,7 +234,9 @@ class StepSearch:
         return plain
 
     def _made_ready(self, step: Step) -> StepProblem:
-        step_problem = StepProblem.of(step, self.marks, self.cluster.device, hosted=self.hosted)
+        step_problem = StepProblem.of(
+            step, self.marks, self.cluster.device, hosted=self.hosted, clock=self.clock
+        )
         self.watch.lap("graph")
         return step_problem
 
@@ -237,7 +245,14 @@ class StepSearch:
     ) -> StepProblem:
         """The same with something recomputed, and something waiting on the host."""
         step_problem = StepProblem.of(
-            plain.traced, self.marks, self.cluster.device, sites, self.hosted, waiting, known=plain.plain
+            plain.traced,
+            self.marks,
+            self.cluster.device,
+            sites,
+            self.hosted,
+            waiting,
+            known=plain.plain,
+            clock=self.clock,
         )
         self.watch.lap("graph")
         return step_problem
@@ -267,7 +282,7 @@ class StepSearch:
 
     def _held_down(self, plain: _Plain, time_limit_s: float) -> StepProblem:
         """Looks for better plans among steps that recompute; the step that holds least of all those considered."""
-        limit_bytes, deadline = self.options.memory_bytes, Deadline.after(time_limit_s)
+        limit_bytes, deadline = self.options.memory_bytes, Deadline.after(time_limit_s, self.clock)
         free, bounds_s = without_cap(plain.cramped, self.pins, self.cutoff_s, deadline)
         if not self.floors_s:
             self.floors_s = {**plain.bounds_s, **bounds_s}
@@ -284,7 +299,7 @@ class StepSearch:
             self.most_saved_bytes = max((c.saved_bytes for c in found if not c.waiting), default=0.0)
         before = plain.step_problem.rewritten.before
         found = [replace(c, sites=before(c.sites), waiting=before(c.waiting)) for c in found]
-        self._try(plain.step_problem, found, Deadline.after(time_limit_s))
+        self._try(plain.step_problem, found, Deadline.after(time_limit_s, self.clock))
         if self.best is not None or not found:
             return plain.step_problem
         most = max(found, key=lambda candidate: candidate.saved_bytes)
@@ -343,8 +358,8 @@ class StepSearch:
                 continue
             self.hosted, before = hosted, self.best
             self.progress(f"{' and '.join(kinds).replace('_', ' ')} on the host")
-            plain = self._rewritten(step, self.options.time_limit_s / 2)
-            least = self._held_down(plain, self.options.time_limit_s / 4)
+            plain = self._rewritten(step, self.options.limit_s / 2)
+            least = self._held_down(plain, self.options.limit_s / 4)
             if self.best is not before:
                 best_hosted = hosted
         self.hosted = best_hosted if self.best else self.hosted & self._of_kinds(list(OFFLOADED)[:1])
@@ -409,7 +424,7 @@ class StepSearch:
     def _in_microbatches(self) -> StepProblem | None:
         """Looks for better plans in more and more microbatches, from as few as may do, for as long as that helps; where none
         fits, the step that holds least of all those considered."""
-        deadline, least = Deadline.after(self.options.time_limit_s), None
+        deadline, least = Deadline.after(self.options.limit_s, self.clock), None
         if not self._is_wanting:
             return None
         counts = [n for n in batch_divisors(self.step) if 1 < n <= MAX_MICROBATCHES]
@@ -420,7 +435,7 @@ class StepSearch:
             least = self._split_in(left[0], share_s)
             if least is None or (before is not None and self.best is before):
                 break
-            is_late = self.best is None and deadline.left_s < self.options.time_limit_s / 2
+            is_late = self.best is None and deadline.left_s < self.options.limit_s / 2
             left = [n for n in left if n >= max(2 * left[0], min(enough, left[-1]) if is_late else 0)]
         return None if self.best else least
 
@@ -461,7 +476,7 @@ class StepSearch:
         if self.options.remat != "never":
             return None
         options = replace(self.options, remat=None, time_limit_s=infeasible.TIME_LIMIT_S)
-        allowed = StepSearch(self.step, self.marks, self.cluster, options, self.progress)
+        allowed = StepSearch(self.step, self.marks, self.cluster, options, self.progress, self.clock)
         allowed._held_down(first, infeasible.TIME_LIMIT_S / 2)
         return allowed.best.cost_s if allowed.best else None
 
@@ -471,7 +486,7 @@ class StepSearch:
         Raises:
           InfeasibleError: it does not; says what would.
         """
-        options, deadline = self.options, Deadline.after(infeasible.TIME_LIMIT_S)
+        options, deadline = self.options, Deadline.after(infeasible.TIME_LIMIT_S, self.clock)
         is_first = least is first.step_problem
         on_meshes = first.on_meshes if is_first else [self._put_on(least, shape) for shape in self.shapes]
         smallest = infeasible.smallest_peak(on_meshes, options, deadline)

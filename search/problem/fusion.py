@@ -123,6 +123,7 @@ class Fusion:
         self.maker, self.uses = self.program.maker, self.program.uses
         self.is_reduction = [self._reduces(k) for k in range(len(folded.members))]
         self.layouts, self.shared_constants = layouts(self.program), shared_constants(self.program)
+        self._num_bytes = [value.num_bytes for value in self.program.values]
         self._wanted: dict[int, bool] = {}
         self.computed_in = self._computed_in()
         self.sources: dict[int, frozenset[int]] = {}
@@ -158,8 +159,8 @@ class Fusion:
             return below
         if not self._is_fusible(i) or self._is_wanted(i, v):
             return own
-        size = self.program.values[v].num_bytes
-        large = [a for a in below - self.shared_constants if 4 * self.program.values[a].num_bytes >= size]
+        sizes, size = self._num_bytes, self._num_bytes[v]
+        large = [a for a in below - self.shared_constants if 4 * sizes[a] >= size]
         most = (
             min(self.expensive_itemsize, CHEAPER_ITEMSIZE) if op.name in CHEAPER else self.expensive_itemsize
         )
@@ -178,7 +179,8 @@ class Fusion:
 
     def _is_spread(self, v: int) -> bool:
         """Whether it takes too many places of one array to compute a value."""
-        return max(Counter(a for a, _ in self._places[v]).values(), default=0) > MAX_PLACES
+        places = self._places[v]
+        return len(places) > MAX_PLACES and max(Counter(a for a, _ in places).values()) > MAX_PLACES
 
     def _is_gate(self, v: int, below: frozenset[int]) -> bool:
         """Whether an expensive activation is multiplied with another array in the forward phase and in the backward one: the

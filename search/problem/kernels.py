@@ -81,7 +81,11 @@ def moved_alone(folded: FoldedProgram, op_class: int) -> tuple[tuple[Endpoint, f
     """What an op that is a kernel of its own moves."""
     op = folded.op(op_class)
     if op.name in _TOUCHED:
-        return tuple(((op_class, i, is_result), times) for (i, is_result), times in _TOUCHED[op.name])
+        number = {i: n for n, (_, _, i) in enumerate(op.operand_places)}  # literals are no operands
+        touched = [
+            (i if is_result else number.get(i), is_result, t) for (i, is_result), t in _TOUCHED[op.name]
+        ]
+        return tuple(((op_class, n, is_result), t) for n, is_result, t in touched if n is not None)
     read = {v: (op_class, i, False) for i, v in reversed(list(enumerate(op.operands)))}
     return tuple(
         (endpoint, 1.0)

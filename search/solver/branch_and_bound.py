@@ -25,10 +25,10 @@ less.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from time import thread_time
 
 import numpy as np
 
+from search.solver.clock import PROCESSOR, Deadline, SearchClock
 from search.solver.lagrangian import CuttingPlanes, Relaxation
 from search.solver.local_search import descend
 from search.solver.milp import solve_milp
@@ -80,7 +80,7 @@ class Stats:
     """How an answer was found.
 
     Attributes:
-      search_s: wall time.
+      search_s: by the search's clock.
       num_pricings: prices tried in stage 2.
       num_branches: parts that stage 3 looked at.
       num_programs: mixed-integer programs that it solved.
@@ -122,6 +122,7 @@ def solve(
     cutoff_s: float = np.inf,
     num_runs: float | None = None,
     progress: Callable[[str], None] | None = None,
+    clock: SearchClock = PROCESSOR,
 ) -> Solution:
     """The cheapest assignment whose every row is at most `limit_bytes`.
 
@@ -137,6 +138,7 @@ def solve(
       num_runs: how often what is solved for will be paid; the search takes no longer than this could win back. By default
         that counts for nothing.
       progress: called with one line a step.
+      clock: by which the time counts.
 
     Raises:
       NoFitError: no assignment fits and beats the cutoff, or none was found in time.
@@ -156,13 +158,14 @@ def solve(
         cutoff_s,
         progress,
         num_runs,
+        clock,
     )
     return search.run()
 
 
-def promised_s(problem: Problem) -> float:
+def promised_s(problem: Problem, clock: SearchClock = PROCESSOR) -> float:
     """A lower bound on every assignment's cost, of the first few sweeps: says which of several problems to solve first."""
-    trws = Trws(merged(problem))
+    trws = Trws(merged(problem), clock)
     trws.make_consistent()
     return max(trws.sweep()[0] for _ in range(SWEEPS)) if trws.is_feasible else np.inf
 
@@ -180,18 +183,19 @@ class _Search:
         cutoff_s: float,
         progress: Callable[[str], None] | None,
         num_runs: float | None = None,
+        clock: SearchClock = PROCESSOR,
     ) -> None:
         self.problem, self.limit_bytes, self.violated = problem, limit_bytes, violated
-        self.start_s, self.time_limit_s = thread_time(), time_limit_s
+        self.clock, self.start_s, self.time_limit_s = clock, clock.now_s, time_limit_s
         self.relative_gap = max(relative_gap, ROUNDING)
         self.num_runs, self.progress = num_runs, progress
-        self.planes = CuttingPlanes(problem, limit_bytes)
+        self.planes = CuttingPlanes(problem, limit_bytes, clock)
         self.labels: Labels | None = None
         self.cost_s, self.bound_s, self.floor_s = cutoff_s, -np.inf, np.inf
         self.num_pricings = self.num_branches = self.num_programs = 0
 
     def run(self) -> Solution:
-        trws = Trws(self.problem)
+        trws = Trws(self.problem, self.clock)
         trws.make_consistent()
         whole = Relaxation(self.planes, trws)
         if not self._is_closed(whole):
@@ -230,8 +234,8 @@ class _Search:
     def _reoptimised(self, part: Relaxation, labels: Labels) -> Labels:
         """The best priced assignment found around another; where it is the best there is, a bound."""
         problem, trws = part.priced(), part.trws
-        start = descend(problem, (), np.inf, 0.0, trws.renumbered(labels))
-        found, is_best = reoptimised(problem, start, lambda: self._left_s() > 0)
+        start = descend(problem, (), np.inf, 0.0, trws.renumbered(labels), self.clock)
+        found, is_best = reoptimised(problem, start, self._deadline())
         if is_best:
             part.close(problem.cost_s(found))
         return trws.original(found)
@@ -251,7 +255,7 @@ class _Search:
         """Where pricing found nothing that fits: the smallest peak fits, or proves that nothing does."""
         has_new_rows = self.cost_s == np.inf
         while has_new_rows and self._left_s() > 0:
-            answer = smallest_peak(whole.trws, self.planes.rows, self.limit_bytes, self._left_s())
+            answer = smallest_peak(whole.trws, self.planes.rows, self.limit_bytes, self._deadline())
             if answer.bound > self.limit_bytes * (1 + ROUNDING):
                 whole.best_bound_s = np.inf
                 self._raise_bound(np.inf)
@@ -311,10 +315,8 @@ class _Search:
         while has_new_rows and self._is_open(part):
             self.num_programs += 1
             rows = [restricted_row(row, part.trws.kept) for row in self.planes.rows]
-            gap, left_s = self.relative_gap / 2, self._left_s()
-            answer = solve_milp(
-                part.trws.rest(), rows, self.limit_bytes, time_limit_s=left_s, relative_gap=gap
-            )
+            gap, deadline = self.relative_gap / 2, self._deadline()
+            answer = solve_milp(part.trws.rest(), rows, self.limit_bytes, deadline=deadline, relative_gap=gap)
             part.best_bound_s = max(part.best_bound_s, answer.bound)
             has_new_rows = answer.labels is not None and self._offer(part.trws.original(answer.labels))
 
@@ -332,7 +334,7 @@ class _Search:
         trws = part.trws
         rows = [restricted_row(row, trws.kept) for row in self.planes.rows]
         start = trws.renumbered(labels)
-        return trws.original(descend(trws.rest(), rows, self.limit_bytes, price_s, start))
+        return trws.original(descend(trws.rest(), rows, self.limit_bytes, price_s, start, self.clock))
 
     def _offer(self, labels: Labels) -> bool:
         """Makes an assignment the incumbent if it is better and fits; whether it brought rows to light."""
@@ -379,11 +381,15 @@ class _Search:
         limit_s = self.time_limit_s
         if self.num_runs is not None and self.cost_s < np.inf:
             limit_s = min(limit_s, self.num_runs * (self.cost_s - self.bound_s))
-        return limit_s - (thread_time() - self.start_s)
+        return limit_s - (self.clock.now_s - self.start_s)
+
+    def _deadline(self) -> Deadline:
+        """When that is over."""
+        return Deadline.after(self._left_s(), self.clock)
 
     def _stats(self, whole: Relaxation) -> Stats:
         rows, kept = len(self.planes.rows), whole.trws.num_kept
-        search_s = thread_time() - self.start_s
+        search_s = self.clock.now_s - self.start_s
         return Stats(search_s, self.num_pricings, self.num_branches, self.num_programs, rows, kept)
 
 

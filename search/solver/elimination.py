@@ -17,7 +17,13 @@ from math import prod
 
 import numpy as np
 
+from search.solver.clock import PROCESSOR, SearchClock
 from search.solver.pbqp import Labels, Problem
+
+NODE_S = 1.6e-4
+"""Of an elimination, besides its table's entries. Source: `benchmarks/nominal_seconds.py`."""
+ENTRY_S = 6e-9
+"""Of an elimination, for an entry of its table."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,7 +57,8 @@ class Elimination:
       total: the minimum over the nodes that nothing is joined to any more.
     """
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: Problem, clock: SearchClock = PROCESSOR) -> None:
+        self._clock = clock
         self.total = 0.0
         self._cost = list(problem.node_cost_s)
         self._buckets: list[_Bucket] = []
@@ -69,6 +76,7 @@ class Elimination:
     def copy(self) -> "Elimination":
         """An independent copy; tables are shared, because they are replaced and never written to."""
         new = object.__new__(Elimination)
+        new._clock = self._clock
         new.total, new._cost, new._tables_of = self.total, list(self._cost), list(self._tables_of)
         new._buckets, new._fixed, new._sizes = list(self._buckets), dict(self._fixed), dict(self._sizes)
         new._degrees = list(self._degrees)
@@ -89,10 +97,11 @@ class Elimination:
             node = min(self._sizes, key=self._sizes.__getitem__)
             if self._sizes[node] > max_entries:
                 return
-            del self._sizes[node]
+            size = self._sizes.pop(node)
             bucket = _Bucket(node, self._cost[node], tuple(self._tables_of[node]))
             self._buckets.append(bucket)
             self._replace(bucket.tables, [_minimised(bucket)])
+            self._clock.spend(NODE_S + ENTRY_S * size)
 
     def fix(self, node: int, label: int) -> None:
         """Leaves a node one label."""

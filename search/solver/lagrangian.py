@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from search.solver.clock import PROCESSOR, SearchClock
 from search.solver.pbqp import Labels, MemoryConstraint, Problem
 from search.solver.trws import Trws
 
@@ -34,6 +35,9 @@ MIN_WEIGHT = 1e-6
 TIE = 1e-3
 """Weight of a node's whole range of bytes beside the fractional solution's: decides where its members agree."""
 
+PRICING_S = 2e-3
+"""Of a linear program for prices. Source: `benchmarks/nominal_seconds.py`."""
+
 
 @dataclass(slots=True, eq=False)
 class CuttingPlanes:
@@ -41,10 +45,12 @@ class CuttingPlanes:
 
     Attributes:
       rows: the rows that are priced, in order of arrival; it grows.
+      clock: what is spent on prices.
     """
 
     problem: Problem
     limit_bytes: float
+    clock: SearchClock = PROCESSOR
     rows: list[MemoryConstraint] = field(default_factory=list[MemoryConstraint])
     seen: dict[Labels, tuple[float, list[float]]] = field(
         default_factory=dict[Labels, tuple[float, list[float]]]
@@ -180,6 +186,7 @@ class Relaxation:
         scale, seen = self.planes.unit_bytes, self.planes.within(self.trws.kept)
         if not seen:
             return self.best_prices_s
+        self.planes.clock.spend(PRICING_S)
         whole_s = (
             max(abs(self.planes.of(labels)[0]) for labels in seen) or 1.0
         )  # where all seen are free, any price

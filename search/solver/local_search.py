@@ -9,16 +9,30 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from search.solver.clock import PROCESSOR, SearchClock
 from search.solver.pbqp import Edge, Labels, MemoryConstraint, Problem
 
 ROUNDING = 1e-12
 """Relative; a smaller gain is none."""
 MAX_PASSES = 20
 """A guard; a handful of passes is usual."""
+MOVE_S = 1e-5
+"""Of an edge's move, besides what follows. Source: `benchmarks/nominal_seconds.py`."""
+TERM_S = 6e-7
+"""Of a move, for a neighbour of its nodes."""
+ROW_S = 5e-6
+"""Of a move, for a row that its nodes are in."""
+ENTRY_S = 3e-9
+"""Of a move, for an entry of its edge."""
 
 
 def descend(
-    problem: Problem, rows: Sequence[MemoryConstraint], limit_bytes: float, price_s: float, start: Labels
+    problem: Problem,
+    rows: Sequence[MemoryConstraint],
+    limit_bytes: float,
+    price_s: float,
+    start: Labels,
+    clock: SearchClock = PROCESSOR,
 ) -> Labels:
     """A pairwise local optimum of cost + price_s * overflowing bytes, no worse than `start`.
 
@@ -28,8 +42,9 @@ def descend(
       limit_bytes: what each may hold.
       price_s: seconds a byte over the limit.
       start: where to begin; it may overflow.
+      clock: what is spent on it.
     """
-    return _Descent(problem, rows, limit_bytes, price_s, start).run()
+    return _Descent(problem, rows, limit_bytes, price_s, start, clock).run()
 
 
 class _Descent:
@@ -42,7 +57,9 @@ class _Descent:
         limit_bytes: float,
         price_s: float,
         start: Labels,
+        clock: SearchClock,
     ):
+        self.clock = clock
         self.problem, self.price_s, self.labels = problem, price_s, list(start)
         self.over = [row.total_bytes(start) - limit_bytes for row in rows]
         self.bytes: list[dict[int, np.ndarray]] = [{} for _ in problem.node_cost_s]
@@ -76,6 +93,7 @@ class _Descent:
         changes = {
             row: (self._change(u, row), self._change(v, row)) for row in (self.bytes[u] | self.bytes[v])
         }
+        self._spend(edge, len(changes))
         for row, (by_u, by_v) in changes.items():
             if self.over[row] + by_u.max() + by_v.max() > 0:
                 cost += self.price_s * np.maximum(self.over[row] + by_u[:, None] + by_v, 0.0)
@@ -86,6 +104,10 @@ class _Descent:
         for row, (by_u, by_v) in changes.items():
             self.over[row] += float(by_u[best[0] % len(by_u)] + by_v[best[1] % len(by_v)])
         return {node for node, new, before in zip((u, v), best, old, strict=True) if new != before}
+
+    def _spend(self, edge: Edge, num_rows: int) -> None:
+        num_terms = len(self.neighbours[edge.u]) + len(self.neighbours[edge.v])
+        self.clock.spend(MOVE_S + TERM_S * num_terms + ROW_S * num_rows + ENTRY_S * edge.cost_s.size)
 
     def _change(self, node: int, row: int) -> np.ndarray:
         """Bytes that each label adds to a row; one 0 where the node is not in it."""

@@ -22,10 +22,11 @@ OR-Tools takes a while to import, so it is when a program is solved.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from search.solver.clock import NEVER, Deadline
 from search.solver.pbqp import Edge, Labels, MemoryConstraint, Problem
 
 if TYPE_CHECKING:
@@ -36,6 +37,12 @@ BACKEND = "HIGHS"
 """MathOpt's name of the fastest to prove optimality on our instances (benchmarks/solvers.py)."""
 FEASIBILITY = 1e-9
 """By how much of the limit HiGHS may overrun a row; its own 1e-6 would be 80 kB in 80 GB."""
+ENTRY_S = 3e-5
+"""Of a program, for an entry of its matrix: to make it, and presolve. Source: `benchmarks/nominal_seconds.py`."""
+STEP_S = 4e-8
+"""Of a simplex step, for an entry. Source: the same."""
+NODE_STEPS = 50
+"""Simplex steps for a node, where nodes have to be limited beforehand. Source: the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +58,8 @@ def solve_milp(
     rows: Sequence[MemoryConstraint],
     limit_bytes: float,
     *,
-    time_limit_s: float,
     relative_gap: float,
+    deadline: Deadline = NEVER,
     backend: str = BACKEND,
 ) -> Answer:
     """The cheapest assignment of a merged problem under the given rows; the bound is on its cost, in seconds.
@@ -63,7 +70,7 @@ def solve_milp(
     program = _Program(problem, _scale_s(problem))
     for row in rows:
         program.add_row(row, limit_bytes, max(limit_bytes, 1.0))
-    return program.solve(time_limit_s, relative_gap, backend)
+    return program.solve(deadline, relative_gap, backend)
 
 
 def solve_peak(
@@ -71,8 +78,8 @@ def solve_peak(
     rows: Sequence[MemoryConstraint],
     limit_bytes: float,
     *,
-    time_limit_s: float,
     relative_gap: float,
+    deadline: Deadline = NEVER,
 ) -> Answer:
     """The allowed assignment whose largest row is smallest; the bound is on that, in bytes.
 
@@ -87,7 +94,7 @@ def solve_peak(
     program.add_peak()
     for row in rows:
         program.add_row(row, 0.0, limit_bytes)
-    return program.solve(time_limit_s, relative_gap, BACKEND)
+    return program.solve(deadline, relative_gap, BACKEND)
 
 
 def _scale_s(problem: Problem) -> float:
@@ -102,6 +109,15 @@ def free_of_cost(problem: Problem) -> Problem:
     nodes = tuple(np.where(np.isfinite(cost), 0.0, np.inf) for cost in problem.node_cost_s)
     edges = (Edge(e.u, e.v, np.where(np.isfinite(e.cost_s), 0.0, np.inf)) for e in problem.edges)
     return Problem(nodes, tuple(edges))
+
+
+def _limit(num_entries: int, deadline: Deadline) -> dict[str, Any]:
+    """What the solver may take: seconds, or, where those do not count, nodes. The first node has no limit."""
+    if deadline.left_s == np.inf:
+        return {}
+    if deadline.clock.counts_work:
+        return {"node_limit": max(1, int(deadline.left_s / (NODE_STEPS * STEP_S * num_entries)))}
+    return {"time_limit": timedelta(seconds=max(deadline.left_s, 0.01))}
 
 
 class _Program:
@@ -138,19 +154,20 @@ class _Program:
         """A variable that every later row is held against; at least one unit, the limit."""
         self.peak = self._add_variables(np.ones(1))
 
-    def solve(self, time_limit_s: float, relative_gap: float, backend: str) -> Answer:
+    def solve(self, deadline: Deadline, relative_gap: float, backend: str) -> Answer:
         if not all(len(labels) for labels in self.labels):
             return Answer(None, np.inf)
         from ortools.math_opt.python import mathopt
 
-        params = mathopt.SolveParameters(
-            time_limit=timedelta(seconds=max(time_limit_s, 0.01)), relative_gap_tolerance=relative_gap
-        )
+        num_entries = sum(len(columns) for columns, _ in self.entries)
+        params = mathopt.SolveParameters(relative_gap_tolerance=relative_gap, **_limit(num_entries, deadline))
         if backend == "HIGHS":
             params.highs.double_options["mip_feasibility_tolerance"] = FEASIBILITY
             params.highs.double_options["primal_feasibility_tolerance"] = FEASIBILITY
         model = mathopt.Model.from_model_proto(self._proto())
-        return self._answer(mathopt.solve(model, mathopt.SolverType[backend], params=params))
+        result = mathopt.solve(model, mathopt.SolverType[backend], params=params)
+        deadline.clock.spend(num_entries * (ENTRY_S + STEP_S * result.solve_stats.simplex_iterations))
+        return self._answer(result)
 
     def _add_variables(self, cost: np.ndarray) -> np.ndarray:
         first = len(self.cost)

@@ -8,10 +8,10 @@ the worst.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from time import thread_time
 
 import numpy as np
 
+from search.solver.clock import NEVER, Deadline
 from search.solver.local_search import descend
 from search.solver.milp import Answer, free_of_cost, solve_peak
 from search.solver.pbqp import Labels, MemoryConstraint, Problem, merged, restricted_row
@@ -44,7 +44,7 @@ def minimise_peak(
     limit_bytes: float,
     rows: Sequence[MemoryConstraint] = (),
     violated: Violated | None = None,
-    time_limit_s: float = 5.0,
+    deadline: Deadline = NEVER,
 ) -> SmallestPeak:
     """The assignment with the smallest largest row where that exceeds `limit_bytes`, else one that fits.
 
@@ -53,21 +53,21 @@ def minimise_peak(
       limit_bytes: the limit that `violated` reports overflows of.
       rows: rows known beforehand.
       violated: gives the rows that an assignment overflows.
-      time_limit_s: after it, the best so far is returned, with its bound.
+      deadline: after it, the best so far is returned, with its bound.
 
     Raises:
       NoFitError: the problem forbids every assignment, or none was found in time.
     """
-    start_s, overflowed = thread_time(), separation_oracle(rows, violated, limit_bytes)
+    overflowed = separation_oracle(rows, violated, limit_bytes)
     free = free_of_cost(merged(problem))
-    trws = Trws(free)
+    trws = Trws(free, deadline.clock)
     trws.make_consistent()
     known: dict[str, MemoryConstraint] = {}
     best: Labels = ()
     best_bytes, bound_bytes = np.inf, -np.inf
     while best_bytes > max(bound_bytes, limit_bytes) * (1 + RELATIVE_GAP):
-        left_s = start_s + time_limit_s - thread_time()
-        answer = smallest_peak(trws, tuple(known.values()), limit_bytes, left_s)
+        is_late = deadline.is_over
+        answer = smallest_peak(trws, tuple(known.values()), limit_bytes, deadline)
         bound_bytes = max(bound_bytes, answer.bound)
         if answer.labels is None:
             break
@@ -78,10 +78,11 @@ def minimise_peak(
             if peak_bytes < best_bytes:
                 best, best_bytes = labels, peak_bytes
             known |= {row.name: row for row in over[:ROWS_PER_ROUND]}
-            before, labels = labels, descend(free, tuple(known.values()), limit_bytes, 1.0, labels)
+            before, rows_known = labels, tuple(known.values())
+            labels = descend(free, rows_known, limit_bytes, 1.0, before, deadline.clock)
             if labels == before:
                 break
-        if len(known) == num_known or left_s <= 0:
+        if len(known) == num_known or is_late:
             break
     if best_bytes == np.inf:
         bound_s = np.inf if bound_bytes == np.inf else -np.inf
@@ -90,12 +91,12 @@ def minimise_peak(
 
 
 def smallest_peak(
-    trws: Trws, rows: Sequence[MemoryConstraint], unit_bytes: float, time_limit_s: float
+    trws: Trws, rows: Sequence[MemoryConstraint], unit_bytes: float, deadline: Deadline
 ) -> Answer:
     """The kept assignment whose largest of the given rows is smallest; the bound is in bytes."""
     if not trws.is_feasible:
         return Answer(None, np.inf)
     rest_rows = [restricted_row(row, trws.kept) for row in rows]
     gap = RELATIVE_GAP / 2
-    answer = solve_peak(trws.rest(), rest_rows, unit_bytes, time_limit_s=time_limit_s, relative_gap=gap)
+    answer = solve_peak(trws.rest(), rest_rows, unit_bytes, deadline=deadline, relative_gap=gap)
     return Answer(None if answer.labels is None else trws.original(answer.labels), answer.bound)

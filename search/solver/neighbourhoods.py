@@ -12,8 +12,8 @@ The nodes that eliminate easily do so once, whatever is fixed then.
 """
 
 from collections import Counter
-from collections.abc import Callable
 
+from search.solver.clock import NEVER, Deadline
 from search.solver.elimination import Elimination
 from search.solver.pbqp import Labels, Problem
 
@@ -29,21 +29,19 @@ ROUNDING = 1e-9
 """Relative; a smaller gain is none."""
 
 
-def reoptimised(
-    problem: Problem, start: Labels, has_time: Callable[[], bool] = lambda: True
-) -> tuple[Labels, bool]:
+def reoptimised(problem: Problem, start: Labels, deadline: Deadline = NEVER) -> tuple[Labels, bool]:
     """An assignment of a merged problem that is no worse than `start`, and whether none is better.
 
     Args:
       problem: merged.
       start: where to begin.
-      has_time: asked before each round.
+      deadline: after it no round begins.
     """
-    easy, fixed_before = Elimination(problem), Counter[int]()
+    easy, fixed_before = Elimination(problem, deadline.clock), Counter[int]()
     easy.run(EASY_ENTRIES)
     labels, cost_s, num_futile = start, problem.cost_s(start), 0
     for _ in range(MAX_ROUNDS):
-        if num_futile == MAX_FUTILE or not has_time():
+        if num_futile == MAX_FUTILE or deadline.is_over:
             break
         found, fixed = _best_around(easy.copy(), labels, fixed_before)
         fixed_before.update(fixed)

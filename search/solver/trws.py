@@ -19,8 +19,20 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from search.solver.clock import PROCESSOR, SearchClock
 from search.solver.ordering import cuthill_mckee
 from search.solver.pbqp import Edge, Labels, Problem
+
+EDGE_S = 9e-6
+"""Of a sweep, for an edge, besides its entries. Source: `benchmarks/nominal_seconds.py`, as all that follow."""
+ENTRY_S = 2.5e-9
+"""Of a sweep, for an entry of an edge."""
+BOUNDS_SWEEPS = 1.3
+"""What bounds on labels take, in sweeps."""
+KEEP_SWEEPS = 0.4
+"""What dropping labels takes, in sweeps."""
+START_SWEEPS = 4.0
+"""What to begin takes, from posing the problem on, in sweeps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +51,8 @@ class Trws:
       kept: per node, the labels still in play; empty for some node where nothing is feasible.
     """
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: Problem, clock: SearchClock = PROCESSOR) -> None:
+        self._clock = clock
         self._given = [np.array(cost, float) for cost in problem.node_cost_s]
         self._node = list(self._given)
         self._edge = [np.array(edge.cost_s, float) for edge in problem.edges]
@@ -56,11 +69,13 @@ class Trws:
         self._behind = [[s for s in sides if rank[s.other] > rank[n]] for n, sides in enumerate(self._sides)]
         self._is_forward = True
         self.kept = [np.arange(len(cost)) for cost in self._node]
+        self._spend(START_SWEEPS)
         self.keep([np.isfinite(cost) for cost in self._node])
 
     def copy(self) -> "Trws":
         """An independent copy; arrays are shared, because they are replaced and never written to."""
         new = object.__new__(Trws)
+        new._clock = self._clock
         new._given = list(self._given)
         new._node, new._edge = list(self._node), list(self._edge)
         new._at_u, new._at_v = list(self._at_u), list(self._at_v)
@@ -97,6 +112,7 @@ class Trws:
                 for side in later:
                     self._push(node, side, share)
             bound += self._node[node].min()
+        self._spend(1.0)
         return float(bound), self.original(tuple(picked))
 
     def rest(self) -> Problem:
@@ -128,6 +144,7 @@ class Trws:
             for side in sides:
                 bound += (by_u if side.is_u else by_v)[side.edge] - smallest[side.edge]
             bounds.append(bound)
+        self._spend(BOUNDS_SWEEPS)
         return bounds
 
     def keep(self, masks: list[np.ndarray]) -> None:
@@ -140,10 +157,15 @@ class Trws:
             around = sorted({side.other for node in touched for side in self._sides[node]})
             pending = {node: self._is_supported(node) for node in around}
             pending = {node: mask for node, mask in pending.items() if not mask.all()}
+        self._spend(KEEP_SWEEPS)
 
     def make_consistent(self) -> None:
         """Drops every label that some neighbour forbids altogether."""
         self.keep([self._is_supported(node) for node in range(len(self._node))])
+
+    def _spend(self, sweeps: float) -> None:
+        num_entries = sum(cost.size for cost in self._edge)
+        self._clock.spend(sweeps * (EDGE_S * len(self._edge) + ENTRY_S * num_entries))
 
     def _pull(self, node: int, side: _Side) -> None:
         edge = side.edge

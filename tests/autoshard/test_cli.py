@@ -338,6 +338,18 @@ def wait_for(line, process):
 
 
 @pytest.mark.usefixtures("interruptible")
+def test_ctrl_c_while_jax_loads(tmp_path):
+    (tmp_path / "jax.py").write_text(
+        "import sys, time\nprint('now', file=sys.stderr, flush=True)\ntime.sleep(60)\n"
+    )
+    process = command("clusters", env={"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}, stderr=subprocess.PIPE)
+    wait_for("now", process)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=30)
+    assert (process.returncode, err) == (130, "autoshard: interrupted\n")
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_ctrl_c(tmp_path):
     path = tmp_path / "slow.py"
     path.write_text(TRAIN + "\n\ndef slow():\n    import time\n    print('now')\n    time.sleep(60)\n")
@@ -573,6 +585,16 @@ def test_schema_prints_one_that_editors_read(run):
     status, out, err = run("schema", "plan")
     assert (status, err) == (0, "")
     assert json.loads(out)["properties"]["decisions"] == {"$ref": "#/$defs/DecisionsFile"}
+    status, out, err = run("schema", "cluster")
+    assert (status, err) == (0, "")
+    device = json.loads(out)["$defs"]["Device"]
+    assert device["required"] == ["name", "memory", "memory_bandwidth", "flops"]
+    assert device["properties"]["memory"] == {
+        "type": "string",
+        "examples": ["80GiB"],
+        "title": "Memory",
+        "description": "What the runtime sees as device memory.",
+    }
 
 
 def test_clusters_knows_no_other_names(run):

@@ -20,6 +20,7 @@ from search.plan.shardings import step_sharding
 from search.problem.fingerprint import fingerprint
 from search.problem.strategies import CopySource
 from search.solver import branch_and_bound
+from search.solver.clock import PROCESSOR, Deadline
 
 PLENTY_BYTES = 1 << 40
 """No cap for a tiny model."""
@@ -42,7 +43,7 @@ def smallest(step: Step, mesh: tuple[int, ...]) -> SearchResult:
         on_mesh.problem,
         limit_bytes=1.0,
         violated=lambda labels: memory.rows_over(labels, 1),
-        time_limit_s=SEARCH_S,
+        deadline=Deadline.after(SEARCH_S, PROCESSOR),
     )
     return _result(step_problem, on_mesh, peak.labels)
 

@@ -4,6 +4,7 @@ Steps are so small that every assignment of every mesh can be tried. Kernels are
 random, so that limits are lowered and rows added that are no part of the problem.
 """
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import jax
@@ -14,11 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cost_model.hardware import parse_cluster
-from search import deadline, driver, mesh_problem
+from search import driver, mesh_problem
 from search.ir.trace import trace
 from search.mesh_problem import MeshProblem, Options, StepProblem
 from search.problem.memory_rows import Peak
 from search.solver.branch_and_bound import NoFitError
+from search.solver.clock import SearchClock
 from tests.search.solver.problems import every_cost_s, every_peak_bytes
 
 ARRAY = jax.ShapeDtypeStruct((1024, 1024), jnp.float32)
@@ -209,9 +211,32 @@ def test_a_gap_of_nothing_is_the_optimum(monkeypatch, limit_bytes):
 # --- time
 
 
+class Hands(SearchClock):
+    """A clock that a test moves, and no work does."""
+
+    counts_work = True
+
+    def __init__(self) -> None:
+        self.passed_s = 0.0
+
+    @property
+    def now_s(self) -> float:
+        return self.passed_s
+
+    def spend(self, nominal_s: float) -> None:
+        pass
+
+    def pass_by(self, seconds: float) -> None:
+        self.passed_s += seconds
+
+
+def by_hand(on_mesh):
+    return replace(on_mesh, clock=Hands())
+
+
 def test_a_time_limit_binds_whatever_kernels_say(monkeypatch):
     """A simulation takes 10 s and never fits: of 15 s there are two, however often one may tighten."""
-    now, asked = [0.0], {"solve": 0, "predicted": 0}
+    on_mesh, asked = by_hand(MESHES[4,]), {"solve": 0, "predicted": 0}
     solve = MeshProblem.solve
 
     def spied(*what):
@@ -220,31 +245,29 @@ def test_a_time_limit_binds_whatever_kernels_say(monkeypatch):
 
     def predicted(*what):
         asked["predicted"] += 1
-        now[0] += 10.0
+        on_mesh.clock.pass_by(10.0)
         return never_fitting(*what)
 
-    monkeypatch.setattr(deadline, "thread_time", lambda: now[0])
     monkeypatch.setattr(MeshProblem, "solve", spied)
     monkeypatch.setattr(MeshProblem, "predicted", predicted)
     with pytest.raises(NoFitError):
-        MESHES[4,].fitting(all_of(MESHES[4,]), int(PEAKS[-1]), 15.0)
+        on_mesh.fitting(all_of(on_mesh), int(PEAKS[-1]), 15.0)
     assert asked == {"solve": 2, "predicted": 2}
 
 
 def test_the_solver_gets_less_than_what_is_left(monkeypatch):
-    now, given_s = [0.0], []
+    on_mesh, given_s = by_hand(MESHES[4,]), []
     solve = MeshProblem.solve
 
     def spied(on_mesh, kept, limit_bytes, time_limit_s, *more):
         given_s.append(time_limit_s)
-        now[0] += time_limit_s
+        on_mesh.clock.pass_by(time_limit_s)
         return solve(on_mesh, kept, limit_bytes, 10.0, *more)
 
-    monkeypatch.setattr(deadline, "thread_time", lambda: now[0])
     monkeypatch.setattr(MeshProblem, "solve", spied)
     monkeypatch.setattr(MeshProblem, "predicted", never_fitting)
     with pytest.raises(NoFitError):
-        MESHES[4,].fitting(all_of(MESHES[4,]), int(PEAKS[-1]), 16.0)
+        on_mesh.fitting(all_of(on_mesh), int(PEAKS[-1]), 16.0)
     assert len(given_s) > 2
     assert given_s[:3] == pytest.approx([12.0, 3.0, 0.75])
     assert sum(given_s) < 16.0

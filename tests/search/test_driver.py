@@ -17,12 +17,14 @@ from jax.sharding import PartitionSpec as P
 from cost_model.cluster import Cluster
 from cost_model.errors import InfeasibleError, PlanError
 from cost_model.hardware import parse_cluster
-from search import driver
+from search import driver, mesh_problem
 from search.driver import SearchResult
 from search.ir.graph import Step
 from search.ir.trace import trace
 from search.mesh_problem import DEFAULT_TIME_LIMIT_S, RELATIVE_GAP, Options, StepProblem
 from search.plan.plan import Decisions, Plan
+from search.solver import clock
+from search.solver.clock import WorkClock
 from tests.executors import plans
 from tests.zoo import MAKERS
 
@@ -367,8 +369,8 @@ def with_edits(plan: Plan, **edits: dict[str, str]) -> Plan:
     return replace(plan, decisions=replace(plan.decisions, **tables))
 
 
-def test_a_step_of_microseconds_is_not_searched_for_as_long_as_there_is_time():
-    """What is left open of its bound is worth little in thirty thousand steps."""
+def chain_of_products():
+    """A step of microseconds whose bound stays open."""
 
     def loss(weights, x):
         for w in weights:
@@ -381,8 +383,27 @@ def test_a_step_of_microseconds_is_not_searched_for_as_long_as_there_is_time():
         return [w - 0.1 * m for w, m in zip(weights, momentum, strict=True)], momentum
 
     weights = [jax.ShapeDtypeStruct((2048, 2048), "float32")] * 6
-    step = trace(step, weights, weights, jax.ShapeDtypeStruct((512, 2048), "float32"))
-    before_s = thread_time()
-    found = driver.find(step, parse_cluster("8xH100-80GB"), Options(80 << 30))
+    return trace(step, weights, weights, jax.ShapeDtypeStruct((512, 2048), "float32"))
+
+
+def test_a_step_of_microseconds_is_not_searched_for_as_long_as_there_is_time(monkeypatch):
+    """What is left open of its bound is worth little in thirty thousand steps."""
+    spent = WorkClock()
+    monkeypatch.setattr(Options, "new_clock", lambda options: spent)
+    found = driver.find(chain_of_products(), parse_cluster("8xH100-80GB"), Options(80 << 30))
     assert found.plan.estimates.step_s < 1e-3
-    assert thread_time() - before_s < 0.7 * DEFAULT_TIME_LIMIT_S
+    assert spent.now_s < 0.7 * DEFAULT_TIME_LIMIT_S
+
+
+def test_a_slow_machine_finds_the_plan_that_a_fast_one_finds(monkeypatch):
+    """Byte for byte, though both ran out of time; where a user gives seconds, they are the machine's."""
+    step, cluster = chain_of_products(), parse_cluster("8xH100-80GB")
+    monkeypatch.setattr(mesh_problem, "DEFAULT_TIME_LIMIT_S", 0.1)
+
+    def found(**asked):
+        return json.dumps(driver.find(step, cluster, Options(80 << 30, **asked)).plan.to_json())
+
+    of_work, of_seconds = found(), found(time_limit_s=0.3)
+    monkeypatch.setattr(clock, "thread_time", lambda: 100 * thread_time())
+    assert found() == of_work
+    assert found(time_limit_s=0.3) != of_seconds

@@ -16,10 +16,10 @@ from cost_model.errors import InfeasibleError
 from cost_model.hardware import parse_cluster
 from cost_model.units import parse_bytes, parse_seconds
 from search import driver, infeasible
-from search.deadline import Deadline
 from search.ir.trace import trace
 from search.mesh_problem import MeshProblem, Options, StepProblem, candidate_shapes
 from search.solver.branch_and_bound import NoFitError
+from search.solver.clock import PROCESSOR, Deadline
 
 MIB = 2**20
 PEAK = (4 + 16 + 16 + 0.03 * 32) * MIB
@@ -47,13 +47,15 @@ def problems(asked: Options) -> tuple[StepProblem, list[MeshProblem]]:
 
 
 def smallest(asked: Options, tried=None, time_s: float = 20.0) -> infeasible.Smallest | None:
-    return infeasible.smallest_peak(tried or problems(asked)[1], asked, Deadline.after(time_s))
+    return infeasible.smallest_peak(tried or problems(asked)[1], asked, Deadline.after(time_s, PROCESSOR))
 
 
 def explained(asked: Options, time_s: float = 10.0, is_proven: bool = True) -> str:
     step_problem, tried = problems(asked)
     found = smallest(asked, tried)
-    return str(infeasible.explain(step_problem, CLUSTER, asked, found, is_proven, Deadline.after(time_s)))
+    return str(
+        infeasible.explain(step_problem, CLUSTER, asked, found, is_proven, Deadline.after(time_s, PROCESSOR))
+    )
 
 
 def ways_out(message: str) -> dict[str, str]:
@@ -121,7 +123,12 @@ def test_of_meshes_that_were_not_asked_nothing_is_claimed(monkeypatch):
     assert (asked.shapes, found.untried) == ([(4,)], ("2x2",))
     message = str(
         infeasible.explain(
-            *problems(options(1, pins=PINNED))[:1], CLUSTER, options(1), found, True, Deadline.after(0)
+            *problems(options(1, pins=PINNED))[:1],
+            CLUSTER,
+            options(1),
+            found,
+            True,
+            Deadline.after(0, PROCESSOR),
         )
     )
     assert "Not found out in the time that this took: a smaller peak on mesh 2x2" in message
@@ -162,7 +169,9 @@ def test_what_is_not_proven_is_not_said():
 
 def test_without_any_plan_more_time_is_asked_for():
     step_problem, _ = problems(options(20))
-    error = infeasible.explain(step_problem, CLUSTER, options(20), None, False, Deadline.after(1.0))
+    error = infeasible.explain(
+        step_problem, CLUSTER, options(20), None, False, Deadline.after(1.0, PROCESSOR)
+    )
     assert "there was no time to find out what would" in str(error)
     assert "would fit" not in str(error)
 
@@ -224,7 +233,9 @@ def test_what_is_neither_found_nor_ruled_out_is_not_claimed(monkeypatch, bound_s
     step_problem, tried = problems(asked)
     found = smallest(asked, tried)
     monkeypatch.setattr(MeshProblem, "fitting", fitting)
-    message = str(infeasible.explain(step_problem, CLUSTER, asked, found, True, Deadline.after(10.0)))
+    message = str(
+        infeasible.explain(step_problem, CLUSTER, asked, found, True, Deadline.after(10.0, PROCESSOR))
+    )
     assert list(ways_out(message)) == ["a cap of 37.3 MiB"]
     assert ("Not found out in the time that this took: 8 devices" in message) == (bound_s < inf)
 
@@ -242,7 +253,7 @@ def test_every_kind_of_way_out_has_its_share_of_the_time(monkeypatch):
     step_problem, tried = problems(asked)
     found, fits = smallest(asked, tried), MeshProblem.fitting
     monkeypatch.setattr(MeshProblem, "fitting", fitting)
-    infeasible.explain(step_problem, CLUSTER, asked, found, True, Deadline.after(36.0))
+    infeasible.explain(step_problem, CLUSTER, asked, found, True, Deadline.after(36.0, PROCESSOR))
     assert times_s[0] == pytest.approx(36 / 3 / 2 / 2, rel=0.1)
     assert costs_s[0] == inf > costs_s[1]
 

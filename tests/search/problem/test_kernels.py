@@ -245,6 +245,7 @@ PICKED, INDICES = 4 * 64 * 256, 4 * 64
     [
         ("gather", lambda x, i: x.at[i].get(mode="clip"), (X, ROWS), [INDICES, 2 * PICKED]),
         ("scatter", lambda x, i, u: x.at[i].set(u, mode="clip"), (X, ROWS, UPDATES), [INDICES, 2 * PICKED]),
+        ("scatter", lambda x, i: x.at[i[0], i[1]].set(0.0, mode="clip"), (X, ROWS), [2 * 4]),  # a number
         *[
             (
                 f"scatter-{primitive}",

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from search.solver import branch_and_bound
+from search.solver import branch_and_bound, trws
 from search.solver.branch_and_bound import NoFitError, solve
+from search.solver.clock import WorkClock
 from search.solver.milp import solve_milp
 from search.solver.pbqp import Edge, MemoryConstraint, Problem, merged
 from tests.search.solver.problems import (
@@ -84,7 +85,7 @@ def test_same_inputs_same_answer(limited):
 def test_every_stage_agrees_with_one_integer_program(seed):
     problem, rows = layered(5, 2, 4, seed)
     limit_bytes = 25e9
-    program = solve_milp(merged(problem), rows, limit_bytes, time_limit_s=60.0, relative_gap=0.0)
+    program = solve_milp(merged(problem), rows, limit_bytes, relative_gap=0.0)
     found = solve(problem, limit_bytes=limit_bytes, rows=rows, relative_gap=0.0)
     assert found.cost_s == pytest.approx(problem.cost_s(program.labels), rel=1e-9)
 
@@ -174,7 +175,14 @@ def test_bound_holds_when_time_runs_out(monkeypatch, time_limit_s):
         problem, rows = layered(3, 2, 4, seed)
         want_s = optimum_s(problem, rows, 15e9)
         try:
-            found = solve(problem, limit_bytes=15e9, rows=rows, time_limit_s=time_limit_s, relative_gap=0.0)
+            found = solve(
+                problem,
+                limit_bytes=15e9,
+                rows=rows,
+                time_limit_s=time_limit_s,
+                relative_gap=0.0,
+                clock=WorkClock(),
+            )
         except NoFitError as error:
             bound_s = error.bound_s
         else:
@@ -185,12 +193,11 @@ def test_bound_holds_when_time_runs_out(monkeypatch, time_limit_s):
 
 def test_time_runs_out_in_no_stage_but_the_first(monkeypatch):
     """The first sweeps take all of it: nothing else begins."""
-    now = iter(range(0, 10_000, 10))
-    monkeypatch.setattr(branch_and_bound, "thread_time", lambda: float(next(now)))
+    monkeypatch.setattr(trws, "EDGE_S", 1.0)
     problem, rows = layered(3, 2, 4, 0)
     said = []
     with suppress(NoFitError):
-        solve(problem, limit_bytes=15e9, rows=rows, time_limit_s=5.0, progress=said.append)
+        solve(problem, limit_bytes=15e9, rows=rows, time_limit_s=5.0, progress=said.append, clock=WorkClock())
     assert [line.partition(":")[0] for line in said] == ["relax"]
 
 

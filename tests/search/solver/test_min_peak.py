@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from search.solver import min_peak
+from search.solver.clock import NEVER, PROCESSOR, Deadline, WorkClock
 from search.solver.milp import Answer, free_of_cost
 from search.solver.min_peak import RELATIVE_GAP, minimise_peak, smallest_peak
 from search.solver.pbqp import Edge, MemoryConstraint, Problem, merged
@@ -90,7 +91,9 @@ def test_without_time_there_is_an_answer_whose_bound_holds():
         problem, rows = layered(3, 2, 4, seed)
         smallest = every_peak_bytes(problem, rows).min()
         try:
-            found = minimise_peak(problem, limit_bytes=1.0, rows=rows, time_limit_s=0.0)
+            found = minimise_peak(
+                problem, limit_bytes=1.0, rows=rows, deadline=Deadline.after(0.0, PROCESSOR)
+            )
         except NoFitError as error:
             proven = error.is_proven
             assert not proven
@@ -115,7 +118,7 @@ def test_no_program_is_begun_when_time_is_out(monkeypatch):
     monkeypatch.setattr(min_peak, "smallest_peak", counted)
     for time_limit_s in (60.0, 0.0):
         num_programs.append(0)
-        minimise_peak(problem, limit_bytes=1e9, rows=rows, time_limit_s=time_limit_s)
+        minimise_peak(problem, limit_bytes=1e9, rows=rows, deadline=Deadline.after(time_limit_s, WorkClock()))
     assert num_programs[0] > 1
     assert num_programs[1] == 1
 
@@ -125,12 +128,12 @@ def test_a_program_that_stops_at_its_gap_is_near_enough(monkeypatch):
     peaks_bytes = 1e9 * (1 + RELATIVE_GAP * np.linspace(0, 2, 20_001))
     row = MemoryConstraint("point", ((0, peaks_bytes),), 0.0)
 
-    def largest_in_gap(problem, rows, limit_bytes, *, time_limit_s, relative_gap):
+    def largest_in_gap(problem, rows, limit_bytes, *, deadline, relative_gap):
         is_in_gap = peaks_bytes - peaks_bytes[0] <= relative_gap * peaks_bytes
         return Answer((int(np.flatnonzero(is_in_gap)[-1]),), peaks_bytes[0])
 
     monkeypatch.setattr(min_peak, "solve_peak", largest_in_gap)
-    monkeypatch.setattr(min_peak, "descend", lambda problem, rows, limit_bytes, price_s, start: start)
+    monkeypatch.setattr(min_peak, "descend", lambda problem, rows, limit_bytes, price_s, start, clock: start)
     found = minimise_peak(Problem((np.zeros(len(peaks_bytes)),), ()), limit_bytes=1.0, rows=(row,))
     assert peaks_bytes[0] < found.peak_bytes <= peaks_bytes[0] * (1 + RELATIVE_GAP)
 
@@ -139,10 +142,10 @@ def test_of_given_rows_among_the_labels_kept():
     problem = Problem((np.zeros(3), np.zeros(2)), (Edge(0, 1, np.zeros((3, 2))),))
     row = MemoryConstraint("point", ((0, np.array([1.0, 5.0, 3.0])), (1, np.array([2.0, 4.0]))), 0.0)
     trws = Trws(merged(free_of_cost(problem)))
-    assert smallest_peak(trws, (row,), 1.0, 10.0).labels == (0, 0)
+    assert smallest_peak(trws, (row,), 1.0, NEVER).labels == (0, 0)
     trws.keep([np.array([False, True, True]), np.array([False, True])])
-    found = smallest_peak(trws, (row,), 1.0, 10.0)
+    found = smallest_peak(trws, (row,), 1.0, NEVER)
     assert found.labels == (2, 1)
     assert found.bound == pytest.approx(7.0, rel=RELATIVE_GAP)
     trws.keep([np.array([False, False]), np.array([True])])
-    assert smallest_peak(trws, (row,), 1.0, 10.0).bound == np.inf
+    assert smallest_peak(trws, (row,), 1.0, NEVER).bound == np.inf

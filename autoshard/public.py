@@ -1,0 +1,17 @@
+"""What `import autoshard` offers; JAX comes with it, so it is imported where the first of these names is asked for."""
+
+# ruff: noqa: F401
+
+from autoshard.api import AutoshardWarning, Parallelized, emit, parallelize, search, verify
+from autoshard.verification.result import Verification
+from cost_model.cluster import Cluster
+from cost_model.errors import (
+    AutoshardError,
+    ClusterError,
+    CompilerError,
+    InfeasibleError,
+    InputError,
+    PlanError,
+)
+from executors.jit import Program
+from search.plan.plan import Collective, Decisions, Estimates, Plan

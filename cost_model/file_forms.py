@@ -1,0 +1,162 @@
+"""How the numbers of a dataclass stand in a JSON file: under keys without units, in values with them.
+
+A field's annotation says its form: `memory_bytes: Annotated[int, BYTES]` is `"memory": "80GiB"` in a file. From the same
+annotations Pydantic reads, checks and describes files (`cost_model.cluster_file`): each form tells it what it wants. As
+Pydantic takes a while to import, what is ours, and known to be right, is read and written here without it.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from functools import cache
+from types import MappingProxyType
+from typing import Annotated, Any, Protocol, get_origin, get_type_hints
+
+from cost_model.errors import ClusterError
+from cost_model.units import (
+    exact_bytes,
+    exact_flops,
+    exact_rate,
+    exact_seconds,
+    parse_bytes,
+    parse_flops,
+    parse_rate,
+    parse_seconds,
+)
+
+KEYS: Mapping[str, str] = MappingProxyType(
+    {
+        "memory_bytes": "memory",
+        "memory_bytes_per_s": "memory_bandwidth",
+        "flops_per_s": "flops",
+        "reserve_bytes": "reserve",
+        "num_cores": "cores",
+        "launch_s": "launch",
+        "bytes_per_s": "bandwidth",
+        "latency_s": "latency",
+        "host_bytes_per_node": "host_memory_per_node",
+    }
+)
+"""The keys of fields that are called otherwise in a file, where values carry the units."""
+
+
+def key_of(name: str) -> str:
+    """A field's key in a file."""
+    return KEYS.get(name, name)
+
+
+def file_config() -> dict[str, Any]:
+    """What Pydantic is told of each dataclass, as its `__pydantic_config__`."""
+    return {"strict": True, "extra": "forbid", "use_attribute_docstrings": True, "alias_generator": key_of}
+
+
+class Form(Protocol):
+    """How one kind of value looks in a file."""
+
+    def read(self, data: Any) -> Any:
+        """Ours, from the JSON value."""
+        ...
+
+    def write(self, value: Any) -> Any:
+        """The inverse."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Quantity:
+    """A number that is text with a unit in a file.
+
+    Attributes:
+      parse: from the text to SI units.
+      exact: the inverse.
+      example: of the text.
+    """
+
+    parse: Callable[[str], Any]
+    exact: Callable[[Any], str]
+    example: str
+
+    def read(self, data: Any) -> Any:
+        """Raises ClusterError, or InputError, for what is no such text."""
+        if not isinstance(data, str):
+            raise ClusterError(f"wanted text that carries its unit, got {data!r}")
+        return self.parse(data)
+
+    def write(self, value: Any) -> Any:
+        return self.exact(value)
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
+        from pydantic_core import core_schema
+
+        written = core_schema.plain_serializer_function_ser_schema(self.exact)
+        return core_schema.no_info_plain_validator_function(self.read, serialization=written)
+
+    def __get_pydantic_json_schema__(self, schema: Any, handler: Any) -> Any:
+        return {"type": "string", "examples": [self.example]}
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A tuple of pairs that is an object with free keys in a file.
+
+    Attributes:
+      kind: the values' type, perhaps with its form.
+    """
+
+    kind: Any
+
+    def read(self, data: Any) -> Any:
+        return tuple((key, _read(self.kind, value)) for key, value in data.items())
+
+    def write(self, value: Any) -> Any:
+        return {key: _write(self.kind, one) for key, one in value}
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
+        from pydantic_core import core_schema
+
+        there = core_schema.dict_schema(core_schema.str_schema(), handler.generate_schema(self.kind))
+        written = core_schema.plain_serializer_function_ser_schema(self.write, return_schema=there)
+        return core_schema.no_info_after_validator_function(
+            lambda pairs: tuple(pairs.items()), there, serialization=written
+        )
+
+
+BYTES = Quantity(parse_bytes, exact_bytes, "80GiB")
+RATE = Quantity(parse_rate, exact_rate, "450GB/s")
+SECONDS = Quantity(parse_seconds, exact_seconds, "5us")
+FLOPS = Quantity(parse_flops, exact_flops, "989TFLOP/s")
+
+
+def read_record(cls: type, data: Mapping[str, Any]) -> Any:
+    """A dataclass from a JSON object that is known to be right. A field with a default may be absent."""
+    kinds = field_types(cls)
+    return cls(**{n: _read(kind, data[key_of(n)]) for n, kind in kinds.items() if key_of(n) in data})
+
+
+def write_record(value: Any) -> dict[str, Any]:
+    """The JSON object that `read_record` turns back into an equal value."""
+    return {key_of(n): _write(kind, getattr(value, n)) for n, kind in field_types(type(value)).items()}
+
+
+@cache
+def field_types(cls: type) -> Mapping[str, Any]:
+    """The types of a dataclass's fields, with their forms."""
+    hints = get_type_hints(cls, include_extras=True)
+    return {field.name: hints[field.name] for field in fields(cls)}
+
+
+def _read(kind: Any, data: Any) -> Any:
+    if is_dataclass(kind):
+        return read_record(kind, data)  # type: ignore[arg-type]
+    form = _form(kind)
+    return data if form is None else form.read(data)
+
+
+def _write(kind: Any, value: Any) -> Any:
+    if is_dataclass(kind):
+        return write_record(value)
+    form = _form(kind)
+    return value if form is None else form.write(value)
+
+
+def _form(kind: Any) -> Form | None:
+    return kind.__metadata__[0] if get_origin(kind) is Annotated else None
