@@ -59,7 +59,6 @@ class PipelineStep:
       terms: by sum, what each microbatch adds to it.
       pieces: by value of the epilogue, the value of the body that it is, and in which microbatch.
       example_dims: by value that belongs to single examples, the dim that carries them.
-      origins: by value of the body, its number in the body of a loop over microbatches.
     """
 
     step: Step
@@ -73,7 +72,6 @@ class PipelineStep:
     terms: Mapping[int, int]
     pieces: Mapping[int, tuple[int, int]]
     example_dims: Mapping[int, int]
-    origins: Mapping[int, int]
 
     @classmethod
     def of(cls, step: Step, num_microbatches: int) -> "PipelineStep":
@@ -177,7 +175,6 @@ class _Writing:
             {v: number(v) for v in parts.sums},
             {piece: (number(v), m) for piece, (v, m) in pieces.items()},
             self._example_dims(number, dealt),
-            {len(once.values) + v: v for v in range(len(parts.body.values))},
         )
 
     def _example_dims(self, number: Callable[[int], int], dealt: Mapping[int, Any]) -> dict[int, int]:
