@@ -10,7 +10,7 @@ import jax
 
 from autoshard import pipelines, planning, programs
 from autoshard.calls import Callee
-from autoshard.parallelized import Parallelized, Request
+from autoshard.parallelized import AnyPlan, Parallelized, Request
 from autoshard.pins import Pins, Rested
 from autoshard.planning import Asked
 from autoshard.progress import Progress, narrated
@@ -27,6 +27,7 @@ from search.ir.trace import step_name
 from search.plan.json_file import read_file
 from search.plan.pipeline_plan import PipelinePlan, is_of_pipeline
 from search.plan.plan import Plan
+from search.plan.spmd_plan import ONE_PROGRAM, SpmdPlan, is_of_one_program
 
 
 def search(
@@ -68,8 +69,8 @@ def search(
         devices each has is searched. "auto" for as many as are fastest, or one program where that is faster, which takes the
         time of both searches. By default, or with 1, it is one program. With stages, `mesh` is that of each: how many
         replicas share out a microbatch, and one or two axes of each one's devices.
-      schedule: of the pipeline: "gpipe", "1f1b", "eager-1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "zb-v", "dualpipe-v"
-        or "chimera"; by default "1f1b" and "zb-h1" are tried.
+      schedule: of the pipeline: "gpipe", "1f1b", "eager-1f1b", "interleaved-1f1b", "circular", "zb-h1", "zb-h2", "zb-v",
+        "dualpipe-v" or "chimera"; by default "1f1b" and "zb-h1" are tried.
       microbatches: in how many the step goes through its batch, its gradients added up exactly, before it updates; by
         default several are tried where memory is scarce, or for a pipeline. What couples the examples of a batch forbids
         them.
@@ -110,7 +111,7 @@ def search(
         if wanted is not None and wanted.count is None:
             return pipelines.fastest(traced, hardware, wanted, asked, tell)
         if wanted is not None:
-            return pipelines.found(traced, hardware, wanted, asked, "", tell).plan
+            return pipelines.searched(traced, hardware, wanted, asked, tell).plan
         options = planning.options(traced, hardware, asked)
         if not verify:
             return planning.find(traced, hardware, options, tell).plan
@@ -236,8 +237,9 @@ def parallelize(
     stages: int | None = None,
     schedule: str | None = None,
     microbatches: int | None = None,
+    executor: str | None = None,
     offload: Sequence[str] | str | None = None,
-    plan: str | os.PathLike[str] | Plan | PipelinePlan | None = None,
+    plan: str | os.PathLike[str] | AnyPlan | None = None,
     like: Parallelized | str | os.PathLike[str] | Plan | None = None,
     time_limit_s: float | None = None,
     devices: Sequence[Any] | None = None,
@@ -262,11 +264,14 @@ def parallelize(
       remat: as for `search`.
       stages: as for `search`, but as a number: the plan of `search(stages="auto")` may be given as `plan`.
       schedule: as for `search`.
-      microbatches: as for `search`.
+      executor: of the pipeline: "a program per stage" (the default), or "one program" for all stages, of a step whose layers
+        are a loop (`jax.lax.scan`): one dispatch a step, under the schedule "gpipe" (the default there) or "circular".
+        Nothing is searched for it: layers, devices and examples are dealt evenly.
+      microbatches: as for `search`; of one program for all stages, by default up to four times as many as stages.
       offload: as for `search`.
       plan: a plan or its file: no search. The step, its shapes and the number of devices must be the plan's; options that it
-        has decided (`cluster`, `memory`, `mesh`, `pin`, `remat`, `stages`, `schedule`, `microbatches`, `offload`) are
-        refused beside it.
+        has decided (`cluster`, `memory`, `mesh`, `pin`, `remat`, `stages`, `schedule`, `microbatches`, `executor`,
+        `offload`) are refused beside it.
       like: a parallelized step on the same state, or its plan or that one's file: what this step shares with it, such as the
         parameters in an evaluation, rests as there, on the same mesh. Arguments are the same by pytree path; where their
         names differ, by the rest of the path and by shape. What is in doubt is left to the search.
@@ -300,6 +305,7 @@ def parallelize(
             stages=stages,
             schedule=schedule,
             microbatches=microbatches,
+            executor=executor,
             offload=offload,
             plan=plan,
             like=like,
@@ -315,18 +321,20 @@ def parallelize(
         raise InputError(f"parallelize wants a function, got {type(step).__name__}")
     decided = {"memory": memory, "mesh": mesh, "pin": pin, "remat": remat, "offload": offload}
     if plan is not None:
-        counts = {"stages": stages, "schedule": schedule, "microbatches": microbatches}
+        counts = {"stages": stages, "schedule": schedule, "microbatches": microbatches, "executor": executor}
         _refuse_beside("plan", cluster=cluster, **decided, **counts, like=like)
     if like is not None:
         _refuse_beside("like", cluster=cluster, mesh=mesh)
     given = None if plan is None else loaded(plan)
     if stages == pipelines.AUTO:
         raise InputError("search(stages='auto') finds the plan: pass it as plan=, or say how many stages")
-    pipeline = pipelines.asked_for(stages, schedule)
-    if pipeline is not None or (given is not None and isinstance(given[0], PipelinePlan)):
+    pipeline = pipelines.asked_for(stages, schedule, executor)
+    if pipeline is not None or (given is not None and not isinstance(given[0], Plan)):
         pipelines.refuse(
             pin=pin or None, offload=offload, time_limit_s=time_limit_s, donate=donate, like=like
         )
+    if pipeline is not None and pipeline.executor == ONE_PROGRAM:
+        pipelines.refuse(memory=memory, mesh=mesh, remat=remat)
     asked = Asked(memory, mesh, pin, remat, microbatches, offload, time_limit_s)
     shared = like if like is None or isinstance(like, Parallelized) else Rested.by(_given(like)[0])
     request = Request(
@@ -350,12 +358,13 @@ def _given(plan: str | os.PathLike[str] | Plan) -> tuple[Plan, str]:
     return (plan, "the plan") if isinstance(plan, Plan) else (Plan.load(plan), str(plan))
 
 
-def loaded(plan: str | os.PathLike[str] | Plan | PipelinePlan) -> tuple[Plan | PipelinePlan, str]:
-    """A plan of one program or of a pipeline, and how messages call it."""
-    if isinstance(plan, Plan | PipelinePlan):
+def loaded(plan: str | os.PathLike[str] | AnyPlan) -> tuple[AnyPlan, str]:
+    """A plan of any kind, and how messages call it."""
+    if isinstance(plan, AnyPlan):
         return plan, "the plan"
     data, place = read_file(plan), str(plan)
-    return (PipelinePlan if is_of_pipeline(data) else Plan).from_json(data, place), place
+    kind = SpmdPlan if is_of_one_program(data) else PipelinePlan if is_of_pipeline(data) else Plan
+    return kind.from_json(data, place), place
 
 
 def _refuse_beside(decider: str, **options: Any) -> None:

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec
 from autoshard import api, terminal
 from autoshard import clusters as known_clusters
 from autoshard.calibrate import calibrate as measured
+from autoshard.parallelized import AnyPlan
 from autoshard.target import target
 from cost_model.errors import InputError, first_line
 from cost_model.whole_file import destination, write_whole
@@ -23,6 +24,7 @@ from search.pipeline import timeline
 from search.pipeline.planning import simulated
 from search.plan.pipeline_plan import PipelinePlan
 from search.plan.plan import Plan
+from search.plan.spmd_plan import SpmdPlan
 
 
 def search(options: argparse.Namespace) -> int:
@@ -85,6 +87,10 @@ def show(options: argparse.Namespace) -> int:
         return _show_pipeline(plan, options)
     if options.timeline or options.trace:
         raise InputError(f"{place} is a plan of one program: there is no schedule of a pipeline to draw")
+    if isinstance(plan, SpmdPlan):
+        _check_is_shown_alone(options)
+        _print(plan, options.json)
+        return 0
     if options.choices is not None:
         return _show_choices(options)
     if options.against is None:
@@ -97,10 +103,7 @@ def show(options: argparse.Namespace) -> int:
 
 def _show_pipeline(plan: PipelinePlan, options: argparse.Namespace) -> int:
     """Sums a pipeline's plan up, or draws its schedule."""
-    if options.choices is not None or options.against is not None:
-        raise InputError(
-            f"{options.plan} is a pipeline's plan: --choices and --against are for those of one program"
-        )
+    _check_is_shown_alone(options)
     if options.trace is not None:
         _check_writable(options.trace)
         events = timeline.trace_events(simulated(plan))
@@ -110,6 +113,13 @@ def _show_pipeline(plan: PipelinePlan, options: argparse.Namespace) -> int:
     else:
         _print(plan, options.json)
     return 0
+
+
+def _check_is_shown_alone(options: argparse.Namespace) -> None:
+    if options.choices is not None or options.against is not None:
+        raise InputError(
+            f"{options.plan} is a pipeline's plan: --choices and --against are for those of one program"
+        )
 
 
 def _show_choices(options: argparse.Namespace) -> int:
@@ -175,9 +185,10 @@ def _join_processes() -> None:
         ) from None
 
 
-def _print(plan: Plan | PipelinePlan, as_json: bool) -> None:
+def _print(plan: AnyPlan, as_json: bool) -> None:
     if as_json:
-        data = plan.to_json() | ({"search_s": dict(plan.search_s)} if plan.search_s else {})
+        searched_s = {} if isinstance(plan, SpmdPlan) else plan.search_s
+        data = plan.to_json() | ({"search_s": dict(searched_s)} if searched_s else {})
         print(json.dumps(data, indent=1, allow_nan=False), flush=True)
     else:
         print(plan, flush=True)

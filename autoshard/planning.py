@@ -18,6 +18,7 @@ from search.ir.trace import trace_call
 from search.mesh_problem import Options
 from search.plan.pipeline_plan import PipelinePlan
 from search.plan.plan import Plan
+from search.plan.spmd_plan import SpmdPlan
 from search.problem.fingerprint import fingerprint
 from search.problem.flat_program import flatten
 
@@ -138,7 +139,7 @@ def fingerprint_of(step: Step) -> str:
     return fingerprint(flatten(step))
 
 
-def cluster(plan: Plan | PipelinePlan, place: str) -> Cluster:
+def cluster(plan: Plan | PipelinePlan | SpmdPlan, place: str) -> Cluster:
     """The cluster that a plan is for.
 
     Raises:

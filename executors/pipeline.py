@@ -25,12 +25,14 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from cost_model.errors import InputError
 from cost_model.units import format_mesh
 from executors.pipeline_jit import UNFINISHED, Call, Finishing, Name, Seat, Seating, Sending
 from executors.pipeline_program import PipelineProgram, Slot
+from executors.transfers import are_of_several_processes, everywhere, on_all, sent
+from search.ir.spec import WHOLE
 from search.plan.schedule import Schedule, Task, TaskKind
 from search.plan.stage_programs import StageProgram, StagePrograms, StageSharding
 from search.plan.task_order import task_order
@@ -224,7 +226,7 @@ class _Building:
     def _sending(self, ways: Mapping[Slot, tuple[Slot, NamedSharding]]) -> None:
         if ways:
             reads, shardings = zip(*ways.values(), strict=True)
-            self.made.append(Sending("send", partial(_sent, list(shardings)), tuple(reads), tuple(ways)))
+            self.made.append(Sending("send", partial(sent, list(shardings)), tuple(reads), tuple(ways)))
 
     def _finish_sums(self) -> None:
         """Adds up what workers and replicas have added up, and sends it on."""
@@ -260,13 +262,14 @@ class _Building:
         leaving: list[Slot] = []
         for atom, replaced in zip(self.programs.results, step.replaces, strict=True):
             if not isinstance(atom, int):
-                sharding = self.seating.named((self.programs.index, None), self._first_seat(0))
-                leaving.append(
-                    self._new_slot(jax.device_put(np.asarray(atom.val, atom.aval.dtype), sharding))
-                )
+                content = np.asarray(atom.val, atom.aval.dtype)
+                leaving.append(self._new_slot(jax.device_put(content, on_all(self.seating.meshes))))
                 continue
             made = self._slot((atom, None), self._home((atom, None)))
-            if replaced is None or atom == (argument := step.graph.inputs[replaced]):
+            if replaced is None:
+                leaving.append(self._shared(atom, made))
+                continue
+            if atom == (argument := step.graph.inputs[replaced]):
                 leaving.append(made)
                 continue
             home = self._home((argument, None))
@@ -279,9 +282,21 @@ class _Building:
         self._sending(ways)
         return tuple(leaving)
 
-
-def _sent(shardings: list[NamedSharding], *values: Any) -> Sequence[Any]:
-    return jax.device_put(list(values), shardings)
+    def _shared(self, value: int, made: Slot) -> Slot:
+        """Where a result lies in the end that is no state: of several processes, all shall have it, if it is no array of
+        examples."""
+        stage, own = self._home((value, None))
+        spec, meshes = self.seating.spec(value, stage), self.seating.meshes
+        if not are_of_several_processes(meshes) or set(spec) != {WHOLE}:
+            return made
+        others = {
+            self._new_slot(): (made, NamedSharding(mesh, PartitionSpec()))
+            for worker, mesh in enumerate(meshes)
+            if worker != own
+        }
+        self._sending(others)
+        self.made.append(Sending("share", everywhere, (made, *others), (shared := self._new_slot(),)))
+        return shared
 
 
 def _reduced(*sums: Any) -> list[Any]:

@@ -17,6 +17,7 @@ from cost_model.errors import PlanError
 from cost_model.whole_file import write_whole
 from search.plan.json_file import read_file, schema_of
 from search.plan.plan import Decisions
+from search.plan.spmd_plan import PROGRAM_PER_STAGE
 
 SCHEMA = "autoshard.pipeline/2"
 
@@ -137,6 +138,11 @@ class PipelinePlan:
     def num_replicas(self) -> int:
         """Of each stage."""
         return self.stages[0].num_replicas
+
+    @property
+    def executor(self) -> str:
+        """What runs it."""
+        return PROGRAM_PER_STAGE
 
     def to_json(self) -> dict[str, Any]:
         """The plan as JSON-ready values; the same plan gives the same values in the same order."""

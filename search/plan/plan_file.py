@@ -220,6 +220,31 @@ class PipelineFile(TypedDict):
     estimates: PipelineEstimatesFile
 
 
+class SpmdFile(TypedDict):
+    """How to run a training step as a pipeline that is one program."""
+
+    schema: str
+    """The form of this file."""
+    step: str
+    """The step function's name."""
+    fingerprint: str
+    """Of the traced step."""
+    jax: str
+    """The JAX version that traced it."""
+    cluster: dict[str, Any]
+    """The cluster, as its file would say it."""
+    executor: str
+    """What runs it: one program."""
+    schedule: str
+    """The family's name: gpipe or circular."""
+    microbatches: Size
+    """In how many each device goes through its part of the batch."""
+    stages: Size
+    """Runs of equally many layers."""
+    mesh: Mesh
+    """Size of each axis: of groups of stages, and of the devices of each."""
+
+
 class ScheduleFile(TypedDict):
     """A pipeline's schedule."""
 
@@ -243,6 +268,7 @@ for _file in (
     StageEstimatesFile,
     PipelineEstimatesFile,
     PipelineFile,
+    SpmdFile,
     ScheduleFile,
 ):
     _file.__pydantic_config__ = _READ  # type: ignore[attr-defined]

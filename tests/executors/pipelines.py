@@ -69,7 +69,7 @@ def alike(num_devices: int, num_replicas: int) -> StageSharding:
 
 def schedule_of(name: str, num_stages: int, num_microbatches: int) -> Schedule:
     """A family's schedule; two stages on each worker where it has virtual ones."""
-    is_virtual = name in ("interleaved-1f1b", "zb-v", "dualpipe-v")
+    is_virtual = name in ("circular", "interleaved-1f1b", "zb-v", "dualpipe-v")
     return build_schedule(name, num_stages, num_microbatches, num_stages // 2 if is_virtual else num_stages)
 
 
