@@ -22,6 +22,7 @@ from cost_model.cluster import Cluster
 from cost_model.errors import InfeasibleError, first_line
 from cost_model.units import format_bytes
 from cost_model.xla.compiler import options_for_cap
+from cost_model.xla.gpu_targets import scheduler_options
 from executors import jit, pipeline, spmd
 from executors.jit import Program
 from executors.pipeline_program import PipelineProgram
@@ -58,7 +59,8 @@ def built(
     def compiler_options(resting_bytes: int) -> dict[str, str]:
         if not _are_gpus(devices):
             return {}
-        return options_for_cap(found.plan.memory_bytes, resting_bytes, cluster.device.memory_bytes)
+        for_cap = options_for_cap(found.plan.memory_bytes, resting_bytes, cluster.device.memory_bytes)
+        return for_cap | scheduler_options(cluster.device.name)
 
     return jit.build(found.step, found.sharding, devices, on_retrace, compiler_options, given_up)
 

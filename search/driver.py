@@ -113,7 +113,7 @@ def apply(step: Step, plan: Plan, cluster: Cluster, place: str = "plan") -> Sear
     watch.lap("solve")
     forced = Found(step_problem, on_mesh, solution.labels, device)
     found = _finished(step, forced, cluster, Options(plan.memory_bytes), plan.meshes, watch)
-    was_s, is_s = plan.estimates.unhidden_s, found.plan.estimates.unhidden_s
+    was_s, is_s = plan.estimates.step_s, found.plan.estimates.step_s
     gap = plan.gap if math.isclose(is_s, was_s, rel_tol=1e-6) else None
     found = replace(found, plan=replace(found.plan, options=plan.options, cluster=plan.cluster, gap=gap))
     gone = [name for _, name in on_mesh.codec.unknown(plan.decisions)]
@@ -190,7 +190,7 @@ def _finished(
         meshes=meshes,
         memory_bytes=options.memory_bytes,
         decisions=decisions,
-        estimates=estimate(costed, found.labels, found.device, found.host_bytes),
+        estimates=estimate(costed, found.labels, found.device, found.hidden_s, found.host_bytes),
         gap=None,
         marks=marks_of(decisions),
     )

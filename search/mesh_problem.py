@@ -4,7 +4,7 @@ A `StepProblem` is all that does not depend on the mesh: the flat program, its o
 the live ranges. `on` puts it on a mesh: a `MeshProblem`, whose `fitting` finds the cheapest strategies that fit there.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -33,7 +33,10 @@ from search.problem.live_ranges import LiveRange, LiveRanges
 from search.problem.memory_rows import Memory, Peak
 from search.problem.op_groups import op_groups
 from search.problem.reshard import Resharder
+from search.problem.seeds import seeds
 from search.problem.strategy_graph import StrategyGraph, strategy_graph
+from search.problem.streams import Hiding
+from search.problem.traffic import Traffic
 from search.solver import branch_and_bound
 from search.solver.branch_and_bound import NoFitError
 from search.solver.clock import PROCESSOR, Deadline, SearchClock, WorkClock
@@ -85,6 +88,9 @@ EDGE_S = 1.2e-4
 
 ENTRY_S = 6e-8
 """Of a mesh's costs, for an entry of an edge."""
+
+RULE_S = 8e-6
+"""Of a plan by rule, for an edge."""
 
 KERNEL_S = 2e-4
 """Of what a device does, for a kernel."""
@@ -220,6 +226,11 @@ class StepProblem:
         return self.graph.folded.program.step
 
     @cached_property
+    def traffic(self) -> Traffic:
+        """Its communication that nothing waits for."""
+        return Traffic(self.graph)
+
+    @cached_property
     def plain(self) -> FoldedProgram:
         """The traced step, folded as it is."""
         if not (self.sites or self.hosted or self.waiting):
@@ -231,23 +242,26 @@ class StepProblem:
         costed = price(self.graph, self.kernels, Resharder(MeshModel(cluster, shape)))
         memory, host = Memory(costed, self.items), Memory(costed, self.host_items)
         self.clock.spend(STRATEGY_S * sum(map(len, costed.strategies)))
-        return MeshProblem(memory, host, self.live_ranges, DecisionCodec(costed), self.clock)
+        hiding = Hiding(costed, self.traffic)
+        return MeshProblem(memory, host, self.live_ranges, hiding, DecisionCodec(costed), self.clock)
 
 
 @dataclass(frozen=True, eq=False)
 class MeshProblem:
-    """The problem on one mesh: a device's memory, its share of the host's, costs, words; by its clock all limits count."""
+    """The problem on one mesh: a device's memory, its share of the host's, what computation hides, costs, words; by its
+    clock all limits count."""
 
     memory: Memory
     host: Memory
     live_ranges: LiveRanges
+    hiding: Hiding
     codec: DecisionCodec
     clock: SearchClock
 
     @cached_property
     def problem(self) -> Problem:
         """The costs; made when asked for, as most of a mesh's time goes there."""
-        problem = self.memory.costed.problem()
+        problem = self.memory.costed.problem(self.hiding.seconds)
         num_entries = sum(edge.cost_s.size for edge in problem.edges)
         self.clock.spend(EDGE_S * len(problem.edges) + ENTRY_S * num_entries)
         return problem
@@ -428,9 +442,16 @@ class MeshProblem:
             relative_gap=relative_gap,
             cutoff_s=cutoff_s,
             num_runs=NUM_STEPS,
+            starts=lambda: self._by_rule(kept),
             clock=self.clock,
         )
         return replace(solution, labels=_original(kept, solution.labels))
+
+    def _by_rule(self, kept: Sequence[np.ndarray]) -> Iterator[Labels]:
+        """Plans by rule, in the numbering of the kept strategies."""
+        for labels in seeds(self.memory.costed, self.problem, kept):
+            self.clock.spend(RULE_S * len(self.problem.edges))
+            yield tuple(int(np.searchsorted(k, label)) for k, label in zip(kept, labels, strict=True))
 
     def _round[Answer](
         self, answer: Answer, labels: Labels, limit_bytes: float

@@ -99,9 +99,14 @@ class Found:
 
     @property
     def cost_s(self) -> float:
-        """Computation and communication, one after the other, which the solver minimises, and what the device waits for
+        """Computation, and communication that it does not hide, which the solver minimises, and what the device waits for
         copies to and from its host."""
         return self.on_mesh.problem.cost_s(self.labels) - self.device.transfer_s + self.device.waited_s
+
+    @property
+    def hidden_s(self) -> float:
+        """Communication and copies that run behind computation."""
+        return self.on_mesh.hiding.hidden_s(self.labels) + self.device.transfer_s - self.device.waited_s
 
     @property
     def host_bytes(self) -> float:

@@ -68,6 +68,9 @@ _GPUS = MappingProxyType(
 _DNN = MappingProxyType({"V100": "{ major: 8 minor: 9 patch: 4 }", "A100": "{ major: 8 minor: 9 patch: 4 }"})
 """cuDNN's version, where it is not 9.7. Source: as above."""
 
+LATENCY_HIDING = "xla_gpu_enable_latency_hiding_scheduler"
+"""XLA's option for the scheduler that puts computation between a collective's start and its end."""
+
 _BEFORE_HOPPER = ("V100", "A100", "L4", "CPU")
 
 
@@ -75,6 +78,12 @@ def is_hopper_or_later(gpu: str) -> bool:
     """Whether XLA treats a GPU, by its name, like Hopper: it hides latencies there by default, and gives cuBLAS more
     workspace. A GPU that is not known is taken for a new one."""
     return not gpu.startswith(_BEFORE_HOPPER)
+
+
+def scheduler_options(gpu: str) -> dict[str, str]:
+    """The compiler's options with which XLA hides the latencies of collectives on a GPU, by its name, where it does not by
+    default. Source: compiled programs; without it, A100s reduce gradients while nothing is computed."""
+    return {} if is_hopper_or_later(gpu) or gpu == "CPU" else {LATENCY_HIDING: "true"}
 
 
 _EVERY_CHIP = MappingProxyType(

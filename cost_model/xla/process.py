@@ -29,7 +29,7 @@ from typing import IO, Any
 from cost_model.cluster import Cluster
 from cost_model.errors import CompilerError
 from cost_model.xla.compiler import ENVIRONMENT, Compiled, check, topology
-from cost_model.xla.gpu_targets import target_config
+from cost_model.xla.gpu_targets import scheduler_options, target_config
 
 _ROOT = Path(__file__).parents[2]
 _COMMAND = (sys.executable, "-P", "-m", "cost_model.xla.child")
@@ -89,6 +89,7 @@ def compile_apart(
     """
     check(cluster, compiler.target_config)
     config = target_config(cluster.device.name, memory_bytes, compiler.target_config)
+    hiding = " ".join(f"--{k}={v}" for k, v in scheduler_options(cluster.device.name).items())
     with (
         tempfile.TemporaryDirectory(prefix="autoshard-", ignore_cleanup_errors=True) as folder,
         open(os.path.join(folder, "answer"), "w+b") as answer,
@@ -103,7 +104,7 @@ def compile_apart(
         }
         child = subprocess.Popen(
             _COMMAND,
-            env=_environment(compiler.flags, folder),
+            env=_environment(f"{compiler.flags} {hiding}", folder),
             stdin=subprocess.PIPE,
             stdout=answer,
             stderr=said,

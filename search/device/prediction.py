@@ -13,7 +13,6 @@ from functools import cached_property
 from itertools import product
 from statistics import fmean
 
-from cost_model.xla.gpu_targets import is_hopper_or_later
 from search.device.combiner import combined
 from search.device.kernel_order import Clock, Ties, latency_hiding, memory_saving, program_order
 from search.device.kernel_times import KernelTime
@@ -58,11 +57,6 @@ class Prediction:
         if num_bytes <= self.least.num_bytes:
             return self.least
         return _grown(self.least, num_bytes - self.least.num_bytes)
-
-    @cached_property
-    def hidden_s(self) -> float:
-        """Communication and transfers that run behind computation."""
-        return sum(kernel.time.seconds for kernel in self.lowered.kernels) - self._fastest_s(self._plain)
 
     @cached_property
     def transfer_s(self) -> float:
@@ -129,4 +123,4 @@ def predict(
     mesh = costed.resharder.mesh
     apart = lower(costed, live_ranges, chosen)
     lowered = combined(merged(apart), mesh)
-    return Prediction(lowered, limit_bytes, is_hopper_or_later(mesh.cluster.device.name), apart)
+    return Prediction(lowered, limit_bytes, mesh.cluster.device.platform == "cuda", apart)

@@ -165,7 +165,8 @@ class Ledger:
         found = {part: np.zeros(self._num_layers) for part in (*IN_LOOP, "once")}
         lowered = self.intra_op.device.lowered
         busy_s = sum(k.time.seconds for k in lowered.kernels)
-        seen = max(1 - self.intra_op.device.hidden_s / busy_s, 0.0) if busy_s else 1.0
+        hidden_s = self.intra_op.on_mesh.hiding.hidden_s(self.intra_op.labels)
+        seen = max(1 - hidden_s / busy_s, 0.0) if busy_s else 1.0
         count = self.layers.step.step.num_microbatches
         for kernel in lowered.kernels:
             part = self._part(kernel)

@@ -1,7 +1,7 @@
 """What a full assignment is predicted to cost: the plan's estimates.
 
-Computation and communication are the numbers that the solver minimised; what of the communication is hidden, and the
-memory, come from the schedule of one device's kernels.
+Computation, communication and what of it is hidden are the numbers that the solver minimised; the memory comes from the
+schedule of one device's kernels.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,16 +16,21 @@ from search.problem.reshard_paths import ReshardPaths
 
 
 def estimate(
-    costed: CostedGraph, chosen: Sequence[int], device: Prediction, host_bytes: float = 0.0
+    costed: CostedGraph,
+    chosen: Sequence[int],
+    device: Prediction,
+    hidden_s: float = 0.0,
+    host_bytes: float = 0.0,
 ) -> Estimates:
-    """Time, memory and collectives under a full assignment of strategies, which holds so much on the host."""
+    """Time, memory and collectives under a full assignment of strategies, which hides so much behind computation, and holds
+    so much on the host."""
     compute_s = sum(
         float(compute[strategy]) for (compute, _), strategy in zip(costed.node_seconds, chosen, strict=True)
     )
     collectives = _collectives(costed, chosen)
     communication_s = sum((c.seconds for c in collectives), 0.0)
     transfer_s = device.transfer_s
-    hidden_s = min(max(device.hidden_s, 0.0), communication_s + transfer_s)
+    hidden_s = min(max(hidden_s, 0.0), communication_s + transfer_s)
     return Estimates(
         step_s=compute_s + communication_s - hidden_s,
         compute_s=compute_s - transfer_s,

@@ -78,12 +78,16 @@ class CostedGraph:
             self._shares[port] = np.broadcast_to(share, len(specs))
         return self._shares[port]
 
-    def problem(self) -> Problem:
-        """The PBQP."""
+    def problem(self, hidden_s: Sequence[np.ndarray | float]) -> Problem:
+        """The PBQP.
+
+        Args:
+          hidden_s: per edge of the graph, what of its seconds costs nothing.
+        """
         costs = [compute + inside for compute, inside in self.node_seconds]
         edges = []
-        for edge in self.graph.edges:
-            seconds = self.edge_seconds(edge)
+        for edge, hidden in zip(self.graph.edges, hidden_s, strict=True):
+            seconds = self.edge_seconds(edge) - hidden
             if edge.source.node == edge.target.node:
                 costs[edge.source.node] = costs[edge.source.node] + np.diagonal(seconds)
             else:

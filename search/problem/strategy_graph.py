@@ -142,15 +142,24 @@ class StrategyGraph:
     def combined(self) -> frozenset[Maker]:
         """Values whose collectives wait for nothing else of their kind, so that the compiler joins small ones: the
         step's inputs, cast or not, and what is only for the update."""
-        folded, readers = self.folded, self._readers
+        inputs = {k for k in range(len(self.folded.members)) if self.folded.op(k).name == "input"}
+        early, late = self.handing_on(inputs), self.late
+        return frozenset(m for m, r in self._readers.items() if m[0] in early or r <= late)
+
+    def handing_on(self, inputs: set[int]) -> set[int]:
+        """Inputs of the step, and the classes that only hand on what comes from these."""
         made_by: dict[int, set[int]] = {}
-        for dependency in folded.dependencies:
+        for dependency in self.folded.dependencies:
             made_by.setdefault(dependency.consumer, set()).add(dependency.producer)
+        return self._grown(inputs, made_by)
+
+    @cached_property
+    def late(self) -> set[int]:
+        """The classes of the update, and those that only hand on what goes there."""
+        folded, readers = self.folded, self._readers
         read_by = {k: readers[k, 0] for k in range(len(folded.members)) if (k, 0) in readers}
-        inputs = {k for k in range(len(folded.members)) if folded.op(k).name == "input"}
         updates = {k for k in range(len(folded.members)) if read_phase(folded.op(k)) is ReadPhase.UPDATE}
-        early, late = self._grown(inputs, made_by), self._grown(updates, read_by)
-        return frozenset(m for m, r in readers.items() if m[0] in early or r <= late)
+        return self._grown(updates, read_by)
 
     def _grown(self, op_classes: set[int], neighbours: dict[int, set[int]]) -> set[int]:
         """These classes, and those that only hand on what comes from, or goes to, classes among them."""

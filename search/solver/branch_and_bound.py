@@ -22,13 +22,14 @@ thousand labels a few hundred remain. What was dropped is remembered in `floor_s
 less.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
 import numpy as np
 
 from search.solver.clock import PROCESSOR, Deadline, SearchClock
+from search.solver.elimination import Elimination
 from search.solver.lagrangian import CuttingPlanes, Relaxation
 from search.solver.local_search import descend
 from search.solver.milp import solve_milp
@@ -71,6 +72,10 @@ MAX_REPAIRS = 12
 """Of one assignment; each either pays four times as much for memory or reckons with new rows."""
 PRICINGS_PER_BRANCH = 3
 MAX_BRANCHES = 2000
+MAX_STARTS = 3
+"""Of the assignments to begin with, the cheapest are improved; the others differ from these by little else than cost."""
+MAX_ENTRIES = 1e6
+"""Of a table; a part that is eliminated with no larger ones is solved in tenths of a second."""
 MAX_PROGRAM_LABELS = 300
 """Labels beyond one a node; a part with fewer is cheaper to solve as an integer program than to branch on."""
 
@@ -121,6 +126,7 @@ def solve(
     relative_gap: float = RELATIVE_GAP,
     cutoff_s: float = np.inf,
     num_runs: float | None = None,
+    starts: Callable[[], Iterable[Labels]] = tuple,
     progress: Callable[[str], None] | None = None,
     clock: SearchClock = PROCESSOR,
 ) -> Solution:
@@ -137,6 +143,7 @@ def solve(
       cutoff_s: what an answer must beat by more than the gap; hopeless problems end early.
       num_runs: how often what is solved for will be paid; the search takes no longer than this could win back. By default
         that counts for nothing.
+      starts: gives assignments to begin with; called where the first messages leave a gap.
       progress: called with one line a step.
       clock: by which the time counts.
 
@@ -158,6 +165,7 @@ def solve(
         cutoff_s,
         progress,
         num_runs,
+        starts,
         clock,
     )
     return search.run()
@@ -183,8 +191,10 @@ class _Search:
         cutoff_s: float,
         progress: Callable[[str], None] | None,
         num_runs: float | None = None,
+        starts: Callable[[], Iterable[Labels]] = tuple,
         clock: SearchClock = PROCESSOR,
     ) -> None:
+        self.starts = starts
         self.problem, self.limit_bytes, self.violated = problem, limit_bytes, violated
         self.clock, self.start_s, self.time_limit_s = clock, clock.now_s, time_limit_s
         self.relative_gap = max(relative_gap, ROUNDING)
@@ -200,7 +210,7 @@ class _Search:
         whole = Relaxation(self.planes, trws)
         if not self._is_closed(whole):
             self._run_stage(self._relax, whole)  # however little time there is: an answer needs a bound
-        for stage in (self._price, self._fit, self._branch):
+        for stage in (self._finish, self._price, self._fit, self._branch):
             if self._is_open(whole):
                 self._run_stage(stage, whole)
         if not whole.trws.is_feasible:
@@ -228,8 +238,25 @@ class _Search:
             self._raise_bound(whole.best_bound_s)
             self._offer(self._descended(whole, labels, 0.0))
             self._drop(whole)
+            if num_batches == 1 and self._is_open(whole):
+                self._start()
+                self._drop(whole)
             if not self._is_open(whole):
                 return
+
+    def _finish(self, whole: Relaxation) -> None:
+        """Where memory does not count, what is left may be small enough to eliminate."""
+        if not self.planes.rows:
+            self._eliminate(whole)
+            self._raise_bound(whole.best_bound_s)
+
+    def _start(self) -> None:
+        """Offers what descends from the assignments to begin with, the cheapest first, until some of them fit."""
+        num_fit, seen = 0, {labels: self.problem.cost_s(labels) for labels in self.starts()}
+        for labels in sorted(seen, key=seen.__getitem__):
+            if seen[labels] < np.inf and num_fit < MAX_STARTS and self._left_s() > 0:
+                found = descend(self.problem, (), np.inf, 0.0, labels, self.clock)
+                num_fit += not self._offer(found) and self.planes.fits(found)
 
     def _reoptimised(self, part: Relaxation, labels: Labels) -> Labels:
         """The best priced assignment found around another; where it is the best there is, a bound."""
@@ -274,7 +301,9 @@ class _Search:
 
     def _children(self, part: Relaxation) -> list[Relaxation]:
         """A part's pieces, tightened; none where the part could be solved outright."""
-        if part.trws.num_kept - len(part.trws.kept) <= MAX_PROGRAM_LABELS:
+        if not self.planes.rows:
+            self._eliminate(part)
+        if self._is_open(part) and part.trws.num_kept - len(part.trws.kept) <= MAX_PROGRAM_LABELS:
             self._settle(part)
         if self._is_closed(part):
             return []
@@ -283,6 +312,16 @@ class _Search:
         for child in children:
             self._tighten(child)
         return children
+
+    def _eliminate(self, part: Relaxation) -> None:
+        """Solves a part without rows outright, if no table gets too large."""
+        problem = part.priced()
+        elimination = Elimination(problem, self.clock)
+        elimination.run(MAX_ENTRIES)
+        if not elimination.left:
+            labels = elimination.labels()
+            part.close(problem.cost_s(labels))
+            self._offer(part.trws.original(labels))
 
     def _tighten(self, part: Relaxation) -> None:
         """Raises a branch's bound by better prices, and looks for an incumbent once."""

@@ -80,7 +80,7 @@ def _llama(batch: int, num_layers: int = 1) -> Callable[[], Case]:
     return lambda: make_llama(num_layers=num_layers, **sizes, batch=batch, compute_dtype=jnp.bfloat16)
 
 
-def _moe(batch: int = 32) -> Callable[[], Case]:
+def _moe(batch: int = 16) -> Callable[[], Case]:
     sizes = {
         "num_layers": 1,
         "hidden": 512,

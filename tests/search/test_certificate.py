@@ -66,9 +66,7 @@ class Kernels:
         rng = np.random.default_rng([self.seed, *labels])
         peak = on_mesh.memory.peak(labels)
         least = Peak(peak.num_bytes * rng.uniform(self.lowest, self.highest), peak.position, peak.residents)
-        return SimpleNamespace(
-            least=least, peak=least, hidden_s=0.0, transfer_s=0.0, waited_s=0.0, apart=NO_KERNELS
-        )
+        return SimpleNamespace(least=least, peak=least, transfer_s=0.0, waited_s=0.0, apart=NO_KERNELS)
 
 
 NO_KERNELS = SimpleNamespace(kernels=())
@@ -81,9 +79,7 @@ def with_kernels(monkeypatch, kernels):
 def never_fitting(on_mesh, labels, limit_bytes):
     """What kernels hold that always need a little more than they may."""
     least = Peak(1.05 * limit_bytes, 0, ())
-    return SimpleNamespace(
-        least=least, peak=least, hidden_s=0.0, transfer_s=0.0, waited_s=0.0, apart=NO_KERNELS
-    )
+    return SimpleNamespace(least=least, peak=least, transfer_s=0.0, waited_s=0.0, apart=NO_KERNELS)
 
 
 def all_of(on_mesh):

@@ -200,7 +200,7 @@ def test_what_misses_on_one_mesh_is_tried_on_another(monkeypatch):
     cap_bytes = int(0.7 * found(True, None).plan.estimates.peak_bytes)
 
     def fitting(on_mesh, *args, **more):
-        if on_mesh.shape == (8,):
+        if on_mesh.shape == (2, 4):
             raise NoFitError("it misses", bound_s=0.0, num_rows=1)
         return fits(on_mesh, *args, **more)
 
@@ -208,7 +208,7 @@ def test_what_misses_on_one_mesh_is_tried_on_another(monkeypatch):
     options = Options(cap_bytes, offload="never", microbatches=1)
     best = driver.find(traced(True), CLUSTER, options, tried.append)
     first, second = [line for line in tried if line.startswith("recomputing")][:2]
-    assert first.endswith("mesh 8")
-    assert second == first.replace("mesh 8", "mesh 2x4")
-    assert best.plan.decisions.mesh == {"data": 2, "model": 4}
+    assert first.endswith("mesh 2x4")
+    assert second == first.replace("mesh 2x4", "mesh 8")
+    assert best.plan.decisions.mesh == {"data": 8}
     assert num_recomputed(best)

@@ -1,0 +1,158 @@
+"""Plans as experts write them, by rule: where a search begins.
+
+A rule says over which mesh axes the batch is split, and where state lies: whole (data parallelism), split over all axes
+(ZeRO-3, FSDP) or some (hybrid sharding), parameters whole and optimizer state split (ZeRO-1), or wherever its readers want
+it.
+All else follows: every op that has a loop over examples splits this one over the batch's axes; then each in turn, in program
+order, takes the strategy that is cheapest for what lies already. Where the batch leaves an axis free, that gives Megatron's
+columns and rows, sequence or expert parallelism, as computation that is not split costs more than the collectives.
+
+Rules know roles and sizes, and no model.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import combinations
+
+import numpy as np
+
+from search.ir.graph import Role
+from search.ir.spec import WHOLE
+from search.problem.costs import CostedGraph
+from search.problem.strategies import port_specs
+from search.problem.strategy_graph import StrategyGraph
+from search.solver.pbqp import Labels, Problem
+
+Axes = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """Over which mesh axes arguments are split, by what they are for; None for those that go where they are wanted."""
+
+    batch: Axes
+    parameters: Axes | None
+    others: Axes | None
+
+    def axes(self, role: Role) -> Axes | None:
+        """Over which an argument of that role is split."""
+        return {Role.BATCH: self.batch, Role.PARAMETER: self.parameters}.get(role, self.others)
+
+
+def rules(num_devices: tuple[int, ...]) -> Iterator[Rule]:
+    """The rules for a mesh of these sizes."""
+    every = tuple(axis for axis, size in enumerate(num_devices) if size > 1)
+    some = [axes for n in range(len(every), 0, -1) for axes in combinations(every, n)]
+    for batch in some:
+        yield Rule(batch, (), ())
+        yield Rule(batch, (), every)
+        yield from (Rule(batch, axes, axes) for axes in some)
+        yield Rule(batch, None, None)
+
+
+def seeds(costed: CostedGraph, problem: Problem, kept: Sequence[np.ndarray]) -> Iterator[Labels]:
+    """A full assignment by each rule, of the kept strategies; it may be forbidden all the same."""
+    propagation = _Propagation(costed, problem, kept)
+    for rule in rules(costed.resharder.mesh.shape):
+        yield propagation.run(rule)
+
+
+@dataclass(frozen=True, eq=False)
+class _Propagation:
+    """Gives each node in program order the cheapest strategy for what was given to its neighbours."""
+
+    costed: CostedGraph
+    problem: Problem
+    kept: Sequence[np.ndarray]
+
+    def run(self, rule: Rule) -> Labels:
+        """What follows from a rule."""
+        labels = self._placed(rule)
+        for node in (node for node in self._order if node not in labels):
+            kept = self._following(node, rule.batch)
+            cost_s = self.problem.node_cost_s[node][kept]
+            for other, between_s in self._neighbours[node]:
+                if other in labels:
+                    cost_s = cost_s + between_s[labels[other]][kept]
+            labels[node] = int(kept[cost_s.argmin()])
+        return tuple(labels[node] for node in range(len(labels)))
+
+    def _placed(self, rule: Rule) -> dict[int, int]:
+        """The strategies of the arguments that a rule places: the largest dimension that can be is split."""
+        graph, found = self.costed.graph, dict[int, int]()
+        for i, argument in enumerate(graph.folded.program.step.arguments):
+            port, axes = graph.ports[graph.folded.class_of[i], 0, True], rule.axes(argument.role)
+            if port.node in found or axes is None:
+                continue
+            sizes, kept = graph.extents(port), self.kept[port.node]
+            dims = [0] if argument.role is Role.BATCH else sorted(range(len(sizes)), key=lambda d: -sizes[d])
+            specs = port_specs(port, self.costed.strategies[port.node])[kept]
+            found[port.node] = int(kept[_split_over(specs, dims, axes)])
+        return found
+
+    def _following(self, node: int, batch: Axes) -> np.ndarray:
+        """The strategies that split the loop over examples over the batch's axes and no others; all where there is no such
+        loop."""
+        kept = self.kept[node]
+        if node not in self._batch_factors:
+            return kept
+        is_split = self.costed.strategies[node].assignment[kept] == self._batch_factors[node]
+        wanted = np.isin(np.arange(is_split.shape[1]), batch)
+        following = kept[(is_split == wanted).all(axis=1)]
+        return following if len(following) else kept
+
+    @cached_property
+    def _neighbours(self) -> list[list[tuple[int, np.ndarray]]]:
+        """By node: its neighbours, and the costs between, theirs first."""
+        found: list[list[tuple[int, np.ndarray]]] = [[] for _ in self.problem.node_cost_s]
+        for edge in self.problem.edges:
+            found[edge.u].append((edge.v, edge.cost_s.T))
+            found[edge.v].append((edge.u, edge.cost_s))
+        return found
+
+    @cached_property
+    def _order(self) -> list[int]:
+        """Nodes in program order; copies behind their source, or their only reader; arguments last."""
+        graph = self.costed.graph
+        first = [min(graph.folded.members[k][0] for k in group.op_classes) for group in graph.groups]
+        rank = {node: (self._is_input(node), float(at)) for node, at in enumerate(first)}
+        for copy in graph.copies:
+            behind = copy.targets[0].node if len(copy.targets) == 1 else copy.source.node
+            rank[copy.node] = (False, rank[behind][1] + 0.5)
+        return sorted(rank, key=lambda node: (*rank[node], node))
+
+    def _is_input(self, node: int) -> bool:
+        return self.costed.graph.folded.op(self.costed.graph.groups[node].op_classes[0]).name == "input"
+
+    @cached_property
+    def _batch_factors(self) -> dict[int, int]:
+        return batch_factors(self.costed.graph)
+
+
+def batch_factors(graph: StrategyGraph) -> dict[int, int]:
+    """By group, for those that have one: the factor that loops over examples, followed through the step from the first
+    dimensions of its batch."""
+    found: dict[int, int] = {}
+    for i, argument in enumerate(graph.folded.program.step.arguments):
+        port = graph.ports[graph.folded.class_of[i], 0, True]
+        if argument.role is Role.BATCH and port.dims and port.dims[0]:
+            found[port.node] = port.dims[0][0]
+    for dependency in graph.folded.dependencies:
+        made = graph.ports[dependency.producer, dependency.result, True]
+        read = graph.ports[dependency.consumer, dependency.operand, False]
+        if made.node in found and read.node not in found:
+            for out, into in zip(made.dims, read.dims, strict=True):
+                if out and into and out[0] == found[made.node]:
+                    found[read.node] = into[0]
+    return found
+
+
+def _split_over(specs: np.ndarray, dims: Sequence[int], axes: Axes) -> int:
+    """The strategy that splits the first of some dimensions that can be over these axes and no others; or nothing."""
+    for dim in (*dims, WHOLE):
+        wanted = np.full(specs.shape[1], WHOLE)
+        wanted[list(axes)] = dim
+        if (at := (specs == wanted).all(axis=1)).any():
+            return int(at.argmax())
+    return 0

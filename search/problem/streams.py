@@ -1,0 +1,153 @@
+"""What communication computation hides.
+
+A device computes on one stream and communicates on another. Collectives that nothing waits for run while it computes, and
+cost only what computation does not cover: gathers of state, reductions of gradients and the like (`search.problem.traffic`).
+Those between one activation and the next cost in full.
+
+How much of them is hidden is decided value by value, so that a plan's time remains a sum over nodes and edges, which the
+solver can bound. A value's collective has
+
+* its *window*: the computation between what makes the value and what reads it (`search.problem.windows`);
+* its *share* of all computation of the phase. Shares are by size: a parameter with a third of all elements gets a third of
+  the time, and what is more than its window goes to the others. Behind the forward phase a reduction may have all of its
+  parameter's share. A gather or a return there has what the reduction leaves, which is taken to last as long: who splits
+  state pays for both, once they are more than the share together, and who does not for an all-reduce.
+
+So whoever splits all parameters alike, as experts do, hides what streams would; where some communicate and others need not,
+what these would have hidden is not lent to those, and the real step is faster than the plan says.
+
+Computation is taken at its fastest, as if it were split over all devices. A collective takes some of the device from the
+computation beside it: hiding it is not free. Copies to and from the host are not part of this (`search.device.prediction`).
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+
+import numpy as np
+
+from cost_model.compute import kernel_s
+from search.ir.graph import Phase
+from search.ir.spec import PARTIAL
+from search.problem.costs import CostedGraph
+from search.problem.kernels import FusedKernel, runs_alone
+from search.problem.strategies import port_specs
+from search.problem.strategy_graph import ReshardEdge
+from search.problem.traffic import Ride, Traffic, Way
+from search.solver.pbqp import Labels
+
+CONTENTION = 0.1
+"""Of a hidden collective's time, by how much it slows down the computation beside it: NCCL's kernels take some of the
+multiprocessors and of the memory's rate. Source: assumed."""
+
+MAX_WINDOWS = 6
+"""Different windows of one edge that are told apart. Source: a choice of ours; a stack's differ by a layer each."""
+
+
+@dataclass(frozen=True, eq=False)
+class Hiding:
+    """The communication of a costed graph that computation hides."""
+
+    costed: CostedGraph
+    traffic: Traffic
+
+    def hidden_s(self, labels: Labels) -> float:
+        """Seconds under a full assignment."""
+        at = ((labels[edge.source.node], labels[edge.target.node]) for edge in self.costed.graph.edges)
+        hidden = zip(at, self.seconds, strict=True)
+        return float(sum(seconds[place] for place, seconds in hidden if isinstance(seconds, np.ndarray)))
+
+    @cached_property
+    def seconds(self) -> tuple[np.ndarray | float, ...]:
+        """Per edge: [strategies of source, strategies of target] hidden seconds; 0.0 where there are none."""
+        if self.costed.device.platform == "cpu":  # simulated devices: nothing runs beside anything
+            return (0.0,) * len(self.costed.graph.edges)
+        return tuple(
+            self._of(edge, rides)
+            for edge, rides in zip(self.costed.graph.edges, self.traffic.rides, strict=True)
+        )
+
+    def _of(self, edge: ReshardEdge, rides: Sequence[Ride]) -> np.ndarray | float:
+        windows_s = sorted(map(self._window_s, rides))
+        if not windows_s or windows_s[-1] <= 0:
+            return 0.0
+        seconds, total_s = self.costed.edge_seconds(edge), 0.0
+        each_s = np.where(np.isfinite(seconds), seconds, 0.0) / len(rides)
+        share_s = self._rates[rides[0].way, rides[0].is_forward] * rides[0].num_elements
+        if not rides[0].is_forward:
+            share_s = np.where(self._reduces(edge), share_s, np.maximum(share_s - each_s, 0.0))
+        for some_s in np.array_split(windows_s, min(MAX_WINDOWS, len(rides))):
+            total_s = total_s + len(some_s) * np.minimum(each_s, np.minimum(share_s, some_s.mean()))
+        return (1 - CONTENTION) * total_s
+
+    def _window_s(self, ride: Ride) -> float:
+        """The computation in a ride's window, in a step."""
+        start, end = ride.window
+        return self._computed_before[ride.is_forward][end] - self._computed_before[ride.is_forward][start]
+
+    def _reduces(self, edge: ReshardEdge) -> np.ndarray:
+        """[strategies of source, strategies of target]: whether partial values are added up on the way."""
+        source, target = (port_specs(p, self.costed.strategies[p.node]) for p in (edge.source, edge.target))
+        return ((source[:, None, :] == PARTIAL) & (target[None, :, :] != PARTIAL)).any(axis=2)
+
+    @cached_property
+    def _rates(self) -> dict[tuple[Way, bool], float]:
+        """Seconds per element, by kind, at which all shares together are the computation that there is."""
+        of_kind: dict[tuple[Way, bool], list[Ride]] = defaultdict(list)
+        for ride in (ride for rides in self.traffic.rides for ride in rides):
+            of_kind[ride.way, ride.is_forward].append(ride)
+        total = {is_forward: before_s[-1] for is_forward, before_s in self._computed_before.items()}
+        return {
+            (way, is_forward): _rate(
+                [(self._window_s(r), r.num_elements) for r in rides if r.is_counted], total[is_forward]
+            )
+            for (way, is_forward), rides in of_kind.items()
+        }
+
+    @cached_property
+    def _computed_before(self) -> dict[bool, list[float]]:
+        """Whether in the forward phase, or behind it, and by position: the seconds of computation in a step before it."""
+        seconds = {True: [0.0], False: [0.0]}
+        for at, op in enumerate(self.costed.graph.folded.program.ops):
+            own_s = 0.0 if op.is_boundary or op.is_transfer else op.count * self._least_s(at)
+            for is_forward, found in seconds.items():
+                found.append(own_s if is_forward == (op.phase is Phase.FORWARD) else 0.0)
+        return {is_forward: list(accumulate(found)) for is_forward, found in seconds.items()}
+
+    def _least_s(self, at: int) -> float:
+        """What one run of an op takes under the strategies that make it fastest."""
+        op_class = self.costed.graph.folded.class_of[at]
+        if op_class in self._alone_s:
+            return self._alone_s[op_class]
+        kernel, share = self.costed.kernels.of_op.get(at, (None, 0.0))
+        return share * self._fused_s[kernel] if kernel else 0.0
+
+    @cached_property
+    def _alone_s(self) -> dict[int, float]:
+        """By class of ops that are kernels of their own: seconds of a run, at the least."""
+        folded = self.costed.graph.folded
+        classes = (k for k in range(len(folded.members)) if runs_alone(folded, k))
+        return {k: float(np.min(self.costed.op_seconds(k))) for k in classes}
+
+    @cached_property
+    def _fused_s(self) -> dict[FusedKernel, float]:
+        """By fused kernel: seconds of a run, at the least."""
+        moved = {kernel: self.costed.kernel_bytes(kernel) for kernel in self.costed.kernels.fused}
+        return {kernel: float(np.min(kernel_s(self.costed.device, b))) for kernel, b in moved.items()}
+
+
+def _rate(rides: Sequence[tuple[float, float]], total_s: float) -> float:
+    """At which shares, each no more than its window, add up to the total; infinite if windows are no more together.
+
+    Args:
+      rides: seconds of the window, and elements.
+      total_s: what there is to share.
+    """
+    left_s, elements = total_s, sum(num for _, num in rides)
+    for window_s, num in sorted(rides, key=lambda ride: ride[0] / max(ride[1], 1.0)):
+        if window_s * elements >= left_s * num:
+            return left_s / elements if elements else np.inf
+        left_s, elements = left_s - window_s, elements - num
+    return np.inf
