@@ -26,7 +26,6 @@ MODELS = {
     "gpt_linen": {"num_layers": 1, "hidden": 16, "heads": 2},  # tied embeddings, dropout
     "gpt_nnx_optimizer": {"num_layers": 1, "hidden": 16, "heads": 2},
     "gpt_scan": {"num_layers": 5, "hidden": 16, "heads": 2, "vocab": 16},
-    "t5": {"num_layers": 1, "hidden": 16, "heads": 2},
     "vit": {"num_layers": 1, "hidden": 16, "heads": 2, "image": 8},
     "resnet": {"batch_norm": False},
     "moe": {"num_layers": 1, "hidden": 16, "heads": 2},
@@ -54,7 +53,6 @@ def test_each_schedule_trains_as_one_device(name):
 @pytest.mark.parametrize(
     ("model", "name", "num_stages", "num_microbatches", "num_replicas"),
     [
-        ("gpt_linen", "1f1b", 2, 2, 4),
         ("gpt_nnx_optimizer", "zb-h1", 4, 4, 1),
         ("gpt_scan", "interleaved-1f1b", 4, 4, 2),
         ("vit", "gpipe", 2, 8, 1),

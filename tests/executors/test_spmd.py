@@ -72,7 +72,6 @@ def on_one_device(name: str) -> Reference:
 @pytest.mark.parametrize(
     ("name", "stages", "schedule", "microbatches"),
     [
-        ("gpt", 2, "gpipe", 4),
         ("gpt", 4, "gpipe", 8),
         ("shared", 8, "circular", 4),
         ("recomputed", 4, "circular", 8),

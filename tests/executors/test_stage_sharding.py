@@ -34,7 +34,6 @@ def assert_trains_alike(model: str, pipeline: Pipeline) -> None:
     [
         ("gpt_scan", {"stages": 2, "mesh": (2, 2), "microbatches": 2, "schedule": "zb-h1"}),
         ("moe", {"stages": 2, "mesh": (1, 2, 2), "microbatches": 2}),
-        ("t5", {"stages": 2, "mesh": (1, 4), "microbatches": 4, "schedule": "1f1b"}),
     ],
 )
 def test_stages_of_sharded_replicas_train_as_one_device(model, options):

@@ -83,11 +83,10 @@ def scenes(folder: Path) -> Mapping[str, Callable[[], Any]]:
         state, _ = step(step.init(case.init, args=(case.batch(0),)), case.batch(0))
         with ocp.StandardCheckpointer() as checkpointer:
             checkpointer.save(folder / "state", step.for_checkpoint(state))
-        again = autoshard.parallelize(case.step, stages=4, microbatches=4)
-        abstract = again.abstract_state(case.init, args=(case.batch(0),))
+        abstract = step.abstract_state(case.init, args=(case.batch(0),))
         with ocp.StandardCheckpointer() as checkpointer:
             state = checkpointer.restore(folder / "state", abstract)
-        return losses(again, state, range(1, NUM_STEPS))
+        return losses(step, state, range(1, NUM_STEPS))
 
     def refused(widths: tuple[int, ...] = (32, 48, 16), **options: Any) -> str:
         own = zoo.make_mlp(widths)
