@@ -8,9 +8,9 @@ from typing import Any
 
 import jax
 
-from autoshard import planning, programs
+from autoshard import pipelines, planning, programs
 from autoshard.calls import Callee
-from autoshard.parallelized import Parallelized, Request
+from autoshard.parallelized import AnyPlan, Parallelized, Request
 from autoshard.pins import Pins, Rested
 from autoshard.planning import Asked
 from autoshard.progress import Progress, narrated
@@ -24,10 +24,10 @@ from cost_model.xla.process import Compiler
 from executors.jit import Program
 from search.ir.graph import Step
 from search.ir.trace import step_name
-from search.pipeline.planning import PipelineOptions
 from search.plan.json_file import read_file
 from search.plan.pipeline_plan import PipelinePlan, is_of_pipeline
 from search.plan.plan import Plan
+from search.plan.spmd_plan import ONE_PROGRAM, SpmdPlan, is_of_one_program
 
 
 def search(
@@ -39,13 +39,15 @@ def search(
     pin: Pins | None = None,
     state: str | Sequence[str] | None = None,
     remat: str | None = None,
+    stages: int | str | None = None,
+    schedule: str | None = None,
     microbatches: int | None = None,
     offload: Sequence[str] | str | None = None,
     time_limit_s: float | None = None,
     verify: bool = False,
     target_config: str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
-) -> Plan:
+) -> Plan | PipelinePlan:
     """Finds how to run a training step fastest on a cluster, without any of its devices.
 
     Args:
@@ -63,8 +65,15 @@ def search(
         it is evident from structure and dataflow. A warning names large ones that are in doubt.
       remat: "never" to recompute nothing but what the step itself does (`jax.checkpoint`); by default, where memory is
         scarce, what to recompute in the backward phase is searched with the sharding.
+      stages: in how many the step is cut, to run as a pipeline, on submeshes of their own; where they begin and how many
+        devices each has is searched. "auto" for as many as are fastest, or one program where that is faster, which takes the
+        time of both searches. By default, or with 1, it is one program. With stages, `mesh` is that of each: how many
+        replicas share out a microbatch, and one or two axes of each one's devices.
+      schedule: of the pipeline: "gpipe", "1f1b", "eager-1f1b", "interleaved-1f1b", "circular", "zb-h1", "zb-h2", "zb-v",
+        "dualpipe-v" or "chimera"; by default "1f1b" and "zb-h1" are tried.
       microbatches: in how many the step goes through its batch, its gradients added up exactly, before it updates; by
-        default several are tried where memory is scarce. What couples the examples of a batch forbids them.
+        default several are tried where memory is scarce, or for a pipeline. What couples the examples of a batch forbids
+        them.
       offload: what rests in pinned host memory and is on the device only while it is read, in a tuple: "optimizer_state",
         "parameters", or pytree paths of arguments, whole or their beginnings; "residuals" may wait there for the backward
         phase. "never" for nothing; by default all this but paths is tried where memory is scarce.
@@ -77,7 +86,7 @@ def search(
       progress: called with one line per stage of the search; by default the logger `autoshard` is, at level INFO.
 
     Returns:
-      The fastest plan found, with its estimates and the solver's certified gap.
+      The fastest plan found, with its estimates and the solver's certified gap; a `PipelinePlan` where stages are asked for.
 
     Raises:
       InputError: an argument, the cluster or an option cannot be used.
@@ -93,9 +102,16 @@ def search(
       8
     """
     hardware = parse_cluster(cluster)
+    wanted = pipelines.asked_for(stages, schedule)
+    if wanted is not None:
+        pipelines.refuse(pin=pin or None, offload=offload, time_limit_s=time_limit_s, verify=verify or None)
     with narrated(step_name(step), "tracing", progress) as tell:
         traced = _traced(step, hardware, abstract_args, state)
         asked = Asked(memory, mesh, pin, remat, microbatches, offload, time_limit_s)
+        if wanted is not None and wanted.count is None:
+            return pipelines.fastest(traced, hardware, wanted, asked, tell)
+        if wanted is not None:
+            return pipelines.searched(traced, hardware, wanted, asked, tell).plan
         options = planning.options(traced, hardware, asked)
         if not verify:
             return planning.find(traced, hardware, options, tell).plan
@@ -221,8 +237,9 @@ def parallelize(
     stages: int | None = None,
     schedule: str | None = None,
     microbatches: int | None = None,
+    executor: str | None = None,
     offload: Sequence[str] | str | None = None,
-    plan: str | os.PathLike[str] | Plan | PipelinePlan | None = None,
+    plan: str | os.PathLike[str] | AnyPlan | None = None,
     like: Parallelized | str | os.PathLike[str] | Plan | None = None,
     time_limit_s: float | None = None,
     devices: Sequence[Any] | None = None,
@@ -245,15 +262,16 @@ def parallelize(
       donate: arguments, or parts of them by pytree path, that are given up besides the state: a result of the same shape and
         dtype that lies alike is made in their memory.
       remat: as for `search`.
-      stages: in how many the step is cut, to run as a pipeline; each takes an equal part of the devices, and splits its
-        examples over them. By default, or with 1, it is one program. What would be searched for one is refused beside it.
-      schedule: of the pipeline: "gpipe", "1f1b" (the default), "eager-1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "zb-v",
-        "dualpipe-v" or "chimera".
-      microbatches: as for `search`; of a pipeline, by default up to four times as many as stages.
+      stages: as for `search`, but as a number: the plan of `search(stages="auto")` may be given as `plan`.
+      schedule: as for `search`.
+      executor: of the pipeline: "a program per stage" (the default), or "one program" for all stages, of a step whose layers
+        are a loop (`jax.lax.scan`): one dispatch a step, under the schedule "gpipe" (the default there) or "circular".
+        Nothing is searched for it: layers, devices and examples are dealt evenly.
+      microbatches: as for `search`; of one program for all stages, by default up to four times as many as stages.
       offload: as for `search`.
       plan: a plan or its file: no search. The step, its shapes and the number of devices must be the plan's; options that it
-        has decided (`cluster`, `memory`, `mesh`, `pin`, `remat`, `stages`, `schedule`, `microbatches`, `offload`) are
-        refused beside it.
+        has decided (`cluster`, `memory`, `mesh`, `pin`, `remat`, `stages`, `schedule`, `microbatches`, `executor`,
+        `offload`) are refused beside it.
       like: a parallelized step on the same state, or its plan or that one's file: what this step shares with it, such as the
         parameters in an evaluation, rests as there, on the same mesh. Arguments are the same by pytree path; where their
         names differ, by the rest of the path and by shape. What is in doubt is left to the search.
@@ -287,6 +305,7 @@ def parallelize(
             stages=stages,
             schedule=schedule,
             microbatches=microbatches,
+            executor=executor,
             offload=offload,
             plan=plan,
             like=like,
@@ -302,14 +321,20 @@ def parallelize(
         raise InputError(f"parallelize wants a function, got {type(step).__name__}")
     decided = {"memory": memory, "mesh": mesh, "pin": pin, "remat": remat, "offload": offload}
     if plan is not None:
-        counts = {"stages": stages, "schedule": schedule, "microbatches": microbatches}
+        counts = {"stages": stages, "schedule": schedule, "microbatches": microbatches, "executor": executor}
         _refuse_beside("plan", cluster=cluster, **decided, **counts, like=like)
     if like is not None:
         _refuse_beside("like", cluster=cluster, mesh=mesh)
-    given = None if plan is None else _given_of_any_kind(plan)
-    pipeline = _pipeline(stages, schedule, microbatches)
-    if pipeline is not None or (given is not None and isinstance(given[0], PipelinePlan)):
-        _refuse_of_a_pipeline(**decided, time_limit_s=time_limit_s, donate=donate, like=like)
+    given = None if plan is None else loaded(plan)
+    if stages == pipelines.AUTO:
+        raise InputError("search(stages='auto') finds the plan: pass it as plan=, or say how many stages")
+    pipeline = pipelines.asked_for(stages, schedule, executor)
+    if pipeline is not None or (given is not None and not isinstance(given[0], Plan)):
+        pipelines.refuse(
+            pin=pin or None, offload=offload, time_limit_s=time_limit_s, donate=donate, like=like
+        )
+    if pipeline is not None and pipeline.executor == ONE_PROGRAM:
+        pipelines.refuse(memory=memory, mesh=mesh, remat=remat)
     asked = Asked(memory, mesh, pin, remat, microbatches, offload, time_limit_s)
     shared = like if like is None or isinstance(like, Parallelized) else Rested.by(_given(like)[0])
     request = Request(
@@ -333,29 +358,13 @@ def _given(plan: str | os.PathLike[str] | Plan) -> tuple[Plan, str]:
     return (plan, "the plan") if isinstance(plan, Plan) else (Plan.load(plan), str(plan))
 
 
-def _given_of_any_kind(
-    plan: str | os.PathLike[str] | Plan | PipelinePlan,
-) -> tuple[Plan | PipelinePlan, str]:
-    """A plan of one program or of a pipeline, and how messages call it."""
-    if isinstance(plan, Plan | PipelinePlan):
+def loaded(plan: str | os.PathLike[str] | AnyPlan) -> tuple[AnyPlan, str]:
+    """A plan of any kind, and how messages call it."""
+    if isinstance(plan, AnyPlan):
         return plan, "the plan"
     data, place = read_file(plan), str(plan)
-    return (PipelinePlan if is_of_pipeline(data) else Plan).from_json(data, place), place
-
-
-def _pipeline(stages: int | None, schedule: str | None, microbatches: int | None) -> PipelineOptions | None:
-    """The pipeline that is asked for, if one is."""
-    if stages is not None and not isinstance(stages, int):
-        raise InputError(f"wanted stages as a whole number, got {stages!r}")
-    if stages is not None and stages < 1:
-        raise InputError(f"wanted at least 1 stage, got {stages}")
-    if stages is not None and stages > 1:
-        return PipelineOptions(stages, schedule, microbatches)
-    if schedule is not None:
-        raise InputError(
-            f"schedule={schedule!r} is of a pipeline, and there is none with stages={stages}. Say how many stages"
-        )
-    return None
+    kind = SpmdPlan if is_of_one_program(data) else PipelinePlan if is_of_pipeline(data) else Plan
+    return kind.from_json(data, place), place
 
 
 def _refuse_beside(decider: str, **options: Any) -> None:
@@ -364,15 +373,6 @@ def _refuse_beside(decider: str, **options: Any) -> None:
         raise InputError(
             f"{decider}= has decided what {', '.join(f'{name}=' for name in said)} would say: leave that out, or leave out "
             f"{decider}= to search again"
-        )
-
-
-def _refuse_of_a_pipeline(**options: Any) -> None:
-    """What cannot be asked of a pipeline."""
-    if said := [name for name, value in options.items() if value is not None]:
-        raise InputError(
-            f"a pipeline is planned without {', '.join(f'{name}=' for name in said)}: its stages split their examples, and "
-            "nothing is searched. Leave that out, or the pipeline"
         )
 
 

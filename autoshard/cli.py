@@ -81,6 +81,15 @@ def _parser() -> argparse.ArgumentParser:
         "--remat", choices=["never"], help="recompute nothing for memory's sake; by default it is searched"
     )
     search.add_argument(
+        "--stages",
+        type=_stages,
+        metavar="N",
+        help="how many stages a pipeline has, or auto; by default it is one program",
+    )
+    search.add_argument(
+        "--schedule", metavar="NAME", help="of a pipeline, such as 1f1b; by default it is searched"
+    )
+    search.add_argument(
         "--microbatches",
         type=int,
         metavar="N",
@@ -130,6 +139,10 @@ def _parser() -> argparse.ArgumentParser:
         help="list what a decision, such as 'forward dot_general', may be edited to",
     )
     show.add_argument("--against", metavar="PLAN", help="show what differs from this plan instead")
+    show.add_argument("--timeline", action="store_true", help="draw a pipeline's schedule in time")
+    show.add_argument(
+        "--trace", type=Path, metavar="FILE", help="write a pipeline's schedule for ui.perfetto.dev"
+    )
     show.set_defaults(run=commands.show)
     listing = subparsers.add_parser("clusters", help="list the presets, or show a cluster with its sources")
     listing.add_argument("cluster", nargs="?", metavar="CLUSTER", help="a preset, 64xH100-80GB or a file")
@@ -174,6 +187,10 @@ def _mesh(text: str) -> tuple[int, ...]:
         return tuple(int(size) for size in text.lower().split("x"))
     except ValueError:
         raise argparse.ArgumentTypeError(f"wanted sizes such as 2x4, got {text!r}") from None
+
+
+def _stages(text: str) -> int | str:
+    return int(text) if text.isdecimal() else text
 
 
 def _kinds(text: str) -> tuple[str, ...] | str:

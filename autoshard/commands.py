@@ -16,10 +16,15 @@ from jax.sharding import PartitionSpec
 from autoshard import api, terminal
 from autoshard import clusters as known_clusters
 from autoshard.calibrate import calibrate as measured
+from autoshard.parallelized import AnyPlan
 from autoshard.target import target
 from cost_model.errors import InputError, first_line
-from cost_model.whole_file import destination
+from cost_model.whole_file import destination, write_whole
+from search.pipeline import timeline
+from search.pipeline.planning import simulated
+from search.plan.pipeline_plan import PipelinePlan
 from search.plan.plan import Plan
+from search.plan.spmd_plan import SpmdPlan
 
 
 def search(options: argparse.Namespace) -> int:
@@ -39,6 +44,8 @@ def search(options: argparse.Namespace) -> int:
                 pin=_pins(options.pin),
                 state=options.state,
                 remat=options.remat,
+                stages=options.stages,
+                schedule=options.schedule,
                 microbatches=options.microbatches,
                 offload=options.offload,
                 time_limit_s=options.time_limit,
@@ -75,7 +82,15 @@ def verify(options: argparse.Namespace) -> int:
 
 def show(options: argparse.Namespace) -> int:
     """Sums a saved plan up, or what differs from another."""
-    plan = Plan.load(options.plan)
+    plan, place = api.loaded(options.plan)
+    if isinstance(plan, PipelinePlan):
+        return _show_pipeline(plan, options)
+    if options.timeline or options.trace:
+        raise InputError(f"{place} is a plan of one program: there is no schedule of a pipeline to draw")
+    if isinstance(plan, SpmdPlan):
+        _check_is_shown_alone(options)
+        _print(plan, options.json)
+        return 0
     if options.choices is not None:
         return _show_choices(options)
     if options.against is None:
@@ -84,6 +99,27 @@ def show(options: argparse.Namespace) -> int:
     comparison = plan.compare(Plan.load(options.against))
     print(json.dumps(comparison.to_json(), indent=1) if options.json else comparison, flush=True)
     return 0
+
+
+def _show_pipeline(plan: PipelinePlan, options: argparse.Namespace) -> int:
+    """Sums a pipeline's plan up, or draws its schedule."""
+    _check_is_shown_alone(options)
+    if options.trace is not None:
+        _check_writable(options.trace)
+        events = timeline.trace_events(simulated(plan))
+        write_whole(options.trace, json.dumps(events) + "\n", "the trace")
+    if options.timeline:
+        print(timeline.text(simulated(plan)), flush=True)
+    else:
+        _print(plan, options.json)
+    return 0
+
+
+def _check_is_shown_alone(options: argparse.Namespace) -> None:
+    if options.choices is not None or options.against is not None:
+        raise InputError(
+            f"{options.plan} is a pipeline's plan: --choices and --against are for those of one program"
+        )
 
 
 def _show_choices(options: argparse.Namespace) -> int:
@@ -149,9 +185,10 @@ def _join_processes() -> None:
         ) from None
 
 
-def _print(plan: Plan, as_json: bool) -> None:
+def _print(plan: AnyPlan, as_json: bool) -> None:
     if as_json:
-        data = plan.to_json() | ({"search_s": dict(plan.search_s)} if plan.search_s else {})
+        searched_s = {} if isinstance(plan, SpmdPlan) else plan.search_s
+        data = plan.to_json() | ({"search_s": dict(searched_s)} if searched_s else {})
         print(json.dumps(data, indent=1, allow_nan=False), flush=True)
     else:
         print(plan, flush=True)

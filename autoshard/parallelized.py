@@ -16,12 +16,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+from jax.sharding import NamedSharding, PartitionSpec
 
-from autoshard import nnx_objects, placing, planning, programs
+from autoshard import nnx_objects, pipelines, placing, planning, programs
 from autoshard.calls import Call, Callee
 from autoshard.creation import Creation, Number
 from autoshard.pins import ANYWHERE, Rested, as_in
+from autoshard.pipelines import Stages
 from autoshard.planning import Asked
+from autoshard.processes import Processes
 from autoshard.progress import Progress, narrated
 from autoshard.signatures import Known, type_of
 from autoshard.signatures import signature as signature_of
@@ -32,13 +35,16 @@ from cost_model.errors import InputError
 from cost_model.hardware import parse_cluster
 from executors.jit import Program
 from executors.pipeline_program import PipelineProgram
+from executors.transfers import spread
 from search.ir import _jax
 from search.ir.graph import Step
 from search.ir.trace import step_name
 from search.mesh_problem import Options
-from search.pipeline.planning import PipelineOptions
 from search.plan.pipeline_plan import PipelinePlan
 from search.plan.plan import Plan
+from search.plan.spmd_plan import SpmdPlan
+
+AnyPlan = Plan | PipelinePlan | SpmdPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +66,11 @@ class Request:
     """
 
     asked: Asked
-    pipeline: PipelineOptions | None = None
+    pipeline: Stages | None = None
     cluster: Any = None
     state: str | Sequence[str] | None = None
     donate: str | Sequence[str] | None = None
-    plan: tuple[Plan | PipelinePlan, str] | None = None
+    plan: tuple[AnyPlan, str] | None = None
     like: "Parallelized | Rested | None" = None
     devices: Sequence[Any] | None = None
     static_argnums: int | Iterable[int] | None = None
@@ -79,7 +85,7 @@ class _Planned:
     signature: Any
     form: nnx_objects.Form | None
     step: Step
-    plan: Plan | PipelinePlan
+    plan: AnyPlan
     program: Program | PipelineProgram
     tree: Any
     types: tuple[Any, ...]
@@ -110,7 +116,7 @@ class Parallelized:
         return bound
 
     @property
-    def plan(self) -> Plan | PipelinePlan:
+    def plan(self) -> AnyPlan:
         """The plan in use: that of the last call.
 
         Raises:
@@ -172,7 +178,8 @@ class Parallelized:
     def abstract_state(
         self, create: Callable[..., Any], *create_args: Any, args: tuple[Any, ...] = ()
     ) -> Any:
-        """The state that `init` would create, as `jax.ShapeDtypeStruct`s with their shardings, to restore a checkpoint to.
+        """The state that `init` would create, as `jax.ShapeDtypeStruct`s with their shardings, to restore a checkpoint to;
+        what only one of several processes has is split over all devices, as by `for_checkpoint`, and goes there at the call.
 
         The step is planned, if it is not yet; a call with what is restored is then not traced again.
 
@@ -185,7 +192,22 @@ class Parallelized:
           InputError: as for `init`.
         """
         creation = Creation.of(create, create_args)
-        return creation.abstract(*self._places(creation, args))
+        (mesh, places), devices = self._places(creation, args), self._devices()
+        shapes = jax.tree.leaves(creation.returned)
+        places = {n: spread(shapes[n].shape, place, devices) for n, place in places.items()}
+        return creation.abstract(spread((), NamedSharding(mesh, PartitionSpec()), devices).mesh, places)
+
+    def for_checkpoint(self, state: Any) -> Any:
+        """A state as Orbax takes it to save. With several processes, it refuses arrays that one of them has alone, as of a
+        pipeline's stage: they are split over all devices. All else is as it was.
+
+        Args:
+          state: what the step returned, or part of it.
+
+        Example:
+          >>> checkpointer.save(folder, train_step.for_checkpoint(state))  # doctest: +SKIP
+        """
+        return placing.spread_out(state, self._devices())
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """The step lowered for its devices, as `jax.jit(...).lower` gives it; arguments may be shapes."""
@@ -264,6 +286,7 @@ class Parallelized:
         if self._planned:
             warn(self._what_changed(call))
         traced = planning.traced(call.step, hardware, call.args, call.kwargs, request.state)
+        Processes.of(devices).agree_on(traced, devices, self._given)
         found, plan, program = self._made(traced, hardware, devices, tell)
         leaves, tree = jax.tree.flatten(call.positional)
         types = tuple(map(type_of, leaves))
@@ -271,14 +294,14 @@ class Parallelized:
 
     def _made(
         self, traced: Step, hardware: Cluster, devices: Sequence[Any], tell: Progress
-    ) -> tuple[Step, Plan | PipelinePlan, Program | PipelineProgram]:
+    ) -> tuple[Step, AnyPlan, Program | PipelineProgram]:
         """The step as it runs, its plan and its program."""
         plan, place = self._plan_for(traced) or (None, "")
-        wanted = plan if isinstance(plan, PipelinePlan) else self._pipeline
+        wanted = plan if isinstance(plan, PipelinePlan | SpmdPlan) else self._pipeline
         if wanted is not None:
-            return traced, *programs.pipelined(
-                traced, hardware, wanted, place, devices, placing.retraced, tell
-            )
+            asked, processes = self._asked_of_a_pipeline, Processes.of(devices)
+            pipeline = pipelines.found(traced, hardware, wanted, asked, place, tell, processes)
+            return traced, pipeline.plan, programs.pipelined(pipeline, devices, placing.retraced)
         given_up = planning.arguments_of(traced, self._request.donate)
         if isinstance(plan, Plan):
             found = planning.applied(traced, plan, place)
@@ -302,14 +325,22 @@ class Parallelized:
         return f"the arguments of {self.__name__} changed in shape or structure; planning once for the new ones too{where}"
 
     @property
-    def _pipeline(self) -> PipelineOptions | None:
+    def _pipeline(self) -> Stages | None:
         """The pipeline that is asked for; of other shapes than a plan is for, one of as many stages."""
         given = self._given
         if isinstance(given, PipelinePlan):
-            return PipelineOptions(len(given.stages), given.schedule)
+            return Stages(len(given.stages), given.schedule)
+        if isinstance(given, SpmdPlan):
+            return Stages(given.stages, given.schedule, given.executor)
         return self._request.pipeline
 
-    def _plan_for(self, traced: Step) -> tuple[Plan | PipelinePlan, str] | None:
+    @property
+    def _asked_of_a_pipeline(self) -> Asked:
+        """What is asked of its search; of other shapes than a plan is for, its cap."""
+        given = self._given
+        return Asked(given.memory_bytes) if isinstance(given, PipelinePlan) else self._request.asked
+
+    def _plan_for(self, traced: Step) -> tuple[AnyPlan, str] | None:
         """A plan that the step need not be searched for: the one that is given, or that of the same computation."""
         if not self._planned:
             return self._request.plan
@@ -343,7 +374,7 @@ class Parallelized:
           InputError: nothing has been planned yet, or it is a pipeline.
         """
         plan = self._planned[0].plan if self._planned else self.plan
-        if isinstance(plan, PipelinePlan):
+        if not isinstance(plan, Plan):
             raise InputError(
                 f"{self.__name__} is a pipeline, each stage of which rests on devices of its own: no step can be like it. "
                 "Leave out like="
@@ -362,7 +393,7 @@ class Parallelized:
         return like.rested if isinstance(like, Parallelized) else like
 
     @property
-    def _given(self) -> Plan | PipelinePlan | None:
+    def _given(self) -> AnyPlan | None:
         return None if self._request.plan is None else self._request.plan[0]
 
     def _devices(self) -> Sequence[Any]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
 
 from autoshard.planning import LARGE_BYTES, LARGE_SHARE
 from autoshard.user_warning import warn
@@ -19,6 +20,7 @@ from cost_model.errors import InputError
 from cost_model.units import format_bytes
 from executors.jit import Program
 from executors.pipeline_program import PipelineProgram
+from executors.transfers import is_sent, sent, spread
 from search.ir.graph import Step
 
 FAILURES = (ValueError, TypeError, RuntimeError)
@@ -63,7 +65,7 @@ def is_refused(program: Program | PipelineProgram, args: tuple[Any, ...], step: 
     """Where a call failed: whether a program refuses to take what it was given, and nothing ran.
 
     It takes arguments of its own pytree that are there once and lie where it has them; what is nowhere yet is brought there
-    by JAX.
+    by JAX, but for what several processes have.
 
     Raises:
       InputError: an argument was given up to an earlier call; names it.
@@ -79,7 +81,9 @@ def is_refused(program: Program | PipelineProgram, args: tuple[Any, ...], step: 
                 "where the old one is needed too, make a copy beforehand (jax.tree.map(jnp.copy, ...))"
             )
     lies_elsewhere = any(
-        isinstance(x, jax.Array) and x.committed and not x.sharding.is_equivalent_to(s, x.ndim)
+        x.committed and not x.sharding.is_equivalent_to(s, x.ndim)
+        if isinstance(x, jax.Array)
+        else not s.is_fully_addressable
         for x, s in zip(arrays, wanted, strict=True)
     )
     return lies_elsewhere or (bool(program.donated_leaves) and not are_distinct(args))
@@ -114,8 +118,9 @@ def _placed(
 def put(arrays: Sequence[Any], shardings: Sequence[Any]) -> list[Any]:
     """Arrays on shardings. What lies on devices of other processes is made of what each process has, alike in all; keys JAX
     takes there as numbers only."""
-    is_key = [_is_far_key(x, s) for x, s in zip(arrays, shardings, strict=True)]
-    numbers = [jax.random.key_data(x) if k else x for x, k in zip(arrays, is_key, strict=True)]
+    there = [sent([s], x)[0] if is_sent(x, s) else x for x, s in zip(arrays, shardings, strict=True)]
+    is_key = [_is_far_key(x, s) for x, s in zip(there, shardings, strict=True)]
+    numbers = [jax.random.key_data(x) if k else x for x, k in zip(there, is_key, strict=True)]
     there = jax.device_put(numbers, list(shardings))
     return [
         jax.random.wrap_key_data(x, impl=jax.random.key_impl(key)) if k else x
@@ -123,9 +128,21 @@ def put(arrays: Sequence[Any], shardings: Sequence[Any]) -> list[Any]:
     ]
 
 
+def spread_out(state: Any, devices: Sequence[Any]) -> Any:
+    """A state of which no array belongs to one of several processes alone."""
+
+    def spread_one(x: Any) -> Any:
+        if not isinstance(x, jax.Array) or not isinstance(x.sharding, NamedSharding):
+            return x
+        sharding = spread(x.shape, x.sharding, devices)
+        return x if sharding == x.sharding else sent([sharding], x)[0]
+
+    return jax.tree.map(spread_one, state)
+
+
 def _is_far_key(x: Any, sharding: Any) -> bool:
     is_key = isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-    return is_key and not sharding.is_fully_addressable
+    return is_key and not sharding.is_fully_addressable and x.sharding != sharding
 
 
 def _own(x: Any, sharding: Any) -> Any:

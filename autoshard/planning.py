@@ -18,6 +18,7 @@ from search.ir.trace import trace_call
 from search.mesh_problem import Options
 from search.plan.pipeline_plan import PipelinePlan
 from search.plan.plan import Plan
+from search.plan.spmd_plan import SpmdPlan
 from search.problem.fingerprint import fingerprint
 from search.problem.flat_program import flatten
 
@@ -88,15 +89,21 @@ def options(step: Step, cluster: Cluster, asked: Asked, resting: Resting = ANYWH
       asked: by the user.
       resting: how arguments rest already, where no pin says otherwise.
     """
-    limit = cluster.device_memory_limit() if asked.memory is None else parse_bytes(asked.memory)
-    _check_cap(limit, cluster, f"memory={asked.memory!r}")
+    limit = limit_bytes(cluster, asked)
     offload = asked.offload
     kinds = offload if offload is None or isinstance(offload, str) else tuple(offload)
     rest = pinned(step, asked.pin or {}, cluster.num_devices).then(resting)
-    mesh = _mesh_shape(asked.mesh) or rest.mesh
+    mesh = mesh_shape(asked.mesh) or rest.mesh
     return Options(
         limit, mesh, rest.specs, asked.time_limit_s, asked.remat, asked.microbatches, rest.offload(kinds)
     )
+
+
+def limit_bytes(cluster: Cluster, asked: Asked) -> int:
+    """The cap per device that is asked for."""
+    limit = cluster.device_memory_limit() if asked.memory is None else parse_bytes(asked.memory)
+    _check_cap(limit, cluster, f"memory={asked.memory!r}")
+    return limit
 
 
 def find(
@@ -132,7 +139,7 @@ def fingerprint_of(step: Step) -> str:
     return fingerprint(flatten(step))
 
 
-def cluster(plan: Plan | PipelinePlan, place: str) -> Cluster:
+def cluster(plan: Plan | PipelinePlan | SpmdPlan, place: str) -> Cluster:
     """The cluster that a plan is for.
 
     Raises:
@@ -189,7 +196,8 @@ def _check_cap(limit_bytes: int, cluster: Cluster, said: str) -> None:
         )
 
 
-def _mesh_shape(mesh: Sequence[int] | None) -> tuple[int, ...] | None:
+def mesh_shape(mesh: Sequence[int] | None) -> tuple[int, ...] | None:
+    """A mesh as it is given, checked."""
     if mesh is not None and (isinstance(mesh, str) or not all(isinstance(n, int | np.integer) for n in mesh)):
         raise InputError(f"wanted a mesh as sizes of its axes, such as (2, 4), got {mesh!r}")
     return None if mesh is None else tuple(int(n) for n in mesh)

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 
 from autoshard import planning
+from autoshard.processes import Processes
 from autoshard.progress import Progress
 from autoshard.verification import judge
 from autoshard.verification.result import Verification
@@ -22,16 +23,17 @@ from cost_model.errors import InfeasibleError, first_line
 from cost_model.units import format_bytes
 from cost_model.xla.compiler import options_for_cap
 from cost_model.xla.gpu_targets import scheduler_options
-from executors import jit, pipeline
+from executors import jit, pipeline, spmd
 from executors.jit import Program
 from executors.pipeline_program import PipelineProgram
 from search.driver import SearchResult
 from search.ir.graph import Step
 from search.mesh_problem import Options
-from search.pipeline import planning as pipelines
-from search.pipeline.planning import PipelineOptions
+from search.pipeline.planning import Pipeline
+from search.pipeline.spmd_planning import SpmdPipeline
 from search.plan.pipeline_plan import PipelinePlan
 from search.plan.plan import Plan
+from search.plan.spmd_plan import SpmdPlan
 
 OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
 """How XLA's runtime begins to say that an allocation failed."""
@@ -80,8 +82,16 @@ def searched(
     Warns:
       AutoshardWarning: a plan before this one was compiled to more than the cap.
     """
+    processes = Processes.of(devices)
+
+    def find(options: Options, progress: Progress) -> SearchResult:
+        return processes.found_by_the_first(
+            lambda: planning.find(step, cluster, options, progress),
+            lambda data, place: planning.applied(step, Plan.from_json(data, place), place),
+        )
+
     if not _are_gpus(devices):
-        found = planning.find(step, cluster, options, progress)
+        found = find(options, progress)
         return found, built(found, cluster, devices, on_retrace, given_up)
     programs: list[Program] = []
 
@@ -92,7 +102,7 @@ def searched(
         return judge.verified_here(found, cluster, programs[-1])
 
     found = judge.fitting(
-        lambda limit, said: planning.find(step, cluster, replace(options, memory_bytes=limit), said),
+        lambda limit, said: find(replace(options, memory_bytes=limit), said),
         verified,
         options.memory_bytes,
         progress,
@@ -101,35 +111,22 @@ def searched(
 
 
 def pipelined(
-    step: Step,
-    cluster: Cluster,
-    wanted: PipelineOptions | PipelinePlan,
-    place: str,
-    devices: Sequence[Any],
-    on_retrace: Callable[[], None],
-    progress: Progress = lambda line: None,
-) -> tuple[PipelinePlan, PipelineProgram]:
-    """A step as a pipeline, and its programs.
+    found: Pipeline | SpmdPipeline, devices: Sequence[Any], on_retrace: Callable[[], None] = lambda: None
+) -> PipelineProgram | Program:
+    """A pipeline's programs, or its one program.
 
     Args:
-      step: the traced step.
-      cluster: what it will run on.
-      wanted: what is asked for, or a plan.
-      place: how messages call the plan.
+      found: the pipeline on its step.
       devices: in the cluster's order: real or simulated.
       on_retrace: as for `executors.pipeline.build`.
-      progress: called with one line a stage of the work.
     """
-    if isinstance(wanted, PipelinePlan):
-        found = pipelines.apply(step, wanted, place)
-    else:
-        progress(f"cutting into {wanted.stages} stages")
-        found = pipelines.find(step, cluster, wanted)
-    return found.plan, pipeline.build(found.programs, found.schedule, found.shardings, devices, on_retrace)
+    if isinstance(found, SpmdPipeline):
+        return spmd.build(found.program, devices, on_retrace)
+    return pipeline.build(found.programs, found.schedule, found.shardings, devices, on_retrace)
 
 
 @contextlib.contextmanager
-def room_for(plan: Plan | PipelinePlan) -> Generator[None]:
+def room_for(plan: Plan | PipelinePlan | SpmdPlan) -> Generator[None]:
     """What is placed and run inside has its memory, or a message that says what to do.
 
     Raises:
@@ -141,10 +138,10 @@ def room_for(plan: Plan | PipelinePlan) -> Generator[None]:
         if OUT_OF_MEMORY not in str(e):
             raise
         said = f"{plan.step} ran out of device memory at its first step ({first_line(e)})"
-        if isinstance(plan, PipelinePlan):
+        if not isinstance(plan, Plan):
+            stages = plan.stages if isinstance(plan, SpmdPlan) else len(plan.stages)
             raise InfeasibleError(
-                f"{said}. Cut it into more stages, or take more microbatches (it is {len(plan.stages)} and "
-                f"{plan.microbatches})"
+                f"{said}. Cut it into more stages, or take more microbatches (it is {stages} and {plan.microbatches})"
             ) from e
         raise InfeasibleError(
             f"{said}. Its plan needs {format_bytes(plan.estimates.peak_bytes)} a device by prediction, under a cap of "

@@ -85,14 +85,39 @@ def build(
         named(("output", (), o), graph.value(a)) if r is None else inputs[r]
         for o, (a, r) in enumerate(zip(graph.outputs, step.replaces, strict=True))
     ]
-    abstract = step.abstract_inputs()
+    evaluate = evaluator(graph, sharding, mesh)
+    return jitted(step, evaluate, mesh, inputs, outputs, on_retrace, compiler_options, given_up)
+
+
+def jitted(
+    step: Step,
+    evaluate: Callable[[Sequence[Any]], Sequence[Any]],
+    mesh: Mesh | AbstractMesh,
+    inputs: Sequence[NamedSharding],
+    outputs: Sequence[NamedSharding],
+    on_retrace: Callable[[], None] = lambda: None,
+    compiler_options: Callable[[int], dict[str, str]] = lambda resting_bytes: {},
+    given_up: AbstractSet[int] = frozenset(),
+) -> Program:
+    """Jits a step that is evaluated in some way.
+
+    Args:
+      step: the traced step.
+      evaluate: from its flat arguments to its flat results.
+      mesh: where it runs.
+      inputs: how its flat arguments lie.
+      outputs: how its flat results lie, state as the arguments that it replaces.
+      on_retrace: as for `build`.
+      compiler_options: as for `build`.
+      given_up: as for `build`.
+    """
+    graph, abstract = step.graph, step.abstract_inputs()
     placed = [
         jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s, weak_type=a.weak_type)
         for a, s in zip(abstract, inputs, strict=True)
     ]
     args, kwargs = jax.tree_util.tree_unflatten(step.in_tree, placed)
     positional = (*args, *(kwargs[k] for k in sorted(kwargs)))
-    evaluate = evaluator(graph, sharding, mesh)
 
     def run(*values: Any) -> Any:
         flat = jax.tree_util.tree_leaves(values)

@@ -8,7 +8,9 @@ numbered slots: call this with those, put the results there, let go of what nobo
 * A value lies in one slot for each way in which it lies somewhere: stages that share a worker and its spec share the slot.
 * Sums are added up in place: their old buffers are donated to the new ones. So is state to the new state, where its last
   reader makes that, and what the update alone reads.
-* Stages that have replicas add up each one's sums apart; they are added together once, behind the last task.
+* A task's program runs on each replica of its stage, over the mesh's first axis: nothing goes between replicas meanwhile.
+  What each has for itself is an array with one slice for each, on its devices.
+* Each replica, and each worker that holds a stage, adds up its own sums; they are added together once, behind the last task.
 * Where a value goes between submeshes of one shape, it is sent shard by shard; where the shapes differ, it is laid out
   anew on the way.
 """
@@ -23,12 +25,14 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from cost_model.errors import InputError
 from cost_model.units import format_mesh
-from executors.pipeline_jit import Call, Finishing, Name, Seat, Seating, Sending
+from executors.pipeline_jit import UNFINISHED, Call, Finishing, Name, Seat, Seating, Sending
 from executors.pipeline_program import PipelineProgram, Slot
+from executors.transfers import are_of_several_processes, everywhere, on_all, sent
+from search.ir.spec import WHOLE
 from search.plan.schedule import Schedule, Task, TaskKind
 from search.plan.stage_programs import StageProgram, StagePrograms, StageSharding
 from search.plan.task_order import task_order
@@ -56,7 +60,8 @@ def build(
     """
     assert programs.num_stages == schedule.num_stages == len(shardings)
     assert programs.num_microbatches == schedule.num_microbatches
-    seating = Seating(shardings, _meshes(schedule, shardings, devices), programs.pieces)
+    assert all(sharding.mesh_shape[0] == programs.num_replicas for sharding in shardings)
+    seating = Seating(shardings, _meshes(schedule, shardings, devices), programs)
     return _Building(programs, schedule, seating, on_retrace).run()
 
 
@@ -104,7 +109,7 @@ class _Building:
     def run(self) -> PipelineProgram:
         step = self.programs.step
         inputs = [(v, None) for v in step.graph.inputs]
-        entering = tuple(self._slot(name, self._home(name)) for name in inputs)
+        entering = tuple(self._slot(name, self._home(name)) for name in inputs)  # they come as they rest
         self._send(inputs)
         for worker, task in task_order(self.schedule):
             if (program := self.programs.tasks.get((task.stage, task.kind))) is not None:
@@ -115,7 +120,7 @@ class _Building:
         for program in self.programs.epilogue:
             self._call(program, self._first_seat(program.stage), None)
         leaving = self._leaving()
-        shardings = [self.seating.named(name[0], self._home(name)) for name in inputs]
+        shardings = [self.seating.named(name, self._home(name)) for name in inputs]
         abstract = [
             jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s, weak_type=a.weak_type)
             for a, s in zip(step.abstract_inputs(), shardings, strict=True)
@@ -138,29 +143,25 @@ class _Building:
         """Where a value is made, or rests."""
         value, microbatch = name
         stage = self.programs.stage_of[value]
-        if microbatch is None:
+        if microbatch in (None, UNFINISHED):
             return self._first_seat(stage)
         return stage, self.schedule.worker_of[Task(stage, microbatch, TaskKind.FORWARD)]
-
-    def _name(self, value: int, microbatch: int | None) -> Name:
-        """What a program that runs for a microbatch, or once, means by a value."""
-        if value in self.programs.pieces:
-            return self.programs.pieces[value]
-        is_of_microbatch = value == self.programs.index or self.programs.is_of_microbatch(value)
-        return value, microbatch if is_of_microbatch else None
 
     def _slot(self, name: Name, seat: Seat) -> Slot:
         stage, worker = seat
         key = (*name, worker, self.seating.spec(name[0], stage))
         if key not in self.slot_of:
             is_index = name[0] == self.programs.index
-            index = (
-                jax.device_put(np.uint32(name[1] or 0), self.seating.named(name[0], seat))
-                if is_index
-                else None
-            )
-            self.slot_of[key] = self._new_slot(index)
+            self.slot_of[key] = self._new_slot(self._indices(name, seat) if is_index else None)
         return self.slot_of[key]
+
+    def _indices(self, name: Name, seat: Seat) -> Any:
+        """Of each replica, the number of its part of the batch."""
+        assert name[1] is not None
+        first = np.arange(self.programs.num_replicas, dtype=np.uint32) * np.uint32(
+            self.programs.num_microbatches
+        )
+        return jax.device_put(first + np.uint32(name[1]), self.seating.named(name, seat))
 
     def _new_slot(self, content: Any = None) -> Slot:
         self.slots.append(content)
@@ -172,7 +173,7 @@ class _Building:
         found: dict[Name, dict[Seat, None]] = {}
         for program, seat, microbatch in self._calls():
             for value in program.reads:
-                found.setdefault(self._name(value, microbatch), {})[seat] = None
+                found.setdefault(self.seating.name(program, value, microbatch), {})[seat] = None
         return found
 
     def _calls(self) -> Iterator[tuple[StageProgram, Seat, int | None]]:
@@ -201,19 +202,18 @@ class _Building:
 
     def _call(self, program: StageProgram, seat: Seat, microbatch: int | None) -> None:
         """Runs a program, and sends what it makes."""
-        reads = tuple(self._slot(self._name(v, microbatch), seat) for v in program.reads)
-        makes = tuple(self._slot(self._name(v, microbatch), seat) for v in program.makes)
-        self.made.append(Call(program, seat, reads, makes))
-        self._send(self._name(v, microbatch) for v in program.makes if v not in program.sums)
+        read = [self.seating.name(program, v, microbatch) for v in program.reads]
+        made = [self.seating.name(program, v, microbatch) for v in program.makes]
+        reads = tuple(self._slot(name, seat) for name in read)
+        self.made.append(Call(program, seat, reads, tuple(self._slot(name, seat) for name in made)))
+        self._send(name for name in made if name[0] not in program.sums)
 
     def _send(self, names: Iterable[Name]) -> None:
-        """Sends values to all who read them; what is yet to be added up only to the replicas of its stage."""
+        """Sends values to all who read them."""
         ways: dict[Slot, tuple[Slot, NamedSharding]] = {}
         for name in names:
-            home = self._home(name)
             for seat in self._readers.get(name, ()):
-                if seat[0] == home[0] or name[0] not in self._sums:
-                    self._way(name, home, seat, ways)
+                self._way(name, self._home(name), seat, ways)
         self._sending(ways)
 
     def _way(
@@ -221,40 +221,40 @@ class _Building:
     ) -> None:
         before, after = self._slot(name, source), self._slot(name, target)
         if before != after:
-            ways[after] = before, self.seating.named(name[0], target)
+            ways[after] = before, self.seating.named(name, target)
 
     def _sending(self, ways: Mapping[Slot, tuple[Slot, NamedSharding]]) -> None:
         if ways:
             reads, shardings = zip(*ways.values(), strict=True)
-            self.made.append(Sending("send", partial(_sent, list(shardings)), tuple(reads), tuple(ways)))
-
-    @cached_property
-    def _sums(self) -> frozenset[int]:
-        """The values that tasks add to."""
-        return frozenset[int]().union(*(program.sums for program in self.programs.tasks.values()))
+            self.made.append(Sending("send", partial(sent, list(shardings)), tuple(reads), tuple(ways)))
 
     def _finish_sums(self) -> None:
-        """Adds up what replicas have added up, and sends it on."""
-        for total in sorted(self._sums):
-            name = (total, None)
-            first, *others = (
-                (self.programs.stage_of[total], w)
-                for w in self.schedule.workers_of(self.programs.stage_of[total])
-            )
-            terms = [self._new_slot() for _ in others]
-            sources = [self._slot(name, seat) for seat in others]
-            sharding = self.seating.named(name[0], first)
-            self._sending({t: (s, sharding) for t, s in zip(terms, sources, strict=True)})
-            if others:
-                slot = self._slot(name, first)
-                self.made.append(Sending("add", jax.jit(_added, donate_argnums=0), (slot, *terms), (slot,)))
-        ways: dict[Slot, tuple[Slot, NamedSharding]] = {}
-        for total in sorted(self._sums):
-            home = self._home((total, None))
-            for seat in self._readers[total, None]:
-                if seat[0] != home[0]:
-                    self._way((total, None), home, seat, ways)
-        self._sending(ways)
+        """Adds up what workers and replicas have added up, and sends it on."""
+        by_stage: dict[int, list[int]] = {}
+        for total in sorted(self.programs.sums):
+            by_stage.setdefault(self.programs.stage_of[total], []).append(total)
+        for stage, totals in by_stage.items():
+            for total in totals:
+                self._add_workers((total, UNFINISHED))
+            seat = self._first_seat(stage)
+            reads = tuple(self._slot((total, UNFINISHED), seat) for total in totals)
+            makes = tuple(self._slot((total, None), seat) for total in totals)
+            shardings = [self.seating.named((total, None), seat) for total in totals]
+            reduced = jax.jit(_reduced, out_shardings=shardings)
+            self.made.append(Sending(f"reduce {stage}", reduced, reads, makes))
+        self._send((total, None) for total in sorted(self.programs.sums))
+
+    def _add_workers(self, name: Name) -> None:
+        """Adds up what the workers of a stage have added up."""
+        stage = self.programs.stage_of[name[0]]
+        first, *others = ((stage, worker) for worker in self.schedule.workers_of(stage))
+        terms = [self._new_slot() for _ in others]
+        sources = [self._slot(name, seat) for seat in others]
+        sharding = self.seating.named(name, first)
+        self._sending({t: (s, sharding) for t, s in zip(terms, sources, strict=True)})
+        if others:
+            slot = self._slot(name, first)
+            self.made.append(Sending("add", jax.jit(_added, donate_argnums=0), (slot, *terms), (slot,)))
 
     def _leaving(self) -> tuple[Slot, ...]:
         """Where the results lie in the end: state where it rests, the rest where it is made."""
@@ -262,18 +262,19 @@ class _Building:
         leaving: list[Slot] = []
         for atom, replaced in zip(self.programs.results, step.replaces, strict=True):
             if not isinstance(atom, int):
-                sharding = self.seating.named(self.programs.index, self._first_seat(0))
-                leaving.append(
-                    self._new_slot(jax.device_put(np.asarray(atom.val, atom.aval.dtype), sharding))
-                )
+                content = np.asarray(atom.val, atom.aval.dtype)
+                leaving.append(self._new_slot(jax.device_put(content, on_all(self.seating.meshes))))
                 continue
             made = self._slot((atom, None), self._home((atom, None)))
-            if replaced is None or atom == (argument := step.graph.inputs[replaced]):
+            if replaced is None:
+                leaving.append(self._shared(atom, made))
+                continue
+            if atom == (argument := step.graph.inputs[replaced]):
                 leaving.append(made)
                 continue
             home = self._home((argument, None))
-            wanted = self.seating.named(argument, home)
-            if wanted == self.seating.named(atom, self._home((atom, None))):
+            wanted = self.seating.named((argument, None), home)
+            if wanted == self.seating.named((atom, None), self._home((atom, None))):
                 leaving.append(made)
             else:
                 leaving.append(slot := self._new_slot())
@@ -281,9 +282,26 @@ class _Building:
         self._sending(ways)
         return tuple(leaving)
 
+    def _shared(self, value: int, made: Slot) -> Slot:
+        """Where a result lies in the end that is no state: of several processes, all shall have it, if it is no array of
+        examples."""
+        stage, own = self._home((value, None))
+        spec, meshes = self.seating.spec(value, stage), self.seating.meshes
+        if not are_of_several_processes(meshes) or set(spec) != {WHOLE}:
+            return made
+        others = {
+            self._new_slot(): (made, NamedSharding(mesh, PartitionSpec()))
+            for worker, mesh in enumerate(meshes)
+            if worker != own
+        }
+        self._sending(others)
+        self.made.append(Sending("share", everywhere, (made, *others), (shared := self._new_slot(),)))
+        return shared
 
-def _sent(shardings: list[NamedSharding], *values: Any) -> Sequence[Any]:
-    return jax.device_put(list(values), shardings)
+
+def _reduced(*sums: Any) -> list[Any]:
+    """Each replica's sums, added up."""
+    return [x.sum(0) for x in sums]
 
 
 def _added(*terms: Any) -> list[Any]:

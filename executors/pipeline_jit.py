@@ -8,24 +8,30 @@ sum to the sum with one more term; and in what runs once, what is read for the l
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding
+import jax.numpy as jnp
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from executors.pipeline_program import Instruction, Slot
 from executors.rewrite import evaluator
-from search.ir.spec import Spec, partition_spec
+from search.ir.sharding import StepSharding
+from search.ir.spec import WHOLE, Spec, partition_spec
 from search.plan.stage_programs import StageProgram, StagePrograms, StageSharding
 
 Seat = tuple[int, int]
 """A stage on a worker."""
 
 Name = tuple[int, int | None]
-"""A value, and of which microbatch it is."""
+"""A value, and of which microbatch it is; None for none. All but the latter are apart for each replica."""
+
+UNFINISHED = -1
+"""Said of a sum in a microbatch's place, as long as its stage's replicas and workers add to it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,22 +61,35 @@ class Seating:
     Attributes:
       shardings: of each stage.
       meshes: of each worker.
-      pieces: by value, the value of which it is a piece.
+      programs: what stages run.
     """
 
     shardings: Sequence[StageSharding]
     meshes: Sequence[Mesh]
-    pieces: Mapping[int, tuple[int, int]]
+    programs: StagePrograms
+
+    def name(self, program: StageProgram, value: int, microbatch: int | None) -> Name:
+        """What a program that runs for a microbatch, or once, means by a value."""
+        programs = self.programs
+        if value in programs.pieces:
+            whole, part = programs.pieces[value]
+            return whole, part % programs.num_microbatches
+        if value in programs.sums and program not in programs.epilogue:
+            return value, UNFINISHED
+        return value, microbatch if programs.is_of_replica(value) else None
 
     def spec(self, value: int, stage: int) -> Spec:
-        """How a value lies at a stage; a piece as what it is a piece of."""
-        return self.shardings[stage].spec(self.pieces.get(value, (value, 0))[0])
+        """How a value lies at a stage."""
+        return self.shardings[stage].spec(value)
 
-    def named(self, value: int, seat: Seat) -> NamedSharding:
-        """How a value lies at a seat."""
+    def named(self, name: Name, seat: Seat) -> NamedSharding:
+        """How a value lies at a seat; what each replica has for itself has one more dim, the first, split over them."""
         stage, worker = seat
-        spec = partition_spec(self.spec(value, stage), self.shardings[stage].axis_names)
-        return NamedSharding(self.meshes[worker], spec)
+        axis_names, spec = self.shardings[stage].axis_names, self.spec(name[0], stage)
+        if name[1] is None:
+            return NamedSharding(self.meshes[worker], partition_spec(spec, axis_names))
+        own = partition_spec((WHOLE, *spec[1:]), axis_names)
+        return NamedSharding(self.meshes[worker], PartitionSpec(axis_names[0], *own))
 
 
 class Finishing:
@@ -108,13 +127,13 @@ class Finishing:
         if program in self.programs.tasks.values():
             return tuple(n for n, v in enumerate(program.reads) if v in program.sums)
         donated: list[int] = []
-        results = Counter(self._type(v, one.seat) for v in program.makes)
+        results = Counter(self._type(program, v, one.seat) for v in program.makes)
         operands = enumerate(zip(program.reads, one.reads, strict=True))
         last_read = [
             (n, v) for n, (v, slot) in operands if self.freed.get(slot) == i and self._is_given_up(v)
         ]
         for n, v in sorted(last_read, key=lambda each: each[1] not in self.programs.step.graph.inputs):
-            kind = self._type(v, one.seat)
+            kind = self._type(program, v, one.seat)
             if results[kind]:
                 results[kind] -= 1
                 donated.append(n)
@@ -125,23 +144,65 @@ class Finishing:
         step = self.programs.step
         return v not in step.graph.inputs or step.graph.inputs.index(v) in step.replaces
 
-    def _type(self, v: int, seat: Seat) -> Any:
-        value = self.programs.values[v]
-        return value.shape, value.dtype, self.seating.spec(v, seat[0])
+    def _type(self, program: StageProgram, v: int, seat: Seat) -> Any:
+        value, name = self.programs.values[v], self.seating.name(program, v, None)
+        return value.shape, value.dtype, self.seating.named(name, seat)
 
     def _jit(self, one: Call, donated: tuple[int, ...]) -> Any:
-        program, (stage, worker) = one.program, one.seat
-        mesh = self.seating.meshes[worker]
-        evaluate = evaluator(program.graph, self.seating.shardings[stage].of_program(program), mesh)
+        program, seat = one.program, one.seat
+        mesh = self.seating.meshes[seat[1]]
+        inner = self._of_replicas if program in self.programs.tasks.values() else self._once
+        function = inner(program, self.seating.shardings[seat[0]].of_program(program), mesh)
 
         def run(*values: Any) -> Sequence[Any]:
             with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-                return evaluate(values)
+                return function(*values)
 
         run.__name__ = run.__qualname__ = program.name.replace(" ", "_")
+        named = partial(self.seating.name, program, microbatch=0)
         return jax.jit(
             run,
-            in_shardings=tuple(self.seating.named(v, one.seat) for v in program.reads),
-            out_shardings=[self.seating.named(v, one.seat) for v in program.makes],
+            in_shardings=tuple(self.seating.named(named(v), seat) for v in program.reads),
+            out_shardings=[self.seating.named(named(v), seat) for v in program.makes],
             donate_argnums=donated,
         )
+
+    def _of_replicas(
+        self, program: StageProgram, sharding: StepSharding, mesh: Mesh
+    ) -> Callable[..., Sequence[Any]]:
+        """A task's program: each replica computes for itself."""
+        axis = mesh.axis_names[0]
+        own_mesh = mesh.abstract_mesh.update_axis_types({axis: AxisType.Manual})
+        evaluate = evaluator(program.graph, sharding, own_mesh)
+        is_own = [self.seating.name(program, v, 0)[1] is not None for v in program.reads]
+
+        def of_replica(*values: Any) -> Sequence[Any]:
+            own = [x[0] if is_one else x for x, is_one in zip(values, is_own, strict=True)]
+            return [x[None] for x in evaluate(own)]
+
+        return jax.shard_map(
+            of_replica,
+            mesh=mesh,
+            in_specs=tuple(PartitionSpec(axis) if is_one else PartitionSpec() for is_one in is_own),
+            out_specs=[PartitionSpec(axis)] * len(program.makes),
+            axis_names={axis},
+            check_vma=False,
+        )
+
+    def _once(
+        self, program: StageProgram, sharding: StepSharding, mesh: Mesh
+    ) -> Callable[..., Sequence[Any]]:
+        """A program that runs once: it makes the zeros that each replica begins a sum with, and reads the pieces of some."""
+        evaluate, programs = evaluator(program.graph, sharding, mesh), self.programs
+
+        def run(*values: Any) -> Sequence[Any]:
+            read = [
+                x[programs.pieces[v][1] // programs.num_microbatches] if v in programs.pieces else x
+                for v, x in zip(program.reads, values, strict=True)
+            ]
+            return [
+                jnp.broadcast_to(x, (programs.num_replicas, *x.shape)) if v in programs.sums else x
+                for v, x in zip(program.makes, evaluate(read), strict=True)
+            ]
+
+        return run

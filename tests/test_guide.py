@@ -62,6 +62,8 @@ def test_all_snippets_run(tmp_path, monkeypatch, capsys):
     for snippet in snippets():
         if snippet.language == "console":
             run_commands(snippet.text)
+        elif snippet.note == "simulated":
+            pass  # before what runs in processes
         elif snippet.note == "processes":
             run_in_processes(snippet.text)
         elif snippet.note.endswith("Error"):
@@ -82,13 +84,12 @@ def run_commands(text):
 
 def run_in_processes(text, count=2):
     """In as many processes, with eight devices in all."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        address = f"localhost:{free.getsockname()[1]}"
+    address = f"localhost:{free_port()}"
+    (simulated,) = (s.text for s in snippets() if s.note == "simulated")
     known = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": f"{ROOT}{os.pathsep}{Path.cwd()}"}
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", LAUNCHED + text, address, str(count), str(i)],
+            [sys.executable, "-c", LAUNCHED + of_its_own(simulated) + text, address, str(count), str(i)],
             env=os.environ | known,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -101,3 +102,14 @@ def run_in_processes(text, count=2):
     results = [out.splitlines()[-1].split() for out, _ in said]
     assert [(int(i), int(n)) for i, n, _ in results] == [(i, 8) for i in range(count)]
     assert len({loss for _, _, loss in results}) == 1
+
+
+def of_its_own(text):
+    """With a port of its own."""
+    return text.replace("9000", str(free_port()))
+
+
+def free_port():
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        return free.getsockname()[1]

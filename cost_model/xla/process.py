@@ -89,7 +89,8 @@ def compile_apart(
     """
     check(cluster, compiler.target_config)
     config = target_config(cluster.device.name, memory_bytes, compiler.target_config)
-    hiding = " ".join(f"--{k}={v}" for k, v in scheduler_options(cluster.device.name).items())
+    hiding = (f"--{k}={v}" for k, v in scheduler_options(cluster.device.name).items())
+    flags = " ".join(filter(None, (compiler.flags, *hiding)))
     with (
         tempfile.TemporaryDirectory(prefix="autoshard-", ignore_cleanup_errors=True) as folder,
         open(os.path.join(folder, "answer"), "w+b") as answer,
@@ -104,7 +105,7 @@ def compile_apart(
         }
         child = subprocess.Popen(
             _COMMAND,
-            env=_environment(f"{compiler.flags} {hiding}", folder),
+            env=_environment(flags, folder),
             stdin=subprocess.PIPE,
             stdout=answer,
             stderr=said,

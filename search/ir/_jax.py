@@ -9,6 +9,7 @@ present in JAX 0.11 and 0.12:
 * `scan` says how many of its operands are constants and carries: by `num_consts`/`num_carry` (0.11), or by a
   flat tree of three children, `ft_in` (0.12); `while` and `cond` carry inner jaxprs in their parameters;
 * a jitted function says in `_jit_info` which of its arguments are static;
+* processes that `jax.distributed` has connected have a store in common, which its client reads and writes;
 * `make_jaxpr` returns a `ClosedJaxpr` (0.11) or a `Jaxpr` that holds its own constants (0.12).
 
 What hand-written kernels say of themselves is read in `_jax_kernels`; what the compiler's process needs is in
@@ -28,7 +29,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax._src import core as jax_core
-from jax._src import source_info_util
+from jax._src import distributed, source_info_util
 from jax.extend import core as jex_core
 
 Literal = jex_core.Literal
@@ -242,3 +243,8 @@ def narrowed(dtype: Any) -> Any:
 def is_tracer(x: Any) -> bool:
     """Whether a value only exists inside a JAX transformation."""
     return isinstance(x, jax_core.Tracer)
+
+
+def coordination() -> Any:
+    """The client of the service that connects processes; there is one where there are several."""
+    return distributed.global_state.client

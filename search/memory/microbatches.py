@@ -70,11 +70,24 @@ def microbatched(step: Step, count: int) -> Step:
     """
     if count < 1:
         raise InputError(f"wanted at least 1 microbatch, got {count}")
-    if count == 1:
-        return step
+    return looped(step, count) if count > 1 else step
+
+
+def looped(step: Step, count: int) -> Step:
+    """The same with a loop, be it for one microbatch.
+
+    Raises:
+      InputError: the batch is not so many times anything.
+      NotSplittableError: examples depend on one another; the message says where.
+    """
     graph = _Loop(taken_apart(step, count)).graph()
     verify(graph)
     return replace(step, graph=graph, num_microbatches=count)
+
+
+def loop_over_microbatches(graph: Graph) -> int:
+    """Which op of a step in microbatches is the loop over these."""
+    return next(i for i, op in enumerate(graph.ops) if op.name == "scan" and op.scope == SCOPE)
 
 
 @dataclass(frozen=True, eq=False)

@@ -37,6 +37,7 @@ class _Joining:
         self.once = Written(step.values, SCOPE)
         self.total_of = {term: total for total, term in step.terms.items()}
         self.joins: dict[Op, None] = {}
+        self.like = dict(step.like)
 
     def run(self) -> PipelineStep:
         for term in self.step.terms.values():
@@ -57,6 +58,7 @@ class _Joining:
             body=tuple(op for op in self.step.body if op not in self.joins),
             epilogue=(*late, *self.step.epilogue),
             terms=terms,
+            like=self.like,
         )
 
     def _join(self, term: int) -> None:
@@ -83,7 +85,6 @@ class _Joining:
             op in self.assigned.backward
             and len(op.outputs) == 1
             and self.num_readers[op.outputs[0]] == 1
-            and not any(v in self.step.example_dims for v in (*op.operands, *op.outputs))
             and all(self.step.maker.get(v) in self.assigned.of_op for v in op.operands)
             and all(map(self.step.is_of_microbatch, op.operands))
             and len(inputs) == len(op.inputs)
@@ -104,6 +105,7 @@ class _Joining:
         """The sum of a term, by its number."""
         if term not in self.total_of:
             self.total_of[term] = self.once.new(self.step.values[term])
+            self.like[self.total_of[term]] = term
         return self.total_of[term]
 
     def _begun(self, term: int) -> int:

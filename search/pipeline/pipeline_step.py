@@ -1,8 +1,9 @@
 """A step taken apart for a pipeline: its ops that run once, before and after, and those that run for each microbatch.
 
-A loop over microbatches runs all of a microbatch before the next one; a pipeline has several of them under way. So there
-is no loop: the parts that one is put together from (`search.memory.microbatches`) stand side by side, in one numbering of
-values, and whoever runs them says which microbatch it is.
+A loop over microbatches (`search.memory.microbatches`) runs all of a microbatch before the next one; a pipeline has several
+of them under way. So the loop is opened: what stands before it, in it and behind it stand side by side, in one numbering of
+values, and whoever runs them says which microbatch it is. Whatever else was done to the step with the loop, such as to have
+it recompute, is done here too.
 
     prologue  once: what every microbatch reads (parameters in another type), the examples dealt out, sums set to zero;
     body      for each microbatch: forward and backward;
@@ -20,8 +21,8 @@ first.
 # JAX types these functions only in part.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from math import prod
 from typing import Any
@@ -29,11 +30,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from search.ir.graph import EFFECTFUL, Op, Role, Step, Value
+from search.ir.graph import EFFECTFUL, Atom, Op, Role, Site, Step, Value
+from search.ir.sharding import Place
 from search.ir.sinking import LIGHT
-from search.memory.batch_states import PerExample
 from search.memory.microbatch_body import INDEX
-from search.memory.microbatches import MicrobatchParts, taken_apart
+from search.memory.microbatches import loop_over_microbatches, looped
 from search.memory.written import Written
 
 SCOPE = "pipeline"
@@ -48,21 +49,27 @@ class PipelineStep:
     """A step's ops, by when they run.
 
     Attributes:
-      step: the traced step.
+      step: the traced step, with its loop over microbatches.
       num_microbatches: in how many the body goes through the batch.
+      num_replicas: among how many each of them is shared out: the body says what one does.
       values: all values.
       prologue: the ops that run once before, in program order.
       body: the ops that run for each microbatch.
       epilogue: the ops that run once after.
-      index: the microbatch's number, as the body reads it.
+      index: the part's number, as the body reads it: of all microbatches' and replicas' parts of the batch.
       of_microbatch: the values that are others in each microbatch.
       terms: by sum, what each microbatch adds to it.
-      pieces: by value of the epilogue, the value of the body that it is, and in which microbatch.
-      example_dims: by value that belongs to single examples, the dim that carries them.
+      pieces: by value of the epilogue, the value of the body that it is, and of which part.
+      constants: values that are always the same, with their contents.
+      origins: by value of the body: its number in the body of the loop.
+      on_the_fly: values that the compiler computes where they are read, rather than store them: the backward phase makes
+        those of the forward phase again.
+      like: by value that was added: the one that it lies like, being a part of it, or standing in its place.
     """
 
     step: Step
     num_microbatches: int
+    num_replicas: int
     values: tuple[Value, ...]
     prologue: tuple[Op, ...]
     body: tuple[Op, ...]
@@ -71,17 +78,25 @@ class PipelineStep:
     of_microbatch: frozenset[int]
     terms: Mapping[int, int]
     pieces: Mapping[int, tuple[int, int]]
-    example_dims: Mapping[int, int]
+    constants: tuple[tuple[int, Any], ...]
+    origins: Mapping[int, int]
+    on_the_fly: frozenset[int] = frozenset()
+    like: Mapping[int, int] = field(default_factory=dict[int, int])
 
     @classmethod
-    def of(cls, step: Step, num_microbatches: int) -> "PipelineStep":
+    def of(cls, step: Step, num_microbatches: int, num_replicas: int = 1) -> "PipelineStep":
         """Takes a step apart.
 
         Raises:
           InputError: the batch is not so many times anything.
           NotSplittableError: examples depend on one another; the message says where.
         """
-        return _Writing(step, taken_apart(step, num_microbatches)).run()
+        return cls.of_loop(looped(step, num_microbatches * num_replicas), num_replicas)
+
+    @classmethod
+    def of_loop(cls, step: Step, num_replicas: int = 1) -> "PipelineStep":
+        """Takes a step apart that has a loop over its parts: as many as there are microbatches and replicas together."""
+        return _Opening(step, num_replicas).run()
 
     def is_of_microbatch(self, value: int) -> bool:
         """Whether a value is another one in each microbatch."""
@@ -99,6 +114,48 @@ class PipelineStep:
         """By value, the op that makes it; a sum's is what it begins with."""
         return {v: op for op in self.ops for v in op.outputs}
 
+    def original(self, value: int) -> int:
+        """The value of the opened loop that one lies like."""
+        while value in self.like:
+            value = self.like[value]
+        return value
+
+    @cached_property
+    def loop(self) -> int:
+        """Which op of the step is its loop."""
+        return loop_over_microbatches(self.step.graph)
+
+    @cached_property
+    def _place_of(self) -> dict[int, Place]:
+        """Where the step has each value of the opened loop."""
+        graph, path = self.step.graph, (self.loop, "jaxpr", 0)
+        body = graph.ops[self.loop].bodies["jaxpr"][0]
+        found: dict[int, Place] = {v: ("input", (), i) for i, v in enumerate(graph.inputs)}
+        for i, op in enumerate(graph.ops):
+            found |= {v: ("result", (i,), r) for r, v in enumerate(op.outputs)}
+        inner: dict[int, Place] = {v: ("input", path, i) for i, v in enumerate(body.inputs)}
+        for i, op in enumerate(body.ops):
+            inner |= {v: ("result", (*path, i), r) for r, v in enumerate(op.outputs)}
+        return found | {v: inner[u] for v, u in self.origins.items() if u in inner}
+
+    @cached_property
+    def _names(self) -> dict[Site, str]:
+        """Of the step's ops, by where they stand."""
+        graph, path = self.step.graph, (self.loop, "jaxpr", 0)
+        found: dict[Site, str] = {(i,): op.name for i, op in enumerate(graph.ops)}
+        return found | {
+            (*path, i): op.name for i, op in enumerate(graph.ops[self.loop].bodies["jaxpr"][0].ops)
+        }
+
+    def place_of(self, value: int) -> Place | None:
+        """Where the step has a value that this one is, or lies like; None if only a pipeline has it."""
+        return self._place_of.get(self.original(value))
+
+    def site_of(self, op: Op) -> Site | None:
+        """Where the step has an op that this one is, or a part of; None if only a pipeline has it."""
+        what, site, _ = self.place_of(op.outputs[0]) or ("", (), 0)
+        return site if what == "result" and self._names[site] == op.name else None
+
     @cached_property
     def learned(self) -> frozenset[int]:
         """Parameters, and what the prologue makes of them."""
@@ -114,7 +171,7 @@ class PipelineStep:
         """The ops whose results are made by each program that reads them."""
         handed_on = {*self.terms, *self.terms.values(), *(v for v, _ in self.pieces.values())}
         small = {v for v in self.step.graph.inputs if _is_scalar((self.values[v],))}
-        made = {*(v for v, _ in self.step.graph.constants), self.index}
+        made = {*(v for v, _ in self.constants), self.index}
         found: set[Op] = set()
         for op in self.ops:
             in_body = all(map(self.is_of_microbatch, op.outputs))
@@ -131,63 +188,116 @@ def _is_scalar(values: tuple[Value, ...]) -> bool:
     return all(prod(v.shape) == 1 for v in values)
 
 
-class _Writing:
-    """The parts of one step in one numbering."""
+class _Opening:
+    """A loop over microbatches, opened.
 
-    def __init__(self, step: Step, parts: MicrobatchParts) -> None:
-        self.step, self.parts = step, parts
-        self.once = Written(parts.graph.values, SCOPE)
+    Values outside of it keep their numbers; those of its body are numbered behind them.
+
+    Attributes:
+      outer: by value that the body reads from outside, what that is.
+      first: what the body's values are numbered from.
+    """
+
+    def __init__(self, step: Step, num_replicas: int) -> None:
+        self.step, self.graph, self.num_replicas = step, step.graph, num_replicas
+        self.at = loop_over_microbatches(step.graph)
+        self.loop = step.graph.ops[self.at]
+        self.inner = self.loop.bodies["jaxpr"][0]
+        self.num_consts, self.num_carry = self.loop.loop_counts
+        self.count = int(self.loop.params["length"])
+        self.once = Written(step.graph.values, SCOPE)
+        self.outer = dict(zip(self.inner.inputs[: self.num_consts], self.loop.inputs, strict=False))
+        self.first = 0
 
     def run(self) -> PipelineStep:
-        parts, once = self.parts, self.once
-        once.ops += parts.before
-        dealt = {v: once.write(parts.deal(v), (v,), None) for v in parts.examples}
-        for v in parts.sums:
-            once.write(partial(zeros, parts.body.values[v]), (), None, v)
-        prologue, once.ops = tuple(once.ops), []
-        pieces = {v: (v, parts.count - 1) for v in parts.alike}
-        for v in parts.stacks:
-            each = [once.new(parts.body.values[v]) for _ in range(parts.count)]
-            pieces |= {piece: (v, m) for m, piece in enumerate(each)}
-            stack = once.write(_stacked, each, parts.makers[v])
-            once.write(parts.gather(v), (stack,), parts.makers[v], v)
-        epilogue = (*once.ops, *parts.after)
-        index = once.new(INDEX)
-        number = self._numbers(index)
-        body = Written((*once.values, *parts.body.values), SCOPE)
-        for v in parts.examples:
-            body.write(_part, (dealt[v], index), None, number(v))
-        body.ops += [_renumbered(op, number) for op in parts.body.ops]
+        once, graph, adding = self.once, self.graph, self._adding()
+        for total in adding:
+            once.write(partial(zeros, graph.values[total]), (), None, total)
+        begun, once.ops = tuple(once.ops), []
+        made = {outer: v for outer, v in zip(self.loop.outputs, self.inner.outputs, strict=True)}
+        stacks = {v: [once.new(self.inner.value(made[v])) for _ in range(self.count)] for v in self._stacks}
+        for v, each in stacks.items():
+            once.write(_stacked, each, self.loop, v)
+        epilogue, index = (*once.ops, *graph.ops[self.at + 1 :]), once.new(INDEX)
+        self.first = len(once.values)
+        body = self._body(index, [op for op in self.inner.ops if op not in adding.values()])
+        pieces = {v: (self._number(made[v]), self.count - 1) for v in self._alike(adding)}
+        pieces |= {v: (self._number(made[s]), m) for s, each in stacks.items() for m, v in enumerate(each)}
+        read = {v for op in (*body.ops, *epilogue) for v in op.operands} | {*graph.outputs}
+        constants = ((self._number(v), content) for v, content in self.inner.constants)
         return PipelineStep(
             self.step,
-            parts.count,
+            self.count // self.num_replicas,
+            self.num_replicas,
             tuple(body.values),
-            prologue,
+            (*_live(graph.ops[: self.at], read), *begun),
             tuple(body.ops),
             epilogue,
             index,
-            frozenset(range(len(once.values), len(body.values))),
-            {v: number(v) for v in parts.sums},
-            {piece: (number(v), m) for piece, (v, m) in pieces.items()},
-            self._example_dims(number, dealt),
+            frozenset(range(self.first, len(body.values))),
+            {total: self._number(op.inputs[1]) for total, op in adding.items()},
+            pieces,
+            (*graph.constants, *constants),
+            {self.first + v: v for v in range(len(self.inner.values))},
         )
 
-    def _example_dims(self, number: Callable[[int], int], dealt: Mapping[int, Any]) -> dict[int, int]:
-        states = {v: s for v, s in self.parts.split.states.items() if isinstance(s, PerExample)}
-        whole = {v: state.dim for v, state in states.items()}
-        parts = {number(v): state.dim for v, state in states.items()}
-        return whole | parts | {dealt[v]: states[v].dim + 1 for v in self.parts.examples}
+    @property
+    def _stacks(self) -> tuple[int, ...]:
+        return self.loop.outputs[self.num_carry :]
 
-    def _numbers(self, index: int) -> Callable[[int], int]:
+    def _adding(self) -> dict[int, Op]:
+        """By what the loop adds up, what does that in the body."""
+        maker = {v: op for op in self.inner.ops for v in op.outputs}
+        begins = self.inner.inputs[self.num_consts : self.num_consts + self.num_carry]
+        carried = zip(self.loop.outputs, self.inner.outputs, begins, strict=False)
+        found = {outer: (maker.get(made), begin) for outer, made, begin in carried if isinstance(made, int)}
+        return {
+            outer: op
+            for outer, (op, begin) in found.items()
+            if op is not None and op.name == "add" and op.inputs[0] == begin
+        }
+
+    def _alike(self, adding: Mapping[int, Op]) -> list[int]:
+        """What it hands on otherwise: every microbatch makes it alike."""
+        return [v for v in self.loop.outputs[: self.num_carry] if v not in adding]
+
+    def _body(self, index: int, ops: Sequence[Op]) -> Written:
+        """What runs for each microbatch."""
+        body = Written((*self.once.values, *self.inner.values), SCOPE)
+        makers = {v: op for op in self.graph.ops for v in op.outputs}
+        num_whole = self.num_consts + self.num_carry
+        for dealt, inner in zip(self.loop.inputs[num_whole:], self.inner.inputs[num_whole:], strict=True):
+            assert isinstance(dealt, int), "examples are dealt out before the loop"
+            if makers[dealt].name == "iota":
+                self.outer[inner] = index
+            else:
+                body.write(_part, (dealt, index), None, self._number(inner))
+        body.ops += [
+            replace(
+                op, inputs=tuple(map(self._atom, op.inputs)), outputs=tuple(map(self._number, op.outputs))
+            )
+            for op in ops
+        ]
+        return body
+
+    def _atom(self, atom: Atom) -> Atom:
+        return self.outer.get(atom, self.first + atom) if isinstance(atom, int) else atom
+
+    def _number(self, value: Atom) -> int:
         """What a value of the body is called here."""
-        parts, first = self.parts, len(self.once.values)
-        outside = {*parts.consts, *(v for v, _ in parts.body.constants)}
-        return lambda v: index if v == parts.index else v if v in outside else first + v
+        number = self._atom(value)
+        assert isinstance(number, int), f"a microbatch makes nothing of the literal {value}"
+        return number
 
 
-def _renumbered(op: Op, number: Callable[[int], int]) -> Op:
-    inputs = tuple(number(a) if isinstance(a, int) else a for a in op.inputs)
-    return replace(op, inputs=inputs, outputs=tuple(map(number, op.outputs)))
+def _live(ops: Sequence[Op], read: set[Atom]) -> tuple[Op, ...]:
+    """The ops whose results are read, then or by others of them."""
+    read, kept = {*read}, list[Op]()
+    for op in reversed(ops):
+        if op.name in EFFECTFUL or not read.isdisjoint(op.outputs):
+            kept.append(op)
+            read.update(op.operands)
+    return tuple(reversed(kept))
 
 
 def zeros(value: Value) -> Any:

@@ -1,10 +1,13 @@
-"""From a traced step to a pipeline of it: as many stages as asked for, in a schedule that is named.
+"""From a traced step to a pipeline of it: searched, or as a plan says.
 
-The devices are dealt evenly to the schedule's workers, in their order; a worker splits the examples of a microbatch over its
-own. Where the step is cut is decided by `stage_cut`.
+What a search finds, and what a plan decides, become the same things: the step in parts as some of it is recomputed, a
+solution for each mesh of a replica, stages. From these follow the programs that stages run, how their values lie, and what
+it all is predicted to take.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from math import inf, prod
 
 import jax
 
@@ -12,43 +15,30 @@ from cost_model.cluster import Cluster
 from cost_model.errors import InputError, PlanError
 from search.ir.graph import Step
 from search.ir.spec import AXIS_NAMES
-from search.memory.microbatches import batch_divisors
-from search.pipeline.batch_sharding import batch_sharding
+from search.memory.microbatches import looped
+from search.mesh_problem import StepProblem
+from search.pipeline.intra_op import NO_CAP, SOLVE_S, IntraOp, between_programs, replica_cluster
+from search.pipeline.layer_costs import Ledger
 from search.pipeline.pipeline_step import PipelineStep
-from search.pipeline.programs import stage_programs
-from search.pipeline.schedules.registry import FAMILIES, build_schedule
+from search.pipeline.programs import made_ready, stage_programs
+from search.pipeline.proposals import Parts, Placed, Proposal
+from search.pipeline.schedules.registry import build_schedule
+from search.pipeline.search import PipelineOptions, PipelineSearch
+from search.pipeline.simulator import Simulation, StageCost, simulate
 from search.pipeline.split_loops import num_positions
-from search.pipeline.stage_cut import StageCut, balanced_cut
+from search.pipeline.stage_plan import NoCut
+from search.pipeline.stage_sharding import stage_sharding
 from search.pipeline.stages import forward_ops
-from search.plan.pipeline_plan import PipelinePlan, Stage
+from search.plan.pipeline_plan import REPLICA, PipelineEstimates, PipelinePlan, Stage, StageEstimates
+from search.plan.plan import Decisions
+from search.plan.retention import RetentionCodec
 from search.plan.schedule import Schedule
 from search.plan.stage_programs import StagePrograms, StageSharding
 from search.problem.fingerprint import fingerprint
 from search.problem.flat_program import flatten
-
-DEFAULT_SCHEDULE = "1f1b"
-
-MICROBATCHES_PER_STAGE = 4
-"""At most, where nobody says how many: the bubble is then about a fifth. Source: GPipe (Huang et al. 2019, section 2.3)
-finds it negligible from four times as many microbatches as stages on."""
-
-VIRTUAL_STAGES = 2
-"""Stages per worker where a family leaves that open. Source: a choice of ours, the fewest there can be."""
-
-
-@dataclass(frozen=True, slots=True)
-class PipelineOptions:
-    """What is asked for.
-
-    Attributes:
-      stages: in how many the step is cut.
-      schedule: the family's name; None for 1F1B.
-      microbatches: in how many the step goes through its batch; None for a few per stage.
-    """
-
-    stages: int
-    schedule: str | None = None
-    microbatches: int | None = None
+from search.problem.folding import fold
+from search.solver.branch_and_bound import NoFitError
+from search.stopwatch import Stopwatch
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,32 +58,38 @@ class Pipeline:
     shardings: tuple[StageSharding, ...]
 
 
-def find(step: Step, cluster: Cluster, options: PipelineOptions) -> Pipeline:
-    """Cuts a step into stages.
+def find(
+    step: Step,
+    cluster: Cluster,
+    options: PipelineOptions,
+    progress: Callable[[str], None] = lambda line: None,
+    cutoff_s: float = inf,
+) -> Pipeline:
+    """Searches for the fastest pipeline that fits.
+
+    Args:
+      step: the traced step.
+      cluster: where it will run.
+      options: what is asked for.
+      progress: called with one line per stage.
+      cutoff_s: what it has to take less than.
 
     Raises:
       InputError: there are more stages than there is to cut, the devices or the batch do not divide, or there is no such
         schedule.
       NotSplittableError: the step has no microbatches; says why.
+      InfeasibleError: nothing fits; says what is nearest.
     """
-    name = options.schedule or DEFAULT_SCHEDULE
-    microbatches = options.microbatches or _few_microbatches(step, options.stages)
-    schedule = build_schedule(name, options.stages, microbatches, _num_workers(name, options.stages))
-    parts = PipelineStep.of(step, microbatches)
-    forward = forward_ops(parts)
-    cut = balanced_cut(forward, parts.values, [num_positions(parts, op) for op in forward], options.stages)
-    mesh = {AXIS_NAMES[1][0]: _devices_per_worker(cluster, schedule)}
-    plan = PipelinePlan(
-        step.name,
-        fingerprint(flatten(step)),
-        jax.__version__,
-        cluster.to_json(),
-        name,
-        schedule.num_workers,
-        microbatches,
-        tuple(Stage(first, mesh) for first in (0, *cut.starts)),
-    )
-    return _pipeline(parts, cut, schedule, plan)
+    watch = Stopwatch(step.trace_s)
+    marks = [""] * len(step.arguments)
+    search = PipelineSearch(step, marks, cluster, options, progress)
+    found = search.run(cutoff_s)
+    watch.lap("search")
+    if isinstance(found, NoCut):
+        raise search.infeasible(found)
+    plan = _plan(step, found, options.memory_bytes)
+    watch.lap("plan")
+    return _pipeline(found, replace(plan, search_s=watch.seconds))
 
 
 def apply(step: Step, plan: PipelinePlan, place: str = "the plan") -> Pipeline:
@@ -109,43 +105,160 @@ def apply(step: Step, plan: PipelinePlan, place: str = "the plan") -> Pipeline:
         )
     try:
         schedule = build_schedule(plan.schedule, len(plan.stages), plan.microbatches, plan.workers)
-        parts = PipelineStep.of(step, plan.microbatches)
+        parts = _parts(step, plan, place)
     except InputError as e:
         raise PlanError(f"{place}: {e}") from e
-    first, *starts = (stage.first_op for stage in plan.stages)
-    end = sum(num_positions(parts, op) for op in forward_ops(parts))
-    if first or sorted({0, *starts}) != [0, *starts] or max((0, *starts)) >= end:
+    placed = _placed(parts, plan, schedule, place)
+    for decisions in plan.decisions:
+        shape = tuple(decisions.mesh.values())
+        intra_op = _decided(parts, decisions, shape, place)
+        parts.ledgers[shape] = Ledger(intra_op, parts.layers, parts.cluster)
+    if missing := {one.shape for one in placed} - parts.ledgers.keys():
+        raise PlanError(f"{place}: no decisions for replicas of mesh {sorted(missing)[0]}")
+    found = Proposal.of(parts, plan.num_replicas, placed, schedule)
+    again = _plan(step, found, plan.memory_bytes)
+    return _pipeline(found, replace(again, cluster=plan.cluster))
+
+
+def simulated(plan: PipelinePlan) -> Simulation:
+    """The schedule of a plan in time, as its estimates say."""
+    costs = [
+        StageCost(
+            s.forward_s,
+            s.backward_s,
+            s.weight_gradient_s,
+            s.send_s,
+            s.return_s,
+            s.residual_bytes,
+            s.residual_bytes,
+        )
+        for s in plan.estimates.stages
+    ]
+    return simulate(build_schedule(plan.schedule, len(costs), plan.microbatches, plan.workers), costs)
+
+
+# --- from what was found to a plan
+
+
+def _pipeline(found: Proposal, plan: PipelinePlan) -> Pipeline:
+    opened = _with_fusions(
+        PipelineStep.of_loop(found.parts.step_problem.step, found.num_replicas), found.parts.step_problem
+    )
+    cut = found.parts.layers.stage_cut([stage.placed.first_layer for stage in found.stages])
+    step, cut = made_ready(opened, cut)
+    programs = stage_programs(step, cut, found.schedule.splits_backward)
+    shardings = (stage_sharding(s.intra_op, step, programs, n) for n, s in enumerate(found.stages))
+    return Pipeline(plan, programs, found.schedule, tuple(shardings))
+
+
+def _with_fusions(step: PipelineStep, problem: StepProblem) -> PipelineStep:
+    """With what the compiler would not store."""
+    fusion, program = problem.live_ranges.fusion, problem.graph.folded.program
+    light = {
+        place
+        for op in program.ops
+        if op.op is not None
+        for v, places in zip(op.results, op.result_places, strict=True)
+        if not fusion.is_stored(v)
+        for place in places
+    }
+    return replace(step, on_the_fly=frozenset(v for v in step.of_microbatch if step.place_of(v) in light))
+
+
+def _plan(step: Step, found: Proposal, memory_bytes: int) -> PipelinePlan:
+    problem = found.parts.step_problem
+    starts = found.parts.layers.starts
+    solutions = {stage.placed.shape: stage.intra_op for stage in found.stages}
+    sites = problem.sites
+    return PipelinePlan(
+        step.name,
+        fingerprint(flatten(step)),
+        jax.__version__,
+        found.parts.cluster.to_json(),
+        memory_bytes,
+        found.schedule.name,
+        found.schedule.num_workers,
+        found.schedule.num_microbatches,
+        tuple(
+            Stage(starts[s.placed.first_layer], _mesh(found.num_replicas, s.placed.shape))
+            for s in found.stages
+        ),
+        RetentionCodec(problem.plain).said(sites) if sites else {},
+        tuple(one.on_mesh.codec.decisions(one.labels) for _, one in sorted(solutions.items())),
+        _estimates(found),
+    )
+
+
+def _mesh(num_replicas: int, shape: Sequence[int]) -> dict[str, int]:
+    return {REPLICA: num_replicas, **dict(zip(AXIS_NAMES[len(shape)], shape, strict=True))}
+
+
+def _estimates(found: Proposal) -> PipelineEstimates:
+    peaks = found.peak_bytes
+    stages = tuple(
+        StageEstimates(
+            stage.cost.forward_s,
+            stage.cost.backward_s,
+            stage.cost.weight_gradient_s,
+            stage.cost.activation_transfer_s,
+            stage.cost.gradient_transfer_s,
+            stage.once_s,
+            round(stage.cost.residual_bytes),
+            round(stage.state_bytes),
+            round(stage.workspace_bytes),
+            round(max(peaks[worker] for worker in found.schedule.workers_of(n))),
+        )
+        for n, stage in enumerate(found.stages)
+    )
+    return PipelineEstimates(found.step_s, found.simulation.bubble_share, round(max(peaks)), stages)
+
+
+# --- from a plan to what it means
+
+
+def _parts(step: Step, plan: PipelinePlan, place: str) -> Parts:
+    """The step as a plan takes it apart and recomputes of it, with layers that begin where stages do."""
+    num_replicas = {stage.num_replicas for stage in plan.stages}
+    if len(num_replicas) != 1:
+        raise PlanError(f"{place}: wanted as many replicas of each stage, got {sorted(num_replicas)}")
+    count = plan.microbatches * plan.num_replicas
+    sites = frozenset()
+    if plan.retention:
+        sites, _ = RetentionCodec(fold(flatten(looped(step, count)), ())).read(plan.retention, place)
+    cluster = Cluster.from_json(plan.cluster, f"{place}: cluster")
+    borders = [stage.first_op for stage in plan.stages]
+    _check_borders(PipelineStep.of(step, count), borders, place)
+    return Parts.of(step, [""] * len(step.arguments), cluster, count, sites, borders)
+
+
+def _check_borders(step: PipelineStep, borders: Sequence[int], place: str) -> None:
+    """That stages begin one after the other, the first one at the beginning."""
+    end = sum(num_positions(step, op) for op in forward_ops(step))
+    if borders[0] or sorted({*borders}) != [*borders] or borders[-1] >= end:
         raise PlanError(
-            f"{place}: wanted stages that begin at op 0 and then at ascending ones below {end}, got {[first, *starts]}"
+            f"{place}: wanted stages that begin at op 0 and then at ascending ones below {end}, got {[*borders]}"
         )
-    return _pipeline(parts, StageCut(tuple(starts)), schedule, plan)
 
 
-def _pipeline(parts: PipelineStep, cut: StageCut, schedule: Schedule, plan: PipelinePlan) -> Pipeline:
-    programs = stage_programs(parts, cut, schedule.splits_backward)
-    shardings = tuple(batch_sharding(parts, stage.num_devices) for stage in plan.stages)
-    return Pipeline(plan, programs, schedule, shardings)
+def _placed(parts: Parts, plan: PipelinePlan, schedule: Schedule, place: str) -> list[Placed]:
+    """Where a plan has its stages: workers stand on the devices one after the other."""
+    starts = [parts.layers.starts.index(stage.first_op) for stage in plan.stages]
+    sizes = [plan.stages[schedule.stages_of(w)[0]].num_devices for w in range(schedule.num_workers)]
+    firsts = [sum(sizes[: schedule.workers_of(n)[0]]) for n in range(len(plan.stages))]
+    if (total := sum(sizes)) != parts.cluster.num_devices:
+        raise PlanError(f"{place}: its stages have {total} devices, its cluster {parts.cluster.num_devices}")
+    ends = [*starts[1:], parts.layers.num_layers]
+    shapes = [tuple(stage.replica_mesh.values()) for stage in plan.stages]
+    return [Placed(*one) for one in zip(starts, ends, firsts, shapes, strict=True)]
 
 
-def _few_microbatches(step: Step, num_stages: int) -> int:
-    """The most that divide the batch, up to a few per stage."""
-    most = MICROBATCHES_PER_STAGE * num_stages
-    return max((n for n in batch_divisors(step) if n <= most), default=1)
-
-
-def _num_workers(schedule: str, num_stages: int) -> int:
-    """Groups of devices; errors are the schedule's to say."""
-    family = FAMILIES.get(schedule)
-    per_worker = 1 if family is None else family.stages_per_worker or VIRTUAL_STAGES
-    return max(num_stages // per_worker, 1)
-
-
-def _devices_per_worker(cluster: Cluster, schedule: Schedule) -> int:
-    num, rest = divmod(cluster.num_devices, schedule.num_workers)
-    if rest or not num:
-        raise InputError(
-            f"{cluster.num_devices} devices cannot be dealt to the {schedule.num_workers} workers of {schedule.num_stages} "
-            f"stages under {schedule.name!r}, as many to each. Ask for a number of stages that gives a divisor of "
-            f"{cluster.num_devices} workers, or use other devices"
-        )
-    return num
+def _decided(parts: Parts, decisions: Decisions, shape: tuple[int, ...], place: str) -> IntraOp:
+    """How the devices of a replica share its work, as a plan says."""
+    if tuple(decisions.mesh) != AXIS_NAMES.get(len(shape)):
+        raise PlanError(f"{place}: wanted mesh axes named {AXIS_NAMES}, got {tuple(decisions.mesh)}")
+    on_mesh = parts.step_problem.on(replica_cluster(parts.cluster, prod(shape)), shape)
+    kept = between_programs(on_mesh, on_mesh.codec.allowed(decisions, place))
+    try:
+        return IntraOp(parts.step_problem, on_mesh, on_mesh.solve(kept, NO_CAP, SOLVE_S).labels)
+    except NoFitError as e:
+        raise PlanError(f"{place}: what it decides for replicas of mesh {shape} does not go together") from e

@@ -2,7 +2,8 @@
 
 An op goes into the program of its stage and of the part of the step that it stands in: forward, backward, prologue,
 epilogue. What a program reads and does not make comes in; what others read of what it makes goes out. What is light is
-made anew in each program that reads it.
+made anew in each program that reads it; so is, by a backward program, what the compiler would not store of its stage's
+forward pass, were both one program.
 
 *Prologue and epilogue* may have to wait for other stages. An op's level is the number of hops between stages that lie
 before it: one program runs the ops of one stage and level. So no two programs wait for each other, and there are few.
@@ -17,7 +18,7 @@ pipeline parallelism"). The first stage sends nothing: there, all is left for la
 # JAX types these functions only in part.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -37,13 +38,33 @@ def stage_programs(step: PipelineStep, cut: StageCut, splits_backward: bool = Fa
     """The programs of a step that is cut into stages.
 
     Args:
-      step: the step in parts.
-      cut: where its forward phase is cut.
+      step: the step in parts, made ready for the cut.
+      cut: where its forward phase is cut, between two ops.
       splits_backward: whether weight gradients have programs of their own.
     """
-    step, cut = between_ops(step, cut)
-    step = joined_late(step, assign(step, cut))
     return _Writing(step, assign(step, cut), splits_backward).run()
+
+
+def made_ready(step: PipelineStep, cut: StageCut) -> tuple[PipelineStep, StageCut]:
+    """The step with its loops cut where a cut goes through them, and sums of several stages joined late; and the cut of
+    that."""
+    step, cut = between_ops(step, cut)
+    return joined_late(step, assign(step, cut)), cut
+
+
+def left_for_later(step: PipelineStep, assigned: StageAssignment) -> frozenset[Op]:
+    """The backward ops that no other stage waits for."""
+    backward = [op for op in step.body if op in assigned.backward]
+    awaited: set[int] = set()
+    later: set[Op] = set()
+    for op in reversed(backward):
+        stage = assigned.of_op[op]
+        if awaited.isdisjoint(op.outputs):
+            later.add(op)
+        for v in op.operands:
+            if op not in later or assigned.of_value.get(v, stage) != stage:
+                awaited.add(v)
+    return frozenset(later)
 
 
 @dataclass(frozen=True)
@@ -85,6 +106,7 @@ class _Writing:
             self.step.step,
             self.assigned.num_stages,
             self.step.num_microbatches,
+            self.step.num_replicas,
             tuple(program for place, program in ordered if place.part == _PROLOGUE),
             {
                 (place.stage, _KINDS[place.part]): program
@@ -105,7 +127,7 @@ class _Writing:
     def _placed(self) -> dict[_Place, list[Op]]:
         """The ops of each program, in program order."""
         placed: dict[_Place, list[Op]] = {}
-        later = self._left_for_later() if self.splits_backward else frozenset[Op]()
+        later = left_for_later(self.step, self.assigned) if self.splits_backward else frozenset[Op]()
         for part, ops in ((_PROLOGUE, self.step.prologue), (_EPILOGUE, self.step.epilogue)):
             for op, level in self._levels(ops):
                 placed.setdefault(_Place(part, level, self.assigned.of_op[op]), []).append(op)
@@ -129,20 +151,6 @@ class _Writing:
                 found.append((op, level))
         return found
 
-    def _left_for_later(self) -> frozenset[Op]:
-        """The backward ops that no other stage waits for."""
-        backward = [op for op in self.step.body if op in self.assigned.backward]
-        awaited: set[int] = set()
-        later: set[Op] = set()
-        for op in reversed(backward):
-            stage = self.assigned.of_op[op]
-            if awaited.isdisjoint(op.outputs):
-                later.add(op)
-            for v in op.operands:
-                if op not in later or self.stage_of.get(v, stage) != stage:
-                    awaited.add(v)
-        return frozenset(later)
-
     def _hand_out_what_is_made_anew(self, placed: dict[_Place, list[Op]]) -> None:
         """Results that no program makes get one, at the stage of what they replace."""
         step = self.step.step
@@ -158,7 +166,7 @@ class _Writing:
         """What programs make for others, or for the caller."""
         wanted = {v for v in self.results if isinstance(v, int)}
         for place, ops in placed.items():
-            wanted |= {*_Body(self.step, ops, self._made_anew_at(place)).entering}
+            wanted |= {*self._body(place, ops).entering}
         return frozenset(wanted | {v for piece, (v, _) in self.step.pieces.items() if piece in wanted})
 
     def _made_anew_at(self, place: _Place) -> list[int]:
@@ -169,9 +177,28 @@ class _Writing:
         ]
         return [v for v in dict.fromkeys(anew) if is_first and self.stage_of[v] == place.stage]
 
+    def _body(self, place: _Place, ops: Sequence[Op]) -> "_Body":
+        again = (
+            self._again_at(place.stage) if place.part in (_BACKWARD, _WEIGHT_GRADIENT) else frozenset[Op]()
+        )
+        return _Body(self.step, ops, self._made_anew_at(place), again)
+
+    def _again_at(self, stage: int) -> frozenset[Op]:
+        """The forward ops of a stage that its backward pass runs again: the compiler would not store what they make."""
+        assigned = self.assigned
+        return frozenset(
+            op
+            for op in self.step.body
+            if assigned.of_op.get(op) == stage and op not in assigned.backward and self._is_on_the_fly(op)
+        )
+
+    def _is_on_the_fly(self, op: Op) -> bool:
+        light = self.step.on_the_fly
+        return not op.bodies and all(self.step.original(v) in light for v in op.outputs)
+
     def _program(self, place: _Place, ops: Sequence[Op], wanted: frozenset[int]) -> StageProgram:
         anew = self._made_anew_at(place)
-        body = _Body(self.step, ops, anew)
+        body = self._body(place, ops)
         written = Written(self.step.values, SCOPE)
         written.ops += body.ops
         made = [v for op in ops for v in op.outputs]
@@ -183,9 +210,7 @@ class _Writing:
                     total = self.sum_of[term]
                     reads.append(total)
                     outputs[total] = written.write(jax.lax.add, (total, term), op)
-        constants = tuple(
-            (v, content) for v, content in self.step.step.graph.constants if v in body.constants
-        )
+        constants = tuple((v, content) for v, content in self.step.constants if v in body.constants)
         graph = Graph(
             tuple(written.values), tuple(reads), constants, tuple(written.ops), tuple(outputs.values())
         )
@@ -203,9 +228,11 @@ class _Body:
       constants: what they read that is always the same.
     """
 
-    def __init__(self, step: PipelineStep, ops: Iterable[Op], anew: Iterable[int]) -> None:
-        self._step = step
-        self._constants = {v for v, _ in step.step.graph.constants}
+    def __init__(
+        self, step: PipelineStep, ops: Iterable[Op], anew: Iterable[int], again: Container[Op]
+    ) -> None:
+        self._step, self._again = step, again
+        self._constants = {v for v, _ in step.constants}
         self.ops: list[Op] = []
         self.entering: dict[int, None] = {}
         self.constants: set[int] = set()
@@ -227,7 +254,7 @@ class _Body:
         maker = self._step.maker.get(v)
         if v in self._constants:
             self.constants.add(v)
-        elif maker in self._step.made_anew:
+        elif maker is not None and (maker in self._step.made_anew or maker in self._again):
             self._append(maker)
         else:
             self.entering[v] = None

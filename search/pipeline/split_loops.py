@@ -86,7 +86,7 @@ class _Splitting:
         self.body = Written(step.values, SCOPE)
         self.sliced: list[Op] = []
         self.once: set[int] = set()
-        self.example_dims = dict(step.example_dims)
+        self.like = dict(step.like)
         self.parts: dict[int, tuple[tuple[int, ...], Bounds]] = {}
         self.whole: set[int] = set()
         self.slices: dict[tuple[Atom, int, int], Atom] = {}
@@ -111,7 +111,7 @@ class _Splitting:
             prologue=(*step.prologue, *self.sliced),
             body=tuple(self.body.ops),
             of_microbatch=step.of_microbatch | frozenset(v for v in added if v not in self.once),
-            example_dims=self.example_dims,
+            like=self.like,
         )
 
     def _bounds_of_stacks(self, op: Op) -> Bounds | None:
@@ -148,8 +148,7 @@ class _Splitting:
     def _like(self, v: int) -> int:
         """A value as another one is."""
         made = self.body.new(self.step.values[v])
-        if v in self.example_dims:
-            self.example_dims[made] = self.example_dims[v]
+        self.like[made] = v
         return made
 
     def _new_part(self, stack: int, run: tuple[int, int]) -> int:
@@ -175,8 +174,7 @@ class _Splitting:
         first_op, first = len(self.body.ops), len(self.body.values)
         part = self.body.write(partial(_slice, *run), (stack,), None)
         assert isinstance(part, int)
-        if stack in self.example_dims:
-            self.example_dims[part] = self.example_dims[stack]
+        self.like[part] = stack
         if is_once:
             self.sliced += self.body.ops[first_op:]
             del self.body.ops[first_op:]

@@ -1,23 +1,28 @@
-"""The plan of a pipeline: where a step is cut into stages, on which submeshes they run, and in which schedule.
+"""The plan of a pipeline: where a step is cut into stages, on which submeshes they run, how, and in which schedule.
 
-It stands apart from `Plan`, which says what every op of one program does: here, each stage splits its examples over its
-devices, and nothing else is decided. So there is little to say, all of it can be edited by hand, and nothing of it is an
-estimate.
+A stage's submesh has replicas, over which examples are split, and the devices of each, which share the work as `decisions`
+say: in the words of a plan of one program, for each mesh that a stage's replicas form. All of it can be edited by hand and
+is honoured. `estimates` are what the cost model says of that, stage by stage: from them alone the schedule can be drawn.
 """
 
 import json
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from cost_model.errors import PlanError
 from cost_model.whole_file import write_whole
 from search.plan.json_file import read_file, schema_of
+from search.plan.plan import Decisions
+from search.plan.spmd_plan import PROGRAM_PER_STAGE
 
-SCHEMA = "autoshard.pipeline/1"
+SCHEMA = "autoshard.pipeline/2"
+
+REPLICA = "replica"
+"""The first axis of each stage's submesh."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +32,7 @@ class Stage:
     Attributes:
       first_op: the position of its first op, of those that run for each microbatch in the forward phase: an op counts as
         one, a loop over layers as many as it has.
-      mesh: size of each axis of its submesh by name.
+      mesh: size of each axis of its submesh by name: of replicas, then of each one's devices.
     """
 
     first_op: int
@@ -37,6 +42,62 @@ class Stage:
     def num_devices(self) -> int:
         """Devices of its submesh."""
         return math.prod(self.mesh.values())
+
+    @property
+    def num_replicas(self) -> int:
+        """Groups of its devices that do the same for other examples."""
+        return self.mesh[REPLICA]
+
+    @property
+    def replica_mesh(self) -> dict[str, int]:
+        """The mesh of a replica's devices."""
+        return {name: size for name, size in self.mesh.items() if name != REPLICA}
+
+
+@dataclass(frozen=True, slots=True)
+class StageEstimates:
+    """What a stage is predicted to take.
+
+    Attributes:
+      forward_s: seconds of a microbatch.
+      backward_s: likewise, without weight gradients.
+      weight_gradient_s: likewise.
+      send_s: until what the forward pass made is on the next stage.
+      return_s: until the gradient of what the stage read is on the one before.
+      update_s: seconds of what is done once in a step: the update, with the gradients' reduction over replicas.
+      residual_bytes: a device's, of a microbatch in flight.
+      state_bytes: a device's, always there.
+      workspace_bytes: a device's, while it runs.
+      peak_bytes: a device's, with all stages of its worker.
+    """
+
+    forward_s: float
+    backward_s: float
+    weight_gradient_s: float
+    send_s: float
+    return_s: float
+    update_s: float
+    residual_bytes: int
+    state_bytes: int
+    workspace_bytes: int
+    peak_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineEstimates:
+    """What the cost model predicts of a pipeline.
+
+    Attributes:
+      step_s: seconds per step.
+      bubble: of the workers' time in it, the share in which they wait.
+      peak_bytes: device memory at its highest.
+      stages: of each.
+    """
+
+    step_s: float
+    bubble: float
+    peak_bytes: int
+    stages: tuple[StageEstimates, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,20 +109,40 @@ class PipelinePlan:
       fingerprint: of the traced step.
       jax: the JAX version that traced it.
       cluster: the cluster, as its JSON file would say it.
+      memory_bytes: the cap per device.
       schedule: the family's name, such as `1f1b`.
       workers: groups of devices; each may run several stages.
       microbatches: in how many the step goes through its batch.
       stages: in the order of the forward phase.
+      retention: per class of forward ops, by name, what is not kept of them, as in a plan of one program.
+      decisions: for each mesh that the replicas of a stage form, how their devices share the work.
+      estimates: what all this is predicted to take.
+      search_s: seconds of the search; not saved.
     """
 
     step: str
     fingerprint: str
     jax: str
     cluster: Mapping[str, Any]
+    memory_bytes: int
     schedule: str
     workers: int
     microbatches: int
     stages: tuple[Stage, ...]
+    retention: Mapping[str, str]
+    decisions: tuple[Decisions, ...]
+    estimates: PipelineEstimates
+    search_s: Mapping[str, float] = field(default_factory=dict[str, float], compare=False)
+
+    @property
+    def num_replicas(self) -> int:
+        """Of each stage."""
+        return self.stages[0].num_replicas
+
+    @property
+    def executor(self) -> str:
+        """What runs it."""
+        return PROGRAM_PER_STAGE
 
     def to_json(self) -> dict[str, Any]:
         """The plan as JSON-ready values; the same plan gives the same values in the same order."""
@@ -71,10 +152,22 @@ class PipelinePlan:
             "fingerprint": self.fingerprint,
             "jax": self.jax,
             "cluster": dict(self.cluster),
+            "memory_bytes": self.memory_bytes,
             "schedule": self.schedule,
             "workers": self.workers,
             "microbatches": self.microbatches,
             "stages": [{"first_op": s.first_op, "mesh": dict(s.mesh)} for s in self.stages],
+            "retention": dict(self.retention),
+            "decisions": [
+                {
+                    "mesh": dict(d.mesh),
+                    "arguments": dict(d.arguments),
+                    "ops": dict(d.ops),
+                    "copies": dict(d.copies),
+                }
+                for d in self.decisions
+            ],
+            "estimates": {**asdict(self.estimates), "stages": [asdict(s) for s in self.estimates.stages]},
         }
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -107,18 +200,20 @@ class PipelinePlan:
         if (schema := schema_of(data)) not in (None, SCHEMA):
             raise PlanError(f"{place} has schema {schema!r}; wanted {SCHEMA!r}, as of a pipeline's plan")
         file = read(PipelineFile, data, place)
-        return cls(
-            file["step"],
-            file["fingerprint"],
-            file["jax"],
-            file["cluster"],
-            file["schedule"],
-            file["workers"],
-            file["microbatches"],
-            tuple(Stage(**stage) for stage in file["stages"]),
-        )
+        of_stages = tuple(StageEstimates(**s) for s in file["estimates"].pop("stages"))
+        read_as: dict[str, Any] = {
+            "stages": tuple(Stage(**stage) for stage in file["stages"]),
+            "decisions": tuple(Decisions(**decisions) for decisions in file["decisions"]),
+            "estimates": PipelineEstimates(**file["estimates"], stages=of_stages),
+        }
+        return cls(**{f.name: file[f.name] for f in fields(cls) if f.name in file} | read_as)
+
+    def __str__(self) -> str:
+        from search.plan.pipeline_summary import summary  # it needs plans itself
+
+        return summary(self)
 
 
 def is_of_pipeline(data: Any) -> bool:
     """Whether JSON-ready values say that they are a pipeline's plan."""
-    return schema_of(data) == SCHEMA
+    return str(schema_of(data)).startswith("autoshard.pipeline/")

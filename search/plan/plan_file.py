@@ -136,7 +136,58 @@ class StageFile(TypedDict):
     first_op: Count
     """The position of its first op, of those that run for each microbatch in the forward phase."""
     mesh: Mesh
-    """Size of each axis of its submesh."""
+    """Size of each axis of its submesh: of replicas, then of each one's devices."""
+
+
+class StageDecisionsFile(TypedDict):
+    """How the devices of a stage's replica share its work, where they form such a mesh."""
+
+    mesh: Mesh
+    """Size of each of its axes, outermost first."""
+    arguments: dict[str, str]
+    """As in a plan of one program."""
+    ops: dict[str, str]
+    """Likewise."""
+    copies: dict[str, str]
+    """Likewise."""
+
+
+class StageEstimatesFile(TypedDict):
+    """What a stage is predicted to take: seconds of a microbatch, and bytes of a device."""
+
+    forward_s: Number
+    """Forward pass."""
+    backward_s: Number
+    """Backward pass without weight gradients."""
+    weight_gradient_s: Number
+    """These."""
+    send_s: Number
+    """Until what the forward pass made is on the next stage."""
+    return_s: Number
+    """Until the gradient of what the stage read is on the one before."""
+    update_s: Number
+    """What is done once in a step."""
+    residual_bytes: Count
+    """Of a microbatch in flight."""
+    state_bytes: Count
+    """Always there."""
+    workspace_bytes: Count
+    """While it runs."""
+    peak_bytes: Count
+    """At the highest, with all stages of its worker."""
+
+
+class PipelineEstimatesFile(TypedDict):
+    """What is predicted of a pipeline; it is made anew whenever a step is given the plan."""
+
+    step_s: Number
+    """Seconds per step."""
+    bubble: Number
+    """The share of it in which workers wait."""
+    peak_bytes: Count
+    """Device memory at its highest, per device."""
+    stages: list[StageEstimatesFile]
+    """Of each stage."""
 
 
 class PipelineFile(TypedDict):
@@ -154,12 +205,44 @@ class PipelineFile(TypedDict):
     """The cluster, as its file would say it."""
     schedule: str
     """The family's name, such as 1f1b."""
+    memory_bytes: Count
+    """The cap per device."""
     workers: Size
     """Groups of devices."""
     microbatches: Size
     """In how many a step goes through its batch."""
     stages: list[StageFile]
     """In the order of the forward phase."""
+    retention: dict[str, str]
+    """By name, what of a class of forward ops is not kept for the backward phase."""
+    decisions: list[StageDecisionsFile]
+    """For each mesh of a replica's devices, how these share the work."""
+    estimates: PipelineEstimatesFile
+
+
+class SpmdFile(TypedDict):
+    """How to run a training step as a pipeline that is one program."""
+
+    schema: str
+    """The form of this file."""
+    step: str
+    """The step function's name."""
+    fingerprint: str
+    """Of the traced step."""
+    jax: str
+    """The JAX version that traced it."""
+    cluster: dict[str, Any]
+    """The cluster, as its file would say it."""
+    executor: str
+    """What runs it: one program."""
+    schedule: str
+    """The family's name: gpipe or circular."""
+    microbatches: Size
+    """In how many each device goes through its part of the batch."""
+    stages: Size
+    """Runs of equally many layers."""
+    mesh: Mesh
+    """Size of each axis: of groups of stages, and of the devices of each."""
 
 
 class ScheduleFile(TypedDict):
@@ -175,7 +258,19 @@ class ScheduleFile(TypedDict):
     """Of each, its tasks in order: F0.0 F0.1 B0.0 B0.1."""
 
 
-for _file in (CollectiveFile, EstimatesFile, DecisionsFile, PlanFile, StageFile, PipelineFile, ScheduleFile):
+for _file in (
+    CollectiveFile,
+    EstimatesFile,
+    DecisionsFile,
+    PlanFile,
+    StageFile,
+    StageDecisionsFile,
+    StageEstimatesFile,
+    PipelineEstimatesFile,
+    PipelineFile,
+    SpmdFile,
+    ScheduleFile,
+):
     _file.__pydantic_config__ = _READ  # type: ignore[attr-defined]
 OptionsFile.__pydantic_config__ = ConfigDict(**_READ, extra="allow")  # type: ignore[attr-defined]
 

@@ -9,6 +9,12 @@ before.
 A value has a number and a stage where it is made or rests; programs of other stages that read it get a copy. Values of the
 forward and backward programs are others for each microbatch. A value that a program reads and makes is a sum: the new one
 takes the old one's place. All this is data: a schedule says when what runs, and an executor does it.
+
+*Replicas.* A stage's devices may be several groups that do the same for other examples: a task's program then says what one
+of them does with its part of the microbatch. What it reads of the prologue is alike for all; what it makes, and its sums,
+each has its own. The sums of all are added together once, behind the last task, for the epilogue. So a step that goes
+through its batch in so many microbatches on so many replicas takes it in as many parts as both make together: the part of a
+replica has its number times the microbatches, and the microbatch's number.
 """
 
 from collections.abc import Iterator, Mapping
@@ -63,20 +69,22 @@ class StagePrograms:
       step: the traced step.
       num_stages: in how many it is cut.
       num_microbatches: in how many it goes through its batch.
+      num_replicas: among how many groups of a stage's devices each of them is shared out.
       prologue: what runs before all tasks, in order.
       tasks: what runs for a microbatch, by stage and kind; a stage may have nothing to do.
       epilogue: what runs behind all tasks, in order.
       stage_of: where each value is made, or rests; of arguments too.
       values: all values.
       of_microbatch: the values that are others for each microbatch.
-      index: the microbatch's number, a value that every stage has.
-      pieces: by value that the epilogue reads: the value that it is, and of which microbatch.
+      index: the part's number, a value that every stage has.
+      pieces: by value that the epilogue reads: the value that it is, and of which part.
       results: per result of the step: the value, or the literal that it is.
     """
 
     step: Step
     num_stages: int
     num_microbatches: int
+    num_replicas: int
     prologue: tuple[StageProgram, ...]
     tasks: Mapping[tuple[int, TaskKind], StageProgram]
     epilogue: tuple[StageProgram, ...]
@@ -98,6 +106,15 @@ class StagePrograms:
         """Whether a value is another one for each microbatch."""
         return value in self.of_microbatch
 
+    def is_of_replica(self, value: int) -> bool:
+        """Whether each replica has a value of its own; sums aside, of which each has a part."""
+        return value == self.index or self.is_of_microbatch(value)
+
+    @cached_property
+    def sums(self) -> frozenset[int]:
+        """The values that tasks add to."""
+        return frozenset[int]().union(*(program.sums for program in self.tasks.values()))
+
     @cached_property
     def transfers(self) -> tuple[Transfer, ...]:
         """What goes from stage to stage, by value and target."""
@@ -113,6 +130,8 @@ class StagePrograms:
 @dataclass(frozen=True, eq=False)
 class StageSharding:
     """How a stage's values lie on its submesh.
+
+    The first axis of the submesh is that of the replicas. Values that each of these has for itself lie on the other axes.
 
     Attributes:
       mesh_shape: sizes of the submesh's axes, outermost first.

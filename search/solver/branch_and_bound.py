@@ -303,7 +303,7 @@ class _Search:
         """A part's pieces, tightened; none where the part could be solved outright."""
         if not self.planes.rows:
             self._eliminate(part)
-        if self._is_open(part) and part.trws.num_kept - len(part.trws.kept) <= MAX_PROGRAM_LABELS:
+        if part.trws.num_kept - len(part.trws.kept) <= MAX_PROGRAM_LABELS:
             self._settle(part)
         if self._is_closed(part):
             return []

@@ -74,13 +74,13 @@ def bytes_of_microbatch(programs: StagePrograms, stage: int) -> int:
         for v in programs.tasks[stage, TaskKind.BACKWARD].reads
         if v in there and programs.is_of_microbatch(v)
     }
-    return sum(programs.values[v].num_bytes for v in kept)
+    return DEVICES * sum(programs.values[v].num_bytes for v in kept)
 
 
 def passing_bytes(programs: StagePrograms, stage: int) -> int:
     """What comes in and goes out for a microbatch: an activation and its gradient, on either side."""
     moved = [t for t in programs.transfers if t.is_per_microbatch and stage in (t.source, t.target)]
-    return sum(programs.values[t.value].num_bytes for t in moved)
+    return DEVICES * sum(programs.values[t.value].num_bytes for t in moved)
 
 
 def prologue_bytes(programs: StagePrograms, stage: int) -> int:
@@ -92,8 +92,8 @@ def prologue_bytes(programs: StagePrograms, stage: int) -> int:
 def held_and_allowed(schedule: Schedule, in_flight: Sequence[int]) -> list[tuple[int, int]]:
     params, batch = arguments()
     traced = trace(step, params, batch)
-    _, programs = programs_of(traced, schedule)
-    program = pipelined(traced, schedule)
+    _, programs = programs_of(traced, schedule, num_replicas=DEVICES)
+    program = pipelined(traced, schedule, num_replicas=DEVICES)
     placed = jax.device_put((params, batch), program.shardings)
     most = most_held(program, placed)
     allowed = [

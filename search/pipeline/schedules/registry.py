@@ -6,6 +6,7 @@ from types import MappingProxyType
 
 from cost_model.errors import InputError
 from search.pipeline.schedules.chimera import chimera
+from search.pipeline.schedules.circular import circular
 from search.pipeline.schedules.dualpipe_v import dualpipe_v
 from search.pipeline.schedules.gpipe import gpipe
 from search.pipeline.schedules.interleaved import interleaved_one_f_one_b
@@ -34,6 +35,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "1f1b": Family(one_f_one_b),
         "eager-1f1b": Family(eager_one_f_one_b),
         "interleaved-1f1b": Family(interleaved_one_f_one_b, None),
+        "circular": Family(circular, None),
         "zb-h1": Family(zb_h1),
         "zb-h2": Family(zb_h2),
         "zb-v": Family(zb_v, 2),

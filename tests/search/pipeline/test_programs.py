@@ -7,7 +7,7 @@ import pytest
 from search.ir.graph import Phase
 from search.ir.trace import trace
 from search.pipeline.pipeline_step import PipelineStep
-from search.pipeline.programs import stage_programs
+from search.pipeline.programs import made_ready, stage_programs
 from search.pipeline.split_loops import between_ops, num_positions
 from search.pipeline.stage_cut import StageCut
 from search.pipeline.stages import assign, forward_ops
@@ -69,7 +69,7 @@ def names(program):
 
 def test_each_layers_gradient_is_made_where_the_layer_is():
     parts = parts_of(layers)
-    programs = stage_programs(parts, behind(parts, 1))
+    programs = stage_programs(*made_ready(parts, behind(parts, 1)))
     assert names(programs.tasks[0, FORWARD]).count("dot_general") == 1
     assert names(programs.tasks[1, FORWARD]).count("dot_general") == 3
     assert names(programs.tasks[0, BACKWARD]).count("dot_general") == 1  # its input needs no gradient
@@ -80,7 +80,7 @@ def test_each_layers_gradient_is_made_where_the_layer_is():
 
 def test_an_activation_and_its_gradient_cross_and_nothing_else():
     parts = parts_of(layers)
-    programs = stage_programs(parts, behind(parts, 2))
+    programs = stage_programs(*made_ready(parts, behind(parts, 2)))
     assert [(t.source, t.target, t.is_per_microbatch) for t in programs.transfers] == [
         (0, 1, True),
         (1, 0, True),
@@ -90,7 +90,7 @@ def test_an_activation_and_its_gradient_cross_and_nothing_else():
 
 def test_a_value_may_skip_stages():
     parts = parts_of(encoder_decoder)
-    programs = stage_programs(parts, behind(parts, 1, 2, 3))
+    programs = stage_programs(*made_ready(parts, behind(parts, 1, 2, 3)))
     memory = next(op for op in forward_ops(parts) if op.name == "tanh").outputs[0]
     assert [t.target for t in programs.transfers if t.value == memory] == [1, 2, 3]
 
@@ -111,7 +111,7 @@ def test_data_flows_forth_and_then_back(loss_fn):
 
 def test_weight_gradients_are_left_for_later():
     parts = parts_of(layers)
-    programs = stage_programs(parts, behind(parts, 2), splits_backward=True)
+    programs = stage_programs(*made_ready(parts, behind(parts, 2)), splits_backward=True)
     backward, later = programs.tasks[1, BACKWARD], programs.tasks[1, WEIGHT_GRADIENT]
     assert names(backward).count("dot_general") == names(later).count("dot_general") == 2
     assert not backward.sums
@@ -122,7 +122,7 @@ def test_weight_gradients_are_left_for_later():
 def test_a_cut_loop_has_slices_of_parameters_at_each_stage():
     parts = parts_of(looped)
     assert num_positions(parts, forward_ops(parts)[0]) == LAYERS
-    programs = stage_programs(parts, StageCut((1,)))
+    programs = stage_programs(*made_ready(parts, StageCut((1,))))
     for stage, length in enumerate((1, LAYERS - 1)):
         for kind in (FORWARD, BACKWARD):
             (loop,) = (op for op in programs.tasks[stage, kind].graph.ops if op.name == "scan")
@@ -161,11 +161,11 @@ def test_light_ops_are_made_anew_rather_than_sent():
         "length": jax.ShapeDtypeStruct((), "int32"),
     }
     parts = PipelineStep.of(trace(trained(masked), params, batch), 2)
-    programs = stage_programs(parts, behind(parts, 2))
+    programs = stage_programs(*made_ready(parts, behind(parts, 2)))
     assert not [t for t in programs.transfers if programs.values[t.value].dtype == bool]
 
 
 def test_forward_programs_hold_no_backward_op():
     parts = parts_of(layers)
-    programs = stage_programs(parts, behind(parts, 2))
+    programs = stage_programs(*made_ready(parts, behind(parts, 2)))
     assert all(op.phase is Phase.FORWARD for s in (0, 1) for op in programs.tasks[s, FORWARD].graph.ops)

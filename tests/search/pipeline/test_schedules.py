@@ -59,10 +59,11 @@ class TestBubbles:
             assert simulation.bubble_s == pytest.approx([(workers - 1) * sum(times)] * workers)
             assert simulation.makespan_s == pytest.approx((microbatches + workers - 1) * sum(times))
 
-    def test_of_interleaved_1f1b(self, workers: int, microbatches: int, times):
-        for chunks in (2, 3):
-            simulation = timed(family("interleaved-1f1b", workers, microbatches, chunks), times, chunks)
-            assert max(simulation.bubble_s) == pytest.approx((workers - 1) * sum(times) / chunks)
+    def test_of_interleaved_1f1b_and_circular(self, workers: int, microbatches: int, times):
+        for name in ("interleaved-1f1b", "circular"):
+            for chunks in (2, 3):
+                simulation = timed(family(name, workers, microbatches, chunks), times, chunks)
+                assert max(simulation.bubble_s) == pytest.approx((workers - 1) * sum(times) / chunks)
 
     def test_of_zb_h1(self, workers: int, microbatches: int, times):
         f, b, w = times
@@ -120,6 +121,7 @@ def test_in_flight(workers: int, microbatches: int):
         return [held[stage] for stage, held in enumerate(in_flight(family(name, p, m)))]
 
     assert of("gpipe") == [m] * p
+    assert of("circular") == [m] * p
     assert of("1f1b") == [p - i for i in range(p)]
     assert of("eager-1f1b") == [2 * (p - i) - 1 for i in range(p)]
     assert of("zb-h1") == [p] * p
@@ -154,6 +156,7 @@ def test_eager_1f1b_hides_transfers_that_1f1b_waits_for():
         ("1f1b", 8, 8, 4, r"wants 1 x 4 stages on 4 workers, got 8. Use 4 stages"),
         ("zb-v", 4, 8, 4, r"wants 2 x 4 stages on 4 workers, got 4. Use 8 stages"),
         ("interleaved-1f1b", 8, 6, 4, r"got 6 for 4 workers. Use 4 or 8, or schedule '1f1b'"),
+        ("circular", 8, 3, 4, r"at least as many microbatches as workers, got 3 for 4"),
         ("interleaved-1f1b", 4, 8, 4, r"two or more stages on each worker.*Use 8 stages"),
         ("dualpipe-v", 8, 7, 4, r"8 for 4 workers; got 7"),
         ("chimera", 3, 8, 3, r"even number of stages.*got 3. Use 4"),

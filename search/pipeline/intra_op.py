@@ -1,0 +1,103 @@
+"""How the devices of a replica share its work: one search for the whole step, whatever its stages will be.
+
+A stage's devices are replicas, which take other examples, times the devices of each, which share the work on them in any way
+that the intra-op search knows: over a logical mesh of theirs. How they do is decided once for each such mesh, for the step
+in as many parts as there are microbatches and replicas together, as if one replica ran all of it. A stage then does with its
+layers what the whole step does with them. So a search asks for a few solutions, never for one per run of layers; blocks that
+repeat are decided together there, so that layers of a kind are run alike.
+
+Forward and backward passes are programs of their own. What one of them hands to another lies between them as it is: it
+cannot be terms of a sum, and a copy that was resharded for the one is not there for the other. Strategies that would have it
+otherwise are left out.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import prod
+
+import numpy as np
+
+from cost_model.cluster import Cluster
+from search.device.prediction import Prediction
+from search.ir.spec import PARTIAL
+from search.memory.microbatches import loop_over_microbatches
+from search.mesh_problem import MeshProblem, StepProblem
+from search.problem.flat_program import FlatOp
+from search.problem.reshard_paths import ReshardPaths
+from search.problem.strategies import CopySource, port_specs
+from search.solver.pbqp import Labels
+
+NO_CAP = 1 << 62
+
+SOLVE_S = 5.0
+"""Nominal seconds (`search.solver.clock`) for the strategies of a replica's devices. Source: a choice of ours; most are
+proved best in less."""
+
+
+@dataclass(frozen=True, eq=False)
+class IntraOp:
+    """A solution.
+
+    Attributes:
+      step_problem: of the step with its loop over parts.
+      on_mesh: the same on the mesh of a replica's devices.
+      labels: a strategy for each node.
+    """
+
+    step_problem: StepProblem
+    on_mesh: MeshProblem
+    labels: Labels
+
+    @property
+    def mesh_shape(self) -> tuple[int, ...]:
+        """Of a replica's devices."""
+        return self.on_mesh.shape
+
+    @cached_property
+    def paths(self) -> ReshardPaths:
+        """How values lie and travel."""
+        return ReshardPaths(self.on_mesh.memory.costed, self.labels)
+
+    @cached_property
+    def device(self) -> Prediction:
+        """What a device would do in the whole step."""
+        return self.on_mesh.predicted(self.labels, NO_CAP)
+
+
+def replica_cluster(cluster: Cluster, num_devices: int) -> Cluster:
+    """As many devices of a cluster as a replica has."""
+    per_node = min(num_devices, cluster.devices_per_node)
+    host_bytes = cluster.host_bytes_per_node * per_node // cluster.devices_per_node
+    return replace(
+        cluster, num_devices=num_devices, devices_per_node=per_node, host_bytes_per_node=host_bytes
+    )
+
+
+def between_programs(on_mesh: MeshProblem, kept: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
+    """Of some strategies, those under which forward and backward passes can be programs of their own."""
+    costed = on_mesh.memory.costed
+    graph, program = costed.graph, costed.graph.folded.program
+    left = list(kept)
+    for copy in graph.copies:
+        ways = costed.strategies[copy.node].copy_sources
+        left[copy.node] = np.array([s for s in left[copy.node] if ways[s] is not CopySource.KEPT], int)
+    loop = (loop_over_microbatches(program.step.graph),)
+    for op_class, members in enumerate(graph.folded.members):
+        if any(_is_sum_of(program.ops[i], loop) for i in members):
+            port = graph.ports[op_class, 0, True]
+            is_partial = (port_specs(port, costed.strategies[port.node]) == PARTIAL).any(axis=1)
+            left[port.node] = np.array([s for s in left[port.node] if not is_partial[s]], int)
+    return tuple(left)
+
+
+def _is_sum_of(op: FlatOp, loop: tuple[int, ...]) -> bool:
+    """Whether an op stands for what the loop over microbatches adds up."""
+    return op.is_accumulator and op.site == loop
+
+
+def solved(step_problem: StepProblem, cluster: Cluster, shape: tuple[int, ...]) -> IntraOp:
+    """The fastest strategies on such a mesh of a replica's devices, without a cap: that is for stages."""
+    on_mesh = step_problem.on(replica_cluster(cluster, prod(shape)), shape)
+    kept = between_programs(on_mesh, on_mesh.pinned({}))
+    return IntraOp(step_problem, on_mesh, on_mesh.solve(kept, NO_CAP, SOLVE_S).labels)

@@ -1,0 +1,96 @@
+"""The forward phase as a chain of layers: where it may be cut into stages, and which op of the step belongs to which layer.
+
+Between any two ops that do much of the work there is one place where the fewest bytes cross; only these can be borders. Of
+them, those at which most crosses are given up first, until as few are left as are asked for; of those with as much, as there
+are between equal blocks, the one whose layers do the least. So blocks that repeat end up alike, without being looked for.
+Layers under `scan` may be cut between any two iterations, as these count as ops of their own.
+
+All else follows its layer as it follows its stage (`search.pipeline.stages`): layers are the finest stages.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+import numpy as np
+
+from search.ir.graph import Op
+from search.pipeline.pipeline_step import PipelineStep
+from search.pipeline.split_loops import between_ops, num_positions
+from search.pipeline.stage_cut import StageCut, crossing_bytes, num_flops
+from search.pipeline.stages import StageAssignment, assign, forward_ops
+
+MAX_LAYERS = 96
+"""Source: a choice of ours; the inter-op search takes seconds for as many on a thousand devices."""
+
+HEAVY_SHARE = 0.1
+"""Of an even share of the work: ops with less make no layer. Source: a choice of ours."""
+
+
+@dataclass(frozen=True, eq=False)
+class Layers:
+    """A step's layers.
+
+    Attributes:
+      starts: by layer: the position of its first op, as a cut of the step says it.
+      step: the step in parts, with its loops cut between layers.
+      cut: where layers begin in that.
+    """
+
+    starts: tuple[int, ...]
+    step: PipelineStep
+    cut: StageCut
+
+    @classmethod
+    def of(cls, step: PipelineStep, borders: Sequence[int] = (), most: int = MAX_LAYERS) -> "Layers":
+        """A step's layers, at most so many, and more where some must begin at these positions."""
+        ops = forward_ops(step)
+        counts = [num_positions(step, op) for op in ops]
+        found = layer_starts(work(step, ops), crossing_bytes(ops, step.values, counts), most)
+        starts = tuple(sorted({*found, *borders}))
+        return cls(starts, *between_ops(step, StageCut(starts[1:])))
+
+    @property
+    def num_layers(self) -> int:
+        """How many there are."""
+        return len(self.starts)
+
+    @cached_property
+    def assigned(self) -> StageAssignment:
+        """Each op's layer, and where each value is made or rests."""
+        return assign(self.step, self.cut)
+
+    def stage_cut(self, first_layers: Sequence[int]) -> StageCut:
+        """The cut of the step before, into stages that begin with these layers."""
+        return StageCut(tuple(self.starts[layer] for layer in first_layers[1:]))
+
+
+def work(step: PipelineStep, ops: Sequence[Op]) -> np.ndarray:
+    """By position: floating-point operations."""
+    counts = [num_positions(step, op) for op in ops]
+    flops = np.array([num_flops(op, step.values) for op in ops])
+    return np.repeat(flops / counts, counts)
+
+
+def layer_starts(flops: np.ndarray, crossing: np.ndarray, most: int) -> tuple[int, ...]:
+    """Where layers begin.
+
+    Args:
+      flops: [positions] of each op.
+      crossing: [positions + 1] bytes that cross in front of it.
+      most: how many layers there may be.
+    """
+    heavy = np.flatnonzero(flops > HEAVY_SHARE * flops.sum() / most)
+    if not len(heavy):
+        return (0,)
+    starts = [0]
+    for before, after in pairwise(heavy):
+        starts.append(int(before + 1 + np.argmin(crossing[before + 1 : after + 1])))
+    total = np.concatenate([[0.0], np.cumsum(flops)])
+    while len(starts) > most:
+        ends = [*starts[1:], len(flops)]
+        joined = [total[ends[i]] - total[starts[i - 1]] for i in range(1, len(starts))]
+        worst = max(range(1, len(starts)), key=lambda i: (crossing[starts[i]], -joined[i - 1], -i))
+        del starts[worst]
+    return tuple(starts)

@@ -1,0 +1,385 @@
+"""Pipelines worth having: for each number of microbatches and replicas, stages by dynamic programming.
+
+A stage's devices are replicas times the devices of each. All stages have as many replicas, as they share out microbatches
+alike; of how many devices each of these is made, stages may differ. So for each number of replicas there is one problem
+for the inter-op search (`search.pipeline.inter_op`), whose options are the numbers of devices of a replica. Layers' costs
+come from one solution each for the whole step (`intra_op`, `layer_costs`).
+
+What the inter-op search finds is run by the simulator in its schedule, and what takes least time and fits is the answer.
+
+Where a cap stands in the way, the step that recomputes is searched in the same way: what it recomputes are a few choices of
+minimum cuts (`search.memory.trade_offs`).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import prod
+
+import numpy as np
+
+from cost_model.cluster import Cluster, Link
+from search.ir.graph import Site, Step
+from search.memory.microbatches import looped
+from search.memory.residuals import Residuals, residuals
+from search.memory.trade_offs import HIGHEST_S_PER_BYTE, Choice
+from search.mesh_problem import StepProblem
+from search.pipeline.inter_op import plan_stages
+from search.pipeline.intra_op import IntraOp, solved
+from search.pipeline.layer_costs import LayerCosts, Ledger
+from search.pipeline.layers import Layers
+from search.pipeline.pipeline_step import PipelineStep
+from search.pipeline.schedules.registry import FAMILIES, build_schedule
+from search.pipeline.simulator import Simulation, StageCost, simulate
+from search.pipeline.stage_costs import Node, StageOption, Submesh
+from search.pipeline.stage_plan import InterOpPlan, InterOpProblem, NoCut
+from search.plan.schedule import Schedule
+from search.solver.clock import PROCESSOR, SearchClock
+
+GAP = 0.01
+"""Proved of a cut: finer than what costs are known to. Source: a choice of ours."""
+
+SEARCHED = ("1f1b", "zb-h1")
+"""Schedules that are tried where the caller names none: they hold least. Source: Qi et al. 2024, table 1."""
+
+
+@dataclass(frozen=True, eq=False)
+class Parts:
+    """The step in so many parts, of which some is recomputed: made ready, with its layers and what is known of them.
+
+    Attributes:
+      step_problem: of the step with its loop over parts.
+      layers: of it.
+      cluster: on which stages stand.
+      ledgers: by the mesh of a replica, what layers cost on it, as far as that was asked for.
+    """
+
+    step_problem: StepProblem
+    layers: Layers
+    cluster: Cluster
+    ledgers: dict[tuple[int, ...], Ledger] = field(default_factory=dict[tuple[int, ...], Ledger])
+
+    @classmethod
+    def of(
+        cls,
+        step: Step,
+        marks: Sequence[str],
+        cluster: Cluster,
+        count: int,
+        sites: frozenset[Site] = frozenset(),
+        borders: Sequence[int] = (),
+        clock: SearchClock = PROCESSOR,
+    ) -> "Parts":
+        """Makes a step ready.
+
+        Args:
+          step: the traced step.
+          marks: as for `StepProblem.of`.
+          cluster: on which stages stand.
+          count: of parts.
+          sites: what to recompute.
+          borders: positions in the forward phase at which layers begin besides.
+          clock: by which searches for it go.
+        """
+        problem = StepProblem.of(looped(step, count), marks, cluster.device, sites, clock=clock)
+        return cls(problem, Layers.of(PipelineStep.of_loop(problem.step), borders), cluster)
+
+    @property
+    def count(self) -> int:
+        """Of parts."""
+        return self.step_problem.traced.num_microbatches
+
+    def recomputing(self, sites: frozenset[Site]) -> "Parts":
+        """The same with some of it recomputed."""
+        problem = self.step_problem
+        problem = StepProblem.of(
+            problem.traced,
+            problem.marks,
+            self.cluster.device,
+            sites,
+            known=problem.plain,
+            clock=problem.clock,
+        )
+        return Parts(problem, Layers.of(PipelineStep.of_loop(problem.step)), self.cluster)
+
+    def ledger(self, shape: tuple[int, ...]) -> Ledger:
+        """What layers cost when a replica's devices form such a mesh."""
+        if shape not in self.ledgers:
+            intra_op = solved(self.step_problem, self.cluster, shape)
+            self.ledgers[shape] = Ledger(intra_op, self.layers, self.cluster)
+        return self.ledgers[shape]
+
+    def choices(self, shape: tuple[int, ...]) -> "list[Again]":
+        """What might be recomputed: what saves most for its time, and all that saves anything."""
+        intra_op = self.ledger(shape).intra_op
+        fusion = self.step_problem.live_ranges.fusion
+        parts = residuals(intra_op.on_mesh.memory.costed, fusion, intra_op.labels)
+        none, most = _chosen(parts, 0.0), _chosen(parts, HIGHEST_S_PER_BYTE)
+        saved_bytes = max(none.kept_bytes - most.kept_bytes, 1.0)
+        some = _chosen(parts, (most.seconds - none.seconds) / saved_bytes)
+        loop_s = self.count * self.ledger(shape).microbatch_s
+        again = {c.sites: Again(c.sites, 1 + (c.seconds - none.seconds) / loop_s) for c in (some, most)}
+        return [one for sites, one in again.items() if sites]
+
+
+@dataclass(frozen=True, slots=True)
+class Again:
+    """Something to recompute.
+
+    Attributes:
+      sites: what.
+      times: how many times as long tasks take with it, about.
+    """
+
+    sites: frozenset[Site]
+    times: float
+
+
+def _chosen(parts: Sequence[Residuals], price: float) -> Choice:
+    sites = frozenset[Site]().union(*(part.recomputed(price) for part in parts))
+    seconds, kept = sum(part.seconds(sites) for part in parts), sum(part.kept_bytes(sites) for part in parts)
+    return Choice(price, sites, seconds, kept)
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """Where a stage is.
+
+    Attributes:
+      first_layer: of it.
+      end_layer: behind its last.
+      first_device: of it, or of its first worker, in the cluster's order.
+      shape: of the mesh of a replica's devices.
+    """
+
+    first_layer: int
+    end_layer: int
+    first_device: int
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StageProposal:
+    """A stage, and what it takes.
+
+    Attributes:
+      placed: where it is.
+      intra_op: how a replica's devices share the work.
+      cost: of a microbatch, for the simulator.
+      once_s: in a step.
+      state_bytes: always there.
+      workspace_bytes: while it runs.
+    """
+
+    placed: Placed
+    intra_op: IntraOp
+    cost: StageCost
+    once_s: float
+    state_bytes: float
+    workspace_bytes: float
+
+
+@dataclass(frozen=True, eq=False)
+class Proposal:
+    """A pipeline, and what it takes.
+
+    Attributes:
+      parts: the step that it runs.
+      num_replicas: of each stage.
+      stages: in the order of the forward phase.
+      simulation: of its schedule.
+    """
+
+    parts: Parts
+    num_replicas: int
+    stages: tuple[StageProposal, ...]
+    simulation: Simulation
+
+    @classmethod
+    def of(cls, parts: Parts, num_replicas: int, placed: Sequence[Placed], schedule: Schedule) -> "Proposal":
+        """Runs a schedule of stages in time."""
+        costs = {one.shape: parts.ledger(one.shape).costs(num_replicas) for one in placed}
+        stages = [_priced(parts, costs[one.shape], one, num_replicas) for one in placed]
+        return cls(parts, num_replicas, tuple(stages), simulate(schedule, [one.cost for one in stages]))
+
+    @property
+    def schedule(self) -> Schedule:
+        """Who does what when."""
+        return self.simulation.schedule
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step: all tasks, then the update, which may wait for all stages."""
+        return self.simulation.makespan_s + max(
+            sum(stage.once_s for stage in self._stages_of(w)) for w in range(self.schedule.num_workers)
+        )
+
+    def _stages_of(self, worker: int) -> list[StageProposal]:
+        return [self.stages[stage] for stage in self.schedule.stages_of(worker)]
+
+    @cached_property
+    def peak_bytes(self) -> tuple[float, ...]:
+        """Of each worker's devices."""
+        return tuple(
+            held_bytes
+            + sum(stage.state_bytes for stage in self._stages_of(worker))
+            + max(stage.workspace_bytes for stage in self._stages_of(worker))
+            for worker, held_bytes in enumerate(self.simulation.peak_bytes)
+        )
+
+
+def _priced(parts: Parts, costs: LayerCosts, placed: Placed, num_replicas: int) -> StageProposal:
+    inside = slice(placed.first_layer, placed.end_layer)
+    end_device = placed.first_device + num_replicas * prod(placed.shape)
+    behind, before = (link_at(parts.cluster, device) for device in (end_device, placed.first_device))
+    residual_bytes = float(costs.residual_bytes[inside].sum())
+    cost = StageCost(
+        float(costs.forward_s[inside].sum()),
+        float(costs.backward_s[inside].sum()),
+        float(costs.weight_gradient_s[inside].sum()),
+        float(costs.transfer_s(behind)[placed.end_layer]),
+        float(costs.transfer_s(before)[placed.first_layer]),
+        residual_bytes,
+        residual_bytes,
+    )
+    return StageProposal(
+        placed,
+        parts.ledger(placed.shape).intra_op,
+        cost,
+        float(costs.once_s[inside].sum()),
+        float(costs.state_bytes[inside].sum()),
+        float(costs.workspace_bytes[inside].max()),
+    )
+
+
+def link_at(cluster: Cluster, device: int) -> Link:
+    """Between a device and the one before it."""
+    return cluster.inter if device % cluster.devices_per_node == 0 else cluster.intra
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What is asked for.
+
+    Attributes:
+      memory_bytes: the cap per device.
+      stages: how many, if the caller says so.
+      schedule: the family's name, if the caller says so.
+    """
+
+    memory_bytes: float
+    stages: int | None = None
+    schedule: str | None = None
+
+    @property
+    def shares_workers(self) -> bool:
+        """Whether workers hold several stages, so that all have as many devices."""
+        family = FAMILIES.get(self.schedule or "")
+        return self.schedule == "chimera" or (family is not None and family.stages_per_worker != 1)
+
+
+def propose(
+    parts: Parts, num_replicas: int, shapes: Sequence[tuple[int, ...]], wanted: Wanted
+) -> Proposal | NoCut:
+    """The fastest pipeline of a step in parts, or why there is none that fits.
+
+    Args:
+      parts: the step.
+      num_replicas: of each stage.
+      shapes: the meshes that a replica's devices may form.
+      wanted: what is asked for.
+    """
+    return _Proposing(parts, num_replicas, tuple(shapes), wanted).run()
+
+
+@dataclass(frozen=True, eq=False)
+class _Proposing:
+    parts: Parts
+    num_replicas: int
+    shapes: tuple[tuple[int, ...], ...]
+    wanted: Wanted
+
+    def run(self) -> Proposal | NoCut:
+        cut = self._even_cut() if self.wanted.shares_workers else self._cut()
+        if isinstance(cut, NoCut):
+            return cut
+        names = SEARCHED if self.wanted.schedule is None else (self.wanted.schedule,)
+        found = [self._proposal(cut, name) for name in names]
+        fitting = [one for one in found if max(one.peak_bytes) <= self.wanted.memory_bytes]
+        return min(fitting, key=lambda one: one.step_s) if fitting else NoCut(cut.stages)
+
+    @property
+    def _num_microbatches(self) -> int:
+        return self.parts.count // self.num_replicas
+
+    @cached_property
+    def _costs(self) -> dict[tuple[int, ...], LayerCosts]:
+        """Of layers, by the mesh of a replica."""
+        return {shape: self.parts.ledger(shape).costs(self.num_replicas) for shape in self.shapes}
+
+    def _cut(self) -> InterOpPlan | NoCut:
+        cluster, cap_bytes = self.parts.cluster, self.wanted.memory_bytes
+        nodes = (Node(cluster.devices_per_node, cap_bytes),) * cluster.num_nodes
+        held = self._num_microbatches if self.wanted.schedule == "gpipe" else 1
+        in_flight = tuple(range(held, self._num_microbatches + 1))
+        options = [self._option(n, self._submesh(shape)) for n, shape in enumerate(self.shapes)]
+        return plan_stages(self._problem(nodes, options, in_flight), GAP)
+
+    def _even_cut(self) -> InterOpPlan | NoCut:
+        """As many devices for each stage; whether they fit, the simulator says."""
+        assert self.wanted.stages is not None, "stages that share workers are asked for by their number"
+        nodes = (Node(self.wanted.stages, np.inf),)
+        return plan_stages(self._problem(nodes, [self._option(0, Submesh(1, 1))], (1,)), GAP)
+
+    def _problem(
+        self, nodes: tuple[Node, ...], options: Sequence[StageOption], in_flight: tuple[int, ...]
+    ) -> InterOpProblem:
+        costs, cluster = self._costs[self.shapes[0]], self.parts.cluster
+        there_and_back_s = np.array([2 * costs.transfer_s(link) for link in (cluster.intra, cluster.inter)])
+        return InterOpProblem(
+            nodes,
+            tuple(options),
+            self._num_microbatches,
+            in_flight,
+            there_and_back_s,
+            num_stages=self.wanted.stages,
+        )
+
+    def _option(self, n: int, submesh: Submesh) -> StageOption:
+        """The n-th mesh of a replica, on a stage's devices."""
+        costs = self._costs[self.shapes[n]]
+        return StageOption(
+            submesh,
+            str(n),
+            costs.forward_s + costs.backward_s + costs.weight_gradient_s,
+            costs.residual_bytes,
+            costs.state_bytes,
+            costs.workspace_bytes,
+            costs.once_s,
+        )
+
+    def _submesh(self, shape: tuple[int, ...]) -> Submesh:
+        size, per_node = self.num_replicas * prod(shape), self.parts.cluster.devices_per_node
+        return Submesh(1, size) if size <= per_node else Submesh(size // per_node, per_node)
+
+    def _proposal(self, cut: InterOpPlan, name: str) -> Proposal:
+        num_stages = len(cut.stages)
+        schedule = build_schedule(name, num_stages, self._num_microbatches, num_workers(name, num_stages))
+        placed: list[Placed] = []
+        for n, stage in enumerate(cut.stages):
+            shape = self.shapes[int(stage.variant)]
+            worker_devices = schedule.workers_of(n)[0] * self.num_replicas * prod(shape)
+            device = worker_devices if self.wanted.shares_workers else stage.first_device
+            placed.append(Placed(stage.first_layer, stage.end_layer, device, shape))
+        return Proposal.of(self.parts, self.num_replicas, placed, schedule)
+
+
+VIRTUAL_STAGES = 2
+"""Stages per worker where a family leaves that open. Source: a choice of ours, the fewest there can be."""
+
+
+def num_workers(schedule: str, num_stages: int) -> int:
+    """Groups of devices; errors are the schedule's to say."""
+    family = FAMILIES.get(schedule)
+    per_worker = 1 if family is None else family.stages_per_worker or VIRTUAL_STAGES
+    return max(num_stages // per_worker, 1)

@@ -1,0 +1,292 @@
+"""The search for a pipeline: over microbatches, replicas, and what is recomputed, the best of what is proposed for each.
+
+How many examples a replica takes at a time decides over the bubble, and over how much of a device's rate its kernels reach;
+how many replicas there are, over how much is communicated for each microbatch and how much once in a step. The search begins
+with one example at a time, and takes twice as many as long as that finds better pipelines. For each number of replicas a
+bound says what any pipeline takes at least: all devices at work all the time, each at the rate of a replica's best mesh.
+Those that promise most come first, and a bound above the best pipeline ends it.
+
+Where nothing fits, the same step is searched with something recomputed.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import inf, prod
+
+from cost_model.cluster import Cluster
+from cost_model.errors import InfeasibleError, InputError
+from cost_model.units import format_bytes
+from search.ir.graph import Role, Step
+from search.memory.batch_states import NotSplittableError
+from search.memory.microbatches import batch_divisors
+from search.pipeline.proposals import Parts, Proposal, Wanted, num_workers, propose
+from search.pipeline.stage_plan import NoCut
+from search.solver.clock import Deadline, WorkClock
+
+MAX_MICROBATCHES = 1024
+"""Source: a choice of ours; schedules have tasks for each of them on each stage."""
+
+TIME_LIMIT_S = 30.0
+"""Nominal seconds (`search.solver.clock`) after which no more examples at a time are tried. Source: a choice of ours; a step
+of ten thousand ops takes about as long each time."""
+
+NEAR = 2
+"""Numbers of replicas are near one another up to so many times. Source: a choice of ours."""
+
+WORTH = 0.01
+"""By how much a pipeline that takes more examples at a time has to be better, for still more to be tried. Source: a choice
+of ours, what costs are known to."""
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineOptions:
+    """What is asked for.
+
+    Attributes:
+      memory_bytes: the cap per device.
+      stages: in how many the step is cut; None to search it.
+      schedule: the family's name; None to search it.
+      microbatches: in how many the step goes through its batch; None to search it.
+      mesh: of each stage: how many replicas it has, then the mesh of a replica's devices; None to search it.
+      remat: "never" to recompute nothing; None to search it.
+    """
+
+    memory_bytes: int
+    stages: int | None = None
+    schedule: str | None = None
+    microbatches: int | None = None
+    mesh: tuple[int, ...] | None = None
+    remat: str | None = None
+
+    @property
+    def wanted(self) -> Wanted:
+        """What a proposal has to be."""
+        return Wanted(self.memory_bytes, self.stages, self.schedule)
+
+
+Shapes = tuple[tuple[int, ...], ...]
+
+
+class PipelineSearch:
+    """One search.
+
+    Attributes:
+      clock: counts the work that is done.
+      best: the best pipeline so far.
+      nearest: the cut that misses the cap by least, where none fits.
+    """
+
+    def __init__(
+        self,
+        step: Step,
+        marks: Sequence[str],
+        cluster: Cluster,
+        options: PipelineOptions,
+        progress: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        self.step, self.marks, self.cluster = step, marks, cluster
+        self.options, self.progress = options, progress
+        self.clock = WorkClock()
+        self.deadline = Deadline.after(TIME_LIMIT_S, self.clock)
+        self.best: Proposal | None = None
+        self.nearest = NoCut(())
+
+    def run(self, cutoff_s: float = inf) -> Proposal | NoCut:
+        """The fastest pipeline, or why there is none that fits and takes less than the cutoff."""
+        refused: list[NotSplittableError] = []
+        counts = self._counts()
+        if not counts:
+            raise self._indivisible()
+        before_s = inf
+        for n, count in enumerate(counts):
+            try:
+                self._in_parts(count, cutoff_s)
+            except NotSplittableError as e:
+                refused.append(e)
+            is_best = n > 0 and self._best_s > (1 - WORTH) * before_s
+            if self.options.microbatches is None and self.best and (is_best or self.deadline.is_over):
+                break
+            before_s = self._best_s
+        if len(refused) == len(counts):
+            raise refused[0]
+        return self.best or self.nearest
+
+    def _in_parts(self, count: int, cutoff_s: float) -> None:
+        """Looks for better pipelines of the step in so many parts."""
+        self.progress(f"the step in {count} parts")
+        parts = Parts.of(self.step, self.marks, self.cluster, count, clock=self.clock)
+        self._check_layers(parts)
+        left = sorted((self._bound_s(parts, n, shapes), n, shapes) for n, shapes in self._meshes(count))
+        left = self._unfit(parts, left, 1.0, cutoff_s)
+        if not left or self.options.remat == "never":
+            return
+        for choice in parts.choices(max(shapes[-1] for _, _, shapes in left)):
+            if left and left[0][0] * choice.times < min(self._best_s, cutoff_s):
+                left = self._unfit(parts.recomputing(choice.sites), left, choice.times, cutoff_s)
+
+    def _unfit(
+        self, parts: Parts, left: Sequence[tuple[float, int, Shapes]], times: float, cutoff_s: float
+    ) -> list[tuple[float, int, Shapes]]:
+        """Looks for better pipelines on each number of replicas, unless that takes so many times its bound; those of which
+        none fits."""
+        unfit: list[tuple[float, int, Shapes]] = []
+        for bound_s, num_replicas, shapes in left:
+            if bound_s * times >= min(self._best_s, cutoff_s):
+                break
+            sites = parts.step_problem.sites
+            again = f", recomputing {len(sites)} ops" if sites else ""
+            self.progress(
+                f"{parts.count // num_replicas} microbatches, {num_replicas} replicas of each stage{again}"
+            )
+            found = propose(parts, num_replicas, shapes, self.options.wanted)
+            if isinstance(found, Proposal):
+                self.best = found if found.step_s < self._best_s else self.best
+            elif found.nearest:
+                unfit.append((bound_s, num_replicas, shapes))
+                self.nearest = min(self.nearest, found, key=lambda one: one.over_bytes)
+        return unfit
+
+    def _bound_s(self, parts: Parts, num_replicas: int, shapes: Shapes) -> float:
+        """What pipelines on so many replicas take at least."""
+        device_s = min(parts.ledger(s).microbatch_s * num_replicas * prod(s) for s in shapes)
+        return parts.count // num_replicas * device_s / self.cluster.num_devices
+
+    @property
+    def _best_s(self) -> float:
+        return self.best.step_s if self.best else inf
+
+    def _check_layers(self, parts: Parts) -> None:
+        """That there is as much to cut as is asked for."""
+        if (stages := self.options.stages or 0) > (num_layers := parts.layers.num_layers):
+            raise InputError(
+                f"wanted {stages} stages, but the step's forward phase has {num_layers} ops, or layers of a loop, that "
+                "compute much for a microbatch. Ask for fewer stages"
+            )
+
+    # --- what to try
+
+    def _meshes(self, count: int) -> Iterator[tuple[int, Shapes]]:
+        """Numbers of replicas that a step in so many parts may have, and the meshes that each may form."""
+        for num_replicas, shapes in self._left_meshes:
+            num_microbatches, rest = divmod(count, num_replicas)
+            asked = self.options.microbatches
+            if not rest and num_microbatches <= MAX_MICROBATCHES and asked in (None, num_microbatches):
+                yield num_replicas, shapes
+
+    @property
+    def _left_meshes(self) -> tuple[tuple[int, Shapes], ...]:
+        """Those near the best pipeline's, if there is one: what is best changes little with how many examples there are."""
+        if self.best is None or self.options.microbatches is not None:
+            return self._all_meshes
+        best, taken = self.best.num_replicas, {stage.placed.shape for stage in self.best.stages}
+        near = [(n, shapes) for n, shapes in self._all_meshes if best <= NEAR * n <= NEAR * NEAR * best]
+        found = ((n, tuple(s for s in shapes if s in taken or n != best)) for n, shapes in near)
+        return tuple((n, shapes) for n, shapes in found if shapes)
+
+    @cached_property
+    def _all_meshes(self) -> tuple[tuple[int, Shapes], ...]:
+        if self.options.mesh is not None:
+            self._check_mesh()
+            num_replicas, *shape = self.options.mesh
+            return ((num_replicas, (tuple(shape),)),)
+        found: list[tuple[int, Shapes]] = []
+        for num_replicas in (n for n in range(1, self.cluster.num_devices + 1) if self._may_hold(n)):
+            sizes = (size // num_replicas for size in self._sizes if size % num_replicas == 0)
+            shapes = tuple((size,) for size in sizes if self.cluster.devices_per_node % size == 0)
+            if shapes:
+                found.append((num_replicas, shapes))
+        return tuple(found)
+
+    def _may_hold(self, num_replicas: int) -> bool:
+        """Whether parameters, of which each replica has a copy or a gradient of that size, may fit so often."""
+        arguments = zip(self.step.graph.inputs, self.step.arguments, strict=True)
+        learned = (v for v, argument in arguments if argument.role is Role.PARAMETER)
+        num_bytes = sum(self.step.graph.values[v].num_bytes for v in learned)
+        return num_replicas * num_bytes <= self.cluster.num_devices * self.options.memory_bytes
+
+    @cached_property
+    def _sizes(self) -> tuple[int, ...]:
+        """Of how many devices stages may be, if as many as are asked for shall have all devices together.
+
+        Raises:
+          InputError: there is no such number.
+        """
+        total, stages = self.cluster.num_devices, self.options.stages
+        if self.options.wanted.shares_workers and stages is not None:
+            size, rest = divmod(total, num_workers(self.options.schedule or "", stages))
+            if rest or not size:
+                raise self._undealt()
+            return (size,)
+        per_node = self.cluster.devices_per_node
+        may = [n for n in range(1, total + 1) if _stands(n, per_node)]
+        if stages is None:
+            return tuple(n for n in may if n <= total // 2)
+        reached = [_sums(may, n, total) for n in range(stages + 1)]
+        sizes = tuple(n for n in may if total - n in reached[stages - 1])
+        if not sizes:
+            raise self._undealt()
+        return sizes
+
+    def _counts(self) -> list[int]:
+        """Numbers of parts, the most first; where it is said how many microbatches there are, those for any number of
+        replicas, the fewest first, as all will be tried."""
+        divisors = batch_divisors(self.step)
+        batch, asked = max(divisors, default=1), self.options.microbatches
+        replicas = [n for n, _ in self._all_meshes]
+        if asked is not None:
+            return [asked * n for n in replicas if batch % (asked * n) == 0 or n == 1]
+        halves = (batch // 2**k for k in range(batch.bit_length()) if batch % 2**k == 0)
+        return [n for n in halves if any(self._meshes(n))]
+
+    def _check_mesh(self) -> None:
+        """That as many stages of the mesh that is asked for as are asked for have all devices."""
+        options, total = self.options, self.cluster.num_devices
+        size = prod(options.mesh or ())
+        stages = options.stages or total // size
+        workers = num_workers(options.schedule or "", stages)
+        if size not in self._sizes or workers * size != total:
+            raise InputError(
+                f"{workers} stages of mesh {options.mesh} take {workers * size} devices, and {self.cluster.name} has {total}"
+                f" in nodes of {self.cluster.devices_per_node}. Ask for another mesh or number of stages"
+            )
+
+    # --- what to say
+
+    def _undealt(self) -> InputError:
+        return InputError(
+            f"{self.cluster.num_devices} devices in nodes of {self.cluster.devices_per_node} cannot be dealt to "
+            f"{self.options.stages} stages{self._scheduled}: each takes 1, 2, 4, ... devices of a node, or whole nodes"
+            + (", and all as many" if self.options.wanted.shares_workers else "")
+            + ". Ask for another number of stages, or use other devices"
+        )
+
+    @property
+    def _scheduled(self) -> str:
+        return f" under {self.options.schedule!r}" if self.options.schedule else ""
+
+    def _indivisible(self) -> InputError:
+        return InputError(
+            f"the batch of {self.step.name} cannot be dealt to the replicas of a stage in so many microbatches "
+            f"({self.options.microbatches}, mesh {self.options.mesh}). Take another batch size, or leave one of the two out"
+        )
+
+    def infeasible(self, nearest: NoCut) -> InfeasibleError:
+        """Why nothing fits."""
+        return InfeasibleError(
+            f"no pipeline of {self.step.name} on {self.cluster.name} fits {format_bytes(self.options.memory_bytes)} a device"
+            f": {nearest}. Allow more memory, more microbatches or more stages, or use more devices"
+        )
+
+
+def _stands(size: int, per_node: int) -> bool:
+    """Whether a stage may have so many devices."""
+    return size % per_node == 0 if size >= per_node else size.bit_count() == 1
+
+
+def _sums(terms: Sequence[int], count: int, most: int) -> frozenset[int]:
+    """What so many terms may add up to."""
+    found = frozenset({0})
+    for _ in range(count):
+        found = frozenset(total + term for total in found for term in terms if total + term <= most)
+    return found

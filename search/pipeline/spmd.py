@@ -1,0 +1,261 @@
+"""One program for all stages, written from a step whose layers are loops.
+
+The loop over microbatches is taken apart at the loops over layers that stand in it: first all microbatches go through what
+stands before the forward loop, then through the forward loop, then through what stands between, and so on to the end of
+the backward phase. A loop over layers is pipelined, the backward one as the forward one: stages hold their layers'
+parameters, and the carry goes from stage to stage. What stands between runs on all devices, an equal part of the examples on
+each; so no stage has more to do than the others, though the embedding and the head are no layers.
+
+An op of the body stands behind the loops that it depends on, and no further back; what depends on none and is not read by
+the first stands where it is read first. What is light is made anew by whoever reads it.
+"""
+
+from collections.abc import Iterable, Sequence
+
+from cost_model.errors import InputError
+from search.ir import _jax
+from search.ir.graph import Atom, Graph, Op, Role, Step, verify
+from search.pipeline.pipeline_step import PipelineStep
+from search.pipeline.split_loops import is_of_layers
+from search.plan.spmd_step import LayerLoop, Segment, SpmdStep
+
+
+def spmd_step(traced: Step, num_parts: int, num_workers: int, stages_per_worker: int) -> SpmdStep:
+    """One program for all stages.
+
+    Args:
+      traced: the step.
+      num_parts: in how many it goes through its batch, on all devices of a stage together.
+      num_workers: groups of devices.
+      stages_per_worker: how many stages each has.
+
+    Raises:
+      InputError: there is no loop over so many equal layers.
+      NotSplittableError: the step has no microbatches; says why.
+    """
+    step = PipelineStep.of(traced, num_parts)
+    loops = layer_loops(step, num_workers * stages_per_worker)
+    return _Writing(traced, step, loops).run(num_workers, stages_per_worker)
+
+
+def layer_loops(step: PipelineStep, num_stages: int) -> tuple[Op, ...]:
+    """The loops over layers, forward and backward, in program order.
+
+    Raises:
+      InputError: there are none, or not so many times any layers.
+    """
+    forward = [op for op in step.body if is_of_layers(step, op)]
+    if not forward:
+        raise InputError(
+            f"the step {step.step.name!r} cannot run as one program for all stages: that is for layers in a loop, and its "
+            "forward phase has no jax.lax.scan over layers with parameters of their own. Write its layers as one (nn.scan, "
+            "nnx.scan), or leave out executor="
+        )
+    lengths = {int(op.params["length"]) for op in forward}
+    for op in forward:
+        if (length := int(op.params["length"])) % num_stages:
+            raise InputError(
+                f"the {length} layers of the loop {op.where} are not a multiple of {num_stages} stages, of which all are "
+                "alike in one program. Ask for a number of stages that divides them, or leave out executor="
+            )
+        carries = op.result_values[: op.loop_counts[1]]
+        if any(_jax.is_key_dtype(value.dtype) for value in carries):
+            raise InputError(
+                f"the loop over layers {op.where} hands a random key from layer to layer, which cannot be sent from stage "
+                "to stage in one program. Split the key for all layers beforehand, or leave out executor="
+            )
+    stacks = {v for op in forward for v in op.outputs[op.loop_counts[1] :]}
+    backward = [op for op in step.body if _is_backward(op, lengths, stacks)]
+    return tuple(op for op in step.body if op in forward or op in backward)
+
+
+def _is_backward(op: Op, lengths: set[int], stacks: set[int]) -> bool:
+    """Whether an op is a loop over the layers of another one, in reverse."""
+    return (
+        op.name == "scan"
+        and op.params["reverse"]
+        and int(op.params["length"]) in lengths
+        and not stacks.isdisjoint(a for a in op.inputs[sum(op.loop_counts) :] if isinstance(a, int))
+    )
+
+
+class _Writing:
+    """The parts of one step in the making.
+
+    Attributes:
+      examples: by value of the body that is a part of the examples, all parts.
+      level: by op of the body that is not made anew, how many loops it stands behind.
+      sum_of: by term, the sum that it is added to.
+    """
+
+    def __init__(self, traced: Step, step: PipelineStep, loops: tuple[Op, ...]) -> None:
+        self.traced, self.step, self.loops = traced, step, loops
+        self.examples = _examples(step)
+        self.level = self._levels()
+        self.sum_of = {term: total for total, term in step.terms.items()}
+
+    def run(self, num_workers: int, stages_per_worker: int) -> SpmdStep:
+        step, epilogue_reads = self.step, self._epilogue_reads()
+        order = [part for level in range(max(self.level.values()) + 1) for part in self._parts_at(level)]
+        bodies = {part: self._body(*self._content(part)) for part in order}
+        wanted = {step.pieces[v][0] for v in epilogue_reads if v in step.pieces}
+        wanted |= {a for op in self.loops for a in op.operands}.union(
+            *(reads for _, reads in bodies.values())
+        )
+        parts = tuple(self._written(part, bodies[part], wanted) for part in order)
+        wanted |= {*epilogue_reads, *step.terms, *self.examples.values()}
+        made = [v for op in step.prologue for v in op.outputs if v in wanted]
+        prologue = self._graph(step.prologue, step.step.graph.inputs, made)
+        epilogue = self._graph(step.epilogue, epilogue_reads, step.step.graph.outputs)
+        arguments = zip(self.traced.graph.inputs, self.traced.arguments, strict=True)
+        return SpmdStep(
+            self.traced,
+            num_workers,
+            stages_per_worker,
+            step.num_microbatches,
+            step.values,
+            prologue,
+            tuple(part for part in parts if isinstance(part, LayerLoop) or part.makes),
+            epilogue,
+            step.index,
+            self.examples,
+            step.of_microbatch,
+            {v: step.pieces[v] for v in epilogue_reads if v in step.pieces},
+            frozenset(v for v, argument in arguments if argument.role is Role.BATCH and step.values[v].shape),
+            layered(step, self.loops),
+        )
+
+    # --- which op is in which part
+
+    def _levels(self) -> dict[Op, int]:
+        step, of_value, level = self.step, dict[int, int](), dict[Op, int]()
+        for op in step.body:
+            if op not in step.made_anew:
+                read = [of_value[v] for v in self._sources(op.operands) if v in of_value]
+                level[op] = max(read, default=0) + (op in self.loops)
+                of_value.update(dict.fromkeys(op.outputs, level[op]))
+        handed_on = {*step.terms.values(), *(v for v, _ in step.pieces.values())}
+        first_read: dict[int, int] = {}
+        for op in reversed(level):
+            read = [first_read[v] for v in op.outputs if v in first_read]
+            if not level[op] and read and handed_on.isdisjoint(op.outputs):
+                level[op] = min(read)
+            for v in self._sources(op.operands):
+                first_read[v] = min(first_read.get(v, level[op]), level[op] - (op in self.loops))
+        return level
+
+    def _sources(self, values: Iterable[int]) -> set[int]:
+        """Values, and what those of them are made of that are made anew."""
+        found = set(values)
+        makers = {self.step.maker[v] for v in found if self._is_made_anew(v)}
+        return found.union(*(self._sources(op.operands) for op in makers))
+
+    def _is_made_anew(self, v: int) -> bool:
+        return v not in self.examples and self.step.maker.get(v) in self.step.made_anew
+
+    def _parts_at(self, level: int) -> list[Op | int]:
+        """The loops of a level, and then what stands behind them."""
+        return [*(op for op in self.loops if self.level[op] == level), level]
+
+    def _content(self, part: Op | int) -> tuple[list[Op], list[int]]:
+        """The ops of a part, and what it makes anew besides: of a loop, what its layers have in common, for a microbatch; of
+        what stands before a loop, stacks for its layers."""
+        if isinstance(part, Op):
+            return [], self._made_anew(part.inputs[: sum(part.loop_counts)])
+        ops = [op for op, level in self.level.items() if level == part and op not in self.loops]
+        behind = [op for op in self.loops if self.level[op] == part + 1]
+        return ops, [v for op in behind for v in self._made_anew(op.inputs[sum(op.loop_counts) :])]
+
+    def _made_anew(self, atoms: Iterable[Atom]) -> list[int]:
+        values = dict.fromkeys(v for v in atoms if isinstance(v, int))
+        return [v for v in values if self._is_made_anew(v)]
+
+    def _epilogue_reads(self) -> tuple[int, ...]:
+        """What the epilogue reads and does not make, and results that nobody makes."""
+        graph = self.step.step.graph
+        made = {v for op in self.step.epilogue for v in op.outputs} | {v for v, _ in self.step.constants}
+        read = [v for op in self.step.epilogue for v in op.operands]
+        read += [v for v in graph.outputs if isinstance(v, int)]
+        return tuple(v for v in dict.fromkeys(read) if v not in made)
+
+    # --- the parts
+
+    def _body(self, ops: Iterable[Op], anew: Iterable[int]) -> tuple[list[Op], tuple[int, ...]]:
+        """The ops of a part with what it makes anew, and what these read of others."""
+        ordered, entering = list[Op](), dict[int, None]()
+        there = {v for v, _ in self.step.constants}
+
+        def read(v: int) -> None:
+            if v in there:
+                return
+            if self._is_made_anew(v):
+                append(self.step.maker[v])
+            else:
+                entering[v] = None
+                there.add(v)
+
+        def append(op: Op) -> None:
+            for v in op.operands:
+                read(v)
+            ordered.append(op)
+            there.update(op.outputs)
+
+        for op in ops:
+            append(op)
+        for v in anew:
+            read(v)
+        return ordered, tuple(entering)
+
+    def _written(
+        self, part: Op | int, body: tuple[list[Op], tuple[int, ...]], wanted: set[int]
+    ) -> Segment | LayerLoop:
+        (all_ops, reads), (ops, anew) = body, self._content(part)
+        made = part.outputs if isinstance(part, Op) else tuple(v for op in ops for v in op.outputs)
+        sums = {v: self.sum_of[v] for v in made if v in self.sum_of}
+        used = frozenset(wanted.intersection(made))
+        if isinstance(part, Op):
+            return LayerLoop(part, self._graph(all_ops, reads, anew), reads, tuple(anew), used, sums)
+        makes = (*(v for v in made if v in used or v in sums), *anew)
+        return Segment(self._graph(all_ops, reads, makes), reads, makes, used.union(anew), sums)
+
+    def _graph(self, ops: Sequence[Op], inputs: Sequence[int], outputs: Sequence[Atom]) -> Graph:
+        made = {v for op in ops for v in op.outputs}.union(inputs)
+        constants = tuple(c for c in self.step.constants if c[0] not in made)
+        graph = Graph(self.step.values, tuple(inputs), constants, tuple(ops), tuple(outputs))
+        verify(graph)
+        return graph
+
+
+def _examples(step: PipelineStep) -> dict[int, int]:
+    """By value of the body that is a part of dealt examples, all parts."""
+    found: dict[int, int] = {}
+    for op in step.body:
+        taken = step.maker.get(op.operands[0]) if op.name in ("squeeze", "reshape") and op.operands else None
+        if taken is None or taken.name != "dynamic_slice" or not isinstance(dealt := taken.inputs[0], int):
+            continue
+        (v,) = op.outputs
+        whole = (step.num_microbatches, *step.values[v].shape)
+        if not step.is_of_microbatch(dealt) and step.values[dealt].shape == whole and dealt in step.maker:
+            found[v] = dealt
+    return found
+
+
+def layered(step: PipelineStep, loops: Sequence[Op]) -> frozenset[int]:
+    """The values outside of the loops whose first dim carries the layers: what loops slice and stack up, and what is as
+    large and computed with it element by element, such as moments."""
+    found = {a for op in loops for a in op.inputs[sum(op.loop_counts) :] if isinstance(a, int)}
+    found |= {v for op in loops for v in op.outputs[op.loop_counts[1] :]}
+    found |= {total for total, term in step.terms.items() if term in found}
+    outside = (*step.prologue, *step.epilogue)
+    while True:
+        more = {v for op in outside for v in _alike(step, op, found)} - found
+        if not more:
+            return frozenset(found)
+        found |= more
+
+
+def _alike(step: PipelineStep, op: Op, found: set[int]) -> set[int]:
+    """What an op reads and makes element by element, if it does so with one of these."""
+    shaped = {v for v in (*op.operands, *op.outputs) if step.values[v].shape}
+    is_elementwise = len({step.values[v].shape for v in shaped}) == 1 and not op.bodies
+    return shaped if is_elementwise and not shaped.isdisjoint(found) else set()

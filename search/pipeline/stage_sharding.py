@@ -1,0 +1,181 @@
+"""From a solution for the whole step to how each stage's values lie, and what its programs impose on them.
+
+A stage's programs consist of ops of the step, some of them cut into parts; so what is decided of an op or of a value in the
+step holds for it here. Values have one more mesh axis here, that of the replicas. What each of these has for itself is not
+split over it. What there is once for all of them is: state, finished gradients and all that the update makes lie in as many
+parts as there are replicas (ZeRO's first stage; Rajbhandari et al. 2020, "ZeRO: memory optimizations toward training
+trillion parameter models", section 5.1), but for what tasks read, which has to be whole for each.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from search.ir.graph import Role, Site
+from search.ir.sharding import OperandReshard, Place, ReshardStep, StepSharding
+from search.ir.spec import AXIS_NAMES, PARTIAL, WHOLE, Spec, divides
+from search.pipeline.intra_op import IntraOp
+from search.pipeline.pipeline_step import PipelineStep
+from search.plan.shardings import step_sharding
+from search.plan.stage_programs import StageProgram, StagePrograms, StageSharding
+
+REPLICA = "replica"
+"""The name of the replicas' axis."""
+
+MIN_BYTES = 1 << 16
+"""Smaller values are not split over replicas. Source: a choice of ours; below, collectives are all latency."""
+
+
+def stage_sharding(
+    intra_op: IntraOp, step: PipelineStep, programs: StagePrograms, stage: int
+) -> StageSharding:
+    """How a stage's values lie on its replicas, whose devices share the work by a solution.
+
+    Args:
+      intra_op: the solution, of the step that `step` takes apart.
+      step: the step in parts, cut as the programs are.
+      programs: of its stages.
+      stage: the stage.
+    """
+    return _Spelling(intra_op, step, programs, stage).run()
+
+
+@dataclass(frozen=True, eq=False)
+class _Spelling:
+    """One stage's sharding in the making."""
+
+    intra_op: IntraOp
+    step: PipelineStep
+    programs: StagePrograms
+    stage: int
+
+    def run(self) -> StageSharding:
+        mine = [program for program in self.programs.programs if program.stage == self.stage]
+        there = {v for program in mine for v in (*program.reads, *program.makes)}
+        there |= {v for v in self.programs.step.graph.inputs if self.programs.stage_of[v] == self.stage}
+        specs = {v: self._lies(v) for v in sorted(there)}
+        specs |= {new: specs[old] for new, old in self._replaced.items() if new in specs and old in specs}
+        tasks = [program for program in mine if program in self.programs.tasks.values()]
+        inside = {program.name: self._inside(program) for program in tasks}
+        return StageSharding(
+            self._mesh_shape,
+            self._axis_names,
+            {v: spec for v, spec in specs.items() if max(spec) >= 0},
+            inside,
+        )
+
+    @property
+    def _mesh_shape(self) -> tuple[int, ...]:
+        return self.programs.num_replicas, *self.intra_op.mesh_shape
+
+    @property
+    def _axis_names(self) -> tuple[str, ...]:
+        return REPLICA, *AXIS_NAMES[len(self.intra_op.mesh_shape)]
+
+    @cached_property
+    def _replaced(self) -> dict[int, int]:
+        """By new state, the argument that it replaces."""
+        step = self.programs.step
+        pairs = zip(self.programs.results, step.replaces, strict=True)
+        return {v: step.graph.inputs[r] for v, r in pairs if r is not None and isinstance(v, int)}
+
+    # --- values
+
+    def _lies(self, v: int) -> Spec:
+        """How a value lies between programs."""
+        made = self._made(v)
+        is_own = self.programs.is_of_replica(v) or v in self.programs.pieces
+        if is_own or v in self._read_by_tasks or v in self._batch:
+            return WHOLE, *made
+        return self._split_over_replicas(v, made)
+
+    def _made(self, v: int) -> Spec:
+        """How the step's solution has it; terms of a sum are added up before they leave a program."""
+        flat, value = self._flat.get(self.step.place_of(v)), self.step.values[v]
+        if flat is None or not value.shape:
+            return (WHOLE,) * len(self.intra_op.mesh_shape)
+        spec = tuple(WHOLE if d == PARTIAL else d for d in self.intra_op.paths.resting(flat))
+        return spec if divides(spec, value.shape, self.intra_op.mesh_shape) else (WHOLE,) * len(spec)
+
+    def _split_over_replicas(self, v: int, spec: Spec) -> Spec:
+        """The same, and in as many parts as there are replicas: along the largest dim that allows it."""
+        value = self.step.values[v]
+        if value.num_bytes < MIN_BYTES or self.programs.num_replicas == 1:
+            return WHOLE, *spec
+        dims = sorted(range(len(value.shape)), key=lambda d: (d in spec, -value.shape[d]))
+        split = ((d, *spec) for d in dims)
+        return next((s for s in split if divides(s, value.shape, self._mesh_shape)), (WHOLE, *spec))
+
+    @cached_property
+    def _read_by_tasks(self) -> frozenset[int]:
+        """What tasks of any stage read as a whole."""
+        tasks = self.programs.tasks.values()
+        return frozenset(v for t in tasks for v in t.reads if v not in self.programs.sums)
+
+    @cached_property
+    def _batch(self) -> frozenset[int]:
+        """Examples, of which each replica takes its own."""
+        step = self.programs.step
+        arguments = zip(step.graph.inputs, step.arguments, strict=True)
+        return frozenset(v for v, argument in arguments if argument.role is Role.BATCH)
+
+    @cached_property
+    def _flat(self) -> dict[Place | None, int]:
+        """By place in the step, the value of the flat program that appears there."""
+        ops = self.intra_op.step_problem.graph.folded.program.ops
+        return {
+            place: v
+            for op in ops
+            for v, places in zip(op.results, op.result_places, strict=True)
+            for place in places
+        }
+
+    # --- what programs impose
+
+    def _inside(self, program: StageProgram) -> StepSharding:
+        """Of a task's ops, what the solution imposes on the ops of the step that they are, or are parts of."""
+        imposed = self._imposed
+        specs: dict[Place, tuple[Spec, ...]] = {}
+        reshards: dict[Place, OperandReshard] = {}
+        for i, op in enumerate(program.graph.ops):
+            site = self.step.site_of(op)
+            for (what, rest, n), spec in imposed.specs.get(site, ()):
+                specs[what, (i, *rest), n] = spec
+            for (what, rest, n), path in imposed.reshards.get(site, ()):
+                reshards[what, (i, *rest), n] = path
+        return StepSharding(self._mesh_shape, self._axis_names, specs, reshards)
+
+    @cached_property
+    def _imposed(self) -> "_Imposed":
+        sharding = step_sharding(self.intra_op.on_mesh.memory.costed, self.intra_op.labels)
+        return _Imposed.of(sharding, self.step.loop)
+
+
+@dataclass(frozen=True, eq=False)
+class _Imposed:
+    """What a solution imposes on the ops of the loop's body: by op, with the places inside of it.
+
+    Replicas come in as one more axis, the first, over which everything is whole.
+    """
+
+    specs: Mapping[Site | None, list[tuple[Place, tuple[Spec, ...]]]]
+    reshards: Mapping[Site | None, list[tuple[Place, OperandReshard]]]
+
+    @classmethod
+    def of(cls, sharding: StepSharding, loop: int) -> "_Imposed":
+        depth = len((loop, "jaxpr", 0)) + 1
+        specs: dict[Site | None, list[tuple[Place, tuple[Spec, ...]]]] = {}
+        reshards: dict[Site | None, list[tuple[Place, OperandReshard]]] = {}
+        for (what, site, n), imposed in sharding.specs.items():
+            more = tuple((WHOLE, *spec) for spec in imposed)
+            specs.setdefault(site[:depth], []).append(((what, site[depth:], n), more))
+        for (what, site, n), reshard in sharding.reshards.items():
+            path = tuple(_with_replicas(step) for step in reshard.path)
+            reshards.setdefault(site[:depth], []).append(
+                ((what, site[depth:], n), replace(reshard, path=path))
+            )
+        return cls(specs, reshards)
+
+
+def _with_replicas(step: ReshardStep) -> ReshardStep:
+    return replace(step, axes=tuple(axis + 1 for axis in step.axes), after=(WHOLE, *step.after))

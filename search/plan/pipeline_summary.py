@@ -1,0 +1,88 @@
+"""A pipeline as an expert would sum it up: what `print(plan)` shows."""
+
+from cost_model.cluster import Cluster
+from cost_model.errors import InputError, PlanError
+from cost_model.units import format_bytes, format_mesh, format_seconds
+from search.plan.pipeline_plan import PipelinePlan
+from search.plan.text_table import aligned, fitted, plural
+
+
+def summary(plan: PipelinePlan) -> str:
+    """The plan in plain text: its stages, where they stand, and the time and the memory predicted for each.
+
+    Raises:
+      PlanError: a loaded plan's cluster does not make sense.
+    """
+    try:
+        cluster = Cluster.from_json(plan.cluster, "plan: cluster")
+    except InputError as e:
+        raise PlanError(str(e)) from e
+    parts = [
+        _head(plan, cluster),
+        _stages(plan),
+        _recomputed(plan),
+        _time(plan),
+        _memory(plan),
+        _search(plan),
+    ]
+    return fitted("\n".join("\n".join(lines) for lines in parts if lines))
+
+
+def _head(plan: PipelinePlan, cluster: Cluster) -> list[str]:
+    nodes = plural(cluster.num_nodes, "node")
+    replicas = plan.num_replicas
+    rows = [
+        ("step", f"{plan.step} (fingerprint {plan.fingerprint}, JAX {plan.jax})"),
+        ("cluster", f"{cluster.name}: {nodes} of {cluster.devices_per_node} {cluster.device.name}"),
+        (
+            "pipeline",
+            f"{plural(len(plan.stages), 'stage')} on {plural(plan.workers, 'worker')}, schedule {plan.schedule}",
+        ),
+        (
+            "batch",
+            f"{plan.microbatches} microbatches, each shared out among {plural(replicas, 'replica')} of a stage",
+        ),
+    ]
+    return aligned(rows, indent=0)
+
+
+def _stages(plan: PipelinePlan) -> list[str]:
+    """A line each: where it stands, and what it takes for a microbatch."""
+    rows = [("", "from op", "mesh", "forward", "backward", "update", "peak")]
+    for n, (stage, taken) in enumerate(zip(plan.stages, plan.estimates.stages, strict=True)):
+        rows.append(
+            (
+                str(n),
+                str(stage.first_op),
+                format_mesh(tuple(stage.mesh.values())),
+                format_seconds(taken.forward_s),
+                format_seconds(taken.backward_s + taken.weight_gradient_s),
+                format_seconds(taken.update_s),
+                format_bytes(taken.peak_bytes),
+            )
+        )
+    axes = " x ".join(plan.stages[0].mesh)
+    return [f"stages (mesh is {axes}; times are a microbatch's)", *aligned(rows, right=(1, 3, 4, 5, 6))]
+
+
+def _recomputed(plan: PipelinePlan) -> list[str]:
+    again = [name for name, said in plan.retention.items() if "remat" in said]
+    return [f"recomputed in the backward pass: {plural(len(again), 'kind')} of ops"] if again else []
+
+
+def _time(plan: PipelinePlan) -> list[str]:
+    seconds, bubble = format_seconds(plan.estimates.step_s), plan.estimates.bubble
+    return [f"predicted step time: {seconds}, in {bubble:.1%} of which workers wait"]
+
+
+def _memory(plan: PipelinePlan) -> list[str]:
+    peak, cap = plan.estimates.peak_bytes, plan.memory_bytes
+    return [
+        f"predicted peak memory: {format_bytes(peak)} of {format_bytes(cap)} per device ({peak / cap:.0%})"
+    ]
+
+
+def _search(plan: PipelinePlan) -> list[str]:
+    if not plan.search_s:
+        return []
+    return [f"search time: {format_seconds(sum(plan.search_s.values()))}"]

@@ -1,0 +1,118 @@
+"""The plan of a pipeline that is one program: how many stages of equal layers, on which mesh, in which order.
+
+It says less than the plan of a pipeline whose stages have programs of their own: all stages are alike. All of it may be
+edited by hand, and nothing of it is an estimate.
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cost_model.errors import PlanError
+from cost_model.units import format_mesh
+from cost_model.whole_file import write_whole
+from search.plan.json_file import read_file, schema_of
+
+SCHEMA = "autoshard.one-program/1"
+
+ONE_PROGRAM = "one program"
+PROGRAM_PER_STAGE = "a program per stage"
+EXECUTORS = (PROGRAM_PER_STAGE, ONE_PROGRAM)
+"""What runs a pipeline."""
+
+
+@dataclass(frozen=True, slots=True)
+class SpmdPlan:
+    """How to run a training step as a pipeline that is one program.
+
+    Attributes:
+      step: the step function's name.
+      fingerprint: of the traced step.
+      jax: the JAX version that traced it.
+      cluster: the cluster, as its JSON file would say it.
+      schedule: `gpipe` or `circular`.
+      microbatches: in how many each device goes through its part of the batch.
+      stages: runs of equally many layers.
+      mesh: size of each axis by name: of groups of devices, each with as many stages, and of the devices of each.
+    """
+
+    step: str
+    fingerprint: str
+    jax: str
+    cluster: Mapping[str, Any]
+    schedule: str
+    microbatches: int
+    stages: int
+    mesh: Mapping[str, int]
+
+    @property
+    def executor(self) -> str:
+        """What runs it."""
+        return ONE_PROGRAM
+
+    def to_json(self) -> dict[str, Any]:
+        """The plan as JSON-ready values; the same plan gives the same values in the same order."""
+        return {
+            "schema": SCHEMA,
+            "step": self.step,
+            "fingerprint": self.fingerprint,
+            "jax": self.jax,
+            "cluster": dict(self.cluster),
+            "executor": self.executor,
+            "schedule": self.schedule,
+            "microbatches": self.microbatches,
+            "stages": self.stages,
+            "mesh": dict(self.mesh),
+        }
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the plan as JSON: the file is whole or not there.
+
+        Raises:
+          InputError: the path cannot be written.
+        """
+        write_whole(Path(path), json.dumps(self.to_json(), indent=1, allow_nan=False) + "\n", "the plan")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> "SpmdPlan":
+        """Reads what `save` wrote.
+
+        Raises:
+          InputError: no such file, or it cannot be read.
+          PlanError: not JSON, or not a plan of this schema; says where.
+        """
+        return cls.from_json(read_file(path), str(path))
+
+    @classmethod
+    def from_json(cls, data: Any, place: str = "plan") -> "SpmdPlan":
+        """A plan from JSON-ready values.
+
+        Raises:
+          PlanError: a key is missing or of the wrong type; names it.
+        """
+        from search.plan.plan_file import SpmdFile, read  # it takes a while to import
+
+        if (schema := schema_of(data)) not in (None, SCHEMA):
+            raise PlanError(
+                f"{place} has schema {schema!r}; wanted {SCHEMA!r}, as of a pipeline that is one program"
+            )
+        file = read(SpmdFile, data, place)
+        del file["schema"], file["executor"]
+        return cls(**file)
+
+    def __str__(self) -> str:
+        shape = format_mesh(tuple(self.mesh.values()))
+        return (
+            f"step     {self.step} (fingerprint {self.fingerprint}, JAX {self.jax})\n"
+            f"pipeline {self.stages} stages of equal layers, {self.schedule}, {self.microbatches} microbatches: "
+            f"{self.executor}\n"
+            f"mesh     {shape} ({' x '.join(self.mesh)})\n"
+        )
+
+
+def is_of_one_program(data: Any) -> bool:
+    """Whether JSON-ready values say that they are the plan of a pipeline that is one program."""
+    return schema_of(data) == SCHEMA

@@ -1,0 +1,144 @@
+"""A pipeline that is one program trains as one device does: layers in a loop, in float64."""
+
+import functools
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import autoshard
+from cost_model.errors import InputError, PlanError
+from search.plan.spmd_plan import SpmdPlan
+from tests.executors.agreement import Reference, assert_equal, run_steps
+from tests.zoo import Case, make_gpt_scan, make_mlp
+from tests.zoo.case import Normal
+
+NUM_STEPS = 2
+
+LAYERS, WIDTH, BATCH = 8, 8, 32
+
+
+def shared_step(recomputes, state, batch, key):
+    """Layers that share a matrix and a mask of the examples, have keys of their own, and hand out what they make for each
+    example; gradients are clipped by the norm of all."""
+
+    def loss_fn(params):
+        def plain_layer(carry, own):
+            x, total = carry
+            noise = jax.random.normal(own["key"], (WIDTH,), x.dtype)
+            y = jnp.tanh(x @ own["w"] @ params["shared"] + 0.1 * noise) * batch["mask"]
+            return (x + y, total + jnp.mean(y**2)), jnp.sum(y, axis=1)
+
+        layer = jax.checkpoint(plain_layer) if recomputes else plain_layer
+        own = {"w": params["layers"], "key": jax.random.split(key, LAYERS)}
+        x = batch["x"] @ params["embed"]
+        (x, total), by_layer = jax.lax.scan(layer, (x, jnp.zeros((), x.dtype)), own)
+        return jnp.mean((x @ params["embed"].T - batch["x"]) ** 2) + 0.1 * total, by_layer
+
+    params, moments = state
+    (loss, by_layer), grads = jax.value_and_grad(loss_fn, has_aux=True)(params)
+    norm = jnp.sqrt(sum(jnp.sum(g**2) for g in jax.tree.leaves(grads)))
+    moments = jax.tree.map(lambda m, g: 0.9 * m + g / jnp.maximum(1, norm), moments, grads)
+    params = jax.tree.map(lambda w, m: w - 0.1 * m, params, moments)
+    return (params, moments), {"loss": loss, "norm": norm, "by layer": by_layer}
+
+
+def shared(recomputes=False) -> Case:
+    def init():
+        keys = jax.random.split(jax.random.key(0), 3)
+        shapes = {"embed": (WIDTH, WIDTH), "layers": (LAYERS, WIDTH, WIDTH), "shared": (WIDTH, WIDTH)}
+        pairs = zip(keys, shapes.items(), strict=True)
+        params = {name: jax.random.normal(k, shape, jnp.float64) / 3 for k, (name, shape) in pairs}
+        return params, jax.tree.map(jnp.zeros_like, params)
+
+    inputs = {"x": Normal((BATCH, WIDTH), jnp.float64), "mask": Normal((BATCH, 1), jnp.float64)}
+    step = functools.partial(shared_step, recomputes)
+    return Case("shared", step, init, inputs, extra=lambda: (jax.random.key(7),))
+
+
+def gpt() -> Case:
+    return make_gpt_scan(num_layers=4, hidden=16, heads=2, vocab=16, seq=8, batch=32, dtype=jnp.float64)
+
+
+CASES = {"gpt": gpt, "shared": shared, "recomputed": functools.partial(shared, recomputes=True)}
+
+
+@functools.cache
+def on_one_device(name: str) -> Reference:
+    return Reference.of(CASES[name](), NUM_STEPS)
+
+
+@pytest.mark.parametrize(
+    ("name", "stages", "schedule", "microbatches"),
+    [
+        ("gpt", 4, "gpipe", 8),
+        ("shared", 8, "circular", 4),
+        ("recomputed", 4, "circular", 8),
+    ],
+)
+def test_it_trains_as_one_device(name, stages, schedule, microbatches):
+    with jax.enable_x64(True):
+        single = on_one_device(name)
+        case = single.case
+        options = {"stages": stages, "schedule": schedule, "microbatches": microbatches}
+        step = autoshard.parallelize(case.step, executor="one program", **options)
+        # A copy: the step donates its state.
+        state = jax.tree.map(jnp.copy, single.start)
+        assert_equal(run_steps(step, case, state, NUM_STEPS), single.results)
+    assert step.plan.executor == "one program"
+    assert step.plan.mesh["stage"] == (stages if schedule == "gpipe" else stages // 2)
+
+
+def test_layers_rest_on_their_stages_and_a_saved_plan_is_used_again(tmp_path):
+    path, case = tmp_path / "plan.json", shared()
+    with jax.enable_x64(True):
+        step = autoshard.parallelize(case.step, stages=2, executor="one program")
+        params, moments = step.init(case.init, args=(case.batch(0), *case.extra()))
+        step.plan.save(path)
+        again = autoshard.parallelize(case.step, plan=path)
+        abstract, _ = again.abstract_state(case.init, args=(case.batch(0), *case.extra()))
+        edited = SpmdPlan.from_json(json.loads(path.read_text()) | {"stages": 3})
+        with pytest.raises(PlanError, match="cannot be dealt to 3"):
+            autoshard.parallelize(case.step, plan=edited)(*case.args())
+    layers = params["layers"]
+    on_stages = {s.device: s.index[0].indices(LAYERS)[:2] for s in layers.addressable_shards}
+    assert on_stages == {d: ((0, 4) if i < 4 else (4, 8)) for i, d in enumerate(jax.devices())}
+    assert moments["layers"].sharding == abstract["layers"].sharding == layers.sharding
+    assert SpmdPlan.load(path) == step.plan
+    assert "2 stages of equal layers, gpipe, 8 microbatches: one program" in str(step.plan)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (
+            {"schedule": "1f1b"},
+            "schedule='1f1b' cannot be run by one program, in which all stages do the same",
+        ),
+        (
+            {"stages": 16, "schedule": "circular", "microbatches": 8},
+            "the 8 layers of the loop at .* are not a multiple of 16 stages",
+        ),
+        (
+            {"executor": "two programs"},
+            "no executor is called 'two programs'. Choose one of 'a program per stage'",
+        ),
+        ({"stages": 1}, "executor='one program' is of a pipeline, and there is none with stages=1"),
+        ({"microbatches": 3}, "32 examples cannot be dealt to the 4 devices of each stage in 3 microbatches"),
+        (
+            {"stages": 4, "schedule": "circular", "microbatches": 1},
+            "as many microbatches as workers, got 1 for 2",
+        ),
+    ],
+)
+def test_what_one_program_cannot_do_is_said(options, said):
+    case = shared()
+    with jax.enable_x64(True), pytest.raises(InputError, match=said):
+        autoshard.parallelize(case.step, **({"stages": 2, "executor": "one program"} | options))(*case.args())
+
+
+def test_layers_that_are_no_loop_are_refused():
+    case = make_mlp()
+    with pytest.raises(InputError, match=r"has no jax\.lax\.scan over layers with parameters of their own"):
+        autoshard.parallelize(case.step, stages=2, executor="one program", microbatches=2)(*case.args())
