@@ -1,7 +1,8 @@
 """From what a pipeline has to do, in order, to instructions: programs jitted, slots let go of, buffers given up.
 
 What a slot holds is let go of behind its last reader. A program's operand is donated where a result may take its buffer: a
-sum to the sum with one more term; and in what runs once, what is read for the last time, state before all else.
+sum to the sum with one more term; and in what runs once, what is read for the last time, state before all else. But what has
+been sent to another process may not have left yet when the program is handed out: JAX waits for that in one process only.
 """
 
 # JAX types these functions only in part.
@@ -20,6 +21,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from executors.pipeline_program import Instruction, Slot
 from executors.rewrite import evaluator
+from executors.transfers import are_of_several_processes
 from search.ir.sharding import StepSharding
 from search.ir.spec import WHOLE, Spec, partition_spec
 from search.plan.stage_programs import StageProgram, StagePrograms, StageSharding
@@ -105,6 +107,7 @@ class Finishing:
         self.programs, self.made, self.seating = programs, made, seating
         self.last_use = {slot: i for i, one in enumerate(made) for slot in (*one.reads, *one.makes)}
         self.freed = {slot: i for slot, i in self.last_use.items() if slot not in kept}
+        self.lent = _lent(made, seating.meshes)
         self.jitted: dict[Any, Any] = {}
 
     def run(self) -> tuple[Instruction, ...]:
@@ -130,7 +133,9 @@ class Finishing:
         results = Counter(self._type(program, v, one.seat) for v in program.makes)
         operands = enumerate(zip(program.reads, one.reads, strict=True))
         last_read = [
-            (n, v) for n, (v, slot) in operands if self.freed.get(slot) == i and self._is_given_up(v)
+            (n, v)
+            for n, (v, slot) in operands
+            if self.freed.get(slot) == i and slot not in self.lent and self._is_given_up(v)
         ]
         for n, v in sorted(last_read, key=lambda each: each[1] not in self.programs.step.graph.inputs):
             kind = self._type(program, v, one.seat)
@@ -206,3 +211,10 @@ class Finishing:
             ]
 
         return run
+
+
+def _lent(made: Sequence[Call | Sending], meshes: Sequence[Mesh]) -> frozenset[Slot]:
+    """What other processes may read at any time."""
+    if not are_of_several_processes(meshes):
+        return frozenset()
+    return frozenset(slot for one in made if isinstance(one, Sending) for slot in one.reads)
