@@ -44,7 +44,6 @@ from search.solver.branch_and_bound import NoFitError
 from search.stopwatch import Stopwatch
 from search.tightening import Round, tightened
 
-
 MAX_ROUNDS = 4
 """How many pipelines are looked for under ever lower limits, where layers' costs do not show what programs need. Source: a
 choice of ours."""
