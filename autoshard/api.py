@@ -334,7 +334,7 @@ def parallelize(
             pin=pin or None, offload=offload, time_limit_s=time_limit_s, donate=donate, like=like
         )
     if pipeline is not None and pipeline.executor == ONE_PROGRAM:
-        pipelines.refuse(memory=memory, mesh=mesh, remat=remat)
+        pipelines.refuse(memory=memory, remat=remat)
     asked = Asked(memory, mesh, pin, remat, microbatches, offload, time_limit_s)
     shared = like if like is None or isinstance(like, Parallelized) else Rested.by(_given(like)[0])
     request = Request(

@@ -136,7 +136,7 @@ def found(
         return _applied(step, wanted, place)
     if wanted.executor == ONE_PROGRAM and wanted.count is not None:
         progress(f"cutting the layers into {wanted.count} stages")
-        options = SpmdOptions(wanted.count, wanted.schedule, asked.microbatches)
+        options = SpmdOptions(wanted.count, wanted.schedule, asked.microbatches, _stage_mesh(asked))
         return processes.found_by_the_first(
             lambda: spmd_planning.find(step, cluster, options),
             lambda data, place: spmd_planning.apply(step, SpmdPlan.from_json(data, place), place),
@@ -167,13 +167,17 @@ def _applied(step: Step, plan: PipelinePlan, place: str) -> Pipeline:
         raise PlanError(str(e)) from e
 
 
-def _options(cluster: Cluster, wanted: Stages, asked: Asked) -> PipelineOptions:
+def _stage_mesh(asked: Asked) -> tuple[int, ...] | None:
     mesh = planning.mesh_shape(asked.mesh)
     if mesh is not None and (len(mesh) not in (2, 3) or min(mesh) < 1):
         raise InputError(
             f"wanted the mesh of a stage as its number of replicas and 1 or 2 axes of each one's devices, such as (2, 4), "
             f"got {mesh}"
         )
+    return mesh
+
+
+def _options(cluster: Cluster, wanted: Stages, asked: Asked) -> PipelineOptions:
     if asked.remat not in (None, "never"):
         raise InputError(f'wanted remat="never", or nothing to have it searched, got {asked.remat!r}')
     if asked.microbatches is not None and asked.microbatches < 1:
@@ -183,6 +187,6 @@ def _options(cluster: Cluster, wanted: Stages, asked: Asked) -> PipelineOptions:
         wanted.count,
         wanted.schedule,
         asked.microbatches,
-        mesh,
+        _stage_mesh(asked),
         asked.remat,
     )

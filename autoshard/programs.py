@@ -121,7 +121,7 @@ def pipelined(
       on_retrace: as for `executors.pipeline.build`.
     """
     if isinstance(found, SpmdPipeline):
-        return spmd.build(found.program, devices, on_retrace)
+        return spmd.build(found.program, found.sharding, devices, on_retrace)
     return pipeline.build(found.programs, found.schedule, found.shardings, devices, on_retrace)
 
 
