@@ -94,7 +94,7 @@ def test_it_trains_as_one_device(name, stages, schedule, microbatches, mesh):
 def test_layers_rest_on_their_stages_and_a_saved_plan_is_used_again(tmp_path):
     path, case = tmp_path / "plan.json", shared()
     with jax.enable_x64(True):
-        step = autoshard.parallelize(case.step, stages=2, executor="one program")
+        step = autoshard.parallelize(case.step, stages=2, mesh=(2, 2), executor="one program")
         params, moments = step.init(case.init, args=(case.batch(0), *case.extra()))
         step.plan.save(path)
         again = autoshard.parallelize(case.step, plan=path)
