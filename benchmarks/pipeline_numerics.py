@@ -4,6 +4,7 @@ microbatches, models of several kinds; three steps in float64, on 8 simulated de
 A line for each: what was run, and `alike` if state and metrics are one device's but for the order of sums (as in the tests:
 to a relative 1e-9). Stages are cut where a search cuts them, or unequally, then on submeshes of unequal sizes too where no
 stages share a worker. What a schedule refuses is said. Programs that were compiled before are taken from a cache on disk.
+There are eight turns: in each, all models meet all schedules, with other numbers.
 
     python -m benchmarks.pipeline_numerics                 # all; an hour on two cores
     python -m benchmarks.pipeline_numerics vit t5          # these models
@@ -41,8 +42,11 @@ MODELS: dict[str, Callable[..., Case]] = {
     "moe": partial(zoo.make_moe, num_layers=1, hidden=16, heads=2),
 }
 
-FIRST = {(2, 4, True), (2, 8, False), (4, 4, False), (4, 8, True)}
-"""Stages, microbatches, and whether the stages are equal: half of what there is, in which each two of these meet."""
+NUMBERS = (
+    ((2, 4, True), (2, 8, False), (4, 4, False), (4, 8, True)),
+    ((2, 4, False), (2, 8, True), (4, 4, True), (4, 8, False)),
+)
+"""Stages, microbatches, and whether the stages are equal; in either half any two of these meet."""
 
 UNEQUAL = {2: (0.3,), 4: (0.1, 0.3, 0.8)}
 """By number of stages, the shares of the forward phase behind which they are cut."""
@@ -58,11 +62,11 @@ Run = tuple[str, Callable[[], Any]]
 """What is said of it, and what runs."""
 
 
-def of_programs(single: Reference, is_first: bool) -> Iterator[Run]:
-    """Pipelines with a program per stage; first half of them, in which any two numbers meet."""
-    for name, stages, microbatches, is_equal in product(FAMILIES, (2, 4), (4, 8), (True, False)):
-        if is_first != ((stages, microbatches, is_equal) in FIRST):
-            continue
+def of_programs(single: Reference, turn: int, shift: int) -> Iterator[Run]:
+    """Pipelines with a program per stage, under each schedule; the numbers are others in each turn."""
+    half = NUMBERS[turn // 4]
+    for n, name in enumerate(FAMILIES):
+        stages, microbatches, is_equal = half[(n + shift + turn) % 4]
         yield (
             f"{name:16} {stages} stages, {'equal' if is_equal else 'unequal':7} {microbatches} microbatches",
             partial(run_programs, single, name, stages, microbatches, is_equal),
@@ -115,22 +119,23 @@ def judged(single: Reference, run: Callable[[], Any]) -> str:
     return "alike"
 
 
-def runs(name: str, single: Reference, is_first: bool) -> Iterator[Run]:
-    """What there is to run of a model, first or later."""
-    yield from of_programs(single, is_first)
-    if is_first:
+def runs(model: str, single: Reference, turn: int) -> Iterator[Run]:
+    """What there is to run of a model in a turn."""
+    yield from of_programs(single, turn, list(MODELS).index(model))
+    if turn == 0:
         yield from of_search(single)
-        yield from of_one_program(single) if name == "gpt scan" else ()
+        yield from of_one_program(single) if model == "gpt scan" else ()
 
 
-def main(names: list[str]) -> None:
-    chosen = names or list(MODELS)
-    single = {name: Reference.of(MODELS[name](batch=32, dtype=jnp.float64), NUM_STEPS) for name in chosen}
-    for is_first, name in product((True, False), chosen):
-        for said, run in runs(name, single[name], is_first):
+def main(models: list[str]) -> None:
+    single: dict[str, Reference] = {}
+    for turn, model in product(range(8), models or MODELS):
+        if model not in single:
+            single[model] = Reference.of(MODELS[model](batch=32, dtype=jnp.float64), NUM_STEPS)
+        for said, run in runs(model, single[model], turn):
             start = time.perf_counter()
-            result = judged(single[name], run)
-            print(f"{name:9} {said:66} {time.perf_counter() - start:5.1f} s  {result}", flush=True)
+            result = judged(single[model], run)
+            print(f"{model:9} {said:66} {time.perf_counter() - start:5.1f} s  {result}", flush=True)
 
 
 if __name__ == "__main__":
