@@ -301,7 +301,7 @@ class Parallelized:
         if wanted is not None:
             asked, processes = self._asked_of_a_pipeline, Processes.of(devices)
             pipeline = pipelines.found(traced, hardware, wanted, asked, place, tell, processes)
-            return traced, pipeline.plan, programs.pipelined(pipeline, devices, placing.retraced)
+            return traced, pipeline.plan, programs.pipelined(pipeline, hardware, devices, placing.retraced)
         given_up = planning.arguments_of(traced, self._request.donate)
         if isinstance(plan, Plan):
             found = planning.applied(traced, plan, place)

@@ -3,7 +3,7 @@
 import contextlib
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, overload
 
 from autoshard import planning
 from autoshard.planning import Asked
@@ -130,16 +130,14 @@ def found(
       InfeasibleError: nothing fits.
       PlanError: the plan is for another step, or decides something impossible.
     """
-    if isinstance(wanted, SpmdPlan):
-        return spmd_planning.apply(step, wanted, place)
-    if isinstance(wanted, PipelinePlan):
-        return _applied(step, wanted, place)
+    if isinstance(wanted, PipelinePlan | SpmdPlan):
+        return applied(step, wanted, place)
     if wanted.executor == ONE_PROGRAM and wanted.count is not None:
         progress(f"cutting the layers into {wanted.count} stages")
         options = SpmdOptions(wanted.count, wanted.schedule, asked.microbatches, _stage_mesh(asked))
         return processes.found_by_the_first(
             lambda: spmd_planning.find(step, cluster, options),
-            lambda data, place: spmd_planning.apply(step, SpmdPlan.from_json(data, place), place),
+            lambda data, place: applied(step, SpmdPlan.from_json(data, place), place),
         )
     return searched(step, cluster, wanted, asked, progress, processes)
 
@@ -156,12 +154,27 @@ def searched(
     options = _options(cluster, wanted, asked)
     return processes.found_by_the_first(
         lambda: pipelines.find(step, cluster, options, progress),
-        lambda data, place: _applied(step, PipelinePlan.from_json(data, place), place),
+        lambda data, place: applied(step, PipelinePlan.from_json(data, place), place),
     )
 
 
-def _applied(step: Step, plan: PipelinePlan, place: str) -> Pipeline:
+@overload
+def applied(step: Step, plan: PipelinePlan, place: str) -> Pipeline: ...
+
+
+@overload
+def applied(step: Step, plan: SpmdPlan, place: str) -> SpmdPipeline: ...
+
+
+def applied(step: Step, plan: PipelinePlan | SpmdPlan, place: str) -> Pipeline | SpmdPipeline:
+    """A given plan on its step.
+
+    Raises:
+      PlanError: it is for another step, or decides something impossible.
+    """
     try:
+        if isinstance(plan, SpmdPlan):
+            return spmd_planning.apply(step, plan, place)
         return pipelines.apply(step, plan, place)
     except InputError as e:
         raise PlanError(str(e)) from e
