@@ -217,8 +217,8 @@ def verify(
       progress: called with one line per stage, and every second while the compiler works; by default as for `search`.
 
     Returns:
-      Memory and collectives, predicted and compiled, and the verdict: `.fits`, `.differences`. Of a pipeline, stage by stage:
-      each different program is compiled once, for its submesh; peaks count what the schedule has there meanwhile.
+      Memory and collectives, predicted and compiled, and the verdict: `.fits`, `.differences`. Of a pipeline, stage by
+      stage: each different program is compiled once, for its submesh; peaks count what the schedule has there meanwhile.
 
     Raises:
       PlanError: the plan is for another step, or decides something impossible.
