@@ -184,9 +184,10 @@ class Ledger:
 
     @cached_property
     def _later(self) -> frozenset[Site | None]:
-        """The ops that only weight gradients need."""
-        later = left_for_later(self.layers.step, self.layers.assigned)
-        return frozenset(self.layers.step.site_of(op) for op in later)
+        """The ops that only weight gradients need; of a loop over layers, if that is so in each of them."""
+        step, assigned = self.layers.step, self.layers.assigned
+        later = left_for_later(step, assigned)
+        return frozenset(map(step.site_of, later)) - {step.site_of(op) for op in assigned.backward - later}
 
     def _reduction_s(self, num_replicas: int) -> Array:
         """Once a step: gradients are added up over replicas, each gets its part, and what tasks read is gathered."""

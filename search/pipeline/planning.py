@@ -12,7 +12,8 @@ from math import inf
 import jax
 
 from cost_model.cluster import Cluster
-from cost_model.errors import InputError, PlanError
+from cost_model.errors import InfeasibleError, InputError, PlanError
+from cost_model.units import format_seconds
 from search.ir.graph import Step
 from search.ir.spec import AXIS_NAMES
 from search.memory.microbatches import looped
@@ -76,7 +77,7 @@ def find(
       InputError: there are more stages than there is to cut, the devices or the batch do not divide, or there is no such
         schedule.
       NotSplittableError: the step has no microbatches; says why.
-      InfeasibleError: nothing fits; says what is nearest.
+      InfeasibleError: nothing fits, or is so fast; says what is nearest.
     """
     watch = Stopwatch(step.trace_s)
     marks = [""] * len(step.arguments)
@@ -85,6 +86,11 @@ def find(
     watch.lap("search")
     if isinstance(found, NoCut):
         raise search.infeasible(found)
+    if found.step_s >= cutoff_s:
+        raise InfeasibleError(
+            f"the fastest pipeline of {step.name} that was found takes {format_seconds(found.step_s)}, and there is a plan "
+            f"of {format_seconds(cutoff_s)}"
+        )
     plan = _plan(step, found, options.memory_bytes)
     watch.lap("plan")
     return _pipeline(found, replace(plan, search_s=watch.seconds))
@@ -208,7 +214,7 @@ def _estimates(found: Proposal) -> PipelineEstimates:
         )
         for n, stage in enumerate(found.stages)
     )
-    return PipelineEstimates(found.step_s, found.simulation.bubble_share, round(max(peaks)), stages)
+    return PipelineEstimates(found.step_s, found.idle_share, round(max(peaks)), stages)
 
 
 # --- from a plan to what it means
