@@ -8,7 +8,7 @@ the search goes on under a lower limit, as `search(..., verify=True)` does witho
 import contextlib
 from collections.abc import Callable, Generator, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -38,6 +38,24 @@ from search.plan.spmd_plan import SpmdPlan
 
 OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
 """How XLA's runtime begins to say that an allocation failed."""
+
+
+@dataclass(frozen=True, eq=False)
+class Built:
+    """What a search found, and its program."""
+
+    found: SearchResult
+    program: Program
+
+    @property
+    def plan(self) -> Plan:
+        """What the search found."""
+        return self.found.plan
+
+    @property
+    def saveable_s(self) -> float:
+        """What a plan of another kind may save of a step at most."""
+        return self.found.saveable_s
 
 
 def built(
@@ -74,7 +92,7 @@ def searched(
     on_retrace: Callable[[], None],
     progress: Progress = lambda line: None,
     given_up: AbstractSet[int] = frozenset(),
-) -> tuple[SearchResult, Program]:
+) -> Built:
     """The fastest plan that fits, and its program; on GPUs it is compiled, and fits as compiled.
 
     Raises:
@@ -93,7 +111,7 @@ def searched(
 
     if not _are_gpus(devices):
         found = find(options, progress)
-        return found, built(found, cluster, devices, on_retrace, given_up)
+        return Built(found, built(found, cluster, devices, on_retrace, given_up))
     programs: list[Program] = []
 
     def verified(found: SearchResult, full: bool) -> Verification:
@@ -108,7 +126,7 @@ def searched(
         options.memory_bytes,
         progress,
     )
-    return found, programs[-1]
+    return Built(found, programs[-1])
 
 
 def pipelined(
@@ -126,7 +144,7 @@ def pipelined(
       on_retrace: as for `executors.pipeline.build`.
     """
     if isinstance(found, SpmdPipeline):
-        return spmd.build(found.program, devices, on_retrace)
+        return spmd.build(found.program, found.sharding, devices, on_retrace)
     options = _stage_options(found.plan, cluster, devices)
     return pipeline.build(found.programs, found.schedule, found.shardings, devices, on_retrace, options)
 
@@ -142,7 +160,7 @@ def emitted(
       devices: in the cluster's order: real, simulated or compile-only.
     """
     if isinstance(found, SpmdPipeline):
-        return spmd.build(found.program, devices)
+        return spmd.build(found.program, found.sharding, devices)
     options = _stage_options(found.plan, cluster, devices)
     agenda = pipeline.followed(found.programs, found.schedule, found.shardings, devices, options)
     return tuple(run.program for run in agenda.runs)

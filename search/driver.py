@@ -63,6 +63,14 @@ class SearchResult:
         gap = max(0.0, 1.0 - bound_s / cost_s) if cost_s > 0 else 0.0
         return replace(self, plan=replace(self.plan, gap=gap), bound_s=bound_s)
 
+    @property
+    def saveable_s(self) -> float:
+        """What a plan of another kind may save of a step at most: all but the computation, were each op's spread evenly over
+        all devices, and nothing computed twice."""
+        whole_s = sum(float(seconds.max()) for seconds, _ in self.on_mesh.memory.costed.node_seconds)
+        estimates = self.plan.estimates
+        return estimates.step_s - (whole_s / self.plan.num_devices - estimates.recompute_s)
+
     @cached_property
     def sharding(self) -> StepSharding:
         """The plan spelled out for the executor."""
@@ -111,7 +119,7 @@ def apply(step: Step, plan: Plan, cluster: Cluster, place: str = "plan") -> Sear
             "Undo the last edit, or raise memory_bytes"
         ) from e
     watch.lap("solve")
-    forced = Found(step_problem, on_mesh, solution.labels, device)
+    forced = Found(step_problem, on_mesh, solution.labels, plan.memory_bytes, device)
     found = _finished(step, forced, cluster, Options(plan.memory_bytes), plan.meshes, watch)
     was_s, is_s = plan.estimates.step_s, found.plan.estimates.step_s
     gap = plan.gap if math.isclose(is_s, was_s, rel_tol=1e-6) else None

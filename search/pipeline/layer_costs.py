@@ -187,11 +187,10 @@ class Ledger:
 
     @cached_property
     def _later(self) -> frozenset[Site | None]:
-        """The ops that only weight gradients need; of a loop over layers, if that holds for all of them."""
+        """The ops that only weight gradients need; of a loop over layers, if that is so in each of them."""
         step, assigned = self.layers.step, self.layers.assigned
         later = left_for_later(step, assigned)
-        awaited = {step.site_of(op) for op in assigned.backward - later}
-        return frozenset(step.site_of(op) for op in later) - awaited
+        return frozenset(map(step.site_of, later)) - {step.site_of(op) for op in assigned.backward - later}
 
     def _reduction_s(self, num_replicas: int) -> Array:
         """Once a step: gradients are added up over replicas, each gets its part, and what tasks read is gathered."""
@@ -221,8 +220,8 @@ class Ledger:
         return found
 
     def _held(self, values: Iterable[int]) -> Array:
-        """Of values of the pipeline, by layer where they are made or rest; what the prologue makes for tasks, where these read
-        it."""
+        """Of values of the pipeline, by layer where they are made or rest; what the prologue makes for tasks, where these
+        read it."""
         found, of_value = np.zeros(self._num_layers), self.layers.assigned.of_value
         for v in values:
             found[self._first_reader.get(v, of_value.get(v, 0))] += self._bytes_of(v)
@@ -274,8 +273,8 @@ class Ledger:
 
     @cached_property
     def _made_bytes(self) -> tuple[Array, Array, Array, Array]:
-        """Of what the loop makes: residuals, what waits for weight gradients, what is there for all layers of a loop at once,
-        and what for one at a time."""
+        """Of what the loop makes: residuals, what waits for weight gradients, what is there for all layers of a loop at
+        once, and what for one at a time."""
         memory = self.intra_op.on_mesh.memory
         start, end = self._loop
         residuals, working = np.zeros(self._num_layers), np.zeros((self._num_layers, end - start + 1))
