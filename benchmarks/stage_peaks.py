@@ -14,6 +14,7 @@ import os
 import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
@@ -43,7 +44,7 @@ from tests.zoo import (
 MIB = 1 << 20
 TIGHT = 0.8
 CLUSTER = parse_cluster("8xH100-80GB")
-SIZES = {"num_layers": 4, "hidden": 512, "heads": 8, "vocab": 1024, "seq": 256, "batch": 64}
+SIZES: dict[str, Any] = {"num_layers": 4, "hidden": 512, "heads": 8, "vocab": 1024, "seq": 256, "batch": 64}
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +79,7 @@ def _model(name: str) -> Case:
     if name == "unrolled nnx":
         return make_gpt_nnx(**SIZES)
     if name == "mixer":
-        sizes = {"num_layers": 4, "channels": 512, "token_ffn": 256, "channel_ffn": 2048}
+        sizes: dict[str, Any] = {"num_layers": 4, "channels": 512, "token_ffn": 256, "channel_ffn": 2048}
         return make_mixer(**sizes, image=112, patch=8, num_classes=1000, batch=64)
     return JOBS[name].make()
 
