@@ -7,11 +7,12 @@ it all is predicted to take.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from math import inf
+from math import inf, prod
 
 import jax
 
 from cost_model.cluster import Cluster
+from cost_model.collectives import MeshModel
 from cost_model.errors import InfeasibleError, InputError, PlanError
 from cost_model.units import format_bytes, format_seconds
 from search.ir.graph import Step
@@ -27,12 +28,14 @@ from search.pipeline.schedules.registry import build_schedule
 from search.pipeline.search import PipelineOptions, PipelineSearch
 from search.pipeline.simulator import Simulation, StageCost, simulate
 from search.pipeline.split_loops import num_positions
+from search.pipeline.stage_collectives import stage_collectives
 from search.pipeline.stage_memory import StageMemory
 from search.pipeline.stage_plan import NoCut
 from search.pipeline.stage_sharding import stage_sharding
 from search.pipeline.stages import forward_ops
 from search.pipeline.task_memory import ProgramKernels
 from search.plan.pipeline_plan import REPLICA, PipelineEstimates, PipelinePlan, Stage, StageEstimates
+from search.plan.plan import Collective
 from search.plan.retention import RetentionCodec
 from search.plan.schedule import Schedule
 from search.plan.stage_programs import StageProgram, StagePrograms, StageSharding
@@ -193,27 +196,36 @@ def _pipeline(step: Step, found: Proposal, memory_bytes: int) -> Pipeline:
     programs = stage_programs(parts, cut, found.schedule.splits_backward)
     shardings = tuple(stage_sharding(s.intra_op, parts, programs, n) for n, s in enumerate(found.stages))
     memory = StageMemory(programs, found.schedule, shardings)
-    plan = _plan(step, found, memory_bytes, _peaks(found, parts, memory, memory_bytes))
+    plan = _plan(step, found, memory_bytes, _Stages.of(found, parts, memory, memory_bytes))
     return Pipeline(plan, programs, found.schedule, shardings)
 
 
-def _peaks(found: Proposal, step: PipelineStep, memory: StageMemory, memory_bytes: int) -> tuple[float, ...]:
-    """Of each stage's devices: while tasks run, or behind them."""
-    programs, schedule = memory.programs, found.schedule
-    shapes = [stage.placed.shape for stage in found.stages]
-    kernels = {s.placed.shape: ProgramKernels(s.intra_op, step, programs) for s in found.stages}
+@dataclass(frozen=True, slots=True)
+class _Stages:
+    """What the programs of stages take, beside time: of each, the peak and the collectives."""
 
-    def needed_bytes(program: StageProgram) -> float:
-        return kernels[shapes[program.stage]].temporary_bytes(program, memory_bytes)
+    peak_bytes: tuple[float, ...]
+    collectives: tuple[tuple[Collective, ...], ...]
 
-    of_tasks = memory.task_peaks({job: needed_bytes(program) for job, program in programs.tasks.items()})
-    behind = [0.0] * len(shapes)
-    for program in programs.epilogue:
-        behind[program.stage] = max(behind[program.stage], needed_bytes(program))
-    return tuple(
-        max(memory.update_peak(n, behind[n]), *(of_tasks[w] for w in schedule.workers_of(n)))
-        for n in range(len(shapes))
-    )
+    @classmethod
+    def of(cls, found: Proposal, step: PipelineStep, memory: StageMemory, memory_bytes: int) -> "_Stages":
+        programs, shapes = memory.programs, [stage.placed.shape for stage in found.stages]
+        of_shape = {s.placed.shape: ProgramKernels(s.intra_op, step, programs) for s in found.stages}
+        kernels = [of_shape[shape] for shape in shapes]
+
+        def needed_bytes(program: StageProgram) -> float:
+            return kernels[program.stage].temporary_bytes(program, memory_bytes)
+
+        of_tasks = memory.task_peaks({job: needed_bytes(program) for job, program in programs.tasks.items()})
+        behind = [0.0] * len(shapes)
+        for program in programs.epilogue:
+            behind[program.stage] = max(behind[program.stage], needed_bytes(program))
+        workers, stages = found.schedule.workers_of, range(len(shapes))
+        meshes = [MeshModel(found.parts.cluster, (found.num_replicas, prod(shape))) for shape in shapes]
+        return cls(
+            tuple(max(memory.update_peak(n, behind[n]), *(of_tasks[w] for w in workers(n))) for n in stages),
+            tuple(stage_collectives(n, kernels[n], memory, meshes[n]) for n in stages),
+        )
 
 
 def _with_fusions(step: PipelineStep, problem: StepProblem) -> PipelineStep:
@@ -230,7 +242,7 @@ def _with_fusions(step: PipelineStep, problem: StepProblem) -> PipelineStep:
     return replace(step, on_the_fly=frozenset(v for v in step.of_microbatch if step.place_of(v) in light))
 
 
-def _plan(step: Step, found: Proposal, memory_bytes: int, peaks: Sequence[float]) -> PipelinePlan:
+def _plan(step: Step, found: Proposal, memory_bytes: int, taken: _Stages) -> PipelinePlan:
     problem = found.parts.step_problem
     starts = found.parts.layers.starts
     solutions = {stage.placed.shape: stage.intra_op for stage in found.stages}
@@ -250,7 +262,7 @@ def _plan(step: Step, found: Proposal, memory_bytes: int, peaks: Sequence[float]
         ),
         RetentionCodec(problem.plain).said(sites) if sites else {},
         tuple(one.on_mesh.codec.decisions(one.labels) for _, one in sorted(solutions.items())),
-        _estimates(found, peaks),
+        _estimates(found, taken),
     )
 
 
@@ -258,7 +270,7 @@ def _mesh(num_replicas: int, shape: Sequence[int]) -> dict[str, int]:
     return {REPLICA: num_replicas, **dict(zip(AXIS_NAMES[len(shape)], shape, strict=True))}
 
 
-def _estimates(found: Proposal, peaks: Sequence[float]) -> PipelineEstimates:
+def _estimates(found: Proposal, taken: _Stages) -> PipelineEstimates:
     stages = tuple(
         StageEstimates(
             stage.cost.forward_s,
@@ -270,11 +282,12 @@ def _estimates(found: Proposal, peaks: Sequence[float]) -> PipelineEstimates:
             round(stage.cost.residual_bytes),
             round(stage.state_bytes),
             round(stage.workspace_bytes),
-            round(peaks[n]),
+            round(taken.peak_bytes[n]),
+            taken.collectives[n],
         )
         for n, stage in enumerate(found.stages)
     )
-    return PipelineEstimates(found.step_s, found.idle_share, round(max(peaks)), stages)
+    return PipelineEstimates(found.step_s, found.idle_share, round(max(taken.peak_bytes)), stages)
 
 
 # --- from a plan to what it means

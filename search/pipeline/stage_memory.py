@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
-from search.ir.spec import Spec
+from search.ir.spec import WHOLE, Spec
 from search.plan.schedule import Schedule, Task, TaskKind
 from search.plan.stage_programs import StageProgram, StagePrograms, StageSharding
 from search.plan.task_order import task_order
@@ -63,17 +63,17 @@ class StageMemory:
         """The most that a stage's devices hold behind all tasks."""
         read = self._read_by(stage, self.programs.epilogue)
         resting = self._once(stage) & (read | {*self.programs.step.graph.inputs})
-        resting_bytes = sum(self._bytes(v, stage) for v in resting - self.programs.sums)
+        resting_bytes = sum(self.bytes_of(v, stage) for v in resting - self.programs.sums)
         sums = {v for v in self.programs.sums if self.programs.stage_of[v] == stage}
-        sum_bytes = sum(self._bytes(v, stage, is_own=True) for v in sums)
-        total_bytes = sum(self._bytes(v, stage) for v in sums | (read & self.programs.sums))
+        sum_bytes = sum(self.bytes_of(v, stage, is_own=True) for v in sums)
+        total_bytes = sum(self.bytes_of(v, stage) for v in sums | (read & self.programs.sums))
         replaced = {
             v
             for v, r in zip(self.programs.results, self.programs.step.replaces, strict=True)
             if r is not None
         }
         made = {v for p in self.programs.epilogue if p.stage == stage for v in p.makes} - replaced
-        fresh_bytes = sum(self._bytes(v, stage) for v in made)
+        fresh_bytes = sum(self.bytes_of(v, stage) for v in made)
         adding_bytes = 0.0 if self.programs.num_replicas == 1 else sum_bytes + total_bytes
         return resting_bytes + max(sum_bytes + adding_bytes, total_bytes + fresh_bytes + temporary_bytes)
 
@@ -87,7 +87,7 @@ class StageMemory:
             for v in self._once(stage) if is_home else self._read_by(stage, self.programs.tasks.values()):
                 if not self.programs.is_of_replica(v):
                     spec = self.shardings[stage].spec(v)
-                    found[v, spec] = self._bytes(v, stage, is_own=v in self.programs.sums)
+                    found[v, spec] = self.bytes_of(v, stage, is_own=v in self.programs.sums)
         return sum(found.values())
 
     def _once(self, stage: int) -> frozenset[int]:
@@ -107,7 +107,7 @@ class StageMemory:
     @cached_property
     def _made_bytes(self) -> dict[Job, float]:
         return {
-            (stage, kind): sum(self._bytes(v, stage) for v in program.makes if v not in program.sums)
+            (stage, kind): sum(self.bytes_of(v, stage) for v in program.makes if v not in program.sums)
             for (stage, kind), program in self.programs.tasks.items()
         }
 
@@ -123,7 +123,7 @@ class StageMemory:
                     last |= {v: kind for v in touched if self.programs.is_of_microbatch(v)}
             for v, kind in last.items():
                 if v not in self._kept:
-                    found[stage, kind] += self._bytes(v, stage)
+                    found[stage, kind] += self.bytes_of(v, stage)
         return found
 
     @cached_property
@@ -134,7 +134,7 @@ class StageMemory:
         for transfer in self.programs.transfers:
             if transfer.is_per_microbatch and transfer.value in maker:
                 there = found[maker[transfer.value]]
-                num_bytes = self._bytes(transfer.value, transfer.target)
+                num_bytes = self.bytes_of(transfer.value, transfer.target)
                 there[transfer.target] = there.get(transfer.target, 0.0) + num_bytes
         return found
 
@@ -146,9 +146,13 @@ class StageMemory:
             parts[v] = parts.get(v, 0) + 1
         return frozenset(v for v, count in parts.items() if count > self.programs.num_replicas)
 
-    def _bytes(self, v: int, stage: int, is_own: bool = False) -> float:
+    def bytes_of(self, v: int, stage: int, is_own: bool = False) -> float:
         """Of a value at a stage; what each replica has for itself is not split over them."""
         sharding, value = self.shardings[stage], self.programs.values[v]
         axes = list(zip(sharding.spec(v), sharding.mesh_shape, strict=True))
         own = is_own or self.programs.is_of_replica(v)
         return value.num_bytes / prod(size for dim, size in axes[own:] if dim >= 0)
+
+    def is_whole(self, v: int, stage: int) -> bool:
+        """Whether each replica has all of a value, or of its part of it."""
+        return self.shardings[stage].spec(v)[0] == WHOLE

@@ -1,4 +1,5 @@
-"""What a stage's device needs beside what lies there while it runs a program: the peak of the program's kernels.
+"""What a stage's device needs beside what lies there while it runs a program: the peak of the program's kernels; and what it
+says to others.
 
 The kernels of the whole step are known (`search.device`). Those of a program are the ones whose ops are in it; of a loop
 over layers, the whole body. What they read that others make lies there already, and what others read of theirs is handed
@@ -7,11 +8,11 @@ on: neither counts here. The rest comes and goes in the orders in which the comp
 A stage may have one layer of a loop. Then that is no loop: what the body makes is what it hands on, and no stack of it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from search.device.lowering import Buffer, Kernel, Loops, Lowered
+from search.device.lowering import TRANSFERS, Buffer, Kernel, Loops, Lowered
 from search.device.prediction import Prediction
 from search.device.workspace import SLICED_WORKSPACE_BYTES, WORKSPACE_BYTES
 from search.ir.graph import Op, Site
@@ -52,6 +53,24 @@ class ProgramKernels:
             cut.alone, limit_bytes, self.intra_op.device.is_rescheduled, cut.alone
         ).peak.num_bytes
         return needed / self.programs.num_replicas if program in self.programs.epilogue else needed
+
+    def collectives(
+        self, program: StageProgram
+    ) -> Iterator[tuple[str, tuple[int, ...], float, float, float]]:
+        """A program's collectives: kind, mesh axes, how many in a step, their bytes on a device and their seconds."""
+        live_ranges, once = self.intra_op.on_mesh.live_ranges, program in self.programs.epilogue
+        for kernel, programs in zip(self._lowered.kernels, self._runs, strict=True):
+            what = kernel.collective
+            if program not in programs or what is None or what.kind in TRANSFERS:
+                continue
+            runs, count = programs[program], self._ops[kernel.position].count
+            if len(live_ranges.loops_at[kernel.position]) > len(
+                kernel.loops
+            ):  # a stack as a whole, before its loop
+                count //= runs.whole
+            share = runs.num / runs.whole / self.programs.num_replicas
+            num = float(count) if once else count * share
+            yield what.kind, what.axes, num, count * share * what.num_bytes, share * kernel.time.seconds
 
     @property
     def _lowered(self) -> Lowered:
