@@ -217,13 +217,22 @@ class _Stages:
             return kernels[program.stage].temporary_bytes(program, memory_bytes)
 
         of_tasks = memory.task_peaks({job: needed_bytes(program) for job, program in programs.tasks.items()})
-        behind = [0.0] * len(shapes)
-        for program in programs.epilogue:
-            behind[program.stage] = max(behind[program.stage], needed_bytes(program))
+        before, behind = [0.0] * len(shapes), [0.0] * len(shapes)
+        for needed, once in ((before, programs.prologue), (behind, programs.epilogue)):
+            for program in once:
+                needed[program.stage] = max(needed[program.stage], needed_bytes(program))
         workers, stages = found.schedule.workers_of, range(len(shapes))
+        peaks = [
+            max(
+                memory.prologue_peak(n, before[n]),
+                memory.update_peak(n, behind[n]),
+                *(of_tasks[worker] for worker in workers(n)),
+            )
+            for n in stages
+        ]
         meshes = [MeshModel(found.parts.cluster, (found.num_replicas, prod(shape))) for shape in shapes]
         return cls(
-            tuple(max(memory.update_peak(n, behind[n]), *(of_tasks[w] for w in workers(n))) for n in stages),
+            tuple(peaks),
             tuple(stage_collectives(n, kernels[n], memory, meshes[n]) for n in stages),
         )
 

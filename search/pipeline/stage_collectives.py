@@ -8,6 +8,7 @@ that the update has made.
 """
 
 from collections.abc import Iterator, Sequence
+from collections.abc import Set as AbstractSet
 
 from cost_model.collectives import MeshModel
 from search.ir.spec import AXIS_NAMES
@@ -33,7 +34,10 @@ def stage_collectives(
       mesh: of the stage: replicas, and the devices of each.
     """
     total: dict[tuple[str, tuple[str, ...]], tuple[float, float, float]] = {}
-    for kind, axes, count, num_bytes, seconds in (*_inside(stage, kernels), *_between(stage, memory, mesh)):
+    for kind, axes, count, num_bytes, seconds in (
+        *_inside(stage, kernels),
+        *_between(stage, kernels.step.learned, memory, mesh),
+    ):
         before = total.get((kind, axes), (0.0, 0.0, 0.0))
         total[kind, axes] = before[0] + count, before[1] + num_bytes, before[2] + seconds
     return tuple(
@@ -51,15 +55,15 @@ def _inside(stage: int, kernels: ProgramKernels) -> Iterator[Said]:
             yield kind, tuple(names[a] for a in axes), count, num_bytes, seconds
 
 
-def _between(stage: int, memory: StageMemory, mesh: MeshModel) -> Iterator[Said]:
+def _between(stage: int, learned: AbstractSet[int], memory: StageMemory, mesh: MeshModel) -> Iterator[Said]:
     """Those between replicas."""
     programs = memory.programs
     if programs.num_replicas == 1:
         return
     sums = [v for v in sorted(programs.sums) if programs.stage_of[v] == stage]
-    once = (program for program in (*programs.prologue, *programs.epilogue) if program.stage == stage)
-    made = dict.fromkeys(v for program in once for v in program.makes)
-    whole = [v for v in made if v not in programs.sums and programs.values[v].num_bytes >= MIN_BYTES]
+    prepared = [v for p in programs.prologue if p.stage == stage for v in p.makes if v in learned]
+    updated = [v for p in programs.epilogue if p.stage == stage for v in p.makes]
+    whole = [v for v in dict.fromkeys((*prepared, *updated)) if programs.values[v].num_bytes >= MIN_BYTES]
     kinds: Sequence[tuple[str, list[int], bool]] = (
         ("reduce-scatter", [v for v in sums if not memory.is_whole(v, stage)], True),
         ("all-reduce", [v for v in sums if memory.is_whole(v, stage)], True),

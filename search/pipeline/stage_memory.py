@@ -59,6 +59,15 @@ class StageMemory:
                     held[self.schedule.worker_of[reader]] += sent_bytes
         return tuple(highest)
 
+    def prologue_peak(self, stage: int, temporary_bytes: float) -> float:
+        """The most that a stage's devices hold before its first task: what it makes for other stages lies there, too."""
+        made = {v for p in self.programs.prologue if p.stage == stage for v in p.makes}
+        resting_bytes = sum(
+            self.bytes_of(v, stage) for v in self._once(stage) & {*self.programs.step.graph.inputs}
+        )
+        made_bytes = sum(self.bytes_of(v, stage, v in self.programs.sums) for v in made)
+        return resting_bytes + made_bytes + temporary_bytes
+
     def update_peak(self, stage: int, temporary_bytes: float) -> float:
         """The most that a stage's devices hold behind all tasks."""
         read = self._read_by(stage, self.programs.epilogue)

@@ -52,7 +52,8 @@ class ProgramKernels:
         needed = Prediction(
             cut.alone, limit_bytes, self.intra_op.device.is_rescheduled, cut.alone
         ).peak.num_bytes
-        return needed / self.programs.num_replicas if program in self.programs.epilogue else needed
+        is_task = program in self.programs.tasks.values()
+        return needed if is_task else needed / self.programs.num_replicas
 
     def collectives(
         self, program: StageProgram
@@ -64,9 +65,8 @@ class ProgramKernels:
             if program not in programs or what is None or what.kind in TRANSFERS:
                 continue
             runs, count = programs[program], self._ops[kernel.position].count
-            if len(live_ranges.loops_at[kernel.position]) > len(
-                kernel.loops
-            ):  # a stack as a whole, before its loop
+            is_moved_out = len(live_ranges.loops_at[kernel.position]) > len(kernel.loops)
+            if is_moved_out:  # a stack as a whole, before its loop
                 count //= runs.whole
             share = runs.num / runs.whole / self.programs.num_replicas
             num = float(count) if once else count * share
