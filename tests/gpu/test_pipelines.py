@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 
 import autoshard
+from autoshard.verification.pipeline_result import PipelineVerification
 from cost_model.hardware import parse_cluster
 from cost_model.xla._jax import lower, module_bytes
 from cost_model.xla.process import Compiler, compile_apart
@@ -83,6 +84,7 @@ def test_stages_are_compiled_apart_equal_ones_once_and_take_what_is_predicted(tm
     plan = autoshard.search(wide_step, params, x, cluster="16xH100-80GB", **options)
     plan.save(tmp_path / "plan.json")
     proof = autoshard.verify(wide_step, params, x, plan=tmp_path / "plan.json")
+    assert isinstance(proof, PipelineVerification)
     assert proof.fits
     assert proof.num_compiled < len(proof.programs)
     runs = {one.name: one.count for one in proof.programs}
