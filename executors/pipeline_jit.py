@@ -256,9 +256,16 @@ class Agenda:
             new = [slot for slot in dict.fromkeys(one.makes) if slot not in there]
             change(new, 1)
             there.update(new)
-            change([slot for slot in frees if slot in there], -1)
-            there.difference_update(frees)
+            gone = [slot for slot in frees if slot in there and slot not in self._of_caller]
+            change(gone, -1)
+            there.difference_update(gone)
         return tuple(found)
+
+    @cached_property
+    def _of_caller(self) -> frozenset[Slot]:
+        """Arguments that their caller keeps."""
+        replaced = self.seating.programs.step.replaces
+        return frozenset(slot for n, slot in enumerate(self.entering) if n not in replaced)
 
     # --- programs
 

@@ -151,7 +151,7 @@ def _stage(
         Footprint(estimates.peak_bytes, 0, {}),
         _footprint(highest),
         highest.name,
-        paired((), moved),
+        paired(estimates.collectives, moved),
     )
 
 

@@ -268,7 +268,7 @@ def _priced(parts: Parts, costs: LayerCosts, placed: Placed, num_replicas: int) 
         float(costs.transfer_s(behind)[placed.end_layer]),
         float(costs.transfer_s(before)[placed.first_layer]),
         residual_bytes,
-        residual_bytes,
+        float(costs.weight_gradient_bytes[inside].sum()),
     )
     return StageProposal(
         placed,

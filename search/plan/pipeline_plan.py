@@ -8,7 +8,7 @@ is honoured. `estimates` are what the cost model says of that, stage by stage: f
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 from cost_model.errors import PlanError
 from cost_model.whole_file import write_whole
 from search.plan.json_file import read_file, schema_of
-from search.plan.plan import Decisions
+from search.plan.plan import Collective, Decisions
 from search.plan.spmd_plan import PROGRAM_PER_STAGE
 
 SCHEMA = "autoshard.pipeline/2"
@@ -69,6 +69,7 @@ class StageEstimates:
       state_bytes: a device's, always there.
       workspace_bytes: a device's, while it runs.
       peak_bytes: a device's, with all stages of its worker.
+      collectives: per kind and axes of its submesh, in a step.
     """
 
     forward_s: float
@@ -81,6 +82,7 @@ class StageEstimates:
     state_bytes: int
     workspace_bytes: int
     peak_bytes: int
+    collectives: tuple[Collective, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +169,7 @@ class PipelinePlan:
                 }
                 for d in self.decisions
             ],
-            "estimates": {**asdict(self.estimates), "stages": [asdict(s) for s in self.estimates.stages]},
+            "estimates": {**asdict(self.estimates), "stages": [_said(s) for s in self.estimates.stages]},
         }
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -200,7 +202,7 @@ class PipelinePlan:
         if (schema := schema_of(data)) not in (None, SCHEMA):
             raise PlanError(f"{place} has schema {schema!r}; wanted {SCHEMA!r}, as of a pipeline's plan")
         file = read(PipelineFile, data, place)
-        of_stages = tuple(StageEstimates(**s) for s in file["estimates"].pop("stages"))
+        of_stages = tuple(_stage_estimates(**stage) for stage in file["estimates"].pop("stages"))
         read_as: dict[str, Any] = {
             "stages": tuple(Stage(**stage) for stage in file["stages"]),
             "decisions": tuple(Decisions(**decisions) for decisions in file["decisions"]),
@@ -212,6 +214,15 @@ class PipelinePlan:
         from search.plan.pipeline_summary import summary  # it needs plans itself
 
         return summary(self)
+
+
+def _said(stage: StageEstimates) -> dict[str, Any]:
+    said = asdict(stage)
+    return said | {"collectives": [{**one, "axes": list(one["axes"])} for one in said["collectives"]]}
+
+
+def _stage_estimates(collectives: Sequence[Mapping[str, Any]] = (), **estimates: Any) -> StageEstimates:
+    return StageEstimates(**estimates, collectives=tuple(Collective(**one) for one in collectives))
 
 
 def is_of_pipeline(data: Any) -> bool:

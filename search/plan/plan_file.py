@@ -175,6 +175,8 @@ class StageEstimatesFile(TypedDict):
     """While it runs."""
     peak_bytes: Count
     """At the highest, with all stages of its worker."""
+    collectives: NotRequired[list[CollectiveFile]]
+    """By kind and mesh axes."""
 
 
 class PipelineEstimatesFile(TypedDict):

@@ -202,6 +202,32 @@ def test_a_plan_of_another_step_is_refused(mlp):
         autoshard.parallelize(other.step, plan=step.plan)(*other.args())
 
 
+def test_the_programs_that_run_are_emitted_one_by_one():
+    case = make_mlp()
+    args, options = (
+        case.abstract_args(),
+        {"stages": 2, "schedule": "zb-h1", "microbatches": 4, "mesh": (2, 2)},
+    )
+    plan = autoshard.search(case.step, *args, cluster="8xCPU", **options)
+    emitted = autoshard.emit(case.step, *args, plan=plan)
+    named = {program.name for program in emitted}
+    assert named > {
+        "forward 0",
+        "forward 1",
+        "backward 1",
+        "weight gradient 0",
+        "weight gradient 1",
+        "reduce 0",
+        "update 0",
+    }
+    halves = [set(jax.devices()[:4]), set(jax.devices()[4:])]
+    for program in emitted:
+        assert set(program.mesh.devices.flat) in halves
+        assert all(a.sharding.mesh == program.mesh for a in program.args)
+    last = next(program for program in emitted if program.name == "update 1")
+    last.fn.lower(*last.args)
+
+
 def test_a_pipeline_cannot_be_lowered_as_one_program():
     case = make_mlp()
     with pytest.raises(InputError, match="runs many programs"):

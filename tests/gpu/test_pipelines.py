@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 
+import autoshard
 from cost_model.hardware import parse_cluster
 from cost_model.xla._jax import lower, module_bytes
 from cost_model.xla.process import Compiler, compile_apart
@@ -70,6 +71,25 @@ def wide_step(params, x):
 
     loss, grads = jax.value_and_grad(loss_fn)(params)
     return jax.tree.map(lambda w, g: w - 0.1 * g, params, grads), loss
+
+
+def test_stages_are_compiled_apart_equal_ones_once_and_their_peaks_are_as_predicted(tmp_path):
+    case = make_gpt_scan(LAYERS, 4 * HIDDEN, 4, VOCAB, 4 * SEQ, BATCH)
+    options = {"stages": LAYERS, "schedule": "1f1b", "microbatches": LAYERS, "mesh": (2, 1)}
+    plan = autoshard.search(case.step, *case.abstract_args(), cluster="8xH100-80GB", **options)
+    plan.save(tmp_path / "plan.json")
+    proof = autoshard.verify(case.step, *case.abstract_args(), plan=tmp_path / "plan.json")
+    assert proof.fits
+    assert proof.num_compiled < len(proof.programs)
+    for stage, one in enumerate(proof.stages):
+        assert one.predicted is not None
+        assert 0.95 < one.predicted.peak_bytes / one.compiled.peak_bytes < 1.12, stage
+    runs = {one.name: one.count for one in proof.programs}
+    assert (runs["forward 1"], runs["backward 1"], runs["reduce 1"]) == (LAYERS, LAYERS, 1)
+    held = [one.held_bytes for one in proof.programs if one.name.startswith("backward")]
+    assert len({*held}) == LAYERS  # each holds another number of microbatches
+    assert str(proof).splitlines()[0].endswith("4 stages, schedule 1f1b")
+    assert proof.to_json()["exit_status"] == proof.exit_status
 
 
 def test_devices_of_a_replica_share_layers_and_only_their_terms_go_between_them():
