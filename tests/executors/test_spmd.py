@@ -73,9 +73,8 @@ def on_one_device(name: str) -> Reference:
     ("name", "stages", "schedule", "microbatches", "mesh"),
     [
         ("gpt", 2, "gpipe", 4, (2, 2)),
-        ("gpt", 4, "circular", 4, (1, 2, 2)),
         ("shared", 8, "circular", 4, None),
-        ("recomputed", 4, "circular", 8, None),
+        ("recomputed", 4, "circular", 8, (1, 2, 2)),
     ],
 )
 def test_it_trains_as_one_device(name, stages, schedule, microbatches, mesh):
