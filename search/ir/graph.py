@@ -122,7 +122,7 @@ class Op:
     @property
     def operands(self) -> tuple[int, ...]:
         """The inputs that are values, literals left out."""
-        return tuple(a for a in self.inputs if isinstance(a, int))
+        return tuple([a for a in self.inputs if isinstance(a, int)])
 
 
 @dataclass(frozen=True, eq=False)

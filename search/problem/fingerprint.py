@@ -11,14 +11,16 @@ parameter that is None counts as absent, as later versions of JAX add such.
 """
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from enum import Enum
 from typing import Any
 
 import numpy as np
 
+from search.ir.factors import Rule
 from search.ir.graph import Atom, Graph, Op, walk
 from search.problem.flat_program import FlatProgram
+from search.problem.numbering import Numbering
 
 _NUM_DIGITS = 16
 """64 bits: two of a million steps agree by chance once in thirty million times."""
@@ -27,25 +29,21 @@ _NUM_DIGITS = 16
 def fingerprint(program: FlatProgram) -> str:
     """16 hex digits: the same for the same traced step in every process (see the module)."""
     step, graphs = program.step, list(walk(program.step.graph))
-    types, type_of = _told_apart((v.shape, v.dtype) for _, graph in graphs for v in graph.values)
-    rules, rule_of = _told_apart(op.rule for op in program.ops)
+    values, rules = [v for _, graph in graphs for v in graph.values], Numbering[Rule]()
+    types = dict.fromkeys((v.shape, v.dtype) for v in values)
+    number = {type_: n for n, type_ in enumerate(types)}
+    type_of = [number[v.shape, v.dtype] for v in values]
+    rule_of = [rules.of(op.rule) for op in program.ops]
     said = [
         *((a.name, a.role.value) for a in step.arguments),
         *zip(step.results, step.replaces, strict=True),
         *((path, _graph(graph)) for path, graph in graphs),
         *((shape, dtype.name) for shape, dtype in types),
         type_of,
-        *rules,
+        *rules.things,
         rule_of,
     ]
     return hashlib.sha256("\n".join(map(repr, said)).encode()).hexdigest()[:_NUM_DIGITS]
-
-
-def _told_apart[T](things: Iterable[T]) -> tuple[list[T], list[int]]:
-    """Each different thing once, and for every thing which it is: there are few, and to spell them out takes long."""
-    seen: dict[T, int] = {}
-    number_of = [seen.setdefault(thing, len(seen)) for thing in things]
-    return list(seen), number_of
 
 
 def _graph(graph: Graph) -> tuple[Any, ...]:

@@ -162,11 +162,12 @@ def flatten(step: Step) -> FlatProgram:
     layer.ops.extend([None] * len(inputs))
     outputs = layer.lay(graph, inputs, 1, ())
     replaced = {r: o for o, r in zip(outputs, step.replaces, strict=True) if r is not None}
+    place_of = {r: i for i, r in reversed([*enumerate(step.replaces)])}
     for i, (slot, value, argument) in enumerate(zip(slots, inputs, step.arguments, strict=True)):
         new = replaced.get(i)
         operands = () if new is None or new == value else (new,)
         phase = Phase.UPDATE if argument.role is Role.OPTIMIZER_STATE else Phase.FORWARD
-        reads = [("output", (), step.replaces.index(i))] if operands else []
+        reads = [("output", (), place_of[i])] if operands else []
         layer.ops[slot] = layer.boundary(
             "input", operands, value, (1,) * len(operands), 1, phase, (i,), reads, [("input", (), i)]
         )
@@ -227,10 +228,9 @@ class _Flattening:
         results = tuple(self.new_value(v) for v in op.result_values)
         if op.name in ZEROS_STAY and all(map(self._is_zero, op.inputs, operands)):
             self.zeros.update(results)
-        kept = tuple(i for i, v in enumerate(operands) if v is not None)
-        read = tuple(v for v in operands if v is not None)
-        operand_places = tuple(("operand", site, i) for i in kept)
-        result_places = tuple((("result", site, r),) for r in range(len(results)))
+        read = tuple([v for v in operands if v is not None])
+        operand_places = tuple([("operand", site, i) for i, v in enumerate(operands) if v is not None])
+        result_places = tuple([(("result", site, r),) for r in range(len(results))])
         counts = (count,) * len(read)
         self.ops.append(
             FlatOp(

@@ -28,9 +28,10 @@ from typing import Any
 
 import numpy as np
 
-from search.ir.factors import Kind
+from search.ir.factors import Kind, Rule
 from search.ir.graph import Value
 from search.problem.flat_program import FlatOp, FlatProgram
+from search.problem.numbering import Numbering
 
 ROUNDS = 4
 """How far ops look around themselves: enough to see the parameter that tells a query from a key projection."""
@@ -56,6 +57,7 @@ class FoldedProgram:
       members: for each class, the positions of its ops.
       class_of: for each op position, its class.
       dependencies: ordered by producer, result, consumer, operand.
+      dependency_of: for each op position, by operand: which of the dependencies it is.
       whole_of: for each class, a number that it shares with those that it was separated from.
     """
 
@@ -63,6 +65,7 @@ class FoldedProgram:
     members: tuple[tuple[int, ...], ...]
     class_of: tuple[int, ...]
     dependencies: tuple[Dependency, ...]
+    dependency_of: tuple[tuple[int, ...], ...]
     whole_of: tuple[int, ...]
 
     def op(self, op_class: int) -> FlatOp:
@@ -93,17 +96,6 @@ class FoldedProgram:
         for dependency in self.dependencies:
             into.setdefault(dependency.consumer, []).append(dependency)
         return into
-
-    @cached_property
-    def dependency_of(self) -> tuple[tuple[int, ...], ...]:
-        """By position: of each operand, which of the dependencies it is."""
-        number = {(d.producer, d.result, d.consumer, d.operand): n for n, d in enumerate(self.dependencies)}
-        class_of = self.class_of
-        maker = {v: (class_of[i], r) for v, (i, r) in self.program.maker.items()}
-        return tuple(
-            tuple(number[(*maker[v], op_class, operand)] for operand, v in enumerate(op.operands))
-            for op, op_class in zip(self.program.ops, class_of, strict=True)
-        )
 
     def _light(self, op_class: int) -> bool:
         op = self.op(op_class)
@@ -154,25 +146,30 @@ def _folded(
             class_of[p] = op_class
     maker = {v: (class_of[i], r) for i, op in enumerate(program.ops) for r, v in enumerate(op.results)}
     counts: dict[tuple[int, int, int, int], int] = {}
-    for i, op in enumerate(program.ops):
-        for position, (v, count) in enumerate(zip(op.operands, op.operand_counts, strict=True)):
-            key = (*maker[v], class_of[i], position)
+    keys = []
+    for op_class, op in zip(class_of, program.ops, strict=True):
+        own = [(*maker[v], op_class, operand) for operand, v in enumerate(op.operands)]
+        for key, count in zip(own, op.operand_counts, strict=True):
             counts[key] = counts.get(key, 0) + count
+        keys.append(own)
     dependencies = tuple(Dependency(*key, count) for key, count in sorted(counts.items()))
-    return FoldedProgram(program, members, tuple(class_of), dependencies, whole_of)
+    number = {key: n for n, key in enumerate(sorted(counts))}
+    dependency_of = tuple(tuple([number[key] for key in own]) for own in keys)
+    return FoldedProgram(program, members, tuple(class_of), dependencies, dependency_of, whole_of)
 
 
 def _first_colors(program: FlatProgram, marks: Sequence[Any]) -> np.ndarray:
-    rules: dict[Any, int] = {}
+    rules = Numbering[Rule]()
     colors = np.empty(len(program.ops), np.uint64)
     memo: dict[Any, int] = {}
+    itemsize = [_itemsize(value) for value in program.values]
     for i, op in enumerate(program.ops):
         name = op.op.scope if op.op is not None else ""
         if op.name == "input":
             name = program.step.arguments[op.number].name
             name += repr(marks[op.number]) if marks else ""
-        itemsizes = tuple(_itemsize(program.values[v]) for v in (*op.operands, *op.results))
-        rule = rules.setdefault(op.rule, len(rules))
+        itemsizes = tuple([itemsize[v] for v in (*op.operands, *op.results)])
+        rule = rules.of(op.rule)
         key = (op.name, rule, op.phase.value, op.count, op.operand_counts, itemsizes, name)
         if key not in memo:
             memo[key] = zlib.crc32(repr((*key[:-1], re.sub(r"\d+", "*", name))).encode())

@@ -101,6 +101,8 @@ def is_view(op: FlatOp) -> bool:
     return len(op.operands) == 1 and (op.name in VIEWS or is_part(op))
 
 
+_ALONE = {phase: frozenset({phase}) for phase in ReadPhase}
+
 Places = frozenset[tuple[int, tuple[int, ...]]]
 """Stored arrays, each with the slices through which it is read."""
 
@@ -127,13 +129,14 @@ class Fusion:
         self._wanted: dict[int, bool] = {}
         self.computed_in = self._computed_in()
         self.sources: dict[int, frozenset[int]] = {}
-        self._places: dict[int, Places] = {}
+        self._places: dict[int, Places] = {}  # of those that are read through slices
         for i, op in enumerate(self.program.ops):
             for v in op.results:
-                self._places[v] = self._places_read(i, v)
+                if places := self._places_read(i, v):
+                    self._places[v] = places
                 self.sources[v] = self._sources(i, v)
                 if v in self.sources[v]:
-                    self._places[v] = frozenset({(v, ())})
+                    self._places.pop(v, None)
 
     def is_stored(self, v: int) -> bool:
         """Whether a value is an array of its own."""
@@ -171,15 +174,21 @@ class Fusion:
         return own if is_many or is_shared or self._is_spread(v) else below
 
     def _places_read(self, i: int, v: int) -> "Places":
-        """Where a value's elements are read from."""
+        """Where a value's elements are read from, if some are through slices."""
         op = self.program.ops[i]
-        below: Places = frozenset().union(*(self._places.get(o, ()) for o in op.operands))
         is_taken = op.name in ("slice", "split") and not op.is_boundary
+        if not is_taken and not any(o in self._places for o in op.operands):
+            return frozenset()
+        below: Places = frozenset().union(*map(self._places_of, op.operands))
         return frozenset((a, (*path, v)) for a, path in below) if is_taken else below
+
+    def _places_of(self, v: int) -> "Places":
+        """Where a value's elements are; what a later iteration makes is nowhere yet."""
+        return self._places.get(v) or frozenset((a, ()) for a in self.sources.get(v, ()))
 
     def _is_spread(self, v: int) -> bool:
         """Whether it takes too many places of one array to compute a value."""
-        places = self._places[v]
+        places = self._places.get(v, ())
         return len(places) > MAX_PLACES and max(Counter(a for a, _ in places).values()) > MAX_PLACES
 
     def _is_gate(self, v: int, below: frozenset[int]) -> bool:
@@ -231,19 +240,15 @@ class Fusion:
     def _computed_in(self) -> dict[int, frozenset[ReadPhase]]:
         """Per value, the phases of the kernels that read it, or compute it on the fly."""
         found: dict[int, frozenset[ReadPhase]] = {}
+        own = [_ALONE[read_phase(op)] for op in self.program.ops]
         for i in reversed(range(len(self.program.ops))):
             op = self.program.ops[i]
             for v in op.results:
-                phases: set[ReadPhase] = set()
-                for u in self.uses.get(v, ()):
-                    reader = self.program.ops[u]
-                    is_light = self._is_fusible(u) and bool(reader.results)
-                    is_stored = any(self._is_wanted(u, r) for r in reader.results)
-                    if is_light and (is_view(reader) or not is_stored):
-                        phases.update(*(found.get(r, ()) for r in reader.results))
-                    else:
-                        phases.add(read_phase(reader))
-                found[v] = frozenset(phases)
+                phases = {own[u] for u in self.uses.get(v, ())}
+                found[v] = phases.pop() if len(phases) == 1 else frozenset().union(*phases)
+            is_passed_on = is_view(op) or not any(self._is_wanted(i, v) for v in op.results)
+            if op.results and self._is_fusible(i) and is_passed_on:
+                own[i] = frozenset().union(*(found[v] for v in op.results))
         return found
 
     def _is_wanted(self, i: int, v: int) -> bool:
@@ -275,8 +280,9 @@ class Fusion:
 
     def _is_scattered_into(self, v: int) -> bool:
         """Whether a value is scattered to zeros and then added to another: XLA scatters into the other."""
-        readers = [self.program.ops[u].name for u in self.uses.get(v, ())]
-        return self.program.ops[self.maker[v][0]].name == "scatter-add" and readers in (["add_any"], ["add"])
+        if self.program.ops[self.maker[v][0]].name != "scatter-add":
+            return False
+        return [self.program.ops[u].name for u in self.uses.get(v, ())] in (["add_any"], ["add"])
 
     def _is_read_whole(self, v: int) -> bool:
         """Whether an op that is not fused reads a value, or a view of it."""

@@ -80,6 +80,9 @@ def layouts(program: FlatProgram) -> Layouts:
         if op.name == PRODUCT:
             found[op.results[0]] = Layout(i, _large(program.values[op.results[0]].shape))
         elif op.op is not None and len(op.results) == 1 and (known := _followed(program, op, found)):
+            if len(known) == 1:
+                (found[op.results[0]],) = known.values()
+                continue
             first = min(known.values(), key=lambda layout: (layout.maker, -len(layout.order)))
             turned |= {v for v, layout in known.items() if not layout.agrees(first)}
             order = max((layout.order for layout in known.values() if layout.agrees(first)), key=len)
@@ -114,7 +117,9 @@ def _followed(program: FlatProgram, op: FlatOp, found: dict[int, Layout]) -> dic
     """By operand, how an op's result would lie if it lay as that does."""
     known: dict[int, Layout] = {}
     for v in op.operands:
-        place = _place(program, op, v) if v in found else None
+        if v not in found:
+            continue
+        place = _place(program, op, v)
         if place is not None:
             known[v] = Layout(found[v].maker, tuple(place[d] for d in found[v].order if d in place))
     return known

@@ -259,18 +259,19 @@ class _EdgeCollector:
         Arguments that were separated have the same ports, be it that none of their own values is read there: so they have
         the copies, and these the strategies, that they had together.
         """
-        program, whole_of = self.folded.program, self.folded.whole_of
+        program, whole_of, dependencies = self.folded.program, self.folded.whole_of, self.folded.dependencies
+        handed: dict[int, Reads] = {}
+        for op, dependency_of in zip(program.ops, self.folded.dependency_of, strict=True):
+            for n, v, count in zip(dependency_of, op.operands, op.operand_counts, strict=True):
+                if program.values[v].shape:
+                    handed.setdefault(n, {})[v, count] = count
         reads: dict = {}
         readers: dict = {}
-        for position, op in enumerate(program.ops):
-            consumer = self.folded.class_of[position]
-            for operand, (v, count) in enumerate(zip(op.operands, op.operand_counts, strict=True)):
-                if not program.values[v].shape:
-                    continue
-                made, r = program.maker[v]
-                key, reader = (self.folded.class_of[made], r), (read_phase(op), consumer, operand)
-                readers.setdefault((whole_of[key[0]], r), {})[reader] = None
-                reads.setdefault(key, {}).setdefault(reader, {})[v, count] = count
+        for n, by_value in handed.items():
+            d = dependencies[n]
+            reader = read_phase(self.folded.op(d.consumer)), d.consumer, d.operand
+            readers.setdefault((whole_of[d.producer], d.result), {})[reader] = None
+            reads.setdefault((d.producer, d.result), {})[reader] = by_value
         return {
             (k, r): self._by_port((k, r), {at: reads[k, r].get(at, {}) for at in readers[whole_of[k], r]})
             for k, r in sorted(reads)
