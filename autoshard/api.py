@@ -4,7 +4,7 @@ import functools
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, overload
 
 import jax
 
@@ -15,7 +15,8 @@ from autoshard.pins import Pins, Rested
 from autoshard.planning import Asked
 from autoshard.progress import Progress, narrated
 from autoshard.user_warning import AutoshardWarning
-from autoshard.verification import judge
+from autoshard.verification import judge, pipeline_judge
+from autoshard.verification.pipeline_result import PipelineVerification
 from autoshard.verification.result import Verification
 from cost_model.cluster import Cluster
 from cost_model.errors import InputError
@@ -108,18 +109,30 @@ def search(
     is_open = pipelines.leaves_open(asked, verify=verify or None)
     wanted = pipelines.asked_for(stages, schedule, is_open=is_open)
     if wanted is not None:
-        pipelines.refuse(pin=pin or None, offload=offload, time_limit_s=time_limit_s, verify=verify or None)
+        pipelines.refuse(pin=pin or None, offload=offload, time_limit_s=time_limit_s)
     with narrated(step_name(step), "tracing", progress) as tell:
         traced = _traced(step, hardware, abstract_args, state)
-        if wanted is not None and wanted.count is not None:
-            return pipelines.searched(traced, hardware, wanted, asked, tell).plan
-        options = planning.options(traced, hardware, asked)
-        if wanted is not None:
+        if wanted is not None and wanted.count is None:
+            pipelines.refuse(verify=verify or None)
+            options = planning.options(traced, hardware, asked)
             alone = functools.partial(planning.find, traced, hardware, options, tell)
             return pipelines.fastest(traced, hardware, wanted, asked, alone, tell).plan
+        if wanted is not None and not verify:
+            return pipelines.searched(traced, hardware, wanted, asked, tell).plan
         if not verify:
+            options = planning.options(traced, hardware, asked)
             return planning.find(traced, hardware, options, tell).plan
         verifier = judge.CompilerVerifier(hardware, Compiler(judge.target_config_text(target_config)), tell)
+        if wanted is not None:
+            return judge.fitting(
+                lambda limit, said: pipelines.searched(
+                    traced, hardware, wanted, replace(asked, memory=limit), said
+                ),
+                lambda found, full: pipeline_judge.verified(verifier, found),
+                planning.limit_bytes(hardware, asked),
+                tell,
+            ).plan
+        options = planning.options(traced, hardware, asked)
         return judge.fitting(
             lambda limit, said: planning.find(traced, hardware, replace(options, memory_bytes=limit), said),
             verifier.verified,
@@ -128,13 +141,33 @@ def search(
         ).plan
 
 
+@overload
 def emit(
     step: Callable[..., Any],
     *abstract_args: Any,
-    plan: Plan,
+    plan: Plan | SpmdPlan,
     devices: Sequence[Any] | None = None,
     state: str | Sequence[str] | None = None,
-) -> Program:
+) -> Program: ...
+
+
+@overload
+def emit(
+    step: Callable[..., Any],
+    *abstract_args: Any,
+    plan: PipelinePlan,
+    devices: Sequence[Any] | None = None,
+    state: str | Sequence[str] | None = None,
+) -> tuple[Program, ...]: ...
+
+
+def emit(
+    step: Callable[..., Any],
+    *abstract_args: Any,
+    plan: AnyPlan,
+    devices: Sequence[Any] | None = None,
+    state: str | Sequence[str] | None = None,
+) -> Program | tuple[Program, ...]:
     """Writes a plan into its step, so that anyone can lower and read what runs.
 
     Args:
@@ -147,27 +180,31 @@ def emit(
 
     Returns:
       A `Program`: `program.fn.lower(*program.args)` is exactly what runs. Of NNX objects it takes the variables, and
-      returns those that change beside the result.
+      returns those that change beside the result. Of a pipeline, one for each stage and what it does (`program.name`:
+      `forward 2`, `backward 2`, `weight gradient 2`, `reduce 2` for its replicas' sums, `update 2`), as they first run.
 
     Raises:
       PlanError: the plan is for another step, or decides something impossible.
       InputError: there are fewer devices than the plan's mesh has.
     """
     hardware = planning.cluster(plan, "the plan")
-    found = planning.applied(_traced(step, hardware, abstract_args, state), plan, "the plan")
-    return programs.built(found, hardware, jax.devices() if devices is None else devices)
+    traced = _traced(step, hardware, abstract_args, state)
+    devices = jax.devices() if devices is None else devices
+    if isinstance(plan, Plan):
+        return programs.built(planning.applied(traced, plan, "the plan"), hardware, devices)
+    return programs.emitted(pipelines.applied(traced, plan, "the plan"), hardware, devices)
 
 
 def verify(
     step: Callable[..., Any],
     *abstract_args: Any,
-    plan: str | os.PathLike[str] | Plan,
+    plan: str | os.PathLike[str] | AnyPlan,
     full: bool = False,
     state: str | Sequence[str] | None = None,
     target_config: str | os.PathLike[str] | None = None,
     timeout_s: float | None = None,
     progress: Progress | None = None,
-) -> Verification:
+) -> Verification | PipelineVerification:
     """Compiles a plan's program with XLA's own GPU compiler, which needs no GPU, and compares.
 
     The compiler runs in a process of its own: JAX's platform and flags in this one stay as they are. It needs the
@@ -185,7 +222,8 @@ def verify(
       progress: called with one line per stage, and every second while the compiler works; by default as for `search`.
 
     Returns:
-      Memory and collectives, predicted and compiled, and the verdict: `.fits`, `.differences`.
+      Memory and collectives, predicted and compiled, and the verdict: `.fits`, `.differences`. Of a pipeline, stage by stage:
+      each different program is compiled once, for its submesh; peaks count what the schedule has there meanwhile.
 
     Raises:
       PlanError: the plan is for another step, or decides something impossible.
@@ -195,13 +233,15 @@ def verify(
     Example:
       >>> print(autoshard.verify(train_step, state, batch, plan="plan.json"))  # doctest: +SKIP
     """
-    given, place = _given(plan)
+    given, place = loaded(plan)
     cluster = planning.cluster(given, place)
     compiler = Compiler(judge.target_config_text(target_config), timeout_s)
     with narrated(step_name(step), "tracing", progress) as tell:
         verifier = judge.CompilerVerifier(cluster, compiler, tell)
         traced = _traced(step, cluster, abstract_args, state)
-        return verifier.verified(planning.applied(traced, given, place), full)
+        if isinstance(given, Plan):
+            return verifier.verified(planning.applied(traced, given, place), full)
+        return pipeline_judge.verified(verifier, pipelines.applied(traced, given, place))
 
 
 def choices(
@@ -339,7 +379,7 @@ def parallelize(
             pin=pin or None, offload=offload, time_limit_s=time_limit_s, donate=donate, like=like
         )
     if pipeline is not None and pipeline.executor == ONE_PROGRAM:
-        pipelines.refuse(memory=memory, mesh=mesh, remat=remat)
+        pipelines.refuse(memory=memory, remat=remat)
     shared = like if like is None or isinstance(like, Parallelized) else Rested.by(_given(like)[0])
     request = Request(
         asked,

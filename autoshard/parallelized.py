@@ -317,7 +317,7 @@ class Parallelized:
             found = pipelines.found(traced, hardware, wanted, asked, place, tell, processes)
         if isinstance(found, programs.Built):
             return found.found.step, found.plan, found.program
-        return traced, found.plan, programs.pipelined(found, devices, placing.retraced)
+        return traced, found.plan, programs.pipelined(found, hardware, devices, placing.retraced)
 
     def _what_changed(self, call: Call) -> str:
         """Why there is another plan."""

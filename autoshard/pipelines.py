@@ -8,7 +8,7 @@ saves what that waits for communication, computes twice or does not share out.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, overload
 
 from autoshard import planning
 from autoshard.planning import Asked
@@ -201,16 +201,14 @@ def found(
       InfeasibleError: nothing fits.
       PlanError: the plan is for another step, or decides something impossible.
     """
-    if isinstance(wanted, SpmdPlan):
-        return spmd_planning.apply(step, wanted, place)
-    if isinstance(wanted, PipelinePlan):
-        return _applied(step, wanted, place)
+    if isinstance(wanted, PipelinePlan | SpmdPlan):
+        return applied(step, wanted, place)
     if wanted.executor == ONE_PROGRAM and wanted.count is not None:
         progress(f"cutting the layers into {wanted.count} stages")
-        options = SpmdOptions(wanted.count, wanted.schedule, asked.microbatches)
+        options = SpmdOptions(wanted.count, wanted.schedule, asked.microbatches, _stage_mesh(asked))
         return processes.found_by_the_first(
             lambda: spmd_planning.find(step, cluster, options),
-            lambda data, place: spmd_planning.apply(step, SpmdPlan.from_json(data, place), place),
+            lambda data, place: applied(step, SpmdPlan.from_json(data, place), place),
         )
     return searched(step, cluster, wanted, asked, progress, processes)
 
@@ -228,24 +226,43 @@ def searched(
     options = _options(cluster, wanted, asked)
     return processes.found_by_the_first(
         lambda: pipelines.find(step, cluster, options, progress, cutoff_s),
-        lambda data, place: _applied(step, PipelinePlan.from_json(data, place), place),
+        lambda data, place: applied(step, PipelinePlan.from_json(data, place), place),
     )
 
 
-def _applied(step: Step, plan: PipelinePlan, place: str) -> Pipeline:
+@overload
+def applied(step: Step, plan: PipelinePlan, place: str) -> Pipeline: ...
+
+
+@overload
+def applied(step: Step, plan: SpmdPlan, place: str) -> SpmdPipeline: ...
+
+
+def applied(step: Step, plan: PipelinePlan | SpmdPlan, place: str) -> Pipeline | SpmdPipeline:
+    """A given plan on its step.
+
+    Raises:
+      PlanError: it is for another step, or decides something impossible.
+    """
     try:
+        if isinstance(plan, SpmdPlan):
+            return spmd_planning.apply(step, plan, place)
         return pipelines.apply(step, plan, place)
     except InputError as e:
         raise PlanError(str(e)) from e
 
 
-def _options(cluster: Cluster, wanted: Stages, asked: Asked) -> PipelineOptions:
+def _stage_mesh(asked: Asked) -> tuple[int, ...] | None:
     mesh = planning.mesh_shape(asked.mesh)
     if mesh is not None and (len(mesh) not in (2, 3) or min(mesh) < 1):
         raise InputError(
             f"wanted the mesh of a stage as its number of replicas and 1 or 2 axes of each one's devices, such as (2, 4), "
             f"got {mesh}"
         )
+    return mesh
+
+
+def _options(cluster: Cluster, wanted: Stages, asked: Asked) -> PipelineOptions:
     if asked.remat not in (None, "never"):
         raise InputError(f'wanted remat="never", or nothing to have it searched, got {asked.remat!r}')
     if asked.microbatches is not None and asked.microbatches < 1:
@@ -255,6 +272,6 @@ def _options(cluster: Cluster, wanted: Stages, asked: Asked) -> PipelineOptions:
         wanted.count,
         wanted.schedule,
         asked.microbatches,
-        mesh,
+        _stage_mesh(asked),
         asked.remat,
     )

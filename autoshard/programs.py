@@ -25,6 +25,7 @@ from cost_model.xla.compiler import options_for_cap
 from cost_model.xla.gpu_targets import scheduler_options
 from executors import jit, pipeline, spmd
 from executors.jit import Program
+from executors.pipeline_jit import CompilerOptions
 from executors.pipeline_program import PipelineProgram
 from search.driver import SearchResult
 from search.ir.graph import Step
@@ -129,18 +130,53 @@ def searched(
 
 
 def pipelined(
-    found: Pipeline | SpmdPipeline, devices: Sequence[Any], on_retrace: Callable[[], None] = lambda: None
+    found: Pipeline | SpmdPipeline,
+    cluster: Cluster,
+    devices: Sequence[Any],
+    on_retrace: Callable[[], None] = lambda: None,
 ) -> PipelineProgram | Program:
     """A pipeline's programs, or its one program.
 
     Args:
       found: the pipeline on its step.
+      cluster: what it was made for.
       devices: in the cluster's order: real or simulated.
       on_retrace: as for `executors.pipeline.build`.
     """
     if isinstance(found, SpmdPipeline):
-        return spmd.build(found.program, devices, on_retrace)
-    return pipeline.build(found.programs, found.schedule, found.shardings, devices, on_retrace)
+        return spmd.build(found.program, found.sharding, devices, on_retrace)
+    options = _stage_options(found.plan, cluster, devices)
+    return pipeline.build(found.programs, found.schedule, found.shardings, devices, on_retrace, options)
+
+
+def emitted(
+    found: Pipeline | SpmdPipeline, cluster: Cluster, devices: Sequence[Any]
+) -> tuple[Program, ...] | Program:
+    """What `pipelined` runs, program by program, each once for each worker that runs it.
+
+    Args:
+      found: the pipeline on its step.
+      cluster: what it was made for.
+      devices: in the cluster's order: real, simulated or compile-only.
+    """
+    if isinstance(found, SpmdPipeline):
+        return spmd.build(found.program, found.sharding, devices)
+    options = _stage_options(found.plan, cluster, devices)
+    agenda = pipeline.followed(found.programs, found.schedule, found.shardings, devices, options)
+    return tuple(run.program for run in agenda.runs)
+
+
+def _stage_options(plan: PipelinePlan, cluster: Cluster, devices: Sequence[Any]) -> CompilerOptions:
+    """What the compiler is told of a stage's programs: that they share the cap with what else lies there."""
+
+    def compiler_options(beside_bytes: int, resting_bytes: int) -> dict[str, str]:
+        if not _are_gpus(devices):
+            return {}
+        device_bytes = cluster.device.memory_bytes
+        for_cap = options_for_cap(plan.memory_bytes - beside_bytes, resting_bytes, device_bytes)
+        return for_cap | scheduler_options(cluster.device.name)
+
+    return compiler_options
 
 
 @contextlib.contextmanager

@@ -119,7 +119,7 @@ def apply(step: Step, plan: Plan, cluster: Cluster, place: str = "plan") -> Sear
             "Undo the last edit, or raise memory_bytes"
         ) from e
     watch.lap("solve")
-    forced = Found(step_problem, on_mesh, solution.labels, device)
+    forced = Found(step_problem, on_mesh, solution.labels, plan.memory_bytes, device)
     found = _finished(step, forced, cluster, Options(plan.memory_bytes), plan.meshes, watch)
     was_s, is_s = plan.estimates.step_s, found.plan.estimates.step_s
     gap = plan.gap if math.isclose(is_s, was_s, rel_tol=1e-6) else None

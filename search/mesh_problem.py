@@ -220,6 +220,11 @@ class StepProblem:
         given = step, tuple(marks), known, sites, hosted, waiting
         return cls(*given, rewritten, graph, kernels(fusion, groups), live_ranges, *items, clock)
 
+    @cached_property
+    def has_transfers(self) -> bool:
+        """Whether arrays go to the host or come from it."""
+        return any(op.is_transfer for op in self.graph.folded.program.ops)
+
     @property
     def step(self) -> Step:
         """What runs: the traced step, with what is recomputed and what comes from the host."""
@@ -311,8 +316,11 @@ class MeshProblem:
         time_limit_s: float,
         cutoff_s: float = np.inf,
         relative_gap: float = RELATIVE_GAP,
-    ) -> tuple[branch_and_bound.Solution, Prediction]:
+        roomy_bytes: float = 0.0,
+    ) -> tuple[branch_and_bound.Solution, Prediction | None]:
         """The cheapest of the kept strategies that fit, as the kernels of a device tell.
+
+        The kernels are not asked, and there is no prediction, where strategies hold at most `roomy_bytes` in program order.
 
         The solution's bound, and a `NoFitError`'s, is on all of the kept strategies that fit in program order
         (`Memory.profile`), whatever the kernels say of them: it is the first round's.
@@ -324,7 +332,7 @@ class MeshProblem:
 
         def propose(
             solver_limit_bytes: float, rows: Sequence[MemoryConstraint]
-        ) -> Round[tuple[branch_and_bound.Solution, Prediction]] | None:
+        ) -> Round[tuple[branch_and_bound.Solution, Prediction | None]] | None:
             left_s = ROUND_SHARE * deadline.left_s
             try:
                 solution = self.solve(kept, int(solver_limit_bytes), left_s, cutoff_s, rows, relative_gap)
@@ -333,6 +341,9 @@ class MeshProblem:
                 if is_first or deadline.is_over:
                     raise
                 return None
+            held_bytes = self.memory.peak(solution.labels).num_bytes
+            if held_bytes <= roomy_bytes:
+                return Round((solution, None), held_bytes, held_bytes)
             return self._round(solution, solution.labels, limit_bytes)
 
         rounds = tightened(propose, limit_bytes, MAX_TIGHTENINGS)

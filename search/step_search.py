@@ -13,7 +13,7 @@ step without a cap are taken to bound theirs, but for what is faster recomputed 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 
 from cost_model.cluster import Cluster
 from cost_model.errors import InfeasibleError, InputError, first_line
@@ -61,6 +61,11 @@ MAX_FUTILE = 3
 """Steps that recompute and are no better than the best plan, in a row, before no more are tried. Source: a choice of ours;
 estimates of what comes next to one another differ by less than they are wrong."""
 
+ROOMY = 0.5
+"""Of the cap: strategies that hold no more in program order are taken to fit, and only the kernels of the best ones are
+simulated. Source: a choice of ours; kernels that hold twice as much as the rows know have not been seen.
+(`benchmarks.truth`)"""
+
 WORTH = 0.1
 """By how much a plan may be slower than one without a cap, before microbatches are tried. Source: a choice of ours; two of
 them gather each split parameter twice."""
@@ -89,24 +94,40 @@ class Found:
       step_problem: of the step with what is recomputed.
       on_mesh: the problem that they solve.
       labels: a strategy for each node.
-      device: what a device does.
+      limit_bytes: the cap.
+      asked: what a device does, where that was asked to find out whether they fit.
     """
 
     step_problem: StepProblem
     on_mesh: MeshProblem
     labels: Labels
-    device: Prediction
+    limit_bytes: int
+    asked: Prediction | None = None
+
+    @cached_property
+    def device(self) -> Prediction:
+        """What a device does."""
+        return self.asked or self.on_mesh.predicted(self.labels, self.limit_bytes)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the kernels of a device keep to the cap."""
+        return self.device.least.num_bytes <= self.limit_bytes
 
     @property
     def cost_s(self) -> float:
         """Computation, and communication that it does not hide, which the solver minimises, and what the device waits for
         copies to and from its host."""
-        return self.on_mesh.problem.cost_s(self.labels) - self.device.transfer_s + self.device.waited_s
+        return self.on_mesh.problem.cost_s(self.labels) - self._hidden_copies_s
 
     @property
     def hidden_s(self) -> float:
         """Communication and copies that run behind computation."""
-        return self.on_mesh.hiding.hidden_s(self.labels) + self.device.transfer_s - self.device.waited_s
+        return self.on_mesh.hiding.hidden_s(self.labels) + self._hidden_copies_s
+
+    @property
+    def _hidden_copies_s(self) -> float:
+        return self.device.transfer_s - self.device.waited_s if self.step_problem.has_transfers else 0.0
 
     @property
     def host_bytes(self) -> float:
@@ -202,15 +223,33 @@ class StepSearch:
         """Looks for better plans of a step that recomputes nothing."""
         step_problem = self._made_ready(step)
         on_meshes = tuple(self._put_on(step_problem, shape) for shape in self.shapes)
+        before = self.best
+        plain = self._over(on_meshes, step_problem, time_limit_s, ROOMY * self.options.memory_bytes)
+        if self.best is not before and self.best and not self.best.fits:
+            self.best = before
+            plain = self._over(on_meshes, step_problem, time_limit_s, 0.0)
+        self.watch.lap("solve")
+        return plain
+
+    def _over(
+        self,
+        on_meshes: tuple[MeshProblem, ...],
+        step_problem: StepProblem,
+        time_limit_s: float,
+        roomy_bytes: float,
+    ) -> _Plain:
+        """The same, mesh by mesh; what holds so little is taken to fit."""
+        ordered, deadline = self._most_promising_first(on_meshes), Deadline.after(time_limit_s, self.clock)
         cramped: list[MeshProblem] = []
         found: list[Found] = []
         bounds_s: dict[tuple[int, ...], float] = {}
-        ordered, deadline = self._most_promising_first(on_meshes), Deadline.after(time_limit_s, self.clock)
+        said = _said(step_problem.traced)
         for i, on_mesh in enumerate(ordered):
             shape, is_last = on_mesh.shape, i == len(on_meshes) - 1
-            self.progress(f"{_said(step)}mesh {format_mesh(shape)} ({i + 1} of {len(on_meshes)})")
+            self.progress(f"{said}mesh {format_mesh(shape)} ({i + 1} of {len(on_meshes)})")
             before, share = self.best, 1.0 if is_last else MESH_SHARE
-            bounds_s[shape], is_cramped = self._improve(step_problem, on_mesh, share * deadline.left_s)
+            left_s = share * deadline.left_s
+            bounds_s[shape], is_cramped = self._improve(step_problem, on_mesh, left_s, roomy_bytes)
             cramped += [on_mesh] * is_cramped
             if self.best is not None and self.best is not before:
                 found.append(self.best)
@@ -268,15 +307,18 @@ class StepSearch:
         return on_mesh
 
     def _improve(
-        self, step_problem: StepProblem, on_mesh: MeshProblem, time_limit_s: float
+        self, step_problem: StepProblem, on_mesh: MeshProblem, time_limit_s: float, roomy_bytes: float = 0.0
     ) -> tuple[float, bool]:
         """Looks for a better plan on one mesh; a lower bound on all of its plans that fit, and whether memory counted."""
+        limit_bytes = self.options.memory_bytes
         kept = on_mesh.pinned(self.pins)
         transfer_s = on_mesh.least_transfer_s(kept)  # of which the solver does not know that it may be hidden
         cutoff_s = self.cutoff_s + transfer_s
         try:
-            solution, device = on_mesh.fitting(kept, self.options.memory_bytes, time_limit_s, cutoff_s)
-            found = Found(step_problem, on_mesh, solution.labels, device)
+            solution, device = on_mesh.fitting(
+                kept, limit_bytes, time_limit_s, cutoff_s, roomy_bytes=roomy_bytes
+            )
+            found = Found(step_problem, on_mesh, solution.labels, limit_bytes, device)
             if found.cost_s < self.cutoff_s:
                 self.best = found
             return solution.bound_s, bool(solution.stats.num_rows)
@@ -499,8 +541,7 @@ class StepSearch:
             is_proven = is_first and min(first.bounds_s.values()) == math.inf
             explain = partial(infeasible.explain, least, self.cluster, options, smallest, is_proven, deadline)
             raise explain(forbidden_s=self._forbidden_s(first), also_tried=self.tried)
-        on_mesh, labels = smallest.on_mesh, smallest.labels
-        return Found(least, on_mesh, labels, on_mesh.predicted(labels, options.memory_bytes))
+        return Found(least, smallest.on_mesh, smallest.labels, options.memory_bytes)
 
 
 def _said(step: Step) -> str:

@@ -20,6 +20,7 @@ from search.problem.costs import CostedGraph
 from search.problem.flat_program import FlatOp, ReadPhase, read_phase
 from search.problem.fusion import is_part
 from search.problem.kernels import runs_alone
+from search.problem.layouts import PRODUCT
 from search.problem.live_ranges import LiveRanges, Resident
 from search.problem.memory_rows import Arrival
 from search.problem.reshard import SLICE
@@ -31,6 +32,9 @@ TO_HOST, FROM_HOST = TRANSFERS = ("to host", "from host")
 SMALL_BYTES = 16 * 2**20
 """Up to which an array that maxima are taken across is written rather than computed again. Source: XLA on an H100, softmaxes
 of grouped heads in float32: 8 and 16 MiB are written, 32 MiB are not."""
+
+REWRITING = frozenset({CONVOLUTION, PRODUCT})
+"""Ops whose kernels want operands laid out in their own way."""
 
 Loops = tuple[tuple[int, int], ...]
 """Ranges of op positions, inner loops first."""
@@ -157,10 +161,16 @@ class _Lowering:
 
     def _resharded(self) -> frozenset[int]:
         """Values that a collective reads, so that they are arrays whoever makes them."""
-        found = set()
-        for i, op in enumerate(self.program.ops):
-            for operand, v in enumerate(op.operands):
-                if any(s.kind != SLICE for s in self.paths.to_reader(i, operand).path):
+        travels: dict[int, bool] = {}
+        found = set[int]()
+        for i, (op, dependencies) in enumerate(
+            zip(self.program.ops, self.folded.dependency_of, strict=True)
+        ):
+            for operand, (v, alike) in enumerate(zip(op.operands, dependencies, strict=True)):
+                if alike not in travels:
+                    path = self.paths.to_reader(i, operand).path
+                    travels[alike] = any(s.kind != SLICE for s in path)
+                if travels[alike]:
                     found.add(v)
         return frozenset(found)
 
@@ -187,7 +197,8 @@ class _Lowering:
             self._kernels(i, op, read)
         else:
             self.sources |= dict.fromkeys(op.results, read)
-            self.waits |= dict.fromkeys(op.results, self._waits(op))
+            if waits := self._waits(op):
+                self.waits |= dict.fromkeys(op.results, waits)
 
     def _is_kept_as_small(self, v: int) -> bool:
         """Whether the kernel that takes maxima across an array writes it too, for later ones to read."""
@@ -197,6 +208,8 @@ class _Lowering:
     def _waits(self, op: FlatOp) -> tuple[int, ...]:
         """The kernels that an op waits for, besides those whose buffers it reads: those before a barrier that it, or what it
         computes on the fly, stands behind."""
+        if not (self.waits or op.after):
+            return ()
         found = [k for v in op.operands for k in self.waits.get(v, ())]
         found += [self.made_by[b] for v, _ in op.after for b in self._as_first_read(v) if b in self.made_by]
         return tuple(dict.fromkeys(found))
@@ -246,14 +259,19 @@ class _Lowering:
         for operand, v in enumerate(op.operands):
             if v not in self.sources:
                 continue  # a body's result that a carry reads, which is made later
-            source = self._sent(i, i, operand, self._arrival(i, operand))
+            source = self.sources[v]
+            if self.paths.to_reader(i, operand).path:
+                source = self._sent(i, i, operand, self._arrival(i, operand))
             read |= dict.fromkeys(self._rewritten(i, operand, source))
         return tuple(read)
 
     def _rewritten(self, i: int, operand: int, source: tuple[int, ...]) -> tuple[int, ...]:
         """What an op reads: cuDNN an argument's kernel transposed, and it and cuBLAS a copy of what lies otherwise than they
         want it. The copy serves all ops that read the array so, the backward phase's too."""
-        op, copy = self.program.ops[i], self.workspaces.copied_as(i, operand)
+        op = self.program.ops[i]
+        if op.name not in REWRITING:
+            return source
+        copy = self.workspaces.copied_as(i, operand)
         is_kernel = op.name == CONVOLUTION and operand == 1
         if copy is not None:
             v = op.operands[operand]

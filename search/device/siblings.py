@@ -8,7 +8,7 @@ What is copied to the host has to be an array, though the kernel that goes on wi
 result of that kernel. So an optimizer's new state is there all at once.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 
 from search.device.lowering import Kernel, Lowered, renumbered
@@ -23,22 +23,26 @@ LEAST_BYTES = 1 << 16
 def merged(lowered: Lowered) -> Lowered:
     """The program with sibling kernels merged, where the last of them stood."""
     order: list[list[int]] = []
+    nests: dict[Hashable, int] = {}
+    nest_of = [nests.setdefault(kernel.nest, len(nests)) for kernel in lowered.kernels]
     for k, kernel in enumerate(lowered.kernels):
         order.append([k])
         if kernel.nest is not None:
-            _merge_into_last(lowered, order)
+            _merge_into_last(lowered, order, nest_of)
     kernels = [_one([lowered.kernels[k] for k in group]) for group in order]
     number = {k: n for n, group in enumerate(order) for k in group}
     return replace(lowered, kernels=tuple(renumbered(kernels, number)))
 
 
-def _merge_into_last(lowered: Lowered, order: list[list[int]]) -> None:
+def _merge_into_last(lowered: Lowered, order: list[list[int]], nest_of: Sequence[int]) -> None:
     """Merges siblings into the last group of an order of groups; what waits for one of them goes behind it."""
     here, group = len(order) - 1, order[-1]
+    loops, nest = lowered.kernels[group[0]].loops, nest_of[group[0]]
     for at in range(here - 1, max(0, here - WINDOW) - 1, -1):
-        if lowered.kernels[order[at][0]].loops != lowered.kernels[group[0]].loops:
+        first = order[at][0]
+        if lowered.kernels[first].loops != loops:
             return  # a loop's kernels stay together
-        if _are_one(lowered, order[at], group):
+        if nest_of[first] == nest and _are_one(lowered, order[at], group):
             waiting = _waiting(lowered.kernels, order[:here], at)
             if not _waits(lowered.kernels, group, [k for n in waiting for k in order[n]]):
                 group[:0] = order[at]
@@ -48,8 +52,7 @@ def _merge_into_last(lowered: Lowered, order: list[list[int]]) -> None:
 
 
 def _are_one(lowered: Lowered, one: Sequence[int], other: Sequence[int]) -> bool:
-    if lowered.kernels[one[0]].nest != lowered.kernels[other[0]].nest:
-        return False
+    """Whether kernels over the same loops become one."""
     if _waits(lowered.kernels, other, one):
         return _hands_on(lowered, one, other)
     read = {r for k in one for r in lowered.kernels[k].reads} & {
@@ -88,6 +91,8 @@ def _waiting(kernels: Sequence[Kernel], order: Sequence[Sequence[int]], at: int)
 
 def _one(members: Sequence[Kernel]) -> Kernel:
     first, *others = members
+    if not others:
+        return first
     makes = tuple(b for m in members for b in m.makes)
     return replace(
         first,

@@ -7,7 +7,7 @@ it all is predicted to take.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from math import inf, prod
+from math import inf
 
 import jax
 
@@ -18,7 +18,7 @@ from search.ir.graph import Step
 from search.ir.spec import AXIS_NAMES
 from search.memory.microbatches import looped
 from search.mesh_problem import StepProblem
-from search.pipeline.intra_op import NO_CAP, SOLVE_S, IntraOp, between_programs, replica_cluster
+from search.pipeline.intra_op import decided
 from search.pipeline.layer_costs import Ledger
 from search.pipeline.pipeline_step import PipelineStep
 from search.pipeline.programs import made_ready, stage_programs
@@ -31,14 +31,12 @@ from search.pipeline.stage_plan import NoCut
 from search.pipeline.stage_sharding import stage_sharding
 from search.pipeline.stages import forward_ops
 from search.plan.pipeline_plan import REPLICA, PipelineEstimates, PipelinePlan, Stage, StageEstimates
-from search.plan.plan import Decisions
 from search.plan.retention import RetentionCodec
 from search.plan.schedule import Schedule
 from search.plan.stage_programs import StagePrograms, StageSharding
 from search.problem.fingerprint import fingerprint
 from search.problem.flat_program import flatten
 from search.problem.folding import fold
-from search.solver.branch_and_bound import NoFitError
 from search.stopwatch import Stopwatch
 
 
@@ -117,7 +115,7 @@ def apply(step: Step, plan: PipelinePlan, place: str = "the plan") -> Pipeline:
     placed = _placed(parts, plan, schedule, place)
     for decisions in plan.decisions:
         shape = tuple(decisions.mesh.values())
-        intra_op = _decided(parts, decisions, shape, place)
+        intra_op = decided(parts.step_problem, parts.cluster, decisions, shape, place)
         parts.ledgers[shape] = Ledger(intra_op, parts.layers, parts.cluster)
     if missing := {one.shape for one in placed} - parts.ledgers.keys():
         raise PlanError(f"{place}: no decisions for replicas of mesh {sorted(missing)[0]}")
@@ -256,15 +254,3 @@ def _placed(parts: Parts, plan: PipelinePlan, schedule: Schedule, place: str) ->
     ends = [*starts[1:], parts.layers.num_layers]
     shapes = [tuple(stage.replica_mesh.values()) for stage in plan.stages]
     return [Placed(*one) for one in zip(starts, ends, firsts, shapes, strict=True)]
-
-
-def _decided(parts: Parts, decisions: Decisions, shape: tuple[int, ...], place: str) -> IntraOp:
-    """How the devices of a replica share its work, as a plan says."""
-    if tuple(decisions.mesh) != AXIS_NAMES.get(len(shape)):
-        raise PlanError(f"{place}: wanted mesh axes named {AXIS_NAMES}, got {tuple(decisions.mesh)}")
-    on_mesh = parts.step_problem.on(replica_cluster(parts.cluster, prod(shape)), shape)
-    kept = between_programs(on_mesh, on_mesh.codec.allowed(decisions, place))
-    try:
-        return IntraOp(parts.step_problem, on_mesh, on_mesh.solve(kept, NO_CAP, SOLVE_S).labels)
-    except NoFitError as e:
-        raise PlanError(f"{place}: what it decides for replicas of mesh {shape} does not go together") from e

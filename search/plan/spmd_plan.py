@@ -15,6 +15,7 @@ from cost_model.errors import PlanError
 from cost_model.units import format_mesh
 from cost_model.whole_file import write_whole
 from search.plan.json_file import read_file, schema_of
+from search.plan.plan import Decisions
 
 SCHEMA = "autoshard.one-program/1"
 
@@ -34,9 +35,10 @@ class SpmdPlan:
       jax: the JAX version that traced it.
       cluster: the cluster, as its JSON file would say it.
       schedule: `gpipe` or `circular`.
-      microbatches: in how many each device goes through its part of the batch.
+      microbatches: in how many each replica goes through its part of the batch.
       stages: runs of equally many layers.
-      mesh: size of each axis by name: of groups of devices, each with as many stages, and of the devices of each.
+      mesh: size of each axis by name: of groups of devices, each with as many stages, and of the replicas of each.
+      decisions: how the devices of a replica share its work, on a mesh of theirs; None where a replica is one device.
     """
 
     step: str
@@ -47,6 +49,17 @@ class SpmdPlan:
     microbatches: int
     stages: int
     mesh: Mapping[str, int]
+    decisions: Decisions | None = None
+
+    @property
+    def num_workers(self) -> int:
+        """Groups of devices."""
+        return self.mesh["stage"]
+
+    @property
+    def num_parts(self) -> int:
+        """In how many all replicas of a stage go through the batch."""
+        return self.microbatches * self.mesh["replica"]
 
     @property
     def executor(self) -> str:
@@ -55,7 +68,7 @@ class SpmdPlan:
 
     def to_json(self) -> dict[str, Any]:
         """The plan as JSON-ready values; the same plan gives the same values in the same order."""
-        return {
+        said: dict[str, Any] = {
             "schema": SCHEMA,
             "step": self.step,
             "fingerprint": self.fingerprint,
@@ -67,6 +80,14 @@ class SpmdPlan:
             "stages": self.stages,
             "mesh": dict(self.mesh),
         }
+        if (d := self.decisions) is not None:
+            said["decisions"] = {
+                "mesh": dict(d.mesh),
+                "arguments": dict(d.arguments),
+                "ops": dict(d.ops),
+                "copies": dict(d.copies),
+            }
+        return said
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the plan as JSON: the file is whole or not there.
@@ -101,15 +122,18 @@ class SpmdPlan:
             )
         file = read(SpmdFile, data, place)
         del file["schema"], file["executor"]
+        if "decisions" in file:
+            file["decisions"] = Decisions(**file["decisions"])
         return cls(**file)
 
     def __str__(self) -> str:
-        shape = format_mesh(tuple(self.mesh.values()))
+        whole = {**self.mesh, **(self.decisions.mesh if self.decisions else {})}
+        shape = format_mesh(tuple(whole.values()))
         return (
             f"step     {self.step} (fingerprint {self.fingerprint}, JAX {self.jax})\n"
             f"pipeline {self.stages} stages of equal layers, {self.schedule}, {self.microbatches} microbatches: "
             f"{self.executor}\n"
-            f"mesh     {shape} ({' x '.join(self.mesh)})\n"
+            f"mesh     {shape} ({' x '.join(whole)})\n"
         )
 
 

@@ -94,6 +94,17 @@ class FoldedProgram:
             into.setdefault(dependency.consumer, []).append(dependency)
         return into
 
+    @cached_property
+    def dependency_of(self) -> tuple[tuple[int, ...], ...]:
+        """By position: of each operand, which of the dependencies it is."""
+        number = {(d.producer, d.result, d.consumer, d.operand): n for n, d in enumerate(self.dependencies)}
+        class_of = self.class_of
+        maker = {v: (class_of[i], r) for v, (i, r) in self.program.maker.items()}
+        return tuple(
+            tuple(number[(*maker[v], op_class, operand)] for operand, v in enumerate(op.operands))
+            for op, op_class in zip(self.program.ops, class_of, strict=True)
+        )
+
     def _light(self, op_class: int) -> bool:
         op = self.op(op_class)
         is_stuck = any(f.kind is Kind.UNSPLITTABLE and f.size > 1 for f in op.rule.factors)

@@ -18,7 +18,7 @@ class ReshardPaths:
     """The strategies' meaning, value by value.
 
     What is alike is asked again and again, once for each layer, so it is remembered: the spec of every port, and the way
-    from every class of maker to every class of reader.
+    that each dependency between two classes takes.
     """
 
     def __init__(self, costed: CostedGraph, chosen: Sequence[int]) -> None:
@@ -29,7 +29,7 @@ class ReshardPaths:
         self._specs: dict[Port, Spec] = {}
         self._made: dict[tuple[int, int], Spec] = {}
         self._to_rest: dict[tuple[int, int], ReshardPath] = {}
-        self._to_readers: dict[tuple[int, int, int, int], OperandReshard] = {}
+        self._to_readers: dict[int, OperandReshard] = {}
 
     def spec(self, port: Port) -> Spec:
         """Of the value at a port."""
@@ -72,8 +72,7 @@ class ReshardPaths:
 
     def to_reader(self, i: int, operand: int) -> OperandReshard:
         """How an op gets an operand."""
-        made_at, r = self.maker[self.program.ops[i].operands[operand]]
-        alike = self.folded.class_of[i], operand, self.folded.class_of[made_at], r
+        alike = self.folded.dependency_of[i][operand]
         if alike not in self._to_readers:
             self._to_readers[alike] = self._to_reader(i, operand)
         return self._to_readers[alike]

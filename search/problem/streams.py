@@ -24,12 +24,10 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
 
 import numpy as np
 
 from cost_model.compute import kernel_s
-from search.ir.graph import Phase
 from search.ir.spec import PARTIAL
 from search.problem.costs import CostedGraph
 from search.problem.kernels import FusedKernel, runs_alone
@@ -64,28 +62,29 @@ class Hiding:
         """Per edge: [strategies of source, strategies of target] hidden seconds; 0.0 where there are none."""
         if self.costed.device.platform == "cpu":  # simulated devices: nothing runs beside anything
             return (0.0,) * len(self.costed.graph.edges)
-        return tuple(
-            self._of(edge, rides)
-            for edge, rides in zip(self.costed.graph.edges, self.traffic.rides, strict=True)
-        )
+        each = zip(self.costed.graph.edges, self.traffic.rides, self._windows_s, strict=True)
+        return tuple(self._of(*one) for one in each)
 
-    def _of(self, edge: ReshardEdge, rides: Sequence[Ride]) -> np.ndarray | float:
-        windows_s = sorted(map(self._window_s, rides))
-        if not windows_s or windows_s[-1] <= 0:
+    def _of(self, edge: ReshardEdge, rides: Sequence[Ride], windows_s: np.ndarray) -> np.ndarray | float:
+        if not rides or windows_s.max() <= 0:
             return 0.0
         seconds, total_s = self.costed.edge_seconds(edge), 0.0
         each_s = np.where(np.isfinite(seconds), seconds, 0.0) / len(rides)
         share_s = self._rates[rides[0].way, rides[0].is_forward] * rides[0].num_elements
         if not rides[0].is_forward:
             share_s = np.where(self._reduces(edge), share_s, np.maximum(share_s - each_s, 0.0))
-        for some_s in np.array_split(windows_s, min(MAX_WINDOWS, len(rides))):
+        for some_s in np.array_split(np.sort(windows_s), min(MAX_WINDOWS, len(rides))):
             total_s = total_s + len(some_s) * np.minimum(each_s, np.minimum(share_s, some_s.mean()))
         return (1 - CONTENTION) * total_s
 
-    def _window_s(self, ride: Ride) -> float:
-        """The computation in a ride's window, in a step."""
-        start, end = ride.window
-        return self._computed_before[ride.is_forward][end] - self._computed_before[ride.is_forward][start]
+    @cached_property
+    def _windows_s(self) -> tuple[np.ndarray, ...]:
+        """By edge: the computation in each ride's window, in a step."""
+        before_s = self._computed_before
+        return tuple(
+            before_s[windows[:, 0], windows[:, 2]] - before_s[windows[:, 0], windows[:, 1]]
+            for windows in self.traffic.windows
+        )
 
     def _reduces(self, edge: ReshardEdge) -> np.ndarray:
         """[strategies of source, strategies of target]: whether partial values are added up on the way."""
@@ -95,34 +94,28 @@ class Hiding:
     @cached_property
     def _rates(self) -> dict[tuple[Way, bool], float]:
         """Seconds per element, by kind, at which all shares together are the computation that there is."""
-        of_kind: dict[tuple[Way, bool], list[Ride]] = defaultdict(list)
-        for ride in (ride for rides in self.traffic.rides for ride in rides):
-            of_kind[ride.way, ride.is_forward].append(ride)
-        total = {is_forward: before_s[-1] for is_forward, before_s in self._computed_before.items()}
-        return {
-            (way, is_forward): _rate(
-                [(self._window_s(r), r.num_elements) for r in rides if r.is_counted], total[is_forward]
-            )
-            for (way, is_forward), rides in of_kind.items()
-        }
+        counted: dict[tuple[Way, bool], list[tuple[float, float]]] = defaultdict(list)
+        for rides, windows_s in zip(self.traffic.rides, self._windows_s, strict=True):
+            for ride, window_s in zip(rides, windows_s.tolist(), strict=True):
+                of_kind = counted[ride.way, ride.is_forward]
+                if ride.is_counted:
+                    of_kind.append((window_s, ride.num_elements))
+        total_s = self._computed_before[:, -1].tolist()
+        return {kind: _rate(rides, total_s[kind[1]]) for kind, rides in counted.items()}
 
     @cached_property
-    def _computed_before(self) -> dict[bool, list[float]]:
-        """Whether in the forward phase, or behind it, and by position: the seconds of computation in a step before it."""
-        seconds = {True: [0.0], False: [0.0]}
-        for at, op in enumerate(self.costed.graph.folded.program.ops):
-            own_s = 0.0 if op.is_boundary or op.is_transfer else op.count * self._least_s(at)
-            for is_forward, found in seconds.items():
-                found.append(own_s if is_forward == (op.phase is Phase.FORWARD) else 0.0)
-        return {is_forward: list(accumulate(found)) for is_forward, found in seconds.items()}
+    def _computed_before(self) -> np.ndarray:
+        """[behind the forward phase, in it; position]: the seconds of computation in a step before it."""
+        own_s = self.traffic.runs * self._least_s
+        return np.concatenate([np.zeros((2, 1)), np.cumsum(own_s, axis=1)], axis=1)
 
-    def _least_s(self, at: int) -> float:
-        """What one run of an op takes under the strategies that make it fastest."""
-        op_class = self.costed.graph.folded.class_of[at]
-        if op_class in self._alone_s:
-            return self._alone_s[op_class]
-        kernel, share = self.costed.kernels.of_op.get(at, (None, 0.0))
-        return share * self._fused_s[kernel] if kernel else 0.0
+    @property
+    def _least_s(self) -> np.ndarray:
+        """By position: what one run of an op takes under the strategies that make it fastest."""
+        found = np.array([self._alone_s.get(k, 0.0) for k in self.costed.graph.folded.class_of])
+        for at, (kernel, share) in self.costed.kernels.of_op.items():
+            found[at] = share * self._fused_s[kernel]
+        return found
 
     @cached_property
     def _alone_s(self) -> dict[int, float]:

@@ -59,6 +59,20 @@ class Traffic:
         """By edge: a ride for each value that goes this way and waits for nothing; none where it is of no such kind."""
         return tuple(tuple(self._of(edge)) for edge in self.graph.edges)
 
+    @cached_property
+    def windows(self) -> tuple[np.ndarray, ...]:
+        """By edge, [of its rides; is in the forward phase, window's start, its end], for all meshes."""
+        table = ([(ride.is_forward, *ride.window) for ride in rides] for rides in self.rides)
+        return tuple(np.array(rows, np.int64).reshape(-1, 3) for rows in table)
+
+    @cached_property
+    def runs(self) -> np.ndarray:
+        """[behind the forward phase, in it; position]: how often an op computes in a step."""
+        ops = self.graph.folded.program.ops
+        runs = np.array([0 if op.is_boundary or op.is_transfer else op.count for op in ops])
+        is_forward = np.array([op.phase is Phase.FORWARD for op in ops])
+        return np.stack([np.where(is_forward, 0, runs), np.where(is_forward, runs, 0)])
+
     def _of(self, edge: ReshardEdge) -> Iterator[Ride]:
         folded, (op_class, result) = self.graph.folded, edge.maker
         program, members = folded.program, folded.members[op_class]

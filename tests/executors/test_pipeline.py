@@ -126,7 +126,7 @@ def test_state_is_donated_and_rests_on_its_stage():
     with jax.enable_x64(True):
         single = on_one_device("mlp")
         program = pipelined(single.step, schedule_of("1f1b", 2, 4))
-        start = jax.device_put(jax.tree.map(jnp.copy, single.start), program.shardings[0])
+        start = single.placed(program.shardings[0])
         after, _ = program.fn(start, single.case.batch(0))
     first, *_, last = (layer["w"] for layer in after["params"])
     assert first.sharding.device_set == set(jax.devices()[:4])
