@@ -12,6 +12,7 @@ from autoshard import pipelines, planning, programs
 from autoshard.calls import Callee
 from autoshard.parallelized import AnyPlan, Parallelized, Request
 from autoshard.pins import Pins, Rested
+from autoshard.pipelines import Stages
 from autoshard.planning import Asked
 from autoshard.progress import Progress, narrated
 from autoshard.user_warning import AutoshardWarning
@@ -23,8 +24,10 @@ from cost_model.errors import InputError
 from cost_model.hardware import parse_cluster
 from cost_model.xla.process import Compiler
 from executors.jit import Program
+from search.driver import SearchResult
 from search.ir.graph import Step
 from search.ir.trace import step_name
+from search.pipeline.planning import Pipeline
 from search.plan.json_file import read_file
 from search.plan.pipeline_plan import PipelinePlan, is_of_pipeline
 from search.plan.plan import Plan
@@ -69,8 +72,8 @@ def search(
       stages: in how many the step is cut, to run as a pipeline, on submeshes of their own; where they begin and how many
         devices each has is searched. 1 for one program. By default it is one program, unless nothing fits so, or that waits
         for communication or recomputes so much that a pipeline is searched, too, and is faster. "auto" searches both in any
-        case, which takes longer. `mesh`, `pin`, `offload`, `microbatches`, `time_limit_s` or `verify` without stages mean
-        one program. With stages, `mesh` is that of each: how many replicas share out a microbatch, and one or two axes of
+        case, which takes longer. `mesh`, `pin`, `offload`, `microbatches` or `time_limit_s` without stages mean one
+        program. With stages, `mesh` is that of each: how many replicas share out a microbatch, and one or two axes of
         each one's devices.
       schedule: of the pipeline: "gpipe", "1f1b", "eager-1f1b", "interleaved-1f1b", "circular", "zb-h1", "zb-h2", "zb-v",
         "dualpipe-v" or "chimera"; by default "1f1b" and "zb-h1" are tried.
@@ -106,39 +109,37 @@ def search(
     """
     hardware = parse_cluster(cluster)
     asked = Asked(memory, mesh, pin, remat, microbatches, offload, time_limit_s)
-    is_open = pipelines.leaves_open(asked, verify=verify or None)
-    wanted = pipelines.asked_for(stages, schedule, is_open=is_open)
+    wanted = pipelines.asked_for(stages, schedule, is_open=pipelines.leaves_open(asked))
     if wanted is not None:
         pipelines.refuse(pin=pin or None, offload=offload, time_limit_s=time_limit_s)
     with narrated(step_name(step), "tracing", progress) as tell:
         traced = _traced(step, hardware, abstract_args, state)
-        if wanted is not None and wanted.count is None:
-            pipelines.refuse(verify=verify or None)
-            options = planning.options(traced, hardware, asked)
-            alone = functools.partial(planning.find, traced, hardware, options, tell)
-            return pipelines.fastest(traced, hardware, wanted, asked, alone, tell).plan
-        if wanted is not None and not verify:
-            return pipelines.searched(traced, hardware, wanted, asked, tell).plan
         if not verify:
-            options = planning.options(traced, hardware, asked)
-            return planning.find(traced, hardware, options, tell).plan
+            return _found(traced, hardware, wanted, asked, tell).plan
         verifier = judge.CompilerVerifier(hardware, Compiler(judge.target_config_text(target_config)), tell)
-        if wanted is not None:
-            return judge.fitting(
-                lambda limit, said: pipelines.searched(
-                    traced, hardware, wanted, replace(asked, memory=limit), said
-                ),
-                lambda found, full: pipeline_judge.verified(verifier, found),
-                planning.limit_bytes(hardware, asked),
-                tell,
-            ).plan
-        options = planning.options(traced, hardware, asked)
         return judge.fitting(
-            lambda limit, said: planning.find(traced, hardware, replace(options, memory_bytes=limit), said),
-            verifier.verified,
-            options.memory_bytes,
+            lambda limit, said: _found(traced, hardware, wanted, replace(asked, memory=limit), said),
+            lambda found, full: (
+                pipeline_judge.verified(verifier, found)
+                if isinstance(found, Pipeline)
+                else verifier.verified(found, full)
+            ),
+            planning.limit_bytes(hardware, asked),
             tell,
         ).plan
+
+
+def _found(
+    step: Step, hardware: Cluster, wanted: Stages | None, asked: Asked, progress: Progress
+) -> SearchResult | Pipeline:
+    """One program, a pipeline, or what of them is faster."""
+    if wanted is not None and wanted.count is not None:
+        return pipelines.searched(step, hardware, wanted, asked, progress)
+
+    def alone() -> SearchResult:
+        return planning.find(step, hardware, planning.options(step, hardware, asked), progress)
+
+    return alone() if wanted is None else pipelines.fastest(step, hardware, wanted, asked, alone, progress)
 
 
 @overload
@@ -222,8 +223,8 @@ def verify(
       progress: called with one line per stage, and every second while the compiler works; by default as for `search`.
 
     Returns:
-      Memory and collectives, predicted and compiled, and the verdict: `.fits`, `.differences`. Of a pipeline, stage by stage:
-      each different program is compiled once, for its submesh; peaks count what the schedule has there meanwhile.
+      Memory and collectives, predicted and compiled, and the verdict: `.fits`, `.differences`. Of a pipeline, stage by
+      stage: each different program is compiled once, for its submesh; peaks count what the schedule has there meanwhile.
 
     Raises:
       PlanError: the plan is for another step, or decides something impossible.

@@ -37,8 +37,8 @@ UNFINISHED = -1
 """Said of a sum in a microbatch's place, as long as its stage's replicas and workers add to it."""
 
 CompilerOptions = Callable[[int, int], dict[str, str]]
-"""What the compiler is told of a program, given the bytes that lie on a device beside what it reads, and those of what it reads
-and makes."""
+"""What the compiler is told of a program, given the bytes that lie on a device beside what it reads, and those of what it
+reads and makes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,8 +239,8 @@ class Agenda:
 
     @cached_property
     def _held_bytes(self) -> tuple[int, ...]:
-        """Per call, what its worker's devices hold when it is handed out: JAX sets memory aside when it hands work out, so that
-        the order of instructions counts, not that in which devices come to them."""
+        """Per call, what its worker's devices hold when it is handed out: JAX sets memory aside when it hands work out, so
+        that the order of instructions counts, not that in which devices come to them."""
         there = {*self.entering, *self.contents}
         held = [0] * len(self.seating.meshes)
         found: list[int] = []

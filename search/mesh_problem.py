@@ -390,6 +390,7 @@ class MeshProblem:
                 while not deadline.is_over:
                     cap_bytes, left_s = int(share * peak.num_bytes), deadline.left_s / 2
                     solution, found = self.fitting(kept, cap_bytes, left_s, relative_gap=WIDE_GAP)
+                    assert found is not None  # the kernels are asked where nothing is roomy
                     labels, peaks = solution.labels, (self.memory.peak(solution.labels), found.least)
                     peak = max(peaks, key=lambda one: one.num_bytes)
         return labels, peak

@@ -136,7 +136,7 @@ def verified_here(found: SearchResult, cluster: Cluster, program: Program) -> Ve
     return compared(found.plan, cluster, stats, watch.seconds, Extent())
 
 
-def fitting[Found: (SearchResult, Pipeline)](
+def fitting[Found: (SearchResult, Pipeline, SearchResult | Pipeline)](
     search: Callable[[int, Progress], Found],
     verified: Callable[[Found, bool], Proof],
     cap_bytes: int,
@@ -195,7 +195,7 @@ def fitting[Found: (SearchResult, Pipeline)](
     )
 
 
-def _certified[Found: (SearchResult, Pipeline)](found: Found, first: Found) -> Found:
+def _certified[Found: (SearchResult, Pipeline, SearchResult | Pipeline)](found: Found, first: Found) -> Found:
     """With the bound of the first plan that was found, under the cap itself."""
     if isinstance(found, Pipeline) or isinstance(first, Pipeline):
         return found

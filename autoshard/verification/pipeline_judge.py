@@ -42,7 +42,7 @@ def _as_one(verifier: CompilerVerifier, found: SpmdPipeline) -> PipelineVerifica
     watch, cap_bytes = Stopwatch(step.trace_s), cluster.device_memory_limit()
     tell = telling(verifier.progress, "", watch)
     tell("lowering")
-    program = spmd.build(found.program, cluster.num_devices)
+    program = spmd.build(found.program, found.sharding, cluster.num_devices)
     module = module_bytes(lowered(step, program))
     memory_bytes = compiler.memory_for_cap(cap_bytes, program.resting_bytes)
     watch.lap("lower")

@@ -147,9 +147,7 @@ def parsed(text: str) -> Iterator[tuple[str, list[Instruction]]]:
         elif body := _INSTRUCTION.match(re.sub(r"/\*.*?\*/", "", line)):
             operands, _, attributes = body[4].partition(")")
             instructions.append(
-                Instruction(
-                    body[1], body[2], body[3], tuple(re.findall(r"%([\w.-]+)", operands)), attributes
-                )
+                Instruction(body[1], body[2], body[3], tuple(re.findall(r"%([\w.-]+)", operands)), attributes)
             )
 
 

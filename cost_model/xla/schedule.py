@@ -144,7 +144,7 @@ class _Reader:
         else:
             made = _ARRAY.findall(i.type)[:1] if product else [i.type]  # behind it is its workspace
             num_bytes = sum(num_bytes_of(types.get(o, "")) for o in i.operands) + sum(map(num_bytes_of, made))
-        return HloKernel(num_bytes, *(product or ()))
+        return HloKernel(num_bytes, *(product or (None, "")))
 
 
 def _called(i: Instruction) -> str:

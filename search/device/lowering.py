@@ -163,9 +163,7 @@ class _Lowering:
         """Values that a collective reads, so that they are arrays whoever makes them."""
         travels: dict[int, bool] = {}
         found = set[int]()
-        for i, (op, dependencies) in enumerate(
-            zip(self.program.ops, self.folded.dependency_of, strict=True)
-        ):
+        for i, (op, dependencies) in enumerate(zip(self.program.ops, self.folded.dependency_of, strict=True)):
             for operand, (v, alike) in enumerate(zip(op.operands, dependencies, strict=True)):
                 if alike not in travels:
                     path = self.paths.to_reader(i, operand).path

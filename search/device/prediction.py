@@ -18,7 +18,7 @@ from search.device.kernel_order import Clock, Ties, latency_hiding, memory_savin
 from search.device.kernel_times import KernelTime
 from search.device.lowering import TRANSFERS, Kernel, Lowered, lower
 from search.device.siblings import merged
-from search.device.timeline import peak, seconds
+from search.device.timeline import Occupancy, peak, seconds
 from search.problem.costs import CostedGraph
 from search.problem.live_ranges import ARGUMENTS, LiveRanges, Resident
 from search.problem.memory_rows import Peak
@@ -47,12 +47,12 @@ class Prediction:
     @cached_property
     def least(self) -> Peak:
         """The peak if the scheduler spends no memory on overlap: what must fit."""
-        return _with_margin(peak(self._plain, program_order(self._plain)))
+        return _with_margin(self._occupancy.peak(program_order(self._plain)))
 
     @cached_property
     def peak(self) -> Peak:
         """The peak of device memory."""
-        found = [_with_margin(peak(self._plain, order)) for order in self._overlapped] or [self.least]
+        found = [_with_margin(self._occupancy.peak(order)) for order in self._overlapped] or [self.least]
         num_bytes = min(fmean(p.num_bytes for p in found), self.limit_bytes)
         if num_bytes <= self.least.num_bytes:
             return self.least
@@ -80,6 +80,10 @@ class Prediction:
     @cached_property
     def _plain(self) -> Lowered:
         return in_least_order(self.lowered)
+
+    @cached_property
+    def _occupancy(self) -> Occupancy:
+        return Occupancy(self._plain)
 
     @cached_property
     def _overlapped(self) -> tuple[tuple[int, ...], ...]:

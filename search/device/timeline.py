@@ -6,7 +6,9 @@ one after another, collectives beside them, one at a time, and so do copies to t
 collective's or a copy's result waits for it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+
+import numpy as np
 
 from search.device.lowering import Kernel, Loops, Lowered
 from search.problem.live_ranges import Resident
@@ -15,32 +17,85 @@ from search.problem.memory_rows import Peak
 
 def peak(lowered: Lowered, order: Sequence[int]) -> Peak:
     """The highest point of a schedule, as `search.device.kernel_order` gives it."""
-    run = [lowered.kernels[k if k >= 0 else ~k] for k in order]
-    stretches = _stretches(lowered, order, run)
-    change = [0.0] * (len(order) + 1)
-    for buffer, (born, dies) in zip(lowered.buffers, stretches, strict=True):
-        if dies >= born:
-            change[born] += buffer.num_bytes
-            change[dies + 1] -= buffer.num_bytes
-    held, highest, where = 0.0, -1.0, 0
-    for at, kernel in enumerate(run):
-        held += change[at]
-        in_place_bytes = sum(lowered.buffers[b].num_bytes for b in _in_place(kernel))
-        total = held + kernel.workspace_bytes - in_place_bytes
-        if total > highest:
-            highest, where = total, at
-    residents = dict.fromkeys(Resident, 0.0)
-    for b, (born, dies) in enumerate(stretches):
-        if born <= where <= dies and b not in _in_place(run[where]):
-            residents[lowered.buffers[b].resident] += lowered.buffers[b].num_bytes
-    residents[Resident.TEMPORARIES] += run[where].workspace_bytes
-    there = tuple((r, num_bytes) for r, num_bytes in residents.items() if num_bytes > 0)
-    arrivals = tuple(
-        buffer.arrival
-        for buffer, (born, dies) in zip(lowered.buffers, stretches, strict=True)
-        if buffer.arrival is not None and born <= where <= dies
-    )
-    return Peak(highest, run[where].position, there, arrivals)
+    return Occupancy(lowered).peak(order)
+
+
+class Occupancy:
+    """What the kernels of a device hold, whatever order they run in; who reads and makes what is tabulated once.
+
+    Attributes:
+      lowered: the kernels.
+      made: [of kernels and buffers that they make; kernel, buffer, loop], the loop being the outermost one between a kernel
+        and a buffer from further out, by number, or -1.
+      used: the same of what they read or make.
+      members: [kernel, loop that it is in].
+    """
+
+    def __init__(self, lowered: Lowered) -> None:
+        self.lowered, kernels = lowered, lowered.kernels
+        self._loops: dict[tuple[int, int], int] = {}
+        self.made = self._table((k, kernel.makes) for k, kernel in enumerate(kernels))
+        self.used = self._table((k, (*kernel.reads, *kernel.makes)) for k, kernel in enumerate(kernels))
+        inside = [(k, self._number(loop)) for k, kernel in enumerate(kernels) for loop in kernel.loops]
+        self.members = np.array(inside, np.int64).reshape(-1, 2)
+        self._num_bytes = np.array([buffer.num_bytes for buffer in lowered.buffers])
+        self._is_argument = np.array([buffer.is_argument for buffer in lowered.buffers], bool)
+        self._workspace_bytes = np.array([kernel.workspace_bytes for kernel in kernels])
+        overwritten = (sum(lowered.buffers[b].num_bytes for b in _in_place(kernel)) for kernel in kernels)
+        self._in_place_bytes = np.array(list(overwritten), float)
+
+    def _table(self, touched: Iterable[tuple[int, Sequence[int]]]) -> np.ndarray:
+        kernels, buffers = self.lowered.kernels, self.lowered.buffers
+        rows = [(k, b, self._left(kernels[k].loops, buffers[b].loops)) for k, bs in touched for b in bs]
+        return np.array(rows, np.int64).reshape(-1, 3)
+
+    def _left(self, inside: Loops, outside: Loops) -> int:
+        """The outermost loop between a kernel and a buffer from further out."""
+        num_left = len(inside) - len(outside)
+        return self._number(inside[num_left - 1]) if num_left > 0 else -1
+
+    def _number(self, loop: tuple[int, int]) -> int:
+        return self._loops.setdefault(loop, len(self._loops))
+
+    def peak(self, order: Sequence[int]) -> Peak:
+        """The highest point of a schedule."""
+        run = np.array([k if k >= 0 else ~k for k in order], np.int64)
+        born, dies = self._stretches(np.array(order, np.int64) >= 0, run)
+        there = np.flatnonzero(dies >= born)
+        at = np.stack([born[there], dies[there] + 1], axis=1).ravel()
+        changes = np.stack([self._num_bytes[there], -self._num_bytes[there]], axis=1).ravel()
+        held = np.cumsum(np.bincount(at, changes, len(run) + 1)[: len(run)])
+        total = held + self._workspace_bytes[run] - self._in_place_bytes[run]
+        where = int(np.argmax(total))
+        alive = np.flatnonzero((born <= where) & (where <= dies)).tolist()
+        return self._peak(float(total[where]), self.lowered.kernels[run[where]], alive)
+
+    def _peak(self, num_bytes: float, kernel: Kernel, alive: Sequence[int]) -> Peak:
+        """What is alive while a kernel runs, by what it is."""
+        residents, buffers = dict.fromkeys(Resident, 0.0), self.lowered.buffers
+        for b in alive:
+            if b not in _in_place(kernel):
+                residents[buffers[b].resident] += buffers[b].num_bytes
+        residents[Resident.TEMPORARIES] += kernel.workspace_bytes
+        there = tuple((r, num_bytes) for r, num_bytes in residents.items() if num_bytes > 0)
+        arrivals = tuple(arrival for b in alive if (arrival := buffers[b].arrival) is not None)
+        return Peak(num_bytes, kernel.position, there, arrivals)
+
+    def _stretches(self, is_start: np.ndarray, run: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Per buffer: the first and the last place in the schedule at which it is there."""
+        num_kernels, places = len(self.lowered.kernels), np.arange(len(run))
+        first, last = np.zeros(num_kernels, np.int64), np.zeros(num_kernels, np.int64)
+        first[run[is_start]] = places[is_start]
+        last[run] = places  # of two, the later one
+        starts, ends = np.full(len(self._loops), len(run)), np.full(len(self._loops), -1)
+        np.minimum.at(starts, self.members[:, 1], first[self.members[:, 0]])
+        np.maximum.at(ends, self.members[:, 1], last[self.members[:, 0]])
+        born, dies = np.zeros(len(self._num_bytes), np.int64), np.where(self._is_argument, len(run) - 1, -1)
+        kernel, buffer, loop = self.made.T
+        born[buffer] = _unless_inside(loop, starts, first[kernel])
+        kernel, buffer, loop = self.used.T
+        np.maximum.at(dies, buffer, _unless_inside(loop, ends, last[kernel]))
+        return born, dies
 
 
 def seconds(lowered: Lowered, order: Sequence[int]) -> float:
@@ -59,28 +114,9 @@ def seconds(lowered: Lowered, order: Sequence[int]) -> float:
     return max(now, *free.values()) if free else now
 
 
-def _stretches(lowered: Lowered, order: Sequence[int], run: Sequence[Kernel]) -> list[tuple[int, int]]:
-    """Per buffer: the first and the last place in the schedule at which it is there."""
-    starts: dict[tuple[int, int], int] = {}
-    ends: dict[tuple[int, int], int] = {}
-    for at, kernel in enumerate(run):
-        for loop in kernel.loops:
-            starts.setdefault(loop, at)
-            ends[loop] = at
-    found = [(0, len(run) - 1 if buffer.is_argument else -1) for buffer in lowered.buffers]
-    for at, (k, kernel) in enumerate(zip(order, run, strict=True)):
-        for b in kernel.makes if k >= 0 else ():
-            outermost = _left(kernel.loops, lowered.buffers[b].loops)
-            found[b] = (at if outermost is None else starts[outermost], found[b][1])
-        for b in (*kernel.reads, *kernel.makes):
-            outermost = _left(kernel.loops, lowered.buffers[b].loops)
-            found[b] = (found[b][0], max(found[b][1], at if outermost is None else ends[outermost]))
-    return found
-
-
-def _left(inside: Loops, outside: Loops) -> tuple[int, int] | None:
-    """The outermost loop between a kernel and a buffer from further out."""
-    return inside[len(inside) - len(outside) - 1] if len(inside) > len(outside) else None
+def _unless_inside(loop: np.ndarray, of_loops: np.ndarray, places: np.ndarray) -> np.ndarray:
+    """Places in a schedule, and instead of those inside of a loop the loop's own."""
+    return np.where(loop < 0, places, of_loops[loop]) if len(of_loops) else places
 
 
 def _in_place(kernel: Kernel) -> tuple[int, ...]:
