@@ -1,6 +1,6 @@
 """Searched plans beside the plans that experts write by rule, as a person asks for them: a mesh, and a pin for each array.
 
-python -m benchmarks.experts [--models llama vit] [--clusters 64xA100-80GB-Ethernet] [--meshes] [--out table.md]
+python -m benchmarks.experts [--models llama vit] [--clusters 64xA100-80GB-Ethernet] [--beside rules meshes] [--out table.md]
 
 The rules know a model's paths and shapes and nothing of the search:
 
@@ -10,8 +10,8 @@ The rules know a model's paths and shapes and nothing of the search:
   * Megatron: columns of what comes first, rows of what comes last in a block, vocabularies and experts over the node, with
     data parallelism or FSDP across nodes (Shoeybi et al. 2019).
 
-What a rule does not say, the solver decides: an expert's plan is made as good as it can be. With `--meshes`, each mesh that
-the search considers is asked for by itself, too. All times are predicted, by one model.
+What a rule does not say, the solver decides: an expert's plan is made as good as it can be. With `--beside rules meshes`,
+each mesh that the search considers is asked for by itself, too. All times are predicted, by one model.
 
 The search has its default time. The solver of a rule, or of an asked mesh, has `--others-limit` processor seconds: what it
 does not find by then is not worth waiting for in ten searches a row. Rules do not recompute, offload or split the batch. The
@@ -266,8 +266,10 @@ def row(model: str, preset: str, options: argparse.Namespace) -> tuple[str, ...]
         ours = timed(step, cluster, time_limit_s=options.time_limit)
     except InfeasibleError:
         return (model, preset, "nothing fits", *["-"] * (len(HEAD) - 3))
-    others = [by_rule(step, cluster, options.others_limit)]
-    others += [by_mesh(step, cluster, options.others_limit) if options.meshes else {}]
+    others = [
+        by(step, cluster, options.others_limit) if name in options.beside else {}
+        for name, by in (("rules", by_rule), ("meshes", by_mesh))
+    ]
     mine = format_mesh(ours.mesh), ms(ours.step_s), f"{ours.gap:.2%}", f"{ours.cpu_s:.1f}"
     return model, preset, *mine, *beside(ours, others[0]), *beside(ours, others[1])
 
@@ -338,7 +340,9 @@ def main() -> None:
     )
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--clusters", nargs="+", default=list(CLUSTERS))
-    parser.add_argument("--meshes", action="store_true", help="ask for each mesh by itself, too")
+    parser.add_argument(
+        "--beside", nargs="*", default=["rules"], choices=["rules", "meshes"], help="what else is searched"
+    )
     parser.add_argument("--out", type=Path, help="a file of rows, to begin or to go on with")
     parser.add_argument(
         "--time-limit",

@@ -51,7 +51,7 @@ def build(
       on_retrace: as for `executors.jit.build`.
 
     Raises:
-      InputError: the devices cannot be dealt to the stages, or the batch to the devices.
+      InputError: the devices are too few.
     """
     step, layout = program.step, Layout.on(program, sharding, devices)
     inputs = [layout.resting(v) for v in step.graph.inputs]

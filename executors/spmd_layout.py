@@ -17,6 +17,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from cost_model.errors import InputError
+from cost_model.units import format_mesh
 from search.ir.spec import WHOLE, Spec, divides, partition_spec
 from search.plan.spmd_step import SpmdSharding, SpmdStep
 
@@ -43,25 +44,23 @@ class Layout:
 
     @classmethod
     def on(cls, program: SpmdStep, sharding: SpmdSharding, devices: Sequence[Any] | int) -> "Layout":
-        """On these devices, or on so many.
+        """On the first of these devices, or on so many.
 
         Raises:
-          InputError: they cannot be dealt to the stages, or the batch to them.
+          InputError: they are too few.
         """
-        num, stages = devices if isinstance(devices, int) else len(devices), program.num_workers
-        size = prod(sharding.mesh_shape)
-        replicas, rest = divmod(num, stages * size)
-        if rest or not replicas or program.num_parts % replicas:
+        shape = (program.num_workers, sharding.num_replicas, *sharding.mesh_shape)
+        names, wanted = (STAGE, REPLICA, *sharding.axis_names), prod(shape)
+        if (num := devices if isinstance(devices, int) else len(devices)) < wanted:
             raise InputError(
-                f"{num} devices cannot be dealt to {stages} stages with replicas of {size} that go through the batch in "
-                f"{program.num_parts} parts, as many to each. Use a multiple of {stages * size} whose quotient divides these"
+                f"the plan's mesh {format_mesh(shape)} needs {wanted} devices, and there are {num}. Plan again for "
+                "the devices at hand, or run on more"
             )
-        shape, names = (stages, replicas, *sharding.mesh_shape), (STAGE, REPLICA, *sharding.axis_names)
         if isinstance(devices, int):
-            return cls(
-                program, sharding, AbstractMesh(shape, names, axis_types=(AxisType.Auto,) * len(names))
-            )
-        return cls(program, sharding, Mesh(np.array(devices).reshape(shape), names))
+            mesh = AbstractMesh(shape, names, axis_types=(AxisType.Auto,) * len(names))
+        else:
+            mesh = Mesh(np.array(devices[:wanted]).reshape(shape), names)
+        return cls(program, sharding, mesh)
 
     @property
     def num_microbatches(self) -> int:

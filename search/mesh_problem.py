@@ -320,7 +320,7 @@ class MeshProblem:
     ) -> tuple[branch_and_bound.Solution, Prediction | None]:
         """The cheapest of the kept strategies that fit, as the kernels of a device tell.
 
-        The kernels are not asked, and there is no prediction, where strategies hold at most `roomy_bytes` in program order.
+        Where strategies hold less than `roomy_bytes` in program order, these are not asked, and there is no prediction.
 
         The solution's bound, and a `NoFitError`'s, is on all of the kept strategies that fit in program order
         (`Memory.profile`), whatever the kernels say of them: it is the first round's.
@@ -342,7 +342,7 @@ class MeshProblem:
                     raise
                 return None
             held_bytes = self.memory.peak(solution.labels).num_bytes
-            if held_bytes <= roomy_bytes:
+            if held_bytes < roomy_bytes:
                 return Round((solution, None), held_bytes, held_bytes)
             return self._round(solution, solution.labels, limit_bytes)
 
@@ -390,7 +390,7 @@ class MeshProblem:
                 while not deadline.is_over:
                     cap_bytes, left_s = int(share * peak.num_bytes), deadline.left_s / 2
                     solution, found = self.fitting(kept, cap_bytes, left_s, relative_gap=WIDE_GAP)
-                    assert found is not None  # the kernels are asked where nothing is roomy
+                    assert found is not None, "the kernels were asked"
                     labels, peaks = solution.labels, (self.memory.peak(solution.labels), found.least)
                     peak = max(peaks, key=lambda one: one.num_bytes)
         return labels, peak

@@ -11,7 +11,7 @@ step without a cap are taken to bound theirs, but for what is faster recomputed 
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
@@ -28,6 +28,7 @@ from search.memory.residuals import has_loops
 from search.mesh_problem import (
     OFFLOADED,
     RESIDUALS,
+    ROUNDING,
     MeshProblem,
     Options,
     Progress,
@@ -35,6 +36,7 @@ from search.mesh_problem import (
     candidate_shapes,
 )
 from search.problem.live_ranges import Resident
+from search.problem.memory_floor import floor_bytes, working_bytes
 from search.recomputation import Candidate, FreeSolution, candidates, without_cap
 from search.solver.branch_and_bound import NoFitError
 from search.solver.clock import Deadline, SearchClock
@@ -81,6 +83,9 @@ MAX_MICROBATCHES = 64
 
 OF_A_BATCH = frozenset({Resident.RESIDUALS, Resident.TEMPORARIES})
 """What is less, the fewer examples there are."""
+
+Least = Callable[[], StepProblem]
+"""Makes the step that holds least ready; that takes long, and only the last one is asked."""
 
 Bounds = Mapping[tuple[int, ...], float]
 """Lower bounds by mesh, in seconds."""
@@ -164,6 +169,7 @@ class StepSearch:
       most_saved_bytes: what may be kept no longer, of the residuals of the whole batch.
       free: the fastest strategies without a cap, where they are faster than those under the cap.
       clock: by which all limits count.
+      working_bytes: besides its arguments, what the step holds at least on any mesh, undivided.
       tried: what was done to the step in vain, besides recomputing, for a message.
       deadline: after it nothing is begun besides a plan that is there.
       hosted: the arguments that rest in the host's memory in what is tried next.
@@ -190,6 +196,7 @@ class StepSearch:
         self.most_saved_bytes = 0.0
         self.free: FreeSolution | None = None
         self.tried = ""
+        self.working_bytes = 0.0
         self.may_rest_on_host = may_rest_on_host(step)
         self.hosted = self._asked_for()
 
@@ -202,6 +209,8 @@ class StepSearch:
         """
         first = self._plain(microbatched(self.step, self.options.microbatches or 1), self.options.limit_s)
         self.bounds_s = first.bounds_s
+        pinned = ((one.memory, one.pinned(self.pins)) for one in first.on_meshes)
+        self.working_bytes = min(working_bytes(*one) for one in pinned)
         self._check_host(first.on_meshes)
         least = self._held_down(first, self.options.limit_s / 2)
         if self.options.offload is None and self.cluster.host_bytes_per_node:
@@ -210,7 +219,7 @@ class StepSearch:
             least = self._in_microbatches() or least
         if self.best is None:
             self.progress("no plan so far; looking for the smallest peak")
-            self.best = self._of_smallest_peak(first, least)
+            self.best = self._of_smallest_peak(first, least())
             self.watch.lap("solve")
         return self.best
 
@@ -327,8 +336,10 @@ class StepSearch:
         finally:
             self.watch.lap("solve")
 
-    def _held_down(self, plain: _Plain, time_limit_s: float) -> StepProblem:
+    def _held_down(self, plain: _Plain, time_limit_s: float) -> Least:
         """Looks for better plans among steps that recompute; the step that holds least of all those considered."""
+        if self.floors_s and self._is_hopeless(plain.on_meshes):
+            return partial(self._most_frugal, plain.step_problem, plain.on_meshes)
         limit_bytes, deadline = self.options.memory_bytes, Deadline.after(time_limit_s, self.clock)
         free, bounds_s = without_cap(plain.cramped, self.pins, self.cutoff_s, deadline)
         if not self.floors_s:
@@ -336,7 +347,9 @@ class StepSearch:
             self.free = next(iter(free), None)
         may_recompute, may_wait = self.options.remat != "never", self._may_wait
         if not may_recompute and not may_wait:
-            return plain.step_problem
+            return lambda: plain.step_problem
+        if self._is_hopeless(plain.on_meshes):
+            return partial(self._most_frugal, plain.step_problem, plain.on_meshes)
         free += self._unhindered(plain, free)
         found = candidates(
             plain.step_problem, free, self.pins, limit_bytes, self.cutoff_s, deadline, may_recompute, may_wait
@@ -348,9 +361,27 @@ class StepSearch:
         found = [replace(c, sites=before(c.sites), waiting=before(c.waiting)) for c in found]
         self._try(plain.step_problem, found, Deadline.after(time_limit_s, self.clock))
         if self.best is not None or not found:
-            return plain.step_problem
+            return lambda: plain.step_problem
         most = max(found, key=lambda candidate: candidate.saved_bytes)
-        return self._recomputing(plain.step_problem, most.sites, most.waiting)
+        return partial(self._recomputing, plain.step_problem, most.sites, most.waiting)
+
+    def _is_hopeless(self, on_meshes: Sequence[MeshProblem]) -> bool:
+        """Whether nothing can fit, whatever is recomputed or waits on the host."""
+        limit_bytes = (1 + ROUNDING) * self.options.memory_bytes
+        return self.best is None and all(self._floor_bytes(one) > limit_bytes for one in on_meshes)
+
+    def _floor_bytes(self, on_mesh: MeshProblem) -> float:
+        return floor_bytes(on_mesh.memory, on_mesh.pinned(self.pins))
+
+    def _most_frugal(self, plain: StepProblem, on_meshes: Sequence[MeshProblem]) -> StepProblem:
+        """The step that holds least, where nothing fits."""
+        deadline = Deadline.after(LEAST_ATTEMPT_S, self.clock)
+        free, _ = without_cap([min(on_meshes, key=self._floor_bytes)], self.pins, math.inf, deadline)
+        found = candidates(plain, free, self.pins, self.options.memory_bytes, math.inf, deadline)
+        if not found or self.options.remat == "never":
+            return plain
+        most = max(found, key=lambda candidate: candidate.saved_bytes)
+        return self._recomputing(plain, plain.rewritten.before(most.sites), frozenset())
 
     @staticmethod
     def _unhindered(plain: _Plain, free: Sequence[FreeSolution]) -> list[FreeSolution]:
@@ -393,7 +424,7 @@ class StepSearch:
         is_asked = offload is None or (not isinstance(offload, str) and RESIDUALS in offload)
         return is_asked and self.cluster.host_bytes_per_node > 0
 
-    def _offloaded(self, step: Step) -> StepProblem | None:
+    def _offloaded(self, step: Step) -> Least | None:
         """Looks for better plans with more and more state in the host's memory; where none fits, the step that holds least
         of all those considered. What made no plan better is left alone; where there is no plan, an optimizer's state stays
         there for what is tried next, as it is of no use before the update."""
@@ -401,7 +432,8 @@ class StepSearch:
         for kind in OFFLOADED:
             kinds.append(kind)
             hosted = self._of_kinds(kinds)
-            if not self._is_worth_moving(hosted - self.hosted) or not (self._is_wanting or self.best is None):
+            is_wanted = self._is_wanting if self.best else not self._is_too_much(hosted)
+            if not is_wanted or not self._is_worth_moving(hosted - self.hosted):
                 continue
             self.hosted, before = hosted, self.best
             self.progress(f"{' and '.join(kinds).replace('_', ' ')} on the host")
@@ -417,6 +449,12 @@ class StepSearch:
         graph = self.step.graph
         num_bytes = sum(graph.values[graph.inputs[i]].num_bytes for i in arguments)
         return num_bytes > MOVED_SHARE * self.options.memory_bytes * self.cluster.num_devices
+
+    def _is_too_much(self, hosted: frozenset[int]) -> bool:
+        """Whether what does not rest on the host, in as many parts as there are devices, leaves no room for the work."""
+        graph, num_devices = self.step.graph, self.cluster.num_devices
+        there = (graph.values[v].num_bytes for i, v in enumerate(graph.inputs) if i not in hosted)
+        return sum(there) / num_devices + self.working_bytes > (1 + ROUNDING) * self.options.memory_bytes
 
     def _asked_for(self) -> frozenset[int]:
         """What the user wants on the host.
@@ -468,13 +506,15 @@ class StepSearch:
         is_named = {i for i, name in names.items() if name in kinds or name.startswith(inside)}
         return frozenset(i for i, role in self.may_rest_on_host.items() if role in roles or i in is_named)
 
-    def _in_microbatches(self) -> StepProblem | None:
+    def _in_microbatches(self) -> Least | None:
         """Looks for better plans in more and more microbatches, from as few as may do, for as long as that helps; where none
         fits, the step that holds least of all those considered."""
         deadline, least = Deadline.after(self.options.limit_s, self.clock), None
         if not self._is_wanting:
             return None
         counts = [n for n in batch_divisors(self.step) if 1 < n <= MAX_MICROBATCHES]
+        if self.best is None and counts and (hopeless := self._hopeless_in(self._most_useful(counts))):
+            return hopeless
         fewest, enough = self._needed_counts
         left = [n for n in counts if n >= min(fewest, max(counts))]
         while left and self._is_wanting and not deadline.is_over:
@@ -486,7 +526,24 @@ class StepSearch:
             left = [n for n in left if n >= max(2 * left[0], min(enough, left[-1]) if is_late else 0)]
         return None if self.best else least
 
-    def _split_in(self, count: int, time_limit_s: float) -> StepProblem | None:
+    def _most_useful(self, counts: Sequence[int]) -> int:
+        """The largest number of microbatches that leaves every device an example."""
+        size = max(batch_divisors(self.step))
+        return max((n for n in counts if n * self.cluster.num_devices <= size), default=min(counts))
+
+    def _hopeless_in(self, count: int) -> Least | None:
+        """The step in so many microbatches, if nothing can fit even then."""
+        try:
+            step_problem = self._made_ready(microbatched(self.step, count))
+        except NotSplittableError:
+            return None
+        on_meshes = [self._put_on(step_problem, shape) for shape in self.shapes]
+        if not self._is_hopeless(on_meshes):
+            return None
+        self.tried = f"Nothing would fit in {count} microbatches either."
+        return partial(self._most_frugal, step_problem, on_meshes)
+
+    def _split_in(self, count: int, time_limit_s: float) -> Least | None:
         """Looks for better plans in that many microbatches; the step that holds least, None if it cannot be split."""
         try:
             step = microbatched(self.step, count)

@@ -11,7 +11,7 @@ Ops keep their order, but that updates stand where their gradients are made, as 
 """
 
 import heapq
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -126,7 +126,7 @@ class _Rewriting:
         self.written.ops.append(replace(op, inputs=inputs))
         for v in op.outputs:
             if v in self.stored:
-                self.on_host[v] = self._copied(v, jax.memory.Space.Host, op)
+                self.on_host[v] = self._copied(v, _to_host, op)
 
     def _read(self, v: int, phase: Phase) -> int:
         """What stands for a value in a phase: a fetched argument, or what came through a barrier."""
@@ -142,7 +142,7 @@ class _Rewriting:
         like = self.graph.ops[fetch.first]
         there = [self.on_host.get(v, v) for v in fetch.arguments]
         for v, tied in zip(fetch.arguments, self._tied(there, fetch.ties, like), strict=True):
-            self.there[v, fetch.phase] = self._copied(tied, jax.memory.Space.Device, like)
+            self.there[v, fetch.phase] = self._copied(tied, _to_device, like)
 
     def _tied(self, values: Sequence[int], ties: Sequence[int], like: Op) -> tuple[int, ...]:
         """Values, when ties are there; new state is there when it is on the host again."""
@@ -155,10 +155,18 @@ class _Rewriting:
             (self.on_host if v in self.on_host else self.now)[v] = new
         return behind[: len(values)]
 
-    def _copied(self, v: int, target: Any, like: Op) -> int:
-        made = self.written.write(lambda x: jax.device_put(x, target), [v], like)
+    def _copied(self, v: int, copy: Callable[[Any], Any], like: Op) -> int:
+        made = self.written.write(copy, [v], like)
         assert isinstance(made, int)
         return made
+
+
+def _to_host(x: Any) -> Any:
+    return jax.device_put(x, jax.memory.Space.Host)
+
+
+def _to_device(x: Any) -> Any:
+    return jax.device_put(x, jax.memory.Space.Device)
 
 
 def _order(

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from search.ir import _jax
-from search.ir.graph import Atom, Op, Phase, Value
+from search.ir.graph import Atom, Graph, Op, Phase, Value
 from search.ir.trace import build_graph
 
 SCOPE = "microbatches"
@@ -26,6 +26,7 @@ class Written:
 
     def __init__(self, values: Sequence[Value], scope: str = SCOPE) -> None:
         self.values, self.ops, self._scope = list(values), list[Op](), scope
+        self._traced: dict[tuple[Callable[..., Any], tuple[Value, ...]], Graph] = {}
 
     def new(self, value: Value) -> int:
         """One more value."""
@@ -47,9 +48,7 @@ class Written:
           like: an op whose phase and source these have; None for the forward phase and no source.
           output: the value that the result is; None for a new one.
         """
-        inputs = [self.values[v] for v in operands]
-        abstract = [_jax.abstract_value(v.shape, v.dtype, v.weak_type) for v in inputs]
-        graph = build_graph(jax.make_jaxpr(function)(*abstract))
+        graph = self._graph(function, tuple(self.values[v] for v in operands))
         number: dict[int, int] = dict(zip(graph.inputs, operands, strict=True))
         (result,) = graph.outputs
         if not isinstance(result, int):
@@ -61,6 +60,13 @@ class Written:
                 number[v] = number[v] if v in number else self.new(graph.values[v])
             self.ops.append(self._placed(op, number, like))
         return number[result]
+
+    def _graph(self, function: Callable[..., Any], inputs: tuple[Value, ...]) -> Graph:
+        """What a function traces to; one that comes again is not traced again."""
+        if (function, inputs) not in self._traced:
+            abstract = [_jax.abstract_value(v.shape, v.dtype, v.weak_type) for v in inputs]
+            self._traced[function, inputs] = build_graph(jax.make_jaxpr(function)(*abstract))
+        return self._traced[function, inputs]
 
     def _placed(self, op: Op, number: dict[int, int], like: Op | None) -> Op:
         return replace(

@@ -92,7 +92,7 @@ def find(step: Step, cluster: Cluster, options: SpmdOptions) -> SpmdPipeline:
     )
     _check(step, cluster, plan, shape)
     if prod(shape) == 1:
-        return SpmdPipeline(plan, _unshared(step, plan), SpmdSharding())
+        return SpmdPipeline(plan, _unshared(step, plan), SpmdSharding(plan.num_replicas))
     problem = _problem(step, cluster, plan)
     intra_op = solved(problem, cluster, tuple(shape))
     return _shared(step, replace(plan, decisions=intra_op.on_mesh.codec.decisions(intra_op.labels)), intra_op)
@@ -116,7 +116,7 @@ def apply(step: Step, plan: SpmdPlan, place: str = "the plan") -> SpmdPipeline:
     try:
         _check(step, cluster, plan, shape)
         if plan.decisions is None:
-            return SpmdPipeline(plan, _unshared(step, plan), SpmdSharding())
+            return SpmdPipeline(plan, _unshared(step, plan), SpmdSharding(plan.num_replicas))
         intra_op = decided(_problem(step, cluster, plan), cluster, plan.decisions, shape, place)
         return _shared(step, plan, intra_op)
     except InputError as e:
@@ -136,7 +136,7 @@ def _problem(step: Step, cluster: Cluster, plan: SpmdPlan) -> StepProblem:
 def _shared(step: Step, plan: SpmdPlan, intra_op: IntraOp) -> SpmdPipeline:
     parts = PipelineStep.of_loop(intra_op.step_problem.step)
     program = written(step, parts, plan.num_workers, plan.stages // plan.num_workers)
-    return SpmdPipeline(plan, program, spmd_sharding(intra_op, parts, program))
+    return SpmdPipeline(plan, program, spmd_sharding(intra_op, parts, program, plan.num_replicas))
 
 
 def _per_worker(cluster: Cluster, workers: int, stages: int) -> int:

@@ -13,13 +13,16 @@ from search.pipeline.pipeline_step import PipelineStep
 from search.plan.spmd_step import LayerLoop, SpmdSharding, SpmdStep
 
 
-def spmd_sharding(intra_op: IntraOp, step: PipelineStep, program: SpmdStep) -> SpmdSharding:
+def spmd_sharding(
+    intra_op: IntraOp, step: PipelineStep, program: SpmdStep, num_replicas: int
+) -> SpmdSharding:
     """How values lie on the devices of a replica, which share the work by a solution.
 
     Args:
       intra_op: the solution, of the step that `step` takes apart.
       step: the step in parts.
       program: written from it.
+      num_replicas: of each stage.
     """
     specs = {v: _lies(intra_op, step, program, v) for v in sorted(set(_values(program)))}
     specs |= {new: specs[old] for new, old in _replaced(program) if new in specs}
@@ -30,7 +33,7 @@ def spmd_sharding(intra_op: IntraOp, step: PipelineStep, program: SpmdStep) -> S
     }
     names = AXIS_NAMES[len(intra_op.mesh_shape)]
     split = {v: spec for v, spec in specs.items() if max(spec) >= 0}
-    return SpmdSharding(intra_op.mesh_shape, names, split, inside)
+    return SpmdSharding(num_replicas, intra_op.mesh_shape, names, split, inside)
 
 
 def _lies(intra_op: IntraOp, step: PipelineStep, program: SpmdStep, v: int) -> Spec:

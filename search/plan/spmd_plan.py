@@ -57,9 +57,14 @@ class SpmdPlan:
         return self.mesh["stage"]
 
     @property
+    def num_replicas(self) -> int:
+        """Of each stage."""
+        return self.mesh["replica"]
+
+    @property
     def num_parts(self) -> int:
         """In how many all replicas of a stage go through the batch."""
-        return self.microbatches * self.mesh["replica"]
+        return self.microbatches * self.num_replicas
 
     @property
     def executor(self) -> str:

@@ -97,15 +97,17 @@ class SpmdStep:
 
 @dataclass(frozen=True, eq=False)
 class SpmdSharding:
-    """How the devices of a replica share its work: over a mesh of theirs, the same at all stages.
+    """How the devices of a stage share its work: as replicas, of which each has devices that form a mesh; all stages alike.
 
     Attributes:
-      mesh_shape: sizes of its axes, outermost first; none where a replica is one device.
+      num_replicas: of each stage.
+      mesh_shape: sizes of the mesh's axes, outermost first; none where a replica is one device.
       axis_names: their names.
       specs: of the values that parts read and make, and of what the step reads and makes, those that are split.
       inside: by part, what is imposed on its ops; a loop over layers is the one op of its part.
     """
 
+    num_replicas: int
     mesh_shape: tuple[int, ...] = ()
     axis_names: tuple[str, ...] = ()
     specs: Mapping[int, Spec] = field(default_factory=dict[int, Spec])

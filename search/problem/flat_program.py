@@ -19,7 +19,7 @@ for the others. A `while` loop's trip count is not known; it is taken as one.
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
@@ -359,12 +359,12 @@ class _Flattening:
         slices: list[int | None] = []
         for i, stacked in enumerate(operands[num_consts + num_carry :], num_consts + num_carry):
             slices.append(None if stacked is None else self._slice(op, body, stacked, i, count, trips, site))
-        outputs = self.lay(body, (*consts, *carries, *slices), trips, path)
+        outputs, readers = self.lay(body, (*consts, *carries, *slices), trips, path), _readers(body)
         for i, (slot, carry) in enumerate(zip(slots, carries, strict=True)):
             init = (operands[num_consts + i], count, ("operand", site, num_consts + i))
             again = (outputs[i], trips, ("output", path, i))
             makes = [("input", path, num_consts + i), ("result", site, i)]
-            adding = _only_adding(body, num_consts + i, i) if init[0] in self.zeros else None
+            adding = _only_adding(body, readers, num_consts + i, i) if init[0] in self.zeros else None
             if adding is None:
                 self.ops[slot] = self._carry(op, carry, (init, again), count, site, makes)
             else:
@@ -451,12 +451,23 @@ class _Flattening:
         return slots
 
 
-def _only_adding(body: Graph, i: int, o: int) -> Op | None:
+def _readers(body: Graph) -> Mapping[int, Sequence[Op | None]]:
+    """By value: the ops that read it, once for each operand that it is, and None for each output."""
+    found: dict[int, list[Op | None]] = {}
+    for op in body.ops:
+        for v in op.operands:
+            found.setdefault(v, []).append(op)
+    for v in body.outputs:
+        if isinstance(v, int):
+            found.setdefault(v, []).append(None)
+    return found
+
+
+def _only_adding(body: Graph, readers: Mapping[int, Sequence[Op | None]], i: int, o: int) -> Op | None:
     """The addition of a loop's body that makes its output `o` of its input `i`, if nothing else reads either."""
     before, after = body.inputs[i], body.outputs[o]
-    reads = [(op, a) for op in body.ops for a in op.operands if a in (before, after)]
-    handed_on = [a for a in body.outputs if a in (before, after)]
-    if handed_on != [after] or [a for _, a in reads] != [before]:
+    if not isinstance(after, int) or readers[after] != [None] or len(readers.get(before, ())) != 1:
         return None
-    (adding, _), *_ = reads
-    return adding if adding.name in ADDITIONS and after in adding.outputs else None
+    (adding,) = readers[before]
+    is_addition = adding is not None and adding.name in ADDITIONS and after in adding.outputs
+    return adding if is_addition else None

@@ -73,9 +73,8 @@ def on_one_device(name: str) -> Reference:
     ("name", "stages", "schedule", "microbatches", "mesh"),
     [
         ("gpt", 2, "gpipe", 4, (2, 2)),
-        ("gpt", 4, "circular", 4, (1, 2, 2)),
         ("shared", 8, "circular", 4, None),
-        ("recomputed", 4, "circular", 8, None),
+        ("recomputed", 4, "circular", 8, (1, 2, 2)),
     ],
 )
 def test_it_trains_as_one_device(name, stages, schedule, microbatches, mesh):
@@ -102,6 +101,8 @@ def test_layers_rest_on_their_stages_and_a_saved_plan_is_used_again(tmp_path):
         edited = SpmdPlan.from_json(json.loads(path.read_text()) | {"stages": 3})
         with pytest.raises(PlanError, match="on 2 workers, got 3"):
             autoshard.parallelize(case.step, plan=edited)(*case.args())
+        with pytest.raises(InputError, match="the plan's mesh 2x2x2 needs 8 devices, and there are 4"):
+            autoshard.parallelize(case.step, plan=path, devices=jax.devices()[:4])(*case.args())
     layers = params["layers"]
     on_stages = {s.device: s.index[0].indices(LAYERS)[:2] for s in layers.addressable_shards}
     assert on_stages == {d: ((0, 4) if i < 4 else (4, 8)) for i, d in enumerate(jax.devices())}

@@ -35,7 +35,7 @@ def test_one_program_sends_activations_adds_gradients_up_once_and_holds_all_resi
     case = make_gpt_scan(LAYERS, HIDDEN, 4, VOCAB, SEQ, BATCH)
     step = trace(case.step, *case.abstract_args())
     parts = spmd_step(step, MICROBATCHES * REPLICAS, STAGES, 1)
-    stats = compiled(build(parts, SpmdSharding(), STAGES * REPLICAS))
+    stats = compiled(build(parts, SpmdSharding(REPLICAS), STAGES * REPLICAS))
     moved = {key: num_bytes for key, (_, num_bytes) in stats.collectives.items()}
 
     arguments = zip(step.arguments, step.abstract_inputs(), strict=True)

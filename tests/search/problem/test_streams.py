@@ -89,7 +89,7 @@ def test_on_a_slow_network_reductions_hide_behind_the_backward_phase_and_no_more
     """Whether all-reduced for parameters that are whole, or scattered for those that are split."""
     result = found("16xA100-80GB-Ethernet", (16,), spec)
     labels, hiding = result.chosen, result.on_mesh.hiding
-    backward_s, seconds = hiding._computed_before[False][-1], dict.fromkeys(Way, 0.0)
+    backward_s, seconds = hiding._computed_before[0, -1], dict.fromkeys(Way, 0.0)
     for edge, rides, hidden_s in zip(
         hiding.costed.graph.edges, hiding.traffic.rides, hiding.seconds, strict=True
     ):
