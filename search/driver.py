@@ -142,11 +142,7 @@ def choices(step: Step, plan: Plan, cluster: Cluster, name: str, place: str = "p
 def _step_problem(step: Step, plan: Plan, cluster: Cluster, place: str) -> StepProblem:
     """The step as a plan rewrites it, made ready."""
     marks = _marks(step, plan.options.get("pin", {}))
-    if plan.fingerprint != (own := fingerprint(flatten(step))):
-        raise PlanError(
-            f"{place} was made for another step (its {plan.step!r} has fingerprint {plan.fingerprint}, this "
-            f"{step.name!r} has {own}). Search again for this one"
-        )
+    plan.check_is_for(step, place)
     split = _in_microbatches(step, plan, place)
     sites, waiting = _retained(split, marks, plan, place)
     on_host, decided = hosted(step, plan.decisions, place), apart(step, plan.decisions)

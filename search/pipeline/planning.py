@@ -145,11 +145,7 @@ def apply(step: Step, plan: PipelinePlan, place: str = "the plan") -> Pipeline:
     Raises:
       PlanError: it is for another step, or decides something impossible.
     """
-    if plan.fingerprint != (own := fingerprint(flatten(step))):
-        raise PlanError(
-            f"{place} was made for another step (its {plan.step!r} has fingerprint {plan.fingerprint}, this {step.name!r} "
-            f"has {own}). Plan again for this one"
-        )
+    plan.check_is_for(step, place)
     try:
         schedule = build_schedule(plan.schedule, len(plan.stages), plan.microbatches, plan.workers)
         parts = _parts(step, plan, place)

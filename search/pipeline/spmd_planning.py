@@ -104,11 +104,7 @@ def apply(step: Step, plan: SpmdPlan, place: str = "the plan") -> SpmdPipeline:
     Raises:
       PlanError: it is for another step, or decides something impossible.
     """
-    if plan.fingerprint != (own := fingerprint(flatten(step))):
-        raise PlanError(
-            f"{place} was made for another step (its {plan.step!r} has fingerprint {plan.fingerprint}, this {step.name!r} "
-            f"has {own}). Plan again for this one"
-        )
+    plan.check_is_for(step, place)
     cluster = Cluster.from_json(plan.cluster, f"{place}: cluster")
     if tuple(plan.mesh) != AXES:
         raise PlanError(f"{place}: wanted a mesh with the axes {AXES}, got {tuple(plan.mesh)}")

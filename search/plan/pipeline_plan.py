@@ -5,18 +5,15 @@ say: in the words of a plan of one program, for each mesh that a stage's replica
 is honoured. `estimates` are what the cost model says of that, stage by stage: from them alone the schedule can be drawn.
 """
 
-import json
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from pathlib import Path
 from typing import Any
 
 from cost_model.errors import PlanError
-from cost_model.whole_file import write_whole
-from search.plan.json_file import read_file, schema_of
+from search.plan.json_file import schema_of
 from search.plan.plan import Collective, Decisions
+from search.plan.saved import SavedPlan
 from search.plan.spmd_plan import PROGRAM_PER_STAGE
 
 SCHEMA = "autoshard.pipeline/2"
@@ -103,7 +100,7 @@ class PipelineEstimates:
 
 
 @dataclass(frozen=True, slots=True)
-class PipelinePlan:
+class PipelinePlan(SavedPlan):
     """How to run a training step as a pipeline.
 
     Attributes:
@@ -171,24 +168,6 @@ class PipelinePlan:
             ],
             "estimates": {**asdict(self.estimates), "stages": [_said(s) for s in self.estimates.stages]},
         }
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the plan as JSON: the file is whole or not there.
-
-        Raises:
-          InputError: the path cannot be written.
-        """
-        write_whole(Path(path), json.dumps(self.to_json(), indent=1, allow_nan=False) + "\n", "the plan")
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> "PipelinePlan":
-        """Reads what `save` wrote.
-
-        Raises:
-          InputError: no such file, or it cannot be read.
-          PlanError: not JSON, or not a plan of this schema; says where.
-        """
-        return cls.from_json(read_file(path), str(path))
 
     @classmethod
     def from_json(cls, data: Any, place: str = "plan") -> "PipelinePlan":

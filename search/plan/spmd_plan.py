@@ -4,18 +4,15 @@ It says less than the plan of a pipeline whose stages have programs of their own
 edited by hand, and nothing of it is an estimate.
 """
 
-import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from cost_model.errors import PlanError
 from cost_model.units import format_mesh
-from cost_model.whole_file import write_whole
-from search.plan.json_file import read_file, schema_of
+from search.plan.json_file import schema_of
 from search.plan.plan import Decisions
+from search.plan.saved import SavedPlan
 
 SCHEMA = "autoshard.one-program/1"
 
@@ -26,7 +23,7 @@ EXECUTORS = (PROGRAM_PER_STAGE, ONE_PROGRAM)
 
 
 @dataclass(frozen=True, slots=True)
-class SpmdPlan:
+class SpmdPlan(SavedPlan):
     """How to run a training step as a pipeline that is one program.
 
     Attributes:
@@ -93,24 +90,6 @@ class SpmdPlan:
                 "copies": dict(d.copies),
             }
         return said
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the plan as JSON: the file is whole or not there.
-
-        Raises:
-          InputError: the path cannot be written.
-        """
-        write_whole(Path(path), json.dumps(self.to_json(), indent=1, allow_nan=False) + "\n", "the plan")
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> "SpmdPlan":
-        """Reads what `save` wrote.
-
-        Raises:
-          InputError: no such file, or it cannot be read.
-          PlanError: not JSON, or not a plan of this schema; says where.
-        """
-        return cls.from_json(read_file(path), str(path))
 
     @classmethod
     def from_json(cls, data: Any, place: str = "plan") -> "SpmdPlan":
