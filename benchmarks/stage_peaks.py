@@ -97,7 +97,6 @@ PIPES = (
     Pipe("encoder and decoder", 2, "1f1b", 4),
     Pipe("encoder and decoder", 2, "zb-h1", 8),
     Pipe("patches", 4, "gpipe", 4),
-    Pipe("patches", 2, "1f1b", 8),
     Pipe("experts", 2, "1f1b", 4),
     Pipe("unrolled linen", 4, "zb-h1", 8),
 )
