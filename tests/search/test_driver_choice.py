@@ -53,11 +53,11 @@ class Spy:
         self.asked, self.bounds_s = [], dict(bounds_s)
         fitting = MeshProblem.fitting
 
-        def spied(on_mesh, kept, limit_bytes, time_limit_s, cutoff_s=inf, *more):
+        def spied(on_mesh, kept, limit_bytes, time_limit_s, cutoff_s=inf, *more, **named):
             self.asked.append((on_mesh.shape, limit_bytes, time_limit_s, cutoff_s))
             if on_mesh.shape in self.bounds_s:
                 raise NoFitError("nothing", bound_s=self.bounds_s[on_mesh.shape])
-            return fitting(on_mesh, kept, limit_bytes, time_limit_s, cutoff_s, *more)
+            return fitting(on_mesh, kept, limit_bytes, time_limit_s, cutoff_s, *more, **named)
 
         monkeypatch.setattr(MeshProblem, "fitting", spied)
 
