@@ -189,10 +189,11 @@ def _hidden_edges(found: SearchResult) -> Iterator[tuple[float, dict[str, float]
         folded = costed.graph.folded
         value = folded.program.ops[folded.members[op_class][0]].results[result]
         chain = paths.chain(value, paths.spec(edge.source), paths.spec(edge.target))
+        joined_bytes = costed.handling(edge.source.node, edge.maker).combined_bytes
         taken = defaultdict[str, float](float)
         for step in chain:
             if step.kind != SLICE:
-                taken[step.kind] += float(mesh.time_s(step.kind, step.axes, step.num_bytes))
+                taken[step.kind] += float(mesh.time_s(step.kind, step.axes, step.num_bytes, joined_bytes))
         total_s = sum(taken.values())
         yield float(seconds[at]), {kind: each_s / total_s for kind, each_s in taken.items()}
 
