@@ -106,6 +106,11 @@ class PipelineVerification:
         return max((stage.compiled for stage in self.stages), key=lambda one: one.peak_bytes)
 
     @property
+    def is_predicted(self) -> bool:
+        """Whether the plan says what its stages take."""
+        return all(stage.predicted is not None for stage in self.stages)
+
+    @property
     def is_extrapolated(self) -> bool:
         """No: all different programs were compiled."""
         return False

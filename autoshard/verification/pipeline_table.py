@@ -10,16 +10,31 @@ def stage_by_stage(v: PipelineVerification) -> str:
     """Predicted and compiled in plain text, stage by stage, and the verdict."""
     parts = [
         [
-            f"step {v.step} on {v.cluster}: {plural(len(v.stages), 'stage')}, schedule {v.schedule}",
-            f"compiled {v.num_compiled} of {plural(len(v.programs), 'program')}; the others are like one of these",
+            f"step {v.step} on {v.cluster}: {_stages(v)}, schedule {v.schedule}",
+            f"compiled {v.num_compiled} of {plural(len(v.programs), 'program')}{_others(v)}",
         ],
         _memory(v),
         _programs(v),
         _collectives(v),
         [f"verification time: {', '.join(f'{name} {format_seconds(s)}' for name, s in v.seconds.items())}"],
-        verdict(v.fits, v.differences),
+        _verdict(v),
     ]
     return fitted("\n".join(line for lines in parts for line in lines))
+
+
+def _stages(v: PipelineVerification) -> str:
+    return plural(len(v.stages), "stage") if v.is_predicted else "all stages in one program"
+
+
+def _others(v: PipelineVerification) -> str:
+    return "; the others are like one of these" if v.num_compiled < len(v.programs) else ""
+
+
+def _verdict(v: PipelineVerification) -> list[str]:
+    if v.is_predicted:
+        return verdict(v.fits, v.differences)
+    fits = "fits" if v.fits else "does not fit"
+    return [f"verdict: {fits}; such a plan predicts neither memory nor collectives"]
 
 
 def _memory(v: PipelineVerification) -> list[str]:
