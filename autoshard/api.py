@@ -4,7 +4,7 @@ import functools
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, overload
 
 import jax
 
@@ -12,18 +12,22 @@ from autoshard import pipelines, planning, programs
 from autoshard.calls import Callee
 from autoshard.parallelized import AnyPlan, Parallelized, Request
 from autoshard.pins import Pins, Rested
+from autoshard.pipelines import Stages
 from autoshard.planning import Asked
 from autoshard.progress import Progress, narrated
 from autoshard.user_warning import AutoshardWarning
-from autoshard.verification import judge
+from autoshard.verification import judge, pipeline_judge
+from autoshard.verification.pipeline_result import PipelineVerification
 from autoshard.verification.result import Verification
 from cost_model.cluster import Cluster
 from cost_model.errors import InputError
 from cost_model.hardware import parse_cluster
 from cost_model.xla.process import Compiler
 from executors.jit import Program
+from search.driver import SearchResult
 from search.ir.graph import Step
 from search.ir.trace import step_name
+from search.pipeline.planning import Pipeline
 from search.plan.json_file import read_file
 from search.plan.pipeline_plan import PipelinePlan, is_of_pipeline
 from search.plan.plan import Plan
@@ -66,9 +70,11 @@ def search(
       remat: "never" to recompute nothing but what the step itself does (`jax.checkpoint`); by default, where memory is
         scarce, what to recompute in the backward phase is searched with the sharding.
       stages: in how many the step is cut, to run as a pipeline, on submeshes of their own; where they begin and how many
-        devices each has is searched. "auto" for as many as are fastest, or one program where that is faster, which takes the
-        time of both searches. By default, or with 1, it is one program. With stages, `mesh` is that of each: how many
-        replicas share out a microbatch, and one or two axes of each one's devices.
+        devices each has is searched. 1 for one program. By default it is one program, unless nothing fits so, or that waits
+        for communication or recomputes so much that a pipeline is searched, too, and is faster. "auto" searches both in any
+        case, which takes longer. `mesh`, `pin`, `offload`, `microbatches` or `time_limit_s` without stages mean one
+        program. With stages, `mesh` is that of each: how many replicas share out a microbatch, and one or two axes of
+        each one's devices.
       schedule: of the pipeline: "gpipe", "1f1b", "eager-1f1b", "interleaved-1f1b", "circular", "zb-h1", "zb-h2", "zb-v",
         "dualpipe-v" or "chimera"; by default "1f1b" and "zb-h1" are tried.
       microbatches: in how many the step goes through its batch, its gradients added up exactly, before it updates; by
@@ -86,7 +92,7 @@ def search(
       progress: called with one line per stage of the search; by default the logger `autoshard` is, at level INFO.
 
     Returns:
-      The fastest plan found, with its estimates and the solver's certified gap; a `PipelinePlan` where stages are asked for.
+      The fastest plan found, with its estimates and the solver's certified gap; a `PipelinePlan` where that is a pipeline.
 
     Raises:
       InputError: an argument, the cluster or an option cannot be used.
@@ -102,35 +108,67 @@ def search(
       8
     """
     hardware = parse_cluster(cluster)
-    wanted = pipelines.asked_for(stages, schedule)
+    asked = Asked(memory, mesh, pin, remat, microbatches, offload, time_limit_s)
+    wanted = pipelines.asked_for(stages, schedule, is_open=pipelines.leaves_open(asked))
     if wanted is not None:
-        pipelines.refuse(pin=pin or None, offload=offload, time_limit_s=time_limit_s, verify=verify or None)
+        pipelines.refuse(pin=pin or None, offload=offload, time_limit_s=time_limit_s)
     with narrated(step_name(step), "tracing", progress) as tell:
         traced = _traced(step, hardware, abstract_args, state)
-        asked = Asked(memory, mesh, pin, remat, microbatches, offload, time_limit_s)
-        if wanted is not None and wanted.count is None:
-            return pipelines.fastest(traced, hardware, wanted, asked, tell)
-        if wanted is not None:
-            return pipelines.searched(traced, hardware, wanted, asked, tell).plan
-        options = planning.options(traced, hardware, asked)
         if not verify:
-            return planning.find(traced, hardware, options, tell).plan
+            return _found(traced, hardware, wanted, asked, tell).plan
         verifier = judge.CompilerVerifier(hardware, Compiler(judge.target_config_text(target_config)), tell)
         return judge.fitting(
-            lambda limit, said: planning.find(traced, hardware, replace(options, memory_bytes=limit), said),
-            verifier.verified,
-            options.memory_bytes,
+            lambda limit, said: _found(traced, hardware, wanted, replace(asked, memory=limit), said),
+            lambda found, full: (
+                pipeline_judge.verified(verifier, found)
+                if isinstance(found, Pipeline)
+                else verifier.verified(found, full)
+            ),
+            planning.limit_bytes(hardware, asked),
             tell,
         ).plan
+
+
+def _found(
+    step: Step, hardware: Cluster, wanted: Stages | None, asked: Asked, progress: Progress
+) -> SearchResult | Pipeline:
+    """One program, a pipeline, or what of them is faster."""
+    if wanted is not None and wanted.count is not None:
+        return pipelines.searched(step, hardware, wanted, asked, progress)
+
+    def alone() -> SearchResult:
+        return planning.find(step, hardware, planning.options(step, hardware, asked), progress)
+
+    return alone() if wanted is None else pipelines.fastest(step, hardware, wanted, asked, alone, progress)
+
+
+@overload
+def emit(
+    step: Callable[..., Any],
+    *abstract_args: Any,
+    plan: Plan | SpmdPlan,
+    devices: Sequence[Any] | None = None,
+    state: str | Sequence[str] | None = None,
+) -> Program: ...
+
+
+@overload
+def emit(
+    step: Callable[..., Any],
+    *abstract_args: Any,
+    plan: PipelinePlan,
+    devices: Sequence[Any] | None = None,
+    state: str | Sequence[str] | None = None,
+) -> tuple[Program, ...]: ...
 
 
 def emit(
     step: Callable[..., Any],
     *abstract_args: Any,
-    plan: Plan,
+    plan: AnyPlan,
     devices: Sequence[Any] | None = None,
     state: str | Sequence[str] | None = None,
-) -> Program:
+) -> Program | tuple[Program, ...]:
     """Writes a plan into its step, so that anyone can lower and read what runs.
 
     Args:
@@ -143,27 +181,31 @@ def emit(
 
     Returns:
       A `Program`: `program.fn.lower(*program.args)` is exactly what runs. Of NNX objects it takes the variables, and
-      returns those that change beside the result.
+      returns those that change beside the result. Of a pipeline, one for each stage and what it does (`program.name`:
+      `forward 2`, `backward 2`, `weight gradient 2`, `reduce 2` for its replicas' sums, `update 2`), as they first run.
 
     Raises:
       PlanError: the plan is for another step, or decides something impossible.
       InputError: there are fewer devices than the plan's mesh has.
     """
     hardware = planning.cluster(plan, "the plan")
-    found = planning.applied(_traced(step, hardware, abstract_args, state), plan, "the plan")
-    return programs.built(found, hardware, jax.devices() if devices is None else devices)
+    traced = _traced(step, hardware, abstract_args, state)
+    devices = jax.devices() if devices is None else devices
+    if isinstance(plan, Plan):
+        return programs.built(planning.applied(traced, plan, "the plan"), hardware, devices)
+    return programs.emitted(pipelines.applied(traced, plan, "the plan"), hardware, devices)
 
 
 def verify(
     step: Callable[..., Any],
     *abstract_args: Any,
-    plan: str | os.PathLike[str] | Plan,
+    plan: str | os.PathLike[str] | AnyPlan,
     full: bool = False,
     state: str | Sequence[str] | None = None,
     target_config: str | os.PathLike[str] | None = None,
     timeout_s: float | None = None,
     progress: Progress | None = None,
-) -> Verification:
+) -> Verification | PipelineVerification:
     """Compiles a plan's program with XLA's own GPU compiler, which needs no GPU, and compares.
 
     The compiler runs in a process of its own: JAX's platform and flags in this one stay as they are. It needs the
@@ -181,7 +223,8 @@ def verify(
       progress: called with one line per stage, and every second while the compiler works; by default as for `search`.
 
     Returns:
-      Memory and collectives, predicted and compiled, and the verdict: `.fits`, `.differences`.
+      Memory and collectives, predicted and compiled, and the verdict: `.fits`, `.differences`. Of a pipeline, stage by
+      stage: each different program is compiled once, for its submesh; peaks count what the schedule has there meanwhile.
 
     Raises:
       PlanError: the plan is for another step, or decides something impossible.
@@ -191,13 +234,15 @@ def verify(
     Example:
       >>> print(autoshard.verify(train_step, state, batch, plan="plan.json"))  # doctest: +SKIP
     """
-    given, place = _given(plan)
+    given, place = loaded(plan)
     cluster = planning.cluster(given, place)
     compiler = Compiler(judge.target_config_text(target_config), timeout_s)
     with narrated(step_name(step), "tracing", progress) as tell:
         verifier = judge.CompilerVerifier(cluster, compiler, tell)
         traced = _traced(step, cluster, abstract_args, state)
-        return verifier.verified(planning.applied(traced, given, place), full)
+        if isinstance(given, Plan):
+            return verifier.verified(planning.applied(traced, given, place), full)
+        return pipeline_judge.verified(verifier, pipelines.applied(traced, given, place))
 
 
 def choices(
@@ -234,7 +279,7 @@ def parallelize(
     state: str | Sequence[str] | None = None,
     donate: str | Sequence[str] | None = None,
     remat: str | None = None,
-    stages: int | None = None,
+    stages: int | str | None = None,
     schedule: str | None = None,
     microbatches: int | None = None,
     executor: str | None = None,
@@ -262,7 +307,7 @@ def parallelize(
       donate: arguments, or parts of them by pytree path, that are given up besides the state: a result of the same shape and
         dtype that lies alike is made in their memory.
       remat: as for `search`.
-      stages: as for `search`, but as a number: the plan of `search(stages="auto")` may be given as `plan`.
+      stages: as for `search`; `donate` and `like` without stages mean one program, too.
       schedule: as for `search`.
       executor: of the pipeline: "a program per stage" (the default), or "one program" for all stages, of a step whose layers
         are a loop (`jax.lax.scan`): one dispatch a step, under the schedule "gpipe" (the default there) or "circular".
@@ -326,16 +371,16 @@ def parallelize(
     if like is not None:
         _refuse_beside("like", cluster=cluster, mesh=mesh)
     given = None if plan is None else loaded(plan)
-    if stages == pipelines.AUTO:
-        raise InputError("search(stages='auto') finds the plan: pass it as plan=, or say how many stages")
-    pipeline = pipelines.asked_for(stages, schedule, executor)
-    if pipeline is not None or (given is not None and not isinstance(given[0], Plan)):
+    asked = Asked(memory, mesh, pin, remat, microbatches, offload, time_limit_s)
+    is_open = pipelines.leaves_open(asked, donate=donate, like=like, plan=plan)
+    pipeline = pipelines.asked_for(stages, schedule, executor, is_open)
+    is_asked = pipeline is not None and pipeline.always
+    if is_asked or (given is not None and not isinstance(given[0], Plan)):
         pipelines.refuse(
             pin=pin or None, offload=offload, time_limit_s=time_limit_s, donate=donate, like=like
         )
     if pipeline is not None and pipeline.executor == ONE_PROGRAM:
-        pipelines.refuse(memory=memory, mesh=mesh, remat=remat)
-    asked = Asked(memory, mesh, pin, remat, microbatches, offload, time_limit_s)
+        pipelines.refuse(memory=memory, remat=remat)
     shared = like if like is None or isinstance(like, Parallelized) else Rested.by(_given(like)[0])
     request = Request(
         asked,

@@ -84,7 +84,7 @@ def _parser() -> argparse.ArgumentParser:
         "--stages",
         type=_stages,
         metavar="N",
-        help="how many stages a pipeline has, or auto; by default it is one program",
+        help="how many stages a pipeline has, or auto; by default a pipeline is searched where it may pay",
     )
     search.add_argument(
         "--schedule", metavar="NAME", help="of a pipeline, such as 1f1b; by default it is searched"

@@ -62,7 +62,7 @@ def search(options: argparse.Namespace) -> int:
 
 def verify(options: argparse.Namespace) -> int:
     """Compiles a plan's program and compares."""
-    Plan.load(options.plan)  # before the target, which may take its time
+    api.loaded(options.plan)  # before the target, which may take its time
     with terminal.progress() as progress, contextlib.redirect_stdout(sys.stderr):
         progress(f"loading {options.target}")
         with target(options.target) as (step, args), terminal.native_stdout_dropped():

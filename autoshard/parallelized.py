@@ -214,8 +214,8 @@ class Parallelized:
         program = self._prepared(self._call(args, kwargs)).program
         if isinstance(program, PipelineProgram):
             raise InputError(
-                f"{self.__name__} is a pipeline, which runs many programs: there is no one that could be lowered. Leave out "
-                "stages= to lower it"
+                f"{self.__name__} is a pipeline, which runs many programs: there is no one that could be lowered. Ask for "
+                "stages=1 to lower it"
             )
         return program.fn.lower(*program.args)
 
@@ -297,21 +297,27 @@ class Parallelized:
     ) -> tuple[Step, AnyPlan, Program | PipelineProgram]:
         """The step as it runs, its plan and its program."""
         plan, place = self._plan_for(traced) or (None, "")
-        wanted = plan if isinstance(plan, PipelinePlan | SpmdPlan) else self._pipeline
-        if wanted is not None:
-            asked, processes = self._asked_of_a_pipeline, Processes.of(devices)
-            pipeline = pipelines.found(traced, hardware, wanted, asked, place, tell, processes)
-            return traced, pipeline.plan, programs.pipelined(pipeline, devices, placing.retraced)
         given_up = planning.arguments_of(traced, self._request.donate)
         if isinstance(plan, Plan):
-            found = planning.applied(traced, plan, place)
-            program = programs.built(found, hardware, devices, placing.retraced, given_up)
-        else:
+            applied = planning.applied(traced, plan, place)
+            program = programs.built(applied, hardware, devices, placing.retraced, given_up)
+            return applied.step, applied.plan, program
+
+        def alone() -> programs.Built:
             options = self._options(traced, hardware)
-            found, program = programs.searched(
-                traced, hardware, options, devices, placing.retraced, tell, given_up
-            )
-        return found.step, found.plan, program
+            return programs.searched(traced, hardware, options, devices, placing.retraced, tell, given_up)
+
+        asked, processes = self._asked_of_a_pipeline, Processes.of(devices)
+        wanted = self._pipeline if plan is None else plan
+        if wanted is None:
+            found = alone()
+        elif isinstance(wanted, Stages) and wanted.count is None:
+            found = pipelines.fastest(traced, hardware, wanted, asked, alone, tell, processes)
+        else:
+            found = pipelines.found(traced, hardware, wanted, asked, place, tell, processes)
+        if isinstance(found, programs.Built):
+            return found.found.step, found.plan, found.program
+        return traced, found.plan, programs.pipelined(found, hardware, devices, placing.retraced)
 
     def _what_changed(self, call: Call) -> str:
         """Why there is another plan."""
@@ -326,13 +332,16 @@ class Parallelized:
 
     @property
     def _pipeline(self) -> Stages | None:
-        """The pipeline that is asked for; of other shapes than a plan is for, one of as many stages."""
-        given = self._given
-        if isinstance(given, PipelinePlan):
-            return Stages(len(given.stages), given.schedule)
-        if isinstance(given, SpmdPlan):
-            return Stages(given.stages, given.schedule, given.executor)
-        return self._request.pipeline
+        """The pipeline that is asked for, or may be; of other shapes than a plan is for, one of as many stages, or none."""
+        asked = self._request.pipeline
+        first = self._planned[0].plan if self._planned else self._given
+        if asked is not None and asked.count is not None:
+            return asked
+        if isinstance(first, PipelinePlan):
+            return Stages(len(first.stages), first.schedule)
+        if isinstance(first, SpmdPlan):
+            return Stages(first.stages, first.schedule, first.executor)
+        return asked if first is None else None
 
     @property
     def _asked_of_a_pipeline(self) -> Asked:
@@ -377,7 +386,7 @@ class Parallelized:
         if not isinstance(plan, Plan):
             raise InputError(
                 f"{self.__name__} is a pipeline, each stage of which rests on devices of its own: no step can be like it. "
-                "Leave out like="
+                "Leave out like=, or ask for stages=1 there"
             )
         if not self._planned:
             return Rested.by(plan)

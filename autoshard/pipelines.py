@@ -1,9 +1,14 @@
-"""Pipelines as users ask for them: from `stages=` and what stands beside it to a pipeline on its step."""
+"""Pipelines as users ask for them: from `stages=` and what stands beside it to a pipeline on its step.
 
-import contextlib
+Who says nothing of stages gets a pipeline where that is faster, or the only plan that fits. As a pipeline's search takes
+much longer than one program's, it is made only where it may pay. A pipeline computes what one program does; so at most it
+saves what that waits for communication, computes twice or does not share out.
+"""
+
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, overload
 
 from autoshard import planning
 from autoshard.planning import Asked
@@ -15,6 +20,7 @@ from search.ir.graph import Step
 from search.pipeline import planning as pipelines
 from search.pipeline import spmd_planning
 from search.pipeline.planning import Pipeline
+from search.pipeline.proposals import DISPATCH_S
 from search.pipeline.search import PipelineOptions
 from search.pipeline.spmd_planning import SpmdOptions, SpmdPipeline
 from search.plan.pipeline_plan import PipelinePlan
@@ -22,26 +28,61 @@ from search.plan.plan import Plan
 from search.plan.spmd_plan import EXECUTORS, ONE_PROGRAM, PROGRAM_PER_STAGE, SpmdPlan
 
 AUTO = "auto"
-"""How users ask for as many stages as are best, or none."""
+"""How users ask for as many stages as are best, or none, however long the search takes."""
+
+WORTH = 0.15
+"""Of the step, what a pipeline has to be able to save for one to be searched unasked. Source: a choice of ours; of what it
+may save, its own bubble and transfers take about a half."""
+
+LEAST_TASKS = 8
+"""Of a pipeline: two stages, two microbatches, forward and backward."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stages:
-    """A pipeline that is asked for.
+    """A pipeline that is asked for, or may be.
 
     Attributes:
-      count: of stages; None to search it.
+      count: of stages; None to search it, and to take one program where that is faster.
       schedule: the family's name, if it is said.
       executor: what is to run it; all but a program per stage is dealt evenly, and not searched.
+      always: whether it is searched even where it can save little.
     """
 
     count: int | None
     schedule: str | None = None
     executor: str = PROGRAM_PER_STAGE
+    always: bool = True
 
 
-def asked_for(stages: int | str | None, schedule: str | None, executor: str | None = None) -> Stages | None:
+WHERE_IT_PAYS = Stages(None, always=False)
+"""What is asked for where nothing is said."""
+
+
+class OneProgram(Protocol):
+    """What a search for one program finds."""
+
+    @property
+    def plan(self) -> Plan:
+        """The plan."""
+        ...
+
+    @property
+    def saveable_s(self) -> float:
+        """What a plan of another kind may save of a step at most."""
+        ...
+
+
+def asked_for(
+    stages: int | str | None, schedule: str | None, executor: str | None = None, is_open: bool = False
+) -> Stages | None:
     """The pipeline that is asked for, if one is.
+
+    Args:
+      stages: as users say it.
+      schedule: likewise.
+      executor: likewise.
+      is_open: whether, if nothing is said of stages, it may be a pipeline as well as one program.
 
     Raises:
       InputError: there cannot be so many stages, no such executor, or a schedule or an executor without any stages.
@@ -61,36 +102,66 @@ def asked_for(stages: int | str | None, schedule: str | None, executor: str | No
     for name, value in (("schedule", schedule), ("executor", executor)):
         if value is not None:
             raise InputError(
-                f"{name}={value!r} is of a pipeline, and there is none with stages={stages}. Say how many stages"
+                f"{name}={value!r} is of a pipeline, and there is none with stages={stages}. Say how many stages, or "
+                f"stages={AUTO!r}"
             )
-    return None
+    return WHERE_IT_PAYS if is_open and stages is None else None
 
 
-def fastest(
+def leaves_open(asked: Asked, **others: Any) -> bool:
+    """Whether what is asked for suits a pipeline as well as one program. A mesh, how arguments rest, in how many parts the
+    batch is taken and the solver's time are one program's, unless stages are asked for."""
+    of_one = (asked.mesh, asked.pin or None, asked.offload, asked.microbatches, asked.time_limit_s)
+    return all(one is None for one in (*of_one, *others.values()))
+
+
+def fastest[One: OneProgram](
     step: Step,
     cluster: Cluster,
     wanted: Stages,
     asked: Asked,
+    alone: Callable[[], One],
     progress: Progress = lambda line: None,
-) -> Plan | PipelinePlan:
-    """The faster of the plans for one program and for a pipeline of any number of stages.
+    processes: Processes = ALONE,
+) -> One | Pipeline:
+    """The faster of one program and a pipeline of any number of stages.
+
+    Args:
+      step: the traced step.
+      cluster: what it will run on.
+      wanted: what is asked for of a pipeline.
+      asked: what else is asked of the search.
+      alone: searches for one program.
+      progress: called with one line a stage of the work.
+      processes: those that run it, of which the first one searches.
 
     Raises:
       InfeasibleError: neither fits; says what would make one program fit.
     """
-    alone, refused = None, None
+    found, refused = None, InfeasibleError()
     try:
-        alone = planning.find(step, cluster, planning.options(step, cluster, asked), progress).plan
+        found = alone()
     except InfeasibleError as e:
         refused = e
-    cutoff_s = math.inf if alone is None else alone.estimates.step_s
-    with contextlib.suppress(InfeasibleError, InputError):  # where there is no pipeline, there is one program
-        found = pipelines.find(step, cluster, _options(cluster, wanted, asked), progress, cutoff_s).plan
-        if found.estimates.step_s < cutoff_s:
-            return found
-    if alone is None:
-        raise refused or AssertionError("a search finds a plan or says why not")
-    return alone
+    if found is not None and not (wanted.always or _may_pay(found)):
+        return found
+    cutoff_s = math.inf if found is None else found.plan.estimates.step_s
+    progress(
+        "looking for a pipeline, " + ("as nothing else fits" if found is None else "which may be faster")
+    )
+    try:
+        return searched(step, cluster, wanted, asked, progress, processes, cutoff_s)
+    except (InfeasibleError, InputError) as e:
+        progress(f"no pipeline: {e}")
+        if found is None:
+            raise refused from e
+    return found
+
+
+def _may_pay(found: OneProgram) -> bool:
+    """Whether a pipeline may be so much faster than one program that it is worth to be searched."""
+    least_s = max(WORTH * found.plan.estimates.step_s, LEAST_TASKS * DISPATCH_S)
+    return found.plan.num_devices > 1 and found.saveable_s > least_s
 
 
 def refuse(**options: Any) -> None:
@@ -130,16 +201,14 @@ def found(
       InfeasibleError: nothing fits.
       PlanError: the plan is for another step, or decides something impossible.
     """
-    if isinstance(wanted, SpmdPlan):
-        return spmd_planning.apply(step, wanted, place)
-    if isinstance(wanted, PipelinePlan):
-        return _applied(step, wanted, place)
+    if isinstance(wanted, PipelinePlan | SpmdPlan):
+        return applied(step, wanted, place)
     if wanted.executor == ONE_PROGRAM and wanted.count is not None:
         progress(f"cutting the layers into {wanted.count} stages")
-        options = SpmdOptions(wanted.count, wanted.schedule, asked.microbatches)
+        options = SpmdOptions(wanted.count, wanted.schedule, asked.microbatches, _stage_mesh(asked))
         return processes.found_by_the_first(
             lambda: spmd_planning.find(step, cluster, options),
-            lambda data, place: spmd_planning.apply(step, SpmdPlan.from_json(data, place), place),
+            lambda data, place: applied(step, SpmdPlan.from_json(data, place), place),
         )
     return searched(step, cluster, wanted, asked, progress, processes)
 
@@ -151,29 +220,49 @@ def searched(
     asked: Asked,
     progress: Progress = lambda line: None,
     processes: Processes = ALONE,
+    cutoff_s: float = math.inf,
 ) -> Pipeline:
-    """A step as a pipeline with a program per stage; arguments and errors as of `found`."""
+    """A step as a pipeline with a program per stage that takes less than the cutoff; arguments and errors as of `found`."""
     options = _options(cluster, wanted, asked)
     return processes.found_by_the_first(
-        lambda: pipelines.find(step, cluster, options, progress),
-        lambda data, place: _applied(step, PipelinePlan.from_json(data, place), place),
+        lambda: pipelines.find(step, cluster, options, progress, cutoff_s),
+        lambda data, place: applied(step, PipelinePlan.from_json(data, place), place),
     )
 
 
-def _applied(step: Step, plan: PipelinePlan, place: str) -> Pipeline:
+@overload
+def applied(step: Step, plan: PipelinePlan, place: str) -> Pipeline: ...
+
+
+@overload
+def applied(step: Step, plan: SpmdPlan, place: str) -> SpmdPipeline: ...
+
+
+def applied(step: Step, plan: PipelinePlan | SpmdPlan, place: str) -> Pipeline | SpmdPipeline:
+    """A given plan on its step.
+
+    Raises:
+      PlanError: it is for another step, or decides something impossible.
+    """
     try:
+        if isinstance(plan, SpmdPlan):
+            return spmd_planning.apply(step, plan, place)
         return pipelines.apply(step, plan, place)
     except InputError as e:
         raise PlanError(str(e)) from e
 
 
-def _options(cluster: Cluster, wanted: Stages, asked: Asked) -> PipelineOptions:
+def _stage_mesh(asked: Asked) -> tuple[int, ...] | None:
     mesh = planning.mesh_shape(asked.mesh)
     if mesh is not None and (len(mesh) not in (2, 3) or min(mesh) < 1):
         raise InputError(
             f"wanted the mesh of a stage as its number of replicas and 1 or 2 axes of each one's devices, such as (2, 4), "
             f"got {mesh}"
         )
+    return mesh
+
+
+def _options(cluster: Cluster, wanted: Stages, asked: Asked) -> PipelineOptions:
     if asked.remat not in (None, "never"):
         raise InputError(f'wanted remat="never", or nothing to have it searched, got {asked.remat!r}')
     if asked.microbatches is not None and asked.microbatches < 1:
@@ -183,6 +272,6 @@ def _options(cluster: Cluster, wanted: Stages, asked: Asked) -> PipelineOptions:
         wanted.count,
         wanted.schedule,
         asked.microbatches,
-        mesh,
+        _stage_mesh(asked),
         asked.remat,
     )

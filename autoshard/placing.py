@@ -21,7 +21,7 @@ from cost_model.units import format_bytes
 from executors.jit import Program
 from executors.pipeline_program import PipelineProgram
 from executors.transfers import is_sent, sent, spread
-from search.ir.graph import Step
+from search.ir.graph import Role, Step
 
 FAILURES = (ValueError, TypeError, RuntimeError)
 """What JAX raises for arguments that lie elsewhere or were given up, and for much else."""
@@ -98,11 +98,15 @@ def are_distinct(args: tuple[Any, ...]) -> bool:
 def _placed(
     program: Program | PipelineProgram, args: tuple[Any, ...], step: Step, advice: str
 ) -> tuple[Any, ...]:
-    """The arguments on a program's devices."""
+    """The arguments on a program's devices; but not what comes anew in each call, from nowhere in particular: JAX brings it
+    there, and would trace and compile the step twice, for what lies on a mesh and for what does not."""
     leaves, tree = jax.tree.flatten(args)
     shardings, seen = jax.tree.leaves(program.shardings), set[int]()
     moved: dict[int, Any] = {}
     for i, (x, sharding) in enumerate(zip(leaves, shardings, strict=True)):
+        is_new = step.arguments[i].role in (Role.BATCH, Role.KEY) and i not in program.donated_leaves
+        if is_new and not getattr(x, "committed", False) and sharding.is_fully_addressable:
+            continue
         if getattr(x, "sharding", None) != sharding:
             moved[i] = x
         elif id(x) in seen:

@@ -8,7 +8,7 @@ the search goes on under a lower limit, as `search(..., verify=True)` does witho
 import contextlib
 from collections.abc import Callable, Generator, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -25,6 +25,7 @@ from cost_model.xla.compiler import options_for_cap
 from cost_model.xla.gpu_targets import scheduler_options
 from executors import jit, pipeline, spmd
 from executors.jit import Program
+from executors.pipeline_jit import CompilerOptions
 from executors.pipeline_program import PipelineProgram
 from search.driver import SearchResult
 from search.ir.graph import Step
@@ -37,6 +38,24 @@ from search.plan.spmd_plan import SpmdPlan
 
 OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
 """How XLA's runtime begins to say that an allocation failed."""
+
+
+@dataclass(frozen=True, eq=False)
+class Built:
+    """What a search found, and its program."""
+
+    found: SearchResult
+    program: Program
+
+    @property
+    def plan(self) -> Plan:
+        """What the search found."""
+        return self.found.plan
+
+    @property
+    def saveable_s(self) -> float:
+        """What a plan of another kind may save of a step at most."""
+        return self.found.saveable_s
 
 
 def built(
@@ -73,7 +92,7 @@ def searched(
     on_retrace: Callable[[], None],
     progress: Progress = lambda line: None,
     given_up: AbstractSet[int] = frozenset(),
-) -> tuple[SearchResult, Program]:
+) -> Built:
     """The fastest plan that fits, and its program; on GPUs it is compiled, and fits as compiled.
 
     Raises:
@@ -92,7 +111,7 @@ def searched(
 
     if not _are_gpus(devices):
         found = find(options, progress)
-        return found, built(found, cluster, devices, on_retrace, given_up)
+        return Built(found, built(found, cluster, devices, on_retrace, given_up))
     programs: list[Program] = []
 
     def verified(found: SearchResult, full: bool) -> Verification:
@@ -107,22 +126,57 @@ def searched(
         options.memory_bytes,
         progress,
     )
-    return found, programs[-1]
+    return Built(found, programs[-1])
 
 
 def pipelined(
-    found: Pipeline | SpmdPipeline, devices: Sequence[Any], on_retrace: Callable[[], None] = lambda: None
+    found: Pipeline | SpmdPipeline,
+    cluster: Cluster,
+    devices: Sequence[Any],
+    on_retrace: Callable[[], None] = lambda: None,
 ) -> PipelineProgram | Program:
     """A pipeline's programs, or its one program.
 
     Args:
       found: the pipeline on its step.
+      cluster: what it was made for.
       devices: in the cluster's order: real or simulated.
       on_retrace: as for `executors.pipeline.build`.
     """
     if isinstance(found, SpmdPipeline):
-        return spmd.build(found.program, devices, on_retrace)
-    return pipeline.build(found.programs, found.schedule, found.shardings, devices, on_retrace)
+        return spmd.build(found.program, found.sharding, devices, on_retrace)
+    options = _stage_options(found.plan, cluster, devices)
+    return pipeline.build(found.programs, found.schedule, found.shardings, devices, on_retrace, options)
+
+
+def emitted(
+    found: Pipeline | SpmdPipeline, cluster: Cluster, devices: Sequence[Any]
+) -> tuple[Program, ...] | Program:
+    """What `pipelined` runs, program by program, each once for each worker that runs it.
+
+    Args:
+      found: the pipeline on its step.
+      cluster: what it was made for.
+      devices: in the cluster's order: real, simulated or compile-only.
+    """
+    if isinstance(found, SpmdPipeline):
+        return spmd.build(found.program, found.sharding, devices)
+    options = _stage_options(found.plan, cluster, devices)
+    agenda = pipeline.followed(found.programs, found.schedule, found.shardings, devices, options)
+    return tuple(run.program for run in agenda.runs)
+
+
+def _stage_options(plan: PipelinePlan, cluster: Cluster, devices: Sequence[Any]) -> CompilerOptions:
+    """What the compiler is told of a stage's programs: that they share the cap with what else lies there."""
+
+    def compiler_options(beside_bytes: int, resting_bytes: int) -> dict[str, str]:
+        if not _are_gpus(devices):
+            return {}
+        device_bytes = cluster.device.memory_bytes
+        for_cap = options_for_cap(plan.memory_bytes - beside_bytes, resting_bytes, device_bytes)
+        return for_cap | scheduler_options(cluster.device.name)
+
+    return compiler_options
 
 
 @contextlib.contextmanager

@@ -1,6 +1,6 @@
 """Searched plans beside the plans that experts write by rule, as a person asks for them: a mesh, and a pin for each array.
 
-python -m benchmarks.experts [--models llama vit] [--clusters 64xA100-80GB-Ethernet] [--time-limit 15]
+python -m benchmarks.experts [--models llama vit] [--clusters 64xA100-80GB-Ethernet] [--beside rules meshes] [--out table.md]
 
 The rules know a model's paths and shapes and nothing of the search:
 
@@ -10,16 +10,23 @@ The rules know a model's paths and shapes and nothing of the search:
   * Megatron: columns of what comes first, rows of what comes last in a block, vocabularies and experts over the node, with
     data parallelism or FSDP across nodes (Shoeybi et al. 2019).
 
-What a rule does not say, the solver decides: an expert's plan is made as good as it can be. All times are predicted, by one
-model.
+What a rule does not say, the solver decides: an expert's plan is made as good as it can be. With `--beside rules meshes`,
+each mesh that the search considers is asked for by itself, too. All times are predicted, by one model.
+
+The search has its default time. The solver of a rule, or of an asked mesh, has `--others-limit` processor seconds: what it
+does not find by then is not worth waiting for in ten searches a row. Rules do not recompute, offload or split the batch. The
+table may be made in pieces: rows that stand in the file `--out` are not made again, and its digest is of them all.
 """
 
 import argparse
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
 from time import process_time
 from typing import Any
 
@@ -31,15 +38,20 @@ from jax.sharding import PartitionSpec as P
 from cost_model.cluster import Cluster
 from cost_model.errors import InfeasibleError
 from cost_model.hardware import parse_cluster
+from cost_model.units import format_mesh
 from search import driver
+from search.ir.graph import Step
 from search.ir.trace import trace
-from search.mesh_problem import Options
+from search.mesh_problem import Options, candidate_shapes
 from tests.zoo import (
     LLAMA_7B,
     Case,
     make_dlrm,
+    make_evoformer,
     make_gpt_scan,
     make_llama,
+    make_lstm,
+    make_message_passing,
     make_mixer,
     make_moe,
     make_resnet,
@@ -59,7 +71,7 @@ CLUSTERS = (
     "1000xH100-80GB",
 )
 
-COLUMNS = re.compile(r"wq|wk|wv|gate|up|query|key|value|fc1|fc_in|wi|Dense_0")
+COLUMNS = re.compile(r"wq|wk|wv|gate|up|query|key|value|fc1|fc_in|wi|Dense_0|\['([qkv]|[ih][ifgo])'\]")
 ROWS = re.compile(r"wo|down|out|fc2|fc_out|Dense_1")
 """How the models of `tests.zoo` call their kernels."""
 
@@ -99,6 +111,13 @@ MODELS: Mapping[str, Callable[[int], Case]] = {
     "unet": lambda n: make_unet(stage_features=(128, 256, 512), blocks_per_stage=2, image=64, batch=4 * n),
     "dlrm": lambda n: make_dlrm(
         table_rows=(4_000_000, 1_000_000, 100_000), embed_dim=128, num_dense=13, batch=1024 * n
+    ),
+    "evoformer": lambda n: make_evoformer(
+        num_layers=8, msa_features=256, pair_features=128, sequences=128, residues=128, batch=n
+    ),
+    "lstm": lambda n: make_lstm(num_layers=4, hidden=1024, vocab=32000, seq=256, batch=32 * n),
+    "messages": lambda n: make_message_passing(
+        num_layers=6, features=256, hidden=1024, num_nodes=128, num_edges=1024, batch=16 * n
     ),
 }
 
@@ -200,7 +219,7 @@ def pins(arguments: Mapping[str, tuple[int, ...]], expert: Expert) -> dict[str, 
     return {path: spec for path, spec in wanted.items() if spec is not None}
 
 
-def timed(step, cluster: Cluster, **options: Any) -> Timed:
+def timed(step: Step, cluster: Cluster, **options: Any) -> Timed:
     """Searches, under a device's whole memory.
 
     Raises:
@@ -213,39 +232,54 @@ def timed(step, cluster: Cluster, **options: Any) -> Timed:
     return Timed(mesh, estimates.step_s, gap, process_time() - start_s)
 
 
-def by_rule(step, cluster: Cluster) -> dict[str, Timed]:
+def by_rule(step: Step, cluster: Cluster, time_limit_s: float | None) -> dict[str, Timed]:
     """What each rule's plan is predicted to take, where it fits; as experts, these neither recompute nor offload."""
-    values, found = step.graph.values, dict[str, Timed]()
+    values = step.graph.values
     shapes = {a.name: values[v].shape for a, v in zip(step.arguments, step.graph.inputs, strict=True)}
-    for expert in experts(cluster):
-        try:
-            asked = {"mesh": expert.mesh, "pins": pins(shapes, expert)}
-            found[expert.name] = timed(step, cluster, remat="never", offload="never", microbatches=1, **asked)
-        except InfeasibleError:
-            continue
+    fixed = {"remat": "never", "offload": "never", "microbatches": 1, "time_limit_s": time_limit_s}
+    asked = {e.name: fixed | {"mesh": e.mesh, "pins": pins(shapes, e)} for e in experts(cluster)}
+    return feasible(step, cluster, asked)
+
+
+def by_mesh(step: Step, cluster: Cluster, time_limit_s: float | None) -> dict[str, Timed]:
+    """What each mesh that the search considers gives where it is asked for."""
+    shapes = candidate_shapes(cluster, Options(cluster.device_memory_limit()))
+    asked = {format_mesh(shape): {"mesh": shape, "time_limit_s": time_limit_s} for shape in shapes}
+    return feasible(step, cluster, asked)
+
+
+def feasible(step: Step, cluster: Cluster, asked: Mapping[str, Mapping[str, Any]]) -> dict[str, Timed]:
+    """The plans of several searches, by name; without those that find none."""
+    found = dict[str, Timed]()
+    for name, options in asked.items():
+        with suppress(InfeasibleError):
+            found[name] = timed(step, cluster, **options)
     return found
 
 
-def row(model: str, preset: str, time_limit_s: float | None) -> tuple[str, ...]:
+def row(model: str, preset: str, options: argparse.Namespace) -> tuple[str, ...]:
     """One line of the table."""
     cluster = parse_cluster(preset)
     case = MODELS[model](cluster.num_devices)
     step = trace(case.step, *case.abstract_args())
     try:
-        ours = timed(step, cluster, time_limit_s=time_limit_s)
+        ours = timed(step, cluster, time_limit_s=options.time_limit)
     except InfeasibleError:
-        return (model, preset, "nothing fits", *["-"] * 6)
-    theirs = by_rule(step, cluster)
-    mine = (
-        "x".join(map(str, ours.mesh)),
-        ms(ours.step_s),
-        f"{ours.gap:.1%}",
-        f"{ours.cpu_s:.1f}",
-    )
-    if not theirs:
-        return model, preset, *mine, "none fits", "-", "-"
-    name, best = min(theirs.items(), key=lambda item: item[1].step_s)
-    return model, preset, *mine, name, ms(best.step_s), f"{ours.step_s / best.step_s - 1:+.1%}"
+        return (model, preset, "nothing fits", *["-"] * (len(HEAD) - 3))
+    others = [
+        by(step, cluster, options.others_limit) if name in options.beside else {}
+        for name, by in (("rules", by_rule), ("meshes", by_mesh))
+    ]
+    mine = format_mesh(ours.mesh), ms(ours.step_s), f"{ours.gap:.2%}", f"{ours.cpu_s:.1f}"
+    return model, preset, *mine, *beside(ours, others[0]), *beside(ours, others[1])
+
+
+def beside(ours: Timed, others: Mapping[str, Timed]) -> tuple[str, str, str]:
+    """The best of other plans, its time, and how much slower ours is."""
+    if not others:
+        return "-", "-", "-"
+    name, best = min(others.items(), key=lambda item: item[1].step_s)
+    return name, ms(best.step_s), f"{ours.step_s / best.step_s - 1:+.2%}"
 
 
 HEAD = (
@@ -258,11 +292,46 @@ HEAD = (
     "best rule",
     "step ms",
     "difference",
+    "best asked mesh",
+    "step ms",
+    "difference",
 )
+
+GAP, CPU, OVER_RULE, OVER_MESH = 4, 5, 8, 11
+"""Columns that are digested."""
+
+DIGEST = ("cluster", "plans", "worst gap", "against the best rule", "against the best mesh", "median CPU s")
+
+
+def digest(rows: Sequence[Sequence[str]]) -> Iterator[tuple[str, ...]]:
+    """By cluster: the worst gap, how much slower than others' plans ours are at most, and the median time of a search."""
+    for preset in dict.fromkeys(cells[1] for cells in rows):
+        found = [cells for cells in rows if cells[1] == preset and cells[GAP] != "-"]
+        worst = (
+            max((float(cells[at].rstrip("%")) for cells in found if cells[at] != "-"), default=math.nan)
+            for at in (GAP, OVER_RULE, OVER_MESH)
+        )
+        gap, *over = worst
+        cpu_s = median(float(cells[CPU]) for cells in found)
+        yield preset, str(len(found)), f"{gap:.2f}%", *[f"{o:+.2f}%" for o in over], f"{cpu_s:.1f}"
 
 
 def ms(seconds: float) -> str:
-    return f"{1e3 * seconds:.4g}"
+    return f"{1e3 * seconds:.5g}"
+
+
+def line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def head(cells: Sequence[str]) -> str:
+    return f"{line(cells)}\n|{'---|' * len(cells)}"
+
+
+def standing(out: Path | None) -> list[list[str]]:
+    """The rows of a table that was begun."""
+    lines = out.read_text().splitlines() if out and out.exists() else []
+    return [[cell.strip() for cell in text.strip("|").split("|")] for text in lines]
 
 
 def main() -> None:
@@ -272,15 +341,33 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--clusters", nargs="+", default=list(CLUSTERS))
     parser.add_argument(
+        "--beside", nargs="*", default=["rules"], choices=["rules", "meshes"], help="what else is searched"
+    )
+    parser.add_argument("--out", type=Path, help="a file of rows, to begin or to go on with")
+    parser.add_argument(
         "--time-limit",
         type=float,
         help="processor seconds for the solver; by default as much work as the search's",
     )
+    parser.add_argument(
+        "--others-limit", type=float, default=5.0, help="processor seconds for the solver of a rule or a mesh"
+    )
     options = parser.parse_args()
-    print(f"| {' | '.join(HEAD)} |\n|{'---|' * len(HEAD)}")
-    for model in options.models:
-        for preset in options.clusters:
-            print(f"| {' | '.join(row(model, preset, options.time_limit))} |", flush=True)
+    rows = standing(options.out)
+    known = {(cells[0], cells[1]) for cells in rows}
+    print(head(HEAD))
+    for cells in rows:
+        print(line(cells))
+    for preset in options.clusters:
+        for model in (m for m in options.models if (m, preset) not in known):
+            rows.append(list(row(model, preset, options)))
+            print(line(rows[-1]), flush=True)
+            if options.out:
+                with options.out.open("a") as file:
+                    file.write(line(rows[-1]) + "\n")
+    print(f"\n{head(DIGEST)}")
+    for cells in digest(rows):
+        print(line(cells))
     print(f"\nJAX {jax.__version__}")
 
 

@@ -13,6 +13,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from cost_model.errors import InputError
 from cost_model.units import format_mesh
 from executors.rewrite import evaluator
+from search.ir._jax import itemsize
 from search.ir.graph import Step, Value
 from search.ir.sharding import StepSharding
 from search.ir.spec import partition_spec
@@ -23,6 +24,7 @@ class Program:
     """What runs: a jitted function, and the arguments to lower it with.
 
     Attributes:
+      name: of the step, or of what a stage of a pipeline runs: `forward 2`.
       fn: the jitted step. It takes the step's positional arguments, then its keyword arguments in
         alphabetical order.
       args: `jax.ShapeDtypeStruct` pytrees with their shardings: `fn.lower(*args)` is exactly what runs.
@@ -31,6 +33,7 @@ class Program:
       resting_bytes: what arguments and results take on a device; those that take over others' buffers once.
     """
 
+    name: str
     fn: Any
     args: tuple[Any, ...]
     mesh: Mesh | AbstractMesh
@@ -131,9 +134,8 @@ def jitted(
     reused |= _reusable(step, inputs, outputs, given_up)
     donated = frozenset(reused.values())
     fresh = [o for o in range(len(outputs)) if o not in reused]
-    made = [(graph.value(graph.outputs[o]), outputs[o]) for o in fresh]
-    there = [(graph.values[v], s) for v, s in zip(graph.inputs, inputs, strict=True)]
-    resting_bytes = sum(_shard_bytes(value, s) for value, s in (*there, *made))
+    made = [_placed(graph.value(graph.outputs[o]), outputs[o]) for o in fresh]
+    resting_bytes = sum(map(shard_bytes, (*placed, *made)))
     options = {
         "compiler_options": compiler_options(resting_bytes) or None,
         "out_shardings": jax.tree_util.tree_unflatten(step.out_tree, outputs),
@@ -145,7 +147,7 @@ def jitted(
         fn = jax.jit(run, in_shardings=shardings, donate_argnums=whole, **options)
     else:
         fn = LeafwiseJit.of(run, positional, donated, on_retrace, options)
-    return Program(fn, positional, mesh, donated, resting_bytes)
+    return Program(step.name, fn, positional, mesh, donated, resting_bytes)
 
 
 @dataclass(frozen=True, eq=False)
@@ -238,8 +240,16 @@ def _type(x: Any) -> Any:
     return tuple(x.shape), x.dtype, getattr(x, "weak_type", False)  # keys have none
 
 
-def _shard_bytes(value: Value, sharding: NamedSharding) -> int:
-    return 0 if value.is_on_host else math.prod(sharding.shard_shape(value.shape)) * value.itemsize
+def shard_bytes(x: jax.ShapeDtypeStruct) -> int:
+    """What an array takes on each device that it lies on; nothing, if it lies on the host."""
+    assert x.sharding is not None, f"an array of shape {x.shape} lies nowhere"
+    if x.sharding.memory_kind == "pinned_host":
+        return 0
+    return math.prod(x.sharding.shard_shape(x.shape)) * itemsize(x.dtype)
+
+
+def _placed(value: Value, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding)
 
 
 def _mesh(sharding: StepSharding, devices: Sequence[Any] | None) -> Mesh | AbstractMesh:

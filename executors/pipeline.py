@@ -25,11 +25,21 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from cost_model.errors import InputError
 from cost_model.units import format_mesh
-from executors.pipeline_jit import UNFINISHED, Call, Finishing, Name, Seat, Seating, Sending
+from executors.pipeline_jit import (
+    UNFINISHED,
+    Agenda,
+    Call,
+    CompilerOptions,
+    Held,
+    Name,
+    Seat,
+    Seating,
+    Sending,
+)
 from executors.pipeline_program import PipelineProgram, Slot
 from executors.transfers import are_of_several_processes, everywhere, on_all, sent
 from search.ir.spec import WHOLE
@@ -44,8 +54,9 @@ def build(
     shardings: Sequence[StageSharding],
     devices: Sequence[Any],
     on_retrace: Callable[[], None] = lambda: None,
+    compiler_options: CompilerOptions = lambda beside_bytes, resting_bytes: {},
 ) -> PipelineProgram:
-    """Jits a step's programs and follows the schedule.
+    """Jits a step's programs, in the order of the schedule.
 
     Args:
       programs: what each stage runs.
@@ -53,30 +64,78 @@ def build(
       shardings: how each stage's values lie.
       devices: the workers' submeshes one after another: real or simulated.
       on_retrace: called when the step is called with other shapes; it should raise.
+      compiler_options: what the compiler is told of each program.
 
     Raises:
       InputError: the devices are not as many as the submeshes have, or stages of one worker differ in their submesh.
       PlanError: the schedule cannot be run in its order.
     """
+    agenda, step = followed(programs, schedule, shardings, devices, compiler_options), programs.step
+    arrays = [agenda.held[slot].array for slot in agenda.entering]
+    abstract = [
+        jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=there.sharding, weak_type=a.weak_type)
+        for a, there in zip(step.abstract_inputs(), arrays, strict=True)
+    ]
+    args, kwargs = jax.tree.unflatten(step.in_tree, abstract)
+    slots = [
+        jax.device_put(agenda.contents[slot], held.array.sharding) if slot in agenda.contents else None
+        for slot, held in enumerate(agenda.held)
+    ]
+    return PipelineProgram(
+        step,
+        (*args, *(kwargs[k] for k in sorted(kwargs))),
+        agenda.instructions(),
+        tuple(slots),
+        agenda.entering,
+        agenda.leaving,
+        frozenset(r for r in step.replaces if r is not None),
+        on_retrace,
+    )
+
+
+def followed(
+    programs: StagePrograms,
+    schedule: Schedule,
+    shardings: Sequence[StageSharding],
+    devices: Sequence[Any] | None,
+    compiler_options: CompilerOptions = lambda beside_bytes, resting_bytes: {},
+) -> Agenda:
+    """Follows the schedule: what is to be done, in order, by which programs.
+
+    Args:
+      programs: as for `build`.
+      schedule: as for `build`.
+      shardings: as for `build`.
+      devices: as for `build`, or compile-only; None for programs that are only lowered, over abstract meshes.
+      compiler_options: as for `build`.
+
+    Raises:
+      InputError: as for `build`.
+      PlanError: as for `build`.
+    """
     assert programs.num_stages == schedule.num_stages == len(shardings)
     assert programs.num_microbatches == schedule.num_microbatches
     assert all(sharding.mesh_shape[0] == programs.num_replicas for sharding in shardings)
     seating = Seating(shardings, _meshes(schedule, shardings, devices), programs)
-    return _Building(programs, schedule, seating, on_retrace).run()
+    return _Following(programs, schedule, seating, compiler_options).run()
 
 
 def _meshes(
-    schedule: Schedule, shardings: Sequence[StageSharding], devices: Sequence[Any]
-) -> tuple[Mesh, ...]:
+    schedule: Schedule, shardings: Sequence[StageSharding], devices: Sequence[Any] | None
+) -> tuple[Mesh | AbstractMesh, ...]:
     """Each worker's submesh."""
-    meshes: list[Mesh] = []
-    left = list(devices)
+    meshes: list[Mesh | AbstractMesh] = []
+    left = list(devices or ())
     for worker in range(schedule.num_workers):
         first, *others = (shardings[stage] for stage in schedule.stages_of(worker))
         if any((o.mesh_shape, o.axis_names) != (first.mesh_shape, first.axis_names) for o in others):
             raise InputError(
                 f"worker {worker} runs the stages {schedule.stages_of(worker)}, whose submeshes differ. Give them one shape"
             )
+        if devices is None:
+            automatic = (AxisType.Auto,) * len(first.axis_names)
+            meshes.append(AbstractMesh(first.mesh_shape, first.axis_names, axis_types=automatic))
+            continue
         num = int(np.prod(first.mesh_shape))
         if len(left) < num:
             raise InputError(
@@ -89,26 +148,27 @@ def _meshes(
 
 
 @dataclass(eq=False)
-class _Building:
-    """The instructions of one step in the making.
+class _Following:
+    """The agenda of one step in the making.
 
     Attributes:
       made: what is to be done, in order.
-      slots: what lies in the slots beforehand.
+      held: what each slot is for.
+      contents: what lies in slots beforehand.
       slot_of: by value, microbatch, worker and spec.
     """
 
     programs: StagePrograms
     schedule: Schedule
     seating: Seating
-    on_retrace: Callable[[], None]
+    compiler_options: CompilerOptions
     made: list[Call | Sending] = field(default_factory=list[Call | Sending])
-    slots: list[Any] = field(default_factory=list[Any])
+    held: list[Held] = field(default_factory=list[Held])
+    contents: dict[Slot, np.ndarray] = field(default_factory=dict[Slot, np.ndarray])
     slot_of: dict[Any, Slot] = field(default_factory=dict[Any, Slot])
 
-    def run(self) -> PipelineProgram:
-        step = self.programs.step
-        inputs = [(v, None) for v in step.graph.inputs]
+    def run(self) -> Agenda:
+        inputs = [(v, None) for v in self.programs.step.graph.inputs]
         entering = tuple(self._slot(name, self._home(name)) for name in inputs)  # they come as they rest
         self._send(inputs)
         for worker, task in task_order(self.schedule):
@@ -120,18 +180,14 @@ class _Building:
         for program in self.programs.epilogue:
             self._call(program, self._first_seat(program.stage), None)
         leaving = self._leaving()
-        shardings = [self.seating.named(name, self._home(name)) for name in inputs]
-        abstract = [
-            jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s, weak_type=a.weak_type)
-            for a, s in zip(step.abstract_inputs(), shardings, strict=True)
-        ]
-        args, kwargs = jax.tree.unflatten(step.in_tree, abstract)
-        kept = {slot for slot, content in enumerate(self.slots) if content is not None}
-        instructions = Finishing(self.programs, self.made, kept.union(leaving), self.seating).run()
-        donated = frozenset(r for r in step.replaces if r is not None)
-        positional = (*args, *(kwargs[k] for k in sorted(kwargs)))
-        return PipelineProgram(
-            step, positional, instructions, tuple(self.slots), entering, leaving, donated, self.on_retrace
+        return Agenda(
+            tuple(self.made),
+            tuple(self.held),
+            self.contents,
+            entering,
+            leaving,
+            self.seating,
+            self.compiler_options,
         )
 
     # --- where values lie
@@ -152,20 +208,23 @@ class _Building:
         key = (*name, worker, self.seating.spec(name[0], stage))
         if key not in self.slot_of:
             is_index = name[0] == self.programs.index
-            self.slot_of[key] = self._new_slot(self._indices(name, seat) if is_index else None)
+            held = self.seating.held(name, seat)
+            self.slot_of[key] = self._new_slot(held, self._indices(name) if is_index else None)
         return self.slot_of[key]
 
-    def _indices(self, name: Name, seat: Seat) -> Any:
+    def _indices(self, name: Name) -> np.ndarray:
         """Of each replica, the number of its part of the batch."""
         assert name[1] is not None
         first = np.arange(self.programs.num_replicas, dtype=np.uint32) * np.uint32(
             self.programs.num_microbatches
         )
-        return jax.device_put(first + np.uint32(name[1]), self.seating.named(name, seat))
+        return first + np.uint32(name[1])
 
-    def _new_slot(self, content: Any = None) -> Slot:
-        self.slots.append(content)
-        return len(self.slots) - 1
+    def _new_slot(self, held: Held, content: np.ndarray | None = None) -> Slot:
+        self.held.append(held)
+        if content is not None:
+            self.contents[len(self.held) - 1] = content
+        return len(self.held) - 1
 
     @cached_property
     def _readers(self) -> dict[Name, dict[Seat, None]]:
@@ -210,23 +269,20 @@ class _Building:
 
     def _send(self, names: Iterable[Name]) -> None:
         """Sends values to all who read them."""
-        ways: dict[Slot, tuple[Slot, NamedSharding]] = {}
+        ways: dict[Slot, Slot] = {}
         for name in names:
-            for seat in self._readers.get(name, ()):
-                self._way(name, self._home(name), seat, ways)
+            source = self._home(name)
+            for target in self._readers.get(name, ()):
+                before, after = self._slot(name, source), self._slot(name, target)
+                if before != after:
+                    ways[after] = before
         self._sending(ways)
 
-    def _way(
-        self, name: Name, source: Seat, target: Seat, ways: dict[Slot, tuple[Slot, NamedSharding]]
-    ) -> None:
-        before, after = self._slot(name, source), self._slot(name, target)
-        if before != after:
-            ways[after] = before, self.seating.named(name, target)
-
-    def _sending(self, ways: Mapping[Slot, tuple[Slot, NamedSharding]]) -> None:
+    def _sending(self, ways: Mapping[Slot, Slot]) -> None:
+        """Sends to each slot what is in another."""
         if ways:
-            reads, shardings = zip(*ways.values(), strict=True)
-            self.made.append(Sending("send", partial(sent, list(shardings)), tuple(reads), tuple(ways)))
+            shardings = [self.held[slot].array.sharding for slot in ways]
+            self.made.append(Sending("send", partial(sent, shardings), tuple(ways.values()), tuple(ways)))
 
     def _finish_sums(self) -> None:
         """Adds up what workers and replicas have added up, and sends it on."""
@@ -239,31 +295,27 @@ class _Building:
             seat = self._first_seat(stage)
             reads = tuple(self._slot((total, UNFINISHED), seat) for total in totals)
             makes = tuple(self._slot((total, None), seat) for total in totals)
-            shardings = [self.seating.named((total, None), seat) for total in totals]
-            reduced = jax.jit(_reduced, out_shardings=shardings)
-            self.made.append(Sending(f"reduce {stage}", reduced, reads, makes))
+            self.made.append(Call(None, seat, reads, makes))
         self._send((total, None) for total in sorted(self.programs.sums))
 
     def _add_workers(self, name: Name) -> None:
         """Adds up what the workers of a stage have added up."""
         stage = self.programs.stage_of[name[0]]
         first, *others = ((stage, worker) for worker in self.schedule.workers_of(stage))
-        terms = [self._new_slot() for _ in others]
-        sources = [self._slot(name, seat) for seat in others]
-        sharding = self.seating.named(name, first)
-        self._sending({t: (s, sharding) for t, s in zip(terms, sources, strict=True)})
+        terms = [self._new_slot(self.seating.held(name, first)) for _ in others]
+        self._sending(dict(zip(terms, (self._slot(name, seat) for seat in others), strict=True)))
         if others:
             slot = self._slot(name, first)
             self.made.append(Sending("add", jax.jit(_added, donate_argnums=0), (slot, *terms), (slot,)))
 
     def _leaving(self) -> tuple[Slot, ...]:
         """Where the results lie in the end: state where it rests, the rest where it is made."""
-        step, ways = self.programs.step, dict[Slot, tuple[Slot, NamedSharding]]()
+        step, ways = self.programs.step, dict[Slot, Slot]()
         leaving: list[Slot] = []
         for atom, replaced in zip(self.programs.results, step.replaces, strict=True):
             if not isinstance(atom, int):
                 content = np.asarray(atom.val, atom.aval.dtype)
-                leaving.append(self._new_slot(jax.device_put(content, on_all(self.seating.meshes))))
+                leaving.append(self._new_slot(self._on_all(content.shape, content.dtype), content))
                 continue
             made = self._slot((atom, None), self._home((atom, None)))
             if replaced is None:
@@ -272,15 +324,19 @@ class _Building:
             if atom == (argument := step.graph.inputs[replaced]):
                 leaving.append(made)
                 continue
-            home = self._home((argument, None))
-            wanted = self.seating.named((argument, None), home)
-            if wanted == self.seating.named((atom, None), self._home((atom, None))):
+            wanted = self.held[self._slot((argument, None), self._home((argument, None)))]
+            if wanted == self.held[made]:
                 leaving.append(made)
             else:
-                leaving.append(slot := self._new_slot())
-                ways[slot] = made, wanted
+                leaving.append(slot := self._new_slot(wanted))
+                ways[slot] = made
         self._sending(ways)
         return tuple(leaving)
+
+    def _on_all(self, shape: tuple[int, ...], dtype: Any) -> Held:
+        """What lies on the devices of all workers."""
+        meshes = [mesh for mesh in self.seating.meshes if isinstance(mesh, Mesh)]
+        return Held(None, jax.ShapeDtypeStruct(shape, dtype, sharding=on_all(meshes) if meshes else None))
 
     def _shared(self, value: int, made: Slot) -> Slot:
         """Where a result lies in the end that is no state: of several processes, all shall have it, if it is no array of
@@ -289,19 +345,16 @@ class _Building:
         spec, meshes = self.seating.spec(value, stage), self.seating.meshes
         if not are_of_several_processes(meshes) or set(spec) != {WHOLE}:
             return made
+        array = self.held[made].array
         others = {
-            self._new_slot(): (made, NamedSharding(mesh, PartitionSpec()))
+            self._new_slot(Held(worker, array.update(sharding=NamedSharding(mesh, PartitionSpec())))): made
             for worker, mesh in enumerate(meshes)
             if worker != own
         }
         self._sending(others)
-        self.made.append(Sending("share", everywhere, (made, *others), (shared := self._new_slot(),)))
+        shared = self._new_slot(self._on_all(array.shape, array.dtype))
+        self.made.append(Sending("share", everywhere, (made, *others), (shared,)))
         return shared
-
-
-def _reduced(*sums: Any) -> list[Any]:
-    """Each replica's sums, added up."""
-    return [x.sum(0) for x in sums]
 
 
 def _added(*terms: Any) -> list[Any]:

@@ -9,16 +9,17 @@ been sent to another process may not have left yet when the program is handed ou
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
+from executors.jit import Program, shard_bytes
 from executors.pipeline_program import Instruction, Slot
 from executors.rewrite import evaluator
 from executors.transfers import are_of_several_processes
@@ -35,20 +36,46 @@ Name = tuple[int, int | None]
 UNFINISHED = -1
 """Said of a sum in a microbatch's place, as long as its stage's replicas and workers add to it."""
 
+CompilerOptions = Callable[[int, int], dict[str, str]]
+"""What the compiler is told of a program, given the bytes that lie on a device beside what it reads, and those of what it
+reads and makes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What a slot is for.
+
+    Attributes:
+      worker: on whose devices it lies; None for a result that all have.
+      array: its shape, dtype and sharding.
+    """
+
+    worker: int | None
+    array: jax.ShapeDtypeStruct
+
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """A program that is to run: what it reads and makes lies in slots."""
+    """A program that is to run: what it reads and makes lies in slots.
 
-    program: StageProgram
+    Attributes:
+      program: what a stage runs; None where its replicas' sums are added up.
+    """
+
+    program: StageProgram | None
     seat: Seat
     reads: tuple[Slot, ...]
     makes: tuple[Slot, ...]
 
+    @property
+    def name(self) -> str:
+        """For messages and the compiler."""
+        return f"reduce {self.seat[0]}" if self.program is None else self.program.name
+
 
 @dataclass(frozen=True, eq=False)
 class Sending:
-    """Values that are to go elsewhere, or replicas' sums that are to be added up."""
+    """Values that are to go elsewhere, or workers' sums that are to be added up."""
 
     name: str
     function: Callable[..., Sequence[Any]]
@@ -67,7 +94,7 @@ class Seating:
     """
 
     shardings: Sequence[StageSharding]
-    meshes: Sequence[Mesh]
+    meshes: Sequence[Mesh | AbstractMesh]
     programs: StagePrograms
 
     def name(self, program: StageProgram, value: int, microbatch: int | None) -> Name:
@@ -93,87 +120,229 @@ class Seating:
         own = partition_spec((WHOLE, *spec[1:]), axis_names)
         return NamedSharding(self.meshes[worker], PartitionSpec(axis_names[0], *own))
 
+    def held(self, name: Name, seat: Seat) -> Held:
+        """A value at a seat."""
+        value, own = self.programs.values[name[0]], name[1] is not None
+        shape = (self.programs.num_replicas, *value.shape) if own else value.shape
+        return Held(seat[1], jax.ShapeDtypeStruct(shape, value.dtype, sharding=self.named(name, seat)))
 
-class Finishing:
-    """What is to be done, as instructions: jitted, with what may be donated and what is let go of."""
 
-    def __init__(
-        self,
-        programs: StagePrograms,
-        made: Sequence[Call | Sending],
-        kept: AbstractSet[Slot],
-        seating: Seating,
-    ) -> None:
-        self.programs, self.made, self.seating = programs, made, seating
-        self.last_use = {slot: i for i, one in enumerate(made) for slot in (*one.reads, *one.makes)}
-        self.freed = {slot: i for slot, i in self.last_use.items() if slot not in kept}
-        self.lent = _lent(made, seating.meshes)
-        self.jitted: dict[Any, Any] = {}
+@dataclass(frozen=True, eq=False)
+class StageRun:
+    """A program of a stage, as a step runs it.
 
-    def run(self) -> tuple[Instruction, ...]:
-        frees: dict[int, list[Slot]] = {}
-        for slot, i in self.freed.items():
-            frees.setdefault(i, []).append(slot)
-        return tuple(self._instruction(i, one, tuple(frees.get(i, ()))) for i, one in enumerate(self.made))
+    Attributes:
+      program: the program; of what is alike for all calls, the first one's.
+      seat: its stage and worker.
+      count: how often in a step.
+      held_bytes: the most that its devices hold when it is handed out: what it reads, and all else that lies there; not what
+        it makes and needs meanwhile.
+    """
+
+    program: Program
+    seat: Seat
+    count: int
+    held_bytes: int
+
+    @property
+    def beside_bytes(self) -> int:
+        """Of that, what it does not read."""
+        return self.held_bytes - sum(map(shard_bytes, self.program.args))
+
+
+@dataclass(frozen=True, eq=False)
+class Agenda:
+    """A step that was followed once: what is to be done, in order, and what lies where.
+
+    Attributes:
+      made: what is to be done.
+      held: what each slot is for.
+      contents: what lies in slots beforehand.
+      entering: the slot of each argument.
+      leaving: the slot of each result.
+      seating: where and how values lie.
+      compiler_options: what the compiler is told of each program.
+    """
+
+    made: Sequence[Call | Sending]
+    held: Sequence[Held]
+    contents: Mapping[Slot, np.ndarray]
+    entering: tuple[Slot, ...]
+    leaving: tuple[Slot, ...]
+    seating: Seating
+    compiler_options: CompilerOptions
+
+    def instructions(self) -> tuple[Instruction, ...]:
+        """What is to be done, jitted, with what is let go of."""
+        pairs = enumerate(zip(self.made, self._frees, strict=True))
+        return tuple(self._instruction(i, one, frees) for i, (one, frees) in pairs)
+
+    @cached_property
+    def runs(self) -> tuple[StageRun, ...]:
+        """The programs of all stages, in the order in which they first run."""
+        return tuple(
+            StageRun(
+                self._jitted(calls[0]),
+                self._call(calls[0]).seat,
+                len(calls),
+                max(self._held_bytes[i] for i in calls),
+            )
+            for calls in self._calls.values()
+        )
 
     def _instruction(self, i: int, one: Call | Sending, frees: tuple[Slot, ...]) -> Instruction:
-        if isinstance(one, Sending):
-            return Instruction(one.name, one.function, one.reads, one.makes, frees)
-        key = one.program, one.seat
-        if key not in self.jitted:
-            self.jitted[key] = self._jit(one, self._donated(i, one))
-        return Instruction(one.program.name, self.jitted[key], one.reads, one.makes, frees)
+        function = one.function if isinstance(one, Sending) else self._programs[self._key(one)].fn
+        return Instruction(one.name, function, one.reads, one.makes, frees)
 
-    def _donated(self, i: int, one: Call) -> tuple[int, ...]:
+    @cached_property
+    def _programs(self) -> dict[Any, Program]:
+        """By program and seat."""
+        return {key: run.program for key, run in zip(self._calls, self.runs, strict=True)}
+
+    @cached_property
+    def _calls(self) -> dict[Any, list[int]]:
+        """By program and seat, where it is called."""
+        found: dict[Any, list[int]] = {}
+        for i, one in enumerate(self.made):
+            if isinstance(one, Call):
+                found.setdefault(self._key(one), []).append(i)
+        return found
+
+    def _key(self, one: Call) -> Any:
+        return one.program, one.seat
+
+    def _call(self, i: int) -> Call:
+        one = self.made[i]
+        assert isinstance(one, Call), f"{one.name} is no call"
+        return one
+
+    # --- what is let go of, and what is held
+
+    @cached_property
+    def _freed(self) -> dict[Slot, int]:
+        """By slot, after what it is let go of."""
+        last_use = {slot: i for i, one in enumerate(self.made) for slot in (*one.reads, *one.makes)}
+        kept = {*self.contents, *self.leaving}
+        return {slot: i for slot, i in last_use.items() if slot not in kept}
+
+    @cached_property
+    def _frees(self) -> tuple[tuple[Slot, ...], ...]:
+        frees: list[list[Slot]] = [[] for _ in self.made]
+        for slot, i in self._freed.items():
+            frees[i].append(slot)
+        return tuple(map(tuple, frees))
+
+    @cached_property
+    def _num_bytes(self) -> tuple[int, ...]:
+        """By slot, on one device."""
+        return tuple(0 if held.worker is None else shard_bytes(held.array) for held in self.held)
+
+    @cached_property
+    def _held_bytes(self) -> tuple[int, ...]:
+        """Per call, what its worker's devices hold when it is handed out: JAX sets memory aside when it hands work out, so
+        that the order of instructions counts, not that in which devices come to them."""
+        there = {*self.entering, *self.contents}
+        held = [0] * len(self.seating.meshes)
+        found: list[int] = []
+
+        def change(slots: Iterable[Slot], sign: int) -> None:
+            for slot in slots:
+                if (worker := self.held[slot].worker) is not None:
+                    held[worker] += sign * self._num_bytes[slot]
+
+        change(there, 1)
+        for one, frees in zip(self.made, self._frees, strict=True):
+            found.append(held[one.seat[1]] if isinstance(one, Call) else 0)
+            new = [slot for slot in dict.fromkeys(one.makes) if slot not in there]
+            change(new, 1)
+            there.update(new)
+            gone = [slot for slot in frees if slot in there and slot not in self._of_caller]
+            change(gone, -1)
+            there.difference_update(gone)
+        return tuple(found)
+
+    @cached_property
+    def _of_caller(self) -> frozenset[Slot]:
+        """Arguments that their caller keeps."""
+        replaced = self.seating.programs.step.replaces
+        return frozenset(slot for n, slot in enumerate(self.entering) if n not in replaced)
+
+    # --- programs
+
+    def _jitted(self, i: int) -> Program:
+        """What a call runs, and all that are like it."""
+        one, donated = self._call(i), self._donated(i)
+        args = tuple(self.held[slot].array for slot in one.reads)
+        results = [self.held[slot].array for slot in one.makes]
+        reused = Counter((a.shape, a.dtype, a.sharding) for a in (args[n] for n in donated))
+        fresh = [x for x in results if not _taken_from(reused, (x.shape, x.dtype, x.sharding))]
+        read_bytes = sum(map(shard_bytes, args))
+        resting_bytes = read_bytes + sum(map(shard_bytes, fresh))
+        calls = self._calls[self._key(one)]
+        beside_bytes = max(self._held_bytes[at] for at in calls) - read_bytes
+        jitted = jax.jit(
+            self._function(one),
+            in_shardings=tuple(a.sharding for a in args),
+            out_shardings=[x.sharding for x in results],
+            donate_argnums=donated,
+            compiler_options=self.compiler_options(beside_bytes, resting_bytes) or None,
+        )
+        mesh = self.seating.meshes[one.seat[1]]
+        return Program(one.name, jitted, args, mesh, frozenset(donated), resting_bytes)
+
+    def _donated(self, i: int) -> tuple[int, ...]:
         """Which operands' buffers become results': sums, and of what runs once, what it reads as the last; state first."""
-        program = one.program
-        if program in self.programs.tasks.values():
-            return tuple(n for n, v in enumerate(program.reads) if v in program.sums)
+        one, programs = self._call(i), self.seating.programs
+        if one.program is None:
+            return tuple(range(len(one.reads))) if programs.num_replicas == 1 else ()
+        reads = one.program.reads
+        if one.program in programs.tasks.values():
+            return tuple(n for n, v in enumerate(reads) if v in one.program.sums)
         donated: list[int] = []
-        results = Counter(self._type(program, v, one.seat) for v in program.makes)
-        operands = enumerate(zip(program.reads, one.reads, strict=True))
+        results = Counter(self._type(slot) for slot in one.makes)
         last_read = [
             (n, v)
-            for n, (v, slot) in operands
-            if self.freed.get(slot) == i and slot not in self.lent and self._is_given_up(v)
+            for n, (v, slot) in enumerate(zip(reads, one.reads, strict=True))
+            if self._freed.get(slot) == i and slot not in self._lent and self._is_given_up(v)
         ]
-        for n, v in sorted(last_read, key=lambda each: each[1] not in self.programs.step.graph.inputs):
-            kind = self._type(program, v, one.seat)
-            if results[kind]:
-                results[kind] -= 1
+        for n, _ in sorted(last_read, key=lambda each: each[1] not in programs.step.graph.inputs):
+            if _taken_from(results, self._type(one.reads[n])):
                 donated.append(n)
         return tuple(donated)
 
     def _is_given_up(self, v: int) -> bool:
         """Whether a value is no argument that its caller keeps."""
-        step = self.programs.step
+        step = self.seating.programs.step
         return v not in step.graph.inputs or step.graph.inputs.index(v) in step.replaces
 
-    def _type(self, program: StageProgram, v: int, seat: Seat) -> Any:
-        value, name = self.programs.values[v], self.seating.name(program, v, None)
-        return value.shape, value.dtype, self.seating.named(name, seat)
+    def _type(self, slot: Slot) -> Any:
+        array = self.held[slot].array
+        return array.shape, array.dtype, array.sharding
 
-    def _jit(self, one: Call, donated: tuple[int, ...]) -> Any:
-        program, seat = one.program, one.seat
-        mesh = self.seating.meshes[seat[1]]
-        inner = self._of_replicas if program in self.programs.tasks.values() else self._once
-        function = inner(program, self.seating.shardings[seat[0]].of_program(program), mesh)
+    @cached_property
+    def _lent(self) -> frozenset[Slot]:
+        """What other processes may read at any time."""
+        if not are_of_several_processes(self.seating.meshes):
+            return frozenset()
+        return frozenset(slot for one in self.made if isinstance(one, Sending) for slot in one.reads)
+
+    def _function(self, one: Call) -> Callable[..., Sequence[Any]]:
+        if one.program is None:
+            return _reduced
+        program, (stage, worker) = one.program, one.seat
+        mesh = self.seating.meshes[worker]
+        inner = self._of_replicas if program in self.seating.programs.tasks.values() else self._once
+        function = inner(program, self.seating.shardings[stage].of_program(program), mesh)
 
         def run(*values: Any) -> Sequence[Any]:
             with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
                 return function(*values)
 
         run.__name__ = run.__qualname__ = program.name.replace(" ", "_")
-        named = partial(self.seating.name, program, microbatch=0)
-        return jax.jit(
-            run,
-            in_shardings=tuple(self.seating.named(named(v), seat) for v in program.reads),
-            out_shardings=[self.seating.named(named(v), seat) for v in program.makes],
-            donate_argnums=donated,
-        )
+        return run
 
     def _of_replicas(
-        self, program: StageProgram, sharding: StepSharding, mesh: Mesh
+        self, program: StageProgram, sharding: StepSharding, mesh: Mesh | AbstractMesh
     ) -> Callable[..., Sequence[Any]]:
         """A task's program: each replica computes for itself."""
         axis = mesh.axis_names[0]
@@ -195,10 +364,10 @@ class Finishing:
         )
 
     def _once(
-        self, program: StageProgram, sharding: StepSharding, mesh: Mesh
+        self, program: StageProgram, sharding: StepSharding, mesh: Mesh | AbstractMesh
     ) -> Callable[..., Sequence[Any]]:
         """A program that runs once: it makes the zeros that each replica begins a sum with, and reads the pieces of some."""
-        evaluate, programs = evaluator(program.graph, sharding, mesh), self.programs
+        evaluate, programs = evaluator(program.graph, sharding, mesh), self.seating.programs
 
         def run(*values: Any) -> Sequence[Any]:
             read = [
@@ -213,8 +382,13 @@ class Finishing:
         return run
 
 
-def _lent(made: Sequence[Call | Sending], meshes: Sequence[Mesh]) -> frozenset[Slot]:
-    """What other processes may read at any time."""
-    if not are_of_several_processes(meshes):
-        return frozenset()
-    return frozenset(slot for one in made if isinstance(one, Sending) for slot in one.reads)
+def _taken_from(left: Counter[Any], kind: Any) -> bool:
+    """Takes one of a kind, if one is left."""
+    is_left = left[kind] > 0
+    left[kind] -= is_left
+    return is_left
+
+
+def _reduced(*sums: Any) -> list[Any]:
+    """Each replica's sums, added up."""
+    return [x.sum(0) for x in sums]

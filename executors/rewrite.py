@@ -26,7 +26,7 @@ from search.ir.spec import WHOLE, Spec, partition_spec
 
 
 def evaluator(
-    graph: Graph, sharding: StepSharding, mesh: Mesh | AbstractMesh
+    graph: Graph, sharding: StepSharding, mesh: Mesh | AbstractMesh, path: tuple[Any, ...] = ()
 ) -> Callable[[Sequence[Any]], list[Any]]:
     """A function of the graph's flat inputs that computes its flat outputs under the sharding's constraints.
 
@@ -34,10 +34,11 @@ def evaluator(
       graph: what to compute.
       sharding: which specs to impose where.
       mesh: devices, real, simulated or compile-only, with the sharding's axes; or only the axes.
+      path: where the graph stands in the one that the sharding is for.
     """
 
     def evaluate(inputs: Sequence[Any]) -> list[Any]:
-        return _Evaluation(graph, sharding, mesh, ()).run(inputs)
+        return _Evaluation(graph, sharding, mesh, path).run(inputs)
 
     return evaluate
 

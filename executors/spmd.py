@@ -1,13 +1,16 @@
-"""The other pipeline executor: one program for all stages, on a mesh of stages and of the devices of each.
+"""The other pipeline executor: one program for all stages, on a mesh of stages, replicas of each, and devices of these.
 
-What runs for microbatches is one function of all devices (`shard_map`), in which every message is said: nothing is left to
-the partitioner. The devices of a stage split the batch: each has microbatches of its own, from beginning to end, so that
-nothing is added up between them before the last one. Stages split the layers. What stands between the loops over layers has
-no stage: there, the stages split the microbatches too, if their number allows it.
+What runs for microbatches is one function of all replicas (`shard_map`), in which every message between them is said. The
+replicas of a stage split the batch: each has microbatches of its own, from beginning to end, so that nothing is added up
+between them before the last one. Stages split the layers. What stands between the loops over layers has no stage: there, the
+stages split the microbatches too, if their number allows it.
 
     activations   into a loop over layers: gathered from all stages; out of it: scattered from where it ends;
-    gradients     added up once in a step: of layers over the devices of a stage, of all else over all;
+    gradients     added up once in a step: of layers over the replicas of a stage, of all else over all;
     stacks        of what a forward loop leaves to the backward loop: stay where they are.
+
+The devices of a replica share its work as a solution says: what it imposes on values is written in, as in a plan of one
+program, and the partitioner makes the messages between them.
 
 `executors.spmd_ticks` runs the loops.
 
@@ -23,27 +26,19 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
-from cost_model.errors import InputError
 from executors.jit import Program, jitted
 from executors.rewrite import evaluator
-from executors.spmd_ticks import STAGE, Ticks
+from executors.spmd_layout import REPLICA, STAGE, Layout
+from executors.spmd_ticks import NOTHING, Ticks
 from search.ir.graph import Graph
-from search.ir.sharding import StepSharding
-from search.plan.spmd_step import LayerLoop, Segment, SpmdStep
-
-DATA = "data"
-AXES = (STAGE, DATA)
-"""Along the first lie the stages, along the second the devices of each."""
-
-EVERY = PartitionSpec((DATA, STAGE))
-"""Parts of the batch, split over all devices: those of one device of each stage are neighbours."""
+from search.plan.spmd_step import LayerLoop, Segment, SpmdSharding, SpmdStep
 
 
 def build(
     program: SpmdStep,
+    sharding: SpmdSharding,
     devices: Sequence[Any] | int,
     on_retrace: Callable[[], None] = lambda: None,
 ) -> Program:
@@ -51,77 +46,21 @@ def build(
 
     Args:
       program: the step.
+      sharding: how the devices of a replica share its work.
       devices: the stages' one after another: real, simulated or compile-only; of a program that is only lowered, how many.
       on_retrace: as for `executors.jit.build`.
 
     Raises:
-      InputError: the devices cannot be dealt to the stages, or the batch to the devices.
+      InputError: the devices are too few.
     """
-    mesh = _mesh(program, devices)
-    step, layout = program.step, _Layout(program, mesh)
+    step, layout = program.step, Layout.on(program, sharding, devices)
     inputs = [layout.resting(v) for v in step.graph.inputs]
+    whole = NamedSharding(layout.mesh, PartitionSpec())
     outputs = [
-        (layout.resting(a) if isinstance(a, int) else layout.named()) if r is None else inputs[r]
+        (layout.resting(a) if isinstance(a, int) else whole) if r is None else inputs[r]
         for a, r in zip(step.graph.outputs, step.replaces, strict=True)
     ]
-    return jitted(step, _Run(program, layout).run, mesh, inputs, outputs, on_retrace)
-
-
-def _mesh(program: SpmdStep, devices: Sequence[Any] | int) -> Mesh | AbstractMesh:
-    num, stages = devices if isinstance(devices, int) else len(devices), program.num_workers
-    if not num or num % stages or program.num_parts % (num // stages):
-        raise InputError(
-            f"{num} devices cannot be dealt to {stages} stages that go through the batch in {program.num_parts} parts, as "
-            "many to each. Use a multiple of the one whose quotient divides the other"
-        )
-    if isinstance(devices, int):
-        return AbstractMesh((stages, num // stages), AXES, axis_types=(AxisType.Auto,) * len(AXES))
-    return Mesh(np.array(devices).reshape(stages, -1), AXES)
-
-
-@dataclass(frozen=True, eq=False)
-class _Layout:
-    """How values lie outside of the loops over microbatches."""
-
-    program: SpmdStep
-    mesh: Mesh | AbstractMesh
-
-    @property
-    def num_microbatches(self) -> int:
-        """Of each device."""
-        return self.program.num_parts // self.mesh.shape[DATA]
-
-    @property
-    def is_shared_out(self) -> bool:
-        """Whether stages split microbatches between loops over layers."""
-        return self.num_microbatches % self.mesh.shape[STAGE] == 0
-
-    @property
-    def parts(self) -> PartitionSpec:
-        """How parts of the batch lie between loops over layers."""
-        return EVERY if self.is_shared_out else PartitionSpec(DATA)
-
-    def named(self, *spec: Any) -> NamedSharding:
-        """A spec on this mesh."""
-        return NamedSharding(self.mesh, PartitionSpec(*spec))
-
-    def resting(self, v: int) -> NamedSharding:
-        """Layers along the stages, examples along the devices of each, where they divide."""
-        shape = self.program.values[v].shape
-        if v in self.program.layered:
-            return self.named(*self.of_layers(v))
-        is_split = (
-            v in self.program.batch and shape[0] % (self.program.num_parts * self.mesh.shape[DATA]) == 0
-        )
-        return self.named(DATA) if is_split else self.named()
-
-    def of_layers(self, v: int) -> PartitionSpec:
-        """How a stack over layers rests: by layers, if those of a stage are neighbours; else by a dim from which they get to
-        their stages at once."""
-        shape, stages = self.program.values[v].shape, self.mesh.shape[STAGE]
-        first = 0 if self.program.stages_per_worker == 1 else 1
-        dim = next((d for d in range(first, len(shape)) if shape[d] % stages == 0), None)
-        return PartitionSpec() if dim is None else PartitionSpec(*(None,) * dim, STAGE)
+    return jitted(step, _Run(program, layout).run, layout.mesh, inputs, outputs, on_retrace)
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,7 +68,7 @@ class _Run:
     """Evaluates a step."""
 
     program: SpmdStep
-    layout: _Layout
+    layout: Layout
 
     def run(self, flat: Sequence[Any]) -> list[Any]:
         """From the step's flat arguments to its flat results."""
@@ -138,39 +77,29 @@ class _Run:
         made = zip(program.prologue.outputs, _evaluated(program.prologue, flat), strict=True)
         env |= {v: x for v, x in made if isinstance(v, int)}
         totals = {total for part in program.parts for total in part.sums.values()}
-        layers = {v: self._by_round(env[v], v) for v in _layers(program)}
+        layers = {v: layout.by_round(env[v], v) for v in _layers(program)}
         dealt = {v: env[whole] for v, whole in program.examples.items()}
         once = {v: env[v] for v in _read_once(program) if v in env}
         run = jax.shard_map(
-            lambda *given: _Device(program, layout, *given).run(),
+            lambda *given: _Replica(program, layout, *given).run(),
             mesh=layout.mesh,
-            in_specs=(PartitionSpec(None, STAGE), PartitionSpec(DATA), PartitionSpec()),
+            in_specs=(PartitionSpec(None, STAGE), PartitionSpec(REPLICA), PartitionSpec()),
             out_specs=(
                 PartitionSpec(None, STAGE),
                 PartitionSpec(),
                 layout.parts,
-                PartitionSpec(None, DATA, STAGE),
+                PartitionSpec(None, REPLICA, STAGE),
             ),
+            axis_names={STAGE, REPLICA},
             check_vma=False,
         )
         of_layers, of_all, pieces, stacks = run(layers, dealt, once)
         for total in totals:
-            term = of_all[total] if total in of_all else self._put_together(of_layers[total], total)
+            term = of_all[total] if total in of_all else layout.put_together(of_layers[total], total)
             env[total] = jnp.add(env[total], term)
         pieces |= {v: self._by_part(x, v) for v, x in stacks.items()}
         env |= {piece: pieces[v][part] for piece, (v, part) in program.pieces.items()}
         return _evaluated(program.epilogue, [env[v] for v in program.epilogue.inputs])
-
-    def _by_round(self, x: Any, v: int) -> Any:
-        """A stack over layers as [rounds, layers of a round]."""
-        rounds, shape = self.program.stages_per_worker, self.program.values[v].shape
-        return jnp.reshape(x, (rounds, shape[0] // rounds, *shape[1:]))
-
-    def _put_together(self, rounds: Any, v: int) -> Any:
-        """The stack again."""
-        apart = self.layout.named(None, *self.layout.of_layers(v))
-        lying = jax.lax.with_sharding_constraint(rounds, apart)
-        return jnp.reshape(lying, self.program.values[v].shape)
 
     def _by_part(self, x: Any, v: int) -> Any:
         """What loops have stacked up, [rounds, parts, layers of a round], as [parts, layers]."""
@@ -178,8 +107,7 @@ class _Run:
 
 
 def _evaluated(graph: Graph, inputs: Sequence[Any]) -> list[Any]:
-    nothing = StepSharding((), (), {}, {})
-    return evaluator(graph, nothing, AbstractMesh((), ()))(inputs)
+    return evaluator(graph, NOTHING, AbstractMesh((), ()))(inputs)
 
 
 def _layers(program: SpmdStep) -> list[int]:
@@ -199,31 +127,34 @@ def _read_once(program: SpmdStep) -> list[int]:
     return [v for v in read if v not in program.of_microbatch]
 
 
-class _Device:
-    """What one device runs for its microbatches.
+class _Replica:
+    """What one replica of a stage runs for its microbatches.
 
     Attributes:
       own: by value that is another in each microbatch, those that this stage has between loops: [microbatches, ...].
       all: the same of all microbatches.
       stacks: by value that a loop has stacked up: [slots, layers of a round, ...], of this stage's layers.
-      of_layers: by sum over a loop's layers, what this device's microbatches add to it.
+      of_layers: by sum over a loop's layers, what this replica's microbatches add to it.
       of_all: by other sum, what those that this stage has between loops add to it.
     """
 
     def __init__(
         self,
         program: SpmdStep,
-        layout: _Layout,
+        layout: Layout,
         layers: dict[int, Any],
         dealt: dict[int, Any],
         once: dict[int, Any],
     ) -> None:
-        self.program, self.layout, self.layers, self.once = program, layout, layers, once
+        self.program, self.layout = program, layout
+        self.layers = {v: layout.held(x, v) for v, x in layers.items()}
+        self.once = {v: layout.held(x, v, 0) for v, x in once.items()}
         self.count = layout.num_microbatches
-        first = jax.lax.axis_index(DATA) * self.count
+        first = jax.lax.axis_index(REPLICA) * self.count
         index = program.values[program.index]
         numbers = (first + jnp.arange(self.count)).astype(index.dtype)
-        self.all: dict[int, Any] = {program.index: numbers, **dealt}
+        self.all: dict[int, Any] = {program.index: numbers}
+        self.all |= {v: layout.held(x, v) for v, x in dealt.items()}
         self.own: dict[int, Any] = {}
         self.stacks: dict[int, Any] = {}
         self.of_layers: dict[int, Any] = {}
@@ -236,10 +167,10 @@ class _Device:
                 self._segment(part)
             else:
                 self._loop(part)
-        everyone = AXES if self.layout.is_shared_out else (DATA,)
+        everyone = (STAGE, REPLICA) if self.layout.is_shared_out else (REPLICA,)
         handed_out = dict.fromkeys(v for v, _ in self.program.pieces.values())
         return (
-            jax.lax.psum(self.of_layers, DATA),
+            jax.lax.psum(self.of_layers, REPLICA),
             jax.lax.psum(self.of_all, everyone),
             {v: self._own(v) for v in handed_out if v not in self.stacks},
             {v: self._by_round(v) for v in handed_out if v in self.stacks},
@@ -249,24 +180,29 @@ class _Device:
         """Runs this stage's microbatches, one after another."""
         each = [v for v in part.reads if v not in self.once]
         kept = [v for v in part.makes if v in part.wanted]
+        evaluate = evaluator(part.graph, self.layout.sharding.of_part(part), self.layout.own_mesh)
 
         def run(sums: dict[int, Any], xs: dict[int, Any]) -> tuple[dict[int, Any], dict[int, Any]]:
-            made = _evaluated(part.graph, [xs[v] if v in xs else self.once[v] for v in part.reads])
+            made = evaluate([xs[v] if v in xs else self.once[v] for v in part.reads])
             of_value = dict(zip(part.makes, made, strict=True))
             terms = {total: of_value[v] for v, total in part.sums.items()}
             return jax.tree.map(jnp.add, sums, terms), {v: of_value[v] for v in kept}
 
-        values = self.program.values
-        sums = {total: jnp.zeros(values[total].shape, values[total].dtype) for total in part.sums.values()}
-        sums, made = jax.lax.scan(run, sums, {v: self._own(v) for v in each})
+        sums, made = jax.lax.scan(
+            run, {total: self._zero(total) for total in part.sums.values()}, {v: self._own(v) for v in each}
+        )
         self.of_all |= sums
-        self.own |= made
+        self.own |= {v: self.layout.held(x, v) for v, x in made.items()}
+
+    def _zero(self, v: int) -> Any:
+        value = self.program.values[v]
+        return self.layout.held(jnp.zeros(value.shape, value.dtype), v, 0)
 
     def _loop(self, part: LayerLoop) -> None:
         atoms = [a for a in (*part.reads, *part.op.inputs[: sum(part.op.loop_counts)]) if isinstance(a, int)]
         shared = [v for v in dict.fromkeys(atoms) if v not in part.makes]
         slots = [a for a in part.op.inputs[sum(part.op.loop_counts) :] if isinstance(a, int)]
-        carries, stacks, sums = Ticks(self.program, part, self.count).run(
+        carries, stacks, sums = Ticks(self.layout, part).run(
             {v: self.layers[v] if v in self.layers else self._slots(v) for v in slots},
             {v: self.once[v] for v in shared if v in self.once},
             {v: self._all(v) for v in shared if v not in self.once},
@@ -327,4 +263,5 @@ class _Device:
         num = shape[0] // (rounds * stages)
         apart = jnp.reshape(self._all(v), (self.count, rounds, stages, num, *shape[1:]))
         mine = jax.lax.dynamic_index_in_dim(apart, jax.lax.axis_index(STAGE), 2, keepdims=False)
-        return jnp.reshape(jnp.moveaxis(mine, 0, 1), (rounds * self.count, num, *shape[1:]))
+        slots = jnp.reshape(jnp.moveaxis(mine, 0, 1), (rounds * self.count, num, *shape[1:]))
+        return self.layout.held(slots, v)

@@ -18,14 +18,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh
 
 from executors.rewrite import evaluator
-from search.ir.sharding import StepSharding
+from executors.spmd_layout import STAGE, Layout
+from search.ir.sharding import OperandReshard, StepSharding
 from search.plan.spmd_step import LayerLoop, SpmdStep
 
-STAGE = "stage"
-"""The mesh axis along which the stages lie."""
+LOOP = (0,)
+"""Where the loop stands in its part."""
+
+NOTHING = StepSharding((), (), {}, {})
 
 Arrays = dict[int, Any]
 """By value."""
@@ -36,14 +38,12 @@ class Ticks:
     """A loop over layers, as each stage runs it.
 
     Attributes:
-      program: the step.
+      layout: how values lie.
       part: the loop.
-      count: microbatches.
     """
 
-    program: SpmdStep
+    layout: Layout
     part: LayerLoop
-    count: int
 
     def run(self, layers: Arrays, once: Arrays, each: Arrays) -> tuple[Arrays, Arrays, Arrays]:
         """What comes out of the last layer, what is stacked up, and what is added up.
@@ -57,10 +57,9 @@ class Ticks:
           By value: of each microbatch, zero but at the first stage; [slots, layers of a round, ...]; and
           [rounds, layers of a round, ...].
         """
-        values = self.program.values
         wanted, added = self.part.wanted, [v for v in self._stacked if v in self.part.sums]
-        waiting = {v: _zeros(values[v], self.count + 1) for v in self._carried}
-        received = {v: _zeros(values[v]) for v in self._carried}
+        waiting = {v: self._zeros(v, self.count + 1) for v in self._carried}
+        received = {v: self._zeros(v) for v in self._carried}
         stacks = {v: self._empty(v, self._num_passes + 1) for v in self._stacked if v in wanted}
         sums = {v: self._empty(v, self._rounds) for v in added}
 
@@ -78,7 +77,7 @@ class Ticks:
                 for v, x in zip(self._carried, first, strict=True)
             ]
             handed_on, made = self._layers(
-                consts, carry, [self._sliced(layers, a, slot, round_) for a in self._xs]
+                consts, carry, [self._sliced(layers, n, slot, round_) for n in self._xs]
             )
             of_value = dict(zip(self._stacked, made, strict=True))
             place = jnp.where(is_busy, slot, self._num_passes)
@@ -98,6 +97,16 @@ class Ticks:
         return {v: jnp.where(self._rank == 0, x, jnp.zeros_like(x)) for v, x in results.items()}, stacks, sums
 
     # --- what is where
+
+    @property
+    def program(self) -> SpmdStep:
+        """The step."""
+        return self.layout.program
+
+    @property
+    def count(self) -> int:
+        """Microbatches."""
+        return self.layout.num_microbatches
 
     @property
     def _rounds(self) -> int:
@@ -138,34 +147,54 @@ class Ticks:
         return self.part.op.outputs[self.part.op.loop_counts[1] :]
 
     @property
-    def _xs(self) -> tuple[Any, ...]:
-        return self.part.op.inputs[sum(self.part.op.loop_counts) :]
+    def _xs(self) -> range:
+        """The operands that it slices."""
+        return range(sum(self.part.op.loop_counts), len(self.part.op.inputs))
+
+    @property
+    def _sharding(self) -> StepSharding:
+        return self.layout.sharding.of_part(self.part)
 
     def _empty(self, v: int, num: int) -> Any:
         value = self.program.values[v]
-        return jnp.zeros((num, self._num_layers, *value.shape[1:]), value.dtype)
+        return self.layout.held(jnp.zeros((num, self._num_layers, *value.shape[1:]), value.dtype), v)
+
+    def _zeros(self, v: int, *ahead: int) -> Any:
+        value = self.program.values[v]
+        return self.layout.held(jnp.zeros((*ahead, *value.shape), value.dtype), v, len(ahead))
 
     # --- what runs
 
     def _operands(self, once: Arrays, each: Arrays) -> tuple[list[Any], list[Any]]:
         """A microbatch's constants, and what its first layer begins with."""
         part, env = self.part, once | each
-        made = _evaluator(part.ahead)([env[v] for v in part.reads])
+        made = evaluator(part.ahead, NOTHING, self.layout.own_mesh)([env[v] for v in part.reads])
         env |= dict(zip(part.makes, made, strict=True))
         num_consts, num_carry = part.op.loop_counts
         atoms = part.op.inputs[: num_consts + num_carry]
-        read = [env[a] if isinstance(a, int) else jnp.asarray(a.val, a.aval.dtype) for a in atoms]
+        read = [
+            self._brought(env[a], n) if isinstance(a, int) else jnp.asarray(a.val, a.aval.dtype)
+            for n, a in enumerate(atoms)
+        ]
         return read[:num_consts], read[num_consts:]
 
-    def _sliced(self, layers: Arrays, atom: Any, slot: Any, round_: Any) -> Any:
+    def _sliced(self, layers: Arrays, n: int, slot: Any, round_: Any) -> Any:
+        atom = self.part.op.inputs[n]
         if not isinstance(atom, int):
             return jnp.full((self._num_layers,), atom.val, atom.aval.dtype)
-        return layers[atom][slot if atom in self.program.of_microbatch else round_]
+        return self._brought(layers[atom][slot if atom in self.program.of_microbatch else round_], n)
+
+    def _brought(self, x: Any, n: int) -> Any:
+        """An operand of the loop as this reads it."""
+        reshard = self._sharding.reshards.get(("operand", LOOP, n), OperandReshard(()))
+        for step in reshard.path:
+            x = self.layout.imposed(x, step.after) if step.is_imposed else x
+        return x
 
     def _layers(self, consts: list[Any], carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
         """A stage's layers of a round, one after another."""
         (body,), num_carry = self.part.op.bodies["jaxpr"], self.part.op.loop_counts[1]
-        layer = _evaluator(body)
+        layer = evaluator(body, self._sharding, self.layout.own_mesh, (*LOOP, "jaxpr", 0))
 
         def one(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
             made = layer([*consts, *carry, *xs])
@@ -173,14 +202,6 @@ class Ticks:
 
         unroll = min(int(self.part.op.params["unroll"]), self._num_layers)
         return jax.lax.scan(one, carry, xs, length=self._num_layers, reverse=self._is_reversed, unroll=unroll)
-
-
-def _evaluator(graph: Any) -> Any:
-    return evaluator(graph, StepSharding((), (), {}, {}), AbstractMesh((), ()))
-
-
-def _zeros(value: Any, *ahead: int) -> Any:
-    return jnp.zeros((*ahead, *value.shape), value.dtype)
 
 
 def _put(buffer: Any, x: Any, place: Any) -> Any:

@@ -38,8 +38,8 @@ def is_sent(x: Any, target: NamedSharding) -> bool:
 
 
 def are_of_several_processes(meshes: Sequence[Any]) -> bool:
-    """Whether submeshes belong to more than one process."""
-    return len(frozenset[int]().union(*map(_processes, meshes))) > 1
+    """Whether submeshes belong to more than one process; abstract ones have none."""
+    return len(frozenset[int]().union(*(_processes(mesh) for mesh in meshes if isinstance(mesh, Mesh)))) > 1
 
 
 def everywhere(*copies: Any) -> list[Any]:

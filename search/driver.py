@@ -63,6 +63,14 @@ class SearchResult:
         gap = max(0.0, 1.0 - bound_s / cost_s) if cost_s > 0 else 0.0
         return replace(self, plan=replace(self.plan, gap=gap), bound_s=bound_s)
 
+    @property
+    def saveable_s(self) -> float:
+        """What a plan of another kind may save of a step at most: all but the computation, were each op's spread evenly over
+        all devices, and nothing computed twice."""
+        whole_s = sum(float(seconds.max()) for seconds, _ in self.on_mesh.memory.costed.node_seconds)
+        estimates = self.plan.estimates
+        return estimates.step_s - (whole_s / self.plan.num_devices - estimates.recompute_s)
+
     @cached_property
     def sharding(self) -> StepSharding:
         """The plan spelled out for the executor."""
@@ -134,11 +142,7 @@ def choices(step: Step, plan: Plan, cluster: Cluster, name: str, place: str = "p
 def _step_problem(step: Step, plan: Plan, cluster: Cluster, place: str) -> StepProblem:
     """The step as a plan rewrites it, made ready."""
     marks = _marks(step, plan.options.get("pin", {}))
-    if plan.fingerprint != (own := fingerprint(flatten(step))):
-        raise PlanError(
-            f"{place} was made for another step (its {plan.step!r} has fingerprint {plan.fingerprint}, this "
-            f"{step.name!r} has {own}). Search again for this one"
-        )
+    plan.check_is_for(step, place)
     split = _in_microbatches(step, plan, place)
     sites, waiting = _retained(split, marks, plan, place)
     on_host, decided = hosted(step, plan.decisions, place), apart(step, plan.decisions)

@@ -41,6 +41,7 @@ MAY_IMPORT = {
         "search.solver.clock",
         "search.mesh_problem",
         "search.stopwatch",
+        "search.tightening",
     ),
     "search": ("cost_model", "search"),
     "executors": ("cost_model", "search.ir", "search.plan"),

@@ -14,6 +14,7 @@ import jax
 
 from autoshard.user_warning import warn
 from autoshard.verification.extrapolation import extrapolated, is_long, kept_blocks, omitted, to_compile
+from autoshard.verification.pipeline_result import PipelineVerification
 from autoshard.verification.result import Extent, Verification, compared
 from autoshard.verification.shorten import Shortened
 from cost_model.cluster import Cluster
@@ -29,10 +30,12 @@ from search.driver import SearchResult
 from search.ir import _jax
 from search.ir.graph import Step, walk
 from search.ir.sharding import StepSharding
+from search.pipeline.planning import Pipeline
 from search.stopwatch import Stopwatch
 from search.tightening import Round, tightened
 
 Progress = Callable[[str], None]
+Proof = Verification | PipelineVerification
 
 MAX_ROUNDS = 4
 """How many plans `fitting` has compiled before it gives up. Source: a choice of ours; each costs a search and a
@@ -71,7 +74,7 @@ class CompilerVerifier:
           full: whether to compile all blocks, however many are alike.
         """
         step, watch = found.step, Stopwatch(found.step.trace_s)
-        tell = _telling(self.progress, "", watch)
+        tell = telling(self.progress, "", watch)
         if full or not is_long(step):
             extent = Extent()
         else:
@@ -96,7 +99,7 @@ class CompilerVerifier:
         ):
             arguments_bytes = whole_bytes - _argument_bytes(jit.build(short, sharding, None))
             which = f"{i + 1} of {len(programs)} ({kept[i]} of {cut.num_blocks} blocks)"
-            tell = _telling(self.progress, which, watch)
+            tell = telling(self.progress, which, watch)
             cap_bytes = found.plan.memory_bytes - arguments_bytes - omitted_bytes
             stats.append(self.stats(short, sharding, cap_bytes, watch, tell))
         whole, extent = extrapolated(cut, stats[0], stats[1:]), Extent(kept[0], cut.num_blocks)
@@ -112,9 +115,8 @@ class CompilerVerifier:
         """
         tell("lowering")
         program = jit.build(step, sharding, None)
-        lowered = _lowered(step, program)
+        module = module_bytes(lowered(step, program))
         memory_bytes = compiler.memory_for_cap(cap_bytes, program.resting_bytes)
-        module = module_bytes(lowered)
         watch.lap("lower")
         compiled = compile_apart(module, self.cluster, memory_bytes, self.compiler, tell)
         stats = CompiledStats.of(compiled, dict(zip(sharding.axis_names, sharding.mesh_shape, strict=True)))
@@ -126,20 +128,20 @@ def verified_here(found: SearchResult, cluster: Cluster, program: Program) -> Ve
     """A plan's predictions beside what becomes of its program on the devices that it is built for; JAX compiles it once,
     for this and for the first step."""
     watch = Stopwatch(found.step.trace_s)
-    lowered = program.fn.lower(*program.args)
+    here = program.fn.lower(*program.args)
     watch.lap("lower")
-    compiled = compiler.read(lowered.compile())
+    compiled = compiler.read(here.compile())
     watch.lap("compile")
     stats = CompiledStats.of(compiled, found.plan.decisions.mesh)
     return compared(found.plan, cluster, stats, watch.seconds, Extent())
 
 
-def fitting(
-    search: Callable[[int, Progress], SearchResult],
-    verified: Callable[[SearchResult, bool], Verification],
+def fitting[Found: (SearchResult, Pipeline, SearchResult | Pipeline)](
+    search: Callable[[int, Progress], Found],
+    verified: Callable[[Found, bool], Proof],
     cap_bytes: int,
     progress: Progress,
-) -> SearchResult:
+) -> Found:
     """The first plan whose compiled program keeps to the cap.
 
     Args:
@@ -155,10 +157,10 @@ def fitting(
       AutoshardWarning: a plan before this one was found not to fit.
     """
     misfits: list[str] = []
-    proofs: list[Verification] = []
-    rounds: list[Round[tuple[SearchResult, Verification]]] = []
+    proofs: list[Proof] = []
+    rounds: list[Round[tuple[Found, Proof]]] = []
 
-    def propose(limit_bytes: float, _: object) -> Round[tuple[SearchResult, Verification]]:
+    def propose(limit_bytes: float, _: object) -> Round[tuple[Found, Proof]]:
         last = misfits[-1] if misfits else ""
         said = _after(progress, f"round {len(misfits) + 1}, as {last}" if last else "")
         try:
@@ -179,7 +181,7 @@ def fitting(
         if proof.fits:
             if misfits:
                 warn(f"{misfits[-1]}: it was searched again, under a lower limit")
-            found = found.bounded(rounds[0].proposal[0].bound_s)
+            found = _certified(found, rounds[0].proposal[0])
             search_s = {**found.plan.search_s, "verify": sum(map(_judged_s, proofs))}
             return replace(found, plan=replace(found.plan, search_s=search_s))
         misfits.append(
@@ -191,6 +193,13 @@ def fitting(
         f"{misfits[-1]}, and the smallest of {len(rounds)} was compiled to {format_bytes(smallest_bytes)}. "
         f"Allow {format_bytes(1.01 * smallest_bytes)} a device, use more devices or a smaller batch"
     )
+
+
+def _certified[Found: (SearchResult, Pipeline, SearchResult | Pipeline)](found: Found, first: Found) -> Found:
+    """With the bound of the first plan that was found, under the cap itself."""
+    if isinstance(found, Pipeline) or isinstance(first, Pipeline):
+        return found
+    return found.bounded(first.bound_s)
 
 
 def target_config_text(given: str | os.PathLike[str] | None) -> str | None:
@@ -207,7 +216,12 @@ def target_config_text(given: str | os.PathLike[str] | None) -> str | None:
         raise InputError(f"the target config {os.fspath(given)} cannot be read: {e}") from e
 
 
-def _lowered(step: Step, program: Program) -> Any:
+def lowered(step: Step, program: Program) -> Any:
+    """A program of a step, lowered for GPUs.
+
+    Raises:
+      CompilerError: it cannot be, without devices.
+    """
     try:
         return lower(program.fn, program.args)
     except (ValueError, NotImplementedError) as e:
@@ -222,7 +236,7 @@ def _lowered(step: Step, program: Program) -> Any:
         raise CompilerError(f"{step.name} cannot be lowered for GPUs: {first_line(e)}") from e
 
 
-def _judged_s(proof: Verification) -> float:
+def _judged_s(proof: Proof) -> float:
     return sum(proof.seconds.values()) - proof.seconds["trace"]
 
 
@@ -245,7 +259,7 @@ def _after(progress: Progress, said: str) -> Progress:
     return (lambda line: progress(f"{line} ({said})")) if said else progress
 
 
-def _telling(progress: Progress, which: str, watch: Stopwatch) -> Progress:
+def telling(progress: Progress, which: str, watch: Stopwatch) -> Progress:
     """Progress lines that also say of which program, and what has taken how long so far."""
 
     def tell(line: str) -> None:

@@ -5,14 +5,14 @@ so their counts are shown and their bytes are judged. Its scheduler spends memor
 may lie further below the prediction than above it before the two are said to differ.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from cost_model.cluster import Cluster
 from cost_model.units import format_bytes
-from cost_model.xla.stats import CompiledStats
-from search.plan.plan import Plan
+from cost_model.xla.stats import CompiledStats, Traffic
+from search.plan.plan import Collective, Plan
 
 FLOOR_BYTES = 64 * 1024
 """Differences below it do not count: losses, norms and the like, which XLA merges or moves as it likes. Source: a choice
@@ -158,7 +158,9 @@ class Verification:
     @property
     def differences(self) -> tuple[str, ...]:
         """What the plan predicts otherwise, one sentence each."""
-        return tuple([*_misfits(self), *_peak_difference(self), *map(_said, self.differing), *_copied(self)])
+        peaks = peak_difference(self.predicted.peak_bytes, self.compiled.peak_bytes)
+        said = [*_misfits(self), peaks, *map(moved_difference, self.collectives), *_copied(self)]
+        return tuple(filter(None, said))
 
     @property
     def differing(self) -> tuple[Moved, ...]:
@@ -215,16 +217,17 @@ def compared(
                 "temporaries": stats.temporary_bytes,
             },
         ),
-        collectives=_paired(plan, stats),
+        collectives=paired(estimates.collectives, stats.collectives),
         host_copies=tuple(Copied(way, *traffic) for way, traffic in stats.host_copies.items()),
         extent=extent,
         seconds=seconds,
     )
 
 
-def _paired(plan: Plan, stats: CompiledStats) -> tuple[Moved, ...]:
-    predicted = {(c.kind, c.axes): (c.count, c.bytes) for c in plan.estimates.collectives}
-    compiled, nothing = dict(stats.collectives), (0, 0)
+def paired(collectives: Iterable[Collective], compiled: Mapping[Any, Traffic]) -> tuple[Moved, ...]:
+    """Collectives as predicted beside those that were compiled, by kind and mesh axes."""
+    predicted, nothing = {(c.kind, c.axes): (c.count, c.bytes) for c in collectives}, (0, 0)
+    compiled = dict(compiled)
     return tuple(
         Moved(kind, axes, *predicted.get((kind, axes), nothing), *compiled.get((kind, axes), nothing))
         for kind, axes in sorted(predicted | compiled)
@@ -244,17 +247,21 @@ def _misfits(v: Verification) -> Iterator[str]:
         )
 
 
-def _peak_difference(v: Verification) -> Iterator[str]:
-    predicted, compiled = v.predicted.peak_bytes, v.compiled.peak_bytes
-    if not -PEAK_BELOW * predicted <= compiled - predicted <= PEAK_ABOVE * predicted:
-        side = "above" if compiled > predicted else "below"
-        yield (
-            f"the compiled peak, {format_bytes(compiled)}, lies {_percent(compiled, predicted)} {side} the predicted "
-            f"{format_bytes(predicted)}"
-        )
+def peak_difference(predicted: int, compiled: int) -> str:
+    """What to say of peaks in bytes that differ; nothing of such as are near."""
+    if -PEAK_BELOW * predicted <= compiled - predicted <= PEAK_ABOVE * predicted:
+        return ""
+    side = "above" if compiled > predicted else "below"
+    return (
+        f"the compiled peak, {format_bytes(compiled)}, lies {_percent(compiled, predicted)} {side} the predicted "
+        f"{format_bytes(predicted)}"
+    )
 
 
-def _said(moved: Moved) -> str:
+def moved_difference(moved: Moved) -> str:
+    """What to say of collectives whose bytes differ; nothing of others."""
+    if not moved.differs:
+        return ""
     what = f"{moved.kind} over {', '.join(moved.axes)}"
     if not moved.predicted_bytes:
         return f"{what}: {format_bytes(moved.compiled_bytes)} compiled, none predicted"

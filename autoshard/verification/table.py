@@ -6,7 +6,8 @@ from autoshard.verification.result import Moved, Verification
 from cost_model.units import format_bytes, format_seconds
 from search.plan.text_table import Row, aligned, fitted
 
-_MARK = "differs"
+MARK = "differs"
+"""Beside what differs."""
 
 
 def side_by_side(v: Verification) -> str:
@@ -20,7 +21,7 @@ def side_by_side(v: Verification) -> str:
         _collectives(v.collectives),
         _copies(v),
         [f"verification time: {', '.join(f'{name} {format_seconds(s)}' for name, s in v.seconds.items())}"],
-        _verdict(v),
+        verdict(v.fits, v.differences),
     ]
     return fitted("\n".join(line for lines in parts for line in lines))
 
@@ -38,7 +39,7 @@ def _extent(v: Verification) -> list[str]:
 def _memory(v: Verification) -> list[str]:
     device = (v.predicted.peak_bytes, v.compiled.peak_bytes, v.cap_bytes)
     host = (v.predicted.host_bytes, v.compiled.host_bytes, v.host_cap_bytes)
-    return _aligned(
+    return numbers_right(
         [
             ("memory per device", "predicted", "compiled", "cap"),
             ("  device peak", *map(format_bytes, device)),
@@ -49,7 +50,7 @@ def _memory(v: Verification) -> list[str]:
 
 def _residents(title: str, residents: Mapping[str, int]) -> list[str]:
     ordered = sorted(residents.items(), key=lambda item: -item[1])
-    return [title, *_aligned([(f"  {name.replace('_', ' ')}", format_bytes(b)) for name, b in ordered])]
+    return [title, *numbers_right([(f"  {name.replace('_', ' ')}", format_bytes(b)) for name, b in ordered])]
 
 
 def _collectives(collectives: tuple[Moved, ...]) -> list[str]:
@@ -65,26 +66,27 @@ def _collectives(collectives: tuple[Moved, ...]) -> list[str]:
                 format_bytes(c.predicted_bytes),
                 f"{c.compiled_count}x",
                 format_bytes(c.compiled_bytes),
-                _MARK if c.differs else "",
+                MARK if c.differs else "",
             )
         )
-    return _aligned(rows)
+    return numbers_right(rows)
 
 
 def _copies(v: Verification) -> list[str]:
     if not v.host_copies:
         return ["copies to and from the host: none"]
     rows = [(f"  {c.direction}", f"{c.count}x", format_bytes(c.bytes)) for c in v.host_copies]
-    return ["copies to and from the host per step (bytes per device)", *_aligned(rows)]
+    return ["copies to and from the host per step (bytes per device)", *numbers_right(rows)]
 
 
-def _verdict(v: Verification) -> list[str]:
-    fits = "fits" if v.fits else "does not fit"
-    if not v.differences:
+def verdict(is_fitting: bool, differences: Sequence[str]) -> list[str]:
+    """What it comes to."""
+    fits = "fits" if is_fitting else "does not fit"
+    if not differences:
         return [f"verdict: {fits}, as predicted"]
-    return [f"verdict: {fits}; these differ", *(f"  {sentence}" for sentence in v.differences)]
+    return [f"verdict: {fits}; these differ", *(f"  {sentence}" for sentence in differences)]
 
 
-def _aligned(rows: Sequence[Row]) -> list[str]:
+def numbers_right(rows: Sequence[Row]) -> list[str]:
     """Names to the left, numbers to the right."""
     return aligned(rows, indent=0, right=range(1, 6))

@@ -1,8 +1,9 @@
 """The process in which XLA's GPU compiler runs: `python -m cost_model.xla.child`, started by `cost_model.xla.process`.
 
-It reads one job from its standard input: a line of JSON (`topology`, `target_config`, `cuda_folder`,
-`module_bytes`), then the lowered program. It answers on its standard output with JSON: the fields of
-`compiler.Compiled`, or `error`, what the compiler said. It never sees the user's code.
+It reads its jobs from its standard input: a line of JSON (`cuda_folder`, and `jobs`, each with `topology`, `target_config`
+and `module_bytes`), then the lowered programs. It answers on its standard output with a line of JSON for each:
+the fields of `compiler.Compiled`, or `error`, what the compiler said, which is the last one then. It never sees the user's
+code.
 
 Standard input stays open while it works: it is the line on which the parent's life hangs. When it is cut, however
 the parent ended, this process removes the folder for the compiler's temporary files and ends itself and whatever the
@@ -21,25 +22,30 @@ from typing import Any
 
 
 def main() -> None:
-    """Does the one job."""
+    """Does the jobs."""
     answer = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what native code prints must not stand in the answer
-    job = json.loads(sys.stdin.buffer.readline())
-    module = sys.stdin.buffer.read(job["module_bytes"])
+    asked = json.loads(sys.stdin.buffer.readline())
+    modules = [sys.stdin.buffer.read(job["module_bytes"]) for job in asked["jobs"]]
     threading.Thread(target=_end_with_parent, args=(sys.stdin.fileno(),), daemon=True).start()
     _offer_to_the_kernel()
     with answer:
-        json.dump(_compiled(job, module), answer)
+        for job, module in zip(asked["jobs"], modules, strict=True):
+            found = _compiled(job, module, asked["cuda_folder"])
+            answer.write(json.dumps(found) + "\n")
+            answer.flush()
+            if "error" in found:
+                return
 
 
-def _compiled(job: dict[str, Any], module: bytes) -> dict[str, Any]:
+def _compiled(job: dict[str, Any], module: bytes, cuda_folder: str) -> dict[str, Any]:
     import jax  # this takes seconds, and the parent may be gone by then
 
     from cost_model.xla import compiler
 
     try:
         devices = compiler.described_devices(job["topology"], job["target_config"])
-        return asdict(compiler.compile_module(module, devices, job["cuda_folder"]))
+        return asdict(compiler.compile_module(module, devices, cuda_folder))
     except (jax.errors.JaxRuntimeError, ValueError, NotImplementedError) as e:
         return {"error": str(e)}
 

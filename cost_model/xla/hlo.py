@@ -87,7 +87,7 @@ TO_HOST, FROM_HOST = "to host", "from host"
 
 
 @dataclass(frozen=True, slots=True)
-class _Instruction:
+class Instruction:
     name: str
     type: str
     opcode: str
@@ -102,20 +102,20 @@ def collectives(text: str, mesh: Mapping[str, int]) -> tuple[HloCollective, ...]
       text: what `compiled.as_text()` gives.
       mesh: the size of each mesh axis by name, outermost first; devices are numbered in that order.
     """
-    computations = dict(_computations(text))
+    computations = dict(parsed(text))
     runs = _runs(text, computations)
     found = (
-        _collective(kind, i, num_bytes, runs[name], mesh)
+        collective_of(kind, i, num_bytes, runs[name], mesh)
         for name, instructions in computations.items()
         if runs.get(name)
-        for kind, i, num_bytes in _moving(instructions)
+        for kind, i, num_bytes in moving(instructions)
     )
     return tuple(c for c in found if c.axes)
 
 
 def host_copies(text: str) -> tuple[HostCopy, ...]:
     """What a compiled module takes to the host and back, in program order."""
-    computations = dict(_computations(text))
+    computations = dict(parsed(text))
     runs = _runs(text, computations)
     return tuple(
         HostCopy(direction, num_bytes, runs[name])
@@ -138,8 +138,8 @@ _COMPUTATION = re.compile(r"(?:ENTRY )?%?([\w.-]+) \(.*\) -> .* \{$")
 _INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?([\w.-]+) = (\(.*?\)|\S+) ([a-z][a-z0-9-]*)\((.*)$")
 
 
-def _computations(text: str) -> Iterator[tuple[str, list[_Instruction]]]:
-    instructions: list[_Instruction] = []
+def parsed(text: str) -> Iterator[tuple[str, list[Instruction]]]:
+    instructions: list[Instruction] = []
     for line in text.splitlines():
         if head := _COMPUTATION.match(line):
             instructions = []
@@ -147,19 +147,17 @@ def _computations(text: str) -> Iterator[tuple[str, list[_Instruction]]]:
         elif body := _INSTRUCTION.match(re.sub(r"/\*.*?\*/", "", line)):
             operands, _, attributes = body[4].partition(")")
             instructions.append(
-                _Instruction(
-                    body[1], body[2], body[3], tuple(re.findall(r"%([\w.-]+)", operands)), attributes
-                )
+                Instruction(body[1], body[2], body[3], tuple(re.findall(r"%([\w.-]+)", operands)), attributes)
             )
 
 
-_CALLED = re.compile(r"(?:body|condition|calls|to_apply|(?:true|false)_computation)=%?([\w.-]+)")
+CALLED = re.compile(r"(?:body|condition|calls|to_apply|(?:true|false)_computation)=%?([\w.-]+)")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
-_TRIPS = re.compile(r'"?known_trip_count"?:\{"?n"?:"?(\d+)"?\}')
+TRIPS = re.compile(r'"?known_trip_count"?:\{"?n"?:"?(\d+)"?\}')
 _CALLERS = frozenset({"while", "call", "conditional", "async-start"})
 
 
-def _runs(text: str, computations: Mapping[str, list[_Instruction]]) -> dict[str, int]:
+def _runs(text: str, computations: Mapping[str, list[Instruction]]) -> dict[str, int]:
     """How often each computation runs in one step; a loop of unknown trip count is taken to run once."""
     entry = re.search(r"^ENTRY %?([\w.-]+)", text, re.MULTILINE)
     runs: dict[str, int] = {}
@@ -169,8 +167,8 @@ def _runs(text: str, computations: Mapping[str, list[_Instruction]]) -> dict[str
         runs[name] = runs.get(name, 0) + times
         for i in computations.get(name, ()):
             if i.opcode in _CALLERS:
-                trips = _TRIPS.search(i.attributes) if i.opcode == "while" else None
-                called = _CALLED.findall(i.attributes)
+                trips = TRIPS.search(i.attributes) if i.opcode == "while" else None
+                called = CALLED.findall(i.attributes)
                 called += [
                     c.strip(" %") for names in _BRANCHES.findall(i.attributes) for c in names.split(",")
                 ]
@@ -178,14 +176,14 @@ def _runs(text: str, computations: Mapping[str, list[_Instruction]]) -> dict[str
     return runs
 
 
-def _moving(instructions: Sequence[_Instruction]) -> Iterator[tuple[str, _Instruction, int]]:
+def moving(instructions: Sequence[Instruction]) -> Iterator[tuple[str, Instruction, int]]:
     """(Kind, instruction, bytes) of the collectives in one computation."""
     types = {i.name: i.type for i in instructions}
     for i in instructions:
         kind = i.opcode.removesuffix("-start")
         if kind in KINDS:
-            read = sum(_num_bytes(types.get(o, "")) for o in i.operands)
-            made = _num_bytes(i.type)
+            read = sum(num_bytes_of(types.get(o, "")) for o in i.operands)
+            made = num_bytes_of(i.type)
             if kind != i.opcode and made > read:
                 made -= read  # the pair's first half makes a tuple of its operands and its results
             yield kind, i, max(read, made)
@@ -195,7 +193,7 @@ _HOST = re.compile(r"S\(5\)")
 _CROSSERS = re.compile(r"(?:copy|fusion|async|dynamic-slice|dynamic-update-slice)(?:-start)?")
 
 
-def _crossing(instructions: Sequence[_Instruction]) -> Iterator[tuple[str, int]]:
+def _crossing(instructions: Sequence[Instruction]) -> Iterator[tuple[str, int]]:
     """(Direction, bytes) of what crosses between device and host in one computation."""
     types = {i.name: i.type for i in instructions}
     made = {i.operands[0]: i.type for i in instructions if i.opcode.endswith("-done")}
@@ -203,17 +201,17 @@ def _crossing(instructions: Sequence[_Instruction]) -> Iterator[tuple[str, int]]
         if not _CROSSERS.fullmatch(i.opcode):
             continue
         result, operands = made.get(i.name, i.type), [types.get(o, "") for o in i.operands]
-        on_device = sum(_num_bytes(o) for o in operands if "[]" not in o and not _HOST.search(o))
+        on_device = sum(num_bytes_of(o) for o in operands if "[]" not in o and not _HOST.search(o))
         if _HOST.search(result) and on_device:
             yield TO_HOST, on_device
         elif not _HOST.search(result) and any(_HOST.search(o) for o in operands):
-            yield FROM_HOST, _num_bytes(result)
+            yield FROM_HOST, num_bytes_of(result)
 
 
 _ARRAY = re.compile(r"([a-z]+)(\d*)\w*\[([\d,]*)\]")
 
 
-def _num_bytes(type_text: str) -> int:
+def num_bytes_of(type_text: str) -> int:
     """Bytes of an array, or of all arrays in a tuple; a `u32[]` in it is a permute's bookkeeping, or
     negligible."""
     total = 0
@@ -224,8 +222,8 @@ def _num_bytes(type_text: str) -> int:
     return total
 
 
-def _collective(
-    kind: str, i: _Instruction, num_bytes: int, count: int, mesh: Mapping[str, int]
+def collective_of(
+    kind: str, i: Instruction, num_bytes: int, count: int, mesh: Mapping[str, int]
 ) -> HloCollective:
     ids = np.arange(prod(mesh.values())).reshape(tuple(mesh.values()))
     pairs = re.search(r"source_target_pairs=\{(.*?)\}\}", i.attributes)

@@ -1,6 +1,6 @@
 """Asks the compiler in a process of its own, so that the user's JAX, flags and memory are left alone.
 
-The child (`cost_model.xla.child`) gets the lowered program through a pipe and the environment that the compiler wants. It
+The child (`cost_model.xla.child`) gets the lowered programs through a pipe and the environment that the compiler wants. It
 is the leader of its own process group: Ctrl-C does not reach it, the group is killed as one when the wait for it
 ends early, and it kills itself when its parent is gone. Whoever ends it removes the folder in which the compiler
 keeps its temporary files.
@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -67,6 +67,21 @@ class Compiler:
     flags: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A lowered program to compile.
+
+    Attributes:
+      module: what `_jax.module_bytes` gave of a program over all devices of the cluster, in its order.
+      cluster: GPUs.
+      memory_bytes: of each device, as the compiler is told (see `compiler.memory_for_cap`); by default what it has.
+    """
+
+    module: bytes
+    cluster: Cluster
+    memory_bytes: int | None = None
+
+
 def compile_apart(
     module: bytes,
     cluster: Cluster,
@@ -74,22 +89,31 @@ def compile_apart(
     compiler: Compiler = Compiler(),
     progress: Callable[[str], None] = lambda line: None,
 ) -> Compiled:
-    """Compiles a lowered program for a cluster, in a process of its own.
+    """Compiles a lowered program for a cluster, in a process of its own; arguments and errors as of `compile_all_apart`."""
+    (compiled,) = compile_all_apart([Job(module, cluster, memory_bytes)], compiler, progress)
+    return compiled
+
+
+def compile_all_apart(
+    jobs: Sequence[Job],
+    compiler: Compiler = Compiler(),
+    progress: Callable[[str], None] = lambda line: None,
+) -> tuple[Compiled, ...]:
+    """Compiles lowered programs one after another, in one process of their own.
 
     Args:
-      module: what `_jax.module_bytes` gave of a program over all devices of the cluster, in its order.
-      cluster: GPUs.
-      memory_bytes: of each device, as the compiler is told (see `compiler.memory_for_cap`); by default what it has.
+      jobs: what to compile, for GPUs of one kind.
       compiler: how to ask.
-      progress: called about once a second with a line that says for how long it has been compiling.
+      progress: called about once a second with a line that says which of them has been compiled for how long.
 
     Raises:
       InputError: the compiler is not there, or cannot be asked about this cluster.
       CompilerError: it failed, ran out of memory or took too long.
     """
-    check(cluster, compiler.target_config)
-    config = target_config(cluster.device.name, memory_bytes, compiler.target_config)
-    hiding = (f"--{k}={v}" for k, v in scheduler_options(cluster.device.name).items())
+    (name,) = {job.cluster.device.name for job in jobs}
+    for job in jobs:
+        check(job.cluster, compiler.target_config)
+    hiding = (f"--{k}={v}" for k, v in scheduler_options(name).items())
     flags = " ".join(filter(None, (compiler.flags, *hiding)))
     with (
         tempfile.TemporaryDirectory(prefix="autoshard-", ignore_cleanup_errors=True) as folder,
@@ -97,12 +121,6 @@ def compile_apart(
         open(os.path.join(folder, "said"), "w+b") as said,
     ):
         _write_stand_ins(Path(folder))
-        job = {
-            "topology": topology(cluster),
-            "target_config": config,
-            "cuda_folder": folder,
-            "module_bytes": len(module),
-        }
         child = subprocess.Popen(
             _COMMAND,
             env=_environment(flags, folder),
@@ -112,11 +130,22 @@ def compile_apart(
             process_group=0,
         )
         try:
-            _send(child, json.dumps(job).encode() + b"\n" + module)
-            _wait(child, compiler.timeout_s, progress)
+            asked = {"cuda_folder": folder, "jobs": [_described(job, compiler) for job in jobs]}
+            _send(child, json.dumps(asked).encode() + b"\n")
+            for job in jobs:
+                _send(child, job.module)
+            _wait(child, Path(answer.name), len(jobs), compiler.timeout_s, progress)
         finally:
             _end(child)
-        return _answer(child.returncode, _text(answer), _text(said))
+        return _answers(child.returncode, _text(answer), _text(said))
+
+
+def _described(job: Job, compiler: Compiler) -> dict[str, Any]:
+    return {
+        "topology": topology(job.cluster),
+        "target_config": target_config(job.cluster.device.name, job.memory_bytes, compiler.target_config),
+        "module_bytes": len(job.module),
+    }
 
 
 def _write_stand_ins(folder: Path) -> None:
@@ -143,11 +172,21 @@ def _send(child: "subprocess.Popen[bytes]", data: bytes) -> None:
         child.stdin.flush()
 
 
-def _wait(child: "subprocess.Popen[bytes]", timeout_s: float | None, progress: Callable[[str], None]) -> None:
-    start_s = time.monotonic()
+def _wait(
+    child: "subprocess.Popen[bytes]",
+    answer: Path,
+    num_jobs: int,
+    timeout_s: float | None,
+    progress: Callable[[str], None],
+) -> None:
+    """Until it has answered all; each answer is a line."""
+    start_s, num_done = time.monotonic(), 0
     while child.poll() is None:
+        if (done := answer.read_bytes().count(b"\n")) > num_done:
+            start_s, num_done = time.monotonic(), done
         elapsed_s = time.monotonic() - start_s
-        progress(f"compiling ({elapsed_s:.0f} s)")
+        which = f"{min(num_done + 1, num_jobs)} of {num_jobs} " if num_jobs > 1 else ""
+        progress(f"compiling {which}({elapsed_s:.0f} s)")
         left_s = _TICK_S if timeout_s is None else min(_TICK_S, timeout_s - elapsed_s)
         if left_s <= 0:
             raise CompilerError(
@@ -172,7 +211,7 @@ def _text(file: IO[bytes]) -> str:
     return file.read().decode(errors="replace")
 
 
-def _answer(status: int, answer: str, said: str) -> Compiled:
+def _answers(status: int, answer: str, said: str) -> tuple[Compiled, ...]:
     if status == -signal.SIGKILL:
         raise CompilerError(
             "the compiler was killed, as happens when the host's memory runs out. Close other programs, or compile on a "
@@ -180,10 +219,11 @@ def _answer(status: int, answer: str, said: str) -> Compiled:
         )
     if status != 0:
         raise CompilerError(f"the compiler ended with status {status}: {shortened(said)}")
-    fields: dict[str, Any] = json.loads(answer)
-    if "error" in fields:
-        raise CompilerError(f"the compiler refused the program: {shortened(fields['error'])}")
-    return Compiled(**fields)
+    answers: list[dict[str, Any]] = [json.loads(line) for line in answer.splitlines()]
+    for one in answers:
+        if "error" in one:
+            raise CompilerError(f"the compiler refused the program: {shortened(one['error'])}")
+    return tuple(Compiled(**one) for one in answers)
 
 
 _NOISE = re.compile(r"^(\s*@|\s*$|\*\*\*|[WI]\d{4} |WARNING|Traceback|\s+File |-+$)")

@@ -19,13 +19,18 @@ from math import prod
 import numpy as np
 
 from cost_model.cluster import Cluster
+from cost_model.errors import PlanError
 from search.device.prediction import Prediction
-from search.ir.spec import PARTIAL
+from search.ir.graph import Value
+from search.ir.sharding import Place
+from search.ir.spec import AXIS_NAMES, PARTIAL, WHOLE, Spec, divides
 from search.memory.microbatches import loop_over_microbatches
 from search.mesh_problem import MeshProblem, StepProblem
+from search.plan.plan import Decisions
 from search.problem.flat_program import FlatOp
 from search.problem.reshard_paths import ReshardPaths
 from search.problem.strategies import CopySource, port_specs
+from search.solver.branch_and_bound import NoFitError
 from search.solver.pbqp import Labels
 
 NO_CAP = 1 << 62
@@ -58,6 +63,30 @@ class IntraOp:
     def paths(self) -> ReshardPaths:
         """How values lie and travel."""
         return ReshardPaths(self.on_mesh.memory.costed, self.labels)
+
+    def lies(self, place: Place | None, value: Value) -> Spec:
+        """How a value of the step lies; terms of a sum are added up before they leave a program.
+
+        Args:
+          place: where the step has it; None if it does not.
+          value: its type.
+        """
+        flat, whole = self._flat.get(place), (WHOLE,) * len(self.mesh_shape)
+        if flat is None or not value.shape:
+            return whole
+        spec = tuple(WHOLE if d == PARTIAL else d for d in self.paths.resting(flat))
+        return spec if divides(spec, value.shape, self.mesh_shape) else whole
+
+    @cached_property
+    def _flat(self) -> dict[Place | None, int]:
+        """By place in the step, the value of the flat program that appears there."""
+        ops = self.step_problem.graph.folded.program.ops
+        return {
+            place: v
+            for op in ops
+            for v, places in zip(op.results, op.result_places, strict=True)
+            for place in places
+        }
 
     @cached_property
     def device(self) -> Prediction:
@@ -101,3 +130,21 @@ def solved(step_problem: StepProblem, cluster: Cluster, shape: tuple[int, ...]) 
     on_mesh = step_problem.on(replica_cluster(cluster, prod(shape)), shape)
     kept = between_programs(on_mesh, on_mesh.pinned({}))
     return IntraOp(step_problem, on_mesh, on_mesh.solve(kept, NO_CAP, SOLVE_S).labels)
+
+
+def decided(
+    step_problem: StepProblem, cluster: Cluster, decisions: Decisions, shape: tuple[int, ...], place: str
+) -> IntraOp:
+    """What a plan decides for such a mesh of a replica's devices.
+
+    Raises:
+      PlanError: it decides something impossible; `place` says of which plan.
+    """
+    if tuple(decisions.mesh) != AXIS_NAMES.get(len(shape)):
+        raise PlanError(f"{place}: wanted mesh axes named {AXIS_NAMES}, got {tuple(decisions.mesh)}")
+    on_mesh = step_problem.on(replica_cluster(cluster, prod(shape)), shape)
+    kept = between_programs(on_mesh, on_mesh.codec.allowed(decisions, place))
+    try:
+        return IntraOp(step_problem, on_mesh, on_mesh.solve(kept, NO_CAP, SOLVE_S).labels)
+    except NoFitError as e:
+        raise PlanError(f"{place}: what it decides for replicas of mesh {shape} does not go together") from e

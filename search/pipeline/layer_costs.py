@@ -47,6 +47,7 @@ class LayerCosts:
       weight_gradient_s: likewise.
       once_s: in a step.
       residual_bytes: of a microbatch, from the forward to the backward pass.
+      weight_gradient_bytes: likewise, from the backward pass to the weight gradients, where these are apart.
       state_bytes: always there.
       workspace_bytes: while a layer runs.
       crossing_bytes: [layers + 1] of a microbatch: what a device hands on at each border, in the forward pass.
@@ -57,6 +58,7 @@ class LayerCosts:
     weight_gradient_s: Array
     once_s: Array
     residual_bytes: Array
+    weight_gradient_bytes: Array
     state_bytes: Array
     workspace_bytes: Array
     crossing_bytes: Array
@@ -82,13 +84,14 @@ class Ledger:
 
     def costs(self, num_replicas: int) -> LayerCosts:
         """Of layers on so many replicas."""
-        by_part, (residuals, kept, working) = self._seconds, self._made_bytes
+        by_part, (residuals, later, kept, working) = self._seconds, self._made_bytes
         return LayerCosts(
             by_part["forward"],
             by_part["backward"],
             by_part["weight gradient"],
             by_part["once"] / num_replicas + self._reduction_s(num_replicas),
             residuals,
+            later,
             kept + self._split_bytes / num_replicas + self._whole_bytes,
             working,
             self._crossing_bytes,
@@ -184,9 +187,10 @@ class Ledger:
 
     @cached_property
     def _later(self) -> frozenset[Site | None]:
-        """The ops that only weight gradients need."""
-        later = left_for_later(self.layers.step, self.layers.assigned)
-        return frozenset(self.layers.step.site_of(op) for op in later)
+        """The ops that only weight gradients need; of a loop over layers, if that is so in each of them."""
+        step, assigned = self.layers.step, self.layers.assigned
+        later = left_for_later(step, assigned)
+        return frozenset(map(step.site_of, later)) - {step.site_of(op) for op in assigned.backward - later}
 
     def _reduction_s(self, num_replicas: int) -> Array:
         """Once a step: gradients are added up over replicas, each gets its part, and what tasks read is gathered."""
@@ -216,10 +220,21 @@ class Ledger:
         return found
 
     def _held(self, values: Iterable[int]) -> Array:
-        """Of values of the pipeline, by layer where they are made or rest."""
+        """Of values of the pipeline, by layer where they are made or rest; what the prologue makes for tasks, where these
+        read it."""
         found, of_value = np.zeros(self._num_layers), self.layers.assigned.of_value
         for v in values:
-            found[of_value.get(v, 0)] += self._bytes_of(v)
+            found[self._first_reader.get(v, of_value.get(v, 0))] += self._bytes_of(v)
+        return found
+
+    @cached_property
+    def _first_reader(self) -> Mapping[int, int]:
+        """By value that the prologue makes, the first layer whose tasks read it."""
+        made = {v for op in self.layers.step.prologue for v in op.outputs} - self.layers.step.terms.keys()
+        found: dict[int, int] = {}
+        for op, layer in self.layers.assigned.of_op.items():
+            for v in made.intersection(op.operands):
+                found[v] = min(found.get(v, layer), layer)
         return found
 
     def _bytes_of(self, v: int) -> float:
@@ -233,8 +248,14 @@ class Ledger:
 
     @cached_property
     def _sum_bytes(self) -> Array:
-        """The sums."""
-        return self._held(self.layers.step.terms)
+        """The sums; those of layers in a loop are apart."""
+        maker = self.intra_op.step_problem.graph.folded.program.maker
+        found = np.zeros(self._num_layers)
+        for v, term in self.layers.step.terms.items():
+            flat = self._flat.get(self.layers.step.place_of(term))
+            share = _only(self.layers.assigned.of_value.get(v, 0), self._num_layers)
+            found += self._bytes_of(v) * (share if flat is None else self._shares[maker[flat][0]])
+        return found
 
     @cached_property
     def _once_read(self) -> frozenset[int]:
@@ -251,25 +272,41 @@ class Ledger:
         return self._held(self._once_read & self.layers.step.learned)
 
     @cached_property
-    def _made_bytes(self) -> tuple[Array, Array, Array]:
-        """Of what the loop makes: residuals, what is there for all layers of a loop at once, and what for one at a time."""
+    def _made_bytes(self) -> tuple[Array, Array, Array, Array]:
+        """Of what the loop makes: residuals, what waits for weight gradients, what is there for all layers of a loop at
+        once, and what for one at a time."""
         memory = self.intra_op.on_mesh.memory
         start, end = self._loop
         residuals, working = np.zeros(self._num_layers), np.zeros((self._num_layers, end - start + 1))
-        sums = np.zeros(self._num_layers)
+        sums, later = np.zeros(self._num_layers), np.zeros(self._num_layers)
         for item, held in zip(memory.items, memory.held(self.intra_op.labels), strict=True):
             if not (held and self._is_in_loop(item.position) and self._is_in_loop(item.start)):
                 continue
             share = self._shares[item.position]
+            if self._waits_for_weights(item):
+                later += held * share
             if self._is_residual(item):
                 residuals += held * share
+            elif self._is_in_body(item.position):
+                working[share > 0, item.start - start] += held
+                working[share > 0, min(item.end, end - 1) - start + 1] -= held
             elif np.count_nonzero(share) > 1:
                 sums += held * share
             else:
                 layer = int(share.argmax())
                 working[layer, item.start - start] += held
                 working[layer, min(item.end, end - 1) - start + 1] -= held
-        return residuals, sums, np.cumsum(working, axis=1).max(axis=1)
+        return residuals, later, sums, np.cumsum(working, axis=1).max(axis=1)
+
+    def _waits_for_weights(self, item: LiveRange) -> bool:
+        """Whether weight gradients are the last to read it, and it is not theirs alone."""
+        of_weights = [self._outermost(self._ops[i]) in self._later for i in (item.position, item.end)]
+        return of_weights == [False, True]
+
+    def _is_in_body(self, i: int) -> bool:
+        """Whether an op's results are a layer's own: it is in the body of a loop over layers, and stacks nothing up."""
+        loops = self.intra_op.on_mesh.live_ranges.loops_at[i]
+        return len(loops) > 1 and self._ops[i].name != "stack"
 
     def _is_residual(self, item: LiveRange) -> bool:
         """Whether it waits from the forward pass to the backward pass."""
@@ -291,7 +328,10 @@ class Ledger:
     def _whole_bytes(self) -> Array:
         """Other arguments, what the prologue makes for tasks, and sums."""
         step = self.layers.step
-        return self._held({*step.step.graph.inputs, *self._once_read, *step.terms} - self._split)
+        return (
+            self._held({*step.step.graph.inputs, *self._once_read} - self._split - step.terms.keys())
+            + self._sum_bytes
+        )
 
     @cached_property
     def _crossing_bytes(self) -> Array:

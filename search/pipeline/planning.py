@@ -12,12 +12,14 @@ from math import inf, prod
 import jax
 
 from cost_model.cluster import Cluster
-from cost_model.errors import InputError, PlanError
+from cost_model.collectives import MeshModel
+from cost_model.errors import InfeasibleError, InputError, PlanError
+from cost_model.units import format_bytes, format_seconds
 from search.ir.graph import Step
 from search.ir.spec import AXIS_NAMES
 from search.memory.microbatches import looped
 from search.mesh_problem import StepProblem
-from search.pipeline.intra_op import NO_CAP, SOLVE_S, IntraOp, between_programs, replica_cluster
+from search.pipeline.intra_op import decided
 from search.pipeline.layer_costs import Ledger
 from search.pipeline.pipeline_step import PipelineStep
 from search.pipeline.programs import made_ready, stage_programs
@@ -26,19 +28,26 @@ from search.pipeline.schedules.registry import build_schedule
 from search.pipeline.search import PipelineOptions, PipelineSearch
 from search.pipeline.simulator import Simulation, StageCost, simulate
 from search.pipeline.split_loops import num_positions
+from search.pipeline.stage_collectives import stage_collectives
+from search.pipeline.stage_memory import StageMemory
 from search.pipeline.stage_plan import NoCut
 from search.pipeline.stage_sharding import stage_sharding
 from search.pipeline.stages import forward_ops
+from search.pipeline.task_memory import ProgramKernels
 from search.plan.pipeline_plan import REPLICA, PipelineEstimates, PipelinePlan, Stage, StageEstimates
-from search.plan.plan import Decisions
+from search.plan.plan import Collective
 from search.plan.retention import RetentionCodec
 from search.plan.schedule import Schedule
-from search.plan.stage_programs import StagePrograms, StageSharding
+from search.plan.stage_programs import StageProgram, StagePrograms, StageSharding
 from search.problem.fingerprint import fingerprint
 from search.problem.flat_program import flatten
 from search.problem.folding import fold
-from search.solver.branch_and_bound import NoFitError
 from search.stopwatch import Stopwatch
+from search.tightening import Round, tightened
+
+MAX_ROUNDS = 4
+"""How many pipelines are looked for under ever lower limits, where layers' costs do not show what programs need. Source: a
+choice of ours."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,18 +87,56 @@ def find(
       InputError: there are more stages than there is to cut, the devices or the batch do not divide, or there is no such
         schedule.
       NotSplittableError: the step has no microbatches; says why.
-      InfeasibleError: nothing fits; says what is nearest.
+      InfeasibleError: nothing fits, or is so fast; says what is nearest.
     """
     watch = Stopwatch(step.trace_s)
-    marks = [""] * len(step.arguments)
-    search = PipelineSearch(step, marks, cluster, options, progress)
+    refused: list[InfeasibleError] = []
+
+    def propose(limit_bytes: float, _: object) -> Round[Pipeline] | None:
+        try:
+            found = _found(
+                step, cluster, replace(options, memory_bytes=int(limit_bytes)), progress, cutoff_s, watch
+            )
+        except InfeasibleError as e:
+            refused.append(e)
+            return None
+        pipeline = _pipeline(step, found, options.memory_bytes)
+        watch.lap("plan")
+        return Round(pipeline, max(found.peak_bytes), pipeline.plan.estimates.peak_bytes)
+
+    smallest_bytes = inf
+    for latest in tightened(propose, options.memory_bytes, MAX_ROUNDS):
+        if latest.needed_bytes <= options.memory_bytes:
+            return replace(latest.proposal, plan=replace(latest.proposal.plan, search_s=watch.seconds))
+        smallest_bytes = min(smallest_bytes, latest.needed_bytes)
+    if smallest_bytes == inf:
+        raise refused[0]
+    raise InfeasibleError(
+        f"no pipeline of {step.name} on {cluster.name} fits {format_bytes(options.memory_bytes)} a device: the nearest that "
+        f"was found needs {format_bytes(smallest_bytes)}. Allow that, more microbatches or more stages, or use more devices"
+    )
+
+
+def _found(
+    step: Step,
+    cluster: Cluster,
+    options: PipelineOptions,
+    progress: Callable[[str], None],
+    cutoff_s: float,
+    watch: Stopwatch,
+) -> Proposal:
+    """What a search takes for the fastest pipeline that fits."""
+    search = PipelineSearch(step, [""] * len(step.arguments), cluster, options, progress)
     found = search.run(cutoff_s)
     watch.lap("search")
     if isinstance(found, NoCut):
         raise search.infeasible(found)
-    plan = _plan(step, found, options.memory_bytes)
-    watch.lap("plan")
-    return _pipeline(found, replace(plan, search_s=watch.seconds))
+    if found.step_s >= cutoff_s:
+        raise InfeasibleError(
+            f"the fastest pipeline of {step.name} that was found takes {format_seconds(found.step_s)}, and there is a plan "
+            f"of {format_seconds(cutoff_s)}"
+        )
+    return found
 
 
 def apply(step: Step, plan: PipelinePlan, place: str = "the plan") -> Pipeline:
@@ -98,11 +145,7 @@ def apply(step: Step, plan: PipelinePlan, place: str = "the plan") -> Pipeline:
     Raises:
       PlanError: it is for another step, or decides something impossible.
     """
-    if plan.fingerprint != (own := fingerprint(flatten(step))):
-        raise PlanError(
-            f"{place} was made for another step (its {plan.step!r} has fingerprint {plan.fingerprint}, this {step.name!r} "
-            f"has {own}). Plan again for this one"
-        )
+    plan.check_is_for(step, place)
     try:
         schedule = build_schedule(plan.schedule, len(plan.stages), plan.microbatches, plan.workers)
         parts = _parts(step, plan, place)
@@ -111,13 +154,13 @@ def apply(step: Step, plan: PipelinePlan, place: str = "the plan") -> Pipeline:
     placed = _placed(parts, plan, schedule, place)
     for decisions in plan.decisions:
         shape = tuple(decisions.mesh.values())
-        intra_op = _decided(parts, decisions, shape, place)
+        intra_op = decided(parts.step_problem, parts.cluster, decisions, shape, place)
         parts.ledgers[shape] = Ledger(intra_op, parts.layers, parts.cluster)
     if missing := {one.shape for one in placed} - parts.ledgers.keys():
         raise PlanError(f"{place}: no decisions for replicas of mesh {sorted(missing)[0]}")
     found = Proposal.of(parts, plan.num_replicas, placed, schedule)
-    again = _plan(step, found, plan.memory_bytes)
-    return _pipeline(found, replace(again, cluster=plan.cluster))
+    again = _pipeline(step, found, plan.memory_bytes)
+    return replace(again, plan=replace(again.plan, cluster=plan.cluster))
 
 
 def simulated(plan: PipelinePlan) -> Simulation:
@@ -140,15 +183,54 @@ def simulated(plan: PipelinePlan) -> Simulation:
 # --- from what was found to a plan
 
 
-def _pipeline(found: Proposal, plan: PipelinePlan) -> Pipeline:
+def _pipeline(step: Step, found: Proposal, memory_bytes: int) -> Pipeline:
     opened = _with_fusions(
         PipelineStep.of_loop(found.parts.step_problem.step, found.num_replicas), found.parts.step_problem
     )
     cut = found.parts.layers.stage_cut([stage.placed.first_layer for stage in found.stages])
-    step, cut = made_ready(opened, cut)
-    programs = stage_programs(step, cut, found.schedule.splits_backward)
-    shardings = (stage_sharding(s.intra_op, step, programs, n) for n, s in enumerate(found.stages))
-    return Pipeline(plan, programs, found.schedule, tuple(shardings))
+    parts, cut = made_ready(opened, cut)
+    programs = stage_programs(parts, cut, found.schedule.splits_backward)
+    shardings = tuple(stage_sharding(s.intra_op, parts, programs, n) for n, s in enumerate(found.stages))
+    memory = StageMemory(programs, found.schedule, shardings)
+    plan = _plan(step, found, memory_bytes, _Stages.of(found, parts, memory, memory_bytes))
+    return Pipeline(plan, programs, found.schedule, shardings)
+
+
+@dataclass(frozen=True, slots=True)
+class _Stages:
+    """What the programs of stages take, beside time: of each, the peak and the collectives."""
+
+    peak_bytes: tuple[float, ...]
+    collectives: tuple[tuple[Collective, ...], ...]
+
+    @classmethod
+    def of(cls, found: Proposal, step: PipelineStep, memory: StageMemory, memory_bytes: int) -> "_Stages":
+        programs, shapes = memory.programs, [stage.placed.shape for stage in found.stages]
+        of_shape = {s.placed.shape: ProgramKernels(s.intra_op, step, programs) for s in found.stages}
+        kernels = [of_shape[shape] for shape in shapes]
+
+        def needed_bytes(program: StageProgram) -> float:
+            return kernels[program.stage].temporary_bytes(program, memory_bytes)
+
+        of_tasks = memory.task_peaks({job: needed_bytes(program) for job, program in programs.tasks.items()})
+        before, behind = [0.0] * len(shapes), [0.0] * len(shapes)
+        for needed, once in ((before, programs.prologue), (behind, programs.epilogue)):
+            for program in once:
+                needed[program.stage] = max(needed[program.stage], needed_bytes(program))
+        workers, stages = found.schedule.workers_of, range(len(shapes))
+        peaks = [
+            max(
+                memory.prologue_peak(n, before[n]),
+                memory.update_peak(n, behind[n]),
+                *(of_tasks[worker] for worker in workers(n)),
+            )
+            for n in stages
+        ]
+        meshes = [MeshModel(found.parts.cluster, (found.num_replicas, prod(shape))) for shape in shapes]
+        return cls(
+            tuple(peaks),
+            tuple(stage_collectives(n, kernels[n], memory, meshes[n]) for n in stages),
+        )
 
 
 def _with_fusions(step: PipelineStep, problem: StepProblem) -> PipelineStep:
@@ -165,7 +247,7 @@ def _with_fusions(step: PipelineStep, problem: StepProblem) -> PipelineStep:
     return replace(step, on_the_fly=frozenset(v for v in step.of_microbatch if step.place_of(v) in light))
 
 
-def _plan(step: Step, found: Proposal, memory_bytes: int) -> PipelinePlan:
+def _plan(step: Step, found: Proposal, memory_bytes: int, taken: _Stages) -> PipelinePlan:
     problem = found.parts.step_problem
     starts = found.parts.layers.starts
     solutions = {stage.placed.shape: stage.intra_op for stage in found.stages}
@@ -185,7 +267,7 @@ def _plan(step: Step, found: Proposal, memory_bytes: int) -> PipelinePlan:
         ),
         RetentionCodec(problem.plain).said(sites) if sites else {},
         tuple(one.on_mesh.codec.decisions(one.labels) for _, one in sorted(solutions.items())),
-        _estimates(found),
+        _estimates(found, taken),
     )
 
 
@@ -193,8 +275,7 @@ def _mesh(num_replicas: int, shape: Sequence[int]) -> dict[str, int]:
     return {REPLICA: num_replicas, **dict(zip(AXIS_NAMES[len(shape)], shape, strict=True))}
 
 
-def _estimates(found: Proposal) -> PipelineEstimates:
-    peaks = found.peak_bytes
+def _estimates(found: Proposal, taken: _Stages) -> PipelineEstimates:
     stages = tuple(
         StageEstimates(
             stage.cost.forward_s,
@@ -206,11 +287,12 @@ def _estimates(found: Proposal) -> PipelineEstimates:
             round(stage.cost.residual_bytes),
             round(stage.state_bytes),
             round(stage.workspace_bytes),
-            round(max(peaks[worker] for worker in found.schedule.workers_of(n))),
+            round(taken.peak_bytes[n]),
+            taken.collectives[n],
         )
         for n, stage in enumerate(found.stages)
     )
-    return PipelineEstimates(found.step_s, found.simulation.bubble_share, round(max(peaks)), stages)
+    return PipelineEstimates(found.step_s, found.idle_share, round(max(taken.peak_bytes)), stages)
 
 
 # --- from a plan to what it means
@@ -250,15 +332,3 @@ def _placed(parts: Parts, plan: PipelinePlan, schedule: Schedule, place: str) ->
     ends = [*starts[1:], parts.layers.num_layers]
     shapes = [tuple(stage.replica_mesh.values()) for stage in plan.stages]
     return [Placed(*one) for one in zip(starts, ends, firsts, shapes, strict=True)]
-
-
-def _decided(parts: Parts, decisions: Decisions, shape: tuple[int, ...], place: str) -> IntraOp:
-    """How the devices of a replica share its work, as a plan says."""
-    if tuple(decisions.mesh) != AXIS_NAMES.get(len(shape)):
-        raise PlanError(f"{place}: wanted mesh axes named {AXIS_NAMES}, got {tuple(decisions.mesh)}")
-    on_mesh = parts.step_problem.on(replica_cluster(parts.cluster, prod(shape)), shape)
-    kept = between_programs(on_mesh, on_mesh.codec.allowed(decisions, place))
-    try:
-        return IntraOp(parts.step_problem, on_mesh, on_mesh.solve(kept, NO_CAP, SOLVE_S).labels)
-    except NoFitError as e:
-        raise PlanError(f"{place}: what it decides for replicas of mesh {shape} does not go together") from e

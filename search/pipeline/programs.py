@@ -82,7 +82,7 @@ _KINDS = {
     _BACKWARD: TaskKind.BACKWARD,
     _WEIGHT_GRADIENT: TaskKind.WEIGHT_GRADIENT,
 }
-_NAMES = ("prologue", "forward", "backward", "weight gradient", "epilogue")
+_NAMES = ("prologue", "forward", "backward", "weight gradient", "update")
 
 
 class _Writing:

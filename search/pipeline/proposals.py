@@ -11,6 +11,7 @@ Where a cap stands in the way, the step that recomputes is searched in the same 
 minimum cuts (`search.memory.trade_offs`).
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -38,6 +39,9 @@ from search.solver.clock import PROCESSOR, SearchClock
 
 GAP = 0.01
 """Proved of a cut: finer than what costs are known to. Source: a choice of ours."""
+
+DISPATCH_S = 3e-4
+"""What it takes a host to hand out a task. Source: `benchmarks/pipeline_dispatch.py`, on a core of a server."""
 
 SEARCHED = ("1f1b", "zb-h1")
 """Schedules that are tried where the caller names none: they hold least. Source: Qi et al. 2024, table 1."""
@@ -209,10 +213,34 @@ class Proposal:
 
     @property
     def step_s(self) -> float:
-        """Seconds of a step: all tasks, then the update, which may wait for all stages."""
+        """Seconds of a step: what devices take, or what the hosts need to hand all that out, where that is more."""
+        return max(self._on_devices_s, self._handed_out_s)
+
+    @property
+    def rank(self) -> tuple[float, float]:
+        """Of two proposals, that of the lower rank is the better one."""
+        return self.step_s, self._on_devices_s
+
+    @property
+    def _on_devices_s(self) -> float:
+        """All tasks, then the update, which may wait for all stages."""
         return self.simulation.makespan_s + max(
             sum(stage.once_s for stage in self._stages_of(w)) for w in range(self.schedule.num_workers)
         )
+
+    @property
+    def idle_share(self) -> float:
+        """Of all workers' time in their tasks, or in waiting for them."""
+        busy_share = 1 - self.simulation.bubble_share
+        return 1 - busy_share * min(self.simulation.makespan_s / self._handed_out_s, 1.0)
+
+    @property
+    def _handed_out_s(self) -> float:
+        """Until the busiest host has handed out a step's tasks: those of all stages that begin on its node."""
+        per_node = self.parts.cluster.devices_per_node
+        stages = Counter(stage.placed.first_device // per_node for stage in self.stages)
+        per_stage = len(self.schedule.kinds) * self.schedule.num_microbatches
+        return max(stages.values()) * per_stage * DISPATCH_S
 
     def _stages_of(self, worker: int) -> list[StageProposal]:
         return [self.stages[stage] for stage in self.schedule.stages_of(worker)]
@@ -240,7 +268,7 @@ def _priced(parts: Parts, costs: LayerCosts, placed: Placed, num_replicas: int) 
         float(costs.transfer_s(behind)[placed.end_layer]),
         float(costs.transfer_s(before)[placed.first_layer]),
         residual_bytes,
-        residual_bytes,
+        float(costs.weight_gradient_bytes[inside].sum()),
     )
     return StageProposal(
         placed,
@@ -306,7 +334,7 @@ class _Proposing:
         names = SEARCHED if self.wanted.schedule is None else (self.wanted.schedule,)
         found = [self._proposal(cut, name) for name in names]
         fitting = [one for one in found if max(one.peak_bytes) <= self.wanted.memory_bytes]
-        return min(fitting, key=lambda one: one.step_s) if fitting else NoCut(cut.stages)
+        return min(fitting, key=lambda one: one.rank) if fitting else NoCut(cut.stages)
 
     @property
     def _num_microbatches(self) -> int:

@@ -95,6 +95,8 @@ class PipelineSearch:
     def run(self, cutoff_s: float = inf) -> Proposal | NoCut:
         """The fastest pipeline, or why there is none that fits and takes less than the cutoff."""
         refused: list[NotSplittableError] = []
+        if not self._may_hold(1):
+            return self.nearest
         counts = self._counts()
         if not counts:
             raise self._indivisible()
@@ -141,7 +143,7 @@ class PipelineSearch:
             )
             found = propose(parts, num_replicas, shapes, self.options.wanted)
             if isinstance(found, Proposal):
-                self.best = found if found.step_s < self._best_s else self.best
+                self.best = min(self.best or found, found, key=lambda one: one.rank)
             elif found.nearest:
                 unfit.append((bound_s, num_replicas, shapes))
                 self.nearest = min(self.nearest, found, key=lambda one: one.over_bytes)
@@ -199,11 +201,15 @@ class PipelineSearch:
         return tuple(found)
 
     def _may_hold(self, num_replicas: int) -> bool:
-        """Whether parameters, of which each replica has a copy or a gradient of that size, may fit so often."""
+        """Whether parameters, of which each replica has a copy or a gradient of that size, may fit so often, and the rest of
+        the state once."""
         arguments = zip(self.step.graph.inputs, self.step.arguments, strict=True)
-        learned = (v for v, argument in arguments if argument.role is Role.PARAMETER)
-        num_bytes = sum(self.step.graph.values[v].num_bytes for v in learned)
-        return num_replicas * num_bytes <= self.cluster.num_devices * self.options.memory_bytes
+        sizes = {role: 0 for role in Role}
+        for v, argument in arguments:
+            sizes[argument.role] += self.step.graph.values[v].num_bytes
+        learned = sizes.pop(Role.PARAMETER)
+        rest = sum(sizes.values()) - sizes[Role.BATCH]
+        return num_replicas * learned + rest <= self.cluster.num_devices * self.options.memory_bytes
 
     @cached_property
     def _sizes(self) -> tuple[int, ...]:
@@ -273,6 +279,11 @@ class PipelineSearch:
 
     def infeasible(self, nearest: NoCut) -> InfeasibleError:
         """Why nothing fits."""
+        if not nearest.nearest and not self._may_hold(1):
+            return InfeasibleError(
+                f"no pipeline of {self.step.name} on {self.cluster.name} fits {format_bytes(self.options.memory_bytes)} a "
+                "device: its state alone is more than all devices hold. Allow more memory, or use more devices"
+            )
         return InfeasibleError(
             f"no pipeline of {self.step.name} on {self.cluster.name} fits {format_bytes(self.options.memory_bytes)} a device"
             f": {nearest}. Allow more memory, more microbatches or more stages, or use more devices"

@@ -33,7 +33,15 @@ def spmd_step(traced: Step, num_parts: int, num_workers: int, stages_per_worker:
       InputError: there is no loop over so many equal layers.
       NotSplittableError: the step has no microbatches; says why.
     """
-    step = PipelineStep.of(traced, num_parts)
+    return written(traced, PipelineStep.of(traced, num_parts), num_workers, stages_per_worker)
+
+
+def written(traced: Step, step: PipelineStep, num_workers: int, stages_per_worker: int) -> SpmdStep:
+    """The same of a step that is taken apart already.
+
+    Raises:
+      InputError: there is no loop over so many equal layers.
+    """
     loops = layer_loops(step, num_workers * stages_per_worker)
     return _Writing(traced, step, loops).run(num_workers, stages_per_worker)
 

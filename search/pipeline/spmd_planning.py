@@ -1,20 +1,27 @@
 """From a traced step to a pipeline of it that is one program: as many equal stages as asked for, in one of two schedules.
 
-The devices are dealt evenly to the stages, in their order; each device of a stage has microbatches of its own.
+The devices are dealt evenly to the stages, in their order. A stage's devices are replicas, each with microbatches of its
+own, and the devices of each, which share the work on these as a search for the whole step says (`search.pipeline.intra_op`).
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import prod
 
 import jax
 
 from cost_model.cluster import Cluster
 from cost_model.errors import InputError, PlanError
 from search.ir.graph import Step
-from search.memory.microbatches import batch_divisors
+from search.memory.microbatches import batch_divisors, looped
+from search.mesh_problem import StepProblem
+from search.pipeline.intra_op import IntraOp, decided, solved
+from search.pipeline.pipeline_step import PipelineStep
 from search.pipeline.schedules.registry import build_schedule
-from search.pipeline.spmd import spmd_step
+from search.pipeline.spmd import spmd_step, written
+from search.pipeline.spmd_sharding import spmd_sharding
 from search.plan.spmd_plan import ONE_PROGRAM, SpmdPlan
-from search.plan.spmd_step import SpmdStep
+from search.plan.spmd_step import SpmdSharding, SpmdStep
 from search.problem.fingerprint import fingerprint
 from search.problem.flat_program import flatten
 
@@ -25,7 +32,8 @@ MICROBATCHES_PER_STAGE = 4
 """At most, where nobody says how many. Source: GPipe (Huang et al. 2019, section 2.3) finds the bubble negligible from four
 times as many microbatches as stages on."""
 
-AXES = ("stage", "data")
+AXES = ("stage", "replica")
+"""The first axes of the mesh: of groups of devices, and of the replicas in each. Those of a replica's devices are behind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,24 +43,33 @@ class SpmdOptions:
     Attributes:
       stages: in how many the layers are cut.
       schedule: `gpipe` or `circular`; None for GPipe's.
-      microbatches: of each device; None for a few per stage.
+      microbatches: of each replica; None for a few per stage.
+      mesh: of each stage: how many replicas it has, then the mesh of a replica's devices; None for replicas of one device.
     """
 
     stages: int
     schedule: str | None = None
     microbatches: int | None = None
+    mesh: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, eq=False)
 class SpmdPipeline:
-    """A plan, and the program that it means for its step."""
+    """A plan, and what it means for its step.
+
+    Attributes:
+      plan: the plan.
+      program: what runs.
+      sharding: how the devices of a replica share it.
+    """
 
     plan: SpmdPlan
     program: SpmdStep
+    sharding: SpmdSharding
 
 
 def find(step: Step, cluster: Cluster, options: SpmdOptions) -> SpmdPipeline:
-    """Cuts a step's layers into stages.
+    """Cuts a step's layers into stages, and searches how the devices of a replica share the work.
 
     Raises:
       InputError: the step has no loop over layers, these, the devices or the batch do not divide, or one program has no
@@ -61,15 +78,8 @@ def find(step: Step, cluster: Cluster, options: SpmdOptions) -> SpmdPipeline:
     """
     name, stages = options.schedule or "gpipe", options.stages
     workers = stages // STAGES_PER_WORKER.get(name, 1)
-    per_worker, rest = divmod(cluster.num_devices, max(workers, 1))
-    if rest or not per_worker:
-        raise InputError(
-            f"{cluster.num_devices} devices cannot be dealt to {workers} groups with {stages // workers} stages each, as "
-            f"many to each. Ask for a number of stages that gives a divisor of {cluster.num_devices} groups"
-        )
-    microbatches = options.microbatches or _few_microbatches(step, stages, per_worker)
-    _check_schedule(name, stages, microbatches, workers)
-    _check_batch(step, microbatches, per_worker)
+    num_replicas, *shape = options.mesh or (_per_worker(cluster, workers, stages),)
+    microbatches = options.microbatches or _few_microbatches(step, stages, num_replicas)
     plan = SpmdPlan(
         step.name,
         fingerprint(flatten(step)),
@@ -78,9 +88,14 @@ def find(step: Step, cluster: Cluster, options: SpmdOptions) -> SpmdPipeline:
         name,
         microbatches,
         stages,
-        dict(zip(AXES, (workers, per_worker), strict=True)),
+        dict(zip(AXES, (workers, num_replicas), strict=True)),
     )
-    return SpmdPipeline(plan, spmd_step(step, microbatches * per_worker, workers, stages // workers))
+    _check(step, cluster, plan, shape)
+    if prod(shape) == 1:
+        return SpmdPipeline(plan, _unshared(step, plan), SpmdSharding(plan.num_replicas))
+    problem = _problem(step, cluster, plan)
+    intra_op = solved(problem, cluster, tuple(shape))
+    return _shared(step, replace(plan, decisions=intra_op.on_mesh.codec.decisions(intra_op.labels)), intra_op)
 
 
 def apply(step: Step, plan: SpmdPlan, place: str = "the plan") -> SpmdPipeline:
@@ -89,34 +104,73 @@ def apply(step: Step, plan: SpmdPlan, place: str = "the plan") -> SpmdPipeline:
     Raises:
       PlanError: it is for another step, or decides something impossible.
     """
-    if plan.fingerprint != (own := fingerprint(flatten(step))):
-        raise PlanError(
-            f"{place} was made for another step (its {plan.step!r} has fingerprint {plan.fingerprint}, this {step.name!r} "
-            f"has {own}). Plan again for this one"
-        )
+    plan.check_is_for(step, place)
     cluster = Cluster.from_json(plan.cluster, f"{place}: cluster")
+    if tuple(plan.mesh) != AXES:
+        raise PlanError(f"{place}: wanted a mesh with the axes {AXES}, got {tuple(plan.mesh)}")
+    shape = tuple(plan.decisions.mesh.values()) if plan.decisions else ()
     try:
-        again = find(step, cluster, SpmdOptions(plan.stages, plan.schedule, plan.microbatches))
+        _check(step, cluster, plan, shape)
+        if plan.decisions is None:
+            return SpmdPipeline(plan, _unshared(step, plan), SpmdSharding(plan.num_replicas))
+        intra_op = decided(_problem(step, cluster, plan), cluster, plan.decisions, shape, place)
+        return _shared(step, plan, intra_op)
     except InputError as e:
         raise PlanError(f"{place}: {e}") from e
-    if dict(again.plan.mesh) != dict(plan.mesh):
-        raise PlanError(f"{place}: wanted the mesh {dict(again.plan.mesh)}, got {dict(plan.mesh)}")
-    return SpmdPipeline(plan, again.program)
 
 
-def _few_microbatches(step: Step, stages: int, per_worker: int) -> int:
-    """The most that divide the batch on as many devices, up to a few per stage."""
-    counts = (n // per_worker for n in batch_divisors(step) if n % per_worker == 0)
+def _unshared(step: Step, plan: SpmdPlan) -> SpmdStep:
+    """What runs where replicas are single devices."""
+    return spmd_step(step, plan.num_parts, plan.num_workers, plan.stages // plan.num_workers)
+
+
+def _problem(step: Step, cluster: Cluster, plan: SpmdPlan) -> StepProblem:
+    """What there is to share."""
+    return StepProblem.of(looped(step, plan.num_parts), [""] * len(step.arguments), cluster.device)
+
+
+def _shared(step: Step, plan: SpmdPlan, intra_op: IntraOp) -> SpmdPipeline:
+    parts = PipelineStep.of_loop(intra_op.step_problem.step)
+    program = written(step, parts, plan.num_workers, plan.stages // plan.num_workers)
+    return SpmdPipeline(plan, program, spmd_sharding(intra_op, parts, program, plan.num_replicas))
+
+
+def _per_worker(cluster: Cluster, workers: int, stages: int) -> int:
+    """Devices of each group."""
+    per_worker, rest = divmod(cluster.num_devices, max(workers, 1))
+    if rest or not per_worker:
+        raise InputError(
+            f"{cluster.num_devices} devices cannot be dealt to {workers} groups with {stages // max(workers, 1)} stages "
+            f"each, as many to each. Ask for a number of stages that gives a divisor of {cluster.num_devices} groups"
+        )
+    return per_worker
+
+
+def _check(step: Step, cluster: Cluster, plan: SpmdPlan, shape: Sequence[int]) -> None:
+    """That one program can run a plan, with replicas of such a mesh."""
+    workers, replicas = plan.mesh.values()
+    _check_schedule(plan.schedule, plan.stages, plan.microbatches, workers)
+    if (taken := workers * replicas * prod(shape)) != cluster.num_devices:
+        raise InputError(
+            f"{workers} groups of mesh {(replicas, *shape)} take {taken} devices, and {cluster.name} has "
+            f"{cluster.num_devices}. Take another mesh or number of stages"
+        )
+    _check_batch(step, plan.microbatches, replicas)
+
+
+def _few_microbatches(step: Step, stages: int, num_replicas: int) -> int:
+    """The most that divide the batch on as many replicas, up to a few per stage."""
+    counts = (n // num_replicas for n in batch_divisors(step) if n % num_replicas == 0)
     return max((n for n in counts if n <= MICROBATCHES_PER_STAGE * stages), default=1)
 
 
-def _check_batch(step: Step, microbatches: int, per_worker: int) -> None:
-    """That each device of a stage has microbatches of its own."""
+def _check_batch(step: Step, microbatches: int, num_replicas: int) -> None:
+    """That each replica of a stage has microbatches of its own."""
     divisors = batch_divisors(step)
-    if divisors and microbatches * per_worker not in divisors:
+    if divisors and microbatches * num_replicas not in divisors:
         raise InputError(
-            f"{max(divisors)} examples cannot be dealt to the {per_worker} devices of each stage in {microbatches} "
-            f"microbatches on each: that makes {microbatches * per_worker} parts. Take a batch that is a multiple of that, "
+            f"{max(divisors)} examples cannot be dealt to the {num_replicas} replicas of each stage in {microbatches} "
+            f"microbatches on each: that makes {microbatches * num_replicas} parts. Take a batch that is a multiple, "
             "or other numbers of microbatches or stages"
         )
 

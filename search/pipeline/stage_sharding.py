@@ -7,17 +7,15 @@ parts as there are replicas (ZeRO's first stage; Rajbhandari et al. 2020, "ZeRO:
 trillion parameter models", section 5.1), but for what tasks read, which has to be whole for each.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
-from search.ir.graph import Role, Site
-from search.ir.sharding import OperandReshard, Place, ReshardStep, StepSharding
-from search.ir.spec import AXIS_NAMES, PARTIAL, WHOLE, Spec, divides
+from search.ir.graph import Role
+from search.ir.spec import AXIS_NAMES, WHOLE, Spec, divides
+from search.pipeline.imposed import Imposed
 from search.pipeline.intra_op import IntraOp
 from search.pipeline.pipeline_step import PipelineStep
-from search.plan.shardings import step_sharding
-from search.plan.stage_programs import StageProgram, StagePrograms, StageSharding
+from search.plan.stage_programs import StagePrograms, StageSharding
 
 REPLICA = "replica"
 """The name of the replicas' axis."""
@@ -56,7 +54,8 @@ class _Spelling:
         specs = {v: self._lies(v) for v in sorted(there)}
         specs |= {new: specs[old] for new, old in self._replaced.items() if new in specs and old in specs}
         tasks = [program for program in mine if program in self.programs.tasks.values()]
-        inside = {program.name: self._inside(program) for program in tasks}
+        imposed = Imposed.of(self.intra_op, self.step)
+        inside = {program.name: imposed.on(program.graph.ops) for program in tasks}
         return StageSharding(
             self._mesh_shape,
             self._axis_names,
@@ -90,12 +89,8 @@ class _Spelling:
         return self._split_over_replicas(v, made)
 
     def _made(self, v: int) -> Spec:
-        """How the step's solution has it; terms of a sum are added up before they leave a program."""
-        flat, value = self._flat.get(self.step.place_of(v)), self.step.values[v]
-        if flat is None or not value.shape:
-            return (WHOLE,) * len(self.intra_op.mesh_shape)
-        spec = tuple(WHOLE if d == PARTIAL else d for d in self.intra_op.paths.resting(flat))
-        return spec if divides(spec, value.shape, self.intra_op.mesh_shape) else (WHOLE,) * len(spec)
+        """How the step's solution has it."""
+        return self.intra_op.lies(self.step.place_of(v), self.step.values[v])
 
     def _split_over_replicas(self, v: int, spec: Spec) -> Spec:
         """The same, and in as many parts as there are replicas: along the largest dim that allows it."""
@@ -118,64 +113,3 @@ class _Spelling:
         step = self.programs.step
         arguments = zip(step.graph.inputs, step.arguments, strict=True)
         return frozenset(v for v, argument in arguments if argument.role is Role.BATCH)
-
-    @cached_property
-    def _flat(self) -> dict[Place | None, int]:
-        """By place in the step, the value of the flat program that appears there."""
-        ops = self.intra_op.step_problem.graph.folded.program.ops
-        return {
-            place: v
-            for op in ops
-            for v, places in zip(op.results, op.result_places, strict=True)
-            for place in places
-        }
-
-    # --- what programs impose
-
-    def _inside(self, program: StageProgram) -> StepSharding:
-        """Of a task's ops, what the solution imposes on the ops of the step that they are, or are parts of."""
-        imposed = self._imposed
-        specs: dict[Place, tuple[Spec, ...]] = {}
-        reshards: dict[Place, OperandReshard] = {}
-        for i, op in enumerate(program.graph.ops):
-            site = self.step.site_of(op)
-            for (what, rest, n), spec in imposed.specs.get(site, ()):
-                specs[what, (i, *rest), n] = spec
-            for (what, rest, n), path in imposed.reshards.get(site, ()):
-                reshards[what, (i, *rest), n] = path
-        return StepSharding(self._mesh_shape, self._axis_names, specs, reshards)
-
-    @cached_property
-    def _imposed(self) -> "_Imposed":
-        sharding = step_sharding(self.intra_op.on_mesh.memory.costed, self.intra_op.labels)
-        return _Imposed.of(sharding, self.step.loop)
-
-
-@dataclass(frozen=True, eq=False)
-class _Imposed:
-    """What a solution imposes on the ops of the loop's body: by op, with the places inside of it.
-
-    Replicas come in as one more axis, the first, over which everything is whole.
-    """
-
-    specs: Mapping[Site | None, list[tuple[Place, tuple[Spec, ...]]]]
-    reshards: Mapping[Site | None, list[tuple[Place, OperandReshard]]]
-
-    @classmethod
-    def of(cls, sharding: StepSharding, loop: int) -> "_Imposed":
-        depth = len((loop, "jaxpr", 0)) + 1
-        specs: dict[Site | None, list[tuple[Place, tuple[Spec, ...]]]] = {}
-        reshards: dict[Site | None, list[tuple[Place, OperandReshard]]] = {}
-        for (what, site, n), imposed in sharding.specs.items():
-            more = tuple((WHOLE, *spec) for spec in imposed)
-            specs.setdefault(site[:depth], []).append(((what, site[depth:], n), more))
-        for (what, site, n), reshard in sharding.reshards.items():
-            path = tuple(_with_replicas(step) for step in reshard.path)
-            reshards.setdefault(site[:depth], []).append(
-                ((what, site[depth:], n), replace(reshard, path=path))
-            )
-        return cls(specs, reshards)
-
-
-def _with_replicas(step: ReshardStep) -> ReshardStep:
-    return replace(step, axes=tuple(axis + 1 for axis in step.axes), after=(WHOLE, *step.after))

@@ -5,18 +5,15 @@ say: in the words of a plan of one program, for each mesh that a stage's replica
 is honoured. `estimates` are what the cost model says of that, stage by stage: from them alone the schedule can be drawn.
 """
 
-import json
 import math
-import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from pathlib import Path
 from typing import Any
 
 from cost_model.errors import PlanError
-from cost_model.whole_file import write_whole
-from search.plan.json_file import read_file, schema_of
-from search.plan.plan import Decisions
+from search.plan.json_file import schema_of
+from search.plan.plan import Collective, Decisions
+from search.plan.saved import SavedPlan
 from search.plan.spmd_plan import PROGRAM_PER_STAGE
 
 SCHEMA = "autoshard.pipeline/2"
@@ -69,6 +66,7 @@ class StageEstimates:
       state_bytes: a device's, always there.
       workspace_bytes: a device's, while it runs.
       peak_bytes: a device's, with all stages of its worker.
+      collectives: per kind and axes of its submesh, in a step.
     """
 
     forward_s: float
@@ -81,6 +79,7 @@ class StageEstimates:
     state_bytes: int
     workspace_bytes: int
     peak_bytes: int
+    collectives: tuple[Collective, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +100,7 @@ class PipelineEstimates:
 
 
 @dataclass(frozen=True, slots=True)
-class PipelinePlan:
+class PipelinePlan(SavedPlan):
     """How to run a training step as a pipeline.
 
     Attributes:
@@ -167,26 +166,8 @@ class PipelinePlan:
                 }
                 for d in self.decisions
             ],
-            "estimates": {**asdict(self.estimates), "stages": [asdict(s) for s in self.estimates.stages]},
+            "estimates": {**asdict(self.estimates), "stages": [_said(s) for s in self.estimates.stages]},
         }
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the plan as JSON: the file is whole or not there.
-
-        Raises:
-          InputError: the path cannot be written.
-        """
-        write_whole(Path(path), json.dumps(self.to_json(), indent=1, allow_nan=False) + "\n", "the plan")
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> "PipelinePlan":
-        """Reads what `save` wrote.
-
-        Raises:
-          InputError: no such file, or it cannot be read.
-          PlanError: not JSON, or not a plan of this schema; says where.
-        """
-        return cls.from_json(read_file(path), str(path))
 
     @classmethod
     def from_json(cls, data: Any, place: str = "plan") -> "PipelinePlan":
@@ -200,7 +181,7 @@ class PipelinePlan:
         if (schema := schema_of(data)) not in (None, SCHEMA):
             raise PlanError(f"{place} has schema {schema!r}; wanted {SCHEMA!r}, as of a pipeline's plan")
         file = read(PipelineFile, data, place)
-        of_stages = tuple(StageEstimates(**s) for s in file["estimates"].pop("stages"))
+        of_stages = tuple(_stage_estimates(**stage) for stage in file["estimates"].pop("stages"))
         read_as: dict[str, Any] = {
             "stages": tuple(Stage(**stage) for stage in file["stages"]),
             "decisions": tuple(Decisions(**decisions) for decisions in file["decisions"]),
@@ -212,6 +193,15 @@ class PipelinePlan:
         from search.plan.pipeline_summary import summary  # it needs plans itself
 
         return summary(self)
+
+
+def _said(stage: StageEstimates) -> dict[str, Any]:
+    said = asdict(stage)
+    return said | {"collectives": [{**one, "axes": list(one["axes"])} for one in said["collectives"]]}
+
+
+def _stage_estimates(collectives: Sequence[Mapping[str, Any]] = (), **estimates: Any) -> StageEstimates:
+    return StageEstimates(**estimates, collectives=tuple(Collective(**one) for one in collectives))
 
 
 def is_of_pipeline(data: Any) -> bool:

@@ -6,18 +6,15 @@ them: they are recomputed whenever a plan is loaded against a step, never truste
 to the traced step.
 """
 
-import json
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from cost_model.errors import PlanError
-from cost_model.whole_file import write_whole
 from search.plan.edits import Decision, edited, num_deleted
-from search.plan.json_file import read_file, schema_of
+from search.plan.json_file import schema_of
+from search.plan.saved import SavedPlan
 
 if TYPE_CHECKING:
     from search.plan.comparison import Comparison
@@ -101,7 +98,7 @@ class Decisions:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(SavedPlan):
     """How to run a training step on a cluster.
 
     Attributes:
@@ -200,25 +197,6 @@ class Plan:
                 "marks": self.marks,
             },
         }
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the plan as JSON: the file is whole or not there.
-
-        Raises:
-          InputError: the path cannot be written.
-        """
-        text = json.dumps(self.to_json(), indent=1, allow_nan=False) + "\n"
-        write_whole(Path(path), text, "the plan")
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> "Plan":
-        """Reads what `save` wrote.
-
-        Raises:
-          InputError: no such file, or it cannot be read.
-          PlanError: not JSON, or not a plan of this schema; says where.
-        """
-        return cls.from_json(read_file(path), str(path))
 
     @classmethod
     def from_json(cls, data: Any, place: str = "plan") -> "Plan":

@@ -175,6 +175,8 @@ class StageEstimatesFile(TypedDict):
     """While it runs."""
     peak_bytes: Count
     """At the highest, with all stages of its worker."""
+    collectives: NotRequired[list[CollectiveFile]]
+    """By kind and mesh axes."""
 
 
 class PipelineEstimatesFile(TypedDict):
@@ -238,11 +240,13 @@ class SpmdFile(TypedDict):
     schedule: str
     """The family's name: gpipe or circular."""
     microbatches: Size
-    """In how many each device goes through its part of the batch."""
+    """In how many each replica goes through its part of the batch."""
     stages: Size
     """Runs of equally many layers."""
     mesh: Mesh
-    """Size of each axis: of groups of stages, and of the devices of each."""
+    """Size of each axis: of groups of stages, and of the replicas of each."""
+    decisions: NotRequired[StageDecisionsFile]
+    """How the devices of a replica share its work, if there are several."""
 
 
 class ScheduleFile(TypedDict):

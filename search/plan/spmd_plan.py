@@ -4,17 +4,15 @@ It says less than the plan of a pipeline whose stages have programs of their own
 edited by hand, and nothing of it is an estimate.
 """
 
-import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from cost_model.errors import PlanError
 from cost_model.units import format_mesh
-from cost_model.whole_file import write_whole
-from search.plan.json_file import read_file, schema_of
+from search.plan.json_file import schema_of
+from search.plan.plan import Decisions
+from search.plan.saved import SavedPlan
 
 SCHEMA = "autoshard.one-program/1"
 
@@ -25,7 +23,7 @@ EXECUTORS = (PROGRAM_PER_STAGE, ONE_PROGRAM)
 
 
 @dataclass(frozen=True, slots=True)
-class SpmdPlan:
+class SpmdPlan(SavedPlan):
     """How to run a training step as a pipeline that is one program.
 
     Attributes:
@@ -34,9 +32,10 @@ class SpmdPlan:
       jax: the JAX version that traced it.
       cluster: the cluster, as its JSON file would say it.
       schedule: `gpipe` or `circular`.
-      microbatches: in how many each device goes through its part of the batch.
+      microbatches: in how many each replica goes through its part of the batch.
       stages: runs of equally many layers.
-      mesh: size of each axis by name: of groups of devices, each with as many stages, and of the devices of each.
+      mesh: size of each axis by name: of groups of devices, each with as many stages, and of the replicas of each.
+      decisions: how the devices of a replica share its work, on a mesh of theirs; None where a replica is one device.
     """
 
     step: str
@@ -47,6 +46,22 @@ class SpmdPlan:
     microbatches: int
     stages: int
     mesh: Mapping[str, int]
+    decisions: Decisions | None = None
+
+    @property
+    def num_workers(self) -> int:
+        """Groups of devices."""
+        return self.mesh["stage"]
+
+    @property
+    def num_replicas(self) -> int:
+        """Of each stage."""
+        return self.mesh["replica"]
+
+    @property
+    def num_parts(self) -> int:
+        """In how many all replicas of a stage go through the batch."""
+        return self.microbatches * self.num_replicas
 
     @property
     def executor(self) -> str:
@@ -55,7 +70,7 @@ class SpmdPlan:
 
     def to_json(self) -> dict[str, Any]:
         """The plan as JSON-ready values; the same plan gives the same values in the same order."""
-        return {
+        said: dict[str, Any] = {
             "schema": SCHEMA,
             "step": self.step,
             "fingerprint": self.fingerprint,
@@ -67,24 +82,14 @@ class SpmdPlan:
             "stages": self.stages,
             "mesh": dict(self.mesh),
         }
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the plan as JSON: the file is whole or not there.
-
-        Raises:
-          InputError: the path cannot be written.
-        """
-        write_whole(Path(path), json.dumps(self.to_json(), indent=1, allow_nan=False) + "\n", "the plan")
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> "SpmdPlan":
-        """Reads what `save` wrote.
-
-        Raises:
-          InputError: no such file, or it cannot be read.
-          PlanError: not JSON, or not a plan of this schema; says where.
-        """
-        return cls.from_json(read_file(path), str(path))
+        if (d := self.decisions) is not None:
+            said["decisions"] = {
+                "mesh": dict(d.mesh),
+                "arguments": dict(d.arguments),
+                "ops": dict(d.ops),
+                "copies": dict(d.copies),
+            }
+        return said
 
     @classmethod
     def from_json(cls, data: Any, place: str = "plan") -> "SpmdPlan":
@@ -101,15 +106,18 @@ class SpmdPlan:
             )
         file = read(SpmdFile, data, place)
         del file["schema"], file["executor"]
+        if "decisions" in file:
+            file["decisions"] = Decisions(**file["decisions"])
         return cls(**file)
 
     def __str__(self) -> str:
-        shape = format_mesh(tuple(self.mesh.values()))
+        whole = {**self.mesh, **(self.decisions.mesh if self.decisions else {})}
+        shape = format_mesh(tuple(whole.values()))
         return (
             f"step     {self.step} (fingerprint {self.fingerprint}, JAX {self.jax})\n"
             f"pipeline {self.stages} stages of equal layers, {self.schedule}, {self.microbatches} microbatches: "
             f"{self.executor}\n"
-            f"mesh     {shape} ({' x '.join(self.mesh)})\n"
+            f"mesh     {shape} ({' x '.join(whole)})\n"
         )
 
 

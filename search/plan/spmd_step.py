@@ -10,9 +10,11 @@ loop is there for all microbatches at once, as GPipe has it, on the stage that m
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from search.ir.graph import Graph, Op, Step, Value
+from search.ir.sharding import StepSharding
+from search.ir.spec import WHOLE, Spec
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,3 +93,32 @@ class SpmdStep:
     pieces: Mapping[int, tuple[int, int]]
     batch: frozenset[int]
     layered: frozenset[int]
+
+
+@dataclass(frozen=True, eq=False)
+class SpmdSharding:
+    """How the devices of a stage share its work: as replicas, of which each has devices that form a mesh; all stages alike.
+
+    Attributes:
+      num_replicas: of each stage.
+      mesh_shape: sizes of the mesh's axes, outermost first; none where a replica is one device.
+      axis_names: their names.
+      specs: of the values that parts read and make, and of what the step reads and makes, those that are split.
+      inside: by part, what is imposed on its ops; a loop over layers is the one op of its part.
+    """
+
+    num_replicas: int
+    mesh_shape: tuple[int, ...] = ()
+    axis_names: tuple[str, ...] = ()
+    specs: Mapping[int, Spec] = field(default_factory=dict[int, Spec])
+    inside: Mapping[Segment | LayerLoop, StepSharding] = field(
+        default_factory=dict[Segment | LayerLoop, StepSharding]
+    )
+
+    def spec(self, value: int) -> Spec:
+        """How a value lies, apart from its stage and its replica."""
+        return self.specs.get(value, (WHOLE,) * len(self.mesh_shape))
+
+    def of_part(self, part: Segment | LayerLoop) -> StepSharding:
+        """What is imposed on a part's values."""
+        return self.inside.get(part, StepSharding(self.mesh_shape, self.axis_names, {}, {}))

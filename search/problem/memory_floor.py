@@ -5,7 +5,8 @@ matrix product runs its operands and results are arrays in the device's memory, 
 there. (Rows leave out what is resharded for one reader alone, a device's kernels do not.) And the step's arguments are there
 all the time, but for those that rest on the host.
 
-Each node takes the strategy that holds least: a product's three arrays are of one node, so their sum is what one strategy
+Each node takes the strategy that holds least: a product's own three arrays are of one node, so their sum is what one
+strategy
 can reach. What only hands an argument on is not counted beside the argument, nor is what is written over one. A loop's sums
 (gradients over microbatches) are there from its beginning to its end.
 """

@@ -1,6 +1,7 @@
 """How a step may be called: by position or keyword, with static arguments, as a method, with other shapes in turn."""
 
 import functools
+import logging
 import warnings
 
 import jax
@@ -50,6 +51,18 @@ def test_ragged_batches_are_planned_once_each():
             assert_close(w, wanted)
     assert traced == [(24, 16), (8, 16), (16, 16)]
     assert ["planning once for the new ones too" in str(w.message) for w in said] == [True, True]
+
+
+def test_what_comes_anew_in_each_call_does_not_have_the_step_compiled_again(caplog):
+    @parallelize
+    def step(w, x, key):
+        return w - 0.1 * gradient(w, x + jax.random.normal(key, x.shape))
+
+    w = W
+    with jax.log_compiles(), caplog.at_level(logging.WARNING):
+        for i in range(3):
+            w = step(w, np.asarray(X), jax.random.key(i))
+    assert sum("Compiling jit(step)" in line for line in caplog.messages) == 1
 
 
 def test_state_rests_as_the_first_plan_says():

@@ -1,5 +1,7 @@
 """`parallelize(stages=...)`: a step that trains as a pipeline, and what is said where it cannot."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,7 @@ import pytest
 
 import autoshard
 from cost_model.errors import InputError, PlanError
+from cost_model.hardware import parse_cluster
 from search.memory.batch_states import NotSplittableError
 from search.plan.pipeline_plan import PipelinePlan
 from tests.executors.agreement import Reference, assert_equal, run_steps
@@ -199,6 +202,32 @@ def test_a_plan_of_another_step_is_refused(mlp):
         autoshard.parallelize(other.step, plan=step.plan)(*other.args())
 
 
+def test_the_programs_that_run_are_emitted_one_by_one():
+    case = make_mlp()
+    args, options = (
+        case.abstract_args(),
+        {"stages": 2, "schedule": "zb-h1", "microbatches": 4, "mesh": (2, 2)},
+    )
+    plan = autoshard.search(case.step, *args, cluster="8xCPU", **options)
+    emitted = autoshard.emit(case.step, *args, plan=plan)
+    named = {program.name for program in emitted}
+    assert named > {
+        "forward 0",
+        "forward 1",
+        "backward 1",
+        "weight gradient 0",
+        "weight gradient 1",
+        "reduce 0",
+        "update 0",
+    }
+    halves = [set(jax.devices()[:4]), set(jax.devices()[4:])]
+    for program in emitted:
+        assert set(program.mesh.devices.flat) in halves
+        assert all(a.sharding.mesh == program.mesh for a in program.args)
+    last = next(program for program in emitted if program.name == "update 1")
+    last.fn.lower(*last.args)
+
+
 def test_a_pipeline_cannot_be_lowered_as_one_program():
     case = make_mlp()
     with pytest.raises(InputError, match="runs many programs"):
@@ -212,5 +241,40 @@ def test_as_many_stages_as_are_fastest_may_be_none():
     one = autoshard.search(case.step, *case.abstract_args(), **options)
     staged = autoshard.search(case.step, *case.abstract_args(), stages=2, **options)
     assert found.estimates.step_s <= min(one.estimates.step_s, staged.estimates.step_s)
-    with pytest.raises(InputError, match="finds the plan: pass it as plan="):
-        autoshard.parallelize(case.step, stages="auto")
+
+
+def test_a_pipeline_is_found_by_itself_where_one_program_waits():
+    gpus = parse_cluster("8xL4")
+    flops = tuple((dtype, rate * 1e-5) for dtype, rate in gpus.device.flops_per_s)
+    device = replace(gpus.device, flops_per_s=flops, memory_bytes_per_s=gpus.device.memory_bytes_per_s * 1e-3)
+    slow = replace(gpus, device=device, intra=replace(gpus.intra, bytes_per_s=1e6))
+    case = make_mlp(widths=(256,) * 9, batch=64)
+    step = autoshard.parallelize(case.step, cluster=slow)
+    state, metrics = step(*case.args())
+    one = autoshard.search(case.step, *case.abstract_args(), cluster=slow, stages=1)
+    assert step.plan.estimates.step_s < one.estimates.step_s
+    wanted, alike = jax.jit(case.step)(*case.args())
+    np.testing.assert_allclose(metrics["loss"], alike["loss"], rtol=1e-5)
+    with pytest.warns(autoshard.AutoshardWarning, match="planning once for the new ones too$"):
+        step(state, jax.tree.map(lambda x: x[:32], case.batch(1)))
+    assert isinstance(step.plan, PipelinePlan)
+    with pytest.raises(InputError, match="or ask for stages=1 there"):
+        autoshard.parallelize(case.step, like=step)(wanted, case.batch(0))
+
+
+def test_where_one_program_does_well_or_what_is_asked_for_means_one_no_pipeline_is_searched():
+    case, said = make_mlp(widths=(4096,) * 5, batch=4096), []
+    shapes = case.abstract_args()
+    autoshard.search(case.step, *shapes, cluster="8xH100-80GB", progress=said.append)
+    autoshard.search(case.step, *shapes, cluster="8xL4-Ethernet", mesh=(8,), progress=said.append)
+    assert not any("pipeline" in line for line in said)
+
+
+def test_a_step_without_microbatches_says_why_there_is_no_pipeline_and_gets_one_program():
+    case, said = make_resnet(), []  # with batch norm
+    plan = autoshard.search(
+        case.step, *case.abstract_args(), cluster="8xL4", stages="auto", progress=said.append
+    )
+    assert isinstance(plan, autoshard.Plan)
+    assert said[-1].startswith("no pipeline: ")
+    assert "cannot be split into microbatches" in said[-1]

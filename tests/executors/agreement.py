@@ -30,7 +30,7 @@ class Reference:
         case: The model.
         step: Its step, traced.
         num_steps: How many are taken.
-        start: The state before.
+        start: The state before, in the host's memory.
         results: The state after, and each step's metrics.
     """
 
@@ -45,14 +45,18 @@ class Reference:
         """One device's results."""
         start = case.init()
         results = run_steps(jax.jit(case.step), case, start, num_steps)
-        return cls(case, trace_for("cpu", case.step, *case.abstract_args()), num_steps, start, results)
+        return cls(
+            case, trace_for("cpu", case.step, *case.abstract_args()), num_steps, _on_host(start), results
+        )
 
     def on_many_devices(self, found: SearchResult) -> tuple[Any, list[Any]]:
         """The same steps along a plan."""
         program = build(found.step, found.sharding, jax.devices())
-        # A copy: the step donates its state.
-        start = jax.device_put(jax.tree.map(jnp.copy, self.start), program.shardings[0])
-        return run_steps(program.fn, self.case, start, self.num_steps)
+        return run_steps(program.fn, self.case, self.placed(program.shardings[0]), self.num_steps)
+
+    def placed(self, shardings: Any) -> Any:
+        """A copy of the state before, to be given up."""
+        return jax.device_put(self.start, shardings, may_alias=False)
 
 
 def assert_equal(got: Any, wanted: Any) -> None:
@@ -71,5 +75,13 @@ def run_steps(step: Callable[..., Any], case: Case, state: Any, num_steps: int) 
     return jax.tree.map(_numbers, (state, history))
 
 
+def _on_host(state: Any) -> Any:
+    return jax.tree.map(lambda x: x if _is_key(x) else np.asarray(x), state)
+
+
 def _numbers(x: Any) -> np.ndarray:
-    return np.asarray(jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x)
+    return np.asarray(jax.random.key_data(x) if _is_key(x) else x)
+
+
+def _is_key(x: Any) -> bool:
+    return jax.dtypes.issubdtype(jnp.result_type(x), jax.dtypes.prng_key)

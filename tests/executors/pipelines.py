@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 
 import jax
-import jax.numpy as jnp
 
 from executors.pipeline import build
 from executors.pipeline_program import PipelineProgram
@@ -76,5 +75,5 @@ def schedule_of(name: str, num_stages: int, num_microbatches: int) -> Schedule:
 def trained(reference: Reference, program: PipelineProgram):
     """What a pipeline makes of a reference's training run."""
     # A copy: the step donates its state.
-    start = jax.device_put(jax.tree.map(jnp.copy, reference.start), program.shardings[0])
+    start = reference.placed(program.shardings[0])
     return run_steps(program.fn, reference.case, start, reference.num_steps)

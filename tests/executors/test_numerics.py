@@ -1,4 +1,4 @@
-"""A plan changes where numbers are computed, never which: 20 steps on simulated devices against one device.
+"""A plan changes where numbers are computed, never which: some steps on simulated devices against one device.
 
 Plans are fast ones, the smallest ones and some drawn at random, so that states are sharded every way, partial sums travel,
 and copies are kept and made anew.
@@ -23,7 +23,7 @@ from tests import zoo
 from tests.executors import plans
 from tests.executors.agreement import Reference, assert_equal
 
-NUM_STEPS = 20
+NUM_STEPS = 5
 
 MODELS = {
     "mlp": {},
@@ -64,20 +64,18 @@ MICROBATCHED = {
 """Plans whose sums over microbatches are partial."""
 
 RUN = {
-    **dict.fromkeys(("mlp", "dlrm"), tuple(PLANS)),  # they compile fast
-    "moe": ("8-smallest", "2x4-drawn", "2x2x2-fastest", "2x3-fastest"),
-    "resnet": (
-        "8-smallest",
-        "2x2x2-fastest",
-        "2x3-fastest",
-    ),  # as drawn with state, and with residuals, on the host
+    "mlp": tuple(PLANS),  # it compiles fast
+    "dlrm": ("8-smallest", "2x4-drawn", "2x2x2-smallest", "2x3-drawn"),
+    # As drawn with state, or residuals, on the host: below.
+    "moe": ("8-smallest", "2x2x2-fastest", "2x3-fastest"),
+    "resnet": ("8-smallest", "2x2x2-fastest", "2x3-fastest"),
+    "gpt_linen": ("2x2x2-fastest",),
+    "gpt_scan": ("8-smallest",),
     "autoencoder": ("2x4-drawn", "2x3-fastest"),
     "lstm": ("2x4-drawn", "2x3-fastest"),
     # Transformers of the same ops share the plans.
-    "gpt_linen": ("2x4-drawn", "2x2x2-fastest"),
     "gpt_nnx": ("8-smallest", "2x3-fastest"),
     "gpt_nnx_optimizer": ("2x2x2-fastest",),
-    "gpt_scan": ("8-smallest", "2x4-drawn"),
     "megatron": ("2x4-drawn",),
     **dict.fromkeys(("evoformer", "t5", "vit"), ("2x2x2-fastest",)),  # these take minutes as drawn
 }

@@ -23,11 +23,17 @@ NUM_STEPS = 3
 
 MODELS = {
     "mlp": {"widths": (32, 48, 32, 48, 16)},
-    "gpt_linen": {"num_layers": 1, "hidden": 16, "heads": 2},  # tied embeddings, dropout
-    "gpt_nnx_optimizer": {"num_layers": 1, "hidden": 16, "heads": 2},
+    "gpt_linen": {"num_layers": 1, "hidden": 16, "heads": 2, "seq": 8},  # tied embeddings, dropout
+    "gpt_nnx_optimizer": {"num_layers": 1, "hidden": 16, "heads": 2, "seq": 8},
     "gpt_scan": {"num_layers": 5, "hidden": 16, "heads": 2, "vocab": 16},
     "vit": {"num_layers": 1, "hidden": 16, "heads": 2, "image": 8},
-    "resnet": {"batch_norm": False},
+    "t5": {
+        "num_layers": 1,
+        "hidden": 16,
+        "heads": 2,
+        "source_seq": 8,
+    },  # all decoder layers read what the encoder makes
+    "resnet": {"batch_norm": False, "stage_features": (8,), "blocks_per_stage": (1,), "image": 8},
     "moe": {"num_layers": 1, "hidden": 16, "heads": 2},
 }
 
@@ -53,8 +59,8 @@ def test_each_schedule_trains_as_one_device(name):
 @pytest.mark.parametrize(
     ("model", "name", "num_stages", "num_microbatches", "num_replicas"),
     [
-        ("gpt_nnx_optimizer", "zb-h1", 4, 4, 1),
-        ("gpt_scan", "interleaved-1f1b", 4, 4, 2),
+        ("gpt_nnx_optimizer", "zb-h1", 2, 4, 1),
+        ("t5", "1f1b", 2, 4, 1),
         ("vit", "gpipe", 2, 8, 1),
         ("resnet", "zb-h2", 2, 4, 2),
     ],
@@ -100,14 +106,11 @@ def clipped() -> Case:
     return Case("clipped", clipped_step, init, inputs, extra=lambda: (jnp.float64(0.1),))
 
 
-@pytest.mark.parametrize("num_stages", [2, 4])
-def test_totals_over_all_stages_and_results_by_example_are_one_devices(num_stages):
+def test_totals_over_all_stages_and_results_by_example_are_one_devices():
     with jax.enable_x64(True):
         single = Reference.of(clipped(), NUM_STEPS)
-        assert_equal(
-            trained(single, pipelined(single.step, schedule_of("1f1b", num_stages, 4), num_replicas=2)),
-            single.results,
-        )
+        program = pipelined(single.step, schedule_of("1f1b", 4, 4), num_replicas=2)
+        assert_equal(trained(single, program), single.results)
 
 
 def test_a_shared_parameters_gradients_cross_once_in_a_step():
@@ -126,7 +129,7 @@ def test_state_is_donated_and_rests_on_its_stage():
     with jax.enable_x64(True):
         single = on_one_device("mlp")
         program = pipelined(single.step, schedule_of("1f1b", 2, 4))
-        start = jax.device_put(jax.tree.map(jnp.copy, single.start), program.shardings[0])
+        start = single.placed(program.shardings[0])
         after, _ = program.fn(start, single.case.batch(0))
     first, *_, last = (layer["w"] for layer in after["params"])
     assert first.sharding.device_set == set(jax.devices()[:4])

@@ -1,23 +1,27 @@
 """What stages hold while they run: no more microbatches' residuals than the schedule keeps in flight."""
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from math import prod
 
 import jax
 import jax.numpy as jnp
 import pytest
 
+from executors.pipeline import build, followed
 from executors.pipeline_program import PipelineProgram
+from search.ir.spec import WHOLE, shard_size
 from search.ir.trace import trace
+from search.pipeline.stage_memory import StageMemory
 from search.plan.schedule import Schedule, TaskKind
-from search.plan.stage_programs import StagePrograms
-from tests.executors.pipelines import pipelined, programs_of, schedule_of
+from search.plan.stage_programs import StagePrograms, StageSharding
+from tests.executors.pipelines import alike, programs_of, schedule_of
 
 WIDTH, BATCH, LAYERS = 32, 64, 8
 NUM_STAGES, NUM_MICROBATCHES = 4, 8
 DEVICES = 2
 """Of each stage."""
+UINT_BYTES = 4
 
 
 def step(params, batch):
@@ -65,52 +69,113 @@ def most_held(program: PipelineProgram, args: tuple) -> list[int]:
     return [max(at) - before for at, before in zip(zip(*seen, strict=True), seen[0], strict=True)]
 
 
-def bytes_of_microbatch(programs: StagePrograms, stage: int) -> int:
-    """What a stage keeps of a microbatch from its forward to its backward task, all of its devices together."""
-    forward = programs.tasks[stage, TaskKind.FORWARD]
-    there = {*forward.makes, *forward.reads}
-    kept = {
-        v
-        for v in programs.tasks[stage, TaskKind.BACKWARD].reads
-        if v in there and programs.is_of_microbatch(v)
-    }
-    return DEVICES * sum(programs.values[v].num_bytes for v in kept)
+@dataclass(frozen=True)
+class Sizes:
+    """Bytes of what a stage's devices hold, all of them together, of microbatches one each."""
+
+    programs: StagePrograms
+    shardings: Sequence[StageSharding]
+
+    def of(self, values: Iterable[int], stage: int) -> int:
+        """Each replica has its own."""
+        lying = self.shardings[stage]
+        shapes = ((self.programs.values[v], lying.spec(v)[1:]) for v in values)
+        held = (x.itemsize * shard_size(spec, x.shape, lying.mesh_shape[1:]) for x, spec in shapes)
+        return DEVICES * sum(held)
+
+    def of_microbatch(self, stage: int) -> int:
+        """What a stage keeps of a microbatch from its forward to its backward task."""
+        forward = self.programs.tasks[stage, TaskKind.FORWARD]
+        there = {*forward.makes, *forward.reads}
+        read = self.programs.tasks[stage, TaskKind.BACKWARD].reads
+        return self.of({v for v in read if v in there and self.programs.is_of_microbatch(v)}, stage)
+
+    def passing(self, stage: int) -> int:
+        """What comes in and goes out for a microbatch: an activation and its gradient, on either side."""
+        moved = [t for t in self.programs.transfers if t.is_per_microbatch and stage in (t.source, t.target)]
+        return self.of((t.value for t in moved), stage)
+
+    def prologue(self, stage: int) -> int:
+        """What a stage behind the first makes once, when its first task begins: sums, on each of its devices."""
+        made = {v for program in self.programs.prologue if program.stage == stage > 0 for v in program.makes}
+        return self.of(made, stage)
+
+    def allowed(self, in_flight: Sequence[int]) -> list[int]:
+        """What each stage may hold with so many microbatches in flight."""
+        return [
+            n * self.of_microbatch(s) + self.passing(s) + self.prologue(s) for s, n in enumerate(in_flight)
+        ]
 
 
-def passing_bytes(programs: StagePrograms, stage: int) -> int:
-    """What comes in and goes out for a microbatch: an activation and its gradient, on either side."""
-    moved = [t for t in programs.transfers if t.is_per_microbatch and stage in (t.source, t.target)]
-    return DEVICES * sum(programs.values[t.value].num_bytes for t in moved)
+IN_FLIGHT = [NUM_STAGES - s for s in range(NUM_STAGES)]
+"""Under 1F1B."""
 
 
-def prologue_bytes(programs: StagePrograms, stage: int) -> int:
-    """What a stage behind the first makes once, when its first task begins: sums, on each of its devices."""
-    made = {v for program in programs.prologue if program.stage == stage > 0 for v in program.makes}
-    return DEVICES * sum(programs.values[v].num_bytes for v in made)
+def held_and_allowed(
+    programs: StagePrograms, schedule: Schedule, shardings: Sequence[StageSharding]
+) -> list[tuple[int, int]]:
+    """What each stage holds at most, and what it may under 1F1B."""
+    program = build(programs, schedule, shardings, jax.devices())
+    most = most_held(program, jax.device_put(arguments(), program.shardings))
+    return list(zip(most, Sizes(programs, shardings).allowed(IN_FLIGHT), strict=True))
 
 
-def held_and_allowed(schedule: Schedule, in_flight: Sequence[int]) -> list[tuple[int, int]]:
-    params, batch = arguments()
-    traced = trace(step, params, batch)
-    _, programs = programs_of(traced, schedule, num_replicas=DEVICES)
-    program = pipelined(traced, schedule, num_replicas=DEVICES)
-    placed = jax.device_put((params, batch), program.shardings)
-    most = most_held(program, placed)
-    allowed = [
-        n * bytes_of_microbatch(programs, s) + passing_bytes(programs, s) + prologue_bytes(programs, s)
-        for s, n in enumerate(in_flight)
-    ]
-    return list(zip(most, allowed, strict=True))
+def on_replicas(name: str) -> list[tuple[int, int]]:
+    schedule = schedule_of(name, NUM_STAGES, NUM_MICROBATCHES)
+    _, programs = programs_of(trace(step, *arguments()), schedule, num_replicas=DEVICES)
+    return held_and_allowed(programs, schedule, [alike(DEVICES, DEVICES)] * NUM_STAGES)
 
 
 def test_under_1f1b_a_stage_holds_as_many_microbatches_as_stages_follow_and_its_own():
-    in_flight = [NUM_STAGES - s for s in range(NUM_STAGES)]
-    for held, allowed in held_and_allowed(schedule_of("1f1b", NUM_STAGES, NUM_MICROBATCHES), in_flight):
+    for held, allowed in on_replicas("1f1b"):
         assert 0 < held <= allowed
+
+
+def test_devices_that_share_a_replica_hold_their_parts_of_so_many():
+    schedule = schedule_of("1f1b", NUM_STAGES, NUM_MICROBATCHES)
+    _, programs = programs_of(trace(step, *arguments()), schedule)
+    rows = {v: (WHOLE, 0) for v in programs.of_microbatch if programs.values[v].shape}
+    shared = [StageSharding((1, DEVICES), ("replica", "data"), rows, {})] * NUM_STAGES
+    whole = Sizes(programs, [alike(DEVICES, 1)] * NUM_STAGES).allowed(IN_FLIGHT)
+    for (held, allowed), alone in zip(held_and_allowed(programs, schedule, shared), whole, strict=True):
+        assert 0 < held <= allowed < alone
 
 
 @pytest.mark.parametrize("name", ["gpipe", "eager-1f1b"])
 def test_schedules_that_keep_more_hold_more(name):
-    in_flight = [NUM_STAGES - s for s in range(NUM_STAGES)]
-    pairs = held_and_allowed(schedule_of(name, NUM_STAGES, NUM_MICROBATCHES), in_flight)
-    assert any(held > allowed for held, allowed in pairs)
+    assert any(held > allowed for held, allowed in on_replicas(name))
+
+
+@pytest.mark.parametrize("name", ["zb-h1", "chimera"])
+def test_what_a_schedule_is_said_to_hold_is_what_lies_there(name):
+    schedule = schedule_of(name, NUM_STAGES, NUM_MICROBATCHES)
+    _, programs = programs_of(trace(step, *arguments()), schedule, num_replicas=DEVICES)
+    shardings = [alike(DEVICES, DEVICES)] * NUM_STAGES
+    runs = followed(programs, schedule, shardings, None).runs
+    others = live_bytes()
+    program = build(programs, schedule, shardings, jax.devices())
+    args = jax.device_put(arguments(), program.shardings)
+    held: dict[str, list[list[int]]] = {}
+
+    def watched(one):
+        def function(*operands):
+            held.setdefault(one.name, []).append(live_bytes())
+            return one.function(*operands)
+
+        return replace(one, function=function)
+
+    instructions = tuple(map(watched, program.instructions))
+    jax.block_until_ready(replace(program, instructions=instructions).fn(*args))
+    for run in (run for run in runs if programs.tasks.get((run.seat[0], TaskKind.FORWARD))):
+        worker = run.seat[1]
+        if name != "chimera":  # of whose programs each runs on two workers
+            there = [(at[worker] - others[worker]) // DEVICES for at in held[run.program.name]]
+            assert run.held_bytes == max(there), run.program.name
+            assert run.count == len(there)
+    tasks = [run for run in runs if run.program.name.split()[0] in ("forward", "backward", "weight")]
+    peaks = [
+        max(run.beside_bytes + run.program.resting_bytes for run in tasks if run.seat[1] == worker)
+        for worker in range(schedule.num_workers)
+    ]
+    predicted = StageMemory(programs, schedule, shardings).task_peaks({})
+    assert predicted == pytest.approx(peaks, abs=NUM_MICROBATCHES * UINT_BYTES)  # parts' numbers aside

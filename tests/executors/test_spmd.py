@@ -70,18 +70,18 @@ def on_one_device(name: str) -> Reference:
 
 
 @pytest.mark.parametrize(
-    ("name", "stages", "schedule", "microbatches"),
+    ("name", "stages", "schedule", "microbatches", "mesh"),
     [
-        ("gpt", 4, "gpipe", 8),
-        ("shared", 8, "circular", 4),
-        ("recomputed", 4, "circular", 8),
+        ("gpt", 2, "gpipe", 4, (2, 2)),
+        ("shared", 8, "circular", 4, None),
+        ("recomputed", 4, "circular", 8, (1, 2, 2)),
     ],
 )
-def test_it_trains_as_one_device(name, stages, schedule, microbatches):
+def test_it_trains_as_one_device(name, stages, schedule, microbatches, mesh):
     with jax.enable_x64(True):
         single = on_one_device(name)
         case = single.case
-        options = {"stages": stages, "schedule": schedule, "microbatches": microbatches}
+        options = {"stages": stages, "schedule": schedule, "microbatches": microbatches, "mesh": mesh}
         step = autoshard.parallelize(case.step, executor="one program", **options)
         # A copy: the step donates its state.
         state = jax.tree.map(jnp.copy, single.start)
@@ -93,14 +93,16 @@ def test_it_trains_as_one_device(name, stages, schedule, microbatches):
 def test_layers_rest_on_their_stages_and_a_saved_plan_is_used_again(tmp_path):
     path, case = tmp_path / "plan.json", shared()
     with jax.enable_x64(True):
-        step = autoshard.parallelize(case.step, stages=2, executor="one program")
+        step = autoshard.parallelize(case.step, stages=2, mesh=(2, 2), executor="one program")
         params, moments = step.init(case.init, args=(case.batch(0), *case.extra()))
         step.plan.save(path)
         again = autoshard.parallelize(case.step, plan=path)
         abstract, _ = again.abstract_state(case.init, args=(case.batch(0), *case.extra()))
         edited = SpmdPlan.from_json(json.loads(path.read_text()) | {"stages": 3})
-        with pytest.raises(PlanError, match="cannot be dealt to 3"):
+        with pytest.raises(PlanError, match="on 2 workers, got 3"):
             autoshard.parallelize(case.step, plan=edited)(*case.args())
+        with pytest.raises(InputError, match="the plan's mesh 2x2x2 needs 8 devices, and there are 4"):
+            autoshard.parallelize(case.step, plan=path, devices=jax.devices()[:4])(*case.args())
     layers = params["layers"]
     on_stages = {s.device: s.index[0].indices(LAYERS)[:2] for s in layers.addressable_shards}
     assert on_stages == {d: ((0, 4) if i < 4 else (4, 8)) for i, d in enumerate(jax.devices())}
@@ -125,7 +127,10 @@ def test_layers_rest_on_their_stages_and_a_saved_plan_is_used_again(tmp_path):
             "no executor is called 'two programs'. Choose one of 'a program per stage'",
         ),
         ({"stages": 1}, "executor='one program' is of a pipeline, and there is none with stages=1"),
-        ({"microbatches": 3}, "32 examples cannot be dealt to the 4 devices of each stage in 3 microbatches"),
+        (
+            {"microbatches": 3},
+            "32 examples cannot be dealt to the 4 replicas of each stage in 3 microbatches",
+        ),
         (
             {"stages": 4, "schedule": "circular", "microbatches": 1},
             "as many microbatches as workers, got 1 for 2",

@@ -1,43 +1,53 @@
 """What XLA's GPU compiler makes of pipelines: the messages that are meant, and no others."""
 
+import jax
+import jax.numpy as jnp
+
+import autoshard
+from autoshard.verification.pipeline_result import PipelineVerification
 from cost_model.hardware import parse_cluster
 from cost_model.xla._jax import lower, module_bytes
 from cost_model.xla.process import Compiler, compile_apart
 from cost_model.xla.stats import CompiledStats
+from executors.jit import Program
 from executors.spmd import build
 from search.ir.trace import trace
 from search.pipeline.spmd import spmd_step
-from search.plan.spmd_step import LayerLoop
+from search.pipeline.spmd_planning import SpmdOptions, find
+from search.plan.spmd_step import LayerLoop, SpmdSharding
 from tests.gpu.compiled import HURRY
 from tests.zoo import make_gpt_scan
 
 LAYERS, HIDDEN, SEQ, VOCAB, BATCH = 4, 64, 32, 128, 64
-STAGES, DATA, MICROBATCHES = 2, 4, 4
+STAGES, REPLICAS, MICROBATCHES = 2, 4, 4
 FLOAT_BYTES = 4
 WORKSPACE_BYTES = 32 << 20
 """Of a product that reads a slice of stacked weights, on an H100. Source: measured."""
 
 
+def compiled(program: Program) -> CompiledStats:
+    module = module_bytes(lower(program.fn, program.args))
+    answer = compile_apart(module, parse_cluster("8xH100-80GB"), compiler=Compiler(flags=HURRY))
+    return CompiledStats.of(answer, dict(program.mesh.shape))
+
+
 def test_one_program_sends_activations_adds_gradients_up_once_and_holds_all_residuals():
     case = make_gpt_scan(LAYERS, HIDDEN, 4, VOCAB, SEQ, BATCH)
     step = trace(case.step, *case.abstract_args())
-    parts = spmd_step(step, MICROBATCHES * DATA, STAGES, 1)
-    program = build(parts, STAGES * DATA)
-    module = module_bytes(lower(program.fn, program.args))
-    answer = compile_apart(module, parse_cluster("8xH100-80GB"), compiler=Compiler(flags=HURRY))
-    stats = CompiledStats.of(answer, {"stage": STAGES, "data": DATA})
+    parts = spmd_step(step, MICROBATCHES * REPLICAS, STAGES, 1)
+    stats = compiled(build(parts, SpmdSharding(REPLICAS), STAGES * REPLICAS))
     moved = {key: num_bytes for key, (_, num_bytes) in stats.collectives.items()}
 
     arguments = zip(step.arguments, step.abstract_inputs(), strict=True)
     sizes = {a.name: s.size * FLOAT_BYTES for a, s in arguments if a.name.startswith("state.params")}
     of_layers = sum(size for name, size in sizes.items() if "blocks" in name)
     others = sum(sizes.values()) - of_layers
-    activation = BATCH // (MICROBATCHES * DATA) * SEQ * HIDDEN * FLOAT_BYTES
+    activation = BATCH // (MICROBATCHES * REPLICAS) * SEQ * HIDDEN * FLOAT_BYTES
     ticks = MICROBATCHES + STAGES - 1
-    dealt = moved.pop(("all-to-all", ("data",)))
+    dealt = moved.pop(("all-to-all", ("replica",)))
     assert dealt <= 2 * BATCH * SEQ * FLOAT_BYTES  # tokens and targets
-    assert moved.pop(("all-reduce", ("data",))) == of_layers // STAGES
-    loss = moved.pop(("all-reduce", ("stage", "data"))) - others
+    assert moved.pop(("all-reduce", ("replica",))) == of_layers // STAGES
+    loss = moved.pop(("all-reduce", ("stage", "replica"))) - others
     assert loss == FLOAT_BYTES
     assert moved.pop(("collective-permute", ("stage",))) == 2 * ticks * activation  # forward and backward
     for kind in ("all-gather", "reduce-scatter"):  # into each of the two loops, and out of it
@@ -50,3 +60,77 @@ def test_one_program_sends_activations_adds_gradients_up_once_and_holds_all_resi
     residual_bytes = sum(parts.values[v].num_bytes for v in stacks) // STAGES  # of a microbatch
     in_flight = (MICROBATCHES + 1) * residual_bytes  # and a slot that nobody reads
     assert in_flight < stats.temporary_bytes < in_flight + 3 * residual_bytes + WORKSPACE_BYTES
+
+
+WIDTH, TOKENS, DEPTH = 2048, 256, 4
+
+
+def wide_step(params, x):
+    def loss_fn(params):
+        out, _ = jax.lax.scan(lambda x, w: (x + jax.nn.relu(x @ w["up"]) @ w["down"], None), x, params)
+        return jnp.mean(out**2)
+
+    loss, grads = jax.value_and_grad(loss_fn)(params)
+    return jax.tree.map(lambda w, g: w - 0.1 * g, params, grads), loss
+
+
+def test_stages_are_compiled_apart_equal_ones_once_and_take_what_is_predicted(tmp_path):
+    params = {
+        "up": jax.ShapeDtypeStruct((DEPTH, WIDTH, 4 * WIDTH), jnp.float32),
+        "down": jax.ShapeDtypeStruct((DEPTH, 4 * WIDTH, WIDTH), jnp.float32),
+    }
+    x = jax.ShapeDtypeStruct((16, TOKENS, WIDTH), jnp.float32)
+    options = {"stages": DEPTH, "schedule": "1f1b", "microbatches": 8, "mesh": (2, 2)}
+    plan = autoshard.search(wide_step, params, x, cluster="16xH100-80GB", **options)
+    plan.save(tmp_path / "plan.json")
+    proof = autoshard.verify(wide_step, params, x, plan=tmp_path / "plan.json")
+    assert isinstance(proof, PipelineVerification)
+    assert proof.fits
+    assert proof.num_compiled < len(proof.programs)
+    runs = {one.name: one.count for one in proof.programs}
+    assert (runs["forward 1"], runs["backward 1"], runs["reduce 1"]) == (8, 8, 1)
+    held = [one.held_bytes for one in proof.programs if one.name.startswith("backward")]
+    assert len({*held}) == DEPTH  # each holds another number of microbatches
+    assert proof.stages[0].peak_at == "prologue 0"  # it takes the stack of all layers apart
+    for stage in proof.stages:
+        assert stage.predicted is not None
+        assert stage.predicted.peak_bytes > 0.95 * stage.compiled.peak_bytes
+    for stage in proof.stages[1:]:  # the first one sends no gradient
+        moved = {(c.kind, c.axes): c.compiled_bytes for c in stage.collectives}
+        assert moved["all-reduce", ("data",)] == 2 * 8 * TOKENS * WIDTH * FLOAT_BYTES
+        assert ("reduce-scatter", ("replica",)) in moved
+        assert not any(c.differs for c in stage.collectives)
+    assert str(proof).splitlines()[0].endswith("4 stages, schedule 1f1b")
+    assert proof.to_json()["exit_status"] == proof.exit_status
+
+
+def test_devices_of_a_replica_share_layers_and_only_their_terms_go_between_them():
+    params = {
+        "up": jax.ShapeDtypeStruct((DEPTH, WIDTH, 4 * WIDTH), jnp.float32),
+        "down": jax.ShapeDtypeStruct((DEPTH, 4 * WIDTH, WIDTH), jnp.float32),
+    }
+    microbatches, replicas, size = 2, 2, 2
+    x = jax.ShapeDtypeStruct((microbatches * replicas, TOKENS, WIDTH), jnp.float32)
+    step = trace(wide_step, params, x)
+    found = find(
+        step, parse_cluster("8xH100-80GB"), SpmdOptions(STAGES, "gpipe", microbatches, (replicas, size))
+    )
+    assert found.plan.decisions
+    assert found.plan.decisions.arguments["params['up']"] == "P(None, None, 'data')"
+    assert found.plan.decisions.arguments["params['down']"] == "P(None, 'data')"
+    stats = compiled(build(found.program, found.sharding, STAGES * replicas * size))
+    layers = DEPTH // STAGES * 2 * 4 * WIDTH * WIDTH * FLOAT_BYTES // size  # a device's
+    activation, ticks = TOKENS * WIDTH * FLOAT_BYTES, microbatches + STAGES - 1
+    assert layers <= stats.argument_bytes < 1.1 * layers
+    assert {key: num_bytes for key, (_, num_bytes) in stats.collectives.items()} == {
+        ("all-reduce", ("data",)): 2
+        * ticks
+        * DEPTH
+        // STAGES
+        * activation,  # in each layer, forward and backward
+        ("all-reduce", ("replica",)): layers,
+        ("all-reduce", ("stage", "replica")): FLOAT_BYTES,  # the loss
+        ("collective-permute", ("stage",)): 2 * ticks * activation,
+        ("reduce-scatter", ("stage",)): microbatches * activation,  # out of the forward loop
+        ("all-gather", ("stage",)): microbatches * activation,  # into the backward one
+    }

@@ -1,6 +1,7 @@
 """The GPT of the Megatron papers in plain JAX: fused QKV, a GELU MLP of 4 x hidden, tied embeddings.
 
-With `dropout`, the step takes a key, and drops where Megatron does: attention weights, and what both half-blocks add.
+With `dropout`, the step takes a key, and drops where Megatron does: attention weights, and what both half-blocks add. With
+`scanned`, the layers are a loop.
 """
 
 import jax
@@ -44,11 +45,20 @@ def mlp(x, layer):
 
 def forward(params, tokens, heads, rate=0.0, key=None):
     x = params["embed"][tokens] + params["positions"]
-    for i, layer in enumerate(params["layers"]):
+
+    def block(x, numbered):
+        i, layer = numbered
         keys = (None,) * 3 if key is None else jax.random.split(jax.random.fold_in(key, i), 3)
         mixed = attention(layer_norm(x, layer["norm1"]), layer, heads, rate, keys[0])
         x = x + dropped(mixed, rate, keys[1])
-        x = x + dropped(mlp(layer_norm(x, layer["norm2"]), layer), rate, keys[2])
+        return x + dropped(mlp(layer_norm(x, layer["norm2"]), layer), rate, keys[2]), None
+
+    if isinstance(params["layers"], dict):
+        numbers = jnp.arange(len(params["layers"]["norm1"]["scale"]))
+        x, _ = jax.lax.scan(block, x, (numbers, params["layers"]))
+    else:
+        for numbered in enumerate(params["layers"]):
+            x, _ = block(x, numbered)
     return layer_norm(x, params["norm"]) @ params["embed"].T
 
 
@@ -62,6 +72,7 @@ def make_megatron(
     dtype=jnp.float32,
     compute_dtype=None,
     dropout=0.0,
+    scanned=False,
 ) -> Case:
     """Parameters rest in `dtype`; the layers compute in `compute_dtype`, by default the same."""
     compute_dtype = compute_dtype or dtype
@@ -89,10 +100,11 @@ def make_megatron(
                 "fc2": linear(4 * hidden, hidden),
             }
 
+        layers = [layer() for _ in range(num_layers)]
         params = {
             "embed": table(vocab, hidden),
             "positions": table(seq, hidden),
-            "layers": [layer() for _ in range(num_layers)],
+            "layers": jax.tree.map(lambda *each: jnp.stack(each), *layers) if scanned else layers,
             "norm": norm(),
         }
         return {"params": params, "opt_state": optimizer.init(params)}

@@ -15,7 +15,7 @@ import pytest
 from cost_model.errors import CompilerError
 from cost_model.hardware import parse_cluster
 from cost_model.xla import process
-from cost_model.xla.process import Compiler, compile_apart, shortened
+from cost_model.xla.process import Compiler, Job, compile_all_apart, compile_apart, shortened
 
 CLUSTER = parse_cluster("8xH100-80GB")
 
@@ -60,14 +60,16 @@ def test_the_process_imports_the_cost_model_that_started_it(tmp_path):
 def test_the_job_and_the_answer(ask):
     code = """if True:
         import json, sys
-        job = json.loads(sys.stdin.buffer.readline())
-        module = sys.stdin.buffer.read(job["module_bytes"]).decode()
-        sizes = ("argument", "output", "alias", "temporary", "host")
-        print(json.dumps({"text": job["topology"] + module} | {f"{s}_bytes": n for n, s in enumerate(sizes)}))
+        for job in json.loads(sys.stdin.buffer.readline())["jobs"]:
+            module = sys.stdin.buffer.read(job["module_bytes"]).decode()
+            sizes = ("argument", "output", "alias", "temporary", "host")
+            print(json.dumps({"text": job["topology"] + module} | {f"{s}_bytes": n for n, s in enumerate(sizes)}))
     """
     found = ask(code)
     assert (found.text, found.argument_bytes, found.host_bytes) == ("1x1x8module", 0, 4)
     assert found.peak_bytes == 0 + 1 - 2 + 3
+    jobs = [Job(b"one", parse_cluster("2xH100-80GB")), Job(b"other", CLUSTER)]
+    assert [one.text for one in compile_all_apart(jobs)] == ["1x1x2one", "1x1x8other"]
 
 
 @pytest.mark.parametrize(
@@ -133,7 +135,7 @@ def test_a_compiler_whose_parent_is_gone_ends_itself(tmp_path):
         process_group=0,
     )
     assert child.stdin is not None
-    child.stdin.write(json.dumps({"module_bytes": 1}).encode() + b"\nx")
+    child.stdin.write(json.dumps({"cuda_folder": "", "jobs": [{"module_bytes": 1}]}).encode() + b"\nx")
     child.stdin.flush()
     with contextlib.suppress(subprocess.TimeoutExpired):
         child.wait(0.3)

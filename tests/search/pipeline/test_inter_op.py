@@ -1,7 +1,6 @@
 """The inter-op dynamic programming, against all plans of small problems, and at full size."""
 
 from dataclasses import replace
-from time import thread_time
 
 import numpy as np
 import pytest
@@ -177,12 +176,10 @@ def test_transfers_between_nodes_are_avoided_where_those_inside_are_free():
     assert [stage.submesh.size for stage in found.stages] in ([2, 1, 1], [1, 1, 2])
 
 
-def test_128_layers_on_1024_gpus_within_ten_seconds():
-    """They take 4 s on one core with the benchmark's three ways to run each layer."""
+def test_128_layers_on_1024_gpus():
+    """With the benchmark's three ways to run each layer, where their time is measured."""
     from benchmarks.inter_op import problem
 
-    start_s = thread_time()
     found = plan(problem(128, 1024), 1e-3)
-    assert thread_time() - start_s < 10
     assert found.gap <= 1e-3
     assert sum(stage.submesh.size for stage in found.stages) == 1024

@@ -49,16 +49,14 @@ def test_no_more_is_hidden_of_an_edge_than_there_is(cluster):
 
 def test_shares_of_a_kind_are_no_more_than_the_computation_of_its_phase():
     hiding = on_mesh("16xA100-80GB-Ethernet", (16,)).hiding
-    total_s = hiding._computed_before[:, -1].tolist()
-    for (way, is_forward), rate in hiding._rates.items():
-        rides = [
-            (r, window_s)
-            for rides, windows_s in zip(hiding.traffic.rides, hiding._windows_s, strict=True)
-            for r, window_s in zip(rides, windows_s, strict=True)
-            if (r.way, r.is_forward) == (way, is_forward)
-        ]
-        shares_s = sum(min(window_s, rate * r.num_elements) for r, window_s in rides if r.is_counted)
-        assert 0 < shares_s <= total_s[is_forward] * (1 + 1e-9), (way, is_forward)
+    shares_s = dict.fromkeys(hiding._rates, 0.0)
+    for rides, windows_s in zip(hiding.traffic.rides, hiding._windows_s, strict=True):
+        for ride, window_s in zip(rides, windows_s, strict=True):
+            kind = ride.way, ride.is_forward
+            shares_s[kind] += min(window_s, hiding._rates[kind] * ride.num_elements) * ride.is_counted
+    for (way, is_forward), share_s in shares_s.items():
+        total_s = hiding._computed_before[int(is_forward), -1]
+        assert 0 < share_s <= total_s * (1 + 1e-9), (way, is_forward)
 
 
 def test_what_lies_between_activations_is_paid_in_full():
@@ -91,7 +89,7 @@ def test_on_a_slow_network_reductions_hide_behind_the_backward_phase_and_no_more
     """Whether all-reduced for parameters that are whole, or scattered for those that are split."""
     result = found("16xA100-80GB-Ethernet", (16,), spec)
     labels, hiding = result.chosen, result.on_mesh.hiding
-    backward_s, seconds = float(hiding._computed_before[0, -1]), dict.fromkeys(Way, 0.0)
+    backward_s, seconds = hiding._computed_before[0, -1], dict.fromkeys(Way, 0.0)
     for edge, rides, hidden_s in zip(
         hiding.costed.graph.edges, hiding.traffic.rides, hiding.seconds, strict=True
     ):

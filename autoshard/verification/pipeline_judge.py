@@ -1,0 +1,164 @@
+"""The compiler as judge of pipelines: each program of a stage, lowered over an abstract mesh and compiled for the stage's
+devices.
+
+Programs that say the same are compiled once, as are those of stages of equal layers: for the least memory that one of them
+finds. The compiler is told of a device whose memory is such that its scheduler aims at the plan's cap, less what else lies
+there while the program runs.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from autoshard.verification.judge import CompilerVerifier, lowered, telling
+from autoshard.verification.pipeline_result import PipelineVerification, ProgramProof, StageProof
+from autoshard.verification.result import Footprint, paired
+from cost_model.cluster import Cluster
+from cost_model.xla import compiler
+from cost_model.xla._jax import module_bytes
+from cost_model.xla.process import Job, compile_all_apart
+from cost_model.xla.stats import CompiledStats, Traffic
+from executors import spmd
+from executors.pipeline import followed
+from executors.pipeline_jit import StageRun
+from search.pipeline.intra_op import replica_cluster
+from search.pipeline.planning import Pipeline
+from search.pipeline.spmd_planning import SpmdPipeline
+from search.stopwatch import Stopwatch
+
+
+def verified(verifier: CompilerVerifier, found: Pipeline | SpmdPipeline) -> PipelineVerification:
+    """A pipeline's predictions beside what becomes of its programs.
+
+    Raises:
+      CompilerError: a program cannot be lowered without devices, or the compiler failed on it.
+    """
+    return _stage_by_stage(verifier, found) if isinstance(found, Pipeline) else _as_one(verifier, found)
+
+
+def _as_one(verifier: CompilerVerifier, found: SpmdPipeline) -> PipelineVerification:
+    """Of a pipeline that is one program, of which nothing is predicted."""
+    plan, cluster = found.plan, verifier.cluster
+    step = found.program.step
+    watch, cap_bytes = Stopwatch(step.trace_s), cluster.device_memory_limit()
+    tell = telling(verifier.progress, "", watch)
+    tell("lowering")
+    program = spmd.build(found.program, found.sharding, cluster.num_devices)
+    module = module_bytes(lowered(step, program))
+    memory_bytes = compiler.memory_for_cap(cap_bytes, program.resting_bytes)
+    watch.lap("lower")
+    (answer,) = compile_all_apart([Job(module, cluster, memory_bytes)], verifier.compiler, tell)
+    stats = CompiledStats.of(answer, dict(program.mesh.shape))
+    watch.lap("compile")
+    run = ProgramProof(
+        program.name, 0, 0, 1, stats.argument_bytes, stats.fresh_output_bytes, stats.temporary_bytes
+    )
+    stage = StageProof(None, _footprint(run), run.name, paired((), stats.collectives))
+    return PipelineVerification(
+        plan.step, cluster.name, plan.schedule, cap_bytes, (stage,), (run,), 1, watch.seconds
+    )
+
+
+def _stage_by_stage(verifier: CompilerVerifier, found: Pipeline) -> PipelineVerification:
+    step, plan = found.programs.step, found.plan
+    watch = Stopwatch(step.trace_s)
+    tell = telling(verifier.progress, "", watch)
+    tell("lowering")
+    runs = followed(found.programs, found.schedule, found.shardings, None).runs
+    lots = _lots(found, runs, verifier.cluster)
+    watch.lap("lower")
+    answers = compile_all_apart([lot.job for lot in lots], verifier.compiler, tell)
+    meshes = [dict(stage.mesh) for stage in plan.stages]
+    compiled = {
+        run.program: CompiledStats.of(answer, meshes[run.seat[0]])
+        for lot, answer in zip(lots, answers, strict=True)
+        for run in lot.runs
+    }
+    watch.lap("compile")
+    programs = tuple(_proof(run, compiled[run.program]) for run in runs)
+    stages = tuple(
+        _stage(found, n, programs, [(run, compiled[run.program]) for run in runs if run.seat[0] == n])
+        for n in range(len(plan.stages))
+    )
+    return PipelineVerification(
+        plan.step,
+        verifier.cluster.name,
+        plan.schedule,
+        plan.memory_bytes,
+        stages,
+        programs,
+        len(lots),
+        watch.seconds,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Lot:
+    """Programs that are compiled as one."""
+
+    runs: tuple[StageRun, ...]
+    job: Job
+
+
+def _lots(found: Pipeline, runs: Sequence[StageRun], cluster: Cluster) -> list[_Lot]:
+    alike: dict[tuple[str, int], list[tuple[StageRun, bytes]]] = {}
+    for run in runs:
+        program = lowered(found.programs.step, run.program)
+        _, _, text = program.as_text().partition("\n")  # its first line has the program's name
+        num_devices = found.plan.stages[run.seat[0]].num_devices
+        alike.setdefault((text, num_devices), []).append((run, module_bytes(program)))
+    return [
+        _Lot(
+            tuple(run for run, _ in lot),
+            Job(
+                lot[0][1],
+                replica_cluster(cluster, num_devices),
+                min(_memory_bytes(found, run) for run, _ in lot),
+            ),
+        )
+        for (_, num_devices), lot in alike.items()
+    ]
+
+
+def _memory_bytes(found: Pipeline, run: StageRun) -> int:
+    """Of the device that the compiler is told of."""
+    cap_bytes = found.plan.memory_bytes - run.beside_bytes
+    return compiler.memory_for_cap(cap_bytes, run.program.resting_bytes)
+
+
+def _proof(run: StageRun, stats: CompiledStats) -> ProgramProof:
+    return ProgramProof(
+        run.program.name,
+        *run.seat,
+        run.count,
+        run.held_bytes,
+        stats.fresh_output_bytes,
+        stats.temporary_bytes,
+    )
+
+
+def _stage(
+    found: Pipeline, n: int, programs: Sequence[ProgramProof], runs: Sequence[tuple[StageRun, CompiledStats]]
+) -> StageProof:
+    workers = found.schedule.workers_of(n)
+    highest = max((one for one in programs if one.worker in workers), key=lambda one: one.peak_bytes)
+    estimates = found.plan.estimates.stages[n]
+    moved: dict[tuple[str, tuple[str, ...]], Traffic] = {}
+    for run, stats in runs:
+        for key, (count, num_bytes) in stats.collectives.items():
+            before = moved.get(key, (0, 0))
+            moved[key] = before[0] + run.count * count, before[1] + run.count * num_bytes
+    return StageProof(
+        Footprint(estimates.peak_bytes, 0, {}),
+        _footprint(highest),
+        highest.name,
+        paired(estimates.collectives, moved),
+    )
+
+
+def _footprint(highest: ProgramProof) -> Footprint:
+    residents = {
+        "held": highest.held_bytes,
+        "outputs not aliased": highest.fresh_bytes,
+        "temporaries": highest.temporary_bytes,
+    }
+    return Footprint(highest.peak_bytes, 0, residents)

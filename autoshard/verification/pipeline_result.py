@@ -1,0 +1,162 @@
+"""What the compiler made of a pipeline's programs, beside what its plan predicts of each stage, and the verdict.
+
+Each program of a stage is compiled for the stage's devices. How often it runs, and what lies on these devices when it does,
+is known from the schedule. So a stage's peak is that of its programs that needs most: what is held when it is handed out,
+and what it makes and needs meanwhile; its collectives are those of its programs, as often as these run.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from autoshard.verification.result import (
+    DIFFERS,
+    DOES_NOT_FIT,
+    Footprint,
+    Moved,
+    moved_difference,
+    peak_difference,
+)
+from cost_model.units import format_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramProof:
+    """A program of a stage, as it was compiled.
+
+    Attributes:
+      name: of the program: `forward 2`.
+      stage: whose it is.
+      worker: on whose devices.
+      count: how often it runs in a step.
+      held_bytes: what lies on a device when it is handed out, at most: what it reads, and all else.
+      fresh_bytes: what it makes that takes over no buffer of what it reads.
+      temporary_bytes: what it needs meanwhile.
+    """
+
+    name: str
+    stage: int
+    worker: int
+    count: int
+    held_bytes: int
+    fresh_bytes: int
+    temporary_bytes: int
+
+    @property
+    def peak_bytes(self) -> int:
+        """A device's, while it runs."""
+        return self.held_bytes + self.fresh_bytes + self.temporary_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class StageProof:
+    """A stage: its memory and its collectives, predicted and compiled.
+
+    Attributes:
+      predicted: the peak of its devices; None where the plan predicts nothing.
+      compiled: the same.
+      peak_at: the name of the program that has it.
+      collectives: of all its programs in one step: every kind over every set of axes that either side has.
+    """
+
+    predicted: Footprint | None
+    compiled: Footprint
+    peak_at: str
+    collectives: tuple[Moved, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineVerification:
+    """A pipeline's predictions beside what XLA's GPU compiler made of its stages' programs.
+
+    Attributes:
+      step: the step function's name.
+      cluster: the cluster's name.
+      schedule: the family's name.
+      cap_bytes: the plan's cap per device.
+      stages: in the order of the forward phase; one for all, where these are one program.
+      programs: of all stages, as they first run.
+      num_compiled: how many programs were compiled; the others are like one of these.
+      seconds: of the verification, by part.
+
+    Example:
+      >>> proof = verify(step, state, batch, plan=pipeline_plan)  # doctest: +SKIP
+      >>> proof.fits, proof.stages[0].compiled.peak_bytes  # doctest: +SKIP
+      (True, 1503238553)
+    """
+
+    step: str
+    cluster: str
+    schedule: str
+    cap_bytes: int
+    stages: tuple[StageProof, ...]
+    programs: tuple[ProgramProof, ...]
+    num_compiled: int
+    seconds: Mapping[str, float] = field(compare=False)
+
+    @property
+    def predicted(self) -> Footprint:
+        """Of the stage that is predicted to need most."""
+        predicted = (stage.predicted for stage in self.stages if stage.predicted is not None)
+        return max(predicted, key=lambda one: one.peak_bytes, default=Footprint(0, 0, {}))
+
+    @property
+    def compiled(self) -> Footprint:
+        """Of the stage that needs most as compiled."""
+        return max((stage.compiled for stage in self.stages), key=lambda one: one.peak_bytes)
+
+    @property
+    def is_extrapolated(self) -> bool:
+        """No: all different programs were compiled."""
+        return False
+
+    @property
+    def fits(self) -> bool:
+        """Whether all stages keep to the cap as compiled."""
+        return self.compiled.peak_bytes <= self.cap_bytes
+
+    @property
+    def differences(self) -> tuple[str, ...]:
+        """What the plan predicts otherwise, one sentence each."""
+        return tuple(said for n, stage in enumerate(self.stages) for said in self._differences(n, stage))
+
+    def _differences(self, n: int, stage: StageProof) -> Iterator[str]:
+        compiled_bytes = stage.compiled.peak_bytes
+        if compiled_bytes > self.cap_bytes:
+            yield (
+                f"stage {n}: {stage.peak_at} needs {format_bytes(compiled_bytes)} a device, "
+                f"{format_bytes(compiled_bytes - self.cap_bytes)} more than the cap of {format_bytes(self.cap_bytes)}"
+            )
+        if stage.predicted is None:
+            return
+        found = (
+            peak_difference(stage.predicted.peak_bytes, compiled_bytes),
+            *map(moved_difference, stage.collectives),
+        )
+        yield from (f"stage {n}: {said}" for said in found if said)
+
+    @property
+    def exit_status(self) -> int:
+        """0 when it fits as predicted, 1 when something differs, 3 when it does not fit."""
+        if not self.fits:
+            return DOES_NOT_FIT
+        return DIFFERS if self.differences else 0
+
+    def to_json(self) -> dict[str, Any]:
+        """The verification as JSON-ready values, the verdict included."""
+        data = asdict(self)
+        for stage in data["stages"]:
+            stage["collectives"] = [{**c, "axes": list(c["axes"])} for c in stage["collectives"]]
+        programs = [{**asdict(one), "peak_bytes": one.peak_bytes} for one in self.programs]
+        return data | {
+            "stages": list(data["stages"]),
+            "programs": programs,
+            "fits": self.fits,
+            "differences": list(self.differences),
+            "exit_status": self.exit_status,
+        }
+
+    def __str__(self) -> str:
+        from autoshard.verification.pipeline_table import stage_by_stage  # it reads this module's types
+
+        return stage_by_stage(self)

@@ -1,0 +1,141 @@
+"""How values lie on the mesh of a pipeline that is one program: along its stages, their replicas, and the devices of these.
+
+Along the first two axes every message is said; along the others the partitioner finds them, from constraints.
+"""
+
+# JAX types these functions only in part.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+from cost_model.errors import InputError
+from cost_model.units import format_mesh
+from search.ir.spec import WHOLE, Spec, divides, partition_spec
+from search.plan.spmd_step import SpmdSharding, SpmdStep
+
+STAGE, REPLICA = "stage", "replica"
+"""The first axes: of stages, and of the replicas of each, which take other examples."""
+
+EVERY = PartitionSpec((REPLICA, STAGE))
+"""Parts of the batch, split over all replicas: those of one replica of each stage are neighbours."""
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """How values lie.
+
+    Attributes:
+      program: the step.
+      sharding: how a replica's devices have its values.
+      mesh: of all devices.
+    """
+
+    program: SpmdStep
+    sharding: SpmdSharding
+    mesh: Mesh | AbstractMesh
+
+    @classmethod
+    def on(cls, program: SpmdStep, sharding: SpmdSharding, devices: Sequence[Any] | int) -> "Layout":
+        """On the first of these devices, or on so many.
+
+        Raises:
+          InputError: they are too few.
+        """
+        shape = (program.num_workers, sharding.num_replicas, *sharding.mesh_shape)
+        names, wanted = (STAGE, REPLICA, *sharding.axis_names), prod(shape)
+        if (num := devices if isinstance(devices, int) else len(devices)) < wanted:
+            raise InputError(
+                f"the plan's mesh {format_mesh(shape)} needs {wanted} devices, and there are {num}. Plan again for "
+                "the devices at hand, or run on more"
+            )
+        if isinstance(devices, int):
+            mesh = AbstractMesh(shape, names, axis_types=(AxisType.Auto,) * len(names))
+        else:
+            mesh = Mesh(np.array(devices[:wanted]).reshape(shape), names)
+        return cls(program, sharding, mesh)
+
+    @property
+    def num_microbatches(self) -> int:
+        """Of each replica."""
+        return self.program.num_parts // self.mesh.shape[REPLICA]
+
+    @property
+    def is_shared_out(self) -> bool:
+        """Whether stages split microbatches between loops over layers."""
+        return self.num_microbatches % self.mesh.shape[STAGE] == 0
+
+    @property
+    def parts(self) -> PartitionSpec:
+        """How parts of the batch lie between loops over layers."""
+        return EVERY if self.is_shared_out else PartitionSpec(REPLICA)
+
+    # --- outside of the loops over microbatches
+
+    def resting(self, v: int) -> NamedSharding:
+        """How a value lies in between steps."""
+        return self._named(self._resting(v))
+
+    def by_round(self, x: Any, v: int) -> Any:
+        """A stack over layers as [rounds, layers of a round], at its stages."""
+        rounds, shape = self.program.stages_per_worker, self.program.values[v].shape
+        there = self._named((1, WHOLE, *_behind(self.sharding.spec(v))))
+        return jax.lax.with_sharding_constraint(
+            jnp.reshape(x, (rounds, shape[0] // rounds, *shape[1:])), there
+        )
+
+    def put_together(self, rounds: Any, v: int) -> Any:
+        """The stack again, as it rests."""
+        apart = self._named(_behind(self._resting(v)))
+        return jnp.reshape(jax.lax.with_sharding_constraint(rounds, apart), self.program.values[v].shape)
+
+    def _named(self, spec: Spec) -> NamedSharding:
+        return NamedSharding(self.mesh, partition_spec(spec, self.mesh.axis_names))
+
+    def _resting(self, v: int) -> Spec:
+        """Over all axes. A stack over layers is split by layers, if those of a stage are neighbours, else along a dim from
+        which they get to their stages at once; examples are split over replicas where they divide."""
+        shape, spec = self.program.values[v].shape, self.sharding.spec(v)
+        along: list[Spec] = []
+        if v in self.program.layered:
+            first = 0 if self.program.stages_per_worker == 1 else 1
+            along = [(d, WHOLE, *spec) for d in range(first, len(shape))]
+        elif v in self.program.batch and self._is_dealt_evenly(shape[0]):
+            whole = (WHOLE,) * len(spec)
+            along = [(WHOLE, 0, *spec), (WHOLE, 0, *whole)]
+        found = (s for s in along if divides(s, shape, tuple(self.mesh.shape.values())))
+        return next(found, (WHOLE, WHOLE, *spec))
+
+    def _is_dealt_evenly(self, num_examples: int) -> bool:
+        return num_examples % (self.program.num_parts * self.mesh.shape[REPLICA]) == 0
+
+    # --- within them
+
+    @property
+    def own_mesh(self) -> AbstractMesh:
+        """The mesh, as what one replica of a stage runs sees it."""
+        mesh = self.mesh if isinstance(self.mesh, AbstractMesh) else self.mesh.abstract_mesh
+        return mesh.update_axis_types({STAGE: AxisType.Manual, REPLICA: AxisType.Manual})
+
+    def held(self, x: Any, v: int, ahead: int = 1) -> Any:
+        """A value as its devices hold it, with dims ahead of its own: of microbatches, of rounds."""
+        return self.imposed(x, tuple(d if d == WHOLE else d + ahead for d in self.sharding.spec(v)))
+
+    def imposed(self, x: Any, spec: Spec) -> Any:
+        """An array with a spec over the axes of a replica's devices."""
+        if max(spec, default=WHOLE) == WHOLE:
+            return x
+        there = partition_spec(spec, self.sharding.axis_names)
+        return jax.lax.with_sharding_constraint(x, NamedSharding(self.own_mesh, there))
+
+
+def _behind(spec: Spec) -> Spec:
+    """The same with one more dim ahead."""
+    return tuple(d if d == WHOLE else d + 1 for d in spec)

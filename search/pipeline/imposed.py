@@ -1,0 +1,56 @@
+"""What a solution for the whole step imposes on some of its ops, wherever these stand now.
+
+A pipeline's programs consist of ops of the step, or of parts of such ops. What is decided of an op in the step, and inside
+of it, holds for it in a program too: only its place is another one.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from search.ir.graph import Op, Site
+from search.ir.sharding import OperandReshard, Place, StepSharding
+from search.ir.spec import Spec
+from search.pipeline.intra_op import IntraOp
+from search.pipeline.pipeline_step import PipelineStep
+from search.plan.shardings import step_sharding
+
+
+@dataclass(frozen=True, eq=False)
+class Imposed:
+    """By op of the step: specs, and how operands are brought, with the places from the op on.
+
+    Attributes:
+      step: the step in parts.
+      whole: what the solution imposes on the step with its loop.
+      specs: of it, by op.
+      reshards: likewise.
+    """
+
+    step: PipelineStep
+    whole: StepSharding
+    specs: Mapping[Site, list[tuple[Place, tuple[Spec, ...]]]]
+    reshards: Mapping[Site, list[tuple[Place, OperandReshard]]]
+
+    @classmethod
+    def of(cls, intra_op: IntraOp, step: PipelineStep) -> "Imposed":
+        """Of a solution of the step that `step` takes apart."""
+        whole = step_sharding(intra_op.on_mesh.memory.costed, intra_op.labels)
+        depth = len((step.loop, "jaxpr", 0)) + 1
+        return cls(step, whole, _by_op(whole.specs, depth), _by_op(whole.reshards, depth))
+
+    def on(self, ops: Sequence[Op]) -> StepSharding:
+        """What holds for ops in a graph that consists of these."""
+        specs: dict[Place, tuple[Spec, ...]] = {}
+        reshards: dict[Place, OperandReshard] = {}
+        for i, op in enumerate(ops):
+            if (site := self.step.site_of(op)) is not None:
+                specs |= {(what, (i, *rest), n): s for (what, rest, n), s in self.specs.get(site, ())}
+                reshards |= {(what, (i, *rest), n): r for (what, rest, n), r in self.reshards.get(site, ())}
+        return replace(self.whole, specs=specs, reshards=reshards)
+
+
+def _by_op[T](places: Mapping[Place, T], depth: int) -> dict[Site, list[tuple[Place, T]]]:
+    found: dict[Site, list[tuple[Place, T]]] = {}
+    for (what, site, n), imposed in places.items():
+        found.setdefault(site[:depth], []).append(((what, site[depth:], n), imposed))
+    return found

@@ -1,0 +1,76 @@
+"""What a stage's devices say to one another in a step: inside of its replicas, as its programs' kernels have it, and between
+them, once.
+
+What tasks do for a microbatch, they do as often as a replica has microbatches. Between replicas nothing goes until all
+tasks are done: then sums are added up, each replica getting its part of those that lie in parts behind it. What lies in
+parts and is wanted whole by tasks is gathered: parameters that the prologue takes in another type or cuts into layers, or
+that the update has made.
+"""
+
+from collections.abc import Iterator, Sequence
+from collections.abc import Set as AbstractSet
+
+from cost_model.collectives import MeshModel
+from search.ir.spec import AXIS_NAMES
+from search.pipeline.stage_memory import StageMemory
+from search.pipeline.stage_sharding import MIN_BYTES, REPLICA
+from search.pipeline.task_memory import ProgramKernels
+from search.plan.plan import Collective
+from search.problem.costs import COMBINED_BYTES
+
+Said = tuple[str, tuple[str, ...], float, float, float]
+"""Kind, mesh axes, how many, bytes of a device and seconds."""
+
+
+def stage_collectives(
+    stage: int, kernels: ProgramKernels, memory: StageMemory, mesh: MeshModel
+) -> tuple[Collective, ...]:
+    """All collectives of a stage in one step, by kind and axes.
+
+    Args:
+      stage: the stage.
+      kernels: of a replica's device, by program.
+      memory: how values lie.
+      mesh: of the stage: replicas, and the devices of each.
+    """
+    total: dict[tuple[str, tuple[str, ...]], tuple[float, float, float]] = {}
+    for kind, axes, count, num_bytes, seconds in (
+        *_inside(stage, kernels),
+        *_between(stage, kernels.step.learned, memory, mesh),
+    ):
+        before = total.get((kind, axes), (0.0, 0.0, 0.0))
+        total[kind, axes] = before[0] + count, before[1] + num_bytes, before[2] + seconds
+    return tuple(
+        Collective(kind, axes, round(count), round(num_bytes), seconds)
+        for (kind, axes), (count, num_bytes, seconds) in sorted(total.items())
+    )
+
+
+def _inside(stage: int, kernels: ProgramKernels) -> Iterator[Said]:
+    """Those between a replica's devices."""
+    names = AXIS_NAMES[len(kernels.intra_op.mesh_shape)]
+    programs = [program for program in kernels.programs.programs if program.stage == stage]
+    for program in programs:
+        for kind, axes, count, num_bytes, seconds in kernels.collectives(program):
+            yield kind, tuple(names[a] for a in axes), count, num_bytes, seconds
+
+
+def _between(stage: int, learned: AbstractSet[int], memory: StageMemory, mesh: MeshModel) -> Iterator[Said]:
+    """Those between replicas."""
+    programs = memory.programs
+    if programs.num_replicas == 1:
+        return
+    sums = [v for v in sorted(programs.sums) if programs.stage_of[v] == stage]
+    prepared = [v for p in programs.prologue if p.stage == stage for v in p.makes if v in learned]
+    updated = [v for p in programs.epilogue if p.stage == stage for v in p.makes]
+    whole = [v for v in dict.fromkeys((*prepared, *updated)) if programs.values[v].num_bytes >= MIN_BYTES]
+    kinds: Sequence[tuple[str, list[int], bool]] = (
+        ("reduce-scatter", [v for v in sums if not memory.is_whole(v, stage)], True),
+        ("all-reduce", [v for v in sums if memory.is_whole(v, stage)], True),
+        ("all-gather", [v for v in whole if memory.is_whole(v, stage)], False),
+    )
+    for kind, values, is_own in kinds:
+        num_bytes = sum(memory.bytes_of(v, stage, is_own) for v in values)
+        if num_bytes:
+            seconds = float(mesh.time_s(kind, (0,), num_bytes, COMBINED_BYTES))
+            yield kind, (REPLICA,), len(values), num_bytes, seconds

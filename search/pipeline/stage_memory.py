@@ -1,0 +1,167 @@
+"""What a pipeline's devices hold, program by program, in the order in which these are handed out.
+
+JAX sets memory aside when a program is handed out, and lets go of what nobody reads any more. So a schedule, and what each
+program reads and makes, say what lies on a stage's devices when one begins:
+
+* *once*: arguments that rest there, what the prologue made and what came from other stages, the sums;
+* *in flight*: of each microbatch, what a task has made or another stage has sent, until its last reader there has run.
+
+To that a program adds what it makes, and what it needs meanwhile (`search.pipeline.task_memory`). Behind the tasks, sums of
+replicas are added up, and the update runs.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+from search.ir.spec import WHOLE, Spec
+from search.plan.schedule import Schedule, Task, TaskKind
+from search.plan.stage_programs import StageProgram, StagePrograms, StageSharding
+from search.plan.task_order import task_order
+
+Job = tuple[int, TaskKind]
+"""A stage, and a kind of task."""
+
+
+@dataclass(frozen=True, eq=False)
+class StageMemory:
+    """The memory of a pipeline's stages. Bytes are a device's.
+
+    Attributes:
+      programs: what stages run.
+      schedule: when.
+      shardings: how each stage's values lie.
+    """
+
+    programs: StagePrograms
+    schedule: Schedule
+    shardings: Sequence[StageSharding]
+
+    def task_peaks(self, temporary_bytes: Mapping[Job, float]) -> tuple[float, ...]:
+        """The most that each worker's devices hold while tasks run.
+
+        Args:
+          temporary_bytes: what a task needs while it runs.
+        """
+        held = [self._once_bytes(worker) for worker in range(self.schedule.num_workers)]
+        highest = list(held)
+        for worker, task in task_order(self.schedule):
+            job = task.stage, task.kind
+            if job in self.programs.tasks:
+                made_bytes = self._made_bytes[job]
+                highest[worker] = max(
+                    highest[worker], held[worker] + made_bytes + temporary_bytes.get(job, 0.0)
+                )
+                held[worker] += made_bytes - self._freed_bytes[job]
+                for stage, sent_bytes in self._sent_bytes[job].items():
+                    reader = Task(stage, task.microbatch, TaskKind.FORWARD)
+                    held[self.schedule.worker_of[reader]] += sent_bytes
+        return tuple(highest)
+
+    def prologue_peak(self, stage: int, temporary_bytes: float) -> float:
+        """The most that a stage's devices hold before its first task: what it makes for other stages lies there, too."""
+        made = {v for p in self.programs.prologue if p.stage == stage for v in p.makes}
+        resting_bytes = sum(
+            self.bytes_of(v, stage) for v in self._once(stage) & {*self.programs.step.graph.inputs}
+        )
+        made_bytes = sum(self.bytes_of(v, stage, v in self.programs.sums) for v in made)
+        return resting_bytes + made_bytes + temporary_bytes
+
+    def update_peak(self, stage: int, temporary_bytes: float) -> float:
+        """The most that a stage's devices hold behind all tasks."""
+        read = self._read_by(stage, self.programs.epilogue)
+        resting = self._once(stage) & (read | {*self.programs.step.graph.inputs})
+        resting_bytes = sum(self.bytes_of(v, stage) for v in resting - self.programs.sums)
+        sums = {v for v in self.programs.sums if self.programs.stage_of[v] == stage}
+        sum_bytes = sum(self.bytes_of(v, stage, is_own=True) for v in sums)
+        total_bytes = sum(self.bytes_of(v, stage) for v in sums | (read & self.programs.sums))
+        replaced = {
+            v
+            for v, r in zip(self.programs.results, self.programs.step.replaces, strict=True)
+            if r is not None
+        }
+        made = {v for p in self.programs.epilogue if p.stage == stage for v in p.makes} - replaced
+        fresh_bytes = sum(self.bytes_of(v, stage) for v in made)
+        adding_bytes = 0.0 if self.programs.num_replicas == 1 else sum_bytes + total_bytes
+        return resting_bytes + max(sum_bytes + adding_bytes, total_bytes + fresh_bytes + temporary_bytes)
+
+    # --- what is there once
+
+    def _once_bytes(self, worker: int) -> float:
+        """What a worker's devices hold all the while that tasks run."""
+        found: dict[tuple[int, Spec], float] = {}
+        for stage in self.schedule.stages_of(worker):
+            is_home = self.schedule.workers_of(stage)[0] == worker
+            for v in self._once(stage) if is_home else self._read_by(stage, self.programs.tasks.values()):
+                if not self.programs.is_of_replica(v):
+                    spec = self.shardings[stage].spec(v)
+                    found[v, spec] = self.bytes_of(v, stage, is_own=v in self.programs.sums)
+        return sum(found.values())
+
+    def _once(self, stage: int) -> frozenset[int]:
+        """The values that lie at a stage while tasks run, one for all microbatches."""
+        programs = self.programs
+        later = {v for program in programs.epilogue for v in program.makes} | programs.pieces.keys()
+        read = self._read_by(stage, (*programs.tasks.values(), *programs.epilogue))
+        own = {v for v in programs.step.graph.inputs if programs.stage_of[v] == stage}
+        later |= {v for v in programs.sums if programs.stage_of[v] != stage}
+        return frozenset(v for v in (read | own) - later if not programs.is_of_replica(v))
+
+    def _read_by(self, stage: int, programs: Iterable[StageProgram]) -> frozenset[int]:
+        return frozenset(v for program in programs if program.stage == stage for v in program.reads)
+
+    # --- what there is of each microbatch
+
+    @cached_property
+    def _made_bytes(self) -> dict[Job, float]:
+        return {
+            (stage, kind): sum(self.bytes_of(v, stage) for v in program.makes if v not in program.sums)
+            for (stage, kind), program in self.programs.tasks.items()
+        }
+
+    @cached_property
+    def _freed_bytes(self) -> dict[Job, float]:
+        """What nobody at a stage reads behind a task."""
+        found = dict.fromkeys(self.programs.tasks, 0.0)
+        for stage in range(self.programs.num_stages):
+            last: dict[int, TaskKind] = {}
+            for kind in TaskKind:
+                if (program := self.programs.tasks.get((stage, kind))) is not None:
+                    touched = (v for v in (*program.reads, *program.makes) if v not in program.sums)
+                    last |= {v: kind for v in touched if self.programs.is_of_microbatch(v)}
+            for v, kind in last.items():
+                if v not in self._kept:
+                    found[stage, kind] += self.bytes_of(v, stage)
+        return found
+
+    @cached_property
+    def _sent_bytes(self) -> dict[Job, dict[int, float]]:
+        """What a task's results take at the stages to which they are sent."""
+        maker = {v: job for job, program in self.programs.tasks.items() for v in program.makes}
+        found: dict[Job, dict[int, float]] = {job: {} for job in self.programs.tasks}
+        for transfer in self.programs.transfers:
+            if transfer.is_per_microbatch and transfer.value in maker:
+                there = found[maker[transfer.value]]
+                num_bytes = self.bytes_of(transfer.value, transfer.target)
+                there[transfer.target] = there.get(transfer.target, 0.0) + num_bytes
+        return found
+
+    @cached_property
+    def _kept(self) -> frozenset[int]:
+        """What the epilogue reads of every microbatch."""
+        parts: dict[int, int] = {}
+        for v, _ in self.programs.pieces.values():
+            parts[v] = parts.get(v, 0) + 1
+        return frozenset(v for v, count in parts.items() if count > self.programs.num_replicas)
+
+    def bytes_of(self, v: int, stage: int, is_own: bool = False) -> float:
+        """Of a value at a stage; what each replica has for itself is not split over them."""
+        sharding, value = self.shardings[stage], self.programs.values[v]
+        axes = list(zip(sharding.spec(v), sharding.mesh_shape, strict=True))
+        own = is_own or self.programs.is_of_replica(v)
+        return value.num_bytes / prod(size for dim, size in axes[own:] if dim >= 0)
+
+    def is_whole(self, v: int, stage: int) -> bool:
+        """Whether each replica has all of a value, or of its part of it."""
+        return self.shardings[stage].spec(v)[0] == WHOLE
