@@ -65,8 +65,7 @@ estimates of what comes next to one another differ by less than they are wrong."
 
 ROOMY = 0.5
 """Of the cap: strategies that hold no more in program order are taken to fit, and only the kernels of the best ones are
-simulated. Source: a choice of ours; kernels that hold twice as much as the rows know have not been seen.
-(`benchmarks.truth`)"""
+simulated; should those not fit, all are asked. Source: a choice of ours."""
 
 WORTH = 0.1
 """By how much a plan may be slower than one without a cap, before microbatches are tried. Source: a choice of ours; two of
