@@ -39,7 +39,7 @@ from executors.transfers import spread
 from search.ir import _jax
 from search.ir.graph import Step
 from search.ir.trace import step_name
-from search.mesh_problem import Options
+from search.options import Options
 from search.plan.pipeline_plan import PipelinePlan
 from search.plan.plan import Plan
 from search.plan.spmd_plan import SpmdPlan

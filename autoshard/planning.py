@@ -15,7 +15,7 @@ from cost_model.units import format_bytes, parse_bytes
 from search import driver
 from search.ir.graph import Step
 from search.ir.trace import trace_call
-from search.mesh_problem import Options
+from search.options import Options
 from search.plan.pipeline_plan import PipelinePlan
 from search.plan.plan import Plan
 from search.plan.spmd_plan import SpmdPlan

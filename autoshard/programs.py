@@ -29,7 +29,7 @@ from executors.pipeline_jit import CompilerOptions
 from executors.pipeline_program import PipelineProgram
 from search.driver import SearchResult
 from search.ir.graph import Step
-from search.mesh_problem import Options
+from search.options import Options
 from search.pipeline.planning import Pipeline
 from search.pipeline.spmd_planning import SpmdPipeline
 from search.plan.pipeline_plan import PipelinePlan

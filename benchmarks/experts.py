@@ -42,7 +42,7 @@ from cost_model.units import format_mesh
 from search import driver
 from search.ir.graph import Step
 from search.ir.trace import trace
-from search.mesh_problem import Options, candidate_shapes
+from search.options import Options, candidate_shapes
 from tests.zoo import (
     LLAMA_7B,
     Case,

@@ -20,7 +20,7 @@ from benchmarks.experts import CLUSTERS, MODELS
 from cost_model.errors import InfeasibleError
 from cost_model.hardware import parse_cluster
 from search.ir.trace import trace
-from search.mesh_problem import Options
+from search.options import Options
 from search.solver.clock import WorkClock
 from search.step_search import StepSearch
 

@@ -34,7 +34,7 @@ from executors.jit import build
 from search import driver
 from search.driver import SearchResult
 from search.ir.trace import trace
-from search.mesh_problem import Options
+from search.options import Options
 from search.problem.reshard import SLICE
 from search.problem.reshard_paths import ReshardPaths
 from search.problem.streams import CONTENTION

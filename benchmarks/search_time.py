@@ -17,7 +17,7 @@ from cost_model.hardware import parse_cluster
 from search import driver
 from search.ir.graph import Step
 from search.ir.trace import trace
-from search.mesh_problem import Options
+from search.options import Options
 from tests.zoo.llama import make_llama
 
 CLUSTERS = ("8xH100-80GB", "64xH100-80GB", "512xH100-80GB", "64xA100-80GB-Ethernet")

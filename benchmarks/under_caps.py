@@ -25,7 +25,7 @@ from search import driver
 from search.driver import SearchResult
 from search.ir.graph import Step
 from search.ir.trace import trace_for
-from search.mesh_problem import Options, Progress
+from search.options import Options, Progress
 from search.problem.flat_program import flatten
 from tests.gpu.compiled import HURRY
 from tests.zoo import Case

@@ -19,7 +19,8 @@ from search.ir.graph import Site, Step
 from search.ir.sharding import StepSharding
 from search.ir.spec import AXIS_NAMES
 from search.memory.microbatches import microbatched
-from search.mesh_problem import DEFAULT_TIME_LIMIT_S, MeshProblem, Options, Progress, StepProblem
+from search.mesh_problem import MeshProblem, StepProblem
+from search.options import DEFAULT_TIME_LIMIT_S, Options, Progress
 from search.plan.decisions import EDITED, apart, hosted
 from search.plan.edits import marks_of
 from search.plan.estimates import estimate

@@ -16,7 +16,8 @@ from math import inf
 from cost_model.cluster import Cluster
 from cost_model.errors import InfeasibleError, InputError, PlanError
 from cost_model.units import format_bytes, format_mesh, format_seconds
-from search.mesh_problem import ROOM, WIDE_GAP, MeshProblem, Options, StepProblem, candidate_shapes
+from search.mesh_problem import ROOM, WIDE_GAP, MeshProblem, StepProblem
+from search.options import Options, candidate_shapes
 from search.plan.estimates import where
 from search.problem.memory_rows import Peak
 from search.solver.branch_and_bound import NoFitError

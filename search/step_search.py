@@ -25,16 +25,8 @@ from search.memory.batch_states import NotSplittableError
 from search.memory.microbatches import batch_divisors, microbatched
 from search.memory.offload import MIN_BYTES, may_rest_on_host
 from search.memory.residuals import has_loops
-from search.mesh_problem import (
-    OFFLOADED,
-    RESIDUALS,
-    ROUNDING,
-    MeshProblem,
-    Options,
-    Progress,
-    StepProblem,
-    candidate_shapes,
-)
+from search.mesh_problem import ROUNDING, MeshProblem, StepProblem
+from search.options import OFFLOADED, RESIDUALS, Options, Progress, candidate_shapes
 from search.problem.live_ranges import Resident
 from search.problem.memory_floor import floor_bytes, working_bytes
 from search.recomputation import Candidate, FreeSolution, candidates, without_cap

@@ -40,6 +40,7 @@ MAY_IMPORT = {
         "search.plan",
         "search.solver.clock",
         "search.mesh_problem",
+        "search.options",
         "search.stopwatch",
         "search.tightening",
     ),

@@ -11,7 +11,7 @@ from autoshard import InfeasibleError, programs
 from cost_model.hardware import parse_cluster
 from cost_model.xla import compiler
 from search.ir.trace import trace
-from search.mesh_problem import Options
+from search.options import Options
 from tests.search.chain import chain
 
 MIB = 1 << 20

@@ -13,7 +13,8 @@ from search import driver
 from search.driver import SearchResult
 from search.ir.graph import Site, Step
 from search.ir.sharding import StepSharding
-from search.mesh_problem import MeshProblem, Options, StepProblem
+from search.mesh_problem import MeshProblem, StepProblem
+from search.options import Options
 from search.plan.estimates import estimate
 from search.plan.plan import Plan
 from search.plan.shardings import step_sharding

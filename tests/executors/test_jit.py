@@ -14,7 +14,7 @@ import autoshard
 from executors.jit import Program, build
 from search.driver import find
 from search.ir.trace import trace
-from search.mesh_problem import Options
+from search.options import Options
 from tests import zoo
 from tests.executors import plans
 

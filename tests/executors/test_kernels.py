@@ -22,7 +22,7 @@ from autoshard import AutoshardWarning
 from executors.jit import Program, build
 from search.driver import find
 from search.ir.trace import trace
-from search.mesh_problem import Options
+from search.options import Options
 from tests.executors import plans
 
 W = jax.random.normal(jax.random.key(0), (16, 32))

@@ -22,7 +22,8 @@ from search.driver import SearchResult
 from search.ir.graph import Step
 from search.ir.trace import trace
 from search.memory.microbatches import microbatched
-from search.mesh_problem import Options, StepProblem
+from search.mesh_problem import StepProblem
+from search.options import Options
 from search.plan.plan import Plan
 from search.solver.branch_and_bound import NoFitError
 from tests.zoo import (

@@ -11,7 +11,7 @@ from cost_model.xla.process import Compiler, compile_apart
 from executors.jit import build
 from search import driver
 from search.ir.trace import trace
-from search.mesh_problem import Options
+from search.options import Options
 
 from .compiled import HURRY
 

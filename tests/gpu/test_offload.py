@@ -8,7 +8,7 @@ from cost_model.xla.hlo import FROM_HOST, TO_HOST
 from cost_model.xla.process import Compiler
 from search.driver import find
 from search.ir.trace import trace
-from search.mesh_problem import Options
+from search.options import Options
 from tests.search.adamw import adamw_chain
 
 from .compiled import HURRY

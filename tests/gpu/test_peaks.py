@@ -14,7 +14,7 @@ from cost_model.hardware import parse_cluster
 from cost_model.xla.process import Compiler
 from search.driver import find
 from search.ir.trace import trace
-from search.mesh_problem import Options
+from search.options import Options
 
 from .compiled import HURRY
 

@@ -16,7 +16,7 @@ from cost_model.cluster import Link
 from cost_model.hardware import parse_cluster
 from search.driver import find
 from search.ir.trace import trace
-from search.mesh_problem import Options
+from search.options import Options
 from search.problem.flat_program import ReadPhase
 from tests.zoo import (
     LLAMA_7B,

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from cost_model.hardware import parse_cluster
 from search import driver, mesh_problem
 from search.ir.trace import trace
-from search.mesh_problem import MeshProblem, Options, StepProblem
+from search.mesh_problem import MeshProblem, StepProblem
+from search.options import Options
 from search.problem.memory_rows import Peak
 from search.solver.branch_and_bound import NoFitError
 from search.solver.clock import SearchClock

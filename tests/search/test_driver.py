@@ -17,11 +17,12 @@ from jax.sharding import PartitionSpec as P
 from cost_model.cluster import Cluster
 from cost_model.errors import InfeasibleError, PlanError
 from cost_model.hardware import parse_cluster
-from search import driver, mesh_problem
+from search import driver
 from search.driver import SearchResult
 from search.ir.graph import Step
 from search.ir.trace import trace
-from search.mesh_problem import DEFAULT_TIME_LIMIT_S, RELATIVE_GAP, Options, StepProblem
+from search.mesh_problem import RELATIVE_GAP, StepProblem
+from search.options import DEFAULT_TIME_LIMIT_S, Options
 from search.plan.plan import Decisions, Plan
 from search.solver import clock
 from search.solver.clock import WorkClock
@@ -400,7 +401,7 @@ def test_a_step_of_microseconds_is_not_searched_for_as_long_as_there_is_time(mon
 def test_a_slow_machine_finds_the_plan_that_a_fast_one_finds(monkeypatch):
     """Byte for byte, though both ran out of time; where a user gives seconds, they are the machine's."""
     step, cluster = chain_of_products(), parse_cluster("8xH100-80GB")
-    monkeypatch.setattr(mesh_problem, "DEFAULT_TIME_LIMIT_S", 0.1)
+    monkeypatch.setattr("search.options.DEFAULT_TIME_LIMIT_S", 0.1)
 
     def found(**asked):
         return json.dumps(driver.find(step, cluster, Options(80 << 30, **asked)).plan.to_json())

@@ -14,7 +14,8 @@ from cost_model.hardware import parse_cluster
 from search import driver, infeasible
 from search.infeasible import Smallest
 from search.ir.trace import trace
-from search.mesh_problem import MeshProblem, Options, candidate_shapes
+from search.mesh_problem import MeshProblem
+from search.options import Options, candidate_shapes
 from search.problem.memory_rows import Peak
 from search.solver.branch_and_bound import NoFitError
 from tests.search.chain import chain

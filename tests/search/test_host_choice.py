@@ -8,7 +8,7 @@ from cost_model.errors import InfeasibleError, InputError
 from cost_model.hardware import parse_cluster
 from search.driver import find
 from search.ir.trace import trace
-from search.mesh_problem import Options
+from search.options import Options
 from tests.search.adamw import adamw_chain
 
 CLUSTER = parse_cluster("1xH100-80GB")

@@ -17,7 +17,8 @@ from cost_model.hardware import parse_cluster
 from cost_model.units import parse_bytes, parse_seconds
 from search import driver, infeasible
 from search.ir.trace import trace
-from search.mesh_problem import MeshProblem, Options, StepProblem, candidate_shapes
+from search.mesh_problem import MeshProblem, StepProblem
+from search.options import Options, candidate_shapes
 from search.solver.branch_and_bound import NoFitError
 from search.solver.clock import PROCESSOR, Deadline
 

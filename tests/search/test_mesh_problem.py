@@ -12,7 +12,8 @@ from jax.sharding import PartitionSpec as P
 from cost_model.errors import InputError, PlanError
 from cost_model.hardware import parse_cluster
 from search.ir.trace import trace
-from search.mesh_problem import MeshProblem, Options, StepProblem, candidate_shapes
+from search.mesh_problem import MeshProblem, StepProblem
+from search.options import Options, candidate_shapes
 from search.problem.strategies import port_specs
 from search.solver.branch_and_bound import NoFitError
 from search.solver.pbqp import MemoryConstraint

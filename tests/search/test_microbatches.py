@@ -14,7 +14,7 @@ from cost_model.hardware import parse_cluster
 from executors.jit import build
 from search import driver
 from search.ir.trace import trace
-from search.mesh_problem import Options
+from search.options import Options
 from search.plan.plan import Plan
 
 CLUSTER = parse_cluster("8xCPU")

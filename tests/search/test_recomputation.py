@@ -15,7 +15,8 @@ from executors.jit import build
 from search import driver
 from search.ir.trace import trace
 from search.memory.copies import SCOPE
-from search.mesh_problem import MeshProblem, Options, StepProblem
+from search.mesh_problem import MeshProblem, StepProblem
+from search.options import Options
 from search.plan.plan import Plan
 from search.plan.retention import RetentionCodec
 from search.problem.flat_program import flatten

@@ -10,7 +10,7 @@ from cost_model.hardware import parse_cluster
 from search import driver
 from search.ir.graph import Step
 from search.ir.trace import trace
-from search.mesh_problem import Options, candidate_shapes
+from search.options import Options, candidate_shapes
 from search.plan.plan import Plan
 from tests.zoo import MAKERS
 

@@ -18,7 +18,7 @@ from search.driver import SearchResult
 from search.ir.graph import Step
 from search.ir.sharding import StepSharding
 from search.ir.trace import trace
-from search.mesh_problem import Options
+from search.options import Options
 from search.stopwatch import Stopwatch
 from tests.zoo import make_megatron
 

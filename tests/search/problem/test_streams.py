@@ -9,7 +9,8 @@ from jax.sharding import PartitionSpec as P
 from cost_model.hardware import parse_cluster
 from search import driver
 from search.ir.trace import trace
-from search.mesh_problem import Options, StepProblem
+from search.mesh_problem import StepProblem
+from search.options import Options
 from search.problem.streams import CONTENTION
 from search.problem.traffic import Way
 from tests.search.chain import chain

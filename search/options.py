@@ -1,0 +1,118 @@
+"""What a search is asked for, and the meshes that come into question."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import permutations
+from math import prod
+from types import MappingProxyType
+from typing import Any
+
+from cost_model.cluster import Cluster
+from cost_model.errors import InputError
+from cost_model.meshes import mesh_shapes
+from search.ir.graph import Role
+from search.ir.spec import AXIS_NAMES
+from search.solver.clock import PROCESSOR, SearchClock, WorkClock
+
+DEFAULT_TIME_LIMIT_S = 15.0
+"""Nominal seconds (`search.solver.clock`) for all meshes together; what is not proven by then is the plan's gap."""
+
+OFFLOADED = MappingProxyType({"optimizer_state": Role.OPTIMIZER_STATE, "parameters": Role.PARAMETER})
+"""What may rest in the host's memory, by the names that users give, the least often read first."""
+
+RESIDUALS = "residuals"
+"""What may wait there for the backward phase, as users say it."""
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What a search is asked for.
+
+    Attributes:
+      memory_bytes: the cap per device.
+      mesh: sizes of the mesh axes, outermost first; None to search it.
+      pins: the `PartitionSpec` in which an argument must rest, by its pytree path.
+      time_limit_s: processor seconds for the solver; None for `DEFAULT_TIME_LIMIT_S`, of work, which are the same work on
+        every machine.
+      remat: "never" to recompute nothing but what the step itself recomputes; None to search it.
+      microbatches: in how many the step goes through its batch; None to search it.
+      offload: what is in the host's memory, of `OFFLOADED` and `RESIDUALS`, or the pytree paths of arguments, whole or their
+        beginnings; "never" for nothing, None to search it.
+    """
+
+    memory_bytes: int
+    mesh: tuple[int, ...] | None = None
+    pins: Mapping[str, Any] | None = None
+    time_limit_s: float | None = None
+    remat: str | None = None
+    microbatches: int | None = None
+    offload: tuple[str, ...] | str | None = None
+
+    def __post_init__(self) -> None:
+        if self.memory_bytes <= 0 or not self.limit_s > 0:
+            raise InputError(
+                f"the memory cap and the time limit must be positive, got {self.memory_bytes} bytes and "
+                f"{self.limit_s} s"
+            )
+        if self.remat not in (None, "never"):
+            raise InputError(f'wanted remat="never", or nothing to have it searched, got {self.remat!r}')
+        if self.microbatches is not None and self.microbatches < 1:
+            raise InputError(f"wanted at least 1 microbatch, got {self.microbatches}")
+        if isinstance(self.offload, str) and self.offload != "never":
+            raise InputError(
+                f'wanted offload="never", some of {(*OFFLOADED, RESIDUALS)} or paths of arguments in a tuple, or nothing to '
+                f"have it searched, got {self.offload!r}"
+            )
+
+    @property
+    def limit_s(self) -> float:
+        """Seconds for the solver, by a clock as `new_clock` makes it."""
+        return DEFAULT_TIME_LIMIT_S if self.time_limit_s is None else self.time_limit_s
+
+    def new_clock(self) -> SearchClock:
+        """What a search goes by."""
+        return WorkClock() if self.time_limit_s is None else PROCESSOR
+
+
+def candidate_shapes(cluster: Cluster, options: Options) -> tuple[tuple[int, ...], ...]:
+    """The meshes to try.
+
+    Raises:
+      InputError: the mesh that is asked for does not suit the cluster, or no mesh has an axis that a pin names.
+    """
+    if options.mesh is None:
+        return _shapes_with(cluster, _named_axes(options.pins or {}))
+    if len(options.mesh) not in AXIS_NAMES or min(options.mesh) < 1:
+        raise InputError(f"wanted a mesh of 1 to 3 axes of positive size, got {options.mesh}")
+    if prod(options.mesh) != cluster.num_devices:
+        raise InputError(
+            f"the mesh {options.mesh} has {prod(options.mesh)} devices, the cluster {cluster.name} has "
+            f"{cluster.num_devices}. Give its axes sizes whose product is {cluster.num_devices}"
+        )
+    return (tuple(options.mesh),)
+
+
+def _shapes_with(cluster: Cluster, named: Mapping[str, str]) -> tuple[tuple[int, ...], ...]:
+    """The meshes that have all these axes; where the devices are too few to split into so many, with axes of size one."""
+    known = AXIS_NAMES[max(AXIS_NAMES)]
+    if unknown := sorted(named.keys() - set(known)):
+        raise InputError(
+            f"pin {named[unknown[0]]!r}: no mesh has an axis {unknown[0]!r}; axes are named {', '.join(map(repr, known))}"
+        )
+    num_axes = min(n for n, names in AXIS_NAMES.items() if named.keys() <= set(names))
+    shapes = mesh_shapes(cluster, max_axes=max(2, num_axes))
+    whole = (cluster.num_devices, *[1] * (num_axes - 1))
+    return tuple(s for s in shapes if len(s) >= num_axes) or tuple(sorted(set(permutations(whole))))
+
+
+def _named_axes(pins: Mapping[str, Any]) -> dict[str, str]:
+    """The axes that pins name, and for each an argument that is pinned to it."""
+    return {axis: name for name, spec in pins.items() for axis in sorted(_axes_of(spec))}
+
+
+def _axes_of(spec: Any) -> set[str]:
+    return {
+        a for entry in spec if entry is not None for a in (entry if isinstance(entry, tuple) else (entry,))
+    }
