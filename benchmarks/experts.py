@@ -313,7 +313,13 @@ def digest(rows: Sequence[Sequence[str]]) -> Iterator[tuple[str, ...]]:
         )
         gap, *over = worst
         cpu_s = median(float(cells[CPU]) for cells in found)
-        yield preset, str(len(found)), f"{gap:.2f}%", *[f"{o:+.2f}%" for o in over], f"{cpu_s:.1f}"
+        yield (
+            preset,
+            str(len(found)),
+            f"{gap:.2f}%",
+            *["-" if math.isnan(o) else f"{o:+.2f}%" for o in over],
+            f"{cpu_s:.1f}",
+        )
 
 
 def ms(seconds: float) -> str:
