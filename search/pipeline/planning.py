@@ -90,13 +90,13 @@ def find(
       InfeasibleError: nothing fits, or is so fast; says what is nearest.
     """
     watch = Stopwatch(step.trace_s)
-    refused: list[InfeasibleError] = []
+    refused, made_ready = list[InfeasibleError](), dict[int, Parts]()
 
     def propose(limit_bytes: float, _: object) -> Round[Pipeline] | None:
         try:
-            found = _found(
-                step, cluster, replace(options, memory_bytes=int(limit_bytes)), progress, cutoff_s, watch
-            )
+            lower = replace(options, memory_bytes=int(limit_bytes))
+            search = PipelineSearch(step, [""] * len(step.arguments), cluster, lower, progress, made_ready)
+            found = _found(search, cutoff_s, watch)
         except InfeasibleError as e:
             refused.append(e)
             return None
@@ -117,24 +117,16 @@ def find(
     )
 
 
-def _found(
-    step: Step,
-    cluster: Cluster,
-    options: PipelineOptions,
-    progress: Callable[[str], None],
-    cutoff_s: float,
-    watch: Stopwatch,
-) -> Proposal:
+def _found(search: PipelineSearch, cutoff_s: float, watch: Stopwatch) -> Proposal:
     """What a search takes for the fastest pipeline that fits."""
-    search = PipelineSearch(step, [""] * len(step.arguments), cluster, options, progress)
     found = search.run(cutoff_s)
     watch.lap("search")
     if isinstance(found, NoCut):
         raise search.infeasible(found)
     if found.step_s >= cutoff_s:
         raise InfeasibleError(
-            f"the fastest pipeline of {step.name} that was found takes {format_seconds(found.step_s)}, and there is a plan "
-            f"of {format_seconds(cutoff_s)}"
+            f"the fastest pipeline of {search.step.name} that was found takes {format_seconds(found.step_s)}, and there is "
+            f"a plan of {format_seconds(cutoff_s)}"
         )
     return found
 

@@ -56,12 +56,18 @@ class Parts:
       layers: of it.
       cluster: on which stages stand.
       ledgers: by the mesh of a replica, what layers cost on it, as far as that was asked for.
+      others: by what they recompute, the same with that recomputed, likewise.
+      again: by the mesh of a replica, what might be recomputed, likewise.
     """
 
     step_problem: StepProblem
     layers: Layers
     cluster: Cluster
     ledgers: dict[tuple[int, ...], Ledger] = field(default_factory=dict[tuple[int, ...], Ledger])
+    others: "dict[frozenset[Site], Parts]" = field(default_factory=dict[frozenset[Site], "Parts"])
+    again: "dict[tuple[int, ...], tuple[Again, ...]]" = field(
+        default_factory=dict[tuple[int, ...], tuple["Again", ...]]
+    )
 
     @classmethod
     def of(
@@ -95,6 +101,11 @@ class Parts:
 
     def recomputing(self, sites: frozenset[Site]) -> "Parts":
         """The same with some of it recomputed."""
+        if sites not in self.others:
+            self.others[sites] = self._recomputing(sites)
+        return self.others[sites]
+
+    def _recomputing(self, sites: frozenset[Site]) -> "Parts":
         problem = self.step_problem
         problem = StepProblem.of(
             problem.traced,
@@ -113,8 +124,13 @@ class Parts:
             self.ledgers[shape] = Ledger(intra_op, self.layers, self.cluster)
         return self.ledgers[shape]
 
-    def choices(self, shape: tuple[int, ...]) -> "list[Again]":
+    def choices(self, shape: tuple[int, ...]) -> "tuple[Again, ...]":
         """What might be recomputed: what saves most for its time, and all that saves anything."""
+        if shape not in self.again:
+            self.again[shape] = self._choices(shape)
+        return self.again[shape]
+
+    def _choices(self, shape: tuple[int, ...]) -> "tuple[Again, ...]":
         intra_op = self.ledger(shape).intra_op
         fusion = self.step_problem.live_ranges.fusion
         parts = residuals(intra_op.on_mesh.memory.costed, fusion, intra_op.labels)
@@ -123,7 +139,7 @@ class Parts:
         some = _chosen(parts, (most.seconds - none.seconds) / saved_bytes)
         loop_s = self.count * self.ledger(shape).microbatch_s
         again = {c.sites: Again(c.sites, 1 + (c.seconds - none.seconds) / loop_s) for c in (some, most)}
-        return [one for sites, one in again.items() if sites]
+        return tuple(one for sites, one in again.items() if sites)
 
 
 @dataclass(frozen=True, slots=True)

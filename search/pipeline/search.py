@@ -75,6 +75,7 @@ class PipelineSearch:
       clock: counts the work that is done.
       best: the best pipeline so far.
       nearest: the cut that misses the cap by least, where none fits.
+      made_ready: by how many parts it is in, the step in them; searches under several caps share it.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class PipelineSearch:
         cluster: Cluster,
         options: PipelineOptions,
         progress: Callable[[str], None] = lambda line: None,
+        made_ready: dict[int, Parts] | None = None,
     ) -> None:
         self.step, self.marks, self.cluster = step, marks, cluster
         self.options, self.progress = options, progress
@@ -91,6 +93,7 @@ class PipelineSearch:
         self.deadline = Deadline.after(TIME_LIMIT_S, self.clock)
         self.best: Proposal | None = None
         self.nearest = NoCut(())
+        self.made_ready = {} if made_ready is None else made_ready
 
     def run(self, cutoff_s: float = inf) -> Proposal | NoCut:
         """The fastest pipeline, or why there is none that fits and takes less than the cutoff."""
@@ -117,15 +120,20 @@ class PipelineSearch:
     def _in_parts(self, count: int, cutoff_s: float) -> None:
         """Looks for better pipelines of the step in so many parts."""
         self.progress(f"the step in {count} parts")
-        parts = Parts.of(self.step, self.marks, self.cluster, count, clock=self.clock)
+        parts = self._parts(count)
         self._check_layers(parts)
         left = sorted((self._bound_s(parts, n, shapes), n, shapes) for n, shapes in self._meshes(count))
         left = self._unfit(parts, left, 1.0, cutoff_s)
         if not left or self.options.remat == "never":
             return
-        for choice in parts.choices(max(shapes[-1] for _, _, shapes in left)):
+        for choice in parts.choices(max(shapes[-1] for _, shapes in self._all_meshes)):
             if left and left[0][0] * choice.times < min(self._best_s, cutoff_s):
                 left = self._unfit(parts.recomputing(choice.sites), left, choice.times, cutoff_s)
+
+    def _parts(self, count: int) -> Parts:
+        if count not in self.made_ready:
+            self.made_ready[count] = Parts.of(self.step, self.marks, self.cluster, count, clock=self.clock)
+        return self.made_ready[count]
 
     def _unfit(
         self, parts: Parts, left: Sequence[tuple[float, int, Shapes]], times: float, cutoff_s: float
