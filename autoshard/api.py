@@ -28,10 +28,11 @@ from search.driver import SearchResult
 from search.ir.graph import Step
 from search.ir.trace import step_name
 from search.pipeline.planning import Pipeline
+from search.pipeline.spmd_planning import SpmdPipeline
 from search.plan.json_file import read_file
 from search.plan.pipeline_plan import PipelinePlan, is_of_pipeline
 from search.plan.plan import Plan
-from search.plan.spmd_plan import ONE_PROGRAM, SpmdPlan, is_of_one_program
+from search.plan.spmd_plan import SpmdPlan, is_of_one_program
 
 
 def search(
@@ -46,12 +47,13 @@ def search(
     stages: int | str | None = None,
     schedule: str | None = None,
     microbatches: int | None = None,
+    executor: str | None = None,
     offload: Sequence[str] | str | None = None,
     time_limit_s: float | None = None,
     verify: bool = False,
     target_config: str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
-) -> Plan | PipelinePlan:
+) -> AnyPlan:
     """Finds how to run a training step fastest on a cluster, without any of its devices.
 
     Args:
@@ -76,10 +78,13 @@ def search(
         program. With stages, `mesh` is that of each: how many replicas share out a microbatch, and one or two axes of
         each one's devices.
       schedule: of the pipeline: "gpipe", "1f1b", "eager-1f1b", "interleaved-1f1b", "circular", "zb-h1", "zb-h2", "zb-v",
-        "dualpipe-v" or "chimera"; by default "1f1b" and "zb-h1" are tried.
+        "dualpipe-v" or "chimera"; by default "1f1b" and "zb-h1" are tried, and in one program "gpipe" and "circular".
       microbatches: in how many the step goes through its batch, its gradients added up exactly, before it updates; by
         default several are tried where memory is scarce, or for a pipeline. What couples the examples of a batch forbids
         them.
+      executor: of the pipeline: "a program per stage", or "one program" for all stages, of a step whose layers are a loop
+        (`jax.lax.scan`): one dispatch a step, equal stages, under "gpipe" or "circular". By default what is predicted to be
+        faster; the plan's `executor` says which.
       offload: what rests in pinned host memory and is on the device only while it is read, in a tuple: "optimizer_state",
         "parameters", or pytree paths of arguments, whole or their beginnings; "residuals" may wait there for the backward
         phase. "never" for nothing; by default all this but paths is tried where memory is scarce.
@@ -92,7 +97,8 @@ def search(
       progress: called with one line per stage of the search; by default the logger `autoshard` is, at level INFO.
 
     Returns:
-      The fastest plan found, with its estimates and the solver's certified gap; a `PipelinePlan` where that is a pipeline.
+      The fastest plan found, with its estimates and the solver's certified gap; where that is a pipeline, a `PipelinePlan`
+      or, if all its stages are one program, an `SpmdPlan`.
 
     Raises:
       InputError: an argument, the cluster or an option cannot be used.
@@ -109,7 +115,7 @@ def search(
     """
     hardware = parse_cluster(cluster)
     asked = Asked(memory, mesh, pin, remat, microbatches, offload, time_limit_s)
-    wanted = pipelines.asked_for(stages, schedule, is_open=pipelines.leaves_open(asked))
+    wanted = pipelines.asked_for(stages, schedule, executor, is_open=pipelines.leaves_open(asked))
     if wanted is not None:
         pipelines.refuse(pin=pin or None, offload=offload, time_limit_s=time_limit_s)
     with narrated(step_name(step), "tracing", progress) as tell:
@@ -120,9 +126,9 @@ def search(
         return judge.fitting(
             lambda limit, said: _found(traced, hardware, wanted, replace(asked, memory=limit), said),
             lambda found, full: (
-                pipeline_judge.verified(verifier, found)
-                if isinstance(found, Pipeline)
-                else verifier.verified(found, full)
+                verifier.verified(found, full)
+                if isinstance(found, SearchResult)
+                else pipeline_judge.verified(verifier, found)
             ),
             planning.limit_bytes(hardware, asked),
             tell,
@@ -131,7 +137,7 @@ def search(
 
 def _found(
     step: Step, hardware: Cluster, wanted: Stages | None, asked: Asked, progress: Progress
-) -> SearchResult | Pipeline:
+) -> SearchResult | Pipeline | SpmdPipeline:
     """One program, a pipeline, or what of them is faster."""
     if wanted is not None and wanted.count is not None:
         return pipelines.searched(step, hardware, wanted, asked, progress)
@@ -309,10 +315,8 @@ def parallelize(
       remat: as for `search`.
       stages: as for `search`; `donate` and `like` without stages mean one program, too.
       schedule: as for `search`.
-      executor: of the pipeline: "a program per stage" (the default), or "one program" for all stages, of a step whose layers
-        are a loop (`jax.lax.scan`): one dispatch a step, under the schedule "gpipe" (the default there) or "circular".
-        Nothing is searched for it: layers, devices and examples are dealt evenly.
-      microbatches: as for `search`; of one program for all stages, by default up to four times as many as stages.
+      executor: as for `search`.
+      microbatches: as for `search`.
       offload: as for `search`.
       plan: a plan or its file: no search. The step, its shapes and the number of devices must be the plan's; options that it
         has decided (`cluster`, `memory`, `mesh`, `pin`, `remat`, `stages`, `schedule`, `microbatches`, `executor`,
@@ -379,8 +383,6 @@ def parallelize(
         pipelines.refuse(
             pin=pin or None, offload=offload, time_limit_s=time_limit_s, donate=donate, like=like
         )
-    if pipeline is not None and pipeline.executor == ONE_PROGRAM:
-        pipelines.refuse(memory=memory, remat=remat)
     shared = like if like is None or isinstance(like, Parallelized) else Rested.by(_given(like)[0])
     request = Request(
         asked,

@@ -90,6 +90,11 @@ def _parser() -> argparse.ArgumentParser:
         "--schedule", metavar="NAME", help="of a pipeline, such as 1f1b; by default it is searched"
     )
     search.add_argument(
+        "--executor",
+        metavar="WHAT",
+        help="of a pipeline: 'a program per stage' or 'one program'; by default what is predicted to be faster",
+    )
+    search.add_argument(
         "--microbatches",
         type=int,
         metavar="N",

@@ -20,8 +20,8 @@ from autoshard.parallelized import AnyPlan
 from autoshard.target import target
 from cost_model.errors import InputError, first_line
 from cost_model.whole_file import destination, write_whole
-from search.pipeline import timeline
-from search.pipeline.planning import simulated
+from search.pipeline import planning, spmd_planning, timeline
+from search.pipeline.simulator import Simulation
 from search.plan.pipeline_plan import PipelinePlan
 from search.plan.plan import Plan
 from search.plan.spmd_plan import SpmdPlan
@@ -47,6 +47,7 @@ def search(options: argparse.Namespace) -> int:
                 stages=options.stages,
                 schedule=options.schedule,
                 microbatches=options.microbatches,
+                executor=options.executor,
                 offload=options.offload,
                 time_limit_s=options.time_limit,
                 verify=options.verify,
@@ -83,14 +84,10 @@ def verify(options: argparse.Namespace) -> int:
 def show(options: argparse.Namespace) -> int:
     """Sums a saved plan up, or what differs from another."""
     plan, place = api.loaded(options.plan)
-    if isinstance(plan, PipelinePlan):
+    if isinstance(plan, PipelinePlan | SpmdPlan):
         return _show_pipeline(plan, options)
     if options.timeline or options.trace:
         raise InputError(f"{place} is a plan of one program: there is no schedule of a pipeline to draw")
-    if isinstance(plan, SpmdPlan):
-        _check_is_shown_alone(options)
-        _print(plan, options.json)
-        return 0
     if options.choices is not None:
         return _show_choices(options)
     if options.against is None:
@@ -101,18 +98,22 @@ def show(options: argparse.Namespace) -> int:
     return 0
 
 
-def _show_pipeline(plan: PipelinePlan, options: argparse.Namespace) -> int:
+def _show_pipeline(plan: PipelinePlan | SpmdPlan, options: argparse.Namespace) -> int:
     """Sums a pipeline's plan up, or draws its schedule."""
     _check_is_shown_alone(options)
     if options.trace is not None:
         _check_writable(options.trace)
-        events = timeline.trace_events(simulated(plan))
+        events = timeline.trace_events(_simulated(plan))
         write_whole(options.trace, json.dumps(events) + "\n", "the trace")
     if options.timeline:
-        print(timeline.text(simulated(plan)), flush=True)
+        print(timeline.text(_simulated(plan)), flush=True)
     else:
         _print(plan, options.json)
     return 0
+
+
+def _simulated(plan: PipelinePlan | SpmdPlan) -> Simulation:
+    return spmd_planning.simulated(plan) if isinstance(plan, SpmdPlan) else planning.simulated(plan)
 
 
 def _check_is_shown_alone(options: argparse.Namespace) -> None:
@@ -187,8 +188,7 @@ def _join_processes() -> None:
 
 def _print(plan: AnyPlan, as_json: bool) -> None:
     if as_json:
-        searched_s = {} if isinstance(plan, SpmdPlan) else plan.search_s
-        data = plan.to_json() | ({"search_s": dict(searched_s)} if searched_s else {})
+        data = plan.to_json() | ({"search_s": dict(plan.search_s)} if plan.search_s else {})
         print(json.dumps(data, indent=1, allow_nan=False), flush=True)
     else:
         print(plan, flush=True)

@@ -338,7 +338,7 @@ class Parallelized:
         if asked is not None and asked.count is not None:
             return asked
         if isinstance(first, PipelinePlan):
-            return Stages(len(first.stages), first.schedule)
+            return Stages(len(first.stages), first.schedule, first.executor)
         if isinstance(first, SpmdPlan):
             return Stages(first.stages, first.schedule, first.executor)
         return asked if first is None else None
@@ -347,7 +347,9 @@ class Parallelized:
     def _asked_of_a_pipeline(self) -> Asked:
         """What is asked of its search; of other shapes than a plan is for, its cap."""
         given = self._given
-        return Asked(given.memory_bytes) if isinstance(given, PipelinePlan) else self._request.asked
+        return (
+            Asked(given.memory_bytes) if isinstance(given, PipelinePlan | SpmdPlan) else self._request.asked
+        )
 
     def _plan_for(self, traced: Step) -> tuple[AnyPlan, str] | None:
         """A plan that the step need not be searched for: the one that is given, or that of the same computation."""

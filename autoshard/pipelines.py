@@ -8,7 +8,7 @@ saves what that waits for communication, computes twice or does not share out.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, overload
+from typing import Any, Protocol
 
 from autoshard import planning
 from autoshard.planning import Asked
@@ -20,12 +20,12 @@ from search.ir.graph import Step
 from search.pipeline import planning as pipelines
 from search.pipeline import spmd_planning
 from search.pipeline.planning import Pipeline
-from search.pipeline.proposals import DISPATCH_S
+from search.pipeline.proposals import DISPATCH_S, Parts
 from search.pipeline.search import PipelineOptions
-from search.pipeline.spmd_planning import SpmdOptions, SpmdPipeline
+from search.pipeline.spmd_planning import SpmdPipeline
 from search.plan.pipeline_plan import PipelinePlan
 from search.plan.plan import Plan
-from search.plan.spmd_plan import EXECUTORS, ONE_PROGRAM, PROGRAM_PER_STAGE, SpmdPlan
+from search.plan.spmd_plan import EXECUTORS, ONE_PROGRAM, SpmdPlan, is_of_one_program
 
 AUTO = "auto"
 """How users ask for as many stages as are best, or none, however long the search takes."""
@@ -45,13 +45,13 @@ class Stages:
     Attributes:
       count: of stages; None to search it, and to take one program where that is faster.
       schedule: the family's name, if it is said.
-      executor: what is to run it; all but a program per stage is dealt evenly, and not searched.
+      executor: what is to run it; None for what is predicted to be faster.
       always: whether it is searched even where it can save little.
     """
 
     count: int | None
     schedule: str | None = None
-    executor: str = PROGRAM_PER_STAGE
+    executor: str | None = None
     always: bool = True
 
 
@@ -92,13 +92,13 @@ def asked_for(
             f"no executor is called {executor!r}. Choose one of {', '.join(map(repr, EXECUTORS))}"
         )
     if stages == AUTO:
-        return Stages(None, schedule)
+        return Stages(None, schedule, executor)
     if stages is not None and not isinstance(stages, int):
         raise InputError(f"wanted stages as a whole number, or {AUTO!r} to have it searched, got {stages!r}")
     if stages is not None and stages < 1:
         raise InputError(f"wanted at least 1 stage, got {stages}")
     if stages is not None and stages > 1:
-        return Stages(stages, schedule, executor or PROGRAM_PER_STAGE)
+        return Stages(stages, schedule, executor)
     for name, value in (("schedule", schedule), ("executor", executor)):
         if value is not None:
             raise InputError(
@@ -123,7 +123,7 @@ def fastest[One: OneProgram](
     alone: Callable[[], One],
     progress: Progress = lambda line: None,
     processes: Processes = ALONE,
-) -> One | Pipeline:
+) -> One | Pipeline | SpmdPipeline:
     """The faster of one program and a pipeline of any number of stages.
 
     Args:
@@ -203,13 +203,6 @@ def found(
     """
     if isinstance(wanted, PipelinePlan | SpmdPlan):
         return applied(step, wanted, place)
-    if wanted.executor == ONE_PROGRAM and wanted.count is not None:
-        progress(f"cutting the layers into {wanted.count} stages")
-        options = SpmdOptions(wanted.count, wanted.schedule, asked.microbatches, _stage_mesh(asked))
-        return processes.found_by_the_first(
-            lambda: spmd_planning.find(step, cluster, options),
-            lambda data, place: applied(step, SpmdPlan.from_json(data, place), place),
-        )
     return searched(step, cluster, wanted, asked, progress, processes)
 
 
@@ -221,21 +214,46 @@ def searched(
     progress: Progress = lambda line: None,
     processes: Processes = ALONE,
     cutoff_s: float = math.inf,
-) -> Pipeline:
-    """A step as a pipeline with a program per stage that takes less than the cutoff; arguments and errors as of `found`."""
+) -> Pipeline | SpmdPipeline:
+    """A step as a pipeline that takes less than the cutoff; arguments and errors as of `found`."""
     options = _options(cluster, wanted, asked)
+
+    def apply(data: Any, place: str) -> Pipeline | SpmdPipeline:
+        kind = SpmdPlan if is_of_one_program(data) else PipelinePlan
+        return applied(step, kind.from_json(data, place), place)
+
     return processes.found_by_the_first(
-        lambda: pipelines.find(step, cluster, options, progress, cutoff_s),
-        lambda data, place: applied(step, PipelinePlan.from_json(data, place), place),
+        lambda: _faster(step, cluster, options, wanted.executor, progress, cutoff_s), apply
     )
 
 
-@overload
-def applied(step: Step, plan: PipelinePlan, place: str) -> Pipeline: ...
-
-
-@overload
-def applied(step: Step, plan: SpmdPlan, place: str) -> SpmdPipeline: ...
+def _faster(
+    step: Step,
+    cluster: Cluster,
+    options: PipelineOptions,
+    executor: str | None,
+    progress: Progress,
+    cutoff_s: float,
+) -> Pipeline | SpmdPipeline:
+    """By prediction, of what either executor can run; they share what they know of the step."""
+    made_ready = dict[int, Parts]()
+    if executor == ONE_PROGRAM:
+        return spmd_planning.find(step, cluster, options, progress, cutoff_s, made_ready)
+    as_one = None
+    if executor is None:
+        try:
+            as_one = spmd_planning.find(step, cluster, options, progress, cutoff_s, made_ready)
+        except (InfeasibleError, InputError) as e:
+            progress(f"not as one program for all stages: {e}")
+    if as_one is not None:
+        cutoff_s = as_one.plan.estimates.step_s
+    try:
+        return pipelines.find(step, cluster, options, progress, cutoff_s, made_ready)
+    except (InfeasibleError, InputError) as e:
+        if as_one is None:
+            raise
+        progress(f"not with a program per stage: {e}")
+        return as_one
 
 
 def applied(step: Step, plan: PipelinePlan | SpmdPlan, place: str) -> Pipeline | SpmdPipeline:

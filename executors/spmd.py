@@ -147,8 +147,8 @@ class _Replica:
         once: dict[int, Any],
     ) -> None:
         self.program, self.layout = program, layout
-        self.layers = {v: layout.held(x, v) for v, x in layers.items()}
-        self.once = {v: layout.held(x, v, 0) for v, x in once.items()}
+        self.layers = {v: layout.entered(x, v) for v, x in layers.items()}
+        self.once = {v: layout.entered(x, v, 0) for v, x in once.items()}
         self.count = layout.num_microbatches
         first = jax.lax.axis_index(REPLICA) * self.count
         index = program.values[program.index]

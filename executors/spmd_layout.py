@@ -18,7 +18,8 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from cost_model.errors import InputError
 from cost_model.units import format_mesh
-from search.ir.spec import WHOLE, Spec, divides, partition_spec
+from search.ir.spec import WHOLE, Spec, partition_spec
+from search.plan.spmd_resting import is_shared_out, num_microbatches, resting_spec
 from search.plan.spmd_step import SpmdSharding, SpmdStep
 
 STAGE, REPLICA = "stage", "replica"
@@ -65,12 +66,12 @@ class Layout:
     @property
     def num_microbatches(self) -> int:
         """Of each replica."""
-        return self.program.num_parts // self.mesh.shape[REPLICA]
+        return num_microbatches(self.program, self.sharding)
 
     @property
     def is_shared_out(self) -> bool:
         """Whether stages split microbatches between loops over layers."""
-        return self.num_microbatches % self.mesh.shape[STAGE] == 0
+        return is_shared_out(self.program, self.sharding)
 
     @property
     def parts(self) -> PartitionSpec:
@@ -81,40 +82,23 @@ class Layout:
 
     def resting(self, v: int) -> NamedSharding:
         """How a value lies in between steps."""
-        return self._named(self._resting(v))
+        return self._named(resting_spec(self.program, self.sharding, v))
 
     def by_round(self, x: Any, v: int) -> Any:
         """A stack over layers as [rounds, layers of a round], at its stages."""
         rounds, shape = self.program.stages_per_worker, self.program.values[v].shape
-        there = self._named((1, WHOLE, *_behind(self.sharding.spec(v))))
+        there = self._named((1, WHOLE, *_behind(self.sharding.entry_spec(v))))
         return jax.lax.with_sharding_constraint(
             jnp.reshape(x, (rounds, shape[0] // rounds, *shape[1:])), there
         )
 
     def put_together(self, rounds: Any, v: int) -> Any:
         """The stack again, as it rests."""
-        apart = self._named(_behind(self._resting(v)))
+        apart = self._named(_behind(resting_spec(self.program, self.sharding, v)))
         return jnp.reshape(jax.lax.with_sharding_constraint(rounds, apart), self.program.values[v].shape)
 
     def _named(self, spec: Spec) -> NamedSharding:
         return NamedSharding(self.mesh, partition_spec(spec, self.mesh.axis_names))
-
-    def _resting(self, v: int) -> Spec:
-        """Over all axes. A stack over layers is split by layers, if those of a stage are neighbours, else along a dim from
-        which they get to their stages at once; examples are split over replicas where they divide."""
-        shape, spec = self.program.values[v].shape, self.sharding.spec(v)
-        along: list[Spec] = []
-        if v in self.program.layered:
-            first = 0 if self.program.stages_per_worker == 1 else 1
-            along = [(d, WHOLE, *spec) for d in range(first, len(shape))]
-        elif v in self.program.batch and self._is_dealt_evenly(shape[0]):
-            whole = (WHOLE,) * len(spec)
-            along = [(WHOLE, 0, *spec), (WHOLE, 0, *whole)]
-        found = (s for s in along if divides(s, shape, tuple(self.mesh.shape.values())))
-        return next(found, (WHOLE, WHOLE, *spec))
-
-    def _is_dealt_evenly(self, num_examples: int) -> bool:
-        return num_examples % (self.program.num_parts * self.mesh.shape[REPLICA]) == 0
 
     # --- within them
 
@@ -126,7 +110,11 @@ class Layout:
 
     def held(self, x: Any, v: int, ahead: int = 1) -> Any:
         """A value as its devices hold it, with dims ahead of its own: of microbatches, of rounds."""
-        return self.imposed(x, tuple(d if d == WHOLE else d + ahead for d in self.sharding.spec(v)))
+        return self.imposed(x, _behind(self.sharding.spec(v), ahead))
+
+    def entered(self, x: Any, v: int, ahead: int = 1) -> Any:
+        """A value that is the same for all microbatches, likewise."""
+        return self.imposed(x, _behind(self.sharding.entry_spec(v), ahead))
 
     def imposed(self, x: Any, spec: Spec) -> Any:
         """An array with a spec over the axes of a replica's devices."""
@@ -136,6 +124,6 @@ class Layout:
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.own_mesh, there))
 
 
-def _behind(spec: Spec) -> Spec:
-    """The same with one more dim ahead."""
-    return tuple(d if d == WHOLE else d + 1 for d in spec)
+def _behind(spec: Spec, ahead: int = 1) -> Spec:
+    """The same with more dims ahead."""
+    return tuple(d if d == WHOLE else d + ahead for d in spec)

@@ -61,7 +61,7 @@ class Ticks:
         waiting = {v: self._zeros(v, self.count + 1) for v in self._carried}
         received = {v: self._zeros(v) for v in self._carried}
         stacks = {v: self._empty(v, self._num_passes + 1) for v in self._stacked if v in wanted}
-        sums = {v: self._empty(v, self._rounds) for v in added}
+        sums = {v: self._empty(self.part.sums[v], self._rounds) for v in added}
 
         def tick(state: tuple[Arrays, Arrays, Arrays, Arrays], t: Any) -> tuple[Any, None]:
             waiting, received, stacks, sums = state
@@ -209,4 +209,4 @@ def _put(buffer: Any, x: Any, place: Any) -> Any:
 
 
 def _added(total: Any, term: Any, is_busy: Any) -> Any:
-    return total + jnp.where(is_busy, term, jnp.zeros_like(term))
+    return total + jnp.where(is_busy, term, jnp.zeros_like(term)).astype(total.dtype)

@@ -31,6 +31,7 @@ from search.ir import _jax
 from search.ir.graph import Step, walk
 from search.ir.sharding import StepSharding
 from search.pipeline.planning import Pipeline
+from search.pipeline.spmd_planning import SpmdPipeline
 from search.stopwatch import Stopwatch
 from search.tightening import Round, tightened
 
@@ -44,6 +45,8 @@ compilation, and the second nearly always fits."""
 NEAR = 0.03
 """Of the cap: a plan whose extrapolated peak comes this close is compiled in full before it is returned. Source: a
 choice of ours; that of a Megatron GPT of 24 layers was 0.2% below the full program's."""
+
+AnyPipeline = Pipeline | SpmdPipeline
 
 _CALLBACKS = frozenset({"debug_callback", "debug_print", "io_callback", "pure_callback"})
 """JAX's primitives that call Python."""
@@ -136,7 +139,7 @@ def verified_here(found: SearchResult, cluster: Cluster, program: Program) -> Ve
     return compared(found.plan, cluster, stats, watch.seconds, Extent())
 
 
-def fitting[Found: (SearchResult, Pipeline, SearchResult | Pipeline)](
+def fitting[Found: (SearchResult, AnyPipeline, SearchResult | AnyPipeline)](
     search: Callable[[int, Progress], Found],
     verified: Callable[[Found, bool], Proof],
     cap_bytes: int,
@@ -195,9 +198,11 @@ def fitting[Found: (SearchResult, Pipeline, SearchResult | Pipeline)](
     )
 
 
-def _certified[Found: (SearchResult, Pipeline, SearchResult | Pipeline)](found: Found, first: Found) -> Found:
+def _certified[Found: (SearchResult, AnyPipeline, SearchResult | AnyPipeline)](
+    found: Found, first: Found
+) -> Found:
     """With the bound of the first plan that was found, under the cap itself."""
-    if isinstance(found, Pipeline) or isinstance(first, Pipeline):
+    if isinstance(found, AnyPipeline) or isinstance(first, AnyPipeline):
         return found
     return found.bounded(first.bound_s)
 

@@ -73,6 +73,7 @@ def find(
     options: PipelineOptions,
     progress: Callable[[str], None] = lambda line: None,
     cutoff_s: float = inf,
+    made_ready: dict[int, Parts] | None = None,
 ) -> Pipeline:
     """Searches for the fastest pipeline that fits.
 
@@ -82,6 +83,7 @@ def find(
       options: what is asked for.
       progress: called with one line per stage.
       cutoff_s: what it has to take less than.
+      made_ready: as of `PipelineSearch`.
 
     Raises:
       InputError: there are more stages than there is to cut, the devices or the batch do not divide, or there is no such
@@ -90,12 +92,12 @@ def find(
       InfeasibleError: nothing fits, or is so fast; says what is nearest.
     """
     watch = Stopwatch(step.trace_s)
-    refused, made_ready = list[InfeasibleError](), dict[int, Parts]()
+    refused, ready = list[InfeasibleError](), {} if made_ready is None else made_ready
 
     def propose(limit_bytes: float, _: object) -> Round[Pipeline] | None:
         try:
             lower = replace(options, memory_bytes=int(limit_bytes))
-            search = PipelineSearch(step, [""] * len(step.arguments), cluster, lower, progress, made_ready)
+            search = PipelineSearch(step, [""] * len(step.arguments), cluster, lower, progress, ready)
             found = _found(search, cutoff_s, watch)
         except InfeasibleError as e:
             refused.append(e)

@@ -10,7 +10,8 @@ An op of the body stands behind the loops that it depends on, and no further bac
 the first stands where it is read first. What is light is made anew by whoever reads it.
 """
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 
 from cost_model.errors import InputError
 from search.ir import _jax
@@ -93,14 +94,16 @@ class _Writing:
     Attributes:
       examples: by value of the body that is a part of the examples, all parts.
       level: by op of the body that is not made anew, how many loops it stands behind.
-      sum_of: by term, the sum that it is added to.
+      sum_of: by term, the sum that it is added to; of what loops stack up and is only added up in another type, by stack.
     """
 
     def __init__(self, traced: Step, step: PipelineStep, loops: tuple[Op, ...]) -> None:
         self.traced, self.step, self.loops = traced, step, loops
         self.examples = _examples(step)
+        cast = _only_added(step, loops)
+        self.sum_of = {cast.get(term, term): total for total, term in step.terms.items()}
+        self.left_out = {step.maker[term] for term in cast}
         self.level = self._levels()
-        self.sum_of = {term: total for total, term in step.terms.items()}
 
     def run(self, num_workers: int, stages_per_worker: int) -> SpmdStep:
         step, epilogue_reads = self.step, self._epilogue_reads()
@@ -130,7 +133,7 @@ class _Writing:
             step.of_microbatch,
             {v: step.pieces[v] for v in epilogue_reads if v in step.pieces},
             frozenset(v for v, argument in arguments if argument.role is Role.BATCH and step.values[v].shape),
-            layered(step, self.loops),
+            layered(step, self.loops, self.sum_of),
         )
 
     # --- which op is in which part
@@ -138,11 +141,11 @@ class _Writing:
     def _levels(self) -> dict[Op, int]:
         step, of_value, level = self.step, dict[int, int](), dict[Op, int]()
         for op in step.body:
-            if op not in step.made_anew:
+            if op not in step.made_anew and op not in self.left_out:
                 read = [of_value[v] for v in self._sources(op.operands) if v in of_value]
                 level[op] = max(read, default=0) + (op in self.loops)
                 of_value.update(dict.fromkeys(op.outputs, level[op]))
-        handed_on = {*step.terms.values(), *(v for v, _ in step.pieces.values())}
+        handed_on = {*self.sum_of, *(v for v, _ in step.pieces.values())}
         first_read: dict[int, int] = {}
         for op in reversed(level):
             read = [first_read[v] for v in op.outputs if v in first_read]
@@ -248,12 +251,26 @@ def _examples(step: PipelineStep) -> dict[int, int]:
     return found
 
 
-def layered(step: PipelineStep, loops: Sequence[Op]) -> frozenset[int]:
-    """The values outside of the loops whose first dim carries the layers: what loops slice and stack up, and what is as
-    large and computed with it element by element, such as moments."""
+def _only_added(step: PipelineStep, loops: Sequence[Op]) -> dict[int, int]:
+    """By term that is a loop's stack in another type, that stack, if nobody else reads the two."""
+    stacks = {v for op in loops for v in op.outputs[op.loop_counts[1] :]}
+    readers = Counter(v for op in step.ops for v in op.operands)
+    handed_on = Counter((*step.terms.values(), *(v for v, _ in step.pieces.values())))
+    found: dict[int, int] = {}
+    for term in step.terms.values():
+        op = step.maker[term]
+        if op.name == "convert_element_type" and op.operands and (v := op.operands[0]) in stacks:
+            uses = (readers[term], handed_on[term], readers[v], handed_on[v])
+            found |= {term: v} if uses == (0, 1, 1, 0) else {}
+    return found
+
+
+def layered(step: PipelineStep, loops: Sequence[Op], sum_of: Mapping[int, int]) -> frozenset[int]:
+    """The values outside of the loops whose first dim carries the layers: what loops slice and stack up, sums of that, and
+    what is as large and computed with it element by element, such as moments."""
     found = {a for op in loops for a in op.inputs[sum(op.loop_counts) :] if isinstance(a, int)}
     found |= {v for op in loops for v in op.outputs[op.loop_counts[1] :]}
-    found |= {total for total, term in step.terms.items() if term in found}
+    found |= {total for term, total in sum_of.items() if term in found}
     outside = (*step.prologue, *step.epilogue)
     while True:
         more = {v for op in outside for v in _alike(step, op, found)} - found

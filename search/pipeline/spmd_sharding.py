@@ -6,6 +6,7 @@ stage alike; but the dim that carries the layers is the stages'.
 
 from collections.abc import Iterator
 
+from search.ir.sharding import Place
 from search.ir.spec import AXIS_NAMES, WHOLE, Spec
 from search.pipeline.imposed import Imposed
 from search.pipeline.intra_op import IntraOp
@@ -33,12 +34,25 @@ def spmd_sharding(
     }
     names = AXIS_NAMES[len(intra_op.mesh_shape)]
     split = {v: spec for v, spec in specs.items() if max(spec) >= 0}
-    return SpmdSharding(num_replicas, intra_op.mesh_shape, names, split, inside)
+    whole = (WHOLE,) * len(intra_op.mesh_shape)
+    entering = {v: s for v, s in _entering(intra_op, step, program) if s != split.get(v, whole)}
+    return SpmdSharding(num_replicas, intra_op.mesh_shape, names, split, entering, inside)
 
 
-def _lies(intra_op: IntraOp, step: PipelineStep, program: SpmdStep, v: int) -> Spec:
-    spec = intra_op.lies(step.place_of(v), step.values[v])
+def _lies(
+    intra_op: IntraOp, step: PipelineStep, program: SpmdStep, v: int, place: Place | None = None
+) -> Spec:
+    spec = intra_op.lies(place or step.place_of(v), step.values[v])
     return tuple(WHOLE if d == 0 else d for d in spec) if v in program.layered else spec
+
+
+def _entering(intra_op: IntraOp, step: PipelineStep, program: SpmdStep) -> Iterator[tuple[int, Spec]]:
+    """What the loop over parts of the batch reads as a whole, and how it does."""
+    loop = step.step.graph.ops[step.loop]
+    dealt = {*program.examples.values()}
+    for i, v in enumerate(loop.inputs[: loop.loop_counts[0]]):
+        if isinstance(v, int) and v not in dealt:
+            yield v, _lies(intra_op, step, program, v, ("input", (step.loop, "jaxpr", 0), i))
 
 
 def _values(program: SpmdStep) -> Iterator[int]:

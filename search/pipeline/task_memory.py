@@ -1,26 +1,18 @@
-"""What a stage's device needs beside what lies there while it runs a program: the peak of the program's kernels; and what it
-says to others.
+"""What a stage's device needs while it runs a program, and what it says to others: the program's kernels.
 
-The kernels of the whole step are known (`search.device`). Those of a program are the ones whose ops are in it; of a loop
-over layers, the whole body. What they read that others make lies there already, and what others read of theirs is handed
-on: neither counts here. The rest comes and goes in the orders in which the compiler would run these kernels by themselves.
-
-A stage may have one layer of a loop. Then that is no loop: what the body makes is what it hands on, and no stack of it.
+Tasks run for each part of the batch that a replica has; what is done once is shared out among the replicas.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cached_property
 
-from search.device.lowering import TRANSFERS, Buffer, Kernel, Loops, Lowered
-from search.device.prediction import Prediction
-from search.device.workspace import SLICED_WORKSPACE_BYTES, WORKSPACE_BYTES
 from search.ir.graph import Op, Site
 from search.pipeline.intra_op import IntraOp
+from search.pipeline.part_kernels import PartKernels, Runs, length_of
 from search.pipeline.pipeline_step import PipelineStep
 from search.plan.schedule import TaskKind
 from search.plan.stage_programs import StageProgram, StagePrograms
-from search.problem.flat_program import FlatOp
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,14 +36,7 @@ class ProgramKernels:
           program: one of the programs.
           limit_bytes: what the compiler's scheduler may use for it.
         """
-        lowered, runs = self._lowered, self._runs
-        own = {k: runs[k][program] for k in range(len(runs)) if program in runs[k]}
-        if not own:
-            return 0.0
-        cut = _Cut(lowered, own, self._loop, self._stacks)
-        needed = Prediction(
-            cut.alone, limit_bytes, self.intra_op.device.is_rescheduled, cut.alone
-        ).peak.num_bytes
+        needed = self._of_program.temporary_bytes(program, limit_bytes)
         is_task = program in self.programs.tasks.values()
         return needed if is_task else needed / self.programs.num_replicas
 
@@ -59,62 +44,18 @@ class ProgramKernels:
         self, program: StageProgram
     ) -> Iterator[tuple[str, tuple[int, ...], float, float, float]]:
         """A program's collectives: kind, mesh axes, how many in a step, their bytes on a device and their seconds."""
-        live_ranges, once = self.intra_op.on_mesh.live_ranges, program in self.programs.epilogue
-        for kernel, programs in zip(self._lowered.kernels, self._runs, strict=True):
-            what = kernel.collective
-            if program not in programs or what is None or what.kind in TRANSFERS:
-                continue
-            runs, count = programs[program], self._ops[kernel.position].count
-            is_moved_out = len(live_ranges.loops_at[kernel.position]) > len(kernel.loops)
-            if is_moved_out:  # a stack as a whole, before its loop
-                count //= runs.whole
-            share = runs.num / runs.whole / self.programs.num_replicas
-            num = float(count) if once else count * share
-            yield what.kind, what.axes, num, count * share * what.num_bytes, share * kernel.time.seconds
-
-    @property
-    def _lowered(self) -> Lowered:
-        return self.intra_op.device.lowered
-
-    @property
-    def _ops(self) -> tuple[FlatOp, ...]:
-        return self.intra_op.step_problem.graph.folded.program.ops
+        once = program in self.programs.epilogue
+        for kernel, what, count, share in self._of_program.collectives(program):
+            own = share / self.programs.num_replicas
+            num = count if once else count * own
+            yield what.kind, what.axes, num, count * own * what.num_bytes, own * kernel.time.seconds
 
     @cached_property
-    def _stacks(self) -> frozenset[int]:
-        """The kernels that do nothing but to stack what a loop's body makes."""
-        kernels = enumerate(self._lowered.kernels)
-        return frozenset(
-            k
-            for k, one in kernels
-            if self._ops[one.position].name == "stack" and len(one.reads) == len(one.makes) == 1
-        )
+    def _of_program(self) -> PartKernels[StageProgram]:
+        return PartKernels(self.intra_op, self.step, self._of_site())
 
-    @cached_property
-    def _loop(self) -> Loops:
-        """The loop over parts, of which each task is one run."""
-        inside = [i for i, op in enumerate(self._ops) if op.site[:1] == (self.step.loop,) and op.op]
-        ranges = self.intra_op.step_problem.graph.folded.program.loops
-        around = [r for r in ranges if r[0] <= min(inside) and max(inside) < r[1]]
-        return (max(around, key=lambda r: r[1] - r[0]),)
-
-    @cached_property
-    def _runs(self) -> list[dict[StageProgram, "_Runs"]]:
-        """By kernel, the programs that run it. One that none has, such as an addition to a sum, goes with what it reads."""
-        found: list[dict[StageProgram, _Runs]] = []
-        of_buffer: dict[int, dict[StageProgram, _Runs]] = {}
-        for kernel in self._lowered.kernels:
-            runs = dict(self._of_site.get(self._outermost(self._ops[kernel.position]), {}))
-            if not runs:
-                read = (of_buffer.get(b, {}) for b in kernel.reads)
-                runs = {program: _Runs(1, 1) for each in read for program in each}
-            found.append(runs)
-            of_buffer |= dict.fromkeys(kernel.makes, runs)
-        return found
-
-    @cached_property
-    def _of_site(self) -> Mapping[Site, dict[StageProgram, "_Runs"]]:
-        found: dict[Site, dict[StageProgram, _Runs]] = {}
+    def _of_site(self) -> dict[Site, dict[StageProgram, Runs]]:
+        found: dict[Site, dict[StageProgram, int]] = {}
         for program in self.programs.programs:
             first = self.programs.tasks.get((program.stage, TaskKind.FORWARD))
             again = set(first.graph.ops) if first is not None and first is not program else set[Op]()
@@ -123,102 +64,8 @@ class ProgramKernels:
                 if site is None or op in again:
                     continue
                 runs = found.setdefault(site, {})
-                before = runs.get(program, _Runs(0, 1))
-                runs[program] = _Runs(before.num + int(op.params.get("length", 1)), 1)
-        whole = {site: self._length(site) for site in found}
+                runs[program] = runs.get(program, 0) + int(op.params.get("length", 1))
         return {
-            site: {program: _Runs(one.num, whole[site]) for program, one in runs.items()}
+            site: {program: Runs(num, length_of(self.step, site)) for program, num in runs.items()}
             for site, runs in found.items()
         }
-
-    def _length(self, site: Site) -> int:
-        """How often the step runs the body of an op."""
-        graph = self.step.step.graph
-        op = graph.ops[site[0]]
-        if len(site) > 1:
-            op = op.bodies["jaxpr"][0].ops[int(site[3])]
-        return int(op.params.get("length", 1))
-
-    def _outermost(self, op: FlatOp) -> Site:
-        """The op of the step, or of its loop's body, that a flat op is in."""
-        return op.site[:4] if op.site[:1] == (self.step.loop,) else op.site[:1]
-
-
-@dataclass(frozen=True, slots=True)
-class _Runs:
-    """How often a program runs a loop's body, of how often the step does; once of once for what is in no loop."""
-
-    num: int
-    whole: int
-
-    @property
-    def is_opened(self) -> bool:
-        """Whether it is no loop there, though it is one in the step."""
-        return self.num == 1 < self.whole
-
-
-class _Cut:
-    """Some kernels by themselves."""
-
-    def __init__(
-        self, lowered: Lowered, own: Mapping[int, _Runs], around: Loops, stacks: frozenset[int]
-    ) -> None:
-        kernels = lowered.kernels
-        opened = {
-            kernels[k].loops[-2] for k, runs in own.items() if runs.is_opened and len(kernels[k].loops) > 1
-        }
-        self.left_out = frozenset((*around, *opened))
-        same = {
-            kernels[k].makes[0]: kernels[k].reads[0]
-            for k, runs in own.items()
-            if k in stacks and runs.is_opened
-        }
-        elsewhere = (kernel for k, kernel in enumerate(kernels) if k not in own)
-        handed_on = {same.get(b, b) for kernel in elsewhere for b in kernel.reads}
-        left = self._in_order(kernels, own, stacks)
-        self.number = {k: n for n, k in enumerate(left)}
-        alone = [self._kernel(kernels[k], own[k], same) for k in left]
-        maker = {b: n for n, kernel in enumerate(alone) for b in kernel.makes}
-        runs = [own[k] for k in left]
-
-        def here(b: int, buffer: Buffer) -> Buffer:
-            loops = self._inside(buffer.loops)
-            if b not in maker or b in handed_on:
-                return replace(buffer, num_bytes=0.0, loops=loops)
-            one = runs[maker[b]]
-            is_stack = len(loops) < len(alone[maker[b]].loops)
-            share = one.num / one.whole if is_stack else 1.0
-            return replace(buffer, num_bytes=share * buffer.num_bytes, loops=loops)
-
-        self.alone = Lowered(tuple(alone), tuple(here(b, buffer) for b, buffer in enumerate(lowered.buffers)))
-
-    @staticmethod
-    def _in_order(kernels: Sequence[Kernel], own: Mapping[int, _Runs], stacks: frozenset[int]) -> list[int]:
-        """With a stack written as soon as there is something to write; none where there is no loop."""
-        maker = {b: k for k in own for b in kernels[k].makes}
-        behind: dict[int, list[int]] = {}
-        for k in own:
-            if (
-                k in stacks
-                and not own[k].is_opened
-                and (made_by := maker.get(kernels[k].reads[0])) is not None
-            ):
-                behind.setdefault(made_by, []).append(k)
-        written = {k for each in behind.values() for k in each}
-        first = [k for k in own if k not in written and not (k in stacks and own[k].is_opened)]
-        return [k for one in first for k in (one, *behind.get(one, ()))]
-
-    def _kernel(self, kernel: Kernel, runs: _Runs, same: Mapping[int, int]) -> Kernel:
-        is_sliced = kernel.workspace_bytes == SLICED_WORKSPACE_BYTES and not runs.is_opened
-        return replace(
-            kernel,
-            workspace_bytes=kernel.workspace_bytes
-            if is_sliced
-            else min(kernel.workspace_bytes, WORKSPACE_BYTES),
-            reads=tuple(dict.fromkeys(same.get(b, b) for b in kernel.reads)),
-            after=tuple(self.number[a] for a in kernel.after if a in self.number),
-            loops=self._inside(kernel.loops),
-        )
-
-    def _inside(self, loops: Loops) -> Loops:
-        return tuple(loop for loop in loops if loop not in self.left_out)

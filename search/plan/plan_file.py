@@ -222,6 +222,31 @@ class PipelineFile(TypedDict):
     estimates: PipelineEstimatesFile
 
 
+class SpmdEstimatesFile(TypedDict):
+    """What is predicted of a pipeline that is one program; it is made anew whenever a step is given the plan."""
+
+    step_s: Number
+    """Seconds per step."""
+    bubble: Number
+    """The share of it in which a stage computes what nobody reads."""
+    peak_bytes: Count
+    """Device memory at its highest, per device."""
+    forward_s: Number
+    """Of a stage's layers on one microbatch, and of handing on what they make."""
+    backward_s: Number
+    """Likewise."""
+    between_s: Number
+    """In a step, of what stands between loops over layers."""
+    update_s: Number
+    """Of what is done once in a step."""
+    residual_bytes: Count
+    """Of a microbatch and a stage."""
+    state_bytes: Count
+    """Always there."""
+    collectives: NotRequired[list[CollectiveFile]]
+    """By kind and mesh axes."""
+
+
 class SpmdFile(TypedDict):
     """How to run a training step as a pipeline that is one program."""
 
@@ -235,6 +260,8 @@ class SpmdFile(TypedDict):
     """The JAX version that traced it."""
     cluster: dict[str, Any]
     """The cluster, as its file would say it."""
+    memory_bytes: Count
+    """The cap per device."""
     executor: str
     """What runs it: one program."""
     schedule: str
@@ -245,6 +272,10 @@ class SpmdFile(TypedDict):
     """Runs of equally many layers."""
     mesh: Mesh
     """Size of each axis: of groups of stages, and of the replicas of each."""
+    retention: dict[str, str]
+    """By name, what of a class of forward ops is not kept for the backward phase."""
+    estimates: SpmdEstimatesFile
+    """What is predicted."""
     decisions: NotRequired[StageDecisionsFile]
     """How the devices of a replica share its work, if there are several."""
 
@@ -272,6 +303,7 @@ for _file in (
     StageEstimatesFile,
     PipelineEstimatesFile,
     PipelineFile,
+    SpmdEstimatesFile,
     SpmdFile,
     ScheduleFile,
 ):

@@ -1,25 +1,53 @@
 """The plan of a pipeline that is one program: how many stages of equal layers, on which mesh, in which order.
 
 It says less than the plan of a pipeline whose stages have programs of their own: all stages are alike. All of it may be
-edited by hand, and nothing of it is an estimate.
+edited by hand; `estimates` are what the cost model says of that.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from cost_model.errors import PlanError
-from cost_model.units import format_mesh
 from search.plan.json_file import schema_of
-from search.plan.plan import Decisions
+from search.plan.plan import Collective, Decisions
 from search.plan.saved import SavedPlan
 
-SCHEMA = "autoshard.one-program/1"
+SCHEMA = "autoshard.one-program/2"
 
 ONE_PROGRAM = "one program"
 PROGRAM_PER_STAGE = "a program per stage"
 EXECUTORS = (PROGRAM_PER_STAGE, ONE_PROGRAM)
 """What runs a pipeline."""
+
+
+@dataclass(frozen=True, slots=True)
+class SpmdEstimates:
+    """What the cost model predicts of a pipeline that is one program; bytes are a device's.
+
+    Attributes:
+      step_s: seconds per step.
+      bubble: the share of it in which a stage computes what nobody reads.
+      peak_bytes: device memory at its highest.
+      forward_s: seconds of a stage's layers on one microbatch, and of handing on what they make: a tick.
+      backward_s: likewise.
+      between_s: seconds in a step of what stands between loops over layers, and of taking values there and back.
+      update_s: seconds of what is done once in a step: the update, with the gradients' reduction.
+      residual_bytes: of a microbatch and a stage.
+      state_bytes: always there.
+      collectives: per kind and axes, in a step.
+    """
+
+    step_s: float
+    bubble: float
+    peak_bytes: int
+    forward_s: float
+    backward_s: float
+    between_s: float
+    update_s: float
+    residual_bytes: int
+    state_bytes: int
+    collectives: tuple[Collective, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,22 +59,30 @@ class SpmdPlan(SavedPlan):
       fingerprint: of the traced step.
       jax: the JAX version that traced it.
       cluster: the cluster, as its JSON file would say it.
+      memory_bytes: the cap per device.
       schedule: `gpipe` or `circular`.
       microbatches: in how many each replica goes through its part of the batch.
       stages: runs of equally many layers.
       mesh: size of each axis by name: of groups of devices, each with as many stages, and of the replicas of each.
+      retention: per class of forward ops, by name, what is not kept of them, as in a plan of one program.
+      estimates: what all this is predicted to take.
       decisions: how the devices of a replica share its work, on a mesh of theirs; None where a replica is one device.
+      search_s: seconds of the search; not saved.
     """
 
     step: str
     fingerprint: str
     jax: str
     cluster: Mapping[str, Any]
+    memory_bytes: int
     schedule: str
     microbatches: int
     stages: int
     mesh: Mapping[str, int]
+    retention: Mapping[str, str]
+    estimates: SpmdEstimates
     decisions: Decisions | None = None
+    search_s: Mapping[str, float] = field(default_factory=dict[str, float], compare=False)
 
     @property
     def num_workers(self) -> int:
@@ -76,11 +112,13 @@ class SpmdPlan(SavedPlan):
             "fingerprint": self.fingerprint,
             "jax": self.jax,
             "cluster": dict(self.cluster),
+            "memory_bytes": self.memory_bytes,
             "executor": self.executor,
             "schedule": self.schedule,
             "microbatches": self.microbatches,
             "stages": self.stages,
             "mesh": dict(self.mesh),
+            "retention": dict(self.retention),
         }
         if (d := self.decisions) is not None:
             said["decisions"] = {
@@ -89,7 +127,8 @@ class SpmdPlan(SavedPlan):
                 "ops": dict(d.ops),
                 "copies": dict(d.copies),
             }
-        return said
+        collectives = [{**asdict(one), "axes": list(one.axes)} for one in self.estimates.collectives]
+        return said | {"estimates": {**asdict(self.estimates), "collectives": collectives}}
 
     @classmethod
     def from_json(cls, data: Any, place: str = "plan") -> "SpmdPlan":
@@ -108,17 +147,14 @@ class SpmdPlan(SavedPlan):
         del file["schema"], file["executor"]
         if "decisions" in file:
             file["decisions"] = Decisions(**file["decisions"])
+        collectives = tuple(Collective(**one) for one in file["estimates"].pop("collectives", ()))
+        file["estimates"] = SpmdEstimates(**file["estimates"], collectives=collectives)
         return cls(**file)
 
     def __str__(self) -> str:
-        whole = {**self.mesh, **(self.decisions.mesh if self.decisions else {})}
-        shape = format_mesh(tuple(whole.values()))
-        return (
-            f"step     {self.step} (fingerprint {self.fingerprint}, JAX {self.jax})\n"
-            f"pipeline {self.stages} stages of equal layers, {self.schedule}, {self.microbatches} microbatches: "
-            f"{self.executor}\n"
-            f"mesh     {shape} ({' x '.join(whole)})\n"
-        )
+        from search.plan.spmd_summary import summary  # it needs plans itself
+
+        return summary(self)
 
 
 def is_of_one_program(data: Any) -> bool:

@@ -104,6 +104,7 @@ class SpmdSharding:
       mesh_shape: sizes of the mesh's axes, outermost first; none where a replica is one device.
       axis_names: their names.
       specs: of the values that parts read and make, and of what the step reads and makes, those that are split.
+      entering: of the values that are the same for all microbatches, those that parts read otherwise than they rest.
       inside: by part, what is imposed on its ops; a loop over layers is the one op of its part.
     """
 
@@ -111,6 +112,7 @@ class SpmdSharding:
     mesh_shape: tuple[int, ...] = ()
     axis_names: tuple[str, ...] = ()
     specs: Mapping[int, Spec] = field(default_factory=dict[int, Spec])
+    entering: Mapping[int, Spec] = field(default_factory=dict[int, Spec])
     inside: Mapping[Segment | LayerLoop, StepSharding] = field(
         default_factory=dict[Segment | LayerLoop, StepSharding]
     )
@@ -118,6 +120,10 @@ class SpmdSharding:
     def spec(self, value: int) -> Spec:
         """How a value lies, apart from its stage and its replica."""
         return self.specs.get(value, (WHOLE,) * len(self.mesh_shape))
+
+    def entry_spec(self, value: int) -> Spec:
+        """How a value lies that is the same for all microbatches, where parts read it."""
+        return self.entering.get(value, self.spec(value))
 
     def of_part(self, part: Segment | LayerLoop) -> StepSharding:
         """What is imposed on a part's values."""

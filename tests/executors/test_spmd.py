@@ -93,7 +93,7 @@ def test_it_trains_as_one_device(name, stages, schedule, microbatches, mesh):
 def test_layers_rest_on_their_stages_and_a_saved_plan_is_used_again(tmp_path):
     path, case = tmp_path / "plan.json", shared()
     with jax.enable_x64(True):
-        step = autoshard.parallelize(case.step, stages=2, mesh=(2, 2), executor="one program")
+        step = autoshard.parallelize(case.step, stages=2, mesh=(2, 2), microbatches=8, executor="one program")
         params, moments = step.init(case.init, args=(case.batch(0), *case.extra()))
         step.plan.save(path)
         again = autoshard.parallelize(case.step, plan=path)
@@ -108,7 +108,8 @@ def test_layers_rest_on_their_stages_and_a_saved_plan_is_used_again(tmp_path):
     assert on_stages == {d: ((0, 4) if i < 4 else (4, 8)) for i, d in enumerate(jax.devices())}
     assert moments["layers"].sharding == abstract["layers"].sharding == layers.sharding
     assert SpmdPlan.load(path) == step.plan
-    assert "2 stages of equal layers, gpipe, 8 microbatches: one program" in str(step.plan)
+    assert "2 stages of equal layers, schedule gpipe: one program" in str(step.plan)
+    assert "8 microbatches on each replica of a stage" in str(step.plan)
 
 
 @pytest.mark.parametrize(
@@ -129,7 +130,7 @@ def test_layers_rest_on_their_stages_and_a_saved_plan_is_used_again(tmp_path):
         ({"stages": 1}, "executor='one program' is of a pipeline, and there is none with stages=1"),
         (
             {"microbatches": 3},
-            "32 examples cannot be dealt to the 4 replicas of each stage in 3 microbatches",
+            "32 examples cannot be dealt to the 1 replica of each stage in 3 microbatches",
         ),
         (
             {"stages": 4, "schedule": "circular", "microbatches": 1},

@@ -12,8 +12,9 @@ from cost_model.xla.stats import CompiledStats
 from executors.jit import Program
 from executors.spmd import build
 from search.ir.trace import trace
+from search.pipeline.search import PipelineOptions
 from search.pipeline.spmd import spmd_step
-from search.pipeline.spmd_planning import SpmdOptions, find
+from search.pipeline.spmd_planning import find
 from search.plan.spmd_step import LayerLoop, SpmdSharding
 from tests.gpu.compiled import HURRY
 from tests.zoo import make_gpt_scan
@@ -112,9 +113,9 @@ def test_devices_of_a_replica_share_layers_and_only_their_terms_go_between_them(
     microbatches, replicas, size = 2, 2, 2
     x = jax.ShapeDtypeStruct((microbatches * replicas, TOKENS, WIDTH), jnp.float32)
     step = trace(wide_step, params, x)
-    found = find(
-        step, parse_cluster("8xH100-80GB"), SpmdOptions(STAGES, "gpipe", microbatches, (replicas, size))
-    )
+    cluster = parse_cluster("8xH100-80GB")
+    options = PipelineOptions(cluster.device_memory_limit(), STAGES, "gpipe", microbatches, (replicas, size))
+    found = find(step, cluster, options)
     assert found.plan.decisions
     assert found.plan.decisions.arguments["params['up']"] == "P(None, None, 'data')"
     assert found.plan.decisions.arguments["params['down']"] == "P(None, 'data')"

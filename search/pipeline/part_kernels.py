@@ -1,0 +1,203 @@
+"""What a device needs beside what lies there while it runs a part of a step by itself: the peak of the part's kernels; how
+long they take, and what they say to others.
+
+The kernels of the whole step are known (`search.device`). Those of a part are the ones whose ops are in it; of a loop
+over layers, the whole body. What they read that others make lies there already, and what others read of theirs is handed
+on: neither counts here. The rest comes and goes in the orders in which the compiler would run these kernels by themselves.
+
+A part may have one layer of a loop. Then that is no loop: what the body makes is what it hands on, and no stack of it.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from search.device.lowering import TRANSFERS, Buffer, Communication, Kernel, Loops, Lowered
+from search.device.prediction import Prediction
+from search.device.workspace import SLICED_WORKSPACE_BYTES, WORKSPACE_BYTES
+from search.ir.graph import Op, Site
+from search.pipeline.intra_op import IntraOp
+from search.pipeline.pipeline_step import PipelineStep
+from search.problem.flat_program import FlatOp
+
+
+@dataclass(frozen=True, eq=False)
+class PartKernels[Part]:
+    """The kernels of a replica's device, by the part of the step that runs them.
+
+    Attributes:
+      intra_op: how the devices of a replica share the work.
+      step: the step in parts, cut as these are.
+      of_site: by op of the step, or of its loop's body, who runs it.
+    """
+
+    intra_op: IntraOp
+    step: PipelineStep
+    of_site: "Mapping[Site, Mapping[Part, Runs]]"
+
+    def temporary_bytes(self, part: Part, limit_bytes: float) -> float:
+        """The most that a part's kernels need at once, of what they neither get nor hand on.
+
+        Args:
+          part: one of the parts.
+          limit_bytes: what the compiler's scheduler may use for it.
+        """
+        lowered, runs = self._lowered, self._runs
+        own = {k: runs[k][part] for k in range(len(runs)) if part in runs[k]}
+        if not own:
+            return 0.0
+        cut = _Cut(lowered, own, self._loop, self._stacks)
+        is_rescheduled = self.intra_op.device.is_rescheduled
+        return Prediction(cut.alone, limit_bytes, is_rescheduled, cut.alone).peak.num_bytes
+
+    def kernels(self, part: Part) -> "Iterator[tuple[Kernel, float]]":
+        """A part's kernels, and which share each has of what the step runs of it."""
+        for kernel, parts in zip(self._lowered.kernels, self._runs, strict=True):
+            if part in parts:
+                yield kernel, parts[part].num / parts[part].whole
+
+    def collectives(self, part: Part) -> "Iterator[tuple[Kernel, Communication, float, float]]":
+        """A part's collectives: of each, its kernel, how many there are in the step and this part's share of them."""
+        live_ranges = self.intra_op.on_mesh.live_ranges
+        for kernel, parts in zip(self._lowered.kernels, self._runs, strict=True):
+            what = kernel.collective
+            if part not in parts or what is None or what.kind in TRANSFERS:
+                continue
+            runs, count = parts[part], self.ops[kernel.position].count
+            is_moved_out = len(live_ranges.loops_at[kernel.position]) > len(kernel.loops)
+            if is_moved_out:  # a stack as a whole, before its loop
+                count //= runs.whole
+            yield kernel, what, float(count), runs.num / runs.whole
+
+    @property
+    def ops(self) -> tuple[FlatOp, ...]:
+        """Of the flat program."""
+        return self.intra_op.step_problem.graph.folded.program.ops
+
+    def outermost(self, op: FlatOp) -> Site:
+        """The op of the step, or of its loop's body, that a flat op is in."""
+        return op.site[:4] if op.site[:1] == (self.step.loop,) else op.site[:1]
+
+    @property
+    def _lowered(self) -> Lowered:
+        return self.intra_op.device.lowered
+
+    @cached_property
+    def _stacks(self) -> frozenset[int]:
+        """The kernels that do nothing but to stack what a loop's body makes."""
+        kernels = enumerate(self._lowered.kernels)
+        return frozenset(
+            k
+            for k, one in kernels
+            if self.ops[one.position].name == "stack" and len(one.reads) == len(one.makes) == 1
+        )
+
+    @cached_property
+    def _loop(self) -> Loops:
+        """The loop over parts of the batch, of which each part of the step is one run."""
+        inside = [i for i, op in enumerate(self.ops) if op.site[:1] == (self.step.loop,) and op.op]
+        ranges = self.intra_op.step_problem.graph.folded.program.loops
+        around = [r for r in ranges if r[0] <= min(inside) and max(inside) < r[1]]
+        return (max(around, key=lambda r: r[1] - r[0]),)
+
+    @cached_property
+    def _runs(self) -> "list[Mapping[Part, Runs]]":
+        """By kernel, the parts that run it. One that none has, such as an addition to a sum, goes with what it reads."""
+        found: list[Mapping[Part, Runs]] = []
+        of_buffer: dict[int, Mapping[Part, Runs]] = {}
+        for kernel in self._lowered.kernels:
+            runs = self.of_site.get(self.outermost(self.ops[kernel.position]), {})
+            if not runs:
+                read = (of_buffer.get(b, {}) for b in kernel.reads)
+                runs = {part: Runs(1, 1) for each in read for part in each}
+            found.append(runs)
+            of_buffer |= dict.fromkeys(kernel.makes, runs)
+        return found
+
+
+def length_of(step: PipelineStep, site: Site) -> int:
+    """How often the step runs the body of an op."""
+    op: Op = step.step.graph.ops[site[0]]
+    if len(site) > 1:
+        op = op.bodies["jaxpr"][0].ops[int(site[3])]
+    return int(op.params.get("length", 1))
+
+
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """How often a part runs a loop's body, of how often the step does; once of once for what is in no loop."""
+
+    num: int
+    whole: int
+
+    @property
+    def is_opened(self) -> bool:
+        """Whether it is no loop there, though it is one in the step."""
+        return self.num == 1 < self.whole
+
+
+class _Cut:
+    """Some kernels by themselves."""
+
+    def __init__(
+        self, lowered: Lowered, own: Mapping[int, Runs], around: Loops, stacks: frozenset[int]
+    ) -> None:
+        kernels = lowered.kernels
+        opened = {
+            kernels[k].loops[-2] for k, runs in own.items() if runs.is_opened and len(kernels[k].loops) > 1
+        }
+        self.left_out = frozenset((*around, *opened))
+        same = {
+            kernels[k].makes[0]: kernels[k].reads[0]
+            for k, runs in own.items()
+            if k in stacks and runs.is_opened
+        }
+        elsewhere = (kernel for k, kernel in enumerate(kernels) if k not in own)
+        handed_on = {same.get(b, b) for kernel in elsewhere for b in kernel.reads}
+        left = self._in_order(kernels, own, stacks)
+        self.number = {k: n for n, k in enumerate(left)}
+        alone = [self._kernel(kernels[k], own[k], same) for k in left]
+        maker = {b: n for n, kernel in enumerate(alone) for b in kernel.makes}
+        runs = [own[k] for k in left]
+
+        def here(b: int, buffer: Buffer) -> Buffer:
+            loops = self._inside(buffer.loops)
+            if b not in maker or b in handed_on:
+                return replace(buffer, num_bytes=0.0, loops=loops)
+            one = runs[maker[b]]
+            is_stack = len(loops) < len(alone[maker[b]].loops)
+            share = one.num / one.whole if is_stack else 1.0
+            return replace(buffer, num_bytes=share * buffer.num_bytes, loops=loops)
+
+        self.alone = Lowered(tuple(alone), tuple(here(b, buffer) for b, buffer in enumerate(lowered.buffers)))
+
+    @staticmethod
+    def _in_order(kernels: Sequence[Kernel], own: Mapping[int, Runs], stacks: frozenset[int]) -> list[int]:
+        """With a stack written as soon as there is something to write; none where there is no loop."""
+        maker = {b: k for k in own for b in kernels[k].makes}
+        behind: dict[int, list[int]] = {}
+        for k in own:
+            if (
+                k in stacks
+                and not own[k].is_opened
+                and (made_by := maker.get(kernels[k].reads[0])) is not None
+            ):
+                behind.setdefault(made_by, []).append(k)
+        written = {k for each in behind.values() for k in each}
+        first = [k for k in own if k not in written and not (k in stacks and own[k].is_opened)]
+        return [k for one in first for k in (one, *behind.get(one, ()))]
+
+    def _kernel(self, kernel: Kernel, runs: Runs, same: Mapping[int, int]) -> Kernel:
+        is_sliced = kernel.workspace_bytes == SLICED_WORKSPACE_BYTES and not runs.is_opened
+        return replace(
+            kernel,
+            workspace_bytes=kernel.workspace_bytes
+            if is_sliced
+            else min(kernel.workspace_bytes, WORKSPACE_BYTES),
+            reads=tuple(dict.fromkeys(same.get(b, b) for b in kernel.reads)),
+            after=tuple(self.number[a] for a in kernel.after if a in self.number),
+            loops=self._inside(kernel.loops),
+        )
+
+    def _inside(self, loops: Loops) -> Loops:
+        return tuple(loop for loop in loops if loop not in self.left_out)

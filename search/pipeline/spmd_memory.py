@@ -1,0 +1,176 @@
+"""What a device holds while a pipeline that is one program runs, part by part.
+
+What rests there is there all the while, and what the prologue makes of it until its last reader. A value of microbatches is
+there for those that a stage has between loops, or for all of them once it is gathered; what a forward loop stacks up for the
+backward loop, for all of them and one more, the slot that nobody reads. A loop needs besides: what waits at the first stage
+for its next round or for the end, what a pass stacks up before that is put into its slot, the sums, and what its layers need
+while they run (`part_kernels`).
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+from search.pipeline.spmd_costs import REPLICA_AXIS, Part, SpmdCosts
+from search.plan.spmd_resting import mesh_shape, resting_spec
+from search.plan.spmd_step import LayerLoop, Segment
+
+
+@dataclass(frozen=True, eq=False)
+class SpmdMemory:
+    """The memory of a pipeline that is one program. Bytes are a device's.
+
+    Attributes:
+      costs: what it takes besides.
+      limit_bytes: what the compiler's scheduler may use.
+    """
+
+    costs: SpmdCosts
+    limit_bytes: float
+
+    @cached_property
+    def peak_bytes(self) -> float:
+        """The most that is held at once."""
+        return max(self.by_part)
+
+    @cached_property
+    def by_part(self) -> tuple[float, ...]:
+        """While each part runs, the update being the last."""
+        parts = self.costs.program.parts
+        return (*(self.resting_bytes + self._at(n) for n in range(len(parts))), self._at_the_end)
+
+    @cached_property
+    def residual_bytes(self) -> float:
+        """What a stage holds of a microbatch from the forward to the backward phase."""
+        stacks = {v for loop in self.costs.loops for v in self._stacks(loop)}
+        return sum(self._of_stage(v) for v in sorted(stacks)) / self.costs.program.stages_per_worker
+
+    @cached_property
+    def resting_bytes(self) -> float:
+        """The step's arguments."""
+        return sum(map(self._resting, self.costs.program.step.graph.inputs))
+
+    # --- while parts run
+
+    def _at(self, n: int) -> float:
+        """What is there beside what rests."""
+        part = self.costs.program.parts[n]
+        held = sum(num_bytes for first, last, num_bytes in self._ranges if first <= n <= last)
+        return held + self._own_bytes(part) + self.costs.kernels.temporary_bytes(part, self._room_bytes)
+
+    @property
+    def _room_bytes(self) -> float:
+        return max(self.limit_bytes - self.resting_bytes, 0.0)
+
+    def _own_bytes(self, part: Part) -> float:
+        """What a part holds of values while it runs, beside those that others have made or will read."""
+        if not isinstance(part, LayerLoop):
+            return 0.0
+        carried = part.op.outputs[: part.op.loop_counts[1]]
+        waiting = (self.costs.num_microbatches + 2) * sum(self.costs.bytes_of(v) for v in carried)
+        passed = sum(self._of_pass(a) for a in {*part.op.operands} & self._all_stacks)
+        return waiting + passed + sum(self._of_pass(v) for v in self._stacks(part))
+
+    @cached_property
+    def _ranges(self) -> tuple[tuple[int, int, float], ...]:
+        """First part, last part and bytes, of all that one part makes or reads and is there for several."""
+        parts, end = self.costs.program.parts, len(self.costs.program.parts)
+        read: dict[int, list[int]] = {}
+        for n, part in enumerate(parts):
+            for v in dict.fromkeys((*part.reads, *(part.op.operands if isinstance(part, LayerLoop) else ()))):
+                read.setdefault(v, []).append(n)
+        for v in (v for v, _ in self.costs.program.pieces.values()):
+            read.setdefault(v, []).append(end)
+        found = [(0, max(read[v]), num_bytes) for v, num_bytes in self._prepared() if v in read]
+        for n, part in enumerate(parts):
+            found += [(n, max(read.get(v, [n])), num_bytes) for v, num_bytes in self._made_by(part)]
+            found += [(n, end, num_bytes) for num_bytes in self._sums_of(part)]
+        return (*found, *self._gathered(read))
+
+    def _prepared(self) -> Iterator[tuple[int, float]]:
+        """What the prologue makes, and copies of what rests otherwise than loops read it."""
+        costs, program = self.costs, self.costs.program
+        dealt = {*program.examples.values()}
+        made = {v for v in program.prologue.outputs if isinstance(v, int)} - {*program.prologue.inputs}
+        totals = {total for part in program.parts for total in part.sums.values()}
+        by_value = {whole: v for v, whole in program.examples.items()}
+        for v in sorted(made - totals):
+            if v in dealt:
+                yield (
+                    by_value[v],
+                    program.values[v].num_bytes / mesh_shape(program, costs.sharding)[REPLICA_AXIS],
+                )
+            else:
+                yield v, self._of_stage(v) if v in program.layered else costs.bytes_of(v)
+        copied = {v for v in costs.sharding.entering if v not in dealt}
+        copied |= {*costs.read_layers} if program.stages_per_worker > 1 else set[int]()
+        for v in sorted(copied):
+            yield v, costs.entry_bytes_of(v) / (program.num_workers if v in program.layered else 1)
+
+    def _made_by(self, part: Part) -> Iterator[tuple[int, float]]:
+        """By value that others read: what a part leaves."""
+        num_own = self.costs.num_own
+        if isinstance(part, Segment):
+            yield from ((v, num_own * self.costs.bytes_of(v)) for v in part.makes if v in part.wanted)
+        elif isinstance(part, LayerLoop):
+            carried = part.op.outputs[: part.op.loop_counts[1]]
+            yield from ((v, num_own * self.costs.bytes_of(v)) for v in carried if v in part.wanted)
+            slots = self.costs.program.stages_per_worker * self.costs.num_microbatches + 1
+            yield from ((v, slots * self._of_pass(v)) for v in self._stacks(part))
+
+    def _sums_of(self, part: Part) -> Iterator[float]:
+        """What a part adds up, until the update."""
+        if isinstance(part, Segment | LayerLoop):
+            for v, total in part.sums.items():
+                is_stack = isinstance(part, LayerLoop) and v in part.op.outputs[part.op.loop_counts[1] :]
+                yield self._of_stage(total) if is_stack else self.costs.bytes_of(total)
+
+    def _gathered(self, read: dict[int, list[int]]) -> Iterator[tuple[int, int, float]]:
+        """What loops read of all microbatches, from the first that does to the last."""
+        if not self.costs.is_shared_out:
+            return
+        loops = {n for n, part in enumerate(self.costs.program.parts) if isinstance(part, LayerLoop)}
+        made = {v for part in self.costs.program.parts if isinstance(part, Segment) for v in part.makes}
+        made |= {v for loop in self.costs.loops for v in loop.op.outputs[: loop.op.loop_counts[1]]}
+        for v in sorted(made & read.keys()):
+            if at := [n for n in read[v] if n in loops]:
+                yield min(at), max(at), self.costs.num_microbatches * self.costs.bytes_of(v)
+
+    # --- at the end
+
+    @cached_property
+    def _at_the_end(self) -> float:
+        """While the update runs: layers of it are the stage's."""
+        end = len(self.costs.program.parts)
+        sums = sum(num_bytes for _, last, num_bytes in self._ranges if last >= end)
+        needed = self.costs.kernels.temporary_bytes(self.costs.program.epilogue, self.limit_bytes)
+        return self.resting_bytes + sums + needed * self._share_of_state
+
+    @cached_property
+    def _share_of_state(self) -> float:
+        """Of what a replica's devices have, what a stage has: the mean over the arguments."""
+        inputs = self.costs.program.step.graph.inputs
+        return self.resting_bytes / max(sum(map(self.costs.bytes_of, inputs)), 1.0)
+
+    # --- of values
+
+    def _resting(self, v: int) -> float:
+        program, sharding = self.costs.program, self.costs.sharding
+        sizes = zip(resting_spec(program, sharding, v), mesh_shape(program, sharding), strict=True)
+        return program.values[v].num_bytes / prod(size for dim, size in sizes if dim >= 0)
+
+    def _of_stage(self, v: int) -> float:
+        """Of a value that carries the layers."""
+        return self.costs.bytes_of(v) / self.costs.program.num_workers
+
+    def _of_pass(self, v: int) -> float:
+        return self._of_stage(v) / self.costs.program.stages_per_worker
+
+    @cached_property
+    def _all_stacks(self) -> frozenset[int]:
+        return frozenset(v for loop in self.costs.loops for v in self._stacks(loop))
+
+    def _stacks(self, loop: LayerLoop) -> Iterable[int]:
+        """What a loop stacks up that others read."""
+        return [v for v in loop.op.outputs[loop.op.loop_counts[1] :] if v in loop.wanted]

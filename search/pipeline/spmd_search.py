@@ -1,0 +1,339 @@
+"""The search for a pipeline that is one program: over microbatches, replicas, stages and what is recomputed.
+
+All stages are alike, so there is nothing to cut: what is left are a few numbers. In how many parts the batch is taken is
+tried as for stages with programs of their own (`search.pipeline.search`): one example at a time first, then twice as many as
+long as that is better; with the step made ready so often, each number of replicas and of stages is a matter of adding up.
+The fastest that fits is the answer; where none does, the same is tried with something recomputed.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import inf, prod
+
+from cost_model.cluster import Cluster
+from cost_model.errors import InfeasibleError, InputError
+from cost_model.units import format_bytes
+from search.ir.graph import Step
+from search.memory.batch_states import NotSplittableError
+from search.memory.microbatches import batch_divisors
+from search.pipeline.intra_op import IntraOp
+from search.pipeline.pipeline_step import PipelineStep
+from search.pipeline.proposals import Parts
+from search.pipeline.schedules.registry import build_schedule
+from search.pipeline.search import MAX_MICROBATCHES, TIME_LIMIT_S, WORTH, PipelineOptions
+from search.pipeline.simulator import Simulation, StageCost, simulate
+from search.pipeline.spmd import layer_loops, written
+from search.pipeline.spmd_costs import SpmdCosts
+from search.pipeline.spmd_memory import SpmdMemory
+from search.pipeline.spmd_sharding import spmd_sharding
+from search.plan.spmd_plan import ONE_PROGRAM
+from search.plan.spmd_step import SpmdSharding, SpmdStep
+from search.plan.text_table import plural
+from search.solver.clock import Deadline, WorkClock
+
+STAGES_PER_WORKER = {"gpipe": 1, "circular": 2}
+"""By schedule. Source: a choice of ours, the fewest there can be."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dealt:
+    """How a pipeline that is one program deals out devices, layers and examples.
+
+    Attributes:
+      schedule: `gpipe` or `circular`.
+      stages: runs of equally many layers.
+      workers: groups of devices, each with as many stages.
+      num_replicas: of each.
+      shape: of the mesh of a replica's devices.
+      microbatches: of each replica.
+    """
+
+    schedule: str
+    stages: int
+    workers: int
+    num_replicas: int
+    shape: tuple[int, ...]
+    microbatches: int
+
+    @property
+    def count(self) -> int:
+        """In how many parts all replicas of a stage go through the batch."""
+        return self.microbatches * self.num_replicas
+
+    def check(self, step: Step, cluster: Cluster) -> None:
+        """That one program can run it.
+
+        Raises:
+          InputError: it cannot.
+        """
+        if self.schedule not in STAGES_PER_WORKER:
+            raise InputError(
+                f"schedule={self.schedule!r} cannot be run by {ONE_PROGRAM}, in which all stages do the same at any time. "
+                f"Choose one of {', '.join(STAGES_PER_WORKER)}, or leave out executor="
+            )
+        build_schedule(self.schedule, self.stages, self.microbatches, self.workers)
+        if (taken := self.workers * self.num_replicas * prod(self.shape)) != cluster.num_devices:
+            raise InputError(
+                f"{self.workers} groups of mesh {(self.num_replicas, *self.shape)} take {taken} devices, and {cluster.name} "
+                f"has {cluster.num_devices}. Take another mesh or number of stages"
+            )
+        divisors = batch_divisors(step)
+        if divisors and self.count not in divisors:
+            raise InputError(
+                f"{max(divisors)} examples cannot be dealt to the {plural(self.num_replicas, 'replica')} of each stage in "
+                f"{self.microbatches} microbatches on each: that makes {self.count} parts. Take a batch that is a multiple, "
+                "or other numbers of microbatches or stages"
+            )
+
+
+@dataclass(frozen=True, eq=False)
+class SpmdProposal:
+    """A pipeline that is one program, and what it takes.
+
+    Attributes:
+      parts: the step that it runs.
+      dealt: to what.
+      intra_op: how a replica's devices share the work.
+      program: what runs.
+      sharding: how values lie.
+      costs: seconds and messages.
+    """
+
+    parts: Parts
+    dealt: Dealt
+    intra_op: IntraOp
+    program: SpmdStep
+    sharding: SpmdSharding
+    costs: SpmdCosts
+
+    @cached_property
+    def simulation(self) -> Simulation:
+        """Of its ticks."""
+        dealt = self.dealt
+        schedule = build_schedule(dealt.schedule, dealt.stages, dealt.microbatches, dealt.workers)
+        cost = StageCost(self.costs.pass_s(is_backward=False), self.costs.pass_s(is_backward=True))
+        return simulate(schedule, [cost] * dealt.stages)
+
+    @property
+    def ticks_s(self) -> float:
+        """Seconds in loops over layers."""
+        return self.costs.num_ticks * (
+            self.costs.pass_s(is_backward=False) + self.costs.pass_s(is_backward=True)
+        )
+
+    @cached_property
+    def step_s(self) -> float:
+        """Seconds of a step."""
+        return self.ticks_s + self.costs.between_s + self.costs.once_s
+
+    @property
+    def bubble(self) -> float:
+        """Of the time of a step, the share in which a stage computes what nobody reads."""
+        return self.ticks_s * (self.dealt.workers - 1) / self.costs.num_ticks / self.step_s
+
+    def memory(self, limit_bytes: float) -> SpmdMemory:
+        """What a device holds, where the compiler may use so much."""
+        return SpmdMemory(self.costs, limit_bytes)
+
+
+@dataclass(frozen=True, eq=False)
+class SpmdParts:
+    """A step in parts, to be run as one program.
+
+    Attributes:
+      traced: the step.
+      parts: the same, made ready.
+    """
+
+    traced: Step
+    parts: Parts
+
+    def proposal(self, dealt: Dealt, intra_op: IntraOp) -> SpmdProposal:
+        """Prices it.
+
+        Raises:
+          InputError: there is no loop over so many equal layers.
+        """
+        layer_loops(self._step, dealt.stages)
+        per_worker = dealt.stages // dealt.workers
+        program = replace(self._program, num_workers=dealt.workers, stages_per_worker=per_worker)
+        sharding = SpmdSharding(dealt.num_replicas)
+        if prod(dealt.shape) > 1:
+            sharding = spmd_sharding(intra_op, self._step, program, dealt.num_replicas)
+        costs = SpmdCosts(program, sharding, intra_op, self._step, self.parts.cluster)
+        return SpmdProposal(self.parts, dealt, intra_op, program, sharding, costs)
+
+    @cached_property
+    def _step(self) -> PipelineStep:
+        return PipelineStep.of_loop(self.parts.step_problem.step)
+
+    @cached_property
+    def _program(self) -> SpmdStep:
+        return written(self.traced, self._step, 1, 1)
+
+
+class SpmdSearch:
+    """One search.
+
+    Attributes:
+      best: the best pipeline so far.
+      least_bytes: what that one needs that misses the cap by least.
+      made_ready: by how many parts it is in, the step in them; other searches may share it.
+    """
+
+    def __init__(
+        self,
+        step: Step,
+        cluster: Cluster,
+        options: PipelineOptions,
+        progress: Callable[[str], None] = lambda line: None,
+        made_ready: dict[int, Parts] | None = None,
+    ) -> None:
+        self.step, self.cluster, self.options, self.progress = step, cluster, options, progress
+        self.clock = WorkClock()
+        self.deadline = Deadline.after(TIME_LIMIT_S, self.clock)
+        self.made_ready = {} if made_ready is None else made_ready
+        self.best: SpmdProposal | None = None
+        self.least_bytes = inf
+
+    def run(self, cutoff_s: float = inf) -> SpmdProposal:
+        """The fastest that fits.
+
+        Raises:
+          InputError: no numbers go together.
+          NotSplittableError: the step has no microbatches; says why.
+          InfeasibleError: nothing fits, or takes less than the cutoff.
+        """
+        by_count: dict[int, list[Dealt]] = {}
+        for dealt in self._all():
+            by_count.setdefault(dealt.count, []).append(dealt)
+        refused, before_s = list[InputError](), inf
+        for n, count in enumerate(sorted(by_count, reverse=True)):
+            try:
+                self._in_parts(count, by_count[count], cutoff_s)
+            except (InputError, NotSplittableError) as e:
+                refused.append(e)
+            is_worse = n > 0 and self._best_s > (1 - WORTH) * before_s
+            if self.best is not None and (is_worse or self.deadline.is_over):
+                break
+            before_s = self._best_s
+        if len(refused) == len(by_count):
+            raise refused[0]
+        if self.best is None:
+            raise self._infeasible()
+        return self.best
+
+    def _in_parts(self, count: int, ways: Sequence[Dealt], cutoff_s: float) -> None:
+        self.progress(f"the step in {count} parts, as one program")
+        if count not in self.made_ready:
+            marks = [""] * len(self.step.arguments)
+            self.made_ready[count] = Parts.of(self.step, marks, self.cluster, count, clock=self.clock)
+        parts = self.made_ready[count]
+        if self._has_fit(parts, ways, cutoff_s) or self.options.remat == "never":
+            return
+        for choice in parts.choices(max(way.shape for way in ways)):
+            if self._has_fit(parts.recomputing(choice.sites), ways, cutoff_s):
+                return
+
+    def _has_fit(self, parts: Parts, ways: Sequence[Dealt], cutoff_s: float) -> bool:
+        """Looks for a better one; whether the best may not be bettered by recomputing."""
+        in_one, found, refused = SpmdParts(self.step, parts), list[SpmdProposal](), list[InputError]()
+        for dealt in ways:
+            try:
+                found.append(in_one.proposal(dealt, parts.ledger(dealt.shape).intra_op))
+            except InputError as e:
+                refused.append(e)
+        if not found:
+            raise refused[0]
+        for proposal in sorted(found, key=lambda one: one.step_s):
+            if proposal.step_s >= min(self._best_s, cutoff_s):
+                return True
+            peak_bytes = proposal.memory(self.options.memory_bytes).peak_bytes
+            self.least_bytes = min(self.least_bytes, peak_bytes)
+            if peak_bytes <= self.options.memory_bytes:
+                self.best = proposal
+                return proposal is found[0]
+        return False
+
+    @property
+    def _best_s(self) -> float:
+        return self.best.step_s if self.best else inf
+
+    # --- what to try
+
+    def _all(self) -> list[Dealt]:
+        """All numbers that go together with what is asked for.
+
+        Raises:
+          InputError: none do.
+        """
+        found, refused = list[Dealt](), list[InputError]()
+        for dealt in self._asked():
+            try:
+                dealt.check(self.step, self.cluster)
+                found.append(dealt)
+            except InputError as e:
+                refused.append(e)
+        if not found:
+            raise refused[0] if refused else self._undealt()
+        return found
+
+    def _asked(self) -> Iterator[Dealt]:
+        options = self.options
+        names = (options.schedule,) if options.schedule else tuple(STAGES_PER_WORKER)
+        for name in names:
+            per_worker = STAGES_PER_WORKER.get(name, 1)
+            for num_replicas, shape in self._meshes():
+                workers = self._num_workers(num_replicas * prod(shape), per_worker)
+                stages = options.stages or workers * per_worker
+                for microbatches in self._microbatches(num_replicas) if workers else ():
+                    yield Dealt(name, stages, workers, num_replicas, shape, microbatches)
+
+    def _num_workers(self, size: int, per_worker: int) -> int:
+        """Of so many devices each; zero if there are none, or as many stages as are asked for cannot be dealt to them."""
+        if self.options.mesh is not None and self.options.stages is not None:
+            return self.options.stages // per_worker  # whether these are all devices is checked
+        workers, rest = divmod(self.cluster.num_devices, size)
+        is_asked = self.options.stages in (None, workers * per_worker)
+        return workers if not rest and workers > 1 and is_asked else 0
+
+    def _meshes(self) -> Iterator[tuple[int, tuple[int, ...]]]:
+        """How many replicas a stage may have, and the mesh of each."""
+        if self.options.mesh is not None:
+            yield self.options.mesh[0], self.options.mesh[1:] or (1,)
+            return
+        total, per_node = self.cluster.num_devices, self.cluster.devices_per_node
+        for num_replicas in (n for n in range(1, total + 1) if total % n == 0):
+            for size in (n for n in range(1, per_node + 1) if per_node % n == 0):
+                if total % (num_replicas * size) == 0:
+                    yield num_replicas, (size,)
+
+    def _microbatches(self, num_replicas: int) -> Sequence[int]:
+        if self.options.microbatches is not None:
+            return (self.options.microbatches,)
+        batch = max(self._divisors, default=1)
+        halves = (batch // 2**k for k in range(batch.bit_length()) if batch % 2**k == 0)
+        counts = (count // num_replicas for count in halves if count % num_replicas == 0)
+        return [n for n in counts if n <= MAX_MICROBATCHES]
+
+    @cached_property
+    def _divisors(self) -> Sequence[int]:
+        return tuple(batch_divisors(self.step))
+
+    # --- what to say
+
+    def _undealt(self) -> InputError:
+        stages, total = self.options.stages or "several", self.cluster.num_devices
+        return InputError(
+            f"{total} devices cannot be dealt to {stages} stages of equal layers, as many to each group, with parts of "
+            f"a batch of {max(self._divisors, default=1)}. Ask for a number of stages that gives a divisor of {total} groups"
+        )
+
+    def _infeasible(self) -> InfeasibleError:
+        cap = format_bytes(self.options.memory_bytes)
+        nearest = f": the nearest needs {format_bytes(self.least_bytes)}" if self.least_bytes < inf else ""
+        return InfeasibleError(
+            f"no pipeline of {self.step.name} on {self.cluster.name} that is one program fits {cap} a device{nearest}. "
+            "Allow more memory, or use more devices"
+        )

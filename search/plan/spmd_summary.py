@@ -1,0 +1,86 @@
+"""A pipeline that is one program, summed up: what `print(plan)` shows."""
+
+from cost_model.cluster import Cluster
+from cost_model.errors import InputError, PlanError
+from cost_model.units import format_bytes, format_mesh, format_seconds
+from search.plan.spmd_plan import SpmdPlan
+from search.plan.text_table import aligned, fitted, plural
+
+
+def summary(plan: SpmdPlan) -> str:
+    """The plan in plain text: how devices, layers and examples are dealt out, and the time and the memory predicted.
+
+    Raises:
+      PlanError: a loaded plan's cluster does not make sense.
+    """
+    try:
+        cluster = Cluster.from_json(plan.cluster, "plan: cluster")
+    except InputError as e:
+        raise PlanError(str(e)) from e
+    parts = [
+        _head(plan, cluster),
+        _recomputed(plan),
+        _collectives(plan),
+        _time(plan),
+        _memory(plan),
+        _search(plan),
+    ]
+    return fitted("\n".join("\n".join(lines) for lines in parts if lines))
+
+
+def _head(plan: SpmdPlan, cluster: Cluster) -> list[str]:
+    nodes = plural(cluster.num_nodes, "node")
+    whole = {**plan.mesh, **(plan.decisions.mesh if plan.decisions else {})}
+    rows = [
+        ("step", f"{plan.step} (fingerprint {plan.fingerprint}, JAX {plan.jax})"),
+        ("cluster", f"{cluster.name}: {nodes} of {cluster.devices_per_node} {cluster.device.name}"),
+        (
+            "pipeline",
+            f"{plural(plan.stages, 'stage')} of equal layers, schedule {plan.schedule}: {plan.executor}",
+        ),
+        ("mesh", f"{format_mesh(tuple(whole.values()))} ({' x '.join(whole)})"),
+        ("batch", f"{plan.microbatches} microbatches on each replica of a stage"),
+    ]
+    return aligned(rows, indent=0)
+
+
+def _recomputed(plan: SpmdPlan) -> list[str]:
+    again = [name for name, said in plan.retention.items() if "remat" in said]
+    return [f"recomputed in the backward pass: {plural(len(again), 'kind')} of ops"] if again else []
+
+
+def _collectives(plan: SpmdPlan) -> list[str]:
+    found = sorted(plan.estimates.collectives, key=lambda c: -c.seconds)
+    rows = [
+        (c.kind, f"over {', '.join(c.axes)}", f"{c.count}x", format_bytes(c.bytes), format_seconds(c.seconds))
+        for c in found
+        if c.bytes
+    ]
+    return ["collectives per step (bytes per device)", *aligned(rows, right=(2, 3, 4))] if rows else []
+
+
+def _time(plan: SpmdPlan) -> list[str]:
+    said = plan.estimates
+    rows = [
+        ("forward pass of a stage", format_seconds(said.forward_s), "a microbatch"),
+        ("backward pass of a stage", format_seconds(said.backward_s), "a microbatch"),
+        ("between loops over layers", format_seconds(said.between_s), ""),
+        ("once, and the update", format_seconds(said.update_s), ""),
+    ]
+    return [
+        f"predicted step time: {format_seconds(said.step_s)}, in {said.bubble:.1%} of which stages wait",
+        *aligned(rows, right=(1,)),
+    ]
+
+
+def _memory(plan: SpmdPlan) -> list[str]:
+    peak, cap = plan.estimates.peak_bytes, plan.memory_bytes
+    return [
+        f"predicted peak memory: {format_bytes(peak)} of {format_bytes(cap)} per device ({peak / cap:.0%})"
+    ]
+
+
+def _search(plan: SpmdPlan) -> list[str]:
+    if not plan.search_s:
+        return []
+    return [f"search time: {format_seconds(sum(plan.search_s.values()))}"]
