@@ -74,14 +74,22 @@ def built(
       on_retrace: as for `executors.jit.build`.
       given_up: as for `executors.jit.build`.
     """
+    options = _options(found.plan, cluster, devices)
+    return jit.build(found.step, found.sharding, devices, on_retrace, options, given_up)
+
+
+def _options(
+    plan: Plan | SpmdPlan, cluster: Cluster, devices: Sequence[Any]
+) -> Callable[[int], dict[str, str]]:
+    """What the compiler is told of a program for all devices."""
 
     def compiler_options(resting_bytes: int) -> dict[str, str]:
         if not _are_gpus(devices):
             return {}
-        for_cap = options_for_cap(found.plan.memory_bytes, resting_bytes, cluster.device.memory_bytes)
+        for_cap = options_for_cap(plan.memory_bytes, resting_bytes, cluster.device.memory_bytes)
         return for_cap | scheduler_options(cluster.device.name)
 
-    return jit.build(found.step, found.sharding, devices, on_retrace, compiler_options, given_up)
+    return compiler_options
 
 
 def searched(
@@ -144,7 +152,8 @@ def pipelined(
       on_retrace: as for `executors.pipeline.build`.
     """
     if isinstance(found, SpmdPipeline):
-        return spmd.build(found.program, found.sharding, devices, on_retrace)
+        of_all = _options(found.plan, cluster, devices)
+        return spmd.build(found.program, found.sharding, devices, on_retrace, of_all)
     options = _stage_options(found.plan, cluster, devices)
     return pipeline.build(found.programs, found.schedule, found.shardings, devices, on_retrace, options)
 
@@ -160,7 +169,8 @@ def emitted(
       devices: in the cluster's order: real, simulated or compile-only.
     """
     if isinstance(found, SpmdPipeline):
-        return spmd.build(found.program, found.sharding, devices)
+        of_all = _options(found.plan, cluster, devices)
+        return spmd.build(found.program, found.sharding, devices, compiler_options=of_all)
     options = _stage_options(found.plan, cluster, devices)
     agenda = pipeline.followed(found.programs, found.schedule, found.shardings, devices, options)
     return tuple(run.program for run in agenda.runs)
@@ -192,11 +202,6 @@ def room_for(plan: Plan | PipelinePlan | SpmdPlan) -> Generator[None]:
         if OUT_OF_MEMORY not in str(e):
             raise
         said = f"{plan.step} ran out of device memory at its first step ({first_line(e)})"
-        if not isinstance(plan, Plan):
-            stages = plan.stages if isinstance(plan, SpmdPlan) else len(plan.stages)
-            raise InfeasibleError(
-                f"{said}. Cut it into more stages, or take more microbatches (it is {stages} and {plan.microbatches})"
-            ) from e
         raise InfeasibleError(
             f"{said}. Its plan needs {format_bytes(plan.estimates.peak_bytes)} a device by prediction, under a cap of "
             f"{format_bytes(plan.memory_bytes)}: something else holds memory there, or JAX was given less "

@@ -41,6 +41,7 @@ def build(
     sharding: SpmdSharding,
     devices: Sequence[Any] | int,
     on_retrace: Callable[[], None] = lambda: None,
+    compiler_options: Callable[[int], dict[str, str]] = lambda resting_bytes: {},
 ) -> Program:
     """Jits a step as one program.
 
@@ -49,6 +50,7 @@ def build(
       sharding: how the devices of a replica share its work.
       devices: the stages' one after another: real, simulated or compile-only; of a program that is only lowered, how many.
       on_retrace: as for `executors.jit.build`.
+      compiler_options: likewise.
 
     Raises:
       InputError: the devices are too few.
@@ -60,7 +62,7 @@ def build(
         (layout.resting(a) if isinstance(a, int) else whole) if r is None else inputs[r]
         for a, r in zip(step.graph.outputs, step.replaces, strict=True)
     ]
-    return jitted(step, _Run(program, layout).run, layout.mesh, inputs, outputs, on_retrace)
+    return jitted(step, _Run(program, layout).run, layout.mesh, inputs, outputs, on_retrace, compiler_options)
 
 
 @dataclass(frozen=True, eq=False)

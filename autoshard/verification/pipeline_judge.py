@@ -36,15 +36,15 @@ def verified(verifier: CompilerVerifier, found: Pipeline | SpmdPipeline) -> Pipe
 
 
 def _as_one(verifier: CompilerVerifier, found: SpmdPipeline) -> PipelineVerification:
-    """Of a pipeline that is one program, of which nothing is predicted."""
+    """Of a pipeline that is one program."""
     plan, cluster = found.plan, verifier.cluster
     step = found.program.step
-    watch, cap_bytes = Stopwatch(step.trace_s), cluster.device_memory_limit()
+    watch = Stopwatch(step.trace_s)
     tell = telling(verifier.progress, "", watch)
     tell("lowering")
     program = spmd.build(found.program, found.sharding, cluster.num_devices)
     module = module_bytes(lowered(step, program))
-    memory_bytes = compiler.memory_for_cap(cap_bytes, program.resting_bytes)
+    memory_bytes = compiler.memory_for_cap(plan.memory_bytes, program.resting_bytes)
     watch.lap("lower")
     (answer,) = compile_all_apart([Job(module, cluster, memory_bytes)], verifier.compiler, tell)
     stats = CompiledStats.of(answer, dict(program.mesh.shape))
@@ -52,9 +52,14 @@ def _as_one(verifier: CompilerVerifier, found: SpmdPipeline) -> PipelineVerifica
     run = ProgramProof(
         program.name, 0, 0, 1, stats.argument_bytes, stats.fresh_output_bytes, stats.temporary_bytes
     )
-    stage = StageProof(None, _footprint(run), run.name, paired((), stats.collectives))
+    stage = StageProof(
+        Footprint(plan.estimates.peak_bytes, 0, {}),
+        _footprint(run),
+        run.name,
+        paired(plan.estimates.collectives, stats.collectives),
+    )
     return PipelineVerification(
-        plan.step, cluster.name, plan.schedule, cap_bytes, (stage,), (run,), 1, watch.seconds
+        plan.step, cluster.name, plan.schedule, plan.memory_bytes, (stage,), (run,), 1, watch.seconds
     )
 
 

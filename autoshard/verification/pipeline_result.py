@@ -53,13 +53,13 @@ class StageProof:
     """A stage: its memory and its collectives, predicted and compiled.
 
     Attributes:
-      predicted: the peak of its devices; None where the plan predicts nothing.
+      predicted: the peak of its devices.
       compiled: the same.
       peak_at: the name of the program that has it.
       collectives: of all its programs in one step: every kind over every set of axes that either side has.
     """
 
-    predicted: Footprint | None
+    predicted: Footprint
     compiled: Footprint
     peak_at: str
     collectives: tuple[Moved, ...]
@@ -97,8 +97,7 @@ class PipelineVerification:
     @property
     def predicted(self) -> Footprint:
         """Of the stage that is predicted to need most."""
-        predicted = (stage.predicted for stage in self.stages if stage.predicted is not None)
-        return max(predicted, key=lambda one: one.peak_bytes, default=Footprint(0, 0, {}))
+        return max((stage.predicted for stage in self.stages), key=lambda one: one.peak_bytes)
 
     @property
     def compiled(self) -> Footprint:
@@ -106,9 +105,9 @@ class PipelineVerification:
         return max((stage.compiled for stage in self.stages), key=lambda one: one.peak_bytes)
 
     @property
-    def is_predicted(self) -> bool:
-        """Whether the plan says what its stages take."""
-        return all(stage.predicted is not None for stage in self.stages)
+    def is_one_program(self) -> bool:
+        """Whether its stages are one program for all devices."""
+        return len(self.stages) == 1
 
     @property
     def is_extrapolated(self) -> bool:
@@ -132,8 +131,6 @@ class PipelineVerification:
                 f"stage {n}: {stage.peak_at} needs {format_bytes(compiled_bytes)} a device, "
                 f"{format_bytes(compiled_bytes - self.cap_bytes)} more than the cap of {format_bytes(self.cap_bytes)}"
             )
-        if stage.predicted is None:
-            return
         found = (
             peak_difference(stage.predicted.peak_bytes, compiled_bytes),
             *map(moved_difference, stage.collectives),

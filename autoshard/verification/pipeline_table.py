@@ -17,30 +17,23 @@ def stage_by_stage(v: PipelineVerification) -> str:
         _programs(v),
         _collectives(v),
         [f"verification time: {', '.join(f'{name} {format_seconds(s)}' for name, s in v.seconds.items())}"],
-        _verdict(v),
+        verdict(v.fits, v.differences),
     ]
     return fitted("\n".join(line for lines in parts for line in lines))
 
 
 def _stages(v: PipelineVerification) -> str:
-    return plural(len(v.stages), "stage") if v.is_predicted else "all stages in one program"
+    return "all stages in one program" if v.is_one_program else plural(len(v.stages), "stage")
 
 
 def _others(v: PipelineVerification) -> str:
     return "; the others are like one of these" if v.num_compiled < len(v.programs) else ""
 
 
-def _verdict(v: PipelineVerification) -> list[str]:
-    if v.is_predicted:
-        return verdict(v.fits, v.differences)
-    fits = "fits" if v.fits else "does not fit"
-    return [f"verdict: {fits}; such a plan predicts neither memory nor collectives"]
-
-
 def _memory(v: PipelineVerification) -> list[str]:
     rows = [("peak of each stage (per device)", "predicted", "compiled", "cap", "in")]
     for n, stage in enumerate(v.stages):
-        predicted = "-" if stage.predicted is None else format_bytes(stage.predicted.peak_bytes)
+        predicted = format_bytes(stage.predicted.peak_bytes)
         compiled, cap = format_bytes(stage.compiled.peak_bytes), format_bytes(v.cap_bytes)
         rows.append((f"  stage {n}", predicted, compiled, cap, stage.peak_at))
     return numbers_right(rows)
@@ -67,7 +60,7 @@ def _collectives(v: PipelineVerification) -> list[str]:
                     format_bytes(c.predicted_bytes),
                     f"{c.compiled_count}x",
                     format_bytes(c.compiled_bytes),
-                    MARK if c.differs and stage.predicted else "",
+                    MARK if c.differs else "",
                 )
             )
     return numbers_right(rows) if len(rows) > 1 else ["collectives per step: none, as predicted"]

@@ -165,6 +165,8 @@ class SpmdCosts:
         """Between a replica's devices: of a loop in each tick, of what stands between for each own microbatch."""
         for part in (*self._once, *self.program.parts):
             for kernel, what, num, share in self.kernels.collectives(part):
+                if self._enters(kernel):
+                    continue
                 axes = tuple(a + len(AXES) for a in what.axes)
                 seconds, is_once = kernel.time.seconds / max(num, 1), isinstance(part, Graph)
                 one = self._share_of_layers(kernel) if is_once else 1.0
@@ -182,20 +184,25 @@ class SpmdCosts:
         """Between a replica's devices, for what all microbatches read otherwise than it rests."""
         loop = self.step.step.graph.ops[self.step.loop]
         for kernel in self.intra_op.device.lowered.kernels:
-            op, what = self.kernels.ops[kernel.position], kernel.collective
-            if op.name != "enter" or op.site != (self.step.loop,) or what is None:
+            what = kernel.collective
+            if what is None or not self._enters(kernel):
                 continue
-            ((_, _, i), *_) = op.result_places[0]
+            ((_, _, i), *_) = self.kernels.ops[kernel.position].result_places[0]
             share = 1 / self.program.num_workers if loop.inputs[i] in self.program.layered else 1.0
             axes = tuple(a + len(AXES) for a in what.axes)
             yield Message(
                 what.kind, axes, 1, share * what.num_bytes, share * self._seen * kernel.time.seconds
             )
 
+    def _enters(self, kernel: Kernel) -> bool:
+        """Whether it brings what all microbatches read into their loop."""
+        op = self.kernels.ops[kernel.position]
+        return op.name == "enter" and op.site == (self.step.loop,)
+
     def _sent(self, loop: LayerLoop) -> Iterator[Message]:
         """From stage to stage, in each tick."""
         for v in loop.op.outputs[: loop.op.loop_counts[1]]:
-            yield self._message("collective-permute", (STAGE_AXIS,), self.bytes_of(v), self.num_ticks)
+            yield from self._message("collective-permute", (STAGE_AXIS,), self.bytes_of(v), self.num_ticks)
 
     def _into_and_out_of_loops(self) -> Iterator[Message]:
         made, gathered = set[int](), set[int]()
@@ -205,16 +212,25 @@ class SpmdCosts:
                 continue
             entering = sorted(made.intersection((*part.reads, *part.op.operands)) - gathered - {*part.makes})
             gathered |= {*entering}
-            if self.is_shared_out:
-                for v in entering:
-                    yield self._message("all-gather", (STAGE_AXIS,), self.num_microbatches * self.bytes_of(v))
-            leaving = [
-                v for v in part.op.outputs[: part.op.loop_counts[1]] if v in part.wanted or v in part.sums
-            ]
+            for v in entering if self.is_shared_out else ():
+                yield from self._across_stages("all-gather", v, self.num_own)
+            carried = part.op.outputs[: part.op.loop_counts[1]]
+            leaving = [v for v in carried if v in part.wanted or v in part.sums]
             made |= {*leaving}
             for v in leaving:
                 kind = "reduce-scatter" if self.is_shared_out else "all-reduce"
-                yield self._message(kind, (STAGE_AXIS,), self.num_microbatches * self.bytes_of(v))
+                yield from self._across_stages(kind, v, self.num_microbatches)
+
+    def _across_stages(self, kind: str, v: int, num_given: int) -> Iterator[Message]:
+        """Of all microbatches' values, of which each device gives so many. The partitioner does that with whole values: what
+        a replica's devices have in parts, they gather first."""
+        whole, names = (
+            self.program.values[v].num_bytes,
+            range(len(AXES), len(AXES) + len(self.sharding.mesh_shape)),
+        )
+        split = tuple(a for a, dim in zip(names, self.sharding.spec(v), strict=True) if dim >= 0)
+        yield from self._message("all-gather", split, num_given * whole)
+        yield from self._message(kind, (STAGE_AXIS,), self.num_microbatches * whole)
 
     def _once_said(self) -> Iterator[Message]:
         """Sums over replicas, and of what is no layer over stages; under `circular`, layers on their way."""
@@ -226,23 +242,25 @@ class SpmdCosts:
             total for part in self.program.parts for total in part.sums.values() if total not in of_layers
         ]
         stages = self.program.num_workers
-        yield from (
-            self._message("all-reduce", (REPLICA_AXIS,), self.bytes_of(v) / stages) for v in of_layers
-        )
-        yield from (self._message("all-reduce", everyone, self.bytes_of(v)) for v in others)
+        for v in of_layers:
+            yield from self._message("all-reduce", (REPLICA_AXIS,), self.bytes_of(v) / stages)
+        for v in others:
+            yield from self._message("all-reduce", everyone, self.bytes_of(v))
         if self.program.stages_per_worker > 1:
             for v in (*self.read_layers, *of_layers):
                 is_split = resting_spec(self.program, self.sharding, v)[STAGE_AXIS] >= 0
                 kind, whole = ("all-to-all", stages) if is_split else ("all-gather", 1)
                 if is_split or v in of_layers:
-                    yield self._message(kind, (STAGE_AXIS,), self.bytes_of(v) / whole)
+                    yield from self._message(kind, (STAGE_AXIS,), self.bytes_of(v) / whole)
 
-    def _message(self, kind: str, axes: tuple[int, ...], num_bytes: float, count: float = 1) -> Message:
-        """One of many that the compiler joins, unless it waits for the one before."""
-        joined_bytes = 0.0 if kind == "collective-permute" else COMBINED_BYTES
-        seconds = float(self._mesh.time_s(kind, axes, num_bytes, joined_bytes))
-        there = self._mesh.group(axes).size > 1 or kind == "collective-permute"
-        return Message(kind, axes, count if there else 0, num_bytes, seconds)
+    def _message(
+        self, kind: str, axes: tuple[int, ...], num_bytes: float, count: float = 1
+    ) -> Iterator[Message]:
+        """One, if there is anybody to talk to; of many that the compiler joins, unless it waits for the one before."""
+        if there := tuple(a for a in axes if self._mesh.shape[a] > 1):
+            joined_bytes = 0.0 if kind == "collective-permute" else COMBINED_BYTES
+            seconds = float(self._mesh.time_s(kind, there, num_bytes, joined_bytes))
+            yield Message(kind, there, count, num_bytes, seconds)
 
     @cached_property
     def _mesh(self) -> MeshModel:
