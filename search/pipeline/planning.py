@@ -20,7 +20,6 @@ from search.ir.spec import AXIS_NAMES
 from search.memory.microbatches import looped
 from search.mesh_problem import StepProblem
 from search.pipeline.intra_op import decided
-from search.pipeline.layer_costs import Ledger
 from search.pipeline.pipeline_step import PipelineStep
 from search.pipeline.programs import made_ready, stage_programs
 from search.pipeline.proposals import Parts, Placed, Proposal
@@ -149,8 +148,8 @@ def apply(step: Step, plan: PipelinePlan, place: str = "the plan") -> Pipeline:
     for decisions in plan.decisions:
         shape = tuple(decisions.mesh.values())
         intra_op = decided(parts.step_problem, parts.cluster, decisions, shape, place)
-        parts.ledgers[shape] = Ledger(intra_op, parts.layers, parts.cluster)
-    if missing := {one.shape for one in placed} - parts.ledgers.keys():
+        parts.solutions[shape] = intra_op
+    if missing := {one.shape for one in placed} - parts.solutions.keys():
         raise PlanError(f"{place}: no decisions for replicas of mesh {sorted(missing)[0]}")
     found = Proposal.of(parts, plan.num_replicas, placed, schedule)
     again = _pipeline(step, found, plan.memory_bytes)

@@ -53,16 +53,18 @@ class Parts:
 
     Attributes:
       step_problem: of the step with its loop over parts.
-      layers: of it.
       cluster: on which stages stand.
-      ledgers: by the mesh of a replica, what layers cost on it, as far as that was asked for.
+      borders: positions in the forward phase at which layers begin besides.
+      solutions: by the mesh of a replica, how its devices share the work, as far as that was asked for.
+      ledgers: by the mesh of a replica, what layers cost on it, likewise.
       others: by what they recompute, the same with that recomputed, likewise.
       again: by the mesh of a replica, what might be recomputed, likewise.
     """
 
     step_problem: StepProblem
-    layers: Layers
     cluster: Cluster
+    borders: Sequence[int] = ()
+    solutions: dict[tuple[int, ...], IntraOp] = field(default_factory=dict[tuple[int, ...], IntraOp])
     ledgers: dict[tuple[int, ...], Ledger] = field(default_factory=dict[tuple[int, ...], Ledger])
     others: "dict[frozenset[Site], Parts]" = field(default_factory=dict[frozenset[Site], "Parts"])
     again: "dict[tuple[int, ...], tuple[Again, ...]]" = field(
@@ -92,7 +94,12 @@ class Parts:
           clock: by which searches for it go.
         """
         problem = StepProblem.of(looped(step, count), marks, cluster.device, sites, clock=clock)
-        return cls(problem, Layers.of(PipelineStep.of_loop(problem.step), borders), cluster)
+        return cls(problem, cluster, borders)
+
+    @cached_property
+    def layers(self) -> Layers:
+        """Of the step."""
+        return Layers.of(PipelineStep.of_loop(self.step_problem.step), self.borders)
 
     @property
     def count(self) -> int:
@@ -115,14 +122,19 @@ class Parts:
             known=problem.plain,
             clock=problem.clock,
         )
-        return Parts(problem, Layers.of(PipelineStep.of_loop(problem.step)), self.cluster)
+        return Parts(problem, self.cluster)
 
     def ledger(self, shape: tuple[int, ...]) -> Ledger:
         """What layers cost when a replica's devices form such a mesh."""
         if shape not in self.ledgers:
-            intra_op = solved(self.step_problem, self.cluster, shape)
-            self.ledgers[shape] = Ledger(intra_op, self.layers, self.cluster)
+            self.ledgers[shape] = Ledger(self.solution(shape), self.layers, self.cluster)
         return self.ledgers[shape]
+
+    def solution(self, shape: tuple[int, ...]) -> IntraOp:
+        """How a replica's devices share the work when they form such a mesh."""
+        if shape not in self.solutions:
+            self.solutions[shape] = solved(self.step_problem, self.cluster, shape)
+        return self.solutions[shape]
 
     def choices(self, shape: tuple[int, ...]) -> "tuple[Again, ...]":
         """What might be recomputed: what saves most for its time, and all that saves anything."""
@@ -131,7 +143,7 @@ class Parts:
         return self.again[shape]
 
     def _choices(self, shape: tuple[int, ...]) -> "tuple[Again, ...]":
-        intra_op = self.ledger(shape).intra_op
+        intra_op = self.solution(shape)
         fusion = self.step_problem.live_ranges.fusion
         parts = residuals(intra_op.on_mesh.memory.costed, fusion, intra_op.labels)
         none, most = _chosen(parts, 0.0), _chosen(parts, HIGHEST_S_PER_BYTE)

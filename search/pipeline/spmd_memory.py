@@ -35,10 +35,16 @@ class SpmdMemory:
         return max(self.by_part)
 
     @cached_property
+    def held_bytes(self) -> float:
+        """The most without what kernels need while they run: quick, and no more than the peak."""
+        return max(map(self._held, range(len(self.costs.program.parts))))
+
+    @cached_property
     def by_part(self) -> tuple[float, ...]:
         """While each part runs, the update being the last."""
         parts = self.costs.program.parts
-        return (*(self.resting_bytes + self._at(n) for n in range(len(parts))), self._at_the_end)
+        needed = (self.costs.kernels.temporary_bytes(part, self._room_bytes) for part in parts)
+        return (*(self._held(n) + more for n, more in enumerate(needed)), self._at_the_end)
 
     @cached_property
     def residual_bytes(self) -> float:
@@ -53,11 +59,9 @@ class SpmdMemory:
 
     # --- while parts run
 
-    def _at(self, n: int) -> float:
-        """What is there beside what rests."""
-        part = self.costs.program.parts[n]
+    def _held(self, n: int) -> float:
         held = sum(num_bytes for first, last, num_bytes in self._ranges if first <= n <= last)
-        return held + self._own_bytes(part) + self.costs.kernels.temporary_bytes(part, self._room_bytes)
+        return self.resting_bytes + held + self._own_bytes(self.costs.program.parts[n])
 
     @property
     def _room_bytes(self) -> float:

@@ -15,7 +15,6 @@ from cost_model.errors import InputError, PlanError
 from search.ir.graph import Step
 from search.memory.microbatches import looped
 from search.pipeline.intra_op import decided
-from search.pipeline.layer_costs import Ledger
 from search.pipeline.proposals import Parts
 from search.pipeline.schedules.registry import build_schedule
 from search.pipeline.search import PipelineOptions
@@ -99,9 +98,8 @@ def apply(step: Step, plan: SpmdPlan, place: str = "the plan") -> SpmdPipeline:
             )
         parts = Parts.of(step, [""] * len(step.arguments), cluster, dealt.count, sites)
         if plan.decisions:
-            intra_op = decided(parts.step_problem, cluster, plan.decisions, shape, place)
-            parts.ledgers[shape] = Ledger(intra_op, parts.layers, cluster)
-        found = SpmdParts(step, parts).proposal(dealt, parts.ledger(shape).intra_op)
+            parts.solutions[shape] = decided(parts.step_problem, cluster, plan.decisions, shape, place)
+        found = SpmdParts(step, parts).proposal(dealt)
     except InputError as e:
         raise PlanError(f"{place}: {e}") from e
     again = _pipeline(step, found, plan.memory_bytes)

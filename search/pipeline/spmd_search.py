@@ -7,7 +7,7 @@ The fastest that fits is the answer; where none does, the same is tried with som
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import inf, prod
 
@@ -15,13 +15,12 @@ from cost_model.cluster import Cluster
 from cost_model.errors import InfeasibleError, InputError
 from cost_model.units import format_bytes
 from search.ir.graph import Step
-from search.memory.batch_states import NotSplittableError
 from search.memory.microbatches import batch_divisors
 from search.pipeline.intra_op import IntraOp
 from search.pipeline.pipeline_step import PipelineStep
 from search.pipeline.proposals import Parts
 from search.pipeline.schedules.registry import build_schedule
-from search.pipeline.search import MAX_MICROBATCHES, TIME_LIMIT_S, WORTH, PipelineOptions
+from search.pipeline.search import MAX_MICROBATCHES, NEAR, TIME_LIMIT_S, WORTH, PipelineOptions
 from search.pipeline.simulator import Simulation, StageCost, simulate
 from search.pipeline.spmd import layer_loops, written
 from search.pipeline.spmd_costs import SpmdCosts
@@ -148,21 +147,32 @@ class SpmdParts:
 
     traced: Step
     parts: Parts
+    _shardings: dict[tuple[int, ...], SpmdSharding] = field(
+        default_factory=dict[tuple[int, ...], SpmdSharding], init=False, repr=False
+    )
 
-    def proposal(self, dealt: Dealt, intra_op: IntraOp) -> SpmdProposal:
+    def proposal(self, dealt: Dealt) -> SpmdProposal:
         """Prices it.
 
         Raises:
           InputError: there is no loop over so many equal layers.
         """
         layer_loops(self._step, dealt.stages)
-        per_worker = dealt.stages // dealt.workers
+        per_worker, intra_op = dealt.stages // dealt.workers, self.parts.solution(dealt.shape)
         program = replace(self._program, num_workers=dealt.workers, stages_per_worker=per_worker)
-        sharding = SpmdSharding(dealt.num_replicas)
-        if prod(dealt.shape) > 1:
-            sharding = spmd_sharding(intra_op, self._step, program, dealt.num_replicas)
+        sharding = replace(self._sharding(dealt.shape), num_replicas=dealt.num_replicas)
         costs = SpmdCosts(program, sharding, intra_op, self._step, self.parts.cluster)
         return SpmdProposal(self.parts, dealt, intra_op, program, sharding, costs)
+
+    def _sharding(self, shape: tuple[int, ...]) -> SpmdSharding:
+        if shape not in self._shardings:
+            is_shared = prod(shape) > 1
+            self._shardings[shape] = (
+                spmd_sharding(self.parts.solution(shape), self._step, self._program, 1)
+                if is_shared
+                else SpmdSharding(1)
+            )
+        return self._shardings[shape]
 
     @cached_property
     def _step(self) -> PipelineStep:
@@ -208,18 +218,13 @@ class SpmdSearch:
         by_count: dict[int, list[Dealt]] = {}
         for dealt in self._all():
             by_count.setdefault(dealt.count, []).append(dealt)
-        refused, before_s = list[InputError](), inf
+        before_s = inf
         for n, count in enumerate(sorted(by_count, reverse=True)):
-            try:
-                self._in_parts(count, by_count[count], cutoff_s)
-            except (InputError, NotSplittableError) as e:
-                refused.append(e)
+            self._in_parts(count, by_count[count], cutoff_s)
             is_worse = n > 0 and self._best_s > (1 - WORTH) * before_s
             if self.best is not None and (is_worse or self.deadline.is_over):
                 break
             before_s = self._best_s
-        if len(refused) == len(by_count):
-            raise refused[0]
         if self.best is None:
             raise self._infeasible()
         return self.best
@@ -230,6 +235,7 @@ class SpmdSearch:
             marks = [""] * len(self.step.arguments)
             self.made_ready[count] = Parts.of(self.step, marks, self.cluster, count, clock=self.clock)
         parts = self.made_ready[count]
+        ways = self._near(ways)
         if self._has_fit(parts, ways, cutoff_s) or self.options.remat == "never":
             return
         for choice in parts.choices(max(way.shape for way in ways)):
@@ -241,7 +247,7 @@ class SpmdSearch:
         in_one, found, refused = SpmdParts(self.step, parts), list[SpmdProposal](), list[InputError]()
         for dealt in ways:
             try:
-                found.append(in_one.proposal(dealt, parts.ledger(dealt.shape).intra_op))
+                found.append(in_one.proposal(dealt))
             except InputError as e:
                 refused.append(e)
         if not found:
@@ -249,12 +255,26 @@ class SpmdSearch:
         for proposal in sorted(found, key=lambda one: one.step_s):
             if proposal.step_s >= min(self._best_s, cutoff_s):
                 return True
-            peak_bytes = proposal.memory(self.options.memory_bytes).peak_bytes
-            self.least_bytes = min(self.least_bytes, peak_bytes)
-            if peak_bytes <= self.options.memory_bytes:
+            memory = proposal.memory(limit_bytes := self.options.memory_bytes)
+            needed_bytes = memory.held_bytes if memory.held_bytes > limit_bytes else memory.peak_bytes
+            self.least_bytes = min(self.least_bytes, needed_bytes)
+            if needed_bytes <= limit_bytes:
                 self.best = proposal
                 return proposal is found[0]
         return False
+
+    def _near(self, ways: Sequence[Dealt]) -> Sequence[Dealt]:
+        """Those near the best, if there is one: what is best changes little with how many examples there are."""
+        if self.best is None:
+            return ways
+        sizes = [self._sizes(way) for way in ways]
+        best = self._sizes(self.best.dealt)
+        is_near = [all(b <= NEAR * n <= NEAR * NEAR * b for b, n in zip(best, s, strict=True)) for s in sizes]
+        return [way for way, near in zip(ways, is_near, strict=True) if near]
+
+    @staticmethod
+    def _sizes(dealt: Dealt) -> tuple[int, int]:
+        return dealt.num_replicas, prod(dealt.shape)
 
     @property
     def _best_s(self) -> float:

@@ -5,11 +5,15 @@ import json
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import autoshard
 from cost_model.errors import InputError, PlanError
+from search.ir.trace import trace
+from search.pipeline.spmd import spmd_step
 from search.plan.spmd_plan import SpmdPlan
+from search.plan.spmd_step import LayerLoop
 from tests.executors.agreement import Reference, assert_equal, run_steps
 from tests.zoo import Case, make_gpt_scan, make_mlp
 from tests.zoo.case import Normal
@@ -88,6 +92,52 @@ def test_it_trains_as_one_device(name, stages, schedule, microbatches, mesh):
         assert_equal(run_steps(step, case, state, NUM_STEPS), single.results)
     assert step.plan.executor == "one program"
     assert step.plan.mesh["stage"] == (stages if schedule == "gpipe" else stages // 2)
+
+
+def test_under_a_cap_it_recomputes_and_trains_alike():
+    with jax.enable_x64(True):
+        single = on_one_device("gpt")
+        case = single.case
+        options = {"stages": 2, "mesh": (4, 1), "microbatches": 4, "executor": "one program"}
+        free = autoshard.search(case.step, *case.abstract_args(), cluster="8xCPU", **options)
+        less = free.estimates.peak_bytes * 9 // 10
+        step = autoshard.parallelize(case.step, memory=less, **options)
+        state = jax.tree.map(jnp.copy, single.start)
+        assert_equal(run_steps(step, case, state, NUM_STEPS), single.results)
+    assert step.plan.retention
+    assert step.plan.memory_bytes == less
+
+
+def cast_step(params, x):
+    """Layers compute in a narrower type than their parameters have."""
+
+    def loss_fn(params):
+        ws = params["layers"].astype(jnp.float32)
+        x_, _ = jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w), None), x, ws)
+        return jnp.mean((x_ @ params["head"].astype(jnp.float32)) ** 2)
+
+    loss, grads = jax.value_and_grad(loss_fn)(params)
+    return jax.tree.map(lambda w, g: w - 0.1 * g, params, grads), loss
+
+
+def test_gradients_of_parameters_in_another_type_are_added_up_on_their_stages():
+    with jax.enable_x64(True):
+        keys = jax.random.split(jax.random.key(0), 3)
+        params = {
+            "layers": jax.random.normal(keys[0], (LAYERS, WIDTH, WIDTH), jnp.float64),
+            "head": jax.random.normal(keys[1], (WIDTH, 1), jnp.float64),
+        }
+        x = jax.random.normal(keys[2], (BATCH, WIDTH), jnp.float32)
+        wanted, _ = jax.jit(cast_step)(params, x)
+        program = spmd_step(trace(cast_step, params, x), 8, 4, 1)
+        _, backward = (part for part in program.parts if isinstance(part, LayerLoop))
+        ((stack, total),) = ((v, t) for v, t in backward.sums.items() if t in program.layered)
+        assert (program.values[stack].dtype, program.values[total].dtype) == (jnp.float32, jnp.float64)
+        step = autoshard.parallelize(
+            cast_step, stages=4, mesh=(2, 1), microbatches=4, schedule="gpipe", executor="one program"
+        )
+        got, _ = step(params, x)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), got, wanted)
 
 
 def test_layers_rest_on_their_stages_and_a_saved_plan_is_used_again(tmp_path):
