@@ -14,7 +14,7 @@ from math import inf, prod
 from cost_model.cluster import Cluster
 from cost_model.errors import InfeasibleError, InputError
 from cost_model.units import format_bytes
-from search.ir.graph import Step
+from search.ir.graph import Role, Step
 from search.memory.microbatches import batch_divisors
 from search.pipeline.intra_op import IntraOp
 from search.pipeline.pipeline_step import PipelineStep
@@ -216,7 +216,7 @@ class SpmdSearch:
           InfeasibleError: nothing fits, or takes less than the cutoff.
         """
         by_count: dict[int, list[Dealt]] = {}
-        for dealt in self._all():
+        for dealt in (one for one in self._all() if self._may_hold(one.num_replicas)):
             by_count.setdefault(dealt.count, []).append(dealt)
         before_s = inf
         for n, count in enumerate(sorted(by_count, reverse=True)):
@@ -336,6 +336,13 @@ class SpmdSearch:
         halves = (batch // 2**k for k in range(batch.bit_length()) if batch % 2**k == 0)
         counts = (count // num_replicas for count in halves if count % num_replicas == 0)
         return [n for n in counts if n <= MAX_MICROBATCHES]
+
+    def _may_hold(self, num_replicas: int) -> bool:
+        """Whether the state may fit so often: each replica has all of it."""
+        arguments = zip(self.step.graph.inputs, self.step.arguments, strict=True)
+        state = (v for v, argument in arguments if argument.role is not Role.BATCH)
+        state_bytes = sum(self.step.graph.values[v].num_bytes for v in state)
+        return num_replicas * state_bytes <= self.cluster.num_devices * self.options.memory_bytes
 
     @cached_property
     def _divisors(self) -> Sequence[int]:

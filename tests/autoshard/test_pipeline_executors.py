@@ -1,0 +1,104 @@
+"""Pipelines of both executors, as users see them: shown, drawn, and refused in a sentence where something is wrong."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import autoshard
+from autoshard import cli
+from cost_model.errors import InfeasibleError, InputError
+from search.memory.batch_states import NotSplittableError
+
+EXECUTORS = ("a program per stage", "one program")
+DEPTH, WIDTH, BATCH = 4, 64, 16
+
+
+def deep_step(centred, params, x):
+    """Layers in a loop; what is centred over the batch couples its examples."""
+
+    def loss_fn(params):
+        y, _ = jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w), None), x, params)
+        y = (y - jnp.mean(y, axis=0)) / jnp.std(y, axis=0) if centred else y
+        return jnp.mean(jnp.abs(y) ** 3)
+
+    loss, grads = jax.value_and_grad(loss_fn)(params)
+    return params - 0.1 * grads, loss
+
+
+def step(params, x):
+    return deep_step(False, params, x)
+
+
+def coupled(params, x):
+    return deep_step(True, params, x)
+
+
+SHAPES = (
+    jax.ShapeDtypeStruct((DEPTH, WIDTH, WIDTH), jnp.float32),
+    jax.ShapeDtypeStruct((BATCH, WIDTH), jnp.float32),
+)
+
+
+def searched(a_step, executor, **options):
+    options = {"cluster": "8xA100-80GB", "stages": 2} | options
+    return autoshard.search(a_step, *SHAPES, executor=executor, **options)
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_a_plan_is_saved_shown_and_drawn(executor, tmp_path, capsys):
+    plan = searched(step, executor, microbatches=4)
+    assert plan.executor == executor
+    path, trace = str(tmp_path / "plan.json"), tmp_path / "trace.json"
+    plan.save(path)
+    assert cli.main(["show", path]) == 0
+    assert "predicted peak memory" in capsys.readouterr().out
+    assert cli.main(["show", path, "--timeline", "--trace", str(trace)]) == 0
+    title, first, second, *_ = capsys.readouterr().out.splitlines()
+    assert "2 stages, 4 microbatches" in title
+    assert first.startswith("0 F0")
+    assert second.startswith("1 .")
+    slices = [event for event in json.loads(trace.read_text())["traceEvents"] if event["ph"] == "X"]
+    assert {event["args"]["microbatch"] for event in slices} == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_a_step_whose_examples_depend_on_one_another_is_refused_with_its_line(executor):
+    with pytest.raises(
+        NotSplittableError, match=r"cannot be split into microbatches[\s\S]*test_pipeline_executors.py:\d+"
+    ):
+        searched(coupled, executor)
+
+
+def test_it_is_planned_without_a_pipeline_where_one_may_be_searched():
+    said = []
+    assert isinstance(searched(coupled, None, stages="auto", progress=said.append), autoshard.Plan)
+    assert said[-1].startswith("no pipeline: ")
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_more_stages_than_layers_are_refused(executor):
+    wanted = {
+        "a program per stage": r"wanted 16 stages, but",
+        "one program": r"the 4 layers of the loop at .*16 stages",
+    }
+    with pytest.raises(InputError, match=wanted[executor]):
+        searched(step, executor, stages=16, cluster="16xA100-80GB")
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+@pytest.mark.parametrize(
+    ("memory", "said"), [("40KiB", r"fits 40 KiB a device: .*\d+ .iB"), ("1KiB", "fits 1 KiB a device")]
+)
+def test_a_stage_that_cannot_fit_is_refused(executor, memory, said):
+    with pytest.raises(InfeasibleError, match=rf"no pipeline of step on 8xA100-80GB .*{said}"):
+        searched(step, executor, memory=memory)
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_devices_that_do_not_match_the_plan_are_refused(executor):
+    plan = searched(step, executor, cluster="8xCPU", microbatches=4, mesh=(2, 2))
+    args = [jnp.zeros(shape.shape, shape.dtype) for shape in SHAPES]
+    with pytest.raises(InputError, match=r"needs \d devices"):
+        autoshard.parallelize(step, plan=plan, devices=jax.devices()[:4])(*args)
