@@ -18,6 +18,7 @@ from search.pipeline.spmd_planning import find
 from search.plan.spmd_step import LayerLoop, SpmdSharding
 from tests.gpu.compiled import HURRY
 from tests.zoo import make_gpt_scan
+from tests.zoo.megatron import make_megatron
 
 LAYERS, HIDDEN, SEQ, VOCAB, BATCH = 4, 64, 32, 128, 64
 STAGES, REPLICAS, MICROBATCHES = 2, 4, 4
@@ -135,3 +136,18 @@ def test_devices_of_a_replica_share_layers_and_only_their_terms_go_between_them(
         ("reduce-scatter", ("stage",)): microbatches * activation,  # out of the forward loop
         ("all-gather", ("stage",)): microbatches * activation,  # into the backward one
     }
+    predicted = {(c.kind, c.axes): c.bytes for c in found.plan.estimates.collectives}
+    assert predicted == {key: num_bytes for key, (_, num_bytes) in stats.collectives.items()}
+
+
+def test_what_is_predicted_of_one_program_is_what_is_compiled():
+    case = make_megatron(4, 256, 4, 512, 128, 16, compute_dtype=jnp.bfloat16, scanned=True)
+    options = {"stages": 2, "mesh": (4, 1), "microbatches": 2, "executor": "one program"}
+    plan = autoshard.search(case.step, *case.abstract_args(), cluster="8xH100-80GB", **options)
+    proof = autoshard.verify(case.step, *case.abstract_args(), plan=plan)
+    assert isinstance(proof, PipelineVerification)
+    (stage,) = proof.stages
+    assert proof.is_one_program
+    assert "all stages in one program" in str(proof)
+    assert 0.9 < stage.predicted.peak_bytes / stage.compiled.peak_bytes < 1.1
+    assert not [c for c in stage.collectives if c.differs and c.kind != "all-to-all"]  # which deal tokens
