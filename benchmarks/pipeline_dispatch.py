@@ -3,8 +3,9 @@
 The host does not wait for devices, so its time only counts where a device waits for it. That is reckoned: how long after
 the step's beginning each task was handed out is measured, on simulated devices and a model so small that they have nothing
 to do; that no task begins before is added to what the schedule says, with 5 ms a stage. What the step takes longer than
-with a host that costs nothing is the overhead. Simulated devices share this machine's cores: more of them for a stage cost
-the host more than real ones do. The least of many steps counts, as what disturbs the host only adds to it.
+with a host that costs nothing is the overhead. The host's time is its thread's on a processor, as simulated devices and
+whatever else runs here share the cores with it; what a device computes in that thread counts, too. More simulated devices
+for a stage cost the host more than real ones do. The least of many steps counts, as what disturbs the host only adds to it.
 
     python benchmarks/pipeline_dispatch.py
 
@@ -52,7 +53,7 @@ def dispatched(program: PipelineProgram, args: tuple) -> tuple[list[float], floa
     def watched(one):
         def function(*operands):
             made = one.function(*operands)
-            handed_out.append(time.perf_counter())
+            handed_out.append(time.thread_time())
             return made
 
         return replace(one, function=function)
@@ -62,9 +63,9 @@ def dispatched(program: PipelineProgram, args: tuple) -> tuple[list[float], floa
         watched(one) if task else one for one, task in zip(program.instructions, is_task, strict=True)
     ]
     running = replace(program, instructions=tuple(instructions))
-    start = time.perf_counter()
+    start = time.thread_time()
     results = running.fn(*args)
-    end = time.perf_counter()
+    end = time.thread_time()
     return [at - start for at in handed_out], end - start, jax.block_until_ready(results)
 
 

@@ -1,25 +1,43 @@
-"""Where pipelines come: GPTs of the Megatron papers, as one program and as a pipeline, by the same cost model.
+"""The GPTs of the Megatron papers, as the search would train them and as they were trained, by the same cost model.
 
-Sizes are those of Narayanan et al. 2021, "Efficient large-scale language model training on GPU clusters using Megatron-LM",
-table 1, with sequences of 2048 and a vocabulary of 51,200, in bfloat16; nodes have 8 A100-80GB, joined by InfiniBand or by
-Ethernet. FLOPs are the model's (6 per parameter and token, and attention's), recomputation not counted.
+python -m benchmarks.pipelines [--models 1.7 39.1] [--networks InfiniBand] [--plans searched] [--out table.md]
 
-    .venv/bin/python -m benchmarks.pipelines 1.7 3.6      # sizes in billions of parameters, a row for each network
+Models, GPUs and batches are those of Narayanan et al. 2021, "Efficient large-scale language model training on GPU clusters
+using Megatron-LM", table 1: sequences of 2048, a vocabulary of 51,200, nodes of 8 A100-80GB. Layers are unrolled. Parameters
+and Adam's moments are float32, layers compute in bfloat16 (the paper: float16, with a float32 copy of parameters).
+
+*Searched* is what `autoshard.search` finds where nothing is asked for: one program, or a pipeline. *Published* has the
+paper's degrees of tensor, pipeline and data parallelism forced, as a mesh or as stages of a mesh; microbatches, and what is
+recomputed, are the best that are found, as the paper says neither. Its pipelines run in the interleaved schedule, as the
+paper says, of two stages on each worker; where 1F1B with one stage on each is faster or fits alone, that stands there.
+
+MFU are the model's FLOPs (6 per parameter and token, and attention's; recomputation does not count) of the peak. The paper
+counts those of recomputation, a third more. *Measured* is the time that follows from the FLOP/s that it reports.
+
+The table may be made in pieces: rows that stand in the file `--out` are not made again, and the digest is of them all.
 """
 
-import sys
-from collections.abc import Iterator
+import argparse
+import os
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from time import thread_time
+from pathlib import Path
+from time import process_time
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax.numpy as jnp
 
-import autoshard
+from autoshard import pipelines, planning
+from autoshard.pipelines import WHERE_IT_PAYS, Stages
+from autoshard.planning import Asked
+from benchmarks.experts import head, line, standing
+from cost_model.cluster import Cluster
 from cost_model.errors import InfeasibleError
 from cost_model.hardware import parse_cluster
+from cost_model.units import format_mesh
+from search.ir.graph import Step
 from search.ir.trace import trace
-from search.pipeline.planning import find
-from search.pipeline.search import PipelineOptions
 from search.plan.pipeline_plan import PipelinePlan
 from search.plan.plan import Plan
 from tests.zoo.megatron import make_megatron
@@ -29,76 +47,213 @@ SEQUENCE, VOCABULARY = 2048, 51_200
 PEAK_FLOPS_PER_S = 312e12
 """Of an A100. Source: NVIDIA's data sheet."""
 
+INTERLEAVED = "interleaved-1f1b"
+
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """A model of the table, and how it was trained: GPUs, and examples in a batch."""
+class Model:
+    """A row of the paper's table 1.
+
+    Attributes:
+      layers: of the model, as `hidden` and `heads`.
+      tensor: devices that share a layer.
+      stages: of the pipeline.
+      devices: GPUs.
+      batch: examples.
+      achieved: teraFLOP/s of a GPU, recomputation included.
+    """
 
     layers: int
     hidden: int
     heads: int
+    tensor: int
+    stages: int
     devices: int
     batch: int
-    published: str
+    achieved: float
 
     @property
     def flops(self) -> float:
-        """Of a step."""
+        """Of a step, without recomputation."""
         block = 12 * self.hidden**2 * (1 + SEQUENCE / (6 * self.hidden))
         return 6 * self.batch * SEQUENCE * (self.layers * block + VOCABULARY * self.hidden)
 
+    @property
+    def measured_s(self) -> float:
+        """Of a step, from what was achieved of FLOPs that count recomputation. Source: the paper, section 5.1."""
+        block = 1 + SEQUENCE / (6 * self.hidden) + VOCABULARY / (16 * self.layers * self.hidden)
+        flops = 96 * self.batch * SEQUENCE * self.layers * self.hidden**2 * block
+        return flops / (self.devices * self.achieved * 1e12)
+
+    @property
+    def mesh(self) -> tuple[int, int]:
+        """Of a stage: replicas, and the devices of each."""
+        return self.devices // (self.tensor * self.stages), self.tensor
+
+    @property
+    def published(self) -> str:
+        """Its degrees in a word."""
+        return (
+            f"{self.stages} stages of {format_mesh(self.mesh)}" if self.stages > 1 else format_mesh(self.mesh)
+        )
+
+    def traced(self) -> Step:
+        """Its training step."""
+        case = make_megatron(
+            self.layers,
+            self.hidden,
+            self.heads,
+            VOCABULARY,
+            SEQUENCE,
+            self.batch,
+            compute_dtype=jnp.bfloat16,
+        )
+        return trace(case.step, *case.abstract_args())
+
 
 MODELS = {
-    "1.7": Row(24, 2304, 24, 32, 512, "tensor 1, stages 1"),
-    "3.6": Row(30, 3072, 32, 64, 512, "tensor 2, stages 1"),
-    "7.5": Row(36, 4096, 32, 128, 512, "tensor 4, stages 1"),
-    "18.4": Row(40, 6144, 48, 256, 1024, "tensor 8, stages 1"),
-    "39.1": Row(48, 8192, 64, 512, 1536, "tensor 8, stages 2"),
-    "76.1": Row(60, 10240, 80, 1024, 1792, "tensor 8, stages 4"),
+    "1.7": Model(24, 2304, 24, 1, 1, 32, 512, 137),
+    "3.6": Model(30, 3072, 32, 2, 1, 64, 512, 138),
+    "7.5": Model(36, 4096, 32, 4, 1, 128, 512, 142),
+    "18.4": Model(40, 6144, 48, 8, 1, 256, 1024, 135),
+    "39.1": Model(48, 8192, 64, 8, 2, 512, 1536, 138),
+    "76.1": Model(60, 10240, 80, 8, 4, 1024, 1792, 140),
+    "145.6": Model(80, 12288, 96, 8, 8, 1536, 2304, 148),
+    "310.1": Model(96, 16384, 128, 8, 16, 1920, 2160, 155),
+    "529.6": Model(105, 20480, 128, 8, 35, 2520, 2520, 163),
+    "1008": Model(128, 25600, 160, 8, 64, 3072, 3072, 163),
 }
+"""By billions of parameters."""
+
+NETWORKS = {"InfiniBand": "", "Ethernet": "-Ethernet"}
+"""How presets are called that have it."""
 
 
-def rows(size: str, network: str) -> Iterator[str]:
-    """What each kind of plan takes."""
-    row = MODELS[size]
-    case = make_megatron(
-        row.layers, row.hidden, row.heads, VOCABULARY, SEQUENCE, row.batch, compute_dtype=jnp.bfloat16
+def searched(step: Step, cluster: Cluster) -> Plan | PipelinePlan:
+    """What a search finds that is asked for nothing."""
+    asked = Asked()
+    options = planning.options(step, cluster, asked)
+    found = pipelines.fastest(
+        step, cluster, WHERE_IT_PAYS, asked, lambda: planning.find(step, cluster, options)
     )
-    cluster = parse_cluster(f"{row.devices}xA100-80GB{network}")
-    start_s = thread_time()
+    return found.plan
+
+
+def published(step: Step, cluster: Cluster, model: Model) -> Plan | PipelinePlan:
+    """The best plan of the published degrees.
+
+    Raises:
+      InfeasibleError: none fits.
+    """
+    asked = Asked(mesh=model.mesh)
+    if model.stages == 1:
+        return planning.find(step, cluster, planning.options(step, cluster, asked)).plan
+    found: list[PipelinePlan] = []
+    refused = InfeasibleError()
+    for stages in (Stages(2 * model.stages, INTERLEAVED), Stages(model.stages, "1f1b")):
+        try:
+            found.append(pipelines.searched(step, cluster, stages, asked).plan)
+        except InfeasibleError as e:
+            refused = e
+    if not found:
+        raise refused
+    return min(found, key=lambda plan: plan.estimates.step_s)
+
+
+HEAD = ("model", "network", "plan", "layout", "step s", "MFU", "peak GiB", "CPU s")
+
+SIZE, NETWORK, KIND, LAYOUT, STEP = range(5)
+"""Columns by which rows are found and digested."""
+
+
+def row(size: str, network: str, kind: str, step: Step) -> tuple[str, ...]:
+    """One line of the table."""
+    model, start_s = MODELS[size], process_time()
+    cluster = parse_cluster(f"{model.devices}xA100-80GB{NETWORKS[network]}")
     try:
-        one = autoshard.search(case.step, *case.abstract_args(), cluster=cluster)
-        assert isinstance(one, Plan)
-        mesh = " x ".join(f"{name} {n}" for name, n in one.decisions.mesh.items())
-        took = one.estimates.step_s
-        yield said(size, cluster.name, f"one program, {mesh}", took, row, thread_time() - start_s)
+        plan = searched(step, cluster) if kind == "searched" else published(step, cluster, model)
     except InfeasibleError:
-        yield f"{size}B  {cluster.name}  one program: does not fit"
-    start_s = thread_time()
-    step = trace(case.step, *case.abstract_args())
-    plan = find(step, cluster, PipelineOptions(cluster.device_memory_limit())).plan
-    yield said(size, cluster.name, of_pipeline(plan), plan.estimates.step_s, row, thread_time() - start_s)
+        return (size, network, kind, "nothing fits", "-", "-", "-", f"{process_time() - start_s:.0f}")
+    step_s, peak_bytes = plan.estimates.step_s, plan.estimates.peak_bytes
+    share = model.flops / (step_s * model.devices * PEAK_FLOPS_PER_S)
+    took = f"{peak_bytes / 2**30:.1f}", f"{process_time() - start_s:.0f}"
+    return (size, network, kind, layout(plan), f"{step_s:.2f}", f"{share:.0%}", *took)
 
 
-def of_pipeline(plan: PipelinePlan) -> str:
-    """A pipeline in a few words."""
-    meshes = dict.fromkeys(" x ".join(map(str, stage.mesh.values())) for stage in plan.stages)
+def layout(plan: Plan | PipelinePlan) -> str:
+    """A plan in a few words."""
+    decided = plan.decisions if isinstance(plan, Plan) else plan
+    again = ", recomputes" if decided.retention else ""
+    if isinstance(plan, Plan):
+        parts = plan.decisions.microbatches
+        return (
+            format_mesh(tuple(plan.decisions.mesh.values())) + f", {parts} microbatches" * (parts > 1) + again
+        )
+    meshes = dict.fromkeys(format_mesh(tuple(stage.mesh.values())) for stage in plan.stages)
     return (
         f"{len(plan.stages)} stages of {', '.join(meshes)}, {plan.microbatches} microbatches, {plan.schedule}, "
-        f"{plan.estimates.bubble:.0%} idle"
+        f"{plan.estimates.bubble:.0%} idle{again}"
     )
 
 
-def said(size: str, cluster: str, what: str, step_s: float, row: Row, took_s: float) -> str:
-    """A line of the table."""
-    share = row.flops / (step_s * row.devices * PEAK_FLOPS_PER_S)
-    return (
-        f"{size}B ({row.published})  {cluster}  {what}  {step_s:.2f} s, {share:.0%} of peak  ({took_s:.0f} s)"
+DIGEST = (
+    "model",
+    "GPUs",
+    "network",
+    "searched",
+    "step s",
+    "MFU",
+    "published",
+    "step s",
+    "difference",
+    "measured",
+)
+
+
+def digest(rows: Sequence[Sequence[str]]) -> Iterator[tuple[str, ...]]:
+    """By model and network: what was searched beside what was published."""
+    found = {(cells[SIZE], cells[NETWORK], cells[KIND]): cells for cells in rows}
+    for (size, network, kind), ours in found.items():
+        theirs, model = found.get((size, network, "published")), MODELS[size]
+        if kind != "searched" or theirs is None:
+            continue
+        is_there = "-" not in (ours[STEP], theirs[STEP])
+        difference = f"{float(ours[STEP]) / float(theirs[STEP]) - 1:+.0%}" if is_there else "-"
+        measured = f"{model.measured_s:.2f}" if network == "InfiniBand" else "-"
+        beside = model.published, theirs[STEP], difference, measured
+        yield (f"{size}B", str(model.devices), network, *ours[LAYOUT : STEP + 2], *beside)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    kinds = ["searched", "published"]
+    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument("--networks", nargs="+", default=list(NETWORKS), choices=list(NETWORKS))
+    parser.add_argument("--plans", nargs="+", default=kinds, choices=kinds)
+    parser.add_argument("--out", type=Path, help="a file of rows, to begin or to go on with")
+    options = parser.parse_args()
+    rows = standing(options.out)
+    known = {tuple(cells[: KIND + 1]) for cells in rows}
+    print(head(HEAD))
+    for cells in rows:
+        print(line(cells))
+    for size in options.models:
+        wanted = [(size, network, kind) for network in options.networks for kind in options.plans]
+        wanted = [each for each in wanted if each not in known]
+        step = MODELS[size].traced() if wanted else None
+        for each in wanted:
+            assert step is not None, "there is something to be searched for"
+            rows.append(list(row(*each, step)))
+            print(line(rows[-1]), flush=True)
+            if options.out:
+                with options.out.open("a") as file:
+                    file.write(line(rows[-1]) + "\n")
+    print(f"\n{head(DIGEST)}")
+    for cells in digest(rows):
+        print(line(cells))
 
 
 if __name__ == "__main__":
-    for wanted in sys.argv[1:] or MODELS:
-        for network in ("", "-Ethernet"):
-            for line in rows(wanted, network):
-                print(line, flush=True)
+    main()

@@ -20,7 +20,7 @@ numbered slots: call this with those, put the results there, let go of what nobo
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -41,7 +41,7 @@ from executors.pipeline_jit import (
     Sending,
 )
 from executors.pipeline_program import PipelineProgram, Slot
-from executors.transfers import are_of_several_processes, everywhere, on_all, sent
+from executors.transfers import Way, are_of_several_processes, everywhere, on_all
 from search.ir.spec import WHOLE
 from search.plan.schedule import Schedule, Task, TaskKind
 from search.plan.stage_programs import StageProgram, StagePrograms, StageSharding
@@ -281,8 +281,9 @@ class _Following:
     def _sending(self, ways: Mapping[Slot, Slot]) -> None:
         """Sends to each slot what is in another."""
         if ways:
-            shardings = [self.held[slot].array.sharding for slot in ways]
-            self.made.append(Sending("send", partial(sent, shardings), tuple(ways.values()), tuple(ways)))
+            values = [self.held[slot].array for slot in ways.values()]
+            way = Way(values, [self.held[slot].array.sharding for slot in ways])
+            self.made.append(Sending("send", way, tuple(ways.values()), tuple(ways)))
 
     def _finish_sums(self) -> None:
         """Adds up what workers and replicas have added up, and sends it on."""

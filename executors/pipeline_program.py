@@ -96,19 +96,27 @@ class PipelineProgram:
         if tree != wanted_tree:
             self.on_retrace()
             raise TypeError(f"wanted arguments as {wanted_tree}, got {tree}")
-        moved: list[int] = []
-        for i, (x, (shape, dtype, sharding)) in enumerate(zip(leaves, wanted, strict=True)):
+        moved = [
+            i
+            for i, (x, (shape, dtype, sharding)) in enumerate(zip(leaves, wanted, strict=True))
+            if not (
+                isinstance(x, jax.Array) and x.sharding == sharding and x.shape == shape and x.dtype == dtype
+            )
+        ]
+        return self._moved(leaves, wanted, moved) if moved else leaves
+
+    def _moved(self, leaves: list[Any], wanted: Sequence[Any], moved: Sequence[int]) -> list[Any]:
+        """The flat arguments when some have been put where they rest."""
+        for i in moved:
+            x, (shape, dtype, _) = leaves[i], wanted[i]
             got = np.shape(x), narrowed(getattr(x, "dtype", dtype))
             if got != (shape, dtype):
                 self.on_retrace()
                 raise TypeError(
                     f"wanted an argument of shape {shape} and type {dtype}, got {got[0]} and {got[1]}"
                 )
-            if isinstance(x, jax.Array) and (x.sharding is sharding or x.sharding == sharding):
-                continue
             if i in self.donated_leaves and isinstance(x, jax.Array) and x.committed:
                 raise ValueError("state that rests elsewhere is to be placed before")
-            moved.append(i)
         shardings = [wanted[i][2] for i in moved]
         # What is donated is copied: it may be its owner's array that would be given up.
         there = [jnp.asarray(leaves[i], wanted[i][1], copy=i in self.donated_leaves or None) for i in moved]

@@ -1,6 +1,8 @@
 """Values on their way from one submesh to another, of the same process or of others.
 
-Inside of one process, `jax.device_put` takes a value wherever it is to go. Between processes it takes each shard to the one
+Inside of one process, `jax.device_put` takes a value wherever it is to go. What it is to do is the same in each step, so it
+is found out once: values that only go to other devices, split as they are, are copied shard by shard without it. Between
+processes it takes each shard to the one
 device that is to have it: source and target must be split alike, over as many devices. Where they are not, the value is laid
 out for the way first, on as many devices as divide both numbers; each of the target's groups of so many devices gets it, and
 the target lays it out as it wants it.
@@ -12,6 +14,8 @@ All processes make the same calls in the same order; one that has no device of a
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from math import gcd
 from typing import Any
 
@@ -19,8 +23,38 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from search.ir._jax import copied, is_key_dtype
+
 DEVICES = "devices"
 """The axis of a mesh that is no more than a row of devices."""
+
+
+@dataclass(frozen=True, eq=False)
+class Way:
+    """What takes values to where they shall lie, in each step anew.
+
+    Attributes:
+      sources: the values' shapes, types and shardings.
+      targets: the shardings that they are to have.
+    """
+
+    sources: Sequence[jax.ShapeDtypeStruct]
+    targets: Sequence[NamedSharding]
+
+    def __call__(self, *values: Any) -> Sequence[Any]:
+        """The values there."""
+        is_copy = self._is_copy
+        if all(is_copy):
+            return copied(values, self.targets)
+        ways = list(zip(values, self.targets, is_copy, strict=True))
+        copies = [(x, target) for x, target, one in ways if one]
+        there = iter(copied([x for x, _ in copies], [target for _, target in copies]))
+        return [next(there) if one else sent([target], x)[0] for x, target, one in ways]
+
+    @cached_property
+    def _is_copy(self) -> tuple[bool, ...]:
+        """Of each value, whether its shards go from device to device as they are."""
+        return tuple(map(_is_copy, self.sources, self.targets))
 
 
 def sent(shardings: Sequence[NamedSharding], *values: Any) -> list[Any]:
@@ -60,6 +94,13 @@ def spread(shape: tuple[int, ...], sharding: NamedSharding, devices: Sequence[An
         return sharding
     dim = next((d for d, size in enumerate(shape) if size and size % mesh.size == 0), None)
     return NamedSharding(mesh, PartitionSpec(*(None,) * dim, DEVICES) if dim is not None else PartitionSpec())
+
+
+def _is_copy(value: jax.ShapeDtypeStruct, target: NamedSharding) -> bool:
+    """Whether all happens in this process, and nothing is split otherwise. Random keys are no arrays to the runtime."""
+    source = value.sharding
+    here = source.is_fully_addressable and target.is_fully_addressable and not is_key_dtype(value.dtype)
+    return here and _shape(source) == _shape(target) and source.spec == target.spec
 
 
 def _is_direct(source: NamedSharding, target: NamedSharding) -> bool:

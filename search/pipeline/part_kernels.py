@@ -137,7 +137,7 @@ class Runs:
 
 
 class _Cut:
-    """Some kernels by themselves."""
+    """Some kernels by themselves, with the buffers that they read and make."""
 
     def __init__(
         self, lowered: Lowered, own: Mapping[int, Runs], around: Loops, stacks: frozenset[int]
@@ -156,20 +156,23 @@ class _Cut:
         handed_on = {same.get(b, b) for kernel in elsewhere for b in kernel.reads}
         left = self._in_order(kernels, own, stacks)
         self.number = {k: n for n, k in enumerate(left)}
-        alone = [self._kernel(kernels[k], own[k], same) for k in left]
-        maker = {b: n for n, kernel in enumerate(alone) for b in kernel.makes}
-        runs = [own[k] for k in left]
+        read = {same.get(b, b) for k in left for b in kernels[k].reads}
+        maker = {b: k for k in left for b in kernels[k].makes}
+        buffers = sorted(read | maker.keys())
 
-        def here(b: int, buffer: Buffer) -> Buffer:
+        def here(b: int) -> Buffer:
+            buffer = lowered.buffers[b]
             loops = self._inside(buffer.loops)
             if b not in maker or b in handed_on:
                 return replace(buffer, num_bytes=0.0, loops=loops)
-            one = runs[maker[b]]
-            is_stack = len(loops) < len(alone[maker[b]].loops)
+            one = own[maker[b]]
+            is_stack = len(loops) < len(self._inside(kernels[maker[b]].loops))
             share = one.num / one.whole if is_stack else 1.0
             return replace(buffer, num_bytes=share * buffer.num_bytes, loops=loops)
 
-        self.alone = Lowered(tuple(alone), tuple(here(b, buffer) for b, buffer in enumerate(lowered.buffers)))
+        self.buffer = {b: n for n, b in enumerate(buffers)}
+        alone = [self._kernel(kernels[k], own[k], same) for k in left]
+        self.alone = Lowered(tuple(alone), tuple(map(here, buffers)))
 
     @staticmethod
     def _in_order(kernels: Sequence[Kernel], own: Mapping[int, Runs], stacks: frozenset[int]) -> list[int]:
@@ -194,7 +197,8 @@ class _Cut:
             workspace_bytes=kernel.workspace_bytes
             if is_sliced
             else min(kernel.workspace_bytes, WORKSPACE_BYTES),
-            reads=tuple(dict.fromkeys(same.get(b, b) for b in kernel.reads)),
+            reads=tuple(dict.fromkeys(self.buffer[same.get(b, b)] for b in kernel.reads)),
+            makes=tuple(self.buffer[b] for b in kernel.makes),
             after=tuple(self.number[a] for a in kernel.after if a in self.number),
             loops=self._inside(kernel.loops),
         )

@@ -40,7 +40,7 @@ from search.solver.clock import PROCESSOR, SearchClock
 GAP = 0.01
 """Proved of a cut: finer than what costs are known to. Source: a choice of ours."""
 
-DISPATCH_S = 3e-4
+DISPATCH_S = 2e-4
 """What it takes a host to hand out a task. Source: `benchmarks/pipeline_dispatch.py`, on a core of a server."""
 
 SEARCHED = ("1f1b", "zb-h1")

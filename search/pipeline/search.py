@@ -21,6 +21,7 @@ from search.ir.graph import Role, Step
 from search.memory.batch_states import NotSplittableError
 from search.memory.microbatches import batch_divisors
 from search.pipeline.proposals import Parts, Proposal, Wanted, num_workers, propose
+from search.pipeline.schedules.registry import check_name
 from search.pipeline.stage_plan import NoCut
 from search.solver.clock import Deadline, WorkClock
 
@@ -75,6 +76,7 @@ class PipelineSearch:
       clock: counts the work that is done.
       best: the best pipeline so far.
       nearest: the cut that misses the cap by least, where none fits.
+      refused: why some numbers of microbatches cannot be.
       made_ready: by how many parts it is in, the step in them; searches under several caps share it.
     """
 
@@ -93,11 +95,13 @@ class PipelineSearch:
         self.deadline = Deadline.after(TIME_LIMIT_S, self.clock)
         self.best: Proposal | None = None
         self.nearest = NoCut(())
+        self.refused: list[InputError] = []
         self.made_ready = {} if made_ready is None else made_ready
 
     def run(self, cutoff_s: float = inf) -> Proposal | NoCut:
         """The fastest pipeline, or why there is none that fits and takes less than the cutoff."""
-        refused: list[NotSplittableError] = []
+        if self.options.schedule is not None:
+            check_name(self.options.schedule)
         if not self._may_hold(1):
             return self.nearest
         counts = self._counts()
@@ -108,13 +112,13 @@ class PipelineSearch:
             try:
                 self._in_parts(count, cutoff_s)
             except NotSplittableError as e:
-                refused.append(e)
+                self.refused.append(e)
             is_best = n > 0 and self._best_s > (1 - WORTH) * before_s
             if self.options.microbatches is None and self.best and (is_best or self.deadline.is_over):
                 break
             before_s = self._best_s
-        if len(refused) == len(counts):
-            raise refused[0]
+        if self.refused and not (self.best or self.nearest.nearest):
+            raise self.refused[0]
         return self.best or self.nearest
 
     def _in_parts(self, count: int, cutoff_s: float) -> None:
@@ -149,7 +153,11 @@ class PipelineSearch:
             self.progress(
                 f"{parts.count // num_replicas} microbatches, {num_replicas} replicas of each stage{again}"
             )
-            found = propose(parts, num_replicas, shapes, self.options.wanted)
+            try:
+                found = propose(parts, num_replicas, shapes, self.options.wanted)
+            except InputError as e:  # the schedule suits no such number of microbatches
+                self.refused.append(e)
+                continue
             if isinstance(found, Proposal):
                 self.best = min(self.best or found, found, key=lambda one: one.rank)
             elif found.nearest:

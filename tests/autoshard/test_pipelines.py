@@ -106,6 +106,26 @@ def test_what_cannot_be_asked_for_is_said(options, said):
     assert said in str(caught.value)
 
 
+def test_numbers_of_microbatches_that_do_not_suit_the_schedule_are_passed_over():
+    case = make_mlp(batch=12)  # 3 on each of 4 replicas are no groups of 2, as on 2 workers
+
+    def interleaved(microbatches=None):
+        return autoshard.search(
+            case.step,
+            *case.abstract_args(),
+            cluster="8xCPU",
+            stages=4,
+            schedule="interleaved-1f1b",
+            microbatches=microbatches,
+        )
+
+    plan = interleaved()
+    assert isinstance(plan, PipelinePlan)
+    assert plan.microbatches % 2 == 0
+    with pytest.raises(InputError, match="wants microbatches in groups of as many as there are workers"):
+        interleaved(3)
+
+
 def test_more_stages_than_there_is_to_cut_are_refused():
     def step(w, x):
         return w - 0.1 * jax.grad(lambda w: jnp.sum((x @ w) ** 2))(w)

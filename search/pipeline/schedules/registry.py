@@ -45,6 +45,16 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
 )
 
 
+def check_name(name: str) -> None:
+    """That there is such a family.
+
+    Raises:
+      InputError: there is none.
+    """
+    if name not in FAMILIES:
+        raise InputError(f"no schedule is called {name!r}. Choose one of {', '.join(FAMILIES)}")
+
+
 def build_schedule(name: str, num_stages: int, num_microbatches: int, num_workers: int) -> Schedule:
     """A family's schedule for so many stages on so many workers.
 
@@ -55,8 +65,7 @@ def build_schedule(name: str, num_stages: int, num_microbatches: int, num_worker
     Raises:
       InputError: no such family, or it cannot be built for these numbers; says which would do.
     """
-    if name not in FAMILIES:
-        raise InputError(f"no schedule is called {name!r}. Choose one of {', '.join(FAMILIES)}")
+    check_name(name)
     for what, count in (("stages", num_stages), ("microbatches", num_microbatches), ("workers", num_workers)):
         if count < 1:
             raise InputError(f"schedule {name!r} wants at least one of {what}, got {count}")
