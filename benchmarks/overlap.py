@@ -74,7 +74,10 @@ CASES: Mapping[str, tuple[Callable[[int], Case], str, str]] = {
 }
 """What is trained, by which expert's rule, on what."""
 
-HEAD = ("case", "step ms", "XLA's", "collective", "ms", "hidden", "XLA's ms", "hidden by XLA", "asynchronous")
+HEAD = (
+    *("case", "step ms", "XLA's", "computes ms", "XLA's"),
+    *("collective", "ms", "hidden", "XLA's ms", "hidden by XLA", "asynchronous"),
+)
 
 
 @dataclass(slots=True)
@@ -107,12 +110,14 @@ class Replay:
       mesh: by which its collectives' times are.
       now_s: how far the device is.
       free_s: from when on its links are free.
+      computed_s: how long it has computed.
       by_kind: what was communicated.
     """
 
     mesh: MeshModel
     now_s: float = 0.0
     free_s: float = 0.0
+    computed_s: float = 0.0
     by_kind: dict[str, Hidden] = field(default_factory=lambda: defaultdict(Hidden))
     _under_way: dict[str, tuple[str, float, float]] = field(default_factory=dict)
 
@@ -121,7 +126,9 @@ class Replay:
         for event in events:
             match event:
                 case HloKernel():
-                    self.now_s += times * self._kernel_s(event)
+                    seconds = times * self._kernel_s(event)
+                    self.now_s += seconds
+                    self.computed_s += seconds
                 case Start():
                     self._start(event, times)
                 case End():
@@ -223,12 +230,15 @@ def rows(name: str, flags: str) -> Iterator[tuple[str, ...]]:
     replay = Replay(found.on_mesh.memory.costed.resharder.mesh)
     replay.run(schedule(compiled.text, found.plan.decisions.mesh))
     ours = planned(found)
-    times = ms(found.plan.estimates.step_s), ms(max(replay.now_s, replay.free_s))
+    estimates = found.plan.estimates
+    times = ms(estimates.step_s), ms(max(replay.now_s, replay.free_s))
+    computed = ms(estimates.compute_s), ms(replay.computed_s)
     for kind in sorted(ours.keys() | replay.by_kind.keys()):
         plan, xla = ours.get(kind, Hidden()), replay.by_kind.get(kind, Hidden())
         yield (
             name,
             *times,
+            *computed,
             kind,
             ms(plan.seconds),
             f"{plan.share:.0%}",

@@ -92,7 +92,10 @@ _FREE = frozenset(
 )
 """Instructions that are no kernels."""
 
-_IGNORED = re.compile(r"conditional|copy-(start|done)|(send|recv)(-done)?|opt-barrier")
+_FUSIONS = frozenset({"fusion", "fusion-start"})
+"""Kernels of several instructions; a loop's part of a stack may be copied on a stream of its own, and is done later."""
+
+_IGNORED = re.compile(r"conditional|copy-(start|done)|(send|recv)(-done)?|opt-barrier|fusion-done")
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +139,7 @@ class _Reader:
                 yield End(name)
 
     def _kernel(self, i: Instruction, types: Mapping[str, str]) -> HloKernel:
-        body = self.computations.get(_called(i), ()) if i.opcode == "fusion" else ()
+        body = self.computations.get(_called(i), ()) if i.opcode in _FUSIONS else ()
         inner = {one.name: one.type for one in body}
         product = next(filter(None, (_product(one, inner) for one in body)), None) or _product(i, types)
         if body:

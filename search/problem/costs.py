@@ -14,7 +14,7 @@ import numpy as np
 from jax.lax import Precision
 
 from cost_model.cluster import Device
-from cost_model.compute import Product, kernel_s, product_s
+from cost_model.compute import Product, kernel_s, pass_s_per_byte, product_s
 from search.ir.factors import Kind
 from search.ir.factors.contraction import FLOPS_PER_PRODUCT_SUM
 from search.ir.factors.contraction import RULES as PRODUCTS
@@ -153,7 +153,7 @@ class CostedGraph:
             if op.is_boundary:
                 continue
             if runs_alone(self.graph.folded, op_class):
-                compute += count * self.op_seconds(op_class)
+                compute += count * self.op_seconds(op_class) + self._copying_seconds(op_class)
             inside += count * self.reduction_seconds(op_class)
         for kernel in self._kernels_of[node]:
             compute += kernel.count * kernel_s(self.device, self.kernel_bytes(kernel))
@@ -190,6 +190,13 @@ class CostedGraph:
             return np.asarray(kernel_s(self.device, num_bytes, self._flops(op_class)))
         peak_flops_per_s = self._product_flops_per_s(op)
         return np.asarray(product_s(self.device, self._product(op_class), num_bytes, peak_flops_per_s))
+
+    def _copying_seconds(self, op_class: int) -> np.ndarray | float:
+        """[strategies]: writing out in one step what an op's library does not read as it lies."""
+        copied = self.kernels.copied.get(op_class, ())
+        if not copied or self.device.name == "CPU":
+            return 0.0
+        return self._bytes(self.graph.node_of[op_class], copied) * pass_s_per_byte(self.device)
 
     def _bytes(self, node: int, moved: Sequence[tuple[Endpoint, float]]) -> np.ndarray:
         """[strategies]: bytes that one device moves."""

@@ -7,22 +7,32 @@ these touch what they pick, and update in place.
 What else is stored (`search.problem.fusion`) is made by fused kernels. An array's op stands as *late* as its readers
 allow: what only the backward phase reads is computed there. Ops of one group that pass values on at one lateness are one
 kernel: it reads each array from outside once, whatever lies between, and writes those that are read outside of it. A sum
-over rows may lie between, as a block of threads has a row at hand (softmax, layer norm); a sum over anything else ends its
-kernel, as its readers wait for all blocks (batch norm).
+ends its kernel, as its readers wait for it, and what they read besides they read again. One over rows may lie between where
+the sum only meets what it is a sum of: then a block of threads keeps its row at hand, as in a softmax or a norm (XLA's
+`SoftmaxRewriterTriton`), but not where the backward phase reads the sum too, or a mean is squared as well.
 
 A kernel is priced by its group's strategy alone. So what comes from another group counts as it is handed over.
 
 All this happens on the flat program, op by op; kernels of the same classes are then one `FusedKernel` with a count.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from types import MappingProxyType
 
 from search.ir.factors import Kind
+from search.problem.convolution_copies import ConvolutionCopy
 from search.problem.flat_program import FlatOp
 from search.problem.folding import FoldedProgram
 from search.problem.fusion import Fusion
 from search.problem.op_groups import OpGroup
+
+MAX_ROW = 1 << 14
+"""Elements of a row up to which a block of threads keeps it at hand. Source: XLA on an H100; softmaxes of 16,384 numbers in
+float32 take as many kernels as of 1,024, those of 32,768 more."""
+
+MAXIMA = frozenset({"reduce_max", "reduce_min"})
 
 Endpoint = tuple[int, int, bool]
 """(class, index, whether a result): an operand or a result of a class."""
@@ -65,10 +75,13 @@ class Kernels:
     Attributes:
       fused: ordered by their classes; kernels that run alone go without saying.
       of_op: by position, for ops whose results a fused kernel stores: that kernel, and the op's share of a run.
+      copied: by class, what is written out in another order, or with zeros around it, for a product or a convolution: the
+        operand, and how often it is moved in one step.
     """
 
     fused: tuple[FusedKernel, ...]
     of_op: dict[int, tuple[FusedKernel, float]]
+    copied: Mapping[int, tuple[tuple[Endpoint, float], ...]]
 
 
 def runs_alone(folded: FoldedProgram, op_class: int) -> bool:
@@ -113,17 +126,39 @@ def kernels(fusion: Fusion, groups: tuple[OpGroup, ...]) -> Kernels:
     of_op = {
         p: (fused[key], 1 / len(positions)) for key, positions in collector.instances() for p in positions
     }
-    return Kernels(tuple(fused.values()), of_op)
+    return Kernels(tuple(fused.values()), of_op, _copied(fusion))
 
 
-def _ends_kernel(op: FlatOp) -> bool:
-    """Whether an op sums, or the like, over other dimensions than the last ones of several rows."""
-    if not op.operands:
-        return False
-    reduced = {i for i, f in enumerate(op.rule.factors) if f.kind in (Kind.SUM, Kind.REDUCE) and f.size > 1}
+def _copied(fusion: Fusion) -> dict[int, tuple[tuple[Endpoint, float], ...]]:
+    """What products and convolutions have written out, each array once, for the first of its readers: read, and written."""
+    seen: set[tuple] = set()
+    moved: dict[int, dict[Endpoint, float]] = {}
+    for p, op in enumerate(fusion.program.ops):
+        for i, v in enumerate(op.operands):
+            copy = fusion.copied_as(p, i)
+            if copy is None or (what := (fusion.seen_through(v), copy)) in seen:
+                continue
+            seen.add(what)
+            growth = copy.growth if isinstance(copy, ConvolutionCopy) else 1.0
+            op_class = fusion.folded.class_of[p]
+            total = moved.setdefault(op_class, {})
+            endpoint = (op_class, i, False)
+            total[endpoint] = total.get(endpoint, 0.0) + 2 * growth * op.count
+    return {op_class: tuple(sorted(total.items())) for op_class, total in moved.items()}
+
+
+def _summed_over(op: FlatOp) -> frozenset[int]:
+    """The factors that an op sums over, or the like."""
+    factors = enumerate(op.rule.factors) if op.operands else ()
+    return frozenset(i for i, f in factors if f.kind in (Kind.SUM, Kind.REDUCE) and f.size > 1)
+
+
+def _is_by_rows(op: FlatOp, summed: frozenset[int]) -> bool:
+    """Whether an op sums over the last dimensions of several rows, none too long."""
     loops = [f for dim in op.rule.operands[0] for f in dim if op.rule.factors[f].size > 1]
-    last = loops[len(loops) - len(reduced) :]
-    return bool(reduced) and (set(last) != reduced or len(last) == len(loops))
+    last = loops[len(loops) - len(summed) :]
+    is_short = prod(op.rule.factors[f].size for f in summed) <= MAX_ROW
+    return set(last) == summed and len(last) < len(loops) and is_short
 
 
 class _Collector:
@@ -139,7 +174,7 @@ class _Collector:
             for k in range(len(self.folded.members))
         ]
         self.is_fused = [is_fused[k] for k in self.folded.class_of]
-        self.ends = [_ends_kernel(self.folded.op(k)) for k in range(len(self.folded.members))]
+        self.is_sum = self._sums()
         self.kernel_of = self._joined(self._late())
         self.reads: dict[int, dict[int, Endpoint]] = {}
         self.read_outside: set[int] = set()
@@ -165,26 +200,68 @@ class _Collector:
         ]
         return [*((endpoint, float(count)) for endpoint in reads.values()), *written]
 
+    def _sums(self) -> list[bool]:
+        """Per op: whether it makes sums that are read in later kernels, or goes on with nothing but such sums."""
+        ends = [self._ends_kernel(members[0]) for members in self.folded.members]
+        found = [ends[k] for k in self.folded.class_of]
+        for p, op in enumerate(self.ops):
+            if self.is_fused[p] and not found[p] and not _summed_over(op):
+                found[p] = self._goes_on(p, found)
+        return found
+
+    def _goes_on(self, p: int, is_sum: Sequence[bool]) -> bool:
+        """Whether an op reads a sum, and neither makes nor reads anything larger."""
+        op, values = self.ops[p], self.fusion.program.values
+        most = max((prod(values[v].shape) for v in op.operands if is_sum[self.maker[v][0]]), default=0)
+        return all(prod(values[v].shape) <= most for v in (*op.operands, *op.results))
+
+    def _ends_kernel(self, p: int) -> bool:
+        """Whether an op sums, or the like, so that what reads the sum is in another kernel."""
+        summed = _summed_over(self.ops[p]) if self.is_fused[p] else frozenset[int]()
+        return bool(summed) and not (_is_by_rows(self.ops[p], summed) and self._meets_again(p))
+
+    def _meets_again(self, p: int) -> bool:
+        """Whether a row's sum is read only where it meets what it is a sum of, in one phase. Maxima are taken anew in each
+        phase. In another order of memory rows are not at hand."""
+        summed, (v, *others) = self.ops[p].operands[0], self.ops[p].results
+        is_kept = self.ops[p].name not in MAXIMA and len(self.fusion.computed_in[v]) > 1
+        if others or is_kept or summed in self.fusion.layouts.across:
+            return False
+        while len(readers := self.fusion.uses.get(v, ())) == 1 and self.is_fused[readers[0]]:
+            op = self.ops[readers[0]]
+            if _summed_over(op) or len(op.results) != 1:
+                return False
+            if any(o != v and self._sources(o) == self._sources(summed) for o in op.operands):
+                return True
+            (v,) = op.results
+        return False
+
+    def _sources(self, v: int) -> frozenset[int]:
+        """The arrays that a value is computed from."""
+        return self.fusion.sources.get(v, frozenset((v,)))
+
     def _late(self) -> list[int]:
         """Per op: how many kernels that run alone, or end in a sum, can stand before it on one path, at most, without
         delaying any other."""
         depth = [0] * len(self.ops)
         for p, op in enumerate(self.ops):
             before = [self.maker[v][0] for v in op.operands if self.maker[v][0] < p]
-            depth[p] = max((depth[q] + self._is_waited_for(q) for q in before), default=0)
+            depth[p] = max((depth[q] + self._waits(p, q) for q in before), default=0)
         late = list(depth)
         wanted: dict[int, int] = {}
         for p in reversed(range(len(self.ops))):
             if self.is_fused[p]:
-                latest = min((wanted[v] for v in self.ops[p].results if v in wanted), default=depth[p])
-                late[p] = max(depth[p], latest - self._is_waited_for(p))
+                late[p] = max(
+                    depth[p], min((wanted[v] for v in self.ops[p].results if v in wanted), default=0)
+                )
             for v in self.ops[p].operands:
-                wanted[v] = min(wanted.get(v, late[p]), late[p])
+                latest = late[p] - self._waits(p, self.maker[v][0])
+                wanted[v] = min(wanted.get(v, latest), latest)
         return late
 
-    def _is_waited_for(self, p: int) -> bool:
-        """Whether an op's readers are in later kernels than it is."""
-        return not self.is_fused[p] or self.ends[self.folded.class_of[p]]
+    def _waits(self, p: int, q: int) -> bool:
+        """Whether an op is in a later kernel than one that it reads."""
+        return not self.is_fused[q] or (self.is_sum[q] and not self.is_sum[p])
 
     def _joined(self, late: list[int]) -> list[int]:
         """Per op: the first op of its kernel."""
@@ -199,7 +276,7 @@ class _Collector:
         for p, op in enumerate(self.ops):
             for v in op.operands if self.is_fused[p] else ():
                 q = self.maker[v][0]
-                if not self._is_waited_for(q) and self.groups[q] == self.groups[p] and late[q] == late[p]:
+                if not self._waits(p, q) and self.groups[q] == self.groups[p] and late[q] == late[p]:
                     a, b = sorted((find(p), find(q)))
                     root[b] = a
         return [find(p) for p in range(len(self.ops))]

@@ -95,3 +95,14 @@ def test_a_loop_touches_parts_of_its_stacks_and_waits_for_what_has_no_start():
             HloKernel(4 * 2 * 64 + 4),
         ),
     )
+
+
+def test_a_part_of_a_stack_that_is_copied_on_another_stream_is_one_kernel():
+    """It touches what it copies, when it starts."""
+    text = STEP.replace(
+        "%layer = f32[512,64]{1,0} fusion(%stack, %i), kind=kLoop, calls=%fused_slice",
+        "%layer-start = ((f32[4,512,64]{2,1,0}, s32[]), f32[512,64]{1,0}, u32[]) fusion-start(%stack, %i), kind=kLoop, "
+        "calls=%fused_slice\n  %layer = f32[512,64]{1,0} fusion-done(%layer-start)",
+    )
+    assert text != STEP
+    assert schedule(text, {"data": 8}) == schedule(STEP, {"data": 8})

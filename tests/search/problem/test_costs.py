@@ -1,5 +1,6 @@
 """What computation costs: bytes counted by hand on small steps, products against their sizes."""
 
+from dataclasses import replace
 from math import prod
 
 import jax
@@ -9,6 +10,7 @@ import pytest
 from jax import lax
 
 from cost_model.collectives import MeshModel
+from cost_model.compute import pass_s_per_byte
 from cost_model.hardware import parse_cluster
 from search.ir.graph import Phase
 from search.ir.trace import trace
@@ -176,6 +178,25 @@ def test_convolutions_are_products():
 def test_strategies_compute_parts_of_a_product():
     sizes = product_of(lambda x, w: x @ w, array(256, 64), array(64, 128), mesh=(8,))
     assert sizes == {(1, 256, 128, 64), (1, 32, 128, 64), (1, 256, 16, 64), (1, 256, 128, 8)}
+
+
+def test_what_a_product_has_written_out_in_another_order_is_paid_for_once():
+    """Grouped heads: their probabilities are copied as `(head, group and query, key)`, and two products read the copy."""
+    scores, values = jnp.zeros((2, 4, 3, 256, 512)), jnp.zeros((2, 512, 4, 64))
+
+    def step(q, k, v):
+        probabilities = jnp.einsum("bqkgd,bskd->bkgqs", q, k)
+        return jnp.einsum("bkgqs,bskd->bqkgd", probabilities, v), jnp.einsum(
+            "bkgqs,bskd->bqkgd", probabilities, 2 * v
+        )
+
+    found = costed(step, jnp.zeros((2, 256, 4, 3, 64)), values, values)
+    (copied,) = found.kernels.copied.values()
+    assert [times for _, times in copied] == [2.0]
+    with_copies = sum(float(compute.sum()) for compute, _ in found.node_seconds)
+    without = replace(found, kernels=replace(found.kernels, copied={}))
+    saved_s = with_copies - sum(float(compute.sum()) for compute, _ in without.node_seconds)
+    assert saved_s == pytest.approx(2 * scores.nbytes * pass_s_per_byte(found.device))
 
 
 @pytest.mark.parametrize(

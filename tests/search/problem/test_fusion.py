@@ -119,6 +119,16 @@ def test_what_is_computed_from_three_large_arrays_is_stored(rows, wanted):
     assert arrays(lambda x, y: jnp.sin(x * y + x) * 2.0, large, large) == ["mul"]
 
 
+def test_no_kernel_reads_more_arrays_than_xla_lets_one_read():
+    def clipped(params):
+        gradients = jax.grad(lambda params: sum(jnp.sum(jnp.sin(p)) for p in params))(params)
+        norm = functools.reduce(jnp.add, [jnp.sum(g * g) for g in gradients])
+        return [p - g / norm for p, g in zip(params, gradients, strict=True)]
+
+    found = fusion(clipped, [array(1024)] * 300)
+    assert max(map(len, found.sources.values())) == 95
+
+
 def test_what_takes_an_array_at_more_than_three_places_is_stored():
     """Every second level of an associative scan is, as XLA does; elements at one place may be read as often as one likes."""
 

@@ -70,13 +70,53 @@ def normalised(axis):
     return step
 
 
+def standardised(axis):
+    """The same, with the variance of what is left when the mean is taken away."""
+
+    def step(x):
+        x = x * 2.0
+        x = x - jnp.mean(x, axis, keepdims=True)
+        return x * lax.rsqrt(jnp.mean(x * x, axis, keepdims=True) + 1e-5)
+
+    return step
+
+
 @pytest.mark.parametrize(
-    "step", [lambda x: jax.nn.softmax(x * 0.5, 1), normalised(1)], ids=["softmax", "norm"]
+    "step", [lambda x: jax.nn.softmax(x * 0.5, 1), standardised(1)], ids=["softmax", "norm"]
 )
 def test_what_is_normalised_by_rows_is_one_kernel(step):
-    """As XLA compiles a softmax."""
+    """As XLA compiles them."""
     ((_, read, written),) = fused(step, X)
     assert (read, written) == ([LARGE], [LARGE])
+
+
+def test_a_mean_that_is_read_twice_ends_its_kernel():
+    """As XLA compiles it: the sums of all rows, and then what needs them, which computes its input again."""
+    assert fused(normalised(1), X) == [
+        ("reduce_sum, reduce_sum", [LARGE], [COLUMN, COLUMN]),
+        ("mul", [LARGE, COLUMN, COLUMN], [LARGE]),
+    ]
+
+
+def test_a_sum_that_the_backward_phase_reads_too_ends_its_kernel():
+    """As XLA compiles the forward phase: a softmax's sums in one kernel, then what it makes, from the scores again."""
+
+    def step(w, x):
+        return w - jax.grad(lambda w: jnp.sum((jax.nn.softmax((x @ w) * 0.5, 1) @ w) ** 2))(w)
+
+    sums, made, *_ = fused(step, W, X)
+    assert sums == ("reduce_max, reduce_sum", [LARGE], [COLUMN, COLUMN])
+    assert made == ("div", [LARGE, COLUMN, COLUMN], [LARGE])
+
+
+def test_a_row_that_is_too_long_is_read_for_each_sum():
+    """As XLA compiles it: what threads cannot keep at hand is read again."""
+
+    def reads(length):
+        return [len(read) for _, read, _ in fused(lambda x: jax.nn.softmax(x * 0.5, 1), array(64, length))]
+
+    assert reads(1 << 14) == [1]
+    assert reads(1 << 15) == [1, 2, 3]
 
 
 def test_a_batch_norm_is_two_kernels():
@@ -96,16 +136,16 @@ def test_a_softmax_over_columns_is_a_kernel_for_each_sum_and_one_for_the_rest():
 
 
 @pytest.mark.parametrize(
-    ("axis", "num_kernels"), [(0, 2), (1, 2), (2, 1), ((1, 2), 1), ((0, 2), 2), ((0, 1, 2), 2)]
+    ("axis", "num_kernels"), [(0, 3), (1, 3), (2, 1), ((1, 2), 1), ((0, 2), 3), ((0, 1, 2), 3)]
 )
 def test_rows_are_of_the_last_dimensions_and_there_are_several(axis, num_kernels):
-    assert len(fused(normalised(axis), array(8, 64, 256))) == num_kernels
+    assert len(fused(standardised(axis), array(8, 64, 256))) == num_kernels
 
 
 def test_dimensions_of_one_element_are_not_summed_over():
-    assert len(fused(normalised((0, 2)), array(1, 512, 256))) == 1
-    assert len(fused(normalised((0, 2)), array(2, 512, 256))) == 2
-    assert len(fused(normalised(1), array(512, 256, 1))) == 1
+    assert len(fused(standardised((0, 2)), array(1, 512, 256))) == 1
+    assert len(fused(standardised((0, 2)), array(2, 512, 256))) == 3
+    assert len(fused(standardised(1), array(512, 256, 1))) == 1
 
 
 def test_what_is_clipped_by_the_norm_of_all_is_read_twice():
