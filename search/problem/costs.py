@@ -47,6 +47,11 @@ class CostedGraph:
         copies = [np.zeros(len(self.strategies[c.node])) for c in self.graph.copies]
         return tuple(groups) + tuple((z, z) for z in copies)
 
+    def compute_s(self, chosen: Sequence[int]) -> float:
+        """Seconds of computation under a full assignment."""
+        each = zip(self.node_seconds, chosen, strict=True)
+        return sum(float(compute[strategy]) for (compute, _), strategy in each)
+
     @cached_property
     def spec_index(self) -> dict[tuple[Port, int], np.ndarray]:
         """Memo of `indices`."""
