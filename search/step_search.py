@@ -73,7 +73,7 @@ MOVED_SHARE = 0.05
 MAX_MICROBATCHES = 64
 """The most that are tried where the user names no number. Source: a choice of ours."""
 
-COMMUNICATES = 0.05
+COMMUNICATES = 0.1
 """Of a step, what communication must cost for meshes of three axes to be tried. Source: a choice of ours; what they save is
 some of that."""
 

@@ -67,10 +67,7 @@ class CostedGraph:
         key = (port, rank)
         if key not in self.spec_index:
             specs = port_specs(port, self.strategies[port.node])
-            index = np.zeros(len(specs), np.int64)
-            for axis in range(specs.shape[1]):
-                index = index * (rank + 2) + specs[:, axis] + 2
-            self.spec_index[key] = index
+            self.spec_index[key] = self.resharder.indices(specs, rank)
         return self.spec_index[key]
 
     def shares(self, port: Port) -> np.ndarray:

@@ -111,6 +111,10 @@ class Resharder:
             index = index * (rank + 2) + d + 2
         return index
 
+    def indices(self, specs: np.ndarray, rank: int) -> np.ndarray:
+        """The same of many: [specs, axes] to [specs]."""
+        return (specs + 2) @ (rank + 2) ** np.arange(self.num_axes)[::-1]
+
     def specs(self, rank: int) -> tuple[Spec, ...]:
         """All specs of a rank, by index."""
         return _moves(rank, self.num_axes).specs

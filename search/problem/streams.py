@@ -106,10 +106,7 @@ class Hiding:
         crosses = np.array([mesh.group((axis,)).crosses_nodes for axis in range(resharder.num_axes)])
         lies = port_specs(edge.target, costed.strategies[edge.target.node])
         inside, whole = np.where(crosses & (lies >= 0), WHOLE, lies), np.where(lies >= 0, WHOLE, lies)
-        lies_s, inside_s, whole_s = (
-            seconds[[resharder.index(spec, rank) for spec in specs.tolist()]]
-            for specs in (lies, inside, whole)
-        )
+        lies_s, inside_s, whole_s = (seconds[resharder.indices(s, rank)] for s in (lies, inside, whole))
         return lies_s, inside_s, whole_s
 
     @cached_property
