@@ -1,13 +1,16 @@
 """How long a search takes, by part and by depth: a Llama-3-8B training step, unrolled, AdamW, on several clusters.
 
 python -m benchmarks.search_time [--layers 32 64] [--seq 2048] [--batch 64] [--clusters 8xH100-80GB 64xA100-80GB-Ethernet]
+python -m benchmarks.search_time --named
 
 Times are the processor's. The last rows say how many times as long as the shallowest model the deepest one takes, tracing
-left out.
+left out. With `--named`, models that people know beside what is aimed at: a Llama of 7B, scanned; 24 layers of BERT-large's
+size and GPT-2 XL, unrolled.
 """
 
 import argparse
 import os
+from collections.abc import Callable, Mapping
 from time import process_time
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -18,9 +21,28 @@ from search import driver
 from search.ir.graph import Step
 from search.ir.trace import trace
 from search.options import Options
-from tests.zoo.llama import make_llama
+from tests.zoo import LLAMA_7B, Case, make_gpt_linen, make_llama
 
 CLUSTERS = ("8xH100-80GB", "64xH100-80GB", "512xH100-80GB", "64xA100-80GB-Ethernet")
+
+NAMED: tuple[tuple[str, Callable[[int], Case], Mapping[str, float]], ...] = (
+    (
+        "Llama 7B, scanned",
+        lambda n: make_llama(**LLAMA_7B | {"num_layers": 32, "batch": 2 * n}, scanned=True),
+        {"64xH100-80GB": 2.0, "10000xH100-80GB": 6.0},
+    ),
+    (
+        "BERT-large's size",
+        lambda n: make_gpt_linen(num_layers=24, hidden=1024, heads=16, vocab=30522, seq=512, batch=16 * n),
+        {"64xH100-80GB": 5.0, "1024xH100-80GB": 6.0},
+    ),
+    (
+        "GPT-2 XL",
+        lambda n: make_gpt_linen(num_layers=48, hidden=1600, heads=16, vocab=50257, seq=1024, batch=2 * n),
+        {"64xH100-80GB": 8.0},
+    ),
+)
+"""What it is called, its step for so many devices, and by cluster the processor seconds that are aimed at."""
 
 
 def traced(num_layers: int, seq: int, batch: int) -> Step:
@@ -60,8 +82,17 @@ def main() -> None:
     parser.add_argument("--seq", type=int, default=2048)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--clusters", nargs="+", default=list(CLUSTERS))
+    parser.add_argument(
+        "--named", action="store_true", help="models that people know, beside what is aimed at"
+    )
     options = parser.parse_args()
     print("| layers | cluster | after tracing | mesh | step | peak | gap |\n|---|---|---|---|---|---|---|")
+    if options.named:
+        for name, make, aims_s in NAMED:
+            for cluster, aim_s in aims_s.items():
+                case = make(parse_cluster(cluster).num_devices)
+                measure(trace(case.step, *case.abstract_args()), f"{name} (aim {aim_s:g} s)", cluster)
+        return
     seconds: dict[str, list[float]] = {cluster: [] for cluster in options.clusters}
     for num_layers in options.layers:
         step = traced(num_layers, options.seq, options.batch)

@@ -83,7 +83,7 @@ def candidate_shapes(cluster: Cluster, options: Options) -> tuple[tuple[int, ...
       InputError: the mesh that is asked for does not suit the cluster, or no mesh has an axis that a pin names.
     """
     if options.mesh is None:
-        return _shapes_with(cluster, _named_axes(options.pins or {}))
+        return _shapes_with(cluster, named_axes(options.pins or {}))
     if len(options.mesh) not in AXIS_NAMES or min(options.mesh) < 1:
         raise InputError(f"wanted a mesh of 1 to 3 axes of positive size, got {options.mesh}")
     if prod(options.mesh) != cluster.num_devices:
@@ -107,7 +107,7 @@ def _shapes_with(cluster: Cluster, named: Mapping[str, str]) -> tuple[tuple[int,
     return tuple(s for s in shapes if len(s) >= num_axes) or tuple(sorted(set(permutations(whole))))
 
 
-def _named_axes(pins: Mapping[str, Any]) -> dict[str, str]:
+def named_axes(pins: Mapping[str, Any]) -> dict[str, str]:
     """The axes that pins name, and for each an argument that is pinned to it."""
     return {axis: name for name, spec in pins.items() for axis in sorted(_axes_of(spec))}
 

@@ -24,9 +24,7 @@ def estimate(
 ) -> Estimates:
     """Time, memory and collectives under a full assignment of strategies, which hides so much behind computation, and holds
     so much on the host."""
-    compute_s = sum(
-        float(compute[strategy]) for (compute, _), strategy in zip(costed.node_seconds, chosen, strict=True)
-    )
+    compute_s = costed.compute_s(chosen)
     collectives = _collectives(costed, chosen)
     communication_s = sum((c.seconds for c in collectives), 0.0)
     transfer_s = device.transfer_s

@@ -194,10 +194,14 @@ def _gap(plan: Plan) -> list[str]:
     is_proven = plan.gap < 1e-9  # the solver's own rounding
     within = "it is the fastest" if is_proven else f"within {_rounded_up(100 * plan.gap)}% of the fastest"
     cap = format_bytes(plan.memory_bytes)
-    meshes = ", ".join(map(format_mesh, plan.meshes))
+    meshes, own = ", ".join(map(format_mesh, plan.meshes)), tuple(plan.decisions.mesh.values())
+    besides = (
+        [] if own in plan.meshes else [f"  (on mesh {format_mesh(own)}, where it lies, nothing is proven)"]
+    )
     return [
         f"certified gap: {within} plan of its search space",
         f"  among plans that hold at most {cap} in program order, on mesh {meshes}",
+        *besides,
     ]
 
 

@@ -47,6 +47,11 @@ class CostedGraph:
         copies = [np.zeros(len(self.strategies[c.node])) for c in self.graph.copies]
         return tuple(groups) + tuple((z, z) for z in copies)
 
+    def compute_s(self, chosen: Sequence[int]) -> float:
+        """Seconds of computation under a full assignment."""
+        each = zip(self.node_seconds, chosen, strict=True)
+        return sum(float(compute[strategy]) for (compute, _), strategy in each)
+
     @cached_property
     def spec_index(self) -> dict[tuple[Port, int], np.ndarray]:
         """Memo of `indices`."""
@@ -62,10 +67,7 @@ class CostedGraph:
         key = (port, rank)
         if key not in self.spec_index:
             specs = port_specs(port, self.strategies[port.node])
-            index = np.zeros(len(specs), np.int64)
-            for axis in range(specs.shape[1]):
-                index = index * (rank + 2) + specs[:, axis] + 2
-            self.spec_index[key] = index
+            self.spec_index[key] = self.resharder.indices(specs, rank)
         return self.spec_index[key]
 
     def shares(self, port: Port) -> np.ndarray:

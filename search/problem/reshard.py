@@ -97,6 +97,7 @@ class Resharder:
     mesh: MeshModel
     _tables: dict = field(default_factory=dict)
     _chains: dict = field(default_factory=dict)
+    _gathers: dict = field(default_factory=dict)
 
     @property
     def num_axes(self) -> int:
@@ -110,6 +111,10 @@ class Resharder:
             index = index * (rank + 2) + d + 2
         return index
 
+    def indices(self, specs: np.ndarray, rank: int) -> np.ndarray:
+        """The same of many: [specs, axes] to [specs]."""
+        return (specs + 2) @ (rank + 2) ** np.arange(self.num_axes)[::-1]
+
     def specs(self, rank: int) -> tuple[Spec, ...]:
         """All specs of a rank, by index."""
         return _moves(rank, self.num_axes).specs
@@ -117,6 +122,20 @@ class Resharder:
     def seconds(self, value: Value, how: Handling = ALONE) -> np.ndarray:
         """Seconds from every spec (row) to every other (column); infinite where there is no way."""
         return self._table(value.shape, value.itemsize, how).best_s
+
+    def gathered_s(self, value: Value, how: Handling = ALONE) -> np.ndarray:
+        """Seconds to gather what is split over all axes until it lies in a spec, for every spec."""
+        key = (value.shape, value.itemsize, how.combined_bytes)
+        if key not in self._gathers:
+            specs, shape = self.specs(len(value.shape)), self.mesh.shape
+            held = value.itemsize * np.array([shard_size(s, value.shape, shape) for s in specs])
+            over = [tuple(a for a, d in enumerate(s) if d < 0) for s in specs]
+            found = np.zeros(len(specs))
+            for axes in dict.fromkeys(over):
+                at = [i for i, one in enumerate(over) if one == axes]
+                found[at] = self.mesh.time_s("all-gather", axes, held[at], how.combined_bytes)
+            self._gathers[key] = found
+        return self._gathers[key]
 
     def chain(self, value: Value, source: Spec, target: Spec, how: Handling = ALONE) -> ReshardPath:
         """The steps of the cheapest chain."""

@@ -10,8 +10,14 @@ solver can bound. A value's collective has
 * its *window*: the computation between what makes the value and what reads it (`search.problem.windows`);
 * its *share* of all computation of the phase. Shares are by size: a parameter with a third of all elements gets a third of
   the time, and what is more than its window goes to the others. Behind the forward phase a reduction may have all of its
-  parameter's share. A gather or a return there has what the reduction leaves, which is taken to last as long: who splits
-  state pays for both, once they are more than the share together, and who does not for an all-reduce.
+  parameter's share. Gathers and returns there have what is left by the reduction and by whatever was gathered before, be it
+  as the other half of an all-reduce.
+
+A value may travel in several legs: over one axis when the update returns it, over another when it is read. Legs must not
+have the same share twice, and all that an edge knows is how the value lies at its two ends. That is nearly enough: behind
+the forward phase it was gathered over every axis over which it lies whole, and its gradient reduced over these at the least.
+Whether examples are split over the others too, or the parameter's reader, an edge cannot know; across nodes the former is
+assumed, inside of nodes the latter. In the forward phase a leg to where others begin leaves them what they may take.
 
 So whoever splits all parameters alike, as experts do, hides what streams would; where some communicate and others need not,
 what these would have hidden is not lent to those, and the real step is faster than the plan says.
@@ -28,7 +34,7 @@ from functools import cached_property
 import numpy as np
 
 from cost_model.compute import kernel_s
-from search.ir.spec import PARTIAL
+from search.ir.spec import PARTIAL, WHOLE
 from search.problem.costs import CostedGraph
 from search.problem.kernels import FusedKernel, runs_alone
 from search.problem.strategies import port_specs
@@ -69,13 +75,39 @@ class Hiding:
         if not rides or windows_s.max() <= 0:
             return 0.0
         seconds, total_s = self.costed.edge_seconds(edge), 0.0
-        each_s = np.where(np.isfinite(seconds), seconds, 0.0) / len(rides)
-        share_s = self._rates[rides[0].way, rides[0].is_forward] * rides[0].num_elements
-        if not rides[0].is_forward:
-            share_s = np.where(self._reduces(edge), share_s, np.maximum(share_s - each_s, 0.0))
+        seconds = np.where(np.isfinite(seconds), seconds, 0.0)
+        left_s = self._share_s(rides[0]) - self._taken_s(edge, rides[0], seconds) / len(rides)
+        share_s, each_s = np.maximum(left_s, 0.0), seconds / len(rides)
         for some_s in np.array_split(np.sort(windows_s), min(MAX_WINDOWS, len(rides))):
             total_s = total_s + len(some_s) * np.minimum(each_s, np.minimum(share_s, some_s.mean()))
         return (1 - CONTENTION) * total_s
+
+    def _share_s(self, ride: Ride) -> float:
+        """A value's share of its phase's computation; behind the forward phase, no more than its reduction's."""
+        rate = self._rates[ride.way, ride.is_forward]
+        if not ride.is_forward:
+            rate = min(rate, self._rates.get((Way.REDUCTION, False), np.inf))
+        return rate * ride.num_elements
+
+    def _taken_s(self, edge: ReshardEdge, ride: Ride, seconds: np.ndarray) -> np.ndarray | float:
+        """[strategies of source, strategies of target]: what other legs of the same values take of their shares."""
+        lies_s, inside_s, whole_s = self._gathered_s(edge)
+        if ride.is_forward:
+            return whole_s - lies_s if self.traffic.goes_on(edge.target.node) else 0.0
+        reduced_s = lies_s if ride.way is Way.GATHER else inside_s
+        return np.where(self._reduces(edge), 0.0, reduced_s + np.maximum(lies_s - seconds, 0.0))
+
+    def _gathered_s(self, edge: ReshardEdge) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """[strategies of target]: what it takes to gather what is split over all axes until it lies as it does there, until
+        nothing is split across nodes, and until nothing is split."""
+        costed, rank = self.costed, len(edge.value.shape)
+        resharder, mesh = costed.resharder, costed.resharder.mesh
+        seconds = edge.count * resharder.gathered_s(edge.value, costed.handling(edge.source.node, edge.maker))
+        crosses = np.array([mesh.group((axis,)).crosses_nodes for axis in range(resharder.num_axes)])
+        lies = port_specs(edge.target, costed.strategies[edge.target.node])
+        inside, whole = np.where(crosses & (lies >= 0), WHOLE, lies), np.where(lies >= 0, WHOLE, lies)
+        lies_s, inside_s, whole_s = (seconds[resharder.indices(s, rank)] for s in (lies, inside, whole))
+        return lies_s, inside_s, whole_s
 
     @cached_property
     def _windows_s(self) -> tuple[np.ndarray, ...]:

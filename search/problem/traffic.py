@@ -73,6 +73,12 @@ class Traffic:
         is_forward = np.array([op.phase is Phase.FORWARD for op in ops])
         return np.stack([np.where(is_forward, 0, runs), np.where(is_forward, runs, 0)])
 
+    def goes_on(self, node: int) -> bool:
+        """Whether state may have another leg of its way from a node: a copy for several, or ops that hand it on."""
+        if copy := self._copy(node):
+            return len(copy.targets) != 1
+        return not self._early.isdisjoint(self.graph.groups[node].op_classes)
+
     def _of(self, edge: ReshardEdge) -> Iterator[Ride]:
         folded, (op_class, result) = self.graph.folded, edge.maker
         program, members = folded.program, folded.members[op_class]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from cost_model.errors import InputError
 from cost_model.hardware import parse_cluster
-from cost_model.meshes import mesh_shapes
+from cost_model.meshes import finer_shapes, mesh_shapes
 
 
 @pytest.mark.parametrize(
@@ -33,6 +33,20 @@ def test_two_axes(cluster, shapes):
 def test_three_axes():
     assert mesh_shapes(parse_cluster("8xCPU"), max_axes=3) == ((8,), (2, 4), (2, 2, 2))
     assert (4, 2, 4) in mesh_shapes(parse_cluster("32xCPU"), max_axes=3)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "shape", "finer"),
+    [
+        ("64xCPU", (8, 8), ((2, 4, 8), (8, 2, 4))),
+        ("64xCPU", (4, 16), ((4, 2, 8), (2, 2, 16), (4, 4, 4), (4, 8, 2))),
+        ("12xCPU", (2, 6), ((2, 2, 3),)),
+        ("4xCPU", (2, 2), ()),
+        ("8xCPU", (8,), ()),
+    ],
+)
+def test_finer_meshes_split_one_axis_and_the_nodes_boundary_first(cluster, shape, finer):
+    assert finer_shapes(parse_cluster(cluster), shape) == finer
 
 
 @given(num_nodes=st.integers(1, 600), devices_per_node=st.integers(1, 72), max_axes=st.integers(1, 3))

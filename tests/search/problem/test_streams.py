@@ -123,3 +123,18 @@ def test_a_plan_takes_what_the_solver_minimised():
     assert estimates.step_s == pytest.approx(result.on_mesh.problem.cost_s(result.chosen), rel=1e-6)
     communication_s = sum(c.seconds for c in estimates.collectives)
     assert estimates.step_s == pytest.approx(estimates.compute_s + communication_s - estimates.hidden_s)
+
+
+@pytest.mark.parametrize("mesh", [(64,), (8, 8), (2, 4, 8), (8, 2, 4)])
+@pytest.mark.parametrize("batch", [BATCH, 4 * BATCH])
+def test_a_plan_hides_no_more_than_there_is_however_many_legs_values_travel(batch, mesh):
+    step = trace(chain, ARGS[0], jax.ShapeDtypeStruct((batch, WIDTH), jnp.float32))
+    result = driver.find(step, parse_cluster("64xA100-80GB-Ethernet"), Options(70 << 30, mesh=mesh))
+    labels, hiding, hidden_s = result.chosen, result.on_mesh.hiding, np.zeros(2)
+    for edge, rides, seconds in zip(
+        hiding.costed.graph.edges, hiding.traffic.rides, hiding.seconds, strict=True
+    ):
+        if rides and np.ndim(seconds):
+            hidden_s[int(rides[0].is_forward)] += seconds[labels[edge.source.node], labels[edge.target.node]]
+    assert hidden_s.sum() == pytest.approx(result.plan.estimates.hidden_s)
+    assert np.all(hidden_s <= 1.05 * (1 - CONTENTION) * hiding._computed_before[:, -1])

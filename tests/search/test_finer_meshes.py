@@ -1,0 +1,57 @@
+"""Meshes of three axes: tried unasked where communication costs enough, and certified only where something is proven."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from cost_model.hardware import parse_cluster
+from search import driver
+from search.ir.trace import trace
+from search.options import Options
+from tests.search.chain import chain
+
+WIDTH, BATCH, CAP = 2048, 1 << 17, 70 << 30
+STEP = trace(
+    chain,
+    [jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)] * 6,
+    jax.ShapeDtypeStruct((BATCH, WIDTH), jnp.float32),
+)
+SLOW, FAST = parse_cluster("64xA100-80GB-Ethernet"), parse_cluster("8xH100-80GB")
+
+
+def found(cluster=SLOW, **options):
+    said = list[str]()
+    plan = driver.find(STEP, cluster, Options(CAP, **options), said.append).plan
+    return plan, [line for line in said if line.count("x") == 2 and line.startswith("mesh")]
+
+
+def test_a_split_of_the_best_mesh_is_found_where_it_is_faster():
+    plan, tried = found()
+    assert 1 <= len(tried) <= 2
+    assert tuple(plan.decisions.mesh) == ("replica", "data", "model")
+    shape = tuple(plan.decisions.mesh.values())
+    assert plan.estimates.step_s < 0.95 * found(mesh=(8, 8))[0].estimates.step_s
+    assert plan.estimates.step_s == pytest.approx(found(mesh=shape)[0].estimates.step_s, rel=0.01)
+
+
+def test_what_is_certified_is_certified_of_the_meshes_that_are_named():
+    plan, _ = found()
+    for shape in plan.meshes:
+        asked = found(mesh=shape)[0]
+        assert asked.estimates.step_s >= (1 - plan.gap) * plan.estimates.step_s * (1 - 1e-9), shape
+    own = tuple(plan.decisions.mesh.values())
+    assert ("where it lies, nothing is proven" in str(plan)) == (own not in plan.meshes)
+
+
+def test_none_is_tried_where_communication_costs_little():
+    plan, tried = found(FAST)
+    assert not tried
+    assert all(len(shape) < 3 for shape in plan.meshes)
+
+
+@pytest.mark.parametrize("options", [{"mesh": (8, 8)}, {"pins": {"x": P("data")}}])
+def test_none_is_tried_where_axes_are_named(options):
+    plan, tried = found(**options)
+    assert not tried
+    assert len(plan.decisions.mesh) < 3
