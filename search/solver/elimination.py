@@ -59,7 +59,7 @@ class Elimination:
 
     def __init__(self, problem: Problem, clock: SearchClock = PROCESSOR) -> None:
         self._clock = clock
-        self.total = 0.0
+        self.total, self.is_exact = 0.0, True
         self._cost = list(problem.node_cost_s)
         self._buckets: list[_Bucket] = []
         self._fixed: dict[int, int] = {}
@@ -77,7 +77,8 @@ class Elimination:
         """An independent copy; tables are shared, because they are replaced and never written to."""
         new = object.__new__(Elimination)
         new._clock = self._clock
-        new.total, new._cost, new._tables_of = self.total, list(self._cost), list(self._tables_of)
+        new.total, new.is_exact = self.total, self.is_exact
+        new._cost, new._tables_of = list(self._cost), list(self._tables_of)
         new._buckets, new._fixed, new._sizes = list(self._buckets), dict(self._fixed), dict(self._sizes)
         new._degrees = list(self._degrees)
         return new
@@ -91,17 +92,25 @@ class Elimination:
         """With how many others a node shares tables."""
         return self._degrees[node]
 
-    def run(self, max_entries: float) -> None:
-        """Eliminates nodes, the smallest table first, as long as that has at most `max_entries`."""
+    def run(self, max_entries: float, splits: bool = False) -> None:
+        """Eliminates nodes, the smallest table first, as long as that has at most `max_entries`.
+
+        Args:
+          max_entries: of a table.
+          splits: whether a node whose table has more is minimised over in several smaller ones, each by itself; from then on
+            `total` is a lower bound.
+        """
         while self._sizes:
             node = min(self._sizes, key=self._sizes.__getitem__)
-            if self._sizes[node] > max_entries:
+            if self._sizes[node] > max_entries and not splits:
                 return
             size = self._sizes.pop(node)
             bucket = _Bucket(node, self._cost[node], tuple(self._tables_of[node]))
             self._buckets.append(bucket)
-            self._replace(bucket.tables, [_minimised(bucket)])
-            self._clock.spend(NODE_S + ENTRY_S * size)
+            parts = _split(bucket, max_entries) if size > max_entries else [bucket]
+            self.is_exact &= len(parts) == 1
+            self._replace(bucket.tables, [_minimised(part) for part in parts])
+            self._clock.spend(NODE_S + ENTRY_S * min(size, 2 * max_entries * len(parts)))
 
     def fix(self, node: int, label: int) -> None:
         """Leaves a node one label."""
@@ -162,12 +171,57 @@ def _sliced(table: _Table, node: int, label: int) -> _Table:
     return _compressed(nodes, classes, table.cost.take(table.classes[dim][label], axis=dim))
 
 
+def _split(bucket: _Bucket, max_entries: float) -> list[_Bucket]:
+    """Mini-buckets (Dechter and Rish 2003): a bucket's tables in parts, each with a share of the node's cost.
+
+    The shares are such that each part has the same smallest cost with each of the node's labels ("moment matching"; Ihler,
+    Flerova, Dechter and Otten 2012), so that the parts agree about the label as far as that goes.
+    """
+    parts: list[list[_Table]] = []
+    for table in sorted(bucket.tables, key=lambda table: -table.cost.size):
+        room = next((part for part in parts if _num_entries(bucket, [*part, table]) <= max_entries), None)
+        if room is None:
+            parts.append([table])
+        else:
+            room.append(table)
+    smallest = [_smallest(bucket.node, part) for part in parts]
+    mean = (bucket.cost + sum(smallest)) / len(parts)
+    free = np.isfinite(mean)
+    return [
+        _Bucket(bucket.node, np.where(free, mean - np.where(free, own, 0.0), np.inf), tuple(part))
+        for own, part in zip(smallest, parts, strict=True)
+    ]
+
+
+def _num_entries(bucket: _Bucket, tables: Sequence[_Table]) -> float:
+    sizes: dict[int, int] = {bucket.node: len(bucket.cost)}
+    for table in tables:
+        for other, num in zip(table.nodes, table.cost.shape, strict=True):
+            sizes[other] = max(sizes.get(other, 1), num)
+    return prod(map(float, sizes.values()))
+
+
+def _smallest(node: int, tables: Sequence[_Table]) -> np.ndarray:
+    """[labels] of a node: the smallest sum of tables with each."""
+    joint, total = _sum(node, tables, np.zeros(len(tables[0].classes[tables[0].nodes.index(node)])))
+    return total.reshape(len(total), -1).min(1)[joint[node][0]]
+
+
 def _minimised(bucket: _Bucket) -> _Table:
     """The table over a node's neighbours: the smallest sum over the node's labels."""
     node, cost, tables = bucket.node, bucket.cost, bucket.tables
-    nodes = tuple(sorted({other for table in tables for other in table.nodes} - {node}))
     if not tables:
         return _Table((), (), cost.min())
+    joint, total = _sum(node, tables, cost)
+    nodes = tuple(other for other in joint if other != node)
+    return _compressed(nodes, tuple(joint[other][0] for other in nodes), total.min(0))
+
+
+def _sum(
+    node: int, tables: Sequence[_Table], cost: np.ndarray
+) -> tuple[dict[int, tuple[np.ndarray, np.ndarray]], np.ndarray]:
+    """The joint classes of a node and its neighbours, and the sum of a cost and of tables over them."""
+    nodes = tuple(sorted({other for table in tables for other in table.nodes} - {node}))
     joint = {
         other: _joint([table.classes[table.nodes.index(other)] for table in tables if other in table.nodes])
         for other in (node, *nodes)
@@ -178,7 +232,7 @@ def _minimised(bucket: _Bucket) -> _Table:
     total = own.reshape((-1,) + (1,) * len(nodes))
     for table in tables:
         total = total + _aligned(table, (node, *nodes), joint)
-    return _compressed(nodes, tuple(joint[other][0] for other in nodes), total.min(0))
+    return joint, total
 
 
 def _joint(partitions: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:

@@ -120,6 +120,14 @@ class Trws:
         edges = (Edge(u, v, cost) for (u, v), cost in zip(self._ends, self._edge, strict=True))
         return Problem(tuple(self._given), tuple(edges))
 
+    def reparametrised(self) -> Problem:
+        """The same with its costs where the messages have moved them: every assignment costs as much, at present prices."""
+        edges = (
+            Edge(u, v, cost - at_u[:, None] - at_v)
+            for (u, v), cost, at_u, at_v in zip(self._ends, self._edge, self._at_u, self._at_v, strict=True)
+        )
+        return Problem(tuple(self._node), tuple(edges))
+
     def renumbered(self, labels: Labels) -> Labels:
         """An assignment of kept labels, in the numbers of `rest`."""
         return tuple(int(np.searchsorted(kept, label)) for kept, label in zip(self.kept, labels, strict=True))
