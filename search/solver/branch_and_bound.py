@@ -8,17 +8,19 @@ A bound and an incumbent close in on each other, in four stages, and most proble
 
   1. `_relax`: sweeps of messages (`search.solver.trws`) without any memory row, until the bound hardly rises. Their
      assignments are improved by pair moves (`search.solver.local_search`), and, after ever more sweeps, by moves of nearly
-     all nodes at once (`search.solver.neighbourhoods`), which prove their answer where they move all.
+     all nodes at once (`search.solver.neighbourhoods`), which prove their answer where they move all. What is then open are
+     cycles of the problem, which messages cannot see; elimination in tables of limited size sees most of them
+     (`search.solver.elimination`).
   2. `_price`: memory rows as prices (`search.solver.lagrangian`), raised until no price gives a better bound. Each
      pricing's assignment is improved in the same two ways, repaired where it overflows, and offered as the incumbent.
   3. `_fit`, if nothing fitted yet: the smallest peak (`search.solver.min_peak`) fits, or proves that nothing does.
   4. `_branch`: best first, on the node about whose memory good assignments disagree most. Every part is
      priced like the whole, and a small one is solved as an integer program (`search.solver.milp`).
 
-The message bound is that of the linear relaxation, at a fraction of a simplex's time; what remains open after
-stage 2 is which of a few lumps of memory to spend, and that is what stage 4 branches on. All along, `_drop`
-removes labels that no assignment better than the incumbent (by more than the gap asked for) can have: of some
-thousand labels a few hundred remain. What was dropped is remembered in `floor_s`: no dropped assignment costs
+The message bound is that of the linear relaxation, at a fraction of a simplex's time, and elimination raises it; what
+remains open after stage 2 is which of a few lumps of memory to spend, and that is what stage 4 branches on. All
+along, `_drop` removes labels that no assignment better than the incumbent (by more than the gap asked for) can have:
+of some thousand labels a few hundred remain. What was dropped is remembered in `floor_s`: no dropped assignment costs
 less.
 """
 
@@ -78,7 +80,7 @@ costs do not tell (an encoder and decoder over Ethernet: from 350 ms to 346, fro
 MAX_ENTRIES = 1e6
 """Of a table; a part that is eliminated with no larger ones is solved in tenths of a second."""
 MINI_BUCKETS = (1e5, 1e6, 1e7)
-"""Entries of the tables in which a part is eliminated though larger ones are needed: 0.1, 0.2 and 0.8 seconds for 300 nodes."""
+"""Entries of the tables in which a part is eliminated though it takes larger ones; of 300 nodes, in 0.1 to 0.8 seconds."""
 MAX_PROGRAM_LABELS = 300
 """Labels beyond one a node; a part with fewer is cheaper to solve as an integer program than to branch on."""
 
@@ -236,7 +238,9 @@ class _Search:
             rise = (whole.best_bound_s - before_s) / (abs(whole.best_bound_s) or 1.0)
             num_batches += 1
             is_due = rise < MIN_RISE or (rise < SETTLED_RISE and num_batches >= next_due)
-            if is_due and not self.planes.rows and self._left_s() > 0:
+            if is_due and not self.planes.rows and self._is_open(whole):
+                self._split(whole, MINI_BUCKETS[0])
+            if is_due and not self.planes.rows and self._is_open(whole):
                 labels, next_due = self._reoptimised(whole, labels), 2 * num_batches
             self._raise_bound(whole.best_bound_s)
             self._offer(self._descended(whole, labels, 0.0))

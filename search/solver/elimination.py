@@ -8,7 +8,10 @@ towards each other table's labels are merged first, and the merging is repeated 
 dimension is a node's *classes*, not its labels.
 
 Widths are small for training steps, so most tables fit. Where one does not, whoever has an assignment may fix the label of
-a node that stands in the way and go on (`search.solver.neighbourhoods`).
+a node that stands in the way and go on (`search.solver.neighbourhoods`). Or the node is eliminated in several tables, each
+over some of its neighbours and minimised by itself (mini-buckets): what comes of it is a lower bound, and labels that are
+often the best. Of costs that messages have moved (`search.solver.trws`) it is a good one: what they leave open are cycles,
+and most of those fit a table.
 """
 
 from collections.abc import Mapping, Sequence
@@ -55,6 +58,7 @@ class Elimination:
 
     Attributes:
       total: the minimum over the nodes that nothing is joined to any more.
+      is_exact: whether no node was eliminated in several tables; if one was, `total` is a lower bound on the minimum.
     """
 
     def __init__(self, problem: Problem, clock: SearchClock = PROCESSOR) -> None:
@@ -107,10 +111,13 @@ class Elimination:
             size = self._sizes.pop(node)
             bucket = _Bucket(node, self._cost[node], tuple(self._tables_of[node]))
             self._buckets.append(bucket)
-            parts = _split(bucket, max_entries) if size > max_entries else [bucket]
-            self.is_exact &= len(parts) == 1
-            self._replace(bucket.tables, [_minimised(part) for part in parts])
-            self._clock.spend(NODE_S + ENTRY_S * min(size, 2 * max_entries * len(parts)))
+            parts = _split(bucket, max_entries) if size > max_entries and bucket.tables else [bucket]
+            found = [_minimised(part) for part in parts]
+            self._replace(bucket.tables, found)
+            if len(parts) > 1:
+                self.is_exact = False
+                size = 2.0 * len(bucket.cost) * sum(table.cost.size for table in found)
+            self._clock.spend(NODE_S * len(parts) + ENTRY_S * size)
 
     def fix(self, node: int, label: int) -> None:
         """Leaves a node one label."""

@@ -117,3 +117,51 @@ def test_a_fixed_node_keeps_its_label_and_the_others_are_best_for_it(problem, da
     np.testing.assert_allclose(elimination.total, want, rtol=1e-9)
     np.testing.assert_allclose(every_cost_s(problem)[labels], want, rtol=1e-9)
     assert len(untouched.left) == len(problem.num_labels)
+
+
+# --- in tables smaller than it takes
+
+
+def split(problem, max_entries):
+    elimination = Elimination(merged(problem))
+    elimination.run(max_entries, splits=True)
+    assert not elimination.left
+    return elimination
+
+
+@SETTINGS
+@given(problems(), st.integers(1, 40))
+def test_in_smaller_tables_it_is_a_bound_and_an_assignment(problem, max_entries):
+    found, least_s = split(problem, max_entries), optimum_s(problem)
+    assert found.total <= least_s * (1 + 1e-9) + 1e-12
+    if np.isfinite(least_s):
+        assert every_cost_s(problem)[found.labels()] >= least_s * (1 - 1e-9)
+    if found.is_exact:
+        np.testing.assert_allclose(found.total, least_s, rtol=1e-9)
+
+
+def cycle(costs, length, own_s):
+    """Nodes of two labels around a cycle."""
+    ends = ((n, (n + 1) % length) for n in range(length))
+    edges = (
+        Edge(u, v, cost) if u < v else Edge(v, u, cost.T) for (u, v), cost in zip(ends, costs, strict=True)
+    )
+    return Problem(tuple(own_s), tuple(edges))
+
+
+def test_parts_agree_about_a_label_as_far_as_their_smallest_costs_go():
+    """A node's neighbours want different labels of it: minimised over with one at a time, it would please both."""
+    wants = np.array([[0.0, 100.0], [4.0, 100.0]])
+    like = np.array([[0.0, 1.0], [1.0, 0.0]])
+    problem = cycle((wants, like, like, wants[::-1].T), 4, (np.zeros(2),) * 4)
+    found = split(problem, 4)
+    assert not found.is_exact
+    assert found.total == optimum_s(problem) == 4.0
+
+
+def test_a_frustrated_cycle_takes_the_table_that_holds_it():
+    """Each is to be like the next one, but the last unlike the first."""
+    unlike = np.array([[0.0, 1.0], [1.0, 0.0]])
+    problem = cycle((unlike, unlike, 1.0 - unlike), 3, (np.zeros(2),) * 3)
+    assert split(problem, 4).total < 1.0
+    assert split(problem, 8).total == optimum_s(problem) == 1.0
