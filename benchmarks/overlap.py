@@ -6,8 +6,8 @@ A plan says how much of its communication costs nothing, value by value (`search
 compiled, its schedule read (`cost_model.xla.schedule`) and replayed on two streams, one that computes and one that
 communicates, by the cost model's own times: what a device waits for is exposed, all else hidden. By kind of collective:
 milliseconds of a step, the share that the plan takes for hidden, what XLA's come to, the share that its schedule hides, and
-how many of its arrays move asynchronously. Whole steps stand in front: XLA's is that of the kernels that it made, which move
-more than the plan knows where it transposes.
+how many of its arrays move asynchronously. Whole steps stand in front, and what of them is computation: XLA's is that of the
+kernels that it made, by what they move and multiply.
 """
 
 import argparse
