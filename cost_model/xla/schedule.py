@@ -155,8 +155,12 @@ def _called(i: Instruction) -> str:
     return found[1] if found else ""
 
 
+_TAKES_PART = ("dynamic-slice", "slice", "gather")
+"""What reads of its first operand no more than it makes."""
+
+
 def _fused_bytes(body: Sequence[Instruction]) -> int:
-    """What a fused kernel reads and writes: of what it only slices, the slices; of what it only updates, the updates."""
+    """What a fused kernel reads and writes: of what it slices or looks up, the parts; of what it updates, the updates."""
     by_name = {i.name: i for i in body}
     read = sum(_read_bytes(i, body) for i in body if i.opcode == "parameter")
     return read + _written_bytes(body[-1], by_name)
@@ -171,11 +175,11 @@ def _read_bytes(i: Instruction, body: Sequence[Instruction]) -> int:
 
 def _is_part(i: Instruction, user: Instruction) -> bool:
     """Whether another instruction reads or replaces no more than a part of this one."""
-    return user.opcode in ("dynamic-slice", "dynamic-update-slice") and user.operands[0] == i.name
+    return user.opcode in (*_TAKES_PART, "dynamic-update-slice") and user.operands[0] == i.name
 
 
 def _part_bytes(user: Instruction) -> int:
-    return num_bytes_of(user.type) if user.opcode == "dynamic-slice" else 0
+    return num_bytes_of(user.type) if user.opcode in _TAKES_PART else 0
 
 
 def _written_bytes(root: Instruction, by_name: Mapping[str, Instruction]) -> int:

@@ -106,3 +106,26 @@ def test_a_part_of_a_stack_that_is_copied_on_another_stream_is_one_kernel():
     )
     assert text != STEP
     assert schedule(text, {"data": 8}) == schedule(STEP, {"data": 8})
+
+
+def test_a_look_up_reads_what_it_finds():
+    text = """\
+HloModule jit_step, is_scheduled=true
+
+%fused_rows (table: f32[4096,64], rows: s32[8,1], sum: f32[32,64]) -> f32[8,64] {
+  %table = f32[4096,64]{1,0} parameter(0)
+  %rows = s32[8,1]{1,0} parameter(1)
+  %sum = f32[32,64]{1,0} parameter(2)
+  %found = f32[8,64]{1,0} gather(%table, %rows), offset_dims={1}, collapsed_slice_dims={0}, start_index_map={0}, index_vector_dim=1, slice_sizes={1,64}
+  %part = f32[8,64]{1,0} slice(%sum), slice={[0:8], [0:64]}
+  ROOT %out = f32[8,64]{1,0} add(%found, %part)
+}
+
+ENTRY %main (t: f32[4096,64], r: s32[8,1], s: f32[32,64]) -> f32[8,64] {
+  %t = f32[4096,64]{1,0} parameter(0)
+  %r = s32[8,1]{1,0} parameter(1)
+  %s = f32[32,64]{1,0} parameter(2)
+  ROOT %out = f32[8,64]{1,0} fusion(%t, %r, %s), kind=kLoop, calls=%fused_rows
+}
+"""
+    assert schedule(text, {"data": 8}) == (HloKernel(3 * 4 * 8 * 64 + 4 * 8),)
