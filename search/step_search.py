@@ -230,6 +230,7 @@ class StepSearch:
             self.progress("no plan so far; looking for the smallest peak")
             self.best = self._of_smallest_peak(first, least())
             self.watch.lap("solve")
+            return self.best
         return self._on_finer_meshes(self.best)
 
     def _on_finer_meshes(self, best: Found) -> Found:

@@ -69,9 +69,7 @@ class Elimination:
         self._fixed: dict[int, int] = {}
         self._tables_of: list[list[_Table]] = [[] for _ in problem.node_cost_s]
         for edge in problem.edges:
-            table = _compressed((edge.u, edge.v), tuple(map(np.arange, edge.cost_s.shape)), edge.cost_s)
-            for node in table.nodes:
-                self._tables_of[node].append(table)
+            self._add(_compressed((edge.u, edge.v), tuple(map(np.arange, edge.cost_s.shape)), edge.cost_s))
         self._sizes: dict[int, float] = {}
         self._degrees = [0] * len(self._cost)
         for node in range(len(self._cost)):
@@ -264,13 +262,14 @@ def _aligned(
 
 
 def _compressed(nodes: tuple[int, ...], classes: tuple[np.ndarray, ...], cost: np.ndarray) -> _Table:
-    """The table with equal slices merged, dimension by dimension."""
-    merged: list[np.ndarray] = []
-    for dim, label_classes in enumerate(classes):
+    """The table with equal slices merged, dimension by dimension; nodes whose labels are all alike are left out."""
+    merged: dict[int, np.ndarray] = {}
+    for dim, (node, label_classes) in enumerate(zip(nodes, classes, strict=True)):
         slices = np.ascontiguousarray(cost.swapaxes(0, dim)).reshape(cost.shape[dim], -1)
         seen: dict[bytes, int] = {}
         index = [seen.setdefault(part.tobytes(), len(seen)) for part in slices]
         if len(seen) < len(index):
             cost = cost.take([index.index(number) for number in range(len(seen))], axis=dim)
-        merged.append(np.array(index)[label_classes])
-    return _Table(nodes, tuple(merged), cost)
+        if len(seen) > 1:
+            merged[node] = np.array(index)[label_classes]
+    return _Table(tuple(merged), tuple(merged.values()), cost.squeeze())

@@ -39,7 +39,16 @@ WHAT_IT_SHOWS = {
 """By case of `compiled`: kinds of collectives without which it would not be what it is called."""
 
 
-@pytest.mark.parametrize("name", WHAT_IT_SHOWS)
+TOO_MUCH = pytest.mark.xfail(
+    strict=True,
+    reason="a table's gradient changes its split before it is widened, in half the bytes; we say after",
+)
+"""An op and what widens its result are split alike here; XLA moves what lies between them."""
+
+NAMES = [pytest.param(n, marks=TOO_MUCH) if n == "grouped heads on 2x4" else n for n in WHAT_IT_SHOWS]
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_the_compiler_emits_what_the_plan_lists(name):
     plan, numbers = compiled(JOBS[name])
     predicted = {(c.kind, c.axes): c.bytes for c in plan.estimates.collectives}
