@@ -2,10 +2,9 @@
 
 Inside of one process, `jax.device_put` takes a value wherever it is to go. What it is to do is the same in each step, so it
 is found out once: values that only go to other devices, split as they are, are copied shard by shard without it. Between
-processes it takes each shard to the one
-device that is to have it: source and target must be split alike, over as many devices. Where they are not, the value is laid
-out for the way first, on as many devices as divide both numbers; each of the target's groups of so many devices gets it, and
-the target lays it out as it wants it.
+processes it takes each shard to the one device that is to have it: source and target must be split alike, over as many
+devices. Where they are not, the value is laid out for the way first, on as many devices as divide both numbers; each of the
+target's groups of so many devices gets it, and the target lays it out as it wants it.
 
 All processes make the same calls in the same order; one that has no device of a submesh holds an array without shards.
 """

@@ -1,8 +1,7 @@
 """A pipeline as an expert would sum it up: what `print(plan)` shows."""
 
-from cost_model.cluster import Cluster
-from cost_model.errors import InputError, PlanError
 from cost_model.units import format_bytes, format_mesh, format_seconds
+from search.plan.pipeline_head import head, recomputed
 from search.plan.pipeline_plan import PipelinePlan
 from search.plan.text_table import aligned, fitted, plural
 
@@ -13,14 +12,10 @@ def summary(plan: PipelinePlan) -> str:
     Raises:
       PlanError: a loaded plan's cluster does not make sense.
     """
-    try:
-        cluster = Cluster.from_json(plan.cluster, "plan: cluster")
-    except InputError as e:
-        raise PlanError(str(e)) from e
     parts = [
-        _head(plan, cluster),
+        _head(plan),
         _stages(plan),
-        _recomputed(plan),
+        recomputed(plan),
         _time(plan),
         _memory(plan),
         _search(plan),
@@ -28,12 +23,9 @@ def summary(plan: PipelinePlan) -> str:
     return fitted("\n".join("\n".join(lines) for lines in parts if lines))
 
 
-def _head(plan: PipelinePlan, cluster: Cluster) -> list[str]:
-    nodes = plural(cluster.num_nodes, "node")
+def _head(plan: PipelinePlan) -> list[str]:
     replicas = plan.num_replicas
     rows = [
-        ("step", f"{plan.step} (fingerprint {plan.fingerprint}, JAX {plan.jax})"),
-        ("cluster", f"{cluster.name}: {nodes} of {cluster.devices_per_node} {cluster.device.name}"),
         (
             "pipeline",
             f"{plural(len(plan.stages), 'stage')} on {plural(plan.workers, 'worker')}, schedule {plan.schedule}",
@@ -43,7 +35,7 @@ def _head(plan: PipelinePlan, cluster: Cluster) -> list[str]:
             f"{plan.microbatches} microbatches, each shared out among {plural(replicas, 'replica')} of a stage",
         ),
     ]
-    return aligned(rows, indent=0)
+    return head(plan, *rows)
 
 
 def _stages(plan: PipelinePlan) -> list[str]:
@@ -63,11 +55,6 @@ def _stages(plan: PipelinePlan) -> list[str]:
         )
     axes = " x ".join(plan.stages[0].mesh)
     return [f"stages (mesh is {axes}; times are a microbatch's)", *aligned(rows, right=(1, 3, 4, 5, 6))]
-
-
-def _recomputed(plan: PipelinePlan) -> list[str]:
-    again = [name for name, said in plan.retention.items() if "remat" in said]
-    return [f"recomputed in the backward pass: {plural(len(again), 'kind')} of ops"] if again else []
 
 
 def _time(plan: PipelinePlan) -> list[str]:

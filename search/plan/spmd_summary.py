@@ -1,8 +1,7 @@
 """A pipeline that is one program, summed up: what `print(plan)` shows."""
 
-from cost_model.cluster import Cluster
-from cost_model.errors import InputError, PlanError
 from cost_model.units import format_bytes, format_mesh, format_seconds
+from search.plan.pipeline_head import head, recomputed
 from search.plan.spmd_plan import SpmdPlan
 from search.plan.text_table import aligned, fitted, plural
 
@@ -13,13 +12,9 @@ def summary(plan: SpmdPlan) -> str:
     Raises:
       PlanError: a loaded plan's cluster does not make sense.
     """
-    try:
-        cluster = Cluster.from_json(plan.cluster, "plan: cluster")
-    except InputError as e:
-        raise PlanError(str(e)) from e
     parts = [
-        _head(plan, cluster),
-        _recomputed(plan),
+        _head(plan),
+        recomputed(plan),
         _collectives(plan),
         _time(plan),
         _memory(plan),
@@ -28,12 +23,9 @@ def summary(plan: SpmdPlan) -> str:
     return fitted("\n".join("\n".join(lines) for lines in parts if lines))
 
 
-def _head(plan: SpmdPlan, cluster: Cluster) -> list[str]:
-    nodes = plural(cluster.num_nodes, "node")
+def _head(plan: SpmdPlan) -> list[str]:
     whole = {**plan.mesh, **(plan.decisions.mesh if plan.decisions else {})}
     rows = [
-        ("step", f"{plan.step} (fingerprint {plan.fingerprint}, JAX {plan.jax})"),
-        ("cluster", f"{cluster.name}: {nodes} of {cluster.devices_per_node} {cluster.device.name}"),
         (
             "pipeline",
             f"{plural(plan.stages, 'stage')} of equal layers, schedule {plan.schedule}: {plan.executor}",
@@ -41,12 +33,7 @@ def _head(plan: SpmdPlan, cluster: Cluster) -> list[str]:
         ("mesh", f"{format_mesh(tuple(whole.values()))} ({' x '.join(whole)})"),
         ("batch", f"{plan.microbatches} microbatches on each replica of a stage"),
     ]
-    return aligned(rows, indent=0)
-
-
-def _recomputed(plan: SpmdPlan) -> list[str]:
-    again = [name for name, said in plan.retention.items() if "remat" in said]
-    return [f"recomputed in the backward pass: {plural(len(again), 'kind')} of ops"] if again else []
+    return head(plan, *rows)
 
 
 def _collectives(plan: SpmdPlan) -> list[str]:

@@ -1,0 +1,29 @@
+"""What the summaries of all pipelines begin with, whoever runs them."""
+
+from cost_model.cluster import Cluster
+from cost_model.errors import InputError, PlanError
+from search.plan.pipeline_plan import PipelinePlan
+from search.plan.spmd_plan import SpmdPlan
+from search.plan.text_table import aligned, plural
+
+
+def head(plan: PipelinePlan | SpmdPlan, *rows: tuple[str, str]) -> list[str]:
+    """The step and the cluster that a plan is for, and rows of its own: (what, said).
+
+    Raises:
+      PlanError: a loaded plan's cluster does not make sense.
+    """
+    try:
+        cluster = Cluster.from_json(plan.cluster, "plan: cluster")
+    except InputError as e:
+        raise PlanError(str(e)) from e
+    nodes = plural(cluster.num_nodes, "node")
+    step = ("step", f"{plan.step} (fingerprint {plan.fingerprint}, JAX {plan.jax})")
+    where = f"{cluster.name}: {nodes} of {cluster.devices_per_node} {cluster.device.name}"
+    return aligned([step, ("cluster", where), *rows], indent=0)
+
+
+def recomputed(plan: PipelinePlan | SpmdPlan) -> list[str]:
+    """What its backward pass computes again, if anything."""
+    again = [name for name, said in plan.retention.items() if "remat" in said]
+    return [f"recomputed in the backward pass: {plural(len(again), 'kind')} of ops"] if again else []
