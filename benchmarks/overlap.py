@@ -186,6 +186,7 @@ def planned(found: SearchResult) -> dict[str, Hidden]:
 
 def _hidden_edges(found: SearchResult) -> Iterator[tuple[float, dict[str, float]]]:
     """Of each edge with something hidden: the seconds, and the shares that its collectives have of them."""
+    found = found.whole
     costed, hiding = found.on_mesh.memory.costed, found.on_mesh.hiding
     paths, mesh = ReshardPaths(costed, found.chosen), costed.resharder.mesh
     for edge, seconds in zip(costed.graph.edges, hiding.seconds, strict=True):

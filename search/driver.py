@@ -26,11 +26,13 @@ from search.plan.edits import marks_of
 from search.plan.estimates import estimate
 from search.plan.plan import Plan
 from search.plan.reconciliation import ContradictionError, Reconciled, reconciled
-from search.plan.retention import RetentionCodec
+from search.plan.retention import CoarseError, RetentionCodec
 from search.plan.shardings import step_sharding
 from search.problem.fingerprint import fingerprint
 from search.problem.flat_program import flatten
 from search.problem.folding import fold
+from search.problem.shortening import shortened
+from search.recomputation import NO_CAP
 from search.solver.branch_and_bound import NoFitError
 from search.solver.clock import WorkClock
 from search.solver.pbqp import Labels
@@ -44,15 +46,15 @@ class SearchResult:
 
     Attributes:
       plan: the plan.
-      step: what runs: the traced step, with what the plan recomputes.
-      on_mesh: the problem that it solves.
+      traced: the step that it is for.
+      on_mesh: the problem that it solves: of that step, or of a shorter one that stands for it.
       chosen: a strategy for each node.
       bound_s: what the plan's gap is reckoned from, in seconds; -inf where nothing is proven.
       anew: names of decisions of a loaded plan that contradicted what was edited in it, and were made anew or fell away.
     """
 
     plan: Plan
-    step: Step
+    traced: Step
     on_mesh: MeshProblem
     chosen: Labels
     bound_s: float = -math.inf
@@ -72,10 +74,32 @@ class SearchResult:
         estimates = self.plan.estimates
         return estimates.step_s - (whole_s / self.plan.num_devices - estimates.recompute_s)
 
-    @cached_property
+    @property
+    def step(self) -> Step:
+        """What runs: the traced step, with what the plan recomputes."""
+        return self.whole.on_mesh.memory.costed.graph.folded.program.step
+
+    @property
     def sharding(self) -> StepSharding:
         """The plan spelled out for the executor."""
+        return self.whole._sharding
+
+    @cached_property
+    def _sharding(self) -> StepSharding:
         return step_sharding(self.on_mesh.memory.costed, self.chosen)
+
+    @cached_property
+    def whole(self) -> "SearchResult":
+        """The same with the problem of the whole step, where a shorter one stood for it."""
+        if not self.on_mesh.memory.costed.graph.folded.program.is_shortened:
+            return self
+        place, decisions = "the plan", self.plan.decisions
+        cluster = self.on_mesh.memory.costed.resharder.mesh.cluster
+        step_problem = _step_problem(self.traced, self.plan, cluster, place)
+        on_mesh = step_problem.on(cluster, tuple(decisions.mesh.values()))
+        kept = on_mesh.codec.allowed(decisions, place)
+        chosen = on_mesh.solve(kept, NO_CAP, DEFAULT_TIME_LIMIT_S).labels
+        return replace(self, on_mesh=on_mesh, chosen=chosen)
 
 
 def find(
@@ -93,9 +117,12 @@ def find(
       InfeasibleError: nothing fits the cap; says what would.
       InputError: the mesh or a pin does not suit the cluster or the step.
     """
-    marks = _marks(step, options.pins or {})
-    search = StepSearch(step, marks, cluster, options, progress, options.new_clock())
-    found = _finished(step, search.run(), cluster, options, search.shapes, search.watch)
+    watch = Stopwatch(step.trace_s)
+    short = shortened(step, _told_apart(step, options))
+    watch.lap("graph")
+    marks = _marks(short, options.pins or {})
+    search = StepSearch(short, marks, cluster, options, progress, options.new_clock(), watch)
+    found = _finished(step, search.run(), cluster, options, search.shapes, watch)
     return found.bounded(min(search.bounds_s.values()))
 
 
@@ -107,7 +134,8 @@ def apply(step: Step, plan: Plan, cluster: Cluster, place: str = "plan") -> Sear
       InfeasibleError: what it decides does not fit its memory cap.
     """
     watch = Stopwatch(step.trace_s)
-    step_problem = _step_problem(step, plan, cluster, place)
+    plan.check_is_for(step, place)
+    step_problem = _short_problem(step, plan, cluster, place) or _step_problem(step, plan, cluster, place)
     watch.lap("graph")
     on_mesh = step_problem.on(cluster, tuple(plan.decisions.mesh.values()))
     decisions = _reconciled(on_mesh, plan, place)
@@ -136,6 +164,7 @@ def choices(step: Step, plan: Plan, cluster: Cluster, name: str, place: str = "p
     Raises:
       PlanError: the plan is for another step, or decides nothing under this name.
     """
+    plan.check_is_for(step, place)
     on_mesh = _step_problem(step, plan, cluster, place).on(cluster, tuple(plan.decisions.mesh.values()))
     return on_mesh.codec.choices(name, place)
 
@@ -143,7 +172,6 @@ def choices(step: Step, plan: Plan, cluster: Cluster, name: str, place: str = "p
 def _step_problem(step: Step, plan: Plan, cluster: Cluster, place: str) -> StepProblem:
     """The step as a plan rewrites it, made ready."""
     marks = _marks(step, plan.options.get("pin", {}))
-    plan.check_is_for(step, place)
     split = _in_microbatches(step, plan, place)
     sites, waiting = _retained(split, marks, plan, place)
     on_host, decided = hosted(step, plan.decisions, place), apart(step, plan.decisions)
@@ -156,6 +184,16 @@ def _step_problem(step: Step, plan: Plan, cluster: Cluster, place: str) -> StepP
             f"{cluster.num_devices}. Give the axes sizes whose product is {cluster.num_devices}"
         )
     return StepProblem.of(split, marks, cluster.device, sites, on_host, waiting, decided, clock=WorkClock())
+
+
+def _short_problem(step: Step, plan: Plan, cluster: Cluster, place: str) -> StepProblem | None:
+    """The same of a shorter step; None where none can stand for it, or a plan decides what that cannot tell apart."""
+    marks = _marks(step, plan.options.get("pin", {}))
+    short = shortened(step, list(zip(marks, apart(step, plan.decisions), strict=True)))
+    try:
+        return None if short is step else _step_problem(short, plan, cluster, place)
+    except CoarseError:
+        return None
 
 
 def _reconciled(on_mesh: MeshProblem, plan: Plan, place: str) -> Reconciled:
@@ -185,7 +223,10 @@ def _finished(
     retention = RetentionCodec(step_problem.plain).said(sites, waiting) if sites or waiting else {}
     split = step_problem.traced
     decisions = found.on_mesh.codec.decisions(found.labels)
-    decisions = replace(decisions, retention=retention, microbatches=split.num_microbatches)
+    arguments = {argument.name: decisions.arguments[argument.name] for argument in step.arguments}
+    decisions = replace(
+        decisions, arguments=arguments, retention=retention, microbatches=split.num_microbatches
+    )
     plan = Plan(
         step=step.name,
         fingerprint=fingerprint(step_problem.plain.program if split is step else flatten(step)),
@@ -201,7 +242,7 @@ def _finished(
     )
     watch.lap("plan")
     plan = replace(plan, search_s=watch.seconds)
-    return SearchResult(plan, step_problem.step, found.on_mesh, found.labels)
+    return SearchResult(plan, step, found.on_mesh, found.labels)
 
 
 def _in_microbatches(step: Step, plan: Plan, place: str) -> Step:
@@ -224,6 +265,13 @@ def _retained(
 def _marks(step: Step, pins: Mapping[str, Any]) -> list[str]:
     """What keeps arguments apart. A plan repeats the pins of its search, so that both fold the step alike."""
     return [str(pins.get(a.name, "")) for a in step.arguments]
+
+
+def _told_apart(step: Step, options: Options) -> list[Any]:
+    """Per argument, what keeps it from standing for others: its pin, or that it is named to rest on the host."""
+    named = options.offload if isinstance(options.offload, tuple) else ()
+    is_named = [any(a.name.startswith(name) for name in named) for a in step.arguments]
+    return list(zip(_marks(step, options.pins or {}), is_named, strict=True))
 
 
 def _said(options: Options) -> dict[str, Any]:

@@ -192,11 +192,12 @@ class StepSearch:
         options: Options,
         progress: Progress,
         clock: SearchClock,
+        watch: Stopwatch | None = None,
     ) -> None:
         self.step, self.marks, self.cluster = step, marks, cluster
         self.options, self.progress, self.pins = options, progress, options.pins or {}
         self.clock = clock
-        self.watch = Stopwatch(step.trace_s)
+        self.watch = watch or Stopwatch(step.trace_s)
         self.began_s, self.deadline = clock.now_s, Deadline.after(options.limit_s, clock)
         self.shapes = candidate_shapes(cluster, options)
         self.best: Found | None = None
@@ -477,15 +478,22 @@ class StepSearch:
 
     def _is_worth_moving(self, arguments: frozenset[int]) -> bool:
         """Whether arguments take a share of the cap though they lie in as many parts as there are devices."""
-        graph = self.step.graph
-        num_bytes = sum(graph.values[graph.inputs[i]].num_bytes for i in arguments)
+        num_bytes = sum(self._argument_bytes[i] for i in arguments)
         return num_bytes > MOVED_SHARE * self.options.memory_bytes * self.cluster.num_devices
 
     def _is_too_much(self, hosted: frozenset[int]) -> bool:
         """Whether what does not rest on the host, in as many parts as there are devices, leaves no room for the work."""
-        graph, num_devices = self.step.graph, self.cluster.num_devices
-        there = (graph.values[v].num_bytes for i, v in enumerate(graph.inputs) if i not in hosted)
-        return sum(there) / num_devices + self.working_bytes > (1 + ROUNDING) * self.options.memory_bytes
+        there = (num_bytes for i, num_bytes in enumerate(self._argument_bytes) if i not in hosted)
+        held_bytes = sum(there) / self.cluster.num_devices
+        return held_bytes + self.working_bytes > (1 + ROUNDING) * self.options.memory_bytes
+
+    @cached_property
+    def _argument_bytes(self) -> tuple[int, ...]:
+        """By argument: of it and of those for which it stands."""
+        graph, arguments = self.step.graph, self.step.arguments
+        return tuple(
+            a.repeats * graph.values[v].num_bytes for v, a in zip(graph.inputs, arguments, strict=True)
+        )
 
     def _asked_for(self) -> frozenset[int]:
         """What the user wants on the host.

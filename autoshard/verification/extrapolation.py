@@ -44,7 +44,8 @@ def _cost_ops(step: Step) -> int:
 
 def omitted(found: SearchResult, cut: Shortened) -> tuple[int, ...]:
     """Bytes per device by which the cap of each shortened program is lower than the whole one's, arguments aside."""
-    return omitted_bytes(found.on_mesh.memory.costed, found.on_mesh.live_ranges, found.chosen, cut.left_out)
+    whole = found.whole
+    return omitted_bytes(whole.on_mesh.memory.costed, whole.on_mesh.live_ranges, whole.chosen, cut.left_out)
 
 
 def kept_blocks(cut: Shortened) -> tuple[int, ...]:

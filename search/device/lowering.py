@@ -50,6 +50,8 @@ class Buffer:
       is_argument: whether it is there from the step's start to its end.
       loops: where it is made.
       arrival: of what a collective hands to one reader alone.
+      repeats: for how many arrays it stands, one of each of the blocks alike.
+      alike: what those have in common that stand for the others of their kind.
     """
 
     num_bytes: float
@@ -57,6 +59,8 @@ class Buffer:
     is_argument: bool
     loops: Loops
     arrival: Arrival | None = None
+    repeats: int = 1
+    alike: Hashable = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +160,7 @@ class _Lowering:
         self.made_by: dict[int, int] = {}
         self.waits: dict[int, tuple[int, ...]] = {}
         self.mesh = costed.resharder.mesh
+        self.at, self.num_made = 0, 0
         self.resharded = self._resharded()
         self.carried = self._carried()
 
@@ -176,6 +181,7 @@ class _Lowering:
 
     def op(self, i: int) -> None:
         """Lowers one op: to an argument's buffer, to nothing if it is fused with its readers, or to kernels."""
+        self.at, self.num_made = i, 0
         op = self.program.ops[i]
         if op.name == "input":
             self._argument(op)
@@ -401,7 +407,12 @@ class _Lowering:
         return self._buffer(self.buffers[pattern].num_bytes, Resident.TEMPORARIES, loops, False)
 
     def _buffer(self, num_bytes: float, resident: Resident, loops: Loops, is_argument: bool) -> int:
-        self.buffers.append(Buffer(num_bytes, resident, is_argument, loops))
+        repeats = self.program.ops[self.at].repeats
+        self.num_made += 1
+        alike = (
+            (self.folded.class_of[self.at], self.num_made, num_bytes) if self.program.is_shortened else None
+        )
+        self.buffers.append(Buffer(num_bytes, resident, is_argument, loops, None, repeats, alike))
         return len(self.buffers) - 1
 
     def _loops(self, i: int, op) -> Loops:

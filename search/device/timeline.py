@@ -6,13 +6,14 @@ one after another, collectives beside them, one at a time, and so do copies to t
 collective's or a copy's result waits for it.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 
 import numpy as np
 
 from search.device.lowering import Kernel, Loops, Lowered
 from search.problem.live_ranges import Resident
 from search.problem.memory_rows import Peak
+from search.problem.repeats import piled_up_from
 
 
 def peak(lowered: Lowered, order: Sequence[int]) -> Peak:
@@ -43,6 +44,11 @@ class Occupancy:
         self._workspace_bytes = np.array([kernel.workspace_bytes for kernel in kernels])
         overwritten = (sum(lowered.buffers[b].num_bytes for b in _in_place(kernel)) for kernel in kernels)
         self._in_place_bytes = np.array(list(overwritten), float)
+        alike: dict[Hashable, list[int]] = {}
+        for b, buffer in enumerate(lowered.buffers):
+            if buffer.alike is not None:
+                alike.setdefault(buffer.alike, []).append(b)
+        self._alike = [bs for bs in alike.values() if any(lowered.buffers[b].repeats > 1 for b in bs)]
 
     def _table(self, touched: Iterable[tuple[int, Sequence[int]]]) -> np.ndarray:
         kernels, buffers = self.lowered.kernels, self.lowered.buffers
@@ -62,23 +68,52 @@ class Occupancy:
         run = np.array([k if k >= 0 else ~k for k in order], np.int64)
         born, dies = self._stretches(np.array(order, np.int64) >= 0, run)
         there = np.flatnonzero(dies >= born)
-        at = np.stack([born[there], dies[there] + 1], axis=1).ravel()
-        changes = np.stack([self._num_bytes[there], -self._num_bytes[there]], axis=1).ravel()
+        buffer, others, start = self._likes(there, born, dies)
+        buffer, start = np.concatenate([there, buffer]), np.concatenate([born[there], start])
+        num_bytes = self._num_bytes[buffer] * np.concatenate([np.ones(len(there)), others])
+        at = np.stack([start, dies[buffer] + 1], axis=1).ravel()
+        changes = np.stack([num_bytes, -num_bytes], axis=1).ravel()
         held = np.cumsum(np.bincount(at, changes, len(run) + 1)[: len(run)])
         total = held + self._workspace_bytes[run] - self._in_place_bytes[run]
         where = int(np.argmax(total))
-        alive = np.flatnonzero((born <= where) & (where <= dies)).tolist()
-        return self._peak(float(total[where]), self.lowered.kernels[run[where]], alive)
+        alive = np.flatnonzero((start <= where) & (where <= dies[buffer]))
+        held_there = list(zip(buffer[alive].tolist(), num_bytes[alive].tolist(), strict=True))
+        return self._peak(float(total[where]), self.lowered.kernels[run[where]], held_there)
 
-    def _peak(self, num_bytes: float, kernel: Kernel, alive: Sequence[int]) -> Peak:
-        """What is alive while a kernel runs, by what it is."""
+    def _likes(
+        self, there: np.ndarray, born: np.ndarray, dies: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Buffers that stand for others that are there too (`search.problem.repeats`): which, for how many, and from where
+        on in the schedule."""
+        rows: list[tuple[int, int, int]] = []
+        is_there = set(there.tolist()) if self._alike else set[int]()
+        for bs in self._alike:
+            ordered = sorted((b for b in bs if b in is_there), key=lambda b: int(born[b]))
+            starts = piled_up_from(born[ordered].tolist(), dies[ordered].tolist()) or ()
+            rows += [
+                (b, self.lowered.buffers[b].repeats - 1, start)
+                for b, start in zip(ordered, starts, strict=False)
+                if start <= dies[b]
+            ]
+        buffer, others, start = np.array(rows, np.int64).reshape(-1, 3).T
+        return buffer, others, start
+
+    def _peak(self, num_bytes: float, kernel: Kernel, alive: Iterable[tuple[int, float]]) -> Peak:
+        """What is alive while a kernel runs, by what it is.
+
+        Args:
+          num_bytes: all together.
+          kernel: which runs.
+          alive: buffers, each with its bytes.
+        """
         residents, buffers = dict.fromkeys(Resident, 0.0), self.lowered.buffers
-        for b in alive:
+        alive = list(alive)
+        for b, held_bytes in alive:
             if b not in _in_place(kernel):
-                residents[buffers[b].resident] += buffers[b].num_bytes
+                residents[buffers[b].resident] += held_bytes
         residents[Resident.TEMPORARIES] += kernel.workspace_bytes
         there = tuple((r, num_bytes) for r, num_bytes in residents.items() if num_bytes > 0)
-        arrivals = tuple(arrival for b in alive if (arrival := buffers[b].arrival) is not None)
+        arrivals = tuple(arrival for b, _ in alive if (arrival := buffers[b].arrival) is not None)
         return Peak(num_bytes, kernel.position, there, arrivals)
 
     def _stretches(self, is_start: np.ndarray, run: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

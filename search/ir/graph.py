@@ -76,7 +76,7 @@ class Op:
     """One equation: a JAX primitive applied to values.
 
     `result_values` are the shapes and dtypes of `outputs`; `bodies` the inner graphs of control flow, by
-    parameter name.
+    parameter name; `repeats` says for how many ops alike it stands, in a step that was shortened.
     """
 
     primitive: Any
@@ -88,6 +88,7 @@ class Op:
     scope: str
     source_info: Any
     bodies: dict[str, tuple["Graph", ...]]
+    repeats: int = 1
 
     @property
     def name(self) -> str:
@@ -155,10 +156,22 @@ class Graph:
 
 @dataclass(frozen=True, slots=True)
 class Argument:
-    """One flat argument of the step: its pytree path and role."""
+    """One flat argument of the step: its pytree path and role, and in a step that was shortened the paths of those alike for
+    which it stands too."""
 
     name: str
     role: Role
+    alike: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The paths of all arguments for which it stands, its own first."""
+        return (self.name, *self.alike)
+
+    @property
+    def repeats(self) -> int:
+        """For how many it stands."""
+        return 1 + len(self.alike)
 
 
 @dataclass(frozen=True, eq=False)

@@ -222,7 +222,18 @@ class Microbatch:
         outputs = tuple(map(self.written.new, values))
         phase, source = in_loop(like).phase, like.source_info
         self.written.ops.append(
-            Op(_jax.optimization_barrier_p, {}, inputs, outputs, values, phase, like.scope, source, {})
+            Op(
+                _jax.optimization_barrier_p,
+                {},
+                inputs,
+                outputs,
+                values,
+                phase,
+                like.scope,
+                source,
+                {},
+                like.repeats,
+            )
         )
         return outputs
 

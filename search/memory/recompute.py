@@ -144,8 +144,10 @@ class _Rewriting:
         ties = (*self.debts.due(), *(() if arrived is None else (arrived,)))
         inputs = tuple(dict.fromkeys((*kept, *ties)))
         results = tuple(self.written.values[a] for a in inputs)
-        source = self.reader.source_info if self.reader else None
-        barrier = Op(_jax.optimization_barrier_p, {}, inputs, (), results, Phase.BACKWARD, "", source, {})
+        source, repeats = (self.reader.source_info, self.reader.repeats) if self.reader else (None, 1)
+        barrier = Op(
+            _jax.optimization_barrier_p, {}, inputs, (), results, Phase.BACKWARD, "", source, {}, repeats
+        )
         return copied(self.written, barrier, inputs)[: len(kept)]
 
     def _arrived(self) -> int | None:

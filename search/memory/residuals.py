@@ -321,10 +321,11 @@ class _Reader:
         return v if v is not None and self.fusion.is_stored(v) else None
 
     def _held_bytes(self, v: int) -> float:
-        """What an array takes on one device."""
+        """What an array takes on one device, with those for which it stands."""
         i, r = self.program.maker[v]
         port = self.costed.graph.ports[self.folded.class_of[i], r, True]
-        return self.program.values[v].num_bytes * float(self.costed.shares(port)[self.strategies[port.node]])
+        share = float(self.costed.shares(port)[self.strategies[port.node]])
+        return self.program.ops[i].repeats * self.program.values[v].num_bytes * share
 
     @cached_property
     def _value_at(self) -> dict[Place, int]:

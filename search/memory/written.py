@@ -76,6 +76,7 @@ class Written:
             phase=Phase.FORWARD if like is None else like.phase,
             source_info=None if like is None else like.source_info,
             scope=self._scope,
+            repeats=1 if like is None else like.repeats,
         )
 
     def together(self, operands: Sequence[int], like: Op) -> tuple[int, ...]:
@@ -84,6 +85,17 @@ class Written:
         outputs = tuple(map(self.new, results))
         barrier = _jax.optimization_barrier_p
         self.ops.append(
-            Op(barrier, {}, tuple(operands), outputs, results, like.phase, self._scope, like.source_info, {})
+            Op(
+                barrier,
+                {},
+                tuple(operands),
+                outputs,
+                results,
+                like.phase,
+                self._scope,
+                like.source_info,
+                {},
+                like.repeats,
+            )
         )
         return outputs

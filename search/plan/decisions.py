@@ -103,7 +103,8 @@ def _arguments(graph: StrategyGraph, op_class: int) -> tuple[str, ...]:
     if graph.folded.op(op_class).name != "input":
         return ()
     program = graph.folded.program
-    return tuple(program.step.arguments[program.ops[i].number].name for i in graph.folded.members[op_class])
+    arguments = (program.step.arguments[program.ops[i].number] for i in graph.folded.members[op_class])
+    return tuple(name for argument in arguments for name in argument.names)
 
 
 def _copy_name(of: str, phase: ReadPhase) -> str:
@@ -206,7 +207,7 @@ class DecisionCodec:
             kind = self._kind(node)
             if kind != "ops" or len(self.costed.strategies[node]) > 1:
                 tables[kind] |= dict.fromkeys(names, self.text(node, strategies[node]))
-        in_order = (a.name for a in self.costed.graph.folded.program.step.arguments)
+        in_order = (name for a in self.costed.graph.folded.program.step.arguments for name in a.names)
         arguments = {name: tables["arguments"][name] for name in in_order}
         return Decisions(self.mesh, arguments, tables["ops"], tables["copies"])
 

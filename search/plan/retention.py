@@ -7,8 +7,9 @@ where it is needed.
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import cached_property
+from itertools import accumulate
 
 from cost_model.errors import PlanError
 from search.ir.graph import Graph, Phase, Site, walk
@@ -22,6 +23,10 @@ _NO_RESULTS = ("input", "output", "enter", "slice")
 """Boundaries that stand for no result of an op."""
 
 
+class CoarseError(Exception):
+    """A plan recomputes some of the ops for which one stands in a step that was shortened, and keeps others."""
+
+
 class RetentionCodec:
     """The words of one folded program."""
 
@@ -31,35 +36,43 @@ class RetentionCodec:
     @cached_property
     def sites(self) -> dict[str, tuple[Site, ...]]:
         """By name: where the forward ops of a class stand, in program order."""
+        return {name: tuple(here) for name, here in self._numbers.items()}
+
+    @cached_property
+    def _numbers(self) -> dict[str, dict[Site, range]]:
+        """By name and site: which of the class's ops it is, or stands for."""
         seen: dict[str, int] = {}
         known: set[Site] = set()
-        found: dict[str, tuple[Site, ...]] = {}
+        found: dict[str, dict[Site, range]] = {}
         program = self._folded.program
         graphs: dict[Site, Graph] = dict(walk(program.step.graph))
         for members in self._folded.members:
             standing = [program.ops[i] for i in members if program.ops[i].phase is Phase.FORWARD]
-            fresh: list[Site] = [
-                op.site
+            fresh: dict[Site, int] = {
+                op.site: op.repeats
                 for op in standing
                 if not (op.is_boundary and op.name in _NO_RESULTS) and op.site not in known
-            ]
-            here = tuple(dict.fromkeys(fresh))
-            known.update(here)
-            if here:
-                index: int = here[0][-1]
-                first = graphs[here[0][:-1]].ops[index]
-                found[unique(f"{first.phase} {scoped_name(first, len(here) > 1)}", seen)] = here
+            }
+            known.update(fresh)
+            if fresh:
+                site = next(iter(fresh))
+                index: int = site[-1]
+                first = graphs[site[:-1]].ops[index]
+                ends = accumulate(fresh.values())
+                numbers = {s: range(end - n, end) for (s, n), end in zip(fresh.items(), ends, strict=True)}
+                found[unique(f"{first.phase} {scoped_name(first, len(fresh) > 1)}", seen)] = numbers
         return found
 
     def said(self, sites: Iterable[Site], waiting: Iterable[Site] = ()) -> dict[str, str]:
         """The decisions that recompute some sites, and keep what others make on the host."""
         asked = {"remat": set(sites), "offload": set(waiting)}
         said: dict[str, str] = {}
-        for name, here in self.sites.items():
+        for name, here in self._numbers.items():
+            count = sum(map(len, here.values()))
             for how, left in asked.items():
-                members = [n for n, site in enumerate(here) if site in left]
+                members = [n for site, numbers in here.items() if site in left for n in numbers]
                 if members:
-                    some = f" {_ranges(members)} of {len(here)}" if len(members) < len(here) else ""
+                    some = f" {_ranges(members)} of {count}" if len(members) < count else ""
                     said[name] = f"{said[name]}; {how}{some}" if name in said else f"{how}{some}"
                     left.difference_update(here)
         assert not any(asked.values()), f"no class has the sites {asked}"
@@ -70,25 +83,41 @@ class RetentionCodec:
 
         Raises:
           PlanError: a decision names no op of this step, or says something else than what to do with it.
+          CoarseError: it tells apart what one op stands for.
         """
         found: dict[str, set[Site]] = {"remat": set(), "offload": set()}
         for name, text in said.items():
-            if name not in self.sites:
+            if name not in self._numbers:
                 raise PlanError(f"{place}: retention {name!r} names no forward op of this step")
-            here = self.sites[name]
+            here = self._numbers[name]
+            count = sum(map(len, here.values()))
             for one in text.split("; "):
-                how, members = one.split(" ", 1)[0], _members(one, len(here))
+                how, members = one.split(" ", 1)[0], _members(one, count)
                 may_be = how == "remat" or all(
                     len(site) == 1 for site in here
                 )  # in a loop nothing is taken out of it
                 if members is None or not may_be:
                     raise PlanError(
                         f"{place}: retention {name!r} cannot be {text!r}. Say 'remat' or, of what is made outside of loops, "
-                        f"'offload', or which of them: 'remat 0-{len(here) - 1} of {len(here)}', both with '; ' in between, "
+                        f"'offload', or which of them: 'remat 0-{count - 1} of {count}', both with '; ' in between, "
                         "or leave it out to keep all"
                     )
-                found[how].update(here[n] for n in members)
+                found[how].update(_standing_for(members, here))
         return frozenset(found["remat"]), frozenset(found["offload"])
+
+
+def _standing_for(members: Collection[int], here: Mapping[Site, range]) -> Iterator[Site]:
+    """The sites that stand for some of a class's ops.
+
+    Raises:
+      CoarseError: one stands for others too.
+    """
+    wanted = set(members)
+    for site, numbers in here.items():
+        if not wanted.isdisjoint(numbers):
+            if not wanted.issuperset(numbers):
+                raise CoarseError
+            yield site
 
 
 def _ranges(members: list[int]) -> str:

@@ -138,7 +138,7 @@ class CostedGraph:
         folded = self.graph.folded
         gradients = [(k, r) for k, r in self.graph.combined if folded.op(k).phase is Phase.BACKWARD]
         values = folded.program.values
-        total = sum(len(folded.members[k]) * values[folded.op(k).results[r]].num_bytes for k, r in gradients)
+        total = sum(folded.sizes[k] * values[folded.op(k).results[r]].num_bytes for k, r in gradients)
         return float(min(COMBINED_BYTES, total))
 
     def _kept_matrix(self, port: Port, node: int) -> np.ndarray:

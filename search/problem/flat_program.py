@@ -23,12 +23,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
+from math import prod
 from typing import Any
 
 import numpy as np
 
 from search.ir.factors import Factor, Kind, Rule, rule_for
-from search.ir.graph import Atom, Graph, Op, Phase, Role, Site, Step, Value
+from search.ir.graph import Atom, Graph, Op, Phase, Role, Site, Step, Value, walk
 from search.ir.sharding import Place
 
 BARRIER = "optimization_barrier"
@@ -58,6 +59,7 @@ class FlatOp:
       operand_places: per operand, the place in the nested graph where it is read.
       result_places: per result, the places where it appears.
       after: values that must be there before, besides those that it reads, and the places where it waits for them.
+      repeats: for how many ops alike it stands in a step that was shortened; `count` is that of all together.
     """
 
     name: str
@@ -72,6 +74,7 @@ class FlatOp:
     operand_places: tuple[Place, ...]
     result_places: tuple[tuple[Place, ...], ...]
     after: tuple[tuple[int, Place], ...] = ()
+    repeats: int = 1
 
     @property
     def is_boundary(self) -> bool:
@@ -148,6 +151,11 @@ class FlatProgram:
         return uses
 
     @cached_property
+    def is_shortened(self) -> bool:
+        """Whether some of its ops stand for several."""
+        return any(op.repeats > 1 for op in self.ops)
+
+    @cached_property
     def in_place(self) -> frozenset[int]:
         """Values that are written over others: the new state over the old one, a loop's sum over that so far."""
         return frozenset(v for op in self.ops if op.name == "input" or op.is_accumulator for v in op.operands)
@@ -180,7 +188,44 @@ def flatten(step: Step) -> FlatProgram:
                     "output", (out,), result, (1,), 1, Phase.UPDATE, (i,), reads, [("output", (), i)]
                 )
             )
-    return FlatProgram(step, tuple(layer.values), tuple(layer.ops), inputs, tuple(layer.loops))
+    return FlatProgram(step, tuple(layer.values), _repeated(step, layer.ops), inputs, tuple(layer.loops))
+
+
+def _repeated(step: Step, ops: Sequence[FlatOp]) -> tuple[FlatOp, ...]:
+    """The ops of a step that was shortened, counted as often as those run for which they stand.
+
+    A boundary stands for as many as what it hands over. A value is handed over as often as it is made.
+    """
+    repeats = {
+        (*path, i): op.repeats
+        for path, graph in walk(step.graph)
+        for i, op in enumerate(graph.ops)
+        if op.repeats > 1
+    }
+    if not repeats and all(argument.repeats == 1 for argument in step.arguments):
+        return tuple(ops)
+    of_op = [_repeats_at(op, step, repeats) for op in ops]
+    made = {v: n for op, n in zip(ops, of_op, strict=True) for v in op.results}
+    for i, op in enumerate(ops):
+        if op.is_boundary and op.name not in ("input", "output"):
+            of_op[i] = max(of_op[i], *(made[v] for v in op.operands))
+            made |= dict.fromkeys(op.results, of_op[i])
+    return tuple(_standing_for(op, n, made) for op, n in zip(ops, of_op, strict=True))
+
+
+def _standing_for(op: FlatOp, repeats: int, made: Mapping[int, int]) -> FlatOp:
+    """An op that stands for so many, and reads values of which each stands for so many."""
+    counts = tuple(made[v] * count for v, count in zip(op.operands, op.operand_counts, strict=True))
+    return replace(op, count=repeats * op.count, operand_counts=counts, repeats=repeats)
+
+
+def _repeats_at(op: FlatOp, step: Step, repeats: Mapping[Site, int]) -> int:
+    """For how many ops one stands with all that it is in."""
+    if op.name == "input":
+        return step.arguments[op.number].repeats
+    if op.name == "output" or (op.is_boundary and not op.operands):
+        return 1
+    return prod(repeats.get(op.site[:end], 1) for end in range(1, len(op.site) + 1, 3))
 
 
 class _Flattening:

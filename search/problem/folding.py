@@ -79,6 +79,12 @@ class FoldedProgram:
         return tuple(sum(ops[i].count for i in m) for m in self.members)
 
     @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """How many ops each class stands for."""
+        ops = self.program.ops
+        return tuple(sum(ops[i].repeats for i in m) for m in self.members)
+
+    @cached_property
     def is_heavy(self) -> tuple[bool, ...]:
         """Whether a class contracts several operands (a matrix product, a convolution, a gather, a scatter), or is a kernel
         that somebody wrote."""
@@ -170,11 +176,20 @@ def _first_colors(program: FlatProgram, marks: Sequence[Any]) -> np.ndarray:
             name += repr(marks[op.number]) if marks else ""
         itemsizes = tuple([itemsize[v] for v in (*op.operands, *op.results)])
         rule = rules.of(op.rule)
-        key = (op.name, rule, op.phase.value, op.count, op.operand_counts, itemsizes, name)
+        counts = op.count // op.repeats, _counts_of_one(program, op)
+        key = (op.name, rule, op.phase.value, *counts, itemsizes, name)
         if key not in memo:
             memo[key] = zlib.crc32(repr((*key[:-1], re.sub(r"\d+", "*", name))).encode())
         colors[i] = memo[key]
     return _mix(colors)
+
+
+def _counts_of_one(program: FlatProgram, op: FlatOp) -> tuple[int, ...]:
+    """How often an op's operands are handed over, did none stand for several."""
+    if not program.is_shortened:
+        return op.operand_counts
+    makers = (program.ops[program.maker[v][0]] for v in op.operands)
+    return tuple(count // made.repeats for count, made in zip(op.operand_counts, makers, strict=True))
 
 
 def _itemsize(value: Value) -> int:

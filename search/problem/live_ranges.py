@@ -6,13 +6,16 @@ loop's sums where they are added up. A loop's operands live to its end; what it 
 is a stretch of the program over which a node's strategy costs bytes.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import Any
 
 from search.ir.graph import Role
 from search.problem.flat_program import FlatProgram, ReadPhase, read_phase
 from search.problem.folding import FoldedProgram
 from search.problem.fusion import Fusion, is_view
+from search.problem.repeats import piled_up_from
 from search.problem.strategies import CopySource
 from search.problem.strategy_graph import Port, StrategyGraph
 
@@ -105,7 +108,7 @@ class LiveRanges:
         found: list[LiveRange] = []
         for v in made:
             found += self._of_value(v) if self.fusion.is_stored(v) else self._copies_of_light(v)
-        return tuple(found)
+        return tuple(self._with_likes(found))
 
     def host_items(self) -> tuple[LiveRange, ...]:
         """Everything that is ever in the host's."""
@@ -113,7 +116,25 @@ class LiveRanges:
         for v in made:
             self._hold(v)
         stored = (v for v in made if self.fusion.is_stored(v) and not self._is_new_state(v))
-        return tuple(item for v in stored for item in self._of_value(v))
+        return tuple(self._with_likes([item for v in stored for item in self._of_value(v)]))
+
+    def _with_likes(self, items: Sequence[LiveRange]) -> Iterator[LiveRange]:
+        """Live ranges, with those of the arrays for which one stands (`search.problem.repeats`)."""
+        yield from items
+        alike: dict[Any, list[LiveRange]] = {}
+        for item in items:
+            alike.setdefault((self.folded.class_of[item.position], item.port, item.way), []).append(item)
+        for members in alike.values():
+            repeats = [self.program.ops[item.position].repeats for item in members]
+            if max(repeats) == 1:
+                continue
+            members, repeats = zip(
+                *sorted(zip(members, repeats, strict=True), key=lambda one: one[0].start), strict=True
+            )
+            others = piled_up_from([item.start for item in members], [item.end for item in members])
+            for item, num, start in zip(members, repeats, others or (), strict=others is not None):
+                if num > 1 and start <= item.end:
+                    yield replace(item, num_bytes=(num - 1) * item.num_bytes, start=start)
 
     def _is_new_state(self, v: int) -> bool:
         """Whether a value, or a view of it, is written over an argument."""

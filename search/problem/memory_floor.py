@@ -56,7 +56,8 @@ def _sums_bytes(memory: Memory, kept: Sequence[np.ndarray]) -> float:
         share = memory.costed.shares(graph.ports[op_class, 0, True])[kept[node]].min()
         for at in folded.members[op_class]:
             begins = min(start for start, _ in folded.program.loops if start > at)
-            total[begins] = total.get(begins, 0.0) + float(share) * folded.program.values[v].num_bytes
+            held_bytes = folded.program.ops[at].repeats * float(share) * folded.program.values[v].num_bytes
+            total[begins] = total.get(begins, 0.0) + held_bytes
     return max(total.values(), default=0.0)
 
 

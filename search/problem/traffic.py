@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
+from itertools import repeat
 
 import numpy as np
 
@@ -82,7 +83,7 @@ class Traffic:
     def _of(self, edge: ReshardEdge) -> Iterator[Ride]:
         folded, (op_class, result) = self.graph.folded, edge.maker
         program, members = folded.program, folded.members[op_class]
-        num_elements = edge.count * np.prod(edge.value.shape) / len(members)
+        num_elements = edge.count * np.prod(edge.value.shape) / folded.sizes[op_class]
         for made in members:
             readers = [
                 u for u in program.uses.get(program.ops[made].results[result], ()) if self._reads(edge, u)
@@ -92,7 +93,9 @@ class Traffic:
             window, first = min((self._windows.between(made, u), u) for u in readers)
             is_forward = read_phase(program.ops[first]) is ReadPhase.FORWARD
             is_counted = self._is_last(way, first) and edge.source.node < len(self.graph.groups)
-            yield Ride(way, is_forward, num_elements, window, is_counted)
+            yield from repeat(
+                Ride(way, is_forward, num_elements, window, is_counted), program.ops[made].repeats
+            )
 
     def _is_last(self, way: Way, reader: int) -> bool:
         """Whether what reads a value does not just hand it on, so that it counts there and nowhere else."""

@@ -10,8 +10,9 @@ way, a running total in whatever order it visits the leaves. It is understood wh
 neighbour, in the order in which they make it or read it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -43,8 +44,10 @@ class Likeness:
       result_block: the block of each result of the step: that of the state which it replaces, or of its maker.
     """
 
-    def __init__(self, step: Step, sharding: StepSharding, blocks: Blocks) -> None:
-        self.step, self.blocks, self.ops = step, blocks, step.graph.ops
+    def __init__(
+        self, step: Step, sharding: StepSharding, blocks: Blocks, marks: Sequence[Hashable] = ()
+    ) -> None:
+        self.step, self.blocks, self.ops, self._marks = step, blocks, step.graph.ops, marks
         self._maker = {v: (i, r) for i, op in enumerate(self.ops) for r, v in enumerate(op.outputs)}
         self._argument = {v: a for a, v in enumerate(step.graph.inputs)}
         self.members: dict[int, list[int]] = {b: [] for stack in blocks.stacks for b in stack}
@@ -130,6 +133,20 @@ class Likeness:
         op = self.ops[self.members[block][place]]
         return op.outputs[n] if what == "result" else op.inputs[n]
 
+    def arguments_of(self, block: int) -> dict[Slot, int]:
+        """A block's arguments by slot; those that it only writes, by that of what it writes over them."""
+        return self._arguments[block]
+
+    @cached_property
+    def _arguments(self) -> dict[int, dict[Slot, int]]:
+        found: dict[int, dict[Slot, int]] = {b: {} for b in self.members}
+        new = {a: v for v, a in zip(self.step.graph.outputs, self.step.replaces, strict=True)}
+        for a, b in enumerate(self.blocks.of_argument):
+            if b is not None:
+                slot = self._first_read[a] if a in self._first_read else self.slot_of(new[a])
+                found[b][slot] = a
+        return found
+
     def made_at(self, value: int) -> int:
         """The op that makes a value; -1 for what comes from outside."""
         return self._maker[value][0] if value in self._maker else -1
@@ -177,7 +194,8 @@ class Likeness:
         if value not in self._argument:
             return self._sharding.get(("result", self._maker.get(value)))
         a = self._argument[value]
-        return self._sharding.get(("input", a)), self.step.arguments[a].role, a in self.step.replaces
+        mark = self._marks[a] if self._marks else None
+        return self._sharding.get(("input", a)), self.step.arguments[a].role, a in self.step.replaces, mark
 
     # --- what passes from one to the next
 
