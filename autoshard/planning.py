@@ -20,7 +20,6 @@ from search.plan.pipeline_plan import PipelinePlan
 from search.plan.plan import Plan
 from search.plan.spmd_plan import SpmdPlan
 from search.problem.fingerprint import fingerprint
-from search.problem.flat_program import flatten
 
 LARGE_BYTES = 1 << 20
 LARGE_SHARE = 0.05
@@ -136,7 +135,7 @@ def arguments_of(step: Step, donate: str | Sequence[str] | None) -> frozenset[in
 
 def fingerprint_of(step: Step) -> str:
     """What plans for this computation are known by."""
-    return fingerprint(flatten(step))
+    return fingerprint(step)
 
 
 def cluster(plan: Plan | PipelinePlan | SpmdPlan, place: str) -> Cluster:

@@ -229,7 +229,7 @@ def _finished(
     )
     plan = Plan(
         step=step.name,
-        fingerprint=fingerprint(step_problem.plain.program if split is step else flatten(step)),
+        fingerprint=fingerprint(step),
         jax=jax.__version__,
         cluster=cluster.to_json(),
         options=_said(options),

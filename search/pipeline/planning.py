@@ -247,7 +247,7 @@ def _plan(step: Step, found: Proposal, memory_bytes: int, taken: _Stages) -> Pip
     sites = problem.sites
     return PipelinePlan(
         step.name,
-        fingerprint(flatten(step)),
+        fingerprint(step),
         jax.__version__,
         found.parts.cluster.to_json(),
         memory_bytes,

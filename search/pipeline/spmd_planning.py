@@ -119,7 +119,7 @@ def _pipeline(step: Step, found: SpmdProposal, memory_bytes: int) -> SpmdPipelin
     is_shared = prod(dealt.shape) > 1
     plan = SpmdPlan(
         step.name,
-        fingerprint(flatten(step)),
+        fingerprint(step),
         jax.__version__,
         found.parts.cluster.to_json(),
         memory_bytes,

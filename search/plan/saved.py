@@ -11,7 +11,6 @@ from cost_model.whole_file import write_whole
 from search.ir.graph import Step
 from search.plan.json_file import read_file
 from search.problem.fingerprint import fingerprint
-from search.problem.flat_program import flatten
 
 
 class SavedPlan(ABC):
@@ -59,7 +58,7 @@ class SavedPlan(ABC):
         Raises:
           PlanError: it was made for another one.
         """
-        if self.fingerprint != (own := fingerprint(flatten(step))):
+        if self.fingerprint != (own := fingerprint(step)):
             raise PlanError(
                 f"{place} was made for another step (its {self.step!r} has fingerprint {self.fingerprint}, this "
                 f"{step.name!r} has {own}). Search again for this one"

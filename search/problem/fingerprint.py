@@ -18,22 +18,23 @@ from typing import Any
 import numpy as np
 
 from search.ir.factors import Rule
-from search.ir.graph import Atom, Graph, Op, walk
-from search.problem.flat_program import FlatProgram
+from search.ir.graph import Atom, Graph, Op, Step, walk
 from search.problem.numbering import Numbering
+from search.problem.op_rules import OpRules
 
 _NUM_DIGITS = 16
 """64 bits: two of a million steps agree by chance once in thirty million times."""
 
 
-def fingerprint(program: FlatProgram) -> str:
+def fingerprint(step: Step) -> str:
     """16 hex digits: the same for the same traced step in every process (see the module)."""
-    step, graphs = program.step, list(walk(program.step.graph))
-    values, rules = [v for _, graph in graphs for v in graph.values], Numbering[Rule]()
+    graphs = list(walk(step.graph))
+    values = [v for _, graph in graphs for v in graph.values]
     types = dict.fromkeys((v.shape, v.dtype) for v in values)
     number = {type_: n for n, type_ in enumerate(types)}
     type_of = [number[v.shape, v.dtype] for v in values]
-    rule_of = [rules.of(op.rule) for op in program.ops]
+    known, rules = OpRules(), Numbering[Rule]()
+    rule_of = [rules.of(_rule(op, graph, known)) for _, graph in graphs for op in graph.ops if not op.bodies]
     said = [
         *((a.name, a.role.value) for a in step.arguments),
         *zip(step.results, step.replaces, strict=True),
@@ -44,6 +45,11 @@ def fingerprint(program: FlatProgram) -> str:
         rule_of,
     ]
     return hashlib.sha256("\n".join(map(repr, said)).encode()).hexdigest()[:_NUM_DIGITS]
+
+
+def _rule(op: Op, graph: Graph, known: OpRules) -> Rule:
+    is_read = tuple([isinstance(a, int) for a in op.inputs])
+    return known.of(op, tuple(map(graph.value, op.inputs)), is_read)
 
 
 def _graph(graph: Graph) -> tuple[Any, ...]:

@@ -18,7 +18,6 @@ A multi-operand identity (`optimization_barrier`) becomes one identity per opera
 for the others. A `while` loop's trip count is not known; it is taken as one.
 """
 
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -28,9 +27,10 @@ from typing import Any
 
 import numpy as np
 
-from search.ir.factors import Factor, Kind, Rule, rule_for
+from search.ir.factors import Factor, Kind, Rule
 from search.ir.graph import Atom, Graph, Op, Phase, Role, Site, Step, Value, walk
 from search.ir.sharding import Place
+from search.problem.op_rules import OpRules
 
 BARRIER = "optimization_barrier"
 
@@ -235,7 +235,7 @@ class _Flattening:
         self.values: list[Value] = []
         self.ops: list[Any] = []
         self.loops: list[tuple[int, int]] = []
-        self.rules: dict[Any, Rule] = {}
+        self.rules = OpRules()
         self.zeros: set[int] = set()
 
     def new_value(self, value: Value) -> int:
@@ -269,7 +269,7 @@ class _Flattening:
             return self._while(op, operands, count, site)
         if op.name == "cond":
             return self._cond(op, operands, count, site)
-        rule = self._rule(op, inputs, operands)
+        rule = self.rules.of(op, inputs, tuple([v is not None for v in operands]))
         results = tuple(self.new_value(v) for v in op.result_values)
         if op.name in ZEROS_STAY and all(map(self._is_zero, op.inputs, operands)):
             self.zeros.update(results)
@@ -286,21 +286,6 @@ class _Flattening:
 
     def _is_zero(self, atom: Atom, operand: int | None) -> bool:
         return not np.any(atom.val) if not isinstance(atom, int) else operand in self.zeros
-
-    def _rule(self, op: Op, inputs: tuple[Value, ...], operands: tuple[int | None, ...]) -> Rule:
-        """An op's factors, its literals left out; ops that look alike share one."""
-        is_read = tuple(v is not None for v in operands)
-        try:
-            key = (op.name, inputs, is_read, op.result_values, tuple(op.params.items()))
-            if key in self.rules:
-                return self.rules[key]
-        except TypeError:  # a parameter that cannot be hashed
-            key = None
-        rule = rule_for(op.name, inputs, op.result_values, op.params)
-        rule = replace(rule, operands=tuple(itertools.compress(rule.operands, is_read)))
-        if key is not None:
-            self.rules[key] = rule
-        return rule
 
     def append(self, name: str, operands: tuple, result: int, *details: Any) -> int:
         self.ops.append(self.boundary(name, operands, result, *details))

@@ -1,9 +1,9 @@
 """How long arrays are there of which one stands for many: in a step that was shortened, one of each of the blocks alike.
 
 Of the arrays that equal blocks make, some are gone before the next block but one makes its own: what a layer computes with,
-what it hands to the next one. However many blocks there are, such an array is there once. Others wait, for the backward phase
-or the update, and pile up: residuals, gradients, arguments. Which they are is seen where several of them stand in a row. Of
-those that pile up, the one that is there stands for all of its block's likes from when the next block makes its own.
+what it hands to the next one. However many blocks there are, such an array is there once. Others wait, for the backward
+phase or the update, and pile up: residuals, gradients, arguments. Which they are is seen where several of them stand in a
+row. Of those that pile up, the one that is there stands for all of its block's likes from when the next block makes its own.
 """
 
 from collections.abc import Sequence

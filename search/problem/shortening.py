@@ -1,10 +1,11 @@
-"""A step of few blocks that stands for one of many: what is searched does not grow with a model's depth.
+"""A step of few blocks that stands for one of many: a search does not grow with a model's depth.
 
-Of a stack of blocks alike (`search.problem.blocks`, `search.problem.likeness`) few are kept, each for a run of its likes that
-follow one another: its ops and arguments say how many they stand for, and costs count them as often. What is decided of them
-is decided of all. The first two blocks and the last two, and those unlike the rest, stand for themselves, as what is near the
-ends of a stack may be decided otherwise than what is within. There is more than one representative, so that something may be
-recomputed in some layers and kept in others, and so that memory has places to peak between the first layer and the last.
+Of a stack of blocks alike (`search.problem.blocks`, `search.problem.likeness`) few are kept, each for a run of its likes
+that follow one another: its ops and arguments say how many they stand for, and costs count them as often. What is decided of
+them is decided of all. The first two blocks and the last two, and those unlike the rest, stand for themselves, as what is
+near the ends of a stack may be decided otherwise than what is within. There is more than one representative, so that
+something may be recomputed in some layers and kept in others, and so that memory has places to peak between the first layer
+and the last.
 """
 
 from collections.abc import Hashable, Mapping, Sequence

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 from jax import lax
 
-from search.ir.factors import Factor, Kind
-from search.ir.graph import Phase, Role
+from search.ir.factors import Factor, Kind, rule_for
+from search.ir.graph import Phase, Role, Step
 from search.ir.trace import trace
+from search.problem import op_rules
 from search.problem.fingerprint import data, fingerprint
-from search.problem.flat_program import FlatProgram, flatten
 
 SQUARE = jax.ShapeDtypeStruct((8, 8), "float32")
 INTS = jax.ShapeDtypeStruct((8, 8), "int32")
@@ -25,7 +25,7 @@ IMAGE = jax.ShapeDtypeStruct((8, 8, 8, 8), "float32")
 
 
 def of(step, *args) -> str:
-    return fingerprint(flatten(trace(step, *args)))
+    return fingerprint(trace(step, *args))
 
 
 # --- what differs
@@ -124,25 +124,17 @@ def test_another_shape_or_type_has_another(other):
     assert of(lambda x: x + x, SQUARE) != of(lambda x: x + x, other)
 
 
-PROGRAM = flatten(trace(lambda w, x: (w + x @ w, {"loss": jnp.tanh(x).sum()}), SQUARE, SQUARE))
+STEP = trace(lambda w, x: (w + x @ w, {"loss": jnp.tanh(x).sum()}), SQUARE, SQUARE)
 
 
-def with_op(**changes) -> FlatProgram:
-    graph = PROGRAM.step.graph
-    ops = (replace(graph.ops[0], **changes), *graph.ops[1:])
-    return replace(PROGRAM, step=replace(PROGRAM.step, graph=replace(graph, ops=ops)))
+def with_op(**changes) -> Step:
+    ops = (replace(STEP.graph.ops[0], **changes), *STEP.graph.ops[1:])
+    return replace(STEP, graph=replace(STEP.graph, ops=ops))
 
 
-def with_argument(**changes) -> FlatProgram:
-    arguments = (replace(PROGRAM.step.arguments[0], **changes), *PROGRAM.step.arguments[1:])
-    return replace(PROGRAM, step=replace(PROGRAM.step, arguments=arguments))
-
-
-def with_rule(**changes) -> FlatProgram:
-    op = PROGRAM.ops[3]
-    return replace(
-        PROGRAM, ops=(*PROGRAM.ops[:3], replace(op, rule=replace(op.rule, **changes)), *PROGRAM.ops[4:])
-    )
+def with_argument(**changes) -> Step:
+    arguments = (replace(STEP.arguments[0], **changes), *STEP.arguments[1:])
+    return replace(STEP, arguments=arguments)
 
 
 @pytest.mark.parametrize(
@@ -150,16 +142,27 @@ def with_rule(**changes) -> FlatProgram:
     [
         with_argument(role=Role.OPTIMIZER_STATE),
         with_argument(name="v"),
-        replace(PROGRAM, step=replace(PROGRAM.step, results=("result[0]", "result[1]['cost']"))),
-        replace(PROGRAM, step=replace(PROGRAM.step, replaces=(1, None))),
+        replace(STEP, results=("result[0]", "result[1]['cost']")),
+        replace(STEP, replaces=(1, None)),
         with_op(phase=Phase.UPDATE),
         with_op(scope="encoder"),
-        with_rule(flops_per_point=7.0),
-        with_rule(factors=(Factor(8, Kind.UNSPLITTABLE), *PROGRAM.ops[3].rule.factors[1:])),
     ],
 )
 def test_all_that_decides_counts(other):
-    assert fingerprint(other) != fingerprint(PROGRAM)
+    assert fingerprint(other) != fingerprint(STEP)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        lambda rule: replace(rule, flops_per_point=7.0),
+        lambda rule: replace(rule, factors=(Factor(8, Kind.UNSPLITTABLE), *rule.factors[1:])),
+    ],
+)
+def test_so_do_the_factors_of_its_ops(changed, monkeypatch):
+    before = fingerprint(STEP)
+    monkeypatch.setattr(op_rules, "rule_for", lambda *op: changed(rule_for(*op)))
+    assert fingerprint(STEP) != before
 
 
 # --- what does not
