@@ -93,11 +93,11 @@ class SearchResult:
         """The same with the problem of the whole step, where a shorter one stood for it."""
         if not self.on_mesh.memory.costed.graph.folded.program.is_shortened:
             return self
-        place, decisions = "the plan", self.plan.decisions
+        place, shape = "the plan", tuple(self.plan.decisions.mesh.values())
         cluster = self.on_mesh.memory.costed.resharder.mesh.cluster
         step_problem = _step_problem(self.traced, self.plan, cluster, place)
-        on_mesh = step_problem.on(cluster, tuple(decisions.mesh.values()))
-        kept = on_mesh.codec.allowed(decisions, place)
+        on_mesh = step_problem.on(cluster, shape)
+        kept = _reconciled(on_mesh, _known(self.plan, on_mesh), place).kept
         chosen = on_mesh.solve(kept, NO_CAP, DEFAULT_TIME_LIMIT_S).labels
         return replace(self, on_mesh=on_mesh, chosen=chosen)
 
@@ -118,7 +118,7 @@ def find(
       InputError: the mesh or a pin does not suit the cluster or the step.
     """
     watch = Stopwatch(step.trace_s)
-    short = shortened(step, _told_apart(step, options))
+    short = shortened(step, _told_apart(step, _said(options)))
     watch.lap("graph")
     marks = _marks(short, options.pins or {})
     search = StepSearch(short, marks, cluster, options, progress, options.new_clock(), watch)
@@ -188,12 +188,22 @@ def _step_problem(step: Step, plan: Plan, cluster: Cluster, place: str) -> StepP
 
 def _short_problem(step: Step, plan: Plan, cluster: Cluster, place: str) -> StepProblem | None:
     """The same of a shorter step; None where none can stand for it, or a plan decides what that cannot tell apart."""
-    marks = _marks(step, plan.options.get("pin", {}))
-    short = shortened(step, list(zip(marks, apart(step, plan.decisions), strict=True)))
+    short = shortened(step, _told_apart(step, plan.options))
+    said = dict(zip((a.name for a in step.arguments), apart(step, plan.decisions), strict=True))
+    is_coarse = any(said[name] != said[a.name] for a in short.arguments for name in a.alike)
     try:
-        return None if short is step else _step_problem(short, plan, cluster, place)
+        return None if is_coarse or short is step else _step_problem(short, plan, cluster, place)
     except CoarseError:
         return None
+
+
+def _known(plan: Plan, on_mesh: MeshProblem) -> Plan:
+    """A plan without decisions that name nothing in a step's problem: near the ends of the whole stack ops may be grouped
+    otherwise than where few blocks stand for it."""
+    unknown = set(on_mesh.codec.unknown(plan.decisions))
+    ops = {name: said for name, said in plan.decisions.ops.items() if ("ops", name) not in unknown}
+    copies = {name: said for name, said in plan.decisions.copies.items() if ("copies", name) not in unknown}
+    return replace(plan, decisions=replace(plan.decisions, ops=ops, copies=copies))
 
 
 def _reconciled(on_mesh: MeshProblem, plan: Plan, place: str) -> Reconciled:
@@ -267,11 +277,12 @@ def _marks(step: Step, pins: Mapping[str, Any]) -> list[str]:
     return [str(pins.get(a.name, "")) for a in step.arguments]
 
 
-def _told_apart(step: Step, options: Options) -> list[Any]:
+def _told_apart(step: Step, options: Mapping[str, Any]) -> list[Any]:
     """Per argument, what keeps it from standing for others: its pin, or that it is named to rest on the host."""
-    named = options.offload if isinstance(options.offload, tuple) else ()
-    is_named = [any(a.name.startswith(name) for name in named) for a in step.arguments]
-    return list(zip(_marks(step, options.pins or {}), is_named, strict=True))
+    offload = options.get("offload", ())
+    named = () if isinstance(offload, str) else tuple(offload)
+    is_named = [a.name.startswith(named) for a in step.arguments]
+    return list(zip(_marks(step, options.get("pin", {})), is_named, strict=True))
 
 
 def _said(options: Options) -> dict[str, Any]:

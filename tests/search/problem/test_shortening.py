@@ -1,0 +1,167 @@
+"""A shortened step is as good as the whole: the same decisions, the same costs, the same memory."""
+
+import functools
+from collections import Counter
+from dataclasses import replace
+
+import jax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from cost_model.cluster import Cluster
+from cost_model.hardware import parse_cluster
+from search.ir.graph import Step
+from search.ir.trace import trace
+from search.mesh_problem import MeshProblem, StepProblem
+from search.plan.decisions import node_names
+from search.problem.flat_program import flatten
+from search.problem.shortening import NUM_REPRESENTATIVES, shortened
+from search.solver.clock import WorkClock
+from tests import zoo
+
+NUM_LAYERS = 16
+DEEP = {
+    "gpt_linen": {"num_layers": NUM_LAYERS},
+    "gpt_nnx_optimizer": {"num_layers": NUM_LAYERS},
+    "llama": {"num_layers": NUM_LAYERS},
+    "mixer": {"num_layers": NUM_LAYERS},
+    "moe": {"num_layers": NUM_LAYERS},
+    "resnet": {"blocks_per_stage": (NUM_LAYERS, 2)},
+    "t5": {"num_layers": NUM_LAYERS},
+    "vit": {"num_layers": NUM_LAYERS},
+}
+CLUSTER = parse_cluster("8xH100-80GB")
+
+
+@functools.cache
+def traced(model: str) -> Step:
+    case = zoo.MAKERS[model](**DEEP[model])
+    return trace(case.step, *case.abstract_args())
+
+
+def unmarked(step: Step) -> list[None]:
+    return [None] * len(step.arguments)
+
+
+@functools.cache
+def short(model: str) -> Step:
+    found = shortened(traced(model), unmarked(traced(model)))
+    assert len(found.graph.ops) < len(traced(model).graph.ops)
+    return found
+
+
+@functools.cache
+def problem(model: str, is_short: bool) -> StepProblem:
+    step = short(model) if is_short else traced(model)
+    return StepProblem.of(step, [""] * len(step.arguments), CLUSTER.device, clock=WorkClock())
+
+
+def on(model: str, is_short: bool, cluster: Cluster = CLUSTER) -> MeshProblem:
+    return problem(model, is_short).on(cluster, (2, 4))
+
+
+# --- what is kept
+
+
+@pytest.mark.parametrize("model", DEEP)
+def test_its_arguments_stand_for_all(model):
+    names = [name for a in short(model).arguments for name in a.names]
+    assert sorted(names) == sorted(a.name for a in traced(model).arguments)
+
+
+@pytest.mark.parametrize("model", DEEP)
+def test_its_arguments_stand_for_their_like(model):
+    step = traced(model)
+    types = {
+        a.name: (step.graph.values[v], a.role) for v, a in zip(step.graph.inputs, step.arguments, strict=True)
+    }
+    for argument in short(model).arguments:
+        assert {types[name] for name in argument.alike} <= {types[argument.name]}
+
+
+def test_the_first_two_blocks_and_the_last_two_stand_for_themselves():
+    found = Counter(op.repeats for op in short("vit").graph.ops if op.name == "dot_general")
+    of_a_block = sum(op.name == "dot_general" for op in traced("vit").graph.ops) // NUM_LAYERS
+    assert found[(NUM_LAYERS - 4) // NUM_REPRESENTATIVES] >= of_a_block * NUM_REPRESENTATIVES
+    assert found[1] >= 4 * of_a_block
+
+
+def test_a_step_of_few_blocks_stays_whole():
+    case = zoo.MAKERS["vit"](num_layers=NUM_REPRESENTATIVES + 4)
+    step = trace(case.step, *case.abstract_args())
+    assert shortened(step, unmarked(step)) is step
+
+
+def test_what_is_marked_stands_for_itself():
+    step = traced("vit")
+    marked = next(n for n, a in enumerate(step.arguments) if "block_7" in a.name and "kernel" in a.name)
+    found = shortened(step, [P("model") if n == marked else None for n in range(len(step.arguments))])
+    (there,) = (a for a in found.arguments if step.arguments[marked].name in a.names)
+    assert there.repeats == 1
+    assert any(a.repeats > 1 for a in found.arguments)
+
+
+# --- the same problem
+
+
+@pytest.mark.parametrize("model", DEEP)
+def test_as_many_ops_run(model):
+    one, other = (Counter[tuple[str, str]]() for _ in range(2))
+    for counted, is_short in ((one, True), (other, False)):
+        for op in problem(model, is_short).graph.folded.program.ops:
+            counted[op.name, op.phase] += op.count
+    assert one == other
+
+
+@pytest.mark.parametrize("model", DEEP)
+def test_the_same_decisions_under_the_same_names(model):
+    names = [[set(said) for said in node_names(problem(model, is_short).graph)] for is_short in (True, False)]
+    assert names[0] == names[1]
+
+
+@pytest.mark.parametrize("model", DEEP)
+def test_as_much_is_handed_over(model):
+    one, other = (problem(model, is_short).graph.edges for is_short in (True, False))
+    handed = [sum(edge.count * edge.value.num_bytes for edge in edges) for edges in (one, other)]
+    assert handed[0] == pytest.approx(handed[1], rel=0.01)
+
+
+@pytest.mark.parametrize("model", DEEP)
+def test_computation_and_communication_cost_the_same(model):
+    one, other = on(model, True), on(model, False)
+    chosen = other.solve(other.pinned({}), 1 << 62, 1.0).labels
+    costed = one.memory.costed, other.memory.costed
+    compute_s = [c.compute_s(chosen) for c in costed]
+    assert compute_s[0] == pytest.approx(compute_s[1], rel=0.01)
+    moved_s = [
+        sum(float(c.edge_seconds(e)[chosen[e.source.node], chosen[e.target.node]]) for e in c.graph.edges)
+        for c in costed
+    ]
+    assert moved_s[0] == pytest.approx(moved_s[1], rel=1e-6)
+    hidden_s = [p.hiding.hidden_s(chosen) for p in (one, other)]
+    assert hidden_s[0] == pytest.approx(hidden_s[1], rel=0.03)
+
+
+@pytest.mark.parametrize("model", DEEP)
+def test_a_device_holds_as_much(model):
+    one, other = on(model, True), on(model, False)
+    chosen = other.solve(other.pinned({}), 1 << 62, 1.0).labels
+    peaks = [p.predicted(chosen, 1e12).least for p in (one, other)]
+    assert peaks[0].num_bytes == pytest.approx(peaks[1].num_bytes, rel=0.02)
+    kinds = [dict(peak.residents) for peak in peaks]
+    for kind in kinds[1].keys() & {"parameters", "optimizer_state", "batch"}:
+        assert kinds[0][kind] == pytest.approx(kinds[1][kind], rel=1e-6)
+    in_order = [p.memory.peak(chosen).num_bytes for p in (one, other)]
+    assert in_order[0] == pytest.approx(in_order[1], rel=0.02)
+
+
+def test_a_step_that_was_not_shortened_counts_as_it_did():
+    program = flatten(traced("vit"))
+    assert {op.repeats for op in program.ops} == {1}
+    assert not program.is_shortened
+    ops = short("vit").graph.ops
+    again = replace(
+        short("vit"), graph=replace(short("vit").graph, ops=tuple(replace(op, repeats=1) for op in ops))
+    )
+    assert sum(op.count for op in flatten(again).ops) < sum(op.count for op in flatten(short("vit")).ops)
+    assert jax.tree.leaves(again.in_tree) == jax.tree.leaves(short("vit").in_tree)

@@ -1,0 +1,145 @@
+"""The plan of a shortened step is one of the whole step: it is told, executed, saved and edited as any other."""
+
+import functools
+import re
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from cost_model.hardware import parse_cluster
+from executors.jit import build
+from search import driver
+from search.driver import SearchResult
+from search.ir.graph import Step
+from search.ir.trace import trace
+from search.options import Options
+from search.plan.plan import Plan
+
+NUM_LAYERS = 16
+WIDTH = 2048
+BATCH = 4096
+H100S = parse_cluster("8xH100-80GB")
+PLENTY_BYTES = 60 << 30
+TIGHT_BYTES = 1100 << 20
+"""Less than what the plan without a cap holds: something is recomputed."""
+
+OPTIMIZER = optax.adam(1e-3)
+
+
+def train_step(state, x):
+    def loss_of(layers):
+        y = x
+        for layer in layers:
+            y = y + jnp.tanh(y @ layer["up"]) @ layer["down"]
+        return jnp.mean(y**2)
+
+    loss, grads = jax.value_and_grad(loss_of)(state["layers"])
+    updates, moments = OPTIMIZER.update(grads, state["moments"])
+    return {"layers": optax.apply_updates(state["layers"], updates), "moments": moments}, loss
+
+
+def state(width: int):
+    draws = np.random.default_rng(0)
+    layers = [
+        {name: draws.standard_normal((width, width), "float32") / width for name in ("up", "down")}
+        for _ in range(NUM_LAYERS)
+    ]
+    return {"layers": layers, "moments": OPTIMIZER.init(layers)}
+
+
+@functools.cache
+def stack(width: int = WIDTH, batch: int = BATCH) -> Step:
+    return trace(
+        train_step, jax.eval_shape(lambda: state(width)), jax.ShapeDtypeStruct((batch, width), "float32")
+    )
+
+
+@functools.cache
+def found(limit_bytes: int = PLENTY_BYTES) -> SearchResult:
+    result = driver.find(stack(), H100S, Options(limit_bytes, (2, 4)))
+    assert result.on_mesh.memory.costed.graph.folded.program.is_shortened
+    return result
+
+
+def test_the_plan_decides_every_argument():
+    assert list(found().plan.decisions.arguments) == [a.name for a in stack().arguments]
+
+
+@pytest.mark.parametrize("limit_bytes", [PLENTY_BYTES, TIGHT_BYTES])
+def test_the_whole_step_takes_it_as_it_is_and_as_long(limit_bytes):
+    result = found(limit_bytes)
+    whole = result.whole
+    assert len(whole.step.graph.ops) > len(result.on_mesh.memory.costed.graph.folded.program.step.graph.ops)
+    said = whole.on_mesh.codec.decisions(whole.chosen)
+    assert said.arguments == result.plan.decisions.arguments
+    cost_s = [one.on_mesh.problem.cost_s(one.chosen) for one in (result, whole)]
+    assert cost_s[0] == pytest.approx(cost_s[1], rel=0.01)
+    peaks = [one.on_mesh.predicted(one.chosen, limit_bytes).least.num_bytes for one in (result, whole)]
+    assert peaks[0] == pytest.approx(peaks[1], rel=0.03)
+
+
+def test_some_layers_recompute_and_others_do_not():
+    said = found(TIGHT_BYTES).plan.decisions.retention
+    assert said
+    assert found(TIGHT_BYTES).plan.estimates.recompute_s > 0
+    counts = {int(text.rsplit(" ", 1)[1]) for text in said.values() if " of " in text}
+    assert counts <= {NUM_LAYERS, NUM_LAYERS - 1}, "they are counted in the whole step"
+
+
+@pytest.mark.parametrize("limit_bytes", [PLENTY_BYTES, TIGHT_BYTES])
+def test_a_saved_plan_comes_back_as_it_was(limit_bytes):
+    plan = found(limit_bytes).plan
+    again = driver.apply(stack(), Plan.from_json(plan.to_json(), "plan.json"), H100S).plan
+    assert again.decisions == plan.decisions
+    assert again.estimates == plan.estimates
+    assert again.gap == plan.gap
+
+
+def test_an_edit_of_one_layer_holds_for_that_layer():
+    plan, name = found().plan, "state['layers'][7]['up']"
+    was = plan.decisions.arguments[name]
+    other = "P('model', 'data')" if was != "P('model', 'data')" else "P('data', 'model')"
+    text = plan.to_json()
+    text["decisions"]["arguments"][name] = other
+    edited = driver.apply(stack(), Plan.from_json(text, "plan.json"), H100S).plan
+    assert edited.decisions.arguments[name] == other
+    assert (
+        edited.decisions.arguments["state['layers'][9]['up']"]
+        == plan.decisions.arguments["state['layers'][9]['up']"]
+    )
+
+
+def test_what_one_layer_recomputes_alone_is_kept_elsewhere():
+    plan = found(TIGHT_BYTES).plan
+    name, text = next((n, t) for n, t in plan.decisions.retention.items() if t.startswith("remat"))
+    count = re.search(r"of (\d+)", text)
+    one = f"remat 5 of {count[1] if count else NUM_LAYERS}"
+    decisions = replace(plan.decisions, retention={name: one})
+    roomy = replace(plan, decisions=decisions, memory_bytes=PLENTY_BYTES)
+    assert driver.apply(stack(), roomy, H100S).plan.decisions.retention == {name: one}
+
+
+def test_a_pinned_layer_is_pinned():
+    name = "state['layers'][7]['up']"
+    options = Options(PLENTY_BYTES, (2, 4), pins={name: P(None, "data")})
+    plan = driver.find(stack(), H100S, options).plan
+    assert plan.decisions.arguments[name] == "P(None, 'data')"
+
+
+def test_a_run_gives_the_numbers_of_a_single_device():
+    width, batch = 64, 16
+    step = stack(width, batch)
+    result = driver.find(step, parse_cluster("8xCPU"), Options(PLENTY_BYTES, (2, 4)))
+    program = build(result.step, result.sharding, jax.devices())
+    x = np.random.default_rng(1).standard_normal((batch, width), "float32")
+    wanted_state, wanted_loss = jax.jit(train_step)(state(width), x)
+    placed = jax.tree.map(jax.device_put, (state(width), x), jax.tree.map(lambda s: s.sharding, program.args))
+    got_state, got_loss = program.fn(*placed)
+    np.testing.assert_allclose(got_loss, wanted_loss, rtol=1e-5)
+    for got, wanted in zip(jax.tree.leaves(got_state), jax.tree.leaves(wanted_state), strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-6)
