@@ -5,7 +5,7 @@ same way, with its decisions as the only strategies left.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -31,6 +31,7 @@ from search.plan.shardings import step_sharding
 from search.problem.fingerprint import fingerprint
 from search.problem.flat_program import flatten
 from search.problem.folding import fold
+from search.problem.likes import folded_like
 from search.problem.shortening import shortened
 from search.recomputation import NO_CAP
 from search.solver.branch_and_bound import NoFitError
@@ -46,18 +47,20 @@ class SearchResult:
 
     Attributes:
       plan: the plan.
-      traced: the step that it is for.
-      on_mesh: the problem that it solves: of that step, or of a shorter one that stands for it.
+      problem: the step that was searched, made ready.
+      on_mesh: the problem that it solves.
       chosen: a strategy for each node.
       bound_s: what the plan's gap is reckoned from, in seconds; -inf where nothing is proven.
+      traced: the step that is meant, where a shorter one stood for it.
       anew: names of decisions of a loaded plan that contradicted what was edited in it, and were made anew or fell away.
     """
 
     plan: Plan
-    traced: Step
+    problem: StepProblem
     on_mesh: MeshProblem
     chosen: Labels
     bound_s: float = -math.inf
+    traced: Step | None = None
     anew: tuple[str, ...] = ()
 
     def bounded(self, bound_s: float) -> "SearchResult":
@@ -77,7 +80,7 @@ class SearchResult:
     @property
     def step(self) -> Step:
         """What runs: the traced step, with what the plan recomputes."""
-        return self.whole.on_mesh.memory.costed.graph.folded.program.step
+        return self.whole.problem.step
 
     @property
     def sharding(self) -> StepSharding:
@@ -91,15 +94,18 @@ class SearchResult:
     @cached_property
     def whole(self) -> "SearchResult":
         """The same with the problem of the whole step, where a shorter one stood for it."""
-        if not self.on_mesh.memory.costed.graph.folded.program.is_shortened:
+        if self.traced is None:
             return self
-        place, shape = "the plan", tuple(self.plan.decisions.mesh.values())
-        cluster = self.on_mesh.memory.costed.resharder.mesh.cluster
-        step_problem = _step_problem(self.traced, self.plan, cluster, place)
-        on_mesh = step_problem.on(cluster, shape)
-        kept = _reconciled(on_mesh, _known(self.plan, on_mesh), place).kept
-        chosen = on_mesh.solve(kept, NO_CAP, DEFAULT_TIME_LIMIT_S).labels
-        return replace(self, on_mesh=on_mesh, chosen=chosen)
+        cluster, place = self.on_mesh.memory.costed.resharder.mesh.cluster, "the plan"
+        problem = _step_problem(self.traced, self.plan, cluster, place, self.problem)
+        on_mesh = problem.on(cluster, self.on_mesh.shape)
+        chosen = self.chosen
+        if (
+            on_mesh.codec.names != self.on_mesh.codec.names
+        ):  # ops near the ends of a stack that are grouped otherwise
+            kept = _reconciled(on_mesh, _known(self.plan, on_mesh), place).kept
+            chosen = on_mesh.solve(kept, NO_CAP, DEFAULT_TIME_LIMIT_S).labels
+        return replace(self, problem=problem, on_mesh=on_mesh, chosen=chosen, traced=None)
 
 
 def find(
@@ -119,10 +125,11 @@ def find(
     """
     watch = Stopwatch(step.trace_s)
     short = shortened(step, _told_apart(step, _said(options)))
+    searched, traced = (short.step, short.whole) if short else (step, None)
     watch.lap("graph")
-    marks = _marks(short, options.pins or {})
-    search = StepSearch(short, marks, cluster, options, progress, options.new_clock(), watch)
-    found = _finished(step, search.run(), cluster, options, search.shapes, watch)
+    marks = _marks(searched, options.pins or {})
+    search = StepSearch(searched, marks, cluster, options, progress, options.new_clock(), watch)
+    found = _finished(step, search.run(), cluster, options, search.shapes, watch, traced)
     return found.bounded(min(search.bounds_s.values()))
 
 
@@ -135,7 +142,7 @@ def apply(step: Step, plan: Plan, cluster: Cluster, place: str = "plan") -> Sear
     """
     watch = Stopwatch(step.trace_s)
     plan.check_is_for(step, place)
-    step_problem = _short_problem(step, plan, cluster, place) or _step_problem(step, plan, cluster, place)
+    step_problem, traced = _read(step, plan, cluster, place)
     watch.lap("graph")
     on_mesh = step_problem.on(cluster, tuple(plan.decisions.mesh.values()))
     decisions = _reconciled(on_mesh, plan, place)
@@ -149,7 +156,7 @@ def apply(step: Step, plan: Plan, cluster: Cluster, place: str = "plan") -> Sear
         ) from e
     watch.lap("solve")
     forced = Found(step_problem, on_mesh, solution.labels, plan.memory_bytes, device)
-    found = _finished(step, forced, cluster, Options(plan.memory_bytes), plan.meshes, watch)
+    found = _finished(step, forced, cluster, Options(plan.memory_bytes), plan.meshes, watch, traced)
     was_s, is_s = plan.estimates.step_s, found.plan.estimates.step_s
     gap = plan.gap if math.isclose(is_s, was_s, rel_tol=1e-6) else None
     found = replace(found, plan=replace(found.plan, options=plan.options, cluster=plan.cluster, gap=gap))
@@ -165,15 +172,41 @@ def choices(step: Step, plan: Plan, cluster: Cluster, name: str, place: str = "p
       PlanError: the plan is for another step, or decides nothing under this name.
     """
     plan.check_is_for(step, place)
-    on_mesh = _step_problem(step, plan, cluster, place).on(cluster, tuple(plan.decisions.mesh.values()))
+    step_problem, _ = _read(step, plan, cluster, place)
+    on_mesh = step_problem.on(cluster, tuple(plan.decisions.mesh.values()))
     return on_mesh.codec.choices(name, place)
 
 
-def _step_problem(step: Step, plan: Plan, cluster: Cluster, place: str) -> StepProblem:
-    """The step as a plan rewrites it, made ready."""
+def _read(step: Step, plan: Plan, cluster: Cluster, place: str) -> tuple[StepProblem, Step | None]:
+    """The step as a plan rewrites it, made ready, or one that stands for it; the whole one then.
+
+    Where a plan tells apart what one op stands for, the whole step is folded as the one that would stand for it.
+    """
+    short = shortened(step, _told_apart(step, plan.options))
+    if short is None:
+        return _step_problem(step, plan, cluster, place), None
+    said = dict(zip((a.name for a in step.arguments), apart(step, plan.decisions), strict=True))
+    try:
+        if all(said[name] == said[a.name] for a in short.step.arguments for name in a.alike):
+            return _step_problem(short.step, plan, cluster, place), short.whole
+    except CoarseError:
+        pass
+    marks = _marks(short.step, plan.options.get("pin", {}))
+    like = StepProblem.of(_in_microbatches(short.step, plan, place), marks, cluster.device, clock=WorkClock())
+    return _step_problem(short.whole, plan, cluster, place, like), None
+
+
+def _step_problem(
+    step: Step, plan: Plan, cluster: Cluster, place: str, like: StepProblem | None = None
+) -> StepProblem:
+    """The step as a plan rewrites it, made ready; folded like one that stands for it, if there is one."""
     marks = _marks(step, plan.options.get("pin", {}))
     split = _in_microbatches(step, plan, place)
-    sites, waiting = _retained(split, marks, plan, place)
+    sites = waiting = frozenset[Site]()
+    plain = folded_like(flatten(split), like.plain) if like else None
+    if said := plan.decisions.retention:
+        plain = plain or fold(flatten(split), marks)
+        sites, waiting = RetentionCodec(plain).read(said, place)
     on_host, decided = hosted(step, plan.decisions, place), apart(step, plan.decisions)
     shape = tuple(plan.decisions.mesh.values())
     if tuple(plan.decisions.mesh) != AXIS_NAMES.get(len(shape)):
@@ -183,18 +216,18 @@ def _step_problem(step: Step, plan: Plan, cluster: Cluster, place: str) -> StepP
             f"{place}: its mesh {format_mesh(shape)} has {plan.num_devices} devices, its cluster {cluster.name} has "
             f"{cluster.num_devices}. Give the axes sizes whose product is {cluster.num_devices}"
         )
-    return StepProblem.of(split, marks, cluster.device, sites, on_host, waiting, decided, clock=WorkClock())
-
-
-def _short_problem(step: Step, plan: Plan, cluster: Cluster, place: str) -> StepProblem | None:
-    """The same of a shorter step; None where none can stand for it, or a plan decides what that cannot tell apart."""
-    short = shortened(step, _told_apart(step, plan.options))
-    said = dict(zip((a.name for a in step.arguments), apart(step, plan.decisions), strict=True))
-    is_coarse = any(said[name] != said[a.name] for a in short.arguments for name in a.alike)
-    try:
-        return None if is_coarse or short is step else _step_problem(short, plan, cluster, place)
-    except CoarseError:
-        return None
+    return StepProblem.of(
+        split,
+        marks,
+        cluster.device,
+        sites,
+        on_host,
+        waiting,
+        decided,
+        known=plain,
+        clock=WorkClock(),
+        like=like.graph.folded if like else None,
+    )
 
 
 def _known(plan: Plan, on_mesh: MeshProblem) -> Plan:
@@ -227,6 +260,7 @@ def _finished(
     options: Options,
     meshes: tuple[tuple[int, ...], ...],
     watch: Stopwatch,
+    traced: Step | None,
 ) -> SearchResult:
     costed, step_problem = found.on_mesh.memory.costed, found.step_problem
     sites, waiting = step_problem.sites, step_problem.waiting
@@ -252,7 +286,7 @@ def _finished(
     )
     watch.lap("plan")
     plan = replace(plan, search_s=watch.seconds)
-    return SearchResult(plan, step, found.on_mesh, found.labels)
+    return SearchResult(plan, step_problem, found.on_mesh, found.labels, traced=traced)
 
 
 def _in_microbatches(step: Step, plan: Plan, place: str) -> Step:
@@ -261,15 +295,6 @@ def _in_microbatches(step: Step, plan: Plan, place: str) -> Step:
         return microbatched(step, plan.decisions.microbatches)
     except InputError as e:
         raise PlanError(f"{place}: decisions.microbatches: {e}") from e
-
-
-def _retained(
-    step: Step, marks: Sequence[str], plan: Plan, place: str
-) -> tuple[frozenset[Site], frozenset[Site]]:
-    """What a plan recomputes, and of which ops the results wait on the host."""
-    if not (said := plan.decisions.retention):
-        return frozenset(), frozenset()
-    return RetentionCodec(fold(flatten(step), marks)).read(said, place)
 
 
 def _marks(step: Step, pins: Mapping[str, Any]) -> list[str]:

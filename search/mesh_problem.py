@@ -27,6 +27,7 @@ from search.problem.flat_program import flatten
 from search.problem.folding import FoldedProgram, fold, separate
 from search.problem.fusion import Fusion, expensive_itemsize
 from search.problem.kernels import Kernels, kernels
+from search.problem.likes import folded_like
 from search.problem.live_ranges import LiveRange, LiveRanges
 from search.problem.memory_rows import Memory, Peak
 from search.problem.op_groups import op_groups
@@ -131,6 +132,7 @@ class StepProblem:
         decided: Sequence[Any] = (),
         known: FoldedProgram | None = None,
         clock: SearchClock = PROCESSOR,
+        like: FoldedProgram | None = None,
     ) -> "StepProblem":
         """Makes a step ready for a device.
 
@@ -144,10 +146,12 @@ class StepProblem:
           decided: per argument, what is decided of it: those that differ are taken apart, no op is.
           known: the step folded as it is, where that was done before.
           clock: by which searches for it go.
+          like: of the step that stands for it: it is folded as that.
         """
         residuals = frozenset(v for (i,) in waiting for v in step.graph.ops[i].outputs)
         rewritten = offloaded(recomputed(step, sites), hosted, residuals)
-        folded = fold(flatten(rewritten.step), marks)
+        program = flatten(rewritten.step)
+        folded = fold(program, marks) if like is None else folded_like(program, like)
         folded = separate(folded, decided) if decided else folded
         groups = op_groups(folded)
         fusion, graph = Fusion(folded, expensive_itemsize(device)), strategy_graph(folded, groups)

@@ -15,6 +15,7 @@ from functools import cached_property, partial
 from search.device.kernel_times import KernelTime, Times, of_collective
 from search.device.workspace import Workspaces
 from search.ir.sharding import ReshardStep, SharedPaths
+from search.problem import likes
 from search.problem.convolution_copies import CONVOLUTION, ConvolutionCopy
 from search.problem.costs import CostedGraph
 from search.problem.flat_program import FlatOp, ReadPhase, read_phase
@@ -161,6 +162,7 @@ class _Lowering:
         self.waits: dict[int, tuple[int, ...]] = {}
         self.mesh = costed.resharder.mesh
         self.at, self.num_made = 0, 0
+        self.places = likes.places(self.program) if self.program.is_shortened else ()
         self.resharded = self._resharded()
         self.carried = self._carried()
 
@@ -409,9 +411,8 @@ class _Lowering:
     def _buffer(self, num_bytes: float, resident: Resident, loops: Loops, is_argument: bool) -> int:
         repeats = self.program.ops[self.at].repeats
         self.num_made += 1
-        alike = (
-            (self.folded.class_of[self.at], self.num_made, num_bytes) if self.program.is_shortened else None
-        )
+        place = self.places[self.at] if self.places else None
+        alike = None if place is None else (place, self.num_made, num_bytes)
         self.buffers.append(Buffer(num_bytes, resident, is_argument, loops, None, repeats, alike))
         return len(self.buffers) - 1
 

@@ -9,7 +9,7 @@ Everything is frozen. `verify` is the specification: it is run after every pass 
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
@@ -71,12 +71,29 @@ Atom = int | Any
 """An op's operand: the number of a value, or a `jax.extend.core.Literal`."""
 
 
+@dataclass(frozen=True, slots=True)
+class Likes:
+    """Of an op in a step that was shortened, and in the whole one beside it: which ops are its like.
+
+    Attributes:
+      block: the repeated block that it is of, by number; -1 where it is of none.
+      place: what it shares with its likes in other blocks; None where it has none.
+      stand_in: which op of the whole step stands for it in the shortened one, by number.
+      repeats: for how many it stands.
+    """
+
+    block: int
+    place: Hashable
+    stand_in: int
+    repeats: int = 1
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Op:
     """One equation: a JAX primitive applied to values.
 
     `result_values` are the shapes and dtypes of `outputs`; `bodies` the inner graphs of control flow, by
-    parameter name; `repeats` says for how many ops alike it stands, in a step that was shortened.
+    parameter name; `likes` is known in a step that was shortened, and in the whole one beside it.
     """
 
     primitive: Any
@@ -88,7 +105,12 @@ class Op:
     scope: str
     source_info: Any
     bodies: dict[str, tuple["Graph", ...]]
-    repeats: int = 1
+    likes: Likes | None = None
+
+    @property
+    def repeats(self) -> int:
+        """For how many ops alike it stands."""
+        return 1 if self.likes is None else self.likes.repeats
 
     @property
     def name(self) -> str:
@@ -157,11 +179,12 @@ class Graph:
 @dataclass(frozen=True, slots=True)
 class Argument:
     """One flat argument of the step: its pytree path and role, and in a step that was shortened the paths of those alike for
-    which it stands too."""
+    which it stands too, and what it shares with its likes."""
 
     name: str
     role: Role
     alike: tuple[str, ...] = ()
+    place: Hashable = None
 
     @property
     def names(self) -> tuple[str, ...]:

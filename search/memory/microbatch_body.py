@@ -232,7 +232,7 @@ class Microbatch:
                 like.scope,
                 source,
                 {},
-                like.repeats,
+                like.likes,
             )
         )
         return outputs

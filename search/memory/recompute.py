@@ -144,9 +144,9 @@ class _Rewriting:
         ties = (*self.debts.due(), *(() if arrived is None else (arrived,)))
         inputs = tuple(dict.fromkeys((*kept, *ties)))
         results = tuple(self.written.values[a] for a in inputs)
-        source, repeats = (self.reader.source_info, self.reader.repeats) if self.reader else (None, 1)
+        source, likes = (self.reader.source_info, self.reader.likes) if self.reader else (None, None)
         barrier = Op(
-            _jax.optimization_barrier_p, {}, inputs, (), results, Phase.BACKWARD, "", source, {}, repeats
+            _jax.optimization_barrier_p, {}, inputs, (), results, Phase.BACKWARD, "", source, {}, likes
         )
         return copied(self.written, barrier, inputs)[: len(kept)]
 

@@ -76,7 +76,7 @@ class Written:
             phase=Phase.FORWARD if like is None else like.phase,
             source_info=None if like is None else like.source_info,
             scope=self._scope,
-            repeats=1 if like is None else like.repeats,
+            likes=None if like is None else like.likes,
         )
 
     def together(self, operands: Sequence[int], like: Op) -> tuple[int, ...]:
@@ -95,7 +95,7 @@ class Written:
                 self._scope,
                 like.source_info,
                 {},
-                like.repeats,
+                like.likes,
             )
         )
         return outputs

@@ -132,6 +132,11 @@ def fold(program: FlatProgram, marks: Sequence[Any] = ()) -> FoldedProgram:
     return _folded(program, tuple(map(tuple, groups.values())), tuple(range(len(groups))))
 
 
+def partitioned(program: FlatProgram, members: tuple[tuple[int, ...], ...]) -> FoldedProgram:
+    """A program folded into given classes."""
+    return _folded(program, members, tuple(range(len(members))))
+
+
 def separate(folded: FoldedProgram, marks: Sequence[Any]) -> FoldedProgram:
     """Takes apart the arguments of a class that are marked differently; all else stays folded as it is."""
     parts: dict[tuple[int, Any], list[int]] = {}

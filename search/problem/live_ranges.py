@@ -6,12 +6,13 @@ loop's sums where they are added up. A loop's operands live to its end; what it 
 is a stretch of the program over which a node's strategy costs bytes.
 """
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Any
 
 from search.ir.graph import Role
+from search.problem import likes
 from search.problem.flat_program import FlatProgram, ReadPhase, read_phase
 from search.problem.folding import FoldedProgram
 from search.problem.fusion import Fusion, is_view
@@ -121,9 +122,15 @@ class LiveRanges:
     def _with_likes(self, items: Sequence[LiveRange]) -> Iterator[LiveRange]:
         """Live ranges, with those of the arrays for which one stands (`search.problem.repeats`)."""
         yield from items
-        alike: dict[Any, list[LiveRange]] = {}
+        if not self.program.is_shortened:
+            return
+        places, seen = likes.places(self.program), Counter[Hashable]()
+        alike: dict[Hashable, list[LiveRange]] = {}
         for item in items:
-            alike.setdefault((self.folded.class_of[item.position], item.port, item.way), []).append(item)
+            copy = self.graph.copy_at(item.port.node)
+            what = item.position, copy and copy.phase, item.way, item.num_bytes
+            seen[what] += 1
+            alike.setdefault((places[item.position], *what[1:], seen[what]), []).append(item)
         for members in alike.values():
             repeats = [self.program.ops[item.position].repeats for item in members]
             if max(repeats) == 1:

@@ -9,10 +9,10 @@ and the last.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import chain, pairwise
 
-from search.ir.graph import Op, Step
+from search.ir.graph import Likes, Op, Step
 from search.ir.sharding import StepSharding
 from search.problem.blocks import find_blocks
 from search.problem.cut import Cut
@@ -24,17 +24,30 @@ NUM_REPRESENTATIVES = 4
 MIN_SAVED = 4
 """Blocks left out of a stack, at the least, for it to be shortened. Source: a choice of ours."""
 
+MIN_BLOCKS = NUM_REPRESENTATIVES + MIN_SAVED + 4
+"""Of a stack, at the least, for that: those at its ends stand for themselves."""
+
 _NOTHING_SAID = StepSharding((), (), {}, {})
 
 
-def shortened(step: Step, marks: Sequence[Hashable]) -> Step:
-    """A step that stands for a deeper one; the same one where nothing can be left out.
+@dataclass(frozen=True, slots=True, eq=False)
+class Shortened:
+    """A step of few blocks, and the whole one that it stands for, whose ops say which stands for them."""
+
+    step: Step
+    whole: Step
+
+
+def shortened(step: Step, marks: Sequence[Hashable]) -> Shortened | None:
+    """A step that stands for a deeper one; None where nothing can be left out.
 
     Args:
       step: the traced step.
       marks: per argument, what keeps it apart from others.
     """
     blocks = find_blocks(step)
+    if all(len(stack) < MIN_BLOCKS for stack in blocks.stacks):
+        return None
     likeness = Likeness(step, _NOTHING_SAID, blocks, marks)
     groups = [likeness.alike(stack) for stack in blocks.stacks]
     runs = [
@@ -44,11 +57,13 @@ def shortened(step: Step, marks: Sequence[Hashable]) -> Step:
     ]
     gone = {b for _, *others in runs for b in others}
     if not gone:
-        return step
+        return None
     try:
-        return Cut(_repeating(step, likeness, runs), _NOTHING_SAID, likeness, groups).without(gone)[0]
+        whole = _labelled(step, likeness, groups, runs)
+        cut = Cut(_repeating(whole, likeness, runs), _NOTHING_SAID, likeness, groups)
+        return Shortened(cut.without(gone)[0], whole)
     except UnlikeError:
-        return step
+        return None
 
 
 def _runs(alike: Sequence[int]) -> list[Sequence[int]]:
@@ -58,6 +73,24 @@ def _runs(alike: Sequence[int]) -> list[Sequence[int]]:
         return []
     ends = [len(within) * n // NUM_REPRESENTATIVES for n in range(NUM_REPRESENTATIVES + 1)]
     return [within[start:end] for start, end in pairwise(ends)]
+
+
+def _labelled(
+    step: Step, likeness: Likeness, groups: Sequence[Sequence[int]], runs: Sequence[Sequence[int]]
+) -> Step:
+    """The step with its ops and arguments saying who their likes are."""
+    likes = [Likes(-1 if b is None else b, None, i) for i, b in enumerate(likeness.blocks.of_op)]
+    stand_in = {block: run[0] for run in runs for block in run}
+    places: dict[int, Hashable] = {}
+    for n, group in enumerate(groups):
+        for block in group:
+            members = likeness.members[block], likeness.members[stand_in.get(block, block)]
+            for place, (i, stands) in enumerate(zip(*members, strict=True)):
+                likes[i] = Likes(block, (n, place), stands)
+            places |= {a: (n, slot) for slot, a in likeness.arguments_of(block).items()}
+    ops = tuple(replace(op, likes=like) for op, like in zip(step.graph.ops, likes, strict=True))
+    arguments = tuple(replace(a, place=places.get(n)) for n, a in enumerate(step.arguments))
+    return replace(step, graph=replace(step.graph, ops=ops), arguments=arguments)
 
 
 def _repeating(step: Step, likeness: Likeness, runs: Sequence[Sequence[int]]) -> Step:
@@ -70,7 +103,8 @@ def _repeating(step: Step, likeness: Likeness, runs: Sequence[Sequence[int]]) ->
 
 
 def _repeated(op: Op, repeats: int) -> Op:
-    return replace(op, repeats=repeats) if repeats > 1 else op
+    assert op.likes is not None
+    return replace(op, likes=replace(op.likes, repeats=repeats)) if repeats > 1 else op
 
 
 def _alike_arguments(step: Step, likeness: Likeness, run: Sequence[int]) -> Mapping[int, tuple[str, ...]]:

@@ -113,6 +113,10 @@ class StrategyGraph:
         """Clusters and copies."""
         return len(self.groups) + len(self.copies)
 
+    def copy_at(self, node: int) -> Copy | None:
+        """The copy that a node is, if it is one."""
+        return self.copies[node - len(self.groups)] if node >= len(self.groups) else None
+
     def extents(self, port: Port) -> tuple[int, ...]:
         """Of the dimensions of the value at a port, as far as they can be split."""
         if port.node >= len(self.groups):

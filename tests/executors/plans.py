@@ -111,7 +111,7 @@ def _result(step_problem: StepProblem, on_mesh: MeshProblem, chosen: Sequence[in
         estimates=estimate(on_mesh.memory.costed, chosen, on_mesh.predicted(chosen, PLENTY_BYTES)),
         gap=None,
     )
-    return SearchResult(plan, step_problem.step, on_mesh, tuple(chosen))
+    return SearchResult(plan, step_problem, on_mesh, tuple(chosen))
 
 
 def cluster(mesh: tuple[int, ...]) -> Cluster:

@@ -1,0 +1,70 @@
+"""Which ops of a flat program are alike, where its step was shortened or stands beside one that was.
+
+A pass that rewrites a step hands on what its ops say of their likes (`search.ir.graph.Likes`) to all that it makes of them.
+So the ops of two flat programs correspond, of a whole step and of the one that stands for it, rewritten alike: what they
+were made of does, and so do their primitives and phases, and which of several such they are in their block.
+"""
+
+from collections import Counter
+from collections.abc import Hashable, Iterator, Mapping
+
+from search.ir.graph import Likes, Site, walk
+from search.problem.flat_program import FlatOp, FlatProgram
+from search.problem.folding import FoldedProgram, fold, partitioned
+
+
+def places(program: FlatProgram) -> tuple[Hashable, ...]:
+    """Per op, what it shares with its likes in other blocks; None where it has none."""
+    arguments = program.step.arguments
+    return tuple(
+        arguments[op.number].place
+        if op.name == "input"
+        else (None if likes is None or likes.place is None else (likes.place, what))
+        for op, likes, what in _described(program)
+    )
+
+
+def folded_like(program: FlatProgram, short: FoldedProgram) -> FoldedProgram:
+    """A whole step's program folded as that of the one which stands for it; what has no like there, in its own way."""
+    of_argument = {name: a.name for a in short.program.step.arguments for name in a.names}
+    class_of = dict(zip(_stand_ins(short.program, of_argument), short.class_of, strict=True))
+    own = fold(program).class_of
+    classes: dict[tuple[bool, int], list[int]] = {}
+    for at, stands in enumerate(_stand_ins(program, of_argument)):
+        key = (False, class_of[stands]) if stands in class_of else (True, own[at])
+        classes.setdefault(key, []).append(at)
+    return partitioned(program, tuple(tuple(classes[key]) for key in sorted(classes)))
+
+
+def _stand_ins(program: FlatProgram, of_argument: Mapping[str, str]) -> list[Hashable]:
+    """Per op, what it is called in all programs, where what it stands for, or what stands for it, is called the same."""
+    arguments, results = program.step.arguments, program.step.results
+    seen = Counter[Hashable]()
+    found: list[Hashable] = []
+    for op, likes, what in _described(program):
+        if op.name == "input":
+            found.append(("input", of_argument[arguments[op.number].name]))
+        elif op.name == "output":
+            found.append(("output", results[op.number]))
+        else:
+            block, stand_in = (-1, None) if likes is None else (likes.block, likes.stand_in)
+            seen[block, stand_in, what] += 1
+            found.append((stand_in, what, seen[block, stand_in, what]))
+    return found
+
+
+def _described(program: FlatProgram) -> Iterator[tuple[FlatOp, Likes | None, Hashable]]:
+    """Each op with what is known of its likes, and what it is beside them."""
+    known: Mapping[Site, Likes] = {
+        (*path, i): op.likes
+        for path, graph in walk(program.step.graph)
+        for i, op in enumerate(graph.ops)
+        if op.likes is not None
+    }
+    for op in program.ops:
+        is_constant = op.is_boundary and not op.operands
+        ends = () if is_constant else range(1, len(op.site) + 1, 3)
+        end = next((end for end in reversed(ends) if op.site[:end] in known), 0)
+        read = op.operand_places[0][2] if op.operand_places else None
+        rest = op.site[end:] if end else ()
+        yield op, known.get(op.site[:end]), (rest, op.name, op.phase, read)
