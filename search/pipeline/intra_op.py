@@ -71,22 +71,12 @@ class IntraOp:
           place: where the step has it; None if it does not.
           value: its type.
         """
-        flat, whole = self._flat.get(place), (WHOLE,) * len(self.mesh_shape)
+        values, whole = self.step_problem.graph.folded.program.value_at, (WHOLE,) * len(self.mesh_shape)
+        flat = None if place is None else values.get(place)
         if flat is None or not value.shape:
             return whole
         spec = tuple(WHOLE if d == PARTIAL else d for d in self.paths.resting(flat))
         return spec if divides(spec, value.shape, self.mesh_shape) else whole
-
-    @cached_property
-    def _flat(self) -> dict[Place | None, int]:
-        """By place in the step, the value of the flat program that appears there."""
-        ops = self.step_problem.graph.folded.program.ops
-        return {
-            place: v
-            for op in ops
-            for v, places in zip(op.results, op.result_places, strict=True)
-            for place in places
-        }
 
     @cached_property
     def device(self) -> Prediction:
