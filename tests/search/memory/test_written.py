@@ -46,8 +46,8 @@ def test_alike_partial_functions_are_traced_once():
 
 @pytest.mark.parametrize("operands", [(0,), (1,)])
 def test_operands_of_another_type_are_traced_anew(operands):
-    wide = Value.of(jax.core.ShapedArray((4,), np.dtype(np.float64)))
-    written = Written((ROW, wide))
+    narrow = Value.of(jax.core.ShapedArray((4,), np.dtype(np.float16)))
+    written = Written((ROW, narrow))
     written.write(partial(shifted, by=1), (0,), None)
     made = written.write(partial(shifted, by=1), operands, None)
     assert isinstance(made, int)
