@@ -7,9 +7,10 @@ using Megatron-LM", table 1: sequences of 2048, a vocabulary of 51,200, nodes of
 and Adam's moments are float32, layers compute in bfloat16 (the paper: float16, with a float32 copy of parameters).
 
 *Searched* is what `autoshard.search` finds where nothing is asked for: one program, or a pipeline. *Published* has the
-paper's degrees of tensor, pipeline and data parallelism forced, as a mesh or as stages of a mesh; microbatches, and what is
-recomputed, are the best that are found, as the paper says neither. Its pipelines run in the interleaved schedule, as the
-paper says, of two stages on each worker; where 1F1B with one stage on each is faster or fits alone, that stands there.
+paper's degrees of tensor, pipeline and data parallelism forced, as a mesh or as stages of a mesh, and the microbatches of
+its scripts (Megatron-LM, `examples/sc21/run_table_1.sh`), or of one program others where nothing is found that fits with
+those. What is recomputed is the best that is found; the scripts recompute all. Pipelines run 1F1B with one stage on each
+worker, or interleaved with two, whichever is faster or fits: the scripts have one in two cases, two in two and three in two.
 
 MFU are the model's FLOPs (6 per parameter and token, and attention's; recomputation does not count) of the peak. The paper
 counts those of recomputation, a third more. *Measured* is the time that follows from the FLOP/s that it reports.
@@ -20,7 +21,7 @@ The table may be made in pieces: rows that stand in the file `--out` are not mad
 import argparse
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from time import process_time
 
@@ -60,6 +61,7 @@ class Model:
       stages: of the pipeline.
       devices: GPUs.
       batch: examples.
+      microbatch: of them, what a replica takes at a time. Source: the script.
       achieved: teraFLOP/s of a GPU, recomputation included.
     """
 
@@ -70,6 +72,7 @@ class Model:
     stages: int
     devices: int
     batch: int
+    microbatch: int
     achieved: float
 
     @property
@@ -89,6 +92,11 @@ class Model:
     def mesh(self) -> tuple[int, int]:
         """Of a stage: replicas, and the devices of each."""
         return self.devices // (self.tensor * self.stages), self.tensor
+
+    @property
+    def microbatches(self) -> int:
+        """That a replica takes one after the other."""
+        return self.batch // (self.mesh[0] * self.microbatch)
 
     @property
     def published(self) -> str:
@@ -112,16 +120,16 @@ class Model:
 
 
 MODELS = {
-    "1.7": Model(24, 2304, 24, 1, 1, 32, 512, 137),
-    "3.6": Model(30, 3072, 32, 2, 1, 64, 512, 138),
-    "7.5": Model(36, 4096, 32, 4, 1, 128, 512, 142),
-    "18.4": Model(40, 6144, 48, 8, 1, 256, 1024, 135),
-    "39.1": Model(48, 8192, 64, 8, 2, 512, 1536, 138),
-    "76.1": Model(60, 10240, 80, 8, 4, 1024, 1792, 140),
-    "145.6": Model(80, 12288, 96, 8, 8, 1536, 2304, 148),
-    "310.1": Model(96, 16384, 128, 8, 16, 1920, 2160, 155),
-    "529.6": Model(105, 20480, 128, 8, 35, 2520, 2520, 163),
-    "1008": Model(128, 25600, 160, 8, 64, 3072, 3072, 163),
+    "1.7": Model(24, 2304, 24, 1, 1, 32, 512, 16, 137),
+    "3.6": Model(30, 3072, 32, 2, 1, 64, 512, 16, 138),
+    "7.5": Model(36, 4096, 32, 4, 1, 128, 512, 16, 142),
+    "18.4": Model(40, 6144, 48, 8, 1, 256, 1024, 8, 135),
+    "39.1": Model(48, 8192, 64, 8, 2, 512, 1536, 4, 138),
+    "76.1": Model(60, 10240, 80, 8, 4, 1024, 1792, 2, 140),
+    "145.6": Model(80, 12288, 96, 8, 8, 1536, 2304, 2, 148),
+    "310.1": Model(96, 16384, 128, 8, 16, 1920, 2160, 1, 155),
+    "529.6": Model(105, 20480, 128, 8, 35, 2520, 2520, 1, 163),
+    "1008": Model(128, 25600, 160, 8, 64, 3072, 3072, 1, 163),
 }
 """By billions of parameters."""
 
@@ -145,11 +153,16 @@ def published(step: Step, cluster: Cluster, model: Model) -> Plan | PipelinePlan
     Raises:
       InfeasibleError: none fits.
     """
-    asked = Asked(mesh=model.mesh)
-    if model.stages == 1:
-        return planning.find(step, cluster, planning.options(step, cluster, asked)).plan
-    found: list[PipelinePlan] = []
+    asked = Asked(mesh=model.mesh, microbatches=model.microbatches)
     refused = InfeasibleError()
+    if model.stages == 1:
+        for each in (asked, replace(asked, microbatches=None)):
+            try:
+                return planning.find(step, cluster, planning.options(step, cluster, each)).plan
+            except InfeasibleError as e:
+                refused = e
+        raise refused
+    found: list[PipelinePlan] = []
     for stages in (Stages(2 * model.stages, INTERLEAVED), Stages(model.stages, "1f1b")):
         try:
             found.append(pipelines.searched(step, cluster, stages, asked).plan)

@@ -6,7 +6,7 @@ neither it guesses, and launches it leaves out of account. What it takes each ke
 """
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -78,7 +78,7 @@ class Times:
         if i not in self.costed.kernels.of_op:  # it only hands arrays on
             return apart
         kernel, share = self.costed.kernels.of_op[i]
-        return replace(apart, seconds=share * self._fused_s(kernel))
+        return KernelTime(share * self._fused_s(kernel), apart.scheduled_s, apart.apart_s)
 
     def _fused_s(self, kernel: FusedKernel) -> float:
         if kernel not in self._fused:

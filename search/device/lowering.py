@@ -168,15 +168,10 @@ class _Lowering:
 
     def _resharded(self) -> frozenset[int]:
         """Values that a collective reads, so that they are arrays whoever makes them."""
-        travels: dict[int, bool] = {}
         found = set[int]()
-        for i, (op, dependencies) in enumerate(zip(self.program.ops, self.folded.dependency_of, strict=True)):
-            for operand, (v, alike) in enumerate(zip(op.operands, dependencies, strict=True)):
-                if alike not in travels:
-                    path = self.paths.to_reader(i, operand).path
-                    travels[alike] = any(s.kind != SLICE for s in path)
-                if travels[alike]:
-                    found.add(v)
+        for (i, operand), values in self.folded.values_read:
+            if any(s.kind != SLICE for s in self.paths.to_reader(i, operand).path):
+                found |= values
         return frozenset(found)
 
     # --- kernels

@@ -25,26 +25,38 @@ def merged(lowered: Lowered) -> Lowered:
     order: list[list[int]] = []
     nests: dict[Hashable, int] = {}
     nest_of = [nests.setdefault(kernel.nest, len(nests)) for kernel in lowered.kernels]
+    shareable = [_shareable(lowered, kernel) for kernel in lowered.kernels]
     for k, kernel in enumerate(lowered.kernels):
         order.append([k])
         if kernel.nest is not None:
-            _merge_into_last(lowered, order, nest_of)
+            _merge_into_last(lowered, order, nest_of, shareable)
     kernels = [_one([lowered.kernels[k] for k in group]) for group in order]
     number = {k: n for n, group in enumerate(order) for k in group}
     return replace(lowered, kernels=tuple(renumbered(kernels, number)))
 
 
-def _merge_into_last(lowered: Lowered, order: list[list[int]], nest_of: Sequence[int]) -> None:
+def _shareable(lowered: Lowered, kernel: Kernel) -> frozenset[int]:
+    """The buffers by which a kernel may become one with another: both read it, or one reads what the other makes."""
+    read = {r for r in kernel.reads if lowered.buffers[r].num_bytes >= LEAST_BYTES}
+    return frozenset(read | lowered.copied.intersection((*kernel.reads, *kernel.makes)))
+
+
+def _merge_into_last(
+    lowered: Lowered, order: list[list[int]], nest_of: Sequence[int], shareable: Sequence[frozenset[int]]
+) -> None:
     """Merges siblings into the last group of an order of groups; what waits for one of them goes behind it."""
     here, group = len(order) - 1, order[-1]
     loops, nest = lowered.kernels[group[0]].loops, nest_of[group[0]]
+    shared = set(shareable[group[0]])
     for at in range(here - 1, max(0, here - WINDOW) - 1, -1):
         first = order[at][0]
         if lowered.kernels[first].loops != loops:
             return  # a loop's kernels stay together
-        if nest_of[first] == nest and _are_one(lowered, order[at], group):
+        is_near = nest_of[first] == nest and any(not shared.isdisjoint(shareable[k]) for k in order[at])
+        if is_near and _are_one(lowered, order[at], group):
             waiting = _waiting(lowered.kernels, order[:here], at)
             if not _waits(lowered.kernels, group, [k for n in waiting for k in order[n]]):
+                shared.update(*(shareable[k] for k in order[at]))
                 group[:0] = order[at]
                 between = [order[n] for n in range(at + 1, here) if n not in waiting]
                 order[at : here + 1] = [*between, group, *(order[n] for n in waiting)]

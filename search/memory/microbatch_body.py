@@ -240,7 +240,7 @@ class Microbatch:
     def _in_the_first(self, atom: Atom) -> Atom:
         """Something whole in the first microbatch, zero in the others."""
         if not isinstance(atom, int):
-            whole = np.asarray(atom.val, atom.aval.dtype)
+            whole = np.asarray(atom.val, atom.aval.dtype)[()]
             return self.written.write(partial(_first, whole), (self.asked_index(),), None)
         if atom not in self._once:
             self._whole(atom)

@@ -64,13 +64,13 @@ def _narrowest(
     By dynamic programming over the ends of segments: what crosses an end is charged to the segment that makes it.
     """
     first = np.searchsorted(made_at, np.arange(num_positions + 1))
-    before = np.concatenate([[0.0], np.cumsum(size)])
+    before = np.concatenate([[0.0], np.cumsum(size)])[first]
+    starts = np.searchsorted(before, before - most_bytes * (1 + 1e-9))
     best = np.full(num_positions + 1, np.inf)
     best[0] = 0.0
     start_of = np.zeros(num_positions + 1, np.int64)
     for end in range(1, num_positions + 1):
-        made = before[first[end]]
-        start = min(int(np.searchsorted(before[first], made - most_bytes * (1 + 1e-9))), end - 1)
+        start = min(int(starts[end]), end - 1)
         inside = slice(first[start], first[end])
         crossing = np.where(last[inside] >= end, size[inside], 0.0)
         behind = np.concatenate([np.cumsum(crossing[::-1])[::-1], [0.0]])
@@ -81,5 +81,5 @@ def _narrowest(
     while start_of[ends[-1]] > 0:
         ends.append(int(start_of[ends[-1]]))
     ends.reverse()
-    made = np.diff(before[first[[0, *ends]]])
+    made = np.diff(before[[0, *ends]])
     return Segments(tuple(e - 1 for e in ends), float(best[num_positions]), float(made.max(initial=0.0)))

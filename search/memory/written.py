@@ -7,8 +7,9 @@ in every version.
 # JAX types these functions only in part.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -26,7 +27,7 @@ class Written:
 
     def __init__(self, values: Sequence[Value], scope: str = SCOPE) -> None:
         self.values, self.ops, self._scope = list(values), list[Op](), scope
-        self._traced: dict[tuple[Callable[..., Any], tuple[Value, ...]], Graph] = {}
+        self._traced: dict[tuple[Hashable, tuple[Value, ...]], Graph] = {}
 
     def new(self, value: Value) -> int:
         """One more value."""
@@ -63,10 +64,11 @@ class Written:
 
     def _graph(self, function: Callable[..., Any], inputs: tuple[Value, ...]) -> Graph:
         """What a function traces to; one that comes again is not traced again."""
-        if (function, inputs) not in self._traced:
+        key = _named(function), inputs
+        if key not in self._traced:
             abstract = [_jax.abstract_value(v.shape, v.dtype, v.weak_type) for v in inputs]
-            self._traced[function, inputs] = build_graph(jax.make_jaxpr(function)(*abstract))
-        return self._traced[function, inputs]
+            self._traced[key] = build_graph(jax.make_jaxpr(function)(*abstract))
+        return self._traced[key]
 
     def _placed(self, op: Op, number: dict[int, int], like: Op | None) -> Op:
         return replace(
@@ -99,3 +101,10 @@ class Written:
             )
         )
         return outputs
+
+
+def _named(function: Callable[..., Any]) -> Hashable:
+    """What a function is, whoever made it: functions with the same arguments given are one."""
+    if isinstance(function, partial):
+        return function.func, function.args, tuple(function.keywords.items())
+    return function

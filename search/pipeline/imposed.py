@@ -12,7 +12,6 @@ from search.ir.sharding import OperandReshard, Place, StepSharding
 from search.ir.spec import Spec
 from search.pipeline.intra_op import IntraOp
 from search.pipeline.pipeline_step import PipelineStep
-from search.plan.shardings import step_sharding
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,7 +33,7 @@ class Imposed:
     @classmethod
     def of(cls, intra_op: IntraOp, step: PipelineStep) -> "Imposed":
         """Of a solution of the step that `step` takes apart."""
-        whole = step_sharding(intra_op.on_mesh.memory.costed, intra_op.labels)
+        whole = intra_op.sharding
         depth = len((step.loop, "jaxpr", 0)) + 1
         return cls(step, whole, _by_op(whole.specs, depth), _by_op(whole.reshards, depth))
 

@@ -22,11 +22,12 @@ from cost_model.cluster import Cluster
 from cost_model.errors import PlanError
 from search.device.prediction import Prediction
 from search.ir.graph import Value
-from search.ir.sharding import Place
+from search.ir.sharding import Place, StepSharding
 from search.ir.spec import AXIS_NAMES, PARTIAL, WHOLE, Spec, divides
 from search.memory.microbatches import loop_over_microbatches
 from search.mesh_problem import MeshProblem, StepProblem
 from search.plan.plan import Decisions
+from search.plan.shardings import step_sharding
 from search.problem.flat_program import FlatOp
 from search.problem.reshard_paths import ReshardPaths
 from search.problem.strategies import CopySource, port_specs
@@ -71,22 +72,17 @@ class IntraOp:
           place: where the step has it; None if it does not.
           value: its type.
         """
-        flat, whole = self._flat.get(place), (WHOLE,) * len(self.mesh_shape)
+        values, whole = self.step_problem.graph.folded.program.value_at, (WHOLE,) * len(self.mesh_shape)
+        flat = None if place is None else values.get(place)
         if flat is None or not value.shape:
             return whole
         spec = tuple(WHOLE if d == PARTIAL else d for d in self.paths.resting(flat))
         return spec if divides(spec, value.shape, self.mesh_shape) else whole
 
     @cached_property
-    def _flat(self) -> dict[Place | None, int]:
-        """By place in the step, the value of the flat program that appears there."""
-        ops = self.step_problem.graph.folded.program.ops
-        return {
-            place: v
-            for op in ops
-            for v, places in zip(op.results, op.result_places, strict=True)
-            for place in places
-        }
+    def sharding(self) -> StepSharding:
+        """What it imposes on the step."""
+        return step_sharding(self.on_mesh.memory.costed, self.labels)
 
     @cached_property
     def device(self) -> Prediction:

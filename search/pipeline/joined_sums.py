@@ -48,9 +48,8 @@ class _Joining:
         late = [self._late(op) for op in moved]
         gone = {v for op in moved for v in op.outputs}
         terms = {total: term for term, total in self.total_of.items() if term not in gone}
-        begins = [
-            op for op in self.step.prologue if {*op.outputs}.isdisjoint(self.step.terms.keys() - terms.keys())
-        ]
+        dropped = self.step.terms.keys() - terms.keys()
+        begins = [op for op in self.step.prologue if dropped.isdisjoint(op.outputs)]
         return replace(
             self.step,
             values=tuple(self.once.values),

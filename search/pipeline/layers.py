@@ -19,7 +19,7 @@ from search.ir.graph import Op
 from search.pipeline.pipeline_step import PipelineStep
 from search.pipeline.split_loops import between_ops, num_positions
 from search.pipeline.stage_cut import StageCut, crossing_bytes, num_flops
-from search.pipeline.stages import StageAssignment, assign, forward_ops
+from search.pipeline.stages import StageAssignment, assign
 
 MAX_LAYERS = 96
 """Source: a choice of ours; the inter-op search takes seconds for as many on a thousand devices."""
@@ -45,7 +45,7 @@ class Layers:
     @classmethod
     def of(cls, step: PipelineStep, borders: Sequence[int] = (), most: int = MAX_LAYERS) -> "Layers":
         """A step's layers, at most so many, and more where some must begin at these positions."""
-        ops = forward_ops(step)
+        ops = step.forward_ops
         counts = [num_positions(step, op) for op in ops]
         found = layer_starts(work(step, ops), crossing_bytes(ops, step.values, counts), most)
         starts = tuple(sorted({*found, *borders}))

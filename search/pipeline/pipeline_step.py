@@ -30,7 +30,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from search.ir.graph import EFFECTFUL, Atom, Op, Role, Site, Step, Value
+from search.ir.graph import EFFECTFUL, Atom, Op, Phase, Role, Site, Step, Value
 from search.ir.sharding import Place
 from search.ir.sinking import LIGHT
 from search.memory.microbatch_body import INDEX
@@ -167,6 +167,24 @@ class PipelineStep:
         return frozenset(found)
 
     @cached_property
+    def backward_ops(self) -> frozenset[Op]:
+        """The ops of the body that belong to the backward phase, or read what does."""
+        made: set[int] = set()
+        found: set[Op] = set()
+        for op in self.body:
+            if op not in self.made_anew and (
+                op.phase is not Phase.FORWARD or not made.isdisjoint(op.operands)
+            ):
+                found.add(op)
+                made.update(op.outputs)
+        return frozenset(found)
+
+    @cached_property
+    def forward_ops(self) -> tuple[Op, ...]:
+        """The ops of the body that a cut tells stages of, in program order."""
+        return tuple(op for op in self.body if op not in self.made_anew and op not in self.backward_ops)
+
+    @cached_property
     def made_anew(self) -> frozenset[Op]:
         """The ops whose results are made by each program that reads them."""
         handed_on = {*self.terms, *self.terms.values(), *(v for v, _ in self.pieces.values())}
@@ -176,11 +194,12 @@ class PipelineStep:
         for op in self.ops:
             in_body = all(map(self.is_of_microbatch, op.outputs))
             is_cheap = op.name in _TAKES or (not in_body and _is_scalar(op.result_values))
-            known = made | ({v for v in op.operands if not self.is_of_microbatch(v)} if in_body else small)
             is_light = is_cheap and not op.bodies and op.name not in EFFECTFUL
-            if is_light and known.issuperset(op.operands) and handed_on.isdisjoint(op.outputs):
-                found.add(op)
-                made.update(op.outputs)
+            if is_light and handed_on.isdisjoint(op.outputs):
+                read = [v for v in op.operands if v not in made]
+                if self.of_microbatch.isdisjoint(read) if in_body else small.issuperset(read):
+                    found.add(op)
+                    made.update(op.outputs)
         return frozenset(found)
 
 
@@ -211,6 +230,7 @@ class _Opening:
 
     def run(self) -> PipelineStep:
         once, graph, adding = self.once, self.graph, self._adding()
+        additions = frozenset(adding.values())
         for total in adding:
             once.write(partial(zeros, graph.values[total]), (), None, total)
         begun, once.ops = tuple(once.ops), []
@@ -220,7 +240,7 @@ class _Opening:
             once.write(_stacked, each, self.loop, v)
         epilogue, index = (*once.ops, *graph.ops[self.at + 1 :]), once.new(INDEX)
         self.first = len(once.values)
-        body = self._body(index, [op for op in self.inner.ops if op not in adding.values()])
+        body = self._body(index, [op for op in self.inner.ops if op not in additions])
         pieces = {v: (self._number(made[v]), self.count - 1) for v in self._alike(adding)}
         pieces |= {v: (self._number(made[s]), m) for s, each in stacks.items() for m, v in enumerate(each)}
         read = {v for op in (*body.ops, *epilogue) for v in op.operands} | {*graph.outputs}

@@ -31,7 +31,6 @@ from search.pipeline.stage_collectives import stage_collectives
 from search.pipeline.stage_memory import StageMemory
 from search.pipeline.stage_plan import NoCut
 from search.pipeline.stage_sharding import stage_sharding
-from search.pipeline.stages import forward_ops
 from search.pipeline.task_memory import ProgramKernels
 from search.plan.pipeline_plan import REPLICA, PipelineEstimates, PipelinePlan, Stage, StageEstimates
 from search.plan.plan import Collective
@@ -308,7 +307,7 @@ def _parts(step: Step, plan: PipelinePlan, place: str) -> Parts:
 
 def _check_borders(step: PipelineStep, borders: Sequence[int], place: str) -> None:
     """That stages begin one after the other, the first one at the beginning."""
-    end = sum(num_positions(step, op) for op in forward_ops(step))
+    end = sum(num_positions(step, op) for op in step.forward_ops)
     if borders[0] or sorted({*borders}) != [*borders] or borders[-1] >= end:
         raise PlanError(
             f"{place}: wanted stages that begin at op 0 and then at ascending ones below {end}, got {[*borders]}"

@@ -28,6 +28,7 @@ from search.mesh_problem import StepProblem
 from search.pipeline.inter_op import plan_stages
 from search.pipeline.intra_op import IntraOp, solved
 from search.pipeline.layer_costs import LayerCosts, Ledger
+from search.pipeline.layer_shares import LayerShares
 from search.pipeline.layers import Layers
 from search.pipeline.pipeline_step import PipelineStep
 from search.pipeline.schedules.registry import FAMILIES, build_schedule
@@ -101,6 +102,11 @@ class Parts:
         """Of the step."""
         return Layers.of(PipelineStep.of_loop(self.step_problem.step), self.borders)
 
+    @cached_property
+    def shares(self) -> LayerShares:
+        """What layers have of it."""
+        return LayerShares(self.step_problem, self.layers)
+
     @property
     def count(self) -> int:
         """Of parts."""
@@ -127,7 +133,7 @@ class Parts:
     def ledger(self, shape: tuple[int, ...]) -> Ledger:
         """What layers cost when a replica's devices form such a mesh."""
         if shape not in self.ledgers:
-            self.ledgers[shape] = Ledger(self.solution(shape), self.layers, self.cluster)
+            self.ledgers[shape] = Ledger(self.solution(shape), self.shares, self.cluster)
         return self.ledgers[shape]
 
     def solution(self, shape: tuple[int, ...]) -> IntraOp:

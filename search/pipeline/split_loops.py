@@ -29,7 +29,6 @@ from search.memory.loop_pairs import Loop
 from search.memory.written import Written
 from search.pipeline.pipeline_step import SCOPE, PipelineStep
 from search.pipeline.stage_cut import StageCut
-from search.pipeline.stages import forward_ops
 
 Bounds = tuple[int, ...]
 """Where the parts of a loop begin, and where the last one ends: iterations."""
@@ -59,7 +58,7 @@ def between_ops(step: PipelineStep, cut: StageCut) -> tuple[PipelineStep, StageC
     bounds: dict[Op, Bounds] = {}
     firsts: list[tuple[Op, int]] = []
     position = 0
-    for op in forward_ops(step):
+    for op in step.forward_ops:
         num = num_positions(step, op)
         inside = [start - position for start in cut.starts if position <= start < position + num]
         firsts += [(op, start) for start in inside]
@@ -68,7 +67,7 @@ def between_ops(step: PipelineStep, cut: StageCut) -> tuple[PipelineStep, StageC
         position += num
     splitting = _Splitting(step, bounds)
     after = splitting.run() if bounds else step
-    index = {op: i for i, op in enumerate(forward_ops(after))}
+    index = {op: i for i, op in enumerate(after.forward_ops)}
     return after, StageCut(tuple(index[splitting.loops.get(first, first[0])] for first in firsts))
 
 

@@ -19,26 +19,9 @@ What is made anew by whoever reads it has no stage.
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from search.ir.graph import Op, Phase
+from search.ir.graph import Op
 from search.pipeline.pipeline_step import PipelineStep
 from search.pipeline.stage_cut import StageCut
-
-
-def backward_ops(step: PipelineStep) -> frozenset[Op]:
-    """The ops of the body that belong to the backward phase, or read what does."""
-    made: set[int] = set()
-    found: set[Op] = set()
-    for op in step.body:
-        if op not in step.made_anew and (op.phase is not Phase.FORWARD or not made.isdisjoint(op.operands)):
-            found.add(op)
-            made.update(op.outputs)
-    return frozenset(found)
-
-
-def forward_ops(step: PipelineStep) -> tuple[Op, ...]:
-    """The ops of the body that a cut tells stages of, in program order."""
-    backward = backward_ops(step)
-    return tuple(op for op in step.body if op not in step.made_anew and op not in backward)
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,13 +58,14 @@ class _Assigning:
 
     def __init__(self, step: PipelineStep, cut: StageCut) -> None:
         self.step, self.cut = step, cut
+        self.arguments = frozenset(step.step.graph.inputs)
         self.of_op: dict[Op, int] = {}
         self.of_value: dict[int, int] = {}
         self.readers: dict[int, set[int]] = {}
         self.there: dict[int, set[int]] = {}
 
     def run(self) -> StageAssignment:
-        backward = backward_ops(self.step)
+        backward = self.step.backward_ops
         self._forward()
         for op in self.step.body:
             if op in backward:
@@ -110,7 +94,7 @@ class _Assigning:
 
     def _forward(self) -> None:
         """The forward ops, and where what they make and read is of use."""
-        ops, prologue = forward_ops(self.step), self._staged(self.step.prologue)
+        ops, prologue = self.step.forward_ops, self._staged(self.step.prologue)
         for op, stage in zip(ops, self.cut.stages(len(ops)), strict=True):
             self._put(op, stage)
         self.there = {v: {*stages} for v, stages in self.readers.items()}
@@ -137,7 +121,8 @@ class _Assigning:
         def missing_bytes(stage: int) -> int:
             return sum(self.step.values[v].num_bytes for v in residuals if stage not in self.there[v])
 
-        return min(reversed(stages), key=missing_bytes)
+        having = set[int]().union(*(self.there[v] for v in residuals)).intersection(stages)
+        return min(sorted({stages[-1], *having}, reverse=True), key=missing_bytes)
 
     def _is_gradient(self, v: int) -> bool:
         return self.step.is_of_microbatch(v) and v in self.of_value and v not in self.there
@@ -179,8 +164,7 @@ class _Assigning:
         if known and all(v in self.step.terms for v in op.operands):
             self._put(op, min(self.of_value[v] for v in known))
         elif known:
-            arguments = self.step.step.graph.inputs
-            most = max(known, key=lambda v: (self._num_bytes(v), v in arguments, -self.of_value[v]))
+            most = max(known, key=lambda v: (self._num_bytes(v), v in self.arguments, -self.of_value[v]))
             self._put(op, self.of_value[most])
         return bool(known)
 

@@ -156,6 +156,16 @@ class FlatProgram:
         return any(op.repeats > 1 for op in self.ops)
 
     @cached_property
+    def value_at(self) -> dict[Place, int]:
+        """By place in the step, the value that appears there."""
+        return {
+            place: v
+            for op in self.ops
+            for v, places in zip(op.results, op.result_places, strict=True)
+            for place in places
+        }
+
+    @cached_property
     def in_place(self) -> frozenset[int]:
         """Values that are written over others: the new state over the old one, a loop's sum over that so far."""
         return frozenset(v for op in self.ops if op.name == "input" or op.is_accumulator for v in op.operands)

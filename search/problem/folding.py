@@ -73,6 +73,16 @@ class FoldedProgram:
         return self.program.ops[self.members[op_class][0]]
 
     @cached_property
+    def values_read(self) -> tuple[tuple[tuple[int, int], frozenset[int]], ...]:
+        """By dependency, an op and operand that it stands for, and the values that all such operands are."""
+        first, values = dict[int, tuple[int, int]](), dict[int, set[int]]()
+        for i, (op, alike) in enumerate(zip(self.program.ops, self.dependency_of, strict=True)):
+            for operand, (v, n) in enumerate(zip(op.operands, alike, strict=True)):
+                first.setdefault(n, (i, operand))
+                values.setdefault(n, set()).add(v)
+        return tuple((first[n], frozenset(values[n])) for n in first)
+
+    @cached_property
     def counts(self) -> tuple[int, ...]:
         """How often the ops of each class run in one step, all together."""
         ops = self.program.ops

@@ -13,7 +13,6 @@ from search.pipeline.programs import made_ready, stage_programs
 from search.pipeline.schedules.registry import build_schedule
 from search.pipeline.split_loops import num_positions
 from search.pipeline.stage_cut import StageCut
-from search.pipeline.stages import forward_ops
 from search.plan.schedule import Schedule
 from search.plan.stage_programs import StagePrograms, StageSharding
 from tests.executors.agreement import Reference, run_steps
@@ -30,7 +29,7 @@ def programs_of(
 ) -> tuple[PipelineStep, StagePrograms]:
     """A step's parts, and its stages' programs; cut behind such shares of its positions, if they are given."""
     parts = PipelineStep.of(step, schedule.num_microbatches, num_replicas)
-    num = sum(num_positions(parts, op) for op in forward_ops(parts))
+    num = sum(num_positions(parts, op) for op in parts.forward_ops)
     cut = (
         StageCut(tuple(int(share * num) for share in shares))
         if shares

@@ -32,7 +32,6 @@ WHAT_IT_SHOWS = {
     "scanned with checkpoint on 2x4": {"all-gather"},
     "tables by rows": {"all-reduce"},
     "tables on 2x4": {"all-to-all"},
-    "microbatches": {"all-reduce", "reduce-scatter"},
     "microbatches on 2x4": {"all-reduce", "reduce-scatter"},
     "microbatches of grouped heads": {"all-reduce"},
 }

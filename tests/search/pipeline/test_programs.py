@@ -10,7 +10,7 @@ from search.pipeline.pipeline_step import PipelineStep
 from search.pipeline.programs import made_ready, stage_programs
 from search.pipeline.split_loops import between_ops, num_positions
 from search.pipeline.stage_cut import StageCut
-from search.pipeline.stages import assign, forward_ops
+from search.pipeline.stages import assign
 from search.plan.schedule import TaskKind
 from tests import zoo
 
@@ -58,7 +58,7 @@ def parts_of(loss_fn, num_microbatches=2):
 
 def behind(parts, *num_products):
     """A cut behind so many products of the forward phase."""
-    ops = forward_ops(parts)
+    ops = parts.forward_ops
     products = [i for i, op in enumerate(ops) if op.name == "dot_general"]
     return StageCut(tuple(products[n] for n in num_products))
 
@@ -91,7 +91,7 @@ def test_an_activation_and_its_gradient_cross_and_nothing_else():
 def test_a_value_may_skip_stages():
     parts = parts_of(encoder_decoder)
     programs = stage_programs(*made_ready(parts, behind(parts, 1, 2, 3)))
-    memory = next(op for op in forward_ops(parts) if op.name == "tanh").outputs[0]
+    memory = next(op for op in parts.forward_ops if op.name == "tanh").outputs[0]
     assert [t.target for t in programs.transfers if t.value == memory] == [1, 2, 3]
 
 
@@ -121,7 +121,7 @@ def test_weight_gradients_are_left_for_later():
 
 def test_a_cut_loop_has_slices_of_parameters_at_each_stage():
     parts = parts_of(looped)
-    assert num_positions(parts, forward_ops(parts)[0]) == LAYERS
+    assert num_positions(parts, parts.forward_ops[0]) == LAYERS
     programs = stage_programs(*made_ready(parts, StageCut((1,))))
     for stage, length in enumerate((1, LAYERS - 1)):
         for kind in (FORWARD, BACKWARD):
@@ -142,7 +142,7 @@ def test_a_cut_between_ops_cuts_no_loop():
 def test_a_recurrent_networks_steps_stay_together():
     case = zoo.make_lstm()
     parts = PipelineStep.of(trace(case.step, *case.abstract_args()), 2)
-    loops = [op for op in forward_ops(parts) if op.name == "scan"]
+    loops = [op for op in parts.forward_ops if op.name == "scan"]
     assert loops
     assert all(num_positions(parts, op) == 1 for op in loops)
 

@@ -1,0 +1,164 @@
+"""Which layer has what of a step: of each op of its flat program the share of every layer, and what a pipeline knows of
+values.
+
+All that is the same however a replica's devices share the work; what it costs is in `search.pipeline.layer_costs`.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from search.ir.graph import Role, Site
+from search.mesh_problem import StepProblem
+from search.pipeline.layers import Layers
+from search.pipeline.programs import left_for_later
+from search.problem.flat_program import FlatOp, FlatProgram, ReadPhase, read_phase
+
+Array = np.ndarray
+
+IN_LOOP = ("forward", "backward", "weight gradient")
+"""The parts of the step that run for each microbatch."""
+
+ONCE = "once"
+"""The rest of it."""
+
+
+@dataclass(frozen=True, eq=False)
+class LayerShares:
+    """What layers have of a step.
+
+    Attributes:
+      step_problem: of the step with its loop over parts.
+      layers: of the same step.
+    """
+
+    step_problem: StepProblem
+    layers: Layers
+
+    @property
+    def num_layers(self) -> int:
+        """How many there are."""
+        return self.layers.num_layers
+
+    @property
+    def program(self) -> FlatProgram:
+        """The step's."""
+        return self.step_problem.graph.folded.program
+
+    # --- ops of the flat program
+
+    @cached_property
+    def of_op(self) -> list[Array]:
+        """Of each op; one that no stage has, such as an addition to a sum, goes with what it reads."""
+        maker = self.program.maker
+        found, nowhere = dict[int, Array](), only(0, self.num_layers)
+        for i, op in enumerate(self.program.ops):
+            if op.name == "input":
+                found[i] = only(self._of_argument[op.number], self.num_layers)
+            elif op.name != "output" and self.outermost(op) in self._of_site:
+                found[i] = self._of_site[self.outermost(op)]
+            else:
+                read = [maker[v][0] for v in op.operands]
+                known = [m for m in read if m in found and found[m] is not nowhere]
+                found[i] = found[known[0]] if known else nowhere
+        return [found[i] for i in range(len(self.program.ops))]
+
+    @cached_property
+    def _of_site(self) -> dict[Site, Array]:
+        """By op of the step: the share of it that each layer has."""
+        step, found = self.layers.step, dict[Site, Array]()
+        for op, layer in self.layers.assigned.of_op.items():
+            if (site := step.site_of(op)) is not None:
+                share = found.setdefault(site, np.zeros(self.num_layers))
+                share[layer] += int(op.params.get("length", 1)) if op.name == "scan" else 1
+        return {site: share / share.sum() for site, share in found.items()}
+
+    @cached_property
+    def _of_argument(self) -> list[int]:
+        assigned = self.layers.assigned.of_value
+        return [assigned.get(v, 0) for v in self.layers.step.step.graph.inputs]
+
+    def outermost(self, op: FlatOp) -> Site:
+        """The op of the step, or of its loop's body, that a flat op is in."""
+        loop = self.layers.step.loop
+        return op.site[:4] if op.site[:1] == (loop,) else op.site[:1]
+
+    @cached_property
+    def loop(self) -> tuple[int, int]:
+        """The positions of the loop over parts: the outermost one around its first op."""
+        ops, loop = self.program.ops, self.layers.step.loop
+        inside = [i for i, op in enumerate(ops) if op.site[:1] == (loop,) and op.op]
+        around = [r for r in self.program.loops if r[0] <= min(inside) and max(inside) < r[1]]
+        return max(around, key=lambda r: r[1] - r[0])
+
+    def is_in_loop(self, i: int) -> bool:
+        """Whether an op runs for each microbatch."""
+        start, end = self.loop
+        return start <= i < end
+
+    def part(self, i: int) -> str:
+        """The part of the step that an op is in."""
+        op = self.program.ops[i]
+        if not self.is_in_loop(i):
+            return ONCE
+        if read_phase(op) is ReadPhase.FORWARD:
+            return "forward"
+        return "weight gradient" if self.is_later(i) else "backward"
+
+    def is_later(self, i: int) -> bool:
+        """Whether only weight gradients need an op; of a loop over layers, if that is so in each of them."""
+        return self.outermost(self.program.ops[i]) in self._later
+
+    @cached_property
+    def _later(self) -> frozenset[Site | None]:
+        step, assigned = self.layers.step, self.layers.assigned
+        later = left_for_later(step, assigned)
+        return frozenset(map(step.site_of, later)) - {step.site_of(op) for op in assigned.backward - later}
+
+    # --- values of the pipeline
+
+    @cached_property
+    def first_reader(self) -> dict[int, int]:
+        """By value that the prologue makes, the first layer whose tasks read it."""
+        made = {v for op in self.layers.step.prologue for v in op.outputs} - self.layers.step.terms.keys()
+        found: dict[int, int] = {}
+        for op, layer in self.layers.assigned.of_op.items():
+            for v in made.intersection(op.operands):
+                found[v] = min(found.get(v, layer), layer)
+        return found
+
+    @cached_property
+    def read_whole(self) -> frozenset[int]:
+        """What tasks read that there is once."""
+        step = self.layers.step
+        read = {v for op in step.body for v in op.operands}
+        constants = {v for v, _ in step.constants}
+        return frozenset(v for v in read if not step.is_of_microbatch(v) and v != step.index) - constants
+
+    @cached_property
+    def split_arguments(self) -> frozenset[int]:
+        """The arguments that lie in as many parts as there are replicas."""
+        arguments = zip(self.layers.step.step.graph.inputs, self.layers.step.step.arguments, strict=True)
+        state = frozenset(v for v, argument in arguments if argument.role is not Role.BATCH)
+        return state - self.read_whole
+
+    @cached_property
+    def crossing(self) -> tuple[tuple[int, int, int], ...]:
+        """What the forward pass hands on: the value, the layer that makes it, and the last one that reads it."""
+        of_op = self.layers.assigned.of_op
+        forward = [op for op in self.layers.step.forward_ops if op in of_op]
+        made = {v: of_op[op] for op in forward for v in op.outputs}
+        last: dict[int, int] = {}
+        for op in forward:
+            for v in op.operands:
+                if v in made:
+                    last[v] = max(last.get(v, 0), of_op[op])
+        return tuple((v, made[v], layer) for v, layer in last.items() if layer > made[v])
+
+
+def only(layer: int, num_layers: int) -> Array:
+    """All of it in one layer."""
+    share = np.zeros(num_layers)
+    share[layer] = 1.0
+    return share
