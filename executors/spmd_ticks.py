@@ -209,4 +209,6 @@ def _put(buffer: Any, x: Any, place: Any) -> Any:
 
 
 def _added(total: Any, term: Any, is_busy: Any) -> Any:
-    return total + jnp.where(is_busy, term, jnp.zeros_like(term)).astype(total.dtype)
+    """The sum, or the total as it was. (A zero as large would be the one that the layers' loop begins its stacks with, and
+    the compiler would keep that until here.)"""
+    return jnp.where(is_busy, total + term.astype(total.dtype), total)
