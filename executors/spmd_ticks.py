@@ -74,18 +74,21 @@ class Ticks:
                 for v, x in zip(self._carried, first, strict=True)
             ]
             handed_on, stacks, sums = self._layers(now, layers, consts, carry, stacks, sums)
-            sent = (jax.lax.ppermute(x, STAGE, self._ring) for x in handed_on)
-            received = dict(zip(self._carried, sent, strict=True))
+            received = {
+                v: self.layout.held(jax.lax.ppermute(self.layout.held(x, v, 0), STAGE, self._ring), v, 0)
+                for v, x in zip(self._carried, handed_on, strict=True)
+            }
             arrived = t - (self.program.num_workers - 1)
             place = jnp.where(is_first & (arrived >= 0), arrived % self.count, self.count)
-            waiting = {v: _put(x, received[v], place) for v, x in waiting.items()}
+            waiting = {v: self.layout.held(_put(x, received[v], place), v) for v, x in waiting.items()}
             return (waiting, received, stacks, sums), None
 
         ticks = jnp.arange(self._num_passes + self.program.num_workers - 1)
         (waiting, _, stacks, sums), _ = jax.lax.scan(tick, (waiting, received, stacks, sums), ticks)
         handed_out = [v for v in self._carried if v in wanted or v in self.part.sums]
         results = {v: waiting[v][: self.count] for v in handed_out}
-        return {v: jnp.where(self._rank == 0, x, jnp.zeros_like(x)) for v, x in results.items()}, stacks, sums
+        results = {v: jnp.where(self._rank == 0, x, jnp.zeros_like(x)) for v, x in results.items()}
+        return {v: self.layout.held(x, v) for v, x in results.items()}, stacks, sums
 
     # --- what is where
 
@@ -215,7 +218,8 @@ class Ticks:
             stacks = {v: _put(x, of_value[v], place, i) for v, x in stacks.items()}
             more = {v: _added(_at(x, now.round, i), of_value[v], now.is_busy) for v, x in sums.items()}
             sums = {v: _put(x, more[v], now.round, i) for v, x in sums.items()}
-            return made[: len(carry)], stacks, sums
+            handed_on = [self.layout.held(of_value[v], v, 0) for v in self._carried]
+            return handed_on, stacks, sums
 
         unroll = min(int(self.part.op.params["unroll"]), num)
         return jax.lax.fori_loop(0, num, one, (carry, stacks, sums), unroll=unroll)
