@@ -46,9 +46,10 @@ class PartKernels[Part]:
         own = {k: runs[k][part] for k in range(len(runs)) if part in runs[k]}
         if not own:
             return 0.0
-        cut = _Cut(lowered, own, self._loop, self._stacks)
         is_rescheduled = self.intra_op.device.is_rescheduled
-        return Prediction(cut.alone, limit_bytes, is_rescheduled, cut.alone).peak.num_bytes
+        cut = _Cut(lowered, own, self._loop, self._stacks, is_rescheduled)
+        peak = Prediction(cut.alone, limit_bytes, is_rescheduled, cut.alone).peak
+        return peak.num_bytes + cut.early_bytes
 
     def kernels(self, part: Part) -> "Iterator[tuple[Kernel, float]]":
         """A part's kernels, and which share each has of what the step runs of it."""
@@ -175,10 +176,24 @@ class Runs:
 
 
 class _Cut:
-    """Some kernels by themselves, with the buffers that they read and make."""
+    """Some kernels by themselves, with the buffers that they read and make.
+
+    A layer of a sum, to which the layer's term is added, is copied out of the sum's stack before. Where a loop's count alone
+    says which layer, the compiler's scheduler takes that for a transfer and hides it behind the whole body: then all these
+    copies are there at its end, and, if it has no collectives to hide behind additions, all terms.
+
+    Attributes:
+      alone: the kernels.
+      early_bytes: of such copies.
+    """
 
     def __init__(
-        self, lowered: Lowered, own: Mapping[int, Runs], around: Loops, stacks: frozenset[int]
+        self,
+        lowered: Lowered,
+        own: Mapping[int, Runs],
+        around: Loops,
+        stacks: frozenset[int],
+        is_rescheduled: bool,
     ) -> None:
         kernels = lowered.kernels
         opened = {
@@ -192,7 +207,15 @@ class _Cut:
         }
         elsewhere = (kernel for k, kernel in enumerate(kernels) if k not in own)
         handed_on = {same.get(b, b) for kernel in elsewhere for b in kernel.reads}
-        left = self._in_order(kernels, own, stacks)
+        self.lowered, self.own, self.around = lowered, own, around
+        self.added = {
+            k for k in stacks & own.keys() if own[k].is_within and handed_on.isdisjoint(kernels[k].makes)
+        }
+        self.early = {k for k in self.added if is_rescheduled and own[k].rounds == 1 and not own[k].is_opened}
+        self.early_bytes = sum(map(self._layer_bytes, self.early))
+        talking = {kernels[k].loops for k in own if kernels[k].collective is not None}
+        self.late = {k for k in self.early if kernels[k].loops not in talking}
+        left = self._in_order(kernels, own, stacks - self.late)
         self.number = {k: n for n, k in enumerate(left)}
         read = {same.get(b, b) for k in left for b in kernels[k].reads}
         maker = {b: k for k in left for b in kernels[k].makes}
@@ -211,8 +234,7 @@ class _Cut:
             return replace(buffer, num_bytes=share * buffer.num_bytes, loops=loops)
 
         self.buffer = {b: n for n, b in enumerate(buffers)}
-        self.lowered, self.around, self.handed_on = lowered, around, handed_on
-        alone = [self._kernel(k, own[k], same, stacks) for k in left]
+        alone = [self._kernel(k, own[k], same) for k in left]
         self.alone = Lowered(tuple(alone), tuple(map(here, buffers)))
 
     @staticmethod
@@ -231,16 +253,23 @@ class _Cut:
         first = [k for k in own if k not in written and not (k in stacks and own[k].is_opened)]
         return [k for one in first for k in (one, *behind.get(one, ()))]
 
-    def _kernel(self, k: int, runs: Runs, same: Mapping[int, int], stacks: frozenset[int]) -> Kernel:
+    def _kernel(self, k: int, runs: Runs, same: Mapping[int, int]) -> Kernel:
         kernel = self.lowered.kernels[k]
+        after = self._beside(kernel) if k in self.late else kernel.after
         return replace(
             kernel,
-            workspace_bytes=self._added_to(kernel, runs) if k in stacks else self._workspace(kernel, runs),
+            workspace_bytes=self._workspace(kernel, runs)
+            + (self._layer_bytes(k) if k in self.added - self.early else 0.0),
             reads=tuple(dict.fromkeys(self.buffer[same.get(b, b)] for b in kernel.reads)),
             makes=tuple(self.buffer[b] for b in kernel.makes),
-            after=tuple(self.number[a] for a in kernel.after if a in self.number),
+            after=tuple(self.number[a] for a in after if a in self.number),
             loops=self._inside(kernel.loops),
         )
+
+    def _beside(self, kernel: Kernel) -> list[int]:
+        """The body's other kernels."""
+        kernels = self.lowered.kernels
+        return [k for k in self.number if kernels[k].loops == kernel.loops and k not in self.late]
 
     def _workspace(self, kernel: Kernel, runs: Runs) -> float:
         """With a layer of what lies at a place that only its run knows: a product does not read that where it is."""
@@ -254,14 +283,10 @@ class _Cut:
     def _is_residual(self, b: int) -> bool:
         return not set(self.around).isdisjoint(self.lowered.buffers[b].loops)
 
-    def _added_to(self, kernel: Kernel, runs: Runs) -> float:
-        """The layer of a sum that a layer's term is added to, which is read apart."""
-        (b,) = kernel.makes
-        return (
-            self.lowered.buffers[b].num_bytes / runs.whole
-            if runs.is_within and b not in self.handed_on
-            else 0.0
-        )
+    def _layer_bytes(self, k: int) -> float:
+        """A layer of what a kernel stacks up."""
+        (b,) = self.lowered.kernels[k].makes
+        return self.lowered.buffers[b].num_bytes / self.own[k].whole
 
     def _inside(self, loops: Loops) -> Loops:
         return tuple(loop for loop in loops if loop not in self.left_out)
