@@ -4,13 +4,14 @@ microbatches, models of several kinds; three steps in float64, on 8 simulated de
 A line for each: what was run, and `alike` if state and metrics are one device's but for the order of sums (as in the tests:
 to a relative 1e-9). Stages are cut where a search cuts them, or unequally, then on submeshes of unequal sizes too where no
 stages share a worker. What a schedule refuses is said. Programs that were compiled before are taken from a cache on disk.
-There are eight turns: in each, all models meet all schedules, with other numbers.
+There are eight turns: in each, all models meet all schedules, with other numbers; in the first, searched pipelines and those
+that are one program come besides.
 
-    python -m benchmarks.pipeline_numerics                 # all; an hour on two cores
-    python -m benchmarks.pipeline_numerics vit t5          # these models
+    python -m benchmarks.pipeline_numerics                         # all; an hour on two cores
+    python -m benchmarks.pipeline_numerics vit t5 --turns 4 5      # these models, these turns
 """
 
-import sys
+import argparse
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -50,6 +51,8 @@ NUMBERS = (
 
 UNEQUAL = {2: (0.3,), 4: (0.1, 0.3, 0.8)}
 """By number of stages, the shares of the forward phase behind which they are cut."""
+
+TURNS = range(8)
 
 SIZES = {2: (6, 2), 4: (4, 2, 1, 1)}
 """Likewise, devices of each."""
@@ -127,15 +130,25 @@ def runs(model: str, single: Reference, turn: int) -> Iterator[Run]:
         yield from of_one_program(single) if model == "gpt scan" else ()
 
 
-def main(models: list[str]) -> None:
+def main() -> None:
+    options = _options()
     single: dict[str, Reference] = {}
-    for turn, model in product(range(8), models or MODELS):
+    for turn, model in product(options.turns, options.models or MODELS):
         if model not in single:
             single[model] = Reference.of(MODELS[model](batch=32, dtype=jnp.float64), NUM_STEPS)
         for said, run in runs(model, single[model], turn):
             start = time.perf_counter()
             result = judged(single[model], run)
             print(f"{model:9} {said:66} {time.perf_counter() - start:5.1f} s  {result}", flush=True)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("models", nargs="*", choices=[*MODELS, []], metavar="MODEL")
+    parser.add_argument("--turns", nargs="+", type=int, choices=TURNS, default=TURNS, metavar="N")
+    return parser.parse_args()
 
 
 if __name__ == "__main__":
@@ -145,4 +158,4 @@ if __name__ == "__main__":
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
         with jax.enable_x64(True):
-            main(sys.argv[1:])
+            main()

@@ -209,7 +209,7 @@ class _Replica:
             {v: self.once[v] for v in shared if v in self.once},
             {v: self._all(v) for v in shared if v not in self.once},
         )
-        self.own |= {v: self._scattered(x) for v, x in carries.items()}
+        self.own |= {v: self.layout.held(self._scattered(x), v) for v, x in carries.items()}
         self.stacks |= stacks
         for v, total in part.sums.items():
             if v in sums:
@@ -238,7 +238,7 @@ class _Replica:
                     jnp.moveaxis(rounds, 0, 1), (self.count, *self.program.values[v].shape)
                 )
             elif self.layout.is_shared_out:
-                self.all[v] = jax.lax.all_gather(self.own[v], STAGE, tiled=True)
+                self.all[v] = self.layout.held(jax.lax.all_gather(self.own[v], STAGE, tiled=True), v)
             else:
                 self.all[v] = self.own[v]
         return self.all[v]

@@ -85,12 +85,13 @@ class Layout:
         return self._named(resting_spec(self.program, self.sharding, v))
 
     def by_round(self, x: Any, v: int) -> Any:
-        """A stack over layers as [rounds, layers of a round], at its stages."""
+        """A stack over layers as [rounds, layers of a round], at its stages: there first, and then as loops read it. (Asked
+        for both at once, the compiler gathers the stack from all stages.)"""
         rounds, shape = self.program.stages_per_worker, self.program.values[v].shape
-        there = self._named((1, WHOLE, *_behind(self.sharding.entry_spec(v))))
-        return jax.lax.with_sharding_constraint(
-            jnp.reshape(x, (rounds, shape[0] // rounds, *shape[1:])), there
-        )
+        apart = jnp.reshape(x, (rounds, shape[0] // rounds, *shape[1:]))
+        for spec in (self.sharding.spec(v), self.sharding.entry_spec(v)):
+            apart = jax.lax.with_sharding_constraint(apart, self._named((1, WHOLE, *_behind(spec))))
+        return apart
 
     def put_together(self, rounds: Any, v: int) -> Any:
         """The stack again, as it rests."""
@@ -118,7 +119,7 @@ class Layout:
 
     def imposed(self, x: Any, spec: Spec) -> Any:
         """An array with a spec over the axes of a replica's devices."""
-        if max(spec, default=WHOLE) == WHOLE:
+        if prod(self.sharding.mesh_shape) == 1:
             return x
         there = partition_spec(spec, self.sharding.axis_names)
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.own_mesh, there))

@@ -13,6 +13,7 @@ nobody reads. What is added up over microbatches is added up at once.
 # JAX types these functions only in part.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +22,7 @@ import jax.numpy as jnp
 
 from executors.rewrite import evaluator
 from executors.spmd_layout import STAGE, Layout
-from search.ir.sharding import OperandReshard, StepSharding
+from search.ir.sharding import OperandReshard, ReshardStep, StepSharding
 from search.plan.spmd_step import LayerLoop, SpmdStep
 
 LOOP = (0,)
@@ -65,36 +66,29 @@ class Ticks:
 
         def tick(state: tuple[Arrays, Arrays, Arrays, Arrays], t: Any) -> tuple[Any, None]:
             waiting, received, stacks, sums = state
-            n = t - self._rank
-            is_busy = (n >= 0) & (n < self._num_passes)
-            nth, microbatch = jnp.divmod(jnp.clip(n, 0, self._num_passes - 1), self.count)
-            round_ = self._rounds - 1 - nth if self._is_reversed else nth
-            slot = round_ * self.count + microbatch
-            consts, first = self._operands(once, {v: x[microbatch] for v, x in each.items()})
-            is_first, begins = self._rank == 0, nth == 0
+            now = self._pass(t)
+            consts, first = self._operands(once, {v: x[now.microbatch] for v, x in each.items()})
+            is_first = self._rank == 0
             carry = [
-                jnp.where(is_first, jnp.where(begins, x, waiting[v][microbatch]), received[v])
+                jnp.where(is_first, jnp.where(now.begins, x, waiting[v][now.microbatch]), received[v])
                 for v, x in zip(self._carried, first, strict=True)
             ]
-            handed_on, made = self._layers(
-                consts, carry, [self._sliced(layers, n, slot, round_) for n in self._xs]
-            )
-            of_value = dict(zip(self._stacked, made, strict=True))
-            place = jnp.where(is_busy, slot, self._num_passes)
-            stacks = {v: _put(x, of_value[v], place) for v, x in stacks.items()}
-            sums = {v: _put(x, _added(x[round_], of_value[v], is_busy), round_) for v, x in sums.items()}
-            sent = (jax.lax.ppermute(x, STAGE, self._ring) for x in handed_on)
-            received = dict(zip(self._carried, sent, strict=True))
+            handed_on, stacks, sums = self._layers(now, layers, consts, carry, stacks, sums)
+            received = {
+                v: self.layout.held(jax.lax.ppermute(self.layout.held(x, v, 0), STAGE, self._ring), v, 0)
+                for v, x in zip(self._carried, handed_on, strict=True)
+            }
             arrived = t - (self.program.num_workers - 1)
             place = jnp.where(is_first & (arrived >= 0), arrived % self.count, self.count)
-            waiting = {v: _put(x, received[v], place) for v, x in waiting.items()}
+            waiting = {v: self.layout.held(_put(x, received[v], place), v) for v, x in waiting.items()}
             return (waiting, received, stacks, sums), None
 
         ticks = jnp.arange(self._num_passes + self.program.num_workers - 1)
         (waiting, _, stacks, sums), _ = jax.lax.scan(tick, (waiting, received, stacks, sums), ticks)
         handed_out = [v for v in self._carried if v in wanted or v in self.part.sums]
         results = {v: waiting[v][: self.count] for v in handed_out}
-        return {v: jnp.where(self._rank == 0, x, jnp.zeros_like(x)) for v, x in results.items()}, stacks, sums
+        results = {v: jnp.where(self._rank == 0, x, jnp.zeros_like(x)) for v, x in results.items()}
+        return {v: self.layout.held(x, v) for v, x in results.items()}, stacks, sums
 
     # --- what is where
 
@@ -165,6 +159,13 @@ class Ticks:
 
     # --- what runs
 
+    def _pass(self, t: Any) -> "_Pass":
+        n = t - self._rank
+        is_busy = (n >= 0) & (n < self._num_passes)
+        nth, microbatch = jnp.divmod(jnp.clip(n, 0, self._num_passes - 1), self.count)
+        round_ = self._rounds - 1 - nth if self._is_reversed else nth
+        return _Pass(is_busy, nth == 0, microbatch, round_, round_ * self.count + microbatch)
+
     def _operands(self, once: Arrays, each: Arrays) -> tuple[list[Any], list[Any]]:
         """A microbatch's constants, and what its first layer begins with."""
         part, env = self.part, once | each
@@ -178,34 +179,83 @@ class Ticks:
         ]
         return read[:num_consts], read[num_consts:]
 
-    def _sliced(self, layers: Arrays, n: int, slot: Any, round_: Any) -> Any:
+    def _of_layer(self, now: "_Pass", layers: Arrays, n: int) -> Callable[[Any], Any]:
+        """What each layer of a pass reads of an operand that the loop slices. Where the operand is brought to another
+        spec, it is so for all layers of the pass at once."""
         atom = self.part.op.inputs[n]
         if not isinstance(atom, int):
-            return jnp.full((self._num_layers,), atom.val, atom.aval.dtype)
-        return self._brought(layers[atom][slot if atom in self.program.of_microbatch else round_], n)
+            return lambda i: jnp.asarray(atom.val, atom.aval.dtype)
+        stack, place = layers[atom], now.slot if atom in self.program.of_microbatch else now.round
+        if self._path(n):
+            brought = self._brought(stack[place], n)
+            return lambda i: _at(brought, i)
+        return lambda i: _at(stack, place, i)
 
     def _brought(self, x: Any, n: int) -> Any:
         """An operand of the loop as this reads it."""
-        reshard = self._sharding.reshards.get(("operand", LOOP, n), OperandReshard(()))
-        for step in reshard.path:
+        for step in self._path(n):
             x = self.layout.imposed(x, step.after) if step.is_imposed else x
         return x
 
-    def _layers(self, consts: list[Any], carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
-        """A stage's layers of a round, one after another."""
-        (body,), num_carry = self.part.op.bodies["jaxpr"], self.part.op.loop_counts[1]
+    def _path(self, n: int) -> tuple[ReshardStep, ...]:
+        return self._sharding.reshards.get(("operand", LOOP, n), OperandReshard(())).path
+
+    def _layers(
+        self, now: "_Pass", layers: Arrays, consts: list[Any], carry: list[Any], stacks: Arrays, sums: Arrays
+    ) -> tuple[list[Any], Arrays, Arrays]:
+        """A stage's layers of a round, one after another. Each reads its parts of the stacks, and writes its own, where they
+        are: no pass has a copy of either."""
+        (body,), num = self.part.op.bodies["jaxpr"], self._num_layers
         layer = evaluator(body, self._sharding, self.layout.own_mesh, (*LOOP, "jaxpr", 0))
+        own = [self._of_layer(now, layers, n) for n in self._xs]
+        place = jnp.where(now.is_busy, now.slot, self._num_passes)
 
-        def one(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
-            made = layer([*consts, *carry, *xs])
-            return made[:num_carry], made[num_carry:]
+        def one(n: Any, state: tuple[list[Any], Arrays, Arrays]) -> tuple[list[Any], Arrays, Arrays]:
+            carry, stacks, sums = state
+            i = num - 1 - n if self._is_reversed else n
+            made = layer([*consts, *carry, *(of_layer(i) for of_layer in own)])
+            of_value = dict(zip((*self._carried, *self._stacked), made, strict=True))
+            stacks = {v: _put(x, of_value[v], place, i) for v, x in stacks.items()}
+            more = {v: _added(_at(x, now.round, i), of_value[v], now.is_busy) for v, x in sums.items()}
+            sums = {v: _put(x, more[v], now.round, i) for v, x in sums.items()}
+            handed_on = [self.layout.held(of_value[v], v, 0) for v in self._carried]
+            return handed_on, stacks, sums
 
-        unroll = min(int(self.part.op.params["unroll"]), self._num_layers)
-        return jax.lax.scan(one, carry, xs, length=self._num_layers, reverse=self._is_reversed, unroll=unroll)
+        unroll = min(int(self.part.op.params["unroll"]), num)
+        return jax.lax.fori_loop(0, num, one, (carry, stacks, sums), unroll=unroll)
 
 
-def _put(buffer: Any, x: Any, place: Any) -> Any:
-    return jax.lax.dynamic_update_index_in_dim(buffer, x, place, 0)
+@dataclass(frozen=True, slots=True)
+class _Pass:
+    """What a stage does at a tick.
+
+    Attributes:
+      is_busy: whether it does anything; if not, the rest is any pass.
+      begins: whether the microbatch has just come.
+      microbatch: on which.
+      round: with which of its runs of layers.
+      slot: where such a pass stacks up what it makes.
+    """
+
+    is_busy: Any
+    begins: Any
+    microbatch: Any
+    round: Any
+    slot: Any
+
+
+def _at(x: Any, *place: Any) -> Any:
+    """The part of an array at a place along its first dims."""
+    shape = jnp.shape(x)[len(place) :]
+    part = jax.lax.dynamic_slice(x, (*place, *(0 for _ in shape)), (*(1 for _ in place), *shape))
+    return jnp.reshape(part, shape)
+
+
+def _put(x: Any, part: Any, *place: Any) -> Any:
+    """An array with a part at a place along its first dims."""
+    shape = jnp.shape(part)
+    whole = jnp.reshape(part, (*(1 for _ in place), *shape))
+    return jax.lax.dynamic_update_slice(x, whole, (*place, *(0 for _ in shape)))
 
 
 def _added(total: Any, term: Any, is_busy: Any) -> Any:

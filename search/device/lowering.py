@@ -94,6 +94,7 @@ class Kernel:
       taken: how long it takes in one step, all its runs together.
       loops: the loops of the step that it is in.
       nest: of a fused kernel that does not reduce, what it runs over; None for others.
+      sliced: of what a matrix product reads, the stacks of which it reads a loop's part where that lies.
     """
 
     position: int
@@ -105,6 +106,7 @@ class Kernel:
     time: KernelTime
     loops: Loops
     nest: Hashable = None
+    sliced: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -362,9 +364,13 @@ class _Lowering:
         moved = sum(self.buffers[b].num_bytes for b in (*reads, *makes))
         time = self.times.of_op(i, moved) * self.program.ops[i].count
         loops, workspaces = self.live_ranges.loops_at[i], self.workspaces.num_bytes(i)
-        return self._append(
-            Kernel(i, reads, makes, after, None, workspaces, time, loops, self._nest(i) if makes else None)
-        )
+        nest, sliced = self._nest(i) if makes else None, self._sliced(i) if workspaces else ()
+        return self._append(Kernel(i, reads, makes, after, None, workspaces, time, loops, nest, sliced))
+
+    def _sliced(self, i: int) -> tuple[int, ...]:
+        operands = self.program.ops[i].operands
+        parts = (v for n, v in enumerate(operands) if self.workspaces.is_part_of_stack(i, n))
+        return tuple(b for v in parts for b in self.sources[v])
 
     def _transfer(
         self, i: int, reads: tuple[int, ...], makes: tuple[int, ...], after: tuple[int, ...]

@@ -49,15 +49,25 @@ class Workspaces:
 
     def _is_sliced(self, i: int, operand: int) -> bool:
         """Whether an op reads a part of a larger array in place: a loop's part of a stack, or of a merged product."""
-        v = self.paths.program.ops[i].operands[operand]
-        at, is_moved = self.paths.maker[v][0], bool(self.paths.to_reader(i, operand).path)
-        made = self.paths.program.ops[at]
-        while is_view(made) and made.name != "slice":
+        made = self._viewed(i, operand)
+        if is_view(self.paths.program.ops[made]):
+            return self.is_part_of_stack(i, operand)
+        v, one = self.paths.program.ops[i].operands[operand], self.paths.program.ops[made]
+        return self._is_merged(one) and self._is_of_one(v, one)
+
+    def is_part_of_stack(self, i: int, operand: int) -> bool:
+        """Whether an op reads a loop's part of a stack where it is. A stack that was gathered is laid out otherwise, and its
+        parts are copied."""
+        at, is_moved = self._viewed(i, operand), bool(self.paths.to_reader(i, operand).path)
+        is_slice = self.paths.program.ops[at].name == "slice"
+        return is_slice and not is_moved and not self.paths.to_reader(at, 0).path
+
+    def _viewed(self, i: int, operand: int) -> int:
+        """The op that makes what an operand is a view of, or slices it."""
+        at = self.paths.maker[self.paths.program.ops[i].operands[operand]][0]
+        while is_view(made := self.paths.program.ops[at]) and made.name != "slice":
             at = self.paths.maker[made.operands[0]][0]
-            made = self.paths.program.ops[at]
-        if is_view(made):  # a stack that was gathered is laid out otherwise, and its parts are copied
-            return not is_moved and not self.paths.to_reader(at, 0).path
-        return self._is_merged(made) and self._is_of_one(v, made)
+        return at
 
     def _is_of_one(self, v: int, made: FlatOp) -> bool:
         """Whether a device has a single example of a value, so that its part of a merged product is of one piece."""

@@ -46,9 +46,10 @@ class PartKernels[Part]:
         own = {k: runs[k][part] for k in range(len(runs)) if part in runs[k]}
         if not own:
             return 0.0
-        cut = _Cut(lowered, own, self._loop, self._stacks)
         is_rescheduled = self.intra_op.device.is_rescheduled
-        return Prediction(cut.alone, limit_bytes, is_rescheduled, cut.alone).peak.num_bytes
+        cut = _Cut(lowered, own, self._loop, self._stacks, is_rescheduled)
+        peak = Prediction(cut.alone, limit_bytes, is_rescheduled, cut.alone).peak
+        return peak.num_bytes + cut.early_bytes
 
     def kernels(self, part: Part) -> "Iterator[tuple[Kernel, float]]":
         """A part's kernels, and which share each has of what the step runs of it."""
@@ -59,15 +60,20 @@ class PartKernels[Part]:
     def collectives(self, part: Part) -> "Iterator[tuple[Kernel, Communication, float, float]]":
         """A part's collectives: of each, its kernel, how many there are in the step and this part's share of them."""
         live_ranges = self.intra_op.on_mesh.live_ranges
-        for kernel, parts in zip(self._lowered.kernels, self._runs, strict=True):
+        for kernel, parts in self._collectives:
             what = kernel.collective
-            if part not in parts or what is None or what.kind in TRANSFERS:
+            if part not in parts or what is None:
                 continue
             runs, count = parts[part], self.ops[kernel.position].count
             is_moved_out = len(live_ranges.loops_at[kernel.position]) > len(kernel.loops)
             if is_moved_out:  # a stack as a whole, before its loop
                 count //= runs.whole
             yield kernel, what, float(count), runs.num / runs.whole
+
+    @property
+    def all_collectives(self) -> Iterator[Kernel]:
+        """Those of all parts, and of none."""
+        return (kernel for kernel, _ in self._collectives)
 
     @property
     def ops(self) -> tuple[FlatOp, ...]:
@@ -102,10 +108,25 @@ class PartKernels[Part]:
 
     @cached_property
     def _runs(self) -> "list[Mapping[Part, Runs]]":
-        """By kernel, the parts that run it. One that none has, such as an addition to a sum, goes with what it reads."""
+        """By kernel, the parts that run it."""
+        return self._runs_of(self._lowered)
+
+    @cached_property
+    def _collectives(self) -> "tuple[tuple[Kernel, Mapping[Part, Runs]], ...]":
+        """Those before any were joined, which may be of several parts: each takes its share of the joined one."""
+        apart = self.intra_op.device.apart
+        joined = {b: kernel for kernel in self._lowered.kernels for b in kernel.makes}
+        return tuple(
+            (_shared(kernel, joined[kernel.makes[0]]), runs)
+            for kernel, runs in zip(apart.kernels, self._runs_of(apart), strict=True)
+            if kernel.collective is not None and kernel.collective.kind not in TRANSFERS
+        )
+
+    def _runs_of(self, lowered: Lowered) -> "list[Mapping[Part, Runs]]":
+        """A kernel that no part has, such as an addition to a sum, goes with what it reads."""
         found: list[Mapping[Part, Runs]] = []
         of_buffer: dict[int, Mapping[Part, Runs]] = {}
-        for kernel in self._lowered.kernels:
+        for kernel in lowered.kernels:
             runs = self.of_site.get(self.outermost(self.ops[kernel.position]), {})
             if not runs:
                 read = (of_buffer.get(b, {}) for b in kernel.reads)
@@ -113,6 +134,14 @@ class PartKernels[Part]:
             found.append(runs)
             of_buffer |= dict.fromkeys(kernel.makes, runs)
         return found
+
+
+def _shared(kernel: Kernel, joined: Kernel) -> Kernel:
+    """A collective with its share of what the one takes that it was joined to."""
+    assert kernel.collective is not None
+    assert joined.collective is not None
+    share = kernel.collective.num_bytes / max(joined.collective.num_bytes, 1.0)
+    return replace(kernel, time=joined.time * share)
 
 
 def length_of(step: PipelineStep, site: Site) -> int:
@@ -125,10 +154,20 @@ def length_of(step: PipelineStep, site: Site) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Runs:
-    """How often a part runs a loop's body, of how often the step does; once of once for what is in no loop."""
+    """How often a part runs a loop's body, of how often the step does; once of once for what is in no loop.
+
+    Attributes:
+      num: in the part.
+      whole: in the step.
+      is_within: whether each run reads and writes its layer of stacks where these lie, outside of the part: there are none
+        that the part hands on, nor any that it adds to others.
+      rounds: how often such a part runs through layers, others each time.
+    """
 
     num: int
     whole: int
+    is_within: bool = False
+    rounds: int = 1
 
     @property
     def is_opened(self) -> bool:
@@ -137,10 +176,24 @@ class Runs:
 
 
 class _Cut:
-    """Some kernels by themselves, with the buffers that they read and make."""
+    """Some kernels by themselves, with the buffers that they read and make.
+
+    A layer of a sum, to which the layer's term is added, is copied out of the sum's stack before. Where a loop's count alone
+    says which layer, the compiler's scheduler takes that for a transfer and hides it behind the whole body: then all these
+    copies are there at its end, and, if it has no collectives to hide behind additions, all terms.
+
+    Attributes:
+      alone: the kernels.
+      early_bytes: of such copies.
+    """
 
     def __init__(
-        self, lowered: Lowered, own: Mapping[int, Runs], around: Loops, stacks: frozenset[int]
+        self,
+        lowered: Lowered,
+        own: Mapping[int, Runs],
+        around: Loops,
+        stacks: frozenset[int],
+        is_rescheduled: bool,
     ) -> None:
         kernels = lowered.kernels
         opened = {
@@ -154,7 +207,15 @@ class _Cut:
         }
         elsewhere = (kernel for k, kernel in enumerate(kernels) if k not in own)
         handed_on = {same.get(b, b) for kernel in elsewhere for b in kernel.reads}
-        left = self._in_order(kernels, own, stacks)
+        self.lowered, self.own, self.around = lowered, own, around
+        self.added = {
+            k for k in stacks & own.keys() if own[k].is_within and handed_on.isdisjoint(kernels[k].makes)
+        }
+        self.early = {k for k in self.added if is_rescheduled and own[k].rounds == 1 and not own[k].is_opened}
+        self.early_bytes = sum(map(self._layer_bytes, self.early))
+        talking = {kernels[k].loops for k in own if kernels[k].collective is not None}
+        self.late = {k for k in self.early if kernels[k].loops not in talking}
+        left = self._in_order(kernels, own, stacks - self.late)
         self.number = {k: n for n, k in enumerate(left)}
         read = {same.get(b, b) for k in left for b in kernels[k].reads}
         maker = {b: k for k in left for b in kernels[k].makes}
@@ -168,10 +229,12 @@ class _Cut:
             one = own[maker[b]]
             is_stack = len(loops) < len(self._inside(kernels[maker[b]].loops))
             share = one.num / one.whole if is_stack else 1.0
+            if one.is_within and maker[b] in stacks:
+                share = 0.0
             return replace(buffer, num_bytes=share * buffer.num_bytes, loops=loops)
 
         self.buffer = {b: n for n, b in enumerate(buffers)}
-        alone = [self._kernel(kernels[k], own[k], same) for k in left]
+        alone = [self._kernel(k, own[k], same) for k in left]
         self.alone = Lowered(tuple(alone), tuple(map(here, buffers)))
 
     @staticmethod
@@ -190,18 +253,40 @@ class _Cut:
         first = [k for k in own if k not in written and not (k in stacks and own[k].is_opened)]
         return [k for one in first for k in (one, *behind.get(one, ()))]
 
-    def _kernel(self, kernel: Kernel, runs: Runs, same: Mapping[int, int]) -> Kernel:
-        is_sliced = kernel.workspace_bytes == SLICED_WORKSPACE_BYTES and not runs.is_opened
+    def _kernel(self, k: int, runs: Runs, same: Mapping[int, int]) -> Kernel:
+        kernel = self.lowered.kernels[k]
+        after = self._beside(kernel) if k in self.late else kernel.after
         return replace(
             kernel,
-            workspace_bytes=kernel.workspace_bytes
-            if is_sliced
-            else min(kernel.workspace_bytes, WORKSPACE_BYTES),
+            workspace_bytes=self._workspace(kernel, runs)
+            + (self._layer_bytes(k) if k in self.added - self.early else 0.0),
             reads=tuple(dict.fromkeys(self.buffer[same.get(b, b)] for b in kernel.reads)),
             makes=tuple(self.buffer[b] for b in kernel.makes),
-            after=tuple(self.number[a] for a in kernel.after if a in self.number),
+            after=tuple(self.number[a] for a in after if a in self.number),
             loops=self._inside(kernel.loops),
         )
+
+    def _beside(self, kernel: Kernel) -> list[int]:
+        """The body's other kernels."""
+        kernels = self.lowered.kernels
+        return [k for k in self.number if kernels[k].loops == kernel.loops and k not in self.late]
+
+    def _workspace(self, kernel: Kernel, runs: Runs) -> float:
+        """With a layer of what lies at a place that only its run knows: a product does not read that where it is."""
+        copied = [b for b in kernel.sliced if runs.is_within and (runs.rounds > 1 or self._is_residual(b))]
+        copies = sum(self.lowered.buffers[b].num_bytes for b in copied) / runs.whole
+        is_sliced = kernel.workspace_bytes == SLICED_WORKSPACE_BYTES and not runs.is_opened
+        if is_sliced and (not kernel.sliced or len(copied) < len(kernel.sliced)):
+            return kernel.workspace_bytes + copies
+        return min(kernel.workspace_bytes, WORKSPACE_BYTES) + copies
+
+    def _is_residual(self, b: int) -> bool:
+        return not set(self.around).isdisjoint(self.lowered.buffers[b].loops)
+
+    def _layer_bytes(self, k: int) -> float:
+        """A layer of what a kernel stacks up."""
+        (b,) = self.lowered.kernels[k].makes
+        return self.lowered.buffers[b].num_bytes / self.own[k].whole
 
     def _inside(self, loops: Loops) -> Loops:
         return tuple(loop for loop in loops if loop not in self.left_out)

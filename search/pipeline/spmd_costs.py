@@ -183,7 +183,7 @@ class SpmdCosts:
     def _entering(self) -> Iterator[Message]:
         """Between a replica's devices, for what all microbatches read otherwise than it rests."""
         loop = self.step.step.graph.ops[self.step.loop]
-        for kernel in self.intra_op.device.lowered.kernels:
+        for kernel in self.kernels.all_collectives:
             what = kernel.collective
             if what is None or not self._enters(kernel):
                 continue
@@ -233,7 +233,8 @@ class SpmdCosts:
         yield from self._message(kind, (STAGE_AXIS,), self.num_microbatches * whole)
 
     def _once_said(self) -> Iterator[Message]:
-        """Sums over replicas, and of what is no layer over stages; under `circular`, layers on their way."""
+        """Sums over replicas, and of what is no layer over stages; examples on their way to their replicas, and, under
+        `circular`, layers to their stages."""
         everyone = (STAGE_AXIS, REPLICA_AXIS) if self.is_shared_out else (REPLICA_AXIS,)
         of_layers = [
             total for loop in self.loops for v, total in loop.sums.items() if self._is_stack(loop, v)
@@ -246,6 +247,12 @@ class SpmdCosts:
             yield from self._message("all-reduce", (REPLICA_AXIS,), self.bytes_of(v) / stages)
         for v in others:
             yield from self._message("all-reduce", everyone, self.bytes_of(v))
+        for v in sorted(self.program.batch):
+            resting = resting_spec(self.program, self.sharding, v)
+            if resting[REPLICA_AXIS] >= 0:  # each replica takes every so many-th example
+                sizes = zip(resting, self._mesh.shape, strict=True)
+                num_bytes = self.program.values[v].num_bytes / prod(n for d, n in sizes if d >= 0)
+                yield from self._message("all-to-all", (REPLICA_AXIS,), num_bytes)
         if self.program.stages_per_worker > 1:
             for v in (*self.read_layers, *of_layers):
                 is_split = resting_spec(self.program, self.sharding, v)[STAGE_AXIS] >= 0
@@ -335,5 +342,7 @@ class SpmdCosts:
             for op in ops:
                 if (site := self.step.site_of(op)) is not None:
                     whole = length_of(self.step, site)
-                    found.setdefault(site, {})[part] = Runs(whole // stages if is_loop else whole, whole)
+                    num = whole // stages if is_loop else whole
+                    runs = Runs(num, whole, is_loop, self.program.stages_per_worker)
+                    found.setdefault(site, {})[part] = runs
         return found

@@ -3,8 +3,7 @@
 What rests there is there all the while, and what the prologue makes of it until its last reader. A value of microbatches is
 there for those that a stage has between loops, or for all of them once it is gathered; what a forward loop stacks up for the
 backward loop, for all of them and one more, the slot that nobody reads. A loop needs besides: what waits at the first stage
-for its next round or for the end, what a pass stacks up before that is put into its slot, the sums, and what its layers need
-while they run (`part_kernels`).
+for its next round or for the end, the sums, and what its layers need while they run (`part_kernels`).
 """
 
 from collections.abc import Iterable, Iterator
@@ -72,9 +71,7 @@ class SpmdMemory:
         if not isinstance(part, LayerLoop):
             return 0.0
         carried = part.op.outputs[: part.op.loop_counts[1]]
-        waiting = (self.costs.num_microbatches + 2) * sum(self.costs.bytes_of(v) for v in carried)
-        passed = sum(self._of_pass(a) for a in {*part.op.operands} & self._all_stacks)
-        return waiting + passed + sum(self._of_pass(v) for v in self._stacks(part))
+        return (self.costs.num_microbatches + 2) * sum(self.costs.bytes_of(v) for v in carried)
 
     @cached_property
     def _ranges(self) -> tuple[tuple[int, int, float], ...]:
@@ -170,10 +167,6 @@ class SpmdMemory:
 
     def _of_pass(self, v: int) -> float:
         return self._of_stage(v) / self.costs.program.stages_per_worker
-
-    @cached_property
-    def _all_stacks(self) -> frozenset[int]:
-        return frozenset(v for loop in self.costs.loops for v in self._stacks(loop))
 
     def _stacks(self, loop: LayerLoop) -> Iterable[int]:
         """What a loop stacks up that others read."""

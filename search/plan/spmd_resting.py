@@ -27,10 +27,21 @@ def resting_spec(program: SpmdStep, sharding: SpmdSharding, v: int) -> Spec:
     shape, spec = program.values[v].shape, sharding.spec(v)
     along: list[Spec] = []
     if v in program.layered:
-        first = 0 if program.stages_per_worker == 1 else 1
-        along = [(d, WHOLE, *spec) for d in range(first, len(shape))]
+        along = [(d, WHOLE, *spec) for d in _dims_for_stages(program, sharding, v)]
     elif v in program.batch and shape[0] % (program.num_parts * sharding.num_replicas) == 0:
         whole = (WHOLE,) * len(spec)
         along = [(WHOLE, 0, *spec), (WHOLE, 0, *whole)]
     found = (s for s in along if divides(s, shape, mesh_shape(program, sharding)))
     return next(found, (WHOLE, WHOLE, *spec))
+
+
+def _dims_for_stages(program: SpmdStep, sharding: SpmdSharding, v: int) -> list[int]:
+    """The dims along which stages may split a stack over layers, the best first. Where stages have several rounds, those are
+    best that no array of this shape has split among a replica's devices: what is split twice is sent around twice, and
+    moments lie as their parameter does."""
+    shape = program.values[v].shape
+    if program.stages_per_worker == 1:
+        return [*range(len(shape))]
+    alike = (u for u in program.layered if program.values[u].shape == shape)
+    taken = {d for u in alike for d in sharding.spec(u)}
+    return sorted(range(1, len(shape)), key=lambda d: (d in taken, d))

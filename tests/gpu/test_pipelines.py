@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import pytest
 
 import autoshard
 from autoshard.verification.pipeline_result import PipelineVerification
@@ -151,3 +152,24 @@ def test_what_is_predicted_of_one_program_is_what_is_compiled():
     assert "all stages in one program" in str(proof)
     assert 0.9 < stage.predicted.peak_bytes / stage.compiled.peak_bytes < 1.1
     assert not [c for c in stage.collectives if c.differs and c.kind != "all-to-all"]  # which deal tokens
+
+
+@pytest.mark.parametrize(
+    ("stages", "schedule", "mesh"), [(2, "gpipe", (4, 1)), (4, "circular", (4, 1)), (4, "circular", (2, 2))]
+)
+def test_layers_read_and_write_stacks_where_they_lie_and_go_to_their_stages_at_once(stages, schedule, mesh):
+    params = {
+        "up": jax.ShapeDtypeStruct((8, WIDTH, 4 * WIDTH), jnp.float32),
+        "down": jax.ShapeDtypeStruct((8, 4 * WIDTH, WIDTH), jnp.float32),
+    }
+    x = jax.ShapeDtypeStruct((16, TOKENS, WIDTH), jnp.float32)
+    options = {"stages": stages, "schedule": schedule, "mesh": mesh, "microbatches": 4}
+    plan = autoshard.search(
+        wide_step, params, x, cluster="8xH100-80GB", executor="one program", remat="never", **options
+    )
+    proof = autoshard.verify(wide_step, params, x, plan=plan)
+    assert isinstance(proof, PipelineVerification)
+    (stage,) = proof.stages
+    assert stage.predicted is not None
+    assert abs(stage.predicted.peak_bytes / stage.compiled.peak_bytes - 1) < 0.05
+    assert not [c for c in stage.collectives if c.differs]

@@ -95,9 +95,9 @@ def test_under_a_cap_it_recomputes_and_below_that_says_what_is_nearest():
     again = apply(trace(looped, *SHAPES), SpmdPlan.from_json(less.to_json())).plan
     assert again == less
     with pytest.raises(
-        InfeasibleError, match=r"that is one program fits 100 MiB a device: the nearest needs \d+"
+        InfeasibleError, match=r"that is one program fits 64 MiB a device: the nearest needs \d+"
     ):
-        found(stages=2, mesh=(4, 1), microbatches=4, memory_bytes=100 << 20)
+        found(stages=2, mesh=(4, 1), microbatches=4, memory_bytes=64 << 20)
     with pytest.raises(InfeasibleError):
         found(stages=2, mesh=(4, 1), microbatches=4, memory_bytes=less.memory_bytes, remat="never")
 
