@@ -6,6 +6,7 @@ same way, with its decisions as the only strategies left.
 
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -15,6 +16,7 @@ import jax
 from cost_model.cluster import Cluster
 from cost_model.errors import InfeasibleError, InputError, PlanError
 from cost_model.units import format_bytes, format_mesh
+from search.handing_over import handed_over
 from search.ir.graph import Site, Step
 from search.ir.sharding import StepSharding
 from search.ir.spec import AXIS_NAMES
@@ -33,7 +35,6 @@ from search.problem.flat_program import flatten
 from search.problem.folding import fold
 from search.problem.likes import folded_like
 from search.problem.shortening import shortened
-from search.recomputation import NO_CAP
 from search.solver.branch_and_bound import NoFitError
 from search.solver.clock import WorkClock
 from search.solver.pbqp import Labels
@@ -99,12 +100,7 @@ class SearchResult:
         cluster, place = self.on_mesh.memory.costed.resharder.mesh.cluster, "the plan"
         problem = _step_problem(self.traced, self.plan, cluster, place, self.problem)
         on_mesh = problem.on(cluster, self.on_mesh.shape)
-        chosen = self.chosen
-        if (
-            on_mesh.codec.names != self.on_mesh.codec.names
-        ):  # ops near the ends of a stack that are grouped otherwise
-            kept = _reconciled(on_mesh, _known(self.plan, on_mesh), place).kept
-            chosen = on_mesh.solve(kept, NO_CAP, DEFAULT_TIME_LIMIT_S).labels
+        chosen = handed_over(self.on_mesh, self.chosen, on_mesh)
         return replace(self, problem=problem, on_mesh=on_mesh, chosen=chosen, traced=None)
 
 
@@ -125,8 +121,24 @@ def find(
     """
     watch = Stopwatch(step.trace_s)
     short = shortened(step, _told_apart(step, _said(options)))
-    searched, traced = (short.step, short.whole) if short else (step, None)
     watch.lap("graph")
+    if short is not None:
+        with suppress(InfeasibleError):  # the whole step may recompute across layers
+            return _found(step, short.step, short.whole, cluster, options, progress, watch)
+        progress("all layers")
+    return _found(step, step, None, cluster, options, progress, watch)
+
+
+def _found(
+    step: Step,
+    searched: Step,
+    traced: Step | None,
+    cluster: Cluster,
+    options: Options,
+    progress: Progress,
+    watch: Stopwatch,
+) -> SearchResult:
+    """The fastest plan of a step, or of one that stands for it, that fits."""
     marks = _marks(searched, options.pins or {})
     search = StepSearch(searched, marks, cluster, options, progress, options.new_clock(), watch)
     found = _finished(step, search.run(), cluster, options, search.shapes, watch, traced)
@@ -228,15 +240,6 @@ def _step_problem(
         clock=WorkClock(),
         like=like.graph.folded if like else None,
     )
-
-
-def _known(plan: Plan, on_mesh: MeshProblem) -> Plan:
-    """A plan without decisions that name nothing in a step's problem: near the ends of the whole stack ops may be grouped
-    otherwise than where few blocks stand for it."""
-    unknown = set(on_mesh.codec.unknown(plan.decisions))
-    ops = {name: said for name, said in plan.decisions.ops.items() if ("ops", name) not in unknown}
-    copies = {name: said for name, said in plan.decisions.copies.items() if ("copies", name) not in unknown}
-    return replace(plan, decisions=replace(plan.decisions, ops=ops, copies=copies))
 
 
 def _reconciled(on_mesh: MeshProblem, plan: Plan, place: str) -> Reconciled:

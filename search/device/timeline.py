@@ -89,11 +89,10 @@ class Occupancy:
         is_there = set(there.tolist()) if self._alike else set[int]()
         for bs in self._alike:
             ordered = sorted((b for b in bs if b in is_there), key=lambda b: int(born[b]))
-            starts = piled_up_from(born[ordered].tolist(), dies[ordered].tolist()) or ()
+            starts = piled_up_from(born[ordered].tolist(), dies[ordered].tolist())
+            found = zip(ordered, starts, strict=True)
             rows += [
-                (b, self.lowered.buffers[b].repeats - 1, start)
-                for b, start in zip(ordered, starts, strict=False)
-                if start <= dies[b]
+                (b, self.lowered.buffers[b].repeats - 1, start) for b, start in found if start is not None
             ]
         buffer, others, start = np.array(rows, np.int64).reshape(-1, 3).T
         return buffer, others, start

@@ -237,7 +237,9 @@ class _Reader:
         loops, ledger = loop_pairs(graph), _Ledger()
         forward = [i for i, op in enumerate(graph.ops) if op.phase is Phase.FORWARD]
         free = self._free(path, graph, forward)
-        kept = self._handed_on(path, graph, [i for i in forward if i not in free])
+        kept = self._handed_on(path, graph, [i for i in forward if i not in free]) | _passed_on(
+            graph, forward
+        )
         for i in forward:
             op, site = graph.ops[i], (*path, i)
             if i not in loops:
@@ -416,6 +418,18 @@ class _Reader:
         left = self._last_forward.get(v, self.program.maker[v][0]) + 1
         made_meanwhile = self._made_before[self._first_backward[v]] - self._made_before[left]
         return min(self._held_bytes(v), max(0.0, float(made_meanwhile)))
+
+
+def _passed_on(graph: Graph, forward: Sequence[int]) -> set[int]:
+    """Ops of blocks that stand for several, if another block reads what they make: each of those would have to make again
+    what all those before it pass on."""
+    made = {v: i for i in forward if graph.ops[i].repeats > 1 for v in graph.ops[i].outputs}
+    read = ((i, made[v]) for i in forward for v in graph.ops[i].operands if v in made)
+    return {maker for i, maker in read if _block(graph.ops[i]) != _block(graph.ops[maker])}
+
+
+def _block(op: Op) -> int | None:
+    return None if op.likes is None else op.likes.block
 
 
 def _must_stay(op: Op) -> bool:

@@ -123,7 +123,7 @@ def _class_name(graph: StrategyGraph, op_class: int) -> str:
         return graph.folded.program.step.results[op.number]
     if op.op is None:
         return f"{op.phase} {op.name}"
-    return f"{op.phase} {scoped_name(op.op, len(graph.folded.members[op_class]) > 1)}"
+    return f"{op.phase} {scoped_name(op.op, graph.folded.sizes[op_class] > 1)}"
 
 
 def _largest(graph: StrategyGraph, group: OpGroup) -> int:

@@ -60,7 +60,7 @@ class RetentionCodec:
                 first = graphs[site[:-1]].ops[index]
                 ends = accumulate(fresh.values())
                 numbers = {s: range(end - n, end) for (s, n), end in zip(fresh.items(), ends, strict=True)}
-                found[unique(f"{first.phase} {scoped_name(first, len(fresh) > 1)}", seen)] = numbers
+                found[unique(f"{first.phase} {scoped_name(first, sum(fresh.values()) > 1)}", seen)] = numbers
         return found
 
     def said(self, sites: Iterable[Site], waiting: Iterable[Site] = ()) -> dict[str, str]:

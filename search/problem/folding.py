@@ -153,6 +153,8 @@ def separate(folded: FoldedProgram, marks: Sequence[Any]) -> FoldedProgram:
     for position, op in enumerate(folded.program.ops):
         mark = marks[op.number] if op.name == "input" else None
         parts.setdefault((folded.class_of[position], mark), []).append(position)
+    if len(parts) == len(folded.members):
+        return folded
     wholes = tuple(folded.whole_of[op_class] for op_class, _ in parts)
     return _folded(folded.program, tuple(map(tuple, parts.values())), wholes)
 

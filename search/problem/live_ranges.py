@@ -132,16 +132,12 @@ class LiveRanges:
             seen[what] += 1
             alike.setdefault((places[item.position], *what[1:], seen[what]), []).append(item)
         for members in alike.values():
-            repeats = [self.program.ops[item.position].repeats for item in members]
-            if max(repeats) == 1:
-                continue
-            members, repeats = zip(
-                *sorted(zip(members, repeats, strict=True), key=lambda one: one[0].start), strict=True
-            )
-            others = piled_up_from([item.start for item in members], [item.end for item in members])
-            for item, num, start in zip(members, repeats, others or (), strict=others is not None):
-                if num > 1 and start <= item.end:
-                    yield replace(item, num_bytes=(num - 1) * item.num_bytes, start=start)
+            members.sort(key=lambda item: item.start)
+            starts = piled_up_from([item.start for item in members], [item.end for item in members])
+            for item, start in zip(members, starts, strict=True):
+                others = self.program.ops[item.position].repeats - 1
+                if others and start is not None:
+                    yield replace(item, num_bytes=others * item.num_bytes, start=start)
 
     def _is_new_state(self, v: int) -> bool:
         """Whether a value, or a view of it, is written over an argument."""

@@ -21,12 +21,16 @@ from search.options import Options
 from search.plan.plan import Plan
 
 NUM_LAYERS = 16
-WIDTH = 2048
-BATCH = 4096
+WIDTH = 1024
+BATCH = 65536
+"""Activations are much, parameters are little: what does not fit is recomputed."""
 H100S = parse_cluster("8xH100-80GB")
 PLENTY_BYTES = 60 << 30
-TIGHT_BYTES = 850 << 20
+TIGHT_BYTES = 900 << 20
 """Less than what the plan without a cap holds: something is recomputed."""
+
+TIGHTER_BYTES = 700 << 20
+"""Less than a plan holds that keeps what each layer hands to the next."""
 
 OPTIMIZER = optax.adam(1e-3)
 
@@ -61,9 +65,19 @@ def stack(width: int = WIDTH, batch: int = BATCH) -> Step:
 
 @functools.cache
 def found(limit_bytes: int = PLENTY_BYTES) -> SearchResult:
-    result = driver.find(stack(), H100S, Options(limit_bytes, (2, 4)))
-    assert result.problem.graph.folded.program.is_shortened
-    return result
+    return driver.find(stack(), H100S, Options(limit_bytes, (8,), offload="never", microbatches=1))
+
+
+def test_few_layers_stand_for_many():
+    program = found().problem.graph.folded.program
+    assert program.is_shortened
+    assert len(program.step.graph.ops) < len(stack().graph.ops)
+
+
+def test_where_that_fits_nothing_all_layers_are_searched():
+    result = found(TIGHTER_BYTES)
+    assert not result.problem.graph.folded.program.is_shortened
+    assert result.plan.estimates.peak_bytes <= TIGHTER_BYTES
 
 
 def test_the_plan_decides_every_argument():
@@ -87,8 +101,9 @@ def test_some_layers_recompute_and_others_do_not():
     said = found(TIGHT_BYTES).plan.decisions.retention
     assert said
     assert found(TIGHT_BYTES).plan.estimates.recompute_s > 0
-    counts = {int(text.rsplit(" ", 1)[1]) for text in said.values() if " of " in text}
-    assert counts <= {NUM_LAYERS, NUM_LAYERS - 1}, "they are counted in the whole step"
+    parts = [re.findall(r"\d+", text) for text in said.values() if " of " in text]
+    assert parts, "of some classes a part is recomputed"
+    assert all(int(part[-1]) > 4 for part in parts), "they are counted in the whole step"
 
 
 @pytest.mark.parametrize("limit_bytes", [PLENTY_BYTES, TIGHT_BYTES])
@@ -103,7 +118,7 @@ def test_a_saved_plan_comes_back_as_it_was(limit_bytes):
 def test_an_edit_of_one_layer_holds_for_that_layer():
     plan, name = found().plan, "state['layers'][7]['up']"
     was = plan.decisions.arguments[name]
-    other = "P('model', 'data')" if was != "P('model', 'data')" else "P('data', 'model')"
+    other = "P(None, 'data')" if was != "P(None, 'data')" else "P('data')"
     text = plan.to_json()
     text["decisions"]["arguments"][name] = other
     edited = driver.apply(stack(), Plan.from_json(text, "plan.json"), H100S).plan
@@ -116,17 +131,16 @@ def test_an_edit_of_one_layer_holds_for_that_layer():
 
 def test_what_one_layer_recomputes_alone_is_kept_elsewhere():
     plan = found(TIGHT_BYTES).plan
-    name, text = next((n, t) for n, t in plan.decisions.retention.items() if t.startswith("remat"))
-    count = re.search(r"of (\d+)", text)
-    one = f"remat 5 of {count[1] if count else NUM_LAYERS}"
-    decisions = replace(plan.decisions, retention={name: one})
+    name, text = next((n, t) for n, t in plan.decisions.retention.items() if " of " in t)
+    one = f"remat 1 of {text.split()[-1]}"
+    decisions = replace(plan.decisions, ops={}, copies={}, retention={name: one})
     roomy = replace(plan, decisions=decisions, memory_bytes=PLENTY_BYTES)
     assert driver.apply(stack(), roomy, H100S).plan.decisions.retention == {name: one}
 
 
 def test_a_pinned_layer_is_pinned():
     name = "state['layers'][7]['up']"
-    options = Options(PLENTY_BYTES, (2, 4), pins={name: P(None, "data")})
+    options = Options(PLENTY_BYTES, (8,), pins={name: P(None, "data")})
     plan = driver.find(stack(), H100S, options).plan
     assert plan.decisions.arguments[name] == "P(None, 'data')"
 
