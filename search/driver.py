@@ -23,7 +23,7 @@ from search.ir.spec import AXIS_NAMES
 from search.memory.microbatches import microbatched
 from search.mesh_problem import MeshProblem, StepProblem
 from search.options import DEFAULT_TIME_LIMIT_S, Options, Progress
-from search.plan.decisions import EDITED, apart, hosted
+from search.plan.decisions import EDITED, apart, hosted, node_names
 from search.plan.edits import marks_of
 from search.plan.estimates import estimate
 from search.plan.plan import Plan
@@ -34,7 +34,7 @@ from search.problem.fingerprint import fingerprint
 from search.problem.flat_program import flatten
 from search.problem.folding import fold
 from search.problem.likes import folded_like
-from search.problem.shortening import shortened
+from search.problem.shortening import Shortened, shortened
 from search.solver.branch_and_bound import NoFitError
 from search.solver.clock import WorkClock
 from search.solver.pbqp import Labels
@@ -192,20 +192,44 @@ def choices(step: Step, plan: Plan, cluster: Cluster, name: str, place: str = "p
 def _read(step: Step, plan: Plan, cluster: Cluster, place: str) -> tuple[StepProblem, Step | None]:
     """The step as a plan rewrites it, made ready, or one that stands for it; the whole one then.
 
-    Where a plan tells apart what one op stands for, the whole step is folded as the one that would stand for it.
+    Where a plan tells apart what one op stands for, the whole step is folded as the one that would stand for it. A plan of a
+    search that went through all layers has names of its own.
     """
     short = shortened(step, _told_apart(step, plan.options))
-    if short is None:
-        return _step_problem(step, plan, cluster, place), None
-    said = dict(zip((a.name for a in step.arguments), apart(step, plan.decisions), strict=True))
-    try:
-        if all(said[name] == said[a.name] for a in short.step.arguments for name in a.alike):
-            return _step_problem(short.step, plan, cluster, place), short.whole
-    except CoarseError:
-        pass
+    if short is not None:
+        for read in (_as_searched, _as_edited):
+            with suppress(CoarseError, PlanError):
+                found, traced = read(short, plan, cluster, place)
+                if plan.edited or _knows(found, plan):
+                    return found, traced
+    return _step_problem(step, plan, cluster, place), None
+
+
+def _as_searched(short: Shortened, plan: Plan, cluster: Cluster, place: str) -> tuple[StepProblem, Step]:
+    """A step that stands for the whole one as a plan rewrites it.
+
+    Raises:
+      CoarseError: the plan tells apart what one op or argument stands for.
+      PlanError: the plan says what makes no sense there.
+    """
+    names = (a.name for a in short.whole.arguments)
+    said = dict(zip(names, apart(short.whole, plan.decisions), strict=True))
+    if any(said[name] != said[a.name] for a in short.step.arguments for name in a.alike):
+        raise CoarseError
+    return _step_problem(short.step, plan, cluster, place), short.whole
+
+
+def _as_edited(short: Shortened, plan: Plan, cluster: Cluster, place: str) -> tuple[StepProblem, None]:
+    """The whole step, folded as the one that stands for it where nothing is recomputed."""
     marks = _marks(short.step, plan.options.get("pin", {}))
     like = StepProblem.of(_in_microbatches(short.step, plan, place), marks, cluster.device, clock=WorkClock())
     return _step_problem(short.whole, plan, cluster, place, like), None
+
+
+def _knows(step_problem: StepProblem, plan: Plan) -> bool:
+    """Whether a plan's decisions have the names that there are in a step."""
+    names = {name for names in node_names(step_problem.graph) for name in names}
+    return names.issuperset(plan.decisions.ops) and names.issuperset(plan.decisions.copies)
 
 
 def _step_problem(

@@ -106,7 +106,7 @@ def test_some_layers_recompute_and_others_do_not():
     assert all(int(part[-1]) > 4 for part in parts), "they are counted in the whole step"
 
 
-@pytest.mark.parametrize("limit_bytes", [PLENTY_BYTES, TIGHT_BYTES])
+@pytest.mark.parametrize("limit_bytes", [PLENTY_BYTES, TIGHT_BYTES, TIGHTER_BYTES])
 def test_a_saved_plan_comes_back_as_it_was(limit_bytes):
     plan = found(limit_bytes).plan
     again = driver.apply(stack(), Plan.from_json(plan.to_json(), "plan.json"), H100S).plan
