@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -196,13 +196,20 @@ def _read(step: Step, plan: Plan, cluster: Cluster, place: str) -> tuple[StepPro
     search that went through all layers has names of its own.
     """
     short = shortened(step, _told_apart(step, plan.options))
-    if short is not None:
-        for read in (_as_searched, _as_edited):
-            with suppress(CoarseError, PlanError):
-                found, traced = read(short, plan, cluster, place)
-                if plan.edited or _knows(found, plan):
-                    return found, traced
-    return _step_problem(step, plan, cluster, place), None
+    wrong: list[PlanError] = []
+    for read in (partial(_as_searched, short), partial(_as_edited, short)) if short else ():
+        try:
+            found, traced = read(plan, cluster, place)
+            if plan.edited or _knows(found, plan):
+                return found, traced
+        except CoarseError:
+            continue
+        except PlanError as e:
+            wrong.append(e)
+    try:
+        return _step_problem(step, plan, cluster, place), None
+    except PlanError as e:
+        raise next(iter(wrong), e) from None
 
 
 def _as_searched(short: Shortened, plan: Plan, cluster: Cluster, place: str) -> tuple[StepProblem, Step]:
