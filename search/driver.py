@@ -52,7 +52,7 @@ class SearchResult:
       on_mesh: the problem that it solves.
       chosen: a strategy for each node.
       bound_s: what the plan's gap is reckoned from, in seconds; -inf where nothing is proven.
-      traced: the step that is meant, where a shorter one stood for it.
+      short: where a step that stands for a deeper one was searched.
       anew: names of decisions of a loaded plan that contradicted what was edited in it, and were made anew or fell away.
     """
 
@@ -61,7 +61,7 @@ class SearchResult:
     on_mesh: MeshProblem
     chosen: Labels
     bound_s: float = -math.inf
-    traced: Step | None = None
+    short: Shortened | None = None
     anew: tuple[str, ...] = ()
 
     def bounded(self, bound_s: float) -> "SearchResult":
@@ -95,13 +95,13 @@ class SearchResult:
     @cached_property
     def whole(self) -> "SearchResult":
         """The same with the problem of the whole step, where a shorter one stood for it."""
-        if self.traced is None:
+        if self.short is None:
             return self
         cluster, place = self.on_mesh.memory.costed.resharder.mesh.cluster, "the plan"
-        problem = _step_problem(self.traced, self.plan, cluster, place, self.problem)
+        problem = _step_problem(self.short.whole, self.plan, cluster, place, self.problem)
         on_mesh = problem.on(cluster, self.on_mesh.shape)
         chosen = handed_over(self.on_mesh, self.chosen, on_mesh)
-        return replace(self, problem=problem, on_mesh=on_mesh, chosen=chosen, traced=None)
+        return replace(self, problem=problem, on_mesh=on_mesh, chosen=chosen, short=None)
 
 
 def find(
@@ -124,24 +124,24 @@ def find(
     watch.lap("graph")
     if short is not None:
         with suppress(InfeasibleError):  # the whole step may recompute across layers
-            return _found(step, short.step, short.whole, cluster, options, progress, watch)
+            return _found(step, short, cluster, options, progress, watch)
         progress("all layers")
-    return _found(step, step, None, cluster, options, progress, watch)
+    return _found(step, None, cluster, options, progress, watch)
 
 
 def _found(
     step: Step,
-    searched: Step,
-    traced: Step | None,
+    short: Shortened | None,
     cluster: Cluster,
     options: Options,
     progress: Progress,
     watch: Stopwatch,
 ) -> SearchResult:
     """The fastest plan of a step, or of one that stands for it, that fits."""
+    searched = short.step if short else step
     marks = _marks(searched, options.pins or {})
     search = StepSearch(searched, marks, cluster, options, progress, options.new_clock(), watch)
-    found = _finished(step, search.run(), cluster, options, search.shapes, watch, traced)
+    found = _finished(step, search.run(), cluster, options, search.shapes, watch, short)
     return found.bounded(min(search.bounds_s.values()))
 
 
@@ -154,7 +154,7 @@ def apply(step: Step, plan: Plan, cluster: Cluster, place: str = "plan") -> Sear
     """
     watch = Stopwatch(step.trace_s)
     plan.check_is_for(step, place)
-    step_problem, traced = _read(step, plan, cluster, place)
+    step_problem, short = _read(step, plan, cluster, place)
     watch.lap("graph")
     on_mesh = step_problem.on(cluster, tuple(plan.decisions.mesh.values()))
     decisions = _reconciled(on_mesh, plan, place)
@@ -168,7 +168,7 @@ def apply(step: Step, plan: Plan, cluster: Cluster, place: str = "plan") -> Sear
         ) from e
     watch.lap("solve")
     forced = Found(step_problem, on_mesh, solution.labels, plan.memory_bytes, device)
-    found = _finished(step, forced, cluster, Options(plan.memory_bytes), plan.meshes, watch, traced)
+    found = _finished(step, forced, cluster, Options(plan.memory_bytes), plan.meshes, watch, short)
     was_s, is_s = plan.estimates.step_s, found.plan.estimates.step_s
     gap = plan.gap if math.isclose(is_s, was_s, rel_tol=1e-6) else None
     found = replace(found, plan=replace(found.plan, options=plan.options, cluster=plan.cluster, gap=gap))
@@ -189,19 +189,19 @@ def choices(step: Step, plan: Plan, cluster: Cluster, name: str, place: str = "p
     return on_mesh.codec.choices(name, place)
 
 
-def _read(step: Step, plan: Plan, cluster: Cluster, place: str) -> tuple[StepProblem, Step | None]:
-    """The step as a plan rewrites it, made ready, or one that stands for it; the whole one then.
+def _read(step: Step, plan: Plan, cluster: Cluster, place: str) -> tuple[StepProblem, Shortened | None]:
+    """The step as a plan rewrites it, made ready; or one that stands for it, which is said then.
 
     Where a plan tells apart what one op stands for, the whole step is folded as the one that would stand for it. A plan of a
     search that went through all layers has names of its own.
     """
     short = shortened(step, _told_apart(step, plan.options))
     wrong: list[PlanError] = []
-    for read in (partial(_as_searched, short), partial(_as_edited, short)) if short else ():
+    for read in (partial(_as_searched, step, short), partial(_as_edited, short)) if short else ():
         try:
-            found, traced = read(plan, cluster, place)
+            found = read(plan, cluster, place)
             if plan.edited or _knows(found, plan):
-                return found, traced
+                return found, short if found.graph.folded.program.is_shortened else None
         except CoarseError:
             continue
         except PlanError as e:
@@ -212,25 +212,24 @@ def _read(step: Step, plan: Plan, cluster: Cluster, place: str) -> tuple[StepPro
         raise next(iter(wrong), e) from None
 
 
-def _as_searched(short: Shortened, plan: Plan, cluster: Cluster, place: str) -> tuple[StepProblem, Step]:
+def _as_searched(step: Step, short: Shortened, plan: Plan, cluster: Cluster, place: str) -> StepProblem:
     """A step that stands for the whole one as a plan rewrites it.
 
     Raises:
       CoarseError: the plan tells apart what one op or argument stands for.
       PlanError: the plan says what makes no sense there.
     """
-    names = (a.name for a in short.whole.arguments)
-    said = dict(zip(names, apart(short.whole, plan.decisions), strict=True))
+    said = dict(zip((a.name for a in step.arguments), apart(step, plan.decisions), strict=True))
     if any(said[name] != said[a.name] for a in short.step.arguments for name in a.alike):
         raise CoarseError
-    return _step_problem(short.step, plan, cluster, place), short.whole
+    return _step_problem(short.step, plan, cluster, place)
 
 
-def _as_edited(short: Shortened, plan: Plan, cluster: Cluster, place: str) -> tuple[StepProblem, None]:
+def _as_edited(short: Shortened, plan: Plan, cluster: Cluster, place: str) -> StepProblem:
     """The whole step, folded as the one that stands for it where nothing is recomputed."""
     marks = _marks(short.step, plan.options.get("pin", {}))
     like = StepProblem.of(_in_microbatches(short.step, plan, place), marks, cluster.device, clock=WorkClock())
-    return _step_problem(short.whole, plan, cluster, place, like), None
+    return _step_problem(short.whole, plan, cluster, place, like)
 
 
 def _knows(step_problem: StepProblem, plan: Plan) -> bool:
@@ -294,7 +293,7 @@ def _finished(
     options: Options,
     meshes: tuple[tuple[int, ...], ...],
     watch: Stopwatch,
-    traced: Step | None,
+    short: Shortened | None,
 ) -> SearchResult:
     costed, step_problem = found.on_mesh.memory.costed, found.step_problem
     sites, waiting = step_problem.sites, step_problem.waiting
@@ -320,7 +319,7 @@ def _finished(
     )
     watch.lap("plan")
     plan = replace(plan, search_s=watch.seconds)
-    return SearchResult(plan, step_problem, found.on_mesh, found.labels, traced=traced)
+    return SearchResult(plan, step_problem, found.on_mesh, found.labels, short=short)
 
 
 def _in_microbatches(step: Step, plan: Plan, place: str) -> Step:

@@ -76,20 +76,39 @@ def find_blocks(step: Step) -> Blocks:
 def _looks(ops: Iterable[Op]) -> list[int]:
     """A number per op, shared by ops that look alike."""
     seen: dict[Any, int] = {}
-    return [seen.setdefault(_look(op), len(seen)) for op in ops]
+    said: dict[Any, Any] = {}
+    return [seen.setdefault(_look(op, said), len(seen)) for op in ops]
 
 
 _WHERE_AND_WHO = frozenset({"start_indices", "limit_indices", "padding_config", "name"})
 """Parameters in which the n-th block differs from the next: where its part of a stacked array lies, its name."""
 
 
-def _look(op: Op) -> Any:
-    params = tuple((k, _said(v)) for k, v in op.params.items() if k not in _WHERE_AND_WHO)
+def _look(op: Op, said: dict[Any, Any]) -> Any:
+    """What an op looks like.
+
+    Args:
+      op: the op.
+      said: parameters that were said before.
+    """
     bodies = tuple(
-        (k, tuple(tuple(_look(o) for o in b.ops) for b in bodies)) for k, bodies in op.bodies.items()
+        [
+            (k, tuple([tuple([_look(o, said) for o in b.ops]) for b in bodies]))
+            for k, bodies in op.bodies.items()
+        ]
     )
-    read = tuple("value" if isinstance(a, int) else (a.aval.shape, a.aval.dtype) for a in op.inputs)
-    return op.name, op.phase, read, op.result_values, params, bodies
+    read = tuple(["value" if isinstance(a, int) else (a.aval.shape, a.aval.dtype) for a in op.inputs])
+    return op.name, op.phase, read, op.result_values, _params(op, said), bodies
+
+
+def _params(op: Op, said: dict[Any, Any]) -> Any:
+    try:
+        key = tuple(op.params.items())
+        if key not in said:
+            said[key] = tuple([(k, _said(v)) for k, v in key if k not in _WHERE_AND_WHO])
+        return said[key]
+    except TypeError:  # a parameter that cannot be hashed
+        return tuple([(k, _said(v)) for k, v in op.params.items() if k not in _WHERE_AND_WHO])
 
 
 def _said(value: Any) -> Any:
@@ -138,17 +157,19 @@ class _Flow:
         self.block: dict[int, int] = {}
         self.maker = {v: n for n, v in enumerate(graph.inputs)}
         self.readers: dict[int, list[int]] = {n: [] for n in range(self.num_arguments + len(graph.ops))}
+        self._made_by: list[list[int]] = []
         for i, op in enumerate(graph.ops):
+            self._made_by.append(sorted({self.maker[v] for v in op.operands if v in self.maker}))
             self.maker.update(dict.fromkeys(op.outputs, self.op_node(i)))
-            for node in self.made_by(op):
+            for node in self._made_by[i]:
                 self.readers[node].append(self.op_node(i))
 
     def op_node(self, op: int) -> int:
         return self.num_arguments + op
 
-    def made_by(self, op: Op) -> list[int]:
+    def made_by(self, op: int) -> list[int]:
         """The nodes whose values an op reads, constants left out."""
-        return sorted({self.maker[v] for v in op.operands if v in self.maker})
+        return self._made_by[op]
 
     def phase(self, node: int) -> Phase | None:
         return self.graph.ops[node - self.num_arguments].phase if node >= self.num_arguments else None
@@ -166,7 +187,7 @@ class _Flow:
         """
         residuals = {node for node in self.block if not self._is_passed_on(node)}
         later = [self.op_node(i) for i, op in enumerate(self.graph.ops) if op.phase is not Phase.FORWARD]
-        read = {node: self.made_by(self.graph.ops[node - self.num_arguments]) for node in later}
+        read = {node: self.made_by(node - self.num_arguments) for node in later}
         for node in later:
             self._own(node, {self.block[n] for n in read[node] if n in residuals})
         becomes_gradient = {node for node in later if self.phase(node) is Phase.UPDATE}
@@ -199,7 +220,7 @@ class _Flow:
         origins = {node: frozenset([b]) for node, b in self.block.items()}
         for i, op in enumerate(self.graph.ops):
             node = self.op_node(i)
-            read = [n for n in self.made_by(op) if n in origins]
+            read = [n for n in self.made_by(i) if n in origins]
             if node in self.block or not read:
                 continue
             if op.phase is Phase.BACKWARD:

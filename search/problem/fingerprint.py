@@ -11,15 +11,13 @@ parameter that is None counts as absent, as later versions of JAX add such.
 """
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import Any
 
 import numpy as np
 
-from search.ir.factors import Rule
 from search.ir.graph import Atom, Graph, Op, Step, walk
-from search.problem.numbering import Numbering
 from search.problem.op_rules import OpRules
 
 _NUM_DIGITS = 16
@@ -28,43 +26,65 @@ _NUM_DIGITS = 16
 
 def fingerprint(step: Step) -> str:
     """16 hex digits: the same for the same traced step in every process (see the module)."""
-    graphs = list(walk(step.graph))
-    values = [v for _, graph in graphs for v in graph.values]
-    types = dict.fromkeys((v.shape, v.dtype) for v in values)
-    number = {type_: n for n, type_ in enumerate(types)}
-    type_of = [number[v.shape, v.dtype] for v in values]
-    known, rules = OpRules(), Numbering[Rule]()
-    rule_of = [rules.of(_rule(op, graph, known)) for _, graph in graphs for op in graph.ops if not op.bodies]
+    graphs, looks = list(walk(step.graph)), _Looks()
     said = [
         *((a.name, a.role.value) for a in step.arguments),
         *zip(step.results, step.replaces, strict=True),
-        *((path, _graph(graph)) for path, graph in graphs),
-        *((shape, dtype.name) for shape, dtype in types),
-        type_of,
-        *rules.things,
-        rule_of,
+        *((path, looks.graph(graph)) for path, graph in graphs),
+        *((shape, dtype.name) for shape, dtype in looks.types),
+        *looks.said,
     ]
     return hashlib.sha256("\n".join(map(repr, said)).encode()).hexdigest()[:_NUM_DIGITS]
 
 
-def _rule(op: Op, graph: Graph, known: OpRules) -> Rule:
-    is_read = tuple([isinstance(a, int) for a in op.inputs])
-    return known.of(op, tuple(map(graph.value, op.inputs)), is_read)
+class _Looks:
+    """What ops look like, each said once: primitive, parameters, factors, types of operands and results.
 
+    Attributes:
+      types: shapes and dtypes, with their numbers.
+      said: looks, in the order of their numbers.
+    """
 
-def _graph(graph: Graph) -> tuple[Any, ...]:
-    constants = tuple(v for v, _ in graph.constants)
-    return graph.inputs, constants, tuple(map(_op, graph.ops)), tuple(map(_atom, graph.outputs))
+    def __init__(self) -> None:
+        self.types: dict[tuple[tuple[int, ...], Any], int] = {}
+        self.said: list[Any] = []
+        self._known: dict[Any, int] = {}
+        self._rules = OpRules()
 
+    def graph(self, graph: Graph) -> tuple[Any, ...]:
+        """All of a graph, in terms whose `repr` is the same in every process."""
+        types = [self._type(v.shape, v.dtype) for v in graph.values]
+        ops = tuple([self._op(op, graph, types) for op in graph.ops])
+        constants = tuple(v for v, _ in graph.constants)
+        return types, graph.inputs, constants, ops, tuple(self._atom(a) for a in graph.outputs)
 
-def _op(op: Op) -> tuple[Any, ...]:
-    params = tuple((name, data(v)) for name, v in sorted(op.params.items()) if v is not None)
-    return op.name, op.phase.value, op.scope, tuple(map(_atom, op.inputs)), op.outputs, params
+    def _op(self, op: Op, graph: Graph, types: Sequence[int]) -> tuple[Any, ...]:
+        atoms = tuple([a if isinstance(a, int) else self._atom(a) for a in op.inputs])
+        read = tuple([types[a] if isinstance(a, int) else self._atom(a) for a in op.inputs])
+        made = tuple([types[v] for v in op.outputs])
+        return self._look(op, graph, read, made), op.phase.value, op.scope, atoms, op.outputs
 
+    def _look(self, op: Op, graph: Graph, read: tuple[Any, ...], made: tuple[int, ...]) -> int:
+        try:
+            key = (op.name, read, made, tuple(op.params.items()))
+            if key in self._known:
+                return self._known[key]
+        except TypeError:  # a parameter that cannot be hashed
+            key = None
+        params = tuple((name, data(v)) for name, v in sorted(op.params.items()) if v is not None)
+        is_read = tuple(isinstance(a, int) for a in op.inputs)
+        rule = None if op.bodies else self._rules.of(op, tuple(map(graph.value, op.inputs)), is_read)
+        self.said.append((op.name, params, read, made, rule))
+        if key is not None:
+            self._known[key] = len(self.said) - 1
+        return len(self.said) - 1
 
-def _atom(atom: Atom) -> Any:
-    """A value's number; of a literal, its type."""
-    return atom if isinstance(atom, int) else (atom.aval.shape, atom.aval.dtype.name)
+    def _atom(self, atom: Atom) -> Any:
+        """A value's number; of a literal, its type."""
+        return atom if isinstance(atom, int) else (self._type(atom.aval.shape, atom.aval.dtype), "literal")
+
+    def _type(self, shape: tuple[int, ...], dtype: Any) -> int:
+        return self.types.setdefault((shape, dtype), len(self.types))
 
 
 def data(value: Any) -> Any:

@@ -8,11 +8,12 @@ something may be recomputed in some layers and kept in others, and so that memor
 and the last.
 """
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import chain, pairwise
 
-from search.ir.graph import Likes, Op, Step
+from search.ir.graph import Likes, Step
 from search.ir.sharding import StepSharding
 from search.problem.blocks import find_blocks
 from search.problem.cut import Cut
@@ -30,12 +31,22 @@ MIN_BLOCKS = NUM_REPRESENTATIVES + MIN_SAVED + 4
 _NOTHING_SAID = StepSharding((), (), {}, {})
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Shortened:
-    """A step of few blocks, and the whole one that it stands for, whose ops say which stands for them."""
+    """A step of few blocks.
+
+    Attributes:
+      step: which stands for the whole one.
+      label: makes the whole one, whose ops and arguments say which stand for them.
+    """
 
     step: Step
-    whole: Step
+    label: Callable[[], Step]
+
+    @cached_property
+    def whole(self) -> Step:
+        """The step for which it stands, whose ops and arguments say which stand for them."""
+        return self.label()
 
 
 def shortened(step: Step, marks: Sequence[Hashable]) -> Shortened | None:
@@ -58,10 +69,10 @@ def shortened(step: Step, marks: Sequence[Hashable]) -> Shortened | None:
     gone = {b for _, *others in runs for b in others}
     if not gone:
         return None
+    labels = _Labels(step, likeness, groups, runs)
     try:
-        whole = _labelled(step, likeness, groups, runs)
-        cut = Cut(_repeating(whole, likeness, runs), _NOTHING_SAID, likeness, groups)
-        return Shortened(cut.without(gone)[0], whole)
+        cut = Cut(labels.of_all_but(gone), _NOTHING_SAID, likeness, groups)
+        return Shortened(cut.without(gone)[0], labels.of_whole)
     except UnlikeError:
         return None
 
@@ -75,45 +86,52 @@ def _runs(alike: Sequence[int]) -> list[Sequence[int]]:
     return [within[start:end] for start, end in pairwise(ends)]
 
 
-def _labelled(
-    step: Step, likeness: Likeness, groups: Sequence[Sequence[int]], runs: Sequence[Sequence[int]]
-) -> Step:
-    """The step with its ops and arguments saying who their likes are."""
-    likes = [Likes(-1 if b is None else b, None, i) for i, b in enumerate(likeness.blocks.of_op)]
-    stand_in = {block: run[0] for run in runs for block in run}
-    places: dict[int, Hashable] = {}
-    for n, group in enumerate(groups):
-        for block in group:
-            members = likeness.members[block], likeness.members[stand_in.get(block, block)]
-            for place, (i, stands) in enumerate(zip(*members, strict=True)):
-                likes[i] = Likes(block, (n, place), stands)
-            places |= {a: (n, slot) for slot, a in likeness.arguments_of(block).items()}
-    ops = tuple(replace(op, likes=like) for op, like in zip(step.graph.ops, likes, strict=True))
-    arguments = tuple(replace(a, place=places.get(n)) for n, a in enumerate(step.arguments))
-    return replace(step, graph=replace(step.graph, ops=ops), arguments=arguments)
+class _Labels:
+    """Writes on ops and arguments who their likes are."""
 
+    def __init__(
+        self, step: Step, likeness: Likeness, groups: Sequence[Sequence[int]], runs: Sequence[Sequence[int]]
+    ) -> None:
+        self.step, self.likeness, self.groups, self.runs = step, likeness, groups, runs
 
-def _repeating(step: Step, likeness: Likeness, runs: Sequence[Sequence[int]]) -> Step:
-    """The step with the ops and arguments of each run's first block saying for how many they stand."""
-    repeats = {i: len(run) for run in runs for i in likeness.members[run[0]]}
-    ops = tuple(_repeated(op, repeats.get(i, 1)) for i, op in enumerate(step.graph.ops))
-    alike = dict(chain.from_iterable(_alike_arguments(step, likeness, run).items() for run in runs))
-    arguments = tuple(replace(a, alike=alike.get(n, ())) for n, a in enumerate(step.arguments))
-    return replace(step, graph=replace(step.graph, ops=ops), arguments=arguments)
+    def of_whole(self) -> Step:
+        """The step, each of its ops and arguments for itself."""
+        return self._labelled({}, {}, ())
 
+    def of_all_but(self, gone: Container[int]) -> Step:
+        """The step, with the ops and arguments of each run's first block saying for how many they stand; what is in blocks
+        that are gone, says nothing.
 
-def _repeated(op: Op, repeats: int) -> Op:
-    assert op.likes is not None
-    return replace(op, likes=replace(op.likes, repeats=repeats)) if repeats > 1 else op
+        Raises:
+          UnlikeError: an argument has no like.
+        """
+        repeats = {run[0]: len(run) for run in self.runs}
+        alike = dict(chain.from_iterable(self._alike_arguments(run).items() for run in self.runs))
+        return self._labelled(repeats, alike, gone)
 
+    def _labelled(
+        self, repeats: Mapping[int, int], alike: Mapping[int, tuple[str, ...]], gone: Container[int]
+    ) -> Step:
+        ops, arguments, blocks = list(self.step.graph.ops), list(self.step.arguments), self.likeness.blocks
+        stand_in = {block: run[0] for run in self.runs for block in run}
+        for i, block in enumerate(blocks.of_op):
+            if block is None or block not in gone:
+                ops[i] = replace(ops[i], likes=Likes(-1 if block is None else block, None, i))
+        for n, group in enumerate(self.groups):
+            for block in (b for b in group if b not in gone):
+                members = self.likeness.members
+                for place, i in enumerate(members[block]):
+                    stands = members[stand_in.get(block, block)][place]
+                    ops[i] = replace(ops[i], likes=Likes(block, (n, place), stands, repeats.get(block, 1)))
+                for slot, a in self.likeness.arguments_of(block).items():
+                    arguments[a] = replace(arguments[a], alike=alike.get(a, ()), place=(n, slot))
+        graph = replace(self.step.graph, ops=tuple(ops))
+        return replace(self.step, graph=graph, arguments=tuple(arguments))
 
-def _alike_arguments(step: Step, likeness: Likeness, run: Sequence[int]) -> Mapping[int, tuple[str, ...]]:
-    """For each argument of a run's first block, the names of those of the others.
-
-    Raises:
-      UnlikeError: an argument has no like.
-    """
-    first, *others = [likeness.arguments_of(block) for block in run]
-    if any(other.keys() != first.keys() for other in others):
-        raise UnlikeError("an argument of one has no like in another")
-    return {a: tuple(step.arguments[other[slot]].name for other in others) for slot, a in first.items()}
+    def _alike_arguments(self, run: Sequence[int]) -> Mapping[int, tuple[str, ...]]:
+        """For each argument of a run's first block, the names of those of the others."""
+        first, *others = [self.likeness.arguments_of(block) for block in run]
+        if any(other.keys() != first.keys() for other in others):
+            raise UnlikeError("an argument of one has no like in another")
+        names = [argument.name for argument in self.step.arguments]
+        return {a: tuple(names[other[slot]] for other in others) for slot, a in first.items()}
