@@ -124,7 +124,9 @@ def find(
     watch.lap("graph")
     if short is not None:
         with suppress(InfeasibleError):  # the whole step may recompute across layers
-            return _found(step, short, cluster, options, progress, watch)
+            found = _found(step, short, cluster, options, progress, watch)
+            if not found.problem.waiting:  # each layer's residuals wait for another layer
+                return found
         progress("all layers")
     return _found(step, None, cluster, options, progress, watch)
 
@@ -195,7 +197,8 @@ def _read(step: Step, plan: Plan, cluster: Cluster, place: str) -> tuple[StepPro
     Where a plan tells apart what one op stands for, the whole step is folded as the one that would stand for it. A plan of a
     search that went through all layers has names of its own.
     """
-    short = shortened(step, _told_apart(step, plan.options))
+    waits = any("offload" in said for said in plan.decisions.retention.values())
+    short = None if waits else shortened(step, _told_apart(step, plan.options))
     wrong: list[PlanError] = []
     for read in (partial(_as_searched, step, short), partial(_as_edited, short)) if short else ():
         try:

@@ -29,7 +29,7 @@ def handed_over(short: MeshProblem, chosen: Labels, whole: MeshProblem) -> Label
             given[node] = chosen[like]
     num_groups = len(whole.memory.costed.graph.groups)
     of_groups = {node: label for node, label in given.items() if node < num_groups}
-    for known in (given, of_groups):
+    for known in (given, of_groups, {}):
         kept = tuple(
             np.array([known[node]]) if node in known else np.arange(len(one))
             for node, one in enumerate(strategies)

@@ -48,8 +48,9 @@ def _stand_ins(program: FlatProgram, of_argument: Mapping[str, str]) -> list[Has
             found.append(("output", results[op.number]))
         else:
             block, stand_in = (-1, None) if likes is None else (likes.block, likes.stand_in)
-            seen[block, stand_in, what] += 1
-            found.append((stand_in, what, seen[block, stand_in, what]))
+            name = stand_in, what, op.rule
+            seen[block, name] += 1
+            found.append((name, seen[block, name]))
     return found
 
 
