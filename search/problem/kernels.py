@@ -113,7 +113,7 @@ def kernels(fusion: Fusion, groups: tuple[OpGroup, ...]) -> Kernels:
     runs: dict[tuple[int, ...], int] = {}
     moved: dict[tuple[int, ...], dict[Endpoint, float]] = {}
     for key, positions in collector.instances():
-        count = max(collector.ops[p].count for p in positions)
+        count = collector.runs(positions)
         runs[key] = runs.get(key, 0) + count
         total = moved.setdefault(key, {})
         for endpoint, times in collector.moved(positions):
@@ -162,6 +162,10 @@ def _is_by_rows(op: FlatOp, summed: frozenset[int]) -> bool:
     return set(last) == summed and len(last) < len(loops) and is_short
 
 
+def _is_of_block(op: FlatOp) -> bool:
+    return op.op is not None and op.op.likes is not None and op.op.likes.block >= 0
+
+
 class _Collector:
     """One pass over the program each way."""
 
@@ -189,12 +193,17 @@ class _Collector:
                 members.setdefault(self.kernel_of[p], []).append(p)
         return [(tuple(sorted({self.folded.class_of[p] for p in ps})), ps) for ps in members.values()]
 
+    def runs(self, positions: Sequence[int]) -> int:
+        """How often a kernel runs in one step. One of ops of two blocks runs for each block that begins it."""
+        of_blocks = [p for p in positions if self.fusion.program.is_shortened and _is_of_block(self.ops[p])]
+        return self.ops[min(of_blocks)].count if of_blocks else max(self.ops[p].count for p in positions)
+
     def moved(self, positions: list[int]) -> list[tuple[Endpoint, float]]:
         """What a kernel moves in one step, by endpoint."""
-        count = max(self.ops[p].count for p in positions)
+        count = self.runs(positions)
         reads = self.reads.get(self.kernel_of[positions[0]], {})
         written = [
-            ((self.folded.class_of[p], r, True), float(self.ops[p].count))
+            ((self.folded.class_of[p], r, True), float(min(self.ops[p].count, count)))
             for p in positions
             for r, v in enumerate(self.ops[p].results)
             if v in self.read_outside
