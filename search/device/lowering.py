@@ -52,7 +52,7 @@ class Buffer:
       loops: where it is made.
       arrival: of what a collective hands to one reader alone.
       repeats: for how many arrays it stands, one of each of the blocks alike.
-      alike: what those have in common that stand for the others of their kind.
+      alike: what it shares with its likes in other blocks; None where it has none.
     """
 
     num_bytes: float
