@@ -14,6 +14,7 @@ from unittest import mock
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
+from benchmarks import experts
 from cost_model.errors import InfeasibleError, first_line
 from cost_model.hardware import parse_cluster
 from search import driver
@@ -21,15 +22,13 @@ from search.driver import SearchResult
 from search.ir.graph import Step
 from search.ir.trace import trace
 from search.options import Options
-from tests.zoo import Case, make_evoformer, make_gpt_linen, make_mixer, make_moe, make_resnet, make_t5
+from tests.zoo import Case, make_evoformer, make_gpt_linen, make_moe, make_resnet, make_t5
 
 CLUSTERS = ("8xH100-80GB", "64xH100-80GB", "64xA100-80GB-Ethernet")
 
 MODELS: Mapping[str, Callable[[int], Case]] = {
     "gpt": lambda n: make_gpt_linen(num_layers=48, hidden=1600, heads=16, vocab=50257, seq=1024, batch=2 * n),
-    "mixer": lambda n: make_mixer(
-        num_layers=24, channels=1024, token_ffn=512, channel_ffn=4096, image=224, patch=16, batch=64 * n
-    ),
+    "mixer": experts.MODELS["mixer"],
     "moe": lambda n: make_moe(
         num_layers=24, hidden=1024, heads=16, num_experts=16, ffn=4096, vocab=32000, seq=512, batch=2 * n
     ),
