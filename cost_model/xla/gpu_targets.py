@@ -82,8 +82,9 @@ def is_hopper_or_later(gpu: str) -> bool:
 
 def scheduler_options(gpu: str) -> dict[str, str]:
     """The compiler's options with which XLA hides the latencies of collectives on a GPU, by its name, where it does not by
-    default. Source: compiled programs; without it, A100s reduce gradients while nothing is computed."""
-    return {} if is_hopper_or_later(gpu) or gpu == "CPU" else {LATENCY_HIDING: "true"}
+    default. JAX hands on a bool as text only where it is spelt as in Python. Source: compiled programs; without it, A100s
+    reduce gradients while nothing is computed."""
+    return {} if is_hopper_or_later(gpu) or gpu == "CPU" else {LATENCY_HIDING: "True"}
 
 
 _EVERY_CHIP = MappingProxyType(
