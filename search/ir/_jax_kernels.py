@@ -1,4 +1,5 @@
-"""What kernels that somebody wrote say of themselves: `custom_partitioning` and `pallas_call`.
+"""What kernels that somebody wrote say of themselves: `custom_partitioning` and `pallas_call`; and what ops are that the
+compiler has no kernel for.
 
 What we rely on beyond JAX's public surface, all present in JAX 0.11 and 0.12:
 
@@ -37,14 +38,30 @@ def as_partitioning(eqn: Any) -> Any:
 
     So vendors give primitives of their own a sharding rule.
     """
+    jaxpr = _as_lowered(eqn)
+    eqns = () if jaxpr is None else open_jaxpr(jaxpr).eqns
+    return jaxpr if any(e.primitive.name == "custom_partitioning" for e in eqns) else None
+
+
+def as_dense(eqn: Any) -> Any:
+    """A product of ragged groups as JAX spells it out in dense ones, as a jaxpr; None for other equations.
+
+    XLA:GPU runs nothing else by default: it rewrites a ragged product so before all else, each row multiplied by every
+    group's matrix, zero where it is not of the group (compiled for H100s;
+    `xla/hlo/transforms/expanders/ragged_dot_rewriter.cc`). Spelt out, the groups can be split (expert parallelism), and
+    what the product really takes is what is counted.
+    """
+    return _as_lowered(eqn) if eqn.primitive.name == "ragged_dot_general" else None
+
+
+def _as_lowered(eqn: Any) -> Any:
+    """The function that an equation is lowered to by default, as a jaxpr; None where it is lowered otherwise."""
     entry = mlir._lowerings.get(eqn.primitive)
     if entry is None or entry.rule.__qualname__ != "lower_fun.<locals>.f_lowered":
         return None
     captured = inspect.getclosurevars(entry.rule).nonlocals
     avals = [v.aval for v in eqn.invars]
-    jaxpr = jax.make_jaxpr(functools.partial(captured["fun"], **eqn.params))(*avals)
-    is_partitioned = any(e.primitive.name == "custom_partitioning" for e in open_jaxpr(jaxpr).eqns)
-    return jaxpr if is_partitioned else None
+    return jax.make_jaxpr(functools.partial(captured["fun"], **eqn.params))(*avals)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ found in `state`, phases in `phases`. Besides:
 * *Calls* (`jit`, `custom_jvp`, `custom_vjp`, `checkpoint`) are inlined. A differentiated `checkpoint` is
   lowered by JAX behind an optimization barrier, which keeps XLA from sharing the recomputation with the
   forward phase; so is ours.
+* *Products of ragged groups* are spelt out in dense ones, as the compiler does.
 * *Large constants of loops* that JAX has taken out of their bodies are put back (`sinking`).
 """
 
@@ -253,6 +254,8 @@ class _Builder:
             if name == "platform_index":
                 return (_jax.literal(np.int32(choice)),)
             return self.inline(eqn.params["branches"][choice], operands[1:], scope, source)
+        if (dense := _jax_kernels.as_dense(eqn)) is not None:
+            return self.inline(dense, operands, scope, source)
         bodies = {
             key: tuple(build_graph(j, self.platform, source) for j in jaxprs)
             for key, jaxprs in _jax.body_params(name, eqn.params).items()

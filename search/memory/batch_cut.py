@@ -122,7 +122,7 @@ def is_begun(op: Op, cut: Cut) -> bool:
     return op.name in ("scatter-add", "scatter-sub") and cut.operand(0) is None
 
 
-_PRODUCTS = frozenset({"mul", "dot_general", "conv_general_dilated", "ragged_dot_general"})
+_PRODUCTS = frozenset({"mul", "dot_general", "conv_general_dilated"})
 """Linear in each of the first two operands."""
 
 _LINEAR: dict[str, tuple[int, ...]] = {

@@ -19,9 +19,7 @@ _MAX_OP_LINES = 6
 _MAX_EDITS = 4
 """Names of decisions in one line. Source: a choice of ours."""
 
-_HEAVY = re.compile(
-    r"(?:^|[ /])(dot_general|ragged_dot\w*|conv_general_dilated|gather|scatter-add)(?: #\d+)?$"
-)
+_HEAVY = re.compile(r"(?:^|[ /])(dot_general|conv_general_dilated|gather|scatter-add)(?: #\d+)?$")
 """Op names of a plan that end in a primitive which moves or multiplies much."""
 
 

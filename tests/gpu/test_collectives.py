@@ -4,8 +4,11 @@ The judge is XLA's own GPU compiler, which needs no GPU (`cost_model.xla.compile
 bytes are compared and counts are not.
 """
 
+import jax
+import jax.numpy as jnp
 import pytest
 
+import autoshard
 from autoshard.verification.judge import CompilerVerifier
 from cost_model.xla.process import Compiler
 
@@ -72,3 +75,15 @@ def test_a_step_that_recomputes_keeps_to_its_cap():
     assert found.plan.decisions.retention
     proof = CompilerVerifier(cluster, Compiler(flags=HURRY), progress=lambda line: None).verified(found)
     assert proof.compiled.peak_bytes <= found.plan.memory_bytes
+
+
+def test_a_product_of_ragged_groups_is_what_the_compiler_makes_of_it():
+    tokens, experts, hidden, inner = 4096, 8, 256, 1024
+
+    def step(w, x, sizes):
+        return w - jax.grad(lambda w: jnp.mean(jax.lax.ragged_dot(x, w, sizes) ** 2))(w)
+
+    w, x = (jax.ShapeDtypeStruct(s, jnp.float32) for s in ((experts, hidden, inner), (tokens, hidden)))
+    args = w, x, jax.ShapeDtypeStruct((experts,), jnp.int32)
+    plan = autoshard.search(step, *args, cluster="8xH100-80GB", stages=1)
+    assert not autoshard.verify(step, *args, plan=plan).differences

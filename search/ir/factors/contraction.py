@@ -15,28 +15,15 @@ def dot_general(ins: Sequence[Any], outs: Sequence[Any], params: dict[str, Any])
     """`(b, m, k), (b, k, n) -> (b, m, n)`, any number of each in any order; `k` is summed."""
     del outs
     lhs, rhs = (aval.shape for aval in ins)
-    numbers = params["dimension_numbers"]
-    (contracting, _), _ = numbers
+    summed, batch = params["dimension_numbers"]
     loops = Loops()
-    left = tuple([loops.dim(n, Kind.SUM if d in contracting else Kind.PARALLEL) for d, n in enumerate(lhs)])
-    right, result = _product(loops, left, rhs, numbers, {})
-    return loops.rule((left, right), (result,), flops_per_point=FLOPS_PER_PRODUCT_SUM)
-
-
-def _product(
-    loops: Loops, left: Dims, rhs: Sequence[int], dimension_numbers: Any, groups: dict[int, Dim]
-) -> tuple[Dims, Dims]:
-    """The right operand's dims and the result's; `groups` are right dims that choose a matrix rather than
-    index it."""
-    summed: tuple[Sequence[int], Sequence[int]] = dimension_numbers[0]
-    batch: tuple[Sequence[int], Sequence[int]] = dimension_numbers[1]
-    bound = {
-        r: left[d] for d, r in zip((*summed[0], *batch[0]), (*summed[1], *batch[1]), strict=True)
-    } | groups
+    left = tuple([loops.dim(n, Kind.SUM if d in summed[0] else Kind.PARALLEL) for d, n in enumerate(lhs)])
+    bound = {r: left[d] for d, r in zip((*summed[0], *batch[0]), (*summed[1], *batch[1]), strict=True)}
     right = tuple([bound[d] if d in bound else loops.dim(n) for d, n in enumerate(rhs)])
     free_left = [dim for d, dim in enumerate(left) if d not in batch[0] and d not in summed[0]]
     free_right = [dim for d, dim in enumerate(right) if d not in bound]
-    return right, (*[left[d] for d in batch[0]], *free_left, *free_right)
+    result = (*[left[d] for d in batch[0]], *free_left, *free_right)
+    return loops.rule((left, right), (result,), flops_per_point=FLOPS_PER_PRODUCT_SUM)
 
 
 def conv_general_dilated(ins: Sequence[Any], outs: Sequence[Any], params: dict[str, Any]) -> Rule:
@@ -79,38 +66,7 @@ def _in_order(dims: dict[int, Dim]) -> Dims:
     return tuple([dims[d] for d in range(len(dims))])
 
 
-def ragged_dot_general(ins: Sequence[Any], outs: Sequence[Any], params: dict[str, Any]) -> Rule:
-    """A matrix product whose ragged dimension is cut into groups of sizes known only at run time (mixture of
-    experts).
-
-    Three modes, told apart by what the ragged dimension is to the product: free `(m, k), (g, k, n) -> (m,
-    n)`, contracted `(m, k), (k, n) -> (g, m, n)`, or batch. The ragged dimension and the groups stay whole,
-    since where a group begins depends on the sizes of all groups before it; so do batches with group sizes of
-    their own.
-    """
-    lhs, rhs, sizes = (aval.shape for aval in ins)
-    numbers = params["ragged_dot_dimension_numbers"]
-    (contracting, _), (batch, _) = numbers.dot_dimension_numbers
-    whole = {*numbers.lhs_ragged_dimensions, *(batch if len(sizes) > 1 else ())}
-
-    loops = Loops()
-
-    def lhs_dim(d: int) -> Dim:
-        if d in whole:
-            return loops.dim(lhs[d], Kind.UNSPLITTABLE)
-        return loops.dim(lhs[d], Kind.SUM if d in contracting else Kind.PARALLEL)
-
-    left = tuple([lhs_dim(d) for d in range(len(lhs))])
-    groups = loops.dims(sizes, Kind.UNSPLITTABLE)
-    group_dims = {d: groups[-1] for d in numbers.rhs_group_dimensions}
-    right, result = _product(loops, left, rhs, numbers.dot_dimension_numbers, group_dims)
-    if len(outs[0].shape) > len(result):
-        result = (groups[-1], *result)
-    return loops.rule((left, right, groups), (result,), flops_per_point=FLOPS_PER_PRODUCT_SUM / prod(sizes))
-
-
 RULES: dict[str, RuleFn] = {
     "dot_general": dot_general,
     "conv_general_dilated": conv_general_dilated,
-    "ragged_dot_general": ragged_dot_general,
 }

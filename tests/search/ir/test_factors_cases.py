@@ -131,14 +131,6 @@ def take(numbers: lax.GatherDimensionNumbers, sizes: tuple[int, ...]) -> Callabl
     return partial(lax.gather, dimension_numbers=numbers, slice_sizes=sizes, mode="fill")
 
 
-def ragged(mode: str) -> Callable[..., Any]:
-    numbers = {
-        "free": lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), [0], [0]),
-        "contracted": lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], []),
-    }[mode]
-    return lambda a, b, sizes: lax.ragged_dot_general(a, b, sizes, numbers)
-
-
 PLAIN_CONV = conv("NHWC HWIO NHWC", (4, 8, 8, 6), (3, 3, 6, 4))
 STRIDED_CONV = conv("NHWC HWIO NHWC", (4, 8, 8, 6), (3, 3, 6, 4), window_strides=(2, 2))
 GROUPED_CONV = conv("NCHW OIHW NCHW", (4, 12, 5, 5), (8, 3, 3, 3), feature_group_count=4)
@@ -198,14 +190,6 @@ CASES: dict[str, tuple[Any, ...]] = {
     "conv-depthwise": DEPTHWISE_CONV,
     "conv-depthwise-kernel-gradient": conv_gradient(1, DEPTHWISE_CONV),
     "conv-batch-groups": conv("NCHW OIHW NCHW", (8, 6, 5, 5), (8, 6, 3, 3), batch_group_count=4),
-    "ragged-free": ("ragged_dot_general", ragged("free"), floats(8, 6), floats(2, 6, 4), np.int32([3, 5])),
-    "ragged-contracted": (
-        "ragged_dot_general",
-        ragged("contracted"),
-        floats(8, 6),
-        floats(8, 4),
-        np.int32([3, 5]),
-    ),
     "reshape-split": ("reshape", lambda x: lax.reshape(x, (4, 2, 3)), X),
     "reshape-merge": ("reshape", lambda x: lax.reshape(x, (8, 6)), floats(2, 4, 6)),
     "reshape-both": ("reshape", lambda x: lax.reshape(x, (4, 12, 2)), floats(4, 2, 12)),
@@ -468,8 +452,6 @@ FLOPS_BY_HAND = {
     "scatter-mul": 2 * 6,
     "scatter-points": 8,
     "scatter-windows": 4 * 2,
-    # each row of each group is multiplied with one matrix
-    **dict.fromkeys(("ragged-free", "ragged-contracted"), 2 * 8 * 6 * 4),
     # stacks of matrices: Golub and Van Loan's leading terms; the transform's by FFTW's convention
     "cholesky": 4 * 3**3 / 3,
     "lu": 4 * 2 * 3**3 / 3,

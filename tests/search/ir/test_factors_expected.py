@@ -76,8 +76,6 @@ EXPECTED = {
     "conv-depthwise": "n h! w! g, p! q! 1 g -> n y! x! g",
     "conv-depthwise-kernel-gradient": "n+ h! w! g, n y! x! g -> p! q! 1 g",
     "conv-batch-groups": "(g n) c+ h! w!, (g o) c p! q! -> n (g o) y! x!",
-    "ragged-free": "m! k+, g! k n, g -> m n",
-    "ragged-contracted": "t! m, t n, g! -> g m n",
     # shapes
     "reshape-split": "a (b c) -> a b c",
     "reshape-merge": "a b c -> (a b) c",

@@ -40,8 +40,8 @@ COLLECTIVES = {
 }
 """Steps for one device hold none."""
 
-INLINED = frozenset(_jax.CALLS) | {"custom_lin", "custom_jvp_call_jaxpr"}
-"""Calls, and what no finished trace holds."""
+INLINED = frozenset(_jax.CALLS) | {"custom_lin", "custom_jvp_call_jaxpr", "ragged_dot_general"}
+"""Calls, what is spelt out, and what no finished trace holds."""
 
 CONTROL_FLOW = {"scan", "while", "cond"}
 """Their bodies' ops have factors."""

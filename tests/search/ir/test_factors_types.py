@@ -97,7 +97,7 @@ def _with_out_sharding(eqn: Equation, results: list[Any], assignment: Assignment
     return {**eqn.params, "out_sharding": NamedSharding(MESH, P(*results[0], unreduced=summed))}
 
 
-REFUSED = {case for case in CASES if case.startswith(("conv-grouped", "conv-depthwise", "ragged"))} | {
+REFUSED = {case for case in CASES if case.startswith(("conv-grouped", "conv-depthwise"))} | {
     *("conv-batch-groups", "reshape-both", "reshape-gcd", "reshape-permuted"),
     *("gather-points", "scatter-points", "broadcast-scalar", "iota"),
 }

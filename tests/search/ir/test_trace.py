@@ -204,6 +204,18 @@ def test_nothing_hides_in_a_call(function):
     assert all(has_rule(name) or name == "scan" for name in found)
 
 
+def test_a_ragged_product_is_spelt_out_in_dense_ones():
+    def step(w, x, sizes):
+        return w - jax.grad(lambda w: jax.lax.ragged_dot(x, w, sizes).sum())(w)
+
+    traced = trace(
+        step, jax.ShapeDtypeStruct((3, 16, 8), jnp.float32), X, jax.ShapeDtypeStruct((3,), jnp.int32)
+    )
+    assert "ragged_dot_general" not in primitives(traced)
+    assert phases_of(traced, "dot_general") == [Phase.BACKWARD]  # of all groups at once
+    assert all(map(has_rule, primitives(traced)))
+
+
 @pytest.mark.parametrize("prevent_cse", [True, False])
 def test_a_checkpoint_is_recomputed_in_the_backward_phase_behind_a_barrier(prevent_cse):
     def step(w, x):
