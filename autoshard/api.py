@@ -306,7 +306,8 @@ def parallelize(
     Args:
       step: the training step; when left out, a decorator is returned.
       cluster: the hardware; by default what the devices are.
-      memory: as for `search`.
+      memory: as for `search`; on GPUs that are attached, by default at most what JAX may use of each
+        (`XLA_PYTHON_CLIENT_MEM_FRACTION`).
       mesh: as for `search`.
       pin: as for `search`.
       state: as for `search`.

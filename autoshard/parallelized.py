@@ -29,7 +29,7 @@ from autoshard.progress import Progress, narrated
 from autoshard.signatures import Known, type_of
 from autoshard.signatures import signature as signature_of
 from autoshard.user_warning import warn
-from cost_model import attached
+from cost_model.attached import attached_cluster
 from cost_model.cluster import Cluster
 from cost_model.errors import InputError
 from cost_model.hardware import parse_cluster
@@ -420,8 +420,9 @@ class Parallelized:
             return planning.cluster(*request.plan)
         if (like := self._like) is not None:
             return planning.cluster(like.plan, "like=")
-        name = attached.cluster_name(self._devices()) if request.cluster is None else request.cluster
-        return parse_cluster(name)
+        return (
+            attached_cluster(self._devices()) if request.cluster is None else parse_cluster(request.cluster)
+        )
 
     @property
     def _advice(self) -> str:

@@ -1,9 +1,16 @@
-"""What the attached devices are, as the name of a cluster."""
+"""What the attached devices are, as a cluster."""
 
+import re
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
+import jax
+
+from cost_model.cluster import Cluster
 from cost_model.errors import ClusterError
+from cost_model.hardware import parse_cluster
 
 _GPU_NAMES = (
     ("V100-SXM2-16GB", "V100-16GB"),
@@ -17,7 +24,38 @@ _GPU_NAMES = (
     ("B200", "B200"),
     ("L4", "L4"),
 )
-"""Part of a device kind, as the CUDA driver names it -> the preset."""
+"""Words of a device kind, as the CUDA driver names it -> the preset."""
+
+
+def attached_cluster(devices: Sequence[Any]) -> Cluster:
+    """The attached devices: their preset, in the nodes that they stand in, with the memory that JAX may use of each.
+
+    Where nodes have unequal numbers of devices, or the backend tells of none, they are what the preset's name says.
+
+    Raises:
+      ClusterError: devices of no known kind.
+    """
+    cluster = _in_nodes(devices)
+    limits = [limit for device in devices if (limit := limit_bytes(device))]
+    if not limits:
+        return cluster
+    whole_bytes, reserve_bytes = cluster.device.memory_bytes, cluster.device.reserve_bytes
+    withheld_bytes = max(reserve_bytes, whole_bytes - min(limits))
+    return replace(cluster, device=replace(cluster.device, reserve_bytes=withheld_bytes))
+
+
+def _in_nodes(devices: Sequence[Any]) -> Cluster:
+    nodes = Counter(map(node_of, devices))
+    if None in nodes or len(set(nodes.values())) > 1:
+        return parse_cluster(cluster_name(devices))
+    one, per_node = parse_cluster(cluster_name(devices[:1])), len(devices) // len(nodes)
+    return replace(
+        one,
+        name=cluster_name(devices),
+        num_devices=len(devices),
+        devices_per_node=per_node,
+        host_bytes_per_node=one.host_bytes_per_node * per_node,
+    )
 
 
 def cluster_name(devices: Sequence[Any]) -> str:
@@ -29,10 +67,26 @@ def cluster_name(devices: Sequence[Any]) -> str:
     first = devices[0]
     if first.platform == "cpu":
         return f"{len(devices)}xCPU"
-    for part, preset in _GPU_NAMES:
-        if part in first.device_kind:
+    for words, preset in _GPU_NAMES:
+        if re.search(rf"\b{words}\b", first.device_kind):
             return f"{len(devices)}x{preset}"
     raise ClusterError(
         f"no preset describes the attached {first.device_kind!r} devices: pass cluster=, a preset of a similar device or a "
         "JSON file that describes yours"
     )
+
+
+def node_of(device: Any) -> int | None:
+    """The node that a device stands in; None where the backend does not tell.
+
+    XLA:GPU's slice is what NVLink connects (`pjrt/gpu/gpu_topology.proto`); JAX renames it to partition.
+    """
+    told = (getattr(device, name, None) for name in ("partition_index", "slice_index"))
+    return None if device.platform == "cpu" else next((index for index in told if index is not None), None)
+
+
+def limit_bytes(device: Any) -> int | None:
+    """What JAX's allocator may use of a device's memory (of GPUs, `XLA_PYTHON_CLIENT_MEM_FRACTION`, three quarters by
+    default); None where it does not tell, as of another process's devices."""
+    stats = device.memory_stats() if device.process_index == jax.process_index() else None
+    return (stats or {}).get("bytes_limit")

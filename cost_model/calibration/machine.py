@@ -9,6 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from cost_model.attached import limit_bytes, node_of
 from cost_model.cluster import Cluster
 
 AXES = ("node", "local")
@@ -26,7 +27,8 @@ def attached_mesh(devices: Sequence[Any]) -> Mesh:
     """
     nodes: dict[int, list[Any]] = {}
     for device in devices:
-        nodes.setdefault(_node(device), []).append(device)
+        node = node_of(device)
+        nodes.setdefault(device.process_index if node is None else node, []).append(device)
     rows = list(nodes.values())
     grid = rows if len({len(row) for row in rows}) == 1 else [list(devices)]
     return Mesh(np.array(grid), AXES)
@@ -57,26 +59,17 @@ def described(mesh: Mesh, preset: Cluster, name: str) -> tuple[Cluster, Mapping[
         cluster = replace(cluster, host_bytes_per_node=int(host_bytes * share))
         sources["host_memory_per_node"] = f"MemTotal of /proc/meminfo, {per_node} devices' share"
     device = mesh.local_devices[0]
-    limit_bytes = (device.memory_stats() or {}).get("bytes_limit")
-    if limit_bytes:
+    usable_bytes = limit_bytes(device)
+    if usable_bytes:
         told = "bytes_limit of memory_stats(): XLA_PYTHON_CLIENT_MEM_FRACTION of the device's memory"
         sources["device.memory"] = told
         sources["device.reserve"] = "none, as the runtime's own memory is outside of bytes_limit"
     elif host_bytes and device.platform == "cpu":
-        limit_bytes = host_bytes // jax.local_device_count()
+        usable_bytes = host_bytes // jax.local_device_count()
         sources["device.memory"] = "a simulated device's share of the host's memory"
-    if limit_bytes:
-        cluster = replace(cluster, device=replace(cluster.device, memory_bytes=limit_bytes, reserve_bytes=0))
+    if usable_bytes:
+        cluster = replace(cluster, device=replace(cluster.device, memory_bytes=usable_bytes, reserve_bytes=0))
     return cluster, sources
-
-
-def _node(device: Any) -> int:
-    """XLA:GPU's slice is what NVLink connects (`pjrt/gpu/gpu_topology.proto`); JAX renames it to partition. On the
-    CPU all are one."""
-    if device.platform == "cpu":
-        return device.process_index
-    told = (getattr(device, name, None) for name in ("partition_index", "slice_index"))
-    return next((index for index in told if index is not None), device.process_index)
 
 
 def _host_bytes() -> int:

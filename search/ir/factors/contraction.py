@@ -15,10 +15,13 @@ def dot_general(ins: Sequence[Any], outs: Sequence[Any], params: dict[str, Any])
     """`(b, m, k), (b, k, n) -> (b, m, n)`, any number of each in any order; `k` is summed."""
     del outs
     lhs, rhs = (aval.shape for aval in ins)
-    summed, batch = params["dimension_numbers"]
+    numbers: tuple[tuple[Sequence[int], Sequence[int]], ...] = params["dimension_numbers"]
+    summed, batch = numbers
     loops = Loops()
     left = tuple([loops.dim(n, Kind.SUM if d in summed[0] else Kind.PARALLEL) for d, n in enumerate(lhs)])
-    bound = {r: left[d] for d, r in zip((*summed[0], *batch[0]), (*summed[1], *batch[1]), strict=True)}
+    bound: dict[int, Dim] = {
+        r: left[d] for d, r in zip((*summed[0], *batch[0]), (*summed[1], *batch[1]), strict=True)
+    }
     right = tuple([bound[d] if d in bound else loops.dim(n) for d, n in enumerate(rhs)])
     free_left = [dim for d, dim in enumerate(left) if d not in batch[0] and d not in summed[0]]
     free_right = [dim for d, dim in enumerate(right) if d not in bound]

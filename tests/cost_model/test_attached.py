@@ -1,0 +1,88 @@
+"""What attached GPUs are taken for; stand-ins say of themselves what JAX's devices would."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import pytest
+
+from cost_model.attached import attached_cluster, cluster_name
+from cost_model.cluster import Cluster
+from cost_model.errors import ClusterError
+from cost_model.hardware import parse_cluster
+
+H100 = "NVIDIA H100 80GB HBM3"
+GIB = 1 << 30
+
+
+@dataclass
+class FakeDevice:
+    device_kind: str = H100
+    slice_index: int | None = None
+    limit_bytes: int | None = None
+    process_index: int = 0
+    platform: str = "gpu"
+
+    def memory_stats(self) -> dict[str, int] | None:
+        assert self.process_index == jax.process_index(), "JAX raises an error"
+        return None if self.limit_bytes is None else {"bytes_limit": self.limit_bytes}
+
+
+def cluster_of(nodes: list[int], **told: Any) -> Cluster:
+    """As many devices in each node."""
+    return attached_cluster(
+        [FakeDevice(slice_index=n, **told) for n, size in enumerate(nodes) for _ in range(size)]
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "preset"),
+    [
+        (H100, "H100-80GB"),
+        ("NVIDIA H200", "H200"),
+        ("NVIDIA A100-SXM4-40GB", "A100-40GB"),
+        ("NVIDIA A100 80GB PCIe", "A100-80GB"),
+        ("Tesla V100-SXM2-16GB", "V100-16GB"),
+        ("NVIDIA L4", "L4"),
+    ],
+)
+def test_gpus_by_the_name_that_the_driver_gives(kind, preset):
+    assert cluster_name([FakeDevice(kind)] * 2) == f"2x{preset}"
+
+
+@pytest.mark.parametrize("kind", ["NVIDIA L40S", "NVIDIA GH200 480GB", "NVIDIA GeForce RTX 4090"])
+def test_a_name_that_only_resembles_a_preset_is_none(kind):
+    with pytest.raises(
+        ClusterError, match=f"no preset describes the attached '{kind}' devices: pass cluster="
+    ):
+        attached_cluster([FakeDevice(kind)])
+
+
+def test_nodes_are_those_that_the_devices_stand_in():
+    preset = parse_cluster("16xH100-80GB")
+    fours = cluster_of([4, 4, 4, 4])
+    assert (fours.num_nodes, fours.devices_per_node) == (4, 4)
+    assert fours.host_bytes_per_node == preset.host_bytes_per_node / 2
+    assert cluster_of([8, 8]) == preset
+    assert cluster_of([3, 3, 3]).num_nodes == 3  # no preset has as many
+
+
+def test_unequal_nodes_and_nodes_that_nobody_tells_of_are_the_presets():
+    preset = parse_cluster("12xH100-80GB")
+    assert cluster_of([8, 4]) == preset
+    assert attached_cluster([FakeDevice()] * 12) == preset
+
+
+def test_the_cap_is_what_jax_may_use():
+    default, preset = cluster_of([8], limit_bytes=59 * GIB), parse_cluster("8xH100-80GB")
+    assert default.device_memory_limit() == 59 * GIB
+    assert default.device.memory_bytes == preset.device.memory_bytes
+    assert cluster_of([8], limit_bytes=79 * GIB) == preset
+    elsewhere = attached_cluster(
+        [FakeDevice(limit_bytes=n * GIB, process_index=p) for n, p in ((60, 0), (9, 1))]
+    )
+    assert elsewhere.device_memory_limit() == 60 * GIB
+
+
+def test_simulated_devices_are_the_preset():
+    assert attached_cluster(jax.devices()) == parse_cluster(f"{len(jax.devices())}xCPU")
