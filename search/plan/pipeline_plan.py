@@ -143,6 +143,10 @@ class PipelinePlan(SavedPlan):
         """What runs it."""
         return PROGRAM_PER_STAGE
 
+    @property
+    def gap(self) -> None:
+        """None: of a pipeline as a whole nothing is proven."""
+
     def to_json(self) -> dict[str, Any]:
         """The plan as JSON-ready values; the same plan gives the same values in the same order."""
         return {

@@ -32,7 +32,7 @@ def _head(plan: PipelinePlan) -> list[str]:
         ),
         (
             "batch",
-            f"{plan.microbatches} microbatches, each shared out among {plural(replicas, 'replica')} of a stage",
+            f"{plural(plan.microbatches, 'microbatch', 'es')}, each shared out among {plural(replicas, 'replica')} of a stage",
         ),
     ]
     return head(plan, *rows)

@@ -104,6 +104,10 @@ class SpmdPlan(SavedPlan):
         """What runs it."""
         return ONE_PROGRAM
 
+    @property
+    def gap(self) -> None:
+        """None: of a pipeline as a whole nothing is proven."""
+
     def to_json(self) -> dict[str, Any]:
         """The plan as JSON-ready values; the same plan gives the same values in the same order."""
         said: dict[str, Any] = {

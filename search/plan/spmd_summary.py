@@ -31,7 +31,7 @@ def _head(plan: SpmdPlan) -> list[str]:
             f"{plural(plan.stages, 'stage')} of equal layers, schedule {plan.schedule}: {plan.executor}",
         ),
         ("mesh", f"{format_mesh(tuple(whole.values()))} ({' x '.join(whole)})"),
-        ("batch", f"{plan.microbatches} microbatches on each replica of a stage"),
+        ("batch", f"{plural(plan.microbatches, 'microbatch', 'es')} on each replica of a stage"),
     ]
     return head(plan, *rows)
 

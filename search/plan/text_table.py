@@ -79,6 +79,6 @@ def more_of(count: int, what: str, indent: int = 2) -> list[str]:
     return [f"{' ' * indent}... and {count} more {what}{'' if count == 1 else 's'}"] if count else []
 
 
-def plural(count: int, what: str) -> str:
-    """`1 array`, `2 arrays`."""
-    return f"{count} {what}{'' if count == 1 else 's'}"
+def plural(count: int, what: str, ending: str = "s") -> str:
+    """`1 array`, `2 arrays`; `2 microbatches` with "es"."""
+    return f"{count} {what}{'' if count == 1 else ending}"
