@@ -546,16 +546,27 @@ class StepSearch:
         return frozenset(i for i, role in self.may_rest_on_host.items() if role in roles or i in is_named)
 
     def _in_microbatches(self) -> Least | None:
-        """Looks for better plans in more and more microbatches, from as few as may do, for as long as that helps; where none
-        fits, the step that holds least of all those considered."""
-        deadline, least = Deadline.after(self.options.limit_s, self.clock), None
-        if not self._is_wanting:
-            return None
+        """Looks for better plans in microbatches; where none fits, the step that holds least of all those considered.
+
+        Without a plan, from as few as may do. With one, first in as many as need recompute nothing, then in fewer.
+        """
+        deadline = Deadline.after(self.options.limit_s, self.clock)
         counts = [n for n in batch_divisors(self.step) if 1 < n <= MAX_MICROBATCHES]
-        if self.best is None and counts and (hopeless := self._hopeless_in(self._most_useful(counts))):
+        if not counts or not self._is_wanting:
+            return None
+        before, useful = self.best, self._most_useful(counts)
+        if before is None and (hopeless := self._hopeless_in(useful)):
             return hopeless
         fewest, enough = self._needed_counts
-        left = [n for n in counts if n >= min(fewest, max(counts))]
+        first = min(fewest, max(counts)) if before is None else min(enough, useful)
+        least = self._in_more_and_more([n for n in counts if n >= first], enough, deadline)
+        if before is not None and self.best is before:
+            self._in_more_and_more([n for n in counts if n < first], enough, deadline)
+        return None if self.best else least
+
+    def _in_more_and_more(self, counts: Sequence[int], enough: float, deadline: Deadline) -> Least | None:
+        """The same in one number of them after another, for as long as that helps."""
+        least, left = None, list(counts)
         while left and self._is_wanting and not deadline.is_over:
             before, share_s = self.best, SPLIT_SHARE * deadline.left_s
             least = self._split_in(left[0], share_s)
@@ -563,7 +574,7 @@ class StepSearch:
                 break
             is_late = self.best is None and deadline.left_s < self.options.limit_s / 2
             left = [n for n in left if n >= max(2 * left[0], min(enough, left[-1]) if is_late else 0)]
-        return None if self.best else least
+        return least
 
     def _most_useful(self, counts: Sequence[int]) -> int:
         """The largest number of microbatches that leaves every device an example."""
@@ -610,7 +621,7 @@ class StepSearch:
         peak = self.free.on_mesh.predicted(self.free.labels, math.inf).least
         held_bytes = sum(num_bytes for resident, num_bytes in peak.residents if resident in OF_A_BATCH)
         room_bytes = self.options.memory_bytes - (peak.num_bytes - held_bytes)
-        if self.best or room_bytes <= 0:
+        if room_bytes <= 0:
             return 2.0, 2.0
         return max(2.0, (held_bytes - self.most_saved_bytes) / room_bytes), max(2.0, held_bytes / room_bytes)
 
