@@ -24,7 +24,10 @@ def summary(plan: PipelinePlan) -> str:
 
 
 def _head(plan: PipelinePlan) -> list[str]:
-    replicas = plan.num_replicas
+    microbatches, replicas = (
+        plural(plan.microbatches, "microbatch", "es"),
+        plural(plan.num_replicas, "replica"),
+    )
     rows = [
         (
             "pipeline",
@@ -32,7 +35,7 @@ def _head(plan: PipelinePlan) -> list[str]:
         ),
         (
             "batch",
-            f"{plural(plan.microbatches, 'microbatch', 'es')}, each shared out among {plural(replicas, 'replica')} of a stage",
+            f"{microbatches}, each shared out among {replicas} of a stage",
         ),
     ]
     return head(plan, *rows)
