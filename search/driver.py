@@ -16,7 +16,7 @@ import jax
 from cost_model.cluster import Cluster
 from cost_model.errors import InfeasibleError, InputError, PlanError
 from cost_model.units import format_bytes, format_mesh
-from search.handing_over import handed_over
+from search.handing_over import handed_over, hands_on_alike
 from search.ir.graph import Site, Step
 from search.ir.sharding import StepSharding
 from search.ir.spec import AXIS_NAMES
@@ -94,11 +94,38 @@ class SearchResult:
 
     @cached_property
     def whole(self) -> "SearchResult":
-        """The same with the problem of the whole step, where a shorter one stood for it."""
+        """The same with the problem of the whole step, where a shorter one stood for it.
+
+        Raises:
+          PlanError: what is decided of one layer for many does not go together in all of them.
+        """
         if self.short is None:
             return self
-        cluster, place = self.on_mesh.memory.costed.resharder.mesh.cluster, "the plan"
-        problem = _step_problem(self.short.whole, self.plan, cluster, place, self.problem)
+        try:
+            return self._handed_to(self.short.whole)
+        except NoFitError as e:
+            raise PlanError(
+                "what the plan decides of one layer for many does not go together in all of them. Undo the last edit, or "
+                "search again"
+            ) from e
+
+    def check_goes_together(self) -> None:
+        """Checks that the whole step can take the strategies, where a shorter one stood for it.
+
+        Raises:
+          NoFitError: it cannot.
+        """
+        if self.short is not None and not hands_on_alike(self.problem.graph.folded):
+            self._handed_to(self.short.paired)
+
+    def _handed_to(self, step: Step) -> "SearchResult":
+        """The same with the problem of a step for which that of the plan stands.
+
+        Raises:
+          NoFitError: the strategies do not go together there.
+        """
+        cluster = self.on_mesh.memory.costed.resharder.mesh.cluster
+        problem = _step_problem(step, self.plan, cluster, "the plan", self.problem)
         on_mesh = problem.on(cluster, self.on_mesh.shape)
         chosen = handed_over(self.on_mesh, self.chosen, on_mesh)
         return replace(self, problem=problem, on_mesh=on_mesh, chosen=chosen, short=None)
@@ -123,9 +150,11 @@ def find(
     short = shortened(step, _told_apart(step, _said(options)))
     watch.lap("graph")
     if short is not None:
-        with suppress(InfeasibleError):  # the whole step may recompute across layers
+        # the whole step may recompute across layers, or not be able to do all that few of its layers can
+        with suppress(InfeasibleError, NoFitError):
             found = _found(step, short, cluster, options, progress, watch)
             if not found.problem.waiting:  # each layer's residuals wait for another layer
+                found.check_goes_together()
                 return found
         progress("all layers")
     return _found(step, None, cluster, options, progress, watch)

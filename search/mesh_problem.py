@@ -7,7 +7,7 @@ the live ranges. `on` puts it on a mesh: a `MeshProblem`, whose `fitting` finds 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain
 from typing import Any
 
@@ -248,7 +248,7 @@ class MeshProblem:
 
     def promised_s(self, kept: Sequence[np.ndarray]) -> float:
         """What the kept strategies cost at least, as little work tells."""
-        return branch_and_bound.promised_s(self._restricted(kept), self.clock)
+        return self._opening(kept).promised_s
 
     def fitting(
         self,
@@ -387,7 +387,7 @@ class MeshProblem:
         if self.host.least_bytes(kept) > self.host_limit_bytes:
             raise NoFitError(f"no strategies fit {self.host_limit_bytes} bytes of the host's", bound_s=np.inf)
         solution = branch_and_bound.solve(
-            self._restricted(kept),
+            self._opening(kept),
             limit_bytes=float(limit_bytes),
             rows=[restricted_row(row, kept) for row in rows],
             violated=self._violated(kept, limit_bytes),
@@ -395,10 +395,22 @@ class MeshProblem:
             relative_gap=relative_gap,
             cutoff_s=cutoff_s,
             num_runs=NUM_STEPS,
-            starts=lambda: self._by_rule(kept),
-            clock=self.clock,
         )
         return replace(solution, labels=_original(kept, solution.labels))
+
+    def _opening(self, kept: Sequence[np.ndarray]) -> branch_and_bound.Opening:
+        """How searches for the cheapest of the kept strategies begin."""
+        key = tuple(one.tobytes() for one in kept)
+        if self._last_opening.get(key) is None:
+            self._last_opening.clear()  # one is asked for again and again, others hardly ever
+            starts = partial(self._by_rule, tuple(kept))
+            self._last_opening[key] = branch_and_bound.Opening(self._restricted(kept), starts, self.clock)
+        return self._last_opening[key]
+
+    @cached_property
+    def _last_opening(self) -> dict[tuple[bytes, ...], branch_and_bound.Opening]:
+        """By what was kept."""
+        return {}
 
     def _by_rule(self, kept: Sequence[np.ndarray]) -> Iterator[Labels]:
         """Plans by rule, in the numbering of the kept strategies."""
@@ -419,6 +431,8 @@ class MeshProblem:
         )
 
     def _restricted(self, kept: Sequence[np.ndarray]) -> Problem:
+        if all(len(cost) == len(k) for cost, k in zip(self.problem.node_cost_s, kept, strict=True)):
+            return self.problem
         nodes = tuple(cost[k] for cost, k in zip(self.problem.node_cost_s, kept, strict=True))
         edges = tuple(
             branch_and_bound.Edge(e.u, e.v, e.cost_s[np.ix_(kept[e.u], kept[e.v])])

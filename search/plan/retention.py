@@ -9,7 +9,7 @@ where it is needed.
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import cached_property
-from itertools import accumulate
+from itertools import groupby
 
 from cost_model.errors import PlanError
 from search.ir.graph import Graph, Phase, Site, walk
@@ -58,9 +58,8 @@ class RetentionCodec:
                 site = next(iter(fresh))
                 index: int = site[-1]
                 first = graphs[site[:-1]].ops[index]
-                ends = accumulate(fresh.values())
-                numbers = {s: range(end - n, end) for (s, n), end in zip(fresh.items(), ends, strict=True)}
-                found[unique(f"{first.phase} {scoped_name(first, sum(fresh.values()) > 1)}", seen)] = numbers
+                name = f"{first.phase} {scoped_name(first, sum(fresh.values()) > 1)}"
+                found[unique(name, seen)] = _in_program_order(fresh, graphs[()])
         return found
 
     def said(self, sites: Iterable[Site], waiting: Iterable[Site] = ()) -> dict[str, str]:
@@ -104,6 +103,25 @@ class RetentionCodec:
                     )
                 found[how].update(_standing_for(members, here))
         return frozenset(found["remat"]), frozenset(found["offload"])
+
+
+def _in_program_order(repeats: Mapping[Site, int], graph: Graph) -> dict[Site, range]:
+    """By site, which ops of the whole step it is, or stands for: where a block that stands for several has more than one op
+    of a class, these take turns in each of its likes."""
+
+    def block_of(site: Site) -> int | Site:
+        index: int = site[0]
+        op = graph.ops[index]
+        return site if op.likes is None or op.likes.place is None else op.likes.block
+
+    found: dict[Site, range] = {}
+    start = 0
+    for _, run in groupby(repeats, block_of):
+        sites = tuple(run)
+        end = start + repeats[sites[0]] * len(sites)
+        found.update({site: range(start + n, end, len(sites)) for n, site in enumerate(sites)})
+        start = end
+    return found
 
 
 def _standing_for(members: Collection[int], here: Mapping[Site, range]) -> Iterator[Site]:

@@ -38,15 +38,23 @@ class Shortened:
     Attributes:
       step: which stands for the whole one.
       label: makes the whole one, whose ops and arguments say which stand for them.
+      pair: makes one of twice as many of those blocks that stand for others.
     """
 
     step: Step
     label: Callable[[], Step]
+    pair: Callable[[], Step]
 
     @cached_property
     def whole(self) -> Step:
         """The step for which it stands, whose ops and arguments say which stand for them."""
         return self.label()
+
+    @property
+    def paired(self) -> Step:
+        """A step in which every block that stands for others hands what it makes to one of these first: all that the whole
+        step's blocks hand to one another is in it."""
+        return self.pair()
 
 
 def shortened(step: Step, marks: Sequence[Hashable]) -> Shortened | None:
@@ -66,13 +74,11 @@ def shortened(step: Step, marks: Sequence[Hashable]) -> Shortened | None:
         for stack, group in zip(blocks.stacks, groups, strict=True)
         for run in _runs([b for b in group if b not in (stack[0], stack[-1])])
     ]
-    gone = {b for _, *others in runs for b in others}
-    if not gone:
+    if not runs:
         return None
     labels = _Labels(step, likeness, groups, runs)
     try:
-        cut = Cut(labels.of_all_but(gone), _NOTHING_SAID, likeness, groups)
-        return Shortened(cut.without(gone)[0], labels.of_whole)
+        return Shortened(labels.of_few(), labels.of_whole, labels.of_pairs)
     except UnlikeError:
         return None
 
@@ -90,7 +96,7 @@ class _Labels:
     """Writes on ops and arguments who their likes are."""
 
     def __init__(
-        self, step: Step, likeness: Likeness, groups: Sequence[Sequence[int]], runs: Sequence[Sequence[int]]
+        self, step: Step, likeness: Likeness, groups: Sequence[tuple[int, ...]], runs: Sequence[Sequence[int]]
     ) -> None:
         self.step, self.likeness, self.groups, self.runs = step, likeness, groups, runs
 
@@ -98,16 +104,25 @@ class _Labels:
         """The step, each of its ops and arguments for itself."""
         return self._labelled({}, {}, ())
 
-    def of_all_but(self, gone: Container[int]) -> Step:
-        """The step, with the ops and arguments of each run's first block saying for how many they stand; what is in blocks
-        that are gone, says nothing.
+    def of_few(self) -> Step:
+        """The step with the first block of each run only.
 
         Raises:
-          UnlikeError: an argument has no like.
+          UnlikeError: what the others hand on, or their arguments, has no like.
         """
-        repeats = {run[0]: len(run) for run in self.runs}
-        alike = dict(chain.from_iterable(self._alike_arguments(run).items() for run in self.runs))
-        return self._labelled(repeats, alike, gone)
+        return self._cut(self.runs)
+
+    def of_pairs(self) -> Step:
+        """The same with two blocks of each run, of which the second stands for the rest."""
+        return self._cut([part for run in self.runs for part in (run[:1], run[1:]) if part])
+
+    def _cut(self, runs: Sequence[Sequence[int]]) -> Step:
+        """The step without all but the first block of some runs; its ops and arguments say for how many they stand."""
+        gone = {block for _, *others in runs for block in others}
+        repeats = {run[0]: len(run) for run in runs}
+        alike = dict(chain.from_iterable(self._alike_arguments(run).items() for run in runs))
+        labelled = self._labelled(repeats, alike, gone)
+        return Cut(labelled, _NOTHING_SAID, self.likeness, self.groups).without(gone)[0]
 
     def _labelled(
         self, repeats: Mapping[int, int], alike: Mapping[int, tuple[str, ...]], gone: Container[int]

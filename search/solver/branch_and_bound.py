@@ -6,11 +6,11 @@ it overflows, and from then on reckon with the worst of those.
 
 A bound and an incumbent close in on each other, in four stages, and most problems end before the last:
 
-  1. `_relax`: sweeps of messages (`search.solver.trws`) without any memory row, until the bound hardly rises. Their
-     assignments are improved by pair moves (`search.solver.local_search`), and, after ever more sweeps, by moves of nearly
-     all nodes at once (`search.solver.neighbourhoods`), which prove their answer where they move all. What is then open are
-     cycles of the problem, which messages cannot see; elimination in tables of limited size sees most of them
-     (`search.solver.elimination`).
+  1. `_begin` (`search.solver.opening`), `_relax`: sweeps of messages (`search.solver.trws`) without any memory row, until
+     the bound hardly rises. Their assignments are improved by pair moves (`search.solver.local_search`), and, after ever more
+     sweeps, by moves of nearly all nodes at once (`search.solver.neighbourhoods`), which prove their answer where they move
+     all. What is then open are cycles of the problem, which messages cannot see; elimination in tables of limited size sees
+     most of them (`search.solver.elimination`).
   2. `_price`: memory rows as prices (`search.solver.lagrangian`), raised until no price gives a better bound. Each
      pricing's assignment is improved in the same two ways, repaired where it overflows, and offered as the incumbent.
   3. `_fit`, if nothing fitted yet: the smallest peak (`search.solver.min_peak`) fits, or proves that nothing does.
@@ -24,7 +24,7 @@ of some thousand labels a few hundred remain. What was dropped is remembered in 
 less.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
@@ -37,21 +37,21 @@ from search.solver.local_search import descend
 from search.solver.milp import solve_milp
 from search.solver.min_peak import SmallestPeak, minimise_peak, smallest_peak
 from search.solver.neighbourhoods import reoptimised
-from search.solver.pbqp import Edge, Labels, MemoryConstraint, Problem, merged, restricted_row
+from search.solver.opening import SWEEPS, Opening
+from search.solver.pbqp import Edge, Labels, MemoryConstraint, Problem, restricted_row
 from search.solver.separation import ROWS_PER_ROUND, NoFitError, Violated, separation_oracle
-from search.solver.trws import Trws
 
 __all__ = [
     "Edge",
     "Labels",
     "MemoryConstraint",
     "NoFitError",
+    "Opening",
     "Problem",
     "SmallestPeak",
     "Solution",
     "Stats",
     "minimise_peak",
-    "promised_s",
     "solve",
 ]
 
@@ -59,8 +59,6 @@ RELATIVE_GAP = 1e-4
 """A plan within this of the optimum is called optimal: costs are not known any better."""
 ROUNDING = 1e-9
 """Relative; sums of the same costs in another order differ by less."""
-SWEEPS = 10
-"""Between two droppings of labels in stage 1."""
 MAX_SWEEPS = 640
 """In stage 1; a guard."""
 MIN_RISE = 1e-3
@@ -74,9 +72,6 @@ MAX_REPAIRS = 12
 """Of one assignment; each either pays four times as much for memory or reckons with new rows."""
 PRICINGS_PER_BRANCH = 3
 MAX_BRANCHES = 2000
-START_RANGE = 1.5
-"""Of the assignments to begin with, those that cost up to so many times the cheapest are improved: which is best then, their
-costs do not tell (an encoder and decoder over Ethernet: from 350 ms to 346, from 376 to 326)."""
 MAX_ENTRIES = 1e6
 """Of a table; a part that is eliminated with no larger ones is solved in tenths of a second."""
 MINI_BUCKETS = (1e5, 1e6, 1e7)
@@ -122,7 +117,7 @@ class Solution:
 
 
 def solve(
-    problem: Problem,
+    problem: Problem | Opening,
     *,
     limit_bytes: float = np.inf,
     rows: Sequence[MemoryConstraint] = (),
@@ -131,14 +126,13 @@ def solve(
     relative_gap: float = RELATIVE_GAP,
     cutoff_s: float = np.inf,
     num_runs: float | None = None,
-    starts: Callable[[], Iterable[Labels]] = tuple,
     progress: Callable[[str], None] | None = None,
     clock: SearchClock = PROCESSOR,
 ) -> Solution:
     """The cheapest assignment whose every row is at most `limit_bytes`.
 
     Args:
-      problem: nodes, labels, costs.
+      problem: nodes, labels, costs; or how searches for them begin, where there are several.
       limit_bytes: what each row may hold.
       rows: rows known beforehand.
       violated: gives the rows that an assignment overflows; called for assignments worth having only.
@@ -148,9 +142,8 @@ def solve(
       cutoff_s: what an answer must beat by more than the gap; hopeless problems end early.
       num_runs: how often what is solved for will be paid; the search takes no longer than this could win back. By default
         that counts for nothing.
-      starts: gives assignments to begin with; called where the first messages leave a gap.
       progress: called with one line a step.
-      clock: by which the time counts.
+      clock: by which the time counts; that of the opening, where one is given.
 
     Raises:
       NoFitError: no assignment fits and beats the cutoff, or none was found in time.
@@ -162,7 +155,7 @@ def solve(
       (1, 0)
     """
     search = _Search(
-        merged(problem),
+        problem if isinstance(problem, Opening) else Opening(problem, clock=clock),
         limit_bytes,
         separation_oracle(rows, violated, limit_bytes),
         time_limit_s,
@@ -170,17 +163,8 @@ def solve(
         cutoff_s,
         progress,
         num_runs,
-        starts,
-        clock,
     )
     return search.run()
-
-
-def promised_s(problem: Problem, clock: SearchClock = PROCESSOR) -> float:
-    """A lower bound on every assignment's cost, of the first few sweeps: says which of several problems to solve first."""
-    trws = Trws(merged(problem), clock)
-    trws.make_consistent()
-    return max(trws.sweep()[0] for _ in range(SWEEPS)) if trws.is_feasible else np.inf
 
 
 class _Search:
@@ -188,7 +172,7 @@ class _Search:
 
     def __init__(
         self,
-        problem: Problem,
+        opening: Opening,
         limit_bytes: float,
         violated: Violated,
         time_limit_s: float,
@@ -196,26 +180,23 @@ class _Search:
         cutoff_s: float,
         progress: Callable[[str], None] | None,
         num_runs: float | None = None,
-        starts: Callable[[], Iterable[Labels]] = tuple,
-        clock: SearchClock = PROCESSOR,
     ) -> None:
-        self.starts = starts
-        self.problem, self.limit_bytes, self.violated = problem, limit_bytes, violated
-        self.clock, self.start_s, self.time_limit_s = clock, clock.now_s, time_limit_s
+        self.opening, self.problem, self.clock = opening, opening.problem, opening.clock
+        self.limit_bytes, self.violated = limit_bytes, violated
+        self.start_s, self.time_limit_s = self.clock.now_s, time_limit_s
         self.relative_gap = max(relative_gap, ROUNDING)
         self.num_runs, self.progress = num_runs, progress
-        self.planes = CuttingPlanes(problem, limit_bytes, clock)
+        self.planes = CuttingPlanes(self.problem, limit_bytes, self.clock)
         self.labels: Labels | None = None
         self.cost_s, self.bound_s, self.floor_s = cutoff_s, -np.inf, np.inf
         self.num_pricings = self.num_branches = self.num_programs = 0
 
     def run(self) -> Solution:
-        trws = Trws(self.problem, self.clock)
-        trws.make_consistent()
-        whole = Relaxation(self.planes, trws)
+        whole = Relaxation(self.planes, self.opening.consistent)
         if not self._is_closed(whole):
-            self._run_stage(self._relax, whole)  # however little time there is: an answer needs a bound
-        for stage in (self._finish, self._price, self._finish, self._fit, self._branch):
+            whole.trws = self.opening.swept[0].copy()
+            self._run_stage(self._begin, whole)  # however little time there is: an answer needs a bound
+        for stage in (self._relax, self._finish, self._price, self._finish, self._fit, self._branch):
             if self._is_open(whole):
                 self._run_stage(stage, whole)
         if not whole.trws.is_feasible:
@@ -231,8 +212,20 @@ class _Search:
             name = stage.__name__.strip("_")
             self.progress(f"{name}: cost {self.cost_s:.6g} s, bound {self.bound_s:.6g} s")
 
+    def _begin(self, whole: Relaxation) -> None:
+        """What the opening found, under these rows and this cutoff."""
+        whole.take_note(self.opening.swept[1])
+        self._raise_bound(whole.best_bound_s)
+        self._offer(self.opening.descended)
+        self._drop(whole)
+        if self._is_open(whole):
+            for labels in self.opening.starts:
+                if not self._offer(labels) and self.planes.fits(labels):
+                    break
+            self._drop(whole)
+
     def _relax(self, whole: Relaxation) -> None:
-        rise, num_batches, next_due = np.inf, 0, 1
+        rise, num_batches, next_due = np.inf, 1, 1
         while rise > MIN_RISE and num_batches < MAX_SWEEPS // SWEEPS:
             before_s, labels = whole.best_bound_s, whole.run(SWEEPS)[1]
             rise = (whole.best_bound_s - before_s) / (abs(whole.best_bound_s) or 1.0)
@@ -245,9 +238,6 @@ class _Search:
             self._raise_bound(whole.best_bound_s)
             self._offer(self._descended(whole, labels, 0.0))
             self._drop(whole)
-            if num_batches == 1 and self._is_open(whole):
-                self._start()
-                self._drop(whole)
             if not self._is_open(whole):
                 return
 
@@ -260,17 +250,6 @@ class _Search:
             if self._is_open(whole):
                 self._split(whole, max_entries)
                 self._raise_bound(whole.best_bound_s)
-
-    def _start(self) -> None:
-        """Offers what descends from the assignments to begin with, the cheapest first, until one of them fits."""
-        cost_s = {labels: self.problem.cost_s(labels) for labels in self.starts()}
-        most_s, found = START_RANGE * min(cost_s.values(), default=np.inf), dict[Labels, float]()
-        for labels in (labels for labels in cost_s if cost_s[labels] < most_s and self._left_s() > 0):
-            better = descend(self.problem, (), np.inf, 0.0, labels, self.clock)
-            found[better] = self.problem.cost_s(better)
-        for labels in sorted(found, key=found.__getitem__):
-            if not self._offer(labels) and self.planes.fits(labels):
-                return
 
     def _reoptimised(self, part: Relaxation, labels: Labels) -> Labels:
         """The best priced assignment found around another; where it is the best there is, a bound."""

@@ -148,7 +148,10 @@ class Relaxation:
     def run(self, num_sweeps: int) -> tuple[float, Labels]:
         """Sweeps at the present prices: a bound on what fits, and the best priced assignment met."""
         self._meet_new_rows()
-        swept = [self.trws.sweep() for _ in range(num_sweeps)]
+        return self.take_note([self.trws.sweep() for _ in range(num_sweeps)])
+
+    def take_note(self, swept: Sequence[tuple[float, Labels]]) -> tuple[float, Labels]:
+        """The same of sweeps at these prices that were done."""
         bound = max(bound for bound, _ in swept) - self._allowance_s()
         self._raise_bound(bound)
         return bound, min((labels for _, labels in swept), key=self._priced_s)

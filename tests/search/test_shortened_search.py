@@ -3,6 +3,7 @@
 import functools
 import re
 from dataclasses import replace
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -15,10 +16,12 @@ from cost_model.hardware import parse_cluster
 from executors.jit import build
 from search import driver
 from search.driver import SearchResult
+from search.handing_over import handed_over, hands_on_alike
 from search.ir.graph import Step
 from search.ir.trace import trace
 from search.options import Options
 from search.plan.plan import Plan
+from search.solver.branch_and_bound import NoFitError
 
 NUM_LAYERS = 16
 WIDTH = 1024
@@ -78,6 +81,34 @@ def test_where_that_fits_nothing_all_layers_are_searched():
     result = found(TIGHTER_BYTES)
     assert not result.problem.graph.folded.program.is_shortened
     assert result.plan.estimates.peak_bytes <= TIGHTER_BYTES
+
+
+def test_where_the_whole_step_cannot_do_the_same_all_layers_are_searched():
+    assert not hands_on_alike(found(TIGHT_BYTES).problem.graph.folded)
+    with mock.patch.object(driver, "handed_over", side_effect=NoFitError("as if", bound_s=0.0)):
+        result = driver.find(stack(), H100S, Options(TIGHT_BYTES, (8,), offload="never", microbatches=1))
+    assert not result.problem.graph.folded.program.is_shortened
+
+
+def test_strategies_that_do_not_go_together_are_not_handed_over():
+    result = found()
+    edge, where = next(
+        (e, np.argwhere(np.isinf(e.cost_s))[0])
+        for e in result.on_mesh.problem.edges
+        if np.isinf(e.cost_s).any()
+    )
+    torn = list(result.chosen)
+    torn[edge.u], torn[edge.v] = map(int, where)
+    with pytest.raises(NoFitError):
+        handed_over(result.on_mesh, tuple(torn), result.whole.on_mesh)
+
+
+def test_two_layers_for_each_that_stands_for_others_have_all_nodes_of_the_whole_step():
+    result = found(TIGHT_BYTES)
+    assert result.short is not None
+    of_pairs, of_all = (result._handed_to(s).problem.graph for s in (result.short.paired, result.short.whole))
+    assert [g.op_classes for g in of_pairs.groups] == [g.op_classes for g in of_all.groups]
+    assert [(c.maker, c.phase) for c in of_pairs.copies] == [(c.maker, c.phase) for c in of_all.copies]
 
 
 def test_the_plan_decides_every_argument():

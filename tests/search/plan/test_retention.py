@@ -9,6 +9,8 @@ from search.ir.trace import trace
 from search.plan.retention import RetentionCodec
 from search.problem.flat_program import flatten
 from search.problem.folding import fold
+from search.problem.likes import folded_like
+from search.problem.shortening import shortened
 from tests.zoo import MAKERS
 
 LAYERS = 12
@@ -100,3 +102,27 @@ def test_what_makes_no_sense_is_refused(text):
 def test_what_is_no_op_is_refused():
     with pytest.raises(PlanError, match="plan: retention 'forward nothing' names no forward op of this step"):
         CODEC.read({"forward nothing": "remat"}, "plan")
+
+
+def test_of_two_ops_alike_in_every_layer_the_same_one_is_recomputed_in_the_likes_of_a_layer():
+    case = MAKERS["llama"](num_layers=16)
+    step = trace(case.step, *case.abstract_args())
+    few = shortened(step, [""] * len(step.arguments))
+    assert few is not None
+    folded = fold(flatten(few.step))
+    of_few, of_all = RetentionCodec(folded), RetentionCodec(folded_like(flatten(few.whole), folded))
+    known = few.step.graph.ops
+    both = [
+        s
+        for s in of_few.sites.values()
+        if len(s) > 2 and known[s[1][0]].likes.block == known[s[2][0]].likes.block
+    ]
+    assert both, "layers have two norms"
+    seen = {(n, known[site[0]].likes.block): site for n, sites in enumerate(both) for site in reversed(sites)}
+    first = frozenset(seen.values())
+    sites, _ = of_all.read(of_few.said(first), "plan")
+    stand_ins = [
+        {s.graph.ops[i].likes.stand_in for (i,) in told}
+        for s, told in ((few.step, first), (few.whole, sites))
+    ]
+    assert stand_ins[0] == stand_ins[1]

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from search.solver import branch_and_bound, trws
-from search.solver.branch_and_bound import NoFitError, solve
+from search.solver.branch_and_bound import NoFitError, Opening, solve
 from search.solver.clock import WorkClock
 from search.solver.milp import solve_milp
 from search.solver.pbqp import Edge, MemoryConstraint, Problem, merged
@@ -134,8 +134,10 @@ def test_better_than_the_incumbent_by_more_than_the_gap_is_never_dropped(monkeyp
     problem, rows = layered(3, 2, 4, seed)
     table = every_fitting_cost_s(problem, rows, 20e9)
     incumbent_s = float(np.sort(table, axis=None)[20])
-    search = branch_and_bound._Search(merged(problem), 20e9, lambda labels: (), 60.0, 0.05, incumbent_s, None)
-    whole = branch_and_bound.Relaxation(search.planes, branch_and_bound.Trws(search.problem))
+    search = branch_and_bound._Search(
+        Opening(problem), 20e9, lambda labels: (), 60.0, 0.05, incumbent_s, None
+    )
+    whole = branch_and_bound.Relaxation(search.planes, search.opening.consistent.copy())
     search.planes.add_row(rows[0])
     for _ in range(10):
         search._reprice(whole)
@@ -155,10 +157,10 @@ def test_an_assignment_that_overflows_is_repaired(seed):
     start = tuple(map(int, np.unravel_index(cheapest, problem.num_labels)))
     limit_bytes = (row.total_bytes(start) + every_row_bytes(problem, row).min()) / 2
     search = branch_and_bound._Search(
-        merged(problem), limit_bytes, lambda labels: (), 60.0, 0.0, np.inf, None
+        Opening(problem), limit_bytes, lambda labels: (), 60.0, 0.0, np.inf, None
     )
     search.planes.add_row(row)
-    whole = branch_and_bound.Relaxation(search.planes, branch_and_bound.Trws(search.problem))
+    whole = branch_and_bound.Relaxation(search.planes, search.opening.consistent.copy())
     assert not search.planes.fits(start)
     whole.set_prices(np.array([1e-12]))
     search._repair(whole, start)
@@ -198,7 +200,7 @@ def test_time_runs_out_in_no_stage_but_the_first(monkeypatch):
     said = []
     with suppress(NoFitError):
         solve(problem, limit_bytes=15e9, rows=rows, time_limit_s=5.0, progress=said.append, clock=WorkClock())
-    assert [line.partition(":")[0] for line in said] == ["relax"]
+    assert [line.partition(":")[0] for line in said] == ["begin"]
 
 
 @pytest.mark.parametrize("seed", [1, 2])
