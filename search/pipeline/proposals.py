@@ -155,7 +155,7 @@ class Parts:
         return self.solutions[shape]
 
     def choices(self, shape: tuple[int, ...]) -> "tuple[Again, ...]":
-        """What might be recomputed: what saves most for its time, and all that saves anything."""
+        """What might be recomputed: what is faster so, what saves most for its time, and all that saves anything."""
         if shape not in self.again:
             self.again[shape] = self._choices(shape)
         return self.again[shape]
@@ -168,7 +168,8 @@ class Parts:
         saved_bytes = max(none.kept_bytes - most.kept_bytes, 1.0)
         some = _chosen(parts, (most.seconds - none.seconds) / saved_bytes)
         loop_s = self.count * self.ledger(shape).microbatch_s
-        again = {c.sites: Again(c.sites, 1 + (c.seconds - none.seconds) / loop_s) for c in (some, most)}
+        plain_s = sum(part.seconds(frozenset()) for part in parts)
+        again = {c.sites: Again(c.sites, 1 + (c.seconds - plain_s) / loop_s) for c in (none, some, most)}
         return tuple(one for sites, one in again.items() if sites)
 
 

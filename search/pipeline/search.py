@@ -20,6 +20,7 @@ from cost_model.units import format_bytes
 from search.ir.graph import Role, Step
 from search.memory.batch_states import NotSplittableError
 from search.memory.microbatches import batch_divisors
+from search.memory.residuals import has_loops
 from search.pipeline.proposals import Parts, Proposal, Wanted, num_workers, propose
 from search.pipeline.schedules.registry import check_name
 from search.pipeline.stage_plan import NoCut
@@ -138,12 +139,13 @@ class PipelineSearch:
         if not left or self.options.remat == "never":
             return
         for choice in parts.choices(max(shapes[-1] for _, shapes in self._all_meshes)):
-            if left and left[0][0] < min(self._best_s, cutoff_s):
+            times = min(choice.times, 1.0)
+            if left and left[0][0] * times < min(self._best_s, cutoff_s):
                 again = parts.recomputing(choice.sites)
                 if self.options.wanted.shares_workers or not again.has_layers_of(parts):
                     left = self._wanting([again], left, choice.times, cutoff_s)
                 else:
-                    left = self._wanting([parts, again], left, 1.0, cutoff_s)
+                    left = self._wanting([parts, again], left, times, cutoff_s)
 
     def _parts(self, count: int) -> Parts:
         if count not in self.made_ready:
@@ -184,11 +186,14 @@ class PipelineSearch:
 
     def _is_wanting(self, found: Proposal | NoCut, among: Sequence[Parts], shapes: Shapes) -> bool:
         """Whether more of it might be recomputed: where none fits, or one that recomputes nothing would be faster without a
-        cap, by what is worth a look."""
+        cap, by what is worth a look, or stacks residuals up in loops."""
         if isinstance(found, NoCut):
             return bool(found.nearest)
-        is_roomy = max(found.peak_bytes) < ROOMY * self.options.memory_bytes
-        if is_roomy or among[-1].step_problem.sites or self.options.remat == "never":
+        if among[-1].step_problem.sites or self.options.remat == "never":
+            return False
+        if has_loops(among[0].step_problem.step):
+            return True
+        if max(found.peak_bytes) < ROOMY * self.options.memory_bytes:
             return False
         free = propose(among, found.num_replicas, shapes, replace(self.options.wanted, memory_bytes=inf))
         return isinstance(free, Proposal) and free.step_s < (1 - CRAMPED) * found.step_s

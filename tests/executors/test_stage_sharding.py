@@ -94,3 +94,16 @@ def test_a_stage_that_must_recomputes_and_all_train_as_one_device():
         assert len(sent_back(scarce, 0)) == len(sent_back(plenty, 0))
         assert_trains_alike(single, scarce)
         assert apply(single.step, scarce.plan).plan == scarce.plan
+
+
+def test_what_a_loop_would_stack_up_is_recomputed_where_that_is_faster():
+    """Attention of long sequences, under a cap that is no matter."""
+    case = make_megatron(num_layers=4, hidden=64, seq=512, batch=16, scanned=True)
+    step = trace(case.step, *case.abstract_args())
+    options = {"stages": 2, "mesh": (4, 1), "microbatches": 2, "schedule": "1f1b"}
+    found, never = (
+        find(step, parse_cluster("8xH100-80GB"), PipelineOptions(PLENTY_BYTES, **options, remat=remat)).plan
+        for remat in (None, "never")
+    )
+    assert found.retention
+    assert found.estimates.step_s < never.estimates.step_s
