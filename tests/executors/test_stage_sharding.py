@@ -1,5 +1,7 @@
 """Stages whose replicas share their work as the search finds it: they train as one device does."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -82,7 +84,7 @@ def test_a_stage_that_must_recomputes_and_all_train_as_one_device():
     """The first of two holds twice as many microbatches; what it recomputes waits for no weight gradients of the other."""
     options = {"stages": 2, "mesh": (2, 2), "microbatches": 2, "schedule": "1f1b"}
     with jax.enable_x64(True):
-        sizes = {"num_layers": 4, "hidden": 64, "heads": 4, "seq": 64, "batch": 8}
+        sizes: dict[str, Any] = {"num_layers": 4, "hidden": 64, "heads": 4, "seq": 64, "batch": 8}
         single = Reference.of(make_megatron(**sizes, dtype=jnp.float64), 2)
         plenty = found(single, **options)
         most_bytes = plenty.plan.estimates.peak_bytes
