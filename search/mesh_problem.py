@@ -305,8 +305,8 @@ class MeshProblem:
         Raises:
           NoFitError: the kept strategies contradict one another, or none were found in time.
         """
-        whole, found = Deadline.after(time_limit_s, self.clock), []
-        deadline = whole.share(1 / 2)
+        whole = Deadline.after(time_limit_s, self.clock)
+        deadline, found = whole.share(1 / 2), [*self._frugal_by_rule(kept)]
 
         def propose(_: float, rows: Sequence[MemoryConstraint]) -> Round[tuple[Labels, Prediction]]:
             labels = self._frugal(kept, rows, deadline)
@@ -314,8 +314,7 @@ class MeshProblem:
 
         for latest in tightened(propose, self.memory.least_bytes(kept), MAX_ROWS):
             labels, predicted = latest.proposal
-            peaks = (self.memory.peak(labels), predicted.least)
-            found.append((labels, max(peaks, key=lambda peak: peak.num_bytes)))
+            found.append((labels, self._larger_peak(labels, predicted)))
             if latest.needed_bytes <= BLIND * latest.expected_bytes or deadline.is_over:
                 break
         labels, peak = min(found, key=lambda one: one[1].num_bytes)
@@ -332,9 +331,20 @@ class MeshProblem:
                     cap_bytes, left_s = int(share * peak.num_bytes), deadline.left_s / 2
                     solution, found = self.fitting(kept, cap_bytes, left_s, relative_gap=WIDE_GAP)
                     assert found is not None, "the kernels were asked"
-                    labels, peaks = solution.labels, (self.memory.peak(solution.labels), found.least)
-                    peak = max(peaks, key=lambda one: one.num_bytes)
+                    labels, peak = solution.labels, self._larger_peak(solution.labels, found)
         return labels, peak
+
+    def _larger_peak(self, labels: Labels, predicted: Prediction) -> Peak:
+        """In program order or the kernels', what is more."""
+        return max(self.memory.peak(labels), predicted.least, key=lambda peak: peak.num_bytes)
+
+    def _frugal_by_rule(self, kept: Sequence[np.ndarray]) -> Iterator[tuple[Labels, Peak]]:
+        """Of the plans by rule that the kept strategies allow, the one that holds least, if there is one."""
+        rules = seeds(self.memory.costed, self.problem, kept)
+        allowed = [labels for labels in rules if self.problem.cost_s(labels) < np.inf]
+        if allowed:
+            labels = min(allowed, key=lambda labels: self.memory.peak(labels).num_bytes)
+            yield labels, self._larger_peak(labels, self.predicted(labels, 0.0))
 
     def _frugal(
         self, kept: Sequence[np.ndarray], rows: Sequence[MemoryConstraint], deadline: Deadline

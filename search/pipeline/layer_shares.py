@@ -23,6 +23,9 @@ IN_LOOP = ("forward", "backward", "weight gradient")
 ONCE = "once"
 """The rest of it."""
 
+IN_BODY = 4
+"""Of the site of what is in an op of the loop's body, what says which op: the loop, which of its bodies, and where there."""
+
 
 @dataclass(frozen=True, eq=False)
 class LayerShares:
@@ -74,6 +77,11 @@ class LayerShares:
                 share[layer] += int(op.params.get("length", 1)) if op.name == "scan" else 1
         return {site: share / share.sum() for site, share in found.items()}
 
+    def layers_of(self, site: Site) -> frozenset[int]:
+        """Where an op of the step stands, be it inside a loop: several if that extends over them."""
+        share = self._of_site.get(site[:IN_BODY])
+        return frozenset[int]() if share is None else frozenset(np.flatnonzero(share).tolist())
+
     @cached_property
     def _of_argument(self) -> list[int]:
         assigned = self.layers.assigned.of_value
@@ -82,7 +90,7 @@ class LayerShares:
     def outermost(self, op: FlatOp) -> Site:
         """The op of the step, or of its loop's body, that a flat op is in."""
         loop = self.layers.step.loop
-        return op.site[:4] if op.site[:1] == (loop,) else op.site[:1]
+        return op.site[:IN_BODY] if op.site[:1] == (loop,) else op.site[:1]
 
     @cached_property
     def loop(self) -> tuple[int, int]:

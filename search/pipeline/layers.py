@@ -16,6 +16,7 @@ from itertools import pairwise
 import numpy as np
 
 from search.ir.graph import Op
+from search.pipeline.local_ties import within_stages
 from search.pipeline.pipeline_step import PipelineStep
 from search.pipeline.split_loops import between_ops, num_positions
 from search.pipeline.stage_cut import StageCut, crossing_bytes, num_flops
@@ -34,11 +35,13 @@ class Layers:
 
     Attributes:
       starts: by layer: the position of its first op, as a cut of the step says it.
-      step: the step in parts, with its loops cut between layers.
+      whole: the step in parts.
+      step: the same with its loops cut between layers, and ties within these.
       cut: where layers begin in that.
     """
 
     starts: tuple[int, ...]
+    whole: PipelineStep
     step: PipelineStep
     cut: StageCut
 
@@ -49,7 +52,23 @@ class Layers:
         counts = [num_positions(step, op) for op in ops]
         found = layer_starts(work(step, ops), crossing_bytes(ops, step.values, counts), most)
         starts = tuple(sorted({*found, *borders}))
-        return cls(starts, *between_ops(step, StageCut(starts[1:])))
+        return cls._cut(step, starts)
+
+    @classmethod
+    def _cut(cls, whole: PipelineStep, starts: tuple[int, ...]) -> "Layers":
+        step, cut = between_ops(whole, StageCut(starts[1:]))
+        return cls(starts, whole, within_stages(step, assign(step, cut)), cut)
+
+    def of_like(self, step: PipelineStep) -> "Layers | None":
+        """The same layers of the same step that recomputes something, where forward ops may be missing that are made for the
+        backward phase alone; None if that is all there is of a layer."""
+        there = {name: position for position, name in enumerate(_names(step))}
+        names = _names(self.whole)
+        found = [next((there[n] for n in names[at:] if n in there), None) for at in self.starts]
+        starts = [at for at in found if at is not None]
+        if len({*starts}) < self.num_layers:
+            return None
+        return Layers._cut(step, (0, *starts[1:]))
 
     @property
     def num_layers(self) -> int:
@@ -64,6 +83,13 @@ class Layers:
     def stage_cut(self, first_layers: Sequence[int]) -> StageCut:
         """The cut of the step before, into stages that begin with these layers."""
         return StageCut(tuple(self.starts[layer] for layer in first_layers[1:]))
+
+
+def _names(step: PipelineStep) -> list[tuple[int, int]]:
+    """By position: the number of what is made there in the body of the step's loop, and the iteration."""
+    return [
+        (step.origins[op.outputs[0]], n) for op in step.forward_ops for n in range(num_positions(step, op))
+    ]
 
 
 def work(step: PipelineStep, ops: Sequence[Op]) -> np.ndarray:

@@ -26,6 +26,7 @@ import jax
 from search.ir.graph import Graph, Op, verify
 from search.memory.written import Written
 from search.pipeline.joined_sums import joined_late
+from search.pipeline.local_ties import within_stages
 from search.pipeline.pipeline_step import SCOPE, PipelineStep
 from search.pipeline.split_loops import between_ops
 from search.pipeline.stage_cut import StageCut
@@ -46,9 +47,10 @@ def stage_programs(step: PipelineStep, cut: StageCut, splits_backward: bool = Fa
 
 
 def made_ready(step: PipelineStep, cut: StageCut) -> tuple[PipelineStep, StageCut]:
-    """The step with its loops cut where a cut goes through them, and sums of several stages joined late; and the cut of
-    that."""
+    """The step with its loops cut where a cut goes through them, ties within stages, and sums of several stages joined late;
+    and the cut of that."""
     step, cut = between_ops(step, cut)
+    step = within_stages(step, assign(step, cut))
     return joined_late(step, assign(step, cut)), cut
 
 

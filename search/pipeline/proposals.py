@@ -7,14 +7,18 @@ come from one solution each for the whole step (`intra_op`, `layer_costs`).
 
 What the inter-op search finds is run by the simulator in its schedule, and what takes least time and fits is the answer.
 
-Where a cap stands in the way, the step that recomputes is searched in the same way: what it recomputes are a few choices of
-minimum cuts (`search.memory.trade_offs`).
+Where a cap stands in the way, stages may recompute: what they recompute are a few choices of minimum cuts
+(`search.memory.trade_offs`). Each stage has the choice, as to recompute is one more option for the inter-op search: a stage
+in front, which holds many microbatches at once, may have to where one behind it need not. Layers' costs come from the step
+in which all recompute, and the one in which none does. Then the step in which the stages do as the cut says is made ready,
+and the cut priced by its own solutions.
 """
 
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import product
 from math import prod
 
 import numpy as np
@@ -56,6 +60,7 @@ class Parts:
       step_problem: of the step with its loop over parts.
       cluster: on which stages stand.
       borders: positions in the forward phase at which layers begin besides.
+      plain: the same with nothing recomputed; None if that is this one, or is not known.
       solutions: by the mesh of a replica, how its devices share the work, as far as that was asked for.
       ledgers: by the mesh of a replica, what layers cost on it, likewise.
       others: by what they recompute, the same with that recomputed, likewise.
@@ -65,6 +70,7 @@ class Parts:
     step_problem: StepProblem
     cluster: Cluster
     borders: Sequence[int] = ()
+    plain: "Parts | None" = None
     solutions: dict[tuple[int, ...], IntraOp] = field(default_factory=dict[tuple[int, ...], IntraOp])
     ledgers: dict[tuple[int, ...], Ledger] = field(default_factory=dict[tuple[int, ...], Ledger])
     others: "dict[frozenset[Site], Parts]" = field(default_factory=dict[frozenset[Site], "Parts"])
@@ -99,8 +105,14 @@ class Parts:
 
     @cached_property
     def layers(self) -> Layers:
-        """Of the step."""
-        return Layers.of(PipelineStep.of_loop(self.step_problem.step), self.borders)
+        """Of the step: those of the plain one, where they may be had."""
+        step = PipelineStep.of_loop(self.step_problem.step)
+        alike = None if self.plain is None else self.plain.layers.of_like(step)
+        return alike or Layers.of(step, self.borders)
+
+    def has_layers_of(self, other: "Parts") -> bool:
+        """Whether both are made of as many layers, which correspond."""
+        return self.layers.num_layers == other.layers.num_layers
 
     @cached_property
     def shares(self) -> LayerShares:
@@ -128,7 +140,7 @@ class Parts:
             known=problem.plain,
             clock=problem.clock,
         )
-        return Parts(problem, self.cluster)
+        return Parts(problem, self.cluster, plain=self)
 
     def ledger(self, shape: tuple[int, ...]) -> Ledger:
         """What layers cost when a replica's devices form such a mesh."""
@@ -143,7 +155,7 @@ class Parts:
         return self.solutions[shape]
 
     def choices(self, shape: tuple[int, ...]) -> "tuple[Again, ...]":
-        """What might be recomputed: what saves most for its time, and all that saves anything."""
+        """What might be recomputed: what is faster so, what saves most for its time, and all that saves anything."""
         if shape not in self.again:
             self.again[shape] = self._choices(shape)
         return self.again[shape]
@@ -156,7 +168,8 @@ class Parts:
         saved_bytes = max(none.kept_bytes - most.kept_bytes, 1.0)
         some = _chosen(parts, (most.seconds - none.seconds) / saved_bytes)
         loop_s = self.count * self.ledger(shape).microbatch_s
-        again = {c.sites: Again(c.sites, 1 + (c.seconds - none.seconds) / loop_s) for c in (some, most)}
+        plain_s = sum(part.seconds(frozenset()) for part in parts)
+        again = {c.sites: Again(c.sites, 1 + (c.seconds - plain_s) / loop_s) for c in (none, some, most)}
         return tuple(one for sites, one in again.items() if sites)
 
 
@@ -341,22 +354,22 @@ class Wanted:
 
 
 def propose(
-    parts: Parts, num_replicas: int, shapes: Sequence[tuple[int, ...]], wanted: Wanted
+    among: Sequence[Parts], num_replicas: int, shapes: Sequence[tuple[int, ...]], wanted: Wanted
 ) -> Proposal | NoCut:
     """The fastest pipeline of a step in parts, or why there is none that fits.
 
     Args:
-      parts: the step.
+      among: the step as each stage may run it: alike but for what is recomputed; first the one that recomputes least.
       num_replicas: of each stage.
       shapes: the meshes that a replica's devices may form.
       wanted: what is asked for.
     """
-    return _Proposing(parts, num_replicas, tuple(shapes), wanted).run()
+    return _Proposing(tuple(among), num_replicas, tuple(shapes), wanted).run()
 
 
 @dataclass(frozen=True, eq=False)
 class _Proposing:
-    parts: Parts
+    among: tuple[Parts, ...]
     num_replicas: int
     shapes: tuple[tuple[int, ...], ...]
     wanted: Wanted
@@ -366,25 +379,35 @@ class _Proposing:
         if isinstance(cut, NoCut):
             return cut
         names = SEARCHED if self.wanted.schedule is None else (self.wanted.schedule,)
-        found = [self._proposal(cut, name) for name in names]
+        parts = self._as_cut(cut)
+        found = [self._proposal(parts, cut, name) for name in names]
         fitting = [one for one in found if max(one.peak_bytes) <= self.wanted.memory_bytes]
         return min(fitting, key=lambda one: one.rank) if fitting else NoCut(cut.stages)
 
     @property
+    def _plain(self) -> Parts:
+        return self.among[0]
+
+    @property
     def _num_microbatches(self) -> int:
-        return self.parts.count // self.num_replicas
+        return self._plain.count // self.num_replicas
 
     @cached_property
-    def _costs(self) -> dict[tuple[int, ...], LayerCosts]:
-        """Of layers, by the mesh of a replica."""
-        return {shape: self.parts.ledger(shape).costs(self.num_replicas) for shape in self.shapes}
+    def _ways(self) -> tuple[tuple[Parts, tuple[int, ...]], ...]:
+        """To run layers: as which step, on which mesh of a replica."""
+        return tuple(product(self.among, self.shapes))
+
+    @cached_property
+    def _costs(self) -> tuple[LayerCosts, ...]:
+        """Of layers, by the way to run them."""
+        return tuple(parts.ledger(shape).costs(self.num_replicas) for parts, shape in self._ways)
 
     def _cut(self) -> InterOpPlan | NoCut:
-        cluster, cap_bytes = self.parts.cluster, self.wanted.memory_bytes
+        cluster, cap_bytes = self._plain.cluster, self.wanted.memory_bytes
         nodes = (Node(cluster.devices_per_node, cap_bytes),) * cluster.num_nodes
         held = self._num_microbatches if self.wanted.schedule == "gpipe" else 1
         in_flight = tuple(range(held, self._num_microbatches + 1))
-        options = [self._option(n, self._submesh(shape)) for n, shape in enumerate(self.shapes)]
+        options = [self._option(n, self._submesh(shape)) for n, (_, shape) in enumerate(self._ways)]
         return plan_stages(self._problem(nodes, options, in_flight), GAP)
 
     def _even_cut(self) -> InterOpPlan | NoCut:
@@ -396,7 +419,7 @@ class _Proposing:
     def _problem(
         self, nodes: tuple[Node, ...], options: Sequence[StageOption], in_flight: tuple[int, ...]
     ) -> InterOpProblem:
-        costs, cluster = self._costs[self.shapes[0]], self.parts.cluster
+        costs, cluster = self._costs[0], self._plain.cluster
         there_and_back_s = np.array([2 * costs.transfer_s(link) for link in (cluster.intra, cluster.inter)])
         return InterOpProblem(
             nodes,
@@ -408,8 +431,8 @@ class _Proposing:
         )
 
     def _option(self, n: int, submesh: Submesh) -> StageOption:
-        """The n-th mesh of a replica, on a stage's devices."""
-        costs = self._costs[self.shapes[n]]
+        """The n-th way to run layers, on a stage's devices."""
+        costs = self._costs[n]
         return StageOption(
             submesh,
             str(n),
@@ -421,19 +444,30 @@ class _Proposing:
         )
 
     def _submesh(self, shape: tuple[int, ...]) -> Submesh:
-        size, per_node = self.num_replicas * prod(shape), self.parts.cluster.devices_per_node
+        size, per_node = self.num_replicas * prod(shape), self._plain.cluster.devices_per_node
         return Submesh(1, size) if size <= per_node else Submesh(size // per_node, per_node)
 
-    def _proposal(self, cut: InterOpPlan, name: str) -> Proposal:
+    def _as_cut(self, cut: InterOpPlan) -> Parts:
+        """The step in which each stage recomputes what the cut says."""
+        if len(self.among) == 1:
+            return self._plain
+        sites, layers_of = set[Site](), self._plain.shares.layers_of
+        for stage in cut.stages:
+            layers = range(stage.first_layer, stage.end_layer)
+            again = self._ways[int(stage.variant)][0].step_problem.sites
+            sites |= {site for site in again if not layers_of(site).isdisjoint(layers)}
+        return self._plain.recomputing(frozenset(sites)) if sites else self._plain
+
+    def _proposal(self, parts: Parts, cut: InterOpPlan, name: str) -> Proposal:
         num_stages = len(cut.stages)
         schedule = build_schedule(name, num_stages, self._num_microbatches, num_workers(name, num_stages))
         placed: list[Placed] = []
         for n, stage in enumerate(cut.stages):
-            shape = self.shapes[int(stage.variant)]
+            _, shape = self._ways[int(stage.variant)]
             worker_devices = schedule.workers_of(n)[0] * self.num_replicas * prod(shape)
             device = worker_devices if self.wanted.shares_workers else stage.first_device
             placed.append(Placed(stage.first_layer, stage.end_layer, device, shape))
-        return Proposal.of(self.parts, self.num_replicas, placed, schedule)
+        return Proposal.of(parts, self.num_replicas, placed, schedule)
 
 
 VIRTUAL_STAGES = 2

@@ -6,11 +6,11 @@ with one example at a time, and takes twice as many as long as that finds better
 bound says what any pipeline takes at least: all devices at work all the time, each at the rate of a replica's best mesh.
 Those that promise most come first, and a bound above the best pipeline ends it.
 
-Where nothing fits, the same step is searched with something recomputed.
+Where nothing fits, or the cap makes pipelines slower, the same step is searched with stages that may recompute.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf, prod
 
@@ -20,6 +20,7 @@ from cost_model.units import format_bytes
 from search.ir.graph import Role, Step
 from search.memory.batch_states import NotSplittableError
 from search.memory.microbatches import batch_divisors
+from search.memory.residuals import has_loops
 from search.pipeline.proposals import Parts, Proposal, Wanted, num_workers, propose
 from search.pipeline.schedules.registry import check_name
 from search.pipeline.stage_plan import NoCut
@@ -38,6 +39,13 @@ NEAR = 2
 WORTH = 0.01
 """By how much a pipeline that takes more examples at a time has to be better, for still more to be tried. Source: a choice
 of ours, what costs are known to."""
+
+CRAMPED = 0.02
+"""By how much a pipeline has to be slower for the cap, for stages that recompute to be tried. Source: a choice of ours; they
+take back about a half of it."""
+
+ROOMY = 0.5
+"""Of the cap: pipelines that hold no more are not taken to be slower for it. Source: a choice of ours."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,43 +135,68 @@ class PipelineSearch:
         parts = self._parts(count)
         self._check_layers(parts)
         left = sorted((self._bound_s(parts, n, shapes), n, shapes) for n, shapes in self._meshes(count))
-        left = self._unfit(parts, left, 1.0, cutoff_s)
+        left = self._wanting([parts], left, 1.0, cutoff_s)
         if not left or self.options.remat == "never":
             return
         for choice in parts.choices(max(shapes[-1] for _, shapes in self._all_meshes)):
-            if left and left[0][0] * choice.times < min(self._best_s, cutoff_s):
-                left = self._unfit(parts.recomputing(choice.sites), left, choice.times, cutoff_s)
+            times = min(choice.times, 1.0)
+            if left and left[0][0] * times < min(self._best_s, cutoff_s):
+                again = parts.recomputing(choice.sites)
+                if self.options.wanted.shares_workers or not again.has_layers_of(parts):
+                    left = self._wanting([again], left, choice.times, cutoff_s)
+                else:
+                    left = self._wanting([parts, again], left, times, cutoff_s)
 
     def _parts(self, count: int) -> Parts:
         if count not in self.made_ready:
             self.made_ready[count] = Parts.of(self.step, self.marks, self.cluster, count, clock=self.clock)
         return self.made_ready[count]
 
-    def _unfit(
-        self, parts: Parts, left: Sequence[tuple[float, int, Shapes]], times: float, cutoff_s: float
+    def _wanting(
+        self,
+        among: Sequence[Parts],
+        left: Sequence[tuple[float, int, Shapes]],
+        times: float,
+        cutoff_s: float,
     ) -> list[tuple[float, int, Shapes]]:
-        """Looks for better pipelines on each number of replicas, unless that takes so many times its bound; those of which
-        none fits."""
-        unfit: list[tuple[float, int, Shapes]] = []
+        """Looks for better pipelines on each number of replicas, unless that takes so many times its bound, of stages that
+        recompute in one of some ways; those of which none fits, or that the cap makes slower."""
+        wanting: list[tuple[float, int, Shapes]] = []
         for bound_s, num_replicas, shapes in left:
             if bound_s * times >= min(self._best_s, cutoff_s):
                 break
-            sites = parts.step_problem.sites
-            again = f", recomputing {len(sites)} ops" if sites else ""
+            sites = among[-1].step_problem.sites
+            again = f", recomputing {'up to ' if len(among) > 1 else ''}{len(sites)} ops" if sites else ""
             self.progress(
-                f"{parts.count // num_replicas} microbatches, {num_replicas} replicas of each stage{again}"
+                f"{among[0].count // num_replicas} microbatches, {num_replicas} replicas of each stage{again}"
             )
             try:
-                found = propose(parts, num_replicas, shapes, self.options.wanted)
+                found = propose(among, num_replicas, shapes, self.options.wanted)
+                is_wanting = self._is_wanting(found, among, shapes)
             except InputError as e:  # the schedule suits no such number of microbatches
                 self.refused.append(e)
                 continue
             if isinstance(found, Proposal):
                 self.best = min(self.best or found, found, key=lambda one: one.rank)
             elif found.nearest:
-                unfit.append((bound_s, num_replicas, shapes))
                 self.nearest = min(self.nearest, found, key=lambda one: one.over_bytes)
-        return unfit
+            if is_wanting:
+                wanting.append((bound_s, num_replicas, shapes))
+        return wanting
+
+    def _is_wanting(self, found: Proposal | NoCut, among: Sequence[Parts], shapes: Shapes) -> bool:
+        """Whether more of it might be recomputed: where none fits, or one that recomputes nothing would be faster without a
+        cap, by what is worth a look, or stacks residuals up in loops."""
+        if isinstance(found, NoCut):
+            return bool(found.nearest)
+        if among[-1].step_problem.sites or self.options.remat == "never":
+            return False
+        if has_loops(among[0].step_problem.step):
+            return True
+        if max(found.peak_bytes) < ROOMY * self.options.memory_bytes:
+            return False
+        free = propose(among, found.num_replicas, shapes, replace(self.options.wanted, memory_bytes=inf))
+        return isinstance(free, Proposal) and free.step_s < (1 - CRAMPED) * found.step_s
 
     def _bound_s(self, parts: Parts, num_replicas: int, shapes: Shapes) -> float:
         """What pipelines on so many replicas take at least."""

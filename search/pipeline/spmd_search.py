@@ -19,7 +19,7 @@ from search.memory.microbatches import batch_divisors
 from search.pipeline.intra_op import IntraOp
 from search.pipeline.pipeline_step import PipelineStep
 from search.pipeline.proposals import Parts
-from search.pipeline.schedules.registry import build_schedule
+from search.pipeline.schedules.registry import build_schedule, check_numbers
 from search.pipeline.search import MAX_MICROBATCHES, NEAR, TIME_LIMIT_S, WORTH, PipelineOptions
 from search.pipeline.simulator import Simulation, StageCost, simulate
 from search.pipeline.spmd import layer_loops, written
@@ -71,7 +71,7 @@ class Dealt:
                 f"schedule={self.schedule!r} cannot be run by {ONE_PROGRAM}, in which all stages do the same at any time. "
                 f"Choose one of {', '.join(STAGES_PER_WORKER)}, or leave out executor="
             )
-        build_schedule(self.schedule, self.stages, self.microbatches, self.workers)
+        check_numbers(self.schedule, self.stages, self.microbatches, self.workers)
         if (taken := self.workers * self.num_replicas * prod(self.shape)) != cluster.num_devices:
             raise InputError(
                 f"{self.workers} groups of mesh {(self.num_replicas, *self.shape)} take {taken} devices, and {cluster.name} "

@@ -5,7 +5,7 @@ Forward ops have their stages from a cut of the program. All others follow by da
 * *Backward ops.* Gradients travel from the last stage to the first. So an op's stage is at most that of any gradient that
   it reads. Of these stages it is the last one that has all residuals and parameters that the op reads, as its forward op
   had them: what a stage makes or receives in the forward phase it has in the backward phase. Where none has all, it is the
-  one that has the most bytes.
+  one that has the most bytes. A barrier passes on what other stages have made of gradients at their stages.
 * *Prologue.* An op stands at the first stage that reads what it makes, but where its operand is if it makes less of it, as
   a slice of parameters is; an argument rests at the first stage that reads it, of those that the prologue or the forward
   phase reads, as parameters are. Other stages that read it get a copy, once in a step.
@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from search.ir.graph import Op
 from search.pipeline.pipeline_step import PipelineStep
 from search.pipeline.stage_cut import StageCut
+from search.problem.flat_program import BARRIER
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,6 +40,11 @@ class StageAssignment:
     of_op: Mapping[Op, int]
     backward: frozenset[Op]
     of_value: Mapping[int, int]
+
+
+def is_tie(op: Op) -> bool:
+    """Whether an op passes on what it reads, so that what reads it waits."""
+    return op.name == BARRIER
 
 
 def assign(step: PipelineStep, cut: StageCut) -> StageAssignment:
@@ -69,7 +75,10 @@ class _Assigning:
         self._forward()
         for op in self.step.body:
             if op in backward:
-                self._put(op, self._of_gradients(op))
+                stage = self._of_gradients(op)
+                far = self._passed_on_elsewhere(op, stage)
+                self._put(op, stage)
+                self.of_value.update(far)
         self._prologue()
         self._epilogue()
         return StageAssignment(self.cut.num_stages, self.of_op, backward, self.of_value)
@@ -123,6 +132,14 @@ class _Assigning:
 
         having = set[int]().union(*(self.there[v] for v in residuals)).intersection(stages)
         return min(sorted({stages[-1], *having}, reverse=True), key=missing_bytes)
+
+    def _passed_on_elsewhere(self, op: Op, stage: int) -> dict[int, int]:
+        """What a tie passes on of other stages' backward passes: it stays there (`search.pipeline.local_ties`)."""
+        if not is_tie(op):
+            return {}
+        passed = zip(op.inputs, op.outputs, strict=True)
+        made = {out: self.of_value[v] for v, out in passed if isinstance(v, int) and self._is_gradient(v)}
+        return {out: at for out, at in made.items() if at != stage}
 
     def _is_gradient(self, v: int) -> bool:
         return self.step.is_of_microbatch(v) and v in self.of_value and v not in self.there

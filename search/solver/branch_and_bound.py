@@ -72,6 +72,8 @@ MAX_REPAIRS = 12
 """Of one assignment; each either pays four times as much for memory or reckons with new rows."""
 PRICINGS_PER_BRANCH = 3
 MAX_BRANCHES = 2000
+DEAR_S = 1.0
+"""Of a byte over the limit: so much that none is."""
 MAX_ENTRIES = 1e6
 """Of a table; a part that is eliminated with no larger ones is solved in tenths of a second."""
 MINI_BUCKETS = (1e5, 1e6, 1e7)
@@ -219,9 +221,7 @@ class _Search:
         self._offer(self.opening.descended)
         self._drop(whole)
         if self._is_open(whole):
-            for labels in self.opening.starts:
-                if not self._offer(labels) and self.planes.fits(labels):
-                    break
+            self._start()
             self._drop(whole)
 
     def _relax(self, whole: Relaxation) -> None:
@@ -250,6 +250,24 @@ class _Search:
             if self._is_open(whole):
                 self._split(whole, max_entries)
                 self._raise_bound(whole.best_bound_s)
+
+    def _start(self) -> None:
+        """Offers what descends from the assignments to begin with, the cheapest first, until one of them fits; where none
+        does, they are offered as they are, and what descends from the first that fits is made to fit too."""
+        for labels in self.opening.starts:
+            if not self._offer(labels) and self.planes.fits(labels):
+                return
+        for labels in self.opening.given:
+            if not self._offer(labels) and self.planes.fits(labels):
+                self._improve_within(labels)
+                return
+
+    def _improve_within(self, labels: Labels) -> None:
+        """Offers what descends from an assignment that fits, until that fits too."""
+        for _ in range(MAX_REPAIRS):
+            rows = self.planes.rows
+            if not self._offer(descend(self.problem, rows, self.limit_bytes, DEAR_S, labels, self.clock)):
+                return
 
     def _reoptimised(self, part: Relaxation, labels: Labels) -> Labels:
         """The best priced assignment found around another; where it is the best there is, a bound."""

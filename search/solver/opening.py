@@ -70,9 +70,14 @@ class Opening:
         return trws.original(descend(trws.rest(), (), np.inf, 0.0, trws.renumbered(best), self.clock))
 
     @cached_property
+    def given(self) -> tuple[Labels, ...]:
+        """The assignments to begin with, the cheapest first."""
+        return tuple(sorted(self._starts(), key=self.problem.cost_s))
+
+    @cached_property
     def starts(self) -> tuple[Labels, ...]:
-        """What descends from the assignments to begin with, the cheapest first."""
-        cost_s = {labels: self.problem.cost_s(labels) for labels in self._starts()}
+        """What descends from the cheaper ones of them, the cheapest first."""
+        cost_s = {labels: self.problem.cost_s(labels) for labels in self.given}
         most_s, found = START_RANGE * min(cost_s.values(), default=np.inf), dict[Labels, float]()
         for labels in (labels for labels in cost_s if cost_s[labels] < most_s):
             better = descend(self.problem, (), np.inf, 0.0, labels, self.clock)

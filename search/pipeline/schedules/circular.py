@@ -20,11 +20,7 @@ def circular(num_workers: int, num_microbatches: int, stages_per_worker: int) ->
     Raises:
       InputError: there are fewer microbatches than workers, which would wait for one another.
     """
-    if num_microbatches < num_workers:
-        raise InputError(
-            f"the schedule 'circular' wants at least as many microbatches as workers, got {num_microbatches} for "
-            f"{num_workers}. Use {num_workers} microbatches, or schedule 'gpipe'"
-        )
+    check_circular(num_workers, num_microbatches)
 
     def tasks(worker: int) -> tuple[Task, ...]:
         stages = range(worker, num_workers * stages_per_worker, num_workers)
@@ -35,3 +31,16 @@ def circular(num_workers: int, num_microbatches: int, stages_per_worker: int) ->
 
     workers = tuple(map(tasks, range(num_workers)))
     return Schedule("circular", num_workers * stages_per_worker, num_microbatches, workers, False)
+
+
+def check_circular(num_workers: int, num_microbatches: int) -> None:
+    """That there is a circular schedule for so many.
+
+    Raises:
+      InputError: as of `circular`.
+    """
+    if num_microbatches < num_workers:
+        raise InputError(
+            f"the schedule 'circular' wants at least as many microbatches as workers, got {num_microbatches} for "
+            f"{num_workers}. Use {num_workers} microbatches, or schedule 'gpipe'"
+        )

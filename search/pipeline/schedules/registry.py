@@ -6,7 +6,7 @@ from types import MappingProxyType
 
 from cost_model.errors import InputError
 from search.pipeline.schedules.chimera import chimera
-from search.pipeline.schedules.circular import circular
+from search.pipeline.schedules.circular import check_circular, circular
 from search.pipeline.schedules.dualpipe_v import dualpipe_v
 from search.pipeline.schedules.gpipe import gpipe
 from search.pipeline.schedules.interleaved import interleaved_one_f_one_b
@@ -23,10 +23,12 @@ class Family:
     Attributes:
       build: from the numbers of workers and microbatches.
       stages_per_worker: cut from the layers for each worker; None where it is for the caller to say, at least two.
+      check: raises an InputError where there is none for some numbers of workers and microbatches; None where `build` does.
     """
 
     build: Callable[..., Schedule]
     stages_per_worker: int | None = 1
+    check: Callable[[int, int], None] | None = None
 
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
@@ -35,7 +37,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "1f1b": Family(one_f_one_b),
         "eager-1f1b": Family(eager_one_f_one_b),
         "interleaved-1f1b": Family(interleaved_one_f_one_b, None),
-        "circular": Family(circular, None),
+        "circular": Family(circular, None, check_circular),
         "zb-h1": Family(zb_h1),
         "zb-h2": Family(zb_h2),
         "zb-v": Family(zb_v, 2),
@@ -65,6 +67,19 @@ def build_schedule(name: str, num_stages: int, num_microbatches: int, num_worker
     Raises:
       InputError: no such family, or it cannot be built for these numbers; says which would do.
     """
+    check_numbers(name, num_stages, num_microbatches, num_workers)
+    family = FAMILIES[name]
+    if family.stages_per_worker is None:
+        return family.build(num_workers, num_microbatches, num_stages // num_workers)
+    return family.build(num_workers, num_microbatches)
+
+
+def check_numbers(name: str, num_stages: int, num_microbatches: int, num_workers: int) -> None:
+    """That a family's schedule may be had for these numbers, as far as that is known without building it.
+
+    Raises:
+      InputError: no such family, or none for these numbers; says which would do.
+    """
     check_name(name)
     for what, count in (("stages", num_stages), ("microbatches", num_microbatches), ("workers", num_workers)):
         if count < 1:
@@ -77,10 +92,10 @@ def build_schedule(name: str, num_stages: int, num_microbatches: int, num_worker
                 f"schedule {name!r} wants two or more stages on each worker, as many on all; got {num_stages} stages on "
                 f"{num_workers} workers. Use {2 * num_workers} stages, or schedule '1f1b'"
             )
-        return family.build(num_workers, num_microbatches, per_worker)
-    if num_stages != family.stages_per_worker * num_workers:
+    elif num_stages != family.stages_per_worker * num_workers:
         raise InputError(
             f"schedule {name!r} wants {family.stages_per_worker} x {num_workers} stages on {num_workers} workers, got "
             f"{num_stages}. Use {family.stages_per_worker * num_workers} stages"
         )
-    return family.build(num_workers, num_microbatches)
+    if family.check is not None:
+        family.check(num_workers, num_microbatches)

@@ -8,9 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from search.solver import branch_and_bound, trws
-from search.solver.branch_and_bound import NoFitError, Opening, solve
+from search.solver.branch_and_bound import NoFitError, solve
 from search.solver.clock import WorkClock
+from search.solver.local_search import descend
 from search.solver.milp import solve_milp
+from search.solver.opening import Opening
 from search.solver.pbqp import Edge, MemoryConstraint, Problem, merged
 from tests.search.solver.problems import (
     SETTINGS,
@@ -167,6 +169,27 @@ def test_an_assignment_that_overflows_is_repaired(seed):
     assert search.labels is not None
     assert row.total_bytes(search.labels) <= limit_bytes
     assert search.cost_s == pytest.approx(problem.cost_s(search.labels))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_beginning_that_fits_is_an_incumbent(seed):
+    """Though what descends from it, memory or no memory, does not fit."""
+    problem, (row,) = layered(3, 2, 4, seed)
+    row_bytes = every_row_bytes(problem, row)
+    start = tuple(map(int, np.unravel_index(row_bytes.argmin(), problem.num_labels)))
+    descended = descend(problem, (), np.inf, 0.0, start)
+    limit_bytes = (row.total_bytes(start) + row.total_bytes(descended)) / 2
+
+    def violated(labels):
+        return (row,) if row.total_bytes(labels) > limit_bytes else ()
+
+    opening = Opening(problem, lambda: [start])
+    search = branch_and_bound._Search(opening, limit_bytes, violated, 60.0, 0.0, np.inf, None)
+    search._start()
+    assert violated(descended)
+    assert search.labels is not None
+    assert not violated(search.labels)
+    assert search.cost_s < problem.cost_s(start)
 
 
 @pytest.mark.parametrize("time_limit_s", [-1.0, 0.0, 0.02, 0.1])
