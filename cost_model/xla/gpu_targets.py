@@ -71,11 +71,6 @@ _DNN = MappingProxyType({"V100": "{ major: 8 minor: 9 patch: 4 }", "A100": "{ ma
 LATENCY_HIDING = "xla_gpu_enable_latency_hiding_scheduler"
 """XLA's option for the scheduler that puts computation between a collective's start and its end."""
 
-PIPELINED = tuple(
-    f"xla_gpu_enable_pipelined_{kind}" for kind in ("all_gather", "all_reduce", "reduce_scatter")
-)
-"""XLA's options with which a loop's iteration gathers for the next one, and reduces what the last one made."""
-
 REDUCE_SCATTER_JOINED = "xla_gpu_reduce_scatter_combine_threshold_bytes"
 """XLA's option for how much it joins reduce-scatters to, counted by what a device keeps."""
 
@@ -94,13 +89,12 @@ def is_hopper_or_later(gpu: str) -> bool:
 
 def scheduler_options(gpu: str) -> dict[str, str]:
     """The compiler's options with which XLA hides the latencies of collectives on a GPU, by its name, where it does not by
-    default. JAX hands on a bool as text only where it is spelt as in Python. Source: compiled programs (`benchmarks.overlap`).
-    Without its scheduler, A100s reduce gradients while nothing is computed; without the others, what a loop's body gathers
-    first or reduces last waits, and reductions wait for all."""
+    default. JAX hands on a bool as text only where it is spelt as in Python. Source: compiled programs.
+    Without its scheduler, A100s reduce gradients while nothing is computed; without the other, reductions wait for all."""
     if gpu == "CPU":
         return {}
-    hiding = () if is_hopper_or_later(gpu) else (LATENCY_HIDING,)
-    return dict.fromkeys((*hiding, *PIPELINED), "True") | {REDUCE_SCATTER_JOINED: str(JOINED_BYTES)}
+    hiding = {} if is_hopper_or_later(gpu) else {LATENCY_HIDING: "True"}
+    return hiding | {REDUCE_SCATTER_JOINED: str(JOINED_BYTES)}
 
 
 _EVERY_CHIP = MappingProxyType(

@@ -81,7 +81,7 @@ class Hiding:
         seconds, total_s = self.costed.edge_seconds(edge), 0.0
         seconds = np.where(np.isfinite(seconds), seconds, 0.0)
         left_s = self._share_s(rides[0]) - self._taken_s(edge, rides[0], seconds) / len(rides)
-        share_s, each_s = np.maximum(left_s, 0.0), rides[0].hideable * seconds / len(rides)
+        share_s, each_s = np.maximum(left_s, 0.0), seconds / len(rides)
         for some_s in np.array_split(np.sort(windows_s), min(MAX_WINDOWS, len(rides))):
             total_s = total_s + len(some_s) * np.minimum(each_s, np.minimum(share_s, some_s.mean()))
         return (1 - CONTENTION) * total_s

@@ -14,9 +14,7 @@ a program from its end to its beginning, with one collective under way at a time
 * Reductions, which only the update waits for, come last, and with them the products that make weight gradients, for which
   nothing else waits either. They are never put beside those that make the activations' gradients; nor beside the update,
   where it needs all gradients before it changes anything, as to clip them by their norm.
-* Nothing runs beside a loop, but for one iteration that XLA takes out of it to pipeline what it communicates.
-* What a pipelined loop gathers from a stack, or reduces into one, runs beside another iteration: it has all of the body, but
-  for the first gather and the last reduction, which have nothing.
+* Nothing runs beside a loop, and nothing of one iteration beside another.
 * Small collectives of a kind are joined (`costs.COMBINED_BYTES`): they begin when the last of them can, and end when the
   first is wanted.
 
@@ -77,7 +75,6 @@ class Ride:
       num_bytes: of it, each time.
       window: the ops that run meanwhile.
       is_counted: whether it stands for itself, or hands on what stands elsewhere.
-      hideable: the share of its times at which anything runs beside it.
     """
 
     way: Way
@@ -86,7 +83,6 @@ class Ride:
     num_bytes: float
     window: Span
     is_counted: bool
-    hideable: float = 1.0
 
     @property
     def is_forward(self) -> bool:
@@ -128,7 +124,10 @@ class Traffic:
         for pool, n in self.pools.items():
             start, end = pool.body
             is_part = np.isin(self._parts[start:end], self._within(pool.part))
-            found[n, start:end] = np.where(is_part, computing[start:end], 0) / self._iterations(pool.body)
+            found[n, start:end] = np.where(is_part, computing[start:end], 0)
+            for loop in self.graph.folded.program.loops:
+                if start <= loop[0] and loop[1] <= end and loop != pool.body:
+                    found[n, slice(*loop)] = 0
         return found
 
     @property
@@ -169,25 +168,6 @@ class Traffic:
             numbers += [needed] if all(program.values[v].shape == () for v in op.results) else []
         return any(2 * needed.bit_count() > len(gradients) for needed in numbers)
 
-    def _iterations(self, body: Span) -> np.ndarray:
-        """By position in a body: how often the loop inside of it runs in which an op stands; 1 for ops of its own."""
-        found, own = np.ones(body[1] - body[0]), self._trips[body]
-        for start, end in self.graph.folded.program.loops:  # inner ones first
-            if body[0] <= start and end <= body[1] and (start, end) != body:
-                found[start - body[0] : end - body[0]] = self._trips[start, end] / own
-        return found
-
-    @cached_property
-    def _trips(self) -> dict[Span, float]:
-        """By body: how often it runs in a step."""
-        ops, loops = self.graph.folded.program.ops, self.graph.folded.program.loops
-        found = {loop: min(op.count / op.repeats for op in ops[slice(*loop)]) for loop in loops}
-        return {**found, (0, len(ops)): 1.0}
-
-    def _around(self, loop: Span) -> Span:
-        """The body in which a loop stands."""
-        return min((b for b in self._trips if b[0] <= loop[0] and loop[1] <= b[1] and b != loop), key=_length)
-
     def goes_on(self, node: int) -> bool:
         """Whether state may have another leg of its way from a node: a copy for several, or ops that hand it on."""
         if copy := self._copy(node):
@@ -205,35 +185,11 @@ class Traffic:
             if not readers or (way := self._way(op_class, {folded.class_of[u] for u in readers})) is None:
                 continue
             window, first = min((self._windows.between(made, u), u) for u in readers)
-            body, hideable = self._windows.bodies[made], 1.0
-            if self._is_pipelined(way, made, first):
-                window, hideable = body, 1 - self._trips[self._around(body)] / self._trips[body]
+            body = self._windows.bodies[made]
             is_counted = self._is_last(way, first) and edge.source.node < len(self.graph.groups)
             pool = Pool(_PART.get(way) or _gathered_in(program.ops[first]), body)
-            ride = Ride(way, pool, num_elements, edge.value.num_bytes, window, is_counted, hideable)
+            ride = Ride(way, pool, num_elements, edge.value.num_bytes, window, is_counted)
             yield from repeat(ride, program.ops[made].repeats)
-
-    def _is_pipelined(self, way: Way, made: int, reader: int) -> bool:
-        """Whether XLA has a collective of a loop run beside another iteration: the forward phase's gathers from a stack, and
-        reductions into one. Behind that phase, what is computed again waits for its iteration's gradient, as do gathers."""
-        ops = self.graph.folded.program.ops
-        if way is Way.GATHER:
-            return ops[self._origin(made)].name == "slice" and read_phase(ops[reader]) is ReadPhase.FORWARD
-        return way is Way.REDUCTION and ops[self._goal(reader)].name == "stack"
-
-    def _origin(self, at: int) -> int:
-        """The boundary from which ops hand a value on."""
-        program = self.graph.folded.program
-        while not program.ops[at].is_boundary and program.ops[at].operands:
-            at = program.maker[program.ops[at].operands[0]][0]
-        return at
-
-    def _goal(self, at: int) -> int:
-        """The boundary to which ops hand a value on."""
-        program = self.graph.folded.program
-        while not program.ops[at].is_boundary and (readers := program.uses.get(program.ops[at].results[0])):
-            at = readers[0]
-        return at
 
     def _is_last(self, way: Way, reader: int) -> bool:
         """Whether what reads a value does not just hand it on, so that it counts there and nowhere else."""
@@ -292,10 +248,6 @@ class Traffic:
 
 _PART = {Way.REDUCTION: Part.LATE, Way.RETURN: Part.UPDATE}
 """What rides run beside that are no gathers."""
-
-
-def _length(span: Span) -> int:
-    return span[1] - span[0]
 
 
 def _gathered_in(reader: FlatOp) -> Part:
