@@ -38,7 +38,17 @@ from search.options import Options
 from search.problem.reshard import SLICE
 from search.problem.reshard_paths import ReshardPaths
 from search.problem.streams import CONTENTION
-from tests.zoo import Case, make_llama, make_mlp, make_vit
+from tests.zoo import (
+    Case,
+    make_gpt_linen,
+    make_gpt_scan,
+    make_llama,
+    make_mixer,
+    make_mlp,
+    make_moe,
+    make_t5,
+    make_vit,
+)
 
 HURRY = "--xla_llvm_disable_expensive_passes=true"
 """LLVM is told to hurry: that changes kernels, not their order."""
@@ -57,7 +67,32 @@ def vit(n: int) -> Case:
     return make_vit(num_layers=4, hidden=1024, heads=16, image=224, patch=16, batch=32 * n)
 
 
-CASES: Mapping[str, tuple[Callable[[int], Case], str, str]] = {
+def gpt(n: int) -> Case:
+    sizes = {"hidden": 1024, "heads": 16, "vocab": 50304, "seq": 1024}
+    return make_gpt_linen(num_layers=6, **sizes, batch=4 * n, dtype=jnp.bfloat16)
+
+
+def scanned_gpt(n: int) -> Case:
+    sizes = {"hidden": 1536, "heads": 16, "vocab": 32768, "seq": 1024}
+    return make_gpt_scan(num_layers=8, **sizes, batch=4 * n, remat=True, dtype=jnp.bfloat16)
+
+
+def t5(n: int) -> Case:
+    sizes = {"hidden": 1024, "heads": 16, "ffn": 2816, "vocab": 32128, "source_seq": 512, "target_seq": 256}
+    return make_t5(num_layers=3, **sizes, batch=8 * n)
+
+
+def mixer(n: int) -> Case:
+    sizes = {"channels": 1024, "token_ffn": 512, "channel_ffn": 4096, "image": 224, "patch": 16}
+    return make_mixer(num_layers=6, **sizes, num_classes=1000, batch=64 * n)
+
+
+def moe(n: int) -> Case:
+    sizes = {"hidden": 1024, "heads": 16, "num_experts": 8, "ffn": 4096, "vocab": 32000, "seq": 512}
+    return make_moe(num_layers=2, **sizes, batch=8 * n)
+
+
+TUNED: Mapping[str, tuple[Callable[[int], Case], str, str]] = {
     "fsdp mlp": (mlp, "FSDP", "8xH100-80GB"),
     "fsdp mlp, A100": (mlp, "FSDP", "8xA100-80GB"),
     "data parallel mlp": (mlp, "data parallel", "8xH100-80GB"),
@@ -72,7 +107,19 @@ CASES: Mapping[str, tuple[Callable[[int], Case], str, str]] = {
     "hybrid llama on 64": (lambda n: llama(n, False), "hybrid sharding", "64xH100-80GB"),
     "hybrid llama on 64, scanned, A100": (lambda n: llama(n, True), "hybrid sharding", "64xA100-80GB"),
 }
-"""What is trained, by which expert's rule, on what."""
+"""What is trained, by which expert's rule, on what. The rules of `search.problem.traffic` were read from these schedules."""
+
+LATER: Mapping[str, tuple[Callable[[int], Case], str, str]] = {
+    "fsdp gpt on 16": (gpt, "FSDP", "16xH100-80GB"),
+    "hybrid gpt on 64, A100, Ethernet": (gpt, "hybrid sharding", "64xA100-80GB-Ethernet"),
+    "fsdp gpt, scanned": (scanned_gpt, "FSDP", "8xH100-80GB"),
+    "fsdp t5, A100": (t5, "FSDP", "8xA100-80GB"),
+    "data parallel mixer, B200": (mixer, "data parallel", "8xB200"),
+    "zero-1 moe": (moe, "ZeRO-1", "8xH100-80GB"),
+}
+"""Likewise; written when the rules stood, and first measured then."""
+
+CASES = {**TUNED, **LATER}
 
 HEAD = (
     *("case", "step ms", "XLA's", "computes ms", "XLA's"),

@@ -71,6 +71,13 @@ _DNN = MappingProxyType({"V100": "{ major: 8 minor: 9 patch: 4 }", "A100": "{ ma
 LATENCY_HIDING = "xla_gpu_enable_latency_hiding_scheduler"
 """XLA's option for the scheduler that puts computation between a collective's start and its end."""
 
+REDUCE_SCATTER_JOINED = "xla_gpu_reduce_scatter_combine_threshold_bytes"
+"""XLA's option for how much it joins reduce-scatters to, counted by what a device keeps."""
+
+JOINED_BYTES = 30 * 2**20 // 8
+"""For that: what is left on each of eight devices of 30 MiB, to which XLA joins other collectives. Left alone, it joins as
+much of what a device keeps: nearly all gradients at once, so that no computation is left to hide the reduction."""
+
 _BEFORE_HOPPER = ("V100", "A100", "L4", "CPU")
 
 
@@ -82,9 +89,12 @@ def is_hopper_or_later(gpu: str) -> bool:
 
 def scheduler_options(gpu: str) -> dict[str, str]:
     """The compiler's options with which XLA hides the latencies of collectives on a GPU, by its name, where it does not by
-    default. JAX hands on a bool as text only where it is spelt as in Python. Source: compiled programs; without it, A100s
-    reduce gradients while nothing is computed."""
-    return {} if is_hopper_or_later(gpu) or gpu == "CPU" else {LATENCY_HIDING: "True"}
+    default. JAX hands on a bool as text only where it is spelt as in Python. Source: compiled programs.
+    Without its scheduler, A100s reduce gradients while nothing is computed; without the other, reductions wait for all."""
+    if gpu == "CPU":
+        return {}
+    hiding = {} if is_hopper_or_later(gpu) else {LATENCY_HIDING: "True"}
+    return hiding | {REDUCE_SCATTER_JOINED: str(JOINED_BYTES)}
 
 
 _EVERY_CHIP = MappingProxyType(

@@ -7,11 +7,11 @@ Those between one activation and the next cost in full.
 How much of them is hidden is decided value by value, so that a plan's time remains a sum over nodes and edges, which the
 solver can bound. A value's collective has
 
-* its *window*: the computation between what makes the value and what reads it (`search.problem.windows`);
-* its *share* of all computation of the phase. Shares are by size: a parameter with a third of all elements gets a third of
-  the time, and what is more than its window goes to the others. Behind the forward phase a reduction may have all of its
-  parameter's share. Gathers and returns there have what is left by the reduction and by whatever was gathered before, be it
-  as the other half of an all-reduce.
+* its *window*: the computation between what makes the value and what reads it (`search.problem.windows`), of the kind that
+  XLA puts beside it (`search.problem.traffic`);
+* its *share* of all computation of that kind. Shares are by size: a parameter with a third of all elements gets a third of
+  the time, and what is more than its window goes to the others. What several legs of one value share, the later ones have
+  what is left of.
 
 A value may travel in several legs: over one axis when the update returns it, over another when it is read. Legs must not
 have the same share twice, and all that an edge knows is how the value lies at its two ends. That is nearly enough: behind
@@ -26,7 +26,6 @@ Computation is taken at its fastest, as if it were split over all devices. A col
 computation beside it: hiding it is not free. Copies to and from the host are not part of this (`search.device.prediction`).
 """
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -39,12 +38,17 @@ from search.problem.costs import CostedGraph
 from search.problem.kernels import FusedKernel, runs_alone
 from search.problem.strategies import port_specs
 from search.problem.strategy_graph import ReshardEdge
-from search.problem.traffic import Ride, Traffic, Way
+from search.problem.traffic import Part, Pool, Ride, Traffic, Way
 from search.solver.pbqp import Labels
 
 CONTENTION = 0.1
 """Of a hidden collective's time, by how much it slows down the computation beside it: NCCL's kernels take some of the
 multiprocessors and of the memory's rate. Source: assumed."""
+
+WASTED = 1.3
+"""How much more computation XLA's scheduler puts beside a gather than it takes. Beside reductions it puts what there is, too
+little as a rule. Source: how much slower than in our model collectives inside a node are in its table, from 1 to 64 MiB, the
+median: `xla/service/gpu/model/default_collective_perf_table.txtpb`, 2026, H100."""
 
 MAX_WINDOWS = 6
 """Different windows of one edge that are told apart. Source: a choice of ours; a stack's differ by a layer each."""
@@ -83,18 +87,15 @@ class Hiding:
         return (1 - CONTENTION) * total_s
 
     def _share_s(self, ride: Ride) -> float:
-        """A value's share of its phase's computation; behind the forward phase, no more than its reduction's."""
-        rate = self._rates[ride.way, ride.is_forward]
-        if not ride.is_forward:
-            rate = min(rate, self._rates.get((Way.REDUCTION, False), np.inf))
-        return rate * ride.num_elements
+        """A value's share of the computation that may hide it."""
+        return self._rates[ride.pool] * ride.num_elements
 
     def _taken_s(self, edge: ReshardEdge, ride: Ride, seconds: np.ndarray) -> np.ndarray | float:
         """[strategies of source, strategies of target]: what other legs of the same values take of their shares."""
         lies_s, inside_s, whole_s = self._gathered_s(edge)
         if ride.is_forward:
             return whole_s - lies_s if self.traffic.goes_on(edge.target.node) else 0.0
-        reduced_s = lies_s if ride.way is Way.GATHER else inside_s
+        reduced_s = inside_s if ride.way is Way.REDUCTION else 0.0
         return np.where(self._reduces(edge), 0.0, reduced_s + np.maximum(lies_s - seconds, 0.0))
 
     def _gathered_s(self, edge: ReshardEdge) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -124,22 +125,25 @@ class Hiding:
         return ((source[:, None, :] == PARTIAL) & (target[None, :, :] != PARTIAL)).any(axis=2)
 
     @cached_property
-    def _rates(self) -> dict[tuple[Way, bool], float]:
-        """Seconds per element, by kind, at which all shares together are the computation that there is."""
-        counted: dict[tuple[Way, bool], list[tuple[float, float]]] = defaultdict(list)
+    def _rates(self) -> dict[Pool, float]:
+        """Seconds per element, by pool, at which all shares together are the computation that there is."""
+        counted: dict[Pool, list[tuple[float, float]]] = {pool: [] for pool in self.traffic.pools}
         for rides, windows_s in zip(self.traffic.rides, self._windows_s, strict=True):
             for ride, window_s in zip(rides, windows_s.tolist(), strict=True):
-                of_kind = counted[ride.way, ride.is_forward]
                 if ride.is_counted:
-                    of_kind.append((window_s, ride.num_elements))
-        total_s = self._computed_before[:, -1].tolist()
-        return {kind: _rate(rides, total_s[kind[1]]) for kind, rides in counted.items()}
+                    counted[ride.pool].append((window_s, ride.num_elements))
+        return {pool: _rate(counted[pool], self._total_s(pool)) for pool in counted}
+
+    def _total_s(self, pool: Pool) -> float:
+        """The computation of a pool that is of use."""
+        wasted = WASTED if pool.part in (Part.FORWARD, Part.BACKWARD) else 1.0
+        return float(self._computed_before[self.traffic.pools[pool], -1]) / wasted
 
     @cached_property
     def _computed_before(self) -> np.ndarray:
-        """[behind the forward phase, in it; position]: the seconds of computation in a step before it."""
+        """[pool; position]: the seconds of computation in a step before it."""
         own_s = self.traffic.runs * self._least_s
-        return np.concatenate([np.zeros((2, 1)), np.cumsum(own_s, axis=1)], axis=1)
+        return np.concatenate([np.zeros((len(own_s), 1)), np.cumsum(own_s, axis=1)], axis=1)
 
     @property
     def _least_s(self) -> np.ndarray:

@@ -6,10 +6,24 @@ these too have collectives that wait for nothing, but the value counts once.
 
 A sum of rows, a broadcast, or whatever else makes a value of another size than it reads is no mere handing on: what is large
 on one side of it, an activation whose sum is a bias's gradient, is no state.
+
+What a value may hide behind is what XLA's scheduler puts beside it, read from its schedules (`benchmarks.overlap`). It lists
+a program from its end to its beginning, with one collective under way at a time.
+
+* Gathers run beside whatever stands before their readers.
+* Reductions, which only the update waits for, come last, and with them the products that make weight gradients, for which
+  nothing else waits either. They are never put beside those that make the activations' gradients; nor beside the update,
+  where it needs all gradients before it changes anything, as to clip them by their norm.
+* Nothing runs beside a loop, and nothing of one iteration beside another.
+* Small collectives of a kind are joined (`costs.COMBINED_BYTES`): they begin when the last of them can, and end when the
+  first is wanted.
+
+So computation is parted (`Part`), and what shares a part of a loop's body, or of the program, shares a `Pool`.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
 from itertools import repeat
@@ -17,7 +31,8 @@ from itertools import repeat
 import numpy as np
 
 from search.ir.graph import Phase, Role
-from search.problem.flat_program import ReadPhase, read_phase
+from search.problem.costs import COMBINED_BYTES
+from search.problem.flat_program import FlatOp, ReadPhase, read_phase
 from search.problem.strategy_graph import Copy, ReshardEdge, StrategyGraph
 from search.problem.windows import Span, Windows
 
@@ -30,23 +45,49 @@ class Way(StrEnum):
     RETURN = "return"
 
 
+class Part(StrEnum):
+    """Of the computation, what a ride may run beside."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    """Of the backward phase, what makes gradients of activations."""
+    LATE = "late"
+    """What only the update waits for, and the update."""
+    UPDATE = "update"
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """Computation that rides share: a part of a loop's body, or of the whole program."""
+
+    part: Part
+    body: Span
+
+
 @dataclass(frozen=True, slots=True)
 class Ride:
     """A value on its way.
 
     Attributes:
       way: what kind.
-      is_forward: whether computation of the forward phase hides it, or that behind it.
+      pool: the computation that may hide it.
       num_elements: of it, in a step.
+      num_bytes: of it, each time.
       window: the ops that run meanwhile.
       is_counted: whether it stands for itself, or hands on what stands elsewhere.
     """
 
     way: Way
-    is_forward: bool
+    pool: Pool
     num_elements: float
+    num_bytes: float
     window: Span
     is_counted: bool
+
+    @property
+    def is_forward(self) -> bool:
+        """Whether computation of the forward phase hides it, or that behind it."""
+        return self.pool.part is Part.FORWARD
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,21 +99,74 @@ class Traffic:
     @cached_property
     def rides(self) -> tuple[tuple[Ride, ...], ...]:
         """By edge: a ride for each value that goes this way and waits for nothing; none where it is of no such kind."""
-        return tuple(tuple(self._of(edge)) for edge in self.graph.edges)
+        alone = [tuple(self._of(edge)) for edge in self.graph.edges]
+        windows = iter(_joined([ride for rides in alone for ride in rides]))
+        return tuple(tuple(replace(ride, window=next(windows)) for ride in rides) for rides in alone)
+
+    @cached_property
+    def pools(self) -> dict[Pool, int]:
+        """The computation that rides share, numbered."""
+        return {
+            pool: n for n, pool in enumerate(dict.fromkeys(r.pool for rides in self.rides for r in rides))
+        }
 
     @cached_property
     def windows(self) -> tuple[np.ndarray, ...]:
-        """By edge, [of its rides; is in the forward phase, window's start, its end], for all meshes."""
-        table = ([(ride.is_forward, *ride.window) for ride in rides] for rides in self.rides)
+        """By edge, [of its rides; pool, window's start, its end], for all meshes."""
+        table = ([(self.pools[ride.pool], *ride.window) for ride in rides] for rides in self.rides)
         return tuple(np.array(rows, np.int64).reshape(-1, 3) for rows in table)
 
     @cached_property
     def runs(self) -> np.ndarray:
-        """[behind the forward phase, in it; position]: how often an op computes in a step."""
+        """[pool; position]: how often an op computes in a step, beside what shares the pool."""
+        found = np.zeros((len(self.pools), len(self.graph.folded.program.ops)))
+        computing = self._computing
+        for pool, n in self.pools.items():
+            start, end = pool.body
+            is_part = np.isin(self._parts[start:end], self._within(pool.part))
+            found[n, start:end] = np.where(is_part, computing[start:end], 0)
+            for loop in self.graph.folded.program.loops:
+                if start <= loop[0] and loop[1] <= end and loop != pool.body:
+                    found[n, slice(*loop)] = 0
+        return found
+
+    @property
+    def _computing(self) -> np.ndarray:
+        """By position: how often an op computes in a step."""
         ops = self.graph.folded.program.ops
-        runs = np.array([0 if op.is_boundary or op.is_transfer else op.count for op in ops])
-        is_forward = np.array([op.phase is Phase.FORWARD for op in ops])
-        return np.stack([np.where(is_forward, 0, runs), np.where(is_forward, runs, 0)])
+        return np.array([0 if op.is_boundary or op.is_transfer else op.count for op in ops])
+
+    @cached_property
+    def _parts(self) -> np.ndarray:
+        """By position: the part of the computation that an op belongs to."""
+        program, late = self.graph.folded.program, self.graph.late
+        found = []
+        for at, op in enumerate(program.ops):
+            readers = [u for v in op.results for u in program.uses.get(v, ())]
+            is_late = bool(readers) and all(self.graph.folded.class_of[u] in late for u in readers)
+            found.append(_part(op, is_late or self.graph.folded.class_of[at] in late))
+        return np.array(found)
+
+    def _within(self, part: Part) -> list[Part]:
+        """What belongs to a part."""
+        updates_meanwhile = part is Part.LATE and not self._awaits_all
+        return [part, Part.UPDATE] if updates_meanwhile else [part]
+
+    @cached_property
+    def _awaits_all(self) -> bool:
+        """Whether the update makes a number of most gradients, such as their norm."""
+        program, gradients, needs, numbers = self.graph.folded.program, dict[int, int](), dict[int, int](), []
+        for op in program.ops:
+            if op.phase is not Phase.UPDATE:
+                continue
+            needed = 0
+            for v in op.operands:
+                if program.ops[program.maker[v][0]].phase is Phase.BACKWARD:
+                    needed |= 1 << gradients.setdefault(v, len(gradients))
+                needed |= needs.get(v, 0)
+            needs |= dict.fromkeys(op.results, needed)
+            numbers += [needed] if all(program.values[v].shape == () for v in op.results) else []
+        return any(2 * needed.bit_count() > len(gradients) for needed in numbers)
 
     def goes_on(self, node: int) -> bool:
         """Whether state may have another leg of its way from a node: a copy for several, or ops that hand it on."""
@@ -91,17 +185,18 @@ class Traffic:
             if not readers or (way := self._way(op_class, {folded.class_of[u] for u in readers})) is None:
                 continue
             window, first = min((self._windows.between(made, u), u) for u in readers)
-            is_forward = read_phase(program.ops[first]) is ReadPhase.FORWARD
+            body = self._windows.bodies[made]
             is_counted = self._is_last(way, first) and edge.source.node < len(self.graph.groups)
-            yield from repeat(
-                Ride(way, is_forward, num_elements, window, is_counted), program.ops[made].repeats
-            )
+            pool = Pool(_PART.get(way) or _gathered_in(program.ops[first]), body)
+            ride = Ride(way, pool, num_elements, edge.value.num_bytes, window, is_counted)
+            yield from repeat(ride, program.ops[made].repeats)
 
     def _is_last(self, way: Way, reader: int) -> bool:
         """Whether what reads a value does not just hand it on, so that it counts there and nowhere else."""
-        phase = read_phase(self.graph.folded.program.ops[reader])
+        op = self.graph.folded.program.ops[reader]
+        phase = read_phase(op)
         if way is not Way.GATHER:
-            return phase is ReadPhase.UPDATE
+            return phase is ReadPhase.UPDATE or op.name == "stack"
         is_handed_on = self.graph.folded.class_of[reader] in self._early
         return phase is not ReadPhase.UPDATE and not is_handed_on
 
@@ -149,3 +244,48 @@ class Traffic:
     @cached_property
     def _windows(self) -> Windows:
         return Windows(self.graph.folded)
+
+
+_PART = {Way.REDUCTION: Part.LATE, Way.RETURN: Part.UPDATE}
+"""What rides run beside that are no gathers."""
+
+
+def _gathered_in(reader: FlatOp) -> Part:
+    return Part.FORWARD if read_phase(reader) is ReadPhase.FORWARD else Part.BACKWARD
+
+
+def _part(op: FlatOp, is_late: bool) -> Part:
+    """The smallest part to which an op belongs."""
+    if op.phase is Phase.BACKWARD:
+        return Part.LATE if is_late else Part.BACKWARD
+    return Part.UPDATE if op.phase is Phase.UPDATE else Part.FORWARD
+
+
+def _joined(rides: Sequence[Ride]) -> list[Span]:
+    """Their windows once XLA has joined them, in the order in which they are wanted, or made."""
+    alike = defaultdict[tuple[Way, Pool], list[int]](list)
+    for n, ride in enumerate(rides):
+        if ride.is_counted:
+            alike[ride.way, ride.pool].append(n)
+    found = [ride.window for ride in rides]
+    for (way, _), numbers in alike.items():
+        ordered = sorted(numbers, key=lambda n: rides[n].window[way is Way.GATHER])
+        for group in _filled(ordered, [rides[n].num_bytes for n in ordered]):
+            start = max(rides[n].window[0] for n in group)
+            end = min(rides[n].window[1] for n in group)
+            for n in group:
+                found[n] = start, max(start, end)
+    return found
+
+
+def _filled(numbers: Sequence[int], num_bytes: Sequence[float]) -> Iterator[list[int]]:
+    """Neighbours, as many as are joined."""
+    group, total = list[int](), 0.0
+    for n, own in zip(numbers, num_bytes, strict=True):
+        if group and total + own > COMBINED_BYTES:
+            yield group
+            group, total = list[int](), 0.0
+        group.append(n)
+        total += own
+    if group:
+        yield group

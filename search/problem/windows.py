@@ -45,13 +45,13 @@ class Windows:
             else:
                 makers = (self.folded.program.maker[v][0] for v in op.operands)
                 there = (self._there_for(maker, at, found) for maker in makers)
-                found.append(max(there, default=self._bodies[at][0]))
+                found.append(max(there, default=self.bodies[at][0]))
         return found
 
     def _there_for(self, maker: int, reader: int, there: list[int]) -> int:
         """From which position of the reader's body on a value is there."""
-        body = self._bodies[reader]
-        if self._bodies[maker] == body:
+        body = self.bodies[reader]
+        if self.bodies[maker] == body:
             return there[maker]
         loop = self._loop_within(body, maker)
         return body[0] if loop is None else loop[1]
@@ -64,15 +64,15 @@ class Windows:
         for at in reversed(range(len(program.ops))):
             readers = (u for v in program.ops[at].results for u in program.uses.get(v, ()))
             wanted = (self._wanted_by(u, at, found) for u in readers)
-            found[at] = min(wanted, default=self._bodies[at][1])
+            found[at] = min(wanted, default=self.bodies[at][1])
         return found
 
     def _wanted_by(self, reader: int, maker: int, wanted: list[int]) -> int:
         """At which position of the maker's body a reader wants a value."""
-        body, op = self._bodies[maker], self.folded.program.ops[reader]
+        body, op = self.bodies[maker], self.folded.program.ops[reader]
         if reader <= maker or op.name in ("output", "stack"):  # for the next iteration, or the next step
             return body[1]
-        if self._bodies[reader] != body:
+        if self.bodies[reader] != body:
             loop = self._loop_within(body, reader)
             return body[1] if loop is None else loop[0]
         return reader if op.name == "carry" or self._takes_time(reader) else wanted[reader]
@@ -81,12 +81,16 @@ class Windows:
         return runs_alone(self.folded, self.folded.class_of[at])
 
     @cached_property
-    def _bodies(self) -> list[Span]:
-        """By op: the innermost loop's body in which it stands, or the whole program."""
+    def bodies(self) -> list[Span]:
+        """By op: the innermost loop's body in which it stands, or the whole program; a stack is there behind its loop."""
         program = self.folded.program
         found = [(0, len(program.ops))] * len(program.ops)
         for start, end in reversed(program.loops):  # inner ones last
-            found[start:end] = [(start, end)] * (end - start)
+            inside = end
+            while program.ops[inside - 1].name == "stack":
+                inside -= 1
+            found[inside:end] = [found[start]] * (end - inside)
+            found[start:inside] = [(start, end)] * (inside - start)
         return found
 
     def _loop_within(self, body: Span, at: int) -> Span | None:

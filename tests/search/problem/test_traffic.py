@@ -1,0 +1,114 @@
+"""What rides run beside, counted by hand in small programs."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from cost_model.hardware import parse_cluster
+from search.ir.trace import trace
+from search.mesh_problem import StepProblem
+from search.problem.traffic import Part, Pool, Way
+from tests.search.chain import chain
+
+LAYERS = 4
+DEVICE = parse_cluster("8xH100-80GB").device
+
+
+def shapes(width):
+    layers = [jax.ShapeDtypeStruct((width, width), jnp.float32)] * LAYERS
+    return layers, jax.ShapeDtypeStruct((64, width), jnp.float32)
+
+
+def traffic(step, *args):
+    traced = trace(step, *args)
+    return StepProblem.of(traced, [""] * len(traced.arguments), DEVICE).traffic
+
+
+def rides(found, way, part):
+    """Those that count, in the order of their windows."""
+    every = (ride for rides in found.rides for ride in rides)
+    wanted = (ride for ride in every if ride.is_counted and ride.way is way and ride.pool.part is part)
+    return sorted(wanted, key=lambda ride: ride.window)
+
+
+def products(found, ride):
+    """How many products run beside a ride."""
+    start, end = ride.window
+    runs = found.runs[found.pools[ride.pool], start:end]
+    ops = found.graph.folded.program.ops[start:end]
+    return sum(run for run, op in zip(runs, ops, strict=True) if op.name == "dot_general")
+
+
+def clipped(params, x):
+    """As `chain`, by gradients of norm 1."""
+
+    def loss(params):
+        y = x
+        for w in params:
+            y = jnp.tanh(y @ w)
+        return jnp.mean(y**2)
+
+    gradients = jax.grad(loss)(params)
+    norm = jnp.sqrt(sum(jnp.sum(g**2) for g in gradients))
+    return [w - 0.1 * g / norm for w, g in zip(params, gradients, strict=True)]
+
+
+def scanned(params, x):
+    """As `chain`, the layers under `scan`, and computed again behind the forward phase."""
+
+    @jax.checkpoint
+    def layer(y, w):
+        return jnp.tanh(y @ w), None
+
+    gradients = jax.grad(lambda params: jnp.mean(jax.lax.scan(layer, x, params)[0] ** 2))(params)
+    return params - 0.1 * gradients
+
+
+def test_reductions_run_beside_what_makes_the_weight_gradients_behind_them():
+    found = traffic(chain, *shapes(4096))
+    reductions = rides(found, Way.REDUCTION, Part.LATE)
+    assert [products(found, ride) for ride in reductions] == [3, 2, 1, 0]
+
+
+def test_small_collectives_begin_with_the_last_and_end_with_the_first():
+    """Gathers and reductions of 30 MiB all together: none of the gathers has a product before it, nor a reduction one behind
+    it."""
+    found = traffic(chain, *shapes(1024))
+    for way, part in ((Way.GATHER, Part.FORWARD), (Way.REDUCTION, Part.LATE)):
+        assert [products(found, ride) for ride in rides(found, way, part)] == [0] * LAYERS
+
+
+@pytest.mark.parametrize(("step", "is_beside"), [(chain, True), (clipped, False)])
+def test_the_update_hides_reductions_if_it_does_not_wait_for_all(step, is_beside):
+    found = traffic(step, *shapes(4096))
+    (pool,) = {ride.pool for ride in rides(found, Way.REDUCTION, Part.LATE)}
+    updates = found._parts == Part.UPDATE
+    assert updates.any()
+    assert found.runs[found.pools[pool]][updates].any() == is_beside
+
+
+def test_a_loop_hides_its_collectives_in_the_iteration_that_they_are_of():
+    stacked = jax.ShapeDtypeStruct((LAYERS, 4096, 4096), jnp.float32)
+    found = traffic(scanned, stacked, shapes(4096)[1])
+    (gather,), (reduction, behind) = (
+        rides(found, Way.GATHER, Part.FORWARD),
+        rides(found, Way.REDUCTION, Part.LATE),
+    )
+    (again,) = rides(found, Way.GATHER, Part.BACKWARD)
+    assert {gather.pool.body, reduction.pool.body, again.pool.body} == set(found.graph.folded.program.loops)
+    assert [products(found, ride) for ride in (gather, reduction, again, behind)] == [0] * 4
+
+
+def test_nothing_runs_beside_a_loop():
+    def step(params, head, x):
+        def loss(params, head):
+            y, _ = jax.lax.scan(lambda y, w: (jnp.tanh(y @ w), None), x, params)
+            return jnp.mean((y @ head) ** 2)
+
+        return params, head - 0.1 * jax.grad(loss, argnums=1)(params, head)
+
+    stacked, x = jax.ShapeDtypeStruct((LAYERS, 4096, 4096), jnp.float32), shapes(4096)[1]
+    found = traffic(step, stacked, jax.ShapeDtypeStruct((4096, 4096), jnp.float32), x)
+    whole = Pool(Part.FORWARD, (0, len(found.graph.folded.program.ops)))
+    (of_head,) = (ride for ride in rides(found, Way.GATHER, Part.FORWARD) if ride.pool == whole)
+    assert products(found, of_head) == 0
