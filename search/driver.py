@@ -110,13 +110,18 @@ class SearchResult:
             ) from e
 
     def check_goes_together(self) -> None:
-        """Checks that the whole step can take the strategies, where a shorter one stood for it.
+        """Checks that the whole step can take the strategies, where a shorter one stood for it, and fits with them.
 
         Raises:
-          NoFitError: it cannot.
+          NoFitError: it cannot, or does not.
         """
-        if self.short is not None and not hands_on_alike(self.problem.graph.folded):
-            self._handed_to(self.short.paired)
+        if self.short is None or hands_on_alike(self.problem.graph.folded):
+            return
+        paired, limit_bytes = self._handed_to(self.short.paired), self.plan.memory_bytes
+        if paired.on_mesh.predicted(paired.chosen, limit_bytes).least.num_bytes > limit_bytes:
+            raise NoFitError(
+                "what layers hand to their likes takes more than the memory limit", bound_s=self.bound_s
+            )
 
     def _handed_to(self, step: Step) -> "SearchResult":
         """The same with the problem of a step for which that of the plan stands.

@@ -4,6 +4,7 @@ from cost_model.cluster import Cluster
 from cost_model.errors import InputError, PlanError
 from search.plan.pipeline_plan import PipelinePlan
 from search.plan.spmd_plan import SpmdPlan
+from search.plan.summary import compiler_options
 from search.plan.text_table import aligned, plural
 
 
@@ -20,7 +21,8 @@ def head(plan: PipelinePlan | SpmdPlan, *rows: tuple[str, str]) -> list[str]:
     nodes = plural(cluster.num_nodes, "node")
     step = ("step", f"{plan.step} (fingerprint {plan.fingerprint}, JAX {plan.jax})")
     where = f"{cluster.name}: {nodes} of {cluster.devices_per_node} {cluster.device.name}"
-    return aligned([step, ("cluster", where), *rows], indent=0)
+    options = [("compiler", said)] if (said := compiler_options(cluster)) else []
+    return aligned([step, ("cluster", where), *rows, *options], indent=0)
 
 
 def recomputed(plan: PipelinePlan | SpmdPlan) -> list[str]:

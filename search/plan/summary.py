@@ -9,6 +9,7 @@ from cost_model.cluster import Cluster
 from cost_model.collectives import MeshModel
 from cost_model.errors import InputError, PlanError
 from cost_model.units import format_bytes, format_mesh, format_rate, format_seconds
+from cost_model.xla.gpu_targets import scheduler_options
 from search.plan.argument_lines import argument_lines
 from search.plan.plan import Estimates, Plan
 from search.plan.text_table import aligned, fitted, more_of, plural
@@ -72,7 +73,13 @@ def _head(plan: Plan, cluster: Cluster, model: MeshModel) -> list[str]:
         ),
     ]
     given = ", ".join(f"{key} {value}" for key, value in plan.options.items())
-    return aligned([*rows, ("given", given)] if given else rows, indent=0)
+    besides = (("compiler", compiler_options(cluster)), ("given", given))
+    return aligned([*rows, *(row for row in besides if row[1])], indent=0)
+
+
+def compiler_options(cluster: Cluster) -> str:
+    """What programs ask the compiler for besides keeping to the cap; nothing where devices are simulated."""
+    return ", ".join(f"{key}={value}" for key, value in scheduler_options(cluster.device.name).items())
 
 
 def _edits(plan: Plan) -> list[str]:

@@ -7,10 +7,10 @@ it overflows, and from then on reckon with the worst of those.
 A bound and an incumbent close in on each other, in four stages, and most problems end before the last:
 
   1. `_begin` (`search.solver.opening`), `_relax`: sweeps of messages (`search.solver.trws`) without any memory row, until
-     the bound hardly rises. Their assignments are improved by pair moves (`search.solver.local_search`), and, after ever more
-     sweeps, by moves of nearly all nodes at once (`search.solver.neighbourhoods`), which prove their answer where they move
-     all. What is then open are cycles of the problem, which messages cannot see; elimination in tables of limited size sees
-     most of them (`search.solver.elimination`).
+     the bound hardly rises. Their assignments are improved by pair moves (`search.solver.local_search`), and, after ever
+     more sweeps, by moves of nearly all nodes at once (`search.solver.neighbourhoods`), which prove their answer where they
+     move all. What is then open are cycles of the problem, which messages cannot see; elimination in tables of limited
+     size sees most of them (`search.solver.elimination`).
   2. `_price`: memory rows as prices (`search.solver.lagrangian`), raised until no price gives a better bound. Each
      pricing's assignment is improved in the same two ways, repaired where it overflows, and offered as the incumbent.
   3. `_fit`, if nothing fitted yet: the smallest peak (`search.solver.min_peak`) fits, or proves that nothing does.

@@ -29,7 +29,7 @@ WHAT_IT_SHOWS = {
     "fsdp": {"all-gather", "reduce-scatter"},
     "mixed on 8x8": {"all-reduce"},
     "vocabulary parallel": {"all-reduce"},
-    "grouped heads on 2x4": {"all-reduce"},
+    "grouped heads on 2x4": {"all-gather", "reduce-scatter"},
     "experts": {"all-to-all"},
     "scanned, tight": {"all-gather", "all-to-all"},
     "scanned with checkpoint on 2x4": {"all-gather"},

@@ -132,8 +132,8 @@ def test_a_thousand_unlike_arguments_stay_short():
 
 def test_the_mesh_says_what_lies_inside_a_node():
     text = summary(make_plan(gpt()))
-    assert "mesh     data=2 x model=8: data across nodes (50 GB/s), model inside a node (450 GB/s)" in text
-    assert "cluster  16xH100-80GB: 2 nodes of 8 H100-80GB" in text
+    assert "mesh      data=2 x model=8: data across nodes (50 GB/s), model inside a node (450 GB/s)" in text
+    assert "cluster   16xH100-80GB: 2 nodes of 8 H100-80GB" in text
 
 
 def test_times_and_bytes_add_up():
@@ -200,7 +200,7 @@ def test_one_argument_and_no_collective():
     text = summary(make_plan({"w": WHOLE}, mesh=(("data", 1),), collectives=(), cluster="1xH100-80GB"))
     assert "arguments (1 array)\n  P()  1x  w\n" in text
     assert "collectives per step: none" in text
-    assert "mesh     data=1\n" in text
+    assert "mesh      data=1\n" in text
 
 
 def test_a_plan_whose_cluster_makes_no_sense_is_refused():
@@ -287,12 +287,12 @@ def test_the_options_that_were_given():
     plan = make_plan(gpt())
     assert "given" not in summary(plan)
     given = summary(replace(plan, options={"memory": "20GiB", "mesh": [2, 8]}))
-    assert section(given, "given", 2) == ["given    memory 20GiB, mesh [2, 8]", "arguments (77 arrays)"]
+    assert section(given, "given", 2) == ["given     memory 20GiB, mesh [2, 8]", "arguments (77 arrays)"]
 
 
 def test_an_axis_of_one_device_lies_nowhere():
     text = summary(make_plan(gpt(), mesh=(("data", 1), ("model", 8)), cluster="8xH100-80GB"))
-    assert section(text, "mesh", 1) == ["mesh     data=1 x model=8: model inside a node (450 GB/s)"]
+    assert section(text, "mesh", 1) == ["mesh      data=1 x model=8: model inside a node (450 GB/s)"]
 
 
 def test_of_many_kinds_the_first_are_shown_and_the_rest_counted():
