@@ -2,7 +2,8 @@
 
 A pass that rewrites a step hands on what its ops say of their likes (`search.ir.graph.Likes`) to all that it makes of them.
 So the ops of two flat programs correspond, of a whole step and of the one that stands for it, rewritten alike: what they
-were made of does, and so do their primitives and phases, and which of several such they are in their block.
+were made of does, and so do their primitives and phases, and which of several such they are in their block. What enters a
+loop or goes round it corresponds as what makes it does: at which place depends on how many layers there are.
 """
 
 from collections import Counter
@@ -41,20 +42,32 @@ def _stand_ins(program: FlatProgram, of_argument: Mapping[str, str]) -> list[Has
     arguments, results = program.step.arguments, program.step.results
     seen = Counter[Hashable]()
     found: list[Hashable] = []
+    unnamed: list[int] = []
     for op, likes, what in _described(program):
         if op.name == "input":
             found.append(("input", of_argument[arguments[op.number].name]))
         elif op.name == "output":
             found.append(("output", results[op.number]))
+        elif likes is None and op.is_boundary and op.operands:
+            made_by = program.maker[op.operands[0]][0]
+            unnamed += [len(found)] * (made_by >= len(found))
+            name = what[:-1], op.rule, found[made_by] if made_by < len(found) else None
+            seen[op.operands[0], name] += 1
+            found.append((name, seen[op.operands[0], name]))
         else:
             block, stand_in = (-1, None) if likes is None else (likes.block, likes.stand_in)
             name = stand_in, what, op.rule
             seen[block, name] += 1
             found.append((name, seen[block, name]))
+    for i in unnamed:
+        made_by = program.maker[program.ops[i].operands[0]][0]
+        found[i] = (found[i], found[made_by])
     return found
 
 
-def _described(program: FlatProgram) -> Iterator[tuple[FlatOp, Likes | None, Hashable]]:
+def _described(
+    program: FlatProgram,
+) -> Iterator[tuple[FlatOp, Likes | None, tuple[Hashable, ...]]]:
     """Each op with what is known of its likes, and what it is beside them."""
     known: Mapping[Site, Likes] = {
         (*path, i): op.likes

@@ -103,6 +103,14 @@ def test_strategies_that_do_not_go_together_are_not_handed_over():
         handed_over(result.on_mesh, tuple(torn), result.whole.on_mesh)
 
 
+@pytest.mark.parametrize("offload", ["never", ("optimizer_state",)])
+def test_microbatches_of_all_layers_take_what_those_of_few_do(offload):
+    result = driver.find(stack(), H100S, Options(PLENTY_BYTES, (8,), offload=offload, microbatches=2))
+    assert result.short is not None
+    few_s, all_s = (r.on_mesh.problem.cost_s(r.chosen) for r in (result, result.whole))
+    assert all_s == pytest.approx(few_s, rel=3e-3)  # the zeros that gradients are added to stand for no others
+
+
 def test_two_layers_for_each_that_stands_for_others_have_all_nodes_of_the_whole_step():
     result = found(TIGHT_BYTES)
     assert result.short is not None
