@@ -124,7 +124,7 @@ def command(*argv, env=None, **options):
 def test_search_prints_the_summary(run, train):
     status, out, err = run("search", f"{train}:target", "--cluster", "8xH100-80GB")
     assert status == 0
-    assert out.startswith("step     step (fingerprint ")
+    assert out.startswith("step      step (fingerprint ")
     assert "search time" in out
     assert err == "printed on import\nprinted by target\n"
 

@@ -104,11 +104,15 @@ def test_strategies_that_do_not_go_together_are_not_handed_over():
 
 
 @pytest.mark.parametrize("offload", ["never", ("optimizer_state",)])
-def test_microbatches_of_all_layers_take_what_those_of_few_do(offload):
+def test_in_microbatches_all_layers_do_what_few_do(offload):
+    """But for the zeros that gradients are added to: no layer made them."""
     result = driver.find(stack(), H100S, Options(PLENTY_BYTES, (8,), offload=offload, microbatches=2))
     assert result.short is not None
-    few_s, all_s = (r.on_mesh.problem.cost_s(r.chosen) for r in (result, result.whole))
-    assert all_s == pytest.approx(few_s, rel=3e-3)  # the zeros that gradients are added to stand for no others
+    few, whole = result.problem.graph.folded, result.whole.problem.graph.folded
+    besides = {
+        op.name for op, k in zip(whole.program.ops, whole.class_of, strict=True) if k >= len(few.members)
+    }
+    assert besides == {"broadcast_in_dim"}
 
 
 def test_two_layers_for_each_that_stands_for_others_have_all_nodes_of_the_whole_step():
