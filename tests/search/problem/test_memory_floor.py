@@ -52,14 +52,14 @@ def test_no_strategies_hold_less(step):
     floor = floor_bytes(one.memory, kept)
     fastest = one.solve(kept, 1 << 40, 1.0).labels
     assert one.predicted(fastest, inf).least.num_bytes >= floor
-    assert one.smallest_peak(kept, 0.5)[1].num_bytes >= floor
+    assert one.smallest_peak(kept, 10.0)[1].num_bytes >= floor
 
 
 def test_recomputation_holds_no_less():
     floor = floor_bytes(on_mesh().memory, on_mesh().pinned({}))
     sites = frozenset((i,) for i, op in enumerate(STEP.graph.ops) if op.name == "tanh")
     again = on_mesh(sites=sites)
-    assert again.smallest_peak(again.pinned({}), 0.5)[1].num_bytes >= floor
+    assert again.smallest_peak(again.pinned({}), 10.0)[1].num_bytes >= floor
 
 
 def test_nothing_that_may_be_kept_is_infinitely_much():
