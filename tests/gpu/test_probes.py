@@ -1,12 +1,8 @@
 """XLA:GPU leaves the probes of calibration as they are meant: nothing hoisted, joined, shrunk or copied."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
-from cost_model.xla.compiler import ENVIRONMENT
+from tests.gpu.apart import said
 
 CHAIN = 32
 """Kernels of the launch probe; the counter is one more."""
@@ -16,7 +12,7 @@ UNROLLED = 4
 
 
 def test_the_loops_hold_the_kernels_that_the_model_counts():
-    kernels = _kernels()
+    kernels = json.loads(said("probe_kernels")[-1])
     assert kernels["launch"] == {"fusion": CHAIN + 1}
     assert kernels["scale"] == {"fusion": 2}  # itself and the counter
     assert sum(kernels["sum"].values()) == 4  # two stages, the touch, the counter
@@ -25,14 +21,3 @@ def test_the_loops_hold_the_kernels_that_the_model_counts():
         found = kernels[kind]
         assert found.pop(kind) == UNROLLED
         assert sum(found.values()) == UNROLLED + 1, found  # touches and the counter
-
-
-def _kernels() -> dict[str, dict[str, int]]:
-    root = Path(__file__).parents[2]
-    environment = os.environ | ENVIRONMENT | {"PYTHONPATH": str(root)}
-    command = [sys.executable, "-m", "tests.gpu.probe_kernels"]
-    done = subprocess.run(
-        command, cwd=root, env=environment, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(done.stdout.splitlines()[-1])
