@@ -324,7 +324,8 @@ def train_gemma(jit):
 
     step = jit(train_step, static_argnames=("label_smoothing", "pad_id"))
     model, rngs = Gemma(32, 16, 1, nnx.Rngs(0)), nnx.Rngs(dropout=1)
-    optimizer = nnx.Optimizer(model, optax.adamw(1e-2), wrt=nnx.Param)
+    # by default Adam takes a whole step along a gradient that is nothing but rounding
+    optimizer = nnx.Optimizer(model, optax.adamw(1e-2, eps=1e-6), wrt=nnx.Param)
     metrics = nnx.MultiMetric(loss=nnx.metrics.Average("loss"), accuracy=nnx.metrics.Accuracy())
     for i in range(NUM_STEPS):
         tokens = sentences(i, length=9)
