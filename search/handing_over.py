@@ -1,4 +1,4 @@
-"""Strategies of a step that stands for a deeper one, handed over to that.
+"""Strategies of one step handed over to another: of one that stands for a deeper one to that, or to a rewritten one.
 
 The whole step's program is folded as the shorter one's (`search.problem.likes`), so nearly all nodes are the same decisions.
 What the whole one has besides (a layer in the middle hands its result to its like, where few layers stand for many it does
@@ -6,7 +6,7 @@ not) is solved for, with all else as it is. Where layers that stand for others a
 not known beforehand that this can be done.
 """
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from search.mesh_problem import MeshProblem
 from search.options import DEFAULT_TIME_LIMIT_S
 from search.problem.folding import FoldedProgram
 from search.problem.likes import places
+from search.problem.strategies import port_specs
 from search.problem.strategy_graph import StrategyGraph
 from search.recomputation import NO_CAP
 from search.solver.pbqp import Labels
@@ -33,6 +34,38 @@ def handed_over(short: MeshProblem, chosen: Labels, whole: MeshProblem) -> Label
         is_known = like >= 0 and len(own) == len(others[like])
         kept.append(np.array([chosen[like]]) if is_known else np.arange(len(own)))
     return whole.solve(kept, NO_CAP, DEFAULT_TIME_LIMIT_S).labels
+
+
+def carried_over(before: MeshProblem, chosen: Labels, after: MeshProblem) -> Labels:
+    """The strategies of a step, for what it was rewritten to: ops that both have do alike, what is new what suits them best.
+
+    Raises:
+      NoFitError: they do not go together there.
+    """
+    place = {what: spec for what, spec in _specs(before, chosen)}
+    masks = [np.ones(len(own), bool) for own in after.memory.costed.strategies]
+    for node, what, specs in _possible(after):
+        if what in place:
+            alike = masks[node] & (specs == place[what]).all(axis=1)
+            masks[node] = alike if alike.any() else masks[node]
+    return after.completed([np.flatnonzero(mask) for mask in masks])
+
+
+def _possible(on_mesh: MeshProblem) -> Iterator[tuple[int, Hashable, np.ndarray]]:
+    """Of what is read and made: the node that decides of it, what it is called in all steps made of one, and by strategy its
+    spec."""
+    costed = on_mesh.memory.costed
+    graph, strategies = costed.graph, costed.strategies
+    for (op_class, i, is_result), port in graph.ports.items():
+        op = graph.folded.op(op_class)
+        called = op.number if op.op is None else op.op.outputs
+        yield port.node, (op.name, called, op.count, i, is_result), port_specs(port, strategies[port.node])
+
+
+def _specs(on_mesh: MeshProblem, chosen: Labels) -> Iterator[tuple[Hashable, np.ndarray]]:
+    """What it is called, and the spec that it has."""
+    for node, what, specs in _possible(on_mesh):
+        yield what, specs[chosen[node]]
 
 
 def hands_on_alike(short: FoldedProgram) -> bool:

@@ -4,7 +4,7 @@ A `StepProblem` is all that does not depend on the mesh: the flat program, its o
 the live ranges. `on` puts it on a mesh: a `MeshProblem`, whose `fitting` finds the cheapest strategies that fit there.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -84,6 +84,22 @@ RULE_S = 8e-6
 
 KERNEL_S = 2e-4
 """Of what a device does, for a kernel."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Known:
+    """What is known of a problem before it is solved.
+
+    Attributes:
+      start: strategies to begin with, instead of those by rule.
+      bound_s: a lower bound on all that fit.
+    """
+
+    start: Labels | None = None
+    bound_s: float = -np.inf
+
+
+UNKNOWN = Known()
 
 
 @dataclass(frozen=True, eq=False)
@@ -258,6 +274,7 @@ class MeshProblem:
         cutoff_s: float = np.inf,
         relative_gap: float = RELATIVE_GAP,
         roomy_bytes: float = 0.0,
+        known: Known = UNKNOWN,
     ) -> tuple[branch_and_bound.Solution, Prediction | None]:
         """The cheapest of the kept strategies that fit, as the kernels of a device tell.
 
@@ -276,7 +293,9 @@ class MeshProblem:
         ) -> Round[tuple[branch_and_bound.Solution, Prediction | None]] | None:
             left_s = ROUND_SHARE * deadline.left_s
             try:
-                solution = self.solve(kept, int(solver_limit_bytes), left_s, cutoff_s, rows, relative_gap)
+                solution = self.solve(
+                    kept, int(solver_limit_bytes), left_s, cutoff_s, rows, relative_gap, known
+                )
             except NoFitError:
                 is_first = solver_limit_bytes == limit_bytes and not rows
                 if is_first or deadline.is_over:
@@ -386,6 +405,7 @@ class MeshProblem:
         cutoff_s: float = np.inf,
         rows: Sequence[MemoryConstraint] = (),
         relative_gap: float = RELATIVE_GAP,
+        known: Known = UNKNOWN,
     ) -> branch_and_bound.Solution:
         """The cheapest of the kept strategies that fit, in the original numbering.
 
@@ -397,23 +417,34 @@ class MeshProblem:
         if self.host.least_bytes(kept) > self.host_limit_bytes:
             raise NoFitError(f"no strategies fit {self.host_limit_bytes} bytes of the host's", bound_s=np.inf)
         solution = branch_and_bound.solve(
-            self._opening(kept),
+            self._opening(kept, known.start),
             limit_bytes=float(limit_bytes),
             rows=[restricted_row(row, kept) for row in rows],
             violated=self._violated(kept, limit_bytes),
             time_limit_s=time_limit_s,
             relative_gap=relative_gap,
             cutoff_s=cutoff_s,
+            known_s=known.bound_s,
             num_runs=NUM_STEPS,
         )
         return replace(solution, labels=_original(kept, solution.labels))
 
-    def _opening(self, kept: Sequence[np.ndarray]) -> branch_and_bound.Opening:
+    def completed(self, kept: Sequence[np.ndarray]) -> Labels:
+        """The cheapest of the kept strategies, where few are left to choose from.
+
+        Raises:
+          NoFitError: they contradict one another.
+        """
+        opening = branch_and_bound.Opening(self._restricted(kept), clock=self.clock)
+        return _original(kept, branch_and_bound.solve(opening, relative_gap=WIDE_GAP).labels)
+
+    def _opening(self, kept: Sequence[np.ndarray], start: Labels | None = None) -> branch_and_bound.Opening:
         """How searches for the cheapest of the kept strategies begin."""
         key = tuple(one.tobytes() for one in kept)
         if self._last_opening.get(key) is None:
             self._last_opening.clear()  # one is asked for again and again, others hardly ever
-            starts = partial(self._by_rule, tuple(kept))
+            given = seeds(self.memory.costed, self.problem, kept) if start is None else (start,)
+            starts = partial(self._renumbered, tuple(kept), given)
             self._last_opening[key] = branch_and_bound.Opening(self._restricted(kept), starts, self.clock)
         return self._last_opening[key]
 
@@ -422,11 +453,12 @@ class MeshProblem:
         """By what was kept."""
         return {}
 
-    def _by_rule(self, kept: Sequence[np.ndarray]) -> Iterator[Labels]:
-        """Plans by rule, in the numbering of the kept strategies."""
-        for labels in seeds(self.memory.costed, self.problem, kept):
+    def _renumbered(self, kept: Sequence[np.ndarray], given: Iterable[Labels]) -> Iterator[Labels]:
+        """Strategies to begin with, in the numbering of the kept ones."""
+        for labels in given:
             self.clock.spend(RULE_S * len(self.problem.edges))
-            yield tuple(int(np.searchsorted(k, label)) for k, label in zip(kept, labels, strict=True))
+            if all(label in k for k, label in zip(kept, labels, strict=True)):
+                yield tuple(int(np.searchsorted(k, label)) for k, label in zip(kept, labels, strict=True))
 
     def _round[Answer](
         self, answer: Answer, labels: Labels, limit_bytes: float

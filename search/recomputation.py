@@ -26,7 +26,7 @@ import numpy as np
 
 from search.ir.graph import Site
 from search.memory.fetches import WINDOW
-from search.memory.residuals import residuals
+from search.memory.residuals import has_loops, residuals
 from search.memory.trade_offs import Choice, trade_offs
 from search.mesh_problem import RELATIVE_GAP, MeshProblem, StepProblem
 from search.solver.branch_and_bound import NoFitError
@@ -54,6 +54,10 @@ HIDING_SHARE = 0.5
 """Of the step, behind how much copies are taken to hide in an estimate. Source: a choice of ours; they have to wait for what
 they copy, and to be there in time."""
 
+WAITING_GAP = 0.02
+"""By what share a choice of residuals that wait on the host has to promise more than there is. Source: a choice of ours; how
+much of the copies hides is a guess, and its steps take long to search."""
+
 MAX_WAITING = 2
 """How many choices of residuals that wait on the host are built in one go. Source: a choice of ours."""
 
@@ -69,24 +73,39 @@ class FreeSolution:
     labels: Labels
     cost_s: float
 
+    @property
+    def communication_share(self) -> float:
+        """Of the cost, what is no computation."""
+        return 1 - self.on_mesh.memory.costed.compute_s(self.labels) / self.cost_s
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Candidate:
     """Something to recompute.
 
     Attributes:
-      shape: the mesh that it was estimated on.
+      free: the strategies by which it was estimated.
       sites: what to recompute.
       cost_s: an estimate of computation and communication; infinite where even so nothing seemed to fit.
       saved_bytes: what is no longer kept on the device.
       waiting: ops whose results wait in the host's memory.
     """
 
-    shape: tuple[int, ...]
+    free: FreeSolution
     sites: frozenset[Site]
     cost_s: float
     saved_bytes: float
     waiting: frozenset[Site] = frozenset()
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The mesh that it was estimated on."""
+        return self.free.on_mesh.shape
+
+    @property
+    def margin(self) -> float:
+        """By what share it has to be estimated faster than a plan, to be worth building."""
+        return WAITING_GAP if self.waiting else RELATIVE_GAP
 
 
 def without_cap(
@@ -119,9 +138,12 @@ def candidates(
     """What might be recomputed, the most promising first; then, where residuals may wait on the host, which; last, of
     those choices for which nothing can be said, the most frugal."""
     found: list[Candidate] = []
+    may_gain = has_loops(step_problem.step)
     for one in free[:MAX_MESHES]:
-        estimation = _Estimation(step_problem, one, pins, limit_bytes, cutoff_s, deadline)
-        found += estimation.candidates(may_recompute, may_wait)
+        best_s = min((cutoff_s, *(c.cost_s for c in found)))
+        if cutoff_s == np.inf or may_gain or one.cost_s < best_s:
+            estimation = _Estimation(step_problem, one, pins, limit_bytes, best_s, deadline)
+            found += estimation.candidates(may_recompute, may_wait)
     found.sort(key=lambda c: (c.cost_s, -c.saved_bytes))
     again = [c for c in found if not c.waiting]
     known = sum(c.cost_s < np.inf for c in again)
@@ -145,6 +167,7 @@ class _Estimation:
         self.kept = self.on_mesh.pinned(pins)
         in_order = self.on_mesh.memory.peak(self.free.labels)
         of_kernels = self.on_mesh.predicted(self.free.labels, limit_bytes).least
+        self.in_order_bytes = in_order.num_bytes
         self.needed_bytes = max(in_order.num_bytes, of_kernels.num_bytes)
         self.parts = residuals(self.on_mesh.memory.costed, step_problem.live_ranges.fusion, self.free.labels)
         self.on_mesh.clock.spend(OP_S * len(step_problem.graph.folded.program.ops))
@@ -163,7 +186,8 @@ class _Estimation:
         """Of all trade-offs, and where memory is short, between the best one's price and the next lower one, with the first
         ops at the higher one: each with the seconds that it adds."""
         choices = trade_offs(lambda price: self._chosen(price, price, 1.0), self.all_bytes)
-        by_choice = [(n, one) for n, choice in enumerate(choices) for one in self._estimated(choice)]
+        frugal_first = reversed([*enumerate(choices)])
+        by_choice = [(n, one) for n, choice in frugal_first for one in self._estimated(choice)]
         yield from (one for _, one in by_choice)
         if by_choice and self.needed_bytes > self.limit_bytes:
             best, _ = min(by_choice, key=lambda one: one[1][0].cost_s)
@@ -184,7 +208,8 @@ class _Estimation:
             saved_bytes = self.all_bytes - choice.kept_bytes
             more_s = choice.seconds - self.plain_s
             cost_s = more_s + self._sharding_s(saved_bytes, self.cutoff_s - more_s)
-            yield Candidate(self.on_mesh.shape, choice.sites, cost_s, saved_bytes), more_s
+            self.cutoff_s = min(self.cutoff_s, cost_s)
+            yield Candidate(self.free, choice.sites, cost_s, saved_bytes), more_s
 
     def _waiting(self, sites: frozenset[Site], saved_bytes: float, recompute_s: float) -> Iterator[Candidate]:
         """The same with as much of what is kept on the host as is too much for the device."""
@@ -202,7 +227,7 @@ class _Estimation:
         cost_s = self.free.cost_s + recompute_s + max(0.0, 2 * float(link.copy_s(moved_bytes)) - hidden_s)
         again = frozenset[Site]().union(*(part.made_again(sites, frozenset(waiting)) for part in self.parts))
         fits_s = cost_s if moved_bytes >= missing_bytes else np.inf
-        yield Candidate(self.on_mesh.shape, again, fits_s, saved_bytes + moved_bytes, frozenset(waiting))
+        yield Candidate(self.free, again, fits_s, saved_bytes + moved_bytes, frozenset(waiting))
 
     def _worth_waiting(self, sites: frozenset[Site]) -> list[tuple[Site, float]]:
         """What may wait of what is kept, with its bytes: first what nothing is computed from on the fly, of that what is
@@ -216,13 +241,15 @@ class _Estimation:
         return [(site, num_bytes) for _, site, num_bytes in sorted(found, key=lambda one: not one[0])]
 
     def _sharding_s(self, saved_bytes: float, cutoff_s: float) -> float:
-        """What the plain step takes under the cap and what is saved; infinite where nothing fits even so."""
+        """What the plain step takes under the cap and what is saved; infinite where nothing fits even so, or where it takes
+        too long even without a cap."""
         cap_bytes = int(self.limit_bytes + saved_bytes)
-        if self.needed_bytes <= cap_bytes:
+        if self.in_order_bytes <= cap_bytes:
             return self.free.cost_s
-        with suppress(NoFitError):
-            left_s = ESTIMATE_SHARE * self.deadline.left_s
-            return self.on_mesh.solve(
-                self.kept, cap_bytes, left_s, cutoff_s, relative_gap=ESTIMATE_GAP
-            ).cost_s
+        if self.free.cost_s < (1 - ESTIMATE_GAP) * cutoff_s:
+            with suppress(NoFitError):
+                left_s = ESTIMATE_SHARE * self.deadline.left_s
+                return self.on_mesh.solve(
+                    self.kept, cap_bytes, left_s, cutoff_s, relative_gap=ESTIMATE_GAP
+                ).cost_s
         return np.inf

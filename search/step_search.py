@@ -12,6 +12,7 @@ step without a cap are taken to bound theirs, but for what is faster recomputed 
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
@@ -21,12 +22,13 @@ from cost_model.meshes import finer_shapes
 from cost_model.units import format_bytes, format_mesh
 from search import infeasible
 from search.device.prediction import Prediction
+from search.handing_over import carried_over
 from search.ir.graph import Site, Step
 from search.memory.batch_states import NotSplittableError
 from search.memory.microbatches import batch_divisors, microbatched
 from search.memory.offload import MIN_BYTES, may_rest_on_host
 from search.memory.residuals import has_loops
-from search.mesh_problem import RELATIVE_GAP, ROUNDING, MeshProblem, StepProblem
+from search.mesh_problem import RELATIVE_GAP, ROUNDING, UNKNOWN, Known, MeshProblem, StepProblem
 from search.options import OFFLOADED, RESIDUALS, Options, Progress, candidate_shapes, named_axes
 from search.problem.live_ranges import Resident
 from search.problem.memory_floor import floor_bytes, working_bytes
@@ -84,6 +86,10 @@ to gain in twelve models on four clusters."""
 FINER_SHARE = 1.0
 """Of the work that was done before, what they may take. Source: a choice of ours; with half of it, two gains of four
 were lost."""
+
+FINER_GAP = 0.02
+"""Of the bound that is known of a mesh of three axes: a step that recomputes and comes so near is good enough. Source: a
+choice of ours; there a proof takes several times as long as all else, and what is recomputed costs as much."""
 
 OF_A_BATCH = frozenset({Resident.RESIDUALS, Resident.TEMPORARIES})
 """What is less, the fewer examples there are."""
@@ -175,6 +181,8 @@ class StepSearch:
       best: the best plan so far.
       bounds_s: by mesh, a lower bound on plans in as many microbatches that recompute what the best one does.
       floors_s: by mesh, a lower bound on all plans.
+      finer_floors_s: the same of meshes of three axes.
+      cramped_finer: those on which the plain step would be fastest without a cap, and does not fit so.
       most_saved_bytes: what may be kept no longer, of the residuals of the whole batch.
       free: the fastest strategies without a cap, where they are faster than those under the cap.
       clock: by which all limits count.
@@ -204,6 +212,8 @@ class StepSearch:
         self.bounds_s: Bounds = {}
         self.floors_s: Bounds = {}
         self.most_saved_bytes = 0.0
+        self.finer_floors_s: dict[tuple[int, ...], float] = {}
+        self.cramped_finer: list[MeshProblem] = []
         self.free: FreeSolution | None = None
         self.tried = ""
         self.working_bytes = 0.0
@@ -232,28 +242,88 @@ class StepSearch:
             self.best = self._of_smallest_peak(first, least())
             self.watch.lap("solve")
             return self.best
-        return self._on_finer_meshes(self.best)
+        return self._finish_finer(self.best, first.step_problem)
 
-    def _on_finer_meshes(self, best: Found) -> Found:
-        """The best plan of the same step where meshes of three axes are tried too: those that split an axis of its mesh.
+    def _on_finer(self, plain: _Plain, free: Sequence[FreeSolution]) -> list[FreeSolution]:
+        """The best strategies without a cap, the fastest first, where meshes of three axes are tried too: those that split
+        an axis of the fastest's mesh. What fits is the best plan then."""
+        fastest, before = next(iter(free), None), self.best
+        if before and not free and before.step_problem is plain.step_problem:
+            fastest = FreeSolution(before.on_mesh, before.labels, before.cost_s)
+        if fastest is None or self.finer_floors_s:
+            return [*free]
+        found, deadline = [*free], self._finer_deadline()
+        for shape in self._finer_shapes(fastest.on_mesh, fastest.communication_share):
+            self.progress(f"mesh {format_mesh(shape)}")
+            on_mesh = self._put_on(plain.step_problem, shape)
+            cutoff_s = min(self.cutoff_s, *(one.cost_s for one in (fastest, *found)))
+            better, bounds_s = without_cap([on_mesh], self.pins, cutoff_s, deadline)
+            self.finer_floors_s |= bounds_s
+            too_large = [one for one in better if not self._takes(plain.step_problem, one)]
+            self.cramped_finer += [one.on_mesh for one in too_large]
+            found += too_large
+            self.watch.lap("solve")
+        return sorted(found, key=lambda one: one.cost_s)
 
-        Of those on which nothing is proven in the time that they have, no bound is kept.
+    def _takes(self, step_problem: StepProblem, free: FreeSolution) -> bool:
+        """Whether strategies that were found without a cap fit, and are the best plan then."""
+        limit_bytes = self.options.memory_bytes
+        if free.on_mesh.memory.peak(free.labels).num_bytes > limit_bytes:
+            return False
+        found = Found(step_problem, free.on_mesh, free.labels, limit_bytes)
+        if found.fits and found.cost_s < self.cutoff_s:
+            self.best = found
+        return found.fits
+
+    def _finish_finer(self, best: Found, plain: StepProblem) -> Found:
+        """The best plan where what was found without a cap on meshes of three axes, and does not fit, is made to; a step
+        that was rewritten is tried there too.
+
+        Of meshes of three axes on which nothing is proven in the time that they have, no bound is kept.
         """
-        is_open = self.options.mesh is None and not named_axes(self.pins)
-        if not is_open or not best.communication_s > COMMUNICATES * best.cost_s:
-            return best
-        spent_s = self.clock.now_s - self.began_s
-        deadline = Deadline.after(min(FINER_SHARE * spent_s, self.deadline.left_s), self.clock)
-        bounds_s = dict[tuple[int, ...], float]()
-        for finer in finer_shapes(self.cluster, best.on_mesh.shape)[:MAX_FINER]:
-            if not deadline.is_over:
-                self.progress(f"mesh {format_mesh(finer)}")
-                on_mesh = self._put_on(best.step_problem, finer)
-                bounds_s[finer] = self._improve(best.step_problem, on_mesh, deadline.left_s)[0]
-        least_s = (1 - RELATIVE_GAP) * self.cutoff_s
-        proven_s = {finer: bound_s for finer, bound_s in bounds_s.items() if bound_s >= least_s}
+        deadline = self._finer_deadline()
+        for on_mesh in self.cramped_finer:
+            known = self._known_of(on_mesh.shape, plain)
+            if (1 - FINER_GAP) * self.cutoff_s > known.bound_s and not deadline.is_over:
+                self._improve(plain, on_mesh, deadline.left_s, known=known)
+        if best.step_problem is not plain:
+            for shape in self._finer_shapes(best.on_mesh, best.communication_s / best.cost_s):
+                known = self._known_of(shape, plain)
+                if known.bound_s < self._least_s and not deadline.is_over:
+                    self.progress(f"mesh {format_mesh(shape)}")
+                    on_mesh = self._put_on(best.step_problem, shape)
+                    bound_s, _ = self._improve(best.step_problem, on_mesh, deadline.left_s, known=known)
+                    self.finer_floors_s[shape] = bound_s
+        proven_s = {shape: b for shape, b in self.finer_floors_s.items() if b >= self._least_s}
         self.shapes, self.bounds_s = (*self.shapes, *proven_s), {**self.bounds_s, **proven_s}
         return self.best or best
+
+    def _known_of(self, shape: tuple[int, ...], plain: StepProblem) -> Known:
+        """The bound on all plans on a mesh, of a step without loops: of others some may be faster for recomputing."""
+        floors_s = {} if has_loops(plain.step) else {**self.floors_s, **self.finer_floors_s}
+        return Known(bound_s=floors_s.get(shape, -math.inf))
+
+    def _finer_deadline(self) -> Deadline:
+        spent_s = self.clock.now_s - self.began_s
+        limit_s = max(FINER_SHARE * spent_s, LEAST_ATTEMPT_S)
+        return Deadline.after(min(limit_s, self.deadline.left_s), self.clock)
+
+    def _finer_shapes(self, on_mesh: MeshProblem, communicated: float) -> tuple[tuple[int, ...], ...]:
+        """The meshes of three axes that are worth trying beside one on which so much of the step is communication."""
+        is_open = self.options.mesh is None and not named_axes(self.pins)
+        if not is_open or not communicated > COMMUNICATES:
+            return ()
+        return finer_shapes(self.cluster, on_mesh.shape)[:MAX_FINER]
+
+    @property
+    def _least_s(self) -> float:
+        """Bounds above this prove a best plan."""
+        return (1 - RELATIVE_GAP) * self.cutoff_s
+
+    def _proven(self, bounds_s: Bounds) -> Bounds:
+        """Without those of meshes of three axes that prove nothing."""
+        is_known = set(self.shapes).__contains__
+        return {shape: b for shape, b in bounds_s.items() if is_known(shape) or b >= self._least_s}
 
     @property
     def cutoff_s(self) -> float:
@@ -348,16 +418,26 @@ class StepSearch:
         return on_mesh
 
     def _improve(
-        self, step_problem: StepProblem, on_mesh: MeshProblem, time_limit_s: float, roomy_bytes: float = 0.0
+        self,
+        step_problem: StepProblem,
+        on_mesh: MeshProblem,
+        time_limit_s: float,
+        roomy_bytes: float = 0.0,
+        known: Known = UNKNOWN,
     ) -> tuple[float, bool]:
-        """Looks for a better plan on one mesh; a lower bound on all of its plans that fit, and whether memory counted."""
+        """Looks for a better plan on one mesh; a lower bound on all of its plans that fit, and whether memory counted.
+
+        Where there is a start on a mesh of three axes, it is content with less.
+        """
         limit_bytes = self.options.memory_bytes
+        is_near_enough = known.start is not None and on_mesh.shape not in self.shapes
+        gap = FINER_GAP if is_near_enough else RELATIVE_GAP
         kept = on_mesh.pinned(self.pins)
         transfer_s = on_mesh.least_transfer_s(kept)  # of which the solver does not know that it may be hidden
         cutoff_s = self.cutoff_s + transfer_s
         try:
             solution, device = on_mesh.fitting(
-                kept, limit_bytes, time_limit_s, cutoff_s, roomy_bytes=roomy_bytes
+                kept, limit_bytes, time_limit_s, cutoff_s, gap, roomy_bytes, known
             )
             found = Found(step_problem, on_mesh, solution.labels, limit_bytes, device)
             if found.cost_s < self.cutoff_s:
@@ -378,10 +458,16 @@ class StepSearch:
             self.floors_s = {**plain.bounds_s, **bounds_s}
             self.free = next(iter(free), None)
         may_recompute, may_wait = self.options.remat != "never", self._may_wait
+        if self._is_hopeless(plain.on_meshes):
+            may_do = may_recompute or may_wait
+            return (
+                partial(self._most_frugal, plain.step_problem, plain.on_meshes)
+                if may_do
+                else lambda: plain.step_problem
+            )
+        free = self._on_finer(plain, free)
         if not may_recompute and not may_wait:
             return lambda: plain.step_problem
-        if self._is_hopeless(plain.on_meshes):
-            return partial(self._most_frugal, plain.step_problem, plain.on_meshes)
         free += self._unhindered(plain, free)
         found = candidates(
             plain.step_problem, free, self.pins, limit_bytes, self.cutoff_s, deadline, may_recompute, may_wait
@@ -431,7 +517,7 @@ class StepSearch:
             is_late = deadline.is_over and (self.best or plain.traced.num_microbatches > 1)
             if is_late or (self.best and num_futile == MAX_FUTILE):
                 break
-            is_dearer = bool(self.best) and candidate.cost_s >= self.cutoff_s
+            is_dearer = bool(self.best) and candidate.cost_s >= (1 - candidate.margin) * self.cutoff_s
             if is_dearer or candidate.saved_bytes < least_saved_bytes.get(candidate.shape, 0.0):
                 continue
             mesh = format_mesh(candidate.shape)
@@ -441,13 +527,21 @@ class StepSearch:
             step_problem = self._recomputing(plain, candidate.sites, candidate.waiting)
             on_mesh = self._put_on(step_problem, candidate.shape)
             time_limit_s = max(ATTEMPT_SHARE * deadline.left_s, LEAST_ATTEMPT_S)
-            bound_s, is_cramped = self._improve(step_problem, on_mesh, time_limit_s)
+            known = self._known(plain, candidate, on_mesh)
+            bound_s, is_cramped = self._improve(step_problem, on_mesh, time_limit_s, known=known)
             num_futile = num_futile + 1 if self.best is before else 0
             if self.best is not before:
                 self.bounds_s = {**self.floors_s, candidate.shape: bound_s}
             elif is_cramped:
                 missed_bytes = MISSED_SHARE * self.options.memory_bytes
                 least_saved_bytes[candidate.shape] = candidate.saved_bytes + missed_bytes
+
+    def _known(self, plain: StepProblem, candidate: Candidate, on_mesh: MeshProblem) -> Known:
+        """Of a step that recomputes: the strategies by which it was estimated, and the bound on all plans on its mesh."""
+        known = self._known_of(candidate.shape, plain)
+        with suppress(NoFitError):
+            return replace(known, start=carried_over(candidate.free.on_mesh, candidate.free.labels, on_mesh))
+        return known
 
     @property
     def _may_wait(self) -> bool:

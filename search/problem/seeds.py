@@ -2,7 +2,8 @@
 
 A rule says over which mesh axes the batch is split, and where state lies: whole (data parallelism), split over all axes
 (ZeRO-3, FSDP) or some (hybrid sharding), parameters whole and optimizer state split (ZeRO-1), or wherever its readers want
-it.
+it. Where a network is so slow that fewer devices would do, a frugal rule computes alike on some and splits state over all:
+these share the memory, and have each gradient without sending it.
 All else follows: every op that has a loop over examples splits this one over the batch's axes; then each in turn, in program
 order, takes the strategy that is cheapest for what lies already. Where the batch leaves an axis free, that gives Megatron's
 columns and rows, sequence or expert parallelism, as computation that is not split costs more than the collectives.
@@ -13,14 +14,14 @@ Rules know roles and sizes, and no model.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import combinations
+from itertools import combinations, permutations
 
 import numpy as np
 
 from search.ir.graph import Role
 from search.ir.spec import WHOLE
 from search.problem.costs import CostedGraph
-from search.problem.strategies import port_specs
+from search.problem.strategies import NONE, port_specs
 from search.problem.strategy_graph import StrategyGraph
 from search.solver.pbqp import Labels, Problem
 
@@ -29,11 +30,15 @@ Axes = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Over which mesh axes arguments are split, by what they are for; None for those that go where they are wanted."""
+    """Over which mesh axes arguments are split, by what they are for; None for those that go where they are wanted.
+
+    Where it is frugal, ops with a loop over examples compute alike over the axes that the batch leaves free.
+    """
 
     batch: Axes
     parameters: Axes | None
     others: Axes | None
+    is_frugal: bool = False
 
     def axes(self, role: Role) -> Axes | None:
         """Over which an argument of that role is split."""
@@ -49,6 +54,8 @@ def rules(num_devices: tuple[int, ...]) -> Iterator[Rule]:
         yield Rule(batch, (), every)
         yield from (Rule(batch, axes, axes) for axes in some)
         yield Rule(batch, None, None)
+        if batch != every:
+            yield Rule(batch, every, every, is_frugal=True)
 
 
 def seeds(costed: CostedGraph, problem: Problem, kept: Sequence[np.ndarray]) -> Iterator[Labels]:
@@ -70,7 +77,7 @@ class _Propagation:
         """What follows from a rule."""
         labels = self._placed(rule)
         for node in (node for node in self._order if node not in labels):
-            kept = self._following(node, rule.batch)
+            kept = self._following(node, rule)
             cost_s = self.problem.node_cost_s[node][kept]
             for other, between_s in self._neighbours[node]:
                 if other in labels:
@@ -88,18 +95,22 @@ class _Propagation:
             sizes, kept = graph.extents(port), self.kept[port.node]
             dims = [0] if argument.role is Role.BATCH else sorted(range(len(sizes)), key=lambda d: -sizes[d])
             specs = port_specs(port, self.costed.strategies[port.node])[kept]
-            found[port.node] = int(kept[_split_over(specs, dims, axes)])
+            apart = rule.is_frugal and argument.role is not Role.BATCH
+            at = _split_apart(specs, dims, axes) if apart else None
+            found[port.node] = int(kept[_split_over(specs, dims, axes) if at is None else at])
         return found
 
-    def _following(self, node: int, batch: Axes) -> np.ndarray:
-        """The strategies that split the loop over examples over the batch's axes and no others; all where there is no such
-        loop."""
+    def _following(self, node: int, rule: Rule) -> np.ndarray:
+        """The strategies that split the loop over examples over the batch's axes and no others, under a frugal rule nothing
+        else either; all where there is no such loop."""
         kept = self.kept[node]
         if node not in self._batch_factors:
             return kept
-        is_split = self.costed.strategies[node].assignment[kept] == self._batch_factors[node]
-        wanted = np.isin(np.arange(is_split.shape[1]), batch)
-        following = kept[(is_split == wanted).all(axis=1)]
+        assignment = self.costed.strategies[node].assignment[kept]
+        is_split = assignment != NONE if rule.is_frugal else assignment == self._batch_factors[node]
+        wanted = np.isin(np.arange(is_split.shape[1]), rule.batch)
+        follows = (is_split == wanted) & ((assignment == self._batch_factors[node]) == wanted)
+        following = kept[follows.all(axis=1)]
         return following if len(following) else kept
 
     @cached_property
@@ -146,6 +157,17 @@ def batch_factors(graph: StrategyGraph) -> dict[int, int]:
                 if out and into and out[0] == found[made.node]:
                     found[read.node] = into[0]
     return found
+
+
+def _split_apart(specs: np.ndarray, dims: Sequence[int], axes: Axes) -> int | None:
+    """The strategy that splits one dimension over the innermost of these axes and another over the rest, if there is one."""
+    for inner, outer in permutations(dims, 2):
+        wanted = np.full(specs.shape[1], WHOLE)
+        wanted[list(axes)] = outer
+        wanted[axes[-1]] = inner
+        if (at := (specs == wanted).all(axis=1)).any():
+            return int(at.argmax())
+    return None
 
 
 def _split_over(specs: np.ndarray, dims: Sequence[int], axes: Axes) -> int:

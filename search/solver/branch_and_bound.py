@@ -127,6 +127,7 @@ def solve(
     time_limit_s: float = 10.0,
     relative_gap: float = RELATIVE_GAP,
     cutoff_s: float = np.inf,
+    known_s: float = -np.inf,
     num_runs: float | None = None,
     progress: Callable[[str], None] | None = None,
     clock: SearchClock = PROCESSOR,
@@ -142,6 +143,7 @@ def solve(
         an answer needs a bound.
       relative_gap: stop when the gap is at most this.
       cutoff_s: what an answer must beat by more than the gap; hopeless problems end early.
+      known_s: a lower bound on what fits that is known; an assignment within the gap of it is enough.
       num_runs: how often what is solved for will be paid; the search takes no longer than this could win back. By default
         that counts for nothing.
       progress: called with one line a step.
@@ -165,6 +167,7 @@ def solve(
         cutoff_s,
         progress,
         num_runs,
+        known_s,
     )
     return search.run()
 
@@ -182,6 +185,7 @@ class _Search:
         cutoff_s: float,
         progress: Callable[[str], None] | None,
         num_runs: float | None = None,
+        known_s: float = -np.inf,
     ) -> None:
         self.opening, self.problem, self.clock = opening, opening.problem, opening.clock
         self.limit_bytes, self.violated = limit_bytes, violated
@@ -190,7 +194,7 @@ class _Search:
         self.num_runs, self.progress = num_runs, progress
         self.planes = CuttingPlanes(self.problem, limit_bytes, self.clock)
         self.labels: Labels | None = None
-        self.cost_s, self.bound_s, self.floor_s = cutoff_s, -np.inf, np.inf
+        self.cost_s, self.bound_s, self.known_s, self.floor_s = cutoff_s, known_s, known_s, np.inf
         self.num_pricings = self.num_branches = self.num_programs = 0
 
     def run(self) -> Solution:
@@ -427,8 +431,9 @@ class _Search:
         """Whether a part holds nothing better than the incumbent."""
         if not part.trws.is_feasible or part.best_bound_s == np.inf:
             return True
-        is_hopeless = self.cost_s < np.inf and part.best_bound_s >= self._worth_s()
-        self.floor_s = min(self.floor_s, part.best_bound_s) if is_hopeless else self.floor_s
+        bound_s = max(part.best_bound_s, self.known_s)
+        is_hopeless = self.cost_s < np.inf and bound_s >= self._worth_s()
+        self.floor_s = min(self.floor_s, bound_s) if is_hopeless else self.floor_s
         return is_hopeless
 
     def _is_open(self, part: Relaxation) -> bool:

@@ -35,6 +35,17 @@ def test_a_split_of_the_best_mesh_is_found_where_it_is_faster():
     assert plan.estimates.step_s == pytest.approx(found(mesh=shape)[0].estimates.step_s, rel=0.01)
 
 
+def test_what_does_not_fit_on_a_split_of_the_best_mesh_is_made_to():
+    """Two axes fit as they are; three are faster, under this cap where something is computed again, or split further."""
+    cap = int(0.27 * 2**30)
+    best, on_two, on_three = (
+        driver.find(STEP, SLOW, Options(cap, mesh=mesh)).plan for mesh in (None, (8, 8), (2, 4, 8))
+    )
+    assert on_three.estimates.step_s < 0.9 * on_two.estimates.step_s
+    assert best.estimates.step_s <= 1.005 * on_three.estimates.step_s
+    assert best.estimates.peak_bytes <= cap
+
+
 def test_what_is_certified_is_certified_of_the_meshes_that_are_named():
     plan, _ = found()
     for shape in plan.meshes:

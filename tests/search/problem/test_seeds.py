@@ -45,7 +45,7 @@ def test_the_rules_of_a_mesh():
         Rule((0,), (0,), (0,)),
         Rule((0,), None, None),
     }
-    assert len(set(rules((2, 8)))) == 3 * 6
+    assert len(set(rules((2, 8)))) == 3 * 6 + 2
     assert set(rules((1, 8))) == {
         Rule((1,), *rest) for rest in [((), ()), ((), (1,)), ((1,), (1,)), (None, None)]
     }
@@ -71,6 +71,12 @@ def test_megatron_follows_where_the_batch_leaves_an_axis_free():
     assert first == "P('data'), P(None, 'model') -> P('data', 'model')"
     assert second == "P('data', 'model'), P('model') -> P('data', unreduced={'model'})"
     assert found["params[0]"] == "P(None, 'model')"
+
+
+def test_a_frugal_rule_computes_alike_where_the_batch_leaves_an_axis_free():
+    found = by_rule(on_mesh(), Rule((1,), (0, 1), (0, 1), is_frugal=True))
+    assert set(products(found)) == {"P('model'), P() -> P('model')"}
+    assert found["params[0]"] == "P('model', 'data')"
 
 
 def test_what_cannot_be_split_evenly_stays_whole():

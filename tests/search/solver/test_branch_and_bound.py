@@ -123,6 +123,20 @@ def test_a_cutoff_never_loses_what_beats_it_nor_lifts_the_bound(limited, times, 
     assert bound_s >= min(times * (1 - relative_gap), 1 - relative_gap) * want_s * (1 - 1e-6)
 
 
+@SETTINGS
+@given(limited_problems(), st.sampled_from([0.5, 0.9, 1.0]), GAPS)
+def test_a_bound_that_is_known_ends_a_search_within_the_gap_of_it_and_no_sooner(limited, share, relative_gap):
+    problem, rows, limit_bytes = limited
+    want_s = optimum_s(problem, rows, limit_bytes)
+    if not 0 < want_s < np.inf:
+        return
+    known_s = share * want_s
+    found = solve(problem, limit_bytes=limit_bytes, rows=rows, relative_gap=relative_gap, known_s=known_s)
+    assert at_most(known_s, found.bound_s)
+    assert at_most(found.bound_s, want_s)
+    assert at_most(found.cost_s * (1 - relative_gap), want_s)
+
+
 @pytest.mark.parametrize("seed", range(30))
 def test_what_is_dropped_for_a_wide_gap_stays_in_the_bound(seed):
     """Pricing and dropping take turns here: labels go whose assignments are cheaper than the incumbent."""
