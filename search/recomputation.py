@@ -18,7 +18,6 @@ done with.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -174,6 +173,7 @@ class _Estimation:
         self.all_bytes = sum(part.all_bytes for part in self.parts)
         self.plain_s = sum(part.seconds(frozenset()) for part in self.parts)
         self.seen: set[frozenset[Site]] = {frozenset()}
+        self.too_little_bytes = 0
 
     def candidates(self, may_recompute: bool, may_wait: bool) -> list[Candidate]:
         """What may be recomputed, and, by each such choice and by none, what may wait on the host."""
@@ -241,15 +241,18 @@ class _Estimation:
         return [(site, num_bytes) for _, site, num_bytes in sorted(found, key=lambda one: not one[0])]
 
     def _sharding_s(self, saved_bytes: float, cutoff_s: float) -> float:
-        """What the plain step takes under the cap and what is saved; infinite where nothing fits even so, or where it takes
-        too long even without a cap."""
+        """What the plain step takes under the cap and what is saved; infinite where nothing fits even so, or did under a
+        larger cap, or where it takes too long even without one."""
         cap_bytes = int(self.limit_bytes + saved_bytes)
         if self.in_order_bytes <= cap_bytes:
             return self.free.cost_s
-        if self.free.cost_s < (1 - ESTIMATE_GAP) * cutoff_s:
-            with suppress(NoFitError):
-                left_s = ESTIMATE_SHARE * self.deadline.left_s
-                return self.on_mesh.solve(
-                    self.kept, cap_bytes, left_s, cutoff_s, relative_gap=ESTIMATE_GAP
-                ).cost_s
-        return np.inf
+        if cap_bytes <= self.too_little_bytes or self.free.cost_s >= (1 - ESTIMATE_GAP) * cutoff_s:
+            return np.inf
+        try:
+            left_s = ESTIMATE_SHARE * self.deadline.left_s
+            return self.on_mesh.solve(
+                self.kept, cap_bytes, left_s, cutoff_s, relative_gap=ESTIMATE_GAP
+            ).cost_s
+        except NoFitError:
+            self.too_little_bytes = cap_bytes
+            return np.inf

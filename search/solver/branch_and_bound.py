@@ -250,9 +250,10 @@ class _Search:
         if not self.planes.rows:
             self._eliminate(whole)
             self._raise_bound(whole.best_bound_s)
+        is_exact = False
         for max_entries in MINI_BUCKETS:
-            if self._is_open(whole):
-                self._split(whole, max_entries)
+            if not is_exact and self._is_open(whole):
+                is_exact = self._split(whole, max_entries)
                 self._raise_bound(whole.best_bound_s)
 
     def _start(self) -> None:
@@ -340,12 +341,14 @@ class _Search:
             part.close(problem.cost_s(labels))
             self._offer(part.trws.original(labels))
 
-    def _split(self, part: Relaxation, max_entries: float) -> None:
-        """A bound on a part that is eliminated in tables no larger than that, and the assignment that comes of it."""
+    def _split(self, part: Relaxation, max_entries: float) -> bool:
+        """A bound on a part that is eliminated in tables no larger than that, and the assignment that comes of it; whether
+        both are exact at the present prices, so that larger tables tell no more."""
         elimination = Elimination(part.trws.reparametrised(), self.clock)
         elimination.run(max_entries, splits=True)
         part.close(elimination.total)
         self._repair(part, part.trws.original(elimination.labels()))
+        return elimination.is_exact
 
     def _tighten(self, part: Relaxation) -> None:
         """Raises a branch's bound by better prices, and looks for an incumbent once."""
