@@ -16,6 +16,7 @@ import jax
 from cost_model.cluster import Cluster
 from cost_model.errors import InfeasibleError, InputError, PlanError
 from cost_model.units import format_bytes, format_mesh
+from search.found import Found
 from search.handing_over import handed_over, hands_on_alike
 from search.ir.graph import Site, Step
 from search.ir.sharding import StepSharding
@@ -38,7 +39,7 @@ from search.problem.shortening import Shortened, shortened
 from search.solver.branch_and_bound import NoFitError
 from search.solver.clock import WorkClock
 from search.solver.pbqp import Labels
-from search.step_search import Found, StepSearch
+from search.step_search import StepSearch
 from search.stopwatch import Stopwatch
 
 

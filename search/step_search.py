@@ -14,19 +14,19 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 
 from cost_model.cluster import Cluster
-from cost_model.errors import InfeasibleError, InputError, first_line
+from cost_model.errors import first_line
 from cost_model.meshes import finer_shapes
-from cost_model.units import format_bytes, format_mesh
+from cost_model.units import format_mesh
 from search import infeasible
-from search.device.prediction import Prediction
+from search.found import Found
 from search.handing_over import carried_over
+from search.host_arguments import HostArguments
 from search.ir.graph import Site, Step
 from search.memory.batch_states import NotSplittableError
 from search.memory.microbatches import batch_divisors, microbatched
-from search.memory.offload import MIN_BYTES, may_rest_on_host
 from search.memory.residuals import has_loops
 from search.mesh_problem import RELATIVE_GAP, ROUNDING, UNKNOWN, Known, MeshProblem, StepProblem
 from search.options import OFFLOADED, RESIDUALS, Options, Progress, candidate_shapes, named_axes
@@ -35,7 +35,6 @@ from search.problem.memory_floor import floor_bytes, working_bytes
 from search.recomputation import Candidate, FreeSolution, candidates, without_cap
 from search.solver.branch_and_bound import NoFitError
 from search.solver.clock import Deadline, SearchClock
-from search.solver.pbqp import Labels
 from search.stopwatch import Stopwatch
 
 ATTEMPT_SHARE = 0.4
@@ -69,9 +68,6 @@ them gather each split parameter twice."""
 SPLIT_SHARE = 0.4
 """Of the time left for microbatches, what one number of them may take. Source: a choice of ours."""
 
-MOVED_SHARE = 0.05
-"""Of the cap, what state has to take for its place on the host to be tried. Source: a choice of ours."""
-
 MAX_MICROBATCHES = 64
 """The most that are tried where the user names no number. Source: a choice of ours."""
 
@@ -99,60 +95,6 @@ Least = Callable[[], StepProblem]
 
 Bounds = Mapping[tuple[int, ...], float]
 """Lower bounds by mesh, in seconds."""
-
-
-@dataclass(frozen=True, eq=False)
-class Found:
-    """Strategies that fit, and what a device does under them.
-
-    Attributes:
-      step_problem: of the step with what is recomputed.
-      on_mesh: the problem that they solve.
-      labels: a strategy for each node.
-      limit_bytes: the cap.
-      asked: what a device does, where that was asked to find out whether they fit.
-    """
-
-    step_problem: StepProblem
-    on_mesh: MeshProblem
-    labels: Labels
-    limit_bytes: int
-    asked: Prediction | None = None
-
-    @cached_property
-    def device(self) -> Prediction:
-        """What a device does."""
-        return self.asked or self.on_mesh.predicted(self.labels, self.limit_bytes)
-
-    @property
-    def fits(self) -> bool:
-        """Whether the kernels of a device keep to the cap."""
-        return self.device.least.num_bytes <= self.limit_bytes
-
-    @property
-    def cost_s(self) -> float:
-        """Computation, and communication that it does not hide, which the solver minimises, and what the device waits for
-        copies to and from its host."""
-        return self.on_mesh.problem.cost_s(self.labels) - self._hidden_copies_s
-
-    @property
-    def communication_s(self) -> float:
-        """Of that, what is no computation."""
-        return self.cost_s - self.on_mesh.memory.costed.compute_s(self.labels)
-
-    @property
-    def hidden_s(self) -> float:
-        """Communication and copies that run behind computation."""
-        return self.on_mesh.hiding.hidden_s(self.labels) + self._hidden_copies_s
-
-    @property
-    def _hidden_copies_s(self) -> float:
-        return self.device.transfer_s - self.device.waited_s if self.step_problem.has_transfers else 0.0
-
-    @property
-    def host_bytes(self) -> float:
-        """What a device holds of its host's memory."""
-        return self.on_mesh.host.peak(self.labels).num_bytes if self.on_mesh.host.items else 0.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -217,8 +159,8 @@ class StepSearch:
         self.free: FreeSolution | None = None
         self.tried = ""
         self.working_bytes = 0.0
-        self.may_rest_on_host = may_rest_on_host(step)
-        self.hosted = self._asked_for()
+        self.host_arguments = HostArguments(step, cluster, options)
+        self.hosted = self.host_arguments.asked_for
 
     def run(self) -> Found:
         """The best plan.
@@ -231,7 +173,7 @@ class StepSearch:
         self.bounds_s = first.bounds_s
         pinned = ((one.memory, one.pinned(self.pins)) for one in first.on_meshes)
         self.working_bytes = min(working_bytes(*one) for one in pinned)
-        self._check_host(first.on_meshes)
+        self.host_arguments.check_room(first.on_meshes)
         least = self._held_down(first, self.options.limit_s / 2)
         if self.options.offload is None and self.cluster.host_bytes_per_node:
             least = self._offloaded(first.step_problem.traced) or least
@@ -319,11 +261,6 @@ class StepSearch:
     def _least_s(self) -> float:
         """Bounds above this prove a best plan."""
         return (1 - RELATIVE_GAP) * self.cutoff_s
-
-    def _proven(self, bounds_s: Bounds) -> Bounds:
-        """Without those of meshes of three axes that prove nothing."""
-        is_known = set(self.shapes).__contains__
-        return {shape: b for shape, b in bounds_s.items() if is_known(shape) or b >= self._least_s}
 
     @property
     def cutoff_s(self) -> float:
@@ -557,9 +494,13 @@ class StepSearch:
         least, kinds, best_hosted = None, list[str](), self.hosted
         for kind in OFFLOADED:
             kinds.append(kind)
-            hosted = self._of_kinds(kinds)
-            is_wanted = self._is_wanting if self.best else not self._is_too_much(hosted)
-            if not is_wanted or not self._is_worth_moving(hosted - self.hosted):
+            hosted = self.host_arguments.of_kinds(kinds)
+            is_wanted = (
+                self._is_wanting
+                if self.best
+                else not self.host_arguments.is_too_much(hosted, self.working_bytes)
+            )
+            if not is_wanted or not self.host_arguments.is_worth_moving(hosted - self.hosted):
                 continue
             self.hosted, before = hosted, self.best
             self.progress(f"{' and '.join(kinds).replace('_', ' ')} on the host")
@@ -567,77 +508,10 @@ class StepSearch:
             least = self._held_down(plain, self.options.limit_s / 4)
             if self.best is not before:
                 best_hosted = hosted
-        self.hosted = best_hosted if self.best else self.hosted & self._of_kinds(list(OFFLOADED)[:1])
+        self.hosted = (
+            best_hosted if self.best else self.hosted & self.host_arguments.of_kinds(list(OFFLOADED)[:1])
+        )
         return None if self.best else least
-
-    def _is_worth_moving(self, arguments: frozenset[int]) -> bool:
-        """Whether arguments take a share of the cap though they lie in as many parts as there are devices."""
-        num_bytes = sum(self._argument_bytes[i] for i in arguments)
-        return num_bytes > MOVED_SHARE * self.options.memory_bytes * self.cluster.num_devices
-
-    def _is_too_much(self, hosted: frozenset[int]) -> bool:
-        """Whether what does not rest on the host, in as many parts as there are devices, leaves no room for the work."""
-        there = (num_bytes for i, num_bytes in enumerate(self._argument_bytes) if i not in hosted)
-        held_bytes = sum(there) / self.cluster.num_devices
-        return held_bytes + self.working_bytes > (1 + ROUNDING) * self.options.memory_bytes
-
-    @cached_property
-    def _argument_bytes(self) -> tuple[int, ...]:
-        """By argument: of it and of those for which it stands."""
-        graph, arguments = self.step.graph, self.step.arguments
-        return tuple(
-            a.repeats * graph.values[v].num_bytes for v, a in zip(graph.inputs, arguments, strict=True)
-        )
-
-    def _asked_for(self) -> frozenset[int]:
-        """What the user wants on the host.
-
-        Raises:
-          InputError: there is no such state, or no such memory.
-        """
-        kinds = self.options.offload if isinstance(self.options.offload, tuple) else ()
-        if kinds and not self.cluster.host_bytes_per_node:
-            raise InputError(
-                f"offload={kinds} wants memory on the host, and {self.cluster.name} has none that can be pinned "
-                "(host_memory_per_node is 0). Leave offload out"
-            )
-        for kind in (k for k in kinds if k != RESIDUALS):
-            if not self._of_kinds([kind]):
-                raise InputError(
-                    f"offload={kinds}: {self.step.name} has no {kind} that can rest on the host, of "
-                    f"{format_bytes(MIN_BYTES)} or more and handed on by nothing but its own new values. Leave it out, or "
-                    f"name some of {(*OFFLOADED, RESIDUALS)} or the path of an argument{self._such_as()}"
-                )
-        return self._of_kinds(kinds)
-
-    def _such_as(self) -> str:
-        """A path that `offload` may name, where there is one."""
-        first = next(iter(self.may_rest_on_host), None)
-        return "" if first is None else f", such as {self.step.arguments[first].name}"
-
-    def _check_host(self, on_meshes: Sequence[MeshProblem]) -> None:
-        """That the host has room for what the user wants there.
-
-        Raises:
-          InfeasibleError: it has not, on any mesh.
-        """
-        least_bytes, limit_bytes = min(
-            (one.host.least_bytes(one.pinned(self.pins)), one.host_limit_bytes) for one in on_meshes
-        )
-        if self.hosted and least_bytes > limit_bytes:
-            raise InfeasibleError(
-                f"offload={self.options.offload} needs {format_bytes(least_bytes)} of host memory for each device of "
-                f"{self.cluster.name} at the least, and the host has {format_bytes(limit_bytes)} for each device. Offload "
-                "less, use more nodes, or say how much memory they have (host_memory_per_node)"
-            )
-
-    def _of_kinds(self, kinds: Sequence[str]) -> frozenset[int]:
-        """The arguments of some roles, or at some paths."""
-        roles = {OFFLOADED.get(kind) for kind in kinds}
-        inside = tuple(kind + end for kind in kinds for end in (".", "["))
-        names = {i: self.step.arguments[i].name for i in self.may_rest_on_host}
-        is_named = {i for i, name in names.items() if name in kinds or name.startswith(inside)}
-        return frozenset(i for i, role in self.may_rest_on_host.items() if role in roles or i in is_named)
 
     def _in_microbatches(self) -> Least | None:
         """Looks for better plans in microbatches; where none fits, the step that holds least of all those considered.

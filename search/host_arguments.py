@@ -1,0 +1,106 @@
+"""What of a step's arguments may rest in the host's memory: what the user names, and what is worth a try."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from cost_model.cluster import Cluster
+from cost_model.errors import InfeasibleError, InputError
+from cost_model.units import format_bytes
+from search.ir.graph import Role, Step
+from search.memory.offload import MIN_BYTES, may_rest_on_host
+from search.mesh_problem import ROUNDING, MeshProblem
+from search.options import OFFLOADED, RESIDUALS, Options
+
+MOVED_SHARE = 0.05
+"""Of the cap, what state has to take for its place on the host to be tried. Source: a choice of ours."""
+
+
+@dataclass(frozen=True, eq=False)
+class HostArguments:
+    """The arguments of a step, as far as they may rest there.
+
+    Attributes:
+      step: the traced step.
+      cluster: where it will run.
+      options: the cap, and what is asked for.
+    """
+
+    step: Step
+    cluster: Cluster
+    options: Options
+
+    @cached_property
+    def asked_for(self) -> frozenset[int]:
+        """What the user wants on the host.
+
+        Raises:
+          InputError: there is no such state, or no such memory.
+        """
+        kinds = self.options.offload if isinstance(self.options.offload, tuple) else ()
+        if kinds and not self.cluster.host_bytes_per_node:
+            raise InputError(
+                f"offload={kinds} wants memory on the host, and {self.cluster.name} has none that can be pinned "
+                "(host_memory_per_node is 0). Leave offload out"
+            )
+        for kind in (k for k in kinds if k != RESIDUALS):
+            if not self.of_kinds([kind]):
+                raise InputError(
+                    f"offload={kinds}: {self.step.name} has no {kind} that can rest on the host, of "
+                    f"{format_bytes(MIN_BYTES)} or more and handed on by nothing but its own new values. Leave it out, or "
+                    f"name some of {(*OFFLOADED, RESIDUALS)} or the path of an argument{self._such_as()}"
+                )
+        return self.of_kinds(kinds)
+
+    def check_room(self, on_meshes: Sequence[MeshProblem]) -> None:
+        """That the host has room for what the user wants there.
+
+        Raises:
+          InfeasibleError: it has not, on any mesh.
+        """
+        pins = self.options.pins or {}
+        least_bytes, limit_bytes = min(
+            (one.host.least_bytes(one.pinned(pins)), one.host_limit_bytes) for one in on_meshes
+        )
+        if self.asked_for and least_bytes > limit_bytes:
+            raise InfeasibleError(
+                f"offload={self.options.offload} needs {format_bytes(least_bytes)} of host memory for each device of "
+                f"{self.cluster.name} at the least, and the host has {format_bytes(limit_bytes)} for each device. Offload "
+                "less, use more nodes, or say how much memory they have (host_memory_per_node)"
+            )
+
+    def of_kinds(self, kinds: Sequence[str]) -> frozenset[int]:
+        """The arguments of some roles, or at some paths."""
+        roles = {OFFLOADED.get(kind) for kind in kinds}
+        inside = tuple(kind + end for kind in kinds for end in (".", "["))
+        names = {i: self.step.arguments[i].name for i in self._may_rest}
+        is_named = {i for i, name in names.items() if name in kinds or name.startswith(inside)}
+        return frozenset(i for i, role in self._may_rest.items() if role in roles or i in is_named)
+
+    def is_worth_moving(self, arguments: frozenset[int]) -> bool:
+        """Whether arguments take a share of the cap though they lie in as many parts as there are devices."""
+        num_bytes = sum(self._num_bytes[i] for i in arguments)
+        return num_bytes > MOVED_SHARE * self.options.memory_bytes * self.cluster.num_devices
+
+    def is_too_much(self, hosted: frozenset[int], working_bytes: float) -> bool:
+        """Whether what does not rest on the host, in as many parts as there are devices, leaves no room for the work."""
+        there = (num_bytes for i, num_bytes in enumerate(self._num_bytes) if i not in hosted)
+        held_bytes = sum(there) / self.cluster.num_devices
+        return held_bytes + working_bytes > (1 + ROUNDING) * self.options.memory_bytes
+
+    @cached_property
+    def _may_rest(self) -> dict[int, Role]:
+        return may_rest_on_host(self.step)
+
+    @cached_property
+    def _num_bytes(self) -> tuple[int, ...]:
+        """By argument: of it and of those for which it stands."""
+        graph, arguments = self.step.graph, self.step.arguments
+        return tuple(
+            a.repeats * graph.values[v].num_bytes for v, a in zip(graph.inputs, arguments, strict=True)
+        )
+
+    def _such_as(self) -> str:
+        """A path that `offload` may name, where there is one."""
+        first = next(iter(self._may_rest), None)
+        return "" if first is None else f", such as {self.step.arguments[first].name}"
