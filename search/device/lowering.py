@@ -93,7 +93,8 @@ class Kernel:
       workspace_bytes: workspace memory while it runs.
       taken: how long it takes in one step, all its runs together.
       loops: the loops of the step that it is in.
-      nest: of a fused kernel that does not reduce, what it runs over; None for others.
+      nest: of a fused kernel, what it runs over; None for others.
+      summed: of a fused kernel that reduces, the dimensions of that.
       sliced: of what a matrix product reads, the stacks of which it reads a loop's part where that lies.
     """
 
@@ -106,6 +107,7 @@ class Kernel:
     time: KernelTime
     loops: Loops
     nest: Hashable = None
+    summed: tuple[int, ...] = ()
     sliced: tuple[int, ...] = ()
 
 
@@ -270,7 +272,8 @@ class _Lowering:
 
     def _rewritten(self, i: int, operand: int, source: tuple[int, ...]) -> tuple[int, ...]:
         """What an op reads: cuDNN an argument's kernel transposed, and it and cuBLAS a copy of what lies otherwise than they
-        want it. The copy serves all ops that read the array so, the backward phase's too."""
+        want it, or of a device's part of a whole array. The copy serves all ops that read the array so, the backward phase's
+        too."""
         op = self.program.ops[i]
         if op.name not in REWRITING:
             return source
@@ -284,6 +287,10 @@ class _Lowering:
             return self._copied(i, source, read, num_bytes, (extents, num_bytes))
         if is_kernel and all(self.buffers[b].is_argument for b in source):
             return self._copied(i, source, operand, sum(self.buffers[b].num_bytes for b in source), None)
+        steps = self.paths.to_reader(i, operand).path
+        if steps and steps[-1].kind == SLICE:  # neither reads a part of an array that every device has
+            num_bytes = self.paths.local_bytes(op.operands[operand], steps[-1].after)
+            return self._copied(i, source, steps[-1].after, num_bytes, None)
         return source
 
     def _copied(
@@ -364,8 +371,11 @@ class _Lowering:
         moved = sum(self.buffers[b].num_bytes for b in (*reads, *makes))
         time = self.times.of_op(i, moved) * self.program.ops[i].count
         loops, workspaces = self.live_ranges.loops_at[i], self.workspaces.num_bytes(i)
-        nest, sliced = self._nest(i) if makes else None, self._sliced(i) if workspaces else ()
-        return self._append(Kernel(i, reads, makes, after, None, workspaces, time, loops, nest, sliced))
+        nest, summed = self._nest(i) if makes else (None, ())
+        sliced = self._sliced(i) if workspaces else ()
+        return self._append(
+            Kernel(i, reads, makes, after, None, workspaces, time, loops, nest, summed, sliced)
+        )
 
     def _sliced(self, i: int) -> tuple[int, ...]:
         operands = self.program.ops[i].operands
@@ -384,14 +394,18 @@ class _Lowering:
         time = self.times.of_op(i, num_bytes) * op.count
         return self._append(Kernel(i, reads, makes, after, what, 0.0, time, self.live_ranges.loops_at[i]))
 
-    def _nest(self, i: int) -> Hashable:
-        """What a fused kernel runs over that does not reduce: a shape, divided as it is."""
+    def _nest(self, i: int) -> tuple[Hashable, tuple[int, ...]]:
+        """What a fused kernel runs over, a shape, divided as it is, and the dimensions that it sums over, or the like."""
         op, op_class = self.program.ops[i], self.folded.class_of[i]
-        is_reduction = self.live_ranges.fusion.is_reduction[op_class]
-        if op.is_boundary or is_reduction or runs_alone(self.folded, op_class):
-            return None
+        if op.is_boundary or runs_alone(self.folded, op_class):
+            return None, ()
+        if self.live_ranges.fusion.is_reduction[op_class]:
+            assert op.op is not None
+            spec = self.paths.spec(self.costed.graph.ports[op_class, 0, False])
+            axes = tuple(op.op.params.get("axes", ()))
+            return ((self.program.values[op.operands[0]].shape, spec), axes) if axes else (None, ())
         largest = max((*op.operands, *op.results), key=lambda v: len(self.program.values[v].shape))
-        return self.program.values[largest].shape, self.paths.made(largest)
+        return (self.program.values[largest].shape, self.paths.made(largest)), ()
 
     def _append(self, kernel: Kernel) -> int:
         constants = self.constants.intersection(kernel.reads)

@@ -1,8 +1,9 @@
 """XLA makes one kernel of fused kernels that read the same array over the same loops, unless one waits for the other.
 
 (`xla/service/gpu/transforms/multi_output_fusion.cc`.) All their results are then there at once: a softmax that is recomputed
-beside the gradient of its scores, which reads those too, is not let go before that gradient is made. (Reductions it merges
-too, but under conditions that we do not know: left apart, they predict peaks better.)
+beside the gradient of its scores, which reads those too, is not let go before that gradient is made. Sums are merged with
+sums over the same dimensions and with what runs over all that they sum. What is summed need not be there before: the kernel
+that makes an array sums it up as well, so that no array waits for the gradient of a bias.
 
 What is copied to the host has to be an array, though the kernel that goes on with it could do without: it is one more
 result of that kernel. So an optimizer's new state is there all at once.
@@ -37,8 +38,9 @@ def merged(lowered: Lowered) -> Lowered:
 
 def _shareable(lowered: Lowered, kernel: Kernel) -> frozenset[int]:
     """The buffers by which a kernel may become one with another: both read it, or one reads what the other makes."""
-    read = {r for r in kernel.reads if lowered.buffers[r].num_bytes >= LEAST_BYTES}
-    return frozenset(read | lowered.copied.intersection((*kernel.reads, *kernel.makes)))
+    touched = {*kernel.reads, *kernel.makes}
+    large = {b for b in touched if lowered.buffers[b].num_bytes >= LEAST_BYTES}
+    return frozenset(large | (lowered.copied & touched))
 
 
 def _merge_into_last(
@@ -65,12 +67,24 @@ def _merge_into_last(
 
 def _are_one(lowered: Lowered, one: Sequence[int], other: Sequence[int]) -> bool:
     """Whether kernels over the same loops become one."""
+    sums = {lowered.kernels[k].summed for k in (*one, *other)} - {()}
+    if len(sums) > 1:
+        return False
     if _waits(lowered.kernels, other, one):
-        return _hands_on(lowered, one, other)
+        return _hands_on(lowered, one, other) or _is_summed_at_once(lowered, one, other)
     read = {r for k in one for r in lowered.kernels[k].reads} & {
         r for k in other for r in lowered.kernels[k].reads
     }
     return any(lowered.buffers[r].num_bytes >= LEAST_BYTES for r in read)
+
+
+def _is_summed_at_once(lowered: Lowered, one: Sequence[int], other: Sequence[int]) -> bool:
+    """Whether one makes what the other sums, and nothing of a sum is among what it makes."""
+    read = {b for k in other for b in lowered.kernels[k].reads}
+    makers = [k for k in one if not read.isdisjoint(lowered.kernels[k].makes)]
+    return all(lowered.kernels[k].summed for k in other) and not any(
+        lowered.kernels[k].summed for k in makers
+    )
 
 
 def _hands_on(lowered: Lowered, one: Sequence[int], other: Sequence[int]) -> bool:

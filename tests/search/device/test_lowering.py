@@ -93,6 +93,16 @@ def test_a_kernel_is_transposed_for_cudnn_and_updated_as_it_lies_there():
     assert last == max(k.position for k in found.kernels)
 
 
+def test_a_product_reads_its_part_of_what_every_device_has_from_a_copy():
+    x, w = jnp.zeros((1 << 16, 1024)), jnp.zeros((1024, 1024))
+    found = lowered(lambda x, w: (x @ w, w @ w), x, w, mesh=(8,), pins={"x": P(), "w": P()})
+    (argument,) = [b for b, one in enumerate(found.buffers) if one.is_argument and one.num_bytes == x.nbytes]
+    (copied,) = [k for k in found.kernels if argument in k.reads]
+    (copy,) = copied.makes
+    assert (copied.workspace_bytes, found.buffers[copy].num_bytes) == (0.0, x.nbytes / 8)
+    assert [k.workspace_bytes > 0 for k in found.kernels if copy in k.reads] == [True]
+
+
 def gated(activation):
     def step(weights, x):
         def loss(weights):
