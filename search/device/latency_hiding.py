@@ -21,7 +21,8 @@ it say nothing:
     start right behind what makes their operands.
 
 Whatever is only needed late, weight gradients above all, is thus put off into the windows of later collectives, and what it
-reads stays in memory meanwhile. A loop takes no time in the scheduler's eyes; one that communicates inside is never put
+reads stays in memory meanwhile. Where there is no collective, in a loop's body or in the step outside of loops, all stays as
+it was. A loop takes no time in the scheduler's eyes; one that communicates inside is never put
 beside a collective.
 
 What is one of several results, or has a workspace beside it, comes out of a tuple. Taking it out is a step of its own that
@@ -65,7 +66,7 @@ def _ordered(
     found: list[int] = []
     for node in reversed(scheduler.run()):
         if node.unit in region.loops_of:
-            body, held_bytes = region.units[node.unit], scheduler.held_beside[node.unit]
+            body, held_bytes = region.units[node.unit], scheduler.held_beside.get(node.unit, 0.0)
             found += _ordered(lowered, body, region.loops_of[node.unit], budget_bytes, held_bytes)
         else:
             (k,) = region.units[node.unit]
@@ -132,6 +133,8 @@ class _Scheduler:
 
     def run(self) -> list[_Node]:
         """The nodes, from the last to the first."""
+        if not any(self._collective(unit) for unit in range(len(self.reads))):
+            return [_Node(unit, 0.0, 0.0, unit, 0.0) for unit in reversed(range(len(self.reads)))]
         for unit in [unit for unit, count in enumerate(self.num_readers) if not count]:
             self._free(unit)
         while self.ready:

@@ -114,8 +114,17 @@ def test_what_lets_a_collective_end_is_listed_before_what_does_not():
     assert order.index(3) < order.index(2)
 
 
-def test_of_two_alike_the_later_one_comes_later():
-    assert latency_hiding(plain(kernel(0, [], [0]), kernel(1, [], [1]))) == (0, 1)
+def test_where_there_is_no_collective_all_stays_as_it_was():
+    # 1 is read late, but frees 0
+    kernels = (
+        kernel(0, [], [0]),
+        kernel(1, [0], [1]),
+        kernel(2, [], [2]),
+        kernel(3, [2], [3]),
+        kernel(4, [1, 3], [4]),
+    )
+    assert latency_hiding(plain(*kernels)) == (0, 1, 2, 3, 4)
+    assert latency_hiding(plain(*kernels, collective(5, [4], [5]))) != (0, 1, 2, 3, 4, 5, ~5)
 
 
 def test_a_loop_that_communicates_is_beside_no_collective():

@@ -103,6 +103,27 @@ def test_a_product_reads_its_part_of_what_every_device_has_from_a_copy():
     assert [k.workspace_bytes > 0 for k in found.kernels if copy in k.reads] == [True]
 
 
+def branches(weights, x):
+    """A layer that several others read: their products say together what its gradient is."""
+
+    def loss(weights):
+        first, *others = weights
+        y = jax.nn.relu(x @ first)
+        return sum(jnp.sum((y @ w) ** 2) for w in others)
+
+    return jax.tree.map(lambda w, g: w - g, weights, jax.grad(loss)(weights))
+
+
+@pytest.mark.parametrize("num_branches", [1, 2, 3])
+def test_a_product_is_added_to_the_array_that_is_there(num_branches):
+    weights, x = [jnp.zeros((512, 512)) for _ in range(1 + num_branches)], jnp.zeros((2048, 512))
+    found = lowered(branches, weights, x)
+    products = [k for k in found.kernels if k.workspace_bytes]
+    added = [k for k in products if not found.buffers[k.makes[0]].num_bytes]
+    terms = [k for k in added if len(k.reads) > 2]  # others are new state, which lies where the old one was
+    assert (len(products), len(terms)) == (2 + 3 * num_branches, num_branches - 1)
+
+
 def gated(activation):
     def step(weights, x):
         def loss(weights):
@@ -230,9 +251,9 @@ def test_what_a_loop_adds_up_is_reduced_once_behind_it_and_written_over():
     found = accumulated(jnp.float32)
     sums = [k for k in found.kernels if k.collective is not None]
     assert [(k.collective.kind, k.loops) for k in sums] == [("reduce-scatter", ())]
-    (total,) = sums[0].reads
+    (total,) = (b for b in sums[0].reads if found.buffers[b].num_bytes)
     assert found.buffers[total].num_bytes == 4 * 512**2
-    again = [k.makes[0] for k in found.kernels if k.loops and total in k.reads]
+    again = [b for k in found.kernels if k.loops and total in k.reads for b in k.makes]
     assert [found.buffers[b].num_bytes for b in again] == [0.0]
 
 
