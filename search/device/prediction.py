@@ -1,10 +1,9 @@
 """What one device holds and does in a step, under a full assignment: the plan's peak and its exposed communication.
 
-The kernels (`lowering`, `combiner`) are put in two kinds of orders (`kernel_order`): the one that takes the
-least memory, and those of XLA's latency-hiding scheduler, which puts kernels off into the windows of collectives and holds
-more meanwhile, as long as its budget allows. So the predicted peak is that of its orders where that keeps to the cap, and
-otherwise the cap, but never less than the least. The scheduler settles ties in ways that we do not know: the mean over ours
-counts, and a margin for what else is not known.
+The kernels (`lowering`, `siblings`, `combiner`) are put in the order that takes the least memory (`kernel_order`), and from
+there into that of XLA's latency-hiding scheduler (`latency_hiding`), which puts kernels off into the windows of collectives
+and holds more meanwhile, as long as its budget allows. So the predicted peak is that of its order where that keeps to the
+cap, and otherwise the cap, but never less than the least; with a margin for what our outline of the compiler misses.
 """
 
 from collections.abc import Sequence
