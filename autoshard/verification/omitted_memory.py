@@ -69,7 +69,7 @@ def _without(lowered: Lowered, positions: AbstractSet[int]) -> Lowered:
             after=(),
             collective=None,
             workspace_bytes=0.0,
-            time=KernelTime(0.0, 0.0, 0.0),
+            time=KernelTime(0.0, 0.0),
         )
 
     return replace(

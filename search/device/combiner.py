@@ -1,34 +1,37 @@
 """XLA joins collectives of one kind that do not wait for one another: one launch, and all their results at once.
 
 Joined are collectives of one kind, over the same axes, of one dtype and in one loop, as long as they come to no more
-than `THRESHOLD_BYTES` together. The joined collective starts when all its members could, and ends for all; so gathered
-weights of several layers may be there before they are needed.
+than `THRESHOLD_BYTES` together; reduce-scatters, as long as a device keeps no more than `JOINED_BYTES` of their results. The
+joined collective starts when all its members could, and ends for all; so gathered weights of several layers may be there
+before they are needed.
 """
 
 import heapq
 from collections.abc import Sequence
 from dataclasses import replace
+from math import prod
 
 from cost_model.collectives import MeshModel
+from cost_model.xla.gpu_targets import JOINED_BYTES
 from search.device.kernel_times import of_collective
-from search.device.lowering import Kernel, Lowered, renumbered
+from search.device.lowering import Communication, Kernel, Lowered, renumbered
 
 THRESHOLD_BYTES = 30 * 2**20
-"""Source: XLA, `xla_gpu_all_reduce_combine_threshold_bytes` and its like for all-gather and reduce-scatter."""
+"""Source: XLA, `xla_gpu_all_reduce_combine_threshold_bytes` and its like for all-gather."""
 
 JOINED = frozenset({"all-reduce", "all-gather", "reduce-scatter"})
 
 
 def combined(lowered: Lowered, mesh: MeshModel) -> Lowered:
     """The program with its collectives joined, in an order in which each kernel comes after what it needs."""
-    groups = _groups(lowered.kernels)
+    groups = _groups(lowered.kernels, mesh)
     kernels = [_joined([lowered.kernels[k] for k in g], mesh) for g in groups]
     group_of = {k: n for n, g in enumerate(groups) for k in g}
     kernels = renumbered(kernels, group_of)
     return replace(lowered, kernels=tuple(kernels)).reordered(_sorted(kernels))
 
 
-def _groups(kernels: Sequence[Kernel]) -> list[list[int]]:
+def _groups(kernels: Sequence[Kernel], mesh: MeshModel) -> list[list[int]]:
     """Kernel numbers that become one kernel, by their first member.
 
     Sets of groups are bits of an integer. A kernel joins a group unless it waits for it, directly or through groups
@@ -45,13 +48,13 @@ def _groups(kernels: Sequence[Kernel]) -> list[list[int]]:
         below = 0
         for n in (*(made_by[b] for b in kernel.reads if b in made_by), *kernel.after):
             below |= waits[n]
-        key = num_bytes = None
+        key = share = None
         if kernel.collective is not None and kernel.collective.kind in JOINED:
-            what, num_bytes = kernel.collective, kernel.collective.num_bytes
+            what, share = kernel.collective, _share(kernel.collective, mesh)
             key = (what.kind, what.axes, what.dtype, kernel.loops)
             below = _closure(below, group_waits, joined)
         g = None if key is None else open_group.get(key)
-        if g is None or num_bytes is None or below >> g & 1 or total[g] + num_bytes > THRESHOLD_BYTES:
+        if g is None or share is None or below >> g & 1 or total[g] + share > 1:
             g = len(groups)
             groups.append([])
             group_waits.append(0)
@@ -59,13 +62,20 @@ def _groups(kernels: Sequence[Kernel]) -> list[list[int]]:
         else:
             joined |= 1 << g
         groups[g].append(k)
-        if key is not None and num_bytes is not None:
+        if key is not None and share is not None:
             open_group[key] = g
             group_waits[g] |= below
-            total[g] += num_bytes
+            total[g] += share
             below |= 1 << g
         waits.append(below)
     return groups
+
+
+def _share(what: Communication, mesh: MeshModel) -> float:
+    """How much a collective is of all that may be joined."""
+    if what.kind == "reduce-scatter":
+        return what.num_bytes / prod(mesh.shape[axis] for axis in what.axes) / JOINED_BYTES
+    return what.num_bytes / THRESHOLD_BYTES
 
 
 def _closure(below: int, group_waits: Sequence[int], joined: int) -> int:

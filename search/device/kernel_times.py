@@ -34,29 +34,23 @@ class KernelTime:
     Attributes:
       seconds: by our model; of an array made by a kernel that makes others too, its share of it.
       scheduled_s: what XLA's scheduler takes it for.
-      apart_s: as `seconds`, had each array a kernel of its own.
     """
 
     seconds: float
     scheduled_s: float
-    apart_s: float
 
     def __add__(self, other: "KernelTime") -> "KernelTime":
-        return KernelTime(
-            self.seconds + other.seconds,
-            self.scheduled_s + other.scheduled_s,
-            self.apart_s + other.apart_s,
-        )
+        return KernelTime(self.seconds + other.seconds, self.scheduled_s + other.scheduled_s)
 
     def __mul__(self, runs: float) -> "KernelTime":
-        return KernelTime(runs * self.seconds, runs * self.scheduled_s, runs * self.apart_s)
+        return KernelTime(runs * self.seconds, runs * self.scheduled_s)
 
 
 def of_collective(mesh: MeshModel, kind: str, axes: Collection[int], num_bytes: float) -> KernelTime:
     """A collective's, with its bytes per device."""
     seconds = float(mesh.time_s(kind, axes, num_bytes))
     scheduled_s = UNKNOWN_S if mesh.group(axes).crosses_nodes else MEASURED * seconds
-    return KernelTime(seconds, scheduled_s, seconds)
+    return KernelTime(seconds, scheduled_s)
 
 
 class Times:
@@ -78,7 +72,7 @@ class Times:
         if i not in self.costed.kernels.of_op:  # it only hands arrays on
             return apart
         kernel, share = self.costed.kernels.of_op[i]
-        return KernelTime(share * self._fused_s(kernel), apart.scheduled_s, apart.apart_s)
+        return KernelTime(share * self._fused_s(kernel), apart.scheduled_s)
 
     def _fused_s(self, kernel: FusedKernel) -> float:
         if kernel not in self._fused:
@@ -90,7 +84,7 @@ class Times:
         if op_class not in self._alone:
             seconds = self._chosen(op_class, self.costed.op_seconds(op_class))
             is_guessed = self.folded.op(op_class).name == CONVOLUTION
-            self._alone[op_class] = KernelTime(seconds, CONVOLUTION_S if is_guessed else seconds, seconds)
+            self._alone[op_class] = KernelTime(seconds, CONVOLUTION_S if is_guessed else seconds)
         return self._alone[op_class]
 
     def _chosen(self, op_class: int, of_strategies: np.ndarray) -> float:
@@ -102,5 +96,5 @@ class Times:
         """A kernel that reads and writes so much."""
         if num_bytes not in self._moving:
             seconds = float(kernel_s(self.device, num_bytes))
-            self._moving[num_bytes] = KernelTime(seconds, num_bytes / self.device.memory_bytes_per_s, seconds)
+            self._moving[num_bytes] = KernelTime(seconds, num_bytes / self.device.memory_bytes_per_s)
         return self._moving[num_bytes]

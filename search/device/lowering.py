@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 from search.device.kernel_times import KernelTime, Times, of_collective
+from search.device.sums_in_place import sums_in_place
 from search.device.workspace import Workspaces
 from search.ir.sharding import ReshardStep, SharedPaths
 from search.problem import likes
@@ -21,7 +22,7 @@ from search.problem.costs import CostedGraph
 from search.problem.flat_program import FlatOp, ReadPhase, read_phase
 from search.problem.fusion import is_part
 from search.problem.kernels import runs_alone
-from search.problem.layouts import PRODUCT
+from search.problem.layouts import PRODUCT, Order
 from search.problem.live_ranges import LiveRanges, Resident
 from search.problem.memory_rows import Arrival
 from search.problem.reshard import SLICE
@@ -81,6 +82,20 @@ class Communication:
 
 
 @dataclass(frozen=True, slots=True)
+class Sums:
+    """A kernel sums over these dimensions, or the like."""
+
+    dims: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Copies:
+    """A kernel writes an array in this order of its dimensions."""
+
+    order: Order
+
+
+@dataclass(frozen=True, slots=True)
 class Kernel:
     """One launch on one device.
 
@@ -93,7 +108,8 @@ class Kernel:
       workspace_bytes: workspace memory while it runs.
       taken: how long it takes in one step, all its runs together.
       loops: the loops of the step that it is in.
-      nest: of a fused kernel that does not reduce, what it runs over; None for others.
+      nest: of a fused kernel, what it runs over; None for others.
+      root: of a fused kernel that reduces, the dimensions of that; of one that copies, the order in which it writes.
       sliced: of what a matrix product reads, the stacks of which it reads a loop's part where that lies.
     """
 
@@ -106,6 +122,7 @@ class Kernel:
     time: KernelTime
     loops: Loops
     nest: Hashable = None
+    root: Sums | Copies | None = None
     sliced: tuple[int, ...] = ()
 
 
@@ -164,6 +181,8 @@ class _Lowering:
         self.waits: dict[int, tuple[int, ...]] = {}
         self.mesh = costed.resharder.mesh
         self.at, self.num_made = 0, 0
+        self.added = sums_in_place(live_ranges, self.paths)
+        self.additions = {u for u, _ in self.added.values()}
         self.places = likes.places(self.program) if self.program.is_shortened else ()
         self.resharded = self._resharded()
         self.carried = self._carried()
@@ -186,6 +205,9 @@ class _Lowering:
             self._argument(op)
             return
         read = self._reads(i)
+        if i in self.additions:  # by the product that is added
+            self.sources |= dict.fromkeys(op.results, read)
+            return
         if op.results and self.live_ranges.fusion.shared_constants.issuperset(op.results):
             (v,) = op.results
             local_bytes = self.paths.local_bytes(v, self.paths.made(v))
@@ -236,9 +258,11 @@ class _Lowering:
 
     def _kernels(self, i: int, op: FlatOp, read: tuple[int, ...]) -> None:
         """An op's own kernel, and the collectives that bring its results to rest."""
-        loops = self._loops(i, op)
+        loops, addend = self._loops(i, op), self._addend(i)
+        read += addend
         makes = tuple(
-            self._buffer(self._bytes_made(v), self.live_ranges.resident(v), loops, False) for v in op.results
+            self._buffer(0.0 if addend else self._bytes_made(v), self.live_ranges.resident(v), loops, False)
+            for v in op.results
         )
         self.sources |= {v: (b,) for v, b in zip(op.results, makes, strict=True)}
         if read_phase(op) is ReadPhase.UPDATE:  # a convolution's kernel is updated as it lies in the copy
@@ -255,6 +279,10 @@ class _Lowering:
             for step in self.paths.to_rest(v):
                 self.sources[v] = self._taken(i, v, "", None, self.sources[v], step)
 
+    def _addend(self, i: int) -> tuple[int, ...]:
+        """The array over which a product is written that it is added to."""
+        return self.sources[self.added[i][1]] if i in self.added else ()
+
     def _reads(self, i: int) -> tuple[int, ...]:
         """The buffers that an op reads, fused ops' included."""
         op = self.program.ops[i]
@@ -270,7 +298,8 @@ class _Lowering:
 
     def _rewritten(self, i: int, operand: int, source: tuple[int, ...]) -> tuple[int, ...]:
         """What an op reads: cuDNN an argument's kernel transposed, and it and cuBLAS a copy of what lies otherwise than they
-        want it. The copy serves all ops that read the array so, the backward phase's too."""
+        want it, or of a device's part of a whole array. The copy serves all ops that read the array so, the backward phase's
+        too."""
         op = self.program.ops[i]
         if op.name not in REWRITING:
             return source
@@ -279,15 +308,28 @@ class _Lowering:
         if copy is not None:
             v = op.operands[operand]
             read: Hashable = (self.live_ranges.fusion.seen_through(v), copy)
-            extents = copy.spatial if isinstance(copy, ConvolutionCopy) else self.program.values[v].shape
             num_bytes = self.workspaces.copied_bytes(i, operand)
-            return self._copied(i, source, read, num_bytes, (extents, num_bytes))
+            if isinstance(copy, ConvolutionCopy):
+                return self._copied(i, source, read, num_bytes, (copy.spatial, num_bytes))
+            seen = self.live_ranges.fusion.seen_through(v)
+            nest = self.program.values[seen].shape, self.paths.made(seen)
+            return self._copied(i, source, read, num_bytes, nest, Copies(copy))
         if is_kernel and all(self.buffers[b].is_argument for b in source):
             return self._copied(i, source, operand, sum(self.buffers[b].num_bytes for b in source), None)
+        steps = self.paths.to_reader(i, operand).path
+        if steps and steps[-1].kind == SLICE:  # neither reads a part of an array that every device has
+            num_bytes = self.paths.local_bytes(op.operands[operand], steps[-1].after)
+            return self._copied(i, source, steps[-1].after, num_bytes, None)
         return source
 
     def _copied(
-        self, i: int, source: tuple[int, ...], read: Hashable, num_bytes: float, nest: Hashable
+        self,
+        i: int,
+        source: tuple[int, ...],
+        read: Hashable,
+        num_bytes: float,
+        nest: Hashable,
+        root: Copies | None = None,
     ) -> tuple[int, ...]:
         """A copy of an array, made once."""
         key = (source, read, num_bytes)
@@ -295,7 +337,7 @@ class _Lowering:
             loops, runs = self.live_ranges.loops_at[i], self.program.ops[i].count
             made = (self._buffer(num_bytes, Resident.TEMPORARIES, loops, False),)
             time = self.times.of_moving(2 * num_bytes) * runs
-            self._append(Kernel(i, source, made, (), None, 0.0, time, loops, nest))
+            self._append(Kernel(i, source, made, (), None, 0.0, time, loops, nest, root))
             self.rewritten[key] = made
         return self.rewritten[key]
 
@@ -364,8 +406,9 @@ class _Lowering:
         moved = sum(self.buffers[b].num_bytes for b in (*reads, *makes))
         time = self.times.of_op(i, moved) * self.program.ops[i].count
         loops, workspaces = self.live_ranges.loops_at[i], self.workspaces.num_bytes(i)
-        nest, sliced = self._nest(i) if makes else None, self._sliced(i) if workspaces else ()
-        return self._append(Kernel(i, reads, makes, after, None, workspaces, time, loops, nest, sliced))
+        nest, root = self._nest(i) if makes else (None, None)
+        sliced = self._sliced(i) if workspaces else ()
+        return self._append(Kernel(i, reads, makes, after, None, workspaces, time, loops, nest, root, sliced))
 
     def _sliced(self, i: int) -> tuple[int, ...]:
         operands = self.program.ops[i].operands
@@ -384,14 +427,20 @@ class _Lowering:
         time = self.times.of_op(i, num_bytes) * op.count
         return self._append(Kernel(i, reads, makes, after, what, 0.0, time, self.live_ranges.loops_at[i]))
 
-    def _nest(self, i: int) -> Hashable:
-        """What a fused kernel runs over that does not reduce: a shape, divided as it is."""
+    def _nest(self, i: int) -> tuple[Hashable, Sums | None]:
+        """What a fused kernel runs over, a shape, divided as it is, and the dimensions that it sums over, or the like. What
+        writes in another order than it reads is like nothing else."""
         op, op_class = self.program.ops[i], self.folded.class_of[i]
-        is_reduction = self.live_ranges.fusion.is_reduction[op_class]
-        if op.is_boundary or is_reduction or runs_alone(self.folded, op_class):
-            return None
+        is_turned = not self.live_ranges.fusion.layouts.turned.isdisjoint(op.results)
+        if op.is_boundary or is_turned or runs_alone(self.folded, op_class):
+            return None, None
+        if self.live_ranges.fusion.is_reduction[op_class]:
+            assert op.op is not None
+            spec = self.paths.spec(self.costed.graph.ports[op_class, 0, False])
+            axes = tuple(op.op.params.get("axes", ()))
+            return ((self.program.values[op.operands[0]].shape, spec), Sums(axes)) if axes else (None, None)
         largest = max((*op.operands, *op.results), key=lambda v: len(self.program.values[v].shape))
-        return self.program.values[largest].shape, self.paths.made(largest)
+        return (self.program.values[largest].shape, self.paths.made(largest)), None
 
     def _append(self, kernel: Kernel) -> int:
         constants = self.constants.intersection(kernel.reads)

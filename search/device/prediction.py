@@ -1,21 +1,19 @@
 """What one device holds and does in a step, under a full assignment: the plan's peak and its exposed communication.
 
-The kernels (`lowering`, `combiner`) are put in two kinds of orders (`kernel_order`): the one that takes the
-least memory, and those of XLA's latency-hiding scheduler, which puts kernels off into the windows of collectives and holds
-more meanwhile, as long as its budget allows. So the predicted peak is that of its orders where that keeps to the cap, and
-otherwise the cap, but never less than the least. The scheduler settles ties in ways that we do not know: the mean over ours
-counts, and a margin for what else is not known.
+The kernels (`lowering`, `siblings`, `combiner`) are put in the order that takes the least memory (`kernel_order`), and from
+there into that of XLA's latency-hiding scheduler (`latency_hiding`), which puts kernels off into the windows of collectives
+and holds more meanwhile, as long as its budget allows. So the predicted peak is that of its order where that keeps to the
+cap, and otherwise the cap, but never less than the least; with a margin for what our outline of the compiler misses.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import product
-from statistics import fmean
 
 from search.device.combiner import combined
-from search.device.kernel_order import Clock, Ties, latency_hiding, memory_saving, program_order
+from search.device.kernel_order import memory_saving, program_order
 from search.device.kernel_times import KernelTime
+from search.device.latency_hiding import latency_hiding
 from search.device.lowering import TRANSFERS, Kernel, Lowered, lower
 from search.device.siblings import merged
 from search.device.timeline import Occupancy, peak, seconds
@@ -52,8 +50,8 @@ class Prediction:
     @cached_property
     def peak(self) -> Peak:
         """The peak of device memory."""
-        found = [_with_margin(self._occupancy.peak(order)) for order in self._overlapped] or [self.least]
-        num_bytes = min(fmean(p.num_bytes for p in found), self.limit_bytes)
+        found = _with_margin(self._occupancy.peak(self._overlapped))
+        num_bytes = min(found.num_bytes, self.limit_bytes)
         if num_bytes <= self.least.num_bytes:
             return self.least
         return _grown(self.least, num_bytes - self.least.num_bytes)
@@ -68,13 +66,13 @@ class Prediction:
         """What of the transfers nothing hides."""
         if not self.transfer_s:
             return 0.0
-        free = KernelTime(0.0, 0.0, 0.0)
+        free = KernelTime(0.0, 0.0)
         kernels = tuple(replace(k, time=free) if _is_transfer(k) else k for k in self._plain.kernels)
         without = replace(self._plain, kernels=kernels)
         return self._fastest_s(self._plain) - self._fastest_s(without)
 
     def _fastest_s(self, lowered: Lowered) -> float:
-        orders = (program_order(self._plain), *self._overlapped)
+        orders = (program_order(self._plain), self._overlapped)
         return min(seconds(lowered, order) for order in orders)
 
     @cached_property
@@ -86,9 +84,12 @@ class Prediction:
         return Occupancy(self._plain)
 
     @cached_property
-    def _overlapped(self) -> tuple[tuple[int, ...], ...]:
-        choices = product(Ties, Clock) if self.is_rescheduled else ()
-        return tuple(latency_hiding(self._plain, ties, clock) for ties, clock in choices)
+    def _overlapped(self) -> tuple[int, ...]:
+        """The kernels as the compiler's scheduler has them; in the least order where it moves none."""
+        if not self.is_rescheduled:
+            return program_order(self._plain)
+        resting_bytes = sum(buffer.num_bytes for buffer in self.lowered.buffers if buffer.is_argument)
+        return latency_hiding(self._plain, self.limit_bytes - resting_bytes)
 
 
 def _is_transfer(kernel: Kernel) -> bool:

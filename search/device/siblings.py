@@ -1,8 +1,10 @@
 """XLA makes one kernel of fused kernels that read the same array over the same loops, unless one waits for the other.
 
 (`xla/service/gpu/transforms/multi_output_fusion.cc`.) All their results are then there at once: a softmax that is recomputed
-beside the gradient of its scores, which reads those too, is not let go before that gradient is made. (Reductions it merges
-too, but under conditions that we do not know: left apart, they predict peaks better.)
+beside the gradient of its scores, which reads those too, is not let go before that gradient is made. Sums are merged with
+sums over the same dimensions and with what runs over all that they sum. What is summed need not be there before: the kernel
+that makes an array sums it up as well, so that no array waits for the gradient of a bias. Likewise it also writes the array
+in the order in which a product wants it.
 
 What is copied to the host has to be an array, though the kernel that goes on with it could do without: it is one more
 result of that kernel. So an optimizer's new state is there all at once.
@@ -11,7 +13,7 @@ result of that kernel. So an optimizer's new state is there all at once.
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
 
-from search.device.lowering import Kernel, Lowered, renumbered
+from search.device.lowering import Copies, Kernel, Lowered, renumbered
 
 WINDOW = 64
 """How many kernels before a kernel its siblings are looked for. Source: a choice of ours; siblings share operands."""
@@ -37,8 +39,9 @@ def merged(lowered: Lowered) -> Lowered:
 
 def _shareable(lowered: Lowered, kernel: Kernel) -> frozenset[int]:
     """The buffers by which a kernel may become one with another: both read it, or one reads what the other makes."""
-    read = {r for r in kernel.reads if lowered.buffers[r].num_bytes >= LEAST_BYTES}
-    return frozenset(read | lowered.copied.intersection((*kernel.reads, *kernel.makes)))
+    touched = {*kernel.reads, *kernel.makes}
+    large = {b for b in touched if lowered.buffers[b].num_bytes >= LEAST_BYTES}
+    return frozenset(large | (lowered.copied & touched))
 
 
 def _merge_into_last(
@@ -65,12 +68,24 @@ def _merge_into_last(
 
 def _are_one(lowered: Lowered, one: Sequence[int], other: Sequence[int]) -> bool:
     """Whether kernels over the same loops become one."""
+    roots = {lowered.kernels[k].root for k in (*one, *other)} - {None}
+    if len(roots) > 1:
+        return False
     if _waits(lowered.kernels, other, one):
-        return _hands_on(lowered, one, other)
+        return _hands_on(lowered, one, other) or _goes_on(lowered, one, other)
+    if any(isinstance(root, Copies) for root in roots):
+        return False
     read = {r for k in one for r in lowered.kernels[k].reads} & {
         r for k in other for r in lowered.kernels[k].reads
     }
     return any(lowered.buffers[r].num_bytes >= LEAST_BYTES for r in read)
+
+
+def _goes_on(lowered: Lowered, one: Sequence[int], other: Sequence[int]) -> bool:
+    """Whether the other sums or copies what one makes, which is no sum itself."""
+    read = {b for k in other for b in lowered.kernels[k].reads}
+    makers = [k for k in one if not read.isdisjoint(lowered.kernels[k].makes)]
+    return all(lowered.kernels[k].root for k in other) and not any(lowered.kernels[k].root for k in makers)
 
 
 def _hands_on(lowered: Lowered, one: Sequence[int], other: Sequence[int]) -> bool:

@@ -4,10 +4,11 @@ from math import prod
 from typing import Any
 
 from cost_model.xla.gpu_targets import is_hopper_or_later
+from search.ir.spec import shard_shape
 from search.problem.convolution_copies import CONVOLUTION, ConvolutionCopy
 from search.problem.flat_program import FlatOp
 from search.problem.fusion import Fusion, is_view
-from search.problem.layouts import Order
+from search.problem.layouts import Order, product_order
 from search.problem.reshard_paths import ReshardPaths
 
 WORKSPACE_BYTES = 4 * 2**20
@@ -91,7 +92,16 @@ class Workspaces:
 
     def copied_as(self, i: int, operand: int) -> ConvolutionCopy | Order | None:
         """How an operand is written out for cuBLAS or cuDNN; None where it is read as it lies."""
-        return None if self.device.name == "CPU" else self.fusion.copied_as(i, operand)
+        copy = None if self.device.name == "CPU" else self.fusion.copied_as(i, operand)
+        return None if isinstance(copy, tuple) and self._lies_as_wanted(i, operand) else copy
+
+    def _lies_as_wanted(self, i: int, operand: int) -> bool:
+        """Whether a device's part of a product's operand lies as the product wants it, as it has a single example, say."""
+        op, v = self.paths.program.ops[i], self.paths.program.ops[i].operands[operand]
+        spec = self.paths.spec(self.paths.graph.ports[self.paths.folded.class_of[i], operand, False])
+        part = shard_shape(spec, self.paths.program.values[v].shape, self.paths.costed.resharder.mesh.shape)
+        order = product_order(op, operand, part)
+        return order is None or order == tuple(d for d in self.fusion.layouts.of[v].order if part[d] > 1)
 
     def copied_bytes(self, i: int, operand: int) -> float:
         """Of such a copy."""

@@ -32,9 +32,13 @@ _CALLED = frozenset(
 
 def shard_size(spec: Spec, shape: Sequence[int], mesh_shape: Sequence[int]) -> int:
     """Elements that one device holds, padding included."""
-    return math.prod(
-        -(-size // part) for size, part in zip(shape, _parts(spec, shape, mesh_shape), strict=True)
-    )
+    return math.prod(shard_shape(spec, shape, mesh_shape))
+
+
+def shard_shape(spec: Spec, shape: Sequence[int], mesh_shape: Sequence[int]) -> tuple[int, ...]:
+    """What one device holds, padding included."""
+    parts = _parts(spec, shape, mesh_shape)
+    return tuple(-(-size // part) for size, part in zip(shape, parts, strict=True))
 
 
 MAX_PADDING = 1 / 32

@@ -63,7 +63,8 @@ class Layouts:
     def written_out(self, op: FlatOp, operand: int) -> Order | None:
         """The order in which a product has an operand written out, as the dimensions of what it is a transpose of; None if
         it takes it as it lies."""
-        v, order = op.operands[operand], product_order(self.program, op, operand)
+        v = op.operands[operand]
+        order = product_order(op, operand, self.program.values[v].shape)
         if order is None or v not in self.of or self.of[v].order == order:
             return None
         while (maker := self.program.ops[self.program.maker[v][0]]).name == "transpose":
@@ -91,11 +92,11 @@ def layouts(program: FlatProgram) -> Layouts:
     return Layouts(program, found, frozenset(turned), frozenset(across))
 
 
-def product_order(program: FlatProgram, op: FlatOp, operand: int) -> Order | None:
-    """In which order a product wants an operand; None if it transposes it by itself."""
+def product_order(op: FlatOp, operand: int, shape: Sequence[int]) -> Order | None:
+    """In which order a product wants an operand of this shape, maybe a device's part; None if it transposes it by itself."""
     assert op.op is not None
     summed, batch = (sides[operand] for sides in op.op.params["dimension_numbers"])
-    large = _large(program.values[op.operands[operand]].shape)
+    large = _large(shape)
     first = tuple(d for d in batch if d in large)
     sums = tuple(d for d in summed if d in large)
     free = tuple(d for d in large if d not in summed and d not in batch)

@@ -1,7 +1,7 @@
 """What lies in memory at the highest point of small steps, as predicted, is what XLA's GPU compiler makes room for.
 
 Each is made of one thing that XLA stores otherwise than a step is written: an associative scan's slices, the joined rows
-that a graph's nodes look up, grouped heads in their layouts.
+that a graph's nodes look up, grouped heads in their layouts, gradients that are added up.
 """
 
 import jax
@@ -12,11 +12,12 @@ from jax import lax
 from autoshard.verification.judge import CompilerVerifier
 from cost_model.hardware import parse_cluster
 from cost_model.xla.process import Compiler
+from search.device.prediction import MARGIN
 from search.driver import find
 from search.ir.trace import trace
 from search.options import Options
 
-from .compiled import HURRY
+from .compiled import HURRY, JOBS, planned
 
 SHARE = 0.12
 """By how much a peak may be off. Source: the spread of `benchmarks.truth`; without the rules these are off by far more."""
@@ -55,17 +56,32 @@ def _grouped(w, x):
     return jnp.mean(found.astype(jnp.float32) ** 2)
 
 
+def _in_parts(w, x):
+    """Gradients of parts of the batch, added up: no part has one of its own."""
+
+    def part(total, x):
+        return jax.tree.map(jnp.add, total, jax.grad(_wide)(w, x)), None
+
+    total, _ = lax.scan(part, jax.tree.map(jnp.zeros_like, w), x)
+    return jax.tree.map(lambda w, g: w - 0.1 * g, w, total)
+
+
+def _wide(w, x):
+    return jnp.mean((jax.nn.relu(x @ w[0]) @ w[1]) ** 2)
+
+
 BF16 = jnp.bfloat16
 STEPS = {
-    "associative scan": (_recurrence, array(256, 256), array(16, 1024, 256)),
+    "gradients in parts": (_in_parts, [array(2048, 8192), array(8192, 2048)], array(4, 64, 2048)),
+    "associative scan": (trained(_recurrence), array(256, 256), array(16, 1024, 256)),
     "graph": (
-        _neighbours,
+        trained(_neighbours),
         [array(256, 256), array(512, 256)],
         array(8192, 256),
         array(8192, 8, dtype=jnp.int32),
     ),
     "grouped heads": (
-        _grouped,
+        trained(_grouped),
         [array(1024, 1024, dtype=BF16), array(1024, 256, dtype=BF16)],
         array(4, 1024, 1024, dtype=BF16),
     ),
@@ -74,8 +90,16 @@ STEPS = {
 
 @pytest.mark.parametrize("name", STEPS)
 def test_the_predicted_peak_is_what_the_compiler_makes_room_for(name):
-    loss, *args = STEPS[name]
+    step, *args = STEPS[name]
     cluster = parse_cluster("1xH100-80GB")
-    found = find(trace(trained(loss), *args), cluster, Options(cluster.device_memory_limit(), (1,)))
+    found = find(trace(step, *args), cluster, Options(cluster.device_memory_limit(), (1,)))
     proof = CompilerVerifier(cluster, Compiler(flags=HURRY), progress=lambda line: None).verified(found)
     assert proof.predicted.peak_bytes == pytest.approx(proof.compiled.peak_bytes, rel=SHARE)
+
+
+@pytest.mark.parametrize("name", ["mlp on 8", "mlp on 2x4", "mlp on 2x4 by hand", "mlp on 8x8"])
+def test_what_waits_beside_collectives_is_what_the_compiler_lets_wait(name):
+    """By the compiler's rules, that is: taken as equally likely, other orders are off by 14%."""
+    _, cluster, found = planned(JOBS[name])
+    proof = CompilerVerifier(cluster, Compiler(flags=HURRY), progress=lambda line: None).verified(found)
+    assert proof.predicted.peak_bytes == pytest.approx(proof.compiled.peak_bytes, rel=MARGIN)

@@ -21,7 +21,7 @@ def kernel(position, reads, makes, time_s=1.0, loops=(), workspace=0.0, after=()
         after,
         None,
         workspace,
-        KernelTime(time_s, time_s, time_s),
+        KernelTime(time_s, time_s),
         loops,
     )
 
@@ -39,9 +39,7 @@ def collective(
     after=(),
 ):
     what = Communication(kind, axes, num_bytes, dtype)
-    return Kernel(
-        position, tuple(reads), tuple(makes), after, what, 0.0, KernelTime(time_s, time_s, time_s), loops
-    )
+    return Kernel(position, tuple(reads), tuple(makes), after, what, 0.0, KernelTime(time_s, time_s), loops)
 
 
 def needed(kernels: tuple[Kernel, ...], k: int) -> set[int]:

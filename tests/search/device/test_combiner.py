@@ -46,6 +46,13 @@ def test_independent_collectives_of_a_kind_become_one_up_to_the_threshold():
     assert joined(*(collective(i, [2], [i], num_bytes) for i, num_bytes in enumerate((half + 1, half)))) == []
 
 
+def test_reduce_scatters_become_one_by_what_a_device_keeps_of_them():
+    kept = 15 * 2**20 // 8  # of the option that programs carry, 30 MiB over eight
+    for axes, size in (((0,), 2), ((1,), 8), ((0, 1), 16)):
+        scatters = [collective(i, [3], [i], kept * size, kind="reduce-scatter", axes=axes) for i in range(3)]
+        assert joined(*scatters) == [[0, 1]]
+
+
 @pytest.mark.parametrize(
     ("other", "are_joined"),
     [

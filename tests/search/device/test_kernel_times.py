@@ -35,7 +35,7 @@ def time_of(name: str, step, *args, **where) -> KernelTime:
 
 
 def test_runs_take_as_often_as_long():
-    assert KernelTime(2.0, 3.0, 1.0) * 4 == KernelTime(8.0, 12.0, 4.0)
+    assert KernelTime(2.0, 3.0) * 4 == KernelTime(8.0, 12.0)
 
 
 def test_a_collective_between_nodes_may_hide_behind_anything():
@@ -93,7 +93,6 @@ def test_a_fused_kernel_reads_and_writes_once():
 def test_the_scheduler_sees_what_an_array_alone_moves_and_no_launch():
     time = time_of("tanh", jnp.tanh, array(8, 8))
     assert time.scheduled_s == pytest.approx(1e6 / HBM_BYTES_PER_S, rel=1e-3)
-    assert time.apart_s == time_of("output", jnp.tanh, array(8, 8)).seconds
 
 
 def test_each_fused_kernel_has_its_own_time_and_a_device_computes_its_part():

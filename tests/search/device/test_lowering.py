@@ -93,6 +93,37 @@ def test_a_kernel_is_transposed_for_cudnn_and_updated_as_it_lies_there():
     assert last == max(k.position for k in found.kernels)
 
 
+def test_a_product_reads_its_part_of_what_every_device_has_from_a_copy():
+    x, w = jnp.zeros((1 << 16, 1024)), jnp.zeros((1024, 1024))
+    found = lowered(lambda x, w: (x @ w, w @ w), x, w, mesh=(8,), pins={"x": P(), "w": P()})
+    (argument,) = [b for b, one in enumerate(found.buffers) if one.is_argument and one.num_bytes == x.nbytes]
+    (copied,) = [k for k in found.kernels if argument in k.reads]
+    (copy,) = copied.makes
+    assert (copied.workspace_bytes, found.buffers[copy].num_bytes) == (0.0, x.nbytes / 8)
+    assert [k.workspace_bytes > 0 for k in found.kernels if copy in k.reads] == [True]
+
+
+def branches(weights, x):
+    """A layer that several others read: their products say together what its gradient is."""
+
+    def loss(weights):
+        first, *others = weights
+        y = jax.nn.relu(x @ first)
+        return sum(jnp.sum((y @ w) ** 2) for w in others)
+
+    return jax.tree.map(lambda w, g: w - g, weights, jax.grad(loss)(weights))
+
+
+@pytest.mark.parametrize("num_branches", [1, 2, 3])
+def test_a_product_is_added_to_the_array_that_is_there(num_branches):
+    weights, x = [jnp.zeros((512, 512)) for _ in range(1 + num_branches)], jnp.zeros((2048, 512))
+    found = lowered(branches, weights, x)
+    products = [k for k in found.kernels if k.workspace_bytes]
+    added = [k for k in products if not found.buffers[k.makes[0]].num_bytes]
+    terms = [k for k in added if len(k.reads) > 2]  # others are new state, which lies where the old one was
+    assert (len(products), len(terms)) == (2 + 3 * num_branches, num_branches - 1)
+
+
 def gated(activation):
     def step(weights, x):
         def loss(weights):
@@ -220,9 +251,9 @@ def test_what_a_loop_adds_up_is_reduced_once_behind_it_and_written_over():
     found = accumulated(jnp.float32)
     sums = [k for k in found.kernels if k.collective is not None]
     assert [(k.collective.kind, k.loops) for k in sums] == [("reduce-scatter", ())]
-    (total,) = sums[0].reads
+    (total,) = (b for b in sums[0].reads if found.buffers[b].num_bytes)
     assert found.buffers[total].num_bytes == 4 * 512**2
-    again = [k.makes[0] for k in found.kernels if k.loops and total in k.reads]
+    again = [b for k in found.kernels if k.loops and total in k.reads for b in k.makes]
     assert [found.buffers[b].num_bytes for b in again] == [0.0]
 
 

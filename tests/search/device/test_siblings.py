@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from search.device.lowering import Lowered
+from search.device.lowering import Copies, Lowered, Sums
 from search.device.siblings import LEAST_BYTES, merged
 from tests.search.device.programs import buffer, kernel, needed, programs
 
@@ -78,6 +78,37 @@ def test_a_small_array_makes_no_siblings():
         (over("rows", 0, [0], [1]), over("rows", 1, [0], [2])), (buffer(LEAST_BYTES - 1), LARGE, LARGE)
     )
     assert merged(program).kernels == program.kernels
+
+
+def summing(dims, *details):
+    return replace(over("rows", *details), root=Sums(dims))
+
+
+def test_sums_over_the_same_dimensions_of_what_both_read_are_one_kernel():
+    for dims, num_kernels in (((0,), 1), ((1,), 2)):
+        found = merged(lowered(summing((0,), 0, [0, 1], [2]), summing(dims, 1, [0], [3])))
+        assert len(found.kernels) == num_kernels
+
+
+def test_an_array_is_summed_by_the_kernel_that_makes_it():
+    found = merged(
+        lowered(
+            over("rows", 0, [0], [1]), kernel(1, [1], [2]), summing((0,), 2, [1], [3]), kernel(3, [3], [4])
+        )
+    )
+    assert [(k.reads, k.makes) for k in found.kernels] == [((0,), (1, 3)), ((1,), (2,)), ((3,), (4,))]
+
+
+def test_an_array_is_written_in_another_order_by_the_kernel_that_makes_it_and_by_no_other():
+    copy = replace(over("rows", 1, [1], [2]), root=Copies((1, 0)))
+    made, read = over("rows", 0, [0], [1]), over("rows", 2, [1], [3])
+    assert [k.makes for k in merged(lowered(made, copy, kernel(3, [2], [4]))).kernels] == [(1, 2), (4,)]
+    assert [k.makes for k in merged(lowered(copy, read)).kernels] == [(2,), (3,)]
+
+
+def test_what_reads_a_sum_is_not_one_kernel_with_it():
+    program = lowered(summing((0,), 0, [0], [1]), over("rows", 1, [0, 1], [2]), summing((0,), 2, [2, 1], [3]))
+    assert [k.makes for k in merged(program).kernels] == [(1,), (2, 3)]
 
 
 @given(programs(), st.data())

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from search.device.kernel_order import Ties, latency_hiding, memory_saving, program_order
+from search.device.kernel_order import memory_saving, program_order
+from search.device.latency_hiding import latency_hiding
 from search.device.lowering import Kernel, Lowered
 from search.device.timeline import peak, seconds
 from search.problem.live_ranges import Resident
@@ -167,7 +168,7 @@ def written_over(kernel: Kernel) -> set[int]:
 
 ORDERS = (
     lambda lowered: (lowered, program_order(lowered)),
-    lambda lowered: (lowered, latency_hiding(lowered, Ties.EARLIEST)),
+    lambda lowered: (lowered, latency_hiding(lowered)),
     lambda lowered: (memory_saving(lowered), program_order(memory_saving(lowered))),
 )
 

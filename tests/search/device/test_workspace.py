@@ -244,3 +244,24 @@ def test_the_kernel_s_gradient_of_an_even_convolution_is_even():
     assert of(((2, 2), (0, 0))) == 0
     assert of(((0, 1), (1, 1))) == 4 * 65 * 65 * 8
     assert of(((3, 1), (1, 1))) == 4 * (3 + 64) * 65 * 8
+
+
+# --- operands in another order
+
+
+def experts(w, x):
+    def loss(w):
+        hidden = jnp.einsum("ebcm,emf->ebcf", jnp.tanh(jnp.einsum("ebcm,emf->ebcf", x, w)), w)
+        return jnp.sum(hidden**2)
+
+    return w - jax.grad(loss)(w)
+
+
+@pytest.mark.parametrize(("mesh", "is_copied"), [(1, True), (8, False)])
+def test_an_operand_is_copied_where_a_devices_part_of_it_lies_otherwise_than_wanted(mesh, is_copied):
+    args = array(8, 256, 256), array(8, 16, 32, 256)
+    pins = {"w": P("data"), "x": P("data")} if mesh > 1 else {}
+    found = placed(experts, *args, mesh=mesh, **pins)
+    products = [(i, op) for i, op in enumerate(found.paths.program.ops) if op.name == "dot_general"]
+    copies = [found.copied_as(i, n) for i, op in products for n in range(len(op.operands))]
+    assert any(copies) == is_copied

@@ -44,7 +44,7 @@ def written_out(of: Layouts) -> list[list[int]]:
         for operand in range(2) if op.name == PRODUCT else ():
             if of.written_out(op, operand) is not None:
                 shape = of.program.values[op.operands[operand]].shape
-                order = product_order(of.program, op, operand)
+                order = product_order(op, operand, of.program.values[op.operands[operand]].shape)
                 assert order is not None
                 shapes.append([shape[d] for d in order])
     return shapes
@@ -101,4 +101,5 @@ def test_a_product_of_batches_wants_one_order_where_a_side_is_several_dimensions
 
     program = flatten(trace(step, array(*left), array(*right)))
     (op,) = [op for op in program.ops if op.name == PRODUCT]
-    assert [product_order(program, op, operand) for operand in range(2)] == wanted
+    shapes = [program.values[v].shape for v in op.operands]
+    assert [product_order(op, operand, shape) for operand, shape in enumerate(shapes)] == wanted

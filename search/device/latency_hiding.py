@@ -1,0 +1,286 @@
+"""The order in which XLA hides communication.
+
+On Hopper and later, and where a program asks for it, XLA starts over from the order that takes the least memory, and lists
+what it runs from the last to the first (`xla/service/latency_hiding_scheduler.cc`, with what
+`xla/service/gpu/gpu_latency_hiding_scheduler.cc` makes of it). A clock runs backwards meanwhile: each kernel moves it by its
+time. Of what nothing unlisted waits for, that is listed next which comes first by these rules, each asked where those before
+it say nothing:
+
+1. Once more is in memory than the budget, what adds least to it; once more than half of it, what does not exceed it.
+2. The end of a collective, if no other collective is under way.
+3. What is ready soonest. The start of a collective is ready when the clock has moved by the collective's time since its end
+   was listed; any other kernel `EDGE_S` after what reads it.
+4. If the end of another collective waits for its place, the start of the one that is under way; otherwise, whatever is not
+   the start of a collective that waits for no other.
+5. What the longest chain of collectives leads to.
+6. What takes most nearly as long as it is until something else is ready.
+7. What reads a collective's result, whose end can be listed next.
+8. What is the last one to read most arrays, whose makers can be listed next.
+9. Once more than half of the budget is in memory, what frees some.
+10. What stood last in the order that takes the least memory. There, collectives end right before their first reader and
+    start right behind what makes their operands.
+
+Whatever is only needed late, weight gradients above all, is thus put off into the windows of later collectives, and what it
+reads stays in memory meanwhile. Where there is no collective, in a loop's body or in the step outside of loops, all stays as
+it was. A loop takes no time in the scheduler's eyes; one that communicates inside is never put
+beside a collective.
+
+What is one of several results, or has a workspace beside it, comes out of a tuple. Taking it out is a step of its own that
+is listed at once, so what makes it is ready `EDGE_S` later than others.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf
+
+from search.device.lowering import Kernel, Loops, Lowered
+from search.device.regions import Region
+
+EDGE_S = 1e-6
+"""How long the scheduler takes a result to be under way from one kernel to the next. Source: XLA, `kLowLatency`, in
+microseconds as `SolLatencyEstimator` has it."""
+
+LAUNCH_S = 1e-6
+"""What it takes the start of a collective for, and the end, besides the collective. Source: as above, `kLowCost`."""
+
+LOOP_S = 1e-8
+"""What it takes a loop for. Source: as above, a hundredth of `kLowCost`."""
+
+
+def latency_hiding(lowered: Lowered, budget_bytes: float = inf) -> tuple[int, ...]:
+    """An order of kernels, which lie in the one that takes the least memory (see `search.device.kernel_order`).
+
+    Args:
+      lowered: the kernels.
+      budget_bytes: what the scheduler may use besides arguments and results. It counts the arguments too, all the same.
+    """
+    return _ordered(lowered, range(len(lowered.kernels)), (), budget_bytes, 0.0)
+
+
+def _ordered(
+    lowered: Lowered, members: Sequence[int], loops: Loops, budget_bytes: float, held_bytes: float
+) -> tuple[int, ...]:
+    region = Region(lowered, members, loops)
+    scheduler = _Scheduler(region, budget_bytes, held_bytes)
+    found: list[int] = []
+    for node in reversed(scheduler.run()):
+        if node.unit in region.loops_of:
+            body, held_bytes = region.units[node.unit], scheduler.held_beside.get(node.unit, 0.0)
+            found += _ordered(lowered, body, region.loops_of[node.unit], budget_bytes, held_bytes)
+        else:
+            (k,) = region.units[node.unit]
+            found.append(~k if node.is_end else k)
+    return tuple(found)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Node:
+    """What is listed as one: a kernel, a loop, the start of a collective, or its end.
+
+    Attributes:
+      unit: in its region.
+      seconds: by how much it moves the clock.
+      depth_s: how long the longest chain of collectives takes that leads to it.
+      place: in the order that takes the least memory.
+      ready_s: when it is ready.
+      is_start: of a collective.
+      is_end: of a collective.
+    """
+
+    unit: int
+    seconds: float
+    depth_s: float
+    place: float
+    ready_s: float
+    is_start: bool = False
+    is_end: bool = False
+
+
+class _Scheduler:
+    """One pass from the last unit to the first.
+
+    Attributes:
+      now_s: the clock.
+      ready: nodes that nothing unlisted waits for.
+      listed: nodes, from the last to the first.
+      is_under_way: whether a collective is whose start is not listed yet.
+      held_bytes: what is in memory.
+      held_beside: by loop, what is in memory when it is listed.
+    """
+
+    def __init__(self, region: Region, budget_bytes: float, held_bytes: float) -> None:
+        self.region, self.budget_bytes, self.held_bytes = region, budget_bytes, held_bytes
+        self.buffers = region.lowered.buffers
+        units = range(len(region.units))
+        self.reads, self.makes = ([tuple(of(unit)) for unit in units] for of in (region.reads, region.makes))
+        self.unread = Counter(b for reads in self.reads for b in reads)
+        self.outer = frozenset(self.unread).difference(*self.makes)
+        self.ended = frozenset(b for unit in units for b in self._made_by_end(unit))
+        self.communicates = [region.has_collective(unit) for unit in units]
+        self.num_readers, self.first_reader = [0] * len(units), [inf] * len(units)
+        self.depth_s, self.wanted_s = [0.0] * len(units), [0.0] * len(units)
+        for unit, needed in enumerate(region.before):
+            self.depth_s[unit] = max(map(self._depth_behind_s, needed), default=0.0)
+            for n in needed:
+                self.num_readers[n] += 1
+                self.first_reader[n] = min(self.first_reader[n], unit)
+        self.now_s, self.is_under_way = 0.0, False
+        self.ready: list[_Node] = []
+        self.listed: list[_Node] = []
+        self.live: set[int] = set()
+        self.held_beside: dict[int, float] = {}
+
+    def run(self) -> list[_Node]:
+        """The nodes, from the last to the first."""
+        if not any(self._collective(unit) for unit in range(len(self.reads))):
+            return [_Node(unit, 0.0, 0.0, unit, 0.0) for unit in reversed(range(len(self.reads)))]
+        for unit in [unit for unit, count in enumerate(self.num_readers) if not count]:
+            self._free(unit)
+        while self.ready:
+            self._list(self._best())
+        return self.listed
+
+    # --- what is known of a unit
+
+    def _collective(self, unit: int) -> Kernel | None:
+        kernel = self.region.kernel(unit)
+        return None if kernel is None or kernel.collective is None else kernel
+
+    def _made_by_end(self, unit: int) -> tuple[int, ...]:
+        """What a collective makes that is taken out of no tuple."""
+        kernel = self._collective(unit)
+        return () if kernel is None or len(kernel.makes) > 1 else kernel.makes
+
+    def _seconds(self, unit: int) -> float:
+        kernel = self.region.kernel(unit)
+        return LOOP_S if kernel is None else kernel.time.scheduled_s
+
+    def _depth_behind_s(self, unit: int) -> float:
+        return self.depth_s[unit] + (self._seconds(unit) if self._collective(unit) is not None else 0.0)
+
+    def _makes_tuple(self, unit: int) -> bool:
+        kernel = self.region.kernel(unit)
+        return kernel is None or len(kernel.makes) > 1 or kernel.workspace_bytes > 0
+
+    # --- listing
+
+    def _free(self, unit: int) -> None:
+        """Takes up a unit that nothing unlisted waits for."""
+        ready_s = max(self.now_s, self.wanted_s[unit])
+        if self.listed and self._makes_tuple(unit):
+            self.now_s = ready_s
+            ready_s += EDGE_S
+        if self._collective(unit) is None:
+            self.ready.append(_Node(unit, self._seconds(unit), self.depth_s[unit], unit, ready_s))
+        else:
+            depth_s, place = self._depth_behind_s(unit), self.first_reader[unit] - 0.5
+            self.ready.append(_Node(unit, LAUNCH_S, depth_s, place, ready_s, is_end=True))
+
+    def _list(self, node: _Node) -> None:
+        self.ready.remove(node)
+        self.listed.append(node)
+        unit, begun_s = node.unit, max(self.now_s, node.ready_s)
+        self.now_s = begun_s + node.seconds
+        if not node.is_start:
+            self._hold(unit)
+        if node.is_end:
+            self.is_under_way = True
+            place = max((n + 0.5 for n in self.region.before[unit]), default=-0.5)
+            ready_s = max(self.now_s, begun_s + self._seconds(unit))
+            self.ready.append(_Node(unit, LAUNCH_S, self.depth_s[unit], place, ready_s, is_start=True))
+            return
+        self.is_under_way = self.is_under_way and not node.is_start
+        self._let_go(unit)
+        self.unread.subtract(self.reads[unit])
+        if any(b in self.outer and not self.unread[b] for b in self.reads[unit]):
+            self.now_s = max(self.now_s, begun_s + EDGE_S)  # an argument is listed at once
+        for n in self.region.before[unit]:
+            self.wanted_s[n] = max(self.wanted_s[n], begun_s + EDGE_S)
+            self.num_readers[n] -= 1
+            if not self.num_readers[n]:
+                self._free(n)
+
+    def _hold(self, unit: int) -> None:
+        """What a unit reads is in memory from here on."""
+        fresh = [b for b in self.reads[unit] if b not in self.live]
+        self.live.update(fresh)
+        self.held_bytes += sum(self.buffers[b].num_bytes for b in fresh)
+        self.held_beside[unit] = self.held_bytes
+
+    def _let_go(self, unit: int) -> None:
+        """What a unit makes is not there before it."""
+        made = self.live.intersection(self.makes[unit])
+        self.live -= made
+        self.held_bytes -= sum(self.buffers[b].num_bytes for b in made)
+
+    # --- choosing
+
+    def _best(self) -> _Node:
+        """The node to list next."""
+        is_wanted = any(node.is_end for node in self.ready)
+        allowed = [
+            node
+            for node in self.ready
+            if not (self.is_under_way and self.communicates[node.unit] and not node.is_start)
+        ]
+        urgency = [self._urgency(node, is_wanted) for node in allowed]
+        most = min(urgency)
+        best, *others = (node for node, one in zip(allowed, urgency, strict=True) if one == most)
+        until_s = self._until_next_s() if others else None
+        for node in others:
+            if self._is_better(node, best, until_s):
+                best = node
+        return best
+
+    def _urgency(self, node: _Node, is_wanted: bool) -> tuple[float, bool, bool, float, bool, bool, float]:
+        """By rules 1 to 5."""
+        growth_bytes, exceeds = self._pressure(node)
+        return (
+            growth_bytes,
+            exceeds,
+            not node.is_end,
+            max(node.ready_s, self.now_s),
+            not (node.is_start and is_wanted),
+            node.is_start and not node.depth_s,
+            -node.depth_s,
+        )
+
+    def _pressure(self, node: _Node) -> tuple[float, bool]:
+        """What a node adds to memory, if there is too much in it, and whether it brings it above the budget."""
+        if 2 * self.held_bytes <= self.budget_bytes:
+            return 0.0, False
+        adds_bytes = self._adds_bytes(node)
+        growth_bytes = self._growth_bytes(node, adds_bytes) if self.held_bytes >= self.budget_bytes else 0.0
+        return growth_bytes, self.held_bytes + adds_bytes > self.budget_bytes
+
+    def _adds_bytes(self, node: _Node) -> float:
+        return sum(self.buffers[b].num_bytes for b in self.reads[node.unit] if b not in self.live)
+
+    def _growth_bytes(self, node: _Node, adds_bytes: float) -> float:
+        """An end is seen together with its start, which lets go of the result."""
+        freed = sum(self.buffers[b].num_bytes for b in self.makes[node.unit] if b in self.live)
+        return -freed if node.is_end else adds_bytes - freed
+
+    def _until_next_s(self) -> float | None:
+        """How long it is until something is ready that is not yet; None where there is no such thing."""
+        soonest_s = min((node.ready_s for node in self.ready if node.ready_s > self.now_s), default=None)
+        return None if soonest_s is None else soonest_s - self.now_s
+
+    def _is_better(self, node: _Node, other: _Node, until_s: float | None) -> bool:
+        """By rules 6 to 10."""
+        if until_s is not None:
+            waste_s, others_s = (abs(until_s - n.seconds) for n in (node, other))
+            if waste_s < others_s and not node.is_start:
+                return True
+            if others_s < waste_s and not other.is_start:
+                return False
+        return self._use(node) > self._use(other)
+
+    def _use(self, node: _Node) -> tuple[bool, int, bool, float]:
+        """By rules 7 to 10."""
+        reads = () if node.is_end else self.reads[node.unit]
+        is_tight = 2 * self.held_bytes > self.budget_bytes
+        frees = is_tight and self._growth_bytes(node, self._adds_bytes(node)) < 0
+        num_last = 1 if node.is_end else sum(self.unread[b] == 1 for b in reads)
+        return not self.ended.isdisjoint(reads), num_last, frees, node.place

@@ -1,0 +1,66 @@
+"""Products that are added to an array where it lies.
+
+cuBLAS computes `alpha * A @ B + beta * C` over `C`. XLA has it add a product to an array that is there before, if nothing
+else reads the product, nor the array from then on (`GemmRewriter`): then the product is no array of its own, and there is no
+kernel for the addition. So are gradients of microbatches added up, and what several products say of one gradient.
+
+(Where others read the array too, XLA copies it first: as much memory as the product would take.)
+"""
+
+from collections.abc import Iterator
+
+from search.problem.flat_program import ADDITIONS
+from search.problem.fusion import is_part, is_view
+from search.problem.layouts import PRODUCT
+from search.problem.live_ranges import LiveRanges
+from search.problem.reshard_paths import ReshardPaths
+
+
+def sums_in_place(live_ranges: LiveRanges, paths: ReshardPaths) -> dict[int, tuple[int, int]]:
+    """By product: the addition, and the value that it is added to."""
+    return {i: (u, v) for i, u, v in _Sums(live_ranges, paths).found()}
+
+
+class _Sums:
+    def __init__(self, live_ranges: LiveRanges, paths: ReshardPaths) -> None:
+        self.live_ranges, self.paths, self.program = live_ranges, paths, live_ranges.program
+        self.maker, self.uses = self.program.maker, self.program.uses
+        self.sums: set[int] = set()
+
+    def found(self) -> Iterator[tuple[int, int, int]]:
+        """Products, each with its addition and the value that it is added to; of two, the later one is added."""
+        for u, op in enumerate(self.program.ops):
+            if op.name not in ADDITIONS or len(op.operands) != 2 or not self._stays(u):
+                continue
+            products = [(i, n) for n, v in enumerate(op.operands) if (i := self._product(v)) is not None]
+            i, n = max(products, default=(None, 0))
+            if i is not None and self._lies_there(op.operands[1 - n], i, u):
+                self.sums.update(op.results)
+                yield i, u, op.operands[1 - n]
+
+    def _stays(self, u: int) -> bool:
+        """Whether an addition's operands and its result lie alike."""
+        op = self.program.ops[u]
+        read = (self.paths.to_reader(u, n).path for n in range(len(op.operands)))
+        return not any(read) and not self.paths.to_rest(op.results[0])
+
+    def _product(self, v: int) -> int | None:
+        """The product that makes a value for one reader alone, seen through views."""
+        i = self.maker[v][0]
+        op = self.program.ops[i]
+        if len(self.uses[v]) > 1 or self.paths.to_rest(v):
+            return None
+        if op.name == PRODUCT:
+            return i
+        if op.op is None or not is_view(op) or self.paths.to_reader(i, 0).path:
+            return None
+        return self._product(op.operands[0])
+
+    def _lies_there(self, v: int, i: int, u: int) -> bool:
+        """Whether an array is there before a product and read by nothing but the addition, until their loop is over."""
+        at, loops = self.maker[v][0], self.live_ranges.loops_at
+        start, end = loops[u][0] if loops[u] else (0, len(self.program.ops))
+        maker, is_made = self.program.ops[at], v in self.sums or self.live_ranges.fusion.is_stored(v)
+        is_array = is_made and maker.name != "input" and not is_part(maker)
+        is_free = all(reader == u or not start <= reader < end for reader in self.uses[v])
+        return is_array and is_free and loops[i] == loops[u] and at < i and not self.paths.to_rest(v)
