@@ -39,7 +39,8 @@ from search.problem.traffic import Traffic
 from search.solver import branch_and_bound
 from search.solver.branch_and_bound import NoFitError
 from search.solver.clock import PROCESSOR, Deadline, SearchClock
-from search.solver.pbqp import Labels, MemoryConstraint, Problem, restricted_row
+from search.solver.neighbourhoods import reoptimised
+from search.solver.pbqp import Labels, MemoryConstraint, Problem, merged, restricted_row
 from search.tightening import BLIND, MAX_ROWS, Round, tightened
 
 RELATIVE_GAP = 5e-3
@@ -428,6 +429,21 @@ class MeshProblem:
             num_runs=NUM_STEPS,
         )
         return replace(solution, labels=_original(kept, solution.labels))
+
+    def lightened(self, kept: Sequence[np.ndarray], labels: Labels, deadline: Deadline) -> Labels:
+        """Of the kept strategies, some that are slower by the gap at most, and hold less where the given ones hold most."""
+        rows = self.memory.rows_over(labels, 0.0)
+        if not rows:
+            return labels
+        row = max(rows, key=lambda row: row.total_bytes(labels))
+        price_s = RELATIVE_GAP * self.problem.cost_s(labels) / row.total_bytes(labels)
+        restricted, own = self._restricted(kept), restricted_row(row, kept)
+        costs = list(restricted.node_cost_s)
+        for node, per_label in own.bytes:
+            costs[node] = costs[node] + price_s * per_label
+        start = tuple(int(np.searchsorted(k, label)) for k, label in zip(kept, labels, strict=True))
+        found, _ = reoptimised(merged(Problem(tuple(costs), restricted.edges)), start, deadline)
+        return _original(kept, found)
 
     def completed(self, kept: Sequence[np.ndarray]) -> Labels:
         """The cheapest of the kept strategies, where few are left to choose from.

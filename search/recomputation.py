@@ -110,14 +110,19 @@ class Candidate:
 def without_cap(
     tried: Sequence[MeshProblem], pins: Mapping[str, Any], cutoff_s: float, deadline: Deadline
 ) -> tuple[list[FreeSolution], dict[tuple[int, ...], float]]:
-    """The best strategies on each mesh where they are faster than the cutoff, fastest first, and a bound for every mesh."""
+    """The best strategies on each mesh where they are faster than the cutoff, fastest first, and a bound for every mesh.
+
+    Of those that are nearly as fast, they hold little: what they hold is what has to be recomputed.
+    """
     found: list[FreeSolution] = []
     bounds_s: dict[tuple[int, ...], float] = {}
     for i, on_mesh in enumerate(tried):
         share_s = deadline.left_s / (len(tried) - i)
         try:
-            solution = on_mesh.solve(on_mesh.pinned(pins), NO_CAP, share_s, (1 - RELATIVE_GAP) * cutoff_s)
-            found.append(FreeSolution(on_mesh, solution.labels, solution.cost_s))
+            kept = on_mesh.pinned(pins)
+            solution = on_mesh.solve(kept, NO_CAP, share_s, (1 - RELATIVE_GAP) * cutoff_s)
+            labels = on_mesh.lightened(kept, solution.labels, deadline)
+            found.append(FreeSolution(on_mesh, labels, on_mesh.problem.cost_s(labels)))
             bounds_s[on_mesh.shape] = solution.bound_s
         except NoFitError as e:
             bounds_s[on_mesh.shape] = e.bound_s

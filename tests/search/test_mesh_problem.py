@@ -12,10 +12,11 @@ from jax.sharding import PartitionSpec as P
 from cost_model.errors import InputError, PlanError
 from cost_model.hardware import parse_cluster
 from search.ir.trace import trace
-from search.mesh_problem import MeshProblem, StepProblem
+from search.mesh_problem import RELATIVE_GAP, MeshProblem, StepProblem
 from search.options import Options, candidate_shapes
 from search.problem.strategies import port_specs
 from search.solver.branch_and_bound import NoFitError
+from search.solver.clock import Deadline
 from search.solver.pbqp import MemoryConstraint
 from tests.search.chain import chain
 
@@ -218,3 +219,16 @@ def test_no_plan_that_fits_has_less_than_the_smallest_peak_by_much():
     _, smallest = on_mesh.smallest_peak(kept, 6.0)
     assert smallest.num_bytes <= 300 * 2**20
     assert fits.least.num_bytes <= 300 * 2**20
+
+
+@pytest.mark.parametrize("kept", [ALL, [labels[:2] for labels in ALL]])
+def test_what_is_lightened_holds_little_where_it_held_most_and_costs_hardly_more(kept):
+    """Where all bytes there together are worth the gap, nothing is better by brute force."""
+    allowed = [one for one in ASSIGNMENTS if all(label in k for label, k in zip(one[2], kept, strict=True))]
+    for cost_s, num_bytes, labels in sorted(one for one in allowed if one[0] < inf)[:20]:
+        row = ON_MESH.memory.row(ON_MESH.memory.peak(labels).position)
+        price_s = RELATIVE_GAP * cost_s / num_bytes
+        found = ON_MESH.lightened(kept, labels, Deadline.after(10.0, ON_MESH.clock))
+        assert ON_MESH.problem.cost_s(found) <= (1 + RELATIVE_GAP) * cost_s
+        least_s = min(c + price_s * row.total_bytes(others) for c, _, others in allowed)
+        assert ON_MESH.problem.cost_s(found) + price_s * row.total_bytes(found) == pytest.approx(least_s)
