@@ -203,16 +203,19 @@ class Draft:
 
     @cached_property
     def promised_s(self) -> float:
-        """What a step takes about."""
-        return min(one.step_s for one in self._as_drafted)
+        """What a step takes about, in a schedule that seems to fit, if there is one."""
+        return min(one.step_s for one in self._fitting(self._as_drafted) or self._as_drafted)
 
     def proposal(self) -> Proposal | NoCut:
         """The fastest schedule that fits, or that none does."""
         parts = self._parts
         is_drafted = parts is self.drafting.plain
         found = self._as_drafted if is_drafted else self._proposals([parts] * len(self.cut.stages))
-        fitting = [one for one in found if max(one.peak_bytes) <= self.drafting.wanted.memory_bytes]
+        fitting = self._fitting(found)
         return min(fitting, key=lambda one: one.rank) if fitting else NoCut(self.cut.stages)
+
+    def _fitting(self, found: Sequence[Proposal]) -> list[Proposal]:
+        return [one for one in found if max(one.peak_bytes) <= self.drafting.wanted.memory_bytes]
 
     @cached_property
     def _as_drafted(self) -> list[Proposal]:

@@ -223,9 +223,10 @@ class PipelineSearch:
         if fitting and fitting.most_bytes < ROOMY * self.options.memory_bytes:
             return inf
         free = drafting.without_cap.draft()
-        if free is None or (fitting and free.cut.step_s >= (1 - CRAMPED) * fitting.cut.step_s):
+        if free is None or free.least_s >= self._best_s:
             return inf
-        return free.least_s if free.least_s >= self._best_s else (1 - GAP) * free.promised_s
+        is_cramped = fitting is None or free.promised_s < (1 - CRAMPED) * fitting.promised_s
+        return (1 - GAP) * free.promised_s if is_cramped else inf
 
     def _bound_s(self, parts: Parts, num_replicas: int, shapes: Shapes) -> float:
         """What pipelines on so many replicas take at least."""
