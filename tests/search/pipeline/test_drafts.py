@@ -5,7 +5,7 @@ from functools import cache
 
 import pytest
 
-from cost_model.errors import InputError
+from cost_model.errors import InfeasibleError, InputError
 from cost_model.hardware import parse_cluster
 from search.ir.trace import trace
 from search.pipeline.drafts import Drafting, Wanted
@@ -98,3 +98,13 @@ def test_a_draft_without_a_cap_is_the_fastest():
     free, tight = capped.without_cap.draft(), capped.draft()
     assert free is not None
     assert tight is None or free.cut.step_s <= tight.cut.step_s
+
+
+def test_where_another_plan_is_faster_anyway_nothing_is_drafted():
+    step = traced()
+    search = PipelineSearch(step, [""] * len(step.arguments), CLUSTER, PipelineOptions(80 << 30))
+    with pytest.raises(
+        InfeasibleError, match=r"pipelines of step take .* or more, and there is a plan of 1 us"
+    ):
+        search.run(cutoff_s=1e-6)
+    assert search.best is None
