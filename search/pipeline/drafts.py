@@ -202,9 +202,14 @@ class Draft:
         return max(stage.memory_bytes for stage in self.cut.stages)
 
     @cached_property
+    def promised_rank(self) -> tuple[float, float]:
+        """Of its best schedule that seems to fit, if there is one, about; as of proposals."""
+        return min(one.rank for one in self._fitting(self._as_drafted) or self._as_drafted)
+
+    @property
     def promised_s(self) -> float:
-        """What a step takes about, in a schedule that seems to fit, if there is one."""
-        return min(one.step_s for one in self._fitting(self._as_drafted) or self._as_drafted)
+        """What a step takes about."""
+        return self.promised_rank[0]
 
     def proposal(self) -> Proposal | NoCut:
         """The fastest schedule that fits, or that none does."""

@@ -201,7 +201,7 @@ class PipelineSearch:
     def _takes(self, draft: Draft) -> bool:
         """Works out what promises to be better than the best pipeline, and takes it if it is; false if it turns out not to
         fit."""
-        if draft.least_s >= self._best_s or draft.promised_s >= self._best_s:
+        if self.best and (draft.least_s > self.best.step_s or draft.promised_rank >= self.best.rank):
             return True
         found = draft.proposal()
         if isinstance(found, NoCut):
