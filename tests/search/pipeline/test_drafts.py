@@ -108,3 +108,11 @@ def test_where_another_plan_is_faster_anyway_nothing_is_drafted():
     ):
         search.run(cutoff_s=1e-6)
     assert search.best is None
+
+
+def test_state_that_cannot_be_shared_out_over_replicas_is_counted_whole():
+    """Of hidden sizes of 512 no replica can have a third, but of queries, keys and values."""
+    whole = plain(8).costs((1,), 1).state_bytes.sum()
+    halves, thirds = (plain(8).costs((1,), n).state_bytes.sum() for n in (2, 3))
+    assert halves < 0.8 * whole
+    assert thirds > 0.9 * whole
