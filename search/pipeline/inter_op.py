@@ -53,9 +53,12 @@ def plan_stages(problem: InterOpProblem, relative_gap: float = RELATIVE_GAP) -> 
       problem: layers, devices and costs.
       relative_gap: how much slower than the best the plan may be; 0 for the best.
     """
-    search = _Search(problem)
-    found = search.run(relative_gap)
-    return found if found is not None else _nearest(problem)
+    return fastest_cut(problem, relative_gap) or nearest_cut(problem)
+
+
+def fastest_cut(problem: InterOpProblem, relative_gap: float = RELATIVE_GAP) -> InterOpPlan | None:
+    """The same; None where none fits."""
+    return _Search(problem).run(relative_gap)
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,8 +272,8 @@ class _Search:
         )
 
 
-def _nearest(problem: InterOpProblem) -> NoCut:
-    """The cut that would fit if every device had as little more memory as possible."""
+def nearest_cut(problem: InterOpProblem) -> NoCut:
+    """Where none fits, the cut that would if every device had as little more memory as possible."""
     most_bytes = max(o.memory_bytes(0, problem.num_layers, problem.in_flight[-1]) for o in problem.options)
     nearest, too_little = _with_more(problem, most_bytes), 0.0
     if nearest is None:

@@ -16,15 +16,18 @@ while it runs.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 
 import numpy as np
 
 from cost_model.cluster import Cluster, Link
 from cost_model.collectives import MeshModel
+from search.ir.graph import Value
+from search.ir.spec import WHOLE, Spec
 from search.pipeline.intra_op import IntraOp
 from search.pipeline.layer_shares import IN_LOOP, ONCE, Array, LayerShares, only
 from search.pipeline.pipeline_step import PipelineStep
+from search.pipeline.stage_sharding import split_over_replicas
 from search.problem.costs import COMBINED_BYTES
 from search.problem.flat_program import ReadPhase, read_phase
 from search.problem.live_ranges import LiveRange
@@ -85,7 +88,7 @@ class Ledger:
             by_part[ONCE] / num_replicas + self._reduction_s(num_replicas),
             residuals,
             later,
-            kept + self._split_bytes / num_replicas + self._whole_bytes,
+            kept + self._split_bytes(num_replicas) + self._whole_bytes,
             working,
             self._crossing_bytes,
         )
@@ -136,10 +139,14 @@ class Ledger:
     def _held(self, values: Iterable[int]) -> Array:
         """Of values of the pipeline, by layer where they are made or rest; what the prologue makes for tasks, where these
         read it."""
-        found, of_value = np.zeros(self._num_layers), self.shares.layers.assigned.of_value
+        found = np.zeros(self._num_layers)
         for v in values:
-            found[self.shares.first_reader.get(v, of_value.get(v, 0))] += self._bytes_of(v)
+            found[self._layer_of(v)] += self._bytes_of(v)
         return found
+
+    def _layer_of(self, v: int) -> int:
+        """Of a value of the pipeline: where it is made, rests or, made by the prologue, is read first."""
+        return self.shares.first_reader.get(v, self.shares.layers.assigned.of_value.get(v, 0))
 
     def _bytes_of(self, v: int) -> float:
         """Of a value of the pipeline, on a device."""
@@ -211,9 +218,26 @@ class Ledger:
         born, last = (read_phase(self.shares.program.ops[i]) for i in (item.position, item.end))
         return born is ReadPhase.FORWARD and last is not ReadPhase.FORWARD
 
+    def _split_bytes(self, num_replicas: int) -> Array:
+        """State, in as many parts as there are replicas where its dims allow that."""
+        mesh_shape, found = (num_replicas, *self.intra_op.mesh_shape), np.zeros(self._num_layers)
+
+        @cache
+        def num_parts(value: Value, spec: Spec) -> int:
+            return num_replicas if split_over_replicas(value, spec, mesh_shape)[0] != WHOLE else 1
+
+        for v, (value, spec) in self._split_types.items():
+            found[self._layer_of(v)] += self._bytes_of(v) / num_parts(value, spec)
+        return found
+
     @cached_property
-    def _split_bytes(self) -> Array:
-        return self._held(self.shares.split_arguments)
+    def _split_types(self) -> dict[int, tuple[Value, Spec]]:
+        """What may lie so: its type, and how the devices of a replica have it."""
+        step, lies = self._step, self.intra_op.lies
+        return {
+            v: (step.values[v], lies(step.place_of(v), step.values[v]))
+            for v in sorted(self.shares.split_arguments)
+        }
 
     @cached_property
     def _whole_bytes(self) -> Array:

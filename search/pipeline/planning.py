@@ -14,7 +14,7 @@ import jax
 from cost_model.cluster import Cluster
 from cost_model.collectives import MeshModel
 from cost_model.errors import InfeasibleError, InputError, PlanError
-from cost_model.units import format_bytes, format_seconds
+from cost_model.units import format_bytes
 from search.ir.graph import Step
 from search.ir.spec import AXIS_NAMES
 from search.memory.microbatches import looped
@@ -29,7 +29,6 @@ from search.pipeline.simulator import Simulation, StageCost, simulate
 from search.pipeline.split_loops import num_positions
 from search.pipeline.stage_collectives import stage_collectives
 from search.pipeline.stage_memory import StageMemory
-from search.pipeline.stage_plan import NoCut
 from search.pipeline.stage_sharding import stage_sharding
 from search.pipeline.task_memory import ProgramKernels
 from search.plan.pipeline_plan import REPLICA, PipelineEstimates, PipelinePlan, Stage, StageEstimates
@@ -96,7 +95,8 @@ def find(
         try:
             lower = replace(options, memory_bytes=int(limit_bytes))
             search = PipelineSearch(step, [""] * len(step.arguments), cluster, lower, progress, ready)
-            found = _found(search, cutoff_s, watch)
+            found = search.run(cutoff_s)
+            watch.lap("search")
         except InfeasibleError as e:
             refused.append(e)
             return None
@@ -115,20 +115,6 @@ def find(
         f"no pipeline of {step.name} on {cluster.name} fits {format_bytes(options.memory_bytes)} a device: the nearest that "
         f"was found needs {format_bytes(smallest_bytes)}. Allow that, more microbatches or more stages, or use more devices"
     )
-
-
-def _found(search: PipelineSearch, cutoff_s: float, watch: Stopwatch) -> Proposal:
-    """What a search takes for the fastest pipeline that fits."""
-    found = search.run(cutoff_s)
-    watch.lap("search")
-    if isinstance(found, NoCut):
-        raise search.infeasible(found)
-    if found.step_s >= cutoff_s:
-        raise InfeasibleError(
-            f"the fastest pipeline of {search.step.name} that was found takes {format_seconds(found.step_s)}, and there is "
-            f"a plan of {format_seconds(cutoff_s)}"
-        )
-    return found
 
 
 def apply(step: Step, plan: PipelinePlan, place: str = "the plan") -> Pipeline:
@@ -150,7 +136,7 @@ def apply(step: Step, plan: PipelinePlan, place: str = "the plan") -> Pipeline:
         parts.solutions[shape] = intra_op
     if missing := {one.shape for one in placed} - parts.solutions.keys():
         raise PlanError(f"{place}: no decisions for replicas of mesh {sorted(missing)[0]}")
-    found = Proposal.of(parts, plan.num_replicas, placed, schedule)
+    found = Proposal.of([parts] * len(placed), plan.num_replicas, placed, schedule)
     again = _pipeline(step, found, plan.memory_bytes)
     return replace(again, plan=replace(again.plan, cluster=plan.cluster))
 

@@ -10,20 +10,22 @@ Where nothing fits, or the cap makes pipelines slower, the same step is searched
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from math import inf, prod
 
 from cost_model.cluster import Cluster
 from cost_model.errors import InfeasibleError, InputError
-from cost_model.units import format_bytes
+from cost_model.units import format_bytes, format_seconds
 from search.ir.graph import Role, Step
 from search.memory.batch_states import NotSplittableError
 from search.memory.microbatches import batch_divisors
 from search.memory.residuals import has_loops
-from search.pipeline.proposals import Parts, Proposal, Wanted, num_workers, propose
+from search.pipeline.drafts import GAP, Draft, Drafting, Wanted, num_workers
+from search.pipeline.inter_op import nearest_cut
+from search.pipeline.proposals import Parts, Proposal
 from search.pipeline.schedules.registry import check_name
-from search.pipeline.stage_plan import NoCut
+from search.pipeline.stage_plan import InterOpProblem, NoCut
 from search.solver.clock import Deadline, WorkClock
 
 MAX_MICROBATCHES = 1024
@@ -83,7 +85,9 @@ class PipelineSearch:
     Attributes:
       clock: counts the work that is done.
       best: the best pipeline so far.
-      nearest: the cut that misses the cap by least, where none fits.
+      nearest: of the cuts that seemed to fit, and do not, the one that misses the cap by least.
+      uncut: what could not be cut so that it fits.
+      passed_over_s: what those take at least that are not looked at.
       refused: why some numbers of microbatches cannot be.
       made_ready: by how many parts it is in, the step in them; searches under several caps share it.
     """
@@ -103,15 +107,23 @@ class PipelineSearch:
         self.deadline = Deadline.after(TIME_LIMIT_S, self.clock)
         self.best: Proposal | None = None
         self.nearest = NoCut(())
+        self.uncut: list[InterOpProblem] = []
+        self.passed_over_s = inf
         self.refused: list[InputError] = []
         self.made_ready = {} if made_ready is None else made_ready
 
-    def run(self, cutoff_s: float = inf) -> Proposal | NoCut:
-        """The fastest pipeline, or why there is none that fits and takes less than the cutoff."""
+    def run(self, cutoff_s: float = inf) -> Proposal:
+        """The fastest pipeline.
+
+        Raises:
+          InputError: there is nothing like what is asked for.
+          NotSplittableError: the step has no microbatches; says why.
+          InfeasibleError: nothing fits, or takes less than the cutoff; says what is nearest.
+        """
         if self.options.schedule is not None:
             check_name(self.options.schedule)
         if not self._may_hold(1):
-            return self.nearest
+            raise self._too_large()
         counts = self._counts()
         if not counts:
             raise self._indivisible()
@@ -125,9 +137,9 @@ class PipelineSearch:
             if self.options.microbatches is None and self.best and (is_best or self.deadline.is_over):
                 break
             before_s = self._best_s
-        if self.refused and not (self.best or self.nearest.nearest):
-            raise self.refused[0]
-        return self.best or self.nearest
+        if self.best and self.best.step_s < cutoff_s:
+            return self.best
+        raise self._infeasible(cutoff_s)
 
     def _in_parts(self, count: int, cutoff_s: float) -> None:
         """Looks for better pipelines of the step in so many parts."""
@@ -160,43 +172,61 @@ class PipelineSearch:
         cutoff_s: float,
     ) -> list[tuple[float, int, Shapes]]:
         """Looks for better pipelines on each number of replicas, unless that takes so many times its bound, of stages that
-        recompute in one of some ways; those of which none fits, or that the cap makes slower."""
-        wanting: list[tuple[float, int, Shapes]] = []
+        recompute in one of some ways; those that are worth a look with more recomputed, with what they take at least."""
+        looked_at = list[tuple[float, Drafting, Draft | None]]()
         for bound_s, num_replicas, shapes in left:
             if bound_s * times >= min(self._best_s, cutoff_s):
+                self.passed_over_s = min(self.passed_over_s, bound_s * times)
                 break
-            sites = among[-1].step_problem.sites
-            again = f", recomputing {'up to ' if len(among) > 1 else ''}{len(sites)} ops" if sites else ""
-            self.progress(
-                f"{among[0].count // num_replicas} microbatches, {num_replicas} replicas of each stage{again}"
-            )
+            drafting = Drafting(tuple(among), num_replicas, shapes, self.options.wanted)
+            self.progress(str(drafting))
             try:
-                found = propose(among, num_replicas, shapes, self.options.wanted)
-                is_wanting = self._is_wanting(found, among, shapes)
+                looked_at.append((bound_s, drafting, drafting.draft()))
             except InputError as e:  # the schedule suits no such number of microbatches
                 self.refused.append(e)
-                continue
-            if isinstance(found, Proposal):
-                self.best = min(self.best or found, found, key=lambda one: one.rank)
-            elif found.nearest:
-                self.nearest = min(self.nearest, found, key=lambda one: one.over_bytes)
-            if is_wanting:
-                wanting.append((bound_s, num_replicas, shapes))
-        return wanting
+        drafts = [draft for _, _, draft in looked_at if draft is not None]
+        misfits = [
+            draft.drafting
+            for draft in sorted(drafts, key=lambda one: one.cut.step_s)
+            if not self._takes(draft)
+        ]
+        self.uncut += [drafting.problem for _, drafting, draft in looked_at if draft is None]
+        wanting = [
+            (max(bound_s, least_s), drafting.num_replicas, drafting.shapes)
+            for bound_s, drafting, draft in looked_at
+            if (least_s := self._recomputing_s(drafting, None if drafting in misfits else draft)) < inf
+        ]
+        return sorted(wanting)
 
-    def _is_wanting(self, found: Proposal | NoCut, among: Sequence[Parts], shapes: Shapes) -> bool:
-        """Whether more of it might be recomputed: where none fits, or one that recomputes nothing would be faster without a
-        cap, by what is worth a look, or stacks residuals up in loops."""
-        if isinstance(found, NoCut):
-            return bool(found.nearest)
-        if among[-1].step_problem.sites or self.options.remat == "never":
-            return False
-        if has_loops(among[0].step_problem.step):
+    def _takes(self, draft: Draft) -> bool:
+        """Works out what promises to be better than the best pipeline, and takes it if it is; false if it turns out not to
+        fit."""
+        if self.best and (draft.least_s > self.best.step_s or draft.promised_rank >= self.best.rank):
             return True
-        if max(found.peak_bytes) < ROOMY * self.options.memory_bytes:
+        found = draft.proposal()
+        if isinstance(found, NoCut):
+            self.nearest = min(self.nearest, found, key=lambda one: one.over_bytes)
             return False
-        free = propose(among, found.num_replicas, shapes, replace(self.options.wanted, memory_bytes=inf))
-        return isinstance(free, Proposal) and free.step_s < (1 - CRAMPED) * found.step_s
+        self.best = min(self.best or found, found, key=lambda one: one.rank)
+        return True
+
+    def _recomputing_s(self, drafting: Drafting, fitting: Draft | None) -> float:
+        """What a pipeline takes at least that recomputes more; infinite if that is not worth a look.
+
+        It is where none fits, or what recomputes nothing would be faster without a cap. That is what it takes at least,
+        unless loops are faster that stack up less.
+        """
+        if self.options.remat == "never" or (drafting.recomputes and fitting):
+            return inf
+        if drafting.recomputes or has_loops(drafting.plain.step_problem.step):
+            return 0.0
+        if fitting and fitting.most_bytes < ROOMY * self.options.memory_bytes:
+            return inf
+        free = drafting.without_cap.draft()
+        if free is None or free.least_s >= self._best_s:
+            return inf
+        is_cramped = fitting is None or free.promised_s < (1 - CRAMPED) * fitting.promised_s
+        return (1 - GAP) * free.promised_s if is_cramped else inf
 
     def _bound_s(self, parts: Parts, num_replicas: int, shapes: Shapes) -> float:
         """What pipelines on so many replicas take at least."""
@@ -326,16 +356,25 @@ class PipelineSearch:
             f"({self.options.microbatches}, mesh {self.options.mesh}). Take another batch size, or leave one of the two out"
         )
 
-    def infeasible(self, nearest: NoCut) -> InfeasibleError:
-        """Why nothing fits."""
-        if not nearest.nearest and not self._may_hold(1):
+    def _infeasible(self, cutoff_s: float) -> Exception:
+        """Why there is none."""
+        if (least_s := min(self._best_s, self.passed_over_s)) < inf:
             return InfeasibleError(
-                f"no pipeline of {self.step.name} on {self.cluster.name} fits {format_bytes(self.options.memory_bytes)} a "
-                "device: its state alone is more than all devices hold. Allow more memory, or use more devices"
+                f"pipelines of {self.step.name} take {format_seconds(least_s)} or more, and there is a plan of "
+                f"{format_seconds(cutoff_s)}"
             )
+        nearest = min((self.nearest, *map(nearest_cut, self.uncut)), key=lambda one: one.over_bytes)
+        if self.refused and not nearest.nearest:
+            return self.refused[0]
         return InfeasibleError(
             f"no pipeline of {self.step.name} on {self.cluster.name} fits {format_bytes(self.options.memory_bytes)} a device"
             f": {nearest}. Allow more memory, more microbatches or more stages, or use more devices"
+        )
+
+    def _too_large(self) -> InfeasibleError:
+        return InfeasibleError(
+            f"no pipeline of {self.step.name} on {self.cluster.name} fits {format_bytes(self.options.memory_bytes)} a device"
+            ": its state alone is more than all devices hold. Allow more memory, or use more devices"
         )
 
 

@@ -10,7 +10,7 @@ trillion parameter models", section 5.1), but for what tasks read, which has to 
 from dataclasses import dataclass
 from functools import cached_property
 
-from search.ir.graph import Role
+from search.ir.graph import Role, Value
 from search.ir.spec import AXIS_NAMES, WHOLE, Spec, divides
 from search.pipeline.imposed import Imposed
 from search.pipeline.intra_op import IntraOp
@@ -36,6 +36,21 @@ def stage_sharding(
       stage: the stage.
     """
     return _Spelling(intra_op, step, programs, stage).run()
+
+
+def split_over_replicas(value: Value, spec: Spec, mesh_shape: tuple[int, ...]) -> Spec:
+    """How a value lies in as many parts as there are replicas: along the largest dim that allows it, else whole on each.
+
+    Args:
+      value: its type.
+      spec: how it lies on the devices of a replica.
+      mesh_shape: replicas, then the mesh of the devices of each.
+    """
+    if value.num_bytes < MIN_BYTES or mesh_shape[0] == 1:
+        return WHOLE, *spec
+    dims = sorted(range(len(value.shape)), key=lambda d: (d in spec, -value.shape[d]))
+    split = ((d, *spec) for d in dims)
+    return next((s for s in split if divides(s, value.shape, mesh_shape)), (WHOLE, *spec))
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,20 +101,11 @@ class _Spelling:
         is_own = self.programs.is_of_replica(v) or v in self.programs.pieces
         if is_own or v in self._read_by_tasks or v in self._batch:
             return WHOLE, *made
-        return self._split_over_replicas(v, made)
+        return split_over_replicas(self.step.values[v], made, self._mesh_shape)
 
     def _made(self, v: int) -> Spec:
         """How the step's solution has it."""
         return self.intra_op.lies(self.step.place_of(v), self.step.values[v])
-
-    def _split_over_replicas(self, v: int, spec: Spec) -> Spec:
-        """The same, and in as many parts as there are replicas: along the largest dim that allows it."""
-        value = self.step.values[v]
-        if value.num_bytes < MIN_BYTES or self.programs.num_replicas == 1:
-            return WHOLE, *spec
-        dims = sorted(range(len(value.shape)), key=lambda d: (d in spec, -value.shape[d]))
-        split = ((d, *spec) for d in dims)
-        return next((s for s in split if divides(s, value.shape, self._mesh_shape)), (WHOLE, *spec))
 
     @cached_property
     def _read_by_tasks(self) -> frozenset[int]:

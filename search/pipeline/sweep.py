@@ -28,10 +28,10 @@ from search.pipeline.stage_costs import TOLERANCE, Array, Node, StageTable, Subm
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Places:
-    """Where options may stand: in order along the devices.
+    """Where options may stand: in order along the devices, so that others may stand on all devices before and behind.
 
     Attributes:
-      options: per first device: the options that may stand there.
+      options: per first device: the options that may stand there; none at most devices where options take many.
       ends: per first device: where each of them ends.
       at_boundary: [devices + 1]: whether a node begins or ends there.
     """
@@ -58,6 +58,7 @@ class Places:
                     for offset in _offsets(option.submesh, nodes[i].num_devices):
                         first = int(starts[i]) + offset
                         found[first].append((o, first + option.submesh.size))
+        found = _joined_up(found)
         boundary = np.zeros(int(starts[-1]) + 1, bool)
         boundary[starts] = True
         return cls(
@@ -65,6 +66,19 @@ class Places:
             tuple(np.array([end for _, end in here], int) for here in found),
             boundary,
         )
+
+
+def _joined_up(found: list[list[tuple[int, int]]]) -> list[list[tuple[int, int]]]:
+    """Of options and their ends, by first device, those that can be part of a row that takes all devices."""
+    reaches_end = [False] * len(found) + [True]
+    for p in reversed(range(len(found))):
+        reaches_end[p] = any(reaches_end[end] for _, end in found[p])
+    joined, is_reached = list[list[tuple[int, int]]](), [True] + [False] * len(found)
+    for p, here in enumerate(found):
+        joined.append([(o, end) for o, end in here if is_reached[p] and reaches_end[end]])
+        for _, end in joined[p]:
+            is_reached[end] = True
+    return joined
 
 
 def _offsets(submesh: Submesh, num_devices: int) -> range:
@@ -134,7 +148,7 @@ class Sweep:
         num_devices, num_layers = self.places.num_devices, self.table.num_layers
         columns = [Column.nothing(num_layers)] * num_devices + [Column.end(num_layers)]
         arriving = list(columns)
-        for p in reversed(range(num_devices)):
+        for p in reversed([p for p in range(num_devices) if len(self.places.options[p])]):
             here = self._column(p, arriving)
             columns[p] = here.without(drop(p, here))
             handed_on_s = self.transfer_s[int(self.places.at_boundary[p])]

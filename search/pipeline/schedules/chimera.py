@@ -26,17 +26,26 @@ def chimera(num_workers: int, num_microbatches: int) -> Schedule:
     Raises:
       InputError: an odd number of stages or of microbatches.
     """
+    check_chimera(num_workers, num_microbatches)
+    workers: list[list[tuple[int, Task]]] = [[] for _ in range(num_workers)]
+    for worker, slot, task in _placed(num_workers, num_microbatches):
+        workers[worker].append((slot, task))
+    orders = tuple(tuple(task for _, task in sorted(tasks)) for tasks in workers)
+    return Schedule("chimera", num_workers, num_microbatches, orders, False)
+
+
+def check_chimera(num_workers: int, num_microbatches: int) -> None:
+    """That there is such a schedule for so many.
+
+    Raises:
+      InputError: as of `chimera`.
+    """
     for what, count in (("stages", num_workers), ("microbatches", num_microbatches)):
         if count % 2:
             raise InputError(
                 f"Chimera wants an even number of {what}, as two pipelines meet; got {count}. Use {count + 1}, or schedule "
                 "'1f1b'"
             )
-    workers: list[list[tuple[int, Task]]] = [[] for _ in range(num_workers)]
-    for worker, slot, task in _placed(num_workers, num_microbatches):
-        workers[worker].append((slot, task))
-    orders = tuple(tuple(task for _, task in sorted(tasks)) for tasks in workers)
-    return Schedule("chimera", num_workers, num_microbatches, orders, False)
 
 
 def _placed(num_stages: int, num_microbatches: int) -> Iterator[tuple[int, int, Task]]:

@@ -28,13 +28,22 @@ def dualpipe_v(num_workers: int, num_microbatches: int) -> Schedule:
     Raises:
       InputError: too few microbatches to get from the first phases to the last.
     """
+    check_dualpipe_v(num_workers, num_microbatches)
+    workers = tuple(tuple(_tasks(w, num_workers, num_microbatches)) for w in range(num_workers))
+    return Schedule("dualpipe-v", 2 * num_workers, num_microbatches, workers, True)
+
+
+def check_dualpipe_v(num_workers: int, num_microbatches: int) -> None:
+    """That there is such a schedule for so many.
+
+    Raises:
+      InputError: as of `dualpipe_v`.
+    """
     if num_microbatches < 2 * num_workers:
         raise InputError(
             f"DualPipe-V wants at least two microbatches per worker, {2 * num_workers} for {num_workers} workers; got "
             f"{num_microbatches}. Use more, or schedule 'zb-v'"
         )
-    workers = tuple(tuple(_tasks(w, num_workers, num_microbatches)) for w in range(num_workers))
-    return Schedule("dualpipe-v", 2 * num_workers, num_microbatches, workers, True)
 
 
 def _phases(worker: int, num_workers: int, num_microbatches: int) -> Iterator[str]:

@@ -26,17 +26,26 @@ def interleaved_one_f_one_b(num_workers: int, num_microbatches: int, stages_per_
     Raises:
       InputError: the microbatches are no whole number of groups.
     """
-    if num_microbatches % num_workers:
-        raise InputError(
-            f"interleaved 1F1B wants microbatches in groups of as many as there are workers; got {num_microbatches} for "
-            f"{num_workers} workers. Use {_multiples(num_microbatches, num_workers)}, or schedule '1f1b'"
-        )
+    check_interleaved(num_workers, num_microbatches)
     workers = tuple(
         tuple(_tasks(worker, num_workers, num_microbatches, stages_per_worker))
         for worker in range(num_workers)
     )
     num_stages = num_workers * stages_per_worker
     return Schedule("interleaved-1f1b", num_stages, num_microbatches, workers, False)
+
+
+def check_interleaved(num_workers: int, num_microbatches: int) -> None:
+    """That there is an interleaved schedule for so many.
+
+    Raises:
+      InputError: as of `interleaved_one_f_one_b`.
+    """
+    if num_microbatches % num_workers:
+        raise InputError(
+            f"interleaved 1F1B wants microbatches in groups of as many as there are workers; got {num_microbatches} for "
+            f"{num_workers} workers. Use {_multiples(num_microbatches, num_workers)}, or schedule '1f1b'"
+        )
 
 
 def _multiples(num_microbatches: int, num_workers: int) -> str:

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from cost_model.errors import InputError
-from search.pipeline.schedules.chimera import chimera
+from search.pipeline.schedules.chimera import check_chimera, chimera
 from search.pipeline.schedules.circular import check_circular, circular
-from search.pipeline.schedules.dualpipe_v import dualpipe_v
+from search.pipeline.schedules.dualpipe_v import check_dualpipe_v, dualpipe_v
 from search.pipeline.schedules.gpipe import gpipe
-from search.pipeline.schedules.interleaved import interleaved_one_f_one_b
+from search.pipeline.schedules.interleaved import check_interleaved, interleaved_one_f_one_b
 from search.pipeline.schedules.one_f_one_b import eager_one_f_one_b, one_f_one_b
 from search.pipeline.schedules.zb_v import zb_v
 from search.pipeline.schedules.zero_bubble import zb_h1, zb_h2
@@ -23,7 +23,7 @@ class Family:
     Attributes:
       build: from the numbers of workers and microbatches.
       stages_per_worker: cut from the layers for each worker; None where it is for the caller to say, at least two.
-      check: raises an InputError where there is none for some numbers of workers and microbatches; None where `build` does.
+      check: raises an InputError where there is none for some numbers of workers and microbatches; None if there always is.
     """
 
     build: Callable[..., Schedule]
@@ -36,13 +36,13 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "gpipe": Family(gpipe),
         "1f1b": Family(one_f_one_b),
         "eager-1f1b": Family(eager_one_f_one_b),
-        "interleaved-1f1b": Family(interleaved_one_f_one_b, None),
+        "interleaved-1f1b": Family(interleaved_one_f_one_b, None, check_interleaved),
         "circular": Family(circular, None, check_circular),
         "zb-h1": Family(zb_h1),
         "zb-h2": Family(zb_h2),
         "zb-v": Family(zb_v, 2),
-        "dualpipe-v": Family(dualpipe_v, 2),
-        "chimera": Family(chimera),
+        "dualpipe-v": Family(dualpipe_v, 2, check_dualpipe_v),
+        "chimera": Family(chimera, 1, check_chimera),
     }
 )
 
@@ -75,7 +75,7 @@ def build_schedule(name: str, num_stages: int, num_microbatches: int, num_worker
 
 
 def check_numbers(name: str, num_stages: int, num_microbatches: int, num_workers: int) -> None:
-    """That a family's schedule may be had for these numbers, as far as that is known without building it.
+    """That a family's schedule may be had for these numbers.
 
     Raises:
       InputError: no such family, or none for these numbers; says which would do.

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from search.pipeline.sweep import Column, _range_minimum, dominated
+from search.pipeline.stage_costs import Node, StageOption, StageTable, Submesh, prefix_sums
+from search.pipeline.sweep import Column, Places, _range_minimum, dominated
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -25,3 +26,36 @@ def test_more_stages_are_kept_only_where_they_take_less_time():
     assert np.array_equal(kept.latency_s, [[3.0, np.inf], [np.inf, 5.0], [2.0, np.inf]])
     assert kept.row(3) is None
     assert np.array_equal(kept.row(2), [np.inf, 5.0])
+
+
+def test_options_stand_only_where_others_may_stand_on_all_other_devices():
+    """Of three nodes of 8: four devices in the middle of a node would leave two that nobody takes."""
+    nodes = (Node(8, 1.0),) * 3
+    places = Places.of(nodes, table(Submesh(1, 4), Submesh(2, 8)))
+    found = [
+        (p, o, end)
+        for p in range(places.num_devices)
+        for o, end in zip(places.options[p].tolist(), places.ends[p].tolist(), strict=True)
+    ]
+    assert found == [
+        (0, 0, 4),
+        (0, 1, 16),
+        (4, 0, 8),
+        (8, 0, 12),
+        (8, 1, 24),
+        (12, 0, 16),
+        (16, 0, 20),
+        (20, 0, 24),
+    ]
+
+
+def test_where_no_row_of_options_takes_all_devices_none_stands_anywhere():
+    places = Places.of((Node(8, 1.0),) * 3, table(Submesh(2, 8)))
+    assert not any(map(len, places.options))
+
+
+def table(*submeshes: Submesh) -> StageTable:
+    ones = np.ones(4)
+    options = tuple(StageOption(one, "keep", ones, ones, ones, ones, ones) for one in submeshes)
+    sums = prefix_sums([ones] * len(options))
+    return StageTable(options, np.ones(len(options)), sums, sums)

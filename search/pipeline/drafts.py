@@ -1,0 +1,256 @@
+"""Drafts of pipelines: for each number of replicas, stages by dynamic programming, and what they take about.
+
+A stage's devices are replicas times the devices of each. All stages have as many replicas, as they share out microbatches
+alike; of how many devices each of these is made, stages may differ. So for each number of replicas there is one problem
+for the inter-op search (`search.pipeline.inter_op`), whose options are the numbers of devices of a replica. Layers' costs
+come from one solution each for the whole step (`intra_op`, `layer_costs`).
+
+Where a cap stands in the way, stages may recompute: what they recompute are a few choices of minimum cuts
+(`search.memory.trade_offs`). Each stage has the choice, as to recompute is one more option for the inter-op search: a stage
+in front, which holds many microbatches at once, may have to where one behind it need not. Layers' costs come from the step
+in which all recompute, and the one in which none does.
+
+A draft is cheap, a proposal is not: for that the step in which the stages do as the cut says is made ready, and the cut
+priced by its own solutions. So a draft says what it takes at least, in any schedule, and what it takes about: its schedules
+run by the simulator, each stage priced as it was drafted. Only what is promised to be better than the best so far is worked
+out.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import product
+from math import inf, prod
+
+import numpy as np
+
+from search.ir.graph import Site
+from search.pipeline.inter_op import fastest_cut
+from search.pipeline.proposals import Parts, Placed, Proposal
+from search.pipeline.schedules.registry import FAMILIES, build_schedule, check_numbers
+from search.pipeline.stage_costs import Node, StageOption, Submesh
+from search.pipeline.stage_plan import InterOpPlan, InterOpProblem, NoCut
+
+GAP = 0.01
+"""Proved of a cut: finer than what costs are known to. Source: a choice of ours."""
+
+SEARCHED = ("1f1b", "zb-h1")
+"""Schedules that are tried where the caller names none: they hold least. Source: Qi et al. 2024, table 1."""
+
+VIRTUAL_STAGES = 2
+"""Stages per worker where a family leaves that open. Source: a choice of ours, the fewest there can be."""
+
+
+def num_workers(schedule: str, num_stages: int) -> int:
+    """Groups of devices; errors are the schedule's to say."""
+    family = FAMILIES.get(schedule)
+    per_worker = 1 if family is None else family.stages_per_worker or VIRTUAL_STAGES
+    return max(num_stages // per_worker, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What is asked for.
+
+    Attributes:
+      memory_bytes: the cap per device.
+      stages: how many, if the caller says so.
+      schedule: the family's name, if the caller says so.
+    """
+
+    memory_bytes: float
+    stages: int | None = None
+    schedule: str | None = None
+
+    @property
+    def shares_workers(self) -> bool:
+        """Whether workers hold several stages, so that all have as many devices."""
+        family = FAMILIES.get(self.schedule or "")
+        return self.schedule == "chimera" or (family is not None and family.stages_per_worker != 1)
+
+    @property
+    def schedules(self) -> tuple[str, ...]:
+        """The families to try."""
+        return SEARCHED if self.schedule is None else (self.schedule,)
+
+
+@dataclass(frozen=True, eq=False)
+class Drafting:
+    """What there is to be cut into stages.
+
+    Attributes:
+      among: the step as each stage may run it: alike but for what is recomputed; first the one that recomputes least.
+      num_replicas: of each stage.
+      shapes: the meshes that a replica's devices may form.
+      wanted: what is asked for.
+    """
+
+    among: tuple[Parts, ...]
+    num_replicas: int
+    shapes: tuple[tuple[int, ...], ...]
+    wanted: Wanted
+
+    def __str__(self) -> str:
+        sites = self.among[-1].step_problem.sites
+        up_to = "up to " if len(self.among) > 1 else ""
+        again = f", recomputing {up_to}{len(sites)} ops" if sites else ""
+        return f"{self.num_microbatches} microbatches, {self.num_replicas} replicas of each stage{again}"
+
+    def draft(self) -> "Draft | None":
+        """The fastest cut; None where none fits.
+
+        Raises:
+          InputError: there is no such schedule for what it is cut into.
+        """
+        cut = fastest_cut(self.problem, GAP)
+        if cut is None:
+            return None
+        for name in self.wanted.schedules:
+            count = len(cut.stages)
+            check_numbers(name, count, self.num_microbatches, num_workers(name, count))
+        return Draft(self, cut)
+
+    @property
+    def plain(self) -> Parts:
+        """The step that recomputes least."""
+        return self.among[0]
+
+    @property
+    def num_microbatches(self) -> int:
+        """Of each replica."""
+        return self.plain.count // self.num_replicas
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether stages may recompute anything."""
+        return bool(self.among[-1].step_problem.sites)
+
+    @property
+    def without_cap(self) -> "Drafting":
+        """The same on devices of any memory."""
+        return replace(self, wanted=replace(self.wanted, memory_bytes=inf))
+
+    @cached_property
+    def ways(self) -> tuple[tuple[Parts, tuple[int, ...]], ...]:
+        """To run layers: as which step, on which mesh of a replica."""
+        return tuple(product(self.among, self.shapes))
+
+    @cached_property
+    def problem(self) -> InterOpProblem:
+        """For the inter-op search. Stages that share workers have as many devices each; whether they fit, the simulator
+        says."""
+        cluster, held = self.plain.cluster, 1
+        if self.wanted.shares_workers:
+            assert self.wanted.stages, "stages that share workers are asked for by their number"
+            nodes, in_flight = (Node(self.wanted.stages, np.inf),), (1,)
+            options = [self._option(0, Submesh(1, 1))]
+        else:
+            held = self.num_microbatches if self.wanted.schedule == "gpipe" else 1
+            nodes = (Node(cluster.devices_per_node, self.wanted.memory_bytes),) * cluster.num_nodes
+            in_flight = tuple(range(held, self.num_microbatches + 1))
+            options = [self._option(n, self._submesh(shape)) for n, (_, shape) in enumerate(self.ways)]
+        costs = self.plain.costs(self.shapes[0], self.num_replicas)
+        return InterOpProblem(
+            nodes,
+            tuple(options),
+            self.num_microbatches,
+            in_flight,
+            np.array([2 * costs.transfer_s(link) for link in (cluster.intra, cluster.inter)]),
+            num_stages=self.wanted.stages,
+        )
+
+    def _option(self, n: int, submesh: Submesh) -> StageOption:
+        """The n-th way to run layers, on a stage's devices."""
+        parts, shape = self.ways[n]
+        costs = parts.costs(shape, self.num_replicas)
+        return StageOption(
+            submesh,
+            str(n),
+            costs.forward_s + costs.backward_s + costs.weight_gradient_s,
+            costs.residual_bytes,
+            costs.state_bytes,
+            costs.workspace_bytes,
+            costs.once_s,
+        )
+
+    def _submesh(self, shape: tuple[int, ...]) -> Submesh:
+        size, per_node = self.num_replicas * prod(shape), self.plain.cluster.devices_per_node
+        return Submesh(1, size) if size <= per_node else Submesh(size // per_node, per_node)
+
+
+@dataclass(frozen=True, eq=False)
+class Draft:
+    """A cut into stages, before what they recompute is made ready.
+
+    Attributes:
+      drafting: of what.
+      cut: where stages begin, and how each is run.
+    """
+
+    drafting: Drafting
+    cut: InterOpPlan
+
+    @property
+    def least_s(self) -> float:
+        """What a step takes in any schedule: all microbatches on the slowest stage, and its update."""
+        count = self.drafting.num_microbatches
+        return max(count * stage.time_s + stage.update_s for stage in self.cut.stages)
+
+    @property
+    def most_bytes(self) -> float:
+        """Of its stages."""
+        return max(stage.memory_bytes for stage in self.cut.stages)
+
+    @cached_property
+    def promised_rank(self) -> tuple[float, float]:
+        """Of its best schedule that seems to fit, if there is one, about; as of proposals."""
+        return min(one.rank for one in self._fitting(self._as_drafted) or self._as_drafted)
+
+    @property
+    def promised_s(self) -> float:
+        """What a step takes about."""
+        return self.promised_rank[0]
+
+    def proposal(self) -> Proposal | NoCut:
+        """The fastest schedule that fits, or that none does."""
+        parts = self._parts
+        is_drafted = parts is self.drafting.plain
+        found = self._as_drafted if is_drafted else self._proposals([parts] * len(self.cut.stages))
+        fitting = self._fitting(found)
+        return min(fitting, key=lambda one: one.rank) if fitting else NoCut(self.cut.stages)
+
+    def _fitting(self, found: Sequence[Proposal]) -> list[Proposal]:
+        return [one for one in found if max(one.peak_bytes) <= self.drafting.wanted.memory_bytes]
+
+    @cached_property
+    def _as_drafted(self) -> list[Proposal]:
+        """Its schedules, each stage priced by the step in which all layers are run as its are."""
+        return self._proposals([self.drafting.ways[int(stage.variant)][0] for stage in self.cut.stages])
+
+    @cached_property
+    def _parts(self) -> Parts:
+        """The step in which each stage recomputes what the cut says."""
+        plain, sites = self.drafting.plain, set[Site]()
+        for stage in self.cut.stages:
+            layers = range(stage.first_layer, stage.end_layer)
+            again = self.drafting.ways[int(stage.variant)][0]
+            if again is not plain:
+                of_step = again.step_problem.sites
+                sites |= {s for s in of_step if not plain.shares.layers_of(s).isdisjoint(layers)}
+        return plain.recomputing(frozenset(sites)) if sites else plain
+
+    def _proposals(self, run_as: Sequence[Parts]) -> list[Proposal]:
+        """Its schedules, if stages are priced by these."""
+        return [self._proposal(run_as, name) for name in self.drafting.wanted.schedules]
+
+    def _proposal(self, run_as: Sequence[Parts], name: str) -> Proposal:
+        drafting, num_stages = self.drafting, len(self.cut.stages)
+        workers = num_workers(name, num_stages)
+        schedule = build_schedule(name, num_stages, drafting.num_microbatches, workers)
+        placed: list[Placed] = []
+        for n, stage in enumerate(self.cut.stages):
+            _, shape = drafting.ways[int(stage.variant)]
+            worker_devices = schedule.workers_of(n)[0] * drafting.num_replicas * prod(shape)
+            device = worker_devices if drafting.wanted.shares_workers else stage.first_device
+            placed.append(Placed(stage.first_layer, stage.end_layer, device, shape))
+        return Proposal.of(run_as, drafting.num_replicas, placed, schedule)

@@ -1,0 +1,118 @@
+"""What drafts of pipelines say of themselves, against their schedules in time."""
+
+import math
+from functools import cache
+
+import pytest
+
+from cost_model.errors import InfeasibleError, InputError
+from cost_model.hardware import parse_cluster
+from search.ir.trace import trace
+from search.pipeline.drafts import Drafting, Wanted
+from search.pipeline.proposals import Parts, Proposal
+from search.pipeline.search import PipelineOptions, PipelineSearch
+from search.pipeline.simulator import simulate
+from tests.zoo.megatron import make_megatron
+
+CLUSTER = parse_cluster("8xA100-80GB")
+SHAPES = ((1,), (2,))
+
+
+@cache
+def traced():
+    case = make_megatron(6, 512, 8, 1024, 256, 16)
+    return trace(case.step, *case.abstract_args())
+
+
+@cache
+def plain(count: int) -> Parts:
+    step = traced()
+    return Parts.of(step, [""] * len(step.arguments), CLUSTER, count)
+
+
+def drafting(count: int, num_replicas: int, recomputing: bool = False, **wanted) -> Drafting:
+    parts = plain(count)
+    all_that_may_be = parts.recomputing(parts.choices(SHAPES[-1])[-1].sites)
+    among = (parts, all_that_may_be) if recomputing else (parts,)
+    return Drafting(among, num_replicas, SHAPES, Wanted(**{"memory_bytes": 80 << 30, **wanted}))
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-h2", "eager-1f1b", "gpipe"])
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_no_schedule_takes_less_than_a_draft_says(name, num_replicas):
+    draft = drafting(8, num_replicas, schedule=name, stages=4).draft()
+    assert draft is not None
+    proposal = draft.proposal()
+    assert isinstance(proposal, Proposal)
+    again = simulate(proposal.schedule, [stage.cost for stage in proposal.stages])
+    assert draft.least_s <= again.makespan_s + max(stage.once_s for stage in proposal.stages)
+
+
+def test_what_is_promised_is_what_is_worked_out_where_nothing_is_recomputed():
+    draft = drafting(8, 2).draft()
+    assert draft is not None
+    proposal = draft.proposal()
+    assert isinstance(proposal, Proposal)
+    assert proposal.step_s == draft.promised_s
+
+
+@pytest.mark.parametrize("share", [0.9, 0.7, 0.6])
+def test_what_is_promised_of_stages_that_recompute_is_about_what_they_take(share):
+    free = drafting(8, 2, stages=2).draft()
+    assert free is not None
+    cap_bytes = share * free.most_bytes
+    draft = drafting(8, 2, recomputing=True, memory_bytes=cap_bytes, stages=2).draft()
+    assert draft is not None
+    proposal = draft.proposal()
+    assert isinstance(proposal, Proposal)
+    assert proposal.parts.step_problem.sites
+    assert proposal.step_s == pytest.approx(draft.promised_s, rel=0.01)
+    assert max(proposal.peak_bytes) <= cap_bytes
+
+
+def test_numbers_that_suit_no_schedule_are_refused_before_anything_is_worked_out():
+    with pytest.raises(InputError, match="wants microbatches in groups of as many as there are workers"):
+        drafting(8, 4, schedule="interleaved-1f1b", stages=8).draft()
+
+
+@pytest.mark.parametrize("microbatches", [1, 4, 8])
+def test_nothing_that_is_passed_over_is_faster(microbatches):
+    """Each number of replicas worked out."""
+    step = traced()
+    options = PipelineOptions(80 << 30, microbatches=microbatches, remat="never")
+    search = PipelineSearch(step, [""] * len(step.arguments), CLUSTER, options)
+    found_s = search.run().step_s
+    least_s = math.inf
+    for num_replicas, shapes in [(1, ((1,), (2,), (4,))), (2, ((1,), (2,))), (4, ((1,),))]:
+        if 16 % (microbatches * num_replicas) == 0:
+            draft = Drafting(
+                (plain(microbatches * num_replicas),), num_replicas, shapes, options.wanted
+            ).draft()
+            proposal = None if draft is None else draft.proposal()
+            least_s = min(least_s, proposal.step_s) if isinstance(proposal, Proposal) else least_s
+    assert found_s == pytest.approx(least_s)
+
+
+def test_a_draft_without_a_cap_is_the_fastest():
+    capped = drafting(8, 2, memory_bytes=1 << 28)
+    free, tight = capped.without_cap.draft(), capped.draft()
+    assert free is not None
+    assert tight is None or free.cut.step_s <= tight.cut.step_s
+
+
+def test_where_another_plan_is_faster_anyway_nothing_is_drafted():
+    step = traced()
+    search = PipelineSearch(step, [""] * len(step.arguments), CLUSTER, PipelineOptions(80 << 30))
+    with pytest.raises(
+        InfeasibleError, match=r"pipelines of step take .* or more, and there is a plan of 1 us"
+    ):
+        search.run(cutoff_s=1e-6)
+    assert search.best is None
+
+
+def test_state_that_cannot_be_shared_out_over_replicas_is_counted_whole():
+    """Of hidden sizes of 512 no replica can have a third, but of queries, keys and values."""
+    whole = plain(8).costs((1,), 1).state_bytes.sum()
+    halves, thirds = (plain(8).costs((1,), n).state_bytes.sum() for n in (2, 3))
+    assert halves < 0.8 * whole
+    assert thirds > 0.9 * whole
