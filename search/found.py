@@ -50,7 +50,7 @@ class Found:
     @property
     def hidden_s(self) -> float:
         """Communication and copies that run behind computation."""
-        return self.on_mesh.hiding.hidden_s(self.labels) + self._hidden_copies_s
+        return self.on_mesh.hiding.hidden_once_s(self.labels) + self._hidden_copies_s
 
     @property
     def _hidden_copies_s(self) -> float:

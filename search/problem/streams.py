@@ -26,7 +26,8 @@ Computation is taken at its fastest, as if it were split over all devices. A col
 computation beside it: hiding it is not free. Copies to and from the host are not part of this (`search.device.prediction`).
 """
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -36,8 +37,10 @@ from cost_model.compute import kernel_s
 from search.ir.spec import PARTIAL, WHOLE
 from search.problem.costs import CostedGraph
 from search.problem.kernels import FusedKernel, runs_alone
+from search.problem.reshard import SLICE
+from search.problem.reshard_paths import ReshardPaths
 from search.problem.strategies import port_specs
-from search.problem.strategy_graph import ReshardEdge
+from search.problem.strategy_graph import Maker, ReshardEdge
 from search.problem.traffic import Part, Pool, Ride, Traffic, Way
 from search.solver.pbqp import Labels
 
@@ -66,6 +69,38 @@ class Hiding:
         at = ((labels[edge.source.node], labels[edge.target.node]) for edge in self.costed.graph.edges)
         hidden = zip(at, self.seconds, strict=True)
         return float(sum(seconds[place] for place, seconds in hidden if isinstance(seconds, np.ndarray)))
+
+    def hidden_once_s(self, labels: Labels) -> float:
+        """The same, where what readers of a value share on their way to it counts once, as it is done."""
+        hidden_s, apart_s, once_s = (
+            defaultdict[Maker, float](float),
+            defaultdict[Maker, float](float),
+            self._once_s(labels),
+        )
+        for edge, seconds in zip(self.costed.graph.edges, self.seconds, strict=True):
+            at = labels[edge.source.node], labels[edge.target.node]
+            apart_s[edge.maker] += float(self.costed.edge_seconds(edge)[at])
+            if isinstance(seconds, np.ndarray):
+                hidden_s[edge.maker] += float(seconds[at])
+        return sum(s * min(1.0, once_s[m] / apart_s[m]) for m, s in hidden_s.items() if apart_s[m])
+
+    def _once_s(self, labels: Labels) -> Mapping[Maker, float]:
+        """By what makes a value: seconds of all its reshards, those that several readers share once."""
+        costed, paths, found = (
+            self.costed,
+            ReshardPaths(self.costed, labels),
+            defaultdict[Maker, float](float),
+        )
+        for v, step, count in paths.steps():
+            if step.kind != SLICE:
+                made_at, result = paths.maker[v]
+                maker = costed.graph.folded.class_of[made_at], result
+                combined_bytes = costed.handling(costed.graph.node_of[maker[0]], maker).combined_bytes
+                mesh = costed.resharder.mesh
+                found[maker] += count * float(
+                    mesh.time_s(step.kind, step.axes, step.num_bytes, combined_bytes)
+                )
+        return found
 
     @cached_property
     def seconds(self) -> tuple[np.ndarray | float, ...]:

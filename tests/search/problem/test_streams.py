@@ -12,6 +12,7 @@ from search import driver
 from search.ir.trace import trace
 from search.mesh_problem import StepProblem
 from search.options import Options
+from search.plan.estimates import estimate
 from search.problem.streams import CONTENTION
 from search.problem.traffic import Part, Way
 from tests.search.chain import chain
@@ -131,3 +132,27 @@ def test_a_plan_hides_no_more_than_there_is_however_many_legs_values_travel(batc
     assert sum(hidden_s.values()) == pytest.approx(result.plan.estimates.hidden_s)
     for pool, seconds in hidden_s.items():
         assert seconds <= 1.05 * (1 - CONTENTION) * hiding._total_s(pool), pool
+
+
+def test_what_two_readers_share_is_hidden_once():
+    """Parameters that the update decays where they are whole, too: gathered once for both."""
+
+    def decayed(params, x):
+        return [0.9 * w + new for w, new in zip(params, chain(params, x), strict=True)]
+
+    traced, cluster = trace(decayed, *ARGS), parse_cluster("8xH100-80GB")
+    problem = StepProblem.of(traced, [""] * len(traced.arguments), cluster.device).on(cluster, (8,))
+    kept = list(problem.pinned({f"params[{i}]": P("data") for i in range(LAYERS)} | {"x": P("data")}))
+    for node, (name, *_) in enumerate(problem.codec.names):
+        if name.startswith("update mul"):
+            kept[node] = np.array([problem.codec.texts(node).index("P() -> P()")])
+    labels = problem.fitting(kept, 70 << 30, 10.0)[0].labels
+    predicted = problem.predicted(labels, 70 << 30)
+    hidden_s = problem.hiding.hidden_once_s(labels)
+    estimates = estimate(problem.memory.costed, labels, predicted, hidden_s)
+    gathered = sum(c.seconds for c in estimates.collectives if c.kind == "all-gather")
+    others = sum(c.seconds for c in estimates.collectives if c.kind != "all-gather")
+    apart_s = problem.hiding.hidden_s(labels)
+    assert apart_s > (1 - CONTENTION) * (gathered + others)
+    assert hidden_s <= (1 - CONTENTION) * (gathered + others) * (1 + 1e-9)
+    assert hidden_s > 0.4 * apart_s
