@@ -48,6 +48,11 @@ class Found:
         return self.cost_s - self.on_mesh.memory.costed.compute_s(self.labels)
 
     @property
+    def communication_share(self) -> float:
+        """The same, of the cost."""
+        return self.communication_s / self.cost_s if self.cost_s else 0.0
+
+    @property
     def hidden_s(self) -> float:
         """Communication and copies that run behind computation."""
         return self.on_mesh.hiding.hidden_once_s(self.labels) + self._hidden_copies_s

@@ -75,7 +75,8 @@ class FreeSolution:
     @property
     def communication_share(self) -> float:
         """Of the cost, what is no computation."""
-        return 1 - self.on_mesh.memory.costed.compute_s(self.labels) / self.cost_s
+        computed_s = self.on_mesh.memory.costed.compute_s(self.labels)
+        return 1 - computed_s / self.cost_s if self.cost_s else 0.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -229,7 +229,7 @@ class StepSearch:
             if (1 - FINER_GAP) * self.cutoff_s > known.bound_s and not deadline.is_over:
                 self._improve(plain, on_mesh, deadline.left_s, known=known)
         if best.step_problem is not plain:
-            for shape in self._finer_shapes(best.on_mesh, best.communication_s / best.cost_s):
+            for shape in self._finer_shapes(best.on_mesh, best.communication_share):
                 known = self._known_of(shape, plain)
                 if known.bound_s < self._least_s and not deadline.is_over:
                     self.progress(f"mesh {format_mesh(shape)}")

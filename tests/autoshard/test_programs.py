@@ -49,7 +49,7 @@ def test_a_plan_that_compiles_to_more_than_the_cap_is_searched_again(roomy, monk
     def first_holding_more(executable):
         found = read(executable)
         if not peaks:
-            found = replace(found, temporary_bytes=int(1.5 * found.temporary_bytes))
+            found = replace(found, temporary_bytes=int(1.25 * found.temporary_bytes))
         peaks.append(found.peak_bytes)
         return found
 
