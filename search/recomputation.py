@@ -111,19 +111,14 @@ class Candidate:
 def without_cap(
     tried: Sequence[MeshProblem], pins: Mapping[str, Any], cutoff_s: float, deadline: Deadline
 ) -> tuple[list[FreeSolution], dict[tuple[int, ...], float]]:
-    """The best strategies on each mesh where they are faster than the cutoff, fastest first, and a bound for every mesh.
-
-    Of those that are nearly as fast, they hold little: what they hold is what has to be recomputed.
-    """
+    """The best strategies on each mesh where they are faster than the cutoff, fastest first, and a bound for every mesh."""
     found: list[FreeSolution] = []
     bounds_s: dict[tuple[int, ...], float] = {}
     for i, on_mesh in enumerate(tried):
         share_s = deadline.left_s / (len(tried) - i)
         try:
-            kept = on_mesh.pinned(pins)
-            solution = on_mesh.solve(kept, NO_CAP, share_s, (1 - RELATIVE_GAP) * cutoff_s)
-            labels = on_mesh.lightened(kept, solution.labels, deadline)
-            found.append(FreeSolution(on_mesh, labels, on_mesh.problem.cost_s(labels)))
+            solution = on_mesh.solve(on_mesh.pinned(pins), NO_CAP, share_s, (1 - RELATIVE_GAP) * cutoff_s)
+            found.append(FreeSolution(on_mesh, solution.labels, solution.cost_s))
             bounds_s[on_mesh.shape] = solution.bound_s
         except NoFitError as e:
             bounds_s[on_mesh.shape] = e.bound_s
@@ -156,7 +151,11 @@ def candidates(
 
 
 class _Estimation:
-    """What recomputation promises on one mesh."""
+    """What recomputation promises on one mesh.
+
+    Where the fastest strategies do not fit, it begins with some that are nearly as fast and hold little: what is held has to
+    be recomputed.
+    """
 
     def __init__(
         self,
@@ -167,9 +166,10 @@ class _Estimation:
         cutoff_s: float,
         deadline: Deadline,
     ) -> None:
-        self.on_mesh, self.free, self.deadline = free.on_mesh, free, deadline
+        self.on_mesh, self.deadline = free.on_mesh, deadline
         self.limit_bytes, self.cutoff_s = limit_bytes, cutoff_s
         self.kept = self.on_mesh.pinned(pins)
+        self.free = self._light(free)
         in_order = self.on_mesh.memory.peak(self.free.labels)
         of_kernels = self.on_mesh.predicted(self.free.labels, limit_bytes).least
         self.in_order_bytes = in_order.num_bytes
@@ -180,6 +180,13 @@ class _Estimation:
         self.plain_s = sum(part.seconds(frozenset()) for part in self.parts)
         self.seen: set[frozenset[Site]] = {frozenset()}
         self.too_little_bytes = 0
+
+    def _light(self, free: FreeSolution) -> FreeSolution:
+        """The same, or where it does not fit strategies that hold less."""
+        if self.on_mesh.memory.peak(free.labels).num_bytes <= self.limit_bytes:
+            return free
+        labels = self.on_mesh.lightened(self.kept, free.labels, self.deadline)
+        return FreeSolution(self.on_mesh, labels, self.on_mesh.problem.cost_s(labels))
 
     def candidates(self, may_recompute: bool, may_wait: bool) -> list[Candidate]:
         """What may be recomputed, and, by each such choice and by none, what may wait on the host."""

@@ -1,7 +1,8 @@
 """One search: for the step as it is, and for steps that hold less: that recompute, use the host, take their batch in parts.
 
 Each mesh shape worth trying is priced and solved, the most promising first, and the fastest plan that fits wins; ties go to
-the first. Where the cap costs time, steps that recompute are searched in the same way (`search.recomputation`). Where
+the first. Where communication costs much, meshes of three axes that split an axis of the best one are tried, too. Where the
+cap costs time, steps that recompute are searched in the same way (`search.recomputation`). Where
 nothing fits even so, or what fits is much slower than it would be without a cap, state that takes much of it is tried in the
 host's memory (`search.memory.offload`); then the step is rewritten to go through its batch in 2, 4, 8, ... microbatches
 (`search.memory.microbatches`). All this is done with it, for as long as that finds better plans.
@@ -192,8 +193,8 @@ class StepSearch:
         fastest, before = next(iter(free), None), self.best
         if before and not free and before.step_problem is plain.step_problem:
             fastest = FreeSolution(before.on_mesh, before.labels, before.cost_s)
-        if fastest is None or self.finer_floors_s:
-            return [*free]
+        if fastest is None:
+            return []
         found, deadline = [*free], self._finer_deadline()
         for shape in self._finer_shapes(fastest.on_mesh, fastest.communication_share):
             self.progress(f"mesh {format_mesh(shape)}")
@@ -392,7 +393,8 @@ class StepSearch:
             return partial(self._most_frugal, plain.step_problem, plain.on_meshes)
         limit_bytes, deadline = self.options.memory_bytes, Deadline.after(time_limit_s, self.clock)
         free, bounds_s = without_cap(plain.cramped, self.pins, self.cutoff_s, deadline)
-        if not self.floors_s:
+        is_first = not self.floors_s
+        if is_first:
             self.floors_s = {**plain.bounds_s, **bounds_s}
             self.free = next(iter(free), None)
         may_recompute, may_wait = self.options.remat != "never", self._may_wait
@@ -403,7 +405,7 @@ class StepSearch:
                 if may_do
                 else lambda: plain.step_problem
             )
-        free = self._on_finer(plain, free)
+        free = self._on_finer(plain, free) if is_first else free
         if not may_recompute and not may_wait:
             return lambda: plain.step_problem
         free += self._unhindered(plain, free)
