@@ -441,8 +441,8 @@ class MeshProblem:
         costs = list(restricted.node_cost_s)
         for node, per_label in own.bytes:
             costs[node] = costs[node] + price_s * per_label
-        start = tuple(int(np.searchsorted(k, label)) for k, label in zip(kept, labels, strict=True))
-        found, _ = reoptimised(merged(Problem(tuple(costs), restricted.edges)), start, deadline)
+        problem = merged(Problem(tuple(costs), restricted.edges))
+        found, _ = reoptimised(problem, _renumbered(kept, labels), deadline)
         return _original(kept, found)
 
     def completed(self, kept: Sequence[np.ndarray]) -> Labels:
@@ -460,7 +460,7 @@ class MeshProblem:
         if self._last_opening.get(key) is None:
             self._last_opening.clear()  # one is asked for again and again, others hardly ever
             given = seeds(self.memory.costed, self.problem, kept) if start is None else (start,)
-            starts = partial(self._renumbered, tuple(kept), given)
+            starts = partial(self._starts, tuple(kept), given)
             self._last_opening[key] = branch_and_bound.Opening(self._restricted(kept), starts, self.clock)
         return self._last_opening[key]
 
@@ -469,12 +469,12 @@ class MeshProblem:
         """By what was kept."""
         return {}
 
-    def _renumbered(self, kept: Sequence[np.ndarray], given: Iterable[Labels]) -> Iterator[Labels]:
+    def _starts(self, kept: Sequence[np.ndarray], given: Iterable[Labels]) -> Iterator[Labels]:
         """Strategies to begin with, in the numbering of the kept ones."""
         for labels in given:
             self.clock.spend(RULE_S * len(self.problem.edges))
             if all(label in k for k, label in zip(kept, labels, strict=True)):
-                yield tuple(int(np.searchsorted(k, label)) for k, label in zip(kept, labels, strict=True))
+                yield _renumbered(kept, labels)
 
     def _round[Answer](
         self, answer: Answer, labels: Labels, limit_bytes: float
@@ -511,3 +511,8 @@ class MeshProblem:
 
 def _original(kept: Sequence[np.ndarray], chosen: Sequence[int]) -> tuple[int, ...]:
     return tuple(int(k[label]) for k, label in zip(kept, chosen, strict=True))
+
+
+def _renumbered(kept: Sequence[np.ndarray], labels: Labels) -> Labels:
+    """The inverse."""
+    return tuple(int(np.searchsorted(k, label)) for k, label in zip(kept, labels, strict=True))
