@@ -17,6 +17,7 @@ from cost_model.cluster import Cluster
 from cost_model.errors import InfeasibleError, InputError, PlanError
 from cost_model.units import format_bytes, format_mesh
 from search.found import Found
+from search.garbage import uncollected
 from search.handing_over import handed_over, hands_on_alike
 from search.ir.graph import Site, Step
 from search.ir.sharding import StepSharding
@@ -137,6 +138,7 @@ class SearchResult:
         return replace(self, problem=problem, on_mesh=on_mesh, chosen=chosen, short=None)
 
 
+@uncollected()
 def find(
     step: Step, cluster: Cluster, options: Options, progress: Progress = lambda line: None
 ) -> SearchResult:

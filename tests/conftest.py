@@ -1,10 +1,13 @@
-"""Every test sees the simulated devices, and a wide terminal."""
+"""Every test sees the simulated devices, and a wide terminal; none has a time limit."""
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests.simulated import simulate_devices
 
 simulate_devices()
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("untimed")
 
 
 @pytest.fixture(autouse=True)

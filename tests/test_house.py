@@ -39,6 +39,7 @@ MAY_IMPORT = {
         "search.device",
         "search.plan",
         "search.solver.clock",
+        "search.garbage",
         "search.mesh_problem",
         "search.options",
         "search.stopwatch",

@@ -15,6 +15,7 @@ from cost_model.cluster import Cluster
 from cost_model.collectives import MeshModel
 from cost_model.errors import InfeasibleError, InputError, PlanError
 from cost_model.units import format_bytes
+from search.garbage import uncollected
 from search.ir.graph import Step
 from search.ir.spec import AXIS_NAMES
 from search.memory.microbatches import looped
@@ -64,6 +65,7 @@ class Pipeline:
     shardings: tuple[StageSharding, ...]
 
 
+@uncollected()
 def find(
     step: Step,
     cluster: Cluster,

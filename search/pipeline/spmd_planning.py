@@ -12,6 +12,7 @@ import jax
 
 from cost_model.cluster import Cluster
 from cost_model.errors import InputError, PlanError
+from search.garbage import uncollected
 from search.ir.graph import Step
 from search.memory.microbatches import looped
 from search.pipeline.intra_op import decided
@@ -45,6 +46,7 @@ class SpmdPipeline:
     sharding: SpmdSharding
 
 
+@uncollected()
 def find(
     step: Step,
     cluster: Cluster,

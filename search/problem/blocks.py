@@ -217,11 +217,14 @@ class _Flow:
 
         `origins` are the blocks that a value comes from: of a running total over leaves, all so far.
         """
-        origins = {node: frozenset([b]) for node, b in self.block.items()}
+        alone = {b: frozenset([b]) for b in self.block.values()}
+        origins = {node: alone[b] for node, b in self.block.items()}
         for i, op in enumerate(self.graph.ops):
             node = self.op_node(i)
+            if node in self.block:
+                continue
             read = [n for n in self.made_by(i) if n in origins]
-            if node in self.block or not read:
+            if not read:
                 continue
             if op.phase is Phase.BACKWARD:
                 block, origin = _newest(read, origins), frozenset[int]()

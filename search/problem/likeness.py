@@ -184,9 +184,10 @@ class Likeness:
         """What a block reads; of values from elsewhere, their type and how they lie."""
         if not isinstance(atom, int):
             return None
-        if self.block_of(atom) == block:
+        own = self.block_of(atom)
+        if own == block:
             return self.slot_of(atom), self._rest(atom)
-        kind = "outside" if self.block_of(atom) is None else "passed"
+        kind = "outside" if own is None else "passed"
         return kind, self.step.graph.values[atom], self._rest(atom)
 
     def _rest(self, value: int) -> Any:

@@ -90,7 +90,7 @@ def all_of(on_mesh):
 # --- one mesh
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     st.integers(0, 1000),
     st.sampled_from(PEAKS[:8]),

@@ -301,7 +301,7 @@ def dots(draw: st.DrawFn) -> Equation:
     )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(eqn=dots(), data=st.data())
 def test_any_dot_general(eqn: Equation, data: st.DataObject):
     splits = splittable(eqn.rule)
@@ -324,13 +324,13 @@ def _grouped(draw: st.DrawFn, primes: list[int]) -> tuple[int, ...]:
     return tuple(prod(primes[a:b]) for a, b in bounds)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(eqn=reshapes())
 def test_any_reshape(eqn: Equation):
     check(eqn, tuple(splittable(eqn.rule)))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(shape=st.lists(st.integers(1, 4), max_size=3), data=st.data())
 def test_any_transpose_broadcast_and_sum(shape: list[int], data: st.DataObject):
     order = data.draw(st.permutations(range(len(shape))))

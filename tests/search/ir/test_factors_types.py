@@ -115,14 +115,14 @@ def test_results_are_sharded_as_jax_infers(case: str):
         assert inferred == results, assignment
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(eqn=dots())
 def test_any_dot_general(eqn: Equation):
     for assignment, inferred, results in accepted(eqn):
         assert inferred == results, assignment
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(eqn=reshapes())
 def test_any_reshape(eqn: Equation):
     for assignment, inferred, results in accepted(eqn):

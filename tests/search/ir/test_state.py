@@ -173,7 +173,7 @@ def twins(draw):
     return mixed, arguments, results
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(twins())
 def test_twin_trees_keep_their_pairing_in_any_order(case):
     mixed, arguments, results = case

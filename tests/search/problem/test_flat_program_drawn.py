@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
 
@@ -106,7 +106,7 @@ def check_rules(program: FlatProgram) -> None:
                 assert sizes == program.values[v].shape, op.name
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(f=functions())
 def test_rules_fit_the_values_in_any_nesting(f: Function):
     check_rules(flatten(trace(trained(f), W, X)))
@@ -118,7 +118,7 @@ def test_a_literal_handed_into_a_body(wrap: Callable[[Function], Function], leaf
     check_rules(flatten(trace(trained(handed_a_literal(wrap(LEAVES[leaf]))), W, X)))
 
 
-@settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=4)
 @given(f=functions(), seed=st.integers(0, 99))
 def test_any_nesting_gives_one_devices_numbers(f: Function, seed: int):
     step = trained(f)
