@@ -131,9 +131,10 @@ class SearchResult:
         Raises:
           NoFitError: the strategies do not go together there.
         """
-        cluster = self.on_mesh.memory.costed.resharder.mesh.cluster
+        resharder = self.on_mesh.memory.costed.resharder
+        cluster = resharder.mesh.cluster
         problem = _step_problem(step, self.plan, cluster, "the plan", self.problem)
-        on_mesh = problem.on(cluster, self.on_mesh.shape)
+        on_mesh = problem.on(cluster, self.on_mesh.shape, resharder)
         chosen = handed_over(self.on_mesh, self.chosen, on_mesh)
         return replace(self, problem=problem, on_mesh=on_mesh, chosen=chosen, short=None)
 

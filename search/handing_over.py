@@ -11,12 +11,10 @@ from collections.abc import Hashable, Iterator
 import numpy as np
 
 from search.mesh_problem import MeshProblem
-from search.options import DEFAULT_TIME_LIMIT_S
 from search.problem.folding import FoldedProgram
 from search.problem.likes import places
 from search.problem.strategies import port_specs
 from search.problem.strategy_graph import StrategyGraph
-from search.recomputation import NO_CAP
 from search.solver.pbqp import Labels
 
 
@@ -33,7 +31,7 @@ def handed_over(short: MeshProblem, chosen: Labels, whole: MeshProblem) -> Label
         like = place.get(what, -1)
         is_known = like >= 0 and len(own) == len(others[like])
         kept.append(np.array([chosen[like]]) if is_known else np.arange(len(own)))
-    return whole.solve(kept, NO_CAP, DEFAULT_TIME_LIMIT_S).labels
+    return whole.completed(kept)
 
 
 def carried_over(before: MeshProblem, chosen: Labels, after: MeshProblem) -> Labels:

@@ -78,9 +78,12 @@ class HostArguments:
         return frozenset(i for i, role in self._may_rest.items() if role in roles or i in is_named)
 
     def is_worth_moving(self, arguments: frozenset[int]) -> bool:
-        """Whether arguments take a share of the cap though they lie in as many parts as there are devices."""
-        num_bytes = sum(self._num_bytes[i] for i in arguments)
-        return num_bytes > MOVED_SHARE * self.options.memory_bytes * self.cluster.num_devices
+        """Whether arguments take a share of the cap even so."""
+        return self.least_bytes(arguments) > MOVED_SHARE * self.options.memory_bytes
+
+    def least_bytes(self, arguments: frozenset[int]) -> float:
+        """What a device holds of arguments that lie in as many parts as there are devices."""
+        return sum(self._num_bytes[i] for i in arguments) / self.cluster.num_devices
 
     def is_too_much(self, hosted: frozenset[int], working_bytes: float) -> bool:
         """Whether what does not rest on the host, in as many parts as there are devices, leaves no room for the work."""

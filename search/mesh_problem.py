@@ -22,7 +22,7 @@ from search.ir.spec import Spec, from_partition_spec
 from search.memory.offload import Offloaded, offloaded
 from search.memory.recompute import recomputed
 from search.plan.decisions import DecisionCodec, allowed_by_pins
-from search.problem.costs import price
+from search.problem.costs import CostedGraph, price
 from search.problem.flat_program import flatten
 from search.problem.folding import FoldedProgram, fold, separate
 from search.problem.fusion import Fusion, expensive_itemsize
@@ -200,9 +200,11 @@ class StepProblem:
             return self.graph.folded
         return self.known or fold(flatten(self.traced), self.marks)
 
-    def on(self, cluster: Cluster, shape: tuple[int, ...]) -> "MeshProblem":
-        """The problem on one mesh."""
-        costed = price(self.graph, self.kernels, Resharder(MeshModel(cluster, shape)))
+    def on(
+        self, cluster: Cluster, shape: tuple[int, ...], resharder: Resharder | None = None
+    ) -> "MeshProblem":
+        """The problem on one mesh; with what is known of resharding there, if something is."""
+        costed = price(self.graph, self.kernels, resharder or Resharder(MeshModel(cluster, shape)))
         memory, host = Memory(costed, self.items), Memory(costed, self.host_items)
         self.clock.spend(STRATEGY_S * sum(map(len, costed.strategies)))
         hiding = Hiding(costed, self.traffic)
@@ -224,7 +226,10 @@ class MeshProblem:
     @cached_property
     def problem(self) -> Problem:
         """The costs; made when asked for, as most of a mesh's time goes there."""
-        problem = self.memory.costed.problem(self.hiding.seconds)
+        return self._priced(self.memory.costed, self.hiding)
+
+    def _priced(self, costed: CostedGraph, hiding: Hiding) -> Problem:
+        problem = costed.problem(hiding.seconds)
         num_entries = sum(edge.cost_s.size for edge in problem.edges)
         self.clock.spend(EDGE_S * len(problem.edges) + ENTRY_S * num_entries)
         return problem
@@ -446,13 +451,15 @@ class MeshProblem:
         return _original(kept, found)
 
     def completed(self, kept: Sequence[np.ndarray]) -> Labels:
-        """The cheapest of the kept strategies, where few are left to choose from.
+        """The cheapest of the kept strategies, where few are left to choose from: the others are not priced.
 
         Raises:
           NoFitError: they contradict one another.
         """
-        opening = branch_and_bound.Opening(self._restricted(kept), clock=self.clock)
-        return _original(kept, branch_and_bound.solve(opening, relative_gap=WIDE_GAP).labels)
+        costed = self.memory.costed.only(kept)
+        problem = self._priced(costed, replace(self.hiding, costed=costed))
+        opening = branch_and_bound.Opening(problem, clock=self.clock)
+        return _original(kept, branch_and_bound.solve(opening, relative_gap=RELATIVE_GAP).labels)
 
     def _opening(self, kept: Sequence[np.ndarray], start: Labels | None = None) -> branch_and_bound.Opening:
         """How searches for the cheapest of the kept strategies begin."""

@@ -33,6 +33,7 @@ from search.mesh_problem import RELATIVE_GAP, ROUNDING, UNKNOWN, Known, MeshProb
 from search.options import OFFLOADED, RESIDUALS, Options, Progress, candidate_shapes, named_axes
 from search.problem.live_ranges import Resident
 from search.problem.memory_floor import floor_bytes, working_bytes
+from search.problem.reshard import Resharder
 from search.recomputation import Candidate, FreeSolution, candidates, without_cap
 from search.solver.branch_and_bound import NoFitError
 from search.solver.clock import Deadline, SearchClock
@@ -160,6 +161,7 @@ class StepSearch:
         self.free: FreeSolution | None = None
         self.tried = ""
         self.working_bytes = 0.0
+        self._resharders: dict[tuple[int, ...], Resharder] = {}
         self.host_arguments = HostArguments(step, cluster, options)
         self.hosted = self.host_arguments.asked_for
 
@@ -177,7 +179,7 @@ class StepSearch:
         self.host_arguments.check_room(first.on_meshes)
         least = self._held_down(first, self.options.limit_s / 2)
         if self.options.offload is None and self.cluster.host_bytes_per_node:
-            least = self._offloaded(first.step_problem.traced) or least
+            least = self._offloaded(first) or least
         if self.options.microbatches is None:
             least = self._in_microbatches() or least
         if self.best is None:
@@ -352,7 +354,8 @@ class StepSearch:
         return step_problem
 
     def _put_on(self, step_problem: StepProblem, shape: tuple[int, ...]) -> MeshProblem:
-        on_mesh = step_problem.on(self.cluster, shape)
+        on_mesh = step_problem.on(self.cluster, shape, self._resharders.get(shape))
+        self._resharders[shape] = on_mesh.memory.costed.resharder
         self.watch.lap("strategies")
         return on_mesh
 
@@ -490,16 +493,18 @@ class StepSearch:
         is_asked = offload is None or (not isinstance(offload, str) and RESIDUALS in offload)
         return is_asked and self.cluster.host_bytes_per_node > 0
 
-    def _offloaded(self, step: Step) -> Least | None:
+    def _offloaded(self, first: _Plain) -> Least | None:
         """Looks for better plans with more and more state in the host's memory; where none fits, the step that holds least
         of all those considered. What made no plan better is left alone; where there is no plan, an optimizer's state stays
         there for what is tried next, as it is of no use before the update."""
+        pinned = ((one.memory, one.pinned(self.pins)) for one in first.on_meshes)
+        held_bytes = min(memory.least_bytes(kept) for memory, kept in pinned)
         least, kinds, best_hosted = None, list[str](), self.hosted
         for kind in OFFLOADED:
             kinds.append(kind)
             hosted = self.host_arguments.of_kinds(kinds)
             is_wanted = (
-                self._is_wanting
+                self._is_wanting and not self._is_vain_on_host(hosted, held_bytes)
                 if self.best
                 else not self.host_arguments.is_too_much(hosted, self.working_bytes)
             )
@@ -507,7 +512,7 @@ class StepSearch:
                 continue
             self.hosted, before = hosted, self.best
             self.progress(f"{' and '.join(kinds).replace('_', ' ')} on the host")
-            plain = self._rewritten(step, self.options.limit_s / 2)
+            plain = self._rewritten(first.step_problem.traced, self.options.limit_s / 2)
             least = self._held_down(plain, self.options.limit_s / 4)
             if self.best is not before:
                 best_hosted = hosted
@@ -515,6 +520,14 @@ class StepSearch:
             best_hosted if self.best else self.hosted & self.host_arguments.of_kinds(list(OFFLOADED)[:1])
         )
         return None if self.best else least
+
+    def _is_vain_on_host(self, hosted: frozenset[int], held_bytes: float) -> bool:
+        """Whether a step that holds so much at least has to recompute even with arguments on the host, and copying these
+        alone makes it as slow as the best plan."""
+        moved_bytes = self.host_arguments.least_bytes(hosted)
+        copied_s = 2 * float(self.cluster.host_link.copy_s(moved_bytes))
+        is_dear = self.free is not None and self.free.cost_s + copied_s >= self.cutoff_s
+        return is_dear and held_bytes - moved_bytes > (1 + ROUNDING) * self.options.memory_bytes
 
     def _in_microbatches(self) -> Least | None:
         """Looks for better plans in microbatches; where none fits, the step that holds least of all those considered.

@@ -6,7 +6,7 @@ enters and leaves their group. An edge's cost is the cheapest reshard between th
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 
@@ -39,6 +39,11 @@ class CostedGraph:
     kernels: Kernels
     resharder: Resharder
     strategies: tuple[Strategies, ...]
+
+    def only(self, kept: Sequence[np.ndarray]) -> "CostedGraph":
+        """The same with some of each node's strategies."""
+        left = zip(self.strategies, kept, strict=True)
+        return replace(self, strategies=tuple(each.only(k) for each, k in left))
 
     @cached_property
     def node_seconds(self) -> tuple[tuple[np.ndarray, np.ndarray], ...]:

@@ -54,6 +54,12 @@ class Strategies:
     def __len__(self) -> int:
         return len(self.assignment)
 
+    def only(self, kept: np.ndarray) -> "Strategies":
+        """Some of them."""
+        return Strategies(
+            self.assignment[kept], tuple(self.copy_sources[k] for k in kept if self.copy_sources)
+        )
+
 
 def group_strategies(
     group: OpGroup, ports: tuple[Port, ...], mesh_shape: tuple[int, ...], must_divide: bool
