@@ -199,16 +199,32 @@ class _Ledger:
         num_bytes: Sequence[float],
         keep_s_per_byte: float = 0.0,
     ) -> None:
-        """An op, or a carry; what is not stored has infinitely many bytes."""
-        op, is_stored = len(self.sites), any(map(np.isfinite, num_bytes))
+        """An op, or a carry; what is not stored has infinitely many bytes.
+
+        An op of which some results are stored and some computed on the fly counts as two that read the same.
+        """
+        for is_stored in sorted({bool(np.isfinite(n)) for n in num_bytes} or {False}):
+            own = [(v, n) for v, n in zip(results, num_bytes, strict=True) if np.isfinite(n) == is_stored]
+            self._add(site, seconds, operands, own, is_stored, keep_s_per_byte)
+
+    def _add(
+        self,
+        site: Site | None,
+        seconds: float,
+        operands: Sequence[int],
+        results: Sequence[tuple[int, float]],
+        is_stored: bool,
+        keep_s_per_byte: float,
+    ) -> None:
+        op = len(self.sites)
         self.sites.append(site)
         self.is_stored.append(is_stored)
         self.op_s.append(seconds if is_stored else 0.0)
         self.reads.append([self.number[v] for v in operands if v in self.number])
-        self.number.update({v: len(self.number) + n for n, v in enumerate(results)})
+        self.number.update({v: len(self.number) + n for n, (v, _) in enumerate(results)})
         self.maker += [op] * len(results)
-        self.num_bytes += num_bytes
-        self.keep_s += [keep_s_per_byte * n if np.isfinite(n) else 0.0 for n in num_bytes]
+        self.num_bytes += [num_bytes for _, num_bytes in results]
+        self.keep_s += [keep_s_per_byte * num_bytes if is_stored else 0.0 for _, num_bytes in results]
 
     def residuals(self, needed: set[int], is_loop: bool) -> Residuals:
         """The problem, where the backward phase reads these values."""

@@ -107,6 +107,34 @@ def test_the_first_ops_pay_the_high_price():
     assert part.kept_bytes(every) < part.kept_bytes(some) < part.kept_bytes(frozenset())
 
 
+def halved(w, x):
+    """Layers of which one op makes an array and what is computed on the fly."""
+
+    def loss(w):
+        y = x
+        for i in range(LAYERS):
+            gate, values = jnp.split(y @ w[i, 0], 2, axis=-1)
+            y = y + jnp.concatenate(
+                [values @ w[i, 1, : WIDTH // 2, : WIDTH // 2] * jnp.tanh(gate)] * 2, axis=-1
+            )
+        return jnp.mean(y**2)
+
+    return w - 0.1 * jax.grad(loss)(w)
+
+
+def test_an_op_may_make_an_array_and_what_is_computed_on_the_fly():
+    """What a split hands to a product is an array, what it hands to a light op is not."""
+    (part,) = residuals_of(trace(halved, *ARGS))
+    by_site: dict[Site | None, set[bool]] = {}
+    for site, is_stored in zip(part.sites, part.is_stored, strict=True):
+        by_site.setdefault(site, set()).add(is_stored)
+    assert sum(kinds == {False, True} for kinds in by_site.values()) == LAYERS
+    kept = [part.kept_bytes(part.recomputed(price)) for price in PRICES]
+    assert LAYERS * ARRAY / 2 < kept[0] < np.inf
+    assert all(a >= b for a, b in pairwise(kept))
+    assert kept[-1] < kept[0] / 2
+
+
 def noted(y):
     jax.debug.callback(lambda y: None, jnp.max(y))
     return jnp.sin(y)
