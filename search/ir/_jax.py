@@ -12,6 +12,7 @@ present in JAX 0.11 and 0.12:
 * processes that `jax.distributed` has connected have a store in common, which its client reads and writes;
 * jaxlib copies arrays to other devices shard by shard, by `batched_copy_array_to_devices_with_sharding`, in a tenth of the
   time that `device_put` takes to find out that this is all that is to be done;
+* primitives of `hijax` (0.12) come as equations `call_hi_primitive`, and say by `to_lojax` what they are made of;
 * `make_jaxpr` returns a `ClosedJaxpr` (0.11) or a `Jaxpr` that holds its own constants (0.12).
 
 What hand-written kernels say of themselves is read in `_jax_kernels`; what the compiler's process needs is in
@@ -115,6 +116,14 @@ def alternatives(name: str, params: dict[str, Any]) -> tuple[tuple[str, ...] | N
     """The platforms of each branch of `jax.lax.platform_dependent`, None for all others: of its `cond`, and of the
     `platform_index` that chooses. Of other ops, nothing."""
     return params["platforms"] if name == "platform_index" else params.get("branches_platforms") or ()
+
+
+def as_expanded(eqn: Any) -> Any:
+    """What a primitive of `hijax` is made of, as a jaxpr; None for other equations."""
+    if eqn.primitive.name != "call_hi_primitive":
+        return None
+    made_of = functools.partial(eqn.primitive.to_lojax, **eqn.params)
+    return jax.make_jaxpr(made_of)(*(v.aval for v in eqn.invars))
 
 
 def literal(content: np.generic) -> Literal:

@@ -254,8 +254,9 @@ class _Builder:
             if name == "platform_index":
                 return (_jax.literal(np.int32(choice)),)
             return self.inline(eqn.params["branches"][choice], operands[1:], scope, source)
-        if (dense := _jax_kernels.as_dense(eqn)) is not None:
-            return self.inline(dense, operands, scope, source)
+        for spelt_out in (_jax.as_expanded, _jax_kernels.as_dense):
+            if (inner := spelt_out(eqn)) is not None:
+                return self.inline(inner, operands, scope, source)
         bodies = {
             key: tuple(build_graph(j, self.platform, source) for j in jaxprs)
             for key, jaxprs in _jax.body_params(name, eqn.params).items()

@@ -100,6 +100,34 @@ def sorts_and_sums(w, x):
     return jnp.mean(jnp.cumsum(y[order], axis=0) ** 2) + jnp.mean(best * at) + jnp.mean(jax.lax.cummax(y))
 
 
+@case(normal(16, 32), normal(24, 16))
+@trained
+def looks_up(w, x):
+    """As experts are dealt their tokens, and curves are read between points."""
+    y = x @ w
+    at = jax.vmap(lambda row: jnp.searchsorted(jnp.sort(row), jnp.linspace(-1, 1, 8)))(y)
+    chosen = jnp.take_along_axis(y, jnp.clip(at, 0, 31), axis=1)
+    (found,) = jnp.nonzero(chosen[0] > 0, size=4)
+    return (
+        jnp.mean(chosen**2)
+        + jnp.interp(y[1], jnp.linspace(-1, 1, 8), jnp.sort(y[2, :8])).mean()
+        + y[found, 0].sum()
+    )
+
+
+@case(normal(16, 32), normal(24, 16))
+@trained
+def implicit_roots(w, x):
+    a = 1 + jnp.abs(x @ w)
+    root = jax.lax.custom_root(
+        lambda y: y * y - a,
+        a,
+        lambda f, y: jax.lax.fori_loop(0, 6, lambda _, y: y - f(y) / (2 * y), y),
+        lambda g, y: y / g(jnp.ones_like(y)),
+    )
+    return jnp.mean(root)
+
+
 @case(normal(16, 16), normal(24, 16))
 @trained
 def linear_algebra(w, x):

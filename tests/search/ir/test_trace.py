@@ -216,6 +216,24 @@ def test_a_ragged_product_is_spelt_out_in_dense_ones():
     assert all(map(has_rule, primitives(traced)))
 
 
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: jax.vmap(jnp.searchsorted)(x, x[:, :4]),
+        lambda x: jnp.nonzero(x, size=4),
+        lambda x: jnp.interp(x[0], x[1], x[2]),
+        lambda x: jnp.frexp(jnp.ldexp(x, 2)),
+        lambda x: jax.lax.custom_root(
+            lambda y: y * y - x, x, lambda _, y: jnp.sqrt(y * y), lambda g, y: y / g(1.0)
+        ),
+        lambda x: jax.lax.scan(lambda c, y: (c + jnp.searchsorted(x[0], y), None), jnp.zeros(8, int), x)[0],
+    ],
+)
+def test_primitives_made_of_others_are_spelt_out(function):
+    traced = trace(function, jax.ShapeDtypeStruct((8, 8), jnp.float32))
+    assert all(has_rule(name) or name in ("scan", "while") for name in primitives(traced))
+
+
 @pytest.mark.parametrize("prevent_cse", [True, False])
 def test_a_checkpoint_is_recomputed_in_the_backward_phase_behind_a_barrier(prevent_cse):
     def step(w, x):
