@@ -35,18 +35,36 @@ def handed_over(short: MeshProblem, chosen: Labels, whole: MeshProblem) -> Label
 
 
 def carried_over(before: MeshProblem, chosen: Labels, after: MeshProblem) -> Labels:
-    """The strategies of a step, for what it was rewritten to: ops that both have do alike, what is new what suits them best.
+    """The strategies of a step, for what it was rewritten to, or for a mesh that splits axes: ops that both have do alike,
+    what is new what suits them best.
 
     Raises:
       NoFitError: they do not go together there.
     """
-    place = {what: spec for what, spec in _specs(before, chosen)}
+    joined = _joined(before.shape, after.shape)
+    place = {what: spec[joined] for what, spec in _specs(before, chosen)}
     masks = [np.ones(len(own), bool) for own in after.memory.costed.strategies]
     for node, what, specs in _possible(after):
         if what in place:
             alike = masks[node] & (specs == place[what]).all(axis=1)
             masks[node] = alike if alike.any() else masks[node]
     return after.completed([np.flatnonzero(mask) for mask in masks])
+
+
+def _joined(coarse: tuple[int, ...], fine: tuple[int, ...]) -> list[int]:
+    """Per axis of a mesh, that of another one of which it is a part.
+
+    Example:
+      >>> _joined((8, 8), (2, 4, 8))
+      [0, 0, 1]
+    """
+    found, left = list[int](), list(coarse)
+    for size in fine:
+        axis = next(axis for axis, part in enumerate(left) if part > 1 or size == 1)
+        assert left[axis] % size == 0, f"{fine} does not split axes of {coarse}"
+        left[axis] //= size
+        found.append(axis)
+    return found
 
 
 def _possible(on_mesh: MeshProblem) -> Iterator[tuple[int, Hashable, np.ndarray]]:

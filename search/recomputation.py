@@ -27,7 +27,7 @@ from search.ir.graph import Site
 from search.memory.fetches import WINDOW
 from search.memory.residuals import has_loops, residuals
 from search.memory.trade_offs import Choice, trade_offs
-from search.mesh_problem import RELATIVE_GAP, MeshProblem, StepProblem
+from search.mesh_problem import RELATIVE_GAP, UNKNOWN, Known, MeshProblem, StepProblem
 from search.solver.branch_and_bound import NoFitError
 from search.solver.clock import Deadline
 from search.solver.pbqp import Labels
@@ -109,7 +109,11 @@ class Candidate:
 
 
 def without_cap(
-    tried: Sequence[MeshProblem], pins: Mapping[str, Any], cutoff_s: float, deadline: Deadline
+    tried: Sequence[MeshProblem],
+    pins: Mapping[str, Any],
+    cutoff_s: float,
+    deadline: Deadline,
+    known: Known = UNKNOWN,
 ) -> tuple[list[FreeSolution], dict[tuple[int, ...], float]]:
     """The best strategies on each mesh where they are faster than the cutoff, fastest first, and a bound for every mesh."""
     found: list[FreeSolution] = []
@@ -117,7 +121,8 @@ def without_cap(
     for i, on_mesh in enumerate(tried):
         share_s = deadline.left_s / (len(tried) - i)
         try:
-            solution = on_mesh.solve(on_mesh.pinned(pins), NO_CAP, share_s, (1 - RELATIVE_GAP) * cutoff_s)
+            kept, below_s = on_mesh.pinned(pins), (1 - RELATIVE_GAP) * cutoff_s
+            solution = on_mesh.solve(kept, NO_CAP, share_s, below_s, known=known)
             found.append(FreeSolution(on_mesh, solution.labels, solution.cost_s))
             bounds_s[on_mesh.shape] = solution.bound_s
         except NoFitError as e:

@@ -37,6 +37,7 @@ from search.problem.reshard import Resharder
 from search.recomputation import Candidate, FreeSolution, candidates, without_cap
 from search.solver.branch_and_bound import NoFitError
 from search.solver.clock import Deadline, SearchClock
+from search.solver.pbqp import Labels
 from search.stopwatch import Stopwatch
 
 ATTEMPT_SHARE = 0.4
@@ -45,7 +46,7 @@ ATTEMPT_SHARE = 0.4
 LEAST_ATTEMPT_S = 2.0
 """Seconds that it may take at least, as long as there is no plan. Source: a choice of ours."""
 
-MESH_SHARE = 0.5
+MESH_SHARE = 0.75
 """Of the time left, what a mesh may take while there are others. Source: a choice of ours; those that promise most come
 first, and the others need little."""
 
@@ -198,11 +199,13 @@ class StepSearch:
         if fastest is None:
             return []
         found, deadline = [*free], self._finer_deadline()
-        for shape in self._finer_shapes(fastest.on_mesh, fastest.communication_share):
+        shapes = self._finer_shapes(fastest.on_mesh, fastest.communication_share)
+        for i, shape in enumerate(shapes):
             self.progress(f"mesh {format_mesh(shape)}")
             on_mesh = self._put_on(plain.step_problem, shape)
             cutoff_s = min(self.cutoff_s, *(one.cost_s for one in (fastest, *found)))
-            better, bounds_s = without_cap([on_mesh], self.pins, cutoff_s, deadline)
+            known, share = Known(self._carried_over(fastest, on_mesh)), deadline.share(1 / (len(shapes) - i))
+            better, bounds_s = without_cap([on_mesh], self.pins, cutoff_s, share, known)
             self.finer_floors_s |= bounds_s
             too_large = [one for one in better if not self._takes(plain.step_problem, one)]
             self.cramped_finer += [one.on_mesh for one in too_large]
@@ -481,10 +484,16 @@ class StepSearch:
 
     def _known(self, plain: StepProblem, candidate: Candidate, on_mesh: MeshProblem) -> Known:
         """Of a step that recomputes: the strategies by which it was estimated, and the bound on all plans on its mesh."""
-        known = self._known_of(candidate.shape, plain)
+        return replace(
+            self._known_of(candidate.shape, plain), start=self._carried_over(candidate.free, on_mesh)
+        )
+
+    @staticmethod
+    def _carried_over(free: FreeSolution, on_mesh: MeshProblem) -> Labels | None:
+        """The same strategies for another step or mesh, where they go together there."""
         with suppress(NoFitError):
-            return replace(known, start=carried_over(candidate.free.on_mesh, candidate.free.labels, on_mesh))
-        return known
+            return carried_over(free.on_mesh, free.labels, on_mesh)
+        return None
 
     @property
     def _may_wait(self) -> bool:

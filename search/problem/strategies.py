@@ -7,7 +7,7 @@ describe (a compound dimension split in its minor part), are left out.
 
 from dataclasses import dataclass
 from enum import StrEnum
-from itertools import product
+from itertools import pairwise, product
 from math import prod
 
 import numpy as np
@@ -23,8 +23,8 @@ ALL_PARTIAL = -2
 """In an assignment of a sum group: all its values are partial over the axis."""
 
 MAX_LABELS = 130
-"""Strategies per node; above it, the factors of smallest extent are not split. Three axes with four factors have
-125."""
+"""Strategies per node; above it, the factors of smallest extent are split over neighbouring axes together only. Three axes
+with four factors have 125."""
 
 
 class CopySource(StrEnum):
@@ -79,15 +79,22 @@ def group_strategies(
 
     factors = [f for f, size in enumerate(group.sizes) if f not in minor]
     places = [NONE, *([ALL_PARTIAL] if group.is_sum else [])]
-    factors.sort(key=lambda f: (-group.sizes[f], f))
-    num_splitting = sum(n > 1 for n in mesh_shape)
-    while factors and (len(factors) + len(places)) ** num_splitting > MAX_LABELS:
-        factors.pop()
-    choices = (*places, *sorted(factors))
+    largest = sorted(factors, key=lambda f: (-group.sizes[f], f))
+    splitting = [axis for axis, n in enumerate(mesh_shape) if n > 1]
+    while largest and (len(largest) + len(places)) ** len(splitting) > MAX_LABELS:
+        largest.pop()
+    alone = {*places, *largest}
+
+    def is_tried(strategy: tuple[int, ...]) -> bool:
+        """What a mesh of fewer axes allows, this one does."""
+        return alone.issuperset(strategy) or any(strategy[a] == strategy[b] for a, b in pairwise(splitting))
+
+    choices = (*places, *factors)
     strategies = [
         strategy
         for strategy in product(*(choices if n > 1 else (NONE,) for n in mesh_shape))
-        if all(may_split_into(f, _parts(strategy, f, mesh_shape)) for f in set(strategy) if f >= 0)
+        if is_tried(strategy)
+        and all(may_split_into(f, _parts(strategy, f, mesh_shape)) for f in set(strategy) if f >= 0)
     ]
     return Strategies(np.array(strategies, np.int64).reshape(len(strategies), len(mesh_shape)))
 

@@ -38,6 +38,15 @@ def test_a_steps_own_ops_do_as_before(number):
     assert {name: after.ops[name] for name in products} == {name: before.ops[name] for name in products}
 
 
+@pytest.mark.parametrize("mesh", [(2, 2, 4), (2, 4, 2)])
+def test_a_mesh_that_splits_an_axis_takes_what_the_other_does(mesh):
+    best = ON_PLAIN.fitting(ON_PLAIN.pinned({}), 1 << 50, 10.0)[0]
+    split = PLAIN.on(CLUSTER, mesh)
+    carried = carried_over(ON_PLAIN, best.labels, split)
+    assert split.problem.cost_s(carried) == pytest.approx(best.cost_s, rel=1e-3)
+    assert split.memory.peak(carried).num_bytes == pytest.approx(ON_PLAIN.memory.peak(best.labels).num_bytes)
+
+
 def test_what_is_new_costs_as_little_as_it_can():
     kept = ON_PLAIN.pinned({})
     best = ON_PLAIN.fitting(kept, 1 << 50, 10.0)[0]

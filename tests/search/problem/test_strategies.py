@@ -85,15 +85,30 @@ def test_every_even_enough_layout_is_a_strategy_and_no_other(case, mesh, must_di
     assert found(of, ports, mesh, must_divide) == wanted
 
 
-def test_of_many_factors_the_largest_are_split():
+def over_three_axes(places, alone) -> set[tuple[int, ...]]:
+    """What is tried where some places are taken by neighbouring axes together only."""
+    every = product(places, repeat=3)
+    return {s for s in every if alone.issuperset(s) or s[0] == s[1] or s[1] == s[2]}
+
+
+def test_of_many_factors_the_smaller_are_split_over_neighbouring_axes_together():
     """On three axes five places have 125 layouts: NONE and four factors, or three where all may be partial."""
     sizes = (64, 8, 512, 16, 128, 32)
-    split = {f for strategy in found(group(*sizes), (), (2, 2, 2), True) for f in strategy}
-    assert split == {NONE, 0, 2, 4, 5}
-    split = {f for strategy in found(group(*sizes, is_sum=True), (), (2, 2, 2), True) for f in strategy}
-    assert split == {ALL_PARTIAL, NONE, 0, 2, 4}
-    assert {f for s in found(group(8, 8, 8, 8, 8), (), (2, 2, 2), True) for f in s} == {NONE, 0, 1, 2, 3}
-    assert MAX_LABELS >= len(found(group(*sizes), (), (2, 2, 2), True)) == 125
+    places = {NONE, *range(len(sizes))}
+    some = found(group(*sizes), (), (2, 2, 2), True)
+    assert some == over_three_axes(places, {NONE, 0, 2, 4, 5})
+    sums = found(group(*sizes, is_sum=True), (), (2, 2, 2), True)
+    assert sums == over_three_axes({ALL_PARTIAL, *places}, {ALL_PARTIAL, NONE, 0, 2, 4})
+    few = found(group(*sizes[:4]), (), (2, 2, 2), True)
+    assert few == set(product({NONE, *range(4)}, repeat=3))
+    assert len(few) == 125 <= MAX_LABELS
+
+
+@given(groups(), st.booleans())
+def test_a_mesh_that_splits_an_axis_allows_what_the_other_does(case, must_divide):
+    of, ports = case
+    joined = {(a, a, b) for a, b in found(of, ports, (4, 3), must_divide)}
+    assert joined <= found(of, ports, (2, 2, 3), must_divide)
 
 
 def test_a_group_without_loops_is_computed_alike_everywhere():
