@@ -38,6 +38,7 @@ from jax.sharding import PartitionSpec as P
 from cost_model.cluster import Cluster
 from cost_model.errors import InfeasibleError
 from cost_model.hardware import parse_cluster
+from cost_model.meshes import finer_shapes
 from cost_model.units import format_mesh
 from search import driver
 from search.ir.graph import Step
@@ -242,8 +243,9 @@ def by_rule(step: Step, cluster: Cluster, time_limit_s: float | None) -> dict[st
 
 
 def by_mesh(step: Step, cluster: Cluster, time_limit_s: float | None) -> dict[str, Timed]:
-    """What each mesh that the search considers gives where it is asked for."""
-    shapes = candidate_shapes(cluster, Options(cluster.device_memory_limit()))
+    """What each mesh that the search considers gives where it is asked for, those of three axes within nodes and across."""
+    two = candidate_shapes(cluster, Options(cluster.device_memory_limit()))
+    shapes = (*two, *finer_shapes(cluster, (cluster.num_nodes, cluster.devices_per_node)))
     asked = {format_mesh(shape): {"mesh": shape, "time_limit_s": time_limit_s} for shape in shapes}
     return feasible(step, cluster, asked)
 
