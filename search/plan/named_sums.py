@@ -3,8 +3,8 @@
 XLA's partitioner finds most ways of a sum by the specs that are imposed on it, and loses two (measured on XLA:GPU, all ways
 of a product on a mesh of three axes):
 
-* on meshes of three axes, terms that are scattered over one axis after another. If not both go where it expects them, it
-  makes one all-reduce over all these axes, of the whole array;
+* on meshes of three axes, terms that are scattered over one axis and then reduced over another. Unless both go where it
+  expects them, it makes one all-reduce over all these axes, of the whole array;
 * terms that are scattered over some axes, and then sliced over others, which were idle. It makes an all-reduce, and one
   slice of the two.
 
@@ -72,7 +72,8 @@ def _num_scattered(way: ReshardPath) -> int:
 
 
 def _is_joined(way: ReshardPath, num_axes: int) -> bool:
-    return num_axes >= AXES_THAT_ARE_JOINED and _num_scattered(way) > 1
+    is_in_turn = len(_reductions(way)) > 1 and _num_scattered(way) > 0
+    return is_in_turn and num_axes >= AXES_THAT_ARE_JOINED
 
 
 def _is_sliced(way: ReshardPath) -> bool:
