@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 from autoshard.verification.judge import CompilerVerifier
+from autoshard.verification.result import PEAK_ABOVE, Verification
 from cost_model.hardware import parse_cluster
 from cost_model.xla.process import Compiler
 from search.device.prediction import MARGIN
@@ -60,7 +61,8 @@ ASKED = {
 }
 
 
-def proven(name: str, cap_bytes: int | None = None):
+def proven(name: str, cap_bytes: int | None = None) -> Verification:
+    """A plan beside its compiled program; by default the cap is what the devices have."""
     asked = ASKED[name]
     cluster = parse_cluster(asked.cluster)
     options = Options(cap_bytes or cluster.device_memory_limit(), asked.mesh)
@@ -71,6 +73,12 @@ def proven(name: str, cap_bytes: int | None = None):
 @pytest.mark.parametrize("name", ASKED)
 def test_the_compiler_emits_what_the_plan_lists(name):
     proof = proven(name)
-    print(proof)
     assert not proof.differing
     assert proof.predicted.peak_bytes == pytest.approx(proof.compiled.peak_bytes, rel=MARGIN)
+
+
+def test_a_plan_keeps_to_its_cap():
+    cap_bytes = int(0.7 * proven("AdamW").compiled.peak_bytes)
+    proof = proven("AdamW", cap_bytes)
+    assert not proof.differing
+    assert proof.compiled.peak_bytes <= (1 + PEAK_ABOVE) * cap_bytes
