@@ -4,11 +4,14 @@
 * a Pallas kernel is a black box to it: it gathers what the kernel reads. Under `vmap` the kernel runs once for each batch,
   so a device runs it for its own: a smaller grid over smaller arrays;
 * of `custom_partitioning` it asks Python, while it compiles, what a device computes. The process that compiles may be
-  another one (`verify`), so Python is asked here.
+  another one (`verify`), so Python is asked here;
+* a product whose terms are summed up in steps that the partitioner would join: each device computes its terms, and the
+  reductions are named.
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import partial, reduce
+from itertools import pairwise
 from typing import Any
 
 import jax
@@ -17,8 +20,26 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from search.ir._jax import bind
 from search.ir._jax_kernels import pallas_on_shards, partitioned
 from search.ir.graph import Op, Value
+from search.ir.spec import PARTIAL, WHOLE, Spec
 
 Specs = Sequence[PartitionSpec]
+
+Reduction = tuple[tuple[str, ...], int]
+"""Over which axes terms are summed up, and the dimension that is scattered over them; `WHOLE` for none."""
+
+
+def reductions(specs: Sequence[Spec], axis_names: Sequence[str]) -> list[Reduction]:
+    """What takes a value from each spec to the next, as long as terms of it are left to be added.
+
+    Example:
+      >>> reductions([(PARTIAL, PARTIAL, 0), (PARTIAL, 1, 0), (WHOLE, 1, 0)], ("replica", "data", "model"))
+      [(('data',), 1), (('replica',), -1)]
+    """
+    found: list[Reduction] = []
+    for before, after in pairwise(specs):
+        axes = [a for a, (d, e) in enumerate(zip(before, after, strict=True)) if d == PARTIAL != e]
+        found.append((tuple(axis_names[a] for a in axes), after[axes[0]]))
+    return found
 
 
 def on_shards(
@@ -26,6 +47,7 @@ def on_shards(
     inputs: Sequence[Value],
     operands: Sequence[Any],
     specs: tuple[Specs, Specs],
+    sums: Sequence[Sequence[Reduction]],
     mesh: Mesh | AbstractMesh,
 ) -> list[Any]:
     """Applies an op to whole arrays, shard by shard.
@@ -35,13 +57,25 @@ def on_shards(
       inputs: what it reads, as values.
       operands: the arrays.
       specs: of the operands and of the results; they split evenly.
+      sums: per result, how the devices' terms are summed up; nothing where they have none.
       mesh: the devices.
     """
     function, in_specs, out_specs = _on_device(op, inputs, *specs, mesh)
+
+    def summed(*shards: Any) -> tuple[Any, ...]:
+        return tuple(reduce(_reduced, steps, x) for x, steps in zip(function(*shards), sums, strict=True))
+
     mapped = jax.shard_map(
-        function, mesh=mesh, in_specs=tuple(in_specs), out_specs=tuple(out_specs), check_vma=False
+        summed, mesh=mesh, in_specs=tuple(in_specs), out_specs=tuple(out_specs), check_vma=False
     )
     return list(mapped(*operands))
+
+
+def _reduced(x: jax.Array, reduction: Reduction) -> jax.Array:
+    axes, dim = reduction
+    if dim == WHOLE:
+        return jax.lax.psum(x, axes)
+    return jax.lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
 
 
 def _on_device(

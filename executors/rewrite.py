@@ -18,11 +18,11 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from executors.kernels import on_shards
+from executors.kernels import on_shards, reductions
 from search.ir._jax import abstract_value, bind, provenance
 from search.ir.graph import Graph, Op, Phase, Value
 from search.ir.sharding import OperandReshard, ReshardStep, SharedPaths, StepSharding
-from search.ir.spec import WHOLE, Spec, partition_spec
+from search.ir.spec import PARTIAL, WHOLE, Spec, partition_spec
 
 
 def evaluator(
@@ -67,25 +67,34 @@ class _Evaluation:
             operands = [self._read(a, ("operand", site, n), op) for n, a in enumerate(op.inputs)]
             with provenance(op.scope, op.source_info):
                 results = self._applied(op, operands, site)
+            is_summed = self._is_on_shards(op, site)
             for r, (v, x) in enumerate(zip(op.outputs, results, strict=True)):
-                self.env[v] = self._placed(v, x, ("result", site, r))
+                self.env[v] = self._placed(v, x, ("result", site, r), is_summed)
                 if op.phase is Phase.BACKWARD and getattr(x, "ndim", 0):
                     self.made_backward.add(v)
                     self.last_backward = self.env[v]
         return [self._read(a, ("output", self.path, i), None) for i, a in enumerate(self.graph.outputs)]
 
     def _applied(self, op: Op, operands: list[Any], site: tuple[Any, ...]) -> list[Any]:
-        if not any(("operand", site, n) in self.sharding.specs for n in range(len(operands))):
+        if not self._is_on_shards(op, site):
             return bind(op.primitive, operands, self._params(op, site))
         inputs = [self.graph.value(a) for a in op.inputs]
-        specs = self._shards("operand", site, inputs), self._shards("result", site, op.result_values)
-        return on_shards(op, inputs, operands, specs, self.mesh)
+        read, made = self._shards("operand", site, inputs), self._shards("result", site, op.result_values)
+        specs = [self._spelled(way[0]) for way in read], [self._spelled(way[-1]) for way in made]
+        sums = [reductions(way, self.sharding.axis_names) for way in made]
+        return on_shards(op, inputs, operands, specs, sums, self.mesh)
 
-    def _shards(self, what: str, site: tuple[Any, ...], values: Sequence[Value]) -> list[PartitionSpec]:
-        """How an op that is applied shard by shard has its operands or results."""
+    def _is_on_shards(self, op: Op, site: tuple[Any, ...]) -> bool:
+        """Whether an op is applied shard by shard: then it is said how it reads its operands."""
+        return any(("operand", site, n) in self.sharding.specs for n in range(len(op.inputs)))
+
+    def _shards(self, what: str, site: tuple[Any, ...], values: Sequence[Value]) -> list[tuple[Spec, ...]]:
+        """How an op that is applied shard by shard has its operands or results, these until they are summed up."""
         whole = ((WHOLE,) * len(self.sharding.mesh_shape),)
-        specs = [self.sharding.specs.get((what, site, n), whole)[0] for n in range(len(values))]
-        return [partition_spec(spec, self.sharding.axis_names) for spec in specs]
+        return [_until_summed(self.sharding.specs.get((what, site, n), whole)) for n in range(len(values))]
+
+    def _spelled(self, spec: Spec) -> PartitionSpec:
+        return partition_spec(spec, self.sharding.axis_names)
 
     def _params(self, op: Op, site: tuple[Any, ...]) -> dict[str, Any]:
         """The op's parameters, with the bodies rewritten."""
@@ -108,10 +117,11 @@ class _Evaluation:
             *abstract
         )
 
-    def _placed(self, v: int, x: Any, place: Any) -> Any:
+    def _placed(self, v: int, x: Any, place: Any, is_summed: bool = False) -> Any:
         if self.graph.values[v].is_on_host:  # a constraint would take it to the device
             return x
-        for spec in self.sharding.specs.get(place, ()):
+        specs = self.sharding.specs.get(place, ())
+        for spec in specs[len(_until_summed(specs)) - 1 :] if is_summed and specs else specs:
             x = self._constrained(x, spec)
         return x
 
@@ -140,3 +150,8 @@ class _Evaluation:
         return jax.lax.with_sharding_constraint(
             x, NamedSharding(self.mesh, partition_spec(spec, self.sharding.axis_names))
         )
+
+
+def _until_summed(specs: tuple[Spec, ...]) -> tuple[Spec, ...]:
+    """The first specs of a value, until none of its terms is left to be added."""
+    return specs[: 1 + next((n for n, spec in enumerate(specs) if PARTIAL not in spec), len(specs))]

@@ -15,13 +15,17 @@ A value that is partial over several axes and no such term is not imposed: its r
 stays partial over fewer axes than its terms: these are scattered over the others, one by one, and the sum is reduced once.
 
 What a loop adds up is said to be whole, in the loop and behind it: the compiler makes one reduction of it, behind the loop.
+
+Where the compiler would not find a product's way by constraints, its terms are summed up by name (`search.plan.named_sums`).
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from search.ir.factors import Kind
 from search.ir.sharding import OperandReshard, Place, StepSharding
 from search.ir.spec import AXIS_NAMES, PARTIAL, WHOLE, Spec, divides
+from search.plan.named_sums import named_sums
 from search.problem.costs import CostedGraph
 from search.problem.flat_program import FlatOp
 from search.problem.folding import Dependency
@@ -54,6 +58,7 @@ class _Spelling:
             if node_of[d.producer] != node_of[d.consumer]
         }
         self.summed = {(d.producer, d.result) for d in self.folded.dependencies if self._is_summed(d)}
+        self.named_sums = named_sums(self.paths, self.summed)
 
     def _is_summed(self, d: Dependency) -> bool:
         """Whether a sum takes a value as it is made, partial or not, or reduces all of it."""
@@ -69,8 +74,9 @@ class _Spelling:
             op_class = self.folded.class_of[i]
             for r, (v, places) in enumerate(zip(op.results, op.result_places, strict=True)):
                 if self.program.values[v].shape and self._decides(op, op_class, r):
-                    made = self._imposed(op_class, r, self.paths.made(v))
-                    specs = (*made, *(s.after for s in self.paths.to_rest(v) if s.is_imposed))
+                    named = self.named_sums.get(v, ())
+                    made = (self.paths.made(v),) if named else self._imposed(op_class, r, self.paths.made(v))
+                    specs = (*made, *(s.after for s in self.paths.to_rest(v) or named if s.is_imposed))
                     if specs:
                         found |= dict.fromkeys(places, specs)
             found |= self._shards(op, op_class)
@@ -79,7 +85,8 @@ class _Spelling:
     def _shards(self, op: FlatOp, op_class: int) -> dict[Place, tuple[Spec, ...]]:
         """How an op that is applied shard by shard reads its operands; nothing for others."""
         specs = [self.paths.spec(self.graph.ports[op_class, i, False]) for i in range(len(op.operands))]
-        if not (op.rule.is_kernel or (op.name in ON_SHARDS and self._splits_evenly(op, specs))):
+        is_split = op.rule.is_kernel or (op.name in ON_SHARDS and self._splits_evenly(op, specs))
+        if not is_split and self.named_sums.keys().isdisjoint(op.results):
             return {}
         return {place: (spec,) for place, spec in zip(op.operand_places, specs, strict=True)}
 
@@ -100,10 +107,15 @@ class _Spelling:
         found: dict[Place, OperandReshard] = {}
         for i, op in enumerate(self.program.ops):
             for operand, place in enumerate(op.operand_places):
-                reshard = self.paths.to_reader(i, operand)
+                reshard = self._left(op.operands[operand], self.paths.to_reader(i, operand))
                 if any(s.is_imposed for s in reshard.path):
                     found[place] = reshard
             for v, place in op.after:
                 if (read := self.paths.first_read(v)) is not None:
-                    found[place] = self.paths.to_reader(*read)
+                    found[place] = self._left(v, self.paths.to_reader(*read))
         return found
+
+    def _left(self, v: int, reshard: OperandReshard) -> OperandReshard:
+        """What of a way is left where a value was summed up by name."""
+        num_taken = 0 if self.paths.to_rest(v) else len(self.named_sums.get(v, ()))
+        return replace(reshard, path=reshard.path[num_taken:])

@@ -4,6 +4,7 @@ The compiled program is searched for the evidence: which shapes a device compute
 """
 
 import re
+from itertools import pairwise
 from math import prod
 
 import jax
@@ -21,6 +22,8 @@ import autoshard
 from autoshard import AutoshardWarning
 from executors.jit import Program, build
 from search.driver import find
+from search.ir.sharding import StepSharding
+from search.ir.spec import AXIS_NAMES, PARTIAL, WHOLE
 from search.ir.trace import trace
 from search.options import Options
 from tests.executors import plans
@@ -255,3 +258,33 @@ def test_splits_are_even():
 def test_shards_are_placed_as_planned():
     program = pinned(kernel_step(product([])), (2, 4), {"x": P("data"), "w": P(None, "model")}, W, X)
     assert run(program, W, X).sharding == NamedSharding(program.mesh, P("data", "model"))
+
+
+# --- products whose terms are summed up by name
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        ((0, PARTIAL, PARTIAL), (0, PARTIAL, 0), (0, 1, 0)),
+        ((WHOLE, PARTIAL, PARTIAL), (WHOLE, PARTIAL, 1), (WHOLE, WHOLE, 1), (0, WHOLE, 1)),
+        ((PARTIAL, PARTIAL, PARTIAL), (PARTIAL, PARTIAL, 1), (0, PARTIAL, 1), (0, 0, 1)),
+        ((1, PARTIAL, PARTIAL), (1, 1, 1)),
+    ],
+)
+def test_terms_are_summed_up_one_axis_after_another(made):
+    """Then come the other specs, by constraints."""
+    x, y = (jax.random.normal(jax.random.key(seed), (24, 16)) for seed in (0, 1))
+    step = trace(lambda x, y: jax.lax.dot_general(x, y, (((0,), (0,)), ((), ()))), x, y)
+    # the terms are those of the first dimension; the second is the result's first, or its second
+    read = [tuple({PARTIAL: 0, dim: 1}.get(d, WHOLE) for d in made[0]) for dim in (0, 1)]
+    specs = {("operand", (0,), n): (spec,) for n, spec in enumerate(read)}
+    sharding = StepSharding((2, 2, 2), AXIS_NAMES[3], {**specs, ("result", (0,), 0): made}, {})
+    program = build(step, sharding, jax.devices())
+    stated = str(jax.make_jaxpr(program.fn)(x, y))
+    before = [(b, a) for b, a in pairwise(made) if PARTIAL in b]
+    summed = [[(d, e) for d, e in zip(b, a, strict=True) if d == PARTIAL != e] for b, a in before]
+    assert stated.count("reduce_scatter[") == sum(step[0][1] != WHOLE for step in summed)
+    assert stated.count("psum[") == sum(step[0][1] == WHOLE for step in summed)
+    result = run(program, x, y)
+    assert_close(result, np.asarray(x).T @ np.asarray(y))

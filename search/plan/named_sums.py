@@ -1,0 +1,92 @@
+"""Products whose terms are summed up by name: by collectives that the emitted program states, not by constraints.
+
+XLA's partitioner finds most ways of a sum by the specs that are imposed on it, and loses two (measured on XLA:GPU, all ways
+of a product on a mesh of three axes):
+
+* on meshes of three axes, terms that are scattered over one axis and then reduced over another. Unless both go where it
+  expects them, it makes one all-reduce over all these axes, of the whole array;
+* terms that are scattered over some axes, and then sliced over others, which were idle. It makes an all-reduce, and one
+  slice of the two.
+
+So there each device computes its own terms (`executors.kernels`) and reduces them as planned. All readers have to begin
+their ways alike, and everything has to split evenly.
+"""
+
+from collections.abc import Collection, Iterator, Mapping
+from itertools import takewhile
+
+from search.ir.sharding import ReshardPath, ReshardStep
+from search.ir.spec import PARTIAL, divides
+from search.problem.layouts import PRODUCT
+from search.problem.reshard import REDUCTIONS, SLICE
+from search.problem.reshard_paths import ReshardPaths
+
+AXES_THAT_ARE_JOINED = 3
+"""On a mesh of so many axes the partitioner joins reductions. Source: as above; on two it makes all as they are imposed."""
+
+
+def named_sums(paths: ReshardPaths, in_sums: Collection[tuple[int, int]]) -> Mapping[int, ReshardPath]:
+    """The reductions of such products, by the value that each makes.
+
+    Args:
+      paths: how values travel.
+      in_sums: what sums take as it is made, by op class and result: the compiler reduces these behind them.
+    """
+    found: dict[int, ReshardPath] = {}
+    for i, op in enumerate(paths.program.ops):
+        if op.name == PRODUCT and (paths.folded.class_of[i], 0) not in in_sums and _is_lost(paths, i):
+            (reductions,) = dict.fromkeys(map(_reductions, _ways(paths, i)))
+            found[op.results[0]] = reductions
+    return found
+
+
+def _is_lost(paths: ReshardPaths, i: int) -> bool:
+    """Whether the compiler would take another way than planned, and none needs it to."""
+    if PARTIAL not in paths.made(paths.program.ops[i].results[0]):
+        return False
+    ways = list(_ways(paths, i))
+    num_axes, reductions = len(paths.costed.resharder.mesh.shape), dict.fromkeys(map(_reductions, ways))
+    is_lost = any(_is_joined(way, num_axes) or _is_sliced(way) for way in ways)
+    return is_lost and len(reductions) == 1 and all(_is_even(paths, i, path) for path in reductions)
+
+
+def _ways(paths: ReshardPaths, i: int) -> Iterator[ReshardPath]:
+    """From where a product is made to all who read it."""
+    (v,) = paths.program.ops[i].results
+    for reader in paths.program.uses.get(v, ()):
+        for operand, read in enumerate(paths.program.ops[reader].operands):
+            if read == v:
+                yield (*paths.to_rest(v), *paths.to_reader(reader, operand).path)
+
+
+def _reductions(way: ReshardPath) -> ReshardPath:
+    return tuple(takewhile(_reduces, way))
+
+
+def _reduces(step: ReshardStep) -> bool:
+    return step.kind in REDUCTIONS
+
+
+def _num_scattered(way: ReshardPath) -> int:
+    return sum(step.kind == "reduce-scatter" for step in way)
+
+
+def _is_joined(way: ReshardPath, num_axes: int) -> bool:
+    is_in_turn = len(_reductions(way)) > 1 and _num_scattered(way) > 0
+    return is_in_turn and num_axes >= AXES_THAT_ARE_JOINED
+
+
+def _is_sliced(way: ReshardPath) -> bool:
+    behind = way[len(_reductions(way)) :]
+    return bool(behind) and behind[0].kind == SLICE and _num_scattered(way) > 0
+
+
+def _is_even(paths: ReshardPaths, i: int, reductions: ReshardPath) -> bool:
+    """Whether a product and its sum split evenly all the way."""
+    op, program, mesh_shape = paths.program.ops[i], paths.program, paths.costed.resharder.mesh.shape
+    (v,) = op.results
+    lies = [(v, paths.made(v)), *((v, step.after) for step in reductions)]
+    ports = paths.graph.ports
+    lies += [(u, paths.spec(ports[paths.folded.class_of[i], n, False])) for n, u in enumerate(op.operands)]
+    is_even = all(divides(spec, program.values[u].shape, mesh_shape) for u, spec in lies)
+    return is_even and PARTIAL not in reductions[-1].after
