@@ -6,6 +6,7 @@ not) is solved for, with all else as it is. Where layers that stand for others a
 not known beforehand that this can be done.
 """
 
+from collections import Counter
 from collections.abc import Hashable, Iterator
 
 import numpy as np
@@ -35,20 +36,29 @@ def handed_over(short: MeshProblem, chosen: Labels, whole: MeshProblem) -> Label
 
 
 def carried_over(before: MeshProblem, chosen: Labels, after: MeshProblem) -> Labels:
-    """The strategies of a step, for what it was rewritten to, or for a mesh that splits axes: ops that both have do alike,
-    what is new what suits them best.
+    """The strategies of a step, for what it was rewritten to: ops that both have do alike, what is new what suits them best.
 
     Raises:
       NoFitError: they do not go together there.
     """
-    joined = _joined(before.shape, after.shape)
-    place = {what: spec[joined] for what, spec in _specs(before, chosen)}
+    place = {what: spec for what, spec in _specs(before, chosen)}
     masks = [np.ones(len(own), bool) for own in after.memory.costed.strategies]
     for node, what, specs in _possible(after):
         if what in place:
             alike = masks[node] & (specs == place[what]).all(axis=1)
             masks[node] = alike if alike.any() else masks[node]
     return after.completed([np.flatnonzero(mask) for mask in masks])
+
+
+def split_over(before: MeshProblem, chosen: Labels, after: MeshProblem) -> Labels:
+    """The same strategies of the same step on a mesh that splits axes: both parts of an axis do what it did."""
+    joined = _joined(before.shape, after.shape)
+    found = list[int]()
+    for coarse, own, fine in zip(
+        before.memory.costed.strategies, chosen, after.memory.costed.strategies, strict=True
+    ):
+        found.append(fine.index(coarse.assignment[own][joined], *coarse.copy_sources[own : own + 1]))
+    return tuple(found)
 
 
 def _joined(coarse: tuple[int, ...], fine: tuple[int, ...]) -> list[int]:
@@ -70,12 +80,14 @@ def _joined(coarse: tuple[int, ...], fine: tuple[int, ...]) -> list[int]:
 def _possible(on_mesh: MeshProblem) -> Iterator[tuple[int, Hashable, np.ndarray]]:
     """Of what is read and made: the node that decides of it, what it is called in all steps made of one, and by strategy its
     spec."""
-    costed = on_mesh.memory.costed
+    costed, seen = on_mesh.memory.costed, Counter[Hashable]()
     graph, strategies = costed.graph, costed.strategies
     for (op_class, i, is_result), port in graph.ports.items():
         op = graph.folded.op(op_class)
         called = op.number if op.op is None else op.op.outputs
-        yield port.node, (op.name, called, op.count, i, is_result), port_specs(port, strategies[port.node])
+        what = op.name, op.phase, called, op.count, i, is_result
+        yield port.node, (*what, seen[what]), port_specs(port, strategies[port.node])
+        seen[what] += 1  # the slices of what a loop goes through are called alike
 
 
 def _specs(on_mesh: MeshProblem, chosen: Labels) -> Iterator[tuple[Hashable, np.ndarray]]:

@@ -92,11 +92,13 @@ class Known:
     """What is known of a problem before it is solved.
 
     Attributes:
-      start: strategies to begin with, instead of those by rule.
+      start: strategies to begin with.
+      is_enough: whether these do, instead of those by rule.
       bound_s: a lower bound on all that fit.
     """
 
     start: Labels | None = None
+    is_enough: bool = True
     bound_s: float = -np.inf
 
 
@@ -423,7 +425,7 @@ class MeshProblem:
         if self.host.least_bytes(kept) > self.host_limit_bytes:
             raise NoFitError(f"no strategies fit {self.host_limit_bytes} bytes of the host's", bound_s=np.inf)
         solution = branch_and_bound.solve(
-            self._opening(kept, known.start),
+            self._opening(kept, known),
             limit_bytes=float(limit_bytes),
             rows=[restricted_row(row, kept) for row in rows],
             violated=self._violated(kept, limit_bytes),
@@ -461,13 +463,14 @@ class MeshProblem:
         opening = branch_and_bound.Opening(problem, clock=self.clock)
         return _original(kept, branch_and_bound.solve(opening, relative_gap=RELATIVE_GAP).labels)
 
-    def _opening(self, kept: Sequence[np.ndarray], start: Labels | None = None) -> branch_and_bound.Opening:
+    def _opening(self, kept: Sequence[np.ndarray], known: Known = UNKNOWN) -> branch_and_bound.Opening:
         """How searches for the cheapest of the kept strategies begin."""
         key = tuple(one.tobytes() for one in kept)
         if self._last_opening.get(key) is None:
             self._last_opening.clear()  # one is asked for again and again, others hardly ever
-            given = seeds(self.memory.costed, self.problem, kept) if start is None else (start,)
-            starts = partial(self._starts, tuple(kept), given)
+            start = () if known.start is None else (known.start,)
+            rules = () if start and known.is_enough else seeds(self.memory.costed, self.problem, kept)
+            starts = partial(self._starts, tuple(kept), chain(start, rules))
             self._last_opening[key] = branch_and_bound.Opening(self._restricted(kept), starts, self.clock)
         return self._last_opening[key]
 

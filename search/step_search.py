@@ -23,7 +23,7 @@ from cost_model.meshes import finer_shapes
 from cost_model.units import format_mesh
 from search import infeasible
 from search.found import Found
-from search.handing_over import carried_over
+from search.handing_over import carried_over, split_over
 from search.host_arguments import HostArguments
 from search.ir.graph import Site, Step
 from search.memory.batch_states import NotSplittableError
@@ -37,7 +37,6 @@ from search.problem.reshard import Resharder
 from search.recomputation import Candidate, FreeSolution, candidates, without_cap
 from search.solver.branch_and_bound import NoFitError
 from search.solver.clock import Deadline, SearchClock
-from search.solver.pbqp import Labels
 from search.stopwatch import Stopwatch
 
 ATTEMPT_SHARE = 0.4
@@ -85,6 +84,10 @@ to gain in twelve models on four clusters."""
 FINER_SHARE = 1.5
 """Of the work that was done before, what they may take. Source: a choice of ours; with half of it, two gains of four
 were lost, and an encoder and decoder wants more than as much."""
+
+LEAST_FINER_S = 4.0
+"""Seconds that they may take in any case. Source: a choice of ours; scanned layers are searched in less than two, and on
+three axes, where they save 1% and more, take three."""
 
 FINER_GAP = 0.02
 """Of the bound that is known of a mesh of three axes: a step that recomputes and comes so near is good enough. Source: a
@@ -204,7 +207,8 @@ class StepSearch:
             self.progress(f"mesh {format_mesh(shape)}")
             on_mesh = self._put_on(plain.step_problem, shape)
             cutoff_s = min(self.cutoff_s, *(one.cost_s for one in (fastest, *found)))
-            known, share = Known(self._carried_over(fastest, on_mesh)), deadline.share(1 / (len(shapes) - i))
+            known = Known(split_over(fastest.on_mesh, fastest.labels, on_mesh), is_enough=False)
+            share = deadline.share(1 / (len(shapes) - i))
             better, bounds_s = without_cap([on_mesh], self.pins, cutoff_s, share, known)
             self.finer_floors_s |= bounds_s
             too_large = [one for one in better if not self._takes(plain.step_problem, one)]
@@ -255,7 +259,7 @@ class StepSearch:
         """For meshes of three axes: within the user's limit, or where there is none, as long again as so far."""
         left_s = self.options.limit_s if self.options.time_limit_s is None else self.deadline.left_s
         spent_s = self.clock.now_s - self.began_s
-        return Deadline.after(min(max(FINER_SHARE * spent_s, LEAST_ATTEMPT_S), left_s), self.clock)
+        return Deadline.after(min(max(FINER_SHARE * spent_s, LEAST_FINER_S), left_s), self.clock)
 
     def _finer_shapes(self, on_mesh: MeshProblem, communicated: float) -> tuple[tuple[int, ...], ...]:
         """The meshes of three axes that are worth trying beside one on which so much of the step is communication."""
@@ -484,16 +488,10 @@ class StepSearch:
 
     def _known(self, plain: StepProblem, candidate: Candidate, on_mesh: MeshProblem) -> Known:
         """Of a step that recomputes: the strategies by which it was estimated, and the bound on all plans on its mesh."""
-        return replace(
-            self._known_of(candidate.shape, plain), start=self._carried_over(candidate.free, on_mesh)
-        )
-
-    @staticmethod
-    def _carried_over(free: FreeSolution, on_mesh: MeshProblem) -> Labels | None:
-        """The same strategies for another step or mesh, where they go together there."""
+        known = self._known_of(candidate.shape, plain)
         with suppress(NoFitError):
-            return carried_over(free.on_mesh, free.labels, on_mesh)
-        return None
+            return replace(known, start=carried_over(candidate.free.on_mesh, candidate.free.labels, on_mesh))
+        return known
 
     @property
     def _may_wait(self) -> bool:

@@ -54,6 +54,13 @@ class Strategies:
     def __len__(self) -> int:
         return len(self.assignment)
 
+    def index(self, assignment: np.ndarray, source: CopySource | None = None) -> int:
+        """The place of one that there is."""
+        is_alike = (self.assignment == assignment).all(axis=1)
+        if source is not None:
+            is_alike &= np.array([one is source for one in self.copy_sources])
+        return int(np.flatnonzero(is_alike)[0])
+
     def only(self, kept: np.ndarray) -> "Strategies":
         """Some of them."""
         return Strategies(

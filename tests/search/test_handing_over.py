@@ -5,11 +5,12 @@ import jax.numpy as jnp
 import pytest
 
 from cost_model.hardware import parse_cluster
-from search.handing_over import carried_over
+from search.handing_over import carried_over, split_over
 from search.ir.trace import trace
 from search.mesh_problem import Known, StepProblem
 from search.problem.seeds import seeds
 from tests.search.chain import chain
+from tests.zoo import make_gpt_scan
 
 WIDTH, BATCH = 2048, 1 << 16
 CLUSTER, MESH = parse_cluster("16xH100-80GB"), (2, 8)
@@ -38,11 +39,21 @@ def test_a_steps_own_ops_do_as_before(number):
     assert {name: after.ops[name] for name in products} == {name: before.ops[name] for name in products}
 
 
+def test_ops_of_loops_do_as_before_too():
+    """Those of two loops have the same numbers."""
+    case = make_gpt_scan()
+    step = trace(case.step, *case.abstract_args())
+    on_mesh = StepProblem.of(step, [""] * len(step.arguments), CLUSTER.device).on(CLUSTER, MESH)
+    chosen = on_mesh.fitting(on_mesh.pinned({}), 1 << 50, 10.0)[0].labels
+    carried = carried_over(on_mesh, chosen, on_mesh)
+    assert on_mesh.problem.cost_s(carried) == pytest.approx(on_mesh.problem.cost_s(chosen), rel=1e-3)
+
+
 @pytest.mark.parametrize("mesh", [(2, 2, 4), (2, 4, 2)])
 def test_a_mesh_that_splits_an_axis_takes_what_the_other_does(mesh):
     best = ON_PLAIN.fitting(ON_PLAIN.pinned({}), 1 << 50, 10.0)[0]
     split = PLAIN.on(CLUSTER, mesh)
-    carried = carried_over(ON_PLAIN, best.labels, split)
+    carried = split_over(ON_PLAIN, best.labels, split)
     assert split.problem.cost_s(carried) == pytest.approx(best.cost_s, rel=1e-3)
     assert split.memory.peak(carried).num_bytes == pytest.approx(ON_PLAIN.memory.peak(best.labels).num_bytes)
 
