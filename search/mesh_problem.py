@@ -399,9 +399,9 @@ class MeshProblem:
             return cheapest(smallest.peak_bytes)
         return _original(kept, smallest.labels)
 
-    def predicted(self, chosen: Sequence[int], limit_bytes: float) -> Prediction:
+    def predicted(self, chosen: Sequence[int], limit_bytes: float, is_one_program: bool = True) -> Prediction:
         """A step on one device under full strategies."""
-        predicted = predict(self.memory.costed, self.live_ranges, chosen, limit_bytes)
+        predicted = predict(self.memory.costed, self.live_ranges, chosen, limit_bytes, is_one_program)
         self.clock.spend(KERNEL_S * len(predicted.lowered.kernels))
         return predicted
 

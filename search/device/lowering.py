@@ -153,9 +153,11 @@ def renumbered(kernels: Sequence[Kernel], number: Mapping[int, int]) -> list[Ker
     ]
 
 
-def lower(costed: CostedGraph, live_ranges: LiveRanges, chosen: Sequence[int]) -> Lowered:
-    """The kernels of one step under a full assignment of strategies."""
-    lowering = _Lowering(costed, live_ranges, chosen)
+def lower(
+    costed: CostedGraph, live_ranges: LiveRanges, chosen: Sequence[int], is_one_program: bool = True
+) -> Lowered:
+    """The kernels of one step under a full assignment of strategies, run by one program or by one for each of its tasks."""
+    lowering = _Lowering(costed, live_ranges, chosen, is_one_program)
     for i in range(len(lowering.program.ops)):
         lowering.op(i)
         lowering.loop_ends(i + 1)
@@ -164,7 +166,9 @@ def lower(costed: CostedGraph, live_ranges: LiveRanges, chosen: Sequence[int]) -
 
 
 class _Lowering:
-    def __init__(self, costed: CostedGraph, live_ranges: LiveRanges, chosen: Sequence[int]) -> None:
+    def __init__(
+        self, costed: CostedGraph, live_ranges: LiveRanges, chosen: Sequence[int], is_one_program: bool
+    ) -> None:
         self.costed, self.live_ranges, self.chosen = costed, live_ranges, chosen
         self.folded, self.program = costed.graph.folded, live_ranges.program
         self.paths = ReshardPaths(costed, chosen)
@@ -181,7 +185,7 @@ class _Lowering:
         self.waits: dict[int, tuple[int, ...]] = {}
         self.mesh = costed.resharder.mesh
         self.at, self.num_made = 0, 0
-        self.added = sums_in_place(live_ranges, self.paths)
+        self.added = sums_in_place(live_ranges, self.paths, is_one_program)
         self.additions = {u for u, _ in self.added.values()}
         self.places = likes.places(self.program) if self.program.is_shortened else ()
         self.resharded = self._resharded()

@@ -115,7 +115,11 @@ def _grown(found: Peak, num_bytes: float) -> Peak:
 
 
 def predict(
-    costed: CostedGraph, live_ranges: LiveRanges, chosen: Sequence[int], limit_bytes: float
+    costed: CostedGraph,
+    live_ranges: LiveRanges,
+    chosen: Sequence[int],
+    limit_bytes: float,
+    is_one_program: bool = True,
 ) -> Prediction:
     """Runs the kernels of an assignment.
 
@@ -124,8 +128,9 @@ def predict(
       live_ranges: of the same graph.
       chosen: the strategy of each node.
       limit_bytes: the scheduler's budget for the whole device: the cap.
+      is_one_program: whether one program runs them all, or one for each task of a pipeline's stages.
     """
     mesh = costed.resharder.mesh
-    apart = lower(costed, live_ranges, chosen)
+    apart = lower(costed, live_ranges, chosen, is_one_program)
     lowered = combined(merged(apart), mesh)
     return Prediction(lowered, limit_bytes, mesh.cluster.device.platform == "cuda", apart)

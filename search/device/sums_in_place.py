@@ -4,7 +4,8 @@ cuBLAS computes `alpha * A @ B + beta * C` over `C`. XLA has it add a product to
 else reads the product, nor the array from then on (`GemmRewriter`): then the product is no array of its own, and there is no
 kernel for the addition. So are gradients of microbatches added up, and what several products say of one gradient.
 
-(Where others read the array too, XLA copies it first: as much memory as the product would take.)
+(Where others read the array too, XLA copies it first: as much memory as the product would take. And where the array is
+handed to a program and back, as sums over microbatches are by the programs of a pipeline's stages, nothing is added there.)
 """
 
 from collections.abc import Iterator
@@ -16,14 +17,23 @@ from search.problem.live_ranges import LiveRanges
 from search.problem.reshard_paths import ReshardPaths
 
 
-def sums_in_place(live_ranges: LiveRanges, paths: ReshardPaths) -> dict[int, tuple[int, int]]:
-    """By product: the addition, and the value that it is added to."""
-    return {i: (u, v) for i, u, v in _Sums(live_ranges, paths).found()}
+def sums_in_place(
+    live_ranges: LiveRanges, paths: ReshardPaths, is_one_program: bool
+) -> dict[int, tuple[int, int]]:
+    """By product: the addition, and the value that it is added to.
+
+    Args:
+      live_ranges: of the step.
+      paths: how its values travel.
+      is_one_program: whether the loop over microbatches is part of the program.
+    """
+    return {i: (u, v) for i, u, v in _Sums(live_ranges, paths, is_one_program).found()}
 
 
 class _Sums:
-    def __init__(self, live_ranges: LiveRanges, paths: ReshardPaths) -> None:
+    def __init__(self, live_ranges: LiveRanges, paths: ReshardPaths, is_one_program: bool) -> None:
         self.live_ranges, self.paths, self.program = live_ranges, paths, live_ranges.program
+        self.is_one_program = is_one_program
         self.maker, self.uses = self.program.maker, self.program.uses
         self.sums: set[int] = set()
 
@@ -61,6 +71,7 @@ class _Sums:
         at, loops = self.maker[v][0], self.live_ranges.loops_at
         start, end = loops[u][0] if loops[u] else (0, len(self.program.ops))
         maker, is_made = self.program.ops[at], v in self.sums or self.live_ranges.fusion.is_stored(v)
-        is_array = is_made and maker.name != "input" and not is_part(maker)
+        is_handed_over = maker.name == "input" or (maker.is_accumulator and not self.is_one_program)
+        is_array = is_made and not is_handed_over and not is_part(maker)
         is_free = all(reader == u or not start <= reader < end for reader in self.uses[v])
         return is_array and is_free and loops[i] == loops[u] and at < i and not self.paths.to_rest(v)

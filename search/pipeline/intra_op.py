@@ -89,6 +89,11 @@ class IntraOp:
         """What a device would do in the whole step."""
         return self.on_mesh.predicted(self.labels, NO_CAP)
 
+    @cached_property
+    def device_of_tasks(self) -> Prediction:
+        """The same where each task of each stage is a program."""
+        return self.on_mesh.predicted(self.labels, NO_CAP, is_one_program=False)
+
 
 def replica_cluster(cluster: Cluster, num_devices: int) -> Cluster:
     """As many devices of a cluster as a replica has."""

@@ -27,11 +27,13 @@ class PartKernels[Part]:
 
     Attributes:
       intra_op: how the devices of a replica share the work.
+      device: what one of them would do in the whole step.
       step: the step in parts, cut as these are.
       of_site: by op of the step, or of its loop's body, who runs it.
     """
 
     intra_op: IntraOp
+    device: Prediction
     step: PipelineStep
     of_site: "Mapping[Site, Mapping[Part, Runs]]"
 
@@ -46,7 +48,7 @@ class PartKernels[Part]:
         own = {k: runs[k][part] for k in range(len(runs)) if part in runs[k]}
         if not own:
             return 0.0
-        is_rescheduled = self.intra_op.device.is_rescheduled
+        is_rescheduled = self.device.is_rescheduled
         cut = _Cut(lowered, own, self._loop, self._stacks, is_rescheduled)
         peak = Prediction(cut.alone, limit_bytes, is_rescheduled, cut.alone).peak
         return peak.num_bytes + cut.early_bytes
@@ -86,7 +88,7 @@ class PartKernels[Part]:
 
     @property
     def _lowered(self) -> Lowered:
-        return self.intra_op.device.lowered
+        return self.device.lowered
 
     @cached_property
     def _stacks(self) -> frozenset[int]:
@@ -114,7 +116,7 @@ class PartKernels[Part]:
     @cached_property
     def _collectives(self) -> "tuple[tuple[Kernel, Mapping[Part, Runs]], ...]":
         """Those before any were joined, which may be of several parts: each takes its share of the joined one."""
-        apart = self.intra_op.device.apart
+        apart = self.device.apart
         joined = {b: kernel for kernel in self._lowered.kernels for b in kernel.makes}
         return tuple(
             (_shared(kernel, joined[kernel.makes[0]]), runs)
