@@ -21,7 +21,9 @@ from search.problem.strategies import CopySource
 PLENTY_BYTES = 1 << 45
 
 
-def lowered(step, *args, mesh=(1,), pins=None, gpu="H100-80GB", gathers_again=False) -> Lowered:
+def lowered(
+    step, *args, mesh=(1,), pins=None, gpu="H100-80GB", gathers_again=False, is_one_program=True
+) -> Lowered:
     traced, pins, cluster = trace(step, *args), pins or {}, parse_cluster(f"{mesh[0]}x{gpu}")
     marks = [str(pins.get(a.name)) for a in traced.arguments]
     on_mesh = StepProblem.of(traced, marks, cluster.device).on(cluster, mesh)
@@ -31,7 +33,7 @@ def lowered(step, *args, mesh=(1,), pins=None, gpu="H100-80GB", gathers_again=Fa
         if copy.kept_from:
             kept[copy.node] = np.flatnonzero([source is CopySource.FRESH for source in sources])
     solution, _ = on_mesh.fitting(kept, PLENTY_BYTES, 5.0)
-    return lower(on_mesh.memory.costed, on_mesh.live_ranges, solution.labels)
+    return lower(on_mesh.memory.costed, on_mesh.live_ranges, solution.labels, is_one_program)
 
 
 def gathers(found: Lowered) -> list[Kernel]:
@@ -122,6 +124,19 @@ def test_a_product_is_added_to_the_array_that_is_there(num_branches):
     added = [k for k in products if not found.buffers[k.makes[0]].num_bytes]
     terms = [k for k in added if len(k.reads) > 2]  # others are new state, which lies where the old one was
     assert (len(products), len(terms)) == (2 + 3 * num_branches, num_branches - 1)
+
+
+@pytest.mark.parametrize("is_one_program", [True, False])
+def test_a_program_for_each_task_adds_nothing_to_what_it_is_handed(is_one_program):
+    """Gradients of microbatches are added up where they lie by a loop, not by programs that get the sum and hand it back."""
+
+    def step(w, xs):
+        total, _ = lax.scan(lambda total, x: (total + x.T @ jnp.tanh(x @ w), None), jnp.zeros_like(w), xs)
+        return w - total
+
+    found = lowered(step, jnp.zeros((512, 512)), jnp.zeros((4, 2048, 512)), is_one_program=is_one_program)
+    sizes = [found.buffers[k.makes[0]].num_bytes for k in found.kernels if k.workspace_bytes]
+    assert sizes == [4 * 2048 * 512, 0 if is_one_program else 4 * 512 * 512]
 
 
 def gated(activation):
