@@ -5,6 +5,7 @@ Terms are scattered over one axis after another there, which the partitioner doe
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 import jax
 import jax.numpy as jnp
@@ -61,6 +62,7 @@ ASKED = {
 }
 
 
+@cache
 def proven(name: str, cap_bytes: int | None = None) -> Verification:
     """A plan beside its compiled program; by default the cap is what the devices have."""
     asked = ASKED[name]
@@ -72,12 +74,14 @@ def proven(name: str, cap_bytes: int | None = None) -> Verification:
 
 @pytest.mark.parametrize("name", ASKED)
 def test_the_compiler_emits_what_the_plan_lists(name):
+    assert not proven(name).differing
+
+
+@pytest.mark.parametrize("name", ["chain", "AdamW"])
+def test_the_compiled_program_holds_what_the_plan_says(name):
+    """Of experts, on two axes too, peaks are predicted up to a ninth too high (`benchmarks/truth.py`)."""
     proof = proven(name)
-    assert not proof.differing
-    if (
-        name != "experts"
-    ):  # of experts on two axes, too, peaks are predicted up to a ninth too high (benchmarks/truth.py)
-        assert proof.predicted.peak_bytes == pytest.approx(proof.compiled.peak_bytes, rel=MARGIN)
+    assert proof.predicted.peak_bytes == pytest.approx(proof.compiled.peak_bytes, rel=MARGIN)
 
 
 def test_a_plan_keeps_to_its_cap():

@@ -1,6 +1,6 @@
 """Kernels small enough to reckon by hand, and random programs of them, loops in loops included."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from hypothesis import strategies as st
 
@@ -46,6 +46,17 @@ def needed(kernels: tuple[Kernel, ...], k: int) -> set[int]:
     """The kernels that one waits for."""
     made_by = {b: n for n, made in enumerate(kernels) for b in made.makes}
     return {made_by[b] for b in kernels[k].reads if b in made_by} | set(kernels[k].after)
+
+
+def assert_all_run_once(lowered: Lowered, order: Sequence[int]) -> None:
+    """Asserts that every kernel runs once, after all that it waits for, and every collective ends once, after it began."""
+    collectives = {k for k, one in enumerate(lowered.kernels) if one.collective is not None}
+    assert sorted(k for k in order if k >= 0) == list(range(len(lowered.kernels)))
+    assert sorted(~k for k in order if k < 0) == sorted(collectives)
+    for k in range(len(lowered.kernels)):
+        ended = [~n if n in collectives else n for n in needed(lowered.kernels, k)]
+        assert all(order.index(n) < order.index(k) for n in ended)
+    assert all(order.index(k) < order.index(~k) for k in collectives)
 
 
 _NESTS = st.lists(

@@ -8,7 +8,7 @@ from hypothesis import given
 from search.device.kernel_order import memory_saving, program_order
 from search.device.lowering import Lowered
 from search.device.timeline import peak
-from tests.search.device.programs import buffer, collective, kernel, needed, programs
+from tests.search.device.programs import assert_all_run_once, buffer, collective, kernel, needed, programs
 
 
 def positions(lowered: Lowered) -> list[int]:
@@ -63,13 +63,7 @@ def test_every_kernel_runs_once_after_all_that_it_waits_for(lowered):
         (lowered, program_order(lowered)),
         (memory_saving(lowered), program_order(memory_saving(lowered))),
     ):
-        collectives = {k for k, one in enumerate(found.kernels) if one.collective is not None}
-        assert sorted(k for k in order if k >= 0) == list(range(len(found.kernels)))
-        assert sorted(~k for k in order if k < 0) == sorted(collectives)
-        for k in range(len(found.kernels)):
-            ended = [~n if n in collectives else n for n in needed(found.kernels, k)]
-            assert all(order.index(n) < order.index(k) for n in ended)
-        assert all(order.index(k) < order.index(~k) for k in collectives)
+        assert_all_run_once(found, order)
 
 
 @given(programs())

@@ -15,7 +15,7 @@ from search.device.kernel_times import KernelTime
 from search.device.latency_hiding import latency_hiding
 from search.device.lowering import Lowered
 from search.device.timeline import peak, seconds
-from tests.search.device.programs import buffer, collective, kernel, needed, programs
+from tests.search.device.programs import assert_all_run_once, buffer, collective, kernel, programs
 
 
 def plain(*kernels) -> Lowered:
@@ -160,14 +160,7 @@ BUDGETS = st.sampled_from((inf, 40.0, 0.0))
 
 @given(programs(), BUDGETS)
 def test_every_kernel_runs_once_after_all_that_it_waits_for(lowered, budget_bytes):
-    order = latency_hiding(lowered, budget_bytes)
-    collectives = {k for k, one in enumerate(lowered.kernels) if one.collective is not None}
-    assert sorted(k for k in order if k >= 0) == list(range(len(lowered.kernels)))
-    assert sorted(~k for k in order if k < 0) == sorted(collectives)
-    for k in range(len(lowered.kernels)):
-        ended = [~n if n in collectives else n for n in needed(lowered.kernels, k)]
-        assert all(order.index(n) < order.index(k) for n in ended)
-    assert all(order.index(k) < order.index(~k) for k in collectives)
+    assert_all_run_once(lowered, latency_hiding(lowered, budget_bytes))
 
 
 @given(programs(), BUDGETS)
