@@ -11,7 +11,8 @@ a process of their own:
 
 XLA's scheduler trades memory for overlap up to a budget for temporaries of `0.95 x (0.8 x device memory -
 arguments - outputs + aliased)`: a program compiled for a device that is larger than the cap tells nothing
-about the cap. So `memory_bytes` can be given, and `memory_for_cap` says which.
+about the cap. So `memory_bytes` can be given, and `memory_for_cap` says which. As the scheduler overshoots its budget, it is
+given a little less than the cap leaves (`gpu_targets.budget_bytes`).
 """
 
 import importlib.metadata
@@ -25,7 +26,7 @@ from jax.experimental import topologies
 from cost_model.cluster import Cluster
 from cost_model.errors import InputError
 from cost_model.xla import _jax
-from cost_model.xla.gpu_targets import target_config
+from cost_model.xla.gpu_targets import budget_bytes, target_config
 
 ENVIRONMENT = MappingProxyType(
     {
@@ -194,10 +195,10 @@ def options_for_cap(cap_bytes: int, resting_bytes: int, device_bytes: int) -> di
 
     Example:
       >>> options_for_cap(8_000_000_000, 2_000_000_000, 80_000_000_000)
-      {'xla_gpu_memory_limit_slop_factor': '9'}
+      {'xla_gpu_memory_limit_slop_factor': '8'}
     """
     room_bytes = MEMORY_SHARE * device_bytes - resting_bytes
-    percent = int(100 * max(0, cap_bytes - resting_bytes) / room_bytes) if room_bytes > 0 else 100
+    percent = int(100 * budget_bytes(cap_bytes, resting_bytes) / room_bytes) if room_bytes > 0 else 100
     return {SLOP_FACTOR: str(max(percent, 1))} if percent < 100 * BUDGET_SHARE else {}
 
 
@@ -205,12 +206,11 @@ def memory_for_cap(cap_bytes: int, resting_bytes: int) -> int:
     """The device memory with which XLA's scheduler aims at a cap.
 
     Args:
-      cap_bytes: what the program may use; where its arguments and outputs alone exceed it, nothing is left for
-        temporaries.
+      cap_bytes: what the program may use.
       resting_bytes: its arguments and outputs, aliased ones once.
 
     Example:
       >>> memory_for_cap(8_000_000_000, 2_000_000_000)
-      10394736842
+      9605263157
     """
-    return int((max(0, cap_bytes - resting_bytes) / BUDGET_SHARE + resting_bytes) / MEMORY_SHARE)
+    return int((budget_bytes(cap_bytes, resting_bytes) / BUDGET_SHARE + resting_bytes) / MEMORY_SHARE)

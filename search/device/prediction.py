@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from cost_model.xla.gpu_targets import budget_bytes
 from search.device.combiner import combined
 from search.device.kernel_order import memory_saving, program_order
 from search.device.kernel_times import KernelTime
@@ -32,7 +33,7 @@ class Prediction:
 
     Attributes:
       lowered: its kernels.
-      limit_bytes: the scheduler's budget for the whole device: the cap.
+      limit_bytes: the cap, by which the scheduler's budget is.
       is_rescheduled: whether the compiler's scheduler moves kernels for overlap.
       apart: its kernels before any were joined.
     """
@@ -89,7 +90,7 @@ class Prediction:
         if not self.is_rescheduled:
             return program_order(self._plain)
         resting_bytes = sum(buffer.num_bytes for buffer in self.lowered.buffers if buffer.is_argument)
-        return latency_hiding(self._plain, self.limit_bytes - resting_bytes)
+        return latency_hiding(self._plain, budget_bytes(self.limit_bytes, resting_bytes))
 
 
 def _is_transfer(kernel: Kernel) -> bool:
@@ -127,7 +128,7 @@ def predict(
       costed: the strategy graph on its mesh.
       live_ranges: of the same graph.
       chosen: the strategy of each node.
-      limit_bytes: the scheduler's budget for the whole device: the cap.
+      limit_bytes: the cap, by which the scheduler's budget is.
       is_one_program: whether one program runs them all, or one for each task of a pipeline's stages.
     """
     mesh = costed.resharder.mesh
