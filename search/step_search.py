@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 
 from cost_model.cluster import Cluster
 from cost_model.errors import first_line
@@ -461,14 +462,23 @@ class StepSearch:
         return [FreeSolution(p.on_mesh, p.labels, p.on_mesh.problem.cost_s(p.labels)) for p in found]
 
     def _try(self, plain: StepProblem, found: Sequence[Candidate], deadline: Deadline) -> None:
-        """Builds and solves steps that recompute, until none promises to be better than the best plan."""
+        """Builds and solves steps that recompute, until none promises to be better than the best plan.
+
+        What saves hardly more than a step that did not fit is passed over; should all that saves more be much slower, or
+        not fit either, it is tried after all.
+        """
         least_saved_bytes, num_futile = dict[tuple[int, ...], float](), 0
-        for candidate in found:
+        passed_over: list[Candidate] = []
+        for candidate in chain(found, passed_over):
             is_late = deadline.is_over and (self.best or plain.traced.num_microbatches > 1)
             if is_late or (self.best and num_futile == MAX_FUTILE):
                 break
             is_dearer = bool(self.best) and candidate.cost_s >= (1 - candidate.margin) * self.cutoff_s
-            if is_dearer or candidate.saved_bytes < least_saved_bytes.get(candidate.shape, 0.0):
+            is_again = candidate in passed_over
+            saves_little = candidate.saved_bytes < least_saved_bytes.get(candidate.shape, 0.0)
+            if saves_little and not is_again:
+                passed_over.append(candidate)
+            if is_dearer or (saves_little and not (is_again and self._is_slow_beside(candidate))):
                 continue
             mesh = format_mesh(candidate.shape)
             what = f"{len(candidate.waiting)} residuals on the host, " if candidate.waiting else ""
@@ -485,6 +495,10 @@ class StepSearch:
             elif is_cramped:
                 missed_bytes = MISSED_SHARE * self.options.memory_bytes
                 least_saved_bytes[candidate.shape] = candidate.saved_bytes + missed_bytes
+
+    def _is_slow_beside(self, candidate: Candidate) -> bool:
+        """Whether the best plan is slower than an estimate by more than estimates are wrong."""
+        return self.cutoff_s > (1 + WORTH) * candidate.cost_s
 
     def _known(self, plain: StepProblem, candidate: Candidate, on_mesh: MeshProblem) -> Known:
         """Of a step that recomputes: the strategies by which it was estimated, and the bound on all plans on its mesh."""

@@ -12,7 +12,8 @@ import pytest
 from cost_model.errors import InfeasibleError, InputError, PlanError
 from cost_model.hardware import parse_cluster
 from executors.jit import build
-from search import driver
+from search import driver, step_search
+from search.ir.graph import Site
 from search.ir.trace import trace
 from search.memory.copies import SCOPE
 from search.mesh_problem import MeshProblem, StepProblem
@@ -23,6 +24,7 @@ from search.problem.flat_program import flatten
 from search.problem.folding import fold
 from search.problem.likes import folded_like
 from search.problem.shortening import shortened
+from search.recomputation import Candidate
 from search.solver.branch_and_bound import NoFitError
 
 CLUSTER = parse_cluster("8xH100-80GB")
@@ -219,3 +221,34 @@ def test_what_misses_on_one_mesh_is_tried_on_another(monkeypatch):
     assert second == first.replace("mesh 2x4", "mesh 8")
     assert best.plan.decisions.mesh == {"data": 8}
     assert num_recomputed(best)
+
+
+def test_what_was_passed_over_is_tried_where_all_else_misses(monkeypatch):
+    """What saves hardly more than a step that missed is passed over; it may be the only one that fits."""
+    offered: list[Candidate] = []
+    tried: list[frozenset[Site]] = []
+    built, candidates = StepProblem.of, step_search.candidates
+
+    def recorded(*args, **more):
+        offered.extend(found := candidates(*args, **more))
+        return found
+
+    def of(step, marks, device, sites=frozenset(), *args, **more):
+        tried.append(sites)
+        return built(step, marks, device, sites, *args, **more)
+
+    def misses(on_mesh, *args, **more):
+        raise NoFitError("it misses", bound_s=0.0, num_rows=1)
+
+    cap_bytes = int(0.75 * found(True, None).plan.estimates.peak_bytes)
+    monkeypatch.setattr(step_search, "MISSED_SHARE", 1.0)
+    monkeypatch.setattr(step_search, "candidates", recorded)
+    monkeypatch.setattr(StepProblem, "of", of)
+    monkeypatch.setattr(MeshProblem, "fitting", misses)
+    monkeypatch.setattr(step_search.StepSearch, "_of_smallest_peak", misses)
+    options = Options(cap_bytes, (8,), offload="never", microbatches=1)
+    with pytest.raises(NoFitError):
+        driver.find(traced(True), CLUSTER, options)
+    promising = [one for one in offered if not one.waiting]
+    assert len(promising) > 1
+    assert {len(one.sites) for one in promising} <= {len(sites) for sites in tried}
