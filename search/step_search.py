@@ -465,7 +465,7 @@ class StepSearch:
         """Builds and solves steps that recompute, until none promises to be better than the best plan.
 
         What saves hardly more than a step that did not fit is passed over; should all that saves more be much slower, or
-        not fit either, it is tried after all.
+        not fit either, the few of them that promise most are tried after all.
         """
         least_saved_bytes, num_futile = dict[tuple[int, ...], float](), 0
         passed_over: list[Candidate] = []
@@ -476,7 +476,7 @@ class StepSearch:
             is_dearer = bool(self.best) and candidate.cost_s >= (1 - candidate.margin) * self.cutoff_s
             is_again = candidate in passed_over
             saves_little = candidate.saved_bytes < least_saved_bytes.get(candidate.shape, 0.0)
-            if saves_little and not is_again:
+            if saves_little and not is_again and len(passed_over) < MAX_FUTILE:
                 passed_over.append(candidate)
             if is_dearer or (saves_little and not (is_again and self._is_slow_beside(candidate))):
                 continue
