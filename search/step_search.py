@@ -65,8 +65,8 @@ ROOMY = 0.5
 simulated; should those not fit, all are asked. Source: a choice of ours."""
 
 WORTH = 0.1
-"""By how much a plan may be slower than one without a cap, before microbatches are tried. Source: a choice of ours; two of
-them gather each split parameter twice."""
+"""By how much a plan may be slower than one without a cap, before microbatches are tried, or than a step that was passed
+over promises to be, before that is built. Source: a choice of ours; two microbatches gather each split parameter twice."""
 
 SPLIT_SHARE = 0.4
 """Of the time left for microbatches, what one number of them may take. Source: a choice of ours."""
