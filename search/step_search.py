@@ -60,9 +60,9 @@ MAX_FUTILE = 3
 """Steps that recompute and are no better than the best plan, in a row, before no more are tried. Source: a choice of ours;
 estimates of what comes next to one another differ by less than they are wrong."""
 
-ROOMY = 0.5
+ROOMY = 0.7
 """Of the cap: strategies that hold no more in program order are taken to fit, and only the kernels of the best ones are
-simulated; should those not fit, all are asked. Source: a choice of ours."""
+simulated; should those not fit, all are asked. Source: a choice of ours; kernels seldom hold 1.4 times as much."""
 
 WORTH = 0.1
 """By how much a plan may be slower than one without a cap, before microbatches are tried, or than a step that was passed
@@ -465,9 +465,11 @@ class StepSearch:
         """Builds and solves steps that recompute, until none promises to be better than the best plan.
 
         What saves hardly more than a step that did not fit is passed over; should all that saves more be much slower, or
-        not fit either, the few of them that promise most are tried after all.
+        not fit either, the few of them that promise most are tried after all. What fits and is slower than it promised on
+        one mesh is not tried on others, where it promised no more.
         """
         least_saved_bytes, num_futile = dict[tuple[int, ...], float](), 0
+        slower = set[tuple[frozenset[Site], frozenset[Site]]]()
         passed_over: list[Candidate] = []
         for candidate in chain(found, passed_over):
             is_late = deadline.is_over and (self.best or plain.traced.num_microbatches > 1)
@@ -478,7 +480,8 @@ class StepSearch:
             saves_little = candidate.saved_bytes < least_saved_bytes.get(candidate.shape, 0.0)
             if saves_little and not is_again and len(passed_over) < MAX_FUTILE:
                 passed_over.append(candidate)
-            if is_dearer or (saves_little and not (is_again and self._is_slow_beside(candidate))):
+            is_passed_over = saves_little and not (is_again and self._is_slow_beside(candidate))
+            if is_dearer or is_passed_over or (candidate.sites, candidate.waiting) in slower:
                 continue
             mesh = format_mesh(candidate.shape)
             what = f"{len(candidate.waiting)} residuals on the host, " if candidate.waiting else ""
@@ -495,6 +498,8 @@ class StepSearch:
             elif is_cramped:
                 missed_bytes = MISSED_SHARE * self.options.memory_bytes
                 least_saved_bytes[candidate.shape] = candidate.saved_bytes + missed_bytes
+            if self.best is before and bound_s < math.inf:
+                slower.add((candidate.sites, candidate.waiting))
 
     def _is_slow_beside(self, candidate: Candidate) -> bool:
         """Whether the best plan is slower than an estimate by more than estimates are wrong."""

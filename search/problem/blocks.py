@@ -136,6 +136,9 @@ def _longest_run(looks: np.ndarray) -> tuple[int, int, int] | None:
     """(Start, period, count) of the periodic run that covers most; None if it is too short."""
     best, covered = None, max(1, int(MIN_SHARE * len(looks)))
     for period in range(1, len(looks) // MIN_BLOCKS + 1):
+        stride = covered - covered // MIN_BLOCKS  # of a run that covers more, one op at least looks like the next block's
+        if not (looks[:-period:stride] == looks[period::stride]).any():
+            continue
         differs = np.flatnonzero(looks[period:] != looks[:-period])
         edges = np.concatenate([[-1], differs, [len(looks) - period]])
         lengths = np.diff(edges) - 1 + period
@@ -187,16 +190,13 @@ class _Flow:
         """
         residuals = {node for node in self.block if not self._is_passed_on(node)}
         later = [self.op_node(i) for i, op in enumerate(self.graph.ops) if op.phase is not Phase.FORWARD]
-        read = {node: self.made_by(node - self.num_arguments) for node in later}
         for node in later:
-            self._own(node, {self.block[n] for n in read[node] if n in residuals})
+            self._own(node, {self.block[n] for n in self.made_by(node - self.num_arguments) if n in residuals})
         becomes_gradient = {node for node in later if self.phase(node) is Phase.UPDATE}
+        passes_it_on = becomes_gradient.union(n for n in later if len(self.made_by(n - self.num_arguments)) == 1)
         for node in reversed(later):
             readers = self.readers[node]
-            if all(
-                r in becomes_gradient and (len(read[r]) == 1 or self.phase(r) is Phase.UPDATE)
-                for r in readers
-            ):
+            if passes_it_on.issuperset(readers) and becomes_gradient.issuperset(readers):
                 becomes_gradient.add(node)
                 if node not in self.block:
                     self._own(node, {self.block[r] for r in readers if r in self.block})

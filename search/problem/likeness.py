@@ -50,12 +50,14 @@ class Likeness:
         self.step, self.blocks, self.ops, self._marks = step, blocks, step.graph.ops, marks
         self._maker = {v: (i, r) for i, op in enumerate(self.ops) for r, v in enumerate(op.outputs)}
         self._argument = {v: a for a, v in enumerate(step.graph.inputs)}
+        self._replaced = frozenset(step.replaces)
         self.members: dict[int, list[int]] = {b: [] for stack in blocks.stacks for b in stack}
         for i, b in enumerate(blocks.of_op):
             if b is not None:
                 self.members[b].append(i)
         self._place = [0] * len(self.ops)
         self._ranks: dict[Any, int] = {}
+        self._origins: dict[int, tuple[int | None, Any]] = {}
         for b, ops in self.members.items():
             self.members[b] = self._in_order(ops)
             for place, i in enumerate(self.members[b]):
@@ -184,11 +186,12 @@ class Likeness:
         """What a block reads; of values from elsewhere, their type and how they lie."""
         if not isinstance(atom, int):
             return None
-        own = self.block_of(atom)
+        if atom not in self._origins:
+            self._origins[atom] = self.block_of(atom), self._rest(atom)
+        own, rest = self._origins[atom]
         if own == block:
-            return self.slot_of(atom), self._rest(atom)
-        kind = "outside" if own is None else "passed"
-        return kind, self.step.graph.values[atom], self._rest(atom)
+            return self.slot_of(atom), rest
+        return "outside" if own is None else "passed", self.step.graph.values[atom], rest
 
     def _rest(self, value: int) -> Any:
         """How a value lies, and whether it is state."""
@@ -196,7 +199,7 @@ class Likeness:
             return self._sharding.get(("result", self._maker.get(value)))
         a = self._argument[value]
         mark = self._marks[a] if self._marks else None
-        return self._sharding.get(("input", a)), self.step.arguments[a].role, a in self.step.replaces, mark
+        return self._sharding.get(("input", a)), self.step.arguments[a].role, a in self._replaced, mark
 
     # --- what passes from one to the next
 
