@@ -17,6 +17,7 @@ Otherwise a step that recomputes does all that the plain one does. So a mesh whe
 done with.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -45,6 +46,10 @@ ESTIMATE_SHARE = 0.1
 
 ESTIMATE_GAP = 0.02
 """Certified of an estimate's sharding: finer than what the estimate leaves out. Source: a choice of ours."""
+
+NEARLY = 0.02
+"""Of the cap: where nothing was found under one, nothing is looked for under one that is hardly larger. Source: a choice of
+ours; it is time that ended the first look as a rule."""
 
 OP_S = 5e-5
 """Of a mesh's estimates, for an op of the step. Source: `benchmarks/nominal_seconds.py`."""
@@ -87,6 +92,7 @@ class Candidate:
       free: the strategies by which it was estimated.
       sites: what to recompute.
       cost_s: an estimate of computation and communication; infinite where even so nothing seemed to fit.
+      more_s: of that, what is computed again.
       saved_bytes: what is no longer kept on the device.
       waiting: ops whose results wait in the host's memory.
     """
@@ -94,6 +100,7 @@ class Candidate:
     free: FreeSolution
     sites: frozenset[Site]
     cost_s: float
+    more_s: float
     saved_bytes: float
     waiting: frozenset[Site] = frozenset()
 
@@ -184,7 +191,7 @@ class _Estimation:
         self.all_bytes = sum(part.all_bytes for part in self.parts)
         self.plain_s = sum(part.seconds(frozenset()) for part in self.parts)
         self.seen: set[frozenset[Site]] = {frozenset()}
-        self.too_little_bytes = 0
+        self.too_little_bytes = -math.inf
 
     def _light(self, free: FreeSolution) -> FreeSolution:
         """The same, or where it does not fit strategies that hold less."""
@@ -196,19 +203,19 @@ class _Estimation:
     def candidates(self, may_recompute: bool, may_wait: bool) -> list[Candidate]:
         """What may be recomputed, and, by each such choice and by none, what may wait on the host."""
         again = [*self._recomputing()] if may_recompute else []
-        waiting = [(frozenset[Site](), 0.0, 0.0), *((c.sites, c.saved_bytes, s) for c, s in again)]
+        waiting = [(frozenset[Site](), 0.0, 0.0), *((c.sites, c.saved_bytes, c.more_s) for c in again)]
         found = [c for one in waiting for c in self._waiting(*one)] if may_wait else []
-        return [*(c for c, _ in again), *found]
+        return [*again, *found]
 
-    def _recomputing(self) -> Iterator[tuple[Candidate, float]]:
+    def _recomputing(self) -> Iterator[Candidate]:
         """Of all trade-offs, and where memory is short, between the best one's price and the next lower one, with the first
-        ops at the higher one: each with the seconds that it adds."""
+        ops at the higher one."""
         choices = trade_offs(lambda price: self._chosen(price, price, 1.0), self.all_bytes)
         frugal_first = reversed([*enumerate(choices)])
         by_choice = [(n, one) for n, choice in frugal_first for one in self._estimated(choice)]
         yield from (one for _, one in by_choice)
         if by_choice and self.needed_bytes > self.limit_bytes:
-            best, _ = min(by_choice, key=lambda one: one[1][0].cost_s)
+            best, _ = min(by_choice, key=lambda one: one[1].cost_s)
             low, high = choices[max(best - 1, 0)].price_s_per_byte, choices[best].price_s_per_byte
             for share in SHARES:
                 yield from self._estimated(self._chosen(low, high, share))
@@ -219,15 +226,15 @@ class _Estimation:
         kept_bytes = sum(part.kept_bytes(sites) for part in self.parts)
         return Choice(high, sites, sum(part.seconds(sites) for part in self.parts), kept_bytes)
 
-    def _estimated(self, choice: Choice) -> Iterator[tuple[Candidate, float]]:
-        """What a choice promises, and the seconds that it adds, unless that was asked before."""
+    def _estimated(self, choice: Choice) -> Iterator[Candidate]:
+        """What a choice promises, unless that was asked before."""
         if choice.sites not in self.seen:
             self.seen.add(choice.sites)
             saved_bytes = self.all_bytes - choice.kept_bytes
             more_s = choice.seconds - self.plain_s
             cost_s = more_s + self._sharding_s(saved_bytes, self.cutoff_s - more_s)
             self.cutoff_s = min(self.cutoff_s, cost_s)
-            yield Candidate(self.free, choice.sites, cost_s, saved_bytes), more_s
+            yield Candidate(self.free, choice.sites, cost_s, more_s, saved_bytes)
 
     def _waiting(self, sites: frozenset[Site], saved_bytes: float, recompute_s: float) -> Iterator[Candidate]:
         """The same with as much of what is kept on the host as is too much for the device."""
@@ -245,7 +252,7 @@ class _Estimation:
         cost_s = self.free.cost_s + recompute_s + max(0.0, 2 * float(link.copy_s(moved_bytes)) - hidden_s)
         again = frozenset[Site]().union(*(part.made_again(sites, frozenset(waiting)) for part in self.parts))
         fits_s = cost_s if moved_bytes >= missing_bytes else np.inf
-        yield Candidate(self.free, again, fits_s, saved_bytes + moved_bytes, frozenset(waiting))
+        yield Candidate(self.free, again, fits_s, recompute_s, saved_bytes + moved_bytes, frozenset(waiting))
 
     def _worth_waiting(self, sites: frozenset[Site]) -> list[tuple[Site, float]]:
         """What may wait of what is kept, with its bytes: first what nothing is computed from on the fly, of that what is
@@ -260,11 +267,14 @@ class _Estimation:
 
     def _sharding_s(self, saved_bytes: float, cutoff_s: float) -> float:
         """What the plain step takes under the cap and what is saved; infinite where nothing fits even so, or did under a
-        larger cap, or where it takes too long even without one."""
+        larger cap or nearly so large a one, or where it takes too long even without one."""
         cap_bytes = int(self.limit_bytes + saved_bytes)
         if self.in_order_bytes <= cap_bytes:
             return self.free.cost_s
-        if cap_bytes <= self.too_little_bytes or self.free.cost_s >= (1 - ESTIMATE_GAP) * cutoff_s:
+        if (
+            cap_bytes <= self.too_little_bytes + NEARLY * self.limit_bytes
+            or self.free.cost_s >= (1 - ESTIMATE_GAP) * cutoff_s
+        ):
             return np.inf
         try:
             left_s = ESTIMATE_SHARE * self.deadline.left_s

@@ -1,7 +1,7 @@
 """One search: for the step as it is, and for steps that hold less: that recompute, use the host, take their batch in parts.
 
-Each mesh shape worth trying is priced and solved, the most promising first, and the fastest plan that fits wins; ties go to
-the first. Where communication costs much, meshes of three axes that split an axis of the best one are tried, too. Where the
+Each mesh shape worth trying is priced and solved, and the fastest plan that fits wins (`search.trials`). Where communication
+costs much, meshes of three axes that split an axis of the best one are tried, too (`search.finer_meshes`). Where the
 cap costs time, steps that recompute are searched in the same way (`search.recomputation`). Where
 nothing fits even so, or what fits is much slower than it would be without a cap, state that takes much of it is tried in the
 host's memory (`search.memory.offload`); then the step is rewritten to go through its batch in 2, 4, 8, ... microbatches
@@ -12,33 +12,33 @@ step without a cap are taken to bound theirs, but for what is faster recomputed 
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 
 from cost_model.cluster import Cluster
 from cost_model.errors import first_line
-from cost_model.meshes import finer_shapes
 from cost_model.units import format_mesh
 from search import infeasible
+from search.finer_meshes import FinerMeshes
 from search.found import Found
-from search.handing_over import carried_over, split_over
+from search.handing_over import carried_over
 from search.host_arguments import HostArguments
 from search.ir.graph import Site, Step
 from search.memory.batch_states import NotSplittableError
 from search.memory.microbatches import batch_divisors, microbatched
 from search.memory.residuals import has_loops
-from search.mesh_problem import RELATIVE_GAP, ROUNDING, UNKNOWN, Known, MeshProblem, StepProblem
-from search.options import OFFLOADED, RESIDUALS, Options, Progress, candidate_shapes, named_axes
-from search.problem.live_ranges import Resident
+from search.mesh_problem import ROUNDING, Known, MeshProblem, StepProblem
+from search.microbatch_counts import MicrobatchCounts
+from search.options import OFFLOADED, RESIDUALS, Options, Progress
 from search.problem.memory_floor import floor_bytes, working_bytes
-from search.problem.reshard import Resharder
 from search.recomputation import Candidate, FreeSolution, candidates, without_cap
 from search.solver.branch_and_bound import NoFitError
 from search.solver.clock import Deadline, SearchClock
 from search.stopwatch import Stopwatch
+from search.trials import Bounds, Plain, Trials, said_of
 
 ATTEMPT_SHARE = 0.4
 """Of the time left, what a step that recomputes may take to be searched. Source: a choice of ours."""
@@ -46,23 +46,12 @@ ATTEMPT_SHARE = 0.4
 LEAST_ATTEMPT_S = 2.0
 """Seconds that it may take at least, as long as there is no plan. Source: a choice of ours."""
 
-MESH_SHARE = 0.75
-"""Of the time left, what a mesh may take while there are others. Source: a choice of ours; those that promise most come
-first, and the others need little."""
-
-ALIKE = 0.05
-"""Meshes whose bounds differ by less promise alike. Source: a choice of ours; first bounds are not tight."""
-
 MISSED_SHARE = 0.1
 """Of the cap: where a step did not fit, what the next one has to save besides. Source: a choice of ours."""
 
 MAX_FUTILE = 3
 """Steps that recompute and are no better than the best plan, in a row, before no more are tried. Source: a choice of ours;
 estimates of what comes next to one another differ by less than they are wrong."""
-
-ROOMY = 0.7
-"""Of the cap: strategies that hold no more in program order are taken to fit, and only the kernels of the best ones are
-simulated; should those not fit, all are asked. Source: a choice of ours; kernels seldom hold 1.4 times as much."""
 
 WORTH = 0.1
 """By how much a plan may be slower than one without a cap, before microbatches are tried, or than a step that was passed
@@ -74,71 +63,23 @@ SPLIT_SHARE = 0.4
 MAX_MICROBATCHES = 64
 """The most that are tried where the user names no number. Source: a choice of ours."""
 
-COMMUNICATES = 0.1
-"""Of a step, what communication must cost for meshes of three axes to be tried. Source: a choice of ours; what they save is
-some of that."""
-
-MAX_FINER = 2
-"""Meshes of three axes that are tried. Source: a choice of ours; of up to four, the first two gained all that there was
-to gain in twelve models on four clusters."""
-
-FINER_SHARE = 1.5
-"""Of the work that was done before, what they may take. Source: a choice of ours; with half of it, two gains of four
-were lost, and an encoder and decoder wants more than as much."""
-
-LEAST_FINER_S = 4.0
-"""Seconds that they may take in any case. Source: a choice of ours; scanned layers are searched in less than two, and on
-three axes, where they save 1% and more, take three."""
-
-FINER_GAP = 0.02
-"""Of the bound that is known of a mesh of three axes: a step that recomputes and comes so near is good enough. Source: a
-choice of ours; there a proof takes several times as long as all else, and what is recomputed costs as much."""
-
-OF_A_BATCH = frozenset({Resident.RESIDUALS, Resident.TEMPORARIES})
-"""What is less, the fewer examples there are."""
-
 Least = Callable[[], StepProblem]
 """Makes the step that holds least ready; that takes long, and only the last one is asked."""
-
-Bounds = Mapping[tuple[int, ...], float]
-"""Lower bounds by mesh, in seconds."""
-
-
-@dataclass(frozen=True, eq=False)
-class _Plain:
-    """A step that recomputes nothing, tried on all meshes.
-
-    Attributes:
-      step_problem: of the step.
-      on_meshes: on each mesh.
-      cramped: those where memory made a difference.
-      found: the plans that were each better than the one before.
-      bounds_s: on its plans that fit.
-    """
-
-    step_problem: StepProblem
-    on_meshes: tuple[MeshProblem, ...]
-    cramped: tuple[MeshProblem, ...]
-    found: tuple[Found, ...]
-    bounds_s: Bounds
 
 
 class StepSearch:
     """The search for one step.
 
     Attributes:
-      best: the best plan so far.
+      trials: what is tried of it.
+      finer: its meshes of three axes.
+      shapes: the meshes that are tried, and those of three axes of which something is proven.
       bounds_s: by mesh, a lower bound on plans in as many microbatches that recompute what the best one does.
       floors_s: by mesh, a lower bound on all plans.
-      finer_floors_s: the same of meshes of three axes.
-      cramped_finer: those on which the plain step would be fastest without a cap, and does not fit so.
       most_saved_bytes: what may be kept no longer, of the residuals of the whole batch.
       free: the fastest strategies without a cap, where they are faster than those under the cap.
-      clock: by which all limits count.
       working_bytes: besides its arguments, what the step holds at least on any mesh, undivided.
       tried: what was done to the step in vain, besides recomputing, for a message.
-      deadline: after it nothing is begun besides a plan that is there.
-      hosted: the arguments that rest in the host's memory in what is tried next.
     """
 
     def __init__(
@@ -153,22 +94,27 @@ class StepSearch:
     ) -> None:
         self.step, self.marks, self.cluster = step, marks, cluster
         self.options, self.progress, self.pins = options, progress, options.pins or {}
-        self.clock = clock
-        self.watch = watch or Stopwatch(step.trace_s)
-        self.began_s, self.deadline = clock.now_s, Deadline.after(options.limit_s, clock)
-        self.shapes = candidate_shapes(cluster, options)
-        self.best: Found | None = None
+        self.clock, self.watch = clock, watch or Stopwatch(step.trace_s)
+        self.trials = Trials(step, marks, cluster, options, progress, clock, self.watch)
+        self.finer, self.shapes = FinerMeshes(self.trials), self.trials.shapes
         self.bounds_s: Bounds = {}
         self.floors_s: Bounds = {}
         self.most_saved_bytes = 0.0
-        self.finer_floors_s: dict[tuple[int, ...], float] = {}
-        self.cramped_finer: list[MeshProblem] = []
         self.free: FreeSolution | None = None
-        self.tried = ""
         self.working_bytes = 0.0
-        self._resharders: dict[tuple[int, ...], Resharder] = {}
+        self.tried = ""
         self.host_arguments = HostArguments(step, cluster, options)
-        self.hosted = self.host_arguments.asked_for
+        self.trials.hosted = self.host_arguments.asked_for
+
+    @property
+    def best(self) -> Found | None:
+        """The best plan so far."""
+        return self.trials.best
+
+    @property
+    def cutoff_s(self) -> float:
+        """What a better plan has to stay below."""
+        return self.trials.cutoff_s
 
     def run(self) -> Found:
         """The best plan.
@@ -177,7 +123,9 @@ class StepSearch:
           InfeasibleError: nothing fits the cap; says what would.
           InputError: the step cannot be split into the microbatches that are asked for.
         """
-        first = self._plain(microbatched(self.step, self.options.microbatches or 1), self.options.limit_s)
+        first = self.trials.plain(
+            microbatched(self.step, self.options.microbatches or 1), self.options.limit_s
+        )
         self.bounds_s = first.bounds_s
         pinned = ((one.memory, one.pinned(self.pins)) for one in first.on_meshes)
         self.working_bytes = min(working_bytes(*one) for one in pinned)
@@ -189,216 +137,23 @@ class StepSearch:
             least = self._in_microbatches() or least
         if self.best is None:
             self.progress("no plan so far; looking for the smallest peak")
-            self.best = self._of_smallest_peak(first, least())
+            smallest = self._of_smallest_peak(first, least())
             self.watch.lap("solve")
-            return self.best
-        return self._finish_finer(self.best, first.step_problem)
+            return smallest
+        best, finer_s = self.finer.finish(self.best, first.step_problem, self.floors_s)
+        self.shapes, self.bounds_s = (*self.shapes, *finer_s), {**self.bounds_s, **finer_s}
+        return best
 
-    def _on_finer(self, plain: _Plain, free: Sequence[FreeSolution]) -> list[FreeSolution]:
-        """The best strategies without a cap, the fastest first, where meshes of three axes are tried too: those that split
-        an axis of the fastest's mesh. What fits is the best plan then."""
-        fastest, before = next(iter(free), None), self.best
-        if before and not free and before.step_problem is plain.step_problem:
-            fastest = FreeSolution(before.on_mesh, before.labels, before.cost_s)
-        if fastest is None:
-            return []
-        found, deadline = [*free], self._finer_deadline()
-        shapes = self._finer_shapes(fastest.on_mesh, fastest.communication_share)
-        for i, shape in enumerate(shapes):
-            self.progress(f"mesh {format_mesh(shape)}")
-            on_mesh = self._put_on(plain.step_problem, shape)
-            cutoff_s = min(self.cutoff_s, *(one.cost_s for one in (fastest, *found)))
-            known = Known(split_over(fastest.on_mesh, fastest.labels, on_mesh), is_enough=False)
-            share = deadline.share(1 / (len(shapes) - i))
-            better, bounds_s = without_cap([on_mesh], self.pins, cutoff_s, share, known)
-            self.finer_floors_s |= bounds_s
-            too_large = [one for one in better if not self._takes(plain.step_problem, one)]
-            self.cramped_finer += [one.on_mesh for one in too_large]
-            found += too_large
-            self.watch.lap("solve")
-        return sorted(found, key=lambda one: one.cost_s)
-
-    def _takes(self, step_problem: StepProblem, free: FreeSolution) -> bool:
-        """Whether strategies that were found without a cap fit, and are the best plan then."""
-        limit_bytes = self.options.memory_bytes
-        if free.on_mesh.memory.peak(free.labels).num_bytes > limit_bytes:
-            return False
-        found = Found(step_problem, free.on_mesh, free.labels, limit_bytes)
-        if found.fits and found.cost_s < self.cutoff_s:
-            self.best = found
-        return found.fits
-
-    def _finish_finer(self, best: Found, plain: StepProblem) -> Found:
-        """The best plan where what was found without a cap on meshes of three axes, and does not fit, is made to; a step
-        that was rewritten is tried there too.
-
-        Of meshes of three axes on which nothing is proven in the time that they have, no bound is kept.
-        """
-        deadline = self._finer_deadline()
-        for on_mesh in self.cramped_finer:
-            known = self._known_of(on_mesh.shape, plain)
-            if (1 - FINER_GAP) * self.cutoff_s > known.bound_s and not deadline.is_over:
-                self._improve(plain, on_mesh, deadline.left_s, known=known)
-        if best.step_problem is not plain:
-            for shape in self._finer_shapes(best.on_mesh, best.communication_share):
-                known = self._known_of(shape, plain)
-                if known.bound_s < self._least_s and not deadline.is_over:
-                    self.progress(f"mesh {format_mesh(shape)}")
-                    on_mesh = self._put_on(best.step_problem, shape)
-                    bound_s, _ = self._improve(best.step_problem, on_mesh, deadline.left_s, known=known)
-                    self.finer_floors_s[shape] = bound_s
-        proven_s = {shape: b for shape, b in self.finer_floors_s.items() if b >= self._least_s}
-        self.shapes, self.bounds_s = (*self.shapes, *proven_s), {**self.bounds_s, **proven_s}
-        return self.best or best
-
-    def _known_of(self, shape: tuple[int, ...], plain: StepProblem) -> Known:
-        """The bound on all plans on a mesh, of a step without loops: of others some may be faster for recomputing."""
-        floors_s = {} if has_loops(plain.step) else {**self.floors_s, **self.finer_floors_s}
-        return Known(bound_s=floors_s.get(shape, -math.inf))
-
-    def _finer_deadline(self) -> Deadline:
-        """For meshes of three axes: within the user's limit, or where there is none, as long again as so far."""
-        left_s = self.options.limit_s if self.options.time_limit_s is None else self.deadline.left_s
-        spent_s = self.clock.now_s - self.began_s
-        return Deadline.after(min(max(FINER_SHARE * spent_s, LEAST_FINER_S), left_s), self.clock)
-
-    def _finer_shapes(self, on_mesh: MeshProblem, communicated: float) -> tuple[tuple[int, ...], ...]:
-        """The meshes of three axes that are worth trying beside one on which so much of the step is communication."""
-        is_open = self.options.mesh is None and not named_axes(self.pins)
-        if not is_open or not communicated > COMMUNICATES:
-            return ()
-        return finer_shapes(self.cluster, on_mesh.shape)[:MAX_FINER]
-
-    @property
-    def _least_s(self) -> float:
-        """Bounds above this prove a best plan."""
-        return (1 - RELATIVE_GAP) * self.cutoff_s
-
-    @property
-    def cutoff_s(self) -> float:
-        """What a better plan has to stay below."""
-        return self.best.cost_s if self.best else math.inf
-
-    def _plain(self, step: Step, time_limit_s: float) -> _Plain:
-        """Looks for better plans of a step that recomputes nothing."""
-        step_problem = self._made_ready(step)
-        on_meshes = tuple(self._put_on(step_problem, shape) for shape in self.shapes)
-        before = self.best
-        plain = self._over(on_meshes, step_problem, time_limit_s, ROOMY * self.options.memory_bytes)
-        if self.best is not before and self.best and not self.best.fits:
-            self.best = before
-            plain = self._over(on_meshes, step_problem, time_limit_s, 0.0)
-        self.watch.lap("solve")
-        return plain
-
-    def _over(
-        self,
-        on_meshes: tuple[MeshProblem, ...],
-        step_problem: StepProblem,
-        time_limit_s: float,
-        roomy_bytes: float,
-    ) -> _Plain:
-        """The same, mesh by mesh; what holds so little is taken to fit."""
-        ordered, deadline = self._most_promising_first(on_meshes), Deadline.after(time_limit_s, self.clock)
-        cramped: list[MeshProblem] = []
-        found: list[Found] = []
-        bounds_s: dict[tuple[int, ...], float] = {}
-        said = _said(step_problem.traced)
-        for i, on_mesh in enumerate(ordered):
-            shape, is_last = on_mesh.shape, i == len(on_meshes) - 1
-            self.progress(f"{said}mesh {format_mesh(shape)} ({i + 1} of {len(on_meshes)})")
-            before, share = self.best, 1.0 if is_last else MESH_SHARE
-            left_s = share * deadline.left_s
-            bounds_s[shape], is_cramped = self._improve(step_problem, on_mesh, left_s, roomy_bytes)
-            cramped += [on_mesh] * is_cramped
-            if self.best is not None and self.best is not before:
-                found.append(self.best)
-        return _Plain(step_problem, on_meshes, tuple(cramped), tuple(found), bounds_s)
-
-    def _most_promising_first(self, on_meshes: Sequence[MeshProblem]) -> list[MeshProblem]:
-        """What is found first makes short work of what promises less; of those that promise alike the simplest is first."""
-        if len(on_meshes) == 1:
-            return list(on_meshes)
-        left = {one: one.promised_s(one.pinned(self.pins)) for one in on_meshes}
-        self.watch.lap("solve")
-        order: list[MeshProblem] = []
-        while left:
-            most = (1 + ALIKE) * min(left.values())
-            order.append(next(one for one, promised_s in left.items() if promised_s <= most))
-            del left[order[-1]]
-        return order
-
-    def _rewritten(self, step: Step, time_limit_s: float) -> _Plain:
+    def _rewritten(self, step: Step, time_limit_s: float) -> Plain:
         """The same of a step that goes through its batch in parts, or has state on the host: what is certified of a plan on
         another mesh is certified of all steps."""
-        before, plain = self.best, self._plain(step, time_limit_s)
+        before, plain = self.best, self.trials.plain(step, time_limit_s)
         if self.best and self.best is not before:
             shape = self.best.on_mesh.shape
             self.bounds_s = {**self.floors_s, shape: plain.bounds_s[shape]}
         return plain
 
-    def _made_ready(self, step: Step) -> StepProblem:
-        step_problem = StepProblem.of(
-            step, self.marks, self.cluster.device, hosted=self.hosted, clock=self.clock
-        )
-        self.watch.lap("graph")
-        return step_problem
-
-    def _recomputing(
-        self, plain: StepProblem, sites: frozenset[Site], waiting: frozenset[Site]
-    ) -> StepProblem:
-        """The same with something recomputed, and something waiting on the host."""
-        step_problem = StepProblem.of(
-            plain.traced,
-            self.marks,
-            self.cluster.device,
-            sites,
-            self.hosted,
-            waiting,
-            known=plain.plain,
-            clock=self.clock,
-        )
-        self.watch.lap("graph")
-        return step_problem
-
-    def _put_on(self, step_problem: StepProblem, shape: tuple[int, ...]) -> MeshProblem:
-        on_mesh = step_problem.on(self.cluster, shape, self._resharders.get(shape))
-        self._resharders[shape] = on_mesh.memory.costed.resharder
-        self.watch.lap("strategies")
-        return on_mesh
-
-    def _improve(
-        self,
-        step_problem: StepProblem,
-        on_mesh: MeshProblem,
-        time_limit_s: float,
-        roomy_bytes: float = 0.0,
-        known: Known = UNKNOWN,
-    ) -> tuple[float, bool]:
-        """Looks for a better plan on one mesh; a lower bound on all of its plans that fit, and whether memory counted.
-
-        Where there is a start on a mesh of three axes, it is content with less.
-        """
-        limit_bytes = self.options.memory_bytes
-        is_near_enough = known.start is not None and on_mesh.shape not in self.shapes
-        gap = FINER_GAP if is_near_enough else RELATIVE_GAP
-        kept = on_mesh.pinned(self.pins)
-        transfer_s = on_mesh.least_transfer_s(kept)  # of which the solver does not know that it may be hidden
-        cutoff_s = self.cutoff_s + transfer_s
-        try:
-            solution, device = on_mesh.fitting(
-                kept, limit_bytes, time_limit_s, cutoff_s, gap, roomy_bytes, known
-            )
-            found = Found(step_problem, on_mesh, solution.labels, limit_bytes, device)
-            if found.cost_s < self.cutoff_s:
-                self.best = found
-            return solution.bound_s, bool(solution.stats.num_rows)
-        except NoFitError as e:
-            return e.bound_s, e.num_rows != 0
-        finally:
-            self.watch.lap("solve")
-
-    def _held_down(self, plain: _Plain, time_limit_s: float) -> Least:
+    def _held_down(self, plain: Plain, time_limit_s: float) -> Least:
         """Looks for better plans among steps that recompute; the step that holds least of all those considered."""
         if self.floors_s and self._is_hopeless(plain.on_meshes):
             return partial(self._most_frugal, plain.step_problem, plain.on_meshes)
@@ -416,7 +171,7 @@ class StepSearch:
                 if may_do
                 else lambda: plain.step_problem
             )
-        free = self._on_finer(plain, free) if is_first else free
+        free = self.finer.free(plain, free) if is_first else free
         if not may_recompute and not may_wait:
             return lambda: plain.step_problem
         free += self._unhindered(plain, free)
@@ -432,7 +187,7 @@ class StepSearch:
         if self.best is not None or not found:
             return lambda: plain.step_problem
         most = max(found, key=lambda candidate: candidate.saved_bytes)
-        return partial(self._recomputing, plain.step_problem, most.sites, most.waiting)
+        return partial(self.trials.recomputing, plain.step_problem, most.sites, most.waiting)
 
     def _is_hopeless(self, on_meshes: Sequence[MeshProblem]) -> bool:
         """Whether nothing can fit, whatever is recomputed or waits on the host."""
@@ -450,10 +205,10 @@ class StepSearch:
         if not found or self.options.remat == "never":
             return plain
         most = max(found, key=lambda candidate: candidate.saved_bytes)
-        return self._recomputing(plain, plain.rewritten.before(most.sites), frozenset())
+        return self.trials.recomputing(plain, plain.rewritten.before(most.sites), frozenset())
 
     @staticmethod
-    def _unhindered(plain: _Plain, free: Sequence[FreeSolution]) -> list[FreeSolution]:
+    def _unhindered(plain: Plain, free: Sequence[FreeSolution]) -> list[FreeSolution]:
         """Plans of a step with loops, which may be faster for recomputing though they fit as they are; the best first."""
         known = {one.on_mesh.shape for one in free}
         found = [one for one in reversed(plain.found) if one.on_mesh.shape not in known]
@@ -485,20 +240,22 @@ class StepSearch:
                 continue
             mesh = format_mesh(candidate.shape)
             what = f"{len(candidate.waiting)} residuals on the host, " if candidate.waiting else ""
-            self.progress(f"{_said(plain.traced)}{what}recomputing {len(candidate.sites)} ops on mesh {mesh}")
+            self.progress(
+                f"{said_of(plain.traced)}{what}recomputing {len(candidate.sites)} ops on mesh {mesh}"
+            )
             before = self.best
-            step_problem = self._recomputing(plain, candidate.sites, candidate.waiting)
-            on_mesh = self._put_on(step_problem, candidate.shape)
+            step_problem = self.trials.recomputing(plain, candidate.sites, candidate.waiting)
+            on_mesh = self.trials.put_on(step_problem, candidate.shape)
             time_limit_s = max(ATTEMPT_SHARE * deadline.left_s, LEAST_ATTEMPT_S)
             known = self._known(plain, candidate, on_mesh)
-            bound_s, is_cramped = self._improve(step_problem, on_mesh, time_limit_s, known=known)
+            bound_s, is_cramped = self.trials.improve(step_problem, on_mesh, time_limit_s, known=known)
             num_futile = num_futile + 1 if self.best is before else 0
             if self.best is not before:
                 self.bounds_s = {**self.floors_s, candidate.shape: bound_s}
             elif is_cramped:
                 missed_bytes = MISSED_SHARE * self.options.memory_bytes
                 least_saved_bytes[candidate.shape] = candidate.saved_bytes + missed_bytes
-            if self.best is before and bound_s < math.inf:
+            if self.best is before and self.cutoff_s <= bound_s < math.inf:
                 slower.add((candidate.sites, candidate.waiting))
 
     def _is_slow_beside(self, candidate: Candidate) -> bool:
@@ -507,7 +264,7 @@ class StepSearch:
 
     def _known(self, plain: StepProblem, candidate: Candidate, on_mesh: MeshProblem) -> Known:
         """Of a step that recomputes: the strategies by which it was estimated, and the bound on all plans on its mesh."""
-        known = self._known_of(candidate.shape, plain)
+        known = self.finer.known(candidate.shape, plain, self.floors_s)
         with suppress(NoFitError):
             return replace(known, start=carried_over(candidate.free.on_mesh, candidate.free.labels, on_mesh))
         return known
@@ -519,13 +276,13 @@ class StepSearch:
         is_asked = offload is None or (not isinstance(offload, str) and RESIDUALS in offload)
         return is_asked and self.cluster.host_bytes_per_node > 0
 
-    def _offloaded(self, first: _Plain) -> Least | None:
+    def _offloaded(self, first: Plain) -> Least | None:
         """Looks for better plans with more and more state in the host's memory; where none fits, the step that holds least
         of all those considered. What made no plan better is left alone; where there is no plan, an optimizer's state stays
         there for what is tried next, as it is of no use before the update."""
         pinned = ((one.memory, one.pinned(self.pins)) for one in first.on_meshes)
         held_bytes = min(memory.least_bytes(kept) for memory, kept in pinned)
-        least, kinds, best_hosted = None, list[str](), self.hosted
+        least, kinds, best_hosted = None, list[str](), self.trials.hosted
         for kind in OFFLOADED:
             kinds.append(kind)
             hosted = self.host_arguments.of_kinds(kinds)
@@ -534,16 +291,18 @@ class StepSearch:
                 if self.best
                 else not self.host_arguments.is_too_much(hosted, self.working_bytes)
             )
-            if not is_wanted or not self.host_arguments.is_worth_moving(hosted - self.hosted):
+            if not is_wanted or not self.host_arguments.is_worth_moving(hosted - self.trials.hosted):
                 continue
-            self.hosted, before = hosted, self.best
+            self.trials.hosted, before = hosted, self.best
             self.progress(f"{' and '.join(kinds).replace('_', ' ')} on the host")
             plain = self._rewritten(first.step_problem.traced, self.options.limit_s / 2)
             least = self._held_down(plain, self.options.limit_s / 4)
             if self.best is not before:
                 best_hosted = hosted
-        self.hosted = (
-            best_hosted if self.best else self.hosted & self.host_arguments.of_kinds(list(OFFLOADED)[:1])
+        self.trials.hosted = (
+            best_hosted
+            if self.best
+            else self.trials.hosted & self.host_arguments.of_kinds(list(OFFLOADED)[:1])
         )
         return None if self.best else least
 
@@ -564,14 +323,13 @@ class StepSearch:
         counts = [n for n in batch_divisors(self.step) if 1 < n <= MAX_MICROBATCHES]
         if not counts or not self._is_wanting:
             return None
-        before, useful = self.best, self._most_useful(counts)
+        before, useful, needed = self.best, self._most_useful(counts), self._needed_counts
         if before is None and (hopeless := self._hopeless_in(useful)):
             return hopeless
-        fewest, enough = self._needed_counts
-        first = min(fewest, max(counts)) if before is None else min(enough, useful)
-        least = self._in_more_and_more([n for n in counts if n >= first], enough, deadline)
+        first = min(needed.fewest, max(counts)) if before is None else min(needed.enough, useful)
+        least = self._in_more_and_more([n for n in counts if n >= first], needed.enough, deadline)
         if before is not None and self.best is before:
-            self._in_more_and_more([n for n in counts if n < first], enough, deadline)
+            self._in_more_and_more([n for n in counts if n < first], needed.enough, deadline)
         return None if self.best else least
 
     def _in_more_and_more(self, counts: Sequence[int], enough: float, deadline: Deadline) -> Least | None:
@@ -594,10 +352,10 @@ class StepSearch:
     def _hopeless_in(self, count: int) -> Least | None:
         """The step in so many microbatches, if nothing can fit even then."""
         try:
-            step_problem = self._made_ready(microbatched(self.step, count))
+            step_problem = self.trials.made_ready(microbatched(self.step, count))
         except NotSplittableError:
             return None
-        on_meshes = [self._put_on(step_problem, shape) for shape in self.shapes]
+        on_meshes = [self.trials.put_on(step_problem, shape) for shape in self.trials.shapes]
         if not self._is_hopeless(on_meshes):
             return None
         self.tried = f"Nothing would fit in {count} microbatches either."
@@ -618,24 +376,17 @@ class StepSearch:
     def _is_wanting(self) -> bool:
         """Whether the best plan is slower than one without a cap by so much that there may be a better one, and there is
         time to look for it; where there is no plan, there is."""
-        if self.best is not None and self.deadline.is_over:
+        if self.best is not None and self.trials.deadline.is_over:
             return False
         return self.free is not None and self.cutoff_s > (1 + WORTH) * self.free.cost_s
 
     @property
-    def _needed_counts(self) -> tuple[float, float]:
-        """Of microbatches: as many as make the fastest strategies fit where as much is recomputed as may be, and where
-        nothing is."""
-        if self.free is None:
-            return 2.0, 2.0
-        peak = self.free.on_mesh.predicted(self.free.labels, math.inf).least
-        held_bytes = sum(num_bytes for resident, num_bytes in peak.residents if resident in OF_A_BATCH)
-        room_bytes = self.options.memory_bytes - (peak.num_bytes - held_bytes)
-        if room_bytes <= 0:
-            return 2.0, 2.0
-        return max(2.0, (held_bytes - self.most_saved_bytes) / room_bytes), max(2.0, held_bytes / room_bytes)
+    def _needed_counts(self) -> MicrobatchCounts:
+        """How many microbatches the step needs, where its fastest strategies do not fit as it is."""
+        assert self.free is not None, "a step is split where it is faster without a cap"
+        return MicrobatchCounts.of(self.free, self.options.memory_bytes, self.most_saved_bytes)
 
-    def _forbidden_s(self, first: _Plain) -> float | None:
+    def _forbidden_s(self, first: Plain) -> float | None:
         """Seconds per step of a plan that recomputes, where that is forbidden and would fit."""
         if self.options.remat != "never":
             return None
@@ -644,7 +395,7 @@ class StepSearch:
         allowed._held_down(first, infeasible.TIME_LIMIT_S / 2)
         return allowed.best.cost_s if allowed.best else None
 
-    def _of_smallest_peak(self, first: _Plain, least: StepProblem) -> Found:
+    def _of_smallest_peak(self, first: Plain, least: StepProblem) -> Found:
         """The plan of the smallest peak, where that fits after all.
 
         Raises:
@@ -652,14 +403,14 @@ class StepSearch:
         """
         options, deadline = self.options, Deadline.after(infeasible.TIME_LIMIT_S, self.clock)
         is_first = least is first.step_problem
-        on_meshes = first.on_meshes if is_first else [self._put_on(least, shape) for shape in self.shapes]
+        on_meshes = (
+            first.on_meshes
+            if is_first
+            else [self.trials.put_on(least, shape) for shape in self.trials.shapes]
+        )
         smallest = infeasible.smallest_peak(on_meshes, options, deadline)
         if smallest is None or smallest.peak.num_bytes > options.memory_bytes:
             is_proven = is_first and min(first.bounds_s.values()) == math.inf
             explain = partial(infeasible.explain, least, self.cluster, options, smallest, is_proven, deadline)
             raise explain(forbidden_s=self._forbidden_s(first), also_tried=self.tried)
         return Found(least, smallest.on_mesh, smallest.labels, options.memory_bytes)
-
-
-def _said(step: Step) -> str:
-    return f"{step.num_microbatches} microbatches, " if step.num_microbatches > 1 else ""

@@ -136,7 +136,9 @@ def _longest_run(looks: np.ndarray) -> tuple[int, int, int] | None:
     """(Start, period, count) of the periodic run that covers most; None if it is too short."""
     best, covered = None, max(1, int(MIN_SHARE * len(looks)))
     for period in range(1, len(looks) // MIN_BLOCKS + 1):
-        stride = covered - covered // MIN_BLOCKS  # of a run that covers more, one op at least looks like the next block's
+        stride = (
+            covered - covered // MIN_BLOCKS
+        )  # of a run that covers more, one op at least looks like the next block's
         if not (looks[:-period:stride] == looks[period::stride]).any():
             continue
         differs = np.flatnonzero(looks[period:] != looks[:-period])
@@ -191,9 +193,13 @@ class _Flow:
         residuals = {node for node in self.block if not self._is_passed_on(node)}
         later = [self.op_node(i) for i, op in enumerate(self.graph.ops) if op.phase is not Phase.FORWARD]
         for node in later:
-            self._own(node, {self.block[n] for n in self.made_by(node - self.num_arguments) if n in residuals})
+            self._own(
+                node, {self.block[n] for n in self.made_by(node - self.num_arguments) if n in residuals}
+            )
         becomes_gradient = {node for node in later if self.phase(node) is Phase.UPDATE}
-        passes_it_on = becomes_gradient.union(n for n in later if len(self.made_by(n - self.num_arguments)) == 1)
+        passes_it_on = becomes_gradient.union(
+            n for n in later if len(self.made_by(n - self.num_arguments)) == 1
+        )
         for node in reversed(later):
             readers = self.readers[node]
             if passes_it_on.issuperset(readers) and becomes_gradient.issuperset(readers):

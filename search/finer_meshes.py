@@ -1,0 +1,136 @@
+"""Meshes of three axes, where they may pay: those that split an axis of the best mesh of two.
+
+They are tried where communication costs much of a step. First without a cap, from the strategies of the best mesh on, of
+which they split an axis: what fits is the best plan then. What is faster there and does not fit recomputes, as other steps
+do, or is tried under the cap in the end. So is the step that the best plan was rewritten to. Where nothing is proven on a
+mesh of three axes in the time that there is, no bound is kept.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+
+from cost_model.meshes import finer_shapes
+from cost_model.units import format_mesh
+from search.found import Found
+from search.handing_over import split_over
+from search.memory.residuals import has_loops
+from search.mesh_problem import Known, MeshProblem, StepProblem
+from search.options import named_axes
+from search.recomputation import FreeSolution, without_cap
+from search.solver.clock import Deadline
+from search.trials import FINER_GAP, Bounds, Plain, Trials
+
+COMMUNICATES = 0.1
+"""Of a step, what communication must cost for meshes of three axes to be tried. Source: a choice of ours; what they save is
+some of that."""
+
+MAX_FINER = 2
+"""Meshes of three axes that are tried. Source: a choice of ours; of up to four, the first two gained all that there was
+to gain in twelve models on four clusters."""
+
+FINER_SHARE = 1.5
+"""Of the work that was done before, what they may take. Source: a choice of ours; with half of it, two gains of four
+were lost, and an encoder and decoder wants more than as much."""
+
+LEAST_FINER_S = 4.0
+"""Seconds that they may take in any case. Source: a choice of ours; scanned layers are searched in less than two, and on
+three axes, where they save 1% and more, take three."""
+
+
+class FinerMeshes:
+    """The meshes of three axes of one search.
+
+    Attributes:
+      trials: what is tried of the step.
+      floors_s: by mesh, a lower bound on all plans on it without a cap.
+      cramped: those on which the plain step would be fastest without a cap, and does not fit so.
+    """
+
+    def __init__(self, trials: Trials) -> None:
+        self.trials = trials
+        self.floors_s: dict[tuple[int, ...], float] = {}
+        self.cramped: list[MeshProblem] = []
+
+    def free(self, plain: Plain, free: Sequence[FreeSolution]) -> list[FreeSolution]:
+        """The best strategies without a cap, the fastest first, with those on meshes of three axes that do not fit.
+
+        Args:
+          plain: the step as it is, tried on all other meshes.
+          free: its best strategies without a cap there, where these do not fit.
+        """
+        trials = self.trials
+        fastest, before = next(iter(free), None), trials.best
+        if before and not free and before.step_problem is plain.step_problem:
+            fastest = FreeSolution(before.on_mesh, before.labels, before.cost_s)
+        if fastest is None:
+            return []
+        found, deadline = [*free], self._deadline()
+        shapes = self._shapes(fastest.on_mesh, fastest.communication_share)
+        for i, shape in enumerate(shapes):
+            trials.progress(f"mesh {format_mesh(shape)}")
+            on_mesh = trials.put_on(plain.step_problem, shape)
+            cutoff_s = min(trials.cutoff_s, *(one.cost_s for one in (fastest, *found)))
+            known = Known(split_over(fastest.on_mesh, fastest.labels, on_mesh), is_enough=False)
+            share = deadline.share(1 / (len(shapes) - i))
+            better, bounds_s = without_cap([on_mesh], trials.pins, cutoff_s, share, known)
+            self.floors_s |= bounds_s
+            too_large = [one for one in better if not self._fits(plain.step_problem, one)]
+            self.cramped += [one.on_mesh for one in too_large]
+            found += too_large
+            trials.watch.lap("solve")
+        return sorted(found, key=lambda one: one.cost_s)
+
+    def _fits(self, step_problem: StepProblem, free: FreeSolution) -> bool:
+        """Whether strategies that were found without a cap fit; they may be the best plan then."""
+        limit_bytes = self.trials.options.memory_bytes
+        if free.on_mesh.memory.peak(free.labels).num_bytes > limit_bytes:
+            return False
+        found = Found(step_problem, free.on_mesh, free.labels, limit_bytes)
+        if found.fits:
+            self.trials.takes(found)
+        return found.fits
+
+    def finish(self, best: Found, plain: StepProblem, floors_s: Bounds) -> tuple[Found, Bounds]:
+        """The best plan after all, and lower bounds by mesh, where they prove it.
+
+        Args:
+          best: the best plan so far.
+          plain: the step as it is.
+          floors_s: by mesh of two axes, a lower bound on all plans.
+        """
+        trials, deadline = self.trials, self._deadline()
+        for on_mesh in self.cramped:
+            known = self.known(on_mesh.shape, plain, floors_s)
+            if (1 - FINER_GAP) * trials.cutoff_s > known.bound_s and not deadline.is_over:
+                trials.improve(plain, on_mesh, deadline.left_s, known=known)
+        if best.step_problem is not plain:
+            for shape in self._shapes(best.on_mesh, best.communication_share):
+                known = self.known(shape, plain, floors_s)
+                if known.bound_s < trials.least_s and not deadline.is_over:
+                    trials.progress(f"mesh {format_mesh(shape)}")
+                    on_mesh = trials.put_on(best.step_problem, shape)
+                    bound_s, _ = trials.improve(best.step_problem, on_mesh, deadline.left_s, known=known)
+                    self.floors_s[shape] = bound_s
+        proven_s = {shape: bound_s for shape, bound_s in self.floors_s.items() if bound_s >= trials.least_s}
+        return trials.best or best, proven_s
+
+    def known(
+        self, shape: tuple[int, ...], plain: StepProblem, floors_s: Mapping[tuple[int, ...], float]
+    ) -> Known:
+        """The bound on all plans on a mesh, of a step without loops: of others some may be faster for recomputing."""
+        known_s = {} if has_loops(plain.step) else {**floors_s, **self.floors_s}
+        return Known(bound_s=known_s.get(shape, -math.inf))
+
+    def _deadline(self) -> Deadline:
+        """Within the user's limit, or where there is none, as long again as so far."""
+        trials = self.trials
+        left_s = trials.options.limit_s if trials.options.time_limit_s is None else trials.deadline.left_s
+        spent_s = trials.clock.now_s - trials.began_s
+        return Deadline.after(min(max(FINER_SHARE * spent_s, LEAST_FINER_S), left_s), trials.clock)
+
+    def _shapes(self, on_mesh: MeshProblem, communicated: float) -> tuple[tuple[int, ...], ...]:
+        """Those that are worth trying beside a mesh on which so much of the step is communication."""
+        is_open = self.trials.options.mesh is None and not named_axes(self.trials.pins)
+        if not is_open or not communicated > COMMUNICATES:
+            return ()
+        return finer_shapes(self.trials.cluster, on_mesh.shape)[:MAX_FINER]
