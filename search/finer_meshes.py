@@ -20,9 +20,15 @@ from search.recomputation import FreeSolution, without_cap
 from search.solver.clock import Deadline
 from search.trials import FINER_GAP, Bounds, Plain, Trials
 
-COMMUNICATES = 0.1
+COMMUNICATES = 0.025
 """Of a step, what communication must cost for meshes of three axes to be tried. Source: a choice of ours; what they save is
-some of that."""
+some of that, and less than a fifth of it as a rule."""
+
+COMMUNICATES_MUCH = 0.1
+"""Of a step: where communication costs less, they may take less time, in proportion. Source: a choice of ours."""
+
+WORTH = 1e-3
+"""By what share a mesh of three axes has to be faster than the best plan. Source: a choice of ours; two axes are simpler."""
 
 MAX_FINER = 2
 """Meshes of three axes that are tried. Source: a choice of ours; of up to four, the first two gained all that there was
@@ -64,12 +70,12 @@ class FinerMeshes:
             fastest = FreeSolution(before.on_mesh, before.labels, before.cost_s)
         if fastest is None:
             return []
-        found, deadline = [*free], self._deadline()
         shapes = self._shapes(fastest.on_mesh, fastest.communication_share)
+        found, deadline = [*free], self._deadline(fastest.communication_share)
         for i, shape in enumerate(shapes):
             trials.progress(f"mesh {format_mesh(shape)}")
             on_mesh = trials.put_on(plain.step_problem, shape)
-            cutoff_s = min(trials.cutoff_s, *(one.cost_s for one in (fastest, *found)))
+            cutoff_s = (1 - WORTH) * min(trials.cutoff_s, *(one.cost_s for one in (fastest, *found)))
             known = Known(split_over(fastest.on_mesh, fastest.labels, on_mesh), is_enough=False)
             share = deadline.share(1 / (len(shapes) - i))
             better, bounds_s = without_cap([on_mesh], trials.pins, cutoff_s, share, known)
@@ -98,7 +104,7 @@ class FinerMeshes:
           plain: the step as it is.
           floors_s: by mesh of two axes, a lower bound on all plans.
         """
-        trials, deadline = self.trials, self._deadline()
+        trials, deadline = self.trials, self._deadline(best.communication_share)
         for on_mesh in self.cramped:
             known = self.known(on_mesh.shape, plain, floors_s)
             if (1 - FINER_GAP) * trials.cutoff_s > known.bound_s and not deadline.is_over:
@@ -121,12 +127,13 @@ class FinerMeshes:
         known_s = {} if has_loops(plain.step) else {**floors_s, **self.floors_s}
         return Known(bound_s=known_s.get(shape, -math.inf))
 
-    def _deadline(self) -> Deadline:
-        """Within the user's limit, or where there is none, as long again as so far."""
+    def _deadline(self, communicated: float) -> Deadline:
+        """Within the user's limit, or where there is none, as long again as so far, if much of the step is communication."""
         trials = self.trials
         left_s = trials.options.limit_s if trials.options.time_limit_s is None else trials.deadline.left_s
         spent_s = trials.clock.now_s - trials.began_s
-        return Deadline.after(min(max(FINER_SHARE * spent_s, LEAST_FINER_S), left_s), trials.clock)
+        share = min(1.0, communicated / COMMUNICATES_MUCH)
+        return Deadline.after(min(share * max(FINER_SHARE * spent_s, LEAST_FINER_S), left_s), trials.clock)
 
     def _shapes(self, on_mesh: MeshProblem, communicated: float) -> tuple[tuple[int, ...], ...]:
         """Those that are worth trying beside a mesh on which so much of the step is communication."""

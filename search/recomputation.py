@@ -128,8 +128,7 @@ def without_cap(
     for i, on_mesh in enumerate(tried):
         share_s = deadline.left_s / (len(tried) - i)
         try:
-            kept, below_s = on_mesh.pinned(pins), (1 - RELATIVE_GAP) * cutoff_s
-            solution = on_mesh.solve(kept, NO_CAP, share_s, below_s, known=known)
+            solution = on_mesh.solve(on_mesh.pinned(pins), NO_CAP, share_s, cutoff_s, known=known)
             found.append(FreeSolution(on_mesh, solution.labels, solution.cost_s))
             bounds_s[on_mesh.shape] = solution.bound_s
         except NoFitError as e:

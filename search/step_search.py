@@ -158,7 +158,7 @@ class StepSearch:
         if self.floors_s and self._is_hopeless(plain.on_meshes):
             return partial(self._most_frugal, plain.step_problem, plain.on_meshes)
         limit_bytes, deadline = self.options.memory_bytes, Deadline.after(time_limit_s, self.clock)
-        free, bounds_s = without_cap(plain.cramped, self.pins, self.cutoff_s, deadline)
+        free, bounds_s = without_cap(plain.cramped, self.pins, self.trials.least_s, deadline)
         is_first = not self.floors_s
         if is_first:
             self.floors_s = {**plain.bounds_s, **bounds_s}
