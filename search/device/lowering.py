@@ -8,10 +8,11 @@ from the order follow the memory and the time of a step.
 Kernels of a loop's body stand between those before and after it; `loops` says in which loops a kernel is.
 """
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
+from search.device.handed_over import TurnedCopy, turned
 from search.device.kernel_times import KernelTime, Times, of_collective
 from search.device.sums_in_place import sums_in_place
 from search.device.workspace import Workspaces
@@ -111,6 +112,7 @@ class Kernel:
       nest: of a fused kernel, what it runs over; None for others.
       root: of a fused kernel that reduces, the dimensions of that; of one that copies, the order in which it writes.
       sliced: of what a matrix product reads, the stacks of which it reads a loop's part where that lies.
+      turned: of what it reads, what it has written out in another order if the program that runs it is handed it.
     """
 
     position: int
@@ -124,6 +126,7 @@ class Kernel:
     nest: Hashable = None
     root: Sums | Copies | None = None
     sliced: tuple[int, ...] = ()
+    turned: tuple[TurnedCopy, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -185,6 +188,7 @@ class _Lowering:
         self.waits: dict[int, tuple[int, ...]] = {}
         self.mesh = costed.resharder.mesh
         self.at, self.num_made = 0, 0
+        self.is_one_program = is_one_program
         self.added = sums_in_place(live_ranges, self.paths, is_one_program)
         self.additions = {u for u, _ in self.added.values()}
         self.places = likes.places(self.program) if self.program.is_shortened else ()
@@ -412,7 +416,17 @@ class _Lowering:
         loops, workspaces = self.live_ranges.loops_at[i], self.workspaces.num_bytes(i)
         nest, root = self._nest(i) if makes else (None, None)
         sliced = self._sliced(i) if workspaces else ()
-        return self._append(Kernel(i, reads, makes, after, None, workspaces, time, loops, nest, root, sliced))
+        copies = () if self.is_one_program else tuple(self._turned(i, reads))
+        return self._append(
+            Kernel(i, reads, makes, after, None, workspaces, time, loops, nest, root, sliced, copies)
+        )
+
+    def _turned(self, i: int, reads: tuple[int, ...]) -> Iterator[TurnedCopy]:
+        for operand, v in enumerate(self.program.ops[i].operands):
+            source = self.sources.get(v, ())
+            if len(source) == 1 and source[0] in reads:
+                copy = turned(self.paths, self.live_ranges.fusion, i, operand, source[0])
+                yield from () if copy is None else (copy,)
 
     def _sliced(self, i: int) -> tuple[int, ...]:
         operands = self.program.ops[i].operands

@@ -45,7 +45,7 @@ def _sunk_into(loop: Op, graph: Graph, maker: Mapping[int, Op]) -> Op:
     num_consts, num_carry = loop.loop_counts
     (body,) = loop.bodies["jaxpr"]
     entering = list(zip(loop.inputs, body.inputs, strict=True))
-    makers = {inner: _makers(outer, graph, maker) for outer, inner in entering[:num_consts]}
+    makers = {inner: light_makers(outer, graph, maker) for outer, inner in entering[:num_consts]}
     if not any(makers.values()):
         return loop
     kept = [(outer, inner) for outer, inner in entering[:num_consts] if not makers[inner]]
@@ -63,8 +63,14 @@ def _sunk_into(loop: Op, graph: Graph, maker: Mapping[int, Op]) -> Op:
     )
 
 
-def _makers(constant: Atom, graph: Graph, maker: Mapping[int, Op]) -> Sequence[Op]:
-    """The light ops that make a large constant of much smaller values, in their order; none where it is to stay."""
+def light_makers(constant: Atom, graph: Graph, maker: Mapping[int, Op]) -> Sequence[Op]:
+    """The light ops that make a large value of much smaller ones, in their order; none where it is to stay.
+
+    Args:
+      constant: the value, of a graph.
+      graph: which has the ops.
+      maker: by value, the op that makes it.
+    """
     num_bytes = graph.value(constant).num_bytes
     if not isinstance(constant, int) or num_bytes < LEAST_BYTES:
         return ()

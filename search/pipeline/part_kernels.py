@@ -18,6 +18,7 @@ from search.device.workspace import SLICED_WORKSPACE_BYTES, WORKSPACE_BYTES
 from search.ir.graph import Op, Site
 from search.pipeline.intra_op import IntraOp
 from search.pipeline.pipeline_step import PipelineStep
+from search.pipeline.turned_copies import with_copies
 from search.problem.flat_program import FlatOp
 
 
@@ -30,12 +31,14 @@ class PartKernels[Part]:
       device: what one of them would do in the whole step.
       step: the step in parts, cut as these are.
       of_site: by op of the step, or of its loop's body, who runs it.
+      is_program: whether each part is a program of its own.
     """
 
     intra_op: IntraOp
     device: Prediction
     step: PipelineStep
     of_site: "Mapping[Site, Mapping[Part, Runs]]"
+    is_program: bool
 
     def temporary_bytes(self, part: Part, limit_bytes: float) -> float:
         """The most that a part's kernels need at once, of what they neither get nor hand on.
@@ -50,7 +53,8 @@ class PartKernels[Part]:
             return 0.0
         is_rescheduled = self.device.is_rescheduled
         cut = _Cut(lowered, own, self._loop, self._stacks, is_rescheduled)
-        peak = Prediction(cut.alone, limit_bytes, is_rescheduled, cut.alone).peak
+        alone = with_copies(cut.alone, cut.handed) if self.is_program else cut.alone
+        peak = Prediction(alone, limit_bytes, is_rescheduled, alone).peak
         return peak.num_bytes + cut.early_bytes
 
     def kernels(self, part: Part) -> "Iterator[tuple[Kernel, float]]":
@@ -187,6 +191,7 @@ class _Cut:
     Attributes:
       alone: the kernels.
       early_bytes: of such copies.
+      handed: of their buffers, those that others make, or read.
     """
 
     def __init__(
@@ -238,6 +243,7 @@ class _Cut:
         self.buffer = {b: n for n, b in enumerate(buffers)}
         alone = [self._kernel(k, own[k], same) for k in left]
         self.alone = Lowered(tuple(alone), tuple(map(here, buffers)))
+        self.handed = frozenset(self.buffer[b] for b in buffers if b not in maker or b in handed_on)
 
     @staticmethod
     def _in_order(kernels: Sequence[Kernel], own: Mapping[int, Runs], stacks: frozenset[int]) -> list[int]:
@@ -266,6 +272,15 @@ class _Cut:
             makes=tuple(self.buffer[b] for b in kernel.makes),
             after=tuple(self.number[a] for a in after if a in self.number),
             loops=self._inside(kernel.loops),
+            sliced=tuple(self.buffer[same.get(b, b)] for b in kernel.sliced if b in kernel.reads),
+            turned=tuple(
+                replace(
+                    copy,
+                    buffer=self.buffer[same.get(copy.buffer, copy.buffer)],
+                    num_parts=runs.num if copy.is_part and not runs.is_opened else 1,
+                )
+                for copy in kernel.turned
+            ),
         )
 
     def _beside(self, kernel: Kernel) -> list[int]:

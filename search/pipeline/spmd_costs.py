@@ -331,7 +331,7 @@ class SpmdCosts:
     @cached_property
     def kernels(self) -> PartKernels[Part]:
         """By part."""
-        return PartKernels(self.intra_op, self.intra_op.device, self.step, self._of_site())
+        return PartKernels(self.intra_op, self.intra_op.device, self.step, self._of_site(), is_program=False)
 
     def _of_site(self) -> dict[Site, dict[Part, Runs]]:
         found: dict[Site, dict[Part, Runs]] = {}

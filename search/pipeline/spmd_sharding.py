@@ -2,16 +2,25 @@
 
 Stages and replicas are axes of their own. What the solution decides of an op or of a value holds on the other axes, at every
 stage alike; but the dim that carries the layers is the stages'.
+
+What a loop stacks up for another, which reads but a part of it on each device, is stacked up in these parts: to slice it
+before costs nothing either, and the stack is there for all microbatches. (The compiler's partitioner does so by itself, but
+then reads all layers of a microbatch at once.)
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
-from search.ir.sharding import Place
+from search.ir.sharding import OperandReshard, Place, StepSharding
 from search.ir.spec import AXIS_NAMES, WHOLE, Spec
 from search.pipeline.imposed import Imposed
 from search.pipeline.intra_op import IntraOp
 from search.pipeline.pipeline_step import PipelineStep
-from search.plan.spmd_step import LayerLoop, SpmdSharding, SpmdStep
+from search.plan.spmd_step import LayerLoop, Segment, SpmdSharding, SpmdStep
+from search.problem.reshard import SLICE
+
+LOOP = (0,)
+"""The place of a loop over layers in its part."""
 
 
 def spmd_sharding(
@@ -32,11 +41,43 @@ def spmd_sharding(
         part: imposed.on((part.op,) if isinstance(part, LayerLoop) else part.graph.ops)
         for part in program.parts
     }
+    in_parts = dict(_stacked_in_parts(program, inside))
+    specs |= in_parts
+    inside = {part: _without(sharding, part, in_parts) for part, sharding in inside.items()}
     names = AXIS_NAMES[len(intra_op.mesh_shape)]
     split = {v: spec for v, spec in specs.items() if max(spec) >= 0}
     whole = (WHOLE,) * len(intra_op.mesh_shape)
     entering = {v: s for v, s in _entering(intra_op, step, program) if s != split.get(v, whole)}
     return SpmdSharding(num_replicas, intra_op.mesh_shape, names, split, entering, inside)
+
+
+def _stacked_in_parts(
+    program: SpmdStep, inside: Mapping[Segment | LayerLoop, StepSharding]
+) -> Iterator[tuple[int, Spec]]:
+    """Stacks that are read as one part of them alone, and this."""
+    read: dict[int, set[Spec | None]] = {}
+    for part in program.parts:
+        for v in part.reads:
+            read.setdefault(v, set()).add(None)
+        if isinstance(part, LayerLoop):
+            reshards, num_given = inside[part].reshards, sum(part.op.loop_counts)
+            for n, v in enumerate(part.op.inputs):
+                if isinstance(v, int):
+                    path = reshards.get(("operand", LOOP, n), OperandReshard(())).path
+                    is_sliced = n >= num_given and path and all(step.kind == SLICE for step in path)
+                    read.setdefault(v, set()).add(path[-1].after if is_sliced else None)
+    for part in program.parts:
+        if isinstance(part, LayerLoop):
+            for v in part.op.outputs[part.op.loop_counts[1] :]:
+                if v in part.wanted and len(specs := read.get(v, set())) == 1 and (spec := specs.pop()):
+                    yield v, spec
+
+
+def _without(sharding: StepSharding, part: Segment | LayerLoop, stacks: Mapping[int, Spec]) -> StepSharding:
+    """What is imposed on a part, but for its slices of stacks that lie so."""
+    inputs = part.op.inputs if isinstance(part, LayerLoop) else ()
+    there = {("operand", LOOP, n) for n, v in enumerate(inputs) if isinstance(v, int) and v in stacks}
+    return replace(sharding, reshards={p: r for p, r in sharding.reshards.items() if p not in there})
 
 
 def _lies(

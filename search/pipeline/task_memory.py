@@ -52,7 +52,9 @@ class ProgramKernels:
 
     @cached_property
     def _of_program(self) -> PartKernels[StageProgram]:
-        return PartKernels(self.intra_op, self.intra_op.device_of_tasks, self.step, self._of_site())
+        return PartKernels(
+            self.intra_op, self.intra_op.device_of_tasks, self.step, self._of_site(), is_program=True
+        )
 
     def _of_site(self) -> dict[Site, dict[StageProgram, Runs]]:
         found: dict[Site, dict[StageProgram, int]] = {}

@@ -79,7 +79,7 @@ def layouts(program: FlatProgram) -> Layouts:
     turned: set[int] = set()
     for i, op in enumerate(program.ops):
         if op.name == PRODUCT:
-            found[op.results[0]] = Layout(i, _large(program.values[op.results[0]].shape))
+            found[op.results[0]] = Layout(i, large(program.values[op.results[0]].shape))
         elif op.op is not None and len(op.results) == 1 and (known := _followed(program, op, found)):
             if len(known) == 1:
                 (found[op.results[0]],) = known.values()
@@ -94,15 +94,30 @@ def layouts(program: FlatProgram) -> Layouts:
 
 def product_order(op: FlatOp, operand: int, shape: Sequence[int]) -> Order | None:
     """In which order a product wants an operand of this shape, maybe a device's part; None if it transposes it by itself."""
-    assert op.op is not None
-    summed, batch = (sides[operand] for sides in op.op.params["dimension_numbers"])
-    large = _large(shape)
-    first = tuple(d for d in batch if d in large)
-    sums = tuple(d for d in summed if d in large)
-    free = tuple(d for d in large if d not in summed and d not in batch)
+    first, free, sums = _parts(op, operand, shape)
     if not first or max(len(sums), len(free)) < 2:
         return None
     return (*first, *free, *sums) if operand == 0 else (*first, *sums, *free)
+
+
+def batch_first(op: FlatOp, operand: int, shape: Sequence[int], order: Order) -> Order | None:
+    """The order in which a product with batch dimensions has an operand written out that lies in a known one; None where it
+    takes it so. Rows and columns may change places, but the batch has to come first."""
+    first, free, sums = _parts(op, operand, shape)
+    wanted, turned = (*first, *free, *sums), (*first, *sums, *free)
+    if operand == 1:
+        wanted, turned = turned, wanted
+    is_turned = max(len(sums), len(free)) < 2 and order == turned
+    return None if not first or order == wanted or is_turned else wanted
+
+
+def _parts(op: FlatOp, operand: int, shape: Sequence[int]) -> tuple[Order, Order, Order]:
+    """Of a product's operand: the dimensions of the batch, those that stay, and those that are summed over."""
+    assert op.op is not None
+    summed, batch = (sides[operand] for sides in op.op.params["dimension_numbers"])
+    there = large(shape)
+    free = tuple(d for d in there if d not in summed and d not in batch)
+    return tuple(d for d in batch if d in there), free, tuple(d for d in summed if d in there)
 
 
 def _is_across(op: FlatOp, found: dict[int, Layout]) -> bool:
@@ -120,13 +135,13 @@ def _followed(program: FlatProgram, op: FlatOp, found: dict[int, Layout]) -> dic
     for v in op.operands:
         if v not in found:
             continue
-        place = _place(program, op, v)
+        place = placed(program, op, v)
         if place is not None:
             known[v] = Layout(found[v].maker, tuple(place[d] for d in found[v].order if d in place))
     return known
 
 
-def _place(program: FlatProgram, op: FlatOp, v: int) -> dict[int, int] | None:
+def placed(program: FlatProgram, op: FlatOp, v: int) -> dict[int, int] | None:
     """Where an operand's dimensions are in the result; None where an op does not keep them."""
     assert op.op is not None
     shape, result = program.values[v].shape, program.values[op.results[0]].shape
@@ -144,11 +159,12 @@ def _place(program: FlatProgram, op: FlatOp, v: int) -> dict[int, int] | None:
 
 def _kept(shape: Sequence[int], result: Sequence[int]) -> dict[int, int] | None:
     """Of a reshape that only adds or drops dimensions of one element."""
-    before, after = _large(shape), _large(result)
+    before, after = large(shape), large(result)
     if [shape[d] for d in before] != [result[d] for d in after]:
         return None
     return dict(zip(before, after, strict=True))
 
 
-def _large(shape: Sequence[int]) -> Order:
+def large(shape: Sequence[int]) -> Order:
+    """The dimensions of more than one element."""
     return tuple(d for d, n in enumerate(shape) if n > 1)

@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from executors.rewrite import evaluator
 from search.ir.graph import Graph, Phase, Site, Step, walk
 from search.ir.sharding import StepSharding
+from search.ir.sinking import LEAST_BYTES
 from search.ir.trace import trace
 from search.memory.copies import SCOPE
 from search.memory.loop_pairs import loop_pairs
@@ -172,6 +173,31 @@ def test_what_is_recomputed_waits_for_a_gradient():
         if op.phase is Phase.BACKWARD:
             made_backward.update(op.outputs)
     assert barriers
+
+
+def masked(params, x):
+    """Layers of scores, of which a mask leaves the lower half."""
+    causal = jnp.tril(jnp.ones((x.shape[-1],) * 2, bool))
+    for w in params:
+        x = x + jax.nn.softmax(jnp.where(causal, jnp.sin(x) @ w, -1e9), -1)
+    return jnp.mean(x**2)
+
+
+def test_masks_and_numbers_are_made_anew_and_pass_no_barrier():
+    """What a barrier holds, XLA stores: a mask as large as the scores, and as many numbers."""
+    shape = 32, 256, 256
+    assert np.prod(shape) >= LEAST_BYTES
+    params = [jax.ShapeDtypeStruct(shape[1:], jnp.float32)] * 3
+    step = trace(jax.grad(masked), params, jax.ShapeDtypeStruct(shape, jnp.float32))
+    chosen = {"sin", "select_n", "exp", "sub", "div"}
+    forward = ((i, op) for i, op in enumerate(step.graph.ops) if op.phase is Phase.FORWARD)
+    graph = recomputed(step, frozenset((i,) for i, op in forward if op.name in chosen)).graph
+    makers = {v: op for op in graph.ops for v in op.outputs}
+    barriers = [op for op in graph.ops if op.name == "optimization_barrier"]
+    large = [v for op in barriers for v in op.operands if graph.values[v].shape == shape]
+    assert large  # the arrays that are kept
+    assert not [v for v in large if graph.values[v].dtype == bool]
+    assert not [v for v in large if v in makers and makers[v].name == "broadcast_in_dim"]
 
 
 def test_each_piece_waits_for_the_weight_gradients_before_the_last_piece():

@@ -56,7 +56,7 @@ def test_what_is_promised_is_what_is_worked_out_where_nothing_is_recomputed():
     assert proposal.step_s == draft.promised_s
 
 
-@pytest.mark.parametrize("share", [0.9, 0.7, 0.6])
+@pytest.mark.parametrize("share", [0.9, 0.7, 0.65])
 def test_what_is_promised_of_stages_that_recompute_is_about_what_they_take(share):
     free = drafting(8, 2, stages=2).draft()
     assert free is not None

@@ -6,7 +6,7 @@ import pytest
 
 from search.ir.trace import trace
 from search.problem.flat_program import flatten
-from search.problem.layouts import PRODUCT, Layouts, layouts, product_order
+from search.problem.layouts import PRODUCT, Layouts, batch_first, layouts, product_order
 
 BATCH, ROWS, GROUPS, HEADS, DEPTH = 2, 64, 4, 8, 16
 
@@ -103,3 +103,38 @@ def test_a_product_of_batches_wants_one_order_where_a_side_is_several_dimensions
     (op,) = [op for op in program.ops if op.name == PRODUCT]
     shapes = [program.values[v].shape for v in op.operands]
     assert [product_order(op, operand, shape) for operand, shape in enumerate(shapes)] == wanted
+
+
+ROW_MAJOR = (0, 1, 2, 3)
+
+
+def wanted(subscripts: str, operand: int) -> tuple[int, ...] | None:
+    """The order in which the product of an einsum wants an operand that lies row by row."""
+    heads = array(BATCH, ROWS, HEADS, DEPTH)
+    scores = array(BATCH, HEADS, ROWS, ROWS)
+    left, right = (scores if "hts" in s else heads for s in subscripts.split("->")[0].split(","))
+    program = flatten(trace(lambda a, b: jnp.einsum(subscripts, a, b), left, right))
+    (op,) = (op for op in program.ops if op.name == PRODUCT)
+    assert program.ops[program.maker[op.operands[operand]][0]].name == "input"
+    return batch_first(op, operand, program.values[op.operands[operand]].shape, ROW_MAJOR)
+
+
+def test_a_product_wants_its_batch_first_and_may_change_rows_and_columns():
+    """As XLA does of arguments: queries (b, h, t, d), keys (b, h, d, s) and values (b, h, s, d), but scores as they are."""
+    queries, keys = (wanted("bthd,bshd->bhts", operand) for operand in range(2))
+    assert queries == (0, 2, 1, 3)
+    assert keys == (0, 2, 3, 1)
+    op = PRODUCT_OF_HEADS
+    assert batch_first(op, 0, (BATCH, ROWS, HEADS, DEPTH), (0, 2, 1, 3)) is None
+    assert batch_first(op, 0, (BATCH, ROWS, HEADS, DEPTH), (0, 2, 3, 1)) is None
+    assert batch_first(op, 0, (1, ROWS, HEADS, DEPTH), (1, 2, 3)) == (2, 1, 3)
+    assert batch_first(op, 0, (1, ROWS, 1, DEPTH), (1, 3)) is None  # no batch
+
+
+def _product_of_heads():
+    heads = [array(BATCH, ROWS, HEADS, DEPTH)] * 2
+    program = flatten(trace(lambda q, k: jnp.einsum("bthd,bshd->bhts", q, k), *heads))
+    return next(op for op in program.ops if op.name == PRODUCT)
+
+
+PRODUCT_OF_HEADS = _product_of_heads()

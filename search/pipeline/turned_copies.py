@@ -1,0 +1,94 @@
+"""Copies of what a part of a step is handed, or hands on, in the orders that its products want.
+
+Who wants which, says `search.device.handed_over`. Here they become kernels of the part, for the memory that they take: they
+are told no time, as the compiler's scheduler puts nothing beside them.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from search.device.handed_over import TurnedCopy
+from search.device.kernel_times import KernelTime
+from search.device.lowering import Buffer, Copies, Kernel, Loops, Lowered, renumbered
+from search.device.workspace import SLICED_WORKSPACE_BYTES, WORKSPACE_BYTES
+from search.problem.layouts import Order
+from search.problem.live_ranges import Resident
+
+FREE = KernelTime(0.0, 0.0)
+"""The time of a copy here."""
+
+
+def with_copies(part: Lowered, handed: frozenset[int]) -> Lowered:
+    """A part's kernels with those that write such copies.
+
+    Args:
+      part: its kernels.
+      handed: the buffers that it is handed or hands on.
+    """
+    copying = _Copying(part, handed)
+    for k, kernel in enumerate(part.kernels):
+        copying.take(k, kernel)
+    return copying.lowered()
+
+
+class _Copying:
+    """One walk over a part's kernels.
+
+    Attributes:
+      kernels: written so far, those of copies included; what is copied before a loop stands before all.
+      number: by kernel of the part, its place among these.
+    """
+
+    def __init__(self, part: Lowered, handed: frozenset[int]) -> None:
+        self.part, self.handed = part, handed
+        self.buffers: list[Buffer] = list(part.buffers)
+        self.before: list[Kernel] = []
+        self.kernels: list[Kernel] = []
+        self.number: dict[int, int] = {}
+        self.made: dict[tuple[int, Order, Loops], int] = {}
+        self.order_of: dict[int, Order] = {}
+
+    def take(self, k: int, kernel: Kernel) -> None:
+        """Goes on to a kernel."""
+        read: dict[int, int] = {}
+        for copy in kernel.turned:
+            if copy.buffer in self.handed:
+                read[copy.buffer] = self._copied(kernel, copy)
+        self.number[k] = len(self.kernels)
+        self.kernels.append(self._reading(kernel, read) if read else kernel)
+
+    def _copied(self, kernel: Kernel, copy: TurnedCopy) -> int:
+        """The buffer in which a product finds what it wants."""
+        loops = kernel.loops
+        if copy.is_part and loops and self.order_of.setdefault(copy.buffer, copy.order) == copy.order:
+            return self._made(self.before, kernel, copy, loops[1:], copy.num_parts * copy.num_bytes)
+        return self._made(self.kernels, kernel, copy, loops, copy.num_bytes)
+
+    def _made(
+        self, kernels: list[Kernel], kernel: Kernel, copy: TurnedCopy, loops: Loops, num_bytes: float
+    ) -> int:
+        key = copy.buffer, copy.order, loops
+        if key not in self.made:
+            self.made[key] = made = len(self.buffers)
+            self.buffers.append(Buffer(num_bytes, Resident.TEMPORARIES, False, loops))
+            reads, root = (copy.buffer,), Copies(copy.order)
+            kernels.append(Kernel(kernel.position, reads, (made,), (), None, 0.0, FREE, loops, None, root))
+        return self.made[key]
+
+    def _reading(self, kernel: Kernel, instead: Mapping[int, int]) -> Kernel:
+        """A product that reads copies. A part that was copied is no slice any more."""
+        num_left = len(kernel.loops)
+        sliced = tuple(
+            b for b in kernel.sliced if b not in instead or len(self.buffers[instead[b]].loops) < num_left
+        )
+        workspace_bytes = kernel.workspace_bytes
+        if kernel.sliced and not sliced and workspace_bytes == SLICED_WORKSPACE_BYTES:
+            workspace_bytes = WORKSPACE_BYTES
+        reads = tuple(dict.fromkeys(instead.get(b, b) for b in kernel.reads))
+        return replace(kernel, reads=reads, sliced=sliced, workspace_bytes=workspace_bytes)
+
+    def lowered(self) -> Lowered:
+        """The part as it is now."""
+        number = {k: len(self.before) + n for k, n in self.number.items()}
+        kernels = (*self.before, *renumbered(self.kernels, number))
+        return Lowered(kernels, tuple(self.buffers))
