@@ -22,7 +22,7 @@ from search.ir.graph import Phase
 from search.problem.flat_program import FlatOp
 from search.problem.kernels import FusedKernel, Kernels, moved_alone, runs_alone
 from search.problem.reshard import Handling, Resharder
-from search.problem.strategies import CopySource, Strategies, all_strategies, port_specs, shards_over
+from search.problem.strategies import CopySource, Strategies, all_strategies, port_specs, shards_over, splits
 from search.problem.strategy_graph import Endpoint, Maker, Port, ReshardEdge, StrategyGraph
 from search.solver.pbqp import Edge, Problem
 
@@ -289,7 +289,7 @@ class CostedGraph:
             )
             if not reduced:
                 continue
-            split = np.isin(assignment, reduced)
+            split = splits(reduced, assignment)
             value, shares = graph.folded.program.values[v], self.shares(port)
             for row in np.unique(split, axis=0):
                 if row.any():

@@ -114,7 +114,9 @@ class Memory:
         if not len(nodes) or not all(map(len, kept)):
             return 0.0 if all(map(len, kept)) else np.inf
         flat, offsets = self._flat
-        is_kept = [np.isin(np.arange(len(s)), k) for s, k in zip(self.costed.strategies, kept, strict=True)]
+        is_kept = [np.zeros(len(s), bool) for s in self.costed.strategies]
+        for mask, labels in zip(is_kept, kept, strict=True):
+            mask[labels] = True
         shares = np.where(np.concatenate([is_kept[node] for node in nodes]), flat, np.inf)
         held = num_bytes * np.minimum.reduceat(shares, offsets)
         row = self.row(int(np.argmax(self._profile(held))))

@@ -5,6 +5,7 @@ a spec and a way to get there. Strategies that do not divide evenly, or whose va
 describe (a compound dimension split in its minor part), are left out.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import pairwise, product
@@ -121,9 +122,16 @@ def port_specs(port: Port, strategies: Strategies) -> np.ndarray:
     return table[assignment - ALL_PARTIAL]
 
 
+def splits(factors: Iterable[int], assignment: np.ndarray) -> np.ndarray:
+    """[strategies, axes]: whether an axis splits one of the factors. (A table is several times as fast as `np.isin`.)"""
+    is_among = np.zeros(int(assignment.max(initial=0)) + 1 - ALL_PARTIAL, bool)
+    is_among[[f - ALL_PARTIAL for f in factors if f - ALL_PARTIAL < len(is_among)]] = True
+    return is_among[assignment - ALL_PARTIAL]
+
+
 def shards_over(factors: frozenset[int], strategies: Strategies, mesh_shape: tuple[int, ...]) -> np.ndarray:
     """[strategies]: into how many parts a loop nest over these factors is cut."""
-    split = np.isin(strategies.assignment, sorted(factors))
+    split = splits(factors, strategies.assignment)
     return np.where(split, np.array(mesh_shape), 1).prod(axis=1)
 
 
