@@ -10,6 +10,7 @@ from search import driver
 from search.ir.trace import trace
 from search.options import Options
 from tests.search.chain import chain
+from tests.zoo import make_dlrm
 
 WIDTH, BATCH, CAP = 2048, 1 << 17, 70 << 30
 STEP = trace(
@@ -59,6 +60,18 @@ def test_none_is_tried_where_communication_costs_little():
     plan, tried = found(FAST)
     assert not tried
     assert all(len(shape) < 3 for shape in plan.meshes)
+
+
+def test_they_are_found_where_little_is_communicated_too():
+    """Embedding tables on 12 devices: a twentieth of the step is communication."""
+    case = make_dlrm(table_rows=(4_000_000, 1_000_000, 100_000), embed_dim=128, num_dense=13, batch=1024 * 12)
+    step, cluster = trace(case.step, *case.abstract_args()), parse_cluster("12xA100-40GB")
+    best, on_two, on_three = (
+        driver.find(step, cluster, Options(30 << 30, mesh=mesh)).plan.estimates.step_s
+        for mesh in (None, (4, 3), (2, 2, 3))
+    )
+    assert on_three < 0.98 * on_two
+    assert best <= 1.005 * on_three
 
 
 @pytest.mark.parametrize("options", [{"mesh": (8, 8)}, {"pins": {"x": P("data")}}])

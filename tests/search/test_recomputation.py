@@ -24,7 +24,7 @@ from search.problem.flat_program import flatten
 from search.problem.folding import fold
 from search.problem.likes import folded_like
 from search.problem.shortening import shortened
-from search.recomputation import Candidate
+from search.recomputation import NO_CAP, Candidate, FreeSolution
 from search.solver.branch_and_bound import NoFitError
 
 CLUSTER = parse_cluster("8xH100-80GB")
@@ -221,6 +221,27 @@ def test_what_misses_on_one_mesh_is_tried_on_another(monkeypatch):
     assert second == first.replace("mesh 2x4", "mesh 8")
     assert best.plan.decisions.mesh == {"data": 8}
     assert num_recomputed(best)
+
+
+def test_what_is_slower_than_promised_is_not_tried_on_another_mesh(monkeypatch):
+    """There it promised no more."""
+    tried, fits, sites = [], MeshProblem.fitting, frozenset({(0,)})
+
+    def promising(step_problem, *args, **more):
+        on_meshes = [step_problem.on(CLUSTER, shape) for shape in ((8,), (2, 4))]
+        free = [FreeSolution(one, one.solve(one.pinned({}), NO_CAP, 10.0).labels, 0.0) for one in on_meshes]
+        return [Candidate(one, sites, cost_s=0.0, more_s=0.0, saved_bytes=1.0) for one in free]
+
+    def fitting(on_mesh, *args, **more):
+        if tried and tried[-1].startswith("recomputing"):
+            raise NoFitError("it is slower", bound_s=1e3)
+        return fits(on_mesh, *args, **more)
+
+    monkeypatch.setattr(step_search, "candidates", promising)
+    monkeypatch.setattr(MeshProblem, "fitting", fitting)
+    best = driver.find(traced(True), CLUSTER, Options(1 << 40, microbatches=1), tried.append)
+    assert [line for line in tried if line.startswith("recomputing")] == ["recomputing 1 ops on mesh 8"]
+    assert not num_recomputed(best)
 
 
 def test_what_was_passed_over_is_tried_where_all_else_misses(monkeypatch):
