@@ -6,7 +6,9 @@
 * of `custom_partitioning` it asks Python, while it compiles, what a device computes. The process that compiles may be
   another one (`verify`), so Python is asked here;
 * a product whose terms are summed up in steps that the partitioner would join: each device computes its terms, and the
-  reductions are named.
+  reductions are named;
+* a look-up in a table whose rows are split: each device serves the indices that fall in its part (`executors.look_up`), and
+  the reductions are named.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,6 +19,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from executors.look_up import looked_up
 from search.ir._jax import bind
 from search.ir._jax_kernels import pallas_on_shards, partitioned
 from search.ir.graph import Op, Value
@@ -85,6 +88,8 @@ def _on_device(
     if op.name == "custom_partitioning":
         wholes = zip(inputs, in_specs, strict=True), zip(op.result_values, out_specs, strict=True)
         return partitioned(op.params, mesh, *wholes)
+    if op.name == "gather":
+        return partial(looked_up, op, in_specs[0], mesh), in_specs, out_specs
     local = [
         NamedSharding(mesh, spec).shard_shape(value.shape)
         for value, spec in zip(op.result_values, out_specs, strict=True)

@@ -1,12 +1,13 @@
-"""Products whose terms are summed up by name: by collectives that the emitted program states, not by constraints.
+"""Products and look-ups whose terms are summed up by name: by collectives that the program states, not by constraints.
 
-XLA's partitioner finds most ways of a sum by the specs that are imposed on it, and loses two (measured on XLA:GPU, all ways
-of a product on a mesh of three axes):
+XLA's partitioner finds most ways of a sum by the specs that are imposed on it, and loses three (measured on XLA:GPU, all
+ways of a product on a mesh of three axes, and of a look-up on two):
 
 * on meshes of three axes, terms that are scattered over one axis and then reduced over another. Unless both go where it
   expects them, it makes one all-reduce over all these axes, of the whole array;
 * terms that are scattered over some axes, and then sliced over others, which were idle. It makes an all-reduce, and one
-  slice of the two.
+  slice of the two;
+* what is looked up in a table whose rows are split, and scattered. It makes an all-reduce, and a slice.
 
 So there each device computes its own terms (`executors.kernels`) and reduces them as planned. All readers have to begin
 their ways alike, and everything has to split evenly.
@@ -15,26 +16,36 @@ their ways alike, and everything has to split evenly.
 from collections.abc import Collection, Iterator, Mapping
 from itertools import takewhile
 
+import numpy as np
+
+from search.ir.graph import Value
 from search.ir.sharding import ReshardPath, ReshardStep
 from search.ir.spec import PARTIAL, divides
 from search.problem.layouts import PRODUCT
 from search.problem.reshard import REDUCTIONS, SLICE
 from search.problem.reshard_paths import ReshardPaths
 
+LOOK_UP = "gather"
+
+INDEX_BYTES = 4
+"""Of an index that may count any table's rows, and below the first of them."""
+
 AXES_THAT_ARE_JOINED = 3
 """On a mesh of so many axes the partitioner joins reductions. Source: as above; on two it makes all as they are imposed."""
 
 
 def named_sums(paths: ReshardPaths, in_sums: Collection[tuple[int, int]]) -> Mapping[int, ReshardPath]:
-    """The reductions of such products, by the value that each makes.
+    """The reductions of such products and look-ups, by the value that each makes.
 
     Args:
       paths: how values travel.
-      in_sums: what sums take as it is made, by op class and result: the compiler reduces these behind them.
+      in_sums: what sums take as it is made, by op class and result: the compiler reduces products' terms behind them.
     """
     found: dict[int, ReshardPath] = {}
     for i, op in enumerate(paths.program.ops):
-        if op.name == PRODUCT and (paths.folded.class_of[i], 0) not in in_sums and _is_lost(paths, i):
+        is_product = op.name == PRODUCT and (paths.folded.class_of[i], 0) not in in_sums
+        is_look_up = op.name == LOOK_UP and _may_shift(paths.program.values[op.operands[1]])
+        if (is_product or is_look_up) and _is_lost(paths, i):
             (reductions,) = dict.fromkeys(map(_reductions, _ways(paths, i)))
             found[op.results[0]] = reductions
     return found
@@ -46,8 +57,17 @@ def _is_lost(paths: ReshardPaths, i: int) -> bool:
         return False
     ways = list(_ways(paths, i))
     num_axes, reductions = len(paths.costed.resharder.mesh.shape), dict.fromkeys(map(_reductions, ways))
-    is_lost = any(_is_joined(way, num_axes) or _is_sliced(way) for way in ways)
+    is_look_up = paths.program.ops[i].name == LOOK_UP
+    is_lost = any(
+        _is_joined(way, num_axes) or _is_sliced(way) or (is_look_up and _num_scattered(way) > 0)
+        for way in ways
+    )
     return is_lost and len(reductions) == 1 and all(_is_even(paths, i, path) for path in reductions)
+
+
+def _may_shift(indices: Value) -> bool:
+    """Whether indices may be counted from where a device's rows begin."""
+    return np.issubdtype(indices.dtype, np.signedinteger) and indices.dtype.itemsize >= INDEX_BYTES
 
 
 def _ways(paths: ReshardPaths, i: int) -> Iterator[ReshardPath]:
@@ -82,7 +102,7 @@ def _is_sliced(way: ReshardPath) -> bool:
 
 
 def _is_even(paths: ReshardPaths, i: int, reductions: ReshardPath) -> bool:
-    """Whether a product and its sum split evenly all the way."""
+    """Whether an op and its sum split evenly all the way."""
     op, program, mesh_shape = paths.program.ops[i], paths.program, paths.costed.resharder.mesh.shape
     (v,) = op.results
     lies = [(v, paths.made(v)), *((v, step.after) for step in reductions)]

@@ -13,6 +13,7 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import autoshard
 from cost_model.collectives import MeshModel
 from cost_model.hardware import parse_cluster
 from cost_model.xla._jax import module_bytes
@@ -92,3 +93,24 @@ def _priced(paths: list[tuple[Spec, ReshardPath]]) -> dict[tuple[str, tuple[str,
             if step.kind != SLICE:
                 total[key] = total.get(key, 0.0) + step.num_bytes
     return total
+
+
+def test_what_is_looked_up_in_split_rows_is_scattered_as_planned():
+    """By constraints alone the compiler reduces it whole, or gathers the table."""
+
+    def step(params, tokens):
+        def loss_fn(params):
+            return jnp.mean(jnp.tanh(jnp.tanh(params["table"][tokens]) @ params["w"]) ** 2)
+
+        loss, grads = jax.value_and_grad(loss_fn)(params)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, params, grads), loss
+
+    params = {"table": (49152, 1024), "w": (1024, 1024)}
+    args = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in params.items()}
+    tokens = jax.ShapeDtypeStruct((48, 512), jnp.int32)
+    pins = {"params['table']": P("model"), "tokens": P("data")}
+    plan = autoshard.search(step, args, tokens, cluster="12xA100-40GB", mesh=(4, 3), pin=pins)
+    assert plan.decisions.ops["forward gather"].endswith("P('data', unreduced={'model'})")
+    proof = autoshard.verify(step, args, tokens, plan=plan)
+    assert not proof.differing
+    assert "reduce-scatter" in {c.kind for c in proof.collectives}
