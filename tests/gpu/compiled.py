@@ -26,6 +26,7 @@ from search.mesh_problem import StepProblem
 from search.options import Options
 from search.plan.plan import Plan
 from search.solver.branch_and_bound import NoFitError
+from search.solver.clock import WorkClock
 from tests.zoo import (
     Case,
     make_dlrm,
@@ -42,7 +43,9 @@ from tests.zoo import (
     make_vit,
 )
 
-SEARCH_S = 4.0
+SEARCH_S = 2.0
+"""Nominal seconds (`search.solver.clock`) for one such plan: the same on every machine."""
+
 STEP_DOWN = 1 / 8
 """How much less memory each next plan gets, until none is found: the last one's is the smallest peak."""
 HURRY = "--xla_llvm_disable_expensive_passes=true"
@@ -236,7 +239,7 @@ def planned(job: Job) -> tuple[Step, Cluster, SearchResult]:
     return (
         step,
         cluster,
-        driver.find(step, cluster, Options(cap_bytes, job.mesh, job.pins, SEARCH_S, job.remat)),
+        driver.find(step, cluster, Options(cap_bytes, job.mesh, job.pins, remat=job.remat)),
     )
 
 
@@ -250,10 +253,11 @@ def compiled(job: Job) -> tuple[Plan, CompiledStats]:
 
 
 def _smallest_peak(step: Step, cluster: Cluster, mesh: tuple[int, ...]) -> float:
-    on_mesh = StepProblem.of(step, ["None"] * len(step.arguments), cluster.device).on(cluster, mesh)
+    marks = ["None"] * len(step.arguments)
+    on_mesh = StepProblem.of(step, marks, cluster.device, clock=WorkClock()).on(cluster, mesh)
     kept, smallest_bytes = on_mesh.pinned({}), float(cluster.device_memory_limit())
     with suppress(NoFitError):
         while True:
             cap_bytes = int(smallest_bytes * (1 - STEP_DOWN))
-            smallest_bytes = on_mesh.fitting(kept, cap_bytes, SEARCH_S / 2)[1].least.num_bytes
+            smallest_bytes = on_mesh.fitting(kept, cap_bytes, SEARCH_S)[1].least.num_bytes
     return smallest_bytes
