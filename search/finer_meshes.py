@@ -22,7 +22,7 @@ from search.trials import FINER_GAP, Bounds, Plain, Trials
 
 COMMUNICATES = 0.025
 """Of a step, what communication must cost for meshes of three axes to be tried. Source: a choice of ours; what they save is
-some of that, and less than a fifth of it as a rule."""
+some of that, and half a percent is what is certified."""
 
 COMMUNICATES_MUCH = 0.1
 """Of a step: where communication costs less, they may take less time, in proportion. Source: a choice of ours."""
