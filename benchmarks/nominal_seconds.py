@@ -23,6 +23,7 @@ from search.ir.trace import trace
 from search.options import Options
 from search.solver.clock import WorkClock
 from search.step_search import StepSearch
+from search.trials import Trials
 
 LEAST_SHARE = 0.03
 """Of a search; places that take less are not listed."""
@@ -65,7 +66,7 @@ def compare(model: str, preset: str, share: float) -> None:
     options = Options(int(share * cluster.device_memory_limit()))
     clock, marks = ComparedClock(), [""] * len(step.arguments)
     try:
-        StepSearch(step, marks, cluster, options, lambda line: None, clock).run()
+        StepSearch(Trials(step, marks, cluster, options, lambda line: None, clock)).run()
     except InfeasibleError:
         print("nothing fits:", end=" ")
     whole_s = sum(clock.processor_s.values())

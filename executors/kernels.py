@@ -24,6 +24,7 @@ from search.ir._jax import bind
 from search.ir._jax_kernels import pallas_on_shards, partitioned
 from search.ir.graph import Op, Value
 from search.ir.spec import PARTIAL, WHOLE, Spec
+from search.plan.named_sums import LOOK_UP
 
 Specs = Sequence[PartitionSpec]
 
@@ -88,7 +89,7 @@ def _on_device(
     if op.name == "custom_partitioning":
         wholes = zip(inputs, in_specs, strict=True), zip(op.result_values, out_specs, strict=True)
         return partitioned(op.params, mesh, *wholes)
-    if op.name == "gather":
+    if op.name == LOOK_UP:
         return partial(looked_up, op, in_specs[0], mesh), in_specs, out_specs
     local = [
         NamedSharding(mesh, spec).shard_shape(value.shape)

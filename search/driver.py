@@ -42,6 +42,7 @@ from search.solver.clock import WorkClock
 from search.solver.pbqp import Labels
 from search.step_search import StepSearch
 from search.stopwatch import Stopwatch
+from search.trials import Trials
 
 
 @dataclass(frozen=True, eq=False)
@@ -180,7 +181,7 @@ def _found(
     """The fastest plan of a step, or of one that stands for it, that fits."""
     searched = short.step if short else step
     marks = _marks(searched, options.pins or {})
-    search = StepSearch(searched, marks, cluster, options, progress, options.new_clock(), watch)
+    search = StepSearch(Trials(searched, marks, cluster, options, progress, options.new_clock(), watch))
     found = _finished(step, search.run(), cluster, options, search.shapes, watch, short)
     return found.bounded(min(search.bounds_s.values()))
 

@@ -270,10 +270,8 @@ class _Estimation:
         cap_bytes = int(self.limit_bytes + saved_bytes)
         if self.in_order_bytes <= cap_bytes:
             return self.free.cost_s
-        if (
-            cap_bytes <= self.too_little_bytes + NEARLY * self.limit_bytes
-            or self.free.cost_s >= (1 - ESTIMATE_GAP) * cutoff_s
-        ):
+        is_too_little = cap_bytes <= self.too_little_bytes + NEARLY * self.limit_bytes
+        if is_too_little or self.free.cost_s >= (1 - ESTIMATE_GAP) * cutoff_s:
             return np.inf
         try:
             left_s = ESTIMATE_SHARE * self.deadline.left_s

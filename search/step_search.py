@@ -18,7 +18,6 @@ from dataclasses import replace
 from functools import partial
 from itertools import chain
 
-from cost_model.cluster import Cluster
 from cost_model.errors import first_line
 from cost_model.units import format_mesh
 from search import infeasible
@@ -32,12 +31,11 @@ from search.memory.microbatches import batch_divisors, microbatched
 from search.memory.residuals import has_loops
 from search.mesh_problem import ROUNDING, Known, MeshProblem, StepProblem
 from search.microbatch_counts import MicrobatchCounts
-from search.options import OFFLOADED, RESIDUALS, Options, Progress
+from search.options import OFFLOADED, RESIDUALS
 from search.problem.memory_floor import floor_bytes, working_bytes
 from search.recomputation import Candidate, FreeSolution, candidates, without_cap
 from search.solver.branch_and_bound import NoFitError
-from search.solver.clock import Deadline, SearchClock
-from search.stopwatch import Stopwatch
+from search.solver.clock import Deadline
 from search.trials import Bounds, Plain, Trials, said_of
 
 ATTEMPT_SHARE = 0.4
@@ -82,28 +80,22 @@ class StepSearch:
       tried: what was done to the step in vain, besides recomputing, for a message.
     """
 
-    def __init__(
-        self,
-        step: Step,
-        marks: Sequence[str],
-        cluster: Cluster,
-        options: Options,
-        progress: Progress,
-        clock: SearchClock,
-        watch: Stopwatch | None = None,
-    ) -> None:
-        self.step, self.marks, self.cluster = step, marks, cluster
-        self.options, self.progress, self.pins = options, progress, options.pins or {}
-        self.clock, self.watch = clock, watch or Stopwatch(step.trace_s)
-        self.trials = Trials(step, marks, cluster, options, progress, clock, self.watch)
-        self.finer, self.shapes = FinerMeshes(self.trials), self.trials.shapes
+    def __init__(self, trials: Trials) -> None:
+        self.trials, self.finer, self.shapes = trials, FinerMeshes(trials), trials.shapes
+        self.step, self.cluster, self.options, self.pins = (
+            trials.step,
+            trials.cluster,
+            trials.options,
+            trials.pins,
+        )
+        self.progress, self.clock, self.watch = trials.progress, trials.clock, trials.watch
         self.bounds_s: Bounds = {}
         self.floors_s: Bounds = {}
         self.most_saved_bytes = 0.0
         self.free: FreeSolution | None = None
         self.working_bytes = 0.0
         self.tried = ""
-        self.host_arguments = HostArguments(step, cluster, options)
+        self.host_arguments = HostArguments(self.step, self.cluster, self.options)
         self.trials.hosted = self.host_arguments.asked_for
 
     @property
@@ -391,7 +383,8 @@ class StepSearch:
         if self.options.remat != "never":
             return None
         options = replace(self.options, remat=None, time_limit_s=infeasible.TIME_LIMIT_S)
-        allowed = StepSearch(self.step, self.marks, self.cluster, options, self.progress, self.clock)
+        trials = Trials(self.step, self.trials.marks, self.cluster, options, self.progress, self.clock)
+        allowed = StepSearch(trials)
         allowed._held_down(first, infeasible.TIME_LIMIT_S / 2)
         return allowed.best.cost_s if allowed.best else None
 

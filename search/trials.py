@@ -63,6 +63,13 @@ class Trials:
     """All that is tried of one step.
 
     Attributes:
+      step: it, as it was traced.
+      marks: per argument, what keeps it and the ops around it apart from others: its pin.
+      cluster: where it will run.
+      options: what is asked for.
+      pins: of these, how arguments must rest.
+      progress: called with a line for all that is tried.
+      watch: what takes how long.
       best: the best plan so far.
       hosted: the arguments that rest in the host's memory in what is tried next.
       shapes: the meshes to try.
@@ -79,11 +86,11 @@ class Trials:
         options: Options,
         progress: Progress,
         clock: SearchClock,
-        watch: Stopwatch,
+        watch: Stopwatch | None = None,
     ) -> None:
         self.step, self.marks, self.cluster = step, marks, cluster
         self.options, self.progress, self.pins = options, progress, options.pins or {}
-        self.clock, self.watch = clock, watch
+        self.clock, self.watch = clock, watch or Stopwatch(step.trace_s)
         self.began_s, self.deadline = clock.now_s, Deadline.after(options.limit_s, clock)
         self.shapes = candidate_shapes(cluster, options)
         self.best: Found | None = None

@@ -26,6 +26,7 @@ from search.problem.reshard import REDUCTIONS, SLICE
 from search.problem.reshard_paths import ReshardPaths
 
 LOOK_UP = "gather"
+"""The primitive of a look-up in a table."""
 
 INDEX_BYTES = 4
 """Of an index that may count any table's rows, and below the first of them."""
@@ -66,12 +67,12 @@ def _is_lost(paths: ReshardPaths, i: int) -> bool:
 
 
 def _may_shift(indices: Value) -> bool:
-    """Whether indices may be counted from where a device's rows begin."""
+    """Whether indices may be counted from where a device's rows begin, below zero too."""
     return np.issubdtype(indices.dtype, np.signedinteger) and indices.dtype.itemsize >= INDEX_BYTES
 
 
 def _ways(paths: ReshardPaths, i: int) -> Iterator[ReshardPath]:
-    """From where a product is made to all who read it."""
+    """From where an op's result is made to all who read it."""
     (v,) = paths.program.ops[i].results
     for reader in paths.program.uses.get(v, ()):
         for operand, read in enumerate(paths.program.ops[reader].operands):

@@ -136,9 +136,8 @@ def _longest_run(looks: np.ndarray) -> tuple[int, int, int] | None:
     """(Start, period, count) of the periodic run that covers most; None if it is too short."""
     best, covered = None, max(1, int(MIN_SHARE * len(looks)))
     for period in range(1, len(looks) // MIN_BLOCKS + 1):
-        stride = (
-            covered - covered // MIN_BLOCKS
-        )  # of a run that covers more, one op at least looks like the next block's
+        # of a run that covers more, one op in so many at least looks like the next block's
+        stride = covered - covered // MIN_BLOCKS
         if not (looks[:-period:stride] == looks[period::stride]).any():
             continue
         differs = np.flatnonzero(looks[period:] != looks[:-period])

@@ -175,13 +175,8 @@ def test_layers_read_and_write_stacks_where_they_lie_and_go_to_their_stages_at_o
     assert not [c for c in stage.collectives if c.differs]
 
 
-def test_a_stack_of_which_devices_read_parts_is_stacked_up_in_these():
-    """Of layers that mix tokens and channels, each weight gradient reads a part of what it is of on each device."""
-    tokens, width = 256, 1024
-
-    def layer(x, w):
-        mixed = jnp.einsum("btc,ts->bsc", x, w["tokens"])
-        return x + jnp.tanh(mixed @ w["channels"] + w["bias"]), None
+def scanned(layer):
+    """A training step of layers in a loop."""
 
     def step(params, x):
         def loss_fn(params):
@@ -191,12 +186,23 @@ def test_a_stack_of_which_devices_read_parts_is_stacked_up_in_these():
         loss, grads = jax.value_and_grad(loss_fn)(params)
         return jax.tree.map(lambda w, g: w - 0.1 * g, params, grads), loss
 
+    return step
+
+
+def test_a_stack_of_which_devices_read_parts_is_stacked_up_in_these():
+    """Of layers that mix tokens and channels, each weight gradient reads a part of what it is of on each device."""
+    tokens, width = 256, 1024
+
+    def layer(x, w):
+        mixed = jnp.einsum("btc,ts->bsc", x, w["tokens"])
+        return x + jnp.tanh(mixed @ w["channels"] + w["bias"]), None
+
     shapes = {"tokens": (8, tokens, tokens), "channels": (8, width, width), "bias": (8, width)}
     params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
     x = jax.ShapeDtypeStruct((16, tokens, width), jnp.float32)
     cluster = parse_cluster("8xH100-80GB")
     options = PipelineOptions(cluster.device_memory_limit(), 4, "circular", 4, (2, 2), remat="never")
-    found = find(trace(step, params, x), cluster, options)
+    found = find(trace(scanned(layer), params, x), cluster, options)
     stats = compiled(build(found.program, found.sharding, 8))
     peak_bytes = stats.argument_bytes + stats.fresh_output_bytes + stats.temporary_bytes
     assert 0.95 < found.plan.estimates.peak_bytes / peak_bytes < 1.08
@@ -216,14 +222,6 @@ def test_a_stage_writes_out_what_it_is_handed_in_the_orders_of_its_products():
         scores = jax.nn.softmax(jnp.einsum("bthd,bshd->bhts", q + 1, k + 1), -1)
         return x + jnp.einsum("bhts,bshd->bthd", scores, v + 1).reshape(x.shape), None
 
-    def step(params, x):
-        def loss_fn(params):
-            out, _ = jax.lax.scan(layer, x, params)
-            return jnp.mean(out**2)
-
-        loss, grads = jax.value_and_grad(loss_fn)(params)
-        return jax.tree.map(lambda w, g: w - 0.1 * g, params, grads), loss
-
     params = {name: jax.ShapeDtypeStruct((length, width, width), jnp.float32) for name in "qkv"}
     x = jax.ShapeDtypeStruct((batch, tokens, width), jnp.float32)
     options = {
@@ -233,6 +231,7 @@ def test_a_stage_writes_out_what_it_is_handed_in_the_orders_of_its_products():
         "mesh": (4, 1),
         "executor": "a program per stage",
     }
+    step = scanned(layer)
     plan = autoshard.search(step, params, x, cluster="8xH100-80GB", **options)
     proof = autoshard.verify(step, params, x, plan=plan)
     assert isinstance(proof, PipelineVerification)
