@@ -19,9 +19,9 @@ from autoshard.user_warning import AutoshardWarning
 from autoshard.verification import judge, pipeline_judge
 from autoshard.verification.pipeline_result import PipelineVerification
 from autoshard.verification.result import Verification
-from cost_model.cluster import Cluster
 from cost_model.errors import InputError
-from cost_model.hardware import parse_cluster
+from cost_model.hardware import parse_hardware
+from cost_model.mixed_cluster import AnyCluster, MixedCluster
 from cost_model.xla.process import Compiler
 from executors.jit import Program
 from search.driver import SearchResult
@@ -38,7 +38,7 @@ from search.plan.spmd_plan import SpmdPlan, is_of_one_program
 def search(
     step: Callable[..., Any],
     *abstract_args: Any,
-    cluster: str | os.PathLike[str] | Cluster,
+    cluster: str | os.PathLike[str] | AnyCluster,
     memory: str | int | None = None,
     mesh: Sequence[int] | None = None,
     pin: Pins | None = None,
@@ -59,7 +59,8 @@ def search(
     Args:
       step: a training step for one device, e.g. `(state, batch) -> (state, metrics)`.
       *abstract_args: its arguments' shapes: pytrees of `jax.ShapeDtypeStruct` (arrays work too).
-      cluster: a preset such as "64xH100-80GB", a `Cluster`, or a JSON file that describes one.
+      cluster: a preset such as "64xH100-80GB", a `Cluster`, or a JSON file that describes one. Of several kinds of node
+        ("8xH100-80GB+16xA100-40GB", or a `MixedCluster`) the plan is a pipeline, whose stages each stand on one kind.
       memory: the cap per device, such as "70GiB" or bytes; by default the device's memory less what the
         runtime needs.
       mesh: sizes of the logical mesh's axes, outermost first; by default it is searched. Axes are named "data"
@@ -113,7 +114,7 @@ def search(
       >>> search(step, w, x, cluster="8xH100-80GB").num_devices
       8
     """
-    hardware = parse_cluster(cluster)
+    hardware = parse_hardware(cluster)
     asked = Asked(memory, mesh, pin, remat, microbatches, offload, time_limit_s)
     wanted = pipelines.asked_for(stages, schedule, executor, is_open=pipelines.leaves_open(asked))
     if wanted is not None:
@@ -122,23 +123,29 @@ def search(
         traced = _traced(step, hardware, abstract_args, state)
         if not verify:
             return _found(traced, hardware, wanted, asked, tell).plan
+        cap_bytes = planning.limit_bytes(hardware, asked)
         verifier = judge.CompilerVerifier(hardware, Compiler(judge.target_config_text(target_config)), tell)
         return judge.fitting(
-            lambda limit, said: _found(traced, hardware, wanted, replace(asked, memory=limit), said),
+            lambda limit, said: _found(
+                traced, hardware, wanted, replace(asked, fill=limit / cap_bytes), said
+            ),
             lambda found, full: (
                 verifier.verified(found, full)
                 if isinstance(found, SearchResult)
                 else pipeline_judge.verified(verifier, found)
             ),
-            planning.limit_bytes(hardware, asked),
+            cap_bytes,
             tell,
         ).plan
 
 
 def _found(
-    step: Step, hardware: Cluster, wanted: Stages | None, asked: Asked, progress: Progress
+    step: Step, hardware: AnyCluster, wanted: Stages | None, asked: Asked, progress: Progress
 ) -> SearchResult | Pipeline | SpmdPipeline:
     """One program, a pipeline, or what of them is faster."""
+    if isinstance(hardware, MixedCluster):
+        across = pipelines.across_kinds(hardware, wanted)
+        return pipelines.searched(step, hardware, across, asked, progress)
     if wanted is not None and wanted.count is not None:
         return pipelines.searched(step, hardware, wanted, asked, progress)
 
@@ -194,11 +201,11 @@ def emit(
       PlanError: the plan is for another step, or decides something impossible.
       InputError: there are fewer devices than the plan's mesh has.
     """
-    hardware = planning.cluster(plan, "the plan")
+    hardware = planning.hardware(plan, "the plan")
     traced = _traced(step, hardware, abstract_args, state)
     devices = jax.devices() if devices is None else devices
     if isinstance(plan, Plan):
-        return programs.built(planning.applied(traced, plan, "the plan"), hardware, devices)
+        return programs.built(planning.applied(traced, plan, "the plan"), hardware.groups[0], devices)
     return programs.emitted(pipelines.applied(traced, plan, "the plan"), hardware, devices)
 
 
@@ -241,7 +248,7 @@ def verify(
       >>> print(autoshard.verify(train_step, state, batch, plan="plan.json"))  # doctest: +SKIP
     """
     given, place = loaded(plan)
-    cluster = planning.cluster(given, place)
+    cluster = planning.hardware(given, place)
     compiler = Compiler(judge.target_config_text(target_config), timeout_s)
     with narrated(step_name(step), "tracing", progress) as tell:
         verifier = judge.CompilerVerifier(cluster, compiler, tell)
@@ -278,7 +285,7 @@ def choices(
 def parallelize(
     step: Callable[..., Any] | None = None,
     *,
-    cluster: str | os.PathLike[str] | Cluster | None = None,
+    cluster: str | os.PathLike[str] | AnyCluster | None = None,
     memory: str | int | None = None,
     mesh: Sequence[int] | None = None,
     pin: Pins | None = None,
@@ -425,7 +432,7 @@ def _refuse_beside(decider: str, **options: Any) -> None:
 
 
 def _traced(
-    step: Callable[..., Any], cluster: Cluster, args: tuple[Any, ...], state: str | Sequence[str] | None
+    step: Callable[..., Any], cluster: AnyCluster, args: tuple[Any, ...], state: str | Sequence[str] | None
 ) -> Step:
     callee = step.callee if isinstance(step, Parallelized) else Callee.of(step)
     call = callee.call(args, {})

@@ -4,7 +4,8 @@ from typing import Any
 
 from cost_model.cluster import Cluster
 from cost_model.cluster_file import number_paths, source_of
-from cost_model.hardware import parse_cluster
+from cost_model.hardware import parse_cluster, parse_hardware
+from cost_model.mixed_cluster import AnyCluster
 from cost_model.presets import NODE_DEVICES, PRESETS
 from cost_model.units import format_bytes, format_flops, format_rate
 from search.plan.text_table import aligned, fitted
@@ -23,19 +24,22 @@ def preset_table() -> str:
     return fitted("\n".join([*aligned([head, *rows], indent=0, right=(1, 2, 3, 4)), note]))
 
 
-def named(text: str) -> Cluster:
+def named(text: str) -> AnyCluster:
     """The cluster of a command line: also a preset's bare name, for a full node of it."""
     bare = {name.lower(): name for name in PRESETS}.get(text.lower())
-    return parse_cluster(f"{NODE_DEVICES}x{bare}" if bare else text)
+    return parse_hardware(f"{NODE_DEVICES}x{bare}" if bare else text)
 
 
-def description(cluster: Cluster) -> str:
-    """Every number of a cluster, and where it comes from."""
-    nodes = "1 node" if cluster.num_nodes == 1 else f"{cluster.num_nodes} nodes"
+def description(cluster: AnyCluster) -> str:
+    """Every number of a cluster, and where it comes from; of several kinds of node, group by group."""
+    parts = [*cluster.groups, cluster] if len(cluster.groups) > 1 else [cluster]
+    return fitted("\n".join(line for part in parts for line in _described(part)))
+
+
+def _described(cluster: AnyCluster) -> list[str]:
     data = cluster.to_json()
     rows = [(key, str(_at(data, key)), source_of(cluster, key) or "default") for key in number_paths(data)]
-    head = f"{cluster.name}: {nodes} of {cluster.devices_per_node} {cluster.device.name}"
-    return fitted("\n".join([head, *aligned([("number", "value", "source"), *rows])]))
+    return [f"{cluster.name}: {cluster}", *aligned([("number", "value", "source"), *rows])]
 
 
 def _row(name: str, cluster: Cluster) -> tuple[str, ...]:

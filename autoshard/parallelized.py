@@ -32,7 +32,8 @@ from autoshard.user_warning import warn
 from cost_model.attached import attached_cluster
 from cost_model.cluster import Cluster
 from cost_model.errors import InputError
-from cost_model.hardware import parse_cluster
+from cost_model.hardware import parse_hardware
+from cost_model.mixed_cluster import AnyCluster, MixedCluster
 from executors.jit import Program
 from executors.pipeline_program import PipelineProgram
 from executors.transfers import spread
@@ -293,26 +294,31 @@ class Parallelized:
         return _Planned(signature, call.form, found, plan, program, tree, types)
 
     def _made(
-        self, traced: Step, hardware: Cluster, devices: Sequence[Any], tell: Progress
+        self, traced: Step, hardware: AnyCluster, devices: Sequence[Any], tell: Progress
     ) -> tuple[Step, AnyPlan, Program | PipelineProgram]:
         """The step as it runs, its plan and its program."""
         plan, place = self._plan_for(traced) or (None, "")
         given_up = planning.arguments_of(traced, self._request.donate)
         if isinstance(plan, Plan):
             applied = planning.applied(traced, plan, place)
-            program = programs.built(applied, hardware, devices, placing.retraced, given_up)
+            program = programs.built(applied, hardware.groups[0], devices, placing.retraced, given_up)
             return applied.step, applied.plan, program
 
+        cluster = hardware.groups[0]  # one program's
+
         def alone() -> programs.Built:
-            options = self._options(traced, hardware)
-            return programs.searched(traced, hardware, options, devices, placing.retraced, tell, given_up)
+            options = self._options(traced, cluster)
+            return programs.searched(traced, cluster, options, devices, placing.retraced, tell, given_up)
 
         asked, processes = self._asked_of_a_pipeline, Processes.of(devices)
         wanted = self._pipeline if plan is None else plan
-        if wanted is None:
+        if isinstance(hardware, MixedCluster) and plan is None:
+            across = pipelines.across_kinds(hardware, self._pipeline)
+            found = pipelines.searched(traced, hardware, across, asked, tell, processes)
+        elif wanted is None:
             found = alone()
         elif isinstance(wanted, Stages) and wanted.count is None:
-            found = pipelines.fastest(traced, hardware, wanted, asked, alone, tell, processes)
+            found = pipelines.fastest(traced, cluster, wanted, asked, alone, tell, processes)
         else:
             found = pipelines.found(traced, hardware, wanted, asked, place, tell, processes)
         if isinstance(found, programs.Built):
@@ -413,15 +419,15 @@ class Parallelized:
             return request.like._devices()
         return list(jax.devices() if request.devices is None else request.devices)
 
-    def _hardware(self) -> Cluster:
+    def _hardware(self) -> AnyCluster:
         """What the plan is for, or what it will be made for."""
         request = self._request
         if request.plan is not None:
-            return planning.cluster(*request.plan)
+            return planning.hardware(*request.plan)
         if (like := self._like) is not None:
             return planning.cluster(like.plan, "like=")
         return (
-            attached_cluster(self._devices()) if request.cluster is None else parse_cluster(request.cluster)
+            attached_cluster(self._devices()) if request.cluster is None else parse_hardware(request.cluster)
         )
 
     @property

@@ -7,15 +7,18 @@ saves what that waits for communication, computes twice or does not share out.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from autoshard import planning
 from autoshard.planning import Asked
 from autoshard.processes import ALONE, Processes
 from autoshard.progress import Progress
+from autoshard.user_warning import warn
 from cost_model.cluster import Cluster
 from cost_model.errors import InfeasibleError, InputError, PlanError
+from cost_model.mixed_cluster import AnyCluster, MixedCluster
+from cost_model.units import format_seconds
 from search.ir.graph import Step
 from search.pipeline import planning as pipelines
 from search.pipeline import spmd_planning
@@ -25,7 +28,7 @@ from search.pipeline.search import PipelineOptions
 from search.pipeline.spmd_planning import SpmdPipeline
 from search.plan.pipeline_plan import PipelinePlan
 from search.plan.plan import Plan
-from search.plan.spmd_plan import EXECUTORS, ONE_PROGRAM, SpmdPlan, is_of_one_program
+from search.plan.spmd_plan import EXECUTORS, ONE_PROGRAM, PROGRAM_PER_STAGE, SpmdPlan, is_of_one_program
 
 AUTO = "auto"
 """How users ask for as many stages as are best, or none, however long the search takes."""
@@ -108,6 +111,21 @@ def asked_for(
     return WHERE_IT_PAYS if is_open and stages is None else None
 
 
+def across_kinds(cluster: MixedCluster, wanted: Stages | None) -> Stages:
+    """The pipeline that is asked for on several kinds of node: one in any case, with a program per stage.
+
+    Raises:
+      InputError: one program is asked for, or what only that has.
+    """
+    if wanted is None or wanted.executor == ONE_PROGRAM:
+        only = "executor=" if wanted else "stages=1, pin=, offload=, time_limit_s=, like=, donate="
+        raise InputError(
+            f"one program runs on devices of one kind, and {cluster.name} has several: {cluster}. Leave out what only one "
+            f"program has ({only}), and say stages={AUTO!r} beside mesh= or microbatches=; or plan for devices of one kind"
+        )
+    return replace(wanted, executor=PROGRAM_PER_STAGE)
+
+
 def leaves_open(asked: Asked, **others: Any) -> bool:
     """Whether what is asked for suits a pipeline as well as one program. A mesh, how arguments rest, in how many parts the
     batch is taken and the solver's time are one program's, unless stages are asked for."""
@@ -178,7 +196,7 @@ def refuse(**options: Any) -> None:
 
 def found(
     step: Step,
-    cluster: Cluster,
+    cluster: AnyCluster,
     wanted: Stages | PipelinePlan | SpmdPlan,
     asked: Asked,
     place: str = "",
@@ -208,7 +226,7 @@ def found(
 
 def searched(
     step: Step,
-    cluster: Cluster,
+    cluster: AnyCluster,
     wanted: Stages,
     asked: Asked,
     progress: Progress = lambda line: None,
@@ -229,31 +247,50 @@ def searched(
 
 def _faster(
     step: Step,
-    cluster: Cluster,
+    cluster: AnyCluster,
     options: PipelineOptions,
     executor: str | None,
     progress: Progress,
     cutoff_s: float,
 ) -> Pipeline | SpmdPipeline:
     """By prediction, of what either executor can run; they share what they know of the step."""
-    made_ready = dict[int, Parts]()
-    if executor == ONE_PROGRAM:
-        return spmd_planning.find(step, cluster, options, progress, cutoff_s, made_ready)
-    as_one = None
-    if executor is None:
+    made_ready, as_one = dict[int, Parts](), None
+    if isinstance(cluster, Cluster) and executor != PROGRAM_PER_STAGE:
         try:
             as_one = spmd_planning.find(step, cluster, options, progress, cutoff_s, made_ready)
         except (InfeasibleError, InputError) as e:
+            if executor == ONE_PROGRAM:
+                raise
             progress(f"not as one program for all stages: {e}")
+    if as_one is not None and executor == ONE_PROGRAM:
+        return as_one
     if as_one is not None:
         cutoff_s = as_one.plan.estimates.step_s
     try:
-        return pipelines.find(step, cluster, options, progress, cutoff_s, made_ready)
+        found = pipelines.find(step, cluster, options, progress, cutoff_s, made_ready)
+        if isinstance(cluster, MixedCluster) and options.stages is None:
+            _tell_of_parts(step, cluster, found.plan, progress)
+        return found
     except (InfeasibleError, InputError) as e:
         if as_one is None:
             raise
         progress(f"not with a program per stage: {e}")
         return as_one
+
+
+def _tell_of_parts(step: Step, cluster: MixedCluster, plan: PipelinePlan, progress: Progress) -> None:
+    """Warns where one program on nodes of one kind alone is faster than a pipeline on all."""
+    for group, cap_bytes in zip(cluster.groups, cluster.caps(plan.memory_bytes), strict=True):
+        progress(f"looking for one program on {group.name} alone")
+        try:
+            alone = planning.find(step, group, planning.options(step, group, Asked(cap_bytes)), progress)
+        except InfeasibleError:
+            continue
+        if (alone_s := alone.plan.estimates.step_s) < plan.estimates.step_s:
+            warn(
+                f"{group.name} alone is predicted to run {step.name} in {format_seconds(alone_s)}, faster than all of "
+                f"{cluster.name}, in {format_seconds(plan.estimates.step_s)}. Ask for it alone, or for a larger batch"
+            )
 
 
 def applied(step: Step, plan: PipelinePlan | SpmdPlan, place: str) -> Pipeline | SpmdPipeline:
@@ -280,7 +317,7 @@ def _stage_mesh(asked: Asked) -> tuple[int, ...] | None:
     return mesh
 
 
-def _options(cluster: Cluster, wanted: Stages, asked: Asked) -> PipelineOptions:
+def _options(cluster: AnyCluster, wanted: Stages, asked: Asked) -> PipelineOptions:
     if asked.remat not in (None, "never"):
         raise InputError(f'wanted remat="never", or nothing to have it searched, got {asked.remat!r}')
     if asked.microbatches is not None and asked.microbatches < 1:
@@ -292,4 +329,5 @@ def _options(cluster: Cluster, wanted: Stages, asked: Asked) -> PipelineOptions:
         asked.microbatches,
         _stage_mesh(asked),
         asked.remat,
+        asked.fill,
     )

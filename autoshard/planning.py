@@ -11,6 +11,7 @@ from autoshard.pins import ANYWHERE, Pins, Resting, pinned
 from autoshard.user_warning import warn
 from cost_model.cluster import Cluster
 from cost_model.errors import InputError, PlanError
+from cost_model.mixed_cluster import AnyCluster, from_json
 from cost_model.units import format_bytes, parse_bytes
 from search import driver
 from search.ir.graph import Step
@@ -41,11 +42,13 @@ class Asked:
     microbatches: int | None = None
     offload: Sequence[str] | str | None = None
     time_limit_s: float | None = None
+    fill: float = 1.0
+    """The share of a device's cap that a plan may take."""
 
 
 def traced(
     step: Callable[..., Any],
-    cluster: Cluster,
+    cluster: AnyCluster,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     state: str | Sequence[str] | None = None,
@@ -53,7 +56,7 @@ def traced(
     """The step as it runs on a cluster, as a graph; warns of ops of which nothing is known, and of large results that may be
     state."""
     named = (state,) if isinstance(state, str) else tuple(state or ())
-    graph = trace_call(cluster.device.platform, step, args, kwargs, named)
+    graph = trace_call(cluster.platform, step, args, kwargs, named)
     for name, (count, where) in driver.primitives_without_rule(graph).items():
         warn(
             f"{name} has no factor rule and is computed alike on all devices ({count} in the step, first {where}). "
@@ -88,7 +91,7 @@ def options(step: Step, cluster: Cluster, asked: Asked, resting: Resting = ANYWH
       asked: by the user.
       resting: how arguments rest already, where no pin says otherwise.
     """
-    limit = limit_bytes(cluster, asked)
+    limit = round(asked.fill * limit_bytes(cluster, asked))
     offload = asked.offload
     kinds = offload if offload is None or isinstance(offload, str) else tuple(offload)
     rest = pinned(step, asked.pin or {}, cluster.num_devices).then(resting)
@@ -98,7 +101,7 @@ def options(step: Step, cluster: Cluster, asked: Asked, resting: Resting = ANYWH
     )
 
 
-def limit_bytes(cluster: Cluster, asked: Asked) -> int:
+def limit_bytes(cluster: AnyCluster, asked: Asked) -> int:
     """The cap per device that is asked for."""
     limit = cluster.device_memory_limit() if asked.memory is None else parse_bytes(asked.memory)
     _check_cap(limit, cluster, f"memory={asked.memory!r}")
@@ -138,25 +141,36 @@ def fingerprint_of(step: Step) -> str:
     return fingerprint(step)
 
 
-def cluster(plan: Plan | PipelinePlan | SpmdPlan, place: str) -> Cluster:
+def hardware(plan: Plan | PipelinePlan | SpmdPlan, place: str) -> AnyCluster:
     """The cluster that a plan is for.
 
     Raises:
       PlanError: what the plan says of it does not make sense.
     """
     try:
-        return Cluster.from_json(plan.cluster, f"{place}: cluster")
+        read = from_json if isinstance(plan, PipelinePlan) else Cluster.from_json
+        return read(plan.cluster, f"{place}: cluster")
     except InputError as e:
         raise PlanError(str(e)) from e
 
 
+def cluster(plan: Plan | SpmdPlan, place: str) -> Cluster:
+    """The same of a plan of one program.
+
+    Raises:
+      PlanError: as for `hardware`.
+    """
+    (found,) = hardware(plan, place).groups
+    return found
+
+
 def applied(step: Step, plan: Plan, place: str) -> driver.SearchResult:
     """A given plan on its step. Where JAX has changed in between, the fingerprint decides if it still suits."""
-    hardware = cluster(plan, place)
+    there = cluster(plan, place)
     versions = f"JAX {plan.jax}, and this is JAX {jax.__version__}" if plan.jax != jax.__version__ else ""
     try:
-        _check_cap(plan.memory_bytes, hardware, f"{place}: memory_bytes {plan.memory_bytes}")
-        found = driver.apply(step, plan, hardware, place)
+        _check_cap(plan.memory_bytes, there, f"{place}: memory_bytes {plan.memory_bytes}")
+        found = driver.apply(step, plan, there, place)
     except (InputError, PlanError) as e:  # in a plan, a cluster or a mesh that cannot be is the plan's fault
         raise PlanError(f"{e}. It was made with {versions}" if versions else str(e)) from e
     if found.anew:
@@ -185,9 +199,9 @@ def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:MAX_NAMES]) + f" and {len(names) - MAX_NAMES} more" * (len(names) > MAX_NAMES)
 
 
-def _check_cap(limit_bytes: int, cluster: Cluster, said: str) -> None:
+def _check_cap(limit_bytes: int, cluster: AnyCluster, said: str) -> None:
     """A cap that no device has would be no cap."""
-    device = cluster.device
+    device = max((group.device for group in cluster.groups), key=lambda one: one.memory_bytes)
     if limit_bytes > device.memory_bytes:
         raise InputError(
             f"{said} is more than the {format_bytes(device.memory_bytes)} that one {device.name} has, of which the runtime "

@@ -20,6 +20,7 @@ from autoshard.verification import judge
 from autoshard.verification.result import Verification
 from cost_model.cluster import Cluster
 from cost_model.errors import InfeasibleError, first_line
+from cost_model.mixed_cluster import AnyCluster, MixedCluster
 from cost_model.units import format_bytes
 from cost_model.xla.compiler import options_for_cap
 from cost_model.xla.gpu_targets import scheduler_options
@@ -139,7 +140,7 @@ def searched(
 
 def pipelined(
     found: Pipeline | SpmdPipeline,
-    cluster: Cluster,
+    cluster: AnyCluster,
     devices: Sequence[Any],
     on_retrace: Callable[[], None] = lambda: None,
 ) -> PipelineProgram | Program:
@@ -152,14 +153,14 @@ def pipelined(
       on_retrace: as for `executors.pipeline.build`.
     """
     if isinstance(found, SpmdPipeline):
-        of_all = _options(found.plan, cluster, devices)
+        of_all = _options(found.plan, cluster.groups[0], devices)
         return spmd.build(found.program, found.sharding, devices, on_retrace, of_all)
-    options = _stage_options(found.plan, cluster, devices)
+    devices, options = _as_stages_stand(found.plan, cluster, devices), _stage_options(found, devices)
     return pipeline.build(found.programs, found.schedule, found.shardings, devices, on_retrace, options)
 
 
 def emitted(
-    found: Pipeline | SpmdPipeline, cluster: Cluster, devices: Sequence[Any]
+    found: Pipeline | SpmdPipeline, cluster: AnyCluster, devices: Sequence[Any]
 ) -> tuple[Program, ...] | Program:
     """What `pipelined` runs, program by program, each once for each worker that runs it.
 
@@ -169,22 +170,28 @@ def emitted(
       devices: in the cluster's order: real, simulated or compile-only.
     """
     if isinstance(found, SpmdPipeline):
-        of_all = _options(found.plan, cluster, devices)
+        of_all = _options(found.plan, cluster.groups[0], devices)
         return spmd.build(found.program, found.sharding, devices, compiler_options=of_all)
-    options = _stage_options(found.plan, cluster, devices)
+    devices, options = _as_stages_stand(found.plan, cluster, devices), _stage_options(found, devices)
     agenda = pipeline.followed(found.programs, found.schedule, found.shardings, devices, options)
     return tuple(run.program for run in agenda.runs)
 
 
-def _stage_options(plan: PipelinePlan, cluster: Cluster, devices: Sequence[Any]) -> CompilerOptions:
+def _as_stages_stand(plan: PipelinePlan, cluster: AnyCluster, devices: Sequence[Any]) -> Sequence[Any]:
+    """The devices of a cluster, as stages stand on them one after another."""
+    return cluster.in_order(devices, plan.groups) if isinstance(cluster, MixedCluster) else devices
+
+
+def _stage_options(found: Pipeline, devices: Sequence[Any]) -> CompilerOptions:
     """What the compiler is told of a stage's programs: that they share the cap with what else lies there."""
 
-    def compiler_options(beside_bytes: int, resting_bytes: int) -> dict[str, str]:
+    def compiler_options(stage: int, beside_bytes: int, resting_bytes: int) -> dict[str, str]:
         if not _are_gpus(devices):
             return {}
-        device_bytes = cluster.device.memory_bytes
-        for_cap = options_for_cap(plan.memory_bytes - beside_bytes, resting_bytes, device_bytes)
-        return for_cap | scheduler_options(cluster.device.name)
+        place = found.places[stage]
+        device, cap_bytes = place.group.device, place.cap_bytes - beside_bytes
+        for_cap = options_for_cap(cap_bytes, resting_bytes, device.memory_bytes)
+        return for_cap | scheduler_options(device.name)
 
     return compiler_options
 

@@ -85,7 +85,7 @@ class Device:
     """From the start of one kernel to that of the next, however short it is."""
 
     def __post_init__(self) -> None:
-        _check_name(self.name, "device name")
+        check_name(self.name, "device name")
         _check_positive(self.memory_bytes, "device memory", "bytes")
         _check_positive(self.memory_bytes_per_s, "device memory bandwidth", "bytes/s")
         for dtype, speed in self.flops_per_s:
@@ -189,7 +189,7 @@ class Cluster:
     """Where each number comes from, by its path in a cluster file ("device.memory"); a path covers what is below it."""
 
     def __post_init__(self) -> None:
-        _check_name(self.name, "cluster name")
+        check_name(self.name, "cluster name")
         _check_positive(self.num_devices, "number of devices", "devices")
         _check_positive(self.devices_per_node, "devices per node", "devices")
         _check_not_negative(self.host_bytes_per_node, "host memory per node", "bytes")
@@ -203,9 +203,46 @@ class Cluster:
     def num_nodes(self) -> int:
         return self.num_devices // self.devices_per_node
 
+    @property
+    def platform(self) -> str:
+        """What JAX lowers programs for it to."""
+        return self.device.platform
+
     def device_memory_limit(self) -> int:
         """Bytes that a program can use on one device: the default memory cap."""
         return self.device.memory_bytes - self.device.reserve_bytes
+
+    def __str__(self) -> str:
+        nodes = "1 node" if self.num_nodes == 1 else f"{self.num_nodes} nodes"
+        return f"{nodes} of {self.devices_per_node} {self.device.name}"
+
+    # --- as a cluster of one group of nodes (`cost_model.mixed_cluster`)
+
+    @property
+    def groups(self) -> "tuple[Cluster]":
+        """Nodes of a kind: all of them."""
+        return (self,)
+
+    @property
+    def orders(self) -> "tuple[Cluster]":
+        """The orders of its groups: there is one."""
+        return (self,)
+
+    def caps(self, memory_bytes: int) -> tuple[int]:
+        """Bytes per device of each group under a cap for all."""
+        return (memory_bytes,)
+
+    def seat(self, device: int) -> "tuple[Cluster, int]":
+        """The group that a device is of, and its number there."""
+        return self, device
+
+    def node_of(self, device: int) -> tuple[str, int]:
+        """The node in which a device stands."""
+        return self.name, device // self.devices_per_node
+
+    def link(self, first: int, second: int) -> Link:
+        """Between two devices."""
+        return self.intra if self.node_of(first) == self.node_of(second) else self.inter
 
     def fingerprint(self) -> str:
         """Sixteen hexadecimal digits that change with every number, and not with names or sources."""
@@ -230,7 +267,7 @@ class Cluster:
         """
         from cost_model.cluster_schema import checked  # it takes a while to import
 
-        return checked(data, place)
+        return checked(data, place, cls)
 
     @classmethod
     def of(cls, data: Mapping[str, Any]) -> "Cluster":
@@ -258,6 +295,7 @@ def _check_share(value: float, what: str) -> None:
         raise ClusterError(f"{what} must be above 0 and at most 1, got {value}")
 
 
-def _check_name(name: str, what: str) -> None:
+def check_name(name: str, what: str) -> None:
+    """That something has a name."""
     if not name.strip():
         raise ClusterError(f"{what} must not be empty")

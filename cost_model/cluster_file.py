@@ -1,22 +1,22 @@
-"""Clusters from JSON files: what `Cluster.to_json` writes, with a source for every number.
+"""Clusters from JSON files: what `to_json` of a cluster writes, with a source for every number.
 
 A cost model is only as good as its figures, so a file must say where each comes from: `"sources"` maps the
 path of a number (`"device.memory"`), or of an object around it (`"device"`), to text. Numbers that a file leaves
-out have the defaults of `cluster`.
+out have the defaults of `cluster`. Of several kinds of node, each group has its own sources.
 """
 
 import json
 from pathlib import Path
 from typing import Any
 
-from cost_model.cluster import Cluster
 from cost_model.errors import ClusterError, closest
+from cost_model.mixed_cluster import AnyCluster, MixedCluster, from_json
 
-_PLAIN_KEYS = frozenset({"name", "num_devices", "devices_per_node", "sources"})
-"""What needs no source."""
+_PLAIN_KEYS = frozenset({"name", "num_devices", "devices_per_node", "sources", "groups"})
+"""What needs no source, or has its own."""
 
 
-def read_cluster(path: Path) -> Cluster:
+def read_cluster(path: Path) -> AnyCluster:
     """The cluster that a JSON file describes.
 
     Raises:
@@ -28,8 +28,11 @@ def read_cluster(path: Path) -> Cluster:
         raise ClusterError(f"cannot read the cluster file {str(path)!r}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
         raise ClusterError(f"the cluster file {str(path)!r} is not valid JSON: {error}") from None
-    cluster = Cluster.from_json(data, str(path))
+    cluster = from_json(data, str(path))
     _check_sources(cluster, number_paths(data), str(path))
+    if isinstance(cluster, MixedCluster):
+        for n, (group, said) in enumerate(zip(cluster.groups, data["groups"], strict=True)):
+            _check_sources(group, number_paths(said), f"{path}: groups.{n}")
     return cluster
 
 
@@ -42,7 +45,7 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return values
 
 
-def _check_sources(cluster: Cluster, numbers: list[str], place: str) -> None:
+def _check_sources(cluster: AnyCluster, numbers: list[str], place: str) -> None:
     paths = {path: None for number in numbers for path in _and_above(number)}
     for path, source in cluster.sources:
         if path not in paths:
@@ -68,7 +71,7 @@ def number_paths(data: dict[str, Any], above: str = "") -> list[str]:
     return paths
 
 
-def source_of(cluster: Cluster, path: str) -> str:
+def source_of(cluster: AnyCluster, path: str) -> str:
     """Where the number at a path of the cluster's file comes from; nothing where that is not said."""
     sources = dict(cluster.sources)
     return next((sources[above] for above in reversed(_and_above(path)) if above in sources), "")

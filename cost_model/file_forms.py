@@ -120,6 +120,23 @@ class Table:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Records:
+    """A tuple of dataclasses that is a list of objects in a file.
+
+    Attributes:
+      kind: the dataclass.
+    """
+
+    kind: type
+
+    def read(self, data: Any) -> Any:
+        return tuple(read_record(self.kind, one) for one in data)
+
+    def write(self, value: Any) -> Any:
+        return [write_record(one) for one in value]
+
+
 BYTES = Quantity(parse_bytes, exact_bytes, "80GiB")
 RATE = Quantity(parse_rate, exact_rate, "450GB/s")
 SECONDS = Quantity(parse_seconds, exact_seconds, "5us")
@@ -142,6 +159,12 @@ def field_types(cls: type) -> Mapping[str, Any]:
     """The types of a dataclass's fields, with their forms."""
     hints = get_type_hints(cls, include_extras=True)
     return {field.name: hints[field.name] for field in fields(cls)}
+
+
+def record_of(kind: Any) -> Any:
+    """The dataclass of a field that holds one, or several."""
+    form = _form(kind)
+    return form.kind if isinstance(form, Records) else kind
 
 
 def _read(kind: Any, data: Any) -> Any:

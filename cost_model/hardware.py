@@ -3,23 +3,26 @@
 A preset counts devices: `"64xH100-80GB"`. Up to eight share one node. More come in nodes of eight, or,
 where eight does not divide the count, in equal nodes of four to seven (12 devices are two nodes of six). A
 node that is not full gets its share of the host memory and the network, as cloud providers and batch
-schedulers give it.
+schedulers give it. Several joined by `+`, as in `"8xH100-80GB+16xA100-40GB"`, are the groups of a mixed cluster; what joins
+these is the slowest of their networks.
 
-See `cluster` for the types, `presets` for the numbers and `cluster_file` for the files.
+See `cluster` and `mixed_cluster` for the types, `presets` for the numbers and `cluster_file` for the files.
 """
 
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from cost_model.cluster import Cluster, Device, Link
 from cost_model.cluster_file import read_cluster
 from cost_model.errors import ClusterError, closest
+from cost_model.mixed_cluster import AnyCluster, MixedCluster
 from cost_model.presets import DEVICE_KEYS, LINK_KEYS, NODE_DEVICES, PRESETS
 from cost_model.units import exact_bytes, parse_bytes
 
-__all__ = ["Cluster", "Device", "Link", "parse_cluster"]
+__all__ = ["AnyCluster", "Cluster", "Device", "Link", "MixedCluster", "parse_cluster", "parse_hardware"]
 
 _MIN_NODE_DEVICES = 4
 """Devices in the smallest node that larger counts are divided into: half a node. Source: a choice of ours."""
@@ -27,22 +30,41 @@ _MIN_NODE_DEVICES = 4
 _COUNTED = re.compile(r"([1-9][0-9]{0,5})x(.+)", re.IGNORECASE | re.ASCII)
 
 
-def parse_cluster(cluster: str | os.PathLike[str] | Cluster) -> Cluster:
-    """The cluster of that name, in that file, or itself.
+def parse_cluster(cluster: str | os.PathLike[str] | AnyCluster) -> Cluster:
+    """The cluster of that name, in that file, or itself; of one kind of node.
 
     Args:
-      cluster: `"<count>x<GPU>"` or `"<count>x<GPU>-<network>"` in any case, the path of a JSON file, or a
-        `Cluster`.
+      cluster: as for `parse_hardware`.
+
+    Raises:
+      ClusterError: as for `parse_hardware`; it has several kinds of node.
+
+    Example:
+      >>> parse_cluster("64xh100-80gb").num_nodes
+      8
+    """
+    found = parse_hardware(cluster)
+    if isinstance(found, MixedCluster):
+        raise ClusterError(f"wanted a cluster of one kind of node, got {found.name}: {found}")
+    return found
+
+
+def parse_hardware(cluster: str | os.PathLike[str] | AnyCluster) -> AnyCluster:
+    """The cluster of that name, in that file, or itself; of one kind of node or several.
+
+    Args:
+      cluster: `"<count>x<GPU>"` or `"<count>x<GPU>-<network>"` in any case, several of them joined by `+`, the path of a
+        JSON file, a `Cluster` or a `MixedCluster`.
 
     Raises:
       ClusterError: an unknown name or count, with the accepted ones; a file that cannot be read or does not
         make sense, with its name and the key.
 
     Example:
-      >>> parse_cluster("64xh100-80gb").num_nodes
-      8
+      >>> parse_hardware("8xH100-80GB+16xL4").num_devices
+      24
     """
-    if isinstance(cluster, Cluster):
+    if isinstance(cluster, Cluster | MixedCluster):
         return cluster
     if isinstance(cluster, os.PathLike):
         return read_cluster(Path(cluster))
@@ -51,7 +73,22 @@ def parse_cluster(cluster: str | os.PathLike[str] | Cluster) -> Cluster:
     counted = _COUNTED.fullmatch(cluster.strip())
     if cluster.lower().endswith(".json") or (counted is None and os.path.isfile(cluster)):
         return read_cluster(Path(cluster))
+    if "+" in cluster:
+        return _joined([parse_cluster(one.strip()) for one in cluster.split("+")])
     return _from_preset(cluster, counted)
+
+
+def _joined(groups: Sequence[Cluster]) -> MixedCluster:
+    """Groups of nodes that the slowest of their networks joins."""
+    links = [group.inter for group in groups]
+    between = Link(
+        min(link.bytes_per_s for link in links),
+        max(link.latency_s for link in links),
+        min(link.efficiency for link in links),
+    )
+    source = "the slowest of the networks that join nodes of its groups"
+    name = "+".join(group.name for group in groups)
+    return MixedCluster(name, tuple(groups), between, (("between", source),))
 
 
 def _from_preset(text: str, counted: re.Match[str] | None) -> Cluster:

@@ -54,7 +54,7 @@ def build(
     shardings: Sequence[StageSharding],
     devices: Sequence[Any],
     on_retrace: Callable[[], None] = lambda: None,
-    compiler_options: CompilerOptions = lambda beside_bytes, resting_bytes: {},
+    compiler_options: CompilerOptions = lambda stage, beside_bytes, resting_bytes: {},
 ) -> PipelineProgram:
     """Jits a step's programs, in the order of the schedule.
 
@@ -98,7 +98,7 @@ def followed(
     schedule: Schedule,
     shardings: Sequence[StageSharding],
     devices: Sequence[Any] | None,
-    compiler_options: CompilerOptions = lambda beside_bytes, resting_bytes: {},
+    compiler_options: CompilerOptions = lambda stage, beside_bytes, resting_bytes: {},
 ) -> Agenda:
     """Follows the schedule: what is to be done, in order, by which programs.
 

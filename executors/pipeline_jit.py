@@ -36,7 +36,7 @@ Name = tuple[int, int | None]
 UNFINISHED = -1
 """Said of a sum in a microbatch's place, as long as its stage's replicas and workers add to it."""
 
-CompilerOptions = Callable[[int, int], dict[str, str]]
+CompilerOptions = Callable[[int, int, int], dict[str, str]]
 """What the compiler is told of a program, given the bytes that lie on a device beside what it reads, and those of what it
 reads and makes."""
 
@@ -285,7 +285,7 @@ class Agenda:
             in_shardings=tuple(a.sharding for a in args),
             out_shardings=[x.sharding for x in results],
             donate_argnums=donated,
-            compiler_options=self.compiler_options(beside_bytes, resting_bytes) or None,
+            compiler_options=self.compiler_options(one.seat[0], beside_bytes, resting_bytes) or None,
         )
         mesh = self.seating.meshes[one.seat[1]]
         return Program(one.name, jitted, args, mesh, frozenset(donated), resting_bytes)

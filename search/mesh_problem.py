@@ -180,6 +180,19 @@ class StepProblem:
         given = step, tuple(marks), known, sites, hosted, waiting
         return cls(*given, rewritten, graph, kernels(fusion, groups), live_ranges, *items, clock)
 
+    def on_devices(self, device: Device) -> "StepProblem":
+        """The same on devices of another kind, which store other values."""
+        fusion = Fusion(self.graph.folded, expensive_itemsize(device))
+        live_ranges = LiveRanges(self.graph, fusion)
+        self.clock.spend(OP_S * len(self.graph.folded.program.ops))
+        return replace(
+            self,
+            kernels=kernels(fusion, self.graph.groups),
+            live_ranges=live_ranges,
+            items=live_ranges.items(),
+            host_items=live_ranges.host_items(),
+        )
+
     @cached_property
     def has_transfers(self) -> bool:
         """Whether arrays go to the host or come from it."""

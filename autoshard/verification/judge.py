@@ -19,6 +19,7 @@ from autoshard.verification.result import Extent, Verification, compared
 from autoshard.verification.shorten import Shortened
 from cost_model.cluster import Cluster
 from cost_model.errors import CompilerError, InfeasibleError, InputError, first_line
+from cost_model.mixed_cluster import AnyCluster
 from cost_model.units import format_bytes, format_seconds
 from cost_model.xla import compiler
 from cost_model.xla._jax import lower, module_bytes
@@ -62,12 +63,19 @@ class CompilerVerifier:
       progress: called with one line per stage, and every second while the compiler works.
     """
 
-    cluster: Cluster
+    cluster: AnyCluster
     compiler: Compiler
     progress: Progress
 
     def __post_init__(self) -> None:
-        compiler.check(self.cluster, self.compiler.target_config)
+        for group in self.cluster.groups:
+            compiler.check(group, self.compiler.target_config)
+
+    @property
+    def _cluster(self) -> Cluster:
+        """Of a plan of one program, which is of one kind of node."""
+        (cluster,) = self.cluster.groups
+        return cluster
 
     def verified(self, found: SearchResult, full: bool = False) -> Verification:
         """A plan's predictions beside what becomes of its program.
@@ -88,7 +96,7 @@ class CompilerVerifier:
                 return self._extrapolated(step, found, cut, watch)
             extent = cut
         stats = self.stats(step, found.sharding, found.plan.memory_bytes, watch, tell)
-        return compared(found.plan, self.cluster, stats, watch.seconds, extent)
+        return compared(found.plan, self._cluster, stats, watch.seconds, extent)
 
     def _extrapolated(
         self, step: Step, found: SearchResult, cut: Shortened, watch: Stopwatch
@@ -106,7 +114,7 @@ class CompilerVerifier:
             cap_bytes = found.plan.memory_bytes - arguments_bytes - omitted_bytes
             stats.append(self.stats(short, sharding, cap_bytes, watch, tell))
         whole, extent = extrapolated(cut, stats[0], stats[1:]), Extent(kept[0], cut.num_blocks)
-        return compared(found.plan, self.cluster, whole, watch.seconds, extent)
+        return compared(found.plan, self._cluster, whole, watch.seconds, extent)
 
     def stats(
         self, step: Step, sharding: StepSharding, cap_bytes: int, watch: Stopwatch, tell: Progress
@@ -121,7 +129,7 @@ class CompilerVerifier:
         module = module_bytes(lowered(step, program))
         memory_bytes = compiler.memory_for_cap(cap_bytes, program.resting_bytes)
         watch.lap("lower")
-        compiled = compile_apart(module, self.cluster, memory_bytes, self.compiler, tell)
+        compiled = compile_apart(module, self._cluster, memory_bytes, self.compiler, tell)
         stats = CompiledStats.of(compiled, dict(zip(sharding.axis_names, sharding.mesh_shape, strict=True)))
         watch.lap("compile")
         return stats
@@ -176,7 +184,8 @@ def fitting[Found: (SearchResult, AnyPipeline, SearchResult | AnyPipeline)](
         if proofs[-1].fits and proofs[-1].is_extrapolated and is_near:
             proofs.append(verified(found, True))
         proof = proofs[-1]
-        return Round((found, proof), proof.predicted.peak_bytes, proof.compiled.peak_bytes)
+        scale = cap_bytes / proof.compiled_cap_bytes  # some devices of a mixed cluster have less
+        return Round((found, proof), scale * proof.predicted.peak_bytes, scale * proof.compiled.peak_bytes)
 
     for latest in tightened(propose, cap_bytes, MAX_ROUNDS):
         rounds.append(latest)
@@ -189,7 +198,7 @@ def fitting[Found: (SearchResult, AnyPipeline, SearchResult | AnyPipeline)](
             return replace(found, plan=replace(found.plan, search_s=search_s))
         misfits.append(
             f"the plan predicted to need {format_bytes(proof.predicted.peak_bytes)} a device was compiled to "
-            f"{format_bytes(proof.compiled.peak_bytes)}, above the cap of {format_bytes(cap_bytes)}"
+            f"{format_bytes(proof.compiled.peak_bytes)}, above the cap of {format_bytes(proof.compiled_cap_bytes)}"
         )
     smallest_bytes = min(one.needed_bytes for one in rounds)
     raise InfeasibleError(

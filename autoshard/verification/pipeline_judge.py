@@ -37,7 +37,7 @@ def verified(verifier: CompilerVerifier, found: Pipeline | SpmdPipeline) -> Pipe
 
 def _as_one(verifier: CompilerVerifier, found: SpmdPipeline) -> PipelineVerification:
     """Of a pipeline that is one program."""
-    plan, cluster = found.plan, verifier.cluster
+    plan, (cluster,) = found.plan, verifier.cluster.groups
     step = found.program.step
     watch = Stopwatch(step.trace_s)
     tell = telling(verifier.progress, "", watch)
@@ -56,6 +56,7 @@ def _as_one(verifier: CompilerVerifier, found: SpmdPipeline) -> PipelineVerifica
         Footprint(plan.estimates.peak_bytes, 0, {}),
         _footprint(run),
         run.name,
+        plan.memory_bytes,
         paired(plan.estimates.collectives, stats.collectives),
     )
     return PipelineVerification(
@@ -69,7 +70,7 @@ def _stage_by_stage(verifier: CompilerVerifier, found: Pipeline) -> PipelineVeri
     tell = telling(verifier.progress, "", watch)
     tell("lowering")
     runs = followed(found.programs, found.schedule, found.shardings, None).runs
-    lots = _lots(found, runs, verifier.cluster)
+    lots = _lots(found, runs)
     watch.lap("lower")
     answers = compile_all_apart([lot.job for lot in lots], verifier.compiler, tell)
     meshes = [dict(stage.mesh) for stage in plan.stages]
@@ -104,29 +105,30 @@ class _Lot:
     job: Job
 
 
-def _lots(found: Pipeline, runs: Sequence[StageRun], cluster: Cluster) -> list[_Lot]:
-    alike: dict[tuple[str, int], list[tuple[StageRun, bytes]]] = {}
+def _lots(found: Pipeline, runs: Sequence[StageRun]) -> list[_Lot]:
+    alike: dict[tuple[str, int, Cluster], list[tuple[StageRun, bytes]]] = {}
     for run in runs:
         program = lowered(found.programs.step, run.program)
         _, _, text = program.as_text().partition("\n")  # its first line has the program's name
         num_devices = found.plan.stages[run.seat[0]].num_devices
-        alike.setdefault((text, num_devices), []).append((run, module_bytes(program)))
+        group = found.places[run.seat[0]].group
+        alike.setdefault((text, num_devices, group), []).append((run, module_bytes(program)))
     return [
         _Lot(
             tuple(run for run, _ in lot),
             Job(
                 lot[0][1],
-                replica_cluster(cluster, num_devices),
+                replica_cluster(group, num_devices),
                 min(_memory_bytes(found, run) for run, _ in lot),
             ),
         )
-        for (_, num_devices), lot in alike.items()
+        for (_, num_devices, group), lot in alike.items()
     ]
 
 
 def _memory_bytes(found: Pipeline, run: StageRun) -> int:
     """Of the device that the compiler is told of."""
-    cap_bytes = found.plan.memory_bytes - run.beside_bytes
+    cap_bytes = found.places[run.seat[0]].cap_bytes - run.beside_bytes
     return compiler.memory_for_cap(cap_bytes, run.program.resting_bytes)
 
 
@@ -156,6 +158,7 @@ def _stage(
         Footprint(estimates.peak_bytes, 0, {}),
         _footprint(highest),
         highest.name,
+        found.places[n].cap_bytes,
         paired(estimates.collectives, moved),
     )
 

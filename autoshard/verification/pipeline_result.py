@@ -56,13 +56,20 @@ class StageProof:
       predicted: the peak of its devices.
       compiled: the same.
       peak_at: the name of the program that has it.
+      cap_bytes: of its devices.
       collectives: of all its programs in one step: every kind over every set of axes that either side has.
     """
 
     predicted: Footprint
     compiled: Footprint
     peak_at: str
+    cap_bytes: int
     collectives: tuple[Moved, ...]
+
+    @property
+    def fullness(self) -> float:
+        """What it needs as compiled, as a share of its cap."""
+        return self.compiled.peak_bytes / self.cap_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,13 +103,18 @@ class PipelineVerification:
 
     @property
     def predicted(self) -> Footprint:
-        """Of the stage that is predicted to need most."""
-        return max((stage.predicted for stage in self.stages), key=lambda one: one.peak_bytes)
+        """Of the stage that is predicted to need most of its cap."""
+        return max(self.stages, key=lambda stage: stage.predicted.peak_bytes / stage.cap_bytes).predicted
 
     @property
     def compiled(self) -> Footprint:
-        """Of the stage that needs most as compiled."""
-        return max((stage.compiled for stage in self.stages), key=lambda one: one.peak_bytes)
+        """Of the stage that needs most of its cap as compiled."""
+        return max(self.stages, key=lambda stage: stage.fullness).compiled
+
+    @property
+    def compiled_cap_bytes(self) -> int:
+        """The cap of that stage's devices."""
+        return max(self.stages, key=lambda stage: stage.fullness).cap_bytes
 
     @property
     def is_one_program(self) -> bool:
@@ -116,8 +128,8 @@ class PipelineVerification:
 
     @property
     def fits(self) -> bool:
-        """Whether all stages keep to the cap as compiled."""
-        return self.compiled.peak_bytes <= self.cap_bytes
+        """Whether all stages keep to their caps as compiled."""
+        return all(stage.compiled.peak_bytes <= stage.cap_bytes for stage in self.stages)
 
     @property
     def differences(self) -> tuple[str, ...]:
@@ -126,10 +138,10 @@ class PipelineVerification:
 
     def _differences(self, n: int, stage: StageProof) -> Iterator[str]:
         compiled_bytes = stage.compiled.peak_bytes
-        if compiled_bytes > self.cap_bytes:
+        if compiled_bytes > stage.cap_bytes:
             yield (
                 f"stage {n}: {stage.peak_at} needs {format_bytes(compiled_bytes)} a device, "
-                f"{format_bytes(compiled_bytes - self.cap_bytes)} more than the cap of {format_bytes(self.cap_bytes)}"
+                f"{format_bytes(compiled_bytes - stage.cap_bytes)} more than the cap of {format_bytes(stage.cap_bytes)}"
             )
         found = (
             peak_difference(stage.predicted.peak_bytes, compiled_bytes),

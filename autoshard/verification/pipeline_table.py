@@ -34,7 +34,7 @@ def _memory(v: PipelineVerification) -> list[str]:
     rows = [("peak of each stage (per device)", "predicted", "compiled", "cap", "in")]
     for n, stage in enumerate(v.stages):
         predicted = format_bytes(stage.predicted.peak_bytes)
-        compiled, cap = format_bytes(stage.compiled.peak_bytes), format_bytes(v.cap_bytes)
+        compiled, cap = format_bytes(stage.compiled.peak_bytes), format_bytes(stage.cap_bytes)
         rows.append((f"  stage {n}", predicted, compiled, cap, stage.peak_at))
     return numbers_right(rows)
 

@@ -146,6 +146,11 @@ class Verification:
         return self.extent.compiled_blocks < self.extent.num_blocks
 
     @property
+    def compiled_cap_bytes(self) -> int:
+        """The cap that the compiled peak is to keep to."""
+        return self.cap_bytes
+
+    @property
     def overshoot_bytes(self) -> int:
         """By how much the compiled peak exceeds the cap; 0 when it does not."""
         return max(0, self.compiled.peak_bytes - self.cap_bytes)

@@ -19,11 +19,13 @@ out.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import product
+from itertools import chain, product
 from math import inf, prod
 
 import numpy as np
 
+from cost_model.cluster import Cluster, Link
+from cost_model.mixed_cluster import AnyCluster
 from search.ir.graph import Site
 from search.pipeline.inter_op import fastest_cut
 from search.pipeline.proposals import Parts, Placed, Proposal
@@ -56,11 +58,13 @@ class Wanted:
       memory_bytes: the cap per device.
       stages: how many, if the caller says so.
       schedule: the family's name, if the caller says so.
+      fill: the share of a cap that stages may take; infinite for no cap.
     """
 
-    memory_bytes: float
+    memory_bytes: int
     stages: int | None = None
     schedule: str | None = None
+    fill: float = 1.0
 
     @property
     def shares_workers(self) -> bool:
@@ -83,18 +87,24 @@ class Drafting:
       num_replicas: of each stage.
       shapes: the meshes that a replica's devices may form.
       wanted: what is asked for.
+      cluster: where stages stand, in the order of its groups of nodes.
     """
 
     among: tuple[Parts, ...]
     num_replicas: int
     shapes: tuple[tuple[int, ...], ...]
     wanted: Wanted
+    cluster: AnyCluster
 
     def __str__(self) -> str:
         sites = self.among[-1].step_problem.sites
         up_to = "up to " if len(self.among) > 1 else ""
         again = f", recomputing {up_to}{len(sites)} ops" if sites else ""
-        return f"{self.num_microbatches} microbatches, {self.num_replicas} replicas of each stage{again}"
+        groups = [group.name for group in self.cluster.groups]
+        first = f", {groups[0]} first" if len(groups) > 1 else ""
+        return (
+            f"{self.num_microbatches} microbatches, {self.num_replicas} replicas of each stage{again}{first}"
+        )
 
     def draft(self) -> "Draft | None":
         """The fastest cut; None where none fits.
@@ -128,41 +138,63 @@ class Drafting:
     @property
     def without_cap(self) -> "Drafting":
         """The same on devices of any memory."""
-        return replace(self, wanted=replace(self.wanted, memory_bytes=inf))
+        return replace(self, wanted=replace(self.wanted, fill=inf))
 
     @cached_property
-    def ways(self) -> tuple[tuple[Parts, tuple[int, ...]], ...]:
-        """To run layers: as which step, on which mesh of a replica."""
-        return tuple(product(self.among, self.shapes))
+    def ways(self) -> tuple[tuple[Cluster, Parts, tuple[int, ...]], ...]:
+        """To run layers: on nodes of which kind, as which step, on which mesh of a replica."""
+        found = product(self.cluster.groups, self.among, self.shapes)
+        return tuple(way for way in found if stands(self.num_replicas * prod(way[-1]), way[0]))
 
     @cached_property
     def problem(self) -> InterOpProblem:
         """For the inter-op search. Stages that share workers have as many devices each; whether they fit, the simulator
         says."""
-        cluster, held = self.plain.cluster, 1
         if self.wanted.shares_workers:
             assert self.wanted.stages, "stages that share workers are asked for by their number"
-            nodes, in_flight = (Node(self.wanted.stages, np.inf),), (1,)
-            options = [self._option(0, Submesh(1, 1))]
+            nodes, in_flight = (Node(self.wanted.stages, np.inf, self.cluster.groups[0].name),), (1,)
+            options, links = [self._option(0, Submesh(1, 1))], ()
         else:
             held = self.num_microbatches if self.wanted.schedule == "gpipe" else 1
-            nodes = (Node(cluster.devices_per_node, self.wanted.memory_bytes),) * cluster.num_nodes
-            in_flight = tuple(range(held, self.num_microbatches + 1))
-            options = [self._option(n, self._submesh(shape)) for n, (_, shape) in enumerate(self.ways)]
-        costs = self.plain.costs(self.shapes[0], self.num_replicas)
+            nodes, in_flight = self._nodes, tuple(range(held, self.num_microbatches + 1))
+            options, links = (
+                [self._option(n, self._submesh(*way)) for n, way in enumerate(self.ways)],
+                self._links,
+            )
+        kinds, costs = tuple(dict.fromkeys(links)), self.plain.costs(self.shapes[0], self.num_replicas)
         return InterOpProblem(
             nodes,
             tuple(options),
             self.num_microbatches,
             in_flight,
-            np.array([2 * costs.transfer_s(link) for link in (cluster.intra, cluster.inter)]),
+            np.array([2 * costs.transfer_s(link) for link in kinds or (self.cluster.groups[0].intra,) * 2]),
             num_stages=self.wanted.stages,
+            links=tuple(map(kinds.index, links)),
         )
+
+    @property
+    def _nodes(self) -> tuple[Node, ...]:
+        caps = self.cluster.caps(self.wanted.memory_bytes)
+        of_groups = (
+            (Node(group.devices_per_node, self.wanted.fill * cap, group.name),) * group.num_nodes
+            for group, cap in zip(self.cluster.groups, caps, strict=True)
+        )
+        return tuple(chain.from_iterable(of_groups))
+
+    @property
+    def _links(self) -> list[Link]:
+        """To each device from the one before it; nothing goes to the first one."""
+        links = list[Link]()
+        for group in self.cluster.groups:
+            for _ in range(group.num_nodes):
+                links += [self.cluster.link(max(len(links) - 1, 0), len(links))]
+                links += [group.intra] * (group.devices_per_node - 1)
+        return links
 
     def _option(self, n: int, submesh: Submesh) -> StageOption:
         """The n-th way to run layers, on a stage's devices."""
-        parts, shape = self.ways[n]
-        costs = parts.costs(shape, self.num_replicas)
+        group, parts, shape = self.ways[n]
+        costs = parts.on(group).costs(shape, self.num_replicas)
         return StageOption(
             submesh,
             str(n),
@@ -171,10 +203,11 @@ class Drafting:
             costs.state_bytes,
             costs.workspace_bytes,
             costs.once_s,
+            group.name,
         )
 
-    def _submesh(self, shape: tuple[int, ...]) -> Submesh:
-        size, per_node = self.num_replicas * prod(shape), self.plain.cluster.devices_per_node
+    def _submesh(self, group: Cluster, parts: Parts, shape: tuple[int, ...]) -> Submesh:
+        size, per_node = self.num_replicas * prod(shape), group.devices_per_node
         return Submesh(1, size) if size <= per_node else Submesh(size // per_node, per_node)
 
 
@@ -197,9 +230,9 @@ class Draft:
         return max(count * stage.time_s + stage.update_s for stage in self.cut.stages)
 
     @property
-    def most_bytes(self) -> float:
-        """Of its stages."""
-        return max(stage.memory_bytes for stage in self.cut.stages)
+    def fullness(self) -> float:
+        """What its fullest device holds, as a share of its cap."""
+        return max(stage.memory_bytes / stage.cap_bytes for stage in self.cut.stages)
 
     @cached_property
     def promised_rank(self) -> tuple[float, float]:
@@ -220,12 +253,13 @@ class Draft:
         return min(fitting, key=lambda one: one.rank) if fitting else NoCut(self.cut.stages)
 
     def _fitting(self, found: Sequence[Proposal]) -> list[Proposal]:
-        return [one for one in found if max(one.peak_bytes) <= self.drafting.wanted.memory_bytes]
+        wanted = self.drafting.wanted
+        return [one for one in found if one.fullness(wanted.memory_bytes) <= wanted.fill]
 
     @cached_property
     def _as_drafted(self) -> list[Proposal]:
         """Its schedules, each stage priced by the step in which all layers are run as its are."""
-        return self._proposals([self.drafting.ways[int(stage.variant)][0] for stage in self.cut.stages])
+        return self._proposals([self.drafting.ways[int(stage.variant)][1] for stage in self.cut.stages])
 
     @cached_property
     def _parts(self) -> Parts:
@@ -233,7 +267,7 @@ class Draft:
         plain, sites = self.drafting.plain, set[Site]()
         for stage in self.cut.stages:
             layers = range(stage.first_layer, stage.end_layer)
-            again = self.drafting.ways[int(stage.variant)][0]
+            again = self.drafting.ways[int(stage.variant)][1]
             if again is not plain:
                 of_step = again.step_problem.sites
                 sites |= {s for s in of_step if not plain.shares.layers_of(s).isdisjoint(layers)}
@@ -249,8 +283,15 @@ class Draft:
         schedule = build_schedule(name, num_stages, drafting.num_microbatches, workers)
         placed: list[Placed] = []
         for n, stage in enumerate(self.cut.stages):
-            _, shape = drafting.ways[int(stage.variant)]
+            _, _, shape = drafting.ways[int(stage.variant)]
             worker_devices = schedule.workers_of(n)[0] * drafting.num_replicas * prod(shape)
             device = worker_devices if drafting.wanted.shares_workers else stage.first_device
             placed.append(Placed(stage.first_layer, stage.end_layer, device, shape))
-        return Proposal.of(run_as, drafting.num_replicas, placed, schedule)
+        return Proposal.of(run_as, drafting.cluster, drafting.num_replicas, placed, schedule)
+
+
+def stands(size: int, group: Cluster) -> bool:
+    """Whether a stage may have so many devices of a group of nodes: 1, 2, 4, ... of a node, or whole nodes."""
+    per_node = group.devices_per_node
+    is_whole = size % per_node == 0 if size >= per_node else size.bit_count() == 1
+    return is_whole and size <= group.num_devices

@@ -168,10 +168,10 @@ class _Search:
 
     @cached_property
     def transfer_s(self) -> Array:
-        """[inside a node or between nodes, cut]; nothing at the model's ends."""
+        """[devices + 1, cut] to each device; nothing at the model's ends, nor behind the last device."""
         scaled = self.problem.fill_share * np.asarray(self.problem.transfer_s, float)
         scaled[:, [0, -1]] = 0.0
-        return scaled
+        return scaled[self.problem.links_to]
 
     @cached_property
     def max_stages(self) -> int:
@@ -198,8 +198,7 @@ class _Search:
         def drop(p: int, column: Column) -> Array:
             if not len(in_front[p].num_stages):
                 return np.ones(column.latency_s.shape, bool)
-            handed_on_s = self.transfer_s[int(self.places.at_boundary[p])]
-            hopeless = column.latency_s + handed_on_s + in_front[p].latency_s >= most_s
+            hopeless = column.latency_s + self.transfer_s[p] + in_front[p].latency_s >= most_s
             return hopeless | dominated(column) if self.problem.num_stages is None else hopeless
 
         in_time = self.table.reach_in_time(limit_s)
@@ -214,7 +213,7 @@ class _Search:
     def _least_in_front(self, limit_s: float, most_s: float) -> list[Column]:
         """Per device, and behind all: the least latency of the layers in front of each, one row."""
         lasts = np.minimum(self.table_from_end.reach_in_time(limit_s), self.lasts_from_end)
-        transfer_s = self.transfer_s[:, ::-1]
+        transfer_s = self.transfer_s[::-1, ::-1]
         backwards = Sweep(self.table_from_end, self.places_from_end, transfer_s, lambda _: lasts, 0)
         columns = backwards.run(lambda _, column: column.latency_s >= most_s)
         return [Column(column.num_stages, column.latency_s[:, ::-1]) for column in reversed(columns)]
@@ -247,7 +246,7 @@ class _Search:
             if row is None or lasts[option, k] <= k:
                 continue
             inside = slice(k + 1, int(lasts[option, k]) + 1)
-            behind_s = row + self.transfer_s[int(self.places.at_boundary[end])]
+            behind_s = row + self.transfer_s[end]
             totals_s = (
                 behind_s[inside] + self.table.latency_s[option, inside] - self.table.latency_s[option, k]
             )

@@ -13,7 +13,8 @@ import jax
 
 from cost_model.cluster import Cluster
 from cost_model.collectives import MeshModel
-from cost_model.errors import InfeasibleError, InputError, PlanError
+from cost_model.errors import ClusterError, InfeasibleError, InputError, PlanError
+from cost_model.mixed_cluster import AnyCluster, MixedCluster, from_json
 from cost_model.units import format_bytes
 from search.garbage import uncollected
 from search.ir.graph import Step
@@ -23,7 +24,7 @@ from search.mesh_problem import StepProblem
 from search.pipeline.intra_op import decided
 from search.pipeline.pipeline_step import PipelineStep
 from search.pipeline.programs import made_ready, stage_programs
-from search.pipeline.proposals import Parts, Placed, Proposal
+from search.pipeline.proposals import Parts, Placed, Proposal, StageProposal
 from search.pipeline.schedules.registry import build_schedule
 from search.pipeline.search import PipelineOptions, PipelineSearch
 from search.pipeline.simulator import Simulation, StageCost, simulate
@@ -33,7 +34,7 @@ from search.pipeline.stage_memory import StageMemory
 from search.pipeline.stage_sharding import stage_sharding
 from search.pipeline.task_memory import ProgramKernels
 from search.plan.pipeline_plan import REPLICA, PipelineEstimates, PipelinePlan, Stage, StageEstimates
-from search.plan.plan import Collective
+from search.plan.plan import Collective, Decisions
 from search.plan.retention import RetentionCodec
 from search.plan.schedule import Schedule
 from search.plan.stage_programs import StageProgram, StagePrograms, StageSharding
@@ -57,18 +58,33 @@ class Pipeline:
       programs: what each stage runs.
       schedule: when.
       shardings: how each stage's values lie.
+      places: where each stage stands.
     """
 
     plan: PipelinePlan
     programs: StagePrograms
     schedule: Schedule
     shardings: tuple[StageSharding, ...]
+    places: tuple["Place", ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a stage stands.
+
+    Attributes:
+      group: the nodes of a kind that its devices are of.
+      cap_bytes: of a device.
+    """
+
+    group: Cluster
+    cap_bytes: int
 
 
 @uncollected()
 def find(
     step: Step,
-    cluster: Cluster,
+    cluster: AnyCluster,
     options: PipelineOptions,
     progress: Callable[[str], None] = lambda line: None,
     cutoff_s: float = inf,
@@ -95,7 +111,7 @@ def find(
 
     def propose(limit_bytes: float, _: object) -> Round[Pipeline] | None:
         try:
-            lower = replace(options, memory_bytes=int(limit_bytes))
+            lower = replace(options, fill=limit_bytes / options.memory_bytes)
             search = PipelineSearch(step, [""] * len(step.arguments), cluster, lower, progress, ready)
             found = search.run(cutoff_s)
             watch.lap("search")
@@ -104,12 +120,14 @@ def find(
             return None
         pipeline = _pipeline(step, found, options.memory_bytes)
         watch.lap("plan")
-        return Round(pipeline, max(found.peak_bytes), pipeline.plan.estimates.peak_bytes)
+        promised_bytes = found.fullness(options.memory_bytes) * options.memory_bytes
+        return Round(pipeline, promised_bytes, _needed_bytes(pipeline))
 
-    smallest_bytes = inf
-    for latest in tightened(propose, options.memory_bytes, MAX_ROUNDS):
-        if latest.needed_bytes <= options.memory_bytes:
-            return replace(latest.proposal, plan=replace(latest.proposal.plan, search_s=watch.seconds))
+    smallest_bytes, filled_bytes = inf, options.fill * options.memory_bytes
+    for latest in tightened(propose, filled_bytes, MAX_ROUNDS):
+        if latest.needed_bytes <= filled_bytes:
+            plan = replace(latest.proposal.plan, cluster=cluster.to_json(), search_s=watch.seconds)
+            return replace(latest.proposal, plan=plan)
         smallest_bytes = min(smallest_bytes, latest.needed_bytes)
     if smallest_bytes == inf:
         raise refused[0]
@@ -128,17 +146,19 @@ def apply(step: Step, plan: PipelinePlan, place: str = "the plan") -> Pipeline:
     plan.check_is_for(step, place)
     try:
         schedule = build_schedule(plan.schedule, len(plan.stages), plan.microbatches, plan.workers)
-        parts = _parts(step, plan, place)
+        cluster = cluster_of(plan, place)
+        parts = _parts(step, plan, cluster, place)
     except InputError as e:
         raise PlanError(f"{place}: {e}") from e
-    placed = _placed(parts, plan, schedule, place)
+    placed = _placed(parts, plan, cluster, schedule, place)
     for decisions in plan.decisions:
-        shape = tuple(decisions.mesh.values())
-        intra_op = decided(parts.step_problem, parts.cluster, decisions, shape, place)
-        parts.solutions[shape] = intra_op
-    if missing := {one.shape for one in placed} - parts.solutions.keys():
-        raise PlanError(f"{place}: no decisions for replicas of mesh {sorted(missing)[0]}")
-    found = Proposal.of([parts] * len(placed), plan.num_replicas, placed, schedule)
+        here, shape = parts.on(_group(cluster, decisions, place)), tuple(decisions.mesh.values())
+        here.solutions[shape] = decided(here.step_problem, here.cluster, decisions, shape, place)
+    for one in placed:
+        group, _ = cluster.seat(one.first_device)
+        if one.shape not in parts.on(group).solutions:
+            raise PlanError(f"{place}: no decisions for replicas of mesh {one.shape} on {group.name}")
+    found = Proposal.of([parts] * len(placed), cluster, plan.num_replicas, placed, schedule)
     again = _pipeline(step, found, plan.memory_bytes)
     return replace(again, plan=replace(again.plan, cluster=plan.cluster))
 
@@ -173,7 +193,16 @@ def _pipeline(step: Step, found: Proposal, memory_bytes: int) -> Pipeline:
     shardings = tuple(stage_sharding(s.intra_op, parts, programs, n) for n, s in enumerate(found.stages))
     memory = StageMemory(programs, found.schedule, shardings)
     plan = _plan(step, found, memory_bytes, _Stages.of(found, parts, memory, memory_bytes))
-    return Pipeline(plan, programs, found.schedule, shardings)
+    groups = [stage.group for stage in found.stages]
+    places = tuple(map(Place, groups, found.caps(memory_bytes)))
+    return Pipeline(plan, programs, found.schedule, shardings, places)
+
+
+def _needed_bytes(pipeline: Pipeline) -> float:
+    """What its fullest device needs; where caps differ, as if its own were that for all."""
+    taken, cap_bytes = pipeline.plan.estimates.stages, pipeline.plan.memory_bytes
+    needed = zip(taken, pipeline.places, strict=True)
+    return max(stage.peak_bytes * (cap_bytes / place.cap_bytes) for stage, place in needed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,11 +215,11 @@ class _Stages:
     @classmethod
     def of(cls, found: Proposal, step: PipelineStep, memory: StageMemory, memory_bytes: int) -> "_Stages":
         programs, shapes = memory.programs, [stage.placed.shape for stage in found.stages]
-        of_shape = {s.placed.shape: ProgramKernels(s.intra_op, step, programs) for s in found.stages}
-        kernels = [of_shape[shape] for shape in shapes]
+        alike = {_way(s): ProgramKernels(s.intra_op, step, programs) for s in found.stages}
+        kernels, caps = [alike[_way(stage)] for stage in found.stages], found.caps(memory_bytes)
 
         def needed_bytes(program: StageProgram) -> float:
-            return kernels[program.stage].temporary_bytes(program, memory_bytes)
+            return kernels[program.stage].temporary_bytes(program, caps[program.stage])
 
         of_tasks = memory.task_peaks({job: needed_bytes(program) for job, program in programs.tasks.items()})
         before, behind = [0.0] * len(shapes), [0.0] * len(shapes)
@@ -206,11 +235,16 @@ class _Stages:
             )
             for n in stages
         ]
-        meshes = [MeshModel(found.parts.cluster, (found.num_replicas, prod(shape))) for shape in shapes]
+        meshes = [MeshModel(s.group, (found.num_replicas, prod(s.placed.shape))) for s in found.stages]
         return cls(
             tuple(peaks),
             tuple(stage_collectives(n, kernels[n], memory, meshes[n]) for n in stages),
         )
+
+
+def _way(stage: StageProposal) -> tuple[str, tuple[int, ...]]:
+    """What stages are run alike that share it."""
+    return stage.group.name, stage.placed.shape
 
 
 def _with_fusions(step: PipelineStep, problem: StepProblem) -> PipelineStep:
@@ -230,13 +264,14 @@ def _with_fusions(step: PipelineStep, problem: StepProblem) -> PipelineStep:
 def _plan(step: Step, found: Proposal, memory_bytes: int, taken: _Stages) -> PipelinePlan:
     problem = found.parts.step_problem
     starts = found.parts.layers.starts
-    solutions = {stage.placed.shape: stage.intra_op for stage in found.stages}
-    sites = problem.sites
+    solutions = {_way(stage): stage.intra_op for stage in found.stages}
+    sites, names = problem.sites, [group.name for group in found.cluster.groups]
+    is_mixed = len(names) > 1
     return PipelinePlan(
         step.name,
         fingerprint(step),
         jax.__version__,
-        found.parts.cluster.to_json(),
+        found.cluster.to_json(),
         memory_bytes,
         found.schedule.name,
         found.schedule.num_workers,
@@ -246,8 +281,12 @@ def _plan(step: Step, found: Proposal, memory_bytes: int, taken: _Stages) -> Pip
             for s in found.stages
         ),
         RetentionCodec(problem.plain).said(sites) if sites else {},
-        tuple(one.on_mesh.codec.decisions(one.labels) for _, one in sorted(solutions.items())),
+        tuple(
+            replace(one.on_mesh.codec.decisions(one.labels), group=name if is_mixed else "")
+            for (name, _), one in sorted(solutions.items())
+        ),
         _estimates(found, taken),
+        tuple(names) if is_mixed else (),
     )
 
 
@@ -278,7 +317,34 @@ def _estimates(found: Proposal, taken: _Stages) -> PipelineEstimates:
 # --- from a plan to what it means
 
 
-def _parts(step: Step, plan: PipelinePlan, place: str) -> Parts:
+def cluster_of(plan: PipelinePlan, place: str) -> AnyCluster:
+    """The cluster that a plan is for, its groups of nodes in the order in which stages stand on them.
+
+    Raises:
+      ClusterError: what the plan says of it does not make sense.
+    """
+    cluster = from_json(plan.cluster, f"{place}: cluster")
+    if not isinstance(cluster, MixedCluster):
+        return cluster
+    try:
+        return cluster.ordered(plan.groups)
+    except ClusterError as e:
+        raise ClusterError(f"{place}: groups: {e}") from e
+
+
+def _group(cluster: AnyCluster, decisions: Decisions, place: str) -> Cluster:
+    """The nodes that decisions are for."""
+    groups = {group.name: group for group in cluster.groups}
+    if len(groups) == 1:
+        return cluster.groups[0]
+    if decisions.group not in groups:
+        raise PlanError(
+            f"{place}: wanted decisions for a group of nodes, {' or '.join(map(repr, groups))}, got {decisions.group!r}"
+        )
+    return groups[decisions.group]
+
+
+def _parts(step: Step, plan: PipelinePlan, cluster: AnyCluster, place: str) -> Parts:
     """The step as a plan takes it apart and recomputes of it, with layers that begin where stages do."""
     num_replicas = {stage.num_replicas for stage in plan.stages}
     if len(num_replicas) != 1:
@@ -287,10 +353,9 @@ def _parts(step: Step, plan: PipelinePlan, place: str) -> Parts:
     sites = frozenset()
     if plan.retention:
         sites, _ = RetentionCodec(fold(flatten(looped(step, count)), ())).read(plan.retention, place)
-    cluster = Cluster.from_json(plan.cluster, f"{place}: cluster")
     borders = [stage.first_op for stage in plan.stages]
     _check_borders(PipelineStep.of(step, count), borders, place)
-    return Parts.of(step, [""] * len(step.arguments), cluster, count, sites, borders)
+    return Parts.of(step, [""] * len(step.arguments), cluster.groups[0], count, sites, borders)
 
 
 def _check_borders(step: PipelineStep, borders: Sequence[int], place: str) -> None:
@@ -302,13 +367,21 @@ def _check_borders(step: PipelineStep, borders: Sequence[int], place: str) -> No
         )
 
 
-def _placed(parts: Parts, plan: PipelinePlan, schedule: Schedule, place: str) -> list[Placed]:
+def _placed(
+    parts: Parts, plan: PipelinePlan, cluster: AnyCluster, schedule: Schedule, place: str
+) -> list[Placed]:
     """Where a plan has its stages: workers stand on the devices one after the other."""
     starts = [parts.layers.starts.index(stage.first_op) for stage in plan.stages]
     sizes = [plan.stages[schedule.stages_of(w)[0]].num_devices for w in range(schedule.num_workers)]
     firsts = [sum(sizes[: schedule.workers_of(n)[0]]) for n in range(len(plan.stages))]
-    if (total := sum(sizes)) != parts.cluster.num_devices:
-        raise PlanError(f"{place}: its stages have {total} devices, its cluster {parts.cluster.num_devices}")
+    if (total := sum(sizes)) != cluster.num_devices:
+        raise PlanError(f"{place}: its stages have {total} devices, its cluster {cluster.num_devices}")
+    for n, (first, stage) in enumerate(zip(firsts, plan.stages, strict=True)):
+        if cluster.seat(first)[0] != cluster.seat(first + stage.num_devices - 1)[0]:
+            raise PlanError(
+                f"{place}: stage {n} would stand on devices {first} to {first + stage.num_devices - 1}, which are not all "
+                f"of one kind; the groups of nodes are {cluster}"
+            )
     ends = [*starts[1:], parts.layers.num_layers]
     shapes = [tuple(stage.replica_mesh.values()) for stage in plan.stages]
     return [Placed(*one) for one in zip(starts, ends, firsts, shapes, strict=True)]

@@ -5,12 +5,13 @@ run, with what they recompute, and run by the simulator in their schedule. What 
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 
 from cost_model.cluster import Cluster, Link
+from cost_model.mixed_cluster import AnyCluster
 from search.ir.graph import Site, Step
 from search.memory.microbatches import looped
 from search.memory.residuals import Residuals, residuals
@@ -35,7 +36,7 @@ class Parts:
 
     Attributes:
       step_problem: of the step with its loop over parts.
-      cluster: on which stages stand.
+      cluster: nodes of a kind on which stages stand.
       borders: positions in the forward phase at which layers begin besides.
       plain: the same with nothing recomputed; None if that is this one, or is not known.
       solutions: by the mesh of a replica, how its devices share the work, as far as that was asked for.
@@ -43,6 +44,8 @@ class Parts:
       layer_costs: by that and the number of replicas, the same in numbers, likewise.
       others: by what they recompute, the same with that recomputed, likewise.
       again: by the mesh of a replica, what might be recomputed, likewise.
+      first: the same on nodes of another kind, whose layers it has; None if it is the first.
+      elsewhere: by nodes of other kinds, the same there, as far as that was asked for.
     """
 
     step_problem: StepProblem
@@ -58,6 +61,8 @@ class Parts:
     again: "dict[tuple[int, ...], tuple[Again, ...]]" = field(
         default_factory=dict[tuple[int, ...], tuple["Again", ...]]
     )
+    first: "Parts | None" = None
+    elsewhere: "dict[Cluster, Parts]" = field(default_factory=dict[Cluster, "Parts"])
 
     @classmethod
     def of(
@@ -75,7 +80,7 @@ class Parts:
         Args:
           step: the traced step.
           marks: as for `StepProblem.of`.
-          cluster: on which stages stand.
+          cluster: nodes of a kind on which stages stand.
           count: of parts.
           sites: what to recompute.
           borders: positions in the forward phase at which layers begin besides.
@@ -87,6 +92,8 @@ class Parts:
     @cached_property
     def layers(self) -> Layers:
         """Of the step: those of the plain one, where they may be had."""
+        if self.first is not None:
+            return self.first.layers
         step = PipelineStep.of_loop(self.step_problem.step)
         alike = None if self.plain is None else self.plain.layers.of_like(step)
         return alike or Layers.of(step, self.borders)
@@ -104,6 +111,15 @@ class Parts:
     def count(self) -> int:
         """Of parts."""
         return self.step_problem.traced.num_microbatches
+
+    def on(self, cluster: Cluster) -> "Parts":
+        """The same on nodes of another kind."""
+        if cluster == self.cluster:
+            return self
+        if cluster not in self.elsewhere:
+            problem = self.step_problem.on_devices(cluster.device)
+            self.elsewhere[cluster] = Parts(problem, cluster, first=self)
+        return self.elsewhere[cluster]
 
     def recomputing(self, sites: frozenset[Site]) -> "Parts":
         """The same with some of it recomputed."""
@@ -203,6 +219,7 @@ class StageProposal:
 
     Attributes:
       placed: where it is.
+      group: the nodes of a kind among which it stands.
       intra_op: how a replica's devices share the work.
       cost: of a microbatch, for the simulator.
       once_s: in a step.
@@ -211,6 +228,7 @@ class StageProposal:
     """
 
     placed: Placed
+    group: Cluster
     intra_op: IntraOp
     cost: StageCost
     once_s: float
@@ -224,23 +242,35 @@ class Proposal:
 
     Attributes:
       parts: the step that it runs.
+      cluster: where it runs.
       num_replicas: of each stage.
       stages: in the order of the forward phase.
       simulation: of its schedule.
     """
 
     parts: Parts
+    cluster: AnyCluster
     num_replicas: int
     stages: tuple[StageProposal, ...]
     simulation: Simulation
 
     @classmethod
     def of(
-        cls, run_as: Sequence[Parts], num_replicas: int, placed: Sequence[Placed], schedule: Schedule
+        cls,
+        run_as: Sequence[Parts],
+        cluster: AnyCluster,
+        num_replicas: int,
+        placed: Sequence[Placed],
+        schedule: Schedule,
     ) -> "Proposal":
         """Runs a schedule of stages in time, each priced by a step: the same, unless they are drafted."""
-        stages = [_priced(parts, one, num_replicas) for parts, one in zip(run_as, placed, strict=True)]
-        return cls(run_as[0], num_replicas, tuple(stages), simulate(schedule, [one.cost for one in stages]))
+        links = _links(cluster, num_replicas, placed)
+        stages = [
+            _priced(parts.on(cluster.seat(one.first_device)[0]), one, num_replicas, *at)
+            for parts, one, at in zip(run_as, placed, links, strict=True)
+        ]
+        simulation = simulate(schedule, [one.cost for one in stages])
+        return cls(run_as[0], cluster, num_replicas, tuple(stages), simulation)
 
     @property
     def schedule(self) -> Schedule:
@@ -273,8 +303,7 @@ class Proposal:
     @property
     def _handed_out_s(self) -> float:
         """Until the busiest host has handed out a step's tasks: those of all stages that begin on its node."""
-        per_node = self.parts.cluster.devices_per_node
-        stages = Counter(stage.placed.first_device // per_node for stage in self.stages)
+        stages = Counter(self.cluster.node_of(stage.placed.first_device) for stage in self.stages)
         per_stage = len(self.schedule.kinds) * self.schedule.num_microbatches
         return max(stages.values()) * per_stage * DISPATCH_S
 
@@ -291,11 +320,26 @@ class Proposal:
             for worker, held_bytes in enumerate(self.simulation.peak_bytes)
         )
 
+    def caps(self, memory_bytes: int) -> tuple[int, ...]:
+        """Of each stage's devices, under a cap for all."""
+        of_group = dict(zip(self.cluster.groups, self.cluster.caps(memory_bytes), strict=True))
+        return tuple(of_group[stage.group] for stage in self.stages)
 
-def _priced(parts: Parts, placed: Placed, num_replicas: int) -> StageProposal:
+    def fullness(self, memory_bytes: int) -> float:
+        """What the fullest device holds, as a share of its cap."""
+        caps, schedule = self.caps(memory_bytes), self.schedule
+        return max(peak / caps[schedule.stages_of(w)[0]] for w, peak in enumerate(self.peak_bytes))
+
+
+def _links(cluster: AnyCluster, num_replicas: int, placed: Sequence[Placed]) -> Iterator[tuple[Link, Link]]:
+    """By stage: the link to the next one, and that from the one before; at the ends of a row nothing goes over them."""
+    ends = [one.first_device + num_replicas * prod(one.shape) - 1 for one in placed]
+    between = [cluster.link(end, one.first_device) for end, one in zip(ends, placed[1:], strict=False)]
+    return zip([*between, cluster.groups[-1].intra], [cluster.groups[0].intra, *between], strict=True)
+
+
+def _priced(parts: Parts, placed: Placed, num_replicas: int, behind: Link, before: Link) -> StageProposal:
     costs, inside = parts.costs(placed.shape, num_replicas), slice(placed.first_layer, placed.end_layer)
-    end_device = placed.first_device + num_replicas * prod(placed.shape)
-    behind, before = (link_at(parts.cluster, device) for device in (end_device, placed.first_device))
     residual_bytes = float(costs.residual_bytes[inside].sum())
     cost = StageCost(
         float(costs.forward_s[inside].sum()),
@@ -308,14 +352,10 @@ def _priced(parts: Parts, placed: Placed, num_replicas: int) -> StageProposal:
     )
     return StageProposal(
         placed,
+        parts.cluster,
         parts.solution(placed.shape),
         cost,
         float(costs.once_s[inside].sum()),
         float(costs.state_bytes[inside].sum()),
         float(costs.workspace_bytes[inside].max()),
     )
-
-
-def link_at(cluster: Cluster, device: int) -> Link:
-    """Between a device and the one before it."""
-    return cluster.inter if device % cluster.devices_per_node == 0 else cluster.intra

@@ -12,16 +12,17 @@ Where nothing fits, or the cap makes pipelines slower, the same step is searched
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 from math import inf, prod
 
-from cost_model.cluster import Cluster
 from cost_model.errors import InfeasibleError, InputError
+from cost_model.mixed_cluster import AnyCluster
 from cost_model.units import format_bytes, format_seconds
 from search.ir.graph import Role, Step
 from search.memory.batch_states import NotSplittableError
 from search.memory.microbatches import batch_divisors
 from search.memory.residuals import has_loops
-from search.pipeline.drafts import GAP, Draft, Drafting, Wanted, num_workers
+from search.pipeline.drafts import GAP, Draft, Drafting, Wanted, num_workers, stands
 from search.pipeline.inter_op import nearest_cut
 from search.pipeline.proposals import Parts, Proposal
 from search.pipeline.schedules.registry import check_name
@@ -61,6 +62,7 @@ class PipelineOptions:
       microbatches: in how many the step goes through its batch; None to search it.
       mesh: of each stage: how many replicas it has, then the mesh of a replica's devices; None to search it.
       remat: "never" to recompute nothing; None to search it.
+      fill: the share of a cap that stages may take, by their layers' costs.
     """
 
     memory_bytes: int
@@ -69,11 +71,12 @@ class PipelineOptions:
     microbatches: int | None = None
     mesh: tuple[int, ...] | None = None
     remat: str | None = None
+    fill: float = 1.0
 
     @property
     def wanted(self) -> Wanted:
         """What a proposal has to be."""
-        return Wanted(self.memory_bytes, self.stages, self.schedule)
+        return Wanted(self.memory_bytes, self.stages, self.schedule, self.fill)
 
 
 Shapes = tuple[tuple[int, ...], ...]
@@ -96,7 +99,7 @@ class PipelineSearch:
         self,
         step: Step,
         marks: Sequence[str],
-        cluster: Cluster,
+        cluster: AnyCluster,
         options: PipelineOptions,
         progress: Callable[[str], None] = lambda line: None,
         made_ready: dict[int, Parts] | None = None,
@@ -122,6 +125,8 @@ class PipelineSearch:
         """
         if self.options.schedule is not None:
             check_name(self.options.schedule)
+        if self.options.wanted.shares_workers and len(self.cluster.groups) > 1:
+            raise self._unlike()
         if not self._may_hold(1):
             raise self._too_large()
         counts = self._counts()
@@ -161,7 +166,8 @@ class PipelineSearch:
 
     def _parts(self, count: int) -> Parts:
         if count not in self.made_ready:
-            self.made_ready[count] = Parts.of(self.step, self.marks, self.cluster, count, clock=self.clock)
+            first = self.cluster.groups[0]
+            self.made_ready[count] = Parts.of(self.step, self.marks, first, count, clock=self.clock)
         return self.made_ready[count]
 
     def _wanting(
@@ -174,11 +180,11 @@ class PipelineSearch:
         """Looks for better pipelines on each number of replicas, unless that takes so many times its bound, of stages that
         recompute in one of some ways; those that are worth a look with more recomputed, with what they take at least."""
         looked_at = list[tuple[float, Drafting, Draft | None]]()
-        for bound_s, num_replicas, shapes in left:
+        for (bound_s, num_replicas, shapes), cluster in product(left, self.cluster.orders):
             if bound_s * times >= min(self._best_s, cutoff_s):
                 self.passed_over_s = min(self.passed_over_s, bound_s * times)
                 break
-            drafting = Drafting(tuple(among), num_replicas, shapes, self.options.wanted)
+            drafting = Drafting(tuple(among), num_replicas, shapes, self.options.wanted, cluster)
             self.progress(str(drafting))
             try:
                 looked_at.append((bound_s, drafting, drafting.draft()))
@@ -191,12 +197,12 @@ class PipelineSearch:
             if not self._takes(draft)
         ]
         self.uncut += [drafting.problem for _, drafting, draft in looked_at if draft is None]
-        wanting = [
-            (max(bound_s, least_s), drafting.num_replicas, drafting.shapes)
-            for bound_s, drafting, draft in looked_at
-            if (least_s := self._recomputing_s(drafting, None if drafting in misfits else draft)) < inf
-        ]
-        return sorted(wanting)
+        wanting = dict[tuple[int, Shapes], float]()
+        for bound_s, drafting, draft in looked_at:
+            mesh = drafting.num_replicas, drafting.shapes
+            least_s = self._recomputing_s(drafting, None if drafting in misfits else draft)
+            wanting[mesh] = min(max(bound_s, least_s), wanting.get(mesh, inf))
+        return sorted((least_s, *mesh) for mesh, least_s in wanting.items() if least_s < inf)
 
     def _takes(self, draft: Draft) -> bool:
         """Works out what promises to be better than the best pipeline, and takes it if it is; false if it turns out not to
@@ -220,7 +226,7 @@ class PipelineSearch:
             return inf
         if drafting.recomputes or has_loops(drafting.plain.step_problem.step):
             return 0.0
-        if fitting and fitting.most_bytes < ROOMY * self.options.memory_bytes:
+        if fitting and fitting.fullness < ROOMY:
             return inf
         free = drafting.without_cap.draft()
         if free is None or free.least_s >= self._best_s:
@@ -230,8 +236,13 @@ class PipelineSearch:
 
     def _bound_s(self, parts: Parts, num_replicas: int, shapes: Shapes) -> float:
         """What pipelines on so many replicas take at least."""
-        device_s = min(parts.ledger(s).microbatch_s * num_replicas * prod(s) for s in shapes)
-        return parts.count // num_replicas * device_s / self.cluster.num_devices
+        microbatches_per_s = 0.0
+        for group in self.cluster.groups:
+            here = [s for s in shapes if stands(num_replicas * prod(s), group)]
+            ledgers = ((parts.on(group).ledger(s), num_replicas * prod(s)) for s in here)
+            device_s = min(ledger.microbatch_s * size for ledger, size in ledgers)
+            microbatches_per_s += group.num_devices / device_s
+        return parts.count // num_replicas / microbatches_per_s
 
     @property
     def _best_s(self) -> float:
@@ -274,10 +285,17 @@ class PipelineSearch:
         found: list[tuple[int, Shapes]] = []
         for num_replicas in (n for n in range(1, self.cluster.num_devices + 1) if self._may_hold(n)):
             sizes = (size // num_replicas for size in self._sizes if size % num_replicas == 0)
-            shapes = tuple((size,) for size in sizes if self.cluster.devices_per_node % size == 0)
-            if shapes:
+            shapes = tuple(
+                (n,) for n in sizes if any(g.devices_per_node % n == 0 for g in self.cluster.groups)
+            )
+            if self._stand_everywhere(num_replicas, shapes):
                 found.append((num_replicas, shapes))
         return tuple(found)
+
+    def _stand_everywhere(self, num_replicas: int, shapes: Shapes) -> bool:
+        """Whether stages of some of these meshes may stand on nodes of each kind."""
+        sizes = [num_replicas * prod(shape) for shape in shapes]
+        return all(any(stands(size, group) for size in sizes) for group in self.cluster.groups)
 
     def _may_hold(self, num_replicas: int) -> bool:
         """Whether parameters, of which each replica has a copy or a gradient of that size, may fit so often, and the rest of
@@ -288,7 +306,9 @@ class PipelineSearch:
             sizes[argument.role] += self.step.graph.values[v].num_bytes
         learned = sizes.pop(Role.PARAMETER)
         rest = sum(sizes.values()) - sizes[Role.BATCH]
-        return num_replicas * learned + rest <= self.cluster.num_devices * self.options.memory_bytes
+        caps = self.cluster.caps(self.options.memory_bytes)
+        there = sum(g.num_devices * cap for g, cap in zip(self.cluster.groups, caps, strict=True))
+        return num_replicas * learned + rest <= self.options.fill * there
 
     @cached_property
     def _sizes(self) -> tuple[int, ...]:
@@ -303,10 +323,10 @@ class PipelineSearch:
             if rest or not size:
                 raise self._undealt()
             return (size,)
-        per_node = self.cluster.devices_per_node
-        may = [n for n in range(1, total + 1) if _stands(n, per_node)]
+        groups = self.cluster.groups
+        may = [n for n in range(1, total + 1) if any(stands(n, group) for group in groups)]
         if stages is None:
-            return tuple(n for n in may if n <= total // 2)
+            return tuple(n for n in may if n <= total // 2 or len(groups) > 1)
         reached = [_sums(may, n, total) for n in range(stages + 1)]
         sizes = tuple(n for n in may if total - n in reached[stages - 1])
         if not sizes:
@@ -333,14 +353,24 @@ class PipelineSearch:
         if size not in self._sizes or workers * size != total:
             raise InputError(
                 f"{workers} stages of mesh {options.mesh} take {workers * size} devices, and {self.cluster.name} has {total}"
-                f" in nodes of {self.cluster.devices_per_node}. Ask for another mesh or number of stages"
+                f" in {self._nodes}. Ask for another mesh or number of stages"
             )
 
     # --- what to say
 
+    @property
+    def _nodes(self) -> str:
+        return " and ".join(f"nodes of {group.devices_per_node}" for group in self.cluster.groups)
+
+    def _unlike(self) -> InputError:
+        return InputError(
+            f"under {self.options.schedule!r} each worker runs several stages, and all have as many devices of one kind, "
+            f"but {self.cluster.name} has several kinds: {self.cluster}. Ask for another schedule"
+        )
+
     def _undealt(self) -> InputError:
         return InputError(
-            f"{self.cluster.num_devices} devices in nodes of {self.cluster.devices_per_node} cannot be dealt to "
+            f"{self.cluster.num_devices} devices in {self._nodes} cannot be dealt to "
             f"{self.options.stages} stages{self._scheduled}: each takes 1, 2, 4, ... devices of a node, or whole nodes"
             + (", and all as many" if self.options.wanted.shares_workers else "")
             + ". Ask for another number of stages, or use other devices"
@@ -376,11 +406,6 @@ class PipelineSearch:
             f"no pipeline of {self.step.name} on {self.cluster.name} fits {format_bytes(self.options.memory_bytes)} a device"
             ": its state alone is more than all devices hold. Allow more memory, or use more devices"
         )
-
-
-def _stands(size: int, per_node: int) -> bool:
-    """Whether a stage may have so many devices."""
-    return size % per_node == 0 if size >= per_node else size.bit_count() == 1
 
 
 def _sums(terms: Sequence[int], count: int, most: int) -> frozenset[int]:

@@ -18,10 +18,10 @@ class InterOpProblem:
       num_microbatches: of a step.
       in_flight: microbatches whose residuals a stage holds, by how many stages are behind it; the last number holds
         for more. It never falls.
-      transfer_s: [inside a node or between nodes, layers + 1]: seconds to hand on at each cut what the next layer reads, and
-        its gradient back.
+      transfer_s: [links, layers + 1]: seconds to hand on at each cut what the next layer reads, and its gradient back.
       fill_share: of the time in which the pipeline fills and drains, what the schedule leaves idle.
       num_stages: if the caller wants so many.
+      links: the link to each device from the one before it; if left out, there are two: inside a node, and between nodes.
     """
 
     nodes: tuple[Node, ...]
@@ -31,6 +31,7 @@ class InterOpProblem:
     transfer_s: Array
     fill_share: float = 1.0
     num_stages: int | None = None
+    links: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         assert all(a <= b for a, b in zip(self.in_flight, self.in_flight[1:], strict=False)), (
@@ -38,6 +39,9 @@ class InterOpProblem:
         )
         assert 0 <= self.fill_share <= self.num_microbatches, f"fill share {self.fill_share}"
         assert len({node.kind for node in self.nodes}) == len(set(self.nodes)), "nodes of a kind differ"
+        assert len(self.links) in (0, self.num_devices), (
+            f"{len(self.links)} links to {self.num_devices} devices"
+        )
 
     @property
     def num_layers(self) -> int:
@@ -48,6 +52,12 @@ class InterOpProblem:
     def num_devices(self) -> int:
         """In the cluster."""
         return sum(node.num_devices for node in self.nodes)
+
+    @property
+    def links_to(self) -> Array:
+        """[devices + 1]: the link to each device, and behind the last one, which leads nowhere."""
+        inside = (np.arange(node.num_devices) == 0 for node in self.nodes)
+        return np.append(self.links or np.concatenate([*inside]).astype(int), 0)
 
     def held_with(self, num_behind: int) -> int:
         """Microbatches in flight on a stage."""

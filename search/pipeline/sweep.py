@@ -33,12 +33,10 @@ class Places:
     Attributes:
       options: per first device: the options that may stand there; none at most devices where options take many.
       ends: per first device: where each of them ends.
-      at_boundary: [devices + 1]: whether a node begins or ends there.
     """
 
     options: tuple[Array, ...]
     ends: tuple[Array, ...]
-    at_boundary: Array
 
     @property
     def num_devices(self) -> int:
@@ -59,12 +57,9 @@ class Places:
                         first = int(starts[i]) + offset
                         found[first].append((o, first + option.submesh.size))
         found = _joined_up(found)
-        boundary = np.zeros(int(starts[-1]) + 1, bool)
-        boundary[starts] = True
         return cls(
             tuple(np.array([o for o, _ in here], int) for here in found),
             tuple(np.array([end for _, end in here], int) for here in found),
-            boundary,
         )
 
 
@@ -132,7 +127,7 @@ class Sweep:
     Attributes:
       table: costs of runs of layers.
       places: where options may stand.
-      transfer_s: [inside a node or between, layers + 1] at each cut.
+      transfer_s: [devices + 1, layers + 1] to each device at each cut.
       lasts: by the number of stages behind: [options, first layer] the end of the longest stage.
       max_stages: 0 to take all stages as having none behind them; then F[p] has one row, of no stages.
     """
@@ -151,8 +146,7 @@ class Sweep:
         for p in reversed([p for p in range(num_devices) if len(self.places.options[p])]):
             here = self._column(p, arriving)
             columns[p] = here.without(drop(p, here))
-            handed_on_s = self.transfer_s[int(self.places.at_boundary[p])]
-            arriving[p] = Column(columns[p].num_stages, columns[p].latency_s + handed_on_s)
+            arriving[p] = Column(columns[p].num_stages, columns[p].latency_s + self.transfer_s[p])
         return columns
 
     def _column(self, p: int, arriving: Sequence[Column]) -> Column:

@@ -1,11 +1,23 @@
 """What the summaries of all pipelines begin with, whoever runs them."""
 
-from cost_model.cluster import Cluster
 from cost_model.errors import InputError, PlanError
+from cost_model.mixed_cluster import AnyCluster, from_json
 from search.plan.pipeline_plan import PipelinePlan
 from search.plan.spmd_plan import SpmdPlan
 from search.plan.summary import compiler_options
 from search.plan.text_table import aligned, plural
+
+
+def cluster_of(plan: PipelinePlan | SpmdPlan) -> AnyCluster:
+    """The cluster that a plan is for.
+
+    Raises:
+      PlanError: what a loaded plan says of it does not make sense.
+    """
+    try:
+        return from_json(plan.cluster, "plan: cluster")
+    except InputError as e:
+        raise PlanError(str(e)) from e
 
 
 def head(plan: PipelinePlan | SpmdPlan, *rows: tuple[str, str]) -> list[str]:
@@ -14,14 +26,11 @@ def head(plan: PipelinePlan | SpmdPlan, *rows: tuple[str, str]) -> list[str]:
     Raises:
       PlanError: a loaded plan's cluster does not make sense.
     """
-    try:
-        cluster = Cluster.from_json(plan.cluster, "plan: cluster")
-    except InputError as e:
-        raise PlanError(str(e)) from e
-    nodes = plural(cluster.num_nodes, "node")
+    cluster = cluster_of(plan)
     step = ("step", f"{plan.step} (fingerprint {plan.fingerprint}, JAX {plan.jax})")
-    where = f"{cluster.name}: {nodes} of {cluster.devices_per_node} {cluster.device.name}"
-    options = [("compiler", said)] if (said := compiler_options(cluster)) else []
+    where = f"{cluster.name}: {cluster}"
+    said = dict.fromkeys(compiler_options(group) for group in cluster.groups)
+    options = [("compiler", one) for one in said if one]
     return aligned([step, ("cluster", where), *rows, *options], indent=0)
 
 

@@ -8,6 +8,7 @@ is honoured. `estimates` are what the cost model says of that, stage by stage: f
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
+from itertools import accumulate
 from typing import Any
 
 from cost_model.errors import PlanError
@@ -114,8 +115,9 @@ class PipelinePlan(SavedPlan):
       microbatches: in how many the step goes through its batch.
       stages: in the order of the forward phase.
       retention: per class of forward ops, by name, what is not kept of them, as in a plan of one program.
-      decisions: for each mesh that the replicas of a stage form, how their devices share the work.
+      decisions: for each mesh that the replicas of a stage form, on nodes of each kind, how their devices share the work.
       estimates: what all this is predicted to take.
+      groups: names of the cluster's groups of nodes, in the order in which stages stand on them; of several kinds alone.
       search_s: seconds of the search; not saved.
     """
 
@@ -131,12 +133,21 @@ class PipelinePlan(SavedPlan):
     retention: Mapping[str, str]
     decisions: tuple[Decisions, ...]
     estimates: PipelineEstimates
+    groups: tuple[str, ...] = ()
     search_s: Mapping[str, float] = field(default_factory=dict[str, float], compare=False)
 
     @property
     def num_replicas(self) -> int:
         """Of each stage."""
         return self.stages[0].num_replicas
+
+    @property
+    def stands_on(self) -> tuple[str, ...]:
+        """The group of nodes on which each stage stands, of several kinds; they stand one after another."""
+        sizes = {group["name"]: group["num_devices"] for group in self.cluster.get("groups", ())}
+        device_of = [name for name in self.groups for _ in range(sizes[name])]
+        firsts = accumulate((stage.num_devices for stage in self.stages[:-1]), initial=0)
+        return tuple(device_of[first] for first in firsts) if device_of else ()
 
     @property
     def executor(self) -> str:
@@ -155,6 +166,7 @@ class PipelinePlan(SavedPlan):
             "fingerprint": self.fingerprint,
             "jax": self.jax,
             "cluster": dict(self.cluster),
+            **({"groups": list(self.groups)} if self.groups else {}),
             "memory_bytes": self.memory_bytes,
             "schedule": self.schedule,
             "workers": self.workers,
@@ -164,6 +176,7 @@ class PipelinePlan(SavedPlan):
             "decisions": [
                 {
                     "mesh": dict(d.mesh),
+                    **({"group": d.group} if d.group else {}),
                     "arguments": dict(d.arguments),
                     "ops": dict(d.ops),
                     "copies": dict(d.copies),

@@ -1,7 +1,7 @@
 """A pipeline as an expert would sum it up: what `print(plan)` shows."""
 
 from cost_model.units import format_bytes, format_mesh, format_seconds
-from search.plan.pipeline_head import head, recomputed
+from search.plan.pipeline_head import cluster_of, head, recomputed
 from search.plan.pipeline_plan import PipelinePlan
 from search.plan.text_table import aligned, fitted, plural
 
@@ -43,7 +43,8 @@ def _head(plan: PipelinePlan) -> list[str]:
 
 def _stages(plan: PipelinePlan) -> list[str]:
     """A line each: where it stands, and what it takes for a microbatch."""
-    rows = [("", "from op", "mesh", "forward", "backward", "update", "peak")]
+    rows = [("", "from op", "mesh", "forward", "backward", "update", "peak", "on" if plan.groups else "")]
+    groups = plan.stands_on or ("",) * len(plan.stages)
     for n, (stage, taken) in enumerate(zip(plan.stages, plan.estimates.stages, strict=True)):
         rows.append(
             (
@@ -54,6 +55,7 @@ def _stages(plan: PipelinePlan) -> list[str]:
                 format_seconds(taken.backward_s + taken.weight_gradient_s),
                 format_seconds(taken.update_s),
                 format_bytes(taken.peak_bytes),
+                groups[n],
             )
         )
     axes = " x ".join(plan.stages[0].mesh)
@@ -66,10 +68,17 @@ def _time(plan: PipelinePlan) -> list[str]:
 
 
 def _memory(plan: PipelinePlan) -> list[str]:
-    peak, cap = plan.estimates.peak_bytes, plan.memory_bytes
-    return [
-        f"predicted peak memory: {format_bytes(peak)} of {format_bytes(cap)} per device ({peak / cap:.0%})"
-    ]
+    """A line for each kind of node."""
+    cluster, lines = cluster_of(plan), list[str]()
+    groups = plan.stands_on or (cluster.groups[0].name,) * len(plan.stages)
+    for group, cap in zip(cluster.groups, cluster.caps(plan.memory_bytes), strict=True):
+        here = zip(plan.estimates.stages, groups, strict=True)
+        peak = max(stage.peak_bytes for stage, name in here if name == group.name)
+        on = f" on {group.name}" if plan.groups else ""
+        lines.append(
+            f"predicted peak memory{on}: {format_bytes(peak)} of {format_bytes(cap)} per device ({peak / cap:.0%})"
+        )
+    return lines
 
 
 def _search(plan: PipelinePlan) -> list[str]:

@@ -87,6 +87,7 @@ class Decisions:
       retention: per class of forward ops, by name, what is not kept of them for the backward phase: `remat`, or which of
         them are recomputed. The names of `ops` and `copies` are those of the step that recomputes so.
       microbatches: in how many the step goes through its batch. The names of the others are those of the step that does.
+      group: of a pipeline on several kinds of node: the group of nodes that they are for.
     """
 
     mesh: Mapping[str, int]
@@ -95,6 +96,7 @@ class Decisions:
     copies: Mapping[str, str]
     retention: Mapping[str, str] = field(default_factory=dict[str, str])
     microbatches: int = 1
+    group: str = ""
 
 
 @dataclass(frozen=True, slots=True)

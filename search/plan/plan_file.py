@@ -144,6 +144,8 @@ class StageDecisionsFile(TypedDict):
 
     mesh: Mesh
     """Size of each of its axes, outermost first."""
+    group: NotRequired[str]
+    """Of a cluster with several kinds of node: the group of nodes that they are for."""
     arguments: dict[str, str]
     """As in a plan of one program."""
     ops: dict[str, str]
@@ -205,6 +207,8 @@ class PipelineFile(TypedDict):
     """The JAX version that traced it."""
     cluster: dict[str, Any]
     """The cluster, as its file would say it."""
+    groups: NotRequired[Annotated[tuple[str, ...], Field(strict=False)]]
+    """Of a cluster with several kinds of node: its groups of nodes, in the order in which stages stand on them."""
     schedule: str
     """The family's name, such as 1f1b."""
     memory_bytes: Count

@@ -34,7 +34,7 @@ def drafting(count: int, num_replicas: int, recomputing: bool = False, **wanted)
     parts = plain(count)
     all_that_may_be = parts.recomputing(parts.choices(SHAPES[-1])[-1].sites)
     among = (parts, all_that_may_be) if recomputing else (parts,)
-    return Drafting(among, num_replicas, SHAPES, Wanted(**{"memory_bytes": 80 << 30, **wanted}))
+    return Drafting(among, num_replicas, SHAPES, Wanted(**{"memory_bytes": 80 << 30, **wanted}), CLUSTER)
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-h2", "eager-1f1b", "gpipe"])
@@ -60,7 +60,7 @@ def test_what_is_promised_is_what_is_worked_out_where_nothing_is_recomputed():
 def test_what_is_promised_of_stages_that_recompute_is_about_what_they_take(share):
     free = drafting(8, 2, stages=2).draft()
     assert free is not None
-    cap_bytes = share * free.most_bytes
+    cap_bytes = share * free.fullness * free.drafting.wanted.memory_bytes
     draft = drafting(8, 2, recomputing=True, memory_bytes=cap_bytes, stages=2).draft()
     assert draft is not None
     proposal = draft.proposal()
@@ -86,7 +86,7 @@ def test_nothing_that_is_passed_over_is_faster(microbatches):
     for num_replicas, shapes in [(1, ((1,), (2,), (4,))), (2, ((1,), (2,))), (4, ((1,),))]:
         if 16 % (microbatches * num_replicas) == 0:
             draft = Drafting(
-                (plain(microbatches * num_replicas),), num_replicas, shapes, options.wanted
+                (plain(microbatches * num_replicas),), num_replicas, shapes, options.wanted, CLUSTER
             ).draft()
             proposal = None if draft is None else draft.proposal()
             least_s = min(least_s, proposal.step_s) if isinstance(proposal, Proposal) else least_s

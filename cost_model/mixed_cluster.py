@@ -1,0 +1,147 @@
+"""Clusters of several kinds of node, or of islands that a slower network joins.
+
+Each group is a cluster of its own: one kind of device, of node and of links. Its nodes stand side by side; devices are
+numbered group by group, in the order in which these are given. Between groups all talk over one more link. One program
+runs on devices of one kind, so plans for such a cluster are pipelines, each of whose stages stands on nodes of one group.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, permutations
+from typing import Annotated, Any
+
+from cost_model.cluster import Cluster, Link, check_name
+from cost_model.errors import ClusterError
+from cost_model.file_forms import Records, Table, file_config, write_record
+
+MAX_GROUPS = 4
+"""Pipelines are looked for with the groups in every order. Source: a choice of ours; four have 24 orders."""
+
+
+@dataclass(frozen=True, slots=True)
+class MixedCluster:
+    """Groups of nodes that a pipeline may span.
+
+    Example:
+      >>> from cost_model.hardware import parse_hardware
+      >>> mixed = parse_hardware("8xH100-80GB+16xA100-40GB")
+      >>> mixed.num_devices, [group.num_nodes for group in mixed.groups]
+      (24, [1, 2])
+    """
+
+    __pydantic_config__ = file_config()
+
+    name: str
+    """What the user called it."""
+    groups: Annotated[tuple[Cluster, ...], Records(Cluster)]
+    """Nodes of a kind, each group with a name of its own."""
+    between: Link
+    """Between devices of different groups, each device's share when all send at once."""
+    sources: Annotated[tuple[tuple[str, str], ...], Table(str)] = ()
+    """Where the numbers of `between` come from; each group says it of its own."""
+
+    def __post_init__(self) -> None:
+        check_name(self.name, "cluster name")
+        names = [group.name for group in self.groups]
+        if not 2 <= len(names) <= MAX_GROUPS:
+            raise ClusterError(f"wanted 2 to {MAX_GROUPS} groups of nodes, got {len(names)}")
+        if len(set(names)) < len(names):
+            raise ClusterError(f"wanted a name of its own for each group of nodes, got {', '.join(names)}")
+        if len(platforms := {group.platform for group in self.groups}) > 1:
+            raise ClusterError(
+                f"wanted groups of one platform, got {' and '.join(sorted(platforms))} devices"
+            )
+
+    @property
+    def platform(self) -> str:
+        """What JAX lowers programs for it to."""
+        return self.groups[0].platform
+
+    @property
+    def num_devices(self) -> int:
+        """Of all groups."""
+        return sum(group.num_devices for group in self.groups)
+
+    def device_memory_limit(self) -> int:
+        """Bytes that a program can use on the device that has most: the default memory cap."""
+        return max(group.device_memory_limit() for group in self.groups)
+
+    def caps(self, memory_bytes: int) -> tuple[int, ...]:
+        """Bytes per device of each group under a cap for all: no more than a program can use there."""
+        return tuple(min(memory_bytes, group.device_memory_limit()) for group in self.groups)
+
+    def seat(self, device: int) -> tuple[Cluster, int]:
+        """The group that a device is of, and its number there."""
+        for group in self.groups:
+            if device < group.num_devices:
+                return group, device
+            device -= group.num_devices
+        raise AssertionError(f"{self.name} has {self.num_devices} devices")
+
+    def node_of(self, device: int) -> tuple[str, int]:
+        """The node in which a device stands."""
+        group, number = self.seat(device)
+        return group.node_of(number)
+
+    def link(self, first: int, second: int) -> Link:
+        """Between two devices."""
+        (group, one), (other, two) = self.seat(first), self.seat(second)
+        return group.link(one, two) if group is other else self.between
+
+    @property
+    def orders(self) -> "tuple[MixedCluster, ...]":
+        """The same with its groups in every order, first as they are given."""
+        return tuple(
+            MixedCluster(self.name, groups, self.between, self.sources)
+            for groups in permutations(self.groups)
+        )
+
+    def ordered(self, names: tuple[str, ...]) -> "MixedCluster":
+        """The same with its groups in this order.
+
+        Raises:
+          ClusterError: these are not the names of its groups.
+        """
+        for order in self.orders:
+            if tuple(group.name for group in order.groups) == names:
+                return order
+        raise ClusterError(
+            f"wanted the groups {', '.join(repr(group.name) for group in self.groups)} in some order, got "
+            f"{', '.join(map(repr, names)) or 'none'}"
+        )
+
+    def in_order[Device](self, devices: Sequence[Device], names: Sequence[str]) -> list[Device]:
+        """Its devices, group by group in this order."""
+        ends = accumulate(group.num_devices for group in self.groups)
+        of_group = {
+            g.name: devices[end - g.num_devices : end] for g, end in zip(self.groups, ends, strict=True)
+        }
+        return [device for name in names for device in of_group[name]]
+
+    def __str__(self) -> str:
+        return " and ".join(map(str, self.groups))
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON object with units in the numbers; `from_json` is its exact inverse."""
+        return write_record(self)
+
+
+AnyCluster = Cluster | MixedCluster
+"""What a plan may be for."""
+
+
+def from_json(data: Any, place: str = "cluster") -> AnyCluster:
+    """The cluster that a JSON object describes, of one kind of node or several.
+
+    Args:
+      data: as `json.loads` gives it.
+      place: the file's name, for messages.
+
+    Raises:
+      ClusterError: naming the place and the key.
+    """
+    from cost_model.cluster_schema import checked  # it takes a while to import
+
+    if isinstance(data, dict) and "groups" in data:
+        return checked(data, place, MixedCluster)
+    return checked(data, place, Cluster)
