@@ -7,6 +7,7 @@ saves what that waits for communication, computes twice or does not share out.
 
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -36,6 +37,10 @@ AUTO = "auto"
 WORTH = 0.15
 """Of the step, what a pipeline has to be able to save for one to be searched unasked. Source: a choice of ours; of what it
 may save, its own bubble and transfers take about a half."""
+
+MUCH_FASTER = 1.3
+"""One program is at most so many times as fast as a pipeline's microbatches, where its devices always have work: its kernels
+take more examples at a time. Source: a choice of ours."""
 
 LEAST_TASKS = 8
 """Of a pipeline: two stages, two microbatches, forward and backward."""
@@ -269,7 +274,8 @@ def _faster(
     try:
         found = pipelines.find(step, cluster, options, progress, cutoff_s, made_ready)
         if isinstance(cluster, MixedCluster) and options.stages is None:
-            _tell_of_parts(step, cluster, found.plan, progress)
+            plain = made_ready[found.plan.microbatches * found.plan.num_replicas]
+            _tell_of_parts(step, cluster, found.plan, plain, progress)
         return found
     except (InfeasibleError, InputError) as e:
         if as_one is None:
@@ -278,19 +284,24 @@ def _faster(
         return as_one
 
 
-def _tell_of_parts(step: Step, cluster: MixedCluster, plan: PipelinePlan, progress: Progress) -> None:
+def _tell_of_parts(
+    step: Step, cluster: MixedCluster, plan: PipelinePlan, parts: Parts, progress: Progress
+) -> None:
     """Warns where one program on nodes of one kind alone is faster than a pipeline on all."""
+    alone_s = dict[str, float]()
     for group, cap_bytes in zip(cluster.groups, cluster.caps(plan.memory_bytes), strict=True):
-        progress(f"looking for one program on {group.name} alone")
-        try:
-            alone = planning.find(step, group, planning.options(step, group, Asked(cap_bytes)), progress)
-        except InfeasibleError:
+        if parts.least_s(group) > MUCH_FASTER * plan.estimates.step_s:
             continue
-        if (alone_s := alone.plan.estimates.step_s) < plan.estimates.step_s:
-            warn(
-                f"{group.name} alone is predicted to run {step.name} in {format_seconds(alone_s)}, faster than all of "
-                f"{cluster.name}, in {format_seconds(plan.estimates.step_s)}. Ask for it alone, or for a larger batch"
-            )
+        progress(f"looking for one program on {group.name} alone")
+        with suppress(InfeasibleError):
+            found = planning.find(step, group, planning.options(step, group, Asked(cap_bytes)), progress)
+            alone_s[group.name] = found.plan.estimates.step_s
+    fastest = min(alone_s, key=alone_s.__getitem__, default=None)
+    if fastest is not None and alone_s[fastest] < plan.estimates.step_s:
+        warn(
+            f"{fastest} alone is predicted to run {step.name} in {format_seconds(alone_s[fastest])}, and all of "
+            f"{cluster.name} in {format_seconds(plan.estimates.step_s)}. Ask for it alone, or give the step a larger batch"
+        )
 
 
 def applied(step: Step, plan: PipelinePlan | SpmdPlan, place: str) -> Pipeline | SpmdPipeline:

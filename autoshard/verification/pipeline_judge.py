@@ -9,12 +9,14 @@ there while the program runs.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from autoshard.progress import Progress
 from autoshard.verification.judge import CompilerVerifier, lowered, telling
 from autoshard.verification.pipeline_result import PipelineVerification, ProgramProof, StageProof
 from autoshard.verification.result import Footprint, paired
 from cost_model.cluster import Cluster
 from cost_model.xla import compiler
 from cost_model.xla._jax import module_bytes
+from cost_model.xla.compiler import Compiled
 from cost_model.xla.process import Job, compile_all_apart
 from cost_model.xla.stats import CompiledStats, Traffic
 from executors import spmd
@@ -72,7 +74,7 @@ def _stage_by_stage(verifier: CompilerVerifier, found: Pipeline) -> PipelineVeri
     runs = followed(found.programs, found.schedule, found.shardings, None).runs
     lots = _lots(found, runs)
     watch.lap("lower")
-    answers = compile_all_apart([lot.job for lot in lots], verifier.compiler, tell)
+    answers = _compiled(lots, verifier, tell)
     meshes = [dict(stage.mesh) for stage in plan.stages]
     compiled = {
         run.program: CompiledStats.of(answer, meshes[run.seat[0]])
@@ -124,6 +126,16 @@ def _lots(found: Pipeline, runs: Sequence[StageRun]) -> list[_Lot]:
         )
         for (_, num_devices, group), lot in alike.items()
     ]
+
+
+def _compiled(lots: Sequence[_Lot], verifier: CompilerVerifier, tell: Progress) -> list[Compiled]:
+    """One process compiles for GPUs of one kind."""
+    answers = dict[int, Compiled]()
+    for kind in dict.fromkeys(lot.job.cluster.device.name for lot in lots):
+        here = [i for i, lot in enumerate(lots) if lot.job.cluster.device.name == kind]
+        compiled = compile_all_apart([lots[i].job for i in here], verifier.compiler, tell)
+        answers |= zip(here, compiled, strict=True)
+    return [answers[i] for i in range(len(lots))]
 
 
 def _memory_bytes(found: Pipeline, run: StageRun) -> int:

@@ -143,8 +143,11 @@ class Drafting:
     @cached_property
     def ways(self) -> tuple[tuple[Cluster, Parts, tuple[int, ...]], ...]:
         """To run layers: on nodes of which kind, as which step, on which mesh of a replica."""
-        found = product(self.cluster.groups, self.among, self.shapes)
-        return tuple(way for way in found if stands(self.num_replicas * prod(way[-1]), way[0]))
+        return tuple(
+            (group, parts, shape)
+            for group, parts, shape in product(self.cluster.groups, self.among, self.shapes)
+            if self.wanted.shares_workers or stands(self.num_replicas * prod(shape), group)
+        )
 
     @cached_property
     def problem(self) -> InterOpProblem:
@@ -152,7 +155,7 @@ class Drafting:
         says."""
         if self.wanted.shares_workers:
             assert self.wanted.stages, "stages that share workers are asked for by their number"
-            nodes, in_flight = (Node(self.wanted.stages, np.inf, self.cluster.groups[0].name),), (1,)
+            nodes, in_flight = (Node(self.wanted.stages, np.inf),), (1,)
             options, links = [self._option(0, Submesh(1, 1))], ()
         else:
             held = self.num_microbatches if self.wanted.schedule == "gpipe" else 1
@@ -176,7 +179,7 @@ class Drafting:
     def _nodes(self) -> tuple[Node, ...]:
         caps = self.cluster.caps(self.wanted.memory_bytes)
         of_groups = (
-            (Node(group.devices_per_node, self.wanted.fill * cap, group.name),) * group.num_nodes
+            (Node(group.devices_per_node, self.wanted.fill * cap, self._kind(group)),) * group.num_nodes
             for group, cap in zip(self.cluster.groups, caps, strict=True)
         )
         return tuple(chain.from_iterable(of_groups))
@@ -203,8 +206,11 @@ class Drafting:
             costs.state_bytes,
             costs.workspace_bytes,
             costs.once_s,
-            group.name,
+            self._kind(group),
         )
+
+    def _kind(self, group: Cluster) -> str:
+        return group.name if len(self.cluster.groups) > 1 else ""
 
     def _submesh(self, group: Cluster, parts: Parts, shape: tuple[int, ...]) -> Submesh:
         size, per_node = self.num_replicas * prod(shape), group.devices_per_node

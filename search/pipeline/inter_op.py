@@ -268,6 +268,7 @@ class _Search:
             float(option.update_s[first:end].sum()),
             option.memory_bytes(first, end, held),
             float(self.table.cap_bytes[index]),
+            option.kind,
         )
 
 

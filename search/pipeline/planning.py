@@ -146,8 +146,9 @@ def apply(step: Step, plan: PipelinePlan, place: str = "the plan") -> Pipeline:
     plan.check_is_for(step, place)
     try:
         schedule = build_schedule(plan.schedule, len(plan.stages), plan.microbatches, plan.workers)
-        cluster = cluster_of(plan, place)
-        parts = _parts(step, plan, cluster, place)
+        given = from_json(plan.cluster, f"{place}: cluster")
+        cluster = _ordered(given, plan, place)
+        parts = _parts(step, plan, given.groups[0], place)
     except InputError as e:
         raise PlanError(f"{place}: {e}") from e
     placed = _placed(parts, plan, cluster, schedule, place)
@@ -317,13 +318,8 @@ def _estimates(found: Proposal, taken: _Stages) -> PipelineEstimates:
 # --- from a plan to what it means
 
 
-def cluster_of(plan: PipelinePlan, place: str) -> AnyCluster:
-    """The cluster that a plan is for, its groups of nodes in the order in which stages stand on them.
-
-    Raises:
-      ClusterError: what the plan says of it does not make sense.
-    """
-    cluster = from_json(plan.cluster, f"{place}: cluster")
+def _ordered(cluster: AnyCluster, plan: PipelinePlan, place: str) -> AnyCluster:
+    """The cluster that a plan is for, its groups of nodes in the order in which stages stand on them."""
     if not isinstance(cluster, MixedCluster):
         return cluster
     try:
@@ -344,7 +340,7 @@ def _group(cluster: AnyCluster, decisions: Decisions, place: str) -> Cluster:
     return groups[decisions.group]
 
 
-def _parts(step: Step, plan: PipelinePlan, cluster: AnyCluster, place: str) -> Parts:
+def _parts(step: Step, plan: PipelinePlan, first: Cluster, place: str) -> Parts:
     """The step as a plan takes it apart and recomputes of it, with layers that begin where stages do."""
     num_replicas = {stage.num_replicas for stage in plan.stages}
     if len(num_replicas) != 1:
@@ -355,7 +351,7 @@ def _parts(step: Step, plan: PipelinePlan, cluster: AnyCluster, place: str) -> P
         sites, _ = RetentionCodec(fold(flatten(looped(step, count)), ())).read(plan.retention, place)
     borders = [stage.first_op for stage in plan.stages]
     _check_borders(PipelineStep.of(step, count), borders, place)
-    return Parts.of(step, [""] * len(step.arguments), cluster.groups[0], count, sites, borders)
+    return Parts.of(step, [""] * len(step.arguments), first, count, sites, borders)
 
 
 def _check_borders(step: PipelineStep, borders: Sequence[int], place: str) -> None:

@@ -158,6 +158,12 @@ class Parts:
             self.solutions[shape] = solved(self.step_problem, self.cluster, shape)
         return self.solutions[shape]
 
+    def least_s(self, cluster: Cluster) -> float:
+        """What a step takes on nodes of a kind alone, which are always at work, on the meshes that are known there."""
+        ledgers = self.on(cluster).ledgers.items()
+        device_s = min(ledger.microbatch_s * prod(shape) for shape, ledger in ledgers)
+        return self.count * device_s / cluster.num_devices
+
     def choices(self, shape: tuple[int, ...]) -> "tuple[Again, ...]":
         """What might be recomputed: what is faster so, what saves most for its time, and all that saves anything."""
         if shape not in self.again:

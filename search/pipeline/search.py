@@ -238,9 +238,10 @@ class PipelineSearch:
         """What pipelines on so many replicas take at least."""
         microbatches_per_s = 0.0
         for group in self.cluster.groups:
-            here = [s for s in shapes if stands(num_replicas * prod(s), group)]
-            ledgers = ((parts.on(group).ledger(s), num_replicas * prod(s)) for s in here)
-            device_s = min(ledger.microbatch_s * size for ledger, size in ledgers)
+            sizes = {s: num_replicas * prod(s) for s in shapes}
+            shared = self.options.wanted.shares_workers
+            here = [s for s, size in sizes.items() if shared or stands(size, group)]
+            device_s = min(parts.on(group).ledger(s).microbatch_s * sizes[s] for s in here)
             microbatches_per_s += group.num_devices / device_s
         return parts.count // num_replicas / microbatches_per_s
 

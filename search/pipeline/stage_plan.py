@@ -79,6 +79,7 @@ class StagePlan:
       update_s: once per step.
       memory_bytes: per device.
       cap_bytes: per device.
+      kind: of its nodes, where there are several.
     """
 
     first_layer: int
@@ -91,10 +92,13 @@ class StagePlan:
     update_s: float
     memory_bytes: float
     cap_bytes: float
+    kind: str = ""
 
     def __str__(self) -> str:
         layers = f"layers {self.first_layer} to {self.end_layer - 1}"
         devices = f"devices {self.first_device} to {self.first_device + self.submesh.size - 1}"
+        if self.kind:  # whose order may be another one than their owner's
+            devices = f"{self.submesh.size} devices of {self.kind}"
         return f"{layers} on {devices} ({self.submesh}, {self.variant}), {self.in_flight} in flight"
 
 

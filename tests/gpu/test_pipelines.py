@@ -6,7 +6,7 @@ import pytest
 
 import autoshard
 from autoshard.verification.pipeline_result import PipelineVerification
-from cost_model.hardware import parse_cluster
+from cost_model.hardware import parse_cluster, parse_hardware
 from cost_model.xla._jax import lower, module_bytes
 from cost_model.xla.process import Compiler, compile_apart
 from cost_model.xla.stats import CompiledStats
@@ -238,3 +238,19 @@ def test_a_stage_writes_out_what_it_is_handed_in_the_orders_of_its_products():
     for stage in proof.stages:
         assert stage.predicted is not None
         assert abs(stage.predicted.peak_bytes / stage.compiled.peak_bytes - 1) < 0.05
+
+
+def test_stages_on_several_kinds_of_node_are_compiled_each_for_its_own():
+    case = make_megatron(4, 256, 4, 512, 128, 32)
+    options = {"stages": 3, "microbatches": 4, "schedule": "1f1b"}
+    cluster = "4xH100-80GB+4xA100-40GB"
+    plan = autoshard.search(case.step, *case.abstract_args(), cluster=cluster, **options)
+    proof = autoshard.verify(case.step, *case.abstract_args(), plan=plan)
+    assert isinstance(proof, PipelineVerification)
+    assert proof.fits
+    caps = {group.name: group.device_memory_limit() for group in parse_hardware(cluster).groups}
+    assert [stage.cap_bytes for stage in proof.stages] == [caps[name] for name in plan.stands_on]
+    assert {*plan.stands_on} == caps.keys()
+    for stage in proof.stages:
+        assert stage.predicted.peak_bytes == pytest.approx(stage.compiled.peak_bytes, rel=0.1)
+        assert not any(c.differs for c in stage.collectives)

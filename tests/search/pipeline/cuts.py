@@ -1,6 +1,7 @@
 """Small random inter-op problems, and all their plans."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import accumulate
 
 import numpy as np
@@ -44,7 +45,7 @@ def drawn(seed: int) -> InterOpProblem:
                 )
     num_microbatches = int(rng.integers(1, 9))
     one_f_one_b = tuple(min(behind + 1, num_microbatches) for behind in range(num_layers))
-    return InterOpProblem(
+    problem = InterOpProblem(
         nodes,
         tuple(options),
         num_microbatches,
@@ -53,6 +54,14 @@ def drawn(seed: int) -> InterOpProblem:
         float(rng.choice([1.0, 0.5, 1 / 3])),
         int(rng.integers(1, 4)) if rng.random() < 0.2 else None,
     )
+    return linked(problem, rng) if rng.random() < 0.3 else problem
+
+
+def linked(problem: InterOpProblem, rng: np.random.Generator) -> InterOpProblem:
+    """The same with three kinds of link, anywhere."""
+    transfer_s = rng.uniform(0, 0.3, (3, problem.num_layers + 1))
+    links = tuple(rng.integers(0, 3, problem.num_devices).tolist())
+    return replace(problem, transfer_s=transfer_s, links=links)
 
 
 def every_cut(problem: InterOpProblem, layer: int = 0, device: int = 0) -> Iterator[Chosen]:
@@ -103,7 +112,8 @@ def step_s(problem: InterOpProblem, chosen: Chosen) -> float:
     starts = node_starts(problem)
     times_s = [option.time_s[first:end].sum() for option, first, end, _ in chosen]
     updates_s = [option.update_s[first:end].sum() for option, first, end, _ in chosen]
-    transfers_s = [problem.transfer_s[int(device in starts), first] for _, first, _, device in chosen[1:]]
+    links = problem.links or [int(device in starts) for device in range(problem.num_devices)]
+    transfers_s = [problem.transfer_s[links[device], first] for _, first, _, device in chosen[1:]]
     full = problem.num_microbatches - problem.fill_share
     slowest_s = max(full * t + u for t, u in zip(times_s, updates_s, strict=True))
     return float(problem.fill_share * (sum(times_s) + sum(transfers_s)) + slowest_s)

@@ -5,8 +5,10 @@ from functools import cache
 
 import pytest
 
+from cost_model.cluster import Link
 from cost_model.errors import InfeasibleError, InputError
 from cost_model.hardware import parse_cluster
+from cost_model.mixed_cluster import MixedCluster
 from search.ir.trace import trace
 from search.pipeline.drafts import Drafting, Wanted
 from search.pipeline.proposals import Parts, Proposal
@@ -91,6 +93,47 @@ def test_nothing_that_is_passed_over_is_faster(microbatches):
             proposal = None if draft is None else draft.proposal()
             least_s = min(least_s, proposal.step_s) if isinstance(proposal, Proposal) else least_s
     assert found_s == pytest.approx(least_s)
+
+
+MIXED = MixedCluster("mixed", (parse_cluster("4xH100-80GB"), parse_cluster("4xA100-40GB")), Link(1e10, 1e-5))
+
+
+@pytest.mark.parametrize("cap_bytes", [40 << 30, 150 << 20])
+def test_groups_of_nodes_stand_in_the_order_that_is_best(cap_bytes):
+    """Each order worked out, for each number of replicas."""
+    step = traced()
+    options = PipelineOptions(cap_bytes, microbatches=4, remat="never")
+    search = PipelineSearch(step, [""] * len(step.arguments), MIXED, options)
+    found_s, by_order = search.run().step_s, dict[str, float]()
+    for num_replicas, shapes in [(1, ((1,), (2,), (4,))), (2, ((1,), (2,))), (4, ((1,),))]:
+        parts = Parts.of(step, [""] * len(step.arguments), MIXED.groups[0], 4 * num_replicas)
+        for order in MIXED.orders:
+            draft = Drafting((parts,), num_replicas, shapes, options.wanted, order).draft()
+            proposal = None if draft is None else draft.proposal()
+            if isinstance(proposal, Proposal):
+                assert proposal.cluster == order
+                first = order.groups[0].name
+                by_order[first] = min(by_order.get(first, math.inf), proposal.step_s)
+    assert found_s == pytest.approx(min(by_order.values()))
+    in_each = {by_order.get(group.name, math.inf) for group in MIXED.groups}
+    assert len(in_each) == 2, "the order does not matter here"
+
+
+def test_a_stage_takes_what_its_own_kind_of_device_takes():
+    """The second group's devices, were they the first one's, would take less."""
+    parts = Parts.of(traced(), [""] * len(traced().arguments), MIXED.groups[0], 8)
+    of_h100, of_a100 = (parts.on(group).costs((1,), 4) for group in MIXED.groups)
+    assert (of_a100.forward_s > 1.2 * of_h100.forward_s).all()
+    draft = Drafting((parts,), 4, ((1,),), Wanted(80 << 30, stages=2), MIXED).draft()
+    assert draft is not None
+    first, second = draft.cut.stages
+    assert first.time_s == pytest.approx(
+        (of_h100.forward_s + of_h100.backward_s + of_h100.weight_gradient_s)[: first.end_layer].sum()
+    )
+    assert second.time_s == pytest.approx(
+        (of_a100.forward_s + of_a100.backward_s + of_a100.weight_gradient_s)[second.first_layer :].sum()
+    )
+    assert first.end_layer > parts.layers.num_layers / 2
 
 
 def test_a_draft_without_a_cap_is_the_fastest():
