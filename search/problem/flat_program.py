@@ -39,7 +39,10 @@ ADDITIONS = frozenset({"add", "add_any"})
 ZEROS_STAY = frozenset({"broadcast_in_dim", "convert_element_type", "reshape", "copy"})
 """Ops that make zeros of zeros, as what a sum begins with is made."""
 
-BOUNDARIES = frozenset({"input", "output", "carry", "slice", "stack", "enter", "join"})
+ENTER = "enter"
+"""Where a value that was made before goes into a loop or a branch."""
+
+BOUNDARIES = frozenset({"input", "output", "carry", "slice", "stack", ENTER, "join"})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
