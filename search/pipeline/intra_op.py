@@ -8,8 +8,8 @@ repeat are decided together there, so that layers of a kind are run alike.
 
 Forward and backward passes are programs of their own, run for each microbatch. What one of them hands to another lies
 between them as it is: it cannot be terms of a sum, and a copy that was resharded for the one is not there for the other. What
-is made once in a step, such as parameters, they read as it lies: one program would reshard it once for all microbatches,
-programs of their own would for each. Strategies that would have it otherwise are left out.
+is made once in a step, such as parameters, they read as it lies: one program would reshard it once for all microbatches, they
+would for each. Strategies that would have it otherwise are left out.
 """
 
 from collections.abc import Sequence
@@ -38,8 +38,8 @@ from search.solver.pbqp import Labels
 NO_CAP = 1 << 62
 
 GAP = 1e-3
-"""Of the strategies of a replica's devices: finer than of one program, as all that they lose may be lost in the slowest stage,
-for which the others wait. Source: a choice of ours."""
+"""Of the strategies of a replica's devices: finer than of one program, as all that they lose may be lost in the slowest
+stage, for which the others wait. Source: a choice of ours."""
 
 SOLVE_S = 5.0
 """Nominal seconds (`search.solver.clock`) for the strategies of a replica's devices. Source: a choice of ours; most are
