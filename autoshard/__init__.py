@@ -34,6 +34,7 @@ __all__ = [
     "Estimates",
     "InfeasibleError",
     "InputError",
+    "MixedCluster",
     "Parallelized",
     "Plan",
     "PlanError",

@@ -29,7 +29,7 @@ from autoshard.progress import Progress, narrated
 from autoshard.signatures import Known, type_of
 from autoshard.signatures import signature as signature_of
 from autoshard.user_warning import warn
-from cost_model.attached import attached_cluster
+from cost_model.attached import attached_hardware
 from cost_model.cluster import Cluster
 from cost_model.errors import InputError
 from cost_model.hardware import parse_hardware
@@ -427,7 +427,7 @@ class Parallelized:
         if (like := self._like) is not None:
             return planning.cluster(like.plan, "like=")
         return (
-            attached_cluster(self._devices()) if request.cluster is None else parse_hardware(request.cluster)
+            attached_hardware(self._devices()) if request.cluster is None else parse_hardware(request.cluster)
         )
 
     @property

@@ -13,5 +13,6 @@ from cost_model.errors import (
     InputError,
     PlanError,
 )
+from cost_model.mixed_cluster import MixedCluster
 from executors.jit import Program
 from search.plan.plan import Collective, Decisions, Estimates, Plan

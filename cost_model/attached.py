@@ -4,13 +4,15 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import groupby
 from typing import Any
 
 import jax
 
 from cost_model.cluster import Cluster
 from cost_model.errors import ClusterError
-from cost_model.hardware import parse_cluster
+from cost_model.hardware import joined, parse_cluster
+from cost_model.mixed_cluster import AnyCluster
 
 _GPU_NAMES = (
     ("V100-SXM2-16GB", "V100-16GB"),
@@ -27,8 +29,22 @@ _GPU_NAMES = (
 """Words of a device kind, as the CUDA driver names it -> the preset."""
 
 
+def attached_hardware(devices: Sequence[Any]) -> AnyCluster:
+    """The attached devices, of one kind or several.
+
+    Raises:
+      ClusterError: devices of no known kind, or of several that do not stand kind by kind.
+    """
+    runs = [list(run) for _, run in groupby(devices, key=lambda device: device.device_kind)]
+    if len({run[0].device_kind for run in runs}) < len(runs):
+        kinds = ", ".join(f"{len(run)} {run[0].device_kind}" for run in runs)
+        raise ClusterError(f"wanted devices of a kind side by side, got {kinds}: pass devices= kind by kind")
+    clusters = [attached_cluster(run) for run in runs]
+    return clusters[0] if len(clusters) == 1 else joined(clusters)
+
+
 def attached_cluster(devices: Sequence[Any]) -> Cluster:
-    """The attached devices: their preset, in the nodes that they stand in, with the memory that JAX may use of each.
+    """The attached devices, all of a kind: their preset, in the nodes that they stand in, with the memory that JAX may use.
 
     Where nodes have unequal numbers of devices, or the backend tells of none, they are what the preset's name says.
 

@@ -74,12 +74,16 @@ def parse_hardware(cluster: str | os.PathLike[str] | AnyCluster) -> AnyCluster:
     if cluster.lower().endswith(".json") or (counted is None and os.path.isfile(cluster)):
         return read_cluster(Path(cluster))
     if "+" in cluster:
-        return _joined([parse_cluster(one.strip()) for one in cluster.split("+")])
+        return joined([parse_cluster(one.strip()) for one in cluster.split("+")])
     return _from_preset(cluster, counted)
 
 
-def _joined(groups: Sequence[Cluster]) -> MixedCluster:
-    """Groups of nodes that the slowest of their networks joins."""
+def joined(groups: Sequence[Cluster]) -> MixedCluster:
+    """Groups of nodes that the slowest of their networks joins.
+
+    Raises:
+      ClusterError: they make no cluster.
+    """
     links = [group.inter for group in groups]
     between = Link(
         min(link.bytes_per_s for link in links),

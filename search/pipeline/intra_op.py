@@ -7,9 +7,9 @@ layers what the whole step does with them. So a search asks for a few solutions,
 repeat are decided together there, so that layers of a kind are run alike.
 
 Forward and backward passes are programs of their own, run for each microbatch. What one of them hands to another lies
-between them as it is: it cannot be terms of a sum, and a copy that was resharded for the one is not there for the other. What
-is made once in a step, such as parameters, they read as it lies: one program would reshard it once for all microbatches, they
-would for each. Strategies that would have it otherwise are left out.
+between them as it is: it cannot be terms of a sum, and a copy that was resharded for the one is not there for the other.
+What is made once in a step, such as parameters, they read as it lies: one program would reshard it once for all
+microbatches, they would for each. Strategies that would have it otherwise are left out.
 """
 
 from collections.abc import Sequence

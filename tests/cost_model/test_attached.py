@@ -6,10 +6,11 @@ from typing import Any
 import jax
 import pytest
 
-from cost_model.attached import attached_cluster, cluster_name
+from cost_model.attached import attached_cluster, attached_hardware, cluster_name
 from cost_model.cluster import Cluster
 from cost_model.errors import ClusterError
 from cost_model.hardware import parse_cluster
+from cost_model.mixed_cluster import MixedCluster
 
 H100 = "NVIDIA H100 80GB HBM3"
 GIB = 1 << 30
@@ -86,3 +87,17 @@ def test_the_cap_is_what_jax_may_use():
 
 def test_simulated_devices_are_the_preset():
     assert attached_cluster(jax.devices()) == parse_cluster(f"{len(jax.devices())}xCPU")
+
+
+def test_devices_of_several_kinds_are_groups_of_nodes():
+    h100 = [FakeDevice(slice_index=0, limit_bytes=60 * GIB)] * 4
+    a100 = [FakeDevice("NVIDIA A100-SXM4-40GB", slice_index=n, limit_bytes=30 * GIB) for n in (1, 1, 2, 2)]
+    mixed = attached_hardware([*h100, *a100])
+    assert isinstance(mixed, MixedCluster)
+    assert str(mixed) == "1 node of 4 H100-80GB and 2 nodes of 2 A100-40GB"
+    assert mixed.caps(80 * GIB) == (60 * GIB, 30 * GIB)
+    assert attached_hardware(h100) == attached_cluster(h100)
+    with pytest.raises(
+        ClusterError, match=r"wanted devices of a kind side by side, got 4 NVIDIA H100 .*: pass devices="
+    ):
+        attached_hardware([*h100, *a100, *h100])
