@@ -4,7 +4,7 @@ A `StepProblem` is all that does not depend on the mesh: the flat program, its o
 the live ranges. `on` puts it on a mesh: a `MeshProblem`, whose `fitting` finds the cheapest strategies that fit there.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -23,7 +23,7 @@ from search.memory.offload import Offloaded, offloaded
 from search.memory.recompute import recomputed
 from search.plan.decisions import DecisionCodec, allowed_by_pins
 from search.problem.costs import CostedGraph, price
-from search.problem.flat_program import flatten
+from search.problem.flat_program import FlatProgram, flatten
 from search.problem.folding import FoldedProgram, fold, separate
 from search.problem.fusion import Fusion, expensive_itemsize
 from search.problem.kernels import Kernels, kernels
@@ -152,6 +152,7 @@ class StepProblem:
         known: FoldedProgram | None = None,
         clock: SearchClock = PROCESSOR,
         like: FoldedProgram | None = None,
+        as_run: Callable[[FlatProgram], FlatProgram] = lambda program: program,
     ) -> "StepProblem":
         """Makes a step ready for a device.
 
@@ -166,10 +167,11 @@ class StepProblem:
           known: the step folded as it is, where that was done before.
           clock: by which searches for it go.
           like: of the step that stands for it: it is folded as that.
+          as_run: the flat program as it is run, where that is not as one.
         """
         residuals = frozenset(v for (i,) in waiting for v in step.graph.ops[i].outputs)
         rewritten = offloaded(recomputed(step, sites), hosted, residuals)
-        program = flatten(rewritten.step)
+        program = as_run(flatten(rewritten.step))
         folded = fold(program, marks) if like is None else folded_like(program, like)
         folded = separate(folded, decided) if decided else folded
         groups = op_groups(folded)

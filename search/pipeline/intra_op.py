@@ -8,8 +8,8 @@ repeat are decided together there, so that layers of a kind are run alike.
 
 Forward and backward passes are programs of their own, run for each microbatch. What one of them hands to another lies
 between them as it is: it cannot be terms of a sum, and a copy that was resharded for the one is not there for the other.
-What is made once in a step, such as parameters, they read as it lies: one program would reshard it once for all
-microbatches, they would for each. Strategies that would have it otherwise are left out.
+Strategies that would have it otherwise are left out. What is made once in a step, such as parameters, one program would
+reshard once for all microbatches; these do it for each, and are priced so.
 """
 
 from collections.abc import Sequence
@@ -22,24 +22,20 @@ import numpy as np
 from cost_model.cluster import Cluster
 from cost_model.errors import PlanError
 from search.device.prediction import Prediction
-from search.ir.graph import Role, Value
+from search.ir.graph import Value
 from search.ir.sharding import Place, StepSharding
 from search.ir.spec import AXIS_NAMES, PARTIAL, WHOLE, Spec, divides
 from search.memory.microbatches import loop_over_microbatches
 from search.mesh_problem import MeshProblem, StepProblem
 from search.plan.plan import Decisions
 from search.plan.shardings import step_sharding
-from search.problem.flat_program import ENTER, FlatOp, FlatProgram, ReadPhase, read_phase
+from search.problem.flat_program import ENTER, FlatOp, FlatProgram
 from search.problem.reshard_paths import ReshardPaths
 from search.problem.strategies import CopySource, port_specs
 from search.solver.branch_and_bound import NoFitError
 from search.solver.pbqp import Labels
 
 NO_CAP = 1 << 62
-
-GAP = 1e-3
-"""Of the strategies of a replica's devices: finer than of one program, as all that they lose may be lost in the slowest
-stage, for which the others wait. Source: a choice of ours."""
 
 SOLVE_S = 5.0
 """Nominal seconds (`search.solver.clock`) for the strategies of a replica's devices. Source: a choice of ours; most are
@@ -109,35 +105,31 @@ def replica_cluster(cluster: Cluster, num_devices: int) -> Cluster:
     )
 
 
+def apart(program: FlatProgram) -> FlatProgram:
+    """The same where each microbatch has programs of its own, which bring what was made before to where they read it."""
+    count, loop = program.step.num_microbatches, (loop_over_microbatches(program.step.graph),)
+
+    def handed_over(op: FlatOp) -> FlatOp:
+        return replace(op, operand_counts=(count,)) if op.name == ENTER and op.site == loop else op
+
+    return replace(program, ops=tuple(map(handed_over, program.ops)))
+
+
 def between_programs(on_mesh: MeshProblem, kept: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
     """Of some strategies, those under which forward and backward passes can be programs of their own."""
     costed = on_mesh.memory.costed
     graph, program = costed.graph, costed.graph.folded.program
     left = list(kept)
     loop = (loop_over_microbatches(program.step.graph),)
-    read = _read_from_before(program, loop)
     for copy in graph.copies:
-        op_class, result = copy.maker
-        made = (program.ops[i].results[result] for i in graph.folded.members[op_class])
-        is_read = any((v, copy.phase) in read for v in made)
-        never = {CopySource.KEPT, CopySource.FRESH} if is_read else {CopySource.KEPT}
         ways = costed.strategies[copy.node].copy_sources
-        left[copy.node] = np.array([s for s in left[copy.node] if ways[s] not in never], int)
+        left[copy.node] = np.array([s for s in left[copy.node] if ways[s] is not CopySource.KEPT], int)
     for op_class, members in enumerate(graph.folded.members):
         if any(_is_sum_of(program.ops[i], loop) for i in members):
             port = graph.ports[op_class, 0, True]
             is_partial = (port_specs(port, costed.strategies[port.node]) == PARTIAL).any(axis=1)
             left[port.node] = np.array([s for s in left[port.node] if not is_partial[s]], int)
     return tuple(left)
-
-
-def _read_from_before(program: FlatProgram, loop: tuple[int, ...]) -> frozenset[tuple[int, ReadPhase]]:
-    """What the loop over microbatches reads that is made once, with the phase; examples aside, of which each has its own."""
-    inside = [op for op in program.ops if op.site[:1] == loop and (op.op is not None or op.name == ENTER)]
-    arguments = zip(program.inputs, program.step.arguments, strict=True)
-    made = {v for op in inside if op.name != ENTER for v in op.results}
-    made |= {v for v, a in arguments if a.role is Role.BATCH}
-    return frozenset((v, read_phase(op)) for op in inside for v in op.operands if v not in made)
 
 
 def _is_sum_of(op: FlatOp, loop: tuple[int, ...]) -> bool:
@@ -149,7 +141,7 @@ def solved(step_problem: StepProblem, cluster: Cluster, shape: tuple[int, ...]) 
     """The fastest strategies on such a mesh of a replica's devices, without a cap: that is for stages."""
     on_mesh = step_problem.on(replica_cluster(cluster, prod(shape)), shape)
     kept = between_programs(on_mesh, on_mesh.pinned({}))
-    return IntraOp(step_problem, on_mesh, on_mesh.solve(kept, NO_CAP, SOLVE_S, relative_gap=GAP).labels)
+    return IntraOp(step_problem, on_mesh, on_mesh.solve(kept, NO_CAP, SOLVE_S).labels)
 
 
 def decided(
@@ -165,6 +157,6 @@ def decided(
     on_mesh = step_problem.on(replica_cluster(cluster, prod(shape)), shape)
     kept = between_programs(on_mesh, on_mesh.codec.allowed(decisions, place))
     try:
-        return IntraOp(step_problem, on_mesh, on_mesh.solve(kept, NO_CAP, SOLVE_S, relative_gap=GAP).labels)
+        return IntraOp(step_problem, on_mesh, on_mesh.solve(kept, NO_CAP, SOLVE_S).labels)
     except NoFitError as e:
         raise PlanError(f"{place}: what it decides for replicas of mesh {shape} does not go together") from e

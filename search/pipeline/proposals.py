@@ -17,7 +17,7 @@ from search.memory.microbatches import looped
 from search.memory.residuals import Residuals, residuals
 from search.memory.trade_offs import HIGHEST_S_PER_BYTE, Choice
 from search.mesh_problem import StepProblem
-from search.pipeline.intra_op import IntraOp, solved
+from search.pipeline.intra_op import IntraOp, apart, solved
 from search.pipeline.layer_costs import LayerCosts, Ledger
 from search.pipeline.layer_shares import LayerShares
 from search.pipeline.layers import Layers
@@ -86,7 +86,8 @@ class Parts:
           borders: positions in the forward phase at which layers begin besides.
           clock: by which searches for it go.
         """
-        problem = StepProblem.of(looped(step, count), marks, cluster.device, sites, clock=clock)
+        device = cluster.device
+        problem = StepProblem.of(looped(step, count), marks, device, sites, clock=clock, as_run=apart)
         return cls(problem, cluster, borders)
 
     @cached_property
@@ -136,6 +137,7 @@ class Parts:
             sites,
             known=problem.plain,
             clock=problem.clock,
+            as_run=apart,
         )
         return Parts(problem, self.cluster, plain=self)
 

@@ -159,3 +159,16 @@ def test_state_that_cannot_be_shared_out_over_replicas_is_counted_whole():
     halves, thirds = (plain(8).costs((1,), n).state_bytes.sum() for n in (2, 3))
     assert halves < 0.8 * whole
     assert thirds > 0.9 * whole
+
+
+def test_what_tasks_would_gather_for_each_microbatch_lies_whole():
+    """Of layers so small that their products are not split, moments lie in parts, as the update is; parameters do not."""
+    case = make_megatron(4, 256, 4, 512, 128, 32)
+    step = trace(case.step, *case.abstract_args())
+    found = Parts.of(step, [""] * len(step.arguments), CLUSTER, 8).solution((2,))
+    decisions = found.on_mesh.codec.decisions(found.labels)
+    matrices = {n: s for n, s in decisions.arguments.items() if n.endswith("['w']")}
+    assert {s for n, s in matrices.items() if ".mu" in n} != {"P()"}
+    assert {s for n, s in matrices.items() if "['params']" in n} == {"P()"}
+    products = {n: s for n, s in decisions.ops.items() if "forward" in n and "dot_general" in n}
+    assert {*products.values()} == {"P(), P() -> P()"}
