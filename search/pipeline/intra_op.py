@@ -8,8 +8,8 @@ repeat are decided together there, so that layers of a kind are run alike.
 
 Forward and backward passes are programs of their own, run for each microbatch. What one of them hands to another lies
 between them as it is: it cannot be terms of a sum, and a copy that was resharded for the one is not there for the other.
-Strategies that would have it otherwise are left out. What is made once in a step, such as parameters, one program would
-reshard once for all microbatches; these do it for each, and are priced so.
+Strategies that would have it otherwise are left out. Parameters one program would reshard once for all microbatches; these
+do it for each, and are priced so. What is made of parameters once in a step is resharded once, by who makes it.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ import numpy as np
 from cost_model.cluster import Cluster
 from cost_model.errors import PlanError
 from search.device.prediction import Prediction
-from search.ir.graph import Value
+from search.ir.graph import Role, Value
 from search.ir.sharding import Place, StepSharding
 from search.ir.spec import AXIS_NAMES, PARTIAL, WHOLE, Spec, divides
 from search.memory.microbatches import loop_over_microbatches
@@ -73,12 +73,27 @@ class IntraOp:
           place: where the step has it; None if it does not.
           value: its type.
         """
-        values, whole = self.step_problem.graph.folded.program.value_at, (WHOLE,) * len(self.mesh_shape)
+        values, whole = self._program.value_at, (WHOLE,) * len(self.mesh_shape)
         flat = None if place is None else values.get(place)
         if flat is None or not value.shape:
             return whole
-        spec = tuple(WHOLE if d == PARTIAL else d for d in self.paths.resting(flat))
+        spec = tuple(WHOLE if d == PARTIAL else d for d in self.handed_on(flat))
         return spec if divides(spec, value.shape, self.mesh_shape) else whole
+
+    def handed_on(self, flat: int) -> Spec:
+        """How a value of the flat program lies between programs: what the prologue makes for tasks, as they get it."""
+        return self.paths.resting(self._entered.get(flat, flat))
+
+    @cached_property
+    def _entered(self) -> dict[int, int]:
+        """By value that the prologue makes, the one that it is in the loop over microbatches."""
+        program, loop = self._program, (loop_over_microbatches(self._program.step.graph),)
+        enters = (op for op in program.ops if op.name == ENTER and op.site == loop)
+        return {op.operands[0]: op.results[0] for op in enters if op.operands[0] not in program.inputs}
+
+    @property
+    def _program(self) -> FlatProgram:
+        return self.step_problem.graph.folded.program
 
     @cached_property
     def sharding(self) -> StepSharding:
@@ -106,11 +121,15 @@ def replica_cluster(cluster: Cluster, num_devices: int) -> Cluster:
 
 
 def apart(program: FlatProgram) -> FlatProgram:
-    """The same where each microbatch has programs of its own, which bring what was made before to where they read it."""
+    """The same where each microbatch has programs of its own, which bring parameters from where they rest to where they read
+    them; what the prologue makes comes as they read it."""
     count, loop = program.step.num_microbatches, (loop_over_microbatches(program.step.graph),)
+    arguments = zip(program.inputs, program.step.arguments, strict=True)
+    resting = {v for v, argument in arguments if argument.role is not Role.BATCH}
 
     def handed_over(op: FlatOp) -> FlatOp:
-        return replace(op, operand_counts=(count,)) if op.name == ENTER and op.site == loop else op
+        is_apart = op.name == ENTER and op.site == loop and op.operands[0] in resting
+        return replace(op, operand_counts=(count,)) if is_apart else op
 
     return replace(program, ops=tuple(map(handed_over, program.ops)))
 

@@ -154,7 +154,7 @@ class Ledger:
         if flat is None or not whole:
             return float(whole)
         value, paths = self._step.values[self._step.original(v)], self.intra_op.paths
-        return paths.local_bytes(flat, paths.resting(flat)) * whole / max(value.num_bytes, 1)
+        return paths.local_bytes(flat, self.intra_op.handed_on(flat)) * whole / max(value.num_bytes, 1)
 
     def _flat(self, v: int) -> int | None:
         """Of a value of the pipeline, the one of the flat program."""
