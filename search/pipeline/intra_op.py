@@ -37,6 +37,9 @@ from search.solver.pbqp import Labels
 
 NO_CAP = 1 << 62
 
+LARGE_BYTES = 1 << 20
+"""What tasks read of a parameter is large from there on. Source: a choice of ours, as biases and scales are not."""
+
 SOLVE_S = 5.0
 """Nominal seconds (`search.solver.clock`) for the strategies of a replica's devices. Source: a choice of ours; most are
 proved best in less."""
@@ -134,8 +137,11 @@ def apart(program: FlatProgram) -> FlatProgram:
     return replace(program, ops=tuple(map(handed_over, program.ops)))
 
 
-def between_programs(on_mesh: MeshProblem, kept: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
-    """Of some strategies, those under which forward and backward passes can be programs of their own."""
+def between_programs(
+    on_mesh: MeshProblem, kept: Sequence[np.ndarray], is_lean: bool = False
+) -> tuple[np.ndarray, ...]:
+    """Of some strategies, those under which forward and backward passes can be programs of their own; if these are to be
+    lean, each device has a part only of what tasks read of parameters."""
     costed = on_mesh.memory.costed
     graph, program = costed.graph, costed.graph.folded.program
     left = list(kept)
@@ -144,6 +150,11 @@ def between_programs(on_mesh: MeshProblem, kept: Sequence[np.ndarray]) -> tuple[
         ways = costed.strategies[copy.node].copy_sources
         left[copy.node] = np.array([s for s in left[copy.node] if ways[s] is not CopySource.KEPT], int)
     for op_class, members in enumerate(graph.folded.members):
+        if is_lean and any(_is_large_entry(program, program.ops[i], loop) for i in members):
+            port = graph.ports[op_class, 0, True]
+            is_split = (port_specs(port, costed.strategies[port.node]) >= 0).any(axis=1)
+            in_parts = np.array([s for s in left[port.node] if is_split[s]], int)
+            left[port.node] = in_parts if len(in_parts) else left[port.node]
         if any(_is_sum_of(program.ops[i], loop) for i in members):
             port = graph.ports[op_class, 0, True]
             is_partial = (port_specs(port, costed.strategies[port.node]) == PARTIAL).any(axis=1)
@@ -151,15 +162,26 @@ def between_programs(on_mesh: MeshProblem, kept: Sequence[np.ndarray]) -> tuple[
     return tuple(left)
 
 
+def _is_large_entry(program: FlatProgram, op: FlatOp, loop: tuple[int, ...]) -> bool:
+    """Whether an op stands for what the loop over microbatches reads of parameters, if that is large."""
+    if op.name != ENTER or op.site != loop:
+        return False
+    arguments = dict(zip(program.inputs, program.step.arguments, strict=True))
+    argument, value = arguments.get(op.operands[0]), program.values[op.operands[0]]
+    return value.num_bytes >= LARGE_BYTES and (argument is None or argument.role is not Role.BATCH)
+
+
 def _is_sum_of(op: FlatOp, loop: tuple[int, ...]) -> bool:
     """Whether an op stands for what the loop over microbatches adds up."""
     return op.is_accumulator and op.site == loop
 
 
-def solved(step_problem: StepProblem, cluster: Cluster, shape: tuple[int, ...]) -> IntraOp:
-    """The fastest strategies on such a mesh of a replica's devices, without a cap: that is for stages."""
+def solved(
+    step_problem: StepProblem, cluster: Cluster, shape: tuple[int, ...], is_lean: bool = False
+) -> IntraOp:
+    """The fastest strategies on such a mesh of a replica's devices, lean ones or any, without a cap: that is for stages."""
     on_mesh = step_problem.on(replica_cluster(cluster, prod(shape)), shape)
-    kept = between_programs(on_mesh, on_mesh.pinned({}))
+    kept = between_programs(on_mesh, on_mesh.pinned({}), is_lean)
     return IntraOp(step_problem, on_mesh, on_mesh.solve(kept, NO_CAP, SOLVE_S).labels)
 
 

@@ -44,8 +44,9 @@ class Parts:
       layer_costs: by that and the number of replicas, the same in numbers, likewise.
       others: by what they recompute, the same with that recomputed, likewise.
       again: by the mesh of a replica, what might be recomputed, likewise.
-      first: the same on nodes of another kind, whose layers it has; None if it is the first.
+      first: the same on nodes of another kind, or not lean, whose layers it has; None if it is the first.
       elsewhere: by nodes of other kinds, the same there, as far as that was asked for.
+      is_lean: whether each device has a part only of what tasks read of parameters.
     """
 
     step_problem: StepProblem
@@ -63,6 +64,7 @@ class Parts:
     )
     first: "Parts | None" = None
     elsewhere: "dict[Cluster, Parts]" = field(default_factory=dict[Cluster, "Parts"])
+    is_lean: bool = False
 
     @classmethod
     def of(
@@ -106,6 +108,8 @@ class Parts:
     @cached_property
     def shares(self) -> LayerShares:
         """What layers have of it."""
+        if self.first is not None and self.first.step_problem is self.step_problem:
+            return self.first.shares
         return LayerShares(self.step_problem, self.layers)
 
     @property
@@ -119,11 +123,18 @@ class Parts:
             return self
         if cluster not in self.elsewhere:
             problem = self.step_problem.on_devices(cluster.device)
-            self.elsewhere[cluster] = Parts(problem, cluster, first=self)
+            self.elsewhere[cluster] = Parts(problem, cluster, first=self, is_lean=self.is_lean)
         return self.elsewhere[cluster]
+
+    @cached_property
+    def lean(self) -> "Parts":
+        """The same where each device has a part only of what tasks read of parameters."""
+        return Parts(self.step_problem, self.cluster, first=self, is_lean=True)
 
     def recomputing(self, sites: frozenset[Site]) -> "Parts":
         """The same with some of it recomputed."""
+        if self.is_lean and self.first is not None:
+            return self.first.recomputing(sites).lean
         if sites not in self.others:
             self.others[sites] = self._recomputing(sites)
         return self.others[sites]
@@ -157,7 +168,7 @@ class Parts:
     def solution(self, shape: tuple[int, ...]) -> IntraOp:
         """How a replica's devices share the work when they form such a mesh."""
         if shape not in self.solutions:
-            self.solutions[shape] = solved(self.step_problem, self.cluster, shape)
+            self.solutions[shape] = solved(self.step_problem, self.cluster, shape, self.is_lean)
         return self.solutions[shape]
 
     def least_s(self, cluster: Cluster) -> float:

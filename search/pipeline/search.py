@@ -6,7 +6,8 @@ with one example at a time, and takes twice as many as long as that finds better
 bound says what any pipeline takes at least: all devices at work all the time, each at the rate of a replica's best mesh.
 Those that promise most come first, and a bound above the best pipeline ends it.
 
-Where nothing fits, or the cap makes pipelines slower, the same step is searched with stages that may recompute.
+Where nothing fits, or the cap makes pipelines slower, the same step is searched with lean stages, whose devices have a part
+each of what tasks read of parameters, and with stages that may recompute.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -153,6 +154,13 @@ class PipelineSearch:
         self._check_layers(parts)
         left = sorted((self._bound_s(parts, n, shapes), n, shapes) for n, shapes in self._meshes(count))
         left = self._wanting([parts], left, 1.0, cutoff_s)
+        if left and max(prod(shape) for _, _, shapes in left for shape in shapes) > 1:
+            self._wanting([parts.lean], left, 1.0, cutoff_s)
+            self._recomputing(parts.lean, left, cutoff_s)
+        self._recomputing(parts, left, cutoff_s)
+
+    def _recomputing(self, parts: Parts, left: Sequence[tuple[float, int, Shapes]], cutoff_s: float) -> None:
+        """Looks for better pipelines that recompute."""
         if not left or self.options.remat == "never":
             return
         for choice in parts.choices(max(shapes[-1] for _, shapes in self._all_meshes)):
@@ -178,7 +186,7 @@ class PipelineSearch:
         cutoff_s: float,
     ) -> list[tuple[float, int, Shapes]]:
         """Looks for better pipelines on each number of replicas, unless that takes so many times its bound, of stages that
-        recompute in one of some ways; those that are worth a look with more recomputed, with what they take at least."""
+        recompute in one of some ways; those that are worth a look with less in memory, with what they take at least."""
         looked_at = list[tuple[float, Drafting, Draft | None]]()
         for (bound_s, num_replicas, shapes), cluster in product(left, self.cluster.orders):
             if bound_s * times >= min(self._best_s, cutoff_s):
@@ -200,7 +208,7 @@ class PipelineSearch:
         wanting = dict[tuple[int, Shapes], float]()
         for bound_s, drafting, draft in looked_at:
             mesh = drafting.num_replicas, drafting.shapes
-            least_s = self._recomputing_s(drafting, None if drafting in misfits else draft)
+            least_s = self._saving_s(drafting, None if drafting in misfits else draft)
             wanting[mesh] = min(max(bound_s, least_s), wanting.get(mesh, inf))
         return sorted((least_s, *mesh) for mesh, least_s in wanting.items() if least_s < inf)
 
@@ -216,15 +224,16 @@ class PipelineSearch:
         self.best = min(self.best or found, found, key=lambda one: one.rank)
         return True
 
-    def _recomputing_s(self, drafting: Drafting, fitting: Draft | None) -> float:
-        """What a pipeline takes at least that recomputes more; infinite if that is not worth a look.
+    def _saving_s(self, drafting: Drafting, fitting: Draft | None) -> float:
+        """What a pipeline takes at least that is lean or recomputes more; infinite if that is not worth a look.
 
         It is where none fits, or what recomputes nothing would be faster without a cap. That is what it takes at least,
         unless loops are faster that stack up less.
         """
-        if self.options.remat == "never" or (drafting.recomputes and fitting):
+        if drafting.recomputes and fitting:
             return inf
-        if drafting.recomputes or has_loops(drafting.plain.step_problem.step):
+        may_recompute = self.options.remat != "never"
+        if may_recompute and (drafting.recomputes or has_loops(drafting.plain.step_problem.step)):
             return 0.0
         if fitting and fitting.fullness < ROOMY:
             return inf

@@ -1,14 +1,18 @@
 """What drafts of pipelines say of themselves, against their schedules in time."""
 
 import math
+from dataclasses import replace
 from functools import cache
+from itertools import product
 
+import jax.numpy as jnp
 import pytest
 
 from cost_model.cluster import Link
 from cost_model.errors import InfeasibleError, InputError
 from cost_model.hardware import parse_cluster
 from cost_model.mixed_cluster import MixedCluster
+from search.ir.graph import Step
 from search.ir.trace import trace
 from search.pipeline.drafts import Drafting, Wanted
 from search.pipeline.proposals import Parts, Proposal
@@ -107,8 +111,8 @@ def test_groups_of_nodes_stand_in_the_order_that_is_best(cap_bytes):
     found_s, by_order = search.run().step_s, dict[str, float]()
     for num_replicas, shapes in [(1, ((1,), (2,), (4,))), (2, ((1,), (2,))), (4, ((1,),))]:
         parts = Parts.of(step, [""] * len(step.arguments), MIXED.groups[0], 4 * num_replicas)
-        for order in MIXED.orders:
-            draft = Drafting((parts,), num_replicas, shapes, options.wanted, order).draft()
+        for order, one in product(MIXED.orders, (parts, parts.lean)):
+            draft = Drafting((one,), num_replicas, shapes, options.wanted, order).draft()
             proposal = None if draft is None else draft.proposal()
             if isinstance(proposal, Proposal):
                 assert proposal.cluster == order
@@ -172,3 +176,32 @@ def test_what_tasks_would_gather_for_each_microbatch_lies_whole():
     assert {s for n, s in matrices.items() if "['params']" in n} == {"P()"}
     products = {n: s for n, s in decisions.ops.items() if "forward" in n and "dot_general" in n}
     assert {*products.values()} == {"P(), P() -> P()"}
+
+
+@cache
+def wide() -> Step:
+    """One example on four devices is best split by positions, with parameters that are whole."""
+    case = make_megatron(2, 1024, 8, 2048, 512, 8, compute_dtype=jnp.bfloat16)
+    return trace(case.step, *case.abstract_args())
+
+
+def test_lean_stages_hold_a_part_of_their_parameters_and_take_no_less_time():
+    parts = Parts.of(wide(), [""] * len(wide().arguments), CLUSTER, 8)
+    assert parts.lean.costs((4,), 2).state_bytes.sum() < 0.95 * parts.costs((4,), 2).state_bytes.sum()
+    assert parts.lean.ledger((4,)).microbatch_s > parts.ledger((4,)).microbatch_s
+    assert parts.lean.recomputing(frozenset()).is_lean
+
+
+def test_where_parameters_do_not_fit_whole_stages_are_lean():
+    cluster = parse_cluster("16xA100-80GB")
+    options = PipelineOptions(80 << 30, stages=2, schedule="1f1b", microbatches=4, mesh=(2, 4), remat="never")
+
+    def found(memory_bytes: int) -> Proposal:
+        asked = replace(options, memory_bytes=memory_bytes)
+        return PipelineSearch(wide(), [""] * len(wide().arguments), cluster, asked).run()
+
+    roomy = found(80 << 30)
+    tight = found(int(0.92 * max(roomy.peak_bytes)))
+    assert (roomy.parts.is_lean, tight.parts.is_lean) == (False, True)
+    assert max(tight.peak_bytes) < max(roomy.peak_bytes)
+    assert tight.step_s > roomy.step_s
