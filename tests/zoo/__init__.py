@@ -48,7 +48,7 @@ MAKERS = {
 }
 
 MOMENTUM = optax.sgd(0.1, momentum=0.9)
-"""Of what a step compiles to, Adam's update is most."""
+"""Adam's update would be a third of what there is to compile."""
 
 SMALL = {
     "gpt_linen": {"num_layers": 1},
