@@ -1,5 +1,6 @@
 """`parallelize(stages=...)`: a step that trains as a pipeline, and what is said where it cannot."""
 
+import functools
 from dataclasses import replace
 
 import jax
@@ -18,10 +19,24 @@ from tests.zoo import make_mlp, make_resnet
 NUM_STEPS = 3
 
 
+@functools.cache
+def on_one_device() -> Reference:
+    return Reference.of(make_mlp(dtype=jnp.float64), NUM_STEPS)
+
+
+@functools.cache
+def in_two_stages():
+    """The step as a pipeline, called once."""
+    case = on_one_device().case
+    step = autoshard.parallelize(case.step, stages=2)
+    step(case.init(), case.batch(0))
+    return step
+
+
 @pytest.fixture
 def mlp():
     with jax.enable_x64(True):
-        yield Reference.of(make_mlp(dtype=jnp.float64), NUM_STEPS)
+        yield on_one_device()
 
 
 def of_mlp(**options):
@@ -47,8 +62,7 @@ def test_a_state_made_the_ordinary_way_is_placed_by_the_first_call(mlp):
 
 def test_a_saved_plan_is_used_again(mlp, tmp_path):
     case, path = mlp.case, tmp_path / "plan.json"
-    step = autoshard.parallelize(case.step, stages=2)
-    step(case.init(), case.batch(0))
+    step = in_two_stages()
     step.plan.save(path)
     assert PipelinePlan.load(path) == step.plan
     again = autoshard.parallelize(case.step, plan=path)
@@ -171,10 +185,8 @@ def test_what_it_does_is_told():
 
 def test_no_step_can_be_like_a_pipeline(mlp):
     case = mlp.case
-    step = autoshard.parallelize(case.step, stages=2, microbatches=2)
-    step(case.init(), case.batch(0))
     with pytest.raises(InputError, match="is a pipeline, each stage of which rests on devices of its own"):
-        autoshard.parallelize(case.step, like=step)(case.init(), case.batch(0))
+        autoshard.parallelize(case.step, like=in_two_stages())(case.init(), case.batch(0))
 
 
 def test_one_stage_is_no_pipeline():
@@ -199,27 +211,23 @@ def test_one_stage_is_no_pipeline():
         ),
     ],
 )
-def test_what_is_wrong_in_a_plan_is_named(mlp, changed, said):
-    step = autoshard.parallelize(mlp.case.step, stages=2)
-    step(mlp.case.init(), mlp.case.batch(0))
+@pytest.mark.usefixtures("mlp")
+def test_what_is_wrong_in_a_plan_is_named(changed, said):
     with pytest.raises(PlanError, match=said):
-        PipelinePlan.from_json(step.plan.to_json() | changed, "my.json")
+        PipelinePlan.from_json(in_two_stages().plan.to_json() | changed, "my.json")
 
 
 def test_a_plan_without_stages_is_refused(mlp):
-    step = autoshard.parallelize(mlp.case.step, stages=2)
-    step(mlp.case.init(), mlp.case.batch(0))
-    none = PipelinePlan.from_json(step.plan.to_json() | {"stages": []})
+    none = PipelinePlan.from_json(in_two_stages().plan.to_json() | {"stages": []})
     with pytest.raises(PlanError, match="the plan: "):
         autoshard.parallelize(mlp.case.step, plan=none)(mlp.case.init(), mlp.case.batch(0))
 
 
-def test_a_plan_of_another_step_is_refused(mlp):
-    step = autoshard.parallelize(mlp.case.step, stages=2)
-    step(mlp.case.init(), mlp.case.batch(0))
+@pytest.mark.usefixtures("mlp")
+def test_a_plan_of_another_step_is_refused():
     other = make_mlp(widths=(32, 16, 16))
     with pytest.raises(PlanError, match="made for another step"):
-        autoshard.parallelize(other.step, plan=step.plan)(*other.args())
+        autoshard.parallelize(other.step, plan=in_two_stages().plan)(*other.args())
 
 
 def test_the_programs_that_run_are_emitted_one_by_one():

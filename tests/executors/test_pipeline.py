@@ -25,8 +25,8 @@ MODELS = {
     "mlp": {"widths": (32, 48, 32, 48, 16)},
     "gpt_linen": {"num_layers": 1, "hidden": 16, "heads": 2, "seq": 8},  # tied embeddings, dropout
     "gpt_nnx_optimizer": {"num_layers": 1, "hidden": 16, "heads": 2, "seq": 8},
-    "gpt_scan": {"num_layers": 5, "hidden": 16, "heads": 2, "vocab": 16},
-    "vit": {"num_layers": 1, "hidden": 16, "heads": 2, "image": 8},
+    "gpt_scan": {"num_layers": 5, "hidden": 16, "heads": 2, "vocab": 16, "optimizer": zoo.MOMENTUM},
+    "vit": {"num_layers": 1, "hidden": 16, "heads": 2, "image": 8, "optimizer": zoo.MOMENTUM},
     "t5": {
         "num_layers": 1,
         "hidden": 16,
@@ -34,7 +34,7 @@ MODELS = {
         "source_seq": 8,
     },  # all decoder layers read what the encoder makes
     "resnet": {"batch_norm": False, "stage_features": (8,), "blocks_per_stage": (1,), "image": 8},
-    "moe": {"num_layers": 1, "hidden": 16, "heads": 2},
+    "moe": {"num_layers": 1, "hidden": 16, "heads": 2, "optimizer": zoo.MOMENTUM},
 }
 
 

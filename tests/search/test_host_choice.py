@@ -50,7 +50,8 @@ def test_then_the_parameters():
 
 def test_what_is_certified_of_other_meshes_does_not_count_on_the_host():
     """There, what no plan on the device is faster than, no plan is: copies come on top."""
-    plan, free = found(3.0 / 8, parse_cluster("8xH100-80GB")), found(10.0, parse_cluster("8xH100-80GB"))
+    four = parse_cluster("4xH100-80GB")
+    plan, free = found(3.0 / 4, four), found(10.0, four)
     assert hosted(plan)
     assert len(plan.meshes) > 1
     assert plan.gap is not None

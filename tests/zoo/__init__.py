@@ -1,8 +1,11 @@
 """Models that the tests search, split and run: each a train step that a user might have written.
 
 `MAKERS` maps a name to a `make_*` function; called without arguments it gives a tiny `Case`. All
-take `dtype` (float64 wants `jax.enable_x64`). Batches of 24 split by 8 and by 6.
+take `dtype` (float64 wants `jax.enable_x64`). Batches of 24 split by 8 and by 6. `make_small` is for
+tests that compile the whole step: one layer of each kind, and an update of few ops.
 """
+
+import optax
 
 from .autoencoder import make_autoencoder
 from .case import Case
@@ -44,10 +47,35 @@ MAKERS = {
     "message_passing": make_message_passing,
 }
 
+MOMENTUM = optax.sgd(0.1, momentum=0.9)
+"""Adam's update would be a third of what there is to compile."""
+
+SMALL = {
+    "gpt_linen": {"num_layers": 1},
+    "gpt_nnx_optimizer": {"num_layers": 1},
+    "gpt_scan": {"optimizer": MOMENTUM},
+    "megatron": {"num_layers": 1},
+    "llama": {"num_layers": 1, "optimizer": MOMENTUM},
+    "moe": {"num_layers": 1, "optimizer": MOMENTUM},
+    "t5": {"num_layers": 1},
+    "vit": {"num_layers": 1, "optimizer": MOMENTUM},
+    "autoencoder": {"optimizer": MOMENTUM},
+    "lstm": {"num_layers": 1},
+    "evoformer": {"num_layers": 1, "optimizer": MOMENTUM},
+}
+"""By name, options of its maker."""
+
+
+def make_small(name: str, **options) -> Case:
+    """A model as `SMALL` has it, and with these options."""
+    return MAKERS[name](**SMALL.get(name, {}), **options)
+
+
 __all__ = [
     "LLAMA_3_8B",
     "LLAMA_7B",
     "MAKERS",
+    "MOMENTUM",
     "Case",
     "make_autoencoder",
     "make_dlrm",
@@ -64,6 +92,7 @@ __all__ = [
     "make_mlp",
     "make_moe",
     "make_resnet",
+    "make_small",
     "make_t5",
     "make_unet",
     "make_vit",

@@ -31,10 +31,12 @@ class Autoencoder(nn.Module):
         return x
 
 
-def make_autoencoder(features=(16, 32), latent=16, image=16, batch=24, dtype=jnp.float32) -> Case:
+def make_autoencoder(
+    features=(16, 32), latent=16, image=16, batch=24, optimizer=None, dtype=jnp.float32
+) -> Case:
     """Each of `features` halves the image on the way down."""
     model = Autoencoder(features, latent, dtype)
-    optimizer = optax.adam(1e-3)
+    optimizer = optimizer or optax.adam(1e-3)
 
     def init():
         params = model.init(jax.random.key(0), jnp.zeros((1, image, image, 3), dtype))["params"]

@@ -60,7 +60,7 @@ class Case:
 
     def args(self) -> tuple:
         """Arguments for a first step."""
-        return self.init(), self.batch(0), *self.extra()
+        return jax.jit(self.init)(), self.batch(0), *self.extra()
 
     def abstract_args(self) -> tuple:
         """The same arguments as shapes and dtypes; nothing is allocated."""

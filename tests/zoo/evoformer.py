@@ -130,11 +130,12 @@ def make_evoformer(
     num_residue_types=24,
     num_distances=16,
     batch=24,
+    optimizer=None,
     dtype=jnp.float32,
 ) -> Case:
     """The alignment is `[batch, sequences, residues]`; it learns residues and pairwise distances."""
     model = Evoformer(num_layers, msa_features, pair_features, heads, num_residue_types, num_distances, dtype)
-    optimizer = optax.adam(1e-3)
+    optimizer = optimizer or optax.adam(1e-3)
 
     def init():
         params = model.init(jax.random.key(0), jnp.zeros((1, sequences, residues), jnp.int32))["params"]

@@ -51,11 +51,19 @@ class ScannedGPT(nn.Module):
 
 
 def make_gpt_scan(
-    num_layers=4, hidden=32, heads=8, vocab=64, seq=16, batch=24, remat=False, dtype=jnp.float32
+    num_layers=4,
+    hidden=32,
+    heads=8,
+    vocab=64,
+    seq=16,
+    batch=24,
+    remat=False,
+    optimizer=None,
+    dtype=jnp.float32,
 ) -> Case:
     """The stacked parameters carry the layer as their first dimension."""
     model = ScannedGPT(num_layers, hidden, heads, vocab, remat, dtype)
-    optimizer = optax.adamw(1e-3)
+    optimizer = optimizer or optax.adamw(1e-3)
 
     def init():
         params = model.init(jax.random.key(0), jnp.zeros((1, seq), jnp.int32))["params"]

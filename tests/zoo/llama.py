@@ -78,6 +78,7 @@ def make_llama(
     vocab=64,
     seq=16,
     batch=24,
+    optimizer=None,
     dtype=jnp.float32,
     compute_dtype=None,
     scanned=False,
@@ -89,7 +90,8 @@ def make_llama(
     compute_dtype = compute_dtype or dtype
     head_dim = hidden // heads
     schedule = optax.warmup_cosine_decay_schedule(0.0, 3e-3, warmup_steps=10, decay_steps=1000)
-    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.95, weight_decay=0.1))
+    adamw = optax.adamw(schedule, b2=0.95, weight_decay=0.1)
+    optimizer = optimizer or optax.chain(optax.clip_by_global_norm(1.0), adamw)
     layer_shapes = {
         "wq": (hidden, heads * head_dim),
         "wk": (hidden, kv_heads * head_dim),

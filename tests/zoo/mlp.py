@@ -9,9 +9,9 @@ import optax
 from .case import Case, Integers, Normal
 
 
-def make_mlp(widths=(32, 64, 64, 16), batch=24, dtype=jnp.float32) -> Case:
+def make_mlp(widths=(32, 64, 64, 16), batch=24, optimizer=None, dtype=jnp.float32) -> Case:
     """`widths` are the sizes of the input, of each hidden layer and of the output."""
-    optimizer = optax.sgd(0.1, momentum=0.9)
+    optimizer = optimizer or optax.sgd(0.1, momentum=0.9)
     initializer = jax.nn.initializers.he_normal()
 
     def init():

@@ -97,12 +97,13 @@ def make_moe(
     vocab=64,
     seq=16,
     batch=24,
+    optimizer=None,
     dtype=jnp.float32,
 ) -> Case:
     """Every layer's MLP is `num_experts` experts of width `ffn`."""
     experts = {"num_experts": num_experts, "ffn": ffn, "k": k, "capacity_factor": capacity_factor}
     model = MoETransformer(num_layers, hidden, heads, vocab, experts, dtype)
-    optimizer = optax.adam(1e-3)
+    optimizer = optimizer or optax.adam(1e-3)
 
     def init():
         params = model.init(jax.random.key(0), jnp.zeros((1, seq), jnp.int32))["params"]

@@ -46,11 +46,19 @@ class ViT(nn.Module):
 
 
 def make_vit(
-    num_layers=2, hidden=32, heads=8, image=16, patch=4, num_classes=16, batch=24, dtype=jnp.float32
+    num_layers=2,
+    hidden=32,
+    heads=8,
+    image=16,
+    patch=4,
+    num_classes=16,
+    batch=24,
+    optimizer=None,
+    dtype=jnp.float32,
 ) -> Case:
     """Images are `[batch, image, image, 3]`, cut in patches of `patch` by `patch`."""
     model = ViT(num_layers, hidden, heads, patch, num_classes, dtype)
-    optimizer = optax.adamw(1e-3)
+    optimizer = optimizer or optax.adamw(1e-3)
 
     def init():
         params = model.init(jax.random.key(0), jnp.zeros((1, image, image, 3), dtype))["params"]

@@ -20,7 +20,7 @@ from search.memory.microbatches import microbatched
 from search.memory.recompute import recomputed
 from search.memory.written import SCOPE
 from tests.executors.agreement import NOISE, NOISE_GROWN_BY_ADAM
-from tests.zoo import MAKERS, make_gpt_linen
+from tests.zoo import MAKERS, make_gpt_linen, make_small
 
 MODELS = ("autoencoder", "dlrm", "gpt_linen", "gpt_scan", "lstm", "message_passing", "moe", "t5", "unet")
 """Those that differ most."""
@@ -337,7 +337,7 @@ def test_a_microbatch_may_be_one_example(name):
 @pytest.mark.parametrize("model", MODELS)
 def test_the_numbers_of_models_stay(model):
     with jax.enable_x64(True):
-        case = MAKERS[model](dtype=jnp.float64)
+        case = make_small(model, dtype=jnp.float64)
         split = microbatched(trace(case.step, *case.abstract_args()), 2)
         assert_same(case.step, split, case.args(), NOISE_GROWN_BY_ADAM)
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from cost_model.cluster import Cluster
 from cost_model.hardware import parse_cluster
 from search.ir.graph import Step
 from search.ir.trace import trace
@@ -57,8 +56,11 @@ def problem(model: str, is_short: bool) -> StepProblem:
     return StepProblem.of(step, [""] * len(step.arguments), CLUSTER.device, clock=WorkClock())
 
 
-def on(model: str, is_short: bool, cluster: Cluster = CLUSTER) -> MeshProblem:
-    return problem(model, is_short).on(cluster, (2, 4))
+@functools.cache
+def on_mesh(model: str) -> tuple[MeshProblem, MeshProblem, tuple[int, ...]]:
+    """The shortened problem, the whole one, and what is chosen of the whole one."""
+    one, other = (problem(model, is_short).on(CLUSTER, (2, 4)) for is_short in (True, False))
+    return one, other, tuple(other.solve(other.pinned({}), 1 << 62, 1.0).labels)
 
 
 # --- what is kept
@@ -131,8 +133,7 @@ def test_as_much_is_handed_over(model):
 
 @pytest.mark.parametrize("model", DEEP)
 def test_computation_and_communication_cost_the_same(model):
-    one, other = on(model, True), on(model, False)
-    chosen = other.solve(other.pinned({}), 1 << 62, 1.0).labels
+    one, other, chosen = on_mesh(model)
     costed = one.memory.costed, other.memory.costed
     compute_s = [c.compute_s(chosen) for c in costed]
     assert compute_s[0] == pytest.approx(compute_s[1], rel=0.001)
@@ -147,8 +148,7 @@ def test_computation_and_communication_cost_the_same(model):
 
 @pytest.mark.parametrize("model", DEEP)
 def test_a_device_holds_as_much(model):
-    one, other = on(model, True), on(model, False)
-    chosen = other.solve(other.pinned({}), 1 << 62, 1.0).labels
+    one, other, chosen = on_mesh(model)
     peaks = [p.predicted(chosen, 1e12).least for p in (one, other)]
     assert peaks[0].num_bytes == pytest.approx(peaks[1].num_bytes, rel=0.02)
     kinds = [dict(peak.residents) for peak in peaks]
