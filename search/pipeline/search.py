@@ -156,7 +156,7 @@ class PipelineSearch:
         left = self._wanting([parts], left, 1.0, cutoff_s)
         if left and max(prod(shape) for _, _, shapes in left for shape in shapes) > 1:
             self._wanting([parts.lean], left, 1.0, cutoff_s)
-            self._recomputing(parts.lean, left, cutoff_s)
+            parts = parts.lean if self.best is None or self.best.parts.is_lean else parts
         self._recomputing(parts, left, cutoff_s)
 
     def _recomputing(self, parts: Parts, left: Sequence[tuple[float, int, Shapes]], cutoff_s: float) -> None:
