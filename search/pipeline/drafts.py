@@ -50,6 +50,13 @@ def num_workers(schedule: str, num_stages: int) -> int:
     return max(num_stages // per_worker, 1)
 
 
+def stands(size: int, group: Cluster) -> bool:
+    """Whether so many devices of a group of nodes are 1, 2, 4, ... of a node, or whole nodes."""
+    per_node = group.devices_per_node
+    is_whole = size % per_node == 0 if size >= per_node else size.bit_count() == 1
+    return is_whole and size <= group.num_devices
+
+
 @dataclass(frozen=True, slots=True)
 class Wanted:
     """What is asked for.
@@ -71,6 +78,10 @@ class Wanted:
         """Whether workers hold several stages, so that all have as many devices."""
         family = FAMILIES.get(self.schedule or "")
         return self.schedule == "chimera" or (family is not None and family.stages_per_worker != 1)
+
+    def may_stand(self, size: int, group: Cluster) -> bool:
+        """Whether a stage may have so many devices of a group of nodes; of stages that share workers, each has its share."""
+        return self.shares_workers or stands(size, group)
 
     @property
     def schedules(self) -> tuple[str, ...]:
@@ -146,7 +157,7 @@ class Drafting:
         return tuple(
             (group, parts, shape)
             for group, parts, shape in product(self.cluster.groups, self.among, self.shapes)
-            if self.wanted.shares_workers or stands(self.num_replicas * prod(shape), group)
+            if self.wanted.may_stand(self.num_replicas * prod(shape), group)
         )
 
     @cached_property
@@ -294,10 +305,3 @@ class Draft:
             device = worker_devices if drafting.wanted.shares_workers else stage.first_device
             placed.append(Placed(stage.first_layer, stage.end_layer, device, shape))
         return Proposal.of(run_as, drafting.cluster, drafting.num_replicas, placed, schedule)
-
-
-def stands(size: int, group: Cluster) -> bool:
-    """Whether a stage may have so many devices of a group of nodes: 1, 2, 4, ... of a node, or whole nodes."""
-    per_node = group.devices_per_node
-    is_whole = size % per_node == 0 if size >= per_node else size.bit_count() == 1
-    return is_whole and size <= group.num_devices

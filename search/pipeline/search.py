@@ -248,8 +248,7 @@ class PipelineSearch:
         microbatches_per_s = 0.0
         for group in self.cluster.groups:
             sizes = {s: num_replicas * prod(s) for s in shapes}
-            shared = self.options.wanted.shares_workers
-            here = [s for s, size in sizes.items() if shared or stands(size, group)]
+            here = [s for s, size in sizes.items() if self.options.wanted.may_stand(size, group)]
             device_s = min(parts.on(group).ledger(s).microbatch_s * sizes[s] for s in here)
             microbatches_per_s += group.num_devices / device_s
         return parts.count // num_replicas / microbatches_per_s
@@ -304,8 +303,8 @@ class PipelineSearch:
 
     def _stand_everywhere(self, num_replicas: int, shapes: Shapes) -> bool:
         """Whether stages of some of these meshes may stand on nodes of each kind."""
-        sizes = [num_replicas * prod(shape) for shape in shapes]
-        return all(any(stands(size, group) for size in sizes) for group in self.cluster.groups)
+        may_stand, sizes = self.options.wanted.may_stand, [num_replicas * prod(shape) for shape in shapes]
+        return all(any(may_stand(size, group) for size in sizes) for group in self.cluster.groups)
 
     def _may_hold(self, num_replicas: int) -> bool:
         """Whether parameters, of which each replica has a copy or a gradient of that size, may fit so often, and the rest of
@@ -360,10 +359,12 @@ class PipelineSearch:
         size = prod(options.mesh or ())
         stages = options.stages or total // size
         workers = num_workers(options.schedule or "", stages)
-        if size not in self._sizes or workers * size != total:
+        is_dealt = size in self._sizes and workers * size == total
+        if not (is_dealt and self._stand_everywhere(1, ((size,),))):
             raise InputError(
                 f"{workers} stages of mesh {options.mesh} take {workers * size} devices, and {self.cluster.name} has {total}"
-                f" in {self._nodes}. Ask for another mesh or number of stages"
+                f" in {self._nodes}: each takes 1, 2, 4, ... devices of a node, or whole nodes, all of one kind. Ask for "
+                "another mesh or number of stages"
             )
 
     # --- what to say

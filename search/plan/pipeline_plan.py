@@ -143,11 +143,20 @@ class PipelinePlan(SavedPlan):
 
     @property
     def stands_on(self) -> tuple[str, ...]:
-        """The group of nodes on which each stage stands, of several kinds; they stand one after another."""
+        """The group of nodes on which each stage stands, of several kinds; they stand one after another.
+
+        Raises:
+          PlanError: the groups are not those of the cluster, or have other devices than the stages.
+        """
         sizes = {group["name"]: group["num_devices"] for group in self.cluster.get("groups", ())}
-        device_of = [name for name in self.groups for _ in range(sizes[name])]
+        total = sum(stage.num_devices for stage in self.stages)
+        if sorted(self.groups) != sorted(sizes) or (sizes and total != sum(sizes.values())):
+            raise PlanError(
+                f"plan: stages have {total} devices of the groups {list(self.groups)}, its cluster has {sizes}"
+            )
+        group_of = [name for name in self.groups for _ in range(sizes[name])]
         firsts = accumulate((stage.num_devices for stage in self.stages[:-1]), initial=0)
-        return tuple(device_of[first] for first in firsts) if device_of else ()
+        return tuple(group_of[first] for first in firsts) if group_of else ()
 
     @property
     def executor(self) -> str:

@@ -73,7 +73,7 @@ def _memory(plan: PipelinePlan) -> list[str]:
     groups = plan.stands_on or (cluster.groups[0].name,) * len(plan.stages)
     for group, cap in zip(cluster.groups, cluster.caps(plan.memory_bytes), strict=True):
         here = zip(plan.estimates.stages, groups, strict=True)
-        peak = max(stage.peak_bytes for stage, name in here if name == group.name)
+        peak = max((stage.peak_bytes for stage, name in here if name == group.name), default=0)
         on = f" on {group.name}" if plan.groups else ""
         lines.append(
             f"predicted peak memory{on}: {format_bytes(peak)} of {format_bytes(cap)} per device ({peak / cap:.0%})"

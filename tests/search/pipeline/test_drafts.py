@@ -205,3 +205,17 @@ def test_where_parameters_do_not_fit_whole_stages_are_lean():
     assert (roomy.parts.is_lean, tight.parts.is_lean) == (False, True)
     assert max(tight.peak_bytes) < max(roomy.peak_bytes)
     assert tight.step_s > roomy.step_s
+
+
+def test_stages_that_share_workers_have_any_equal_share_of_the_devices():
+    """Four workers of three devices each, where a stage by itself would have one, two or four of a node."""
+    options = PipelineOptions(30 << 30, stages=8, schedule="zb-v", microbatches=4)
+    step, twelve = batch_of_48(), parse_cluster("12xA100-40GB")
+    found = PipelineSearch(step, [""] * len(step.arguments), twelve, options).run()
+    sizes = [found.num_replicas * math.prod(stage.placed.shape) for stage in found.stages]
+    assert sizes == [3] * 8
+
+
+def batch_of_48() -> Step:
+    case = make_megatron(8, 64, 4, 256, 32, 48)
+    return trace(case.step, *case.abstract_args())
