@@ -47,7 +47,7 @@ def carried_over(before: MeshProblem, chosen: Labels, after: MeshProblem) -> Lab
         if what in place:
             alike = masks[node] & (specs == place[what]).all(axis=1)
             masks[node] = alike if alike.any() else masks[node]
-    return after.completed([np.flatnonzero(mask) for mask in masks])
+    return after.suited([np.flatnonzero(mask) for mask in masks])
 
 
 def split_over(before: MeshProblem, chosen: Labels, after: MeshProblem) -> Labels:

@@ -474,7 +474,18 @@ class MeshProblem:
           NoFitError: they contradict one another.
         """
         costed = self.memory.costed.only(kept)
-        problem = self._priced(costed, replace(self.hiding, costed=costed))
+        return self._cheapest(kept, self._priced(costed, replace(self.hiding, costed=costed)))
+
+    def suited(self, kept: Sequence[np.ndarray]) -> Labels:
+        """The same, where all are priced anyway.
+
+        Raises:
+          NoFitError: they contradict one another.
+        """
+        return self._cheapest(kept, self._restricted(kept))
+
+    def _cheapest(self, kept: Sequence[np.ndarray], problem: Problem) -> Labels:
+        """The cheapest of the kept strategies, by their costs."""
         opening = branch_and_bound.Opening(problem, clock=self.clock)
         return _original(kept, branch_and_bound.solve(opening, relative_gap=RELATIVE_GAP).labels)
 

@@ -93,8 +93,8 @@ class CostedGraph:
         """
         costs = [compute + inside for compute, inside in self.node_seconds]
         edges = []
-        for edge, hidden in zip(self.graph.edges, hidden_s, strict=True):
-            seconds = self.edge_seconds(edge) - hidden
+        for edge, whole_s, hidden in zip(self.graph.edges, self.edges_seconds, hidden_s, strict=True):
+            seconds = whole_s - hidden
             if edge.source.node == edge.target.node:
                 costs[edge.source.node] = costs[edge.source.node] + np.diagonal(seconds)
             else:
@@ -103,6 +103,11 @@ class CostedGraph:
             for port in copy.kept_from:
                 edges.append(Edge(port.node, copy.node, self._kept_matrix(port, copy.node)))
         return Problem(tuple(costs), tuple(edges))
+
+    @cached_property
+    def edges_seconds(self) -> tuple[np.ndarray, ...]:
+        """Per edge of the graph: `edge_seconds`."""
+        return tuple(map(self.edge_seconds, self.graph.edges))
 
     def edge_seconds(self, edge: ReshardEdge) -> np.ndarray:
         """[strategies of source, strategies of target] seconds in one step."""
@@ -176,7 +181,15 @@ class CostedGraph:
 
     def kernel_bytes(self, kernel: FusedKernel) -> np.ndarray:
         """[strategies]: what a fused kernel moves on one device."""
-        return self._bytes(self.graph.node_of[kernel.op_classes[0]], kernel.moved)
+        if kernel.op_classes not in self._kernel_bytes:
+            node = self.graph.node_of[kernel.op_classes[0]]
+            self._kernel_bytes[kernel.op_classes] = self._bytes(node, kernel.moved)
+        return self._kernel_bytes[kernel.op_classes]
+
+    @cached_property
+    def _kernel_bytes(self) -> dict[tuple[int, ...], np.ndarray]:
+        """Memo of `kernel_bytes`."""
+        return {}
 
     @property
     def device(self) -> Device:
@@ -185,6 +198,16 @@ class CostedGraph:
 
     def op_seconds(self, op_class: int) -> np.ndarray:
         """[strategies]: one run of an op that is a kernel of its own, on one device."""
+        if op_class not in self._op_seconds:
+            self._op_seconds[op_class] = self._alone_seconds(op_class)
+        return self._op_seconds[op_class]
+
+    @cached_property
+    def _op_seconds(self) -> dict[int, np.ndarray]:
+        """Memo of `op_seconds`."""
+        return {}
+
+    def _alone_seconds(self, op_class: int) -> np.ndarray:
         folded, node = self.graph.folded, self.graph.node_of[op_class]
         op = folded.op(op_class)
         if op.is_transfer:

@@ -77,9 +77,10 @@ class Hiding:
             defaultdict[Maker, float](float),
             self._once_s(labels),
         )
-        for edge, seconds in zip(self.costed.graph.edges, self.seconds, strict=True):
+        each = zip(self.costed.graph.edges, self.costed.edges_seconds, self.seconds, strict=True)
+        for edge, whole_s, seconds in each:
             at = labels[edge.source.node], labels[edge.target.node]
-            apart_s[edge.maker] += float(self.costed.edge_seconds(edge)[at])
+            apart_s[edge.maker] += float(whole_s[at])
             if isinstance(seconds, np.ndarray):
                 hidden_s[edge.maker] += float(seconds[at])
         return sum(s * min(1.0, once_s[m] / apart_s[m]) for m, s in hidden_s.items() if apart_s[m])
@@ -107,14 +108,16 @@ class Hiding:
         """Per edge: [strategies of source, strategies of target] hidden seconds; 0.0 where there are none."""
         if self.costed.device.platform == "cpu":  # simulated devices: nothing runs beside anything
             return (0.0,) * len(self.costed.graph.edges)
-        each = zip(self.costed.graph.edges, self.traffic.rides, self._windows_s, strict=True)
+        costed, traffic = self.costed, self.traffic
+        each = zip(costed.graph.edges, costed.edges_seconds, traffic.rides, self._windows_s, strict=True)
         return tuple(self._of(*one) for one in each)
 
-    def _of(self, edge: ReshardEdge, rides: Sequence[Ride], windows_s: np.ndarray) -> np.ndarray | float:
+    def _of(
+        self, edge: ReshardEdge, whole_s: np.ndarray, rides: Sequence[Ride], windows_s: np.ndarray
+    ) -> np.ndarray | float:
         if not rides or windows_s.max() <= 0:
             return 0.0
-        seconds, total_s = self.costed.edge_seconds(edge), 0.0
-        seconds = np.where(np.isfinite(seconds), seconds, 0.0)
+        seconds, total_s = np.where(np.isfinite(whole_s), whole_s, 0.0), 0.0
         left_s = self._share_s(rides[0]) - self._taken_s(edge, rides[0], seconds) / len(rides)
         share_s, each_s = np.maximum(left_s, 0.0), seconds / len(rides)
         for some_s in np.array_split(np.sort(windows_s), min(MAX_WINDOWS, len(rides))):
@@ -136,14 +139,18 @@ class Hiding:
     def _gathered_s(self, edge: ReshardEdge) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """[strategies of target]: what it takes to gather what is split over all axes until it lies as it does there, until
         nothing is split across nodes, and until nothing is split."""
-        costed, rank = self.costed, len(edge.value.shape)
-        resharder, mesh = costed.resharder, costed.resharder.mesh
+        costed, resharder, rank = self.costed, self.costed.resharder, len(edge.value.shape)
         seconds = edge.count * resharder.gathered_s(edge.value, costed.handling(edge.source.node, edge.maker))
-        crosses = np.array([mesh.group((axis,)).crosses_nodes for axis in range(resharder.num_axes)])
         lies = port_specs(edge.target, costed.strategies[edge.target.node])
-        inside, whole = np.where(crosses & (lies >= 0), WHOLE, lies), np.where(lies >= 0, WHOLE, lies)
+        inside, whole = np.where(self._crosses & (lies >= 0), WHOLE, lies), np.where(lies >= 0, WHOLE, lies)
         lies_s, inside_s, whole_s = (seconds[resharder.indices(s, rank)] for s in (lies, inside, whole))
         return lies_s, inside_s, whole_s
+
+    @cached_property
+    def _crosses(self) -> np.ndarray:
+        """[axes]: whether it leads across nodes."""
+        mesh = self.costed.resharder.mesh
+        return np.array([mesh.group((axis,)).crosses_nodes for axis in range(len(mesh.shape))])
 
     @cached_property
     def _windows_s(self) -> tuple[np.ndarray, ...]:

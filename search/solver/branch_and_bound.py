@@ -10,7 +10,8 @@ A bound and an incumbent close in on each other, in four stages, and most proble
      the bound hardly rises. Their assignments are improved by pair moves (`search.solver.local_search`), and, after ever
      more sweeps, by moves of nearly all nodes at once (`search.solver.neighbourhoods`), which prove their answer where they
      move all. What is then open are cycles of the problem, which messages cannot see; elimination in tables of limited
-     size sees most of them (`search.solver.elimination`).
+     size sees most of them (`search.solver.elimination`). All that knows nothing of rows: who solves a problem again goes
+     on to stage 2 at once.
   2. `_price`: memory rows as prices (`search.solver.lagrangian`), raised until no price gives a better bound. Each
      pricing's assignment is improved in the same two ways, repaired where it overflows, and offered as the incumbent.
   3. `_fit`, if nothing fitted yet: the smallest peak (`search.solver.min_peak`) fits, or proves that nothing does.
@@ -202,7 +203,7 @@ class _Search:
         if not self._is_closed(whole):
             whole.trws = self.opening.swept[0].copy()
             self._run_stage(self._begin, whole)  # however little time there is: an answer needs a bound
-        for stage in (self._relax, self._finish, self._price, self._finish, self._fit, self._branch):
+        for stage in (self._unpriced, self._price, self._finish, self._fit, self._branch):
             if self._is_open(whole):
                 self._run_stage(stage, whole)
         if not whole.trws.is_feasible:
@@ -227,6 +228,18 @@ class _Search:
         if self._is_open(whole):
             self._start()
             self._drop(whole)
+
+    def _unpriced(self, whole: Relaxation) -> None:
+        """All that can be said before rows have prices, unless an earlier search has said it."""
+        if (cheapest := self.opening.settled(RELATIVE_GAP)) is not None:
+            self._offer(cheapest)
+            whole.close(self.opening.bound_s)
+            self._raise_bound(whole.best_bound_s)
+            self._drop(whole)
+        else:
+            self._relax(whole)
+            if self._is_open(whole):
+                self._finish(whole)
 
     def _relax(self, whole: Relaxation) -> None:
         rise, num_batches, next_due = np.inf, 1, 1
@@ -405,6 +418,7 @@ class _Search:
     def _offer(self, labels: Labels) -> bool:
         """Makes an assignment the incumbent if it is better and fits; whether it brought rows to light."""
         cost_s = self.problem.cost_s(labels)
+        self.opening.met(labels, cost_s)
         if not cost_s < self.cost_s or not self.planes.fits(labels):
             return False
         over = self.violated(labels)
@@ -429,6 +443,8 @@ class _Search:
     def _raise_bound(self, bound_s: float) -> None:
         """Records a bound on what is left; what was dropped costs at least `floor_s`."""
         self.bound_s = max(self.bound_s, min(bound_s, self.floor_s))
+        if not self.num_pricings:
+            self.opening.bounded(min(bound_s, self.floor_s))
 
     def _is_closed(self, part: Relaxation) -> bool:
         """Whether a part holds nothing better than the incumbent."""

@@ -88,6 +88,9 @@ class _Descent:
     def _move(self, edge: Edge) -> set[int]:
         """Gives an edge's nodes the best labels, all others as they are; the nodes that changed."""
         u, v = edge.u, edge.v
+        if edge.cost_s.size == 1:
+            self._spend(edge, 0)
+            return set()
         old = self.labels[u], self.labels[v]
         cost = edge.cost_s + self._cost(u, v)[:, None] + self._cost(v, u)
         changes = {

@@ -282,3 +282,33 @@ def test_ties_go_to_the_same_labels_whatever_the_edges_order():
     problem, rows = layered(3, 2, 4, 7)
     given_rows = {"limit_bytes": 20e9, "rows": rows}
     assert solve(problem, **given_rows).labels == solve(turned(problem), **given_rows).labels
+
+
+@SETTINGS
+@given(limited_problems(), GAPS)
+def test_who_solves_again_under_rows_finds_as_much(limited, relative_gap):
+    """What is remembered of the problem without rows, and of it under a higher limit, proves no more than is true."""
+    problem, rows, limit_bytes = limited
+    opening = Opening(problem)
+    for limit in (np.inf, 1.5 * limit_bytes, limit_bytes):
+        want_s = optimum_s(problem, rows, limit)
+        if want_s == np.inf:
+            with pytest.raises(NoFitError) as error:
+                solve(opening, limit_bytes=limit, rows=rows, relative_gap=relative_gap)
+            assert error.value.is_proven
+        else:
+            found = solve(opening, limit_bytes=limit, rows=rows, relative_gap=relative_gap)
+            assert at_most(found.cost_s * (1 - relative_gap), want_s)
+            assert at_most(found.bound_s, want_s)
+        assert at_most(opening.bound_s, optimum_s(problem, (), np.inf))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_who_solves_again_begins_with_prices(monkeypatch, seed):
+    """Where it is known what is cheapest without rows."""
+    problem, rows = layered(3, 2, 4, seed)
+    opening = Opening(problem)
+    solve(opening, relative_gap=1e-4)
+    monkeypatch.setattr(branch_and_bound._Search, "_relax", None)
+    found = solve(opening, limit_bytes=20e9, rows=rows, relative_gap=1e-3)
+    assert at_most(found.cost_s * (1 - 1e-3), optimum_s(problem, rows, 20e9))
