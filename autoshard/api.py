@@ -62,7 +62,7 @@ def search(
       cluster: a preset such as "64xH100-80GB", a `Cluster`, or a JSON file that describes one. Of several kinds of node
         ("8xH100-80GB+16xA100-40GB", or a `MixedCluster`) the plan is a pipeline, whose stages each stand on one kind.
       memory: the cap per device, such as "70GiB" or bytes; by default the device's memory less what the
-        runtime needs.
+        runtime needs. Devices of several kinds have at most what each kind has by default.
       mesh: sizes of the logical mesh's axes, outermost first; by default it is searched. Axes are named "data"
         (one axis), "data" and "model" (two), "replica", "data" and "model" (three).
       pin: specs in which arguments must rest, by pytree path, e.g. `{"params['emb']": P("model")}`: as `PartitionSpec` or
@@ -127,7 +127,7 @@ def search(
         verifier = judge.CompilerVerifier(hardware, Compiler(judge.target_config_text(target_config)), tell)
         return judge.fitting(
             lambda limit, said: _found(
-                traced, hardware, wanted, replace(asked, fill=limit / cap_bytes), said
+                traced, hardware, wanted, replace(asked, memory_share=limit / cap_bytes), said
             ),
             lambda found, full: (
                 verifier.verified(found, full)

@@ -267,10 +267,10 @@ def _faster(
             if executor == ONE_PROGRAM:
                 raise
             progress(f"not as one program for all stages: {e}")
-    if as_one is not None and executor == ONE_PROGRAM:
-        return as_one
-    if as_one is not None:
-        cutoff_s = as_one.plan.estimates.step_s
+        else:
+            if executor == ONE_PROGRAM:
+                return as_one
+            cutoff_s = as_one.plan.estimates.step_s
     try:
         found = pipelines.find(step, cluster, options, progress, cutoff_s, made_ready)
         if isinstance(cluster, MixedCluster) and options.stages is None:
@@ -340,5 +340,5 @@ def _options(cluster: AnyCluster, wanted: Stages, asked: Asked) -> PipelineOptio
         asked.microbatches,
         _stage_mesh(asked),
         asked.remat,
-        asked.fill,
+        asked.memory_share,
     )

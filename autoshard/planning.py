@@ -42,7 +42,7 @@ class Asked:
     microbatches: int | None = None
     offload: Sequence[str] | str | None = None
     time_limit_s: float | None = None
-    fill: float = 1.0
+    memory_share: float = 1.0
     """The share of a device's cap that a plan may take."""
 
 
@@ -91,7 +91,7 @@ def options(step: Step, cluster: Cluster, asked: Asked, resting: Resting = ANYWH
       asked: by the user.
       resting: how arguments rest already, where no pin says otherwise.
     """
-    limit = round(asked.fill * limit_bytes(cluster, asked))
+    limit = round(asked.memory_share * limit_bytes(cluster, asked))
     offload = asked.offload
     kinds = offload if offload is None or isinstance(offload, str) else tuple(offload)
     rest = pinned(step, asked.pin or {}, cluster.num_devices).then(resting)

@@ -188,8 +188,8 @@ def _stage_options(found: Pipeline, devices: Sequence[Any]) -> CompilerOptions:
     def compiler_options(stage: int, beside_bytes: int, resting_bytes: int) -> dict[str, str]:
         if not _are_gpus(devices):
             return {}
-        place = found.places[stage]
-        device, cap_bytes = place.group.device, place.cap_bytes - beside_bytes
+        here = found.devices[stage]
+        device, cap_bytes = here.group.device, here.cap_bytes - beside_bytes
         for_cap = options_for_cap(cap_bytes, resting_bytes, device.memory_bytes)
         return for_cap | scheduler_options(device.name)
 

@@ -232,7 +232,7 @@ class Cluster:
         """Bytes per device of each group under a cap for all."""
         return (memory_bytes,)
 
-    def seat(self, device: int) -> "tuple[Cluster, int]":
+    def locate(self, device: int) -> "tuple[Cluster, int]":
         """The group that a device is of, and its number there."""
         return self, device
 

@@ -70,7 +70,7 @@ class MixedCluster:
         """Bytes per device of each group under a cap for all: no more than a program can use there."""
         return tuple(min(memory_bytes, group.device_memory_limit()) for group in self.groups)
 
-    def seat(self, device: int) -> tuple[Cluster, int]:
+    def locate(self, device: int) -> tuple[Cluster, int]:
         """The group that a device is of, and its number there."""
         for group in self.groups:
             if device < group.num_devices:
@@ -80,12 +80,12 @@ class MixedCluster:
 
     def node_of(self, device: int) -> tuple[str, int]:
         """The node in which a device stands."""
-        group, number = self.seat(device)
+        group, number = self.locate(device)
         return group.node_of(number)
 
     def link(self, first: int, second: int) -> Link:
         """Between two devices."""
-        (group, one), (other, two) = self.seat(first), self.seat(second)
+        (group, one), (other, two) = self.locate(first), self.locate(second)
         return group.link(one, two) if group is other else self.between
 
     @property

@@ -113,7 +113,7 @@ def _lots(found: Pipeline, runs: Sequence[StageRun]) -> list[_Lot]:
         program = lowered(found.programs.step, run.program)
         _, _, text = program.as_text().partition("\n")  # its first line has the program's name
         num_devices = found.plan.stages[run.seat[0]].num_devices
-        group = found.places[run.seat[0]].group
+        group = found.devices[run.seat[0]].group
         alike.setdefault((text, num_devices, group), []).append((run, module_bytes(program)))
     return [
         _Lot(
@@ -140,7 +140,7 @@ def _compiled(lots: Sequence[_Lot], verifier: CompilerVerifier, tell: Progress) 
 
 def _memory_bytes(found: Pipeline, run: StageRun) -> int:
     """Of the device that the compiler is told of."""
-    cap_bytes = found.places[run.seat[0]].cap_bytes - run.beside_bytes
+    cap_bytes = found.devices[run.seat[0]].cap_bytes - run.beside_bytes
     return compiler.memory_for_cap(cap_bytes, run.program.resting_bytes)
 
 
@@ -170,7 +170,7 @@ def _stage(
         Footprint(estimates.peak_bytes, 0, {}),
         _footprint(highest),
         highest.name,
-        found.places[n].cap_bytes,
+        found.devices[n].cap_bytes,
         paired(estimates.collectives, moved),
     )
 

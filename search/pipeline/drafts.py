@@ -19,8 +19,9 @@ out.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain, product
+from itertools import chain, product, starmap
 from math import inf, prod
+from typing import NamedTuple
 
 import numpy as np
 
@@ -31,7 +32,7 @@ from search.pipeline.inter_op import fastest_cut
 from search.pipeline.proposals import Parts, Placed, Proposal
 from search.pipeline.schedules.registry import FAMILIES, build_schedule, check_numbers
 from search.pipeline.stage_costs import Node, StageOption, Submesh
-from search.pipeline.stage_plan import InterOpPlan, InterOpProblem, NoCut
+from search.pipeline.stage_plan import InterOpPlan, InterOpProblem, NoCut, StagePlan
 
 GAP = 0.01
 """Proved of a cut: finer than what costs are known to. Source: a choice of ours."""
@@ -57,6 +58,20 @@ def stands(size: int, group: Cluster) -> bool:
     return is_whole and size <= group.num_devices
 
 
+class Way(NamedTuple):
+    """A way to run layers.
+
+    Attributes:
+      group: on nodes of which kind.
+      parts: as which step.
+      shape: on which mesh of a replica.
+    """
+
+    group: Cluster
+    parts: Parts
+    shape: tuple[int, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class Wanted:
     """What is asked for.
@@ -65,13 +80,13 @@ class Wanted:
       memory_bytes: the cap per device.
       stages: how many, if the caller says so.
       schedule: the family's name, if the caller says so.
-      fill: the share of a cap that stages may take; infinite for no cap.
+      memory_share: the share of a cap that stages may take; infinite for no cap.
     """
 
     memory_bytes: int
     stages: int | None = None
     schedule: str | None = None
-    fill: float = 1.0
+    memory_share: float = 1.0
 
     @property
     def shares_workers(self) -> bool:
@@ -149,16 +164,17 @@ class Drafting:
     @property
     def without_cap(self) -> "Drafting":
         """The same on devices of any memory."""
-        return replace(self, wanted=replace(self.wanted, fill=inf))
+        return replace(self, wanted=replace(self.wanted, memory_share=inf))
 
     @cached_property
-    def ways(self) -> tuple[tuple[Cluster, Parts, tuple[int, ...]], ...]:
-        """To run layers: on nodes of which kind, as which step, on which mesh of a replica."""
-        return tuple(
-            (group, parts, shape)
-            for group, parts, shape in product(self.cluster.groups, self.among, self.shapes)
-            if self.wanted.may_stand(self.num_replicas * prod(shape), group)
-        )
+    def ways(self) -> tuple[Way, ...]:
+        """To run layers."""
+        ways = starmap(Way, product(self.cluster.groups, self.among, self.shapes))
+        return tuple(one for one in ways if self.wanted.may_stand(self._size(one), one.group))
+
+    def way(self, stage: StagePlan) -> Way:
+        """How a stage's layers are run."""
+        return self.ways[int(stage.variant)]
 
     @cached_property
     def problem(self) -> InterOpProblem:
@@ -166,15 +182,12 @@ class Drafting:
         says."""
         if self.wanted.shares_workers:
             assert self.wanted.stages, "stages that share workers are asked for by their number"
-            nodes, in_flight = (Node(self.wanted.stages, np.inf),), (1,)
-            options, links = [self._option(0, Submesh(1, 1))], ()
+            nodes, in_flight, links = (Node(self.wanted.stages, np.inf),), (1,), []
+            options = [self._option(0, Submesh(1, 1))]
         else:
             held = self.num_microbatches if self.wanted.schedule == "gpipe" else 1
-            nodes, in_flight = self._nodes, tuple(range(held, self.num_microbatches + 1))
-            options, links = (
-                [self._option(n, self._submesh(*way)) for n, way in enumerate(self.ways)],
-                self._links,
-            )
+            nodes, in_flight, links = self._nodes, tuple(range(held, self.num_microbatches + 1)), self._links
+            options = [self._option(n, self._submesh(way)) for n, way in enumerate(self.ways)]
         kinds, costs = tuple(dict.fromkeys(links)), self.plain.costs(self.shapes[0], self.num_replicas)
         return InterOpProblem(
             nodes,
@@ -190,7 +203,8 @@ class Drafting:
     def _nodes(self) -> tuple[Node, ...]:
         caps = self.cluster.caps(self.wanted.memory_bytes)
         of_groups = (
-            (Node(group.devices_per_node, self.wanted.fill * cap, self._kind(group)),) * group.num_nodes
+            (Node(group.devices_per_node, self.wanted.memory_share * cap, self._kind(group)),)
+            * group.num_nodes
             for group, cap in zip(self.cluster.groups, caps, strict=True)
         )
         return tuple(chain.from_iterable(of_groups))
@@ -207,8 +221,8 @@ class Drafting:
 
     def _option(self, n: int, submesh: Submesh) -> StageOption:
         """The n-th way to run layers, on a stage's devices."""
-        group, parts, shape = self.ways[n]
-        costs = parts.on(group).costs(shape, self.num_replicas)
+        way = self.ways[n]
+        costs = way.parts.on(way.group).costs(way.shape, self.num_replicas)
         return StageOption(
             submesh,
             str(n),
@@ -217,14 +231,18 @@ class Drafting:
             costs.state_bytes,
             costs.workspace_bytes,
             costs.once_s,
-            self._kind(group),
+            self._kind(way.group),
         )
 
     def _kind(self, group: Cluster) -> str:
         return group.name if len(self.cluster.groups) > 1 else ""
 
-    def _submesh(self, group: Cluster, parts: Parts, shape: tuple[int, ...]) -> Submesh:
-        size, per_node = self.num_replicas * prod(shape), group.devices_per_node
+    def _size(self, way: Way) -> int:
+        """Devices of a stage."""
+        return self.num_replicas * prod(way.shape)
+
+    def _submesh(self, way: Way) -> Submesh:
+        size, per_node = self._size(way), way.group.devices_per_node
         return Submesh(1, size) if size <= per_node else Submesh(size // per_node, per_node)
 
 
@@ -271,12 +289,12 @@ class Draft:
 
     def _fitting(self, found: Sequence[Proposal]) -> list[Proposal]:
         wanted = self.drafting.wanted
-        return [one for one in found if one.fullness(wanted.memory_bytes) <= wanted.fill]
+        return [one for one in found if one.fullness(wanted.memory_bytes) <= wanted.memory_share]
 
     @cached_property
     def _as_drafted(self) -> list[Proposal]:
         """Its schedules, each stage priced by the step in which all layers are run as its are."""
-        return self._proposals([self.drafting.ways[int(stage.variant)][1] for stage in self.cut.stages])
+        return self._proposals([self.drafting.way(stage).parts for stage in self.cut.stages])
 
     @cached_property
     def _parts(self) -> Parts:
@@ -284,7 +302,7 @@ class Draft:
         plain, sites = self.drafting.plain, set[Site]()
         for stage in self.cut.stages:
             layers = range(stage.first_layer, stage.end_layer)
-            again = self.drafting.ways[int(stage.variant)][1]
+            again = self.drafting.way(stage).parts
             if again is not plain:
                 of_step = again.step_problem.sites
                 sites |= {s for s in of_step if not plain.shares.layers_of(s).isdisjoint(layers)}
@@ -300,7 +318,7 @@ class Draft:
         schedule = build_schedule(name, num_stages, drafting.num_microbatches, workers)
         placed: list[Placed] = []
         for n, stage in enumerate(self.cut.stages):
-            _, _, shape = drafting.ways[int(stage.variant)]
+            shape = drafting.way(stage).shape
             worker_devices = schedule.workers_of(n)[0] * drafting.num_replicas * prod(shape)
             device = worker_devices if drafting.wanted.shares_workers else stage.first_device
             placed.append(Placed(stage.first_layer, stage.end_layer, device, shape))

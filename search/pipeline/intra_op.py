@@ -123,7 +123,7 @@ def replica_cluster(cluster: Cluster, num_devices: int) -> Cluster:
     )
 
 
-def apart(program: FlatProgram) -> FlatProgram:
+def as_tasks(program: FlatProgram) -> FlatProgram:
     """The same where each microbatch has programs of its own, which bring parameters from where they rest to where they read
     them; what the prologue makes comes as they read it."""
     count, loop = program.step.num_microbatches, (loop_over_microbatches(program.step.graph),)
@@ -131,8 +131,8 @@ def apart(program: FlatProgram) -> FlatProgram:
     resting = {v for v, argument in arguments if argument.role is not Role.BATCH}
 
     def handed_over(op: FlatOp) -> FlatOp:
-        is_apart = op.name == ENTER and op.site == loop and op.operands[0] in resting
-        return replace(op, operand_counts=(count,)) if is_apart else op
+        is_brought = op.name == ENTER and op.site == loop and op.operands[0] in resting
+        return replace(op, operand_counts=(count,)) if is_brought else op
 
     return replace(program, ops=tuple(map(handed_over, program.ops)))
 

@@ -58,23 +58,23 @@ class Pipeline:
       programs: what each stage runs.
       schedule: when.
       shardings: how each stage's values lie.
-      places: where each stage stands.
+      devices: those of each stage.
     """
 
     plan: PipelinePlan
     programs: StagePrograms
     schedule: Schedule
     shardings: tuple[StageSharding, ...]
-    places: tuple["Place", ...]
+    devices: tuple["StageDevices", ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where a stage stands.
+class StageDevices:
+    """The devices of a stage.
 
     Attributes:
-      group: the nodes of a kind that its devices are of.
-      cap_bytes: of a device.
+      group: the nodes of one kind in which they are.
+      cap_bytes: of each.
     """
 
     group: Cluster
@@ -111,7 +111,7 @@ def find(
 
     def propose(limit_bytes: float, _: object) -> Round[Pipeline] | None:
         try:
-            lower = replace(options, fill=limit_bytes / options.memory_bytes)
+            lower = replace(options, memory_share=limit_bytes / options.memory_bytes)
             search = PipelineSearch(step, [""] * len(step.arguments), cluster, lower, progress, ready)
             found = search.run(cutoff_s)
             watch.lap("search")
@@ -123,9 +123,9 @@ def find(
         promised_bytes = found.fullness(options.memory_bytes) * options.memory_bytes
         return Round(pipeline, promised_bytes, _needed_bytes(pipeline))
 
-    smallest_bytes, filled_bytes = inf, options.fill * options.memory_bytes
-    for latest in tightened(propose, filled_bytes, MAX_ROUNDS):
-        if latest.needed_bytes <= filled_bytes:
+    smallest_bytes, usable_bytes = inf, options.memory_share * options.memory_bytes
+    for latest in tightened(propose, usable_bytes, MAX_ROUNDS):
+        if latest.needed_bytes <= usable_bytes:
             plan = replace(latest.proposal.plan, cluster=cluster.to_json(), search_s=watch.seconds)
             return replace(latest.proposal, plan=plan)
         smallest_bytes = min(smallest_bytes, latest.needed_bytes)
@@ -156,7 +156,7 @@ def apply(step: Step, plan: PipelinePlan, place: str = "the plan") -> Pipeline:
         here, shape = parts.on(_group(cluster, decisions, place)), tuple(decisions.mesh.values())
         here.solutions[shape] = decided(here.step_problem, here.cluster, decisions, shape, place)
     for one in placed:
-        group, _ = cluster.seat(one.first_device)
+        group, _ = cluster.locate(one.first_device)
         if one.shape not in parts.on(group).solutions:
             raise PlanError(f"{place}: no decisions for replicas of mesh {one.shape} on {group.name}")
     found = Proposal.of([parts] * len(placed), cluster, plan.num_replicas, placed, schedule)
@@ -195,14 +195,14 @@ def _pipeline(step: Step, found: Proposal, memory_bytes: int) -> Pipeline:
     memory = StageMemory(programs, found.schedule, shardings)
     plan = _plan(step, found, memory_bytes, _Stages.of(found, parts, memory, memory_bytes))
     groups = [stage.group for stage in found.stages]
-    places = tuple(map(Place, groups, found.caps(memory_bytes)))
-    return Pipeline(plan, programs, found.schedule, shardings, places)
+    devices = tuple(map(StageDevices, groups, found.caps(memory_bytes)))
+    return Pipeline(plan, programs, found.schedule, shardings, devices)
 
 
 def _needed_bytes(pipeline: Pipeline) -> float:
     """What its fullest device needs; where caps differ, as if its own were that for all."""
     taken, cap_bytes = pipeline.plan.estimates.stages, pipeline.plan.memory_bytes
-    needed = zip(taken, pipeline.places, strict=True)
+    needed = zip(taken, pipeline.devices, strict=True)
     return max(stage.peak_bytes * (cap_bytes / place.cap_bytes) for stage, place in needed)
 
 
@@ -373,7 +373,7 @@ def _placed(
     if (total := sum(sizes)) != cluster.num_devices:
         raise PlanError(f"{place}: its stages have {total} devices, its cluster {cluster.num_devices}")
     for n, (first, stage) in enumerate(zip(firsts, plan.stages, strict=True)):
-        if cluster.seat(first)[0] != cluster.seat(first + stage.num_devices - 1)[0]:
+        if cluster.locate(first)[0] != cluster.locate(first + stage.num_devices - 1)[0]:
             raise PlanError(
                 f"{place}: stage {n} would stand on devices {first} to {first + stage.num_devices - 1}, which are not all "
                 f"of one kind; the groups of nodes are {cluster}"

@@ -17,7 +17,7 @@ from search.memory.microbatches import looped
 from search.memory.residuals import Residuals, residuals
 from search.memory.trade_offs import HIGHEST_S_PER_BYTE, Choice
 from search.mesh_problem import StepProblem
-from search.pipeline.intra_op import IntraOp, apart, solved
+from search.pipeline.intra_op import IntraOp, as_tasks, solved
 from search.pipeline.layer_costs import LayerCosts, Ledger
 from search.pipeline.layer_shares import LayerShares
 from search.pipeline.layers import Layers
@@ -89,7 +89,7 @@ class Parts:
           clock: by which searches for it go.
         """
         device = cluster.device
-        problem = StepProblem.of(looped(step, count), marks, device, sites, clock=clock, as_run=apart)
+        problem = StepProblem.of(looped(step, count), marks, device, sites, clock=clock, as_run=as_tasks)
         return cls(problem, cluster, borders)
 
     @cached_property
@@ -148,7 +148,7 @@ class Parts:
             sites,
             known=problem.plain,
             clock=problem.clock,
-            as_run=apart,
+            as_run=as_tasks,
         )
         return Parts(problem, self.cluster, plain=self)
 
@@ -285,7 +285,7 @@ class Proposal:
         """Runs a schedule of stages in time, each priced by a step: the same, unless they are drafted."""
         links = _links(cluster, num_replicas, placed)
         stages = [
-            _priced(parts.on(cluster.seat(one.first_device)[0]), one, num_replicas, *at)
+            _priced(parts.on(cluster.locate(one.first_device)[0]), one, num_replicas, *at)
             for parts, one, at in zip(run_as, placed, links, strict=True)
         ]
         simulation = simulate(schedule, [one.cost for one in stages])

@@ -63,7 +63,7 @@ class PipelineOptions:
       microbatches: in how many the step goes through its batch; None to search it.
       mesh: of each stage: how many replicas it has, then the mesh of a replica's devices; None to search it.
       remat: "never" to recompute nothing; None to search it.
-      fill: the share of a cap that stages may take, by their layers' costs.
+      memory_share: the share of a cap that stages may take, by their layers' costs.
     """
 
     memory_bytes: int
@@ -72,12 +72,12 @@ class PipelineOptions:
     microbatches: int | None = None
     mesh: tuple[int, ...] | None = None
     remat: str | None = None
-    fill: float = 1.0
+    memory_share: float = 1.0
 
     @property
     def wanted(self) -> Wanted:
         """What a proposal has to be."""
-        return Wanted(self.memory_bytes, self.stages, self.schedule, self.fill)
+        return Wanted(self.memory_bytes, self.stages, self.schedule, self.memory_share)
 
 
 Shapes = tuple[tuple[int, ...], ...]
@@ -317,7 +317,7 @@ class PipelineSearch:
         rest = sum(sizes.values()) - sizes[Role.BATCH]
         caps = self.cluster.caps(self.options.memory_bytes)
         there = sum(g.num_devices * cap for g, cap in zip(self.cluster.groups, caps, strict=True))
-        return num_replicas * learned + rest <= self.options.fill * there
+        return num_replicas * learned + rest <= self.options.memory_share * there
 
     @cached_property
     def _sizes(self) -> tuple[int, ...]:

@@ -72,7 +72,9 @@ def find(
       InfeasibleError: nothing fits, or is so fast; says what is nearest.
     """
     watch = Stopwatch(step.trace_s)
-    options = replace(options, memory_bytes=round(options.fill * options.memory_bytes), fill=1.0)
+    options = replace(
+        options, memory_bytes=round(options.memory_share * options.memory_bytes), memory_share=1.0
+    )
     found = SpmdSearch(step, cluster, options, progress, made_ready).run(cutoff_s)
     watch.lap("search")
     pipeline = _pipeline(step, found, options.memory_bytes)

@@ -17,7 +17,7 @@ MIXED = MixedCluster("mine", (H100, A100), SLOW, (("between", "a wager"),))
 
 def test_devices_are_numbered_group_by_group():
     assert MIXED.num_devices == 24
-    assert [MIXED.seat(device) for device in (0, 7, 8, 23)] == [(H100, 0), (H100, 7), (A100, 0), (A100, 15)]
+    assert [MIXED.locate(device) for device in (0, 7, 8, 23)] == [(H100, 0), (H100, 7), (A100, 0), (A100, 15)]
     nodes = [MIXED.node_of(device) for device in range(24)]
     assert [nodes.count(node) for node in dict.fromkeys(nodes)] == [8, 8, 8]
 
