@@ -67,7 +67,9 @@ def _merge_into_last(
 
 
 def _are_one(lowered: Lowered, one: Sequence[int], other: Sequence[int]) -> bool:
-    """Whether kernels over the same loops become one."""
+    """Whether kernels over the same loops become one; where a barrier makes some wait for others, they do not."""
+    if any(not set(one).isdisjoint(lowered.kernels[k].after) for k in other):
+        return False
     roots = {lowered.kernels[k].root for k in (*one, *other)} - {None}
     if len(roots) > 1:
         return False

@@ -99,6 +99,11 @@ def test_an_array_is_summed_by_the_kernel_that_makes_it():
     assert [(k.reads, k.makes) for k in found.kernels] == [((0,), (1, 3)), ((1,), (2,)), ((3,), (4,))]
 
 
+def test_a_sum_that_a_barrier_makes_wait_for_what_it_sums_up_is_a_kernel_of_its_own():
+    program = lowered(over("rows", 0, [0], [1]), replace(summing((0,), 1, [0, 1], [2]), after=(0,)))
+    assert merged(program).kernels == program.kernels
+
+
 def test_an_array_is_written_in_another_order_by_the_kernel_that_makes_it_and_by_no_other():
     copy = replace(over("rows", 1, [1], [2]), root=Copies((1, 0)))
     made, read = over("rows", 0, [0], [1]), over("rows", 2, [1], [3])
