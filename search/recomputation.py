@@ -59,8 +59,8 @@ HIDING_SHARE = 0.5
 they copy, and to be there in time."""
 
 VISIBLE_SHARE = 0.25
-"""Of such copies, what a step takes longer for at least. Source: 0.23 to 0.32 in GPTs of 12 to 64 layers on 1 H100, 1 A100, 1 L4
-and 2 V100s, where copies take 0.1 to 0.5 of the step."""
+"""Of such copies, what a step takes longer for at least. Source: 0.23 to 0.32 are predicted for GPTs of 12 to 64 layers
+on one H100, A100 or L4 and on two V100s, where copies take 0.1 to 0.5 of the step."""
 
 WAITING_GAP = 0.02
 """By what share a choice of residuals that wait on the host has to promise more than there is. Source: a choice of ours; how

@@ -20,7 +20,7 @@ from search.mesh_problem import StepProblem
 from search.pipeline.intra_op import IntraOp, as_tasks, solved
 from search.pipeline.layer_costs import LayerCosts, Ledger
 from search.pipeline.layer_shares import LayerShares
-from search.pipeline.layers import Layers
+from search.pipeline.layers import MAX_LAYERS, Layers
 from search.pipeline.pipeline_step import PipelineStep
 from search.pipeline.simulator import Simulation, StageCost, simulate
 from search.plan.schedule import Schedule
@@ -47,6 +47,7 @@ class Parts:
       first: the same on nodes of another kind, or not lean, whose layers it has; None if it is the first.
       elsewhere: by nodes of other kinds, the same there, as far as that was asked for.
       is_lean: whether each device has a part only of what tasks read of parameters.
+      most_layers: of how many layers it may be made.
     """
 
     step_problem: StepProblem
@@ -65,6 +66,7 @@ class Parts:
     first: "Parts | None" = None
     elsewhere: "dict[Cluster, Parts]" = field(default_factory=dict[Cluster, "Parts"])
     is_lean: bool = False
+    most_layers: int = MAX_LAYERS
 
     @classmethod
     def of(
@@ -76,6 +78,7 @@ class Parts:
         sites: frozenset[Site] = frozenset(),
         borders: Sequence[int] = (),
         clock: SearchClock = PROCESSOR,
+        most_layers: int = MAX_LAYERS,
     ) -> "Parts":
         """Makes a step ready.
 
@@ -87,10 +90,11 @@ class Parts:
           sites: what to recompute.
           borders: positions in the forward phase at which layers begin besides.
           clock: by which searches for it go.
+          most_layers: of how many layers it may be made.
         """
         device = cluster.device
         problem = StepProblem.of(looped(step, count), marks, device, sites, clock=clock, as_run=as_tasks)
-        return cls(problem, cluster, borders)
+        return cls(problem, cluster, borders, most_layers=most_layers)
 
     @cached_property
     def layers(self) -> Layers:
@@ -99,7 +103,7 @@ class Parts:
             return self.first.layers
         step = PipelineStep.of_loop(self.step_problem.step)
         alike = None if self.plain is None else self.plain.layers.of_like(step)
-        return alike or Layers.of(step, self.borders)
+        return alike or Layers.of(step, self.borders, self.most_layers)
 
     def has_layers_of(self, other: "Parts") -> bool:
         """Whether both are made of as many layers, which correspond."""
@@ -150,7 +154,7 @@ class Parts:
             clock=problem.clock,
             as_run=as_tasks,
         )
-        return Parts(problem, self.cluster, plain=self)
+        return Parts(problem, self.cluster, plain=self, most_layers=self.most_layers)
 
     def ledger(self, shape: tuple[int, ...]) -> Ledger:
         """What layers cost when a replica's devices form such a mesh."""

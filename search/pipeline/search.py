@@ -25,6 +25,7 @@ from search.memory.microbatches import batch_divisors
 from search.memory.residuals import has_loops
 from search.pipeline.drafts import GAP, Draft, Drafting, Wanted, num_workers, stands
 from search.pipeline.inter_op import nearest_cut
+from search.pipeline.layers import MAX_LAYERS
 from search.pipeline.proposals import Parts, Proposal
 from search.pipeline.schedules.registry import check_name
 from search.pipeline.stage_plan import InterOpProblem, NoCut
@@ -78,6 +79,11 @@ class PipelineOptions:
     def wanted(self) -> Wanted:
         """What a proposal has to be."""
         return Wanted(self.memory_bytes, self.stages, self.schedule, self.memory_share)
+
+    @property
+    def most_layers(self) -> int:
+        """Of how many layers the step may be made: enough for as many stages."""
+        return max(MAX_LAYERS, self.stages or 0)
 
 
 Shapes = tuple[tuple[int, ...], ...]
@@ -175,7 +181,9 @@ class PipelineSearch:
     def _parts(self, count: int) -> Parts:
         if count not in self.made_ready:
             first = self.cluster.groups[0]
-            self.made_ready[count] = Parts.of(self.step, self.marks, first, count, clock=self.clock)
+            self.made_ready[count] = Parts.of(
+                self.step, self.marks, first, count, clock=self.clock, most_layers=self.options.most_layers
+            )
         return self.made_ready[count]
 
     def _wanting(

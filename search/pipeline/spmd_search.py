@@ -233,7 +233,9 @@ class SpmdSearch:
         self.progress(f"the step in {count} parts, as one program")
         if count not in self.made_ready:
             marks = [""] * len(self.step.arguments)
-            self.made_ready[count] = Parts.of(self.step, marks, self.cluster, count, clock=self.clock)
+            self.made_ready[count] = Parts.of(
+                self.step, marks, self.cluster, count, clock=self.clock, most_layers=self.options.most_layers
+            )
         parts = self.made_ready[count]
         ways = self._near(ways)
         if self._has_fit(parts, ways, cutoff_s) or self.options.remat == "never":

@@ -5,6 +5,7 @@ from dataclasses import replace
 from functools import cache
 from itertools import product
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -15,6 +16,7 @@ from cost_model.mixed_cluster import MixedCluster
 from search.ir.graph import Step
 from search.ir.trace import trace
 from search.pipeline.drafts import Drafting, Wanted
+from search.pipeline.layers import MAX_LAYERS
 from search.pipeline.proposals import Parts, Proposal
 from search.pipeline.search import PipelineOptions, PipelineSearch
 from search.pipeline.simulator import simulate
@@ -219,3 +221,25 @@ def test_stages_that_share_workers_have_any_equal_share_of_the_devices():
 def batch_of_48() -> Step:
     case = make_megatron(8, 64, 4, 256, 32, 48)
     return trace(case.step, *case.abstract_args())
+
+
+def test_a_deep_model_has_as_many_stages_as_are_asked_for():
+    """A stage for each of more layers than a search makes by itself."""
+
+    def layer(x, w):
+        return jnp.tanh(x @ w), None
+
+    def step(params, x):
+        def loss(p):
+            return (jax.lax.scan(layer, x, p)[0] ** 2).sum()
+
+        return jax.tree.map(lambda w, g: w - g, params, jax.grad(loss)(params))
+
+    num_layers = MAX_LAYERS + 8
+    stack, x = jax.ShapeDtypeStruct((num_layers, 64, 64), "float32"), jax.ShapeDtypeStruct((8, 64), "float32")
+    options = PipelineOptions(1 << 30, stages=num_layers, schedule="1f1b", microbatches=4)
+    traced, cluster = trace(step, stack, x), parse_cluster(f"{num_layers}xA100-80GB")
+    found = PipelineSearch(traced, ["", ""], cluster, options).run()
+    assert [(s.placed.first_layer, s.placed.end_layer) for s in found.stages] == [
+        (n, n + 1) for n in range(num_layers)
+    ]
