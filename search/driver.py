@@ -120,8 +120,12 @@ class SearchResult:
         """
         if self.short is None or hands_on_alike(self.problem.graph.folded):
             return
-        paired, limit_bytes = self._handed_to(self.short.paired), self.plan.memory_bytes
-        if paired.on_mesh.predicted(paired.chosen, limit_bytes).least.num_bytes > limit_bytes:
+        limit_bytes = self.plan.memory_bytes
+        try:
+            longer = self._handed_to(self.short.paired)
+        except CoarseError:  # it recomputes some of what one op stands for there
+            longer = self._handed_to(self.short.whole)
+        if longer.on_mesh.predicted(longer.chosen, limit_bytes).least.num_bytes > limit_bytes:
             raise NoFitError(
                 "what layers hand to their likes takes more than the memory limit", bound_s=self.bound_s
             )

@@ -2,6 +2,7 @@
 
 import functools
 import re
+from contextlib import nullcontext
 from dataclasses import replace
 from unittest import mock
 
@@ -21,6 +22,8 @@ from search.ir.graph import Step
 from search.ir.trace import trace
 from search.options import Options
 from search.plan.plan import Plan
+from search.plan.retention import CoarseError
+from search.problem import shortening
 from search.solver.branch_and_bound import NoFitError
 
 NUM_LAYERS = 16
@@ -88,6 +91,22 @@ def test_where_the_whole_step_cannot_do_the_same_all_layers_are_searched():
     with mock.patch.object(driver, "handed_over", side_effect=NoFitError("as if", bound_s=0.0)):
         result = driver.find(stack(), H100S, Options(TIGHT_BYTES, (8,), offload="never", microbatches=1))
     assert not result.problem.graph.folded.program.is_shortened
+
+
+def test_where_pairs_of_layers_cannot_say_what_is_recomputed_the_whole_step_is_asked(monkeypatch):
+    """As one op stands there for some that are recomputed and some that are not."""
+    result = found(TIGHT_BYTES)
+    monkeypatch.setattr(shortening, "NUM_REPRESENTATIVES", 1)
+    coarse = shortening.shortened(stack(), [""] * len(stack().arguments))
+    assert coarse is not None
+    assert result.short is not None
+    short = replace(result.short, pair=lambda: coarse.step)
+    with pytest.raises(CoarseError):
+        replace(result, short=short)._handed_to(short.paired)
+    for limit_bytes, may in ((PLENTY_BYTES, nullcontext()), (TIGHTER_BYTES, pytest.raises(NoFitError))):
+        with may:
+            plan = replace(result.plan, memory_bytes=limit_bytes)
+            replace(result, plan=plan, short=short).check_goes_together()
 
 
 def test_strategies_that_do_not_go_together_are_not_handed_over():
