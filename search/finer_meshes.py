@@ -133,7 +133,7 @@ class FinerMeshes:
         left_s = trials.options.limit_s if trials.options.time_limit_s is None else trials.deadline.left_s
         spent_s = trials.clock.now_s - trials.began_s
         share = min(1.0, communicated / COMMUNICATES_MUCH)
-        return Deadline.after(min(share * max(FINER_SHARE * spent_s, LEAST_FINER_S), left_s), trials.clock)
+        return Deadline.after(min(max(share * FINER_SHARE * spent_s, LEAST_FINER_S), left_s), trials.clock)
 
     def _shapes(self, on_mesh: MeshProblem, communicated: float) -> tuple[tuple[int, ...], ...]:
         """Those that are worth trying beside a mesh on which so much of the step is communication."""
