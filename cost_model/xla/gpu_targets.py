@@ -40,6 +40,16 @@ _CHIPS = MappingProxyType(
             "shared_memory_per_block_optin": "166912",
             "cuda_compute_capability": "{ major: 8 }",
         },
+        "L4": {
+            "threads_per_core_limit": "1536",
+            "shared_memory_per_core": "102400",
+            "core_count": "58",
+            "fpus_per_core": "128",
+            "l2_cache_size": "50331648",
+            "clock_rate_ghz": "2.04",
+            "shared_memory_per_block_optin": "101376",
+            "cuda_compute_capability": "{ major: 8 minor: 9 }",
+        },
         "H100": _HOPPER,
         "B200": {
             **_HOPPER,
@@ -50,12 +60,14 @@ _CHIPS = MappingProxyType(
         },
     }
 )
-"""What XLA knows of a chip. Source: XLA, `target_config/specs`."""
+"""What XLA knows of a chip. Source: XLA, `target_config/specs`; of the L4, which is not there, NVIDIA's data sheet and
+the CUDA C++ Programming Guide, table "Technical Specifications per Compute Capability"."""
 
 _GPUS = MappingProxyType(
     {
         "V100-16GB": ("V100", 16935682048, "898048000000"),
         "V100-32GB": ("V100", 34079637504, "898048000000"),
+        "L4": ("L4", 23622320128, "300000000000"),
         "A100-40GB": ("A100", 42949672960, "1555200000000"),
         "A100-80GB": ("A100", 85100068864, "2039040000000"),
         "H100-80GB": ("H100", 84929347584, "3352320000000"),
@@ -63,7 +75,8 @@ _GPUS = MappingProxyType(
         "B200": ("B200", 191514411008, "7672320000000"),
     }
 )
-"""By device name: chip, memory in bytes, memory bandwidth in bytes/s. Source: as above; V100-32GB as in `presets`."""
+"""By device name: chip, memory in bytes, memory bandwidth in bytes/s. Source: as above; V100-32GB and L4 as in
+`presets`."""
 
 _DNN = MappingProxyType({"V100": "{ major: 8 minor: 9 patch: 4 }", "A100": "{ major: 8 minor: 9 patch: 4 }"})
 """cuDNN's version, where it is not 9.7. Source: as above."""

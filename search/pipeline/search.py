@@ -269,9 +269,9 @@ class PipelineSearch:
         """That there is as much to cut as is asked for."""
         if (stages := self.options.stages or 0) > (num_layers := parts.layers.num_layers):
             raise InputError(
-                f"wanted {stages} stages, but the step's forward phase can be cut into {num_layers} at most: as many ops, or "
-                "layers of a loop, compute much for a microbatch. Ask for fewer stages; if the step goes through its batch in "
-                "a loop of its own, leave that to microbatches="
+                f"wanted {stages} stages, but the step's forward phase can be cut into {num_layers} at most: as many ops, "
+                "or layers of a loop, compute much for a microbatch. Ask for fewer stages; if the step goes through its "
+                "batch in a loop of its own, leave that to microbatches="
             )
 
     # --- what to try

@@ -1,11 +1,14 @@
 """What the compiler is told of a GPU, and what is said where it cannot be asked."""
 
 import re
+from dataclasses import replace
 
 import pytest
 
+from cost_model.cluster import Cluster
 from cost_model.errors import InputError
 from cost_model.hardware import parse_cluster
+from cost_model.presets import PRESETS
 from cost_model.xla import compiler
 from cost_model.xla.gpu_targets import target_config
 
@@ -38,7 +41,6 @@ def installed(monkeypatch):
             "H100-80GB",
             "needs jax-cuda13-pjrt of the same version, and none is installed",
         ),
-        (SUITING, "L4", "does not know 'L4'. Describe it with --target-config FILE (target_config=)"),
         (SUITING, "CPU", "cannot be asked about 8xCPU: its devices are no GPUs"),
     ],
 )
@@ -46,6 +48,24 @@ def test_who_cannot_be_asked(installed, versions, gpu, message):
     installed(versions)
     with pytest.raises(InputError, match=re.escape(message)):
         compiler.check(parse_cluster(f"8x{gpu}"))
+
+
+def of_another_gpu() -> Cluster:
+    cluster = parse_cluster("8xL4")
+    return replace(cluster, device=replace(cluster.device, name="L40S"))
+
+
+def test_a_gpu_that_is_not_known(installed):
+    installed(SUITING)
+    what = "does not know 'L40S'. Describe it with --target-config FILE (target_config=)"
+    with pytest.raises(InputError, match=re.escape(what)):
+        compiler.check(of_another_gpu())
+
+
+@pytest.mark.parametrize("gpu", sorted(PRESETS.keys() - {"CPU"}))
+def test_the_gpus_of_all_presets_are_known(installed, gpu):
+    installed(SUITING)
+    compiler.check(parse_cluster(f"8x{gpu}"))
 
 
 @pytest.mark.parametrize("versions", [SUITING, OF_CUDA_12])
@@ -56,12 +76,12 @@ def test_either_plugin_will_do(installed, versions):
 
 def test_a_gpu_that_is_described_need_not_be_known(installed):
     installed(SUITING)
-    compiler.check(parse_cluster("8xL4"), "gpu_device_info { cuda_compute_capability { major: 8 minor: 9 } }")
+    compiler.check(of_another_gpu(), "gpu_device_info { cuda_compute_capability { major: 8 minor: 9 } }")
 
 
 def test_the_memory_is_ours_to_say():
     described = "gpu_device_info {\n  core_count: 58\n  device_memory_size: 23000000000\n}"
-    config = target_config("L4", 1 << 30, described)
+    config = target_config("L40S", 1 << 30, described)
     assert re.findall(r"device_memory_size: (\d+)", config) == [str(1 << 30)]
     assert "core_count: 58" in config
     assert target_config("H100-80GB", 5).count("device_memory_size: 5 ") == 1
@@ -69,7 +89,7 @@ def test_the_memory_is_ours_to_say():
 
 def test_a_description_that_is_none():
     with pytest.raises(InputError, match=r"GpuTargetConfigProto in text.* got 'sm_89'"):
-        target_config("L4", 1 << 30, "sm_89")
+        target_config("L40S", 1 << 30, "sm_89")
 
 
 def test_arguments_that_exceed_the_cap_leave_nothing_for_temporaries():
