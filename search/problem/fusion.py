@@ -5,8 +5,8 @@ light value (of an op that is no product, no look-up, no loop) is an array only 
 
 * an op that reads whole arrays wants it: a product, a loop, a result of the step;
 * it is not in the order in which the op lies that reads it (`search.problem.layouts`);
-* it is a reduction, or random bits, or made of more than `MAX_FUSION_SOURCES` large arrays, of `MAX_FUSION_OPERANDS` of
-  any size, or of one at more than `MAX_PLACES` places;
+* it is a reduction, or random bits, or made of more than `MAX_FUSION_SOURCES` large arrays and read again, or of
+  `MAX_FUSION_OPERANDS` of any size, or of one at more than `MAX_PLACES` places;
 * it is expensive to compute (a tanh), read in several phases, and small enough an element that moving it is cheap.
 
 A scatter computes on the fly what it adds, and writes over what it adds to. What a product or a convolution reads in another
@@ -82,8 +82,9 @@ RANDOM = frozenset({"random_bits", "threefry2x32"})
 """Ops whose random bits the compiler draws inside the kernel that reads them: a mask is stored, never its bits."""
 
 MAX_FUSION_SOURCES = 2
-"""A value computed from more stored arrays is stored itself: fusions do not grow without end. (An optimizer's update does,
-to one kernel that reads a gradient and all state beside it; XLA:GPU, measured on AdamW.)"""
+"""A value that is read more than once and computed from more stored arrays is stored itself: fusions do not grow without
+end. (An optimizer's update does, to one kernel that reads a gradient and all state beside it; XLA:GPU, measured on AdamW. So
+does what has one reader: gradients of what all layers read are added up by one kernel at the end, for which all wait.)"""
 
 MAX_FUSION_OPERANDS = 96
 """A value computed from as many stored arrays, of any size and in any phase, is stored itself. Source: XLA,
@@ -173,7 +174,8 @@ class Fusion:
         )
         is_cheap_to_move = self.program.values[v].itemsize <= most
         is_expensive = op.name in EXPENSIVE if is_cheap_to_move else self._is_gate(v, below)
-        is_many = len(large) > MAX_FUSION_SOURCES and op.phase is not Phase.UPDATE
+        is_read_again = len(self.uses.get(v, ())) > 1
+        is_many = is_read_again and len(large) > MAX_FUSION_SOURCES and op.phase is not Phase.UPDATE
         is_many |= len(below) >= MAX_FUSION_OPERANDS
         is_shared = is_expensive and len(self.computed_in[v]) > 1
         return own if is_many or is_shared or self._is_spread(v) else below
