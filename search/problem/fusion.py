@@ -174,11 +174,15 @@ class Fusion:
         )
         is_cheap_to_move = self.program.values[v].itemsize <= most
         is_expensive = op.name in EXPENSIVE if is_cheap_to_move else self._is_gate(v, below)
-        is_read_again = len(self.uses.get(v, ())) > 1
-        is_many = is_read_again and len(large) > MAX_FUSION_SOURCES and op.phase is not Phase.UPDATE
+        is_many = len(large) > MAX_FUSION_SOURCES and self._num_readers(v) > 1 and op.phase is not Phase.UPDATE
         is_many |= len(below) >= MAX_FUSION_OPERANDS
         is_shared = is_expensive and len(self.computed_in[v]) > 1
         return own if is_many or is_shared or self._is_spread(v) else below
+
+    def _num_readers(self, v: int) -> int:
+        """How often a value is read, itself or as a view."""
+        readers = [self.program.ops[u] for u in self.uses.get(v, ())]
+        return sum(sum(map(self._num_readers, op.results)) if is_view(op) else 1 for op in readers)
 
     def _places_read(self, i: int, v: int) -> "Places":
         """Where a value's elements are read from, if some are through slices."""
