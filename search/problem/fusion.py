@@ -5,8 +5,8 @@ light value (of an op that is no product, no look-up, no loop) is an array only 
 
 * an op that reads whole arrays wants it: a product, a loop, a result of the step;
 * it is not in the order in which the op lies that reads it (`search.problem.layouts`);
-* it is a reduction, or random bits, or made of more than `MAX_FUSION_SOURCES` large arrays and read again, or of
-  `MAX_FUSION_OPERANDS` of any size, or of one at more than `MAX_PLACES` places;
+* it is a reduction, or random bits, or made of more than `MAX_FUSION_SOURCES` large arrays, of `MAX_FUSION_OPERANDS` of
+  any size, or of one at more than `MAX_PLACES` places;
 * it is expensive to compute (a tanh), read in several phases, and small enough an element that moving it is cheap.
 
 A scatter computes on the fly what it adds, and writes over what it adds to. What a product or a convolution reads in another
@@ -82,9 +82,9 @@ RANDOM = frozenset({"random_bits", "threefry2x32"})
 """Ops whose random bits the compiler draws inside the kernel that reads them: a mask is stored, never its bits."""
 
 MAX_FUSION_SOURCES = 2
-"""A value that is read more than once and computed from more stored arrays is stored itself: fusions do not grow without
-end. (An optimizer's update does, to one kernel that reads a gradient and all state beside it; XLA:GPU, measured on AdamW. So
-does what has one reader: gradients of what all layers read are added up by one kernel at the end, for which all wait.)"""
+"""A value computed from more stored arrays is stored itself: fusions do not grow without end. (An optimizer's update does,
+to one kernel that reads a gradient and all state beside it; XLA:GPU, measured on AdamW. So do sums of gradients: those of
+what all layers read are added up by one kernel at the end, for which all wait.)"""
 
 MAX_FUSION_OPERANDS = 96
 """A value computed from as many stored arrays, of any size and in any phase, is stored itself. Source: XLA,
@@ -174,15 +174,15 @@ class Fusion:
         )
         is_cheap_to_move = self.program.values[v].itemsize <= most
         is_expensive = op.name in EXPENSIVE if is_cheap_to_move else self._is_gate(v, below)
-        is_many = len(large) > MAX_FUSION_SOURCES and self._num_readers(v) > 1 and op.phase is not Phase.UPDATE
+        is_many = len(large) > MAX_FUSION_SOURCES and not (op.phase is Phase.UPDATE or self._is_added_on(v))
         is_many |= len(below) >= MAX_FUSION_OPERANDS
         is_shared = is_expensive and len(self.computed_in[v]) > 1
         return own if is_many or is_shared or self._is_spread(v) else below
 
-    def _num_readers(self, v: int) -> int:
-        """How often a value is read, itself or as a view."""
-        readers = [self.program.ops[u] for u in self.uses.get(v, ())]
-        return sum(sum(map(self._num_readers, op.results)) if is_view(op) else 1 for op in readers)
+    def _is_added_on(self, v: int) -> bool:
+        """Whether a value is a sum of gradients that others are added to, and nothing else."""
+        around = (self.maker[v][0], *self.uses.get(v, ()))
+        return [self.program.ops[i].name for i in around] == ["add_any", "add_any"]
 
     def _places_read(self, i: int, v: int) -> "Places":
         """Where a value's elements are read from, if some are through slices."""
