@@ -152,7 +152,8 @@ class PipelinePlan(SavedPlan):
         total = sum(stage.num_devices for stage in self.stages)
         if sorted(self.groups) != sorted(sizes) or (sizes and total != sum(sizes.values())):
             raise PlanError(
-                f"plan: stages have {total} devices of the groups {list(self.groups)}, its cluster has {sizes}"
+                f"plan: stages have {total} devices of the groups {list(self.groups)}, its cluster has {sizes}. Name each "
+                "of its groups once, and give stages all of its devices"
             )
         group_of = [name for name in self.groups for _ in range(sizes[name])]
         firsts = accumulate((stage.num_devices for stage in self.stages[:-1]), initial=0)

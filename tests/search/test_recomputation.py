@@ -244,6 +244,26 @@ def test_what_is_slower_than_promised_is_not_tried_on_another_mesh(monkeypatch):
     assert not num_recomputed(best)
 
 
+def test_copies_to_the_host_are_never_expected_to_hide_altogether(monkeypatch):
+    offered: list[Candidate] = []
+    candidates = step_search.candidates
+
+    def recorded(*args, **more):
+        offered.extend(found := candidates(*args, **more))
+        return found
+
+    monkeypatch.setattr(step_search, "candidates", recorded)
+    cap_bytes = int(0.8 * found(False, None).plan.estimates.peak_bytes)
+    near = replace(CLUSTER, host_link=replace(CLUSTER.host_link, bytes_per_s=1e12))
+    driver.find(traced(False), near, Options(cap_bytes, (8,), microbatches=1))
+    saved_bytes = {0.0: 0.0} | {one.more_s: one.saved_bytes for one in offered if not one.waiting}
+    waiting = [one for one in offered if one.waiting and one.cost_s < np.inf]
+    assert waiting
+    for one in waiting:
+        copied_s = 2 * near.host_link.copy_s(one.saved_bytes - saved_bytes[one.more_s])
+        assert one.cost_s - one.free.cost_s - one.more_s >= 0.2 * copied_s > 0
+
+
 def test_what_was_passed_over_is_tried_where_all_else_misses(monkeypatch):
     """What saves hardly more than a step that missed is passed over; it may be the only one that fits."""
     offered: list[Candidate] = []
