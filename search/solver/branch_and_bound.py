@@ -73,6 +73,8 @@ MAX_REPAIRS = 12
 """Of one assignment; each either pays four times as much for memory or reckons with new rows."""
 PRICINGS_PER_BRANCH = 3
 MAX_BRANCHES = 2000
+FAR = 2.0
+"""Times the cheapest assignment without rows; where bounds rise so far, most often nothing fits."""
 DEAR_S = 1.0
 """Of a byte over the limit: so much that none is."""
 MAX_ENTRIES = 1e6
@@ -230,8 +232,8 @@ class _Search:
             self._drop(whole)
 
     def _unpriced(self, whole: Relaxation) -> None:
-        """All that can be said before rows have prices, unless an earlier search has said it."""
-        if (cheapest := self.opening.settled(RELATIVE_GAP)) is not None:
+        """All that can be said before rows have prices, unless an earlier search has said it as closely as is asked."""
+        if (cheapest := self.opening.settled(self.relative_gap, self.known_s)) is not None:
             self._offer(cheapest)
             whole.close(self.opening.bound_s)
             self._raise_bound(whole.best_bound_s)
@@ -297,7 +299,7 @@ class _Search:
         return trws.original(found)
 
     def _price(self, whole: Relaxation) -> None:
-        stalled = 0
+        stalled, is_doubtful = 0, False
         while stalled < MAX_STALLED_PRICINGS and self.num_pricings < MAX_PRICINGS and self._is_open(whole):
             before_s = whole.best_bound_s
             labels = self._reprice(whole)
@@ -306,6 +308,9 @@ class _Search:
             self._drop(whole)
             self._raise_bound(whole.best_bound_s)
             stalled = 0 if self._is_higher(whole.best_bound_s, before_s) else stalled + 1
+            if not is_doubtful and self.cost_s == np.inf and whole.best_bound_s > FAR * self.opening.least_s:
+                is_doubtful = True
+                self._fit(whole)
 
     def _fit(self, whole: Relaxation) -> None:
         """Where pricing found nothing that fits: the smallest peak fits, or proves that nothing does."""

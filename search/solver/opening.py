@@ -63,9 +63,10 @@ class Opening:
         if cost_s < self.least_s:
             self.least_s, self.cheapest = cost_s, labels
 
-    def settled(self, relative_gap: float) -> Labels | None:
-        """The cheapest assignment without rows, if it is known so closely."""
-        is_known = self.bound_s >= self.least_s - relative_gap * abs(self.least_s)
+    def settled(self, relative_gap: float, known_s: float = -np.inf) -> Labels | None:
+        """The cheapest assignment without rows, if it is known so closely, or comes so near to a bound that is known of all
+        that fit: what is left is for prices to tell."""
+        is_known = max(self.bound_s, known_s) >= self.least_s - relative_gap * abs(self.least_s)
         return self.cheapest if is_known else None
 
     @cached_property

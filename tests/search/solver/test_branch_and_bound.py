@@ -303,12 +303,34 @@ def test_who_solves_again_under_rows_finds_as_much(limited, relative_gap):
         assert at_most(opening.bound_s, optimum_s(problem, (), np.inf))
 
 
+@pytest.mark.parametrize(("relative_gap", "is_known"), [(1e-4, False), (0.2, False), (0.2, True)])
 @pytest.mark.parametrize("seed", range(5))
-def test_who_solves_again_begins_with_prices(monkeypatch, seed):
-    """Where it is known what is cheapest without rows."""
+def test_who_solves_again_begins_with_prices(monkeypatch, seed, relative_gap, is_known):
+    """Where what is cheapest without rows is known as closely as is asked, or lies on a bound that is known."""
     problem, rows = layered(3, 2, 4, seed)
     opening = Opening(problem)
-    solve(opening, relative_gap=1e-4)
+    solve(opening, relative_gap=relative_gap)
     monkeypatch.setattr(branch_and_bound._Search, "_relax", None)
-    found = solve(opening, limit_bytes=20e9, rows=rows, relative_gap=1e-3)
-    assert at_most(found.cost_s * (1 - 1e-3), optimum_s(problem, rows, 20e9))
+    known_s = opening.least_s if is_known and opening.least_s == optimum_s(problem, (), np.inf) else -np.inf
+    relative_gap = 1e-3 if known_s > 0 else max(relative_gap, 1e-3)
+    found = solve(opening, limit_bytes=20e9, rows=rows, relative_gap=relative_gap, known_s=known_s)
+    assert at_most(found.cost_s * (1 - relative_gap), optimum_s(problem, rows, 20e9))
+    assert at_most(found.bound_s, optimum_s(problem, rows, 20e9))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_few_prices_tell_that_nothing_fits(monkeypatch, seed):
+    """They rise without end; whether they do so in vain, the smallest peak says."""
+    problem, rows = layered(3, 2, 4, seed)
+    least_bytes = np.max([every_row_bytes(problem, row) for row in rows], axis=0).min()
+    num_pricings, reprice = [0], branch_and_bound._Search._reprice
+
+    def counted(search, part):
+        num_pricings[0] += 1
+        return reprice(search, part)
+
+    monkeypatch.setattr(branch_and_bound._Search, "_reprice", counted)
+    with pytest.raises(NoFitError) as error:
+        solve(problem, limit_bytes=0.99 * least_bytes, rows=rows)
+    assert error.value.is_proven
+    assert num_pricings[0] <= 5
