@@ -14,7 +14,7 @@ from cost_model.units import format_mesh
 from search.found import Found
 from search.handing_over import split_over
 from search.memory.residuals import has_loops
-from search.mesh_problem import Known, MeshProblem, StepProblem
+from search.mesh_problem import RELATIVE_GAP, Known, MeshProblem, StepProblem
 from search.options import named_axes
 from search.recomputation import FreeSolution, without_cap
 from search.solver.clock import Deadline
@@ -112,13 +112,22 @@ class FinerMeshes:
         if best.step_problem is not plain:
             for shape in self._shapes(best.on_mesh, best.communication_share):
                 known = self.known(shape, plain, floors_s)
-                if known.bound_s < trials.least_s and not deadline.is_over:
+                is_promising = known.bound_s < trials.least_s and self._may_gain(shape, best, plain, floors_s)
+                if is_promising and not deadline.is_over:
                     trials.progress(f"mesh {format_mesh(shape)}")
                     on_mesh = trials.put_on(best.step_problem, shape)
                     bound_s, _ = trials.improve(best.step_problem, on_mesh, deadline.left_s, known=known)
                     self.floors_s[shape] = bound_s
         proven_s = {shape: bound_s for shape, bound_s in self.floors_s.items() if bound_s >= trials.least_s}
         return trials.best or best, proven_s
+
+    def _may_gain(self, shape: tuple[int, ...], best: Found, plain: StepProblem, floors_s: Bounds) -> bool:
+        """Whether the best plan's step may be faster on a mesh than where it is: one that only recomputes hardly is, where
+        the plain one is not, without a cap."""
+        if best.step_problem.traced is not plain.traced:
+            return True
+        known_s = {**floors_s, **self.floors_s}
+        return known_s.get(shape, -math.inf) < (1 - RELATIVE_GAP) * known_s.get(best.on_mesh.shape, math.inf)
 
     def known(
         self, shape: tuple[int, ...], plain: StepProblem, floors_s: Mapping[tuple[int, ...], float]

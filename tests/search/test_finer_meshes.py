@@ -47,6 +47,20 @@ def test_what_does_not_fit_on_a_split_of_the_best_mesh_is_made_to():
     assert best.estimates.peak_bytes <= cap
 
 
+def test_what_only_recomputes_is_not_tried_where_the_plain_step_gains_nothing():
+    """What goes through its batch in parts is: it communicates more."""
+    cluster, said = parse_cluster("16xL4"), list[str]()
+    roomy_bytes = driver.find(STEP, cluster, Options(CAP)).plan.estimates.peak_bytes
+    found = []
+    for share in (0.6, 0.4):
+        said.clear()
+        plan = driver.find(STEP, cluster, Options(int(share * roomy_bytes)), said.append).plan
+        found.append(
+            (bool(plan.decisions.retention), plan.decisions.microbatches > 1, said.count("mesh 2x2x4"))
+        )
+    assert found == [(True, False, 1), (True, True, 2)]
+
+
 def test_what_is_certified_is_certified_of_the_meshes_that_are_named():
     plan, _ = found()
     for shape in plan.meshes:
