@@ -30,7 +30,7 @@ from search.memory.batch_states import NotSplittableError
 from search.memory.microbatches import batch_divisors, microbatched
 from search.memory.residuals import has_loops
 from search.mesh_problem import ROUNDING, Known, MeshProblem, StepProblem
-from search.microbatch_counts import MicrobatchCounts
+from search.microbatch_counts import MicrobatchCounts, least_s
 from search.options import OFFLOADED, RESIDUALS
 from search.problem.memory_floor import floor_bytes, working_bytes
 from search.recomputation import Candidate, FreeSolution, candidates, without_cap
@@ -74,9 +74,10 @@ class StepSearch:
       shapes: the meshes that are tried, and those of three axes of which something is proven.
       bounds_s: by mesh, a lower bound on plans in as many microbatches that recompute what the best one does.
       floors_s: by mesh, a lower bound on all plans.
-      most_saved_bytes: what may be kept no longer, of the residuals of the whole batch.
+      savings: what may be recomputed of the step as it is.
       free: the fastest strategies without a cap, where they are faster than those under the cap.
       working_bytes: besides its arguments, what the step holds at least on any mesh, undivided.
+      split_s: by their number, a lower bound on plans in microbatches that were tried, without a cap.
       tried: what was done to the step in vain, besides recomputing, for a message.
     """
 
@@ -91,9 +92,10 @@ class StepSearch:
         self.progress, self.clock, self.watch = trials.progress, trials.clock, trials.watch
         self.bounds_s: Bounds = {}
         self.floors_s: Bounds = {}
-        self.most_saved_bytes = 0.0
+        self.savings: tuple[Candidate, ...] = ()
         self.free: FreeSolution | None = None
         self.working_bytes = 0.0
+        self.split_s: dict[int, float] = {}
         self.tried = ""
         self.host_arguments = HostArguments(self.step, self.cluster, self.options)
         self.trials.hosted = self.host_arguments.asked_for
@@ -171,8 +173,8 @@ class StepSearch:
             plain.step_problem, free, self.pins, limit_bytes, self.cutoff_s, deadline, may_recompute, may_wait
         )
         self.watch.lap("recompute")
-        if plain.step_problem.traced.num_microbatches == 1:
-            self.most_saved_bytes = max((c.saved_bytes for c in found if not c.waiting), default=0.0)
+        if is_first:
+            self.savings = tuple(c for c in found if not c.waiting)
         before = plain.step_problem.rewritten.before
         found = [replace(c, sites=before(c.sites), waiting=before(c.waiting)) for c in found]
         self._try(plain.step_problem, found, Deadline.after(time_limit_s, self.clock))
@@ -300,34 +302,41 @@ class StepSearch:
 
     def _is_vain_on_host(self, hosted: frozenset[int], held_bytes: float) -> bool:
         """Whether a step that holds so much at least has to recompute even with arguments on the host, and copying these
-        alone makes it as slow as the best plan."""
+        and computing that makes it as slow as the best plan."""
         moved_bytes = self.host_arguments.least_bytes(hosted)
+        missing_bytes = held_bytes - moved_bytes - (1 + ROUNDING) * self.options.memory_bytes
+        if self.free is None or missing_bytes <= 0:
+            return False
         copied_s = 2 * float(self.cluster.host_link.copy_s(moved_bytes))
-        is_dear = self.free is not None and self.free.cost_s + copied_s >= self.cutoff_s
-        return is_dear and held_bytes - moved_bytes > (1 + ROUNDING) * self.options.memory_bytes
+        again_s = min((c.more_s for c in self.savings if c.saved_bytes >= missing_bytes), default=0.0)
+        return self.free.cost_s + copied_s + again_s >= self.cutoff_s
 
     def _in_microbatches(self) -> Least | None:
         """Looks for better plans in microbatches; where none fits, the step that holds least of all those considered.
 
-        Without a plan, from as few as may do. With one, first in as many as need recompute nothing, then in fewer.
+        Without a plan, from as few as may do. With one, in few, which tell whether more may be worth it; then in as many as
+        need recompute nothing.
         """
         deadline = Deadline.after(self.options.limit_s, self.clock)
         counts = [n for n in batch_divisors(self.step) if 1 < n <= MAX_MICROBATCHES]
         if not counts or not self._is_wanting:
             return None
-        before, useful, needed = self.best, self._most_useful(counts), self._needed_counts
-        if before is None and (hopeless := self._hopeless_in(useful)):
-            return hopeless
-        first = min(needed.fewest, max(counts)) if before is None else min(needed.enough, useful)
-        least = self._in_more_and_more([n for n in counts if n >= first], needed.enough, deadline)
-        if before is not None and self.best is before:
-            self._in_more_and_more([n for n in counts if n < first], needed.enough, deadline)
-        return None if self.best else least
+        useful, needed = self._most_useful(counts), self._needed_counts
+        if self.best is None:
+            if hopeless := self._hopeless_in(useful):
+                return hopeless
+            first = min(needed.fewest, max(counts))
+            least = self._in_more_and_more([n for n in counts if n >= first], needed.enough, deadline)
+            return None if self.best else least
+        few = [n for n in counts if n < min(needed.enough, useful)]
+        for some in (few, counts[len(few) :]):
+            self._in_more_and_more(some, needed.enough, deadline)
+        return None
 
     def _in_more_and_more(self, counts: Sequence[int], enough: float, deadline: Deadline) -> Least | None:
         """The same in one number of them after another, for as long as that helps."""
         least, left = None, list(counts)
-        while left and self._is_wanting and not deadline.is_over:
+        while left and self._is_wanting and not self._is_vain_in(left[0]) and not deadline.is_over:
             before, share_s = self.best, SPLIT_SHARE * deadline.left_s
             least = self._split_in(left[0], share_s)
             if least is None or (before is not None and self.best is before):
@@ -335,6 +344,12 @@ class StepSearch:
             is_late = self.best is None and deadline.left_s < self.options.limit_s / 2
             left = [n for n in left if n >= max(2 * left[0], min(enough, left[-1]) if is_late else 0)]
         return least
+
+    def _is_vain_in(self, count: int) -> bool:
+        """Whether a step in so many microbatches would be as slow as the best plan, by those that were tried."""
+        if self.free is None or self.best is None:
+            return False
+        return least_s(count, self.free.cost_s, self.split_s) >= self.cutoff_s
 
     def _most_useful(self, counts: Sequence[int]) -> int:
         """The largest number of microbatches that leaves every device an example."""
@@ -361,6 +376,7 @@ class StepSearch:
             self.tried = f"It has no microbatches: {first_line(e)}."
             return None
         plain = self._rewritten(step, time_limit_s / 2)
+        self.split_s[count] = min(one.promised_s(one.pinned(self.pins)) for one in plain.on_meshes)
         self.tried = f"Up to {count} microbatches were tried too."
         return self._held_down(plain, time_limit_s / 2)
 
@@ -376,7 +392,8 @@ class StepSearch:
     def _needed_counts(self) -> MicrobatchCounts:
         """How many microbatches the step needs, where its fastest strategies do not fit as it is."""
         assert self.free is not None, "a step is split where it is faster without a cap"
-        return MicrobatchCounts.of(self.free, self.options.memory_bytes, self.most_saved_bytes)
+        most_saved_bytes = max((c.saved_bytes for c in self.savings), default=0.0)
+        return MicrobatchCounts.of(self.free, self.options.memory_bytes, most_saved_bytes)
 
     def _forbidden_s(self, first: Plain) -> float | None:
         """Seconds per step of a plan that recomputes, where that is forbidden and would fit."""
@@ -389,21 +406,22 @@ class StepSearch:
         return allowed.best.cost_s if allowed.best else None
 
     def _of_smallest_peak(self, first: Plain, least: StepProblem) -> Found:
-        """The plan of the smallest peak, where that fits after all.
+        """The plan of the smallest peak, of the step as it is or of the one that holds least, where that fits after all.
 
         Raises:
           InfeasibleError: it does not; says what would.
         """
         options, deadline = self.options, Deadline.after(infeasible.TIME_LIMIT_S, self.clock)
         is_first = least is first.step_problem
-        on_meshes = (
-            first.on_meshes
-            if is_first
-            else [self.trials.put_on(least, shape) for shape in self.trials.shapes]
-        )
-        smallest = infeasible.smallest_peak(on_meshes, options, deadline)
+        tried = {first.step_problem: first.on_meshes}
+        if not is_first:
+            tried[least] = tuple(self.trials.put_on(least, shape) for shape in self.trials.shapes)
+        found = {one: infeasible.smallest_peak(tried[one], options, deadline) for one in tried}
+        peaks = {one: smallest for one, smallest in found.items() if smallest}
+        best = min(peaks, key=lambda one: peaks[one].peak.num_bytes, default=least)
+        smallest = peaks.get(best)
         if smallest is None or smallest.peak.num_bytes > options.memory_bytes:
             is_proven = is_first and min(first.bounds_s.values()) == math.inf
-            explain = partial(infeasible.explain, least, self.cluster, options, smallest, is_proven, deadline)
+            explain = partial(infeasible.explain, best, self.cluster, options, smallest, is_proven, deadline)
             raise explain(forbidden_s=self._forbidden_s(first), also_tried=self.tried)
-        return Found(least, smallest.on_mesh, smallest.labels, options.memory_bytes)
+        return Found(best, smallest.on_mesh, smallest.labels, options.memory_bytes)

@@ -9,6 +9,7 @@ from cost_model.hardware import parse_cluster
 from search.driver import find
 from search.ir.trace import trace
 from search.options import Options
+from search.step_search import StepSearch
 from tests.search.adamw import adamw_chain
 
 CLUSTER = parse_cluster("1xH100-80GB")
@@ -84,3 +85,19 @@ def test_arguments_may_be_named_by_their_paths(path, on_host):
 def test_a_path_that_leads_to_nothing_which_can_be_there(path):
     with pytest.raises(InputError, match=r"has no .* that can rest on the host.* such as params\['w0'\]"):
         found(10.0, offload=(path,))
+
+
+def test_what_would_have_to_recompute_and_be_as_slow_is_not_tried(monkeypatch):
+    """By what is known of recomputation: with the parameters on the host, too, it would find nothing better."""
+    step, cluster, said = (
+        trace(*adamw_chain(num_layers=8, width=1024, rows=8192)),
+        parse_cluster("1xL4"),
+        list[str](),
+    )
+    roomy_bytes = find(step, cluster, Options(CLUSTER.device_memory_limit())).plan.estimates.peak_bytes
+    options = Options(int(0.6 * roomy_bytes), microbatches=1)
+    step_s = find(step, cluster, options, said.append).plan.estimates.step_s
+    assert [line for line in said if line.endswith("on the host")] == ["optimizer state on the host"]
+    monkeypatch.setattr(StepSearch, "_is_vain_on_host", lambda *_: False)
+    assert find(step, cluster, options, said.append).plan.estimates.step_s == step_s
+    assert "optimizer state and parameters on the host" in said

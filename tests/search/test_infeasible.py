@@ -21,6 +21,7 @@ from search.mesh_problem import MeshProblem, StepProblem
 from search.options import Options, candidate_shapes
 from search.solver.branch_and_bound import NoFitError
 from search.solver.clock import PROCESSOR, Deadline
+from tests.zoo import make_dlrm
 
 MIB = 2**20
 PEAK = (4 + 16 + 16 + 0.03 * 32) * MIB
@@ -239,6 +240,19 @@ def test_what_is_neither_found_nor_ruled_out_is_not_claimed(monkeypatch, bound_s
     )
     assert list(ways_out(message)) == ["a cap of 37.3 MiB"]
     assert ("Not found out in the time that this took: 8 devices" in message) == (bound_s < inf)
+
+
+def test_the_step_as_it_is_counts_where_what_is_done_to_it_takes_more():
+    """Tables of embeddings in microbatches: what each of them adds up takes more than examples do."""
+    case = make_dlrm(table_rows=(4_000_000, 1_000_000, 100_000), embed_dim=128, num_dense=13, batch=1 << 14)
+    step = trace(case.step, *case.abstract_args())
+    cluster = parse_cluster("8xH100-80GB")
+    roomy = driver.find(step, cluster, Options(1 << 40)).plan.estimates
+    with pytest.raises(InfeasibleError) as error:
+        driver.find(step, cluster, Options(int(0.35 * roomy.peak_bytes)))
+    cap, *_ = ways_out(str(error.value))
+    assert parse_bytes(cap.removeprefix("a cap of ")) < 1.2 * roomy.peak_bytes
+    assert parse_seconds(ways_out(str(error.value))[cap]) < 1.2 * roomy.step_s
 
 
 def test_every_kind_of_way_out_has_its_share_of_the_time(monkeypatch):
