@@ -75,6 +75,8 @@ PRICINGS_PER_BRANCH = 3
 MAX_BRANCHES = 2000
 FAR = 2.0
 """Times the cheapest assignment without rows; where bounds rise so far, most often nothing fits."""
+DOUBT_SHARE = 0.25
+"""Of the time left, what it may take to find that out; it is a hundredth as a rule."""
 DEAR_S = 1.0
 """Of a byte over the limit: so much that none is."""
 MAX_ENTRIES = 1e6
@@ -310,13 +312,14 @@ class _Search:
             stalled = 0 if self._is_higher(whole.best_bound_s, before_s) else stalled + 1
             if not is_doubtful and self.cost_s == np.inf and whole.best_bound_s > FAR * self.opening.least_s:
                 is_doubtful = True
-                self._fit(whole)
+                self._fit(whole, DOUBT_SHARE)
 
-    def _fit(self, whole: Relaxation) -> None:
-        """Where pricing found nothing that fits: the smallest peak fits, or proves that nothing does."""
-        has_new_rows = self.cost_s == np.inf
-        while has_new_rows and self._left_s() > 0:
-            answer = smallest_peak(whole.trws, self.planes.rows, self.limit_bytes, self._deadline())
+    def _fit(self, whole: Relaxation, share: float = 1.0) -> None:
+        """Where pricing found nothing that fits: the smallest peak fits, or proves that nothing does; in a share of the time
+        that is left."""
+        has_new_rows, deadline = self.cost_s == np.inf, self._deadline().share(share)
+        while has_new_rows and not deadline.is_over:
+            answer = smallest_peak(whole.trws, self.planes.rows, self.limit_bytes, deadline)
             if answer.bound > self.limit_bytes * (1 + ROUNDING):
                 whole.best_bound_s = np.inf
                 self._raise_bound(np.inf)
