@@ -51,6 +51,7 @@ def least_s(count: int, whole_s: float, tried_s: Mapping[int, float]) -> float:
       whole_s: what it lasts in one.
       tried_s: by their number, what it lasts at least in those that were tried, the first one first.
     """
-    for few, few_s in tried_s.items():
-        return whole_s + SLOPE_SHARE * (count - 1) * max(few_s - whole_s, 0.0) / (few - 1)
-    return whole_s
+    if not tried_s:
+        return whole_s
+    few, few_s = next(iter(tried_s.items()))
+    return whole_s + SLOPE_SHARE * (count - 1) * max(few_s - whole_s, 0.0) / (few - 1)

@@ -14,7 +14,8 @@ A bound and an incumbent close in on each other, in four stages, and most proble
      on to stage 2 at once.
   2. `_price`: memory rows as prices (`search.solver.lagrangian`), raised until no price gives a better bound. Each
      pricing's assignment is improved in the same two ways, repaired where it overflows, and offered as the incumbent.
-  3. `_fit`, if nothing fitted yet: the smallest peak (`search.solver.min_peak`) fits, or proves that nothing does.
+  3. `_fit`, if nothing fitted yet: the smallest peak (`search.solver.min_peak`) fits, or proves that nothing does. Where
+     prices rise out of all proportion, it is asked amid stage 2.
   4. `_branch`: best first, on the node about whose memory good assignments disagree most. Every part is
      priced like the whole, and a small one is solved as an integer program (`search.solver.milp`).
 
