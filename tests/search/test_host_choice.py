@@ -89,11 +89,8 @@ def test_a_path_that_leads_to_nothing_which_can_be_there(path):
 
 def test_what_would_have_to_recompute_and_be_as_slow_is_not_tried(monkeypatch):
     """By what is known of recomputation: with the parameters on the host, too, it would find nothing better."""
-    step, cluster, said = (
-        trace(*adamw_chain(num_layers=8, width=1024, rows=8192)),
-        parse_cluster("1xL4"),
-        list[str](),
-    )
+    step, said = trace(*adamw_chain(num_layers=8, width=1024, rows=8192)), list[str]()
+    cluster = parse_cluster("1xL4")
     roomy_bytes = find(step, cluster, Options(CLUSTER.device_memory_limit())).plan.estimates.peak_bytes
     options = Options(int(0.6 * roomy_bytes), microbatches=1)
     step_s = find(step, cluster, options, said.append).plan.estimates.step_s
