@@ -167,9 +167,8 @@ def find(
         # the whole step may recompute across layers, or not be able to do all that few of its layers can
         with suppress(InfeasibleError, NoFitError):
             found = _found(step, short, cluster, options, progress, watch)
-            if not found.problem.waiting:  # each layer's residuals wait for another layer
-                found.check_goes_together()
-                return found
+            found.check_goes_together()
+            return found
         progress("all layers")
     return _found(step, None, cluster, options, progress, watch)
 
@@ -240,8 +239,7 @@ def _read(step: Step, plan: Plan, cluster: Cluster, place: str) -> tuple[StepPro
     Where a plan tells apart what one op stands for, the whole step is folded as the one that would stand for it. A plan of a
     search that went through all layers has names of its own.
     """
-    waits = any("offload" in said for said in plan.decisions.retention.values())
-    short = None if waits else shortened(step, _told_apart(step, plan.options))
+    short = shortened(step, _told_apart(step, plan.options))
     wrong: list[PlanError] = []
     for read in (partial(_as_searched, step, short), partial(_as_edited, short)) if short else ():
         try:

@@ -89,8 +89,9 @@ class Prediction:
         """The kernels as the compiler's scheduler has them; in the least order where it moves none."""
         if not self.is_rescheduled:
             return program_order(self._plain)
-        resting_bytes = sum(buffer.num_bytes for buffer in self.lowered.buffers if buffer.is_argument)
-        return latency_hiding(self._plain, budget_bytes(self.limit_bytes, resting_bytes))
+        piled_up = self._occupancy.piled_up(program_order(self._plain))
+        resting_bytes = sum(buffer.num_bytes for buffer in piled_up.buffers if buffer.is_argument)
+        return latency_hiding(piled_up, budget_bytes(self.limit_bytes, resting_bytes))
 
 
 def _is_transfer(kernel: Kernel) -> bool:

@@ -7,6 +7,7 @@ collective's or a copy's result waits for it.
 """
 
 from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -79,6 +80,15 @@ class Occupancy:
         alive = np.flatnonzero((start <= where) & (where <= dies[buffer]))
         held_there = list(zip(buffer[alive].tolist(), num_bytes[alive].tolist(), strict=True))
         return self._peak(float(total[where]), self.lowered.kernels[run[where]], held_there)
+
+    def piled_up(self, order: Sequence[int]) -> Lowered:
+        """The kernels, with buffers as large as all for which they stand that are there together in a schedule."""
+        run = np.array([k if k >= 0 else ~k for k in order], np.int64)
+        born, dies = self._stretches(np.array(order, np.int64) >= 0, run)
+        buffers = list(self.lowered.buffers)
+        for b, others, _ in zip(*self._likes(np.flatnonzero(dies >= born), born, dies), strict=True):
+            buffers[b] = replace(buffers[b], num_bytes=(1 + others) * buffers[b].num_bytes)
+        return replace(self.lowered, buffers=tuple(buffers))
 
     def _likes(
         self, there: np.ndarray, born: np.ndarray, dies: np.ndarray

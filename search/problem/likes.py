@@ -15,14 +15,28 @@ from search.problem.folding import FoldedProgram, fold, partitioned
 
 
 def places(program: FlatProgram) -> tuple[Hashable, ...]:
-    """Per op, what it shares with its likes in other blocks; None where it has none."""
+    """Per op, what it shares with its likes in other blocks; None where it has none. What enters a loop or goes round it
+    shares what its maker does."""
     arguments = program.step.arguments
-    return tuple(
+    found: list[Hashable] = [
         arguments[op.number].place
         if op.name == "input"
         else (None if likes is None or likes.place is None else (likes.place, what))
         for op, likes, what in _described(program)
-    )
+    ]
+    for i, op in enumerate(program.ops):
+        if op.is_boundary and found[i] is None and found[made_by := _handed_on_by(program, i)] is not None:
+            found[i] = op.name, found[made_by]
+    return tuple(found)
+
+
+def _handed_on_by(program: FlatProgram, i: int) -> int:
+    """The op that makes what a boundary hands on; one of them where loops' bodies hand it back and forth."""
+    seen = set[int]()
+    while i not in seen and program.ops[i].is_boundary and program.ops[i].operands:
+        seen.add(i)
+        i = program.maker[program.ops[i].operands[0]][0]
+    return i
 
 
 def folded_like(program: FlatProgram, short: FoldedProgram) -> FoldedProgram:
