@@ -69,10 +69,9 @@ def shorten(step: Step, sharding: StepSharding, repeated: int = 2) -> Shortened 
     assert repeated > 1, "one of them is left out to see what it adds"
     blocks = find_blocks(step)
     likeness = Likeness(step, sharding, blocks)
-    groups = [likeness.alike(stack) for stack in blocks.stacks]
     inner = [
         [b for b in group if b not in (stack[0], stack[-1])]
-        for stack, group in zip(blocks.stacks, groups, strict=True)
+        for stack, group in zip(blocks.stacks, likeness.groups, strict=True)
     ]
     long = [alike for alike in inner if len(alike) > repeated]
     if not long:
@@ -85,7 +84,7 @@ def shorten(step: Step, sharding: StepSharding, repeated: int = 2) -> Shortened 
     gone = {b for s in omitted for b in s}
     without = (gone, *(gone | {alike[-1]} for alike in long))
     try:
-        cut = Cut(step, sharding, likeness, groups)
+        cut = Cut(step, sharding, likeness)
         short, *less = map(cut.without, without)
     except UnlikeError as e:
         return Whole(f"no layer of the step {step.name!r} can be left out: {e}")

@@ -20,13 +20,11 @@ from search.problem.likeness import Likeness, Passed, UnlikeError
 class Cut:
     """Leaves blocks out of a step and its sharding."""
 
-    def __init__(
-        self, step: Step, sharding: StepSharding, likeness: Likeness, groups: Sequence[tuple[int, ...]]
-    ) -> None:
+    def __init__(self, step: Step, sharding: StepSharding, likeness: Likeness) -> None:
         self.step, self.graph, self.sharding, self.likeness = step, step.graph, sharding, likeness
-        self.group = {b: group for group in groups for b in group}
+        self.group = {b: group for group in likeness.groups for b in group}
         self.passed: dict[int, tuple[Passed, ...]] = {}
-        for group in groups:
+        for group in likeness.groups:
             self.passed.update(dict.fromkeys(group, likeness.passed(group)))
 
     def without(self, gone: AbstractSet[int]) -> tuple[Step, StepSharding]:

@@ -1,16 +1,17 @@
 """Which blocks of a stack are alike, and what passes from one to the next.
 
 Blocks are alike when their ops, in program order, look alike, read alike (which op or argument of their own, which
-type from elsewhere), are laid out alike by the plan, and result in alike state. So the n-th op of one corresponds to
-the n-th op of another, and a value is known by its *slot*: the place of its op in the block, and which result it is
-(of an argument: the place of the op that reads it first, and which operand it is there).
+type from elsewhere), are laid out alike by the plan, and result in alike state. Where this tells any apart but the first
+and the last, update ops are put in an order of their own: leaves may come in that of their names. So the n-th op of one
+corresponds to the n-th op of another, and a value is known by its *slot*: the place of its op in the block, and which
+result it is (of an argument: the place of the op that reads it first, and which operand it is there).
 
 What one block makes and another reads is *passed on*: a residual stream from layer to layer, gradients the other
 way, a running total in whatever order it visits the leaves. It is understood when each block reads it from a
 neighbour, in the order in which they make it or read it.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -40,7 +41,8 @@ class Likeness:
     """Compares the blocks of a step.
 
     Attributes:
-      members: the ops of each block, ascending.
+      members: the ops of each block, as they correspond.
+      groups: of each stack, the largest set of blocks of one structure.
       result_block: the block of each result of the step: that of the state which it replaces, or of its maker.
     """
 
@@ -51,26 +53,36 @@ class Likeness:
         self._maker = {v: (i, r) for i, op in enumerate(self.ops) for r, v in enumerate(op.outputs)}
         self._argument = {v: a for a, v in enumerate(step.graph.inputs)}
         self._replaced = frozenset(step.replaces)
-        self.members: dict[int, list[int]] = {b: [] for stack in blocks.stacks for b in stack}
-        for i, b in enumerate(blocks.of_op):
-            if b is not None:
-                self.members[b].append(i)
-        self._place = [0] * len(self.ops)
         self._ranks: dict[Any, int] = {}
         self._origins: dict[int, tuple[int | None, Any]] = {}
-        for b, ops in self.members.items():
-            self.members[b] = self._in_order(ops)
-            for place, i in enumerate(self.members[b]):
-                self._place[i] = place
-        self._first_read = self._first_reads()
         self._sharding = _by_op(sharding)
         self.result_block = tuple(
             self.block_of(out) if a is None else blocks.of_argument[a]
             for out, a in zip(step.graph.outputs, step.replaces, strict=True)
         )
+        members: dict[int, list[int]] = {b: [] for stack in blocks.stacks for b in stack}
+        for i, b in enumerate(blocks.of_op):
+            if b is not None:
+                members[b].append(i)
+        self._compare(members)
+        if any(
+            len(inner) > len(group) for (_, *inner, _), group in zip(blocks.stacks, self.groups, strict=True)
+        ):
+            self._compare({b: self._in_order(ops) for b, ops in members.items()})
+
+    def _compare(self, members: Mapping[int, Sequence[int]]) -> None:
+        """Compares the blocks with their ops in an order that is the same in those alike."""
+        self.members = members
+        self._place = {i: place for ops in members.values() for place, i in enumerate(ops)}
+        self._first_read = self._first_reads()
+        results: dict[int, list[int]] = {}
+        for o, b in enumerate(self.result_block):
+            if b is not None:
+                results.setdefault(b, []).append(o)
+        self.groups = tuple(self._largest_alike(stack, results) for stack in self.blocks.stacks)
 
     def _in_order(self, ops: Sequence[int]) -> list[int]:
-        """A block's ops, each update op where its dataflow says: leaves may come in the order of their names.
+        """A block's ops, each update op where its dataflow says.
 
         Its rank is made of the ranks of what it reads in the block, then of what reads it there.
         """
@@ -103,11 +115,12 @@ class Likeness:
     def _first_reads(self) -> dict[int, Slot]:
         """Where each argument is read first in its block."""
         found: dict[int, Slot] = {}
-        for i, op in enumerate(self.ops):
-            for n, v in enumerate(op.inputs):
-                a = self._argument.get(v) if isinstance(v, int) else None
-                if a is not None and self.blocks.of_op[i] == self.blocks.of_argument[a]:
-                    found.setdefault(a, self.operand_slot(i, n))
+        for b, ops in self.members.items():
+            for i in ops:
+                for n, v in enumerate(self.ops[i].inputs):
+                    a = self._argument.get(v) if isinstance(v, int) else None
+                    if a is not None and self.blocks.of_argument[a] == b:
+                        found.setdefault(a, self.operand_slot(i, n))
         return found
 
     def block_of(self, atom: Atom) -> int | None:
@@ -155,12 +168,7 @@ class Likeness:
 
     # --- which are alike
 
-    def alike(self, stack: range) -> tuple[int, ...]:
-        """The largest set of blocks of one structure."""
-        results: dict[int, list[int]] = {}
-        for o, b in enumerate(self.result_block):
-            if b is not None:
-                results.setdefault(b, []).append(o)
+    def _largest_alike(self, stack: range, results: Mapping[int, Sequence[int]]) -> tuple[int, ...]:
         found: dict[Any, list[int]] = {}
         for b in stack:
             found.setdefault(self._structure(b, results.get(b, ())), []).append(b)

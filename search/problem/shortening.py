@@ -68,15 +68,14 @@ def shortened(step: Step, marks: Sequence[Hashable]) -> Shortened | None:
     if all(len(stack) < MIN_BLOCKS for stack in blocks.stacks):
         return None
     likeness = Likeness(step, _NOTHING_SAID, blocks, marks)
-    groups = [likeness.alike(stack) for stack in blocks.stacks]
     runs = [
         run
-        for stack, group in zip(blocks.stacks, groups, strict=True)
+        for stack, group in zip(blocks.stacks, likeness.groups, strict=True)
         for run in _runs([b for b in group if b not in (stack[0], stack[-1])])
     ]
     if not runs:
         return None
-    labels = _Labels(step, likeness, groups, runs)
+    labels = _Labels(step, likeness, runs)
     try:
         return Shortened(labels.of_few(), labels.of_whole, labels.of_pairs)
     except UnlikeError:
@@ -95,10 +94,8 @@ def _runs(alike: Sequence[int]) -> list[Sequence[int]]:
 class _Labels:
     """Writes on ops and arguments who their likes are."""
 
-    def __init__(
-        self, step: Step, likeness: Likeness, groups: Sequence[tuple[int, ...]], runs: Sequence[Sequence[int]]
-    ) -> None:
-        self.step, self.likeness, self.groups, self.runs = step, likeness, groups, runs
+    def __init__(self, step: Step, likeness: Likeness, runs: Sequence[Sequence[int]]) -> None:
+        self.step, self.likeness, self.runs = step, likeness, runs
 
     def of_whole(self) -> Step:
         """The step, each of its ops and arguments for itself."""
@@ -122,7 +119,7 @@ class _Labels:
         repeats = {run[0]: len(run) for run in runs}
         alike = dict(chain.from_iterable(self._alike_arguments(run).items() for run in runs))
         labelled = self._labelled(repeats, alike, gone)
-        return Cut(labelled, _NOTHING_SAID, self.likeness, self.groups).without(gone)[0]
+        return Cut(labelled, _NOTHING_SAID, self.likeness).without(gone)[0]
 
     def _labelled(
         self, repeats: Mapping[int, int], alike: Mapping[int, tuple[str, ...]], gone: Container[int]
@@ -132,7 +129,7 @@ class _Labels:
         for i, block in enumerate(blocks.of_op):
             if block is None or block not in gone:
                 ops[i] = replace(ops[i], likes=Likes(-1 if block is None else block, None, i))
-        for n, group in enumerate(self.groups):
+        for n, group in enumerate(self.likeness.groups):
             for block in (b for b in group if b not in gone):
                 members = self.likeness.members
                 for place, i in enumerate(members[block]):

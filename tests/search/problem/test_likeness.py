@@ -72,7 +72,7 @@ def with_statistics(names_of: Callable[[int], tuple[str, str]]) -> Step:
 )
 def test_results_of_one_op_are_told_apart(names_of):
     found, stack = likeness(with_statistics(names_of))
-    assert found.alike(stack) == tuple(stack[1:-1])  # the outer ones read, and are read by, what is no block
+    assert found.groups[0] == tuple(stack[1:-1])  # the outer ones read, and are read by, what is no block
 
 
 # --- what is alike, and what passes
@@ -93,8 +93,8 @@ def deep(apply: Callable = lambda p, x, before: x + jnp.tanh(x @ p["w"])) -> Ste
 
 def test_corresponding_ops_do_the_same_with_corresponding_values():
     step = deep()
-    found, stack = likeness(step)
-    first, *others = found.alike(stack)
+    found, _ = likeness(step)
+    first, *others = found.groups[0]
     for block in others:
         for a, b in zip(found.members[first], found.members[block], strict=True):
             assert (step.graph.ops[a].name, step.graph.ops[a].phase) == (
@@ -115,12 +115,12 @@ def test_a_block_that_lies_otherwise_is_not_alike(place):
         path = (products[4],)
     found, stack = likeness(step, StepSharding((8,), ("data",), {(what, path, n): ((0,),)}, {}))
     plain, _ = likeness(step)
-    assert set(plain.alike(stack)) - set(found.alike(stack)) == {stack[4]}
+    assert set(plain.groups[0]) - set(found.groups[0]) == {stack[4]}
 
 
 def test_what_neighbours_pass_on_is_found_once():
     found, stack = likeness(deep())
-    passed = found.passed(found.alike(stack))
+    passed = found.passed(found.groups[0])
     assert len(passed) == len(set(passed))
     step = found.step
     names = {(step.graph.ops[found.members[stack[2]][p.maker[1]]].name) for p in passed}
@@ -128,6 +128,6 @@ def test_what_neighbours_pass_on_is_found_once():
 
 
 def test_what_reads_past_its_neighbour_is_said():
-    found, stack = likeness(deep(lambda p, x, before: x + before + jnp.tanh(x @ p["w"])))
+    found, _ = likeness(deep(lambda p, x, before: x + before + jnp.tanh(x @ p["w"])))
     with pytest.raises(UnlikeError, match=r"add(_any)? at .*tests/.*reads past the layers next to its own"):
-        found.passed(found.alike(stack))
+        found.passed(found.groups[0])
