@@ -154,51 +154,50 @@ def _longest_run(looks: np.ndarray) -> tuple[int, int, int] | None:
 
 
 class _Flow:
-    """Who makes and who reads each value; nodes are the arguments, then the ops, in program order."""
+    """Who makes and who reads each value; nodes are the arguments, then the ops, in program order.
+
+    Attributes:
+      block: of a node, if it has one.
+      phase: of each node; None of an argument.
+      maker: the node that makes a value; constants have none.
+      readers: the nodes that read what a node makes.
+      reads: the nodes whose values a node reads.
+    """
 
     def __init__(self, graph: Graph) -> None:
         self.graph, self.num_arguments = graph, len(graph.inputs)
         self.block: dict[int, int] = {}
+        self.phase: list[Phase | None] = [*(None for _ in graph.inputs), *(op.phase for op in graph.ops)]
         self.maker = {v: n for n, v in enumerate(graph.inputs)}
-        self.readers: dict[int, list[int]] = {n: [] for n in range(self.num_arguments + len(graph.ops))}
-        self._made_by: list[list[int]] = []
-        for i, op in enumerate(graph.ops):
-            self._made_by.append(sorted({self.maker[v] for v in op.operands if v in self.maker}))
-            self.maker.update(dict.fromkeys(op.outputs, self.op_node(i)))
-            for node in self._made_by[i]:
-                self.readers[node].append(self.op_node(i))
+        self.readers: list[list[int]] = [[] for _ in self.phase]
+        self.reads: list[list[int]] = [[] for _ in graph.inputs]
+        for node, op in enumerate(graph.ops, self.num_arguments):
+            self.reads.append(sorted({self.maker[v] for v in op.operands if v in self.maker}))
+            for read in self.reads[node]:
+                self.readers[read].append(node)
+            for v in op.outputs:
+                self.maker[v] = node
 
     def op_node(self, op: int) -> int:
         return self.num_arguments + op
 
-    def made_by(self, op: int) -> list[int]:
-        """The nodes whose values an op reads, constants left out."""
-        return self._made_by[op]
-
-    def phase(self, node: int) -> Phase | None:
-        return self.graph.ops[node - self.num_arguments].phase if node >= self.num_arguments else None
-
     def own_what_it_alone_reads(self, phases: Container[Phase | None]) -> None:
         """What has no block, and is read in these phases by one block only, belongs to it."""
-        for node in reversed(self.readers):
-            if node not in self.block and self.phase(node) in phases:
-                self._own(node, {self.block.get(r) for r in self.readers[node] if self.phase(r) in phases})
+        for node in reversed(range(len(self.phase))):
+            if node not in self.block and self.phase[node] in phases:
+                self._own(node, {self.block.get(r) for r in self.readers[node] if self.phase[r] in phases})
 
     def own_what_works_on_it(self) -> None:
         """An op after the forward phase belongs to the block whose parameter or residual it reads.
 
         What then becomes a leaf's gradient and nothing else (the sum that is a bias's) belongs where its known readers do.
         """
-        residuals = {node for node in self.block if not self._is_passed_on(node)}
-        later = [self.op_node(i) for i, op in enumerate(self.graph.ops) if op.phase is not Phase.FORWARD]
+        residuals = {node: block for node, block in self.block.items() if not self._is_passed_on(node)}
+        later = [node for node, phase in enumerate(self.phase) if phase in (Phase.BACKWARD, Phase.UPDATE)]
         for node in later:
-            self._own(
-                node, {self.block[n] for n in self.made_by(node - self.num_arguments) if n in residuals}
-            )
-        becomes_gradient = {node for node in later if self.phase(node) is Phase.UPDATE}
-        passes_it_on = becomes_gradient.union(
-            n for n in later if len(self.made_by(n - self.num_arguments)) == 1
-        )
+            self._own(node, {residuals[n] for n in self.reads[node] if n in residuals})
+        becomes_gradient = {node for node in later if self.phase[node] is Phase.UPDATE}
+        passes_it_on = becomes_gradient.union(node for node in later if len(self.reads[node]) == 1)
         for node in reversed(later):
             readers = self.readers[node]
             if passes_it_on.issuperset(readers) and becomes_gradient.issuperset(readers):
@@ -228,7 +227,7 @@ class _Flow:
             node = self.op_node(i)
             if node in self.block:
                 continue
-            read = [n for n in self.made_by(i) if n in origins]
+            read = [n for n in self.reads[node] if n in origins]
             if not read:
                 continue
             if op.phase is Phase.BACKWARD:
@@ -244,7 +243,7 @@ class _Flow:
         """Whether another block's forward ops read it too, as they read the residual stream."""
         own = self.block[node]
         return any(
-            self.block.get(r, own) != own for r in self.readers[node] if self.phase(r) is Phase.FORWARD
+            self.block.get(r, own) != own for r in self.readers[node] if self.phase[r] is Phase.FORWARD
         )
 
     def _looks_like(self, looks: Sequence[int], node: int, op: int) -> bool:
