@@ -7,6 +7,7 @@
   another one (`verify`), so Python is asked here;
 * a product whose terms are summed up in steps that the partitioner would join: each device computes its terms, and the
   reductions are named;
+* a product or a sum for whose terms a barrier waits: they are one array, beside their sum (`search.plan.waited_terms`);
 * a look-up in a table whose rows are split: each device serves the indices that fall in its part (`executors.look_up`), and
   the reductions are named.
 """
@@ -23,7 +24,7 @@ from executors.look_up import looked_up
 from search.ir._jax import bind
 from search.ir._jax_kernels import pallas_on_shards, partitioned
 from search.ir.graph import Op, Value
-from search.ir.spec import PARTIAL, WHOLE, Spec
+from search.ir.spec import PARTIAL, WHOLE, Spec, partition_spec
 from search.plan.named_sums import LOOK_UP
 
 Specs = Sequence[PartitionSpec]
@@ -91,15 +92,34 @@ def _on_device(
         return partitioned(op.params, mesh, *wholes)
     if op.name == LOOK_UP:
         return partial(looked_up, op, in_specs[0], mesh), in_specs, out_specs
-    local = [
-        NamedSharding(mesh, spec).shard_shape(value.shape)
-        for value, spec in zip(op.result_values, out_specs, strict=True)
-    ]
-    return partial(_bound, op, local), in_specs, out_specs
-
-
-def _bound(op: Op, out_shapes: Sequence[tuple[int, ...]], *shards: jax.Array) -> tuple[Any, ...]:
-    params = op.params
     if op.name == "pallas_call":
-        params = pallas_on_shards(params, [x.shape for x in shards], out_shapes)
+        results = zip(op.result_values, out_specs, strict=True)
+        local = [NamedSharding(mesh, spec).shard_shape(value.shape) for value, spec in results]
+        return partial(_kernel, op, local), in_specs, out_specs
+    return partial(_bound, op, op.params), in_specs, out_specs
+
+
+def _kernel(op: Op, out_shapes: Sequence[tuple[int, ...]], *shards: jax.Array) -> tuple[Any, ...]:
+    return _bound(op, pallas_on_shards(op.params, [x.shape for x in shards], out_shapes), *shards)
+
+
+def _bound(op: Op, params: dict[str, Any], *shards: jax.Array) -> tuple[Any, ...]:
     return tuple(bind(op.primitive, list(shards), params))
+
+
+def terms_one_after_another(spec: Spec, axis_names: Sequence[str]) -> PartitionSpec:
+    """How devices' terms lie in one array, one after another along the first dimension.
+
+    Example:
+      >>> terms_one_after_another((PARTIAL, 0, 1), ("replica", "data", "model"))
+      PartitionSpec(('replica', 'data'), 'model')
+    """
+    first, *others = partition_spec(spec, axis_names) or (None,)
+    axes = tuple(a for d, a in zip(spec, axis_names, strict=True) if d == PARTIAL)
+    within = first if isinstance(first, tuple) else (first,) * (first is not None)
+    return PartitionSpec((*axes, *within), *others)
+
+
+def sum_of_terms(terms: jax.Array, shape: Sequence[int]) -> jax.Array:
+    """What they add up to."""
+    return jax.lax.reduce_sum(terms.reshape(-1, *shape), axes=(0,))

@@ -16,10 +16,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from executors.kernels import on_shards, reductions
-from search.ir._jax import abstract_value, bind, provenance
+from executors.kernels import on_shards, reductions, sum_of_terms, terms_one_after_another
+from search.ir._jax import abstract_value, bind, optimization_barrier_p, provenance
 from search.ir.graph import Graph, Op, Phase, Value
 from search.ir.sharding import OperandReshard, ReshardStep, SharedPaths, StepSharding
 from search.ir.spec import PARTIAL, WHOLE, Spec, partition_spec
@@ -43,6 +44,10 @@ def evaluator(
     return evaluate
 
 
+_NOTHING = np.zeros(())
+"""For a barrier to wait for."""
+
+
 @dataclass(eq=False)
 class _Evaluation:
     """One walk over one graph (the step's, or a loop's body)."""
@@ -55,6 +60,7 @@ class _Evaluation:
     shared: SharedPaths[Any] = field(default_factory=SharedPaths)
     made_backward: set[int] = field(default_factory=set)
     last_backward: Any = None
+    terms: dict[int, Any] = field(default_factory=dict)
 
     def run(self, inputs: Sequence[Any]) -> list[Any]:
         for i, (v, x) in enumerate(zip(self.graph.inputs, inputs, strict=True)):
@@ -65,11 +71,15 @@ class _Evaluation:
         for i, op in enumerate(self.graph.ops):
             site = (*self.path, i)
             operands = [self._read(a, ("operand", site, n), op) for n, a in enumerate(op.inputs)]
+            if op.primitive is optimization_barrier_p:
+                operands = self._waited_for(op, operands)
             with provenance(op.scope, op.source_info):
                 results = self._applied(op, operands, site)
             is_summed = self._is_on_shards(op, site)
             for r, (v, x) in enumerate(zip(op.outputs, results, strict=True)):
                 self.env[v] = self._placed(v, x, ("result", site, r), is_summed)
+                if self.sharding.specs.get(("terms", site, r)) == ():
+                    self.terms[v] = _NOTHING
                 if op.phase is Phase.BACKWARD and getattr(x, "ndim", 0):
                     self.made_backward.add(v)
                     self.last_backward = self.env[v]
@@ -80,9 +90,38 @@ class _Evaluation:
             return bind(op.primitive, operands, self._params(op, site))
         inputs = [self.graph.value(a) for a in op.inputs]
         read, made = self._shards("operand", site, inputs), self._shards("result", site, op.result_values)
-        specs = [self._spelled(way[0]) for way in read], [self._spelled(way[-1]) for way in made]
-        sums = [reductions(way, self.sharding.axis_names) for way in made]
-        return on_shards(op, inputs, operands, specs, sums, self.mesh)
+        names, waited = self.sharding.axis_names, self._waited(site, op)
+        out_specs = [
+            terms_one_after_another(way[-1], names) if r in waited else self._spelled(way[-1])
+            for r, way in enumerate(made)
+        ]
+        specs, sums = (
+            ([self._spelled(way[0]) for way in read], out_specs),
+            [reductions(way, names) for way in made],
+        )
+        results = on_shards(op, inputs, operands, specs, sums, self.mesh)
+        for r in waited:
+            self.terms[op.outputs[r]], shape = results[r], op.result_values[r].shape
+            results[r] = sum_of_terms(results[r], shape)
+        return results
+
+    def _waited(self, site: tuple[Any, ...], op: Op) -> list[int]:
+        """Results for whose terms a barrier waits."""
+        return [r for r in range(len(op.outputs)) if self.sharding.specs.get(("terms", site, r))]
+
+    def _waited_for(self, op: Op, operands: list[Any]) -> list[Any]:
+        """A barrier's operands: of those that nobody reads behind it, devices' terms instead of their sums."""
+        dead = self._read_anywhere.isdisjoint
+        return [
+            self.terms.get(a, x) if isinstance(a, int) and dead([out]) else x
+            for a, out, x in zip(op.inputs, op.outputs, operands, strict=True)
+        ]
+
+    @functools.cached_property
+    def _read_anywhere(self) -> frozenset[Any]:
+        return frozenset(v for op in self.graph.ops for v in op.operands).union(
+            a for a in self.graph.outputs if isinstance(a, int)
+        )
 
     def _is_on_shards(self, op: Op, site: tuple[Any, ...]) -> bool:
         """Whether an op is applied shard by shard: then it is said how it reads its operands."""

@@ -19,7 +19,8 @@ from search.ir.spec import PARTIAL, Spec
 
 Place = tuple[str, tuple[Any, ...], int]
 """(what, where, index): `("operand" | "result", site of an op, i)` or `("input" | "output", path of a graph,
-i)`; `("enter", path of a branch, i)` is where the branch reads its input before that is placed.
+i)`; `("enter", path of a branch, i)` is where the branch reads its input before that is placed; `("terms", site of an op,
+i)` says how devices' terms of a result lie for which a barrier would wait, and nothing where it shall not.
 
 A site is the path of the op's graph followed by the op's index; a path alternates op index, parameter name
 and position, as `graph.walk` yields it. The outermost graph has the empty path.

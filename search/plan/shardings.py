@@ -15,6 +15,7 @@ A value that is partial over several axes and no such term is not imposed: its r
 stays partial over fewer axes than its terms: these are scattered over the others, one by one, and the sum is reduced once.
 
 What a loop adds up is said to be whole, in the loop and behind it: the compiler makes one reduction of it, behind the loop.
+A barrier in the loop that waits for it waits for each device's terms (`search.plan.waited_terms`).
 
 Where the compiler would not find a product's way by constraints, its terms are summed up by name (`search.plan.named_sums`).
 """
@@ -26,6 +27,7 @@ from search.ir.factors import Kind
 from search.ir.sharding import OperandReshard, Place, StepSharding
 from search.ir.spec import AXIS_NAMES, PARTIAL, WHOLE, Spec, divides
 from search.plan.named_sums import named_sums
+from search.plan.waited_terms import waited_terms
 from search.problem.costs import CostedGraph
 from search.problem.flat_program import FlatOp
 from search.problem.folding import Dependency
@@ -58,7 +60,9 @@ class _Spelling:
             if node_of[d.producer] != node_of[d.consumer]
         }
         self.summed = {(d.producer, d.result) for d in self.folded.dependencies if self._is_summed(d)}
-        self.named_sums = named_sums(self.paths, self.summed)
+        self.waited = waited_terms(self.paths)
+        on_shards = {v: way for v, way in self.waited.items() if way is not None}
+        self.named_sums = {**named_sums(self.paths, self.summed), **on_shards}
 
     def _is_summed(self, d: Dependency) -> bool:
         """Whether a sum takes a value as it is made, partial or not, or reduces all of it."""
@@ -74,11 +78,18 @@ class _Spelling:
             op_class = self.folded.class_of[i]
             for r, (v, places) in enumerate(zip(op.results, op.result_places, strict=True)):
                 if self.program.values[v].shape and self._decides(op, op_class, r):
-                    named = self.named_sums.get(v, ())
-                    made = (self.paths.made(v),) if named else self._imposed(op_class, r, self.paths.made(v))
-                    specs = (*made, *(s.after for s in self.paths.to_rest(v) or named if s.is_imposed))
+                    named = self.named_sums.get(v)
+                    made = (
+                        self._imposed(op_class, r, self.paths.made(v))
+                        if named is None
+                        else (self.paths.made(v),)
+                    )
+                    specs = (*made, *(s.after for s in self.paths.to_rest(v) or named or () if s.is_imposed))
                     if specs:
                         found |= dict.fromkeys(places, specs)
+                    if v in self.waited:
+                        terms = () if named is None else (specs[-1],)
+                        found |= {("terms", site, n): terms for _, site, n in places}
             found |= self._shards(op, op_class)
         return found
 

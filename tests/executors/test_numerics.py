@@ -19,6 +19,7 @@ from search.ir.graph import Graph, Phase, Site, Step
 from search.ir.spec import PARTIAL, Spec
 from search.memory import offload
 from search.memory.microbatches import microbatched
+from search.memory.recompute import recomputed
 from search.problem.reshard_paths import ReshardPaths
 from tests import zoo
 from tests.executors import plans
@@ -105,6 +106,23 @@ def test_sums_over_microbatches_that_stay_partial_equal_one_devices(model, plan)
         single = on_one_device(model, jnp.float64)
         found = MICROBATCHED[plan](microbatched(single.step, 3))
         assert any(PARTIAL in spec for spec in accumulators(found))
+        assert_equal(single.on_many_devices(found), single.results)
+
+
+@pytest.mark.parametrize(
+    ("model", "plan"), [("gpt_linen", "8-fastest"), ("llama", "2x4-drawn"), ("autoencoder", "2x2x2-drawn")]
+)
+def test_terms_for_which_recomputation_waits_in_microbatches_equal_one_devices(model, plan):
+    with jax.enable_x64(True):
+        single = on_one_device(model, jnp.float64)
+        step = microbatched(single.step, 3)
+        (loop,) = (i for i, op in enumerate(step.graph.ops) if op.name == "scan")
+        (body,) = step.graph.ops[loop].bodies["jaxpr"]
+        sites = frozenset((loop, "jaxpr", 0, *site) for site in residuals_of(body))
+        found = (PLANS | MICROBATCHED)[plan](recomputed(step, sites))
+        terms = [specs for (what, *_), specs in found.sharding.specs.items() if what == "terms"]
+        assert any(terms)
+        assert all(PARTIAL in spec for specs in terms for spec in specs)
         assert_equal(single.on_many_devices(found), single.results)
 
 

@@ -222,6 +222,10 @@ JOBS = {
     "microbatches": Job(_unrolled(make_gpt_linen, 64), (8,), microbatches=4),
     "microbatches on 2x4": Job(_unrolled(make_gpt_nnx, 64), (2, 4), microbatches=4),
     "microbatches of grouped heads": Job(_llama(64, 2), (8,), microbatches=4),
+    "recomputed in microbatches": Job(
+        _unrolled(make_gpt_linen, 256), (8,), slack=0.7, remat=None, microbatches=4
+    ),
+    "recomputed in microbatches on 2x4": Job(_llama(128, 3), (2, 4), slack=0.7, remat=None, microbatches=4),
     "recomputed": Job(_unrolled(make_gpt_linen, 128), (8,), slack=0.7, remat=None),
     "recomputed, scanned": Job(_scan(64), (8,), slack=0.7, remat=None),
     "recomputed, scanned on 2x4": Job(_scan(16), (2, 4), slack=0.7, remat=None),

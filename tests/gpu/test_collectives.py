@@ -37,6 +37,8 @@ WHAT_IT_SHOWS = {
     "tables on 2x4": {"all-to-all"},
     "microbatches on 2x4": {"all-reduce", "reduce-scatter"},
     "microbatches of grouped heads": {"all-reduce"},
+    "recomputed in microbatches": {"reduce-scatter"},
+    "recomputed in microbatches on 2x4": {"all-reduce"},
 }
 """By case of `compiled`: kinds of collectives without which it would not be what it is called."""
 
