@@ -90,38 +90,33 @@ class _Evaluation:
             return bind(op.primitive, operands, self._params(op, site))
         inputs = [self.graph.value(a) for a in op.inputs]
         read, made = self._shards("operand", site, inputs), self._shards("result", site, op.result_values)
-        names, waited = self.sharding.axis_names, self._waited(site, op)
-        out_specs = [
-            terms_one_after_another(way[-1], names) if r in waited else self._spelled(way[-1])
-            for r, way in enumerate(made)
-        ]
-        specs, sums = (
-            ([self._spelled(way[0]) for way in read], out_specs),
-            [reductions(way, names) for way in made],
+        names = self.sharding.axis_names
+        in_specs, out_specs = (
+            [self._spelled(way[0]) for way in read],
+            [self._spelled(way[-1]) for way in made],
         )
-        results = on_shards(op, inputs, operands, specs, sums, self.mesh)
+        waited = [r for r in range(len(made)) if self.sharding.specs.get(("terms", site, r))]
         for r in waited:
-            self.terms[op.outputs[r]], shape = results[r], op.result_values[r].shape
-            results[r] = sum_of_terms(results[r], shape)
+            out_specs[r] = terms_one_after_another(made[r][-1], names)
+        sums = [reductions(way, names) for way in made]
+        results = on_shards(op, inputs, operands, (in_specs, out_specs), sums, self.mesh)
+        for r in waited:
+            self.terms[op.outputs[r]] = results[r]
+            results[r] = sum_of_terms(results[r], op.result_values[r].shape)
         return results
-
-    def _waited(self, site: tuple[Any, ...], op: Op) -> list[int]:
-        """Results for whose terms a barrier waits."""
-        return [r for r in range(len(op.outputs)) if self.sharding.specs.get(("terms", site, r))]
 
     def _waited_for(self, op: Op, operands: list[Any]) -> list[Any]:
         """A barrier's operands: of those that nobody reads behind it, devices' terms instead of their sums."""
-        dead = self._read_anywhere.isdisjoint
+        there = zip(op.inputs, op.outputs, operands, strict=True)
         return [
-            self.terms.get(a, x) if isinstance(a, int) and dead([out]) else x
-            for a, out, x in zip(op.inputs, op.outputs, operands, strict=True)
+            x if out in self._read_anywhere or not isinstance(a, int) else self.terms.get(a, x)
+            for a, out, x in there
         ]
 
     @functools.cached_property
-    def _read_anywhere(self) -> frozenset[Any]:
-        return frozenset(v for op in self.graph.ops for v in op.operands).union(
-            a for a in self.graph.outputs if isinstance(a, int)
-        )
+    def _read_anywhere(self) -> frozenset[int]:
+        read = frozenset(v for op in self.graph.ops for v in op.operands)
+        return read.union(a for a in self.graph.outputs if isinstance(a, int))
 
     def _is_on_shards(self, op: Op, site: tuple[Any, ...]) -> bool:
         """Whether an op is applied shard by shard: then it is said how it reads its operands."""

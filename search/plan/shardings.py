@@ -79,12 +79,10 @@ class _Spelling:
             for r, (v, places) in enumerate(zip(op.results, op.result_places, strict=True)):
                 if self.program.values[v].shape and self._decides(op, op_class, r):
                     named = self.named_sums.get(v)
-                    made = (
-                        self._imposed(op_class, r, self.paths.made(v))
-                        if named is None
-                        else (self.paths.made(v),)
-                    )
-                    specs = (*made, *(s.after for s in self.paths.to_rest(v) or named or () if s.is_imposed))
+                    made = self.paths.made(v)
+                    imposed = self._imposed(op_class, r, made) if named is None else (made,)
+                    way = self.paths.to_rest(v) or named or ()
+                    specs = (*imposed, *(step.after for step in way if step.is_imposed))
                     if specs:
                         found |= dict.fromkeys(places, specs)
                     if v in self.waited:

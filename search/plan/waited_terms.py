@@ -5,6 +5,9 @@ nothing else in the loop reads its result (XLA:GPU, measured). What is recompute
 of layers behind (`search.memory.recompute`), and those are what a loop over microbatches adds up: read by the barrier, they
 would be reduced in each microbatch. So the barrier waits for each device's own terms of them. Products and sums make these
 shard by shard (`executors.kernels`); the barrier does not wait for terms that others make.
+
+The compiler takes out of a barrier what nobody reads behind it, if nobody else reads it either. So their sum is made of the
+terms for which the barrier waits: on a device the two are one array.
 """
 
 from collections.abc import Mapping
