@@ -15,7 +15,7 @@ A value that is partial over several axes and no such term is not imposed: its r
 stays partial over fewer axes than its terms: these are scattered over the others, one by one, and the sum is reduced once.
 
 What a loop adds up is said to be whole, in the loop and behind it: the compiler makes one reduction of it, behind the loop.
-A barrier in the loop that waits for it waits for each device's terms (`search.plan.waited_terms`).
+A barrier that waits for it, or for a term of a sum, waits for each device's terms (`search.plan.waited_terms`).
 
 Where the compiler would not find a product's way by constraints, its terms are summed up by name (`search.plan.named_sums`).
 """

@@ -1,10 +1,11 @@
-"""Terms of a loop's sums that a barrier waits for.
+"""Terms of sums that a barrier waits for.
 
 What a loop adds up is reduced once, behind it: the compiler takes the all-reduce of what is added out of the loop, if
-nothing else in the loop reads its result (XLA:GPU, measured). What is recomputed waits, by a barrier, for weight gradients
-of layers behind (`search.memory.recompute`), and those are what a loop over microbatches adds up: read by the barrier, they
-would be reduced in each microbatch. So the barrier waits for each device's own terms of them. Products and sums make these
-shard by shard (`executors.kernels`); the barrier does not wait for terms that others make.
+nothing else in the loop reads its result (XLA:GPU, measured). So it does with terms of a sum, which it reduces behind that.
+What is recomputed waits, by a barrier, for weight gradients of layers behind (`search.memory.recompute`), and those are what
+a loop over microbatches adds up, or what a tied embedding's gradient is the sum of: read by the barrier, they would be
+reduced one by one. So the barrier waits for each device's own terms of them. Products and sums make these shard by shard
+(`executors.kernels`); the barrier does not wait for terms that others make.
 
 The compiler takes out of a barrier what nobody reads behind it, if nobody else reads it either. So their sum is made of the
 terms for which the barrier waits: on a device the two are one array.
@@ -23,11 +24,11 @@ MAKERS = frozenset({PRODUCT, "reduce_sum"})
 
 
 def waited_terms(paths: ReshardPaths) -> Mapping[int, ReshardPath | None]:
-    """By value whose terms a barrier in a loop waits for, how these are scattered as they are made; None where they are not
+    """By value whose terms a barrier waits for, how these are scattered as they are made; None where they are not
     made shard by shard."""
     found: dict[int, ReshardPath | None] = {}
     for op in paths.program.ops:
-        for v, _ in op.after if len(op.site) > 1 else ():
+        for v, _ in op.after:
             if v not in found and (read := paths.first_read(v)) is not None:
                 way = (*paths.to_rest(v), *paths.to_reader(*read).path)
                 if PARTIAL in (way[-1].after if way else paths.made(v)):
