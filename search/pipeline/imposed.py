@@ -4,7 +4,7 @@ A pipeline's programs consist of ops of the step, or of parts of such ops. What 
 of it, holds for it in a program too: only its place is another one.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from search.ir.graph import Op, Site
@@ -12,6 +12,7 @@ from search.ir.sharding import OperandReshard, Place, StepSharding
 from search.ir.spec import Spec
 from search.pipeline.intra_op import IntraOp
 from search.pipeline.pipeline_step import PipelineStep
+from search.pipeline.stages import is_tie
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,9 +44,16 @@ class Imposed:
         reshards: dict[Place, OperandReshard] = {}
         for i, op in enumerate(ops):
             if (site := self.step.site_of(op)) is not None:
-                specs |= {(what, (i, *rest), n): s for (what, rest, n), s in self.specs.get(site, ())}
-                reshards |= {(what, (i, *rest), n): r for (what, rest, n), r in self.reshards.get(site, ())}
+                specs |= self._moved(op, i, self.specs.get(site, ()))
+                reshards |= self._moved(op, i, self.reshards.get(site, ()))
         return replace(self.whole, specs=specs, reshards=reshards)
+
+    def _moved[T](self, op: Op, i: int, imposed: Iterable[tuple[Place, T]]) -> dict[Place, T]:
+        """What is imposed on an op where it is the i-th now. A barrier may pass on less than it did in the step."""
+        if not is_tie(op):
+            return {(what, (i, *rest), n): said for (what, rest, n), said in imposed}
+        number = {place[2]: n for n, v in enumerate(op.outputs) if (place := self.step.place_of(v))}
+        return {(what, (i,), number[n]): said for (what, _, n), said in imposed if n in number}
 
 
 def _by_op[T](places: Mapping[Place, T], depth: int) -> dict[Site, list[tuple[Place, T]]]:
