@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import autoshard
 from cost_model.hardware import parse_cluster
 from executors.pipeline import build
 from search.ir.spec import shard_size
@@ -14,10 +15,12 @@ from search.ir.trace import trace
 from search.memory.copies import SCOPE
 from search.pipeline.planning import Pipeline, apply, find
 from search.pipeline.search import PipelineOptions
+from search.plan.pipeline_plan import PipelinePlan
 from search.plan.schedule import TaskKind
 from tests.executors.agreement import Reference, assert_equal
 from tests.executors.pipelines import trained
 from tests.executors.test_pipeline import on_one_device
+from tests.zoo.gpt_linen import make_gpt_linen
 from tests.zoo.megatron import make_megatron
 
 PLENTY_BYTES = 1 << 40
@@ -109,3 +112,16 @@ def test_what_a_loop_would_stack_up_is_recomputed_where_that_is_faster():
     )
     assert found.retention
     assert found.estimates.step_s < never.estimates.step_s
+
+
+def test_what_is_imposed_on_a_barrier_goes_by_what_it_still_passes_on():
+    """In a stage's program it waits for less than in the step: other operands than those would be told how they lie."""
+    case = make_gpt_linen(num_layers=4, hidden=1024, heads=16, vocab=8192, seq=1024, batch=64)
+    options = {"cluster": "8xH100-80GB", "memory": "3.2GiB", "stages": 2, "mesh": (2, 2), "microbatches": 4}
+    plan = autoshard.search(case.step, *case.abstract_args(), **options)
+    assert isinstance(plan, PipelinePlan)
+    assert plan.retention
+    programs = autoshard.emit(case.step, *case.abstract_args(), plan=plan)
+    assert isinstance(programs, tuple)
+    for program in programs:
+        program.fn.trace(*program.args)
