@@ -28,7 +28,7 @@ from search.options import DEFAULT_TIME_LIMIT_S, Options, Progress
 from search.plan.decisions import EDITED, apart, hosted, node_names
 from search.plan.edits import marks_of
 from search.plan.estimates import estimate
-from search.plan.plan import Estimates, Plan
+from search.plan.plan import Plan
 from search.plan.reconciliation import ContradictionError, Reconciled, reconciled
 from search.plan.retention import CoarseError, RetentionCodec
 from search.plan.shardings import step_sharding
@@ -116,34 +116,19 @@ class SearchResult:
         """Checks that the whole step can take the strategies, where a shorter one stood for it, and fits with them.
 
         Raises:
-          NoFitError: it does not fit, or cannot take those of few layers.
-          PlanError: it cannot take them.
+          NoFitError: it cannot, or does not.
         """
-        is_waiting = bool(self.problem.waiting)
-        if self.short is None or (hands_on_alike(self.problem.graph.folded) and not is_waiting):
+        if self.short is None or hands_on_alike(self.problem.graph.folded):
             return
         limit_bytes = self.plan.memory_bytes
         try:
-            longer = self.whole if is_waiting else self._handed_to(self.short.paired)
+            longer = self._handed_to(self.short.paired)
         except CoarseError:  # it recomputes some of what one op stands for there
             longer = self._handed_to(self.short.whole)
         if longer.on_mesh.predicted(longer.chosen, limit_bytes).least.num_bytes > limit_bytes:
             raise NoFitError(
                 "what layers hand to their likes takes more than the memory limit", bound_s=self.bound_s
             )
-
-    def reckoned(self) -> "SearchResult":
-        """The same, with the estimates of the whole step where residuals wait on the host: of few layers, each for many, too
-        many arrays would count as waiting for their copies at a time.
-
-        Raises:
-          PlanError: as `whole`.
-        """
-        if self.short is None or not self.problem.waiting:
-            return self
-        whole = self.whole
-        found = Found(whole.problem, whole.on_mesh, whole.chosen, self.plan.memory_bytes)
-        return replace(self, plan=replace(self.plan, estimates=_estimates(found)))
 
     def _handed_to(self, step: Step) -> "SearchResult":
         """The same with the problem of a step for which that of the plan stands.
@@ -180,10 +165,11 @@ def find(
     watch.lap("graph")
     if short is not None:
         # the whole step may recompute across layers, or not be able to do all that few of its layers can
-        with suppress(InfeasibleError, NoFitError, PlanError):
+        with suppress(InfeasibleError, NoFitError):
             found = _found(step, short, cluster, options, progress, watch)
-            found.check_goes_together()
-            return found.reckoned()
+            if not found.problem.waiting:  # each layer's residuals wait for another layer
+                found.check_goes_together()
+                return found
         progress("all layers")
     return _found(step, None, cluster, options, progress, watch)
 
@@ -227,7 +213,7 @@ def apply(step: Step, plan: Plan, cluster: Cluster, place: str = "plan") -> Sear
         ) from e
     watch.lap("solve")
     forced = Found(step_problem, on_mesh, solution.labels, plan.memory_bytes, device)
-    found = _finished(step, forced, cluster, Options(plan.memory_bytes), plan.meshes, watch, short).reckoned()
+    found = _finished(step, forced, cluster, Options(plan.memory_bytes), plan.meshes, watch, short)
     was_s, is_s = plan.estimates.step_s, found.plan.estimates.step_s
     gap = plan.gap if math.isclose(is_s, was_s, rel_tol=1e-6) else None
     found = replace(found, plan=replace(found.plan, options=plan.options, cluster=plan.cluster, gap=gap))
@@ -254,7 +240,8 @@ def _read(step: Step, plan: Plan, cluster: Cluster, place: str) -> tuple[StepPro
     Where a plan tells apart what one op stands for, the whole step is folded as the one that would stand for it. A plan of a
     search that went through all layers has names of its own.
     """
-    short = shortened(step, _told_apart(step, plan.options))
+    waits = any("offload" in said for said in plan.decisions.retention.values())
+    short = None if waits else shortened(step, _told_apart(step, plan.options))
     wrong: list[PlanError] = []
     for read in (partial(_as_searched, step, short), partial(_as_edited, short)) if short else ():
         try:
@@ -354,7 +341,7 @@ def _finished(
     watch: Stopwatch,
     short: Shortened | None,
 ) -> SearchResult:
-    step_problem = found.step_problem
+    costed, step_problem = found.on_mesh.memory.costed, found.step_problem
     sites, waiting = step_problem.sites, step_problem.waiting
     retention = RetentionCodec(step_problem.plain).said(sites, waiting) if sites or waiting else {}
     split = step_problem.traced
@@ -372,18 +359,13 @@ def _finished(
         meshes=meshes,
         memory_bytes=options.memory_bytes,
         decisions=decisions,
-        estimates=_estimates(found),
+        estimates=estimate(costed, found.labels, found.device, found.hidden_s, found.host_bytes),
         gap=None,
         marks=marks_of(decisions),
     )
     watch.lap("plan")
     plan = replace(plan, search_s=watch.seconds)
     return SearchResult(plan, step_problem, found.on_mesh, found.labels, short=short)
-
-
-def _estimates(found: Found) -> Estimates:
-    costed = found.on_mesh.memory.costed
-    return estimate(costed, found.labels, found.device, found.hidden_s, found.host_bytes)
 
 
 def _in_microbatches(step: Step, plan: Plan, place: str) -> Step:

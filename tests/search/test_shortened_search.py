@@ -155,17 +155,6 @@ def test_the_whole_step_takes_it_as_it_is_and_as_long(limit_bytes, put_off):
     assert_the_whole_step_takes(found(limit_bytes), put_off)
 
 
-def test_so_it_does_where_residuals_wait_on_the_host():
-    options = Options(TIGHT_BYTES, (8,), remat="never", offload=("residuals",), microbatches=1)
-    result = driver.find(stack(), H100S, options)
-    assert result.problem.waiting
-    assert_the_whole_step_takes(result)
-    again = driver.apply(stack(), Plan.from_json(result.plan.to_json(), "plan.json"), H100S).plan
-    assert again == replace(result.plan, search_s=again.search_s)
-    whole = result.whole.on_mesh.predicted(result.whole.chosen, TIGHT_BYTES)
-    assert again.estimates.peak_bytes == pytest.approx(whole.peak.num_bytes)
-
-
 def test_what_goes_round_the_microbatches_is_there_for_all_layers():
     """Sums of gradients above all."""
     options = Options(PLENTY_BYTES, (2, 4), offload="never", microbatches=4)
