@@ -91,15 +91,12 @@ class _Evaluation:
         inputs = [self.graph.value(a) for a in op.inputs]
         read, made = self._shards("operand", site, inputs), self._shards("result", site, op.result_values)
         names = self.sharding.axis_names
-        in_specs, out_specs = (
-            [self._spelled(way[0]) for way in read],
-            [self._spelled(way[-1]) for way in made],
-        )
         waited = [r for r in range(len(made)) if self.sharding.specs.get(("terms", site, r))]
+        specs = [self._spelled(way[0]) for way in read], [self._spelled(way[-1]) for way in made]
         for r in waited:
-            out_specs[r] = terms_one_after_another(made[r][-1], names)
+            specs[1][r] = terms_one_after_another(made[r][-1], names)
         sums = [reductions(way, names) for way in made]
-        results = on_shards(op, inputs, operands, (in_specs, out_specs), sums, self.mesh)
+        results = on_shards(op, inputs, operands, specs, sums, self.mesh)
         for r in waited:
             self.terms[op.outputs[r]] = results[r]
             results[r] = sum_of_terms(results[r], op.result_values[r].shape)
@@ -107,11 +104,9 @@ class _Evaluation:
 
     def _waited_for(self, op: Op, operands: list[Any]) -> list[Any]:
         """A barrier's operands: of those that nobody reads behind it, devices' terms instead of their sums."""
-        there = zip(op.inputs, op.outputs, operands, strict=True)
-        return [
-            x if out in self._read_anywhere or not isinstance(a, int) else self.terms.get(a, x)
-            for a, out, x in there
-        ]
+        is_dead = [out not in self._read_anywhere for out in op.outputs]
+        there = zip(op.inputs, is_dead, operands, strict=True)
+        return [self.terms.get(a, x) if dead and isinstance(a, int) else x for a, dead, x in there]
 
     @functools.cached_property
     def _read_anywhere(self) -> frozenset[int]:

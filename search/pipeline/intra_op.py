@@ -101,7 +101,7 @@ class IntraOp:
     @cached_property
     def sharding(self) -> StepSharding:
         """What it imposes on the step."""
-        return step_sharding(self.on_mesh.memory.costed, self.labels, is_one_program=False)
+        return step_sharding(self.on_mesh.memory.costed, self.labels)
 
     @cached_property
     def device(self) -> Prediction:

@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from search.ir.factors import Kind
-from search.ir.sharding import OperandReshard, Place, ReshardPath, StepSharding
+from search.ir.sharding import OperandReshard, Place, StepSharding
 from search.ir.spec import AXIS_NAMES, PARTIAL, WHOLE, Spec, divides
 from search.plan.named_sums import named_sums
 from search.plan.waited_terms import waited_terms
@@ -37,22 +37,15 @@ ON_SHARDS = frozenset({"top_k"})
 """Ops that are applied shard by shard, kernels that somebody wrote aside (see `executors.kernels`)."""
 
 
-def step_sharding(costed: CostedGraph, chosen: Sequence[int], is_one_program: bool = True) -> StepSharding:
-    """The sharding that a full assignment means.
-
-    Args:
-      costed: the strategy graph on its mesh.
-      chosen: the strategy of each node.
-      is_one_program: whether one program runs the step, or one for each task of a pipeline's stages. These hand on terms as
-        they are added up, and their barriers wait for none.
-    """
+def step_sharding(costed: CostedGraph, chosen: Sequence[int]) -> StepSharding:
+    """The sharding that a full assignment means."""
     shape = costed.resharder.mesh.shape
-    spelling = _Spelling(costed, chosen, is_one_program)
+    spelling = _Spelling(costed, chosen)
     return StepSharding(shape, AXIS_NAMES[len(shape)], spelling.specs(), spelling.reshards())
 
 
 class _Spelling:
-    def __init__(self, costed: CostedGraph, chosen: Sequence[int], is_one_program: bool) -> None:
+    def __init__(self, costed: CostedGraph, chosen: Sequence[int]) -> None:
         self.graph, self.folded, self.mesh_shape = (
             costed.graph,
             costed.graph.folded,
@@ -67,7 +60,7 @@ class _Spelling:
             if node_of[d.producer] != node_of[d.consumer]
         }
         self.summed = {(d.producer, d.result) for d in self.folded.dependencies if self._is_summed(d)}
-        self.waited = waited_terms(self.paths) if is_one_program else dict[int, ReshardPath | None]()
+        self.waited = waited_terms(self.paths)
         on_shards = {v: way for v, way in self.waited.items() if way is not None}
         self.named_sums = {**named_sums(self.paths, self.summed), **on_shards}
 
