@@ -96,8 +96,10 @@ class FinerMeshes:
             self.trials.takes(found)
         return found.fits
 
-    def finish(self, best: Found, plain: StepProblem, floors_s: Bounds) -> tuple[Found, Bounds]:
-        """The best plan after all, and lower bounds by mesh, where they prove it.
+    def finish(
+        self, best: Found, plain: StepProblem, floors_s: Bounds
+    ) -> tuple[Found, tuple[tuple[int, ...], ...]]:
+        """The best plan after all, and the meshes on which something is proven of it.
 
         Args:
           best: the best plan so far.
@@ -118,8 +120,9 @@ class FinerMeshes:
                     on_mesh = trials.put_on(best.step_problem, shape)
                     bound_s, _ = trials.improve(best.step_problem, on_mesh, deadline.left_s, known=known)
                     self.floors_s[shape] = bound_s
-        proven_s = {shape: bound_s for shape, bound_s in self.floors_s.items() if bound_s >= trials.least_s}
-        return trials.best or best, proven_s
+        return trials.best or best, tuple(
+            s for s, bound_s in self.floors_s.items() if bound_s >= trials.least_s
+        )
 
     def _may_gain(self, shape: tuple[int, ...], best: Found, plain: StepProblem, floors_s: Bounds) -> bool:
         """Whether the best plan's step may be faster on a mesh than where it is: one that only recomputes hardly is, where

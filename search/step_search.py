@@ -1,8 +1,9 @@
 """One search: for the step as it is, and for steps that hold less: that recompute, use the host, take their batch in parts.
 
-Each mesh shape worth trying is priced and solved, and the fastest plan that fits wins (`search.trials`). Where communication
-costs much, meshes of three axes that split an axis of the best one are tried, too (`search.finer_meshes`). Where the
-cap costs time, steps that recompute are searched in the same way (`search.recomputation`). Where
+Each mesh shape worth trying is priced and solved without a cap, and the fastest plan that fits wins (`search.trials`). Where
+communication costs much, meshes of three axes that split an axis of the best one are tried, too (`search.finer_meshes`).
+Where faster ones do not fit, the fastest of these meshes is solved under the cap, then steps that recompute are searched
+(`search.recomputation`), and last, where still faster ones might be, the other meshes under the cap. Where
 nothing fits even so, or what fits is much slower than it would be without a cap, state that takes much of it is tried in the
 host's memory (`search.memory.offload`); then the step is rewritten to go through its batch in 2, 4, 8, ... microbatches
 (`search.memory.microbatches`). All this is done with it, for as long as that finds better plans.
@@ -25,7 +26,7 @@ from search.finer_meshes import FinerMeshes
 from search.found import Found
 from search.handing_over import carried_over
 from search.host_arguments import HostArguments
-from search.ir.graph import Site, Step
+from search.ir.graph import Site
 from search.memory.batch_states import NotSplittableError
 from search.memory.microbatches import batch_divisors, microbatched
 from search.memory.residuals import has_loops
@@ -72,7 +73,6 @@ class StepSearch:
       trials: what is tried of it.
       finer: its meshes of three axes.
       shapes: the meshes that are tried, and those of three axes of which something is proven.
-      bounds_s: by mesh, a lower bound on plans in as many microbatches that recompute what the best one does.
       floors_s: by mesh, a lower bound on all plans.
       savings: what may be recomputed of the step as it is.
       free: the fastest strategies without a cap, where they are faster than those under the cap.
@@ -90,7 +90,6 @@ class StepSearch:
             trials.pins,
         )
         self.progress, self.clock, self.watch = trials.progress, trials.clock, trials.watch
-        self.bounds_s: Bounds = {}
         self.floors_s: Bounds = {}
         self.savings: tuple[Candidate, ...] = ()
         self.free: FreeSolution | None = None
@@ -120,7 +119,6 @@ class StepSearch:
         first = self.trials.plain(
             microbatched(self.step, self.options.microbatches or 1), self.options.limit_s
         )
-        self.bounds_s = first.bounds_s
         pinned = ((one.memory, one.pinned(self.pins)) for one in first.on_meshes)
         self.working_bytes = min(working_bytes(*one) for one in pinned)
         self.host_arguments.check_room(first.on_meshes)
@@ -132,56 +130,77 @@ class StepSearch:
         if self.best is None:
             self.progress("no plan so far; looking for the smallest peak")
             smallest = self._of_smallest_peak(first, least())
+            self.trials.takes(smallest)
             self.watch.lap("solve")
             return smallest
-        best, finer_s = self.finer.finish(self.best, first.step_problem, self.floors_s)
-        self.shapes, self.bounds_s = (*self.shapes, *finer_s), {**self.bounds_s, **finer_s}
+        if self.best.step_problem is not first.step_problem:
+            self._elsewhere(self.best.step_problem)
+        best, finer = self.finer.finish(self.best, first.step_problem, self.floors_s)
+        own = [best.on_mesh.shape] if best.on_mesh.shape in self.trials.proven_s(best.step_problem) else []
+        self.shapes = tuple(dict.fromkeys((*self.shapes, *finer, *own)))
         return best
 
-    def _rewritten(self, step: Step, time_limit_s: float) -> Plain:
-        """The same of a step that goes through its batch in parts, or has state on the host: what is certified of a plan on
-        another mesh is certified of all steps."""
-        before, plain = self.best, self.trials.plain(step, time_limit_s)
-        if self.best and self.best is not before:
-            shape = self.best.on_mesh.shape
-            self.bounds_s = {**self.floors_s, shape: plain.bounds_s[shape]}
-        return plain
+    @property
+    def bounds_s(self) -> Bounds:
+        """By mesh, a lower bound on plans in as many microbatches that recompute what the best one does."""
+        own_s = self.trials.proven_s(self.best.step_problem) if self.best else {}
+        known_s = {**self.floors_s, **self.finer.floors_s}
+        return {
+            shape: max(known_s.get(shape, -math.inf), own_s.get(shape, -math.inf)) for shape in self.shapes
+        }
+
+    def _elsewhere(self, step_problem: StepProblem) -> None:
+        """Looks for better plans of the best plan's step on the other meshes, where nothing is proven of all steps."""
+        deadline = Deadline.after(self.options.limit_s / 2, self.clock)
+        assert self.best, "there is a plan"
+        others = [shape for shape in self.trials.shapes if shape != self.best.on_mesh.shape]
+        for shape in sorted(others, key=self.floors_s.__getitem__):
+            own_s = self.trials.proven_s(step_problem).get(shape, -math.inf)
+            if max(self.floors_s[shape], own_s) < self.trials.least_s and not deadline.is_over:
+                self.progress(f"the same on mesh {format_mesh(shape)}")
+                on_mesh = self.trials.put_on(step_problem, shape)
+                known = Known(bound_s=self.floors_s[shape])
+                self.trials.improve(step_problem, on_mesh, deadline.left_s, known=known)
 
     def _held_down(self, plain: Plain, time_limit_s: float) -> Least:
-        """Looks for better plans among steps that recompute; the step that holds least of all those considered."""
-        if self.floors_s and self._is_hopeless(plain.on_meshes):
-            return partial(self._most_frugal, plain.step_problem, plain.on_meshes)
-        limit_bytes, deadline = self.options.memory_bytes, Deadline.after(time_limit_s, self.clock)
-        free, bounds_s = without_cap(plain.cramped, self.pins, self.trials.least_s, deadline)
-        is_first = not self.floors_s
+        """Looks for better plans where the fastest ones do not fit: of the step as it is, and of steps that recompute; the
+        step that holds least of all those considered."""
+        is_first, step_problem = not self.floors_s, plain.step_problem
         if is_first:
-            self.floors_s = {**plain.bounds_s, **bounds_s}
+            self.floors_s = plain.floors_s
+        free = [one for one in plain.free if one.cost_s < self.trials.least_s]
+        if is_first:
             self.free = next(iter(free), None)
         may_recompute, may_wait = self.options.remat != "never", self._may_wait
-        if self._is_hopeless(plain.on_meshes):
-            may_do = may_recompute or may_wait
-            return (
-                partial(self._most_frugal, plain.step_problem, plain.on_meshes)
-                if may_do
-                else lambda: plain.step_problem
-            )
-        free = self.finer.free(plain, free) if is_first else free
+        deadline = Deadline.after(time_limit_s, self.clock)
+        if is_hopeless := self._is_hopeless(plain.on_meshes):
+            self.trials.under_cap(step_problem, plain.put_off, deadline)  # which proves it
+        elif is_first:
+            free, deadline = self.finer.free(plain, free), Deadline.after(time_limit_s, self.clock)
         if not may_recompute and not may_wait:
-            return lambda: plain.step_problem
+            self.trials.under_cap(step_problem, plain.put_off, deadline)
+            return lambda: step_problem
+        if is_hopeless:
+            return partial(self._most_frugal, step_problem, plain.on_meshes)
+        fastest = [one for one in plain.put_off if free and one is free[0].on_mesh]
+        self.trials.under_cap(step_problem, fastest, deadline)
         free += self._unhindered(plain, free)
+        limit_bytes = self.options.memory_bytes
         found = candidates(
-            plain.step_problem, free, self.pins, limit_bytes, self.cutoff_s, deadline, may_recompute, may_wait
+            step_problem, free, self.pins, limit_bytes, self.cutoff_s, deadline, may_recompute, may_wait
         )
         self.watch.lap("recompute")
         if is_first:
             self.savings = tuple(c for c in found if not c.waiting)
-        before = plain.step_problem.rewritten.before
+        before = step_problem.rewritten.before
         found = [replace(c, sites=before(c.sites), waiting=before(c.waiting)) for c in found]
-        self._try(plain.step_problem, found, Deadline.after(time_limit_s, self.clock))
+        deadline = Deadline.after(time_limit_s, self.clock)
+        self._try(step_problem, found, deadline)
+        self.trials.under_cap(step_problem, [one for one in plain.put_off if one not in fastest], deadline)
         if self.best is not None or not found:
-            return lambda: plain.step_problem
+            return lambda: step_problem
         most = max(found, key=lambda candidate: candidate.saved_bytes)
-        return partial(self.trials.recomputing, plain.step_problem, most.sites, most.waiting)
+        return partial(self.trials.recomputing, step_problem, most.sites, most.waiting)
 
     def _is_hopeless(self, on_meshes: Sequence[MeshProblem]) -> bool:
         """Whether nothing can fit, whatever is recomputed or waits on the host."""
@@ -244,9 +263,7 @@ class StepSearch:
             known = self._known(plain, candidate, on_mesh)
             bound_s, is_cramped = self.trials.improve(step_problem, on_mesh, time_limit_s, known=known)
             num_futile = num_futile + 1 if self.best is before else 0
-            if self.best is not before:
-                self.bounds_s = {**self.floors_s, candidate.shape: bound_s}
-            elif is_cramped:
+            if self.best is before and is_cramped:
                 missed_bytes = MISSED_SHARE * self.options.memory_bytes
                 least_saved_bytes[candidate.shape] = candidate.saved_bytes + missed_bytes
             if self.best is before and self.cutoff_s <= bound_s < math.inf:
@@ -289,7 +306,7 @@ class StepSearch:
                 continue
             self.trials.hosted, before = hosted, self.best
             self.progress(f"{' and '.join(kinds).replace('_', ' ')} on the host")
-            plain = self._rewritten(first.step_problem.traced, self.options.limit_s / 2)
+            plain = self.trials.plain(first.step_problem.traced, self.options.limit_s / 2)
             least = self._held_down(plain, self.options.limit_s / 4)
             if self.best is not before:
                 best_hosted = hosted
@@ -375,7 +392,7 @@ class StepSearch:
         except NotSplittableError as e:
             self.tried = f"It has no microbatches: {first_line(e)}."
             return None
-        plain = self._rewritten(step, time_limit_s / 2)
+        plain = self.trials.plain(step, time_limit_s / 2)
         self.split_s[count] = min(one.promised_s(one.pinned(self.pins)) for one in plain.on_meshes)
         self.tried = f"Up to {count} microbatches were tried too."
         return self._held_down(plain, time_limit_s / 2)
@@ -421,7 +438,8 @@ class StepSearch:
         best = min(peaks, key=lambda one: peaks[one].peak.num_bytes, default=least)
         smallest = peaks.get(best)
         if smallest is None or smallest.peak.num_bytes > options.memory_bytes:
-            is_proven = is_first and min(first.bounds_s.values()) == math.inf
+            proven_s = self.trials.proven_s(best)
+            is_proven = is_first and all(proven_s.get(shape) == math.inf for shape in self.trials.shapes)
             explain = partial(infeasible.explain, best, self.cluster, options, smallest, is_proven, deadline)
             raise explain(forbidden_s=self._forbidden_s(first), also_tried=self.tried)
         return Found(best, smallest.on_mesh, smallest.labels, options.memory_bytes)

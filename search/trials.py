@@ -1,13 +1,15 @@
 """What has been tried of one step's plans, and how more is tried.
 
-A step is made ready once for all meshes, put on each, and solved there by what is left of the time; the fastest plan that
-fits is the best so far, and whatever is tried next has to be faster. Of the meshes worth trying the most promising comes
-first, and ties go to the first.
+A step is made ready once for all meshes, put on each, and solved there without a cap first, by what is left of the time: the
+fastest of these plans that fits is the best so far, and whatever is tried next has to be faster. Meshes whose fastest plans
+do not fit are put off: what they can do under the cap takes longer to find out, and something else may be faster then. Of
+the meshes worth trying the most promising comes first, and ties go to the first.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 from cost_model.cluster import Cluster
 from cost_model.units import format_mesh
@@ -16,6 +18,7 @@ from search.ir.graph import Site, Step
 from search.mesh_problem import RELATIVE_GAP, UNKNOWN, Known, MeshProblem, StepProblem
 from search.options import Options, Progress, candidate_shapes
 from search.problem.reshard import Resharder
+from search.recomputation import NO_CAP, FreeSolution
 from search.solver.branch_and_bound import NoFitError
 from search.solver.clock import Deadline, SearchClock
 from search.stopwatch import Stopwatch
@@ -47,16 +50,18 @@ class Plain:
     Attributes:
       step_problem: of the step.
       on_meshes: on each mesh.
-      cramped: those where memory made a difference.
+      free: the fastest strategies without a cap where the cap makes a difference, the fastest first.
+      put_off: the meshes of these that were not tried under the cap, the most promising first.
       found: the plans that were each better than the one before.
-      bounds_s: on its plans that fit, by mesh.
+      floors_s: on its plans without a cap, by mesh.
     """
 
     step_problem: StepProblem
     on_meshes: tuple[MeshProblem, ...]
-    cramped: tuple[MeshProblem, ...]
+    free: tuple[FreeSolution, ...]
+    put_off: tuple[MeshProblem, ...]
     found: tuple[Found, ...]
-    bounds_s: Bounds
+    floors_s: Bounds
 
 
 class Trials:
@@ -96,6 +101,7 @@ class Trials:
         self.best: Found | None = None
         self.hosted = frozenset[int]()
         self._resharders: dict[tuple[int, ...], Resharder] = {}
+        self._proven_s = WeakKeyDictionary[StepProblem, dict[tuple[int, ...], float]]()
 
     @property
     def cutoff_s(self) -> float:
@@ -115,7 +121,7 @@ class Trials:
         return is_better
 
     def plain(self, step: Step, time_limit_s: float) -> Plain:
-        """Looks for better plans of a step that recomputes nothing."""
+        """Looks for better plans of a step that recomputes nothing, among those that are fastest without a cap."""
         step_problem = self.made_ready(step)
         on_meshes = tuple(self.put_on(step_problem, shape) for shape in self.shapes)
         before = self.best
@@ -135,21 +141,46 @@ class Trials:
         roomy_bytes: float,
     ) -> Plain:
         """The same, mesh by mesh; what holds so little is taken to fit."""
-        ordered, deadline = self._most_promising_first(on_meshes), Deadline.after(time_limit_s, self.clock)
-        cramped: list[MeshProblem] = []
-        found: list[Found] = []
-        bounds_s: dict[tuple[int, ...], float] = {}
-        said = said_of(step_problem.traced)
-        for i, on_mesh in enumerate(ordered):
+        deadline = Deadline.after(time_limit_s, self.clock)
+        free, floors_s = self._without_cap(on_meshes, step_problem, deadline)
+        found, cramped, tried = list[Found](), list[FreeSolution](), set[MeshProblem]()
+        for one in free:
+            is_cramped, before = not self._is_within(one), self.best
+            if not is_cramped and one.cost_s < self._cutoff_on(one.on_mesh):
+                tried.add(one.on_mesh)
+                is_cramped = self.improve(step_problem, one.on_mesh, deadline.left_s, roomy_bytes)[1]
+            cramped += [one] * is_cramped
+            found += [self.best] if self.best and self.best is not before else []
+        left = [one for one in on_meshes if one not in tried]
+        put_off = tuple(sorted(left, key=lambda one: floors_s[one.shape]))
+        return Plain(step_problem, on_meshes, tuple(cramped), put_off, tuple(found), floors_s)
+
+    def _without_cap(
+        self, on_meshes: Sequence[MeshProblem], step_problem: StepProblem, deadline: Deadline
+    ) -> tuple[list[FreeSolution], Bounds]:
+        """The best strategies on each mesh without a cap, the fastest first, and a bound for every mesh; none where they are
+        slower than the best plan, or than others that keep to the cap."""
+        free: list[FreeSolution] = []
+        floors_s: dict[tuple[int, ...], float] = {}
+        within_s, said = math.inf, said_of(step_problem.traced)
+        for i, on_mesh in enumerate(self._most_promising_first(on_meshes)):
             shape, is_last = on_mesh.shape, i == len(on_meshes) - 1
             self.progress(f"{said}mesh {format_mesh(shape)} ({i + 1} of {len(on_meshes)})")
-            before, share = self.best, 1.0 if is_last else MESH_SHARE
-            left_s = share * deadline.left_s
-            bounds_s[shape], is_cramped = self.improve(step_problem, on_mesh, left_s, roomy_bytes)
-            cramped += [on_mesh] * is_cramped
-            if self.best is not None and self.best is not before:
-                found.append(self.best)
-        return Plain(step_problem, on_meshes, tuple(cramped), tuple(found), bounds_s)
+            cutoff_s = min(self._cutoff_on(on_mesh), within_s)
+            share_s = (1.0 if is_last else MESH_SHARE) * deadline.left_s
+            try:
+                solution = on_mesh.solve(on_mesh.pinned(self.pins), NO_CAP, share_s, cutoff_s)
+                free.append(FreeSolution(on_mesh, solution.labels, solution.cost_s))
+                floors_s[shape] = solution.bound_s
+                within_s = min(within_s, solution.cost_s) if self._is_within(free[-1]) else within_s
+            except NoFitError as e:
+                floors_s[shape] = e.bound_s
+            self._prove(step_problem, shape, floors_s[shape])
+        return sorted(free, key=lambda one: one.cost_s), floors_s
+
+    def _is_within(self, free: FreeSolution) -> bool:
+        """Whether strategies keep to the cap in program order."""
+        return free.on_mesh.memory.peak(free.labels).num_bytes <= self.options.memory_bytes
 
     def _most_promising_first(self, on_meshes: Sequence[MeshProblem]) -> list[MeshProblem]:
         """What is found first makes short work of what promises less; of those that promise alike the simplest is first."""
@@ -163,6 +194,18 @@ class Trials:
             order.append(next(one for one, promised_s in left.items() if promised_s <= most))
             del left[order[-1]]
         return order
+
+    def under_cap(
+        self, step_problem: StepProblem, on_meshes: Iterable[MeshProblem], deadline: Deadline
+    ) -> None:
+        """Looks for better plans on meshes that promise some."""
+        for on_mesh in on_meshes:
+            is_promising = self.proven_s(step_problem).get(on_mesh.shape, -math.inf) < self.least_s
+            if is_promising and not (self.best and deadline.is_over):
+                self.progress(
+                    f"{said_of(step_problem.traced)}mesh {format_mesh(on_mesh.shape)}, held to the cap"
+                )
+                self.improve(step_problem, on_mesh, deadline.left_s)
 
     def made_ready(self, step: Step) -> StepProblem:
         """A step that recomputes nothing, ready for all meshes."""
@@ -211,19 +254,30 @@ class Trials:
         limit_bytes = self.options.memory_bytes
         is_near_enough = known.start is not None and on_mesh.shape not in self.shapes
         gap = FINER_GAP if is_near_enough else RELATIVE_GAP
-        kept = on_mesh.pinned(self.pins)
-        transfer_s = on_mesh.least_transfer_s(kept)  # of which the solver does not know that it may be hidden
-        cutoff_s = self.cutoff_s + transfer_s
+        kept, cutoff_s = on_mesh.pinned(self.pins), self._cutoff_on(on_mesh)
         try:
             solution, device = on_mesh.fitting(
                 kept, limit_bytes, time_limit_s, cutoff_s, gap, roomy_bytes, known
             )
             self.takes(Found(step_problem, on_mesh, solution.labels, limit_bytes, device))
-            return solution.bound_s, bool(solution.stats.num_rows)
+            bound_s, is_cramped = solution.bound_s, bool(solution.stats.num_rows)
         except NoFitError as e:
-            return e.bound_s, e.num_rows != 0
-        finally:
-            self.watch.lap("solve")
+            bound_s, is_cramped = e.bound_s, e.num_rows != 0
+        self._prove(step_problem, on_mesh.shape, bound_s)
+        self.watch.lap("solve")
+        return bound_s, is_cramped
+
+    def _cutoff_on(self, on_mesh: MeshProblem) -> float:
+        """What the solver has to stay below, which does not know that copies may be hidden."""
+        return self.cutoff_s + on_mesh.least_transfer_s(on_mesh.pinned(self.pins))
+
+    def proven_s(self, step_problem: StepProblem) -> Bounds:
+        """On plans of a step that fit, by mesh."""
+        return self._proven_s.get(step_problem, {})
+
+    def _prove(self, step_problem: StepProblem, shape: tuple[int, ...], bound_s: float) -> None:
+        proven_s = self._proven_s.setdefault(step_problem, {})
+        proven_s[shape] = max(bound_s, proven_s.get(shape, -math.inf))
 
 
 def said_of(step: Step) -> str:
