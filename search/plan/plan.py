@@ -114,10 +114,10 @@ class Plan(SavedPlan):
       decisions: the choices.
       estimates: what they are predicted to cost.
       gap: certified by the solver: no plan takes less time than this one by more than this share of it. Of plans, those of
-        the search space count, on `meshes`, within the options, in as many microbatches, that recompute what this one does
-        and have on the host what it has there (on another mesh all this is taken to cost nothing) and hold at most
-        `memory_bytes` in program order; of time, what computation takes, and communication that it does not hide, by this
-        cost model. (What kernels hold is simulated of the plan that was found only.) None when decisions were edited since.
+        the search space count, on `meshes`, within the options, in as many microbatches, that recompute what this one does,
+        have on the host what it has there, and hold at most `memory_bytes` in program order; of time, what computation
+        takes, and communication that it does not hide, by this cost model. (What kernels hold is simulated of the plan that
+        was found only.) None when decisions were edited since.
       marks: of the decisions that the estimates were made of (`search.plan.edits`); empty where that is not known.
       search_s: seconds of the search, in all and by part; not saved.
 

@@ -203,9 +203,16 @@ def _gap(plan: Plan) -> list[str]:
     besides = (
         [] if own in plan.meshes else [f"  (on mesh {format_mesh(own)}, where it lies, nothing is proven)"]
     )
+    decisions = plan.decisions
+    alike = [
+        *["go through as many microbatches"] * (decisions.microbatches > 1),
+        *["recompute the same"] * any(said.startswith("remat") for said in decisions.retention.values()),
+        *["have the same on the host"] * bool(plan.estimates.host_bytes),
+    ]
+    hold = f"hold at most {cap} in program order"
     return [
         f"certified gap: {within} plan of its search space",
-        f"  among plans that hold at most {cap} in program order, on mesh {meshes}",
+        f"  among plans that {', '.join([*alike, hold])}, on mesh {meshes}",
         *besides,
     ]
 

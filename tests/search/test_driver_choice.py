@@ -17,6 +17,7 @@ from search.ir.trace import trace
 from search.mesh_problem import MeshProblem
 from search.options import Options, candidate_shapes
 from search.problem.memory_rows import Peak
+from search.recomputation import NO_CAP
 from search.solver.branch_and_bound import NoFitError
 from tests.search.chain import chain
 
@@ -48,19 +49,23 @@ def cost_s(found) -> float:
 
 
 class Spy:
-    """Listens to what every mesh is asked for, and lets some find nothing."""
+    """Listens to what the solver is asked for, and lets it find nothing on some meshes."""
 
     def __init__(self, monkeypatch, bounds_s=()) -> None:
         self.asked, self.bounds_s = [], dict(bounds_s)
-        fitting = MeshProblem.fitting
+        solve = MeshProblem.solve
 
         def spied(on_mesh, kept, limit_bytes, time_limit_s, cutoff_s=inf, *more, **named):
             self.asked.append((on_mesh.shape, limit_bytes, time_limit_s, cutoff_s))
             if on_mesh.shape in self.bounds_s:
                 raise NoFitError("nothing", bound_s=self.bounds_s[on_mesh.shape])
-            return fitting(on_mesh, kept, limit_bytes, time_limit_s, cutoff_s, *more, **named)
+            return solve(on_mesh, kept, limit_bytes, time_limit_s, cutoff_s, *more, **named)
 
-        monkeypatch.setattr(MeshProblem, "fitting", spied)
+        monkeypatch.setattr(MeshProblem, "solve", spied)
+
+    @property
+    def asked_without_cap(self):
+        return [one for one in self.asked if one[1] == NO_CAP]
 
 
 # --- which mesh
@@ -85,8 +90,8 @@ def test_of_equal_plans_the_first_mesh_s_wins():
 def test_every_mesh_is_told_the_cost_to_beat_and_gets_its_share_of_the_time(monkeypatch):
     spy = Spy(monkeypatch)
     find(Options(CAP_BYTES, time_limit_s=40.0))
-    shapes, limits, times_s, cutoffs_s = zip(*spy.asked, strict=True)
-    assert (sorted(shapes), set(limits)) == (sorted(SHAPES), {CAP_BYTES})
+    shapes, _, times_s, cutoffs_s = zip(*spy.asked_without_cap, strict=True)
+    assert sorted(shapes) == sorted(SHAPES)
     assert cutoffs_s[0] == inf
     assert cutoffs_s[1] < inf
     assert list(cutoffs_s) == sorted(cutoffs_s, reverse=True)
@@ -98,7 +103,7 @@ def test_the_mesh_that_promises_most_comes_first(monkeypatch):
     monkeypatch.setattr(MeshProblem, "promised_s", lambda on_mesh, kept: promises_s[on_mesh.shape])
     spy = Spy(monkeypatch)
     find()
-    assert [shape for shape, *_ in spy.asked] == sorted(SHAPES, key=promises_s.__getitem__)
+    assert [shape for shape, *_ in spy.asked_without_cap] == sorted(SHAPES, key=promises_s.__getitem__)
 
 
 def test_a_mesh_that_promises_less_than_was_found_costs_next_to_nothing():
@@ -119,20 +124,11 @@ def test_a_mesh_on_which_nothing_fits_is_passed_over_and_its_bound_counts(monkey
     assert found.plan.gap == pytest.approx(1 - spent / cost_s(found))
 
 
-def test_where_memory_makes_no_difference_no_mesh_is_solved_again(monkeypatch):
-    limits = []
-    solve = MeshProblem.solve
-
-    def spied(on_mesh, kept, limit_bytes, *more, **named):
-        limits.append(limit_bytes)
-        return solve(on_mesh, kept, limit_bytes, *more, **named)
-
-    monkeypatch.setattr(MeshProblem, "solve", spied)
+def test_only_what_is_fastest_without_a_cap_is_held_to_it(monkeypatch):
+    spy = Spy(monkeypatch)
     plenty = find()
-    assert limits == [CAP_BYTES] * len(SHAPES)
-    limits.clear()
-    find(Options(int(0.8 * plenty.plan.estimates.peak_bytes)))
-    assert any(limit > CAP_BYTES for limit in limits)
+    held = [shape for shape, limit_bytes, *_ in spy.asked if limit_bytes == CAP_BYTES]
+    assert (len(spy.asked), held) == (len(SHAPES) + 1, [plenty.on_mesh.shape])
 
 
 def test_progress_names_every_mesh():

@@ -223,6 +223,28 @@ def test_what_misses_on_one_mesh_is_tried_on_another(monkeypatch):
     assert num_recomputed(best)
 
 
+def test_the_fastest_mesh_is_held_to_the_cap_first_and_the_others_last():
+    """What recomputes may be faster than anything that they can do."""
+    lines = list[str]()
+    cap_bytes = int(0.6 * found(True, None).plan.estimates.peak_bytes)
+    options = Options(cap_bytes, offload="never", microbatches=1)
+    best = driver.find(traced(True), CLUSTER, options, lines.append)
+    held = [n for n, line in enumerate(lines) if line.endswith("held to the cap")]
+    recomputing = [n for n, line in enumerate(lines) if line.startswith("recomputing")]
+    assert best.plan.decisions.mesh == {"data": 8}
+    assert lines[held[0]].startswith("mesh 8,")
+    assert held[0] < min(recomputing) <= max(recomputing) < min(held[1:])
+
+
+def test_of_what_recomputes_a_bound_is_proven_on_every_mesh():
+    """On the others, too, it has to recompute."""
+    cap_bytes = int(0.6 * found(True, None).plan.estimates.peak_bytes)
+    plan = driver.find(traced(True), CLUSTER, Options(cap_bytes, offload="never", microbatches=1)).plan
+    assert plan.meshes == ((8,), (2, 4))
+    assert plan.gap is not None
+    assert plan.gap < 0.5 * plan.estimates.recompute_s / plan.estimates.step_s
+
+
 def test_what_is_slower_than_promised_is_not_tried_on_another_mesh(monkeypatch):
     """There it promised no more."""
     tried, fits, sites = [], MeshProblem.fitting, frozenset({(0,)})
