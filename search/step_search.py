@@ -134,7 +134,7 @@ class StepSearch:
             self.watch.lap("solve")
             return smallest
         if self.best.step_problem is not first.step_problem:
-            self._elsewhere(self.best.step_problem)
+            self._elsewhere(self.best, first.step_problem)
         best, finer = self.finer.finish(self.best, first.step_problem, self.floors_s)
         own = [best.on_mesh.shape] if best.on_mesh.shape in self.trials.proven_s(best.step_problem) else []
         self.shapes = tuple(dict.fromkeys((*self.shapes, *finer, *own)))
@@ -143,24 +143,28 @@ class StepSearch:
     @property
     def bounds_s(self) -> Bounds:
         """By mesh, a lower bound on plans in as many microbatches that recompute what the best one does."""
-        own_s = self.trials.proven_s(self.best.step_problem) if self.best else {}
-        known_s = {**self.floors_s, **self.finer.floors_s}
-        return {
-            shape: max(known_s.get(shape, -math.inf), own_s.get(shape, -math.inf)) for shape in self.shapes
-        }
+        return {shape: self._bound_s(shape) for shape in self.shapes}
 
-    def _elsewhere(self, step_problem: StepProblem) -> None:
+    def _bound_s(self, shape: tuple[int, ...]) -> float:
+        """The same for one mesh. Layers in a loop may be faster for recomputing: what is proven of those that do not counts
+        only where nothing else is known."""
+        own_s = self.trials.proven_s(self.best.step_problem) if self.best else {}
+        floor_s = {**self.floors_s, **self.finer.floors_s}.get(shape, -math.inf)
+        if has_loops(self.step):
+            return own_s.get(shape, floor_s)
+        return max(own_s.get(shape, -math.inf), floor_s)
+
+    def _elsewhere(self, best: Found, plain: StepProblem) -> None:
         """Looks for better plans of the best plan's step on the other meshes, where nothing is proven of all steps."""
         deadline = Deadline.after(self.options.limit_s / 2, self.clock)
-        assert self.best, "there is a plan"
-        others = [shape for shape in self.trials.shapes if shape != self.best.on_mesh.shape]
+        others = [shape for shape in self.trials.shapes if shape != best.on_mesh.shape]
         for shape in sorted(others, key=self.floors_s.__getitem__):
-            own_s = self.trials.proven_s(step_problem).get(shape, -math.inf)
-            if max(self.floors_s[shape], own_s) < self.trials.least_s and not deadline.is_over:
+            known = self.finer.known(shape, plain, self.floors_s)
+            own_s = self.trials.proven_s(best.step_problem).get(shape, -math.inf)
+            if max(known.bound_s, own_s) < self.trials.least_s and not deadline.is_over:
                 self.progress(f"the same on mesh {format_mesh(shape)}")
-                on_mesh = self.trials.put_on(step_problem, shape)
-                known = Known(bound_s=self.floors_s[shape])
-                self.trials.improve(step_problem, on_mesh, deadline.left_s, known=known)
+                on_mesh = self.trials.put_on(best.step_problem, shape)
+                self.trials.improve(best.step_problem, on_mesh, deadline.left_s, known=known)
 
     def _held_down(self, plain: Plain, time_limit_s: float) -> Least:
         """Looks for better plans where the fastest ones do not fit: of the step as it is, and of steps that recompute; the
