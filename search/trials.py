@@ -18,14 +18,14 @@ from search.ir.graph import Site, Step
 from search.mesh_problem import RELATIVE_GAP, UNKNOWN, Known, MeshProblem, StepProblem
 from search.options import Options, Progress, candidate_shapes
 from search.problem.reshard import Resharder
-from search.recomputation import NO_CAP, FreeSolution
+from search.recomputation import MAX_MESHES, NO_CAP, FreeSolution
 from search.solver.branch_and_bound import NoFitError
 from search.solver.clock import Deadline, SearchClock
 from search.stopwatch import Stopwatch
 
-MESH_SHARE = 0.75
-"""Of the time left, what a mesh may take while there are others. Source: a choice of ours; those that promise most come
-first, and the others need little."""
+FREE_SHARE = 0.1
+"""Of the time left, what a mesh may take without a cap. Source: a choice of ours; most take less, and what takes longer may
+be easier under the cap."""
 
 ALIKE = 0.05
 """Meshes whose bounds differ by less promise alike. Source: a choice of ours; first bounds are not tight."""
@@ -148,7 +148,8 @@ class Trials:
             is_cramped, before = not self._is_within(one), self.best
             if not is_cramped and one.cost_s < self._cutoff_on(one.on_mesh):
                 tried.add(one.on_mesh)
-                is_cramped = self.improve(step_problem, one.on_mesh, deadline.left_s, roomy_bytes)[1]
+                known = Known(bound_s=floors_s[one.on_mesh.shape])
+                is_cramped = self.improve(step_problem, one.on_mesh, deadline.left_s, roomy_bytes, known)[1]
             cramped += [one] * is_cramped
             found += [self.best] if self.best and self.best is not before else []
         left = [one for one in on_meshes if one not in tried]
@@ -158,18 +159,18 @@ class Trials:
     def _without_cap(
         self, on_meshes: Sequence[MeshProblem], step_problem: StepProblem, deadline: Deadline
     ) -> tuple[list[FreeSolution], Bounds]:
-        """The best strategies on each mesh without a cap, the fastest first, and a bound for every mesh; none where they are
-        slower than the best plan, or than others that keep to the cap."""
+        """Good strategies on each mesh without a cap, the fastest first, and a bound for every mesh; none where they are
+        slower than the best plan, than others that keep to the cap, or than the fastest on `MAX_MESHES` others."""
         free: list[FreeSolution] = []
         floors_s: dict[tuple[int, ...], float] = {}
         within_s, said = math.inf, said_of(step_problem.traced)
         for i, on_mesh in enumerate(self._most_promising_first(on_meshes)):
-            shape, is_last = on_mesh.shape, i == len(on_meshes) - 1
+            shape, fastest = on_mesh.shape, sorted(one.cost_s for one in free)
             self.progress(f"{said}mesh {format_mesh(shape)} ({i + 1} of {len(on_meshes)})")
-            cutoff_s = min(self._cutoff_on(on_mesh), within_s)
-            share_s = (1.0 if is_last else MESH_SHARE) * deadline.left_s
+            cutoff_s = min(self._cutoff_on(on_mesh), within_s, *fastest[MAX_MESHES - 1 :])
             try:
-                solution = on_mesh.solve(on_mesh.pinned(self.pins), NO_CAP, share_s, cutoff_s)
+                kept, share_s = on_mesh.pinned(self.pins), FREE_SHARE * deadline.left_s
+                solution = on_mesh.solve(kept, NO_CAP, share_s, cutoff_s)
                 free.append(FreeSolution(on_mesh, solution.labels, solution.cost_s))
                 floors_s[shape] = solution.bound_s
                 within_s = min(within_s, solution.cost_s) if self._is_within(free[-1]) else within_s
@@ -200,12 +201,11 @@ class Trials:
     ) -> None:
         """Looks for better plans on meshes that promise some."""
         for on_mesh in on_meshes:
-            is_promising = self.proven_s(step_problem).get(on_mesh.shape, -math.inf) < self.least_s
-            if is_promising and not (self.best and deadline.is_over):
-                self.progress(
-                    f"{said_of(step_problem.traced)}mesh {format_mesh(on_mesh.shape)}, held to the cap"
-                )
-                self.improve(step_problem, on_mesh, deadline.left_s)
+            proven_s = self.proven_s(step_problem).get(on_mesh.shape, -math.inf)
+            if proven_s < self.least_s and not (self.best and deadline.is_over):
+                said, mesh = said_of(step_problem.traced), format_mesh(on_mesh.shape)
+                self.progress(f"{said}mesh {mesh}, held to the cap")
+                self.improve(step_problem, on_mesh, deadline.left_s, known=Known(bound_s=proven_s))
 
     def made_ready(self, step: Step) -> StepProblem:
         """A step that recomputes nothing, ready for all meshes."""
