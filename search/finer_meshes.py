@@ -18,7 +18,7 @@ from search.mesh_problem import RELATIVE_GAP, Known, MeshProblem, StepProblem
 from search.options import named_axes
 from search.recomputation import FreeSolution, without_cap
 from search.solver.clock import Deadline
-from search.trials import FINER_GAP, Bounds, Plain, Trials
+from search.trials import Bounds, Plain, Trials
 
 COMMUNICATES = 0.025
 """Of a step, what communication must cost for meshes of three axes to be tried. Source: a choice of ours; what they save is
@@ -29,6 +29,10 @@ COMMUNICATES_MUCH = 0.1
 
 WORTH = 1e-3
 """By what share a mesh of three axes has to be faster than the best plan. Source: a choice of ours; two axes are simpler."""
+
+HELD_TO_CAP = 0.02
+"""By how much the best plan may be slower than the bound for a mesh of three axes, before the step as it is is held to the
+cap there. Source: a choice of ours; it takes as long as all else, and hardly ever finds anything."""
 
 MAX_FINER = 2
 """Meshes of three axes that are tried. Source: a choice of ours; of up to four, the first two gained all that there was
@@ -109,7 +113,7 @@ class FinerMeshes:
         trials, deadline = self.trials, self._deadline(best.communication_share)
         for on_mesh in self.cramped:
             known = self.known(on_mesh.shape, plain, floors_s)
-            if (1 - FINER_GAP) * trials.cutoff_s > known.bound_s and not deadline.is_over:
+            if (1 - HELD_TO_CAP) * trials.cutoff_s > known.bound_s and not deadline.is_over:
                 trials.improve(plain, on_mesh, deadline.left_s, known=known)
         if best.step_problem is not plain:
             for shape in self._shapes(best.on_mesh, best.communication_share):

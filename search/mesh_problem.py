@@ -337,7 +337,8 @@ class MeshProblem:
                 solution, found = latest.proposal
                 if latest.needed_bytes <= limit_bytes:
                     return replace(solution, bound_s=bound_s), found
-                if deadline.is_over:
+                is_hardly_faster = solution.cost_s >= (1 - RELATIVE_GAP) * cutoff_s
+                if is_hardly_faster or deadline.is_over:
                     break
         raise NoFitError(f"nothing was found that fits {limit_bytes} bytes", bound_s=bound_s)
 

@@ -18,7 +18,7 @@ done with.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,7 @@ import numpy as np
 
 from search.ir.graph import Site
 from search.memory.fetches import WINDOW
-from search.memory.residuals import has_loops, residuals
+from search.memory.residuals import residuals
 from search.memory.trade_offs import Choice, trade_offs
 from search.mesh_problem import RELATIVE_GAP, UNKNOWN, Known, MeshProblem, StepProblem
 from search.solver.branch_and_bound import NoFitError
@@ -37,6 +37,15 @@ NO_CAP = 1 << 62
 
 SHARES = (0.25, 0.5, 0.75)
 """Between two prices, how much of the step is at the higher one. Source: a choice of ours."""
+
+FINEST = 16
+"""Into how many parts the step is taken apart for the least share that will do. Source: a choice of ours."""
+
+MAX_ENOUGH = 3
+"""Choices that save enough and little more. Source: a choice of ours."""
+
+SPARE = 0.1
+"""Of the cap: what each of these saves more than the one before. Source: a choice of ours."""
 
 MAX_MESHES = 2
 """For how many meshes, the fastest without a cap, estimates are made. Source: a choice of ours."""
@@ -142,7 +151,7 @@ def without_cap(
 
 def candidates(
     step_problem: StepProblem,
-    free: Sequence[FreeSolution],
+    free: FreeSolution,
     pins: Mapping[str, Any],
     limit_bytes: int,
     cutoff_s: float,
@@ -150,26 +159,24 @@ def candidates(
     may_recompute: bool = True,
     may_wait: bool = False,
 ) -> list[Candidate]:
-    """What might be recomputed, the most promising first; then, where residuals may wait on the host, which; last, of
-    those choices for which nothing can be said, the most frugal."""
-    found: list[Candidate] = []
-    may_gain = has_loops(step_problem.step)
-    for one in free[:MAX_MESHES]:
-        best_s = min((cutoff_s, *(c.cost_s for c in found)))
-        if cutoff_s == np.inf or may_gain or one.cost_s < best_s:
-            estimation = _Estimation(step_problem, one, pins, limit_bytes, best_s, deadline)
-            found += estimation.candidates(may_recompute, may_wait)
-    found.sort(key=lambda c: (c.cost_s, -c.saved_bytes))
-    again = [c for c in found if not c.waiting]
+    """What might be recomputed, as it is estimated on one mesh, and where residuals may wait on the host, which."""
+    estimation = _Estimation(step_problem, free, pins, limit_bytes, cutoff_s, deadline)
+    return estimation.candidates(may_recompute, may_wait)
+
+
+def in_order(found: Iterable[Candidate]) -> list[Candidate]:
+    """The most promising first; then what waits on the host; last, of what nothing can be said of, the most frugal."""
+    best_first = sorted(found, key=lambda c: (c.cost_s, -c.saved_bytes))
+    again = [c for c in best_first if not c.waiting]
     known = sum(c.cost_s < np.inf for c in again)
-    return [*again[:known], *[c for c in found if c.waiting][:MAX_WAITING], *again[known:]]
+    return [*again[:known], *[c for c in best_first if c.waiting][:MAX_WAITING], *again[known:]]
 
 
 class _Estimation:
     """What recomputation promises on one mesh.
 
     Where the fastest strategies do not fit, it begins with some that are nearly as fast and hold little: what is held has to
-    be recomputed.
+    be recomputed. Kernels are taken to hold as many times more than the program in its order as they do there.
     """
 
     def __init__(
@@ -188,7 +195,8 @@ class _Estimation:
         in_order = self.on_mesh.memory.peak(self.free.labels)
         of_kernels = self.on_mesh.predicted(self.free.labels, limit_bytes).least
         self.in_order_bytes = in_order.num_bytes
-        self.needed_bytes = max(in_order.num_bytes, of_kernels.num_bytes)
+        kernels_hold = max(1.0, of_kernels.num_bytes / max(in_order.num_bytes, 1.0))
+        self.room_bytes = limit_bytes / kernels_hold
         self.parts = residuals(self.on_mesh.memory.costed, step_problem.live_ranges.fusion, self.free.labels)
         self.on_mesh.clock.spend(OP_S * len(step_problem.graph.folded.program.ops))
         self.all_bytes = sum(part.all_bytes for part in self.parts)
@@ -211,17 +219,41 @@ class _Estimation:
         return [*again, *found]
 
     def _recomputing(self) -> Iterator[Candidate]:
-        """Of all trade-offs, and where memory is short, between the best one's price and the next lower one, with the first
-        ops at the higher one."""
+        """Of all trade-offs, and where memory is short, what saves just enough or a little more, and some between the best
+        trade-off and the next one."""
         choices = trade_offs(lambda price: self._chosen(price, price, 1.0), self.all_bytes)
-        frugal_first = reversed([*enumerate(choices)])
-        by_choice = [(n, one) for n, choice in frugal_first for one in self._estimated(choice)]
+        missing_bytes, by_choice = self.in_order_bytes - self.room_bytes, list[tuple[int, Candidate]]()
+        for n, choice in reversed([*enumerate(choices)]):
+            by_choice += [(n, one) for one in self._estimated(choice)]
         yield from (one for _, one in by_choice)
-        if by_choice and self.needed_bytes > self.limit_bytes:
-            best, _ = min(by_choice, key=lambda one: one[1].cost_s)
-            low, high = choices[max(best - 1, 0)].price_s_per_byte, choices[best].price_s_per_byte
-            for share in SHARES:
-                yield from self._estimated(self._chosen(low, high, share))
+        if not by_choice or missing_bytes <= 0:
+            return
+        yield from self._just_enough(choices, missing_bytes)
+        at, _ = min(by_choice, key=lambda one: one[1].cost_s)
+        low, high = choices[max(at - 1, 0)].price_s_per_byte, choices[at].price_s_per_byte
+        for share in SHARES:
+            yield from self._estimated(self._chosen(low, high, share))
+
+    def _just_enough(self, choices: Sequence[Choice], wanted_bytes: float) -> Iterator[Candidate]:
+        """What saves hardly more than so much, and some that save more: kernels may hold more than is expected.
+
+        It lies between two trade-offs, with the least share of the ops that will do at the price of the one that saves more.
+        """
+        for _ in range(MAX_ENOUGH):
+            enough = [n for n, choice in enumerate(choices) if self._saved_bytes(choice) >= wanted_bytes]
+            if not enough or enough[0] == 0:
+                return
+            at = enough[0]
+            between = [
+                self._chosen(choices[at - 1].price_s_per_byte, choices[at].price_s_per_byte, part / FINEST)
+                for part in range(FINEST + 1)
+            ]
+            choice = next(one for one in between if self._saved_bytes(one) >= wanted_bytes)
+            yield from self._estimated(choice)
+            wanted_bytes = self._saved_bytes(choice) + SPARE * self.limit_bytes
+
+    def _saved_bytes(self, choice: Choice) -> float:
+        return self.all_bytes - choice.kept_bytes
 
     def _chosen(self, low: float, high: float, share: float) -> Choice:
         """What to recompute at some prices."""
@@ -233,7 +265,7 @@ class _Estimation:
         """What a choice promises, unless that was asked before."""
         if choice.sites not in self.seen:
             self.seen.add(choice.sites)
-            saved_bytes = self.all_bytes - choice.kept_bytes
+            saved_bytes = self._saved_bytes(choice)
             more_s = choice.seconds - self.plain_s
             cost_s = more_s + self._sharding_s(saved_bytes, self.cutoff_s - more_s)
             self.cutoff_s = min(self.cutoff_s, cost_s)
@@ -241,7 +273,7 @@ class _Estimation:
 
     def _waiting(self, sites: frozenset[Site], saved_bytes: float, recompute_s: float) -> Iterator[Candidate]:
         """The same with as much of what is kept on the host as is too much for the device."""
-        missing_bytes, worth = self.needed_bytes - self.limit_bytes - saved_bytes, self._worth_waiting(sites)
+        missing_bytes, worth = self.in_order_bytes - self.room_bytes - saved_bytes, self._worth_waiting(sites)
         if missing_bytes <= 0 or not worth:
             return
         missing_bytes += WINDOW * max(num_bytes for _, num_bytes in worth)
@@ -273,7 +305,7 @@ class _Estimation:
     def _sharding_s(self, saved_bytes: float, cutoff_s: float) -> float:
         """What the plain step takes under the cap and what is saved; infinite where nothing fits even so, or did under a
         larger cap or nearly so large a one, or where it takes too long even without one."""
-        cap_bytes = int(self.limit_bytes + saved_bytes)
+        cap_bytes = int(self.room_bytes + saved_bytes)
         if self.in_order_bytes <= cap_bytes:
             return self.free.cost_s
         is_too_little = cap_bytes <= self.too_little_bytes + NEARLY * self.limit_bytes

@@ -13,7 +13,7 @@ step without a cap are taken to bound theirs, but for what is faster recomputed 
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -30,11 +30,18 @@ from search.ir.graph import Site
 from search.memory.batch_states import NotSplittableError
 from search.memory.microbatches import batch_divisors, microbatched
 from search.memory.residuals import has_loops
-from search.mesh_problem import ROUNDING, Known, MeshProblem, StepProblem
+from search.mesh_problem import RELATIVE_GAP, ROUNDING, Known, MeshProblem, StepProblem
 from search.microbatch_counts import MicrobatchCounts, least_s
 from search.options import OFFLOADED, RESIDUALS
 from search.problem.memory_floor import floor_bytes, working_bytes
-from search.recomputation import Candidate, FreeSolution, candidates, without_cap
+from search.recomputation import (
+    MAX_MESHES,
+    Candidate,
+    FreeSolution,
+    candidates,
+    in_order,
+    without_cap,
+)
 from search.solver.branch_and_bound import NoFitError
 from search.solver.clock import Deadline
 from search.trials import Bounds, Plain, Trials, said_of
@@ -175,36 +182,66 @@ class StepSearch:
         free = [one for one in plain.free if one.cost_s < self.trials.least_s]
         if is_first:
             self.free = next(iter(free), None)
-        may_recompute, may_wait = self.options.remat != "never", self._may_wait
         deadline = Deadline.after(time_limit_s, self.clock)
         if is_hopeless := self._is_hopeless(plain.on_meshes):
             self.trials.under_cap(step_problem, plain.put_off, deadline)  # which proves it
         elif is_first:
             free, deadline = self.finer.free(plain, free), Deadline.after(time_limit_s, self.clock)
-        if not may_recompute and not may_wait:
+        if self.options.remat == "never" and not self._may_wait:
             self.trials.under_cap(step_problem, plain.put_off, deadline)
             return lambda: step_problem
         if is_hopeless:
             return partial(self._most_frugal, step_problem, plain.on_meshes)
         fastest = [one for one in plain.put_off if free and one is free[0].on_mesh]
         self.trials.under_cap(step_problem, fastest, deadline)
+        free = [one for one in free if one.cost_s < self.trials.least_s]
         free += self._unhindered(plain, free)
-        limit_bytes = self.options.memory_bytes
-        found = candidates(
-            step_problem, free, self.pins, limit_bytes, self.cutoff_s, deadline, may_recompute, may_wait
-        )
-        self.watch.lap("recompute")
+        found, deadline = list[Candidate](), Deadline.after(time_limit_s, self.clock)
+        self._try(step_problem, self._offered(step_problem, free, found, deadline), deadline)
         if is_first:
             self.savings = tuple(c for c in found if not c.waiting)
-        before = step_problem.rewritten.before
-        found = [replace(c, sites=before(c.sites), waiting=before(c.waiting)) for c in found]
-        deadline = Deadline.after(time_limit_s, self.clock)
-        self._try(step_problem, found, deadline)
         self.trials.under_cap(step_problem, [one for one in plain.put_off if one not in fastest], deadline)
         if self.best is not None or not found:
             return lambda: step_problem
         most = max(found, key=lambda candidate: candidate.saved_bytes)
         return partial(self.trials.recomputing, step_problem, most.sites, most.waiting)
+
+    def _offered(
+        self,
+        step_problem: StepProblem,
+        free: Sequence[FreeSolution],
+        found: list[Candidate],
+        deadline: Deadline,
+    ) -> Iterator[Candidate]:
+        """What may be recomputed or wait on the host, the most promising first; it is added to what was found.
+
+        On the fastest mesh first. On others estimates are made only when the best one there was tried, and only where they
+        may be better than that and than what it led to.
+        """
+        may_gain, left = has_loops(step_problem.step), list[Candidate]()
+        estimated = partial(
+            candidates,
+            step_problem,
+            pins=self.pins,
+            limit_bytes=self.options.memory_bytes,
+            deadline=deadline,
+            may_recompute=self.options.remat != "never",
+            may_wait=self._may_wait,
+        )
+        before = step_problem.rewritten.before
+        for one in free[:MAX_MESHES]:
+            best_s = min((self.cutoff_s, *(c.cost_s for c in found)))
+            if may_gain or self.best is None or one.cost_s < (1 - RELATIVE_GAP) * best_s:
+                more = [
+                    replace(c, sites=before(c.sites), waiting=before(c.waiting))
+                    for c in estimated(one, cutoff_s=best_s)
+                ]
+                self.watch.lap("recompute")
+                found += more
+                left = in_order([*left, *more])
+                yield from left[:1]
+                del left[:1]
+        yield from left
 
     def _is_hopeless(self, on_meshes: Sequence[MeshProblem]) -> bool:
         """Whether nothing can fit, whatever is recomputed or waits on the host."""
@@ -218,7 +255,10 @@ class StepSearch:
         """The step that holds least, where nothing fits."""
         deadline = Deadline.after(LEAST_ATTEMPT_S, self.clock)
         free, _ = without_cap([min(on_meshes, key=self._floor_bytes)], self.pins, math.inf, deadline)
-        found = candidates(plain, free, self.pins, self.options.memory_bytes, math.inf, deadline)
+        limit_bytes = self.options.memory_bytes
+        found = [
+            c for one in free for c in candidates(plain, one, self.pins, limit_bytes, math.inf, deadline)
+        ]
         if not found or self.options.remat == "never":
             return plain
         most = max(found, key=lambda candidate: candidate.saved_bytes)
@@ -233,7 +273,7 @@ class StepSearch:
             return []
         return [FreeSolution(p.on_mesh, p.labels, p.on_mesh.problem.cost_s(p.labels)) for p in found]
 
-    def _try(self, plain: StepProblem, found: Sequence[Candidate], deadline: Deadline) -> None:
+    def _try(self, plain: StepProblem, found: Iterable[Candidate], deadline: Deadline) -> None:
         """Builds and solves steps that recompute, until none promises to be better than the best plan.
 
         What saves hardly more than a step that did not fit is passed over; should all that saves more be much slower, or

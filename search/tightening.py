@@ -7,7 +7,7 @@ stricter one says what the proposal needs. Where that is more than the cap, the 
   * to a limit that is lower by the overshoot, where the two models are nearly of one opinion;
   * to a row that sees what the first one was blind to, where they are far apart and there is such a row.
 
-Where nothing keeps to a lower limit, the next one lies half of the way back.
+Where nothing keeps to a lower limit, the next one lies half of the way back, and none as low as that is asked for again.
 
 Lower limits and such rows find plans that fit; they are not part of the problem that was posed. What is proven under them
 is proven of fewer plans: of all rounds' lower bounds on the step time only the first one's is a bound on what fits the cap.
@@ -57,20 +57,22 @@ def tightened[Proposal](
       cap_bytes: what the stricter model must keep to.
       max_rounds: it ends after so many, or when no limit is left.
     """
-    limit_bytes, kept_bytes, rows = cap_bytes, cap_bytes, ()
+    limit_bytes, kept_bytes, barren_bytes, rows = cap_bytes, cap_bytes, 0.0, ()
     for _ in range(max_rounds):
         latest = propose(limit_bytes, rows)
         if latest is None:
-            limit_bytes = (limit_bytes + kept_bytes) / 2
-            if kept_bytes - limit_bytes < MARGIN * cap_bytes:
-                return
-            continue
-        yield latest
-        kept_bytes = min(limit_bytes, latest.expected_bytes)
-        if latest.blind_row and latest.needed_bytes > BLIND * cap_bytes and len(rows) < MAX_ROWS:
-            rows = (*rows, latest.blind_row())
+            barren_bytes = limit_bytes
         else:
+            yield latest
+            kept_bytes = min(limit_bytes, latest.expected_bytes)
+            if latest.blind_row and latest.needed_bytes > BLIND * cap_bytes and len(rows) < MAX_ROWS:
+                rows = (*rows, latest.blind_row())
+                continue
             overshoot_bytes = max(latest.needed_bytes - cap_bytes, 0.0)
             limit_bytes = kept_bytes - overshoot_bytes - MARGIN * cap_bytes
         if limit_bytes <= 0:
             return
+        if limit_bytes <= barren_bytes:
+            limit_bytes = (barren_bytes + kept_bytes) / 2
+            if kept_bytes - limit_bytes < MARGIN * cap_bytes:
+                return

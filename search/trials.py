@@ -35,9 +35,9 @@ ROOMY = 0.7
 simulated; should those not fit, all are asked. Source: a choice of ours; kernels seldom hold 1.4 times as much, but where
 arrays come from the host."""
 
-FINER_GAP = 0.02
-"""Of the bound that is known of a mesh of three axes: a step that recomputes and comes so near is good enough. Source: a
-choice of ours; there a proof takes several times as long as all else, and what is recomputed costs as much."""
+FINER_GAP = 0.01
+"""What is certified of a step that recomputes on a mesh of three axes. Source: a choice of ours; half of it takes several
+times as long."""
 
 Bounds = Mapping[tuple[int, ...], float]
 """Lower bounds by mesh, in seconds."""

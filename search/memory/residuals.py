@@ -15,6 +15,7 @@ solution's strategies.
 """
 
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,7 +23,7 @@ from functools import cached_property
 import numpy as np
 
 from cost_model.compute import kernel_s, pass_s_per_byte
-from search.ir.graph import EFFECTFUL, Graph, Op, Phase, Role, Site, Step, walk
+from search.ir.graph import EFFECTFUL, Graph, Likes, Op, Phase, Role, Site, Step, walk
 from search.ir.sharding import Place
 from search.memory.loop_pairs import loop_pairs
 from search.memory.min_cut import Recomputation, cheapest
@@ -44,19 +45,32 @@ class Residuals:
       problem: its ops and values.
       sites: where the ops stand; None for what is no op, a carry.
       is_stored: of each op: whether it makes an array, or is computed on the fly.
+      blocks: of each op: its block, and for how many blocks that stands.
       is_loop: whether this is a loop's body, whose iterations are all alike.
     """
 
     problem: Recomputation
     sites: tuple[Site | None, ...]
     is_stored: tuple[bool, ...]
+    blocks: tuple[tuple[int, int], ...]
     is_loop: bool
 
     def prices(self, low: float, high: float, share: float) -> np.ndarray:
-        """[values]: the high price for those that the first share of the ops makes, the low one for the rest: what is made
-        first waits longest, and is recomputed when nearly all else is gone. A loop's are all high."""
-        is_early = self.problem.maker < share * len(self.sites)
-        return np.where(is_early | self.is_loop, high, low)
+        """[values]: the high price for those that a share of the ops makes, and a loop's, the low one for the rest."""
+        return np.where(self._is_in(share)[self.problem.maker] | self.is_loop, high, low)
+
+    def _is_in(self, share: float) -> np.ndarray:
+        """[ops]: whether each is in a share of all, each as often as its block is there: of blocks as large those that come
+        first, as what is made first waits longest, and is recomputed when nearly all else is gone."""
+        sizes = Counter[int]()
+        for block, repeats in self.blocks:
+            sizes[block] += repeats
+        left, chosen = share * sizes.total(), set[int]()
+        for block, size in sizes.items():
+            if size <= left:
+                chosen.add(block)
+                left -= size
+        return np.array([block in chosen for block, _ in self.blocks], bool)
 
     def recomputed(self, price_s_per_byte: float | np.ndarray) -> frozenset[Site]:
         """The sites to recompute where a kept byte costs so much.
@@ -184,6 +198,7 @@ class _Ledger:
         self.number: dict[int, int] = {}
         self.sites: list[Site | None] = []
         self.is_stored: list[bool] = []
+        self.blocks: list[tuple[int, int]] = []
         self.op_s: list[float] = []
         self.reads: list[list[int]] = []
         self.maker: list[int] = []
@@ -198,6 +213,7 @@ class _Ledger:
         results: Sequence[int],
         num_bytes: Sequence[float],
         keep_s_per_byte: float = 0.0,
+        likes: Likes | None = None,
     ) -> None:
         """An op, or a carry; what is not stored has infinitely many bytes.
 
@@ -205,7 +221,7 @@ class _Ledger:
         """
         for is_stored in sorted({bool(np.isfinite(n)) for n in num_bytes} or {False}):
             own = [(v, n) for v, n in zip(results, num_bytes, strict=True) if np.isfinite(n) == is_stored]
-            self._add(site, seconds, operands, own, is_stored, keep_s_per_byte)
+            self._add(site, seconds, operands, own, is_stored, keep_s_per_byte, likes)
 
     def _add(
         self,
@@ -215,10 +231,12 @@ class _Ledger:
         results: Sequence[tuple[int, float]],
         is_stored: bool,
         keep_s_per_byte: float,
+        likes: Likes | None,
     ) -> None:
         op = len(self.sites)
         self.sites.append(site)
         self.is_stored.append(is_stored)
+        self.blocks.append((likes.block, likes.repeats) if likes and likes.block >= 0 else (-1 - op, 1))
         self.op_s.append(seconds if is_stored else 0.0)
         self.reads.append([self.number[v] for v in operands if v in self.number])
         self.number.update({v: len(self.number) + n for n, (v, _) in enumerate(results)})
@@ -236,7 +254,7 @@ class _Ledger:
             sorted(self.number[v] for v in needed if v in self.number),
             np.array(self.keep_s),
         )
-        return Residuals(problem, tuple(self.sites), tuple(self.is_stored), is_loop)
+        return Residuals(problem, tuple(self.sites), tuple(self.is_stored), tuple(self.blocks), is_loop)
 
 
 class _Reader:
@@ -262,7 +280,7 @@ class _Reader:
                 seconds = np.inf if i in kept or _must_stay(op) else self._seconds.get(site, 0.0)
                 arrays = [self._stored_at(("result", site, r)) for r in range(len(op.outputs))]
                 num_bytes = [np.inf if v is None else self._relief(v) for v in arrays]
-                ledger.add(site, seconds, op.operands, op.outputs, num_bytes)
+                ledger.add(site, seconds, op.operands, op.outputs, num_bytes, likes=op.likes)
         needed = {v for op in graph.ops if op.phase is Phase.BACKWARD for v in op.operands}
         return ledger.residuals(needed, is_loop=False)
 
@@ -343,7 +361,11 @@ class _Reader:
         i, r = self.program.maker[v]
         port = self.costed.graph.ports[self.folded.class_of[i], r, True]
         share = float(self.costed.shares(port)[self.strategies[port.node]])
-        return self.program.ops[i].repeats * self.program.values[v].num_bytes * share
+        return self._repeats(v) * self.program.values[v].num_bytes * share
+
+    def _repeats(self, v: int) -> int:
+        """For how many an array stands."""
+        return self.program.ops[self.program.maker[v][0]].repeats
 
     @cached_property
     def _value_at(self) -> dict[Place, int]:
@@ -381,15 +403,16 @@ class _Reader:
 
     def _handed_on(self, path: Site, graph: Graph, ops: Sequence[int]) -> set[int]:
         """Ops that make what one segment hands to another."""
-        made_at, last_at, sizes = [], [], []
+        made_at, last_at, sizes, repeats = [], [], [], []
         for at, i in enumerate(ops):
             for r in range(len(graph.ops[i].outputs)):
                 if (v := self._stored_at(("result", (*path, i), r))) is not None:
                     last = self._last_forward.get(v, self.program.maker[v][0])
                     made_at.append(at)
                     last_at.append(bisect_right(ops, self._place_in(path, graph, last)) - 1)
-                    sizes.append(self._held_bytes(v))
-        cut = segments(sizes, last_at, made_at, len(ops))
+                    repeats.append(self._repeats(v))
+                    sizes.append(self._held_bytes(v) / repeats[-1])
+        cut = segments(sizes, last_at, made_at, len(ops), repeats)
         return {ops[a] for a, b in zip(made_at, last_at, strict=True) if cut.of(b) > cut.of(a)}
 
     def _place_in(self, path: Site, graph: Graph, at: int) -> int:

@@ -35,7 +35,11 @@ class Segments:
 
 
 def segments(
-    num_bytes: Sequence[float], last_use: Sequence[int], maker: Sequence[int], num_positions: int
+    num_bytes: Sequence[float],
+    last_use: Sequence[int],
+    maker: Sequence[int],
+    num_positions: int,
+    repeats: Sequence[int] | int = 1,
 ) -> Segments:
     """The cut that takes the least memory.
 
@@ -44,20 +48,27 @@ def segments(
       last_use: [values] the last position that reads each.
       maker: [values] the position that makes each.
       num_positions: of ops.
+      repeats: [values] for how many each stands: all of these are kept, and one at a time is recomputed.
     """
     size, last, made_at = np.asarray(num_bytes, float), np.asarray(last_use), np.asarray(maker)
     order = np.argsort(made_at, kind="stable")
+    kept = (size * repeats)[order]
     size, last, made_at = size[order], last[order], made_at[order]
     total, found = float(size.sum()), []
     parts = 1
     while parts <= MOST_SEGMENTS:
-        found.append(_narrowest(size, last, made_at, num_positions, total / parts))
+        found.append(_narrowest(size, kept, last, made_at, num_positions, total / parts))
         parts *= 2
     return min(found, key=lambda s: s.kept_bytes + s.working_bytes)
 
 
 def _narrowest(
-    size: np.ndarray, last: np.ndarray, made_at: np.ndarray, num_positions: int, most_bytes: float
+    size: np.ndarray,
+    kept: np.ndarray,
+    last: np.ndarray,
+    made_at: np.ndarray,
+    num_positions: int,
+    most_bytes: float,
 ) -> Segments:
     """The segments that make no more than so much, unless they are a single op, with the least that crosses.
 
@@ -72,7 +83,7 @@ def _narrowest(
     for end in range(1, num_positions + 1):
         start = min(int(starts[end]), end - 1)
         inside = slice(first[start], first[end])
-        crossing = np.where(last[inside] >= end, size[inside], 0.0)
+        crossing = np.where(last[inside] >= end, kept[inside], 0.0)
         behind = np.concatenate([np.cumsum(crossing[::-1])[::-1], [0.0]])
         costs = best[start:end] + behind[first[start:end] - first[start]]
         at = int(np.argmin(costs))

@@ -1,5 +1,6 @@
 """One mesh's problem against every assignment of a small step; which meshes are tried."""
 
+from contextlib import suppress
 from itertools import product
 from math import inf, prod
 
@@ -219,6 +220,28 @@ def test_no_plan_that_fits_has_less_than_the_smallest_peak_by_much():
     _, smallest = on_mesh.smallest_peak(kept, 6.0)
     assert smallest.num_bytes <= 300 * 2**20
     assert fits.least.num_bytes <= 300 * 2**20
+
+
+@pytest.mark.parametrize(("above", "num_limits"), [(0.5 * RELATIVE_GAP, 1), (1.0, 2)])
+def test_what_is_hardly_faster_than_the_cutoff_is_not_looked_for_under_lower_limits(
+    monkeypatch, above, num_limits
+):
+    """Where kernels hold more than they may. The bound is the same."""
+    kept = ON_MESH.pinned({})
+    cheapest = ON_MESH.solve(kept, 1 << 40, 5.0)
+    limits, solve = [], MeshProblem.solve
+
+    def spied(on_mesh, kept, limit_bytes, *args, **more):
+        limits.append(limit_bytes)
+        return solve(on_mesh, kept, limit_bytes, *args, **more)
+
+    monkeypatch.setattr(MeshProblem, "solve", spied)
+    limit_bytes = int(ON_MESH.predicted(cheapest.labels, 0.0).least.num_bytes) - 1
+    assert ON_MESH.memory.peak(cheapest.labels).num_bytes <= limit_bytes
+    with suppress(NoFitError):
+        ON_MESH.fitting(kept, limit_bytes, 5.0, (1 + above) * cheapest.cost_s)
+    assert len(limits) >= num_limits
+    assert (len(limits) == 1) == (num_limits == 1)
 
 
 @pytest.mark.parametrize("kept", [ALL, [labels[:2] for labels in ALL]])

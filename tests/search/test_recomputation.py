@@ -3,6 +3,7 @@
 import functools
 import re
 from dataclasses import replace
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -24,8 +25,9 @@ from search.problem.flat_program import flatten
 from search.problem.folding import fold
 from search.problem.likes import folded_like
 from search.problem.shortening import shortened
-from search.recomputation import NO_CAP, Candidate, FreeSolution
+from search.recomputation import NO_CAP, Candidate, FreeSolution, candidates
 from search.solver.branch_and_bound import NoFitError
+from search.solver.clock import Deadline
 
 CLUSTER = parse_cluster("8xH100-80GB")
 LAYERS, WIDTH, BATCH = 12, 512, 1 << 16
@@ -209,7 +211,7 @@ def test_what_misses_on_one_mesh_is_tried_on_another(monkeypatch):
     cap_bytes = int(0.75 * found(True, None).plan.estimates.peak_bytes)
 
     def fitting(on_mesh, *args, **more):
-        if on_mesh.shape == (2, 4):
+        if on_mesh.shape == (8,):
             raise NoFitError("it misses", bound_s=0.0, num_rows=1)
         return fits(on_mesh, *args, **more)
 
@@ -217,9 +219,9 @@ def test_what_misses_on_one_mesh_is_tried_on_another(monkeypatch):
     options = Options(cap_bytes, offload="never", microbatches=1)
     best = driver.find(traced(True), CLUSTER, options, tried.append)
     first, second = [line for line in tried if line.startswith("recomputing")][:2]
-    assert first.endswith("mesh 2x4")
-    assert second == first.replace("mesh 2x4", "mesh 8")
-    assert best.plan.decisions.mesh == {"data": 8}
+    assert first.endswith("mesh 8")
+    assert second == first.replace("mesh 8", "mesh 2x4")
+    assert best.plan.decisions.mesh == {"data": 2, "model": 4}
     assert num_recomputed(best)
 
 
@@ -264,6 +266,52 @@ def test_what_is_slower_than_promised_is_not_tried_on_another_mesh(monkeypatch):
     best = driver.find(traced(True), CLUSTER, Options(1 << 40, microbatches=1), tried.append)
     assert [line for line in tried if line.startswith("recomputing")] == ["recomputing 1 ops on mesh 8"]
     assert not num_recomputed(best)
+
+
+@pytest.mark.parametrize(("is_missing", "estimated"), [(False, [(2, 4)]), (True, [(2, 4), (8,)])])
+def test_other_meshes_are_estimated_where_the_fastest_one_does_not_do(monkeypatch, is_missing, estimated):
+    shapes, estimate, fits = [], step_search.candidates, MeshProblem.fitting
+
+    def recorded(step_problem, free, *args, **more):
+        shapes.append(free.on_mesh.shape)
+        return estimate(step_problem, free, *args, **more)
+
+    def fitting(on_mesh, *args, **more):
+        if is_missing and on_mesh.shape == (2, 4):
+            raise NoFitError("it misses", bound_s=0.0, num_rows=1)
+        return fits(on_mesh, *args, **more)
+
+    monkeypatch.setattr(step_search, "candidates", recorded)
+    monkeypatch.setattr(MeshProblem, "fitting", fitting)
+    cap_bytes = int(0.94 * found(False, None).plan.estimates.peak_bytes)
+    best = driver.find(traced(False), CLUSTER, Options(cap_bytes, offload="never", microbatches=1))
+    assert shapes == estimated
+    assert best.on_mesh.shape == estimated[-1]
+
+
+def test_kernels_are_taken_to_hold_as_many_times_more_when_something_is_recomputed(monkeypatch):
+    """So it saves what they hold too much."""
+    step_problem = StepProblem.of(traced(False), (), CLUSTER.device)
+    on_mesh = step_problem.on(CLUSTER, (8,))
+    solution = on_mesh.solve(on_mesh.pinned({}), NO_CAP, 10.0)
+    free = FreeSolution(on_mesh, solution.labels, solution.cost_s)
+    in_order_bytes = on_mesh.memory.peak(solution.labels).num_bytes
+    predicted = MeshProblem.predicted
+    saved = []
+    for times in (1.0, 1.25):
+
+        def more(on_mesh, labels, limit_bytes, times=times):
+            found = predicted(on_mesh, labels, limit_bytes)
+            return mock.Mock(least=replace(found.least, num_bytes=times * in_order_bytes))
+
+        monkeypatch.setattr(MeshProblem, "predicted", more)
+        limit_bytes, deadline = int(0.99 * in_order_bytes), Deadline.after(10.0, on_mesh.clock)
+        found = candidates(step_problem, free, {}, limit_bytes, np.inf, deadline)
+        again = [c for c in found if c.cost_s <= free.cost_s + c.more_s + 1e-12]
+        saved.append(min(c.saved_bytes for c in again))
+    missing = [in_order_bytes - 0.99 * in_order_bytes / times for times in (1.0, 1.25)]
+    assert all(s >= m for s, m in zip(saved, missing, strict=True))
+    assert saved[0] < missing[1]
 
 
 def test_copies_to_the_host_are_never_expected_to_hide_altogether(monkeypatch):
@@ -312,6 +360,6 @@ def test_what_was_passed_over_is_tried_where_all_else_misses(monkeypatch):
     options = Options(cap_bytes, (8,), offload="never", microbatches=1)
     with pytest.raises(NoFitError):
         driver.find(traced(True), CLUSTER, options)
-    promising = [one for one in offered if not one.waiting]
+    promising = [one for one in offered if one.cost_s < np.inf]
     assert len(promising) > 1
     assert {len(one.sites) for one in promising} <= {len(sites) for sites in tried}

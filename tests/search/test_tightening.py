@@ -79,6 +79,22 @@ def test_it_ends_where_hardly_anything_is_left_of_that_way():
     assert 90.0 - limits[-1] < 2 * MARGIN * CAP_BYTES
 
 
+def test_no_limit_is_asked_for_again_under_which_there_was_nothing():
+    """A proposal half of the way back may need so much that the next limit would lie below."""
+    limits = []
+
+    def propose(limit_bytes, rows):
+        limits.append(limit_bytes)
+        return Round(None, limit_bytes, limit_bytes + 10.0) if limit_bytes > 92.0 else None
+
+    list(tightened(propose, CAP_BYTES, 100))
+    barren = [limit for limit in limits if limit <= 92.0]
+    assert barren[0] == pytest.approx(CAP_BYTES - 10.0 - MARGIN * CAP_BYTES)
+    assert barren == sorted(barren)
+    assert all(limit > barren[0] for limit in limits if limit not in barren[:1])
+    assert len(limits) < 12
+
+
 def test_it_ends_after_its_rounds_or_when_no_limit_is_left():
     assert len(asked(lambda limit: 101.0, max_rounds=7)) == 7
     assert len(asked(lambda limit: 250.0, max_rounds=7)) == 1

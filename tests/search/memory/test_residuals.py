@@ -11,6 +11,7 @@ import pytest
 from cost_model.hardware import parse_cluster
 from search.ir.graph import Phase, Site
 from search.ir.trace import trace
+from search.memory.min_cut import Recomputation
 from search.memory.residuals import Residuals, residuals
 from search.mesh_problem import StepProblem
 from tests.zoo import MAKERS
@@ -105,6 +106,18 @@ def test_the_first_ops_pay_the_high_price():
     assert max(some) < max(every)
     assert np.mean([site[0] for site in some]) < np.mean([site[0] for site in every])
     assert part.kept_bytes(every) < part.kept_bytes(some) < part.kept_bytes(frozenset())
+
+
+def test_of_blocks_that_stand_for_many_a_share_counts_all():
+    """Half of sixteen blocks are the first two and the six of the third; the five of the fourth would be too many."""
+    blocks = tuple((block, repeats) for block, repeats in enumerate((1, 1, 6, 5, 2, 1)) for _ in range(3))
+    ops = len(blocks)
+    problem = Recomputation(np.ones(ops), [[]] * ops, np.arange(ops), np.ones(ops), range(ops), np.zeros(ops))
+    part = Residuals(problem, tuple((op,) for op in range(ops)), (True,) * ops, blocks, is_loop=False)
+    for share, wanted in ((0.0, set()), (0.25, {0, 1, 4}), (0.5, {0, 1, 2}), (1.0, set(range(6)))):
+        dear = part.prices(0.0, 1.0, share) == 1.0
+        assert {block for (block, _), is_dear in zip(blocks, dear, strict=True) if is_dear} == wanted
+        assert sum(dear) == 3 * len(wanted)
 
 
 def halved(w, x):

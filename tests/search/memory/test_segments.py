@@ -46,3 +46,15 @@ def test_layers_are_cut_where_one_array_crosses():
 def test_nothing_is_cut_where_everything_crosses():
     """All is read at the end: a cut would keep what it is to save."""
     assert segments([4.0] * 6, [5] * 6, range(6), 6).ends == (5,)
+
+
+def test_of_what_stands_for_many_all_is_kept_and_one_is_made_at_a_time():
+    """A layer that stands for ten is cut no finer than one that stands for itself, and what crosses is kept ten times."""
+    size = [8.0, 8.0, 1.0] * 4
+    last = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 11]
+    repeats = [1] * 3 + [10] * 3 + [1] * 6
+    found = segments(size, last, range(12), 12, repeats)
+    assert found.ends == (2, 5, 8, 11)
+    assert (found.kept_bytes, found.working_bytes) == (1.0 + 10.0 + 1.0, 17.0)
+    together = segments([s * n for s, n in zip(size, repeats, strict=True)], last, range(12), 12)
+    assert together.ends != found.ends
