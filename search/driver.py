@@ -18,7 +18,7 @@ from cost_model.errors import InfeasibleError, InputError, PlanError
 from cost_model.units import format_bytes, format_mesh
 from search.found import Found
 from search.garbage import uncollected
-from search.handing_over import handed_over, hands_on_alike
+from search.handing_over import handed_over, unlike_their_next
 from search.ir.graph import Site, Step
 from search.ir.sharding import StepSharding
 from search.ir.spec import AXIS_NAMES
@@ -118,11 +118,12 @@ class SearchResult:
         Raises:
           NoFitError: it cannot, or does not.
         """
-        if self.short is None or hands_on_alike(self.problem.graph.folded):
+        unseen = unlike_their_next(self.problem.graph.folded) if self.short else ()
+        if self.short is None or not unseen:
             return
         limit_bytes = self.plan.memory_bytes
         try:
-            longer = self._handed_to(self.short.paired)
+            longer = self._handed_to(self.short.paired(unseen))
         except CoarseError:  # it recomputes some of what one op stands for there
             longer = self._handed_to(self.short.whole)
         if longer.on_mesh.predicted(longer.chosen, limit_bytes).least.num_bytes > limit_bytes:

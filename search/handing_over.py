@@ -96,14 +96,23 @@ def _specs(on_mesh: MeshProblem, chosen: Labels) -> Iterator[tuple[Hashable, np.
         yield what, specs[chosen[node]]
 
 
-def hands_on_alike(short: FoldedProgram) -> bool:
-    """Whether all blocks alike that stand for others are decided alike: then what one hands to the next, each hands to its
-    own likes, and the whole step has nothing besides."""
-    program, classes = short.program, dict[Hashable, set[int]]()
+def unlike_their_next(short: FoldedProgram) -> frozenset[int]:
+    """The blocks that stand for others and are decided as none next to them that does: what one hands to its likes is not in
+    the short step. The others hand to their likes what they hand to those next to them."""
+    program, stacks = short.program, dict[int, dict[int, dict[Hashable, int]]]()
     for op, place, op_class in zip(program.ops, places(program), short.class_of, strict=True):
-        if op.repeats > 1:
-            classes.setdefault(place, set()).add(op_class)
-    return all(len(alike) == 1 for alike in classes.values())
+        likes = op.op.likes if op.op is not None else None
+        if likes is not None and likes.repeats > 1 and likes.place is not None:
+            stack, _ = likes.place
+            stacks.setdefault(stack, {}).setdefault(likes.block, {})[place] = op_class
+    found = set[int]()
+    for decided in stacks.values():
+        blocks = sorted(decided)
+        for n, block in enumerate(blocks):
+            next_to_it = [*blocks[max(n - 1, 0) : n], *blocks[n + 1 : n + 2]]
+            if all(decided[block] != decided[other] for other in next_to_it):
+                found.add(block)
+    return frozenset(found)
 
 
 def _decided(graph: StrategyGraph) -> list[Hashable]:

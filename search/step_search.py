@@ -198,6 +198,7 @@ class StepSearch:
         free += self._unhindered(plain, free)
         found, deadline = list[Candidate](), Deadline.after(time_limit_s, self.clock)
         self._try(step_problem, self._offered(step_problem, free, found, deadline), deadline)
+        self.watch.lap("recompute")
         if is_first:
             self.savings = tuple(c for c in found if not c.waiting)
         self.trials.under_cap(step_problem, [one for one in plain.put_off if one not in fastest], deadline)

@@ -77,13 +77,14 @@ class Likes:
 
     Attributes:
       block: the repeated block that it is of, by number; -1 where it is of none.
-      place: what it shares with its likes in other blocks; None where it has none.
+      place: what it shares with its likes in other blocks: which of these there are, and which of their ops; None where it
+        has none.
       stand_in: which op of the whole step stands for it in the shortened one, by number.
       repeats: for how many it stands.
     """
 
     block: int
-    place: Hashable
+    place: tuple[int, int] | None
     stand_in: int
     repeats: int = 1
 

@@ -38,23 +38,18 @@ class Shortened:
     Attributes:
       step: which stands for the whole one.
       label: makes the whole one, whose ops and arguments say which stand for them.
-      pair: makes one of twice as many of those blocks that stand for others.
+      paired: makes one in which some blocks that stand for others hand what they make to one of these first: what these hand
+        to one another in the whole step is in it.
     """
 
     step: Step
     label: Callable[[], Step]
-    pair: Callable[[], Step]
+    paired: Callable[[Container[int]], Step]
 
     @cached_property
     def whole(self) -> Step:
         """The step for which it stands, whose ops and arguments say which stand for them."""
         return self.label()
-
-    @property
-    def paired(self) -> Step:
-        """A step in which every block that stands for others hands what it makes to one of these first: all that the whole
-        step's blocks hand to one another is in it."""
-        return self.pair()
 
 
 def shortened(step: Step, marks: Sequence[Hashable]) -> Shortened | None:
@@ -109,9 +104,10 @@ class _Labels:
         """
         return self._cut(self.runs)
 
-    def of_pairs(self) -> Step:
-        """The same with two blocks of each run, of which the second stands for the rest."""
-        return self._cut([part for run in self.runs for part in (run[:1], run[1:]) if part])
+    def of_pairs(self, blocks: Container[int]) -> Step:
+        """The same with two blocks of runs that begin with some, of which the second stands for the rest."""
+        parts = [(run[:1], run[1:]) if run[0] in blocks else (run,) for run in self.runs]
+        return self._cut([part for some in parts for part in some if part])
 
     def _cut(self, runs: Sequence[Sequence[int]]) -> Step:
         """The step without all but the first block of some runs; its ops and arguments say for how many they stand."""

@@ -17,7 +17,7 @@ from cost_model.hardware import parse_cluster
 from executors.jit import build
 from search import driver
 from search.driver import SearchResult
-from search.handing_over import handed_over, hands_on_alike
+from search.handing_over import handed_over, unlike_their_next
 from search.ir.graph import Step
 from search.ir.trace import trace
 from search.options import Options
@@ -88,7 +88,7 @@ def test_where_that_fits_nothing_all_layers_are_searched():
 
 
 def test_where_the_whole_step_cannot_do_the_same_all_layers_are_searched():
-    assert not hands_on_alike(found(TIGHT_BYTES).problem.graph.folded)
+    assert unlike_their_next(found(TIGHT_BYTES).problem.graph.folded)
     with mock.patch.object(driver, "handed_over", side_effect=NoFitError("as if", bound_s=0.0)):
         result = driver.find(stack(), H100S, Options(TIGHT_BYTES, (8,), offload="never", microbatches=1))
     assert not result.problem.graph.folded.program.is_shortened
@@ -101,9 +101,9 @@ def test_where_pairs_of_layers_cannot_say_what_is_recomputed_the_whole_step_is_a
     coarse = shortening.shortened(stack(), [""] * len(stack().arguments))
     assert coarse is not None
     assert result.short is not None
-    short = replace(result.short, pair=lambda: coarse.step)
+    short = replace(result.short, paired=lambda _: coarse.step)
     with pytest.raises(CoarseError):
-        replace(result, short=short)._handed_to(short.paired)
+        replace(result, short=short)._handed_to(short.paired(()))
     for limit_bytes, may in ((PLENTY_BYTES, nullcontext()), (TIGHTER_BYTES, pytest.raises(NoFitError))):
         with may:
             plan = replace(result.plan, memory_bytes=limit_bytes)
@@ -138,7 +138,9 @@ def test_in_microbatches_all_layers_do_what_few_do(offload):
 def test_two_layers_for_each_that_stands_for_others_have_all_nodes_of_the_whole_step():
     result = found(TIGHT_BYTES)
     assert result.short is not None
-    of_pairs, of_all = (result._handed_to(s).problem.graph for s in (result.short.paired, result.short.whole))
+    unseen = unlike_their_next(result.problem.graph.folded)
+    steps = (result.short.paired(unseen), result.short.whole)
+    of_pairs, of_all = (result._handed_to(s).problem.graph for s in steps)
     assert [g.op_classes for g in of_pairs.groups] == [g.op_classes for g in of_all.groups]
     assert [(c.maker, c.phase) for c in of_pairs.copies] == [(c.maker, c.phase) for c in of_all.copies]
 
