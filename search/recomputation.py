@@ -18,6 +18,7 @@ done with.
 """
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -240,15 +241,16 @@ class _Estimation:
         It lies between two trade-offs, with the least share of the ops that will do at the price of the one that saves more.
         """
         for _ in range(MAX_ENOUGH):
-            enough = [n for n, choice in enumerate(choices) if self._saved_bytes(choice) >= wanted_bytes]
-            if not enough or enough[0] == 0:
+            at = next((n for n, one in enumerate(choices) if self._saved_bytes(one) >= wanted_bytes), 0)
+            if at == 0:
                 return
-            at = enough[0]
-            between = [
-                self._chosen(choices[at - 1].price_s_per_byte, choices[at].price_s_per_byte, part / FINEST)
-                for part in range(FINEST + 1)
-            ]
-            choice = next(one for one in between if self._saved_bytes(one) >= wanted_bytes)
+            low, high = choices[at - 1].price_s_per_byte, choices[at].price_s_per_byte
+            parts = bisect_left(
+                range(FINEST),
+                wanted_bytes,
+                key=lambda n: self._saved_bytes(self._chosen(low, high, n / FINEST)),
+            )
+            choice = self._chosen(low, high, parts / FINEST)
             yield from self._estimated(choice)
             wanted_bytes = self._saved_bytes(choice) + SPARE * self.limit_bytes
 
