@@ -302,6 +302,7 @@ class MeshProblem:
         """The cheapest of the kept strategies that fit, as the kernels of a device tell.
 
         Where strategies hold less than `roomy_bytes` in program order, these are not asked, and there is no prediction.
+        Where the first ones do not fit and are faster than the cutoff by less than is certified, no others are looked for.
 
         The solution's bound, and a `NoFitError`'s, is on all of the kept strategies that fit in program order
         (`Memory.profile`), whatever the kernels say of them: it is the first round's.

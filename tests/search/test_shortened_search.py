@@ -18,14 +18,17 @@ from executors.jit import build
 from search import driver
 from search.driver import SearchResult
 from search.handing_over import handed_over, unlike_their_next
-from search.ir.graph import Step
+from search.ir.graph import Phase, Step
 from search.ir.trace import trace
+from search.mesh_problem import StepProblem
 from search.options import Options
 from search.plan.plan import Plan
 from search.plan.retention import CoarseError
 from search.problem import shortening
 from search.problem.likes import places
 from search.solver.branch_and_bound import NoFitError
+from search.solver.clock import WorkClock
+from tests import zoo
 
 NUM_LAYERS = 16
 WIDTH = 1024
@@ -143,6 +146,36 @@ def test_two_layers_for_each_that_stands_for_others_have_all_nodes_of_the_whole_
     of_pairs, of_all = (result._handed_to(s).problem.graph for s in steps)
     assert [g.op_classes for g in of_pairs.groups] == [g.op_classes for g in of_all.groups]
     assert [(c.maker, c.phase) for c in of_pairs.copies] == [(c.maker, c.phase) for c in of_all.copies]
+
+
+def test_only_layers_decided_as_none_next_to_them_are_paired():
+    """Of a GPT, the first layer that stands for others recomputes, and the next one reads what that makes."""
+    case = zoo.MAKERS["gpt_linen"](num_layers=NUM_LAYERS)
+    step = trace(case.step, *case.abstract_args())
+    unmarked = [""] * len(step.arguments)
+    short = shortening.shortened(step, unmarked)
+    assert short is not None
+    ops = short.step.graph.ops
+    blocks = sorted({op.likes.block for op in ops if op.likes is not None and op.likes.repeats > 1})
+    assert len(blocks) == shortening.NUM_REPRESENTATIVES
+
+    def unlike(recomputing):
+        sites = frozenset(
+            (i,)
+            for i, op in enumerate(ops)
+            if op.likes is not None
+            and op.likes.block in recomputing
+            and op.phase is Phase.FORWARD
+            and op.name in ("tanh", "mul", "add", "one_minus_square")
+        )
+        marks = unmarked[: len(short.step.arguments)]
+        problem = StepProblem.of(short.step, marks, H100S.device, sites, clock=WorkClock())
+        return unlike_their_next(problem.graph.folded)
+
+    assert unlike(()) == frozenset()
+    some = unlike((0, 1, blocks[0]))
+    assert some == {*blocks[:2]}
+    assert len(ops) < len(short.paired(some).graph.ops) < len(short.paired(blocks).graph.ops)
 
 
 def test_the_plan_decides_every_argument():
