@@ -6,8 +6,8 @@ import random
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
-from time import thread_time
 
 import jax
 import jax.numpy as jnp
@@ -403,10 +403,11 @@ def test_a_slow_machine_finds_the_plan_that_a_fast_one_finds(monkeypatch):
     step, cluster = chain_of_products(), parse_cluster("8xH100-80GB")
     monkeypatch.setattr("search.options.DEFAULT_TIME_LIMIT_S", 0.1)
 
-    def found(**asked):
+    def found(seconds_a_reading, **asked):
+        readings_s = count(step=seconds_a_reading)
+        monkeypatch.setattr(clock, "thread_time", lambda: next(readings_s))
         return json.dumps(driver.find(step, cluster, Options(80 << 30, **asked)).plan.to_json())
 
-    of_work, of_seconds = found(), found(time_limit_s=0.3)
-    monkeypatch.setattr(clock, "thread_time", lambda: 100 * thread_time())
-    assert found() == of_work
-    assert found(time_limit_s=0.3) != of_seconds
+    fast, slow = 2e-3, 1.0
+    assert found(fast) == found(slow)
+    assert found(fast, time_limit_s=0.3) != found(slow, time_limit_s=0.3)
