@@ -51,11 +51,6 @@ def divides(spec: Spec, shape: Sequence[int], mesh_shape: Sequence[int]) -> bool
     return all(size % part == 0 for size, part in zip(shape, _parts(spec, shape, mesh_shape), strict=True))
 
 
-def splits(spec: Spec, shape: Sequence[int], mesh_shape: Sequence[int]) -> bool:
-    """Whether every dimension splits evenly, or nearly so with padding."""
-    return all(map(may_split, shape, _parts(spec, shape, mesh_shape)))
-
-
 def may_split(size: int, parts: int) -> bool:
     """Whether an extent splits into parts evenly, or with little padding."""
     return -size % parts <= MAX_PADDING * size

@@ -15,14 +15,22 @@ from jax.lax import Precision
 
 from cost_model.cluster import Device
 from cost_model.compute import Product, kernel_s, pass_s_per_byte, product_s
-from search.ir.factors import Kind
 from search.ir.factors.contraction import FLOPS_PER_PRODUCT_SUM
 from search.ir.factors.contraction import RULES as PRODUCTS
+from search.ir.factors.rule import Dims
 from search.ir.graph import Phase
 from search.problem.flat_program import FlatOp
 from search.problem.kernels import FusedKernel, Kernels, moved_alone, runs_alone
 from search.problem.reshard import Handling, Resharder
-from search.problem.strategies import CopySource, Strategies, all_strategies, port_specs, shards_over, splits
+from search.problem.strategies import (
+    CopySource,
+    Strategies,
+    all_strategies,
+    port_shares,
+    port_specs,
+    shards_over,
+    split_over,
+)
 from search.problem.strategy_graph import Endpoint, Maker, Port, ReshardEdge, StrategyGraph
 from search.solver.pbqp import Edge, Problem
 
@@ -58,7 +66,7 @@ class CostedGraph:
         return sum(float(compute[strategy]) for (compute, _), strategy in each)
 
     @cached_property
-    def spec_index(self) -> dict[tuple[Port, int], np.ndarray]:
+    def _indices(self) -> dict[tuple[Port, int], np.ndarray]:
         """Memo of `indices`."""
         return {}
 
@@ -69,20 +77,16 @@ class CostedGraph:
 
     def indices(self, port: Port, rank: int) -> np.ndarray:
         """[strategies]: the spec at a port as an index of the reshard tables."""
-        key = (port, rank)
-        if key not in self.spec_index:
-            specs = port_specs(port, self.strategies[port.node])
-            self.spec_index[key] = self.resharder.indices(specs, rank)
-        return self.spec_index[key]
+        key = port, rank
+        if key not in self._indices:
+            self._indices[key] = self.resharder.indices(port_specs(port, self.strategies[port.node]), rank)
+        return self._indices[key]
 
     def shares(self, port: Port) -> np.ndarray:
         """[strategies]: the share of the value at a port that one device holds, padding included."""
         if port not in self._shares:
-            specs, share = port_specs(port, self.strategies[port.node]), np.ones(1)
-            for d, size in enumerate(self.graph.extents(port)):
-                parts = np.where(specs == d, np.array(self.resharder.mesh.shape), 1).prod(axis=1)
-                share = share * np.where(parts > 1, np.ceil(size / parts) / max(size, 1), 1.0)
-            self._shares[port] = np.broadcast_to(share, len(specs))
+            strategies, extents = self.strategies[port.node], self.graph.extents(port)
+            self._shares[port] = port_shares(port, strategies, extents, self.resharder.mesh.shape)
         return self._shares[port]
 
     def problem(self, hidden_s: Sequence[np.ndarray | float]) -> Problem:
@@ -107,22 +111,31 @@ class CostedGraph:
     @cached_property
     def edges_seconds(self) -> tuple[np.ndarray, ...]:
         """Per edge of the graph: `edge_seconds`."""
-        return tuple(map(self.edge_seconds, self.graph.edges))
+        edges = self.graph.edges
+        self.resharder.learn((e.value, self.handling(e.source.node, e.maker)) for e in edges)
+        return tuple(map(self.edge_seconds, edges))
 
     def edge_seconds(self, edge: ReshardEdge) -> np.ndarray:
         """[strategies of source, strategies of target] seconds in one step."""
-        rank = len(edge.value.shape)
-        table = self.resharder.seconds(edge.value, self.handling(edge.source.node, edge.maker))
+        how = self.handling(edge.source.node, edge.maker)
+        is_tied = edge.source.node in self._private or edge.value.is_on_host  # which knows no collectives
+        key = (*self.kinds(edge), edge.value.shape, edge.value.itemsize, how, is_tied, edge.count)
+        return self.resharder.once(key, lambda: self._resharding_seconds(edge, how, is_tied))
+
+    def kinds(self, edge: ReshardEdge) -> tuple[tuple[Strategies, Dims, tuple[int, ...]], ...]:
+        """Of each end, what ports share that are alike: their nodes' strategies, and which factors a value has, and of which
+        it holds partial sums."""
+        ends = edge.source, edge.target
+        return tuple((self.strategies[port.node], port.dims, port.partial_over) for port in ends)
+
+    def _resharding_seconds(self, edge: ReshardEdge, how: Handling, is_tied: bool) -> np.ndarray:
+        rank, copy_sources = len(edge.value.shape), self.strategies[edge.target.node].copy_sources
         source, target = self.indices(edge.source, rank), self.indices(edge.target, rank)
-        seconds = table[np.ix_(source, target)] * edge.count
-        copy_sources = self.strategies[edge.target.node].copy_sources
-        equal = source[:, None] == target[None, :]
-        if edge.source.node in self._private or edge.value.is_on_host:  # there are no collectives there
-            seconds = np.where(equal, 0.0, np.inf)
+        tied = np.where(source[:, None] == target, 0.0, np.inf)
+        seconds = self.resharder.seconds(edge.value, how)[source[:, None], target] * edge.count
+        seconds = tied if is_tied else seconds
         if copy_sources:
-            seconds = np.where(
-                [w is CopySource.SAME for w in copy_sources], np.where(equal, 0.0, np.inf), seconds
-            )
+            seconds = np.where([w is CopySource.SAME for w in copy_sources], tied, seconds)
             seconds = np.where([w is CopySource.KEPT for w in copy_sources], 0.0, seconds)
         return seconds
 
@@ -297,28 +310,11 @@ class CostedGraph:
         """All-reduces inside an op: (mesh axes, [strategies] where, bytes per device there, bytes of the collectives that
         they are joined into), for each set of axes."""
         graph, op = self.graph, self.graph.folded.op(op_class)
-        node = graph.node_of[op_class]
-        group, assignment = graph.groups[node], self.strategies[node].assignment
-        for r, v in enumerate(op.results):
-            port = graph.ports[op_class, r, True]
-            carried = {f for dim in port.dims for f in dim} | set(port.partial_over)
-            reduced = sorted(
-                {
-                    group.factor_of[op_class, i]
-                    for i, f in enumerate(op.rule.factors)
-                    if f.kind in (Kind.SUM, Kind.REDUCE) and (op_class, i) in group.factor_of
-                }
-                - carried
-            )
-            if not reduced:
-                continue
-            split = splits(reduced, assignment)
-            value, shares = graph.folded.program.values[v], self.shares(port)
-            for row in np.unique(split, axis=0):
-                if row.any():
-                    at = np.flatnonzero((split == row).all(axis=1))
-                    axes = tuple(np.flatnonzero(row).tolist())
-                    yield axes, at, value.num_bytes * shares[at], self._joined_bytes((op_class, r))
+        for r, factors in graph.summed.get(op_class, ()):
+            value = graph.folded.program.values[op.results[r]]
+            shares = self.shares(graph.ports[op_class, r, True])
+            for axes, at in split_over(factors, self.strategies[graph.node_of[op_class]]):
+                yield axes, at, value.num_bytes * shares[at], self._joined_bytes((op_class, r))
 
 
 def price(graph: StrategyGraph, kernels: Kernels, resharder: Resharder) -> CostedGraph:

@@ -26,6 +26,8 @@ value does not move before it is reduced; and a sum of terms that are partial ov
 of them at once (`at_once`).
 """
 
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import combinations, product
@@ -36,7 +38,7 @@ import numpy as np
 from cost_model.collectives import MeshModel
 from search.ir.graph import Value
 from search.ir.sharding import ReshardPath, ReshardStep
-from search.ir.spec import PARTIAL, WHOLE, Spec, divides, shard_size, splits
+from search.ir.spec import MAX_PADDING, PARTIAL, WHOLE, Spec
 
 SLICE = "slice"
 REDUCTIONS = ("all-reduce", "reduce-scatter")
@@ -80,6 +82,20 @@ class _Moves:
         return np.array([k == kind for k, _ in self.kinds])[self.kind]
 
 
+_Sized = tuple[tuple[int, ...], int]
+"""A value's shape, and bytes of an element."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Splits:
+    """What specs do to values: [values, specs] the elements that a device holds, padding included; whether every dimension
+    splits evenly, or nearly so with padding; and whether evenly."""
+
+    held: np.ndarray
+    fits: np.ndarray
+    is_even: np.ndarray
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _Table:
     """What resharding one size of value costs: seconds and bytes per device of each move, and seconds of the best chain
@@ -92,12 +108,13 @@ class _Table:
 
 @dataclass(frozen=True, slots=True)
 class Resharder:
-    """Resharding costs on one mesh; remembers every size of value that it has seen, and every chain."""
+    """Resharding costs on one mesh; remembers every size of value that it has seen, every chain, and what comes of them."""
 
     mesh: MeshModel
     _tables: dict = field(default_factory=dict)
     _chains: dict = field(default_factory=dict)
     _gathers: dict = field(default_factory=dict)
+    _found: dict = field(default_factory=dict)
 
     @property
     def num_axes(self) -> int:
@@ -127,8 +144,8 @@ class Resharder:
         """Seconds to gather what is split over all axes until it lies in a spec, for every spec."""
         key = (value.shape, value.itemsize, how.combined_bytes)
         if key not in self._gathers:
-            specs, shape = self.specs(len(value.shape)), self.mesh.shape
-            held = value.itemsize * np.array([shard_size(s, value.shape, shape) for s in specs])
+            specs = self.specs(len(value.shape))
+            held = value.itemsize * self._splits(len(value.shape), (key[:2],)).held[0]
             over = [tuple(a for a, d in enumerate(s) if d < 0) for s in specs]
             found = np.zeros(len(specs))
             for axes in dict.fromkeys(over):
@@ -136,6 +153,12 @@ class Resharder:
                 found[at] = self.mesh.time_s("all-gather", axes, held[at], how.combined_bytes)
             self._gathers[key] = found
         return self._gathers[key]
+
+    def once[Found](self, key: Hashable, find: Callable[[], Found]) -> Found:
+        """What is found on this mesh for a key: once, in whatever step that occurs."""
+        if key not in self._found:
+            self._found[key] = find()
+        return self._found[key]
 
     def chain(self, value: Value, source: Spec, target: Spec, how: Handling = ALONE) -> ReshardPath:
         """The steps of the cheapest chain."""
@@ -163,46 +186,71 @@ class Resharder:
             steps.append(ReshardStep(kind, axes, float(table.num_bytes[move]), moves.specs[here]))
         return tuple(steps)
 
-    def _table(self, shape: tuple[int, ...], itemsize: int, how: Handling) -> _Table:
-        key = (shape, itemsize, how)
-        if key not in self._tables:
-            self._tables[key] = self._solve(*key)
-        return self._tables[key]
+    def learn(self, wanted: Iterable[tuple[Value, Handling]]) -> None:
+        """Finds the tables of many values at once: those of one rank that are handled alike take little longer than one."""
+        alike = defaultdict[tuple[int, Handling], dict[_Sized, None]](dict)
+        for value, how in wanted:
+            if (value.shape, value.itemsize, how) not in self._tables:
+                alike[len(value.shape), how][value.shape, value.itemsize] = None
+        for (rank, how), sized in alike.items():
+            self._solve(rank, tuple(sized), how)
 
-    def _solve(self, shape: tuple[int, ...], itemsize: int, how: Handling) -> _Table:
-        moves = _moves(len(shape), self.num_axes, how.at_once)
-        fits = np.array([splits(s, shape, self.mesh.shape) for s in moves.specs])
-        held = np.array([shard_size(s, shape, self.mesh.shape) for s in moves.specs])[moves.source]
-        is_reduction = np.logical_or.reduce([moves.are(kind) for kind in REDUCTIONS])
-        sent = np.where(is_reduction, how.term_itemsize or itemsize, itemsize)
-        moved = sent * np.where(moves.are("all-gather"), held * self._parts(moves), held)
-        direct = np.full(len(moved), np.inf)
+    def _table(self, shape: tuple[int, ...], itemsize: int, how: Handling) -> _Table:
+        if (shape, itemsize, how) not in self._tables:
+            self._solve(len(shape), ((shape, itemsize),), how)
+        return self._tables[shape, itemsize, how]
+
+    def _solve(self, rank: int, sized: Sequence[_Sized], how: Handling) -> None:
+        """Finds the tables of values of one rank; all arrays have a row for each."""
+        moves = _moves(rank, self.num_axes, how.at_once)
+        splits = self._splits(rank, sized)
+        moved = self._moved(moves, splits, np.array([[itemsize] for _, itemsize in sized]), how)
+        direct = np.full(moved.shape, np.inf)
         for i, (kind, axes) in enumerate(moves.kinds):
             of_kind = moves.kind == i
-            direct[of_kind] = SLICE_S
+            direct[:, of_kind] = SLICE_S
             if kind != SLICE:
-                taken_s = self.mesh.time_s(kind, axes, moved[of_kind], how.combined_bytes)
-                direct[of_kind] = np.maximum(taken_s, SLICE_S)
-        is_possible = fits[moves.source] & fits[moves.target] & self._is_made(moves, shape)
+                taken_s = self.mesh.time_s(kind, axes, moved[:, of_kind], how.combined_bytes)
+                direct[:, of_kind] = np.maximum(taken_s, SLICE_S)
+        fits = splits.fits
+        is_possible = fits[:, moves.source] & fits[:, moves.target] & self._are_made(moves, splits)
         if how.term_itemsize:
             is_possible &= ~moves.are("reduce-scatter")
         direct[~is_possible] = np.inf
-        best = np.full((len(fits), len(fits)), np.inf)
-        np.fill_diagonal(best, np.where(fits, 0.0, np.inf))
-        np.minimum.at(best, (moves.source, moves.target), direct)
-        for via in np.flatnonzero(fits):
-            np.minimum(best, best[:, via, None] + best[None, via, :], out=best)
+        num_specs = len(moves.specs)
+        best = np.full((len(sized), num_specs, num_specs), np.inf)
+        best[:, range(num_specs), range(num_specs)] = np.where(fits, 0.0, np.inf)
+        best[:, moves.source, moves.target] = direct
+        for via in np.flatnonzero(fits.any(axis=0)):
+            np.minimum(best, best[:, :, via, None] + best[:, via, None, :], out=best)
         if not how.at_once:
-            _scatter_what_is_split(moves, direct, best)
-        return _Table(direct, moved, best)
+            _scatter_what_is_split(rank, self.num_axes, direct, best)
+        for key, *table in zip(sized, direct, moved, best, strict=True):
+            self._tables[*key, how] = _Table(*table)
 
-    def _is_made(self, moves: _Moves, shape: tuple[int, ...]) -> np.ndarray:
-        """[moves]: whether the compiler makes them one step of a value of this shape."""
-        size = np.array([shard_size(s, shape, self.mesh.shape) for s in moves.specs])
-        is_even = np.array([divides(s, shape, self.mesh.shape) for s in moves.specs])
-        before, after, parts = size[moves.source], size[moves.target], self._parts(moves)
+    def _splits(self, rank: int, sized: Sequence[_Sized]) -> _Splits:
+        """What each spec does to each value."""
+        specs = np.array(self.specs(rank)).reshape(-1, 1, self.num_axes)
+        parts = np.where(specs == np.arange(rank)[:, None], self.mesh.shape, 1).prod(axis=2)
+        sizes = np.array([shape for shape, _ in sized], np.int64).reshape(len(sized), 1, rank)
+        return _Splits(
+            held=(-(-sizes // parts)).prod(axis=2),
+            fits=(-sizes % parts <= MAX_PADDING * sizes).all(axis=2),
+            is_even=(sizes % parts == 0).all(axis=2),
+        )
+
+    def _moved(self, moves: _Moves, splits: _Splits, itemsize: np.ndarray, how: Handling) -> np.ndarray:
+        """[values, moves]: bytes per device, the larger of what it holds before and after."""
+        held = splits.held[:, moves.source]
+        is_reduction = np.logical_or.reduce([moves.are(kind) for kind in REDUCTIONS])
+        sent = np.where(is_reduction, how.term_itemsize or itemsize, itemsize)
+        return sent * np.where(moves.are("all-gather"), held * self._parts(moves), held)
+
+    def _are_made(self, moves: _Moves, splits: _Splits) -> np.ndarray:
+        """[values, moves]: whether the compiler makes them one step of such a value."""
+        before, after, parts = splits.held[:, moves.source], splits.held[:, moves.target], self._parts(moves)
         cuts_evenly = (before == parts * after) | (before == after) | (parts * before == after)
-        exchanges_evenly = is_even[moves.source] & is_even[moves.target]
+        exchanges_evenly = splits.is_even[:, moves.source] & splits.is_even[:, moves.target]
         return np.where(moves.are("all-to-all"), exchanges_evenly, cuts_evenly | moves.may_pad)
 
     def _parts(self, moves: _Moves) -> np.ndarray:
@@ -210,27 +258,34 @@ class Resharder:
         return np.array([prod(self.mesh.shape[a] for a in axes) for _, axes in moves.kinds])[moves.kind]
 
 
-def _scatter_what_is_split(moves: _Moves, direct: np.ndarray, best: np.ndarray) -> None:
+def _scatter_what_is_split(rank: int, num_axes: int, direct: np.ndarray, best: np.ndarray) -> None:
     """Makes `best` the chains that scatter a sum over every axis that the target splits.
 
     An all-reduce of which only a slice is wanted is made a reduce-scatter by the compiler, whatever we think of it.
-    Reductions come first in every chain, so specs are settled by how many axes they are partial over.
     """
-    partial = np.array([spec.count(PARTIAL) for spec in moves.specs])
-    for count in range(1, int(partial.max()) + 1):
-        for here in np.flatnonzero(partial == count):
-            leaving = np.flatnonzero(moves.source == here)
-            totals = direct[leaving, None] + best[moves.target[leaving]]
-            scattered = np.where(_scatters(moves, leaving), totals, np.inf).min(axis=0)
-            best[here] = np.where(np.isfinite(scattered), scattered, best[here])
+    moves = _moves(rank, num_axes)
+    for here, leaving, scatters in _scattering(rank, num_axes):
+        totals = direct[:, leaving, None] + best[:, moves.target[leaving]]
+        scattered = np.where(scatters, totals, np.inf).min(axis=1)
+        best[:, here] = np.where(np.isfinite(scattered), scattered, best[:, here])
 
 
-def _scatters(moves: _Moves, leaving: np.ndarray) -> np.ndarray:
-    """[moves, targets]: whether a move leaves no axis whole that the target splits and that was partial."""
-    specs = np.array(moves.specs)
-    was_partial = specs[moves.source[leaving]] == PARTIAL
-    is_whole = specs[moves.target[leaving]] == WHOLE
-    return ~((was_partial & is_whole)[:, None, :] & (specs >= 0)[None, :, :]).any(axis=2)
+@lru_cache(maxsize=64)
+def _scattering(rank: int, num_axes: int) -> tuple[tuple[int, np.ndarray, np.ndarray], ...]:
+    """For each spec that is partial, the moves that leave it, and [moves, targets] whether such a move leaves no axis whole
+    that was partial and that the target splits.
+
+    Specs that are partial over fewer axes come first, as reductions do in every chain.
+    """
+    moves = _moves(rank, num_axes)
+    specs = np.array(moves.specs).reshape(-1, num_axes)
+    partial, found = (specs == PARTIAL).sum(axis=1), []
+    for here in sorted(np.flatnonzero(partial), key=partial.__getitem__):
+        leaving = np.flatnonzero(moves.source == here)
+        is_left_whole = (specs[here] == PARTIAL) & (specs[moves.target[leaving]] == WHOLE)
+        scatters = ~(is_left_whole[:, None, :] & (specs >= 0)[None, :, :]).any(axis=2)
+        found.append((int(here), leaving, scatters))
+    return tuple(found)
 
 
 SLICE_S = 1e-9

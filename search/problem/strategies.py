@@ -8,12 +8,14 @@ describe (a compound dimension split in its minor part), are left out.
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import lru_cache
 from itertools import pairwise, product
 from math import prod
 
 import numpy as np
 
-from search.ir.spec import PARTIAL, WHOLE, may_split
+from search.ir.factors.rule import Dims
+from search.ir.spec import PARTIAL, WHOLE, Spec, may_split
 from search.problem.op_groups import OpGroup
 from search.problem.reshard import Resharder
 from search.problem.strategy_graph import STUCK, Copy, Port, StrategyGraph
@@ -26,6 +28,10 @@ ALL_PARTIAL = -2
 MAX_LABELS = 130
 """Strategies per node; above it, the factors of smallest extent are split over neighbouring axes together only. Three axes
 with four factors have 125."""
+
+
+REMEMBERED = 4096
+"""The answers that nodes and ports share with others like them, as many of a training step's are."""
 
 
 class CopySource(StrEnum):
@@ -78,16 +84,27 @@ def group_strategies(
     is only a part of some dimension; other factors may be padded. An axis of size one splits nothing: all that it could do
     is the same.
     """
-    minor = {f for p in ports for dim in p.dims for f in dim[1:]}
-    even = {dim[0] for p in ports for dim in p.dims if len(dim) > 1}
+    minor = frozenset(f for p in ports for dim in p.dims for f in dim[1:])
+    even = frozenset(dim[0] for p in ports for dim in p.dims if len(dim) > 1)
+    return _of_factors(group.sizes, group.is_sum, minor, even, mesh_shape, must_divide)
 
+
+@lru_cache(maxsize=REMEMBERED)
+def _of_factors(
+    sizes: tuple[int, ...],
+    is_sum: bool,
+    minor: frozenset[int],
+    even: frozenset[int],
+    mesh_shape: tuple[int, ...],
+    must_divide: bool,
+) -> Strategies:
     def may_split_into(factor: int, parts: int) -> bool:
-        size = group.sizes[factor]
+        size = sizes[factor]
         return size % parts == 0 if must_divide or factor in even else may_split(size, parts)
 
-    factors = [f for f, size in enumerate(group.sizes) if f not in minor]
-    places = [NONE, *([ALL_PARTIAL] if group.is_sum else [])]
-    largest = sorted(factors, key=lambda f: (-group.sizes[f], f))
+    factors = [f for f, size in enumerate(sizes) if f not in minor]
+    places = [NONE, *([ALL_PARTIAL] if is_sum else [])]
+    largest = sorted(factors, key=lambda f: (-sizes[f], f))
     splitting = [axis for axis, n in enumerate(mesh_shape) if n > 1]
     while largest and (len(largest) + len(places)) ** len(splitting) > MAX_LABELS:
         largest.pop()
@@ -115,11 +132,38 @@ def port_specs(port: Port, strategies: Strategies) -> np.ndarray:
     """[strategies, axes]: the spec of the value at a port, per strategy."""
     if strategies.copy_sources:
         return strategies.assignment
-    place = {NONE: WHOLE, ALL_PARTIAL: PARTIAL} | dict.fromkeys(port.partial_over, PARTIAL)
-    place |= {dim[0]: d for d, dim in enumerate(port.dims) if dim and dim[0] != STUCK}
+    return _specs(port.dims, port.partial_over, strategies)
+
+
+@lru_cache(maxsize=REMEMBERED)
+def _specs(dims: Dims, partial_over: tuple[int, ...], strategies: Strategies) -> np.ndarray:
+    place = {NONE: WHOLE, ALL_PARTIAL: PARTIAL} | dict.fromkeys(partial_over, PARTIAL)
+    place |= {dim[0]: d for d, dim in enumerate(dims) if dim and dim[0] != STUCK}
     assignment = strategies.assignment
     table = np.array([place.get(f, WHOLE) for f in range(ALL_PARTIAL, int(assignment.max()) + 1)])
     return table[assignment - ALL_PARTIAL]
+
+
+def port_shares(
+    port: Port, strategies: Strategies, extents: tuple[int, ...], mesh_shape: tuple[int, ...]
+) -> np.ndarray:
+    """[strategies]: the share of a value of these extents at a port that one device holds, padding included."""
+    return _shares(port.dims, port.partial_over, strategies, extents, mesh_shape)
+
+
+@lru_cache(maxsize=REMEMBERED)
+def _shares(
+    dims: Dims,
+    partial_over: tuple[int, ...],
+    strategies: Strategies,
+    extents: tuple[int, ...],
+    mesh_shape: tuple[int, ...],
+) -> np.ndarray:
+    specs, share = port_specs(Port(0, dims, partial_over), strategies), np.ones(len(strategies))
+    for d, size in enumerate(extents):
+        parts = np.where(specs == d, np.array(mesh_shape), 1).prod(axis=1)
+        share = share * np.where(parts > 1, np.ceil(size / parts) / max(size, 1), 1.0)
+    return share
 
 
 def splits(factors: Iterable[int], assignment: np.ndarray) -> np.ndarray:
@@ -127,6 +171,16 @@ def splits(factors: Iterable[int], assignment: np.ndarray) -> np.ndarray:
     is_among = np.zeros(int(assignment.max(initial=0)) + 1 - ALL_PARTIAL, bool)
     is_among[[f - ALL_PARTIAL for f in factors if f - ALL_PARTIAL < len(is_among)]] = True
     return is_among[assignment - ALL_PARTIAL]
+
+
+@lru_cache(maxsize=REMEMBERED)
+def split_over(
+    factors: tuple[int, ...], strategies: Strategies
+) -> tuple[tuple[tuple[int, ...], np.ndarray], ...]:
+    """The sets of axes that split some of the factors, and the strategies where these do."""
+    split = splits(factors, strategies.assignment)
+    found = ((tuple(np.flatnonzero(row).tolist()), row) for row in np.unique(split, axis=0) if row.any())
+    return tuple((axes, np.flatnonzero((split == row).all(axis=1))) for axes, row in found)
 
 
 def shards_over(factors: frozenset[int], strategies: Strategies, mesh_shape: tuple[int, ...]) -> np.ndarray:
@@ -137,29 +191,30 @@ def shards_over(factors: frozenset[int], strategies: Strategies, mesh_shape: tup
 
 def all_strategies(graph: StrategyGraph, resharder: Resharder) -> tuple[Strategies, ...]:
     """The strategies of every node of a strategy graph, on one mesh."""
-    shape = resharder.mesh.shape
-    ports: dict[int, set[Port]] = {}
-    for port in graph.ports.values():
-        ports.setdefault(port.node, set()).add(port)
-    made = []
+    shape, made = resharder.mesh.shape, list[Strategies]()
     for node, group in enumerate(graph.groups):
         first = graph.folded.op(group.op_classes[0])
         must_divide = first.name in ("input", "output") or first.rule.is_kernel
-        made.append(group_strategies(group, tuple(ports.get(node, ())), shape, must_divide))
+        made.append(group_strategies(group, graph.ports_of[node], shape, must_divide))
     for copy in graph.copies:
         made.append(_copy_strategies(copy, made))
     return tuple(made)
 
 
 def _copy_strategies(copy: Copy, made: list[Strategies]) -> Strategies:
-    def specs(ports: tuple[Port, ...]) -> set[tuple[int, ...]]:
-        found = {tuple(s) for p in ports for s in port_specs(p, made[p.node]).tolist()}
-        return {s for s in found if PARTIAL not in s}
+    def specs(ports: tuple[Port, ...]) -> frozenset[Spec]:
+        found = (s for p in ports for s in map(tuple, port_specs(p, made[p.node]).tolist()))
+        return frozenset(s for s in found if PARTIAL not in s)
 
-    offered = specs((copy.source,))
-    wanted = sorted(offered | specs(copy.targets))
-    rows = [(s, CopySource.SAME) for s in sorted(offered)] + [(s, CopySource.FRESH) for s in wanted]
-    if copy.kept_from:
-        rows += [(s, CopySource.KEPT) for s in sorted(specs(copy.kept_from))]
     num_axes = made[copy.source.node].assignment.shape[1]
+    return _of_specs(specs((copy.source,)), specs(copy.targets), specs(copy.kept_from), num_axes)
+
+
+@lru_cache(maxsize=REMEMBERED)
+def _of_specs(
+    offered: frozenset[Spec], wanted: frozenset[Spec], kept: frozenset[Spec], num_axes: int
+) -> Strategies:
+    rows = [(s, CopySource.SAME) for s in sorted(offered)]
+    rows += [(s, CopySource.FRESH) for s in sorted(offered | wanted)]
+    rows += [(s, CopySource.KEPT) for s in sorted(kept)]
     return Strategies(np.array([s for s, _ in rows]).reshape(len(rows), num_axes), tuple(w for _, w in rows))

@@ -129,6 +129,33 @@ class StrategyGraph:
         return node < len(self.groups) and self.groups[node].is_sum
 
     @cached_property
+    def ports_of(self) -> tuple[tuple[Port, ...], ...]:
+        """Of each group."""
+        found: list[dict[Port, None]] = [{} for _ in self.groups]
+        for port in self.ports.values():
+            found[port.node][port] = None
+        return tuple(map(tuple, found))
+
+    @cached_property
+    def summed(self) -> dict[int, tuple[tuple[int, tuple[int, ...]], ...]]:
+        """By class: the results that its own group reduces, and over which of its factors; none where there are none."""
+        found = {k: tuple(self._summed(k)) for k in range(len(self.folded.members))}
+        return {k: results for k, results in found.items() if results}
+
+    def _summed(self, op_class: int) -> Iterator[tuple[int, tuple[int, ...]]]:
+        rule, factor_of = self.folded.op(op_class).rule, self.groups[self.node_of[op_class]].factor_of
+        factors = {
+            factor_of[op_class, i]
+            for i, f in enumerate(rule.factors)
+            if f.kind in (Kind.SUM, Kind.REDUCE) and (op_class, i) in factor_of
+        }
+        for r in range(len(rule.results) if factors else 0):
+            port = self.ports[op_class, r, True]
+            carried = {f for dim in port.dims for f in dim} | set(port.partial_over)
+            if factors - carried:
+                yield r, tuple(sorted(factors - carried))
+
+    @cached_property
     def terms(self) -> dict[Maker, Value]:
         """By what a loop adds up of converted terms: such a term as it was, if the sum may be partial."""
         found = dict[Maker, Value]()

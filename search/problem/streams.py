@@ -37,7 +37,7 @@ from cost_model.compute import kernel_s
 from search.ir.spec import PARTIAL, WHOLE
 from search.problem.costs import CostedGraph
 from search.problem.kernels import FusedKernel, runs_alone
-from search.problem.reshard import SLICE
+from search.problem.reshard import SLICE, Handling
 from search.problem.reshard_paths import ReshardPaths
 from search.problem.strategies import port_specs
 from search.problem.strategy_graph import Maker, ReshardEdge
@@ -139,8 +139,14 @@ class Hiding:
     def _gathered_s(self, edge: ReshardEdge) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """[strategies of target]: what it takes to gather what is split over all axes until it lies as it does there, until
         nothing is split across nodes, and until nothing is split."""
+        how = self.costed.handling(edge.source.node, edge.maker)
+        (_, target), value = self.costed.kinds(edge), edge.value
+        key = ("gathered", target, value.shape, value.itemsize, how.combined_bytes, edge.count)
+        return self.costed.resharder.once(key, lambda: self._gathering_s(edge, how))
+
+    def _gathering_s(self, edge: ReshardEdge, how: Handling) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         costed, resharder, rank = self.costed, self.costed.resharder, len(edge.value.shape)
-        seconds = edge.count * resharder.gathered_s(edge.value, costed.handling(edge.source.node, edge.maker))
+        seconds = edge.count * resharder.gathered_s(edge.value, how)
         lies = port_specs(edge.target, costed.strategies[edge.target.node])
         inside, whole = np.where(self._crosses & (lies >= 0), WHOLE, lies), np.where(lies >= 0, WHOLE, lies)
         lies_s, inside_s, whole_s = (seconds[resharder.indices(s, rank)] for s in (lies, inside, whole))
@@ -163,6 +169,11 @@ class Hiding:
 
     def _reduces(self, edge: ReshardEdge) -> np.ndarray:
         """[strategies of source, strategies of target]: whether partial values are added up on the way."""
+        return self.costed.resharder.once(
+            ("reduces", *self.costed.kinds(edge)), lambda: self._is_reduced(edge)
+        )
+
+    def _is_reduced(self, edge: ReshardEdge) -> np.ndarray:
         source, target = (port_specs(p, self.costed.strategies[p.node]) for p in (edge.source, edge.target))
         return ((source[:, None, :] == PARTIAL) & (target[None, :, :] != PARTIAL)).any(axis=2)
 
