@@ -300,9 +300,9 @@ class Parallelized:
         plan, place = self._plan_for(traced) or (None, "")
         given_up = planning.arguments_of(traced, self._request.donate)
         if isinstance(plan, Plan):
-            applied = planning.applied(traced, plan, place)
-            program = programs.built(applied, hardware.groups[0], devices, placing.retraced, given_up)
-            return applied.step, applied.plan, program
+            found = planning.applied(traced, plan, place)
+            program = programs.applied(found, hardware.groups[0], devices, placing.retraced, given_up)
+            return found.step, found.plan, program
 
         cluster = hardware.groups[0]  # one program's
 

@@ -2,11 +2,12 @@
 
 On GPUs the compiler has the last word. A program carries its plan's cap to XLA's scheduler, which otherwise trades all of a
 larger device's memory for overlap. And it is compiled before its first step anyway: where its peak then lies above the cap,
-the search goes on under a lower limit, as `search(..., verify=True)` does without the devices.
+XLA's own rematerialization may bring it down. Where that does not either, the search goes on under a lower limit, as
+`search(..., verify=True)` does without the devices.
 """
 
 import contextlib
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,7 +24,7 @@ from cost_model.errors import InfeasibleError, first_line
 from cost_model.mixed_cluster import AnyCluster, MixedCluster
 from cost_model.units import format_bytes
 from cost_model.xla.compiler import options_for_cap
-from cost_model.xla.gpu_targets import scheduler_options
+from cost_model.xla.gpu_targets import AS_PLANNED, scheduler_options
 from executors import jit, pipeline, spmd
 from executors.jit import Program
 from executors.pipeline_jit import CompilerOptions
@@ -65,6 +66,7 @@ def built(
     devices: Sequence[Any],
     on_retrace: Callable[[], None] = lambda: None,
     given_up: AbstractSet[int] = frozenset(),
+    besides: Mapping[str, str] = AS_PLANNED,
 ) -> Program:
     """A plan's program.
 
@@ -74,13 +76,43 @@ def built(
       devices: in the cluster's order: real, simulated or compile-only.
       on_retrace: as for `executors.jit.build`.
       given_up: as for `executors.jit.build`.
+      besides: options of the compiler.
     """
-    options = _options(found.plan, cluster, devices)
+    options = _options(found.plan, cluster, devices, besides)
     return jit.build(found.step, found.sharding, devices, on_retrace, options, given_up)
 
 
+def applied(
+    found: SearchResult,
+    cluster: Cluster,
+    devices: Sequence[Any],
+    on_retrace: Callable[[], None],
+    given_up: AbstractSet[int],
+) -> Program:
+    """The program of a plan that was found before."""
+    if _are_gpus(devices):
+        return _compiled(found, cluster, devices, on_retrace, given_up)[0]
+    return built(found, cluster, devices, on_retrace, given_up)
+
+
+def _compiled(
+    found: SearchResult,
+    cluster: Cluster,
+    devices: Sequence[Any],
+    on_retrace: Callable[[], None],
+    given_up: AbstractSet[int],
+) -> tuple[Program, Verification]:
+    """A plan's program for GPUs at hand, and what became of it; with XLA's own rematerialization where only so it fits."""
+
+    def verified(besides: Mapping[str, str]) -> tuple[Program, Verification]:
+        program = built(found, cluster, devices, on_retrace, given_up, besides)
+        return program, judge.verified_here(found, cluster, program)
+
+    return judge.first_fitting(verified, lambda made: made[1].fits)
+
+
 def _options(
-    plan: Plan | SpmdPlan, cluster: Cluster, devices: Sequence[Any]
+    plan: Plan | SpmdPlan, cluster: Cluster, devices: Sequence[Any], besides: Mapping[str, str]
 ) -> Callable[[int], dict[str, str]]:
     """What the compiler is told of a program for all devices."""
 
@@ -88,7 +120,7 @@ def _options(
         if not _are_gpus(devices):
             return {}
         for_cap = options_for_cap(plan.memory_bytes, resting_bytes, cluster.device.memory_bytes)
-        return for_cap | scheduler_options(cluster.device.name)
+        return {**for_cap, **scheduler_options(cluster.device.name), **besides}
 
     return compiler_options
 
@@ -125,9 +157,10 @@ def searched(
 
     def verified(found: SearchResult, full: bool) -> Verification:
         del full  # it is compiled whole in any case
-        programs.append(built(found, cluster, devices, on_retrace, given_up))
         progress("compiling")
-        return judge.verified_here(found, cluster, programs[-1])
+        program, proof = _compiled(found, cluster, devices, on_retrace, given_up)
+        programs.append(program)
+        return proof
 
     found = judge.fitting(
         lambda limit, said: find(replace(options, memory_bytes=limit), said),
@@ -153,7 +186,7 @@ def pipelined(
       on_retrace: as for `executors.pipeline.build`.
     """
     if isinstance(found, SpmdPipeline):
-        of_all = _options(found.plan, cluster.groups[0], devices)
+        of_all = _options(found.plan, cluster.groups[0], devices, {})
         return spmd.build(found.program, found.sharding, devices, on_retrace, of_all)
     devices, options = _as_stages_stand(found.plan, cluster, devices), _stage_options(found, devices)
     return pipeline.build(found.programs, found.schedule, found.shardings, devices, on_retrace, options)
@@ -170,7 +203,7 @@ def emitted(
       devices: in the cluster's order: real, simulated or compile-only.
     """
     if isinstance(found, SpmdPipeline):
-        of_all = _options(found.plan, cluster.groups[0], devices)
+        of_all = _options(found.plan, cluster.groups[0], devices, {})
         return spmd.build(found.program, found.sharding, devices, compiler_options=of_all)
     devices, options = _as_stages_stand(found.plan, cluster, devices), _stage_options(found, devices)
     agenda = pipeline.followed(found.programs, found.schedule, found.shardings, devices, options)

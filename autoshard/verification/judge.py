@@ -5,7 +5,7 @@ device whose memory is such that its scheduler aims at the plan's cap.
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from cost_model.mixed_cluster import AnyCluster
 from cost_model.units import format_bytes, format_seconds
 from cost_model.xla import compiler
 from cost_model.xla._jax import lower, module_bytes
+from cost_model.xla.gpu_targets import AS_PLANNED
 from cost_model.xla.process import Compiler, compile_apart
 from cost_model.xla.stats import CompiledStats
 from executors import jit
@@ -84,6 +85,15 @@ class CompilerVerifier:
           found: a plan on its step.
           full: whether to compile all blocks, however many are alike.
         """
+
+        def compiled(besides: Mapping[str, str]) -> Verification:
+            flags = (self.compiler.flags, *(f"--{name}={value}" for name, value in besides.items()))
+            asked = replace(self.compiler, flags=" ".join(filter(None, flags)))
+            return replace(self, compiler=asked)._compiled(found, full)
+
+        return first_fitting(compiled, lambda proof: proof.fits)
+
+    def _compiled(self, found: SearchResult, full: bool) -> Verification:
         step, watch = found.step, Stopwatch(found.step.trace_s)
         tell = telling(self.progress, "", watch)
         if full or not is_long(step):
@@ -133,6 +143,20 @@ class CompilerVerifier:
         stats = CompiledStats.of(compiled, dict(zip(sharding.axis_names, sharding.mesh_shape, strict=True)))
         watch.lap("compile")
         return stats
+
+
+def first_fitting[Made](compiled: Callable[[Mapping[str, str]], Made], fits: Callable[[Made], bool]) -> Made:
+    """A program compiled as planned; or, where only so it keeps to its cap, with XLA's own rematerialization.
+
+    Args:
+      compiled: given options of the compiler, makes and compiles it.
+      fits: whether it keeps to its cap.
+    """
+    as_planned = compiled(AS_PLANNED)
+    if fits(as_planned):
+        return as_planned
+    rematerialized = compiled({})
+    return rematerialized if fits(rematerialized) else as_planned
 
 
 def verified_here(found: SearchResult, cluster: Cluster, program: Program) -> Verification:

@@ -123,7 +123,7 @@ class _Rewriting:
             self._pause(op)
         inputs = tuple(self._read(a, op.phase) if isinstance(a, int) else a for a in op.inputs)
         self.origin[len(self.written.ops)] = n
-        self.written.ops.append(replace(op, inputs=inputs))
+        self.written.ops.append(op if inputs == op.inputs else replace(op, inputs=inputs))
         for v in op.outputs:
             if v in self.stored:
                 self.on_host[v] = self._copied(v, _to_host, op)

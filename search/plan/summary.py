@@ -4,12 +4,13 @@ import math
 import re
 from collections import Counter
 from collections.abc import Mapping
+from types import MappingProxyType
 
 from cost_model.cluster import Cluster
 from cost_model.collectives import MeshModel
 from cost_model.errors import InputError, PlanError
 from cost_model.units import format_bytes, format_mesh, format_rate, format_seconds
-from cost_model.xla.gpu_targets import scheduler_options
+from cost_model.xla.gpu_targets import AS_PLANNED, scheduler_options
 from search.plan.argument_lines import argument_lines
 from search.plan.plan import Estimates, Plan
 from search.plan.text_table import aligned, fitted, more_of, plural
@@ -73,13 +74,20 @@ def _head(plan: Plan, cluster: Cluster, model: MeshModel) -> list[str]:
         ),
     ]
     given = ", ".join(f"{key} {value}" for key, value in plan.options.items())
-    besides = (("compiler", compiler_options(cluster)), ("given", given))
+    besides = (("compiler", compiler_options(cluster, AS_PLANNED)), ("given", given))
     return aligned([*rows, *(row for row in besides if row[1])], indent=0)
 
 
-def compiler_options(cluster: Cluster) -> str:
-    """What programs ask the compiler for besides keeping to the cap; nothing where devices are simulated."""
-    return ", ".join(f"{key}={value}" for key, value in scheduler_options(cluster.device.name).items())
+def compiler_options(cluster: Cluster, besides: Mapping[str, str] = MappingProxyType({})) -> str:
+    """What programs ask the compiler for besides keeping to the cap; nothing where devices are simulated.
+
+    Args:
+      cluster: where they run.
+      besides: what not all of them ask for.
+    """
+    asked = scheduler_options(cluster.device.name)
+    said = {**asked, **besides} if asked else {}
+    return ", ".join(f"{key}={value}" for key, value in said.items())
 
 
 def _edits(plan: Plan) -> list[str]:

@@ -101,7 +101,7 @@ class Traffic:
         """By edge: a ride for each value that goes this way and waits for nothing; none where it is of no such kind."""
         alone = [tuple(self._of(edge)) for edge in self.graph.edges]
         windows = iter(_joined([ride for rides in alone for ride in rides]))
-        return tuple(tuple(replace(ride, window=next(windows)) for ride in rides) for rides in alone)
+        return tuple(tuple(_within(next(windows), ride) for ride in rides) for rides in alone)
 
     @cached_property
     def pools(self) -> dict[Pool, int]:
@@ -276,6 +276,10 @@ def _joined(rides: Sequence[Ride]) -> list[Span]:
             for n in group:
                 found[n] = start, max(start, end)
     return found
+
+
+def _within(window: Span, ride: Ride) -> Ride:
+    return ride if window == ride.window else replace(ride, window=window)
 
 
 def _filled(numbers: Sequence[int], num_bytes: Sequence[float]) -> Iterator[list[int]]:

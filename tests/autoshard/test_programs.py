@@ -10,6 +10,8 @@ import autoshard
 from autoshard import InfeasibleError, programs
 from cost_model.hardware import parse_cluster
 from cost_model.xla import compiler
+from cost_model.xla.gpu_targets import AS_PLANNED
+from executors import jit
 from search.ir.trace import trace
 from search.options import Options
 from tests.search.chain import chain
@@ -42,23 +44,63 @@ def roomy():
     return found.plan.estimates.peak_bytes, compiled_peak(program)
 
 
-@pytest.mark.usefixtures("on_gpus")
-def test_a_plan_that_compiles_to_more_than_the_cap_is_searched_again(roomy, monkeypatch):
-    read, peaks = compiler.read, []
+@pytest.fixture
+def peaks(monkeypatch):
+    """Of what is compiled, where the first programs hold more than they do: so many, and what all came to."""
+    read, made, num_larger = compiler.read, list[int](), [0]
 
-    def first_holding_more(executable):
+    def holding_more(executable):
         found = read(executable)
-        if not peaks:
+        if len(made) < num_larger[0]:
             found = replace(found, temporary_bytes=int(1.25 * found.temporary_bytes))
-        peaks.append(found.peak_bytes)
+        made.append(found.peak_bytes)
         return found
 
-    monkeypatch.setattr(compiler, "read", first_holding_more)
-    cap_bytes = roomy[0]
+    monkeypatch.setattr(compiler, "read", holding_more)
+    return num_larger, made
+
+
+@pytest.fixture
+def besides(monkeypatch):
+    """What the compiler is told of each program."""
+    build, told = jit.build, list[dict[str, str]]()
+
+    def telling(step, sharding, devices, on_retrace, options, given_up):
+        told.append(options(0))
+        return build(step, sharding, devices, on_retrace, options, given_up)
+
+    monkeypatch.setattr(jit, "build", telling)
+    return told
+
+
+@pytest.mark.usefixtures("on_gpus")
+def test_a_plan_that_compiles_to_more_than_the_cap_is_searched_again(roomy, peaks, besides):
+    num_larger, made = peaks
+    num_larger[0], cap_bytes = 2, roomy[0]
     with pytest.warns(autoshard.AutoshardWarning, match=r"above the cap .* it was searched again"):
         found, program = searched(cap_bytes)
-    assert peaks[0] > cap_bytes >= peaks[-1] == compiled_peak(program)
+    assert min(made[:2]) > cap_bytes >= made[-1] == compiled_peak(program)
     assert found.plan.memory_bytes == cap_bytes
+    assert [AS_PLANNED.items() <= told.items() for told in besides] == [True, False, True]
+
+
+@pytest.mark.usefixtures("on_gpus")
+def test_xla_may_recompute_by_itself_where_only_so_the_program_keeps_to_the_cap(roomy, peaks, besides):
+    num_larger, made = peaks
+    num_larger[0], cap_bytes = 1, int(1.05 * max(roomy))
+    _, program = searched(cap_bytes)
+    assert made[0] > cap_bytes >= made[1] == compiled_peak(program)
+    assert [AS_PLANNED.items() <= told.items() for told in besides] == [True, False]
+
+
+@pytest.mark.usefixtures("on_gpus")
+def test_a_plan_found_before_is_compiled_likewise(roomy, peaks, besides):
+    found, _ = searched(int(1.05 * max(roomy)))
+    num_larger, made = peaks
+    num_larger[0] = len(made) + 1
+    besides.clear()
+    programs.applied(found, parse_cluster("8xH100-80GB"), jax.devices(), lambda: None, frozenset())
+    assert [AS_PLANNED.items() <= told.items() for told in besides] == [True, False]
 
 
 @pytest.mark.usefixtures("on_gpus")

@@ -50,7 +50,7 @@ class StandIn(CompilerVerifier):
         values = step.abstract_inputs()
         arguments = sum(v.size * v.dtype.itemsize // n for v, n in zip(values, shards, strict=True))
         traffic = {GATHERED: (num_products, 1000 * num_products)}
-        return CompiledStats(arguments, 4, cap_bytes - arguments, 0, traffic, {})
+        return CompiledStats(arguments, 0, cap_bytes - arguments, 0, traffic, {})
 
 
 @pytest.fixture(scope="module")
