@@ -13,7 +13,7 @@ Rules know roles and sizes, and no model.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import combinations, permutations
 
 import numpy as np
@@ -21,7 +21,7 @@ import numpy as np
 from search.ir.graph import Role
 from search.ir.spec import WHOLE
 from search.problem.costs import CostedGraph
-from search.problem.strategies import NONE, port_specs
+from search.problem.strategies import NONE, REMEMBERED, Strategies, port_specs
 from search.problem.strategy_graph import StrategyGraph
 from search.solver.pbqp import Labels, Problem
 
@@ -77,12 +77,12 @@ class _Propagation:
         """What follows from a rule."""
         labels = self._placed(rule)
         for node in (node for node in self._order if node not in labels):
-            kept = self._following(node, rule)
-            cost_s = self.problem.node_cost_s[node][kept]
+            cost_s = self.problem.node_cost_s[node]
             for other, between_s in self._neighbours[node]:
                 if other in labels:
-                    cost_s = cost_s + between_s[labels[other]][kept]
-            labels[node] = int(kept[cost_s.argmin()])
+                    cost_s = cost_s + between_s[labels[other]]
+            kept = self._following(node, rule)
+            labels[node] = int(kept[cost_s[kept].argmin()])
         return tuple(labels[node] for node in range(len(labels)))
 
     def _placed(self, rule: Rule) -> dict[int, int]:
@@ -103,14 +103,11 @@ class _Propagation:
     def _following(self, node: int, rule: Rule) -> np.ndarray:
         """The strategies that split the loop over examples over the batch's axes and no others, under a frugal rule nothing
         else either; all where there is no such loop."""
-        kept = self.kept[node]
-        if node not in self._batch_factors:
+        kept, factor = self.kept[node], self._batch_factors.get(node)
+        if factor is None:
             return kept
-        assignment = self.costed.strategies[node].assignment[kept]
-        is_split = assignment != NONE if rule.is_frugal else assignment == self._batch_factors[node]
-        wanted = np.isin(np.arange(is_split.shape[1]), rule.batch)
-        follows = (is_split == wanted) & ((assignment == self._batch_factors[node]) == wanted)
-        following = kept[follows.all(axis=1)]
+        follows = _follows(self.costed.strategies[node], factor, rule.batch, rule.is_frugal)
+        following = kept[follows[kept]]
         return following if len(following) else kept
 
     @cached_property
@@ -139,6 +136,15 @@ class _Propagation:
     @cached_property
     def _batch_factors(self) -> dict[int, int]:
         return batch_factors(self.costed.graph)
+
+
+@lru_cache(maxsize=REMEMBERED)
+def _follows(strategies: Strategies, factor: int, batch: Axes, is_frugal: bool) -> np.ndarray:
+    """[strategies]: whether they split a factor over these axes and no others, and, if frugal, nothing else."""
+    is_batch = strategies.assignment == factor
+    is_split = strategies.assignment != NONE if is_frugal else is_batch
+    wanted = np.isin(np.arange(is_batch.shape[1]), batch)
+    return ((is_split == wanted) & (is_batch == wanted)).all(axis=1)
 
 
 def batch_factors(graph: StrategyGraph) -> dict[int, int]:
