@@ -17,6 +17,7 @@ from search.device.kernel_times import KernelTime, Times, of_collective
 from search.device.sums_in_place import sums_in_place
 from search.device.workspace import Workspaces
 from search.ir.sharding import ReshardStep, SharedPaths
+from search.ir.spec import shard_shape
 from search.problem import likes
 from search.problem.convolution_copies import CONVOLUTION, ConvolutionCopy
 from search.problem.costs import CostedGraph
@@ -91,9 +92,15 @@ class Sums:
 
 @dataclass(frozen=True, slots=True)
 class Copies:
-    """A kernel writes an array in this order of its dimensions."""
+    """A kernel writes an array in another order of its dimensions.
+
+    Attributes:
+      order: that order.
+      is_tiled: whether tile by tile: a plain loop writes several orders at once.
+    """
 
     order: Order
+    is_tiled: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +189,7 @@ class _Lowering:
         self.shared = SharedPaths[tuple[int, ...]]()
         self.reduced: dict[int, list] = {}
         self.rewritten: dict[tuple[tuple[int, ...], Hashable, float], tuple[int, ...]] = {}
+        self.looped: dict[Hashable, int] = {}
         self.last_backward: tuple[int, ...] = ()
         self.constants: set[int] = set()
         self.made_by: dict[int, int] = {}
@@ -320,8 +328,10 @@ class _Lowering:
             if isinstance(copy, ConvolutionCopy):
                 return self._copied(i, source, read, num_bytes, (copy.spatial, num_bytes))
             seen = self.live_ranges.fusion.seen_through(v)
-            nest = self.program.values[seen].shape, self.paths.made(seen)
-            return self._copied(i, source, read, num_bytes, nest, Copies(copy))
+            shape, spec = self.program.values[seen].shape, self.paths.made(seen)
+            part = shard_shape(spec, shape, self.mesh.shape)
+            root = Copies(copy, self.live_ranges.fusion.layouts.is_tiled(seen, copy, part))
+            return self._copied(i, source, read, num_bytes, (shape, spec), root)
         if is_kernel and all(self.buffers[b].is_argument for b in source):
             return self._copied(i, source, operand, sum(self.buffers[b].num_bytes for b in source), None)
         steps = self.paths.to_reader(i, operand).path
@@ -339,15 +349,27 @@ class _Lowering:
         nest: Hashable,
         root: Copies | None = None,
     ) -> tuple[int, ...]:
-        """A copy of an array, made once."""
+        """A copy of an array, made once; by a kernel that copies the same in another order, if both are plain loops."""
         key = (source, read, num_bytes)
         if key not in self.rewritten:
             loops, runs = self.live_ranges.loops_at[i], self.program.ops[i].count
             made = (self._buffer(num_bytes, Resident.TEMPORARIES, loops, False),)
             time = self.times.of_moving(2 * num_bytes) * runs
-            self._append(Kernel(i, source, made, (), None, 0.0, time, loops, nest, root))
+            kernel = Kernel(i, source, made, (), None, 0.0, time, loops, nest, root)
+            looped = (source, nest, loops) if root and not root.is_tiled else None
+            if looped in self.looped:
+                self._add(kernel, self.looped[looped])
+            else:
+                k = self._append(kernel)
+                self.looped |= {looped: k} if looped else {}
             self.rewritten[key] = made
         return self.rewritten[key]
+
+    def _add(self, kernel: Kernel, k: int) -> None:
+        """What a kernel makes, another one makes too."""
+        one = self.kernels[k]
+        self.kernels[k] = replace(one, makes=(*one.makes, *kernel.makes), time=one.time + kernel.time)
+        self.made_by |= dict.fromkeys(kernel.makes, k)
 
     def _arrival(self, i: int, operand: int) -> Arrival:
         v = self.program.ops[i].operands[operand]

@@ -7,7 +7,8 @@ elementwise ops and transposes take what they read as it lies, for free. Two thi
   columns)`. cuBLAS transposes a matrix by itself, but where rows, columns or sums are several dimensions, they are made one
   by a reshape, which XLA does not look through (`DotDecomposer`, `TransposeFolding`). Such an operand is written out in that
   order, once for every order that products want: so are the probabilities of grouped heads, whose rows are a group's heads
-  and the queries, and the gradient of their scores.
+  and the queries, and the gradient of their scores. A plain loop, such as groups of less than eight take, writes all these
+  orders at once (`multi_output_fusion.cc`), and so those probabilities for the backward phase in the forward phase already.
 * Where an elementwise op reads what two products made in different orders, the later one's is first written out in the
   order of the earlier's, in the type that it has there (`GpuLayoutAssignment` follows the products from the first on): so is
   the gradient of those probabilities, in float32, where the softmax lies as its scores do.
@@ -21,6 +22,10 @@ from dataclasses import dataclass
 from search.problem.flat_program import FlatOp, FlatProgram
 
 PRODUCT = "dot_general"
+
+LEAST_TILED, LEAST_TILED_OF_MANY, MANY_TILED = 16, 8, 64 * 128
+"""Elements of both innermost dimensions that XLA transposes in tiles, at the least; and of each and together, where there
+are many. Source: XLA, `xla/service/gpu/ir_emission_utils.h`, kMinDimensionToTransposeTiled and those below it."""
 
 Order = tuple[int, ...]
 """Dimensions of a value, the outermost first; those of a single element are left out."""
@@ -72,6 +77,25 @@ class Layouts:
             order, v = tuple(maker.op.params["permutation"][d] for d in order), maker.operands[0]
         return order
 
+    def is_tiled(self, v: int, wanted: Order, part: Sequence[int]) -> bool:
+        """Whether a value is written out in another order tile by tile, as far as is known; if not, in a plain loop.
+
+        XLA takes tiles unless one of the innermost dimensions, which change places, is short (`ir_emission_utils.cc`,
+        `GetDescriptionForTiledTransposeEmitter`).
+
+        Args:
+          v: the value.
+          wanted: the order.
+          part: the shape of a device's part of it.
+        """
+        lies = self.of[v].order if v in self.of else ()
+        before, after = ([d for d in order if part[d] > 1] for order in (lies, wanted))
+        if not before or set(before) != set(after) or before[-1] == after[-1]:
+            return True
+        rows, columns = _innermost(before, after, part), _innermost(after, before, part)
+        least = min(rows, columns)
+        return least >= LEAST_TILED or (least >= LEAST_TILED_OF_MANY and rows * columns >= MANY_TILED)
+
 
 def layouts(program: FlatProgram) -> Layouts:
     """Follows the products of a program."""
@@ -109,6 +133,16 @@ def batch_first(op: FlatOp, operand: int, shape: Sequence[int], order: Order) ->
         wanted, turned = turned, wanted
     is_turned = max(len(sums), len(free)) < 2 and order == turned
     return None if not first or order == wanted or is_turned else wanted
+
+
+def _innermost(order: Sequence[int], other: Sequence[int], shape: Sequence[int]) -> int:
+    """The extent of the innermost dimensions of an order that are next to one another in another, too."""
+    place, extent = {d: at for at, d in enumerate(other)}, shape[order[-1]]
+    for outer, inner in zip(reversed(order[:-1]), reversed(order), strict=False):
+        if place[outer] + 1 != place[inner]:
+            break
+        extent *= shape[outer]
+    return extent
 
 
 def _parts(op: FlatOp, operand: int, shape: Sequence[int]) -> tuple[Order, Order, Order]:

@@ -56,6 +56,16 @@ def _grouped(w, x):
     return jnp.mean(found.astype(jnp.float32) ** 2)
 
 
+def _grouped_layers(w, x):
+    """The probabilities of each layer are kept in the order in which its gradient's product wants them, though they can be
+    computed from its scores, which are kept too."""
+    for _ in range(6):
+        q, k = (x @ w[0]).reshape(*x.shape[:2], 4, 4, 64), (x @ w[1]).reshape(*x.shape[:2], 4, 64)
+        p = jax.nn.softmax(jnp.einsum("btkgd,bskd->bkgts", q, k), -1)
+        x = x + jnp.einsum("bkgts,bskd->btkgd", p, k).reshape(x.shape)
+    return jnp.mean(x**2)
+
+
 def _in_parts(w, x):
     """Gradients of parts of the batch, added up: no part has one of its own."""
 
@@ -84,6 +94,11 @@ STEPS = {
         trained(_grouped),
         [array(1024, 1024, dtype=BF16), array(1024, 256, dtype=BF16)],
         array(4, 1024, 1024, dtype=BF16),
+    ),
+    "layers of grouped heads": (
+        trained(_grouped_layers),
+        [array(1024, 1024), array(1024, 256)],
+        array(2, 1024, 1024),
     ),
 }
 

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from cost_model.collectives import MeshModel
 from cost_model.hardware import parse_cluster
-from search.device.lowering import Kernel, Lowered, lower
+from search.device.lowering import Copies, Kernel, Lowered, lower
 from search.ir.trace import trace
 from search.mesh_problem import StepProblem
 from search.problem.live_ranges import Resident
@@ -377,9 +377,9 @@ def test_a_gradient_is_waited_for_as_its_update_reads_it():
 # --- arrays in another order
 
 
-def grouped(batch, rows):
-    """Grouped heads on bfloat16 and their gradients: 2 groups of 4."""
-    q, k = (jax.ShapeDtypeStruct((batch, rows, *heads, 64), jnp.bfloat16) for heads in ((2, 4), (2,)))
+def grouped(batch, rows, heads=4):
+    """Grouped heads on bfloat16 and their gradients: 2 groups."""
+    q, k = (jax.ShapeDtypeStruct((batch, rows, *two, 64), jnp.bfloat16) for two in ((2, heads), (2,)))
 
     def attended(q, k, v):
         scores = jnp.einsum("btkgd,bskd->bkgts", q, k).astype(jnp.float32)
@@ -408,6 +408,16 @@ def test_the_scores_of_small_grouped_heads_are_kept_in_float32():
     scores = 8 * 512 * 512 * 2
     assert made(grouped(1, 512), scores * 2) == 2
     assert made(grouped(4, 512), 4 * scores * 2) == 1
+
+
+@pytest.mark.parametrize(("heads", "num_orders"), [(4, 2), (8, 1), (16, 1)])
+def test_a_plain_loop_writes_an_array_in_all_orders_that_products_want_whenever_these_run(heads, num_orders):
+    """As XLA does: probabilities for the forward and the backward phase. It transposes groups of eight in tiles."""
+    found = grouped(1, 1024, heads)
+    num_bytes = 2 * heads * 1024 * 1024 * 2
+    written = [[b for b in k.makes if found.buffers[b].num_bytes == num_bytes] for k in found.kernels]
+    copies = [bs for k, bs in zip(found.kernels, written, strict=True) if isinstance(k.root, Copies)]
+    assert max(map(len, copies)) == num_orders
 
 
 # --- zeros
