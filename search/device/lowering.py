@@ -330,7 +330,8 @@ class _Lowering:
             seen = self.live_ranges.fusion.seen_through(v)
             shape, spec = self.program.values[seen].shape, self.paths.made(seen)
             part = shard_shape(spec, shape, self.mesh.shape)
-            root = Copies(copy, self.live_ranges.fusion.layouts.is_tiled(seen, copy, part))
+            itemsize = self.program.values[v].itemsize
+            root = Copies(copy, self.live_ranges.fusion.layouts.is_tiled(seen, copy, part, itemsize))
             return self._copied(i, source, read, num_bytes, (shape, spec), root)
         if is_kernel and all(self.buffers[b].is_argument for b in source):
             return self._copied(i, source, operand, sum(self.buffers[b].num_bytes for b in source), None)

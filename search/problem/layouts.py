@@ -7,8 +7,8 @@ elementwise ops and transposes take what they read as it lies, for free. Two thi
   columns)`. cuBLAS transposes a matrix by itself, but where rows, columns or sums are several dimensions, they are made one
   by a reshape, which XLA does not look through (`DotDecomposer`, `TransposeFolding`). Such an operand is written out in that
   order, once for every order that products want: so are the probabilities of grouped heads, whose rows are a group's heads
-  and the queries, and the gradient of their scores. A plain loop, such as groups of less than eight take, writes all these
-  orders at once (`multi_output_fusion.cc`), and so those probabilities for the backward phase in the forward phase already.
+  and the queries, and the gradient of their scores. A plain loop, such as float32 in groups of less than eight takes, writes
+  all these orders at once (`multi_output_fusion.cc`): those that the backward phase wants are there from the forward phase on.
 * Where an elementwise op reads what two products made in different orders, the later one's is first written out in the
   order of the earlier's, in the type that it has there (`GpuLayoutAssignment` follows the products from the first on): so is
   the gradient of those probabilities, in float32, where the softmax lies as its scores do.
@@ -26,6 +26,9 @@ PRODUCT = "dot_general"
 LEAST_TILED, LEAST_TILED_OF_MANY, MANY_TILED = 16, 8, 64 * 128
 """Elements of both innermost dimensions that XLA transposes in tiles, at the least; and of each and together, where there
 are many. Source: XLA, `xla/service/gpu/ir_emission_utils.h`, kMinDimensionToTransposeTiled and those below it."""
+
+LEAST_LOOPED_BYTES = 4
+"""Of an element that a plain loop writes in another order. Source: compiled programs; grouped heads in bfloat16 do not."""
 
 Order = tuple[int, ...]
 """Dimensions of a value, the outermost first; those of a single element are left out."""
@@ -77,20 +80,22 @@ class Layouts:
             order, v = tuple(maker.op.params["permutation"][d] for d in order), maker.operands[0]
         return order
 
-    def is_tiled(self, v: int, wanted: Order, part: Sequence[int]) -> bool:
+    def is_tiled(self, v: int, wanted: Order, part: Sequence[int], itemsize: int) -> bool:
         """Whether a value is written out in another order tile by tile, as far as is known; if not, in a plain loop.
 
         XLA takes tiles unless one of the innermost dimensions, which change places, is short (`ir_emission_utils.cc`,
-        `GetDescriptionForTiledTransposeEmitter`).
+        `GetDescriptionForTiledTransposeEmitter`), and packs what has less than four bytes into them.
 
         Args:
           v: the value.
           wanted: the order.
           part: the shape of a device's part of it.
+          itemsize: bytes of an element of what is written.
         """
         lies = self.of[v].order if v in self.of else ()
         before, after = ([d for d in order if part[d] > 1] for order in (lies, wanted))
-        if not before or set(before) != set(after) or before[-1] == after[-1]:
+        is_known = bool(before) and set(before) == set(after) and before[-1] != after[-1]
+        if not is_known or itemsize < LEAST_LOOPED_BYTES:
             return True
         rows, columns = _innermost(before, after, part), _innermost(after, before, part)
         least = min(rows, columns)

@@ -377,9 +377,9 @@ def test_a_gradient_is_waited_for_as_its_update_reads_it():
 # --- arrays in another order
 
 
-def grouped(batch, rows, heads=4):
-    """Grouped heads on bfloat16 and their gradients: 2 groups."""
-    q, k = (jax.ShapeDtypeStruct((batch, rows, *two, 64), jnp.bfloat16) for two in ((2, heads), (2,)))
+def grouped(batch, rows, heads=4, dtype=jnp.bfloat16):
+    """Grouped heads and their gradients: 2 groups."""
+    q, k = (jax.ShapeDtypeStruct((batch, rows, *two, 64), dtype) for two in ((2, heads), (2,)))
 
     def attended(q, k, v):
         scores = jnp.einsum("btkgd,bskd->bkgts", q, k).astype(jnp.float32)
@@ -410,11 +410,20 @@ def test_the_scores_of_small_grouped_heads_are_kept_in_float32():
     assert made(grouped(4, 512), 4 * scores * 2) == 1
 
 
-@pytest.mark.parametrize(("heads", "num_orders"), [(4, 2), (8, 1), (16, 1)])
-def test_a_plain_loop_writes_an_array_in_all_orders_that_products_want_whenever_these_run(heads, num_orders):
-    """As XLA does: probabilities for the forward and the backward phase. It transposes groups of eight in tiles."""
-    found = grouped(1, 1024, heads)
-    num_bytes = 2 * heads * 1024 * 1024 * 2
+@pytest.mark.parametrize(
+    ("heads", "rows", "dtype", "num_orders"),
+    [
+        (4, 1024, jnp.float32, 2),
+        (8, 256, jnp.float32, 2),
+        (8, 1024, jnp.float32, 1),
+        (16, 256, jnp.float32, 1),
+        (4, 1024, jnp.bfloat16, 1),
+    ],
+)
+def test_a_plain_loop_writes_an_array_in_all_orders_that_products_want(heads, rows, dtype, num_orders):
+    """As XLA does: probabilities for the forward and the backward phase. Others are transposed in tiles."""
+    found = grouped(1, rows, heads, dtype)
+    num_bytes = 2 * heads * rows * rows * dtype(0).nbytes
     written = [[b for b in k.makes if found.buffers[b].num_bytes == num_bytes] for k in found.kernels]
     copies = [bs for k, bs in zip(found.kernels, written, strict=True) if isinstance(k.root, Copies)]
     assert max(map(len, copies)) == num_orders
