@@ -8,7 +8,7 @@ elementwise ops and transposes take what they read as it lies, for free. Two thi
   by a reshape, which XLA does not look through (`DotDecomposer`, `TransposeFolding`). Such an operand is written out in that
   order, once for every order that products want: so are the probabilities of grouped heads, whose rows are a group's heads
   and the queries, and the gradient of their scores. A plain loop, such as float32 in groups of less than eight takes, writes
-  all these orders at once (`multi_output_fusion.cc`): those that the backward phase wants are there from the forward phase on.
+  all these orders at once (`multi_output_fusion.cc`): what the backward phase wants is there from the forward phase on.
 * Where an elementwise op reads what two products made in different orders, the later one's is first written out in the
   order of the earlier's, in the type that it has there (`GpuLayoutAssignment` follows the products from the first on): so is
   the gradient of those probabilities, in float32, where the softmax lies as its scores do.
