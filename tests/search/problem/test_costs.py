@@ -14,11 +14,13 @@ from cost_model.compute import pass_s_per_byte
 from cost_model.hardware import parse_cluster
 from search.ir.graph import Phase
 from search.ir.trace import trace
+from search.memory.microbatches import microbatched
 from search.mesh_problem import StepProblem
 from search.plan.estimates import estimate
 from search.problem.costs import price
 from search.problem.kernels import moved_alone
 from search.problem.reshard import Resharder
+from tests.zoo import MAKERS
 
 ROWS, COLUMNS = 512, 256
 LARGE = jnp.zeros((ROWS, COLUMNS))
@@ -285,3 +287,19 @@ def test_reductions_inside_a_group_run_as_often_as_the_loops_around_them():
         once_s = found.resharder.mesh.time_s("all-reduce", axes, 4 * ROWS / parts) if axes else 0.0
         assert inside_s == pytest.approx(3 * 5 * once_s)
     assert {columns, rows} <= set(found.strategies[node].assignment.ravel().tolist())
+
+
+@pytest.mark.parametrize("name", ["llama", "moe"])
+def test_what_is_priced_once_for_edges_that_are_alike_is_the_price_of_each(name):
+    """Also where two steps share what is known of a mesh, here one with an argument on the host."""
+    case, cluster = MAKERS[name](), parse_cluster("8xH100-80GB")
+    step, mesh = microbatched(trace(case.step, *case.abstract_args()), 2), MeshModel(cluster, (2, 4))
+    shared, met = Resharder(mesh), list[np.ndarray]()
+    for hosted in (frozenset[int](), frozenset({0})):
+        ready = StepProblem.of(step, [""] * len(step.arguments), cluster.device, hosted=hosted)
+        found = ready.on(cluster, (2, 4), shared).memory.costed
+        for edge in found.graph.edges:
+            met.append(found.edge_seconds(edge))
+            alone = replace(found, resharder=Resharder(mesh))
+            np.testing.assert_array_equal(met[-1], alone.edge_seconds(edge))
+    assert len(set(map(id, met))) < len(met) / 2

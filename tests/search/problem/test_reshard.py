@@ -288,3 +288,16 @@ def test_chains_of_an_empty_array_come_to_an_end():
         chain = reshard.chain(value, specs[source], specs[target], joined)
         assert source == target or chain[-1].after == specs[target]
         assert len({step.after for step in chain}) == len(chain)
+
+
+def test_values_that_are_met_together_cost_what_each_costs_alone():
+    mesh = MeshModel(parse_cluster("16xH100-80GB"), (2, 8))
+    shapes = (48, 48), (47, 64), (8, 1024), (3, 5), (64,)
+    wanted = [
+        (Value(shape, DTYPE), how) for shape in shapes for how in (ALONE, TERMS, Handling(False, 3e7, 2))
+    ]
+    together = Resharder(mesh)
+    together.learn(wanted)
+    for value, how in wanted:
+        np.testing.assert_array_equal(together.seconds(value, how), Resharder(mesh).seconds(value, how))
+    assert len({together.seconds(*one).tobytes() for one in wanted}) > len(shapes)
