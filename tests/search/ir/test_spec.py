@@ -16,7 +16,6 @@ from search.ir.spec import (
     parse_spec,
     partition_spec,
     shard_size,
-    splits,
 )
 
 AXES = ("replica", "data", "model")
@@ -84,5 +83,3 @@ def test_a_dimension_splits_evenly_or_with_little_padding():
     assert may_split(50257, 8)  # by 7 rows
     assert may_split(63, 64) is True
     assert may_split(62, 64) is False
-    assert splits((0, WHOLE, WHOLE), (50257, 3), (2, 3, 4))
-    assert not splits((0, WHOLE, 1), (50257, 3), (2, 3, 4))
