@@ -7,6 +7,7 @@ import pytest
 
 from cost_model.errors import PlanError
 from cost_model.hardware import parse_cluster
+from cost_model.xla.gpu_targets import AS_PLANNED, scheduler_options
 from search.plan.plan import Collective, Decisions, Estimates, Plan
 from search.plan.summary import summary
 
@@ -134,6 +135,15 @@ def test_the_mesh_says_what_lies_inside_a_node():
     text = summary(make_plan(gpt()))
     assert "mesh      data=2 x model=8: data across nodes (50 GB/s), model inside a node (450 GB/s)" in text
     assert "cluster   16xH100-80GB: 2 nodes of 8 H100-80GB" in text
+
+
+def test_what_the_compiler_is_told_is_said_where_there_is_one_for_gpus():
+    plan = make_plan(gpt())
+    (said,) = re.findall(r"^compiler +(.*)$", summary(plan), re.MULTILINE)
+    wanted = scheduler_options(plan.cluster["device"]["name"]) | AS_PLANNED
+    assert said.split(", ") == [f"{option}={value}" for option, value in wanted.items()]
+    simulated = {**plan.cluster, "device": {**plan.cluster["device"], "name": "CPU"}}
+    assert "compiler" not in summary(replace(plan, cluster=simulated))
 
 
 def test_times_and_bytes_add_up():
