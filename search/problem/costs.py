@@ -119,7 +119,15 @@ class CostedGraph:
         """[strategies of source, strategies of target] seconds in one step."""
         how = self.handling(edge.source.node, edge.maker)
         is_tied = edge.source.node in self._private or edge.value.is_on_host  # which knows no collectives
-        key = (*self.kinds(edge), edge.value.shape, edge.value.itemsize, how, is_tied, edge.count)
+        key = (
+            "resharded",
+            *self.kinds(edge),
+            edge.value.shape,
+            edge.value.itemsize,
+            how,
+            is_tied,
+            edge.count,
+        )
         return self.resharder.once(key, lambda: self._resharding_seconds(edge, how, is_tied))
 
     def kinds(self, edge: ReshardEdge) -> tuple[tuple[Strategies, Dims, tuple[int, ...]], ...]:

@@ -29,9 +29,9 @@ MAX_LABELS = 130
 """Strategies per node; above it, the factors of smallest extent are split over neighbouring axes together only. Three axes
 with four factors have 125."""
 
-
 REMEMBERED = 4096
-"""The answers that nodes and ports share with others like them, as many of a training step's are."""
+"""Answers that are kept for nodes and ports like those that they were found for, as many of a training step's are. Source: a
+choice of ours; a step has some hundred."""
 
 
 class CopySource(StrEnum):
