@@ -18,7 +18,7 @@ from search.mesh_problem import RELATIVE_GAP, Known, MeshProblem, StepProblem
 from search.options import named_axes
 from search.recomputation import FreeSolution, without_cap
 from search.solver.clock import Deadline
-from search.trials import Bounds, Plain, Trials
+from search.trials import FINER_GAP, Bounds, Plain, Trials
 
 COMMUNICATES = 0.025
 """Of a step, what communication must cost for meshes of three axes to be tried. Source: a choice of ours; what they save is
@@ -116,6 +116,7 @@ class FinerMeshes:
             if (1 - HELD_TO_CAP) * trials.cutoff_s > known.bound_s and not deadline.is_over:
                 trials.improve(plain, on_mesh, deadline.left_s, known=known)
         if best.step_problem is not plain:
+            self._improve_where_it_is(best, self.known(best.on_mesh.shape, plain, floors_s), deadline)
             for shape in self._shapes(best.on_mesh, best.communication_share):
                 known = self.known(shape, plain, floors_s)
                 is_promising = known.bound_s < trials.least_s and self._may_gain(shape, best, plain, floors_s)
@@ -127,6 +128,14 @@ class FinerMeshes:
         return trials.best or best, tuple(
             s for s, bound_s in self.floors_s.items() if bound_s >= trials.least_s
         )
+
+    def _improve_where_it_is(self, best: Found, known: Known, deadline: Deadline) -> None:
+        """Looks for a better plan on the best one's mesh of three axes, which had little time so far."""
+        trials, shape = self.trials, best.on_mesh.shape
+        bound_s = max(known.bound_s, trials.proven_s(best.step_problem).get(shape, -math.inf))
+        if shape not in trials.shapes and bound_s < (1 - FINER_GAP) * best.cost_s and not deadline.is_over:
+            known = Known(best.labels, is_enough=True, bound_s=bound_s)
+            trials.improve(best.step_problem, best.on_mesh, deadline.left_s, known=known)
 
     def _may_gain(self, shape: tuple[int, ...], best: Found, plain: StepProblem, floors_s: Bounds) -> bool:
         """Whether the best plan's step may be faster on a mesh than where it is: one that only recomputes hardly is, where

@@ -6,12 +6,11 @@ it overflows, and from then on reckon with the worst of those.
 
 A bound and an incumbent close in on each other, in four stages, and most problems end before the last:
 
-  1. `_begin` (`search.solver.opening`), `_relax`: sweeps of messages (`search.solver.trws`) without any memory row, until
-     the bound hardly rises. Their assignments are improved by pair moves (`search.solver.local_search`), and, after ever
-     more sweeps, by moves of nearly all nodes at once (`search.solver.neighbourhoods`), which prove their answer where they
-     move all. What is then open are cycles of the problem, which messages cannot see; elimination in tables of limited
-     size sees most of them (`search.solver.elimination`). All that knows nothing of rows: who solves a problem again goes
-     on to stage 2 at once.
+  1. `_begin` (`search.solver.opening`): sweeps of messages (`search.solver.trws`) without any memory row, and what descends
+     by pair moves (`search.solver.local_search`) from their best assignment and from those that rules propose. `_contract`:
+     more sweeps, and the problem smaller after each few of them (`search.solver.contraction`), until its cheapest assignment
+     shows, found on the way by moves of nearly all nodes at once (`search.solver.neighbourhoods`). All that knows nothing of
+     rows: who solves a problem again goes on to stage 2 at once.
   2. `_price`: memory rows as prices (`search.solver.lagrangian`), raised until no price gives a better bound. Each
      pricing's assignment is improved in the same two ways, repaired where it overflows, and offered as the incumbent.
   3. `_fit`, if nothing fitted yet: the smallest peak (`search.solver.min_peak`) fits, or proves that nothing does. Where
@@ -19,11 +18,10 @@ A bound and an incumbent close in on each other, in four stages, and most proble
   4. `_branch`: best first, on the node about whose memory good assignments disagree most. Every part is
      priced like the whole, and a small one is solved as an integer program (`search.solver.milp`).
 
-The message bound is that of the linear relaxation, at a fraction of a simplex's time, and elimination raises it; what
-remains open after stage 2 is which of a few lumps of memory to spend, and that is what stage 4 branches on. All
-along, `_drop` removes labels that no assignment better than the incumbent (by more than the gap asked for) can have:
-of some thousand labels a few hundred remain. What was dropped is remembered in `floor_s`: no dropped assignment costs
-less.
+Without rows the bound is exact in the end, or nearly: what remains open after stage 2 is which of a few lumps of memory to
+spend, and that is what stage 4 branches on. All along, `_drop` removes labels that no assignment better than the incumbent
+(by more than the gap asked for) can have: of some thousand labels a few hundred remain. What was dropped is remembered in
+`floor_s`: no dropped assignment costs less.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,13 +31,13 @@ from heapq import heappop, heappush
 import numpy as np
 
 from search.solver.clock import PROCESSOR, Deadline, SearchClock
-from search.solver.elimination import Elimination
+from search.solver.contraction import Contraction
 from search.solver.lagrangian import CuttingPlanes, Relaxation
 from search.solver.local_search import descend
 from search.solver.milp import solve_milp
 from search.solver.min_peak import SmallestPeak, minimise_peak, smallest_peak
 from search.solver.neighbourhoods import reoptimised
-from search.solver.opening import SWEEPS, Opening
+from search.solver.opening import Opening
 from search.solver.pbqp import Edge, Labels, MemoryConstraint, Problem, restricted_row
 from search.solver.separation import ROWS_PER_ROUND, NoFitError, Violated, separation_oracle
 
@@ -61,12 +59,6 @@ RELATIVE_GAP = 1e-4
 """A plan within this of the optimum is called optimal: costs are not known any better."""
 ROUNDING = 1e-9
 """Relative; sums of the same costs in another order differ by less."""
-MAX_SWEEPS = 640
-"""In stage 1; a guard."""
-MIN_RISE = 1e-3
-"""Of a bound, relative, in `SWEEPS` sweeps; one that rises less has nearly risen as far as it will."""
-SETTLED_RISE = 0.005
-"""The same; where bounds rise by more, assignments are still far from good, and not worth what takes long."""
 SWEEPS_PER_PRICING = 6
 MAX_PRICINGS = 40
 MAX_STALLED_PRICINGS = 5
@@ -80,10 +72,6 @@ DOUBT_SHARE = 0.25
 """Of the time left, what it may take to find that out; it is a hundredth as a rule."""
 DEAR_S = 1.0
 """Of a byte over the limit: so much that none is."""
-MAX_ENTRIES = 1e6
-"""Of a table; a part that is eliminated with no larger ones is solved in tenths of a second."""
-MINI_BUCKETS = (1e5, 1e6, 1e7)
-"""Entries of the tables in which a part is eliminated though it takes larger ones; of 300 nodes, in 0.1 to 0.8 seconds."""
 MAX_PROGRAM_LABELS = 300
 """Labels beyond one a node; a part with fewer is cheaper to solve as an integer program than to branch on."""
 
@@ -227,6 +215,7 @@ class _Search:
     def _begin(self, whole: Relaxation) -> None:
         """What the opening found, under these rows and this cutoff."""
         whole.take_note(self.opening.swept[1])
+        whole.close(self.opening.bound_s)
         self._raise_bound(whole.best_bound_s)
         self._offer(self.opening.descended)
         self._drop(whole)
@@ -242,37 +231,32 @@ class _Search:
             self._raise_bound(whole.best_bound_s)
             self._drop(whole)
         else:
-            self._relax(whole)
-            if self._is_open(whole):
-                self._finish(whole)
-
-    def _relax(self, whole: Relaxation) -> None:
-        rise, num_batches, next_due = np.inf, 1, 1
-        while rise > MIN_RISE and num_batches < MAX_SWEEPS // SWEEPS:
-            before_s, labels = whole.best_bound_s, whole.run(SWEEPS)[1]
-            rise = (whole.best_bound_s - before_s) / (abs(whole.best_bound_s) or 1.0)
-            num_batches += 1
-            is_due = rise < MIN_RISE or (rise < SETTLED_RISE and num_batches >= next_due)
-            if is_due and not self.planes.rows and self._is_open(whole):
-                self._split(whole, MINI_BUCKETS[0])
-            if is_due and not self.planes.rows and self._is_open(whole):
-                labels, next_due = self._reoptimised(whole, labels), 2 * num_batches
-            self._raise_bound(whole.best_bound_s)
-            self._offer(self._descended(whole, labels, 0.0))
+            self._contract(whole, self.opening.contraction(self._wanted_s(whole)))
             self._drop(whole)
-            if not self._is_open(whole):
-                return
 
-    def _finish(self, whole: Relaxation) -> None:
-        """What is left may be small enough to eliminate, or nearly so."""
-        if not self.planes.rows:
-            self._eliminate(whole)
-            self._raise_bound(whole.best_bound_s)
-        is_exact = False
-        for max_entries in MINI_BUCKETS:
-            if not is_exact and self._is_open(whole):
-                is_exact = self._split(whole, max_entries)
-                self._raise_bound(whole.best_bound_s)
+    def _finish(self, part: Relaxation) -> None:
+        """What is left may have its cheapest assignment shown, at the present prices."""
+        self._contract(part, Contraction(part.trws, self.clock))
+
+    def _contract(self, part: Relaxation, contraction: Contraction) -> None:
+        """Makes a part smaller at the present prices, until nothing in it is worth having or its cheapest assignment
+        shows."""
+        state, before = (-np.inf, np.inf), None
+        while state != before and not contraction.is_done and self._is_open(part):
+            bound_s, labels = contraction.turn(self._wanted_s(part), self._deadline())
+            before, state = state, (bound_s, contraction.num_nodes)
+            part.close(bound_s)
+            if labels is not None and part.trws.keeps(labels):
+                self._repair(part, labels)
+            elif labels is not None:
+                self._offer(labels)
+            self._raise_bound(part.best_bound_s)
+
+    def _wanted_s(self, part: Relaxation) -> float:
+        """What an assignment must cost less than at the present prices, to be worth having, or the cheapest one whether that
+        fits or not."""
+        least_s = part.least_priced_s() if part.prices_s.any() else self.opening.least_s
+        return min(self._worth_s(), self._within_gap(least_s)) + part.allowance_s
 
     def _start(self) -> None:
         """Offers what descends from the assignments to begin with, the cheapest first, until one of them fits; where none
@@ -339,10 +323,7 @@ class _Search:
 
     def _children(self, part: Relaxation) -> list[Relaxation]:
         """A part's pieces, tightened; none where the part could be solved outright."""
-        if not self.planes.rows:
-            self._eliminate(part)
-        if self._is_open(part):
-            self._split(part, MINI_BUCKETS[0])
+        self._finish(part)
         if part.trws.num_kept - len(part.trws.kept) <= MAX_PROGRAM_LABELS:
             self._settle(part)
         if self._is_closed(part):
@@ -352,25 +333,6 @@ class _Search:
         for child in children:
             self._tighten(child)
         return children
-
-    def _eliminate(self, part: Relaxation) -> None:
-        """Solves a part without rows outright, if no table gets too large."""
-        problem = part.priced()
-        elimination = Elimination(problem, self.clock)
-        elimination.run(MAX_ENTRIES)
-        if not elimination.left:
-            labels = elimination.labels()
-            part.close(problem.cost_s(labels))
-            self._offer(part.trws.original(labels))
-
-    def _split(self, part: Relaxation, max_entries: float) -> bool:
-        """A bound on a part that is eliminated in tables no larger than that, and the assignment that comes of it; whether
-        both are exact at the present prices, so that larger tables tell no more."""
-        elimination = Elimination(part.trws.reparametrised(), self.clock)
-        elimination.run(max_entries, splits=True)
-        part.close(elimination.total)
-        self._repair(part, part.trws.original(elimination.labels()))
-        return elimination.is_exact
 
     def _tighten(self, part: Relaxation) -> None:
         """Raises a branch's bound by better prices, and looks for an incumbent once."""
@@ -447,7 +409,11 @@ class _Search:
 
     def _worth_s(self) -> float:
         """What an assignment must cost less than to be worth looking for."""
-        return self.cost_s - (self.relative_gap - ROUNDING) * abs(self.cost_s)
+        return self._within_gap(self.cost_s)
+
+    def _within_gap(self, cost_s: float) -> float:
+        """What is less than a cost by more than the gap."""
+        return cost_s - (self.relative_gap - ROUNDING) * abs(cost_s) if cost_s < np.inf else np.inf
 
     def _raise_bound(self, bound_s: float) -> None:
         """Records a bound on what is left; what was dropped costs at least `floor_s`."""

@@ -8,10 +8,7 @@ towards each other table's labels are merged first, and the merging is repeated 
 dimension is a node's *classes*, not its labels.
 
 Widths are small for training steps, so most tables fit. Where one does not, whoever has an assignment may fix the label of
-a node that stands in the way and go on (`search.solver.neighbourhoods`). Or the node is eliminated in several tables, each
-over some of its neighbours and minimised by itself (mini-buckets): what comes of it is a lower bound, and labels that are
-often the best. Of costs that messages have moved (`search.solver.trws`) it is a good one: what they leave open are cycles,
-and most of those fit a table.
+a node that stands in the way and go on (`search.solver.neighbourhoods`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -58,12 +55,11 @@ class Elimination:
 
     Attributes:
       total: the minimum over the nodes that nothing is joined to any more.
-      is_exact: whether no node was eliminated in several tables; if one was, `total` is a lower bound on the minimum.
     """
 
     def __init__(self, problem: Problem, clock: SearchClock = PROCESSOR) -> None:
         self._clock = clock
-        self.total, self.is_exact = 0.0, True
+        self.total = 0.0
         self._cost = list(problem.node_cost_s)
         self._buckets: list[_Bucket] = []
         self._fixed: dict[int, int] = {}
@@ -79,7 +75,7 @@ class Elimination:
         """An independent copy; tables are shared, because they are replaced and never written to."""
         new = object.__new__(Elimination)
         new._clock = self._clock
-        new.total, new.is_exact = self.total, self.is_exact
+        new.total = self.total
         new._cost, new._tables_of = list(self._cost), list(self._tables_of)
         new._buckets, new._fixed, new._sizes = list(self._buckets), dict(self._fixed), dict(self._sizes)
         new._degrees = list(self._degrees)
@@ -94,28 +90,17 @@ class Elimination:
         """With how many others a node shares tables."""
         return self._degrees[node]
 
-    def run(self, max_entries: float, splits: bool = False) -> None:
-        """Eliminates nodes, the smallest table first, as long as that has at most `max_entries`.
-
-        Args:
-          max_entries: of a table.
-          splits: whether a node whose table has more is minimised over in several smaller ones, each by itself; from then on
-            `total` is a lower bound.
-        """
+    def run(self, max_entries: float) -> None:
+        """Eliminates nodes, the smallest table first, as long as that has at most `max_entries`."""
         while self._sizes:
             node = min(self._sizes, key=self._sizes.__getitem__)
-            if self._sizes[node] > max_entries and not splits:
+            if self._sizes[node] > max_entries:
                 return
             size = self._sizes.pop(node)
             bucket = _Bucket(node, self._cost[node], tuple(self._tables_of[node]))
             self._buckets.append(bucket)
-            parts = _split(bucket, max_entries) if size > max_entries and bucket.tables else [bucket]
-            found = [_minimised(part) for part in parts]
-            self._replace(bucket.tables, found)
-            if len(parts) > 1:
-                self.is_exact = False
-                size = 2.0 * len(bucket.cost) * sum(table.cost.size for table in found)
-            self._clock.spend(NODE_S * len(parts) + ENTRY_S * size)
+            self._replace(bucket.tables, [_minimised(bucket)])
+            self._clock.spend(NODE_S + ENTRY_S * size)
 
     def fix(self, node: int, label: int) -> None:
         """Leaves a node one label."""
@@ -174,42 +159,6 @@ def _sliced(table: _Table, node: int, label: int) -> _Table:
     nodes = table.nodes[:dim] + table.nodes[dim + 1 :]
     classes = table.classes[:dim] + table.classes[dim + 1 :]
     return _compressed(nodes, classes, table.cost.take(table.classes[dim][label], axis=dim))
-
-
-def _split(bucket: _Bucket, max_entries: float) -> list[_Bucket]:
-    """Mini-buckets (Dechter and Rish 2003): a bucket's tables in parts, each with a share of the node's cost.
-
-    The shares are such that each part has the same smallest cost with each of the node's labels ("moment matching"; Ihler,
-    Flerova, Dechter and Otten 2012), so that the parts agree about the label as far as that goes.
-    """
-    parts: list[list[_Table]] = []
-    for table in sorted(bucket.tables, key=lambda table: -table.cost.size):
-        room = next((part for part in parts if _num_entries(bucket, [*part, table]) <= max_entries), None)
-        if room is None:
-            parts.append([table])
-        else:
-            room.append(table)
-    smallest = [_smallest(bucket.node, part) for part in parts]
-    mean = (bucket.cost + sum(smallest)) / len(parts)
-    free = np.isfinite(mean)
-    return [
-        _Bucket(bucket.node, np.where(free, mean - np.where(free, own, 0.0), np.inf), tuple(part))
-        for own, part in zip(smallest, parts, strict=True)
-    ]
-
-
-def _num_entries(bucket: _Bucket, tables: Sequence[_Table]) -> float:
-    sizes: dict[int, int] = {bucket.node: len(bucket.cost)}
-    for table in tables:
-        for other, num in zip(table.nodes, table.cost.shape, strict=True):
-            sizes[other] = max(sizes.get(other, 1), num)
-    return prod(map(float, sizes.values()))
-
-
-def _smallest(node: int, tables: Sequence[_Table]) -> np.ndarray:
-    """[labels] of a node: the smallest sum of tables with each."""
-    joint, total = _sum(node, tables, np.zeros(len(tables[0].classes[tables[0].nodes.index(node)])))
-    return total.reshape(len(total), -1).min(1)[joint[node][0]]
 
 
 def _minimised(bucket: _Bucket) -> _Table:

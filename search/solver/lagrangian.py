@@ -152,9 +152,9 @@ class Relaxation:
 
     def take_note(self, swept: Sequence[tuple[float, Labels]]) -> tuple[float, Labels]:
         """The same of sweeps at these prices that were done."""
-        bound = max(bound for bound, _ in swept) - self._allowance_s()
+        bound = max(bound for bound, _ in swept) - self.allowance_s
         self._raise_bound(bound)
-        return bound, min((labels for _, labels in swept), key=self._priced_s)
+        return bound, min((labels for _, labels in swept), key=self.priced_s)
 
     def priced(self) -> Problem:
         """The problem on the kept labels, at the present prices."""
@@ -168,7 +168,7 @@ class Relaxation:
 
     def close(self, priced_s: float) -> None:
         """Takes note of the smallest cost of the priced problem."""
-        self._raise_bound(priced_s - self._allowance_s())
+        self._raise_bound(priced_s - self.allowance_s)
 
     def set_prices(self, prices_s: np.ndarray) -> None:
         self._meet_new_rows()
@@ -180,7 +180,7 @@ class Relaxation:
 
     def label_bounds(self) -> list[np.ndarray]:
         """As `Trws.label_bounds`, of assignments that fit."""
-        allowance = self._allowance_s()
+        allowance = self.allowance_s
         return [bound - allowance for bound in self.trws.label_bounds()]
 
     def next_prices(self) -> np.ndarray:
@@ -212,12 +212,18 @@ class Relaxation:
         self.prices_s = np.append(self.prices_s, missing)
         self.best_prices_s = np.append(self.best_prices_s, missing)
 
-    def _allowance_s(self) -> float:
+    @property
+    def allowance_s(self) -> float:
         """What the limit's bytes cost at the present prices."""
         rows = zip(self.prices_s, self.planes.rows, strict=False)
         return float(sum(price * (self.planes.limit_bytes - row.fixed_bytes) for price, row in rows if price))
 
-    def _priced_s(self, labels: Labels) -> float:
+    def least_priced_s(self) -> float:
+        """The least that an assignment of those met costs, at the present prices and less the allowance."""
+        self._meet_new_rows()
+        return min(map(self.priced_s, self.planes.seen), default=np.inf)
+
+    def priced_s(self, labels: Labels) -> float:
         cost, overflow = self.planes.of(labels)
         return cost + float(np.dot(self.prices_s, overflow))
 

@@ -15,6 +15,7 @@ from functools import cached_property
 import numpy as np
 
 from search.solver.clock import PROCESSOR, SearchClock
+from search.solver.contraction import Contraction
 from search.solver.local_search import descend
 from search.solver.pbqp import Labels, Problem, merged
 from search.solver.trws import Trws
@@ -53,6 +54,13 @@ class Opening:
         self._starts = starts
         self.bound_s, self.least_s = -np.inf, np.inf
         self.cheapest: Labels | None = None
+        self._contraction: Contraction | None = None
+
+    def contraction(self, worth_s: float) -> Contraction:
+        """The problem as small as earlier searches have made it, for whoever wants assignments that cost less."""
+        if self._contraction is None or self._contraction.worth_s < worth_s:
+            self._contraction = Contraction(self.swept[0], self.clock)
+        return self._contraction
 
     def bounded(self, bound_s: float) -> None:
         """Remembers a lower bound on every assignment's cost."""

@@ -15,6 +15,7 @@ each label what any assignment with it costs at least: a label whose bound excee
 can be dropped (`keep`), and what is dropped makes the next sweeps faster and tighter.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -122,11 +123,12 @@ class Trws:
 
     def reparametrised(self) -> Problem:
         """The same with its costs where the messages have moved them: every assignment costs as much, at present prices."""
-        edges = (
-            Edge(u, v, cost - at_u[:, None] - at_v)
-            for (u, v), cost, at_u, at_v in zip(self._ends, self._edge, self._at_u, self._at_v, strict=True)
-        )
+        edges = (Edge(u, v, cost) for (u, v), cost in zip(self._ends, self._left(), strict=True))
         return Problem(tuple(self._node), tuple(edges))
+
+    def keeps(self, labels: Labels) -> bool:
+        """Whether all of an assignment's labels are in play."""
+        return all(label in kept for label, kept in zip(labels, self.kept, strict=True))
 
     def renumbered(self, labels: Labels) -> Labels:
         """An assignment of kept labels, in the numbers of `rest`."""
@@ -142,10 +144,12 @@ class Trws:
 
     def label_bounds(self) -> list[np.ndarray]:
         """Per node, per kept label: a lower bound on every assignment that uses it."""
-        left = [cost - u[:, None] - v for cost, u, v in zip(self._edge, self._at_u, self._at_v, strict=True)]
+        return self._label_bounds(self._left())
+
+    def _label_bounds(self, left: Sequence[np.ndarray]) -> list[np.ndarray]:
         by_u, by_v = [cost.min(1) for cost in left], [cost.min(0) for cost in left]
         smallest = [float(cost.min()) for cost in by_u]
-        total = sum(float(cost.min()) for cost in self._node) + sum(smallest)
+        total = self._total(left)
         bounds: list[np.ndarray] = []
         for cost, sides in zip(self._node, self._sides, strict=True):
             bound = total + cost - cost.min()
@@ -154,6 +158,25 @@ class Trws:
             bounds.append(bound)
         self._spend(BOUNDS_SWEEPS)
         return bounds
+
+    def pair_bounds(self) -> list[np.ndarray]:
+        """Per edge, [kept labels of u, kept labels of v]: a lower bound on every assignment that uses both."""
+        left, found = self._left(), list[np.ndarray]()
+        bounds, total = self._label_bounds(left), self._total(left)
+        for (u, v), cost in zip(self._ends, left, strict=True):
+            at_u, at_v = bounds[u] - cost.min(1), bounds[v] - cost.min(0)
+            found.append(at_u[:, None] + at_v + (cost + (cost.min() - total)))
+        self._spend(BOUNDS_SWEEPS)
+        return found
+
+    def _total(self, left: Sequence[np.ndarray]) -> float:
+        """The bound of nodes and edges as they are."""
+        return sum(float(cost.min()) for cost in (*self._node, *left))
+
+    def _left(self) -> list[np.ndarray]:
+        """Per edge: its costs, less what the messages have taken."""
+        messages = zip(self._edge, self._at_u, self._at_v, strict=True)
+        return [cost - at_u[:, None] - at_v for cost, at_u, at_v in messages]
 
     def keep(self, masks: list[np.ndarray]) -> None:
         """Drops the kept labels whose mask is False, then those left without an allowed neighbour."""

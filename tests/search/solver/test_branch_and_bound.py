@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from search.solver import branch_and_bound, trws
 from search.solver.branch_and_bound import NoFitError, solve
 from search.solver.clock import WorkClock
+from search.solver.contraction import Contraction
 from search.solver.local_search import descend
 from search.solver.milp import solve_milp
 from search.solver.opening import Opening
@@ -310,7 +311,7 @@ def test_who_solves_again_begins_with_prices(monkeypatch, seed, relative_gap, is
     problem, rows = layered(3, 2, 4, seed)
     opening = Opening(problem)
     solve(opening, relative_gap=relative_gap)
-    monkeypatch.setattr(branch_and_bound._Search, "_relax", None)
+    monkeypatch.setattr(Contraction, "turn", None)
     known_s = opening.least_s if is_known and opening.least_s == optimum_s(problem, (), np.inf) else -np.inf
     relative_gap = 1e-3 if known_s > 0 else max(relative_gap, 1e-3)
     found = solve(opening, limit_bytes=20e9, rows=rows, relative_gap=relative_gap, known_s=known_s)

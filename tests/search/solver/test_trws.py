@@ -85,6 +85,27 @@ def test_label_bounds_hold_for_each_label(problem, num_sweeps):
 
 
 @SETTINGS
+@given(problems(), st.integers(0, 6))
+def test_pair_bounds_hold_for_each_pair(problem, num_sweeps):
+    trws, _ = swept(problem, num_sweeps)
+    table = every_cost_s(problem)
+    for edge, bounds in zip(trws.rest().edges, trws.pair_bounds(), strict=True):
+        others = tuple(n for n in range(table.ndim) if n not in (edge.u, edge.v))
+        want = table.min(axis=others)[np.ix_(trws.kept[edge.u], trws.kept[edge.v])]
+        assert all(map(at_most, bounds.ravel(), want.ravel()))
+
+
+@SETTINGS
+@given(problems(), st.integers(0, 6))
+def test_pair_bounds_say_no_less_than_those_of_labels(problem, num_sweeps):
+    trws, _ = swept(problem, num_sweeps)
+    of_labels = trws.label_bounds()
+    for edge, bounds in zip(trws.rest().edges, trws.pair_bounds(), strict=True):
+        assert all(map(at_most, of_labels[edge.u], bounds.min(1)))
+        assert all(map(at_most, of_labels[edge.v], bounds.min(0)))
+
+
+@SETTINGS
 @given(chains())
 def test_label_bounds_are_exact_where_a_chains_messages_end(problem):
     trws, _ = swept(problem, 2)
