@@ -38,7 +38,7 @@ MAX_FINER = 2
 """Meshes of three axes that are tried. Source: a choice of ours; of up to four, the first two gained all that there was
 to gain in twelve models on four clusters."""
 
-FINER_SHARE = 1.5
+FINER_SHARE = 2.5
 """Of the work that was done before, what they may take. Source: a choice of ours; with half of it, two gains of four
 were lost, and an encoder and decoder wants more than as much."""
 
@@ -75,20 +75,38 @@ class FinerMeshes:
         if fastest is None:
             return []
         shapes = self._shapes(fastest.on_mesh, fastest.communication_share)
-        found, deadline = [*free], self._deadline(fastest.communication_share)
+        found, tried = [*free], list[MeshProblem]()
+        deadline = self._deadline(fastest.communication_share)
         for i, shape in enumerate(shapes):
             trials.progress(f"mesh {format_mesh(shape)}")
-            on_mesh = trials.put_on(plain.step_problem, shape)
-            cutoff_s = (1 - WORTH) * min(trials.cutoff_s, *(one.cost_s for one in (fastest, *found)))
-            known = Known(split_over(fastest.on_mesh, fastest.labels, on_mesh), is_enough=False)
+            tried.append(trials.put_on(plain.step_problem, shape))
             share = deadline.share(1 / (len(shapes) - i))
-            better, bounds_s = without_cap([on_mesh], trials.pins, cutoff_s, share, known)
-            self.floors_s |= bounds_s
-            too_large = [one for one in better if not self._fits(plain.step_problem, one)]
-            self.cramped += [one.on_mesh for one in too_large]
-            found += too_large
-            trials.watch.lap("solve")
+            found += self._too_large_on(tried[-1], plain.step_problem, fastest, found, share)
+        for on_mesh in tried:  # in what time is left, where more is needed
+            least_s = (1 - RELATIVE_GAP) * min(trials.cutoff_s, *(one.cost_s for one in (fastest, *found)))
+            if self.floors_s[on_mesh.shape] < least_s and not deadline.is_over:
+                found += self._too_large_on(on_mesh, plain.step_problem, fastest, found, deadline)
         return sorted(found, key=lambda one: one.cost_s)
+
+    def _too_large_on(
+        self,
+        on_mesh: MeshProblem,
+        step_problem: StepProblem,
+        fastest: FreeSolution,
+        found: Sequence[FreeSolution],
+        deadline: Deadline,
+    ) -> list[FreeSolution]:
+        """Looks for better strategies without a cap on a mesh; those that do not fit."""
+        trials = self.trials
+        cutoff_s = (1 - WORTH) * min(trials.cutoff_s, *(one.cost_s for one in (fastest, *found)))
+        known = Known(split_over(fastest.on_mesh, fastest.labels, on_mesh), is_enough=False)
+        better, bounds_s = without_cap([on_mesh], trials.pins, cutoff_s, deadline, known)
+        for shape, bound_s in bounds_s.items():
+            self.floors_s[shape] = max(bound_s, self.floors_s.get(shape, -math.inf))
+        too_large = [one for one in better if not self._fits(step_problem, one)]
+        self.cramped += [one.on_mesh for one in too_large if one.on_mesh not in self.cramped]
+        trials.watch.lap("solve")
+        return too_large
 
     def _fits(self, step_problem: StepProblem, free: FreeSolution) -> bool:
         """Whether strategies that were found without a cap fit; they may be the best plan then."""

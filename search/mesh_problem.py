@@ -46,6 +46,9 @@ from search.tightening import BLIND, MAX_ROWS, Round, tightened
 RELATIVE_GAP = 5e-3
 """Plans within this of the optimum are taken for optimal: the cost model is not finer."""
 
+FREE_GAP = 2.5e-3
+"""The same of strategies without a cap: what keeps to a cap is compared with them, and they are found soon."""
+
 NUM_STEPS = 30_000
 """Of a training run, at the least: the solver takes no longer than such a run could win by what it may still find. Source: a
 choice of ours; a step of 1 ms with 3% left to gain is searched for 0.9 s, one of 1 s as long as there is time."""
@@ -429,7 +432,7 @@ class MeshProblem:
         time_limit_s: float,
         cutoff_s: float = np.inf,
         rows: Sequence[MemoryConstraint] = (),
-        relative_gap: float = RELATIVE_GAP,
+        relative_gap: float = FREE_GAP,
         known: Known = UNKNOWN,
     ) -> branch_and_bound.Solution:
         """The cheapest of the kept strategies that fit, in the original numbering.
