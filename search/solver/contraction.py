@@ -40,7 +40,9 @@ GROWTH = 1.35
 MAX_TABLE = 1e7
 """Entries over a node and two neighbours; one that has more is not eliminated."""
 NODE_S = 1e-4
-"""Of joining or eliminating a node, besides the entries that are written. Source: `benchmarks/nominal_seconds.py`."""
+"""Of eliminating a node, besides its table's entries. Source: `benchmarks/nominal_seconds.py`, as all that follow."""
+JOIN_S = 2e-3
+"""Of joining two, besides the entries that are written."""
 ENTRY_S = 4e-9
 """For an entry."""
 
@@ -182,6 +184,7 @@ class Contraction:
     def _take(self, cost_s: dict[int, np.ndarray], edges: Mapping[tuple[int, int], np.ndarray]) -> None:
         self._cost_s = cost_s
         self._edges: dict[tuple[int, int], np.ndarray] = {}
+        self._counted: dict[tuple[int, int], int] = {}
         self._around: dict[int, set[int]] = {node: set() for node in cost_s}
         for (u, v), cost in edges.items():
             self._add(u, v, cost)
@@ -257,13 +260,19 @@ class Contraction:
 
     def _growth(self, u: int, v: int) -> float:
         """By how many entries there would be more, were two neighbours one."""
-        num_pairs = int(np.isfinite(self._edges[u, v]).sum())
+        num_pairs = self._num_pairs(u, v)
         num = {node: len(self._cost_s[node]) for node in (u, v)}
         grown = -float(num[u] * num[v])
         for n in (self._around[u] | self._around[v]) - {u, v}:
             before = sum(num[node] for node in (u, v) if n in self._around[node])
             grown += len(self._cost_s[n]) * (num_pairs - before)
         return grown
+
+    def _num_pairs(self, u: int, v: int) -> int:
+        """How many pairs of labels two neighbours, u < v, may have."""
+        if (u, v) not in self._counted:
+            self._counted[u, v] = int(np.isfinite(self._edges[u, v]).sum())
+        return self._counted[u, v]
 
     def _take_in(self, u: int, v: int) -> None:
         """Makes two neighbours one."""
@@ -280,7 +289,7 @@ class Contraction:
         for n, cost in edges:
             self._add(n, u, cost)
         self._steps.append(_Joined(u, v, own, others))
-        self._clock.spend(NODE_S + ENTRY_S * sum(cost.size for _, cost in edges))
+        self._clock.spend(JOIN_S + ENTRY_S * sum(cost.size for _, cost in edges))
 
     def _end(self, least_s: float) -> None:
         """Nothing that is left costs less."""
@@ -291,6 +300,7 @@ class Contraction:
         pair = _pair(u, v)
         cost_s = cost_s if pair == (u, v) else cost_s.T
         self._edges[pair] = self._edges[pair] + cost_s if pair in self._edges else cost_s
+        self._counted.pop(pair, None)
         self._around[u].add(v)
         self._around[v].add(u)
 
@@ -298,6 +308,7 @@ class Contraction:
         """Takes an edge out: [labels of u, labels of v]."""
         pair = _pair(u, v)
         cost_s = self._edges.pop(pair)
+        self._counted.pop(pair, None)
         for node, other in ((u, v), (v, u)):
             if node in self._around:
                 self._around[node].discard(other)
