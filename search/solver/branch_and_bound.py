@@ -218,6 +218,8 @@ class _Search:
         whole.close(self.opening.bound_s)
         self._raise_bound(whole.best_bound_s)
         self._offer(self.opening.descended)
+        if self.opening.cheapest is not None:
+            self.planes.of(self.opening.cheapest)
         self._drop(whole)
         if self._is_open(whole):
             self._start()
@@ -246,17 +248,17 @@ class _Search:
             bound_s, labels = contraction.turn(self._wanted_s(part), self._deadline())
             before, state = state, (bound_s, contraction.num_nodes)
             part.close(bound_s)
+            if labels is not None:
+                self.planes.of(labels)
+                self._offer(labels)
             if labels is not None and part.trws.keeps(labels):
                 self._repair(part, labels)
-            elif labels is not None:
-                self._offer(labels)
             self._raise_bound(part.best_bound_s)
 
     def _wanted_s(self, part: Relaxation) -> float:
-        """What an assignment must cost less than at the present prices, to be worth having, or the cheapest one whether that
-        fits or not."""
-        least_s = part.least_priced_s() if part.prices_s.any() else self.opening.least_s
-        return min(self._worth_s(), self._within_gap(least_s)) + part.allowance_s
+        """What an assignment must cost less than at the present prices, to be worth having, or the cheapest one of a part
+        whether that fits or not."""
+        return min(self._worth_s(), self._within_gap(part.least_priced_s())) + part.allowance_s
 
     def _start(self) -> None:
         """Offers what descends from the assignments to begin with, the cheapest first, until one of them fits; where none

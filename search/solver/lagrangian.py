@@ -219,9 +219,9 @@ class Relaxation:
         return float(sum(price * (self.planes.limit_bytes - row.fixed_bytes) for price, row in rows if price))
 
     def least_priced_s(self) -> float:
-        """The least that an assignment of those met costs, at the present prices and less the allowance."""
+        """The least that an assignment of kept labels costs, of those met, at the present prices and less the allowance."""
         self._meet_new_rows()
-        return min(map(self.priced_s, self.planes.seen), default=np.inf)
+        return min(map(self.priced_s, self.planes.within(self.trws.kept)), default=np.inf)
 
     def priced_s(self, labels: Labels) -> float:
         cost, overflow = self.planes.of(labels)
