@@ -1,5 +1,7 @@
 """Meshes of three axes: tried unasked where communication costs enough, and certified only where something is proven."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -7,8 +9,12 @@ from jax.sharding import PartitionSpec as P
 
 from cost_model.hardware import parse_cluster
 from search import driver
+from search.finer_meshes import FINER_GAP, FinerMeshes
 from search.ir.trace import trace
+from search.mesh_problem import Known
 from search.options import Options
+from search.recomputation import FreeSolution
+from search.solver.clock import NEVER
 from tests.search.chain import chain
 from tests.zoo import make_dlrm
 
@@ -93,3 +99,60 @@ def test_none_is_tried_where_axes_are_named(options):
     plan, tried = found(**options)
     assert not tried
     assert len(plan.decisions.mesh) < 3
+
+
+@pytest.mark.parametrize(
+    ("shape", "known_s", "proven_s", "is_tried"),
+    [
+        ((2, 4, 8), 0.9, 0.5, True),
+        ((2, 4, 8), 0.5, 0.9, True),
+        ((2, 4, 8), 0.5, 1 - FINER_GAP, False),
+        ((2, 4, 8), 1 - FINER_GAP, 0.5, False),
+        ((8, 8), 0.5, 0.5, False),
+    ],
+)
+def test_a_best_plan_on_three_axes_of_which_little_is_proven_is_searched_on(
+    shape, known_s, proven_s, is_tried
+):
+    """From where it is, by the best bound that there is; not on a mesh that had its time."""
+    tried = []
+    best = SimpleNamespace(
+        step_problem="a step", on_mesh=SimpleNamespace(shape=shape), labels=(0, 1), cost_s=1.0
+    )
+    trials = SimpleNamespace(
+        shapes=((8, 8),),
+        proven_s=lambda step_problem: {shape: proven_s},
+        improve=lambda step_problem, on_mesh, left_s, known: tried.append(
+            (on_mesh, known.start, known.bound_s)
+        ),
+    )
+    FinerMeshes(trials)._improve_where_it_is(best, Known(bound_s=known_s), NEVER)
+    assert tried == [(best.on_mesh, (0, 1), 0.9)] * is_tried
+
+
+@pytest.mark.parametrize(
+    ("first_bounds_s", "again"), [((0.996, 0.5), [1]), ((0.5, 0.6), [0, 1]), ((1.0, 0.999), [])]
+)
+def test_meshes_of_three_axes_that_are_open_get_what_time_is_left(monkeypatch, first_bounds_s, again):
+    shapes, calls = ((2, 4, 8), (8, 2, 4)), []
+    fastest = FreeSolution(SimpleNamespace(shape=(8, 8)), (), 1.0)
+    trials = SimpleNamespace(
+        best=None,
+        cutoff_s=2.0,
+        progress=lambda line: None,
+        put_on=lambda step_problem, shape: SimpleNamespace(shape=shape),
+    )
+    finer = FinerMeshes(trials)
+
+    def look(on_mesh, step_problem, fastest, found, deadline):
+        index = shapes.index(on_mesh.shape)
+        finer.floors_s[on_mesh.shape] = 1.0 if index in calls else first_bounds_s[index]
+        calls.append(index)
+        return []
+
+    monkeypatch.setattr(FreeSolution, "communication_share", 0.5)
+    monkeypatch.setattr(finer, "_shapes", lambda on_mesh, share: shapes)
+    monkeypatch.setattr(finer, "_deadline", lambda share: NEVER)
+    monkeypatch.setattr(finer, "_too_large_on", look)
+    assert finer.free(SimpleNamespace(step_problem="a step"), [fastest]) == [fastest]
+    assert calls == [0, 1, *again]

@@ -28,6 +28,8 @@ from search.problem.shortening import shortened
 from search.recomputation import NO_CAP, Candidate, FreeSolution, candidates
 from search.solver.branch_and_bound import NoFitError
 from search.solver.clock import Deadline
+from search.step_search import FIRST_SHARE
+from search.trials import Trials
 
 CLUSTER = parse_cluster("8xH100-80GB")
 LAYERS, WIDTH, BATCH = 12, 512, 1 << 16
@@ -225,8 +227,15 @@ def test_what_misses_on_one_mesh_is_tried_on_another(monkeypatch):
     assert num_recomputed(best)
 
 
-def test_the_fastest_mesh_is_held_to_the_cap_first_and_the_others_last():
-    """What recomputes may be faster than anything that they can do."""
+def test_the_fastest_mesh_is_held_to_the_cap_first_and_the_others_last(monkeypatch):
+    """What recomputes may be faster than anything that they can do, and that the first can do in little time."""
+    lefts_s, under_cap = list[float](), Trials.under_cap
+
+    def noted(trials, step_problem, on_meshes, deadline):
+        lefts_s.append(deadline.left_s)
+        return under_cap(trials, step_problem, on_meshes, deadline)
+
+    monkeypatch.setattr(Trials, "under_cap", noted)
     lines = list[str]()
     cap_bytes = int(0.6 * found(True, None).plan.estimates.peak_bytes)
     options = Options(cap_bytes, offload="never", microbatches=1)
@@ -236,6 +245,7 @@ def test_the_fastest_mesh_is_held_to_the_cap_first_and_the_others_last():
     assert best.plan.decisions.mesh == {"data": 8}
     assert lines[held[0]].startswith("mesh 8,")
     assert held[0] < min(recomputing) <= max(recomputing) < min(held[1:])
+    assert lefts_s[0] == pytest.approx(FIRST_SHARE * options.limit_s / 2, rel=0.01)
 
 
 def test_of_what_recomputes_a_bound_is_proven_on_every_mesh():

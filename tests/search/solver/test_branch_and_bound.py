@@ -320,6 +320,18 @@ def test_who_solves_again_begins_with_prices(monkeypatch, seed, relative_gap, is
 
 
 @pytest.mark.parametrize("seed", range(5))
+def test_who_solves_again_goes_on_with_the_smaller_problem(seed):
+    """Where fewer assignments are wanted than before, or as many; not where more are."""
+    opening = Opening(layered(4, 2, 3, seed)[0])
+    least_s = optimum_s(opening.problem)
+    made = opening.contraction(np.inf)
+    made.turn(1.5 * least_s)
+    assert opening.contraction(1.5 * least_s) is opening.contraction(1.2 * least_s) is made
+    assert opening.contraction(2 * least_s) is not made
+    assert solve(opening, relative_gap=0.0).cost_s == pytest.approx(least_s, rel=1e-9)
+
+
+@pytest.mark.parametrize("seed", range(5))
 def test_few_prices_tell_that_nothing_fits(monkeypatch, seed):
     """They rise without end; whether they do so in vain, the smallest peak says."""
     problem, rows = layered(3, 2, 4, seed)
