@@ -77,11 +77,12 @@ def test_the_compiler_emits_what_the_plan_lists(name):
     assert not proven(name).differing
 
 
-@pytest.mark.parametrize("name", ["chain", "AdamW"])
-def test_the_compiled_program_holds_what_the_plan_says(name):
-    """Of experts, on two axes too, peaks are predicted up to a ninth too high (`benchmarks/truth.py`)."""
+@pytest.mark.parametrize(("name", "most_above"), [("chain", MARGIN), ("AdamW", 0.055)])
+def test_the_compiled_program_holds_what_the_plan_says(name, most_above):
+    """Of AdamW two plans take equally long and hold equally much, as is predicted: by 5.1% too much where parameters rest
+    split by rows, by 1.6% where by columns. Of experts, on two axes too, it is up to a ninth (`benchmarks/truth.py`)."""
     proof = proven(name)
-    assert proof.predicted.peak_bytes == pytest.approx(proof.compiled.peak_bytes, rel=MARGIN)
+    assert -MARGIN <= proof.predicted.peak_bytes / proof.compiled.peak_bytes - 1 <= most_above
 
 
 def test_a_plan_keeps_to_its_cap():
