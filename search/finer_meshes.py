@@ -1,9 +1,9 @@
 """Meshes of three axes, where they may pay: those that split an axis of the best mesh of two.
 
 They are tried where communication costs much of a step. First without a cap, from the strategies of the best mesh on, of
-which they split an axis: what fits is the best plan then. What is faster there and does not fit recomputes, as other steps
-do, or is tried under the cap in the end. So is the step that the best plan was rewritten to. Where nothing is proven on a
-mesh of three axes in the time that there is, no bound is kept.
+which they split an axis, one after the other and then again where something was open: what fits is the best plan then. What
+is faster there and does not fit recomputes, as other steps do, or is tried under the cap in the end. So is the step that the
+best plan was rewritten to. Where nothing is proven on a mesh of three axes in the time that there is, no bound is kept.
 """
 
 import math
@@ -39,8 +39,8 @@ MAX_FINER = 2
 to gain in twelve models on four clusters."""
 
 FINER_SHARE = 2.5
-"""Of the work that was done before, what they may take. Source: a choice of ours; with half of it, two gains of four
-were lost, and an encoder and decoder wants more than as much."""
+"""Of the work that was done before, what they may take. Source: a choice of ours; with 1.5, a ResNet over Ethernet gains 2.6%
+instead of 3.7%; most take far less."""
 
 LEAST_FINER_S = 4.0
 """Seconds that they may take in any case. Source: a choice of ours; scanned layers are searched in less than two, and on

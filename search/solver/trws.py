@@ -12,7 +12,8 @@ The order of the visits is `search.solver.ordering`'s: it decides how far one sw
 
 On the way, `sweep` also picks labels, each the best for what is picked already, and `label_bounds` says for
 each label what any assignment with it costs at least: a label whose bound exceeds a known assignment's cost
-can be dropped (`keep`), and what is dropped makes the next sweeps faster and tighter.
+can be dropped (`keep`), and what is dropped makes the next sweeps faster and tighter. `pair_bounds` says the same of
+two labels at once.
 """
 
 from collections.abc import Sequence
