@@ -39,8 +39,8 @@ MAX_FINER = 2
 to gain in twelve models on four clusters."""
 
 FINER_SHARE = 2.5
-"""Of the work that was done before, what they may take. Source: a choice of ours; with 1.5, a ResNet over Ethernet gains 2.6%
-instead of 3.7%; most take far less."""
+"""Of the work that was done before, what they may take. Source: a choice of ours; with 1.5, a ResNet over Ethernet gains
+2.6% instead of 3.7%; most take far less."""
 
 LEAST_FINER_S = 4.0
 """Seconds that they may take in any case. Source: a choice of ours; scanned layers are searched in less than two, and on
