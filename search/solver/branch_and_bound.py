@@ -231,13 +231,12 @@ class _Search:
             self._offer(cheapest)
             whole.close(self.opening.bound_s)
             self._raise_bound(whole.best_bound_s)
-            self._drop(whole)
         else:
             self._contract(whole, self.opening.contraction(self._wanted_s(whole)))
-            self._drop(whole)
+        self._drop(whole)
 
     def _finish(self, part: Relaxation) -> None:
-        """What is left may have its cheapest assignment shown, at the present prices."""
+        """Makes a part as small as can be, as it is now."""
         self._contract(part, Contraction(part.trws, self.clock))
 
     def _contract(self, part: Relaxation, contraction: Contraction) -> None:
@@ -245,14 +244,15 @@ class _Search:
         shows."""
         state, before = (-np.inf, np.inf), None
         while state != before and not contraction.is_done and self._is_open(part):
-            bound_s, labels = contraction.turn(self._wanted_s(part), self._deadline())
+            wanted_s = min(self._wanted_s(part), contraction.worth_s)  # sums over more rows round otherwise
+            bound_s, labels = contraction.turn(wanted_s, self._deadline())
             before, state = state, (bound_s, contraction.num_nodes)
             part.close(bound_s)
             if labels is not None:
                 self.planes.of(labels)
                 self._offer(labels)
-            if labels is not None and part.trws.keeps(labels):
-                self._repair(part, labels)
+                if part.trws.keeps(labels):
+                    self._repair(part, labels)
             self._raise_bound(part.best_bound_s)
 
     def _wanted_s(self, part: Relaxation) -> float:

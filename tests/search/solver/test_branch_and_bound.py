@@ -1,6 +1,7 @@
 """The whole search against brute force: its optimum, its bound at any gap and under any cutoff, its stages one by one."""
 
 from contextlib import suppress
+from itertools import count
 
 import numpy as np
 import pytest
@@ -329,6 +330,36 @@ def test_who_solves_again_goes_on_with_the_smaller_problem(seed):
     assert opening.contraction(1.5 * least_s) is opening.contraction(1.2 * least_s) is made
     assert opening.contraction(2 * least_s) is not made
     assert solve(opening, relative_gap=0.0).cost_s == pytest.approx(least_s, rel=1e-9)
+
+
+class Asked:
+    """A problem that takes three turns, and is asked for no more from one to the next."""
+
+    worth_s, num_nodes = np.inf, 3
+
+    @property
+    def is_done(self):
+        return not self.num_nodes
+
+    def turn(self, worth_s, deadline):
+        assert worth_s <= self.worth_s
+        self.worth_s, self.num_nodes = worth_s, self.num_nodes - 1
+        return 0.0, None
+
+
+def test_what_is_wanted_may_round_otherwise_from_turn_to_turn(monkeypatch):
+    """As prices times rows do, where another row comes to light."""
+    problem, _ = layered(4, 2, 3, 0)
+    wanted_s, numbers, asked = branch_and_bound._Search._wanted_s, count(), Asked()
+    monkeypatch.setattr(Opening, "contraction", lambda opening, worth_s: asked)
+    monkeypatch.setattr(
+        branch_and_bound._Search,
+        "_wanted_s",
+        lambda search, part: wanted_s(search, part) * (1 + 1e-15 * next(numbers)),
+    )
+    found = solve(problem, relative_gap=0.0)
+    assert asked.is_done
+    assert found.cost_s == pytest.approx(optimum_s(problem, (), np.inf), rel=1e-9)
 
 
 @pytest.mark.parametrize("seed", range(5))
