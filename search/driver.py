@@ -18,7 +18,7 @@ from cost_model.errors import InfeasibleError, InputError, PlanError
 from cost_model.units import format_bytes, format_mesh
 from search.found import Found
 from search.garbage import uncollected
-from search.handing_over import handed_over, unlike_their_next
+from search.handing_over import handed_over, unseen_between_likes
 from search.ir.graph import Site, Step
 from search.ir.sharding import StepSharding
 from search.ir.spec import AXIS_NAMES
@@ -118,7 +118,7 @@ class SearchResult:
         Raises:
           NoFitError: it cannot, or does not.
         """
-        unseen = unlike_their_next(self.problem.graph.folded) if self.short else ()
+        unseen = unseen_between_likes(self.on_mesh, self.chosen) if self.short else ()
         if self.short is None or not unseen:
             return
         limit_bytes = self.plan.memory_bytes

@@ -13,9 +13,9 @@ import numpy as np
 
 from search.mesh_problem import MeshProblem
 from search.problem.folding import FoldedProgram
-from search.problem.likes import places
+from search.problem.likes import blocks, places
 from search.problem.strategies import port_specs
-from search.problem.strategy_graph import StrategyGraph
+from search.problem.strategy_graph import Maker, Port, StrategyGraph
 from search.solver.pbqp import Labels
 
 
@@ -113,6 +113,39 @@ def unlike_their_next(short: FoldedProgram) -> frozenset[int]:
             if all(decided[block] != decided[other] for other in next_to_it):
                 found.add(block)
     return frozenset(found)
+
+
+def unseen_between_likes(short: MeshProblem, chosen: Labels) -> frozenset[int]:
+    """Of these, the blocks that do not hand things on as they are handed them. What one of the others hands to its likes
+    lies as what it gets from its neighbours in the short step, and hands to them."""
+    entering, leaving = dict[int, dict[Hashable, Hashable]](), dict[int, dict[Hashable, Hashable]]()
+    for maker, reader, where, how in _passed_on(short, chosen):
+        leaving.setdefault(maker, {})[where] = how
+        entering.setdefault(reader, {})[where] = how
+    unlike = unlike_their_next(short.memory.costed.graph.folded)
+    return frozenset(b for b in unlike if entering.get(b) != leaving.get(b))
+
+
+def _passed_on(on_mesh: MeshProblem, chosen: Labels) -> Iterator[tuple[int, int, Hashable, Hashable]]:
+    """What one block makes and another reads: both blocks, at which of their places, and how it lies until then."""
+    costed, copies = on_mesh.memory.costed, dict[Maker, list[Hashable]]()
+    graph, program, class_of = costed.graph, costed.graph.folded.program, costed.graph.folded.class_of
+    block, place = blocks(program), places(program)
+
+    def spec(port: Port) -> Hashable:
+        return tuple(port_specs(port, costed.strategies[port.node])[chosen[port.node]].tolist())
+
+    for copy in graph.copies:
+        source = costed.strategies[copy.node].copy_sources[chosen[copy.node]]
+        copies.setdefault(copy.maker, []).append((copy.phase, source, spec(Port(copy.node, ()))))
+    for reader, op in enumerate(program.ops):
+        for operand, v in enumerate(op.operands):
+            maker, result = program.maker[v]
+            source, target = block[maker], block[reader]
+            if source is not None and target is not None and source != target:
+                made, read = (class_of[maker], result), (class_of[reader], operand)
+                lies = spec(graph.ports[*made, True]), copies.get(made), spec(graph.ports[*read, False])
+                yield source, target, (place[maker], result, place[reader], operand), lies
 
 
 def _decided(graph: StrategyGraph) -> list[Hashable]:

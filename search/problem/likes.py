@@ -30,6 +30,13 @@ def places(program: FlatProgram) -> tuple[Hashable, ...]:
     return tuple(found)
 
 
+def blocks(program: FlatProgram) -> tuple[int | None, ...]:
+    """Per op, its block among those of a stack whose ops have places; None where it is in none."""
+    return tuple(
+        None if likes is None or likes.place is None else likes.block for _, likes, _ in _described(program)
+    )
+
+
 def _handed_on_by(program: FlatProgram, i: int) -> int:
     """The op that makes what a boundary hands on; one of them where loops' bodies hand it back and forth."""
     seen = set[int]()
@@ -91,7 +98,8 @@ def _described(
     }
     for op in program.ops:
         is_constant = op.is_boundary and not op.operands
-        ends = () if is_constant else range(1, len(op.site) + 1, 3)
+        is_of_no_op = is_constant or op.name in ("input", "output")
+        ends = () if is_of_no_op else range(1, len(op.site) + 1, 3)
         end = next((end for end in reversed(ends) if op.site[:end] in known), 0)
         read = op.operand_places[0][2] if op.operand_places else None
         rest = op.site[end:] if end else ()

@@ -17,7 +17,7 @@ from cost_model.hardware import parse_cluster
 from executors.jit import build
 from search import driver
 from search.driver import SearchResult
-from search.handing_over import handed_over, unlike_their_next
+from search.handing_over import handed_over, unlike_their_next, unseen_between_likes
 from search.ir.graph import Phase, Step
 from search.ir.trace import trace
 from search.mesh_problem import StepProblem
@@ -25,7 +25,7 @@ from search.options import Options
 from search.plan.plan import Plan
 from search.plan.retention import CoarseError
 from search.problem import shortening
-from search.problem.likes import places
+from search.problem.likes import blocks, places
 from search.solver.branch_and_bound import NoFitError
 from search.solver.clock import WorkClock
 from tests import zoo
@@ -38,6 +38,9 @@ H100S = parse_cluster("8xH100-80GB")
 PLENTY_BYTES = 60 << 30
 TIGHT_BYTES = 900 << 20
 """Less than what the plan without a cap holds: something is recomputed."""
+
+ALIKE_BYTES = 800 << 20
+"""Less still: layers recompute different things, and hand one another the same."""
 
 TIGHTER_BYTES = 600 << 20
 """Less than a plan holds that keeps what each layer hands to the next."""
@@ -178,13 +181,39 @@ def test_only_layers_decided_as_none_next_to_them_are_paired():
     assert len(ops) < len(short.paired(some).graph.ops) < len(short.paired(blocks).graph.ops)
 
 
+def test_layers_that_hand_on_what_they_are_handed_are_not_paired():
+    result = found(ALIKE_BYTES)
+    assert result.short is not None
+    assert unlike_their_next(result.problem.graph.folded)
+    assert not unseen_between_likes(result.on_mesh, result.chosen)
+    with mock.patch.object(driver, "handed_over", side_effect=AssertionError("not asked for")):
+        result.check_goes_together()
+
+
+def test_layers_that_hand_on_otherwise_are_paired():
+    """Here as one holds a copy of what it is handed that lies otherwise than the copy that its next one holds."""
+    result = found(ALIKE_BYTES)
+    graph, strategies = result.on_mesh.memory.costed.graph, result.on_mesh.memory.costed.strategies
+    unlike, block_of = unlike_their_next(graph.folded), blocks(graph.folded.program)
+
+    def torn(node: int, block: int) -> bool:
+        own = strategies[node].assignment
+        others = np.flatnonzero((own != own[result.chosen[node]]).any(axis=1))
+        chosen = (*result.chosen[:node], *map(int, others[:1]), *result.chosen[node + 1 :])
+        return len(others) > 0 and block in unseen_between_likes(result.on_mesh, chosen)
+
+    made_in = [(c.node, {block_of[i] for i in graph.folded.members[c.maker[0]]}) for c in graph.copies]
+    assert any(torn(node, block) for node, own in made_in for block in unlike if own == {block})
+
+
 def test_the_plan_decides_every_argument():
     assert list(found().plan.decisions.arguments) == [a.name for a in stack().arguments]
 
 
 @pytest.mark.parametrize(
     ("limit_bytes", "put_off"),
-    [(PLENTY_BYTES, 0.12), (TIGHT_BYTES, 0.01)],  # more layers have more that may wait for a window to fill
+    # more layers have more that may wait for a window to fill
+    [(PLENTY_BYTES, 0.12), (TIGHT_BYTES, 0.01), (ALIKE_BYTES, 0.01)],
 )
 def test_the_whole_step_takes_it_as_it_is_and_as_long(limit_bytes, put_off):
     assert_the_whole_step_takes(found(limit_bytes), put_off)
