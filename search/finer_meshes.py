@@ -130,13 +130,14 @@ class FinerMeshes:
         """
         trials, deadline = self.trials, self._deadline(best.communication_share)
         for on_mesh in self.cramped:
-            known = self.known(on_mesh.shape, plain, floors_s)
+            known = self.known(plain, on_mesh.shape, plain, floors_s)
             if (1 - HELD_TO_CAP) * trials.cutoff_s > known.bound_s and not deadline.is_over:
                 trials.improve(plain, on_mesh, deadline.left_s, known=known)
         if best.step_problem is not plain:
-            self._improve_where_it_is(best, self.known(best.on_mesh.shape, plain, floors_s), deadline)
+            known = self.known(best.step_problem, best.on_mesh.shape, plain, floors_s)
+            self._improve_where_it_is(best, known, deadline)
             for shape in self._shapes(best.on_mesh, best.communication_share):
-                known = self.known(shape, plain, floors_s)
+                known = self.known(best.step_problem, shape, plain, floors_s)
                 is_promising = known.bound_s < trials.least_s and self._may_gain(shape, best, plain, floors_s)
                 if is_promising and not deadline.is_over:
                     trials.progress(f"mesh {format_mesh(shape)}")
@@ -164,11 +165,16 @@ class FinerMeshes:
         return known_s.get(shape, -math.inf) < (1 - RELATIVE_GAP) * known_s.get(best.on_mesh.shape, math.inf)
 
     def known(
-        self, shape: tuple[int, ...], plain: StepProblem, floors_s: Mapping[tuple[int, ...], float]
+        self,
+        step_problem: StepProblem,
+        shape: tuple[int, ...],
+        plain: StepProblem,
+        floors_s: Mapping[tuple[int, ...], float],
     ) -> Known:
-        """The bound on all plans on a mesh, of a step without loops: of others some may be faster for recomputing."""
+        """The bound on a step's plans on a mesh: that on the plain step's, less what recomputing is estimated to save;
+        none of a step with loops, of which some may be much faster for that."""
         known_s = {} if has_loops(plain.step) else {**floors_s, **self.floors_s}
-        return Known(bound_s=known_s.get(shape, -math.inf))
+        return Known(bound_s=known_s.get(shape, -math.inf) - self.trials.gains_s.get(step_problem, 0.0))
 
     def _deadline(self, communicated: float) -> Deadline:
         """Within the user's limit, or where there is none, as long again as so far, if much of the step is communication."""

@@ -21,6 +21,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,7 @@ from search.ir.graph import Site
 from search.memory.fetches import WINDOW
 from search.memory.residuals import residuals
 from search.memory.trade_offs import Choice, trade_offs
-from search.mesh_problem import RELATIVE_GAP, UNKNOWN, Known, MeshProblem, StepProblem
+from search.mesh_problem import FREE_GAP, RELATIVE_GAP, UNKNOWN, Known, MeshProblem, StepProblem
 from search.solver.branch_and_bound import NoFitError
 from search.solver.clock import Deadline
 from search.solver.pbqp import Labels
@@ -150,21 +151,6 @@ def without_cap(
     return sorted(found, key=lambda free: free.cost_s), bounds_s
 
 
-def candidates(
-    step_problem: StepProblem,
-    free: FreeSolution,
-    pins: Mapping[str, Any],
-    limit_bytes: int,
-    cutoff_s: float,
-    deadline: Deadline,
-    may_recompute: bool = True,
-    may_wait: bool = False,
-) -> list[Candidate]:
-    """What might be recomputed, as it is estimated on one mesh, and where residuals may wait on the host, which."""
-    estimation = _Estimation(step_problem, free, pins, limit_bytes, cutoff_s, deadline)
-    return estimation.candidates(may_recompute, may_wait)
-
-
 def in_order(found: Iterable[Candidate]) -> list[Candidate]:
     """The most promising first; then what waits on the host; last, of what nothing can be said of, the most frugal."""
     best_first = sorted(found, key=lambda c: (c.cost_s, -c.saved_bytes))
@@ -173,11 +159,11 @@ def in_order(found: Iterable[Candidate]) -> list[Candidate]:
     return [*again[:known], *[c for c in best_first if c.waiting][:MAX_WAITING], *again[known:]]
 
 
-class _Estimation:
-    """What recomputation promises on one mesh.
+class Estimates:
+    """What recomputation promises on one mesh, and where residuals may wait on the host, what that does.
 
-    Where the fastest strategies do not fit, it begins with some that are nearly as fast and hold little: what is held has to
-    be recomputed. Kernels are taken to hold as many times more than the program in its order as they do there.
+    Where the fastest strategies do not fit, they begin with some that are nearly as fast and hold little: what is held has
+    to be recomputed. Kernels are taken to hold as many times more than the program in its order as they do there.
     """
 
     def __init__(
@@ -186,18 +172,17 @@ class _Estimation:
         free: FreeSolution,
         pins: Mapping[str, Any],
         limit_bytes: int,
-        cutoff_s: float,
         deadline: Deadline,
     ) -> None:
-        self.on_mesh, self.deadline = free.on_mesh, deadline
-        self.limit_bytes, self.cutoff_s = limit_bytes, cutoff_s
-        self.kept = self.on_mesh.pinned(pins)
+        self.on_mesh, self.deadline, self.limit_bytes = free.on_mesh, deadline, limit_bytes
+        self.kept, self.cutoff_s = self.on_mesh.pinned(pins), math.inf
         self.free = self._light(free)
         in_order = self.on_mesh.memory.peak(self.free.labels)
         of_kernels = self.on_mesh.predicted(self.free.labels, limit_bytes).least
         self.in_order_bytes = in_order.num_bytes
         kernels_hold = max(1.0, of_kernels.num_bytes / max(in_order.num_bytes, 1.0))
         self.room_bytes = limit_bytes / kernels_hold
+        self.missing_bytes = self.in_order_bytes - self.room_bytes
         self.parts = residuals(self.on_mesh.memory.costed, step_problem.live_ranges.fusion, self.free.labels)
         self.on_mesh.clock.spend(OP_S * len(step_problem.graph.folded.program.ops))
         self.all_bytes = sum(part.all_bytes for part in self.parts)
@@ -212,8 +197,30 @@ class _Estimation:
         labels = self.on_mesh.lightened(self.kept, free.labels, self.deadline)
         return FreeSolution(self.on_mesh, labels, self.on_mesh.problem.cost_s(labels))
 
-    def candidates(self, may_recompute: bool, may_wait: bool) -> list[Candidate]:
-        """What may be recomputed, and, by each such choice and by none, what may wait on the host."""
+    @cached_property
+    def _choices(self) -> list[Choice]:
+        """From nothing recomputed to all."""
+        return trade_offs(lambda price: self._chosen(price, price, 1.0), self.all_bytes)
+
+    def next_to_nothing(self) -> Iterator[Candidate]:
+        """What saves enough where all is sharded as without a cap, and is computed again in less time than such sharding is
+        certified to."""
+        for choice in self._just_enough():
+            if choice.seconds - self.plain_s > FREE_GAP * self.free.cost_s:
+                return
+            yield from self._estimated(choice)
+
+    def candidates(
+        self, cutoff_s: float = math.inf, may_recompute: bool = True, may_wait: bool = False
+    ) -> list[Candidate]:
+        """What may be recomputed, and, by each such choice and by none, what may wait on the host.
+
+        Args:
+          cutoff_s: what they should stay below.
+          may_recompute: whether anything may be.
+          may_wait: whether residuals may.
+        """
+        self.cutoff_s = cutoff_s
         again = [*self._recomputing()] if may_recompute else []
         waiting = [(frozenset[Site](), 0.0, 0.0), *((c.sites, c.saved_bytes, c.more_s) for c in again)]
         found = [c for one in waiting for c in self._waiting(*one)] if may_wait else []
@@ -222,37 +229,40 @@ class _Estimation:
     def _recomputing(self) -> Iterator[Candidate]:
         """Of all trade-offs, and where memory is short, what saves just enough or a little more, and some between the best
         trade-off and the next one."""
-        choices = trade_offs(lambda price: self._chosen(price, price, 1.0), self.all_bytes)
-        missing_bytes, by_choice = self.in_order_bytes - self.room_bytes, list[tuple[int, Candidate]]()
+        choices, by_choice = self._choices, list[tuple[int, Candidate]]()
         for n, choice in reversed([*enumerate(choices)]):
             by_choice += [(n, one) for one in self._estimated(choice)]
         yield from (one for _, one in by_choice)
-        if not by_choice or missing_bytes <= 0:
+        if not by_choice or self.missing_bytes <= 0:
             return
-        yield from self._just_enough(choices, missing_bytes)
+        for choice in self._just_enough():
+            yield from self._estimated(choice)
         at, _ = min(by_choice, key=lambda one: one[1].cost_s)
         low, high = choices[max(at - 1, 0)].price_s_per_byte, choices[at].price_s_per_byte
         for share in SHARES:
             yield from self._estimated(self._chosen(low, high, share))
 
-    def _just_enough(self, choices: Sequence[Choice], wanted_bytes: float) -> Iterator[Candidate]:
-        """What saves hardly more than so much, and some that save more: kernels may hold more than is expected.
+    def _just_enough(self) -> Iterator[Choice]:
+        """What saves hardly more than what is missing, and some that save more: kernels may hold more than is expected.
 
         It lies between two trade-offs, with the least share of the ops that will do at the price of the one that saves more.
         """
+        wanted_bytes, choices = self.missing_bytes, self._choices
         for _ in range(MAX_ENOUGH):
-            at = next((n for n, one in enumerate(choices) if self._saved_bytes(one) >= wanted_bytes), 0)
-            if at == 0:
+            enough = [n for n, one in enumerate(choices) if self._saved_bytes(one) >= wanted_bytes]
+            if not enough:
                 return
-            low, high = choices[at - 1].price_s_per_byte, choices[at].price_s_per_byte
-            parts = bisect_left(
-                range(FINEST),
-                wanted_bytes,
-                key=lambda n: self._saved_bytes(self._chosen(low, high, n / FINEST)),
-            )
-            choice = self._chosen(low, high, parts / FINEST)
-            yield from self._estimated(choice)
+            yield (choice := self._least_enough(enough[0], wanted_bytes))
             wanted_bytes = self._saved_bytes(choice) + SPARE * self.limit_bytes
+
+    def _least_enough(self, at: int, wanted_bytes: float) -> Choice:
+        """The choice nearest to the trade-off before the first one that saves so much."""
+        if at == 0:
+            return self._choices[at]
+        low, high = (one.price_s_per_byte for one in self._choices[at - 1 : at + 1])
+        saves = partial(self._chosen, low, high)
+        parts = bisect_left(range(FINEST), wanted_bytes, key=lambda n: self._saved_bytes(saves(n / FINEST)))
+        return saves(parts / FINEST)
 
     def _saved_bytes(self, choice: Choice) -> float:
         return self.all_bytes - choice.kept_bytes
@@ -275,7 +285,7 @@ class _Estimation:
 
     def _waiting(self, sites: frozenset[Site], saved_bytes: float, recompute_s: float) -> Iterator[Candidate]:
         """The same with as much of what is kept on the host as is too much for the device."""
-        missing_bytes, worth = self.in_order_bytes - self.room_bytes - saved_bytes, self._worth_waiting(sites)
+        missing_bytes, worth = self.missing_bytes - saved_bytes, self._worth_waiting(sites)
         if missing_bytes <= 0 or not worth:
             return
         missing_bytes += WINDOW * max(num_bytes for _, num_bytes in worth)

@@ -9,14 +9,15 @@ host's memory (`search.memory.offload`); then the step is rewritten to go throug
 (`search.memory.microbatches`). All this is done with it, for as long as that finds better plans.
 
 A step in more microbatches, or one that recomputes, does all that the plain one does. So lower bounds on plans of the plain
-step without a cap are taken to bound theirs, but for what is faster recomputed than stacked up: that is tried by itself.
+step without a cap are taken to bound theirs, less what recomputing is estimated to save of the time to keep things; but for
+what is faster recomputed than stacked up: that is tried by itself.
 """
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from itertools import chain
 
 from cost_model.errors import first_line
@@ -37,8 +38,8 @@ from search.problem.memory_floor import floor_bytes, working_bytes
 from search.recomputation import (
     MAX_MESHES,
     Candidate,
+    Estimates,
     FreeSolution,
-    candidates,
     in_order,
     without_cap,
 )
@@ -157,10 +158,11 @@ class StepSearch:
         return {shape: self._bound_s(shape) for shape in self.shapes}
 
     def _bound_s(self, shape: tuple[int, ...]) -> float:
-        """The same for one mesh. Layers in a loop may be faster for recomputing: what is proven of those that do not counts
-        only where nothing else is known."""
+        """The same for one mesh. Layers in a loop may be much faster for recomputing: what is proven of those that do not
+        counts only where nothing else is known."""
         own_s = self.trials.proven_s(self.best.step_problem) if self.best else {}
-        floor_s = {**self.floors_s, **self.finer.floors_s}.get(shape, -math.inf)
+        gain_s = self.trials.gains_s.get(self.best.step_problem, 0.0) if self.best else 0.0
+        floor_s = {**self.floors_s, **self.finer.floors_s}.get(shape, -math.inf) - gain_s
         if has_loops(self.step):
             return own_s.get(shape, floor_s)
         return max(own_s.get(shape, -math.inf), floor_s)
@@ -170,7 +172,7 @@ class StepSearch:
         deadline = Deadline.after(self.options.limit_s / 2, self.clock)
         others = [shape for shape in self.trials.shapes if shape != best.on_mesh.shape]
         for shape in sorted(others, key=self.floors_s.__getitem__):
-            known = self.finer.known(shape, plain, self.floors_s)
+            known = self.finer.known(best.step_problem, shape, plain, self.floors_s)
             own_s = self.trials.proven_s(best.step_problem).get(shape, -math.inf)
             if max(known.bound_s, own_s) < self.trials.least_s and not deadline.is_over:
                 self.progress(f"the same on mesh {format_mesh(shape)}")
@@ -196,12 +198,8 @@ class StepSearch:
             return lambda: step_problem
         if is_hopeless:
             return partial(self._most_frugal, step_problem, plain.on_meshes)
-        fastest = [one for one in plain.put_off if free and one is free[0].on_mesh]
-        self.trials.under_cap(step_problem, fastest, deadline.share(FIRST_SHARE))
-        free = [one for one in free if one.cost_s < self.trials.least_s]
-        free += self._unhindered(plain, free)
         found, deadline = list[Candidate](), Deadline.after(time_limit_s, self.clock)
-        self._try(step_problem, self._offered(step_problem, free, found, deadline), deadline)
+        self._try(step_problem, self._offered(plain, free, found, deadline), deadline)
         self.watch.lap("recompute")
         if is_first:
             self.savings = tuple(c for c in found if not c.waiting)
@@ -212,38 +210,45 @@ class StepSearch:
         return partial(self.trials.recomputing, step_problem, most.sites, most.waiting)
 
     def _offered(
-        self,
-        step_problem: StepProblem,
-        free: Sequence[FreeSolution],
-        found: list[Candidate],
-        deadline: Deadline,
+        self, plain: Plain, free: Sequence[FreeSolution], found: list[Candidate], deadline: Deadline
     ) -> Iterator[Candidate]:
         """What may be recomputed or wait on the host, the most promising first; it is added to what was found.
 
-        On the fastest mesh first. On others estimates are made only when the best one there was tried, and only where they
-        may be better than that and than what it led to.
+        On the fastest mesh first what costs next to nothing to recompute: plans that recompute nothing are hardly faster.
+        Then these are looked for there. On other meshes estimates are made only when the best one on the fastest was tried,
+        and only where they may be better than that and than what it led to.
         """
-        may_gain, left = has_loops(step_problem.step), list[Candidate]()
-        estimated = partial(
-            candidates,
-            step_problem,
-            pins=self.pins,
-            limit_bytes=self.options.memory_bytes,
-            deadline=deadline,
-            may_recompute=self.options.remat != "never",
-            may_wait=self._may_wait,
+        step_problem, left, may_recompute = (
+            plain.step_problem,
+            list[Candidate](),
+            self.options.remat != "never",
         )
-        before = step_problem.rewritten.before
+        limit_bytes, before = self.options.memory_bytes, step_problem.rewritten.before
+
+        @cache
+        def estimates(one: FreeSolution) -> Estimates:
+            return Estimates(step_problem, one, self.pins, limit_bytes, deadline)
+
+        def offer(more: Iterable[Candidate]) -> Iterator[Candidate]:
+            for candidate in more:
+                found.append(
+                    replace(candidate, sites=before(candidate.sites), waiting=before(candidate.waiting))
+                )
+                self.watch.lap("recompute")
+                yield found[-1]
+
+        if free and may_recompute:
+            yield from offer(estimates(free[0]).next_to_nothing())
+        fastest = [one for one in plain.put_off if free and one is free[0].on_mesh]
+        self.trials.under_cap(step_problem, fastest, deadline.share(FIRST_SHARE))
+        free = [one for one in free if one.cost_s < self.trials.least_s]
+        free += self._unhindered(plain, free)
+        may_gain = has_loops(step_problem.step)
         for one in free[:MAX_MESHES]:
             best_s = min((self.cutoff_s, *(c.cost_s for c in found)))
             if may_gain or self.best is None or one.cost_s < (1 - RELATIVE_GAP) * best_s:
-                more = [
-                    replace(c, sites=before(c.sites), waiting=before(c.waiting))
-                    for c in estimated(one, cutoff_s=best_s)
-                ]
-                self.watch.lap("recompute")
-                found += more
-                left = in_order([*left, *more])
+                more = estimates(one).candidates(best_s, may_recompute, self._may_wait)
+                left = in_order([*left, *offer(more)])
                 yield from left[:1]
                 del left[:1]
         yield from left
@@ -261,9 +266,8 @@ class StepSearch:
         deadline = Deadline.after(LEAST_ATTEMPT_S, self.clock)
         free, _ = without_cap([min(on_meshes, key=self._floor_bytes)], self.pins, math.inf, deadline)
         limit_bytes = self.options.memory_bytes
-        found = [
-            c for one in free for c in candidates(plain, one, self.pins, limit_bytes, math.inf, deadline)
-        ]
+        estimates = (Estimates(plain, one, self.pins, limit_bytes, deadline) for one in free)
+        found = [candidate for each in estimates for candidate in each.candidates()]
         if not found or self.options.remat == "never":
             return plain
         most = max(found, key=lambda candidate: candidate.saved_bytes)
@@ -309,7 +313,8 @@ class StepSearch:
             step_problem = self.trials.recomputing(plain, candidate.sites, candidate.waiting)
             on_mesh = self.trials.put_on(step_problem, candidate.shape)
             time_limit_s = max(ATTEMPT_SHARE * deadline.left_s, LEAST_ATTEMPT_S)
-            known = self._known(plain, candidate, on_mesh)
+            self.trials.gains_s[step_problem] = max(-candidate.more_s, 0.0)
+            known = self._known(step_problem, plain, candidate, on_mesh)
             bound_s, is_cramped = self.trials.improve(step_problem, on_mesh, time_limit_s, known=known)
             num_futile = num_futile + 1 if self.best is before else 0
             if self.best is before and is_cramped:
@@ -322,9 +327,11 @@ class StepSearch:
         """Whether the best plan is slower than an estimate by more than estimates are wrong."""
         return self.cutoff_s > (1 + WORTH) * candidate.cost_s
 
-    def _known(self, plain: StepProblem, candidate: Candidate, on_mesh: MeshProblem) -> Known:
+    def _known(
+        self, step_problem: StepProblem, plain: StepProblem, candidate: Candidate, on_mesh: MeshProblem
+    ) -> Known:
         """Of a step that recomputes: the strategies by which it was estimated, and the bound on all plans on its mesh."""
-        known = self.finer.known(candidate.shape, plain, self.floors_s)
+        known = self.finer.known(step_problem, candidate.shape, plain, self.floors_s)
         with suppress(NoFitError):
             return replace(known, start=carried_over(candidate.free.on_mesh, candidate.free.labels, on_mesh))
         return known

@@ -78,6 +78,7 @@ class Trials:
       best: the best plan so far.
       hosted: the arguments that rest in the host's memory in what is tried next.
       shapes: the meshes to try.
+      gains_s: of steps that recompute: by how much they are estimated to be faster for it.
       clock: by which all limits count.
       began_s: on it, when the search began.
       deadline: after it nothing is begun besides a plan that is there.
@@ -101,6 +102,7 @@ class Trials:
         self.best: Found | None = None
         self.hosted = frozenset[int]()
         self._resharders: dict[tuple[int, ...], Resharder] = {}
+        self.gains_s = WeakKeyDictionary[StepProblem, float]()
         self._proven_s = WeakKeyDictionary[StepProblem, dict[tuple[int, ...], float]]()
 
     @property

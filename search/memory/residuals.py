@@ -27,6 +27,7 @@ from search.ir.graph import EFFECTFUL, Graph, Likes, Op, Phase, Role, Site, Step
 from search.ir.sharding import Place
 from search.memory.loop_pairs import loop_pairs
 from search.memory.min_cut import Recomputation, cheapest
+from search.memory.passes import Passes
 from search.memory.segments import segments
 from search.problem.costs import CostedGraph
 from search.problem.flat_program import BARRIER
@@ -212,25 +213,25 @@ class _Ledger:
         operands: Sequence[int],
         results: Sequence[int],
         num_bytes: Sequence[float],
-        keep_s_per_byte: float = 0.0,
+        keep_s: Sequence[float] = (),
         likes: Likes | None = None,
     ) -> None:
         """An op, or a carry; what is not stored has infinitely many bytes.
 
         An op of which some results are stored and some computed on the fly counts as two that read the same.
         """
+        each = [*zip(results, num_bytes, keep_s or (0.0,) * len(results), strict=True)]
         for is_stored in sorted({bool(np.isfinite(n)) for n in num_bytes} or {False}):
-            own = [(v, n) for v, n in zip(results, num_bytes, strict=True) if np.isfinite(n) == is_stored]
-            self._add(site, seconds, operands, own, is_stored, keep_s_per_byte, likes)
+            own = [(v, n, s) for v, n, s in each if np.isfinite(n) == is_stored]
+            self._add(site, seconds, operands, own, is_stored, likes)
 
     def _add(
         self,
         site: Site | None,
         seconds: float,
         operands: Sequence[int],
-        results: Sequence[tuple[int, float]],
+        results: Sequence[tuple[int, float, float]],
         is_stored: bool,
-        keep_s_per_byte: float,
         likes: Likes | None,
     ) -> None:
         op = len(self.sites)
@@ -239,10 +240,10 @@ class _Ledger:
         self.blocks.append((likes.block, likes.repeats) if likes and likes.block >= 0 else (-1 - op, 1))
         self.op_s.append(seconds if is_stored else 0.0)
         self.reads.append([self.number[v] for v in operands if v in self.number])
-        self.number.update({v: len(self.number) + n for n, (v, _) in enumerate(results)})
+        self.number.update({v: len(self.number) + n for n, (v, _, _) in enumerate(results)})
         self.maker += [op] * len(results)
-        self.num_bytes += [num_bytes for _, num_bytes in results]
-        self.keep_s += [keep_s_per_byte * num_bytes if is_stored else 0.0 for _, num_bytes in results]
+        self.num_bytes += [num_bytes for _, num_bytes, _ in results]
+        self.keep_s += [keep_s if is_stored else 0.0 for _, _, keep_s in results]
 
     def residuals(self, needed: set[int], is_loop: bool) -> Residuals:
         """The problem, where the backward phase reads these values."""
@@ -277,10 +278,12 @@ class _Reader:
         for i in forward:
             op, site = graph.ops[i], (*path, i)
             if i not in loops:
-                seconds = np.inf if i in kept or _must_stay(op) else self._seconds.get(site, 0.0)
+                seconds = np.inf if i in kept or _must_stay(op) else self._again_s(site)
                 arrays = [self._stored_at(("result", site, r)) for r in range(len(op.outputs))]
                 num_bytes = [np.inf if v is None else self._relief(v) for v in arrays]
-                ledger.add(site, seconds, op.operands, op.outputs, num_bytes, likes=op.likes)
+                is_light = site in self._light_at
+                keep_s = [self._passes.keep_s(v) if is_light and v is not None else 0.0 for v in arrays]
+                ledger.add(site, seconds, op.operands, op.outputs, num_bytes, keep_s, op.likes)
         needed = {v for op in graph.ops if op.phase is Phase.BACKWARD for v in op.operands}
         return ledger.residuals(needed, is_loop=False)
 
@@ -308,8 +311,26 @@ class _Reader:
             sizes = [num_bytes(v, "result", site, r) for r, v in enumerate(op.outputs)]
             is_light = site not in self._heavy and not op.bodies
             keep_s_per_byte = PASSES * pass_s_per_byte(self.costed.device) if is_light else 0.0
-            ledger.add(site, seconds, op.operands, op.outputs, sizes, keep_s_per_byte)
+            keep_s = [keep_s_per_byte * size if np.isfinite(size) else 0.0 for size in sizes]
+            ledger.add(site, seconds, op.operands, op.outputs, sizes, keep_s)
         return ledger.residuals({y for y, out in stack_of.items() if out in read}, is_loop=True)
+
+    @cached_property
+    def _passes(self) -> Passes:
+        return Passes(self.costed, self.fusion, lambda v: self._held_bytes(v) / self._repeats(v))
+
+    @cached_property
+    def _light_at(self) -> dict[Site, int]:
+        """By site, where light ops stand that make arrays."""
+        return {self.program.ops[i].site: i for i in self.costed.kernels.first}
+
+    def _again_s(self, site: Site) -> float:
+        """What an op takes in one step where it is recomputed."""
+        if site not in self._light_at:
+            return self._seconds.get(site, 0.0)
+        position = self._light_at[site]
+        op = self.program.ops[position]
+        return op.count * self._inside_s(self.folded.class_of[position]) + self._passes.again_s(position)
 
     @cached_property
     def _seconds(self) -> dict[Site, float]:

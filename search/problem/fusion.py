@@ -235,7 +235,7 @@ class Fusion:
         return self.folded.is_heavy[op_class] and not self.folded.op(op_class).is_boundary
 
     @cached_property
-    def _random_bits(self) -> frozenset[int]:
+    def random_bits(self) -> frozenset[int]:
         """Values computed from random bits and single numbers alone: masks and noise."""
         random: set[int] = set()
         plain: set[int] = set()
@@ -271,7 +271,7 @@ class Fusion:
     def _stores(self, i: int, v: int) -> bool:
         op = self.program.ops[i]
         is_reduction = self.is_reduction[self.folded.class_of[i]]
-        if v in self._random_bits and not is_reduction:
+        if v in self.random_bits and not is_reduction:
             read_in = {read_phase(self.program.ops[u]) for u in self.uses.get(v, ())}
             return len(read_in) > 1 or self._is_read_whole(v)
         if is_reduction or op.name.startswith(("random", "threefry", "rng")):

@@ -76,12 +76,14 @@ class Kernels:
     Attributes:
       fused: ordered by their classes; kernels that run alone go without saying.
       of_op: by position, for ops whose results a fused kernel stores: that kernel, and the op's share of a run.
+      first: by position, for these: the first of them in the same run of the kernel.
       copied: by class, what is written out in another order, or with zeros around it, for a product or a convolution: the
         operand, and how often it is moved in one step.
     """
 
     fused: tuple[FusedKernel, ...]
     of_op: dict[int, tuple[FusedKernel, float]]
+    first: dict[int, int]
     copied: Mapping[int, tuple[tuple[Endpoint, float], ...]]
 
 
@@ -127,7 +129,8 @@ def kernels(fusion: Fusion, groups: tuple[OpGroup, ...]) -> Kernels:
     of_op = {
         p: (fused[key], 1 / len(positions)) for key, positions in collector.instances() for p in positions
     }
-    return Kernels(tuple(fused.values()), of_op, _copied(fusion))
+    first = {p: positions[0] for _, positions in collector.instances() for p in positions}
+    return Kernels(tuple(fused.values()), of_op, first, _copied(fusion))
 
 
 def _copied(fusion: Fusion) -> dict[int, tuple[tuple[Endpoint, float], ...]]:
@@ -296,7 +299,7 @@ class _Collector:
         behind: dict[int, dict[int, Endpoint]] = {}
         for p, op in enumerate(self.ops):
             if not self.is_fused[p]:
-                self.read_outside.update(op.operands)
+                self.read_outside.update(*map(self._sources, op.operands))
                 continue
             seen: dict[int, Endpoint] = {}
             for i, v in enumerate(op.operands):

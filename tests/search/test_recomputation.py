@@ -25,7 +25,7 @@ from search.problem.flat_program import flatten
 from search.problem.folding import fold
 from search.problem.likes import folded_like
 from search.problem.shortening import shortened
-from search.recomputation import NO_CAP, Candidate, FreeSolution, candidates
+from search.recomputation import NO_CAP, Candidate, Estimates, FreeSolution
 from search.solver.branch_and_bound import NoFitError
 from search.solver.clock import Deadline
 from search.step_search import FIRST_SHARE
@@ -261,7 +261,8 @@ def test_what_is_slower_than_promised_is_not_tried_on_another_mesh(monkeypatch):
     """There it promised no more."""
     tried, fits, sites = [], MeshProblem.fitting, frozenset({(0,)})
 
-    def promising(step_problem, *args, **more):
+    def promising(estimates, *args):
+        step_problem = StepProblem.of(traced(True), [""] * len(traced(True).arguments), CLUSTER.device)
         on_meshes = [step_problem.on(CLUSTER, shape) for shape in ((8,), (2, 4))]
         free = [FreeSolution(one, one.solve(one.pinned({}), NO_CAP, 10.0).labels, 0.0) for one in on_meshes]
         return [Candidate(one, sites, cost_s=0.0, more_s=0.0, saved_bytes=1.0) for one in free]
@@ -271,7 +272,7 @@ def test_what_is_slower_than_promised_is_not_tried_on_another_mesh(monkeypatch):
             raise NoFitError("it is slower", bound_s=1e3)
         return fits(on_mesh, *args, **more)
 
-    monkeypatch.setattr(step_search, "candidates", promising)
+    monkeypatch.setattr(Estimates, "candidates", promising)
     monkeypatch.setattr(MeshProblem, "fitting", fitting)
     best = driver.find(traced(True), CLUSTER, Options(1 << 40, microbatches=1), tried.append)
     assert [line for line in tried if line.startswith("recomputing")] == ["recomputing 1 ops on mesh 8"]
@@ -280,18 +281,18 @@ def test_what_is_slower_than_promised_is_not_tried_on_another_mesh(monkeypatch):
 
 @pytest.mark.parametrize(("is_missing", "estimated"), [(False, [(2, 4)]), (True, [(2, 4), (8,)])])
 def test_other_meshes_are_estimated_where_the_fastest_one_does_not_do(monkeypatch, is_missing, estimated):
-    shapes, estimate, fits = [], step_search.candidates, MeshProblem.fitting
+    shapes, begin, fits = [], Estimates.__init__, MeshProblem.fitting
 
-    def recorded(step_problem, free, *args, **more):
+    def recorded(estimates, step_problem, free, *args):
         shapes.append(free.on_mesh.shape)
-        return estimate(step_problem, free, *args, **more)
+        begin(estimates, step_problem, free, *args)
 
     def fitting(on_mesh, *args, **more):
         if is_missing and on_mesh.shape == (2, 4):
             raise NoFitError("it misses", bound_s=0.0, num_rows=1)
         return fits(on_mesh, *args, **more)
 
-    monkeypatch.setattr(step_search, "candidates", recorded)
+    monkeypatch.setattr(Estimates, "__init__", recorded)
     monkeypatch.setattr(MeshProblem, "fitting", fitting)
     cap_bytes = int(0.94 * found(False, None).plan.estimates.peak_bytes)
     best = driver.find(traced(False), CLUSTER, Options(cap_bytes, offload="never", microbatches=1))
@@ -316,7 +317,7 @@ def test_kernels_are_taken_to_hold_as_many_times_more_when_something_is_recomput
 
         monkeypatch.setattr(MeshProblem, "predicted", more)
         limit_bytes, deadline = int(0.99 * in_order_bytes), Deadline.after(10.0, on_mesh.clock)
-        found = candidates(step_problem, free, {}, limit_bytes, np.inf, deadline)
+        found = Estimates(step_problem, free, {}, limit_bytes, deadline).candidates()
         again = [c for c in found if c.cost_s <= free.cost_s + c.more_s + 1e-12]
         saved.append(min(c.saved_bytes for c in again))
     missing = [in_order_bytes - 0.99 * in_order_bytes / times for times in (1.0, 1.25)]
@@ -326,13 +327,13 @@ def test_kernels_are_taken_to_hold_as_many_times_more_when_something_is_recomput
 
 def test_copies_to_the_host_are_never_expected_to_hide_altogether(monkeypatch):
     offered: list[Candidate] = []
-    candidates = step_search.candidates
+    candidates = Estimates.candidates
 
     def recorded(*args, **more):
         offered.extend(found := candidates(*args, **more))
         return found
 
-    monkeypatch.setattr(step_search, "candidates", recorded)
+    monkeypatch.setattr(Estimates, "candidates", recorded)
     cap_bytes = int(0.8 * found(False, None).plan.estimates.peak_bytes)
     near = replace(CLUSTER, host_link=replace(CLUSTER.host_link, bytes_per_s=1e12))
     driver.find(traced(False), near, Options(cap_bytes, (8,), microbatches=1))
@@ -348,7 +349,7 @@ def test_what_was_passed_over_is_tried_where_all_else_misses(monkeypatch):
     """What saves hardly more than a step that missed is passed over; it may be the only one that fits."""
     offered: list[Candidate] = []
     tried: list[frozenset[Site]] = []
-    built, candidates = StepProblem.of, step_search.candidates
+    built, candidates = StepProblem.of, Estimates.candidates
 
     def recorded(*args, **more):
         offered.extend(found := candidates(*args, **more))
@@ -363,7 +364,7 @@ def test_what_was_passed_over_is_tried_where_all_else_misses(monkeypatch):
 
     cap_bytes = int(0.75 * found(True, None).plan.estimates.peak_bytes)
     monkeypatch.setattr(step_search, "MISSED_SHARE", 1.0)
-    monkeypatch.setattr(step_search, "candidates", recorded)
+    monkeypatch.setattr(Estimates, "candidates", recorded)
     monkeypatch.setattr(StepProblem, "of", of)
     monkeypatch.setattr(MeshProblem, "fitting", misses)
     monkeypatch.setattr(step_search.StepSearch, "_of_smallest_peak", misses)

@@ -1,0 +1,139 @@
+"""How often recomputation and keeping take residuals through memory.
+
+Light ops run in fused kernels (`search.problem.kernels`), which take as long as what they read and write. What only the
+backward phase reads as an array is written for that alone, and read by each kernel there. Where it is recomputed, those
+kernels compute it on the fly, and read what it is made of if they do not anyway. A tanh that a GELU's gradient reads beside
+its input costs nothing to recompute, and two passes to keep.
+
+Not so where it has to be an array in the backward phase too: where a product reads it, or a loop, where it is a sum, or is
+made of more arrays than one kernel reads. Then a kernel of its own makes it. Nor where it is drawn at random: a mask of
+dropout is dear to recompute.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+from cost_model.compute import kernel_s, pass_s_per_byte
+from search.ir.graph import Phase
+from search.problem.costs import CostedGraph
+from search.problem.flat_program import FlatOp
+from search.problem.fusion import MAX_FUSION_SOURCES, Fusion, is_view
+from search.problem.kernels import runs_alone
+
+DRAWN_BYTES = 24.0
+"""What recomputing a random element moves through memory: six passes of a 32-bit number, in kernels that do not join with
+what reads it. Source: what XLA's kernels of a GPT with dropout move on an A100, with its masks recomputed and without."""
+
+
+@dataclass(frozen=True, eq=False)
+class Passes:
+    """What a device's memory takes for a light op's results, in seconds of a step.
+
+    Attributes:
+      costed: the step on a mesh.
+      fusion: what it stores.
+      num_bytes: of an array, on one device.
+    """
+
+    costed: CostedGraph
+    fusion: Fusion
+    num_bytes: Callable[[int], float]
+
+    @property
+    def _ops(self) -> tuple[FlatOp, ...]:
+        return self.fusion.program.ops
+
+    def keep_s(self, v: int) -> float:
+        """To keep a value for the backward phase: to write it, where nothing else reads it, and to read it, where it would
+        be computed on the fly instead."""
+        position, _ = self.fusion.program.maker[v]
+        others = self._readers[Phase.FORWARD].get(v, set()) - {self._kernel(position)}
+        passes = (not others) + (0 if self._is_array(position) else len(self._behind(position)))
+        runs = self._ops[position].count
+        return runs * passes * pass_s_per_byte(self.costed.device) * self.num_bytes(v)
+
+    def again_s(self, position: int) -> float:
+        """To recompute a light op. Kernels that make several arrays read what these are made of once for all."""
+        op, device, made_of = self._ops[position], self.costed.device, self._made_of(position)
+        if self._is_array(position):
+            readers = self._arrays_made_of[self._kernel(position)]
+            num_bytes = sum(self.num_bytes(v) / readers[v] for v in made_of) + sum(
+                map(self.num_bytes, op.results)
+            )
+            return op.count * float(kernel_s(device, num_bytes + DRAWN_BYTES * self._drawn(op)))
+        besides = (made_of - self._arrays[kernel] for kernel in self._behind(position))
+        return (
+            op.count * pass_s_per_byte(device) * sum(self.num_bytes(v) for arrays in besides for v in arrays)
+        )
+
+    @cached_property
+    def _arrays_made_of(self) -> dict[int | None, Counter[int]]:
+        """By kernel and stored value: how many of the arrays that the kernel makes are made of it, of those that would be
+        arrays in the backward phase, too."""
+        found = defaultdict[int | None, Counter[int]](Counter)
+        for position, kernel in self.costed.kernels.first.items():
+            if self._is_array(position):
+                found[kernel].update(self._made_of(position))
+        return found
+
+    def _made_of(self, position: int) -> frozenset[int]:
+        """The stored values of which an op's results are made."""
+        return frozenset[int]().union(*(self.fusion.sources[v] for v in self._ops[position].operands))
+
+    def _drawn(self, op: FlatOp) -> float:
+        """The random elements that a device draws for what an op makes."""
+        if self.fusion.random_bits.isdisjoint((*op.operands, *op.results)):
+            return 0.0
+        return max(self.num_bytes(v) / self.fusion.program.values[v].itemsize for v in op.results)
+
+    def _is_array(self, position: int) -> bool:
+        """Whether what an op makes would be an array in the backward phase, too."""
+        is_sum = self.fusion.is_reduction[self.fusion.folded.class_of[position]]
+        is_made_of_many = len(self._made_of(position)) > MAX_FUSION_SOURCES
+        if is_sum or is_made_of_many or self._drawn(self._ops[position]):
+            return True
+        return not self._fused.issuperset(readers := self._behind(position)) or not readers
+
+    def _behind(self, position: int) -> set[int]:
+        """The kernels of the backward phase that read what an op makes."""
+        results = self._ops[position].results
+        return set[int]().union(*(self._readers[Phase.BACKWARD].get(v, ()) for v in results))
+
+    @cached_property
+    def _readers(self) -> dict[Phase, dict[int, set[int]]]:
+        """By stored value, the kernels of the backward phase that read it, and all others, known by their first ops."""
+        found = {
+            Phase.BACKWARD: defaultdict[int, set[int]](set),
+            Phase.FORWARD: defaultdict[int, set[int]](set),
+        }
+        for at, op in enumerate(self._ops):
+            if (kernel := self._kernel(at)) is not None:
+                phase = Phase.BACKWARD if op.phase is Phase.BACKWARD else Phase.FORWARD
+                for v in op.operands:
+                    for source in self.fusion.sources[v]:
+                        found[phase][source].add(kernel)
+        return {phase: dict(readers) for phase, readers in found.items()}
+
+    @cached_property
+    def _arrays(self) -> dict[int, set[int]]:
+        """By kernel of the backward phase, what it reads."""
+        found = defaultdict[int, set[int]](set)
+        for v, kernels in self._readers[Phase.BACKWARD].items():
+            for kernel in kernels:
+                found[kernel].add(v)
+        return dict(found)
+
+    def _kernel(self, position: int) -> int | None:
+        """The first op of a kernel that an op is computed in; None where its readers do that on the fly."""
+        op = self._ops[position]
+        is_alone = runs_alone(self.fusion.folded, self.fusion.folded.class_of[position])
+        if is_alone or (op.is_boundary and not is_view(op)):
+            return position
+        return self.costed.kernels.first.get(position)
+
+    @cached_property
+    def _fused(self) -> frozenset[int]:
+        """The kernels of light ops."""
+        return frozenset(self.costed.kernels.first.values())
