@@ -242,11 +242,10 @@ class StepSearch:
         fastest = [one for one in plain.put_off if free and one is free[0].on_mesh]
         self.trials.under_cap(step_problem, fastest, deadline.share(FIRST_SHARE))
         free = [one for one in free if one.cost_s < self.trials.least_s]
-        free += self._unhindered(plain, free)
-        may_gain = has_loops(step_problem.step)
-        for one in free[:MAX_MESHES]:
+        fitting = self._unhindered(plain, free)
+        for one in (*free, *fitting)[:MAX_MESHES]:
             best_s = min((self.cutoff_s, *(c.cost_s for c in found)))
-            if may_gain or self.best is None or one.cost_s < (1 - RELATIVE_GAP) * best_s:
+            if one in fitting or self.best is None or one.cost_s < (1 - RELATIVE_GAP) * best_s:
                 more = estimates(one).candidates(best_s, may_recompute, self._may_wait)
                 left = in_order([*left, *offer(more)])
                 yield from left[:1]
@@ -275,11 +274,12 @@ class StepSearch:
 
     @staticmethod
     def _unhindered(plain: Plain, free: Sequence[FreeSolution]) -> list[FreeSolution]:
-        """Plans of a step with loops, which may be faster for recomputing though they fit as they are; the best first."""
+        """Plans that fit as they are, and may be faster for recomputing: much faster with loops, and else where something is
+        stored for the backward phase alone. The best comes first."""
         known = {one.on_mesh.shape for one in free}
         found = [one for one in reversed(plain.found) if one.on_mesh.shape not in known]
-        if not found or not has_loops(plain.step_problem.step):
-            return []
+        if not has_loops(plain.step_problem.step):
+            found = found[:1] if plain.step_problem.live_ranges.fusion.shared else []
         return [FreeSolution(p.on_mesh, p.labels, p.on_mesh.problem.cost_s(p.labels)) for p in found]
 
     def _try(self, plain: StepProblem, found: Iterable[Candidate], deadline: Deadline) -> None:

@@ -17,8 +17,7 @@ from tests import zoo
 CLUSTER = parse_cluster("8xA100-80GB")
 """Its compiler stores a tanh."""
 
-PRICES = (0.0, 1e-12, 3e-12, 1e-11, 1e-6)
-SMALL_BYTES = 1 << 16
+PRICES = (0.0, 3e-12, 1e-11)
 
 MODELS = {
     "vit": lambda: zoo.make_vit(num_layers=3, hidden=512, heads=8, image=128, patch=16, batch=1024),
@@ -48,8 +47,7 @@ def test_a_rewritten_step_takes_as_much_longer_as_estimated(model):
         rewritten = StepProblem.of(step, (), CLUSTER.device, sites, known=step_problem.plain)
         again = rewritten.on(CLUSTER, (8,), on_mesh.memory.costed.resharder)
         again_s = again.memory.costed.compute_s(carried_over(on_mesh, labels, again)) - plain_s
-        print(model, price, len(sites), more_s / plain_s, again_s / plain_s)
-        #A
+        assert more_s == pytest.approx(again_s, abs=0.02 * plain_s)
 
 
 LAYERS, WIDTH, BATCH = 4, 512, 1 << 16
