@@ -55,27 +55,34 @@ class Passes:
         return runs * passes * pass_s_per_byte(self.costed.device) * self.num_bytes(v)
 
     def again_s(self, position: int) -> float:
-        """To recompute a light op. Kernels that make several arrays read what these are made of once for all."""
-        op, device, made_of = self._ops[position], self.costed.device, self._made_of(position)
+        """To recompute a light op that makes arrays."""
+        op, device = self._ops[position], self.costed.device
         if self._is_array(position):
-            readers = self._arrays_made_of[self._kernel(position)]
-            num_bytes = sum(self.num_bytes(v) / readers[v] for v in made_of) + sum(
-                map(self.num_bytes, op.results)
-            )
-            return op.count * float(kernel_s(device, num_bytes + DRAWN_BYTES * self._drawn(op)))
+            kernel = self._made_by[self.costed.kernels.first[position]]
+            own_bytes, num_bytes = kernel[position], sum(kernel.values())
+            return op.count * float(kernel_s(device, num_bytes)) * own_bytes / max(num_bytes, 1.0)
+        made_of = self._made_of(position)
         besides = (made_of - self._arrays[kernel] for kernel in self._behind(position))
         return (
             op.count * pass_s_per_byte(device) * sum(self.num_bytes(v) for arrays in besides for v in arrays)
         )
 
     @cached_property
-    def _arrays_made_of(self) -> dict[int | None, Counter[int]]:
-        """By kernel and stored value: how many of the arrays that the kernel makes are made of it, of those that would be
-        arrays in the backward phase, too."""
-        found = defaultdict[int | None, Counter[int]](Counter)
+    def _made_by(self) -> dict[int, dict[int, float]]:
+        """By kernel: what each op moves there of which the results would be arrays in the backward phase, too. What several
+        of them are made of is read once for all."""
+        arrays = defaultdict[int, list[int]](list)
         for position, kernel in self.costed.kernels.first.items():
             if self._is_array(position):
-                found[kernel].update(self._made_of(position))
+                arrays[kernel].append(position)
+        found = dict[int, dict[int, float]]()
+        for kernel, positions in arrays.items():
+            readers = Counter(v for position in positions for v in self._made_of(position))
+            found[kernel] = {}
+            for p in positions:
+                read_bytes = sum(self.num_bytes(v) / readers[v] for v in self._made_of(p))
+                written_bytes = sum(map(self.num_bytes, self._ops[p].results))
+                found[kernel][p] = read_bytes + written_bytes + DRAWN_BYTES * self._drawn(self._ops[p])
         return found
 
     def _made_of(self, position: int) -> frozenset[int]:

@@ -68,8 +68,11 @@ def traced(is_scanned):
 
 @functools.cache
 def found(is_scanned, share, remat=None, microbatches=None):
-    """Under a cap of a share of what the fastest plan holds where memory is plenty."""
-    cap_bytes = 1 << 40 if share is None else int(share * found(is_scanned, None).plan.estimates.peak_bytes)
+    """Under a cap of a share of what the fastest plan holds that recomputes nothing; that one, where there is no share."""
+    if share is None:
+        cap_bytes, remat = 1 << 40, "never"
+    else:
+        cap_bytes = int(share * found(is_scanned, None).plan.estimates.peak_bytes)
     return driver.find(
         traced(is_scanned),
         CLUSTER,

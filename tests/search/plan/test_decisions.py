@@ -37,7 +37,9 @@ def codec(step, *args, mesh=(2, 2)) -> DecisionCodec:
     folded = fold(flatten(trace(step, *args)))
     graph = strategy_graph(folded, op_groups(folded))
     resharder = Resharder(MeshModel(parse_cluster(f"{int(np.prod(mesh))}xH100-80GB"), mesh))
-    return DecisionCodec(CostedGraph(graph, Kernels((), {}, {}, {}), resharder, all_strategies(graph, resharder)))
+    return DecisionCodec(
+        CostedGraph(graph, Kernels((), {}, {}, {}), resharder, all_strategies(graph, resharder))
+    )
 
 
 def layers(params, x):
