@@ -31,7 +31,7 @@ from search.ir.graph import Site
 from search.memory.batch_states import NotSplittableError
 from search.memory.microbatches import batch_divisors, microbatched
 from search.memory.residuals import has_loops
-from search.mesh_problem import RELATIVE_GAP, ROUNDING, Known, MeshProblem, StepProblem
+from search.mesh_problem import RELATIVE_GAP, ROUNDING, UNKNOWN, Known, MeshProblem, StepProblem
 from search.microbatch_counts import MicrobatchCounts, least_s
 from search.options import OFFLOADED, RESIDUALS
 from search.problem.memory_floor import floor_bytes, working_bytes
@@ -158,12 +158,12 @@ class StepSearch:
         return {shape: self._bound_s(shape) for shape in self.shapes}
 
     def _bound_s(self, shape: tuple[int, ...]) -> float:
-        """The same for one mesh. Layers in a loop may be much faster for recomputing: what is proven of those that do not
-        counts only where nothing else is known."""
+        """The same for one mesh. Some steps are faster for recomputing: what is proven of those that do not counts only
+        where nothing else is known, less what is estimated to be saved."""
         own_s = self.trials.proven_s(self.best.step_problem) if self.best else {}
         gain_s = self.trials.gains_s.get(self.best.step_problem, 0.0) if self.best else 0.0
         floor_s = {**self.floors_s, **self.finer.floors_s}.get(shape, -math.inf) - gain_s
-        if has_loops(self.step):
+        if has_loops(self.step) or gain_s:
             return own_s.get(shape, floor_s)
         return max(own_s.get(shape, -math.inf), floor_s)
 
@@ -242,10 +242,11 @@ class StepSearch:
         fastest = [one for one in plain.put_off if free and one is free[0].on_mesh]
         self.trials.under_cap(step_problem, fastest, deadline.share(FIRST_SHARE))
         free = [one for one in free if one.cost_s < self.trials.least_s]
-        fitting = self._unhindered(plain, free)
-        for one in (*free, *fitting)[:MAX_MESHES]:
+        free += self._unhindered(plain, free)
+        may_gain = has_loops(step_problem.step)
+        for one in free[:MAX_MESHES]:
             best_s = min((self.cutoff_s, *(c.cost_s for c in found)))
-            if one in fitting or self.best is None or one.cost_s < (1 - RELATIVE_GAP) * best_s:
+            if may_gain or self.best is None or one.cost_s < (1 - RELATIVE_GAP) * best_s:
                 more = estimates(one).candidates(best_s, may_recompute, self._may_wait)
                 left = in_order([*left, *offer(more)])
                 yield from left[:1]
@@ -274,12 +275,11 @@ class StepSearch:
 
     @staticmethod
     def _unhindered(plain: Plain, free: Sequence[FreeSolution]) -> list[FreeSolution]:
-        """Plans that fit as they are, and may be faster for recomputing: much faster with loops, and else where something is
-        stored for the backward phase alone. The best comes first."""
+        """Plans of a step with loops, which may be faster for recomputing though they fit as they are; the best first."""
         known = {one.on_mesh.shape for one in free}
         found = [one for one in reversed(plain.found) if one.on_mesh.shape not in known]
-        if not has_loops(plain.step_problem.step):
-            found = found[:1] if plain.step_problem.live_ranges.fusion.shared else []
+        if not found or not has_loops(plain.step_problem.step):
+            return []
         return [FreeSolution(p.on_mesh, p.labels, p.on_mesh.problem.cost_s(p.labels)) for p in found]
 
     def _try(self, plain: StepProblem, found: Iterable[Candidate], deadline: Deadline) -> None:
@@ -330,8 +330,10 @@ class StepSearch:
     def _known(
         self, step_problem: StepProblem, plain: StepProblem, candidate: Candidate, on_mesh: MeshProblem
     ) -> Known:
-        """Of a step that recomputes: the strategies by which it was estimated, and the bound on all plans on its mesh."""
-        known = self.finer.known(step_problem, candidate.shape, plain, self.floors_s)
+        """Of a step that recomputes: the strategies by which it was estimated, and the bound on all plans on its mesh, but
+        where it is estimated to be faster for that: how much is not proven."""
+        gain_s = self.trials.gains_s[step_problem]
+        known = UNKNOWN if gain_s else self.finer.known(step_problem, candidate.shape, plain, self.floors_s)
         with suppress(NoFitError):
             return replace(known, start=carried_over(candidate.free.on_mesh, candidate.free.labels, on_mesh))
         return known

@@ -123,7 +123,6 @@ class Fusion:
       expensive_itemsize: up to how many bytes an element an expensive op's result is stored.
       sources: by value, the stored arrays that it is computed from: itself, if it is stored.
       computed_in: by value, the phases of the kernels that read it, or compute it on the fly.
-      shared: values that are stored as several phases read them, and computing them takes long.
     """
 
     def __init__(self, folded: FoldedProgram, expensive_itemsize: float) -> None:
@@ -135,7 +134,6 @@ class Fusion:
         self._wanted: dict[int, bool] = {}
         self.computed_in = self._computed_in()
         self.sources: dict[int, frozenset[int]] = {}
-        self.shared: set[int] = set()
         self._places: dict[int, Places] = {}  # of those that are read through slices
         for i, op in enumerate(self.program.ops):
             for v in op.results:
@@ -179,8 +177,6 @@ class Fusion:
         is_many = len(large) > MAX_FUSION_SOURCES and not (op.phase is Phase.UPDATE or self._is_added_on(v))
         is_many |= len(below) >= MAX_FUSION_OPERANDS
         is_shared = is_expensive and len(self.computed_in[v]) > 1
-        if is_shared:
-            self.shared.add(v)
         return own if is_many or is_shared or self._is_spread(v) else below
 
     def _is_added_on(self, v: int) -> bool:
