@@ -63,9 +63,8 @@ class Passes:
             return op.count * float(kernel_s(device, num_bytes)) * own_bytes / max(num_bytes, 1.0)
         made_of = self._made_of(position)
         besides = (made_of - self._arrays[kernel] for kernel in self._behind(position))
-        return (
-            op.count * pass_s_per_byte(device) * sum(self.num_bytes(v) for arrays in besides for v in arrays)
-        )
+        num_bytes = sum(self.num_bytes(v) for arrays in besides for v in arrays)
+        return op.count * pass_s_per_byte(device) * num_bytes
 
     @cached_property
     def _made_by(self) -> dict[int, dict[int, float]]:
@@ -90,8 +89,9 @@ class Passes:
         return frozenset[int]().union(*(self.fusion.sources[v] for v in self._ops[position].operands))
 
     def _drawn(self, op: FlatOp) -> float:
-        """The random elements that a device draws for what an op makes."""
-        if self.fusion.random_bits.isdisjoint((*op.operands, *op.results)):
+        """The random elements that a device draws for what an op makes, unless they are stored."""
+        drawn = {*op.results, *(v for v in op.operands if not self.fusion.is_stored(v))}
+        if self.fusion.random_bits.isdisjoint(drawn):
             return 0.0
         return max(self.num_bytes(v) / self.fusion.program.values[v].itemsize for v in op.results)
 
