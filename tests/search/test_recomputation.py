@@ -303,6 +303,49 @@ def test_other_meshes_are_estimated_where_the_fastest_one_does_not_do(monkeypatc
     assert best.on_mesh.shape == estimated[-1]
 
 
+A100S = parse_cluster("8xA100-80GB")
+
+
+@functools.cache
+def gelus():
+    """Written one after the other; on A100s XLA stores each tanh."""
+
+    def loss(params, x):
+        for i in range(LAYERS):
+            x = x + jax.nn.gelu(x @ params[0][i]) @ params[1][i]
+        return jnp.mean(x**2)
+
+    def step(params, x):
+        value, grads = jax.value_and_grad(loss)(params, x)
+        return tuple(w - 0.1 * g for w, g in zip(params, grads, strict=True)), value
+
+    return trace(step, *arguments(dtype=jnp.float32))
+
+
+def gelus_found(share, progress=lambda line: None):
+    plenty = driver.find(gelus(), A100S, Options(1 << 40, offload="never", microbatches=1))
+    cap_bytes = int(share * plenty.plan.estimates.peak_bytes)
+    tight = driver.find(gelus(), A100S, Options(cap_bytes, offload="never", microbatches=1), progress)
+    return plenty, tight
+
+
+def test_what_costs_next_to_nothing_is_recomputed_before_the_plain_step_is_held_to_the_cap():
+    lines = list[str]()
+    gelus_found(0.9, lines.append)
+    held = [n for n, line in enumerate(lines) if line.endswith("held to the cap")]
+    recomputing = [n for n, line in enumerate(lines) if line.startswith("recomputing")]
+    assert recomputing
+    assert recomputing[0] < min(held, default=len(lines))
+
+
+def test_what_is_faster_for_recomputing_is_certified_by_itself():
+    """Bounds on plans that keep everything are above it."""
+    plenty, tight = gelus_found(0.9)
+    assert num_recomputed(plenty) == 0 < num_recomputed(tight)
+    assert cost_s(tight) < cost_s(plenty)
+    assert -np.inf < tight.bound_s <= cost_s(tight)
+
+
 def test_kernels_are_taken_to_hold_as_many_times_more_when_something_is_recomputed(monkeypatch):
     """So it saves what they hold too much."""
     step_problem = StepProblem.of(traced(False), (), CLUSTER.device)

@@ -205,6 +205,18 @@ def test_one_kernel_writes_all_that_it_makes():
     assert sum(read) == 4 * SQUARE
 
 
+@pytest.mark.parametrize("as_read", [lambda y: y.reshape(64, 8, 256).reshape(512, 256), lambda y: y.T])
+def test_what_only_a_product_reads_is_written_however_it_is_read(as_read):
+    """A view makes no array: the one that it is of is written."""
+    (kernel,) = fused(
+        lambda x, w: as_read(jnp.tanh(x)) @ w, X if as_read(jnp.zeros(X.shape)).shape == X.shape else W, W
+    )
+    name, read, written = kernel
+    assert name == "tanh"
+    assert read == written
+    assert written in ([LARGE], [SQUARE])
+
+
 def test_what_stays_in_a_kernel_is_not_written():
     assert fused(lambda x: jnp.sum(x * 2.0, 1) * 3.0, X) == [("reduce_sum, mul", [LARGE], [COLUMN])]
     assert fused(lambda x: jnp.sum(x * 2.0), X) == [("reduce_sum", [LARGE], [4])]
