@@ -2,11 +2,12 @@
 
 Each mesh shape worth trying is priced and solved without a cap, and the fastest plan that fits wins (`search.trials`). Where
 communication costs much, meshes of three axes that split an axis of the best one are tried, too (`search.finer_meshes`).
-Where faster ones do not fit, the fastest of these meshes is solved under the cap, then steps that recompute are searched
-(`search.recomputation`), and last, where still faster ones might be, the other meshes under the cap. Where
-nothing fits even so, or what fits is much slower than it would be without a cap, state that takes much of it is tried in the
-host's memory (`search.memory.offload`); then the step is rewritten to go through its batch in 2, 4, 8, ... microbatches
-(`search.memory.microbatches`). All this is done with it, for as long as that finds better plans.
+Where faster ones do not fit, what costs next to nothing to recompute is, on the fastest of these meshes. Then that mesh is
+solved under the cap, other steps that recompute are searched (`search.recomputation`), and last, where still faster ones
+might be, the other meshes under the cap. Where nothing fits even so, or what fits is much slower than it would be without a
+cap, state that takes much of it is tried in the host's memory (`search.memory.offload`); then the step is rewritten to go
+through its batch in 2, 4, 8, ... microbatches (`search.memory.microbatches`). All this is done with it, for as long as that
+finds better plans.
 
 A step in more microbatches, or one that recomputes, does all that the plain one does. So lower bounds on plans of the plain
 step without a cap are taken to bound theirs, less what recomputing is estimated to save of the time to keep things; but for
@@ -218,11 +219,7 @@ class StepSearch:
         Then these are looked for there. On other meshes estimates are made only when the best one on the fastest was tried,
         and only where they may be better than that and than what it led to.
         """
-        step_problem, left, may_recompute = (
-            plain.step_problem,
-            list[Candidate](),
-            self.options.remat != "never",
-        )
+        step_problem, may_recompute = plain.step_problem, self.options.remat != "never"
         limit_bytes, before = self.options.memory_bytes, step_problem.rewritten.before
 
         @cache
@@ -243,7 +240,7 @@ class StepSearch:
         self.trials.under_cap(step_problem, fastest, deadline.share(FIRST_SHARE))
         free = [one for one in free if one.cost_s < self.trials.least_s]
         free += self._unhindered(plain, free)
-        may_gain = has_loops(step_problem.step)
+        may_gain, left = has_loops(step_problem.step), list[Candidate]()
         for one in free[:MAX_MESHES]:
             best_s = min((self.cutoff_s, *(c.cost_s for c in found)))
             if may_gain or self.best is None or one.cost_s < (1 - RELATIVE_GAP) * best_s:
