@@ -116,8 +116,8 @@ def unlike_their_next(short: FoldedProgram) -> frozenset[int]:
 
 
 def unseen_between_likes(short: MeshProblem, chosen: Labels) -> frozenset[int]:
-    """Of these, the blocks that do not hand things on as they are handed them. What one of the others hands to its likes
-    lies as what it gets from its neighbours in the short step, and hands to them."""
+    """Of blocks that are decided as none next to them, those that do not hand things on as they are handed them. What one
+    of the others hands to its likes lies as what it gets from its neighbours in the short step, and hands to them."""
     entering, leaving = dict[int, dict[Hashable, Hashable]](), dict[int, dict[Hashable, Hashable]]()
     for maker, reader, where, how in _passed_on(short, chosen):
         leaving.setdefault(maker, {})[where] = how
