@@ -23,7 +23,7 @@ from search.ir.graph import Site, Step
 from search.ir.sharding import StepSharding
 from search.ir.spec import AXIS_NAMES
 from search.memory.microbatches import microbatched
-from search.mesh_problem import MeshProblem, StepProblem
+from search.mesh_problem import Known, MeshProblem, StepProblem
 from search.options import DEFAULT_TIME_LIMIT_S, Options, Progress
 from search.plan.decisions import EDITED, apart, hosted, node_names
 from search.plan.edits import marks_of
@@ -43,6 +43,10 @@ from search.solver.pbqp import Labels
 from search.step_search import StepSearch
 from search.stopwatch import Stopwatch
 from search.trials import Trials
+
+ROOM = 0.1
+"""Of the cap: where few layers leave so much, each standing for many, all are searched for what needs less to wait. Source:
+a choice of ours."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,6 +76,12 @@ class SearchResult:
         cost_s = self.on_mesh.problem.cost_s(self.chosen)
         gap = max(0.0, 1.0 - bound_s / cost_s) if cost_s > 0 else 0.0
         return replace(self, plan=replace(self.plan, gap=gap), bound_s=bound_s)
+
+    @property
+    def holds_little(self) -> bool:
+        """Whether residuals wait on the host, and so many of them that fewer might do."""
+        room_bytes = self.plan.memory_bytes - self.plan.estimates.peak_bytes
+        return bool(self.problem.waiting) and room_bytes > ROOM * self.plan.memory_bytes
 
     @property
     def saveable_s(self) -> float:
@@ -164,15 +174,33 @@ def find(
     watch = Stopwatch(step.trace_s)
     short = shortened(step, _told_apart(step, _said(options)))
     watch.lap("graph")
-    if short is not None:
-        # the whole step may recompute across layers, or not be able to do all that few of its layers can
-        with suppress(InfeasibleError, NoFitError):
-            found = _found(step, short, cluster, options, progress, watch)
-            if not found.problem.waiting:  # each layer's residuals wait for another layer
-                found.check_goes_together()
-                return found
+    few = _by_few_layers(step, short, cluster, options, progress, watch) if short else None
+    if few and not few.holds_little:
+        return few
+    if short:
         progress("all layers")
-    return _found(step, None, cluster, options, progress, watch)
+    try:
+        whole = _found(step, None, cluster, options, progress, watch)
+    except InfeasibleError:
+        if few is None:
+            raise
+        return few
+    return min(filter(None, (few, whole)), key=lambda one: one.plan.estimates.step_s)
+
+
+def _by_few_layers(
+    step: Step, short: Shortened, cluster: Cluster, options: Options, progress: Progress, watch: Stopwatch
+) -> SearchResult | None:
+    """What a search of a step that stands for it finds; nothing where the step has to recompute across layers, or cannot do
+    all that few of its layers can."""
+    with suppress(InfeasibleError, NoFitError, PlanError):
+        found = _found(step, short, cluster, options, progress, watch)
+        if found.problem.waiting:  # each layer's residuals wait for another layer
+            progress("the same on all layers")
+            return _on_all_layers(found, step, cluster, options, watch)
+        found.check_goes_together()
+        return found
+    return None
 
 
 def _found(
@@ -189,6 +217,28 @@ def _found(
     search = StepSearch(Trials(searched, marks, cluster, options, progress, options.new_clock(), watch))
     found = _finished(step, search.run(), cluster, options, search.shapes, watch, short)
     return found.bounded(min(search.bounds_s.values()))
+
+
+def _on_all_layers(
+    few: SearchResult, step: Step, cluster: Cluster, options: Options, watch: Stopwatch
+) -> SearchResult:
+    """What was found of few layers, made as good as it can be on all.
+
+    Raises:
+      NoFitError: it does not fit there.
+      PlanError: the whole step cannot recompute what few of its layers can.
+    """
+    problem = _step_problem(step, few.plan, cluster, "the plan")
+    watch.lap("graph")
+    on_mesh = problem.on(cluster, few.on_mesh.shape, few.on_mesh.memory.costed.resharder)
+    watch.lap("strategies")
+    known = Known(handed_over(few.on_mesh, few.chosen, on_mesh))
+    limit_bytes, kept = options.memory_bytes, on_mesh.pinned(options.pins or {})
+    solution, device = on_mesh.fitting(kept, limit_bytes, options.limit_s, known=known)
+    watch.lap("solve")
+    best = Found(problem, on_mesh, solution.labels, limit_bytes, device)
+    found = _finished(step, best, cluster, options, few.plan.meshes, watch, None)
+    return found.bounded(min(few.bound_s, solution.bound_s))
 
 
 def apply(step: Step, plan: Plan, cluster: Cluster, place: str = "plan") -> SearchResult:

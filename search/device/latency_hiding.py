@@ -107,6 +107,8 @@ class _Scheduler:
       is_under_way: whether a collective is whose start is not listed yet.
       held_bytes: what is in memory.
       held_beside: by loop, what is in memory when it is listed.
+      adds_bytes: by unit, what it reads that is not in memory.
+      frees_bytes: by unit, what it makes that is.
     """
 
     def __init__(self, region: Region, budget_bytes: float, held_bytes: float) -> None:
@@ -130,6 +132,13 @@ class _Scheduler:
         self.listed: list[_Node] = []
         self.live: set[int] = set()
         self.held_beside: dict[int, float] = {}
+        self.adds_bytes = [float(sum(self.buffers[b].num_bytes for b in reads)) for reads in self.reads]
+        self.frees_bytes = [0.0] * len(units)
+        self.maker = {b: unit for unit in units for b in self.makes[unit]}
+        self.readers: dict[int, list[int]] = {}
+        for unit in units:
+            for b in self.reads[unit]:
+                self.readers.setdefault(b, []).append(unit)
 
     def run(self) -> list[_Node]:
         """The nodes, from the last to the first."""
@@ -205,7 +214,13 @@ class _Scheduler:
         """What a unit reads is in memory from here on."""
         fresh = [b for b in self.reads[unit] if b not in self.live]
         self.live.update(fresh)
-        self.held_bytes += sum(self.buffers[b].num_bytes for b in fresh)
+        for b in fresh:
+            num_bytes = self.buffers[b].num_bytes
+            self.held_bytes += num_bytes
+            for reader in self.readers[b]:
+                self.adds_bytes[reader] -= num_bytes
+            if b in self.maker:
+                self.frees_bytes[self.maker[b]] += num_bytes
         self.held_beside[unit] = self.held_bytes
 
     def _let_go(self, unit: int) -> None:
@@ -250,17 +265,13 @@ class _Scheduler:
         """What a node adds to memory, if there is too much in it, and whether it brings it above the budget."""
         if 2 * self.held_bytes <= self.budget_bytes:
             return 0.0, False
-        adds_bytes = self._adds_bytes(node)
-        growth_bytes = self._growth_bytes(node, adds_bytes) if self.held_bytes >= self.budget_bytes else 0.0
-        return growth_bytes, self.held_bytes + adds_bytes > self.budget_bytes
+        growth_bytes = self._growth_bytes(node) if self.held_bytes >= self.budget_bytes else 0.0
+        return growth_bytes, self.held_bytes + self.adds_bytes[node.unit] > self.budget_bytes
 
-    def _adds_bytes(self, node: _Node) -> float:
-        return sum(self.buffers[b].num_bytes for b in self.reads[node.unit] if b not in self.live)
-
-    def _growth_bytes(self, node: _Node, adds_bytes: float) -> float:
+    def _growth_bytes(self, node: _Node) -> float:
         """An end is seen together with its start, which lets go of the result."""
-        freed = sum(self.buffers[b].num_bytes for b in self.makes[node.unit] if b in self.live)
-        return -freed if node.is_end else adds_bytes - freed
+        adds_bytes = 0.0 if node.is_end else self.adds_bytes[node.unit]
+        return adds_bytes - self.frees_bytes[node.unit]
 
     def _until_next_s(self) -> float | None:
         """How long it is until something is ready that is not yet; None where there is no such thing."""
@@ -281,6 +292,6 @@ class _Scheduler:
         """By rules 7 to 10."""
         reads = () if node.is_end else self.reads[node.unit]
         is_tight = 2 * self.held_bytes > self.budget_bytes
-        frees = is_tight and self._growth_bytes(node, self._adds_bytes(node)) < 0
+        frees = is_tight and self._growth_bytes(node) < 0
         num_last = 1 if node.is_end else sum(self.unread[b] == 1 for b in reads)
         return not self.ended.isdisjoint(reads), num_last, frees, node.place

@@ -14,7 +14,7 @@ import numpy as np
 from jax.lax import Precision
 
 from cost_model.cluster import Device
-from cost_model.compute import Product, kernel_s, pass_s_per_byte, product_s
+from cost_model.compute import Product, kernel_s, product_s
 from search.ir.factors.contraction import FLOPS_PER_PRODUCT_SUM
 from search.ir.factors.contraction import RULES as PRODUCTS
 from search.ir.factors.rule import Dims
@@ -183,10 +183,11 @@ class CostedGraph:
         compute, inside = np.zeros(len(strategies)), np.zeros(len(strategies))
         for op_class in group.op_classes:
             op, count = self.graph.folded.op(op_class), self.graph.folded.counts[op_class]
+            compute += self._copying_seconds(op_class)
             if op.is_boundary:
                 continue
             if runs_alone(self.graph.folded, op_class):
-                compute += count * self.op_seconds(op_class) + self._copying_seconds(op_class)
+                compute += count * self.op_seconds(op_class)
             inside += count * self.reduction_seconds(op_class)
         for kernel in self._kernels_of[node]:
             compute += kernel.count * kernel_s(self.device, self.kernel_bytes(kernel))
@@ -243,11 +244,12 @@ class CostedGraph:
         return np.asarray(product_s(self.device, self._product(op_class), num_bytes, peak_flops_per_s))
 
     def _copying_seconds(self, op_class: int) -> np.ndarray | float:
-        """[strategies]: writing out in one step what an op's library does not read as it lies."""
-        copied = self.kernels.copied.get(op_class, ())
-        if not copied or self.device.name == "CPU":
+        """[strategies]: what is copied for an op in one step, or filled with zeros."""
+        if self.device.name == "CPU":
             return 0.0
-        return self._bytes(self.graph.node_of[op_class], copied) * pass_s_per_byte(self.device)
+        node, copied = self.graph.node_of[op_class], self.kernels.copied.get(op_class, ())
+        moved = ((c.count, self._bytes(node, ((c.endpoint, c.times),))) for c in copied)
+        return sum(count * np.asarray(kernel_s(self.device, num_bytes)) for count, num_bytes in moved)
 
     def _bytes(self, node: int, moved: Sequence[tuple[Endpoint, float]]) -> np.ndarray:
         """[strategies]: bytes that one device moves."""

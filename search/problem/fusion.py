@@ -47,6 +47,9 @@ VIEWS = frozenset(
 )
 """Ops that give their operand's array back."""
 
+LIBRARIES = frozenset({PRODUCT, CONVOLUTION})
+"""Ops that call a library."""
+
 LOOKUPS = frozenset({"gather", "dynamic_slice"})
 """Ops that read a few elements of what may itself be computed on the fly."""
 
@@ -289,6 +292,22 @@ class Fusion:
             return convolution_copy(self.program, op, operand)
         return self.layouts.written_out(op, operand) if op.name == PRODUCT else None
 
+    def is_at_library(self, v: int) -> bool:
+        """Whether a product or a convolution makes or reads an array, or a view of it, as it lies."""
+        seen = self.seen_through(v)
+        return self.program.ops[self.maker[seen][0]].name in LIBRARIES or self.is_read_by_library(seen)
+
+    def is_read_by_library(self, v: int) -> bool:
+        """Whether a product or a convolution reads an array, or a view of it, as it lies."""
+        for u in self.uses.get(v, ()):
+            op = self.program.ops[u]
+            if op.name in LIBRARIES:
+                if any(o == v and self.copied_as(u, i) is None for i, o in enumerate(op.operands)):
+                    return True
+            elif is_view(op) and not is_part(op) and any(map(self.is_read_by_library, op.results)):
+                return True
+        return False
+
     def _is_scattered_into(self, v: int) -> bool:
         """Whether a value is scattered to zeros and then added to another: XLA scatters into the other."""
         if self.program.ops[self.maker[v][0]].name != "scatter-add":
@@ -307,7 +326,7 @@ class Fusion:
             elif op.name.startswith("scatter"):
                 if v == op.operands[0] and len(self.uses[v]) > 1:
                     return True
-            elif op.name in (CONVOLUTION, PRODUCT):
+            elif op.name in LIBRARIES:
                 if any(o == v and self.copied_as(u, n) is None for n, o in enumerate(op.operands)):
                     return True
             elif op.name not in LOOKUPS and not self._is_fusible(u):

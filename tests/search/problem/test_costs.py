@@ -194,7 +194,7 @@ def test_what_a_product_has_written_out_in_another_order_is_paid_for_once():
 
     found = costed(step, jnp.zeros((2, 256, 4, 3, 64)), values, values)
     (copied,) = found.kernels.copied.values()
-    assert [times for _, times in copied] == [2.0]
+    assert [(c.times, c.count) for c in copied] == [(2.0, 1)]
     with_copies = sum(float(compute.sum()) for compute, _ in found.node_seconds)
     without = replace(found, kernels=replace(found.kernels, copied={}))
     saved_s = with_copies - sum(float(compute.sum()) for compute, _ in without.node_seconds)

@@ -240,6 +240,50 @@ def test_kernels_in_a_loop_run_as_often_as_it_turns():
     assert (kernel.count, described(found, kernel)) == (4, ("tanh", [LARGE], [LARGE]))
 
 
+def copied(step, *args):
+    """What is moved besides, by the op that it is counted for: bytes per run, and runs."""
+    found = problem(step, *args)
+    folded, values = found.graph.folded, found.graph.folded.program.values
+
+    def moved(copies):
+        op_class, i, is_result = copies.endpoint
+        op = folded.op(op_class)
+        value = values[(op.results if is_result else op.operands)[i]]
+        return copies.times * value.num_bytes, copies.count
+
+    return {folded.op(k).name: sorted(map(moved, some)) for k, some in found.kernels.copied.items()}
+
+
+STACK = array(4, 256, 256)
+
+
+@pytest.mark.parametrize(
+    ("body", "wanted"),
+    [
+        # XLA on an H100: loops fill what they stack with zeros, and copy what cuBLAS reads and writes of stacks
+        (lambda y, w: (jnp.tanh(y @ w), None), {"slice": [(2 * SQUARE, 4)]}),
+        (lambda y, w: (jnp.tanh(y @ (2 * w)), None), {}),
+        (lambda y, w: (jnp.tanh(y @ (2 * w).T), jnp.sin(y)), {"stack": [(4 * LARGE, 1)]}),
+        (lambda y, w: (jnp.tanh(y @ (2 * w)), y @ (2 * w)), {"stack": [(2 * LARGE, 4), (4 * LARGE, 1)]}),
+        (
+            lambda y, w: (jnp.tanh(y @ (z := jnp.sin(w))), z.reshape(-1)),
+            {"stack": [(2 * SQUARE, 4), (4 * SQUARE, 1)]},
+        ),
+        (
+            lambda y, w: (jnp.tanh(y @ w[None][0]), y @ w),
+            {"slice": [(2 * SQUARE, 4)], "stack": [(2 * LARGE, 4), (4 * LARGE, 1)]},
+        ),
+    ],
+    ids=["part", "part-on-the-fly", "stacked", "product-stacked", "read-and-stacked", "view"],
+)
+def test_what_stacks_take_besides(body, wanted):
+    assert copied(lambda ws, x: lax.scan(body, x, ws), STACK, X) == wanted
+
+
+def test_what_no_loop_stacks_takes_nothing_besides():
+    assert copied(lambda ws, x: jnp.stack([x @ w for w in ws]), [W] * 4, X) == {}
+
+
 MODELS = pytest.mark.parametrize("name", ["mlp", "gpt_scan", "resnet"])
 
 
