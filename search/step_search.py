@@ -270,14 +270,18 @@ class StepSearch:
         most = max(found, key=lambda candidate: candidate.saved_bytes)
         return self.trials.recomputing(plain, plain.rewritten.before(most.sites), frozenset())
 
-    @staticmethod
-    def _unhindered(plain: Plain, free: Sequence[FreeSolution]) -> list[FreeSolution]:
+    def _unhindered(self, plain: Plain, free: Sequence[FreeSolution]) -> list[FreeSolution]:
         """Plans of a step with loops, which may be faster for recomputing though they fit as they are; the best first."""
-        known = {one.on_mesh.shape for one in free}
-        found = [one for one in reversed(plain.found) if one.on_mesh.shape not in known]
-        if not found or not has_loops(plain.step_problem.step):
+        known, found = {one.on_mesh.shape for one in free}, list(plain.found)
+        if self.best and self.best.step_problem is plain.step_problem:
+            found.append(self.best)  # on a mesh of three axes, perhaps
+        fastest = {one.on_mesh.shape: one for one in found if one.on_mesh.shape not in known}
+        if not has_loops(plain.step_problem.step):
             return []
-        return [FreeSolution(p.on_mesh, p.labels, p.on_mesh.problem.cost_s(p.labels)) for p in found]
+        return [
+            FreeSolution(one.on_mesh, one.labels, one.on_mesh.problem.cost_s(one.labels))
+            for one in sorted(fastest.values(), key=lambda one: one.cost_s)
+        ]
 
     def _try(self, plain: StepProblem, found: Iterable[Candidate], deadline: Deadline) -> None:
         """Builds and solves steps that recompute, until none promises to be better than the best plan.

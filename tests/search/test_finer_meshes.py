@@ -16,7 +16,7 @@ from search.options import Options
 from search.recomputation import FreeSolution
 from search.solver.clock import NEVER
 from tests.search.chain import chain
-from tests.zoo import make_dlrm
+from tests.zoo import make_dlrm, make_lstm
 
 WIDTH, BATCH, CAP = 2048, 1 << 17, 70 << 30
 STEP = trace(
@@ -51,6 +51,20 @@ def test_what_does_not_fit_on_a_split_of_the_best_mesh_is_made_to():
     assert on_three.estimates.step_s < 0.9 * on_two.estimates.step_s
     assert best.estimates.step_s <= 1.005 * on_three.estimates.step_s
     assert best.estimates.peak_bytes <= cap
+
+
+def test_what_is_faster_recomputed_than_stacked_is_recomputed_on_three_axes_too():
+    cluster = parse_cluster("512xH100-80GB")
+    case = make_lstm(num_layers=1, hidden=1024, vocab=32000, seq=32, batch=32 * 512)
+    step = trace(case.step, *case.abstract_args())
+    best = driver.find(step, cluster, Options(CAP)).plan
+    shape = tuple(best.decisions.mesh.values())
+    assert len(shape) == 3
+    asked = driver.find(step, cluster, Options(CAP, mesh=shape)).plan
+    kept = driver.find(step, cluster, Options(CAP, mesh=shape, remat="never")).plan
+    assert asked.decisions.retention
+    assert asked.estimates.step_s < 0.99 * kept.estimates.step_s
+    assert best.estimates.step_s <= 1.005 * asked.estimates.step_s
 
 
 def test_what_only_recomputes_is_not_tried_where_the_plain_step_gains_nothing():
