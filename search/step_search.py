@@ -21,6 +21,7 @@ from dataclasses import replace
 from functools import cache, partial
 from itertools import chain
 
+from cost_model.compute import pass_s_per_byte
 from cost_model.errors import first_line
 from cost_model.units import format_mesh
 from search import infeasible
@@ -71,6 +72,13 @@ over promises to be, before that is built. Source: a choice of ours; two microba
 
 SPLIT_SHARE = 0.4
 """Of the time left for microbatches, what one number of them may take. Source: a choice of ours."""
+
+LOOPS_MARGIN = 0.01
+"""Of the best plan, by how much less than it is estimated to a step may take that recomputes in loops. Source: a choice of
+ours; by more than that estimates are wrong where arrays need not be stacked up."""
+
+STACKING_PASSES = 5
+"""Through memory, what an array takes at most for being stacked up. Source: `search.memory.residuals`."""
 
 MAX_MICROBATCHES = 64
 """The most that are tried where the user names no number. Source: a choice of ours."""
@@ -293,11 +301,13 @@ class StepSearch:
         least_saved_bytes, num_futile = dict[tuple[int, ...], float](), 0
         slower = set[tuple[frozenset[Site], frozenset[Site]]]()
         passed_over: list[Candidate] = []
+        is_loose = has_loops(plain.traced)
         for candidate in chain(found, passed_over):
             is_late = deadline.is_over and (self.best or plain.traced.num_microbatches > 1)
             if is_late or (self.best and num_futile == MAX_FUTILE):
                 break
-            is_dearer = bool(self.best) and candidate.cost_s >= (1 - candidate.margin) * self.cutoff_s
+            cost_s = candidate.cost_s - (self._estimated_amiss_s(candidate) if is_loose else 0.0)
+            is_dearer = bool(self.best) and cost_s >= (1 - candidate.margin) * self.cutoff_s
             is_again = candidate in passed_over
             saves_little = candidate.saved_bytes < least_saved_bytes.get(candidate.shape, 0.0)
             if saves_little and not is_again and len(passed_over) < MAX_FUTILE:
@@ -323,6 +333,11 @@ class StepSearch:
                 least_saved_bytes[candidate.shape] = candidate.saved_bytes + missed_bytes
             if self.best is before and self.cutoff_s <= bound_s < math.inf:
                 slower.add((candidate.sites, candidate.waiting))
+
+    def _estimated_amiss_s(self, candidate: Candidate) -> float:
+        """By how much an estimate for a step with loops may be too high: at most by what stacking takes."""
+        stacking_s = STACKING_PASSES * pass_s_per_byte(self.cluster.device) * candidate.saved_bytes
+        return min(LOOPS_MARGIN * self.cutoff_s, stacking_s)
 
     def _is_slow_beside(self, candidate: Candidate) -> bool:
         """Whether the best plan is slower than an estimate by more than estimates are wrong."""

@@ -17,11 +17,12 @@ from dataclasses import replace
 from functools import partial
 
 from search.ir import _jax
-from search.ir.factors import Kind, rule_for
-from search.ir.graph import Atom, Graph, Op, Phase, Site, Step, verify
+from search.ir.factors import Factor, Kind, rule_for
+from search.ir.graph import Atom, Graph, Op, Phase, Site, Step, Value, verify
 from search.memory.copies import Copies, copied
 from search.memory.loop_pairs import LoopPair, loop_pairs, without_unread_stacks
 from search.memory.written import Written
+from search.problem.fusion import VIEWS
 
 
 def recomputed(step: Step, sites: frozenset[Site]) -> Step:
@@ -80,8 +81,11 @@ def _leaving(graph: Graph) -> set[int]:
 
 def _sums(graph: Graph, op: Op) -> bool:
     """Whether an op sums over something, so that its result holds less than its operands."""
-    rule = rule_for(op.name, [graph.value(a) for a in op.inputs], op.result_values, op.params)
-    return any(factor.kind is Kind.SUM for factor in rule.factors)
+    return any(factor.kind is Kind.SUM for factor in _factors([graph.value(a) for a in op.inputs], op))
+
+
+def _factors(inputs: Sequence[Value], op: Op) -> Sequence[Factor]:
+    return rule_for(op.name, inputs, op.result_values, op.params).factors
 
 
 class _Rewriting:
@@ -94,7 +98,7 @@ class _Rewriting:
         self.debts = _Debts(graph)
         self.pairs = loop_pairs(graph)
         self.place: dict[int, int] = {}
-        self.backward: dict[int, None] = {}
+        self.backward: dict[int, tuple[int, Op]] = {}
         self.reader: Op | None = None
 
     def run(self) -> Graph:
@@ -108,7 +112,7 @@ class _Rewriting:
             if i in forward_of:
                 op = self._recomputing(forward_of[i], op)
             if op.phase is Phase.BACKWARD:
-                self.backward |= dict.fromkeys(v for v in op.outputs if self.written.values[v].shape)
+                self.backward |= {v: (i, op) for v in op.outputs if self.written.values[v].shape}
             self.place[i] = len(self.written.ops)
             self.written.ops.append(self._inside(i, op))
         graph = replace(self.graph, values=tuple(self.written.values), ops=tuple(self.written.ops))
@@ -153,7 +157,24 @@ class _Rewriting:
     def _arrived(self) -> int | None:
         """A gradient that the op reads for which all this is done, or the newest one."""
         own = [v for v in (self.reader.operands if self.reader else ()) if v in self.backward]
-        return own[0] if own else next(reversed(self.backward), None)
+        arrived = own[0] if own else next(reversed(self.backward), None)
+        return None if arrived is None else self._stored(arrived)
+
+    def _stored(self, v: int) -> int:
+        """The newest array that a gradient is computed from on the fly, if there is one: what a barrier holds, the compiler
+        stores."""
+        found = v
+        while self._is_on_the_fly(op := self.backward[found][1]):
+            before = [a for a in op.operands if a in self.backward]
+            if not before:
+                return v
+            found = max(before, key=lambda a: self.backward[a][0])
+        return found
+
+    def _is_on_the_fly(self, op: Op) -> bool:
+        values = [self.written.values[a] if isinstance(a, int) else self.graph.value(a) for a in op.inputs]
+        is_elementwise = all(f.kind is Kind.PARALLEL for f in _factors(values, op) if f.size > 1)
+        return not op.bodies and (op.name in VIEWS or is_elementwise)
 
     def _recomputing(self, f: int, backward: Op) -> Op:
         """A backward loop that recomputes what it reads of a forward one, which is rewritten too."""

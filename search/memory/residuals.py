@@ -5,9 +5,10 @@ backward loop reads; in the latter a kept value is stacked, once for each iterat
 solution's strategies.
 
 * Arguments, constants and slices of stacked arguments are at hand in the backward phase anyway.
-* What is not stored (`search.problem.fusion`) is computed on the fly, for nothing, where what it is made of is at hand.
-* What a loop stacks up is written once, and read once, for that alone: to recompute it may be faster, memory or no memory.
-  (A product's result is written in any case.)
+* What is not stored (`search.problem.fusion`) is computed on the fly, for nothing, where what it is made of is at hand. So
+  are a softmax's maxima and sums of rows.
+* What a loop stacks up is filled with zeros, written and read for that alone (`search.problem.kernels`): to recompute it may
+  be faster, memory or no memory.
 * What is handed from one segment to the next (`search.memory.segments`), or is a loop's carry, is kept if it is needed.
 * What is read by the backward phase soon after the forward phase has read it counts for no more than what is made between.
 * What is made of parameters, keys and constants alone by light ops (a cast, a mask) may always be made again, and parameters
@@ -31,11 +32,8 @@ from search.memory.passes import Passes
 from search.memory.segments import segments
 from search.problem.costs import CostedGraph
 from search.problem.flat_program import BARRIER
-from search.problem.fusion import Fusion
-from search.problem.kernels import FusedKernel, runs_alone
-
-PASSES = 3
-"""Through memory, of what a loop stacks up: zeros, what is written, and a read. Source: what XLA:GPU compiles."""
+from search.problem.fusion import LIBRARIES, Fusion, is_part
+from search.problem.kernels import MAXIMA, FusedKernel, is_by_rows, runs_alone
 
 
 @dataclass(frozen=True, eq=False)
@@ -309,11 +307,29 @@ class _Reader:
             site = (*inner, i)
             seconds = np.inf if _must_stay(op) else self._seconds.get(site, 0.0)
             sizes = [num_bytes(v, "result", site, r) for r, v in enumerate(op.outputs)]
-            is_light = site not in self._heavy and not op.bodies
-            keep_s_per_byte = PASSES * pass_s_per_byte(self.costed.device) if is_light else 0.0
-            keep_s = [keep_s_per_byte * size if np.isfinite(size) else 0.0 for size in sizes]
+            pass_s = pass_s_per_byte(self.costed.device)
+            passes = [self._stacking_passes(("result", site, r)) for r in range(len(op.outputs))]
+            is_moved = zip(sizes, passes, strict=True)
+            keep_s = [
+                0.0 if op.bodies or not np.isfinite(size) else n * pass_s * size for size, n in is_moved
+            ]
             ledger.add(site, seconds, op.operands, op.outputs, sizes, keep_s)
         return ledger.residuals({y for y, out in stack_of.items() if out in read}, is_loop=True)
+
+    def _stacking_passes(self, place: Place) -> int:
+        """How often a value goes through memory for being stacked up: zeros; what is written, or copied where a library is
+        near; what is read, or copied for a library. (Recomputed, what a library makes is written and read as well.)"""
+        v, ops, uses = self._value_at.get(place), self.program.ops, self.fusion.uses
+        if v is None:
+            return 0
+        stacks = [r for u in uses.get(v, ()) if ops[u].name == "stack" for r in ops[u].results]
+        parts = [
+            r for stack in stacks for u in uses.get(stack, ()) if is_part(ops[u]) for r in ops[u].results
+        ]
+        is_made_by_library = ops[self.program.maker[v][0]].name in LIBRARIES
+        written = 2 if self.fusion.is_at_library(v) else 1
+        read = 2 if any(map(self.fusion.is_read_by_library, parts)) else 0 if is_made_by_library else 1
+        return 1 + written + read
 
     @cached_property
     def _passes(self) -> Passes:
@@ -373,9 +389,23 @@ class _Reader:
         return self._memo[key]
 
     def _stored_at(self, place: Place) -> int | None:
-        """The array at a place, if it is one."""
+        """The array at a place, if it is one that is kept."""
         v = self._value_at.get(place)
-        return v if v is not None and self.fusion.is_stored(v) else None
+        if v is None or not self.fusion.is_stored(v):
+            return None
+        return None if v in self._taken_again else v
+
+    @cached_property
+    def _taken_again(self) -> frozenset[int]:
+        """Maxima of rows, and sums of rows of what is computed from these on the fly: kept, they would take kernels of their
+        own in the forward phase, which makes a softmax in one, as the backward phase does (`SoftmaxRewriterTriton`)."""
+        found = set[int]()
+        for op in self.program.ops:
+            if len(op.operands) != 1 or not is_by_rows(op) or op.operands[0] in self.fusion.layouts.across:
+                continue
+            if op.name in MAXIMA or not found.isdisjoint(self.fusion.sources[op.operands[0]]):
+                found.update(op.results)
+        return frozenset(found)
 
     def _held_bytes(self, v: int) -> float:
         """What an array takes on one device, with those for which it stands."""

@@ -196,8 +196,10 @@ def _summed_over(op: FlatOp) -> frozenset[int]:
     return frozenset(i for i, f in factors if f.kind in (Kind.SUM, Kind.REDUCE) and f.size > 1)
 
 
-def _is_by_rows(op: FlatOp, summed: frozenset[int]) -> bool:
-    """Whether an op sums over the last dimensions of several rows, none too long."""
+def is_by_rows(op: FlatOp) -> bool:
+    """Whether an op sums, or the like, over the last dimensions of several rows, none too long."""
+    if not (summed := _summed_over(op)):
+        return False
     loops = [f for dim in op.rule.operands[0] for f in dim if op.rule.factors[f].size > 1]
     last = loops[len(loops) - len(summed) :]
     is_short = prod(op.rule.factors[f].size for f in summed) <= MAX_ROW
@@ -269,8 +271,8 @@ class _Collector:
 
     def _ends_kernel(self, p: int) -> bool:
         """Whether an op sums, or the like, so that what reads the sum is in another kernel."""
-        summed = _summed_over(self.ops[p]) if self.is_fused[p] else frozenset[int]()
-        return bool(summed) and not (_is_by_rows(self.ops[p], summed) and self._meets_again(p))
+        is_sum = self.is_fused[p] and bool(_summed_over(self.ops[p]))
+        return is_sum and not (is_by_rows(self.ops[p]) and self._meets_again(p))
 
     def _meets_again(self, p: int) -> bool:
         """Whether a row's sum is read only where it meets what it is a sum of, in one phase. Maxima are taken anew in each
