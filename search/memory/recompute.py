@@ -5,8 +5,9 @@ ranges, the executor and the compiler need know nothing of it. What is recompute
 
 An op so named is made once more, ahead of the first backward op that reads what it makes, and all backward readers read
 that. It reads the copies of other ops so named, and of everything else what the forward phase made. That is handed over
-through a barrier together with a gradient that arrives there: without it the compiler would find both copies alike, and
-compute neither later nor twice (XLA:GPU, measured). Weight gradients of layers behind are in the barrier too (`_Debts`).
+through a barrier together with a gradient that arrives there, or the array from which it is computed on the fly: without it
+the compiler would find both copies alike, and compute neither later nor twice (XLA:GPU, measured). Weight gradients of
+layers behind are in the barrier too (`_Debts`).
 
 A loop over layers is differentiated into two. Ops inside the forward one are made once more inside the backward one
 (`search.memory.loop_pairs`).

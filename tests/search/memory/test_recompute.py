@@ -187,6 +187,25 @@ def test_what_is_recomputed_waits_for_a_gradient():
     assert barriers
 
 
+def attended(w, x):
+    """Queries that attend to what they are made of."""
+    return jnp.mean((jax.nn.softmax((x @ w) @ x.T, -1) @ x) ** 2)
+
+
+def test_it_waits_for_gradients_that_are_arrays():
+    """What a barrier holds, XLA stores: not what is computed on the fly of a product."""
+    scores = 512, 512
+    step = trace(jax.grad(attended), *(jax.ShapeDtypeStruct(s, jnp.float32) for s in ((64, 64), (512, 64))))
+    forward = [(i, op) for i, op in enumerate(step.graph.ops) if op.phase is Phase.FORWARD]
+    chosen = {"sub", "exp"}
+    sites = frozenset((i,) for i, op in forward if op.name in chosen and op.result_values[0].shape == scores)
+    graph = recomputed(step, sites).graph
+    makers = {v: op for op in graph.ops for v in op.outputs}
+    (barrier,) = (op for op in graph.ops if op.name == "optimization_barrier")
+    arrived = [makers[v] for v in barrier.operands if v in makers and makers[v].phase is Phase.BACKWARD]
+    assert [(op.name, op.result_values[0].shape) for op in arrived] == [("dot_general", scores)]
+
+
 def masked(params, x):
     """Layers of scores, of which a mask leaves the lower half."""
     causal = jnp.tril(jnp.ones((x.shape[-1],) * 2, bool))

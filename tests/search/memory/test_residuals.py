@@ -91,6 +91,29 @@ def test_residuals_of_a_scan_by_hand():
     assert all(site[1:3] == ("jaxpr", 0) for site in most)
 
 
+def attending(weights, x):
+    """Layers of attention with one head."""
+
+    def loss(weights):
+        y = x
+        for w in weights:
+            y = y + jax.nn.softmax((y @ w) @ y.mT, -1) @ y
+        return jnp.mean(y**2)
+
+    return [w - 0.1 * g for w, g in zip(weights, jax.grad(loss)(weights), strict=True)]
+
+
+@pytest.mark.parametrize("price", PRICES)
+def test_a_softmax_s_maxima_and_sums_are_taken_again(price):
+    """The forward phase makes it in one kernel then, and the backward phase too."""
+    w, x = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((64, 64), (64, 1024, 64)))
+    step = trace(attending, [w] * 4, x)
+    (part,) = residuals_of(step)
+    again = {step.graph.ops[i].name for (i,) in part.recomputed(price)}
+    assert ("exp" in again) == (price >= 1e-12)
+    assert {"exp", "reduce_max", "reduce_sum"} <= again or not again & {"exp", "reduce_max", "reduce_sum"}
+
+
 def test_layers_are_recomputed_from_what_is_between_them():
     """Not from the arguments: then everything would be there at once."""
     (part,) = residuals_of(trace(deep, *ARGS))
