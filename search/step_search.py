@@ -249,8 +249,9 @@ class StepSearch:
         free = [one for one in free if one.cost_s < self.trials.least_s]
         free += self._unhindered(plain, free)
         may_gain, left = has_loops(step_problem.step), list[Candidate]()
+        num_before = len(found)  # what these promised was tried
         for one in free[:MAX_MESHES]:
-            best_s = min((self.cutoff_s, *(c.cost_s for c in found)))
+            best_s = min((self.cutoff_s, *(c.cost_s for c in found[num_before:])))
             if may_gain or self.best is None or one.cost_s < (1 - RELATIVE_GAP) * best_s:
                 more = estimates(one).candidates(best_s, may_recompute, self._may_wait)
                 left = in_order([*left, *offer(more)])

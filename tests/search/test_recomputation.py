@@ -30,6 +30,7 @@ from search.solver.branch_and_bound import NoFitError
 from search.solver.clock import Deadline
 from search.step_search import FIRST_SHARE
 from search.trials import Trials
+from tests.zoo import make_gpt_linen
 
 CLUSTER = parse_cluster("8xH100-80GB")
 LAYERS, WIDTH, BATCH = 12, 512, 1 << 16
@@ -228,6 +229,17 @@ def test_what_misses_on_one_mesh_is_tried_on_another(monkeypatch):
     assert second == first.replace("mesh 8", "mesh 2x4")
     assert best.plan.decisions.mesh == {"data": 2, "model": 4}
     assert num_recomputed(best)
+
+
+def test_what_misses_by_little_does_not_keep_the_rest_from_being_tried():
+    """What recomputes nothing fits on another mesh, 9% slower; what costs next to nothing to recompute does not fit."""
+    cluster = parse_cluster("64xA100-80GB-Ethernet")
+    case = make_gpt_linen(num_layers=8, hidden=1024, heads=16, vocab=32000, seq=512, batch=4 * 64)
+    step = trace(case.step, *case.abstract_args())
+    free = driver.find(step, cluster, Options(cluster.device_memory_limit())).plan.estimates
+    tight = driver.find(step, cluster, Options(int(0.8 * free.peak_bytes))).plan.estimates
+    assert tight.peak_bytes <= 0.8 * free.peak_bytes
+    assert tight.step_s < 1.02 * free.step_s
 
 
 def test_the_fastest_mesh_is_held_to_the_cap_first_and_the_others_last(monkeypatch):
