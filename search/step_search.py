@@ -78,7 +78,7 @@ LOOPS_MARGIN = 0.03
 estimates are 2 to 3% too high."""
 
 STACKING_PASSES = 5
-"""Through memory, what an array takes at most for being stacked up. Source: `search.memory.residuals`."""
+"""Through memory, what an array takes at most for being stacked up. Source: `search.memory.passes`."""
 
 MAX_MICROBATCHES = 64
 """The most that are tried where the user names no number. Source: a choice of ours."""

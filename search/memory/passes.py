@@ -8,6 +8,9 @@ its input costs nothing to recompute, and two passes to keep.
 Not so where it has to be an array in the backward phase too: where a product reads it, or a loop, where it is a sum, or is
 made of more arrays than one kernel reads. Then a kernel of its own makes it. Nor where it is drawn at random: a mask of
 dropout is dear to recompute.
+
+What a loop stacks up is filled with zeros, written and read for that alone, and copied besides where a product makes or
+reads it (`search.problem.kernels`).
 """
 
 from collections import Counter, defaultdict
@@ -19,7 +22,7 @@ from cost_model.compute import kernel_s, pass_s_per_byte
 from search.ir.graph import Phase
 from search.problem.costs import CostedGraph
 from search.problem.flat_program import FlatOp
-from search.problem.fusion import MAX_FUSION_SOURCES, Fusion, is_view
+from search.problem.fusion import LIBRARIES, MAX_FUSION_SOURCES, Fusion, is_part, is_view
 from search.problem.kernels import runs_alone
 
 DRAWN_BYTES = 24.0
@@ -53,6 +56,19 @@ class Passes:
         passes = (not others) + (0 if self._is_array(position) else len(self._behind(position)))
         runs = self._ops[position].count
         return runs * passes * pass_s_per_byte(self.costed.device) * self.num_bytes(v)
+
+    def stacking_s_per_byte(self, v: int) -> float:
+        """To stack a value up in a loop, and to read it later: zeros; what is written, or copied where a library is near;
+        what is read, or copied for a library. (Recomputed, what a library makes is written and read as well.)"""
+        ops, uses = self._ops, self.fusion.uses
+        stacks = [r for u in uses.get(v, ()) if ops[u].name == "stack" for r in ops[u].results]
+        parts = [
+            r for stack in stacks for u in uses.get(stack, ()) if is_part(ops[u]) for r in ops[u].results
+        ]
+        is_made_by_library = ops[self.fusion.maker[v][0]].name in LIBRARIES
+        written = 2 if self.fusion.is_at_library(v) else 1
+        read = 2 if any(map(self.fusion.is_read_by_library, parts)) else 0 if is_made_by_library else 1
+        return (1 + written + read) * pass_s_per_byte(self.costed.device)
 
     def again_s(self, position: int) -> float:
         """To recompute a light op that makes arrays."""

@@ -23,7 +23,7 @@ from functools import cached_property
 
 import numpy as np
 
-from cost_model.compute import kernel_s, pass_s_per_byte
+from cost_model.compute import kernel_s
 from search.ir.graph import EFFECTFUL, Graph, Likes, Op, Phase, Role, Site, Step, walk
 from search.ir.sharding import Place
 from search.memory.loop_pairs import loop_pairs
@@ -32,7 +32,7 @@ from search.memory.passes import Passes
 from search.memory.segments import segments
 from search.problem.costs import CostedGraph
 from search.problem.flat_program import BARRIER
-from search.problem.fusion import LIBRARIES, Fusion, is_part
+from search.problem.fusion import Fusion
 from search.problem.kernels import MAXIMA, FusedKernel, is_by_rows, runs_alone
 
 
@@ -307,29 +307,15 @@ class _Reader:
             site = (*inner, i)
             seconds = np.inf if _must_stay(op) else self._seconds.get(site, 0.0)
             sizes = [num_bytes(v, "result", site, r) for r, v in enumerate(op.outputs)]
-            pass_s = pass_s_per_byte(self.costed.device)
-            passes = [self._stacking_passes(("result", site, r)) for r in range(len(op.outputs))]
-            is_moved = zip(sizes, passes, strict=True)
+            arrays = [self._value_at.get(("result", site, r)) for r in range(len(op.outputs))]
             keep_s = [
-                0.0 if op.bodies or not np.isfinite(size) else n * pass_s * size for size, n in is_moved
+                size * self._passes.stacking_s_per_byte(v)
+                if v is not None and np.isfinite(size) and not op.bodies
+                else 0.0
+                for v, size in zip(arrays, sizes, strict=True)
             ]
             ledger.add(site, seconds, op.operands, op.outputs, sizes, keep_s)
         return ledger.residuals({y for y, out in stack_of.items() if out in read}, is_loop=True)
-
-    def _stacking_passes(self, place: Place) -> int:
-        """How often a value goes through memory for being stacked up: zeros; what is written, or copied where a library is
-        near; what is read, or copied for a library. (Recomputed, what a library makes is written and read as well.)"""
-        v, ops, uses = self._value_at.get(place), self.program.ops, self.fusion.uses
-        if v is None:
-            return 0
-        stacks = [r for u in uses.get(v, ()) if ops[u].name == "stack" for r in ops[u].results]
-        parts = [
-            r for stack in stacks for u in uses.get(stack, ()) if is_part(ops[u]) for r in ops[u].results
-        ]
-        is_made_by_library = ops[self.program.maker[v][0]].name in LIBRARIES
-        written = 2 if self.fusion.is_at_library(v) else 1
-        read = 2 if any(map(self.fusion.is_read_by_library, parts)) else 0 if is_made_by_library else 1
-        return 1 + written + read
 
     @cached_property
     def _passes(self) -> Passes:

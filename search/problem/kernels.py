@@ -73,7 +73,7 @@ class FusedKernel:
 
 
 @dataclass(frozen=True, slots=True)
-class Copies:
+class CopyKernel:
     """Kernels that only move an array.
 
     Attributes:
@@ -101,7 +101,7 @@ class Kernels:
     fused: tuple[FusedKernel, ...]
     of_op: dict[int, tuple[FusedKernel, float]]
     first: dict[int, int]
-    copied: Mapping[int, tuple[Copies, ...]]
+    copied: Mapping[int, tuple[CopyKernel, ...]]
 
 
 def runs_alone(folded: FoldedProgram, op_class: int) -> bool:
@@ -150,14 +150,14 @@ def kernels(fusion: Fusion, groups: tuple[OpGroup, ...]) -> Kernels:
     return Kernels(tuple(fused.values()), of_op, first, _copied(fusion))
 
 
-def _copied(fusion: Fusion) -> dict[int, tuple[Copies, ...]]:
+def _copied(fusion: Fusion) -> dict[int, tuple[CopyKernel, ...]]:
     """What is written out for libraries, and what stacks take besides."""
     runs: dict[tuple[Endpoint, float], float] = {}
     for endpoint, times, count in (*_written_out(fusion), *_stacked(fusion)):
         runs[endpoint, times] = runs.get((endpoint, times), 0.0) + count
-    found: dict[int, tuple[Copies, ...]] = {}
+    found: dict[int, tuple[CopyKernel, ...]] = {}
     for (endpoint, times), count in sorted(runs.items()):
-        found[endpoint[0]] = (*found.get(endpoint[0], ()), Copies(endpoint, times, count))
+        found[endpoint[0]] = (*found.get(endpoint[0], ()), CopyKernel(endpoint, times, count))
     return found
 
 
