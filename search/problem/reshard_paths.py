@@ -97,11 +97,18 @@ class ReshardPaths:
         here, need = self.resting(v), self.spec(port)
         source = CopySource.SAME if copy is None else self.copy_source(copy.node)
         held = here if copy is None or source is CopySource.SAME else self.spec(Port(copy.node, ()))
-        shared = self.chain(v, here, held)
+        via = self._read_forward_as(op_class, r, here) if source is CopySource.KEPT else here
+        shared = (*self.chain(v, here, via), *self.chain(v, via, held))
         last = self.chain(v, held, need)
         may_be_kept = copy is not None and bool(copy.kept_from)
         is_fresh = may_be_kept and (bool(last) if not shared else source is CopySource.FRESH)
         return OperandReshard((*shared, *last), phase.value if is_fresh else "")
+
+    def _read_forward_as(self, op_class: int, r: int, resting: Spec) -> Spec:
+        """Through what spec the forward phase's readers get a value: what is kept of theirs came the same way."""
+        copy = self.graph.copy_of.get((op_class, r, ReadPhase.FORWARD))
+        is_apart = copy is not None and self.copy_source(copy.node) is not CopySource.SAME
+        return self.spec(Port(copy.node, ())) if copy is not None and is_apart else resting
 
     def steps(self) -> Iterator[tuple[int, ReshardStep, int]]:
         """Every step that values take: the value, the step, and how often in one step of training.
