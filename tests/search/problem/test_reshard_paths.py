@@ -1,5 +1,6 @@
 """How values travel: each path leads from what the maker's strategy says to what the reader's does."""
 
+from contextlib import suppress
 from math import prod
 
 import jax
@@ -7,15 +8,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import PartitionSpec as P
 
 from cost_model.hardware import parse_cluster
-from search.ir.spec import PARTIAL
+from search.ir.spec import PARTIAL, WHOLE
 from search.ir.trace import trace
 from search.mesh_problem import MeshProblem, StepProblem
 from search.problem.flat_program import ReadPhase, read_phase
 from search.problem.reshard_paths import ReshardPaths
-from search.problem.strategies import port_specs
+from search.problem.strategies import CopySource, port_specs
 from search.problem.strategy_graph import Port
+from search.solver.branch_and_bound import NoFitError
 
 MESH = (2, 4)
 NUM_DRAWS = 20
@@ -103,3 +106,57 @@ def check_operand(paths, i, operand):
     if copy is not None and wanted != made:
         assert spec_at(paths, Port(copy.node, ())) in specs
     assert reshard.phase in (("", phase.value) if copy is not None and copy.kept_from else ("",))
+
+
+def read_twice(weights, x):
+    """Layers whose weights are cast and read twice, in either phase."""
+
+    def loss(weights):
+        y = x
+        for w in weights:
+            cast = w.astype(jnp.bfloat16)
+            y = y + jnp.tanh(y @ cast) + jnp.sin((2 * y) @ cast)
+        return jnp.mean(y.astype(jnp.float32) ** 2)
+
+    return jax.tree.map(lambda w, g: w - 0.1 * g, weights, jax.grad(loss)(weights))
+
+
+def test_what_is_kept_of_a_phase_that_gathers_a_part_beforehand_is_gathered_once():
+    """What the forward phase's readers have gathered, in whatever order, is what those of the backward phase read."""
+    w, x = (
+        jax.ShapeDtypeStruct((1024, 1024), jnp.float32),
+        jax.ShapeDtypeStruct((1 << 14, 1024), jnp.bfloat16),
+    )
+    cluster = parse_cluster("16xL4")
+    traced = trace(read_twice, [w] * 3, x)
+    on_mesh = StepProblem.of(traced, (), cluster.device).on(cluster, (2, 2, 4))
+    costed, pins = on_mesh.memory.costed, {a.name: P("data", "model") for a in traced.arguments[:3]}
+    folded, num_kept = costed.graph.folded, 0
+    nodes_of = dict[tuple[int, int], dict[ReadPhase, int]]()
+    for copy in costed.graph.copies:
+        nodes_of.setdefault(copy.maker, {})[copy.phase] = copy.node
+    (cast, _), nodes = next(
+        one
+        for one in nodes_of.items()
+        if len(one[1]) > 1 and folded.op(one[0][0]).name == "convert_element_type"
+    )
+    forward, backward = nodes[ReadPhase.FORWARD], nodes[ReadPhase.BACKWARD]
+    (v,) = folded.op(cast).results
+    readers = [(i, folded.program.ops[i]) for i in folded.program.uses[v]]
+    for n, source in enumerate(costed.strategies[forward].copy_sources):
+        kept = [*on_mesh.pinned(pins)]
+        made = costed.graph.ports[cast, 0, True]
+        kept[made.node] = np.flatnonzero(
+            (port_specs(made, costed.strategies[made.node]) == (WHOLE, 0, 1)).all(axis=1)
+        )
+        kept[forward] = np.array([n])
+        is_kept = [s is CopySource.KEPT for s in costed.strategies[backward].copy_sources]
+        is_whole = (costed.strategies[backward].assignment == WHOLE).all(axis=1)
+        kept[backward] = np.flatnonzero(is_kept & is_whole)
+        with suppress(NoFitError):
+            labels = on_mesh.solve(kept, 1 << 62, 5.0).labels
+            num_kept += source is CopySource.FRESH
+            ways = ReshardPaths(costed, labels)
+            taken = {ways.to_reader(i, op.operands.index(v)) for i, op in readers}
+            assert len({way for way in taken if way.path and way.path[-1].after == (WHOLE,) * 3}) <= 1
+    assert num_kept > 1
