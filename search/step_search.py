@@ -281,12 +281,12 @@ class StepSearch:
 
     def _unhindered(self, plain: Plain, free: Sequence[FreeSolution]) -> list[FreeSolution]:
         """Plans of a step with loops, which may be faster for recomputing though they fit as they are; the best first."""
+        if not has_loops(plain.step_problem.step):
+            return []
         known, found = {one.on_mesh.shape for one in free}, list(plain.found)
         if self.best and self.best.step_problem is plain.step_problem:
             found.append(self.best)  # on a mesh of three axes, perhaps
         fastest = {one.on_mesh.shape: one for one in found if one.on_mesh.shape not in known}
-        if not has_loops(plain.step_problem.step):
-            return []
         return [
             FreeSolution(one.on_mesh, one.labels, one.on_mesh.problem.cost_s(one.labels))
             for one in sorted(fastest.values(), key=lambda one: one.cost_s)

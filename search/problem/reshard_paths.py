@@ -107,8 +107,9 @@ class ReshardPaths:
     def _read_forward_as(self, op_class: int, r: int, resting: Spec) -> Spec:
         """Through what spec the forward phase's readers get a value: what is kept of theirs came the same way."""
         copy = self.graph.copy_of.get((op_class, r, ReadPhase.FORWARD))
-        is_apart = copy is not None and self.copy_source(copy.node) is not CopySource.SAME
-        return self.spec(Port(copy.node, ())) if copy is not None and is_apart else resting
+        if copy is None or self.copy_source(copy.node) is CopySource.SAME:
+            return resting
+        return self.spec(Port(copy.node, ()))
 
     def steps(self) -> Iterator[tuple[int, ReshardStep, int]]:
         """Every step that values take: the value, the step, and how often in one step of training.

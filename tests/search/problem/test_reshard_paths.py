@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import PartitionSpec as P
 
 from cost_model.hardware import parse_cluster
 from search.ir.spec import PARTIAL, WHOLE
@@ -128,9 +127,8 @@ def test_what_is_kept_of_a_phase_that_gathers_a_part_beforehand_is_gathered_once
         jax.ShapeDtypeStruct((1 << 14, 1024), jnp.bfloat16),
     )
     cluster = parse_cluster("16xL4")
-    traced = trace(read_twice, [w] * 3, x)
-    on_mesh = StepProblem.of(traced, (), cluster.device).on(cluster, (2, 2, 4))
-    costed, pins = on_mesh.memory.costed, {a.name: P("data", "model") for a in traced.arguments[:3]}
+    on_mesh = StepProblem.of(trace(read_twice, [w] * 3, x), (), cluster.device).on(cluster, (2, 2, 4))
+    costed = on_mesh.memory.costed
     folded, num_kept = costed.graph.folded, 0
     nodes_of = dict[tuple[int, int], dict[ReadPhase, int]]()
     for copy in costed.graph.copies:
@@ -143,15 +141,14 @@ def test_what_is_kept_of_a_phase_that_gathers_a_part_beforehand_is_gathered_once
     forward, backward = nodes[ReadPhase.FORWARD], nodes[ReadPhase.BACKWARD]
     (v,) = folded.op(cast).results
     readers = [(i, folded.program.ops[i]) for i in folded.program.uses[v]]
+    made = costed.graph.ports[cast, 0, True]
+    is_split = (port_specs(made, costed.strategies[made.node]) == (WHOLE, 0, 1)).all(axis=1)
+    is_kept = [s is CopySource.KEPT for s in costed.strategies[backward].copy_sources]
+    is_whole = (costed.strategies[backward].assignment == WHOLE).all(axis=1)
     for n, source in enumerate(costed.strategies[forward].copy_sources):
-        kept = [*on_mesh.pinned(pins)]
-        made = costed.graph.ports[cast, 0, True]
-        kept[made.node] = np.flatnonzero(
-            (port_specs(made, costed.strategies[made.node]) == (WHOLE, 0, 1)).all(axis=1)
-        )
+        kept = [*on_mesh.pinned({})]
+        kept[made.node] = np.flatnonzero(is_split)
         kept[forward] = np.array([n])
-        is_kept = [s is CopySource.KEPT for s in costed.strategies[backward].copy_sources]
-        is_whole = (costed.strategies[backward].assignment == WHOLE).all(axis=1)
         kept[backward] = np.flatnonzero(is_kept & is_whole)
         with suppress(NoFitError):
             labels = on_mesh.solve(kept, 1 << 62, 5.0).labels
