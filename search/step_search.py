@@ -208,14 +208,16 @@ class StepSearch:
         if is_hopeless:
             return partial(self._most_frugal, step_problem, plain.on_meshes)
         found, deadline = list[Candidate](), Deadline.after(time_limit_s, self.clock)
-        self._try(step_problem, self._offered(plain, free, found, deadline), deadline)
+        built = self._try(step_problem, self._offered(plain, free, found, deadline), deadline)
+        most = max(found, key=lambda candidate: candidate.saved_bytes, default=None)
+        if self.best is None and most and most not in built:
+            self._try(step_problem, (most,), Deadline.after(LEAST_ATTEMPT_S, self.clock))
         self.watch.lap("recompute")
         if is_first:
             self.savings = tuple(c for c in found if not c.waiting)
         self.trials.under_cap(step_problem, plain.put_off, deadline)
-        if self.best is not None or not found:
+        if self.best is not None or not most:
             return lambda: step_problem
-        most = max(found, key=lambda candidate: candidate.saved_bytes)
         return partial(self.trials.recomputing, step_problem, most.sites, most.waiting)
 
     def _offered(
@@ -292,8 +294,8 @@ class StepSearch:
             for one in sorted(fastest.values(), key=lambda one: one.cost_s)
         ]
 
-    def _try(self, plain: StepProblem, found: Iterable[Candidate], deadline: Deadline) -> None:
-        """Builds and solves steps that recompute, until none promises to be better than the best plan.
+    def _try(self, plain: StepProblem, found: Iterable[Candidate], deadline: Deadline) -> list[Candidate]:
+        """Builds and solves steps that recompute, until none promises to be better than the best plan; says which.
 
         What saves hardly more than a step that did not fit is passed over; should all that saves more be much slower, or
         not fit either, the few of them that promise most are tried after all. What fits and is slower than it promised on
@@ -301,7 +303,7 @@ class StepSearch:
         """
         least_saved_bytes, num_futile = dict[tuple[int, ...], float](), 0
         slower = set[tuple[frozenset[Site], frozenset[Site]]]()
-        passed_over: list[Candidate] = []
+        passed_over, built = list[Candidate](), list[Candidate]()
         is_loose = has_loops(plain.traced)
         for candidate in chain(found, passed_over):
             is_late = deadline.is_over and (self.best or plain.traced.num_microbatches > 1)
@@ -322,6 +324,7 @@ class StepSearch:
                 f"{said_of(plain.traced)}{what}recomputing {len(candidate.sites)} ops on mesh {mesh}"
             )
             before = self.best
+            built.append(candidate)
             step_problem = self.trials.recomputing(plain, candidate.sites, candidate.waiting)
             on_mesh = self.trials.put_on(step_problem, candidate.shape)
             time_limit_s = max(ATTEMPT_SHARE * deadline.left_s, LEAST_ATTEMPT_S)
@@ -334,6 +337,7 @@ class StepSearch:
                 least_saved_bytes[candidate.shape] = candidate.saved_bytes + missed_bytes
             if self.best is before and self.cutoff_s <= bound_s < math.inf:
                 slower.add((candidate.sites, candidate.waiting))
+        return built
 
     def _estimated_amiss_s(self, candidate: Candidate) -> float:
         """By how much an estimate for a step with loops may be too high: at most by what stacking takes."""
@@ -418,7 +422,8 @@ class StepSearch:
             if hopeless := self._hopeless_in(useful):
                 return hopeless
             first = min(needed.fewest, max(counts))
-            least = self._in_more_and_more([n for n in counts if n >= first], needed.enough, deadline)
+            enough = min(needed.enough, useful)
+            least = self._in_more_and_more([n for n in counts if n >= first], enough, deadline)
             return None if self.best else least
         few = [n for n in counts if n < min(needed.enough, useful)]
         for some in (few, counts[len(few) :]):

@@ -380,18 +380,18 @@ class _Loop:
             written.write(parts.gather(v), (stack,), parts.makers[v], v)
 
     def _body(self) -> Graph:
-        """What a microbatch runs, its sums added to those of the ones before."""
+        """What a microbatch runs, its sums added to those of the ones before as soon as they are made."""
         parts = self.parts
         inner = Written(parts.body.values)
-        inner.ops += parts.body.ops
-        before = [inner.new(inner.values[v]) for v in self.carried]
-        added = [
-            inner.write(jax.lax.add, (sum_before, v), in_loop(parts.makers[v]))
-            for sum_before, v in zip(before, parts.sums, strict=False)
-        ]
+        before = {v: inner.new(inner.values[v]) for v in self.carried}
+        sums, added = {*parts.sums}, dict[int, int]()
+        for op in parts.body.ops:
+            inner.ops.append(op)
+            for v in (v for v in op.outputs if v in sums):
+                added[v] = inner.write(jax.lax.add, (before[v], v), in_loop(parts.makers[v]))
         num_consts = len(parts.consts)
-        inputs = (*parts.consts, *before, *parts.body.inputs[num_consts:])
-        outputs = (*added, *parts.alike, *parts.stacks)
+        inputs = (*parts.consts, *before.values(), *parts.body.inputs[num_consts:])
+        outputs = (*(added[v] for v in parts.sums), *parts.alike, *parts.stacks)
         values, ops = tuple(inner.values), tuple(inner.ops)
         return without_dead_ops(Graph(values, inputs, parts.body.constants, ops, outputs))
 

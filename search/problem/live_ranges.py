@@ -1,7 +1,8 @@
 """Which arrays are in memory when: the program's liveness on a device, before any mesh.
 
 Program order is taken as the schedule. What is an array, `search.problem.fusion` says; a value that is computed on the fly
-keeps its fusion sources alive as long as it is used. State is donated: the new state is written where the old one was, and a
+keeps its fusion sources alive as long as it is used. What is resharded for one reader is an array of its own, until
+what that reader makes is stored. State is donated: the new state is written where the old one was, and a
 loop's sums where they are added up. A loop's operands live to its end; what it stacks is there from its start. A `LiveRange`
 is a stretch of the program over which a node's strategy costs bytes.
 """
@@ -10,12 +11,13 @@ from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import cached_property
 
 from search.ir.graph import Role
 from search.problem import likes
 from search.problem.flat_program import FlatProgram, ReadPhase, read_phase
 from search.problem.folding import FoldedProgram
-from search.problem.fusion import Fusion, is_view
+from search.problem.fusion import Fusion, is_part, is_view
 from search.problem.repeats import piled_up_from
 from search.problem.strategies import CopySource
 from search.problem.strategy_graph import Port, StrategyGraph
@@ -57,7 +59,9 @@ class LiveRange:
       end: last op position.
       copy_source: for a copy: only strategies that come by it in this way count.
       resident: what it is.
-      position: the op that made the value.
+      position: the op that made the value, or reads it resharded.
+      source: of what is resharded for one reader, the port of the array that it comes from; what counts is by how much it is
+        larger than that.
     """
 
     port: Port
@@ -67,6 +71,7 @@ class LiveRange:
     way: CopySource | None
     resident: Resident
     position: int
+    source: Port | None = None
 
 
 class LiveRanges:
@@ -109,6 +114,8 @@ class LiveRanges:
         found: list[LiveRange] = []
         for v in made:
             found += self._of_value(v) if self.fusion.is_stored(v) else self._copies_of_light(v)
+        for i in range(len(self.program.ops)):
+            found += self._arriving(i)
         return tuple(self._with_likes(found))
 
     def host_items(self) -> tuple[LiveRange, ...]:
@@ -157,6 +164,25 @@ class LiveRanges:
             if not start <= born < end:
                 return end - 1
         return u
+
+    @cached_property
+    def _needed_until(self) -> list[int]:
+        """Per op, how long its operands are needed: what it makes may be computed on the fly, where that is read."""
+        until = [*range(len(self.program.ops))]
+        for i in reversed(until):
+            light = (v for v in self.program.ops[i].results if not self.fusion.is_stored(v))
+            reads = [(v, u) for v in light for u in self.uses.get(v, ()) if u > i]
+            until[i] = max((max(self._use(v, u), until[u]) for v, u in reads), default=i)
+        return until
+
+    def _until(self, v: int, uses: Sequence[int], others: Sequence[int] = ()) -> int:
+        """How long readers need a copy: where these and the others are all in one loop, it is made in there."""
+        together = [*uses, *others]
+        if len({self.loops_at[u] for u in together}) == 1 and not any(
+            is_part(self.program.ops[u]) for u in together
+        ):
+            return max(self._needed_until[u] for u in uses)
+        return max(self._use(v, u) for u in uses)
 
     def _hold(self, v: int) -> None:
         """A value that is not stored keeps its fusion sources until its own last use."""
@@ -221,19 +247,30 @@ class LiveRanges:
         copies = self._copies(v, self.folded.class_of[i], r, len(self.program.ops))
         return [item for item in copies if item.way is not CopySource.SAME]
 
+    def _arriving(self, i: int) -> Iterator[LiveRange]:
+        """What an op reads in another spec than that in which it is there is an array of its own."""
+        op, op_class, values = self.program.ops[i], self.folded.class_of[i], self.program.values
+        read = {
+            v: operand for operand, v in enumerate(op.operands) if values[v].shape and self.maker[v][0] < i
+        }
+        for v, operand in read.items():
+            port, source = self.graph.ports[op_class, operand, False], self._read_from(v, read_phase(op))
+            if port.node != source.node:
+                end, num_bytes = self._needed_until[i], values[v].num_bytes
+                yield LiveRange(port, num_bytes, i, end, None, Resident.TEMPORARIES, i, source)
+
     def _copies(self, v: int, op_class: int, r: int, source_end: int) -> list[LiveRange]:
         value, i = self.program.values[v], self.maker[v][0]
-        found = []
-        last_forward = i
+        found, forward = list[LiveRange](), list[int]()
         for phase in (ReadPhase.FORWARD, ReadPhase.BACKWARD, ReadPhase.UPDATE):
-            uses = [u for u in self.uses.get(v, ()) if self._reads_in(u, phase)]
+            uses = self._readers(v, phase)
             if not uses:
                 continue
             copy = self.graph.copy_of.get((op_class, r, phase))
-            first, last = max(i, min(uses)), max(self._use(v, u) for u in uses)
             if copy is not None:
+                last, last_forward = self._until(v, uses), self._until(v, forward, uses) if forward else i
                 stretches = [
-                    (CopySource.FRESH, first),
+                    (CopySource.FRESH, max(i, min(uses))),
                     (CopySource.SAME, source_end + 1),
                     (CopySource.KEPT, last_forward + 1),
                 ]
@@ -243,9 +280,25 @@ class LiveRanges:
                         found.append(
                             LiveRange(Port(copy.node, ()), value.num_bytes, start, last, way, resident, i)
                         )
-            last_forward = last if phase is ReadPhase.FORWARD else last_forward
+            forward = uses if phase is ReadPhase.FORWARD else forward
         return found
 
-    def _reads_in(self, u: int, phase: ReadPhase) -> bool:
-        op = self.program.ops[u]
-        return op.name != "input" and read_phase(op) is phase
+    def _read_from(self, v: int, phase: ReadPhase) -> Port:
+        """Where a phase's readers get a value: from their own copy, if there is one."""
+        i, r = self.maker[v]
+        op_class, copy_of = self.folded.class_of[i], self.graph.copy_of
+        copy = copy_of.get((op_class, r, phase)) or copy_of.get((op_class, r, ReadPhase.REST))
+        return Port(copy.node, ()) if copy else self.graph.ports[op_class, r, True]
+
+    def _readers(self, v: int, phase: ReadPhase) -> list[int]:
+        """The ops of a phase that do not read a value just as it is made."""
+        (i, r), ports, class_of = self.maker[v], self.graph.ports, self.folded.class_of
+        made = ports[class_of[i], r, True]
+
+        def is_reader(u: int) -> bool:
+            op = self.program.ops[u]
+            if op.name == "input" or read_phase(op) is not phase:
+                return False
+            return any(ports[class_of[u], n, False] != made for n, w in enumerate(op.operands) if w == v)
+
+        return [u for u in self.uses.get(v, ()) if is_reader(u)]

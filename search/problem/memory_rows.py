@@ -3,9 +3,13 @@
 Every program point is a row: the bytes per device of everything in memory there, a linear function of the
 strategies. The solver asks for rows as it needs them (`rows_over`); there are thousands of points and few of them
 bind.
+
+What is resharded for one reader is one more array, if its spec is another than that of the array that it comes from. Whether
+it is no linear function, but by how much it is larger is a lower bound that is one: zero where the specs are the same. So a
+row counts that for all that is larger under the strategies that it is made for.
 """
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -75,6 +79,18 @@ class Memory:
         return share if way is None else share * np.array([w is way for w in copy_sources])
 
     @cached_property
+    def _arriving(self) -> np.ndarray:
+        """The live ranges that count by how much they are larger than other arrays."""
+        return np.array([n for n, item in enumerate(self.items) if item.source is not None], np.int64)
+
+    @cached_property
+    def _sources(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """These arrays' nodes, all their shares in one array, and where each one's begin."""
+        ports = [item.source for item in self.items if item.source is not None]
+        flat, offsets = _in_one([self.costed.shares(port) for port in ports])
+        return np.array([port.node for port in ports], np.int64), flat, offsets
+
+    @cached_property
     def _stretches(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """Start, end, node and bytes of every live range."""
         table = np.array([(i.start, i.end, i.port.node, i.num_bytes) for i in self.items], np.int64).reshape(
@@ -85,15 +101,17 @@ class Memory:
     @cached_property
     def _flat(self) -> tuple[np.ndarray, np.ndarray]:
         """All live ranges' shares in one array, and where each one's begin."""
-        lengths = np.array([len(s) for s in self._shares], np.int64)
-        offsets = np.concatenate([[0], np.cumsum(lengths)[:-1]]).astype(np.int64) if len(lengths) else lengths
-        return (np.concatenate(self._shares) if len(lengths) else np.zeros(0)), offsets
+        return _in_one(self._shares)
 
     def held(self, chosen: Sequence[int]) -> np.ndarray:
         """Per live range: bytes per device under these strategies."""
         _, _, nodes, num_bytes = self._stretches
         flat, offsets = self._flat
-        return num_bytes * flat[offsets + np.asarray(chosen)[nodes]]
+        shares = flat[offsets + np.asarray(chosen)[nodes]]
+        others, flat, offsets = self._sources
+        larger = shares[self._arriving] - flat[offsets + np.asarray(chosen)[others]]
+        shares[self._arriving] = np.maximum(larger, 0.0)
+        return num_bytes * shares
 
     def profile(self, chosen: Sequence[int]) -> np.ndarray:
         """Bytes per device at every program point."""
@@ -119,6 +137,7 @@ class Memory:
             mask[labels] = True
         shares = np.where(np.concatenate([is_kept[node] for node in nodes]), flat, np.inf)
         held = num_bytes * np.minimum.reduceat(shares, offsets)
+        held[self._arriving] = 0.0
         row = self.row(int(np.argmax(self._profile(held))))
         return float(sum(per_label[kept[node]].min() for node, per_label in row.bytes))
 
@@ -137,23 +156,35 @@ class Memory:
 
     def rows_over(self, chosen: Sequence[int], limit_bytes: float) -> tuple[MemoryConstraint, ...]:
         """The rows of the highest point in each phase, where it exceeds the limit."""
-        profile, ops = self.profile(chosen), self.costed.graph.folded.program.ops
+        held = self.held(chosen)
+        profile, ops = self._profile(held), self.costed.graph.folded.program.ops
         highest: dict[Phase, int] = {}
         for i in np.flatnonzero(profile > limit_bytes).tolist():
             phase = ops[i].phase
             if phase not in highest or profile[i] > profile[highest[phase]]:
                 highest[phase] = i
-        return tuple(self.row(i) for i in highest.values())
+        larger = frozenset(self._arriving[held[self._arriving] > 0].tolist())
+        return tuple(self.row(i, larger) for i in highest.values())
 
-    def row(self, at: int) -> MemoryConstraint:
-        """The memory in use at one program point."""
+    def row(self, at: int, larger: Container[int] = ()) -> MemoryConstraint:
+        """The memory in use at one program point.
+
+        Args:
+          at: the point.
+          larger: what counts of the live ranges that count by how much they are larger than other arrays.
+        """
         start, end, _, _ = self._stretches
         total: dict[int, np.ndarray] = {}
+
+        def add(port: Port, num_bytes: np.ndarray) -> None:
+            total[port.node] = total[port.node] + num_bytes if port.node in total else num_bytes
+
         for i in np.flatnonzero((start <= at) & (at <= end)).tolist():
             item = self.items[i]
-            share = item.num_bytes * self._shares[i]
-            node = item.port.node
-            total[node] = total[node] + share if node in total else share
+            if item.source is None or i in larger:
+                add(item.port, item.num_bytes * self._shares[i])
+            if item.source is not None and i in larger:
+                add(item.source, -item.num_bytes * self.costed.shares(item.source))
         return MemoryConstraint(f"op {at}", tuple(sorted(total.items(), key=lambda one: one[0])), 0.0)
 
     def row_of(self, peak: Peak, chosen: Sequence[int]) -> MemoryConstraint:
@@ -172,3 +203,10 @@ class Memory:
         return MemoryConstraint(
             name, tuple(sorted(total.items(), key=lambda item: item[0])), max(0.0, peak.num_bytes - accounted)
         )
+
+
+def _in_one(arrays: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """Arrays end to end, and where each one begins."""
+    lengths = np.array([len(one) for one in arrays], np.int64)
+    offsets = np.concatenate([[0], np.cumsum(lengths)[:-1]]).astype(np.int64) if len(lengths) else lengths
+    return (np.concatenate(arrays) if len(lengths) else np.zeros(0)), offsets

@@ -92,8 +92,9 @@ class ReshardPaths:
         made_at, r = self.maker[v]
         op_class = self.folded.class_of[made_at]
         port = self.graph.ports[self.folded.class_of[i], operand, False]
-        is_made_so = port == self.graph.ports[op_class, r, True]
-        copy = None if is_made_so else self.graph.copy_of.get((op_class, r, phase))
+        if port == self.graph.ports[op_class, r, True]:
+            return STAYS  # as it is made, wherever it is brought for others
+        copy = self.graph.copy_of.get((op_class, r, phase))
         here, need = self.resting(v), self.spec(port)
         source = CopySource.SAME if copy is None else self.copy_source(copy.node)
         held = here if copy is None or source is CopySource.SAME else self.spec(Port(copy.node, ()))

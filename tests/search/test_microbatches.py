@@ -97,6 +97,16 @@ def test_recomputing_and_microbatches_go_together():
     )
 
 
+def test_where_time_is_over_what_saves_most_is_tried_before_giving_up():
+    tried = list[str]()
+    cap_bytes = int(0.35 * found().plan.estimates.peak_bytes)
+    options = Options(cap_bytes, mesh=(8,), microbatches=4, time_limit_s=1e-6)
+    tight = driver.find(traced(step), CLUSTER, options, tried.append)
+    assert [line for line in tried if "recomputing" in line] == [tried[-1]]
+    assert tight.plan.decisions.retention
+    assert tight.plan.estimates.peak_bytes <= cap_bytes
+
+
 @pytest.mark.parametrize(("share", "microbatches"), [(None, 4), (0.48, 2)])
 def test_a_plan_is_read_as_it_was_written(share, microbatches, tmp_path):
     plan = found(share, microbatches).plan

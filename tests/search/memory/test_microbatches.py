@@ -371,6 +371,22 @@ def test_a_step_that_accumulates_already_is_split_further():
         assert_same(step, split, args)
 
 
+@pytest.mark.parametrize("name", ["mean", "clipped", "layers under scan"])
+def test_what_is_added_up_is_added_as_soon_as_it_is_made(name):
+    """Else the gradients of all layers would be there together, in program order."""
+    graph = body(microbatched(traced(name), 4))
+    maker = {v: i for i, op in enumerate(graph.ops) for v in op.outputs}
+    sums = [(maker[v], graph.ops[maker[v]]) for v in graph.outputs if v in maker]
+    added = [(i, op) for i, op in sums if op.name == "add" and not set(op.operands).isdisjoint(graph.inputs)]
+    assert len(added) > 1
+    for i, op in added:
+        (term,) = set(op.operands) - {*graph.inputs}
+        made = maker[term]
+        others = {op.name for op in graph.ops[made + 1 : i]}
+        assert made < i
+        assert others <= {"add"}, f"{others} stand between {graph.ops[made].name} and its addition"
+
+
 def test_recomputation_goes_on_inside_the_loop():
     with jax.enable_x64(True):
         args = arguments()

@@ -33,9 +33,12 @@ def names(found: StepProblem) -> list[str]:
 
 
 def own(found: StepProblem) -> dict[int, tuple[Resident, int, int]]:
-    """By the position of the op that made it: what an array is, and from where to where it lives; copies left out."""
+    """By the position of the op that made it: what an array is, and from where to where it lives. Copies and what arrives
+    are left out."""
     first = len(found.graph.groups)
-    return {i.position: (i.resident, i.start, i.end) for i in found.items if i.port.node < first}
+    return {
+        i.position: (i.resident, i.start, i.end) for i in found.items if i.port.node < first and not i.source
+    }
 
 
 def copies(found: StepProblem, position: int, phase: ReadPhase) -> dict[CopySource | None, tuple]:
@@ -88,14 +91,14 @@ def test_a_result_that_is_not_state_is_an_array_of_its_own():
 
 
 def test_bytes_are_of_the_whole_value():
-    by_position = {i.position: i.num_bytes for i in problem(squared, W, X).items}
+    by_position = {i.position: i.num_bytes for i in problem(squared, W, X).items if not i.source}
     assert by_position == {0: 4 * 128 * 128, **dict.fromkeys((1, 2, 5), 4 * 256 * 128), 6: 4 * 128 * 128}
 
 
 def test_what_nobody_reads_is_not_there():
     found = problem(lambda x: lax.top_k(x, 2)[0] * 2.0, X)
     assert names(found) == ["input", "top_k", "mul", "output"]
-    assert [(i.start, i.end) for i in found.items if i.position == 1] == [(1, 2)]
+    assert [(i.start, i.end) for i in found.items if i.position == 1 and not i.source] == [(1, 2)]
 
 
 def test_arguments_are_there_from_beginning_to_end_read_or_not():
@@ -291,6 +294,40 @@ def test_copies_are_not_there_before_their_value():
     for item in found.items:
         if names(found)[item.position] not in ("input", "stack"):
             assert item.position <= item.start
+
+
+# --- what is resharded for one reader
+
+
+def arriving(found: StepProblem, position: int) -> list[tuple[Resident, int, int]]:
+    """What an op reads in another spec than it is there: what that is, and from where to where it lives."""
+    return [(i.resident, i.start, i.end) for i in found.items if i.source and i.position == position]
+
+
+def entered(w, x):
+    return lax.scan(lambda y, _: (jnp.tanh(y @ w), None), x, None, length=3)[0]
+
+
+def test_what_a_loop_reads_whole_is_there_until_it_ends():
+    found = problem(entered, W, X)
+    (loop,) = found.graph.folded.program.loops
+    enters = [n for n, name in enumerate(names(found)) if name == "enter"]
+    assert [arriving(found, n) for n in enters] == [[(Resident.TEMPORARIES, n, loop[1] - 1)] for n in enters]
+    assert enters
+
+
+def activated(w, v, x):
+    """What is added is computed on the fly, where its square is."""
+    return (x @ w + jnp.exp(v)) ** 2
+
+
+def test_what_is_read_to_be_computed_on_the_fly_is_there_until_it_is_read():
+    found = problem(activated, W, array(128), X)
+    product, exp, add, square = map(names(found).index, ("dot_general", "exp", "add", "integer_pow"))
+    assert arriving(found, product) == [(Resident.TEMPORARIES, product, product)] * 2
+    assert arriving(found, exp) == [(Resident.TEMPORARIES, exp, square)]
+    assert arriving(found, add) == [(Resident.TEMPORARIES, add, square)]
+    assert arriving(found, square) == []  # of one group with the addition
 
 
 # --- a law

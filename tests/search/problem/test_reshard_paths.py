@@ -12,6 +12,7 @@ from jax import lax
 from cost_model.hardware import parse_cluster
 from search.ir.spec import PARTIAL, WHOLE
 from search.ir.trace import trace
+from search.memory.microbatches import microbatched
 from search.mesh_problem import MeshProblem, StepProblem
 from search.problem.flat_program import ReadPhase, read_phase
 from search.problem.reshard_paths import ReshardPaths
@@ -157,3 +158,32 @@ def test_what_is_kept_of_a_phase_that_gathers_a_part_beforehand_is_gathered_once
             taken = {ways.to_reader(i, op.operands.index(v)) for i, op in readers}
             assert len({way for way in taken if way.path and way.path[-1].after == (WHOLE,) * 3}) <= 1
     assert num_kept > 1
+
+
+def doubled(w, momentum, x):
+    """The gradient's sum is read in the backward phase and in the update: it is brought to rest for both."""
+    doubled, pull = jax.vjp(lambda w: 2.0 * w, w)
+    gradient = jax.grad(lambda w: jnp.mean((w @ x.T) ** 2))(doubled)
+    return w - 0.1 * pull(gradient)[0], momentum + gradient**2
+
+
+def test_a_loop_adds_to_its_sum_as_it_is_and_not_as_others_read_it():
+    w, x = jax.ShapeDtypeStruct((1024, 1024), jnp.float32), jax.ShapeDtypeStruct((1 << 15, 1024), jnp.float32)
+    cluster = parse_cluster("16xL4")
+    step = microbatched(trace(doubled, w, w, x), 2)
+    on_mesh = StepProblem.of(step, (), cluster.device).on(cluster, (2, 8))
+    costed = on_mesh.memory.costed
+    graph, program = costed.graph, costed.graph.folded.program
+    (rest,) = [copy for copy in graph.copies if copy.phase is ReadPhase.REST]
+    made = graph.ports[*rest.maker, True]
+    kept = [*on_mesh.pinned({})]
+    is_partial = (port_specs(made, costed.strategies[made.node]) == PARTIAL).any(axis=1)
+    kept[made.node] = np.flatnonzero(is_partial)
+    is_fresh = [source is CopySource.FRESH for source in costed.strategies[rest.node].copy_sources]
+    kept[rest.node] = np.flatnonzero(is_fresh)
+    paths = ReshardPaths(costed, on_mesh.solve(kept, 1 << 62, 5.0).labels)
+    sums = [i for i, op in enumerate(program.ops) if op.name == "carry" and op.is_accumulator]
+    (v,) = program.ops[sums[0]].results
+    assert paths.to_rest(v)
+    (added,) = [u for u in program.uses[v] if program.ops[u].name == "add"]
+    assert paths.to_reader(added, program.ops[added].operands.index(v)).path == ()
