@@ -6,7 +6,6 @@ joined collective starts when all its members could, and ends for all; so gather
 before they are needed.
 """
 
-import heapq
 from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
@@ -108,24 +107,22 @@ def _joined(members: Sequence[Kernel], mesh: MeshModel) -> Kernel:
 
 
 def _sorted(kernels: Sequence[Kernel]) -> list[int]:
-    """Topological order, by position where it is free."""
+    """By their positions, but each ahead of the first one that needs it, as XLA's depth-first scheduler has it."""
     made_by = {b: n for n, kernel in enumerate(kernels) for b in kernel.makes}
-    readers: list[dict[int, None]] = [{} for _ in kernels]
-    missing = [0] * len(kernels)
-    for n, kernel in enumerate(kernels):
-        needed = dict.fromkeys((*(made_by[b] for b in kernel.reads if b in made_by), *kernel.after))
-        missing[n] = len(needed)
-        for m in needed:
-            readers[m][n] = None
-    ready = [(kernel.position, n) for n, kernel in enumerate(kernels) if not missing[n]]
-    heapq.heapify(ready)
-    order: list[int] = []
-    while ready:
-        _, n = heapq.heappop(ready)
-        order.append(n)
-        for reader in readers[n]:
-            missing[reader] -= 1
-            if not missing[reader]:
-                heapq.heappush(ready, (kernels[reader].position, reader))
-    assert len(order) == len(kernels), "joined collectives wait for one another"
-    return order
+    needed = [
+        dict.fromkeys((*(made_by[b] for b in kernel.reads if b in made_by), *kernel.after))
+        for kernel in kernels
+    ]
+    order = dict[int, None]()
+    begun = set[int]()
+    for n in sorted(range(len(kernels)), key=lambda n: kernels[n].position):
+        waiting = [n]
+        while waiting:
+            begun.add(top := waiting[-1])
+            left = [m for m in reversed(needed[top]) if m not in order]
+            assert begun.isdisjoint(left), "joined collectives wait for one another"
+            if not left:
+                order[waiting.pop()] = None
+                begun.discard(top)
+            waiting += left
+    return [*order]

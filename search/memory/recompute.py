@@ -162,15 +162,25 @@ class _Rewriting:
         return None if arrived is None else self._stored(arrived)
 
     def _stored(self, v: int) -> int:
-        """The newest array that a gradient is computed from on the fly, if there is one: what a barrier holds, the compiler
-        stores."""
-        found = v
+        """The newest array that a gradient is computed from on the fly, or where there is none what is smallest on the way:
+        what a barrier holds, the compiler stores."""
+        found, way = v, list[int]()
         while self._is_on_the_fly(op := self.backward[found][1]):
+            way.append(found)
             before = [a for a in op.operands if a in self.backward]
             if not before:
-                return v
+                return self._smallest(way)
             found = max(before, key=lambda a: self.backward[a][0])
         return found
+
+    def _smallest(self, way: Sequence[int]) -> int:
+        """Of values each of which is computed from the next one, the smallest that is no constant."""
+        constant = set[int]()
+        for a in reversed(way):
+            if constant.issuperset(self.backward[a][1].operands):
+                constant.add(a)
+        changing = [a for a in way if a not in constant]
+        return min(changing, key=lambda a: self.written.values[a].num_bytes, default=way[0])
 
     def _is_on_the_fly(self, op: Op) -> bool:
         values = [self.written.values[a] if isinstance(a, int) else self.graph.value(a) for a in op.inputs]

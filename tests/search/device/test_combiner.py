@@ -190,8 +190,29 @@ def test_what_is_moved_stays_the_same(lowered):
             assert one.collective.num_bytes == sum(k.collective.num_bytes for k in before)
 
 
+def _all_needed(before: Sequence[set[int]], n: int) -> set[int]:
+    """What a kernel waits for, directly or not."""
+    return before[n].union(*(_all_needed(before, m) for m in before[n]))
+
+
+def test_what_is_joined_for_a_later_layer_lets_nothing_pass_that_no_one_needs_yet():
+    """Three layers, one after the other, gather weights; two in two steps, of which the first ones are joined."""
+    first, middle, last = range(3)
+    kernels = list[Kernel]()
+    for layer in (first, middle, last):
+        at, b = 3 * layer, 10 * layer
+        if layer != middle:
+            kernels.append(collective(at, [b], [b + 1], 1024, axes=(0,)))
+        kernels.append(
+            collective(at + 1, [b if layer == middle else b + 1], [b + 2], THRESHOLD_BYTES, axes=(1,))
+        )
+        kernels.append(kernel(at + 2, [b + 2, *[b - 7] * (layer > first)], [b + 3]))
+    found = combined(program(*kernels), MESH).kernels
+    assert [one.position for one in found] == [6, 1, 2, 4, 5, 7, 8]
+
+
 @given(collective_programs())
-def test_kernels_come_after_all_that_their_members_waited_for_earliest_position_first(lowered):
+def test_kernels_come_by_their_positions_each_ahead_of_the_first_that_needs_it(lowered):
     found = combined(lowered, MESH)
     groups = members(lowered, found)
     place = {k: at for at, group in enumerate(groups) for k in group}
@@ -200,5 +221,6 @@ def test_kernels_come_after_all_that_their_members_waited_for_earliest_position_
     before = [needed(found.kernels, at) for at in range(len(groups))]
     assert before == [{place[n] for k in group for n in needed(lowered.kernels, k)} for group in groups]
     for at in range(len(groups)):
-        free = [n for n in range(at, len(groups)) if max(before[n], default=-1) < at]
-        assert at == min(free, key=lambda n: (found.kernels[n].position, groups[n][0]))
+        assert max(before[at], default=-1) < at
+        first = min(range(at, len(groups)), key=lambda n: (found.kernels[n].position, groups[n][0]))
+        assert at == first or at in _all_needed(before, first)

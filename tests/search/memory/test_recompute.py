@@ -206,6 +206,25 @@ def test_it_waits_for_gradients_that_are_arrays():
     assert [(op.name, op.result_values[0].shape) for op in arrived] == [("dot_general", scores)]
 
 
+def classified(w, x, labels):
+    logits = jnp.tanh(x) @ w
+    return jnp.mean(jax.nn.logsumexp(logits, -1) - jnp.take_along_axis(logits, labels, 1)[:, 0])
+
+
+def test_where_no_gradient_is_an_array_yet_it_waits_for_a_small_one():
+    """The loss's gradient is spread over all classes on the fly; if a barrier held that, XLA would store it."""
+    shapes = ((64, 4096), jnp.float32), ((512, 64), jnp.float32), ((512, 1), jnp.int32)
+    step = trace(jax.grad(classified), *(jax.ShapeDtypeStruct(*s) for s in shapes))
+    forward = [(i, op) for i, op in enumerate(step.graph.ops) if op.phase is Phase.FORWARD]
+    sites = frozenset((i,) for i, op in forward if op.result_values[0].shape == (512, 4096))
+    graph = recomputed(step, sites).graph
+    makers = {v: op for op in graph.ops for v in op.outputs}
+    (barrier,) = (op for op in graph.ops if op.name == "optimization_barrier")
+    (arrived,) = (v for v in barrier.operands if v in makers and makers[v].phase is Phase.BACKWARD)
+    assert graph.values[arrived].shape in ((512,), (512, 1))
+    assert makers[arrived].operands  # no constant
+
+
 def masked(params, x):
     """Layers of scores, of which a mask leaves the lower half."""
     causal = jnp.tril(jnp.ones((x.shape[-1],) * 2, bool))
