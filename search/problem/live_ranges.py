@@ -114,8 +114,7 @@ class LiveRanges:
         found: list[LiveRange] = []
         for v in made:
             found += self._of_value(v) if self.fusion.is_stored(v) else self._copies_of_light(v)
-        for i in range(len(self.program.ops)):
-            found += self._arriving(i)
+            found += self._arriving(v)
         return tuple(self._with_likes(found))
 
     def host_items(self) -> tuple[LiveRange, ...]:
@@ -247,17 +246,18 @@ class LiveRanges:
         copies = self._copies(v, self.folded.class_of[i], r, len(self.program.ops))
         return [item for item in copies if item.way is not CopySource.SAME]
 
-    def _arriving(self, i: int) -> Iterator[LiveRange]:
-        """What an op reads in another spec than that in which it is there is an array of its own."""
-        op, op_class, values = self.program.ops[i], self.folded.class_of[i], self.program.values
-        read = {
-            v: operand for operand, v in enumerate(op.operands) if values[v].shape and self.maker[v][0] < i
-        }
-        for v, operand in read.items():
-            port, source = self.graph.ports[op_class, operand, False], self._read_from(v, read_phase(op))
-            if port.node != source.node:
-                end, num_bytes = self._needed_until[i], values[v].num_bytes
-                yield LiveRange(port, num_bytes, i, end, None, Resident.TEMPORARIES, i, source)
+    def _arriving(self, v: int) -> Iterator[LiveRange]:
+        """What ops read in another spec than that in which it is there is an array of its own. Readers may share one: where
+        several have theirs at a time, the first one's counts."""
+        value, until = self.program.values[v], dict[Port, int]()
+        for u in self.uses.get(v, ()) if value.shape else ():
+            op, op_class = self.program.ops[u], self.folded.class_of[u]
+            port = self.graph.ports[op_class, op.operands.index(v), False]
+            source = self._read_from(v, read_phase(op))
+            start, end = max(u, until.get(source, -1) + 1), self._needed_until[u]
+            if self.maker[v][0] < u and port.node != source.node and start <= end:
+                until[source] = end
+                yield LiveRange(port, value.num_bytes, start, end, None, Resident.TEMPORARIES, u, source)
 
     def _copies(self, v: int, op_class: int, r: int, source_end: int) -> list[LiveRange]:
         value, i = self.program.values[v], self.maker[v][0]

@@ -330,6 +330,12 @@ def test_what_is_read_to_be_computed_on_the_fly_is_there_until_it_is_read():
     assert arriving(found, square) == []  # of one group with the addition
 
 
+def test_what_several_read_on_the_fly_at_a_time_arrives_once():
+    found = problem(lambda w, v, x: (x @ w + jnp.exp(v) * jnp.sin(v)) ** 2, W, array(128), X)
+    exp, sin, square = map(names(found).index, ("exp", "sin", "integer_pow"))
+    assert arriving(found, exp) + arriving(found, sin) == [(Resident.TEMPORARIES, min(exp, sin), square)]
+
+
 # --- a law
 
 
