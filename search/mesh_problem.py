@@ -62,6 +62,16 @@ MAX_TIGHTENINGS = 10
 ROUND_SHARE = 0.75
 """Of the time left, what the solver gets before the kernels are asked: after the first round there may be another."""
 
+NEAR = 1.1
+"""Times the cap: where the kernels hold less than that, other rounds are worth more time than there was. Source: a choice of
+ours; a round that begins where the last one ended takes a tenth of what the first one took."""
+
+EXTRA_S = 1.0
+"""How much more."""
+
+LEAST_ROUND_S = 0.25
+"""Of that, what the solver may take before the kernels are asked."""
+
 ROOM = 1.01
 """Times the smallest peak, what strategies may hold that should hold little: with no room at all they would be slow too."""
 
@@ -314,18 +324,19 @@ class MeshProblem:
           NoFitError: nothing was found that fits and costs less than the cutoff.
         """
         deadline = Deadline.after(time_limit_s, self.clock)
+        last = Deadline.after(time_limit_s + EXTRA_S, self.clock)
 
         def propose(
             solver_limit_bytes: float, rows: Sequence[MemoryConstraint]
         ) -> Round[tuple[branch_and_bound.Solution, Prediction | None]] | None:
-            left_s = ROUND_SHARE * deadline.left_s
+            left_s = max(ROUND_SHARE * deadline.left_s, LEAST_ROUND_S)
             try:
                 solution = self.solve(
                     kept, int(solver_limit_bytes), left_s, cutoff_s, rows, relative_gap, known
                 )
             except NoFitError:
                 is_first = solver_limit_bytes == limit_bytes and not rows
-                if is_first or deadline.is_over:
+                if is_first or last.is_over:
                     raise
                 return None
             held_bytes = self.memory.peak(solution.labels).num_bytes
@@ -342,7 +353,8 @@ class MeshProblem:
                 if latest.needed_bytes <= limit_bytes:
                     return replace(solution, bound_s=bound_s), found
                 is_hardly_faster = solution.cost_s >= (1 - RELATIVE_GAP) * cutoff_s
-                if is_hardly_faster or deadline.is_over:
+                is_near = latest.needed_bytes <= NEAR * limit_bytes
+                if is_hardly_faster or (last if is_near else deadline).is_over:
                     break
         raise NoFitError(f"nothing was found that fits {limit_bytes} bytes", bound_s=bound_s)
 

@@ -55,7 +55,7 @@ MAX_MESHES = 2
 ESTIMATE_SHARE = 0.1
 """Of the time left, what one estimate may take. Source: a choice of ours."""
 
-ESTIMATE_GAP = 0.02
+ESTIMATE_GAP = 0.01
 """Certified of an estimate's sharding: finer than what the estimate leaves out. Source: a choice of ours."""
 
 NEARLY = 0.02

@@ -10,7 +10,8 @@ A bound and an incumbent close in on each other, in four stages, and most proble
      by pair moves (`search.solver.local_search`) from their best assignment and from those that rules propose. `_contract`:
      more sweeps, and the problem smaller after each few of them (`search.solver.contraction`), until its cheapest assignment
      shows, found on the way by moves of nearly all nodes at once (`search.solver.neighbourhoods`). All that knows nothing of
-     rows: who solves a problem again goes on to stage 2 at once.
+     rows: who solves a problem again goes on from there at once, with the assignments that were met before. Where the
+     cheapest one overflows, it is repaired: it buys the missing bytes where they are cheapest.
   2. `_price`: memory rows as prices (`search.solver.lagrangian`), raised until no price gives a better bound. Each
      pricing's assignment is improved in the same two ways, repaired where it overflows, and offered as the incumbent.
   3. `_fit`, if nothing fitted yet: the smallest peak (`search.solver.min_peak`) fits, or proves that nothing does. Where
@@ -27,6 +28,7 @@ spend, and that is what stage 4 branches on. All along, `_drop` removes labels t
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
+from operator import itemgetter
 
 import numpy as np
 
@@ -64,6 +66,9 @@ MAX_PRICINGS = 40
 MAX_STALLED_PRICINGS = 5
 MAX_REPAIRS = 12
 """Of one assignment; each either pays four times as much for memory or reckons with new rows."""
+LEAST_REPAIR = 1 / 64
+"""Of the cheapest assignment: what as much memory as the limit allows costs at first, where an assignment is repaired before
+memory has a price. Source: a choice of ours; where plans fit, the prices found for them are of that order."""
 PRICINGS_PER_BRANCH = 3
 MAX_BRANCHES = 2000
 FAR = 2.0
@@ -218,22 +223,35 @@ class _Search:
         whole.close(self.opening.bound_s)
         self._raise_bound(whole.best_bound_s)
         self._offer(self.opening.descended)
-        if self.opening.cheapest is not None:
-            self.planes.of(self.opening.cheapest)
+        for labels, cost_s in sorted(self.opening.met_s.items(), key=itemgetter(1)):
+            self.planes.of(labels, cost_s)
+            self._offer(labels)
         self._drop(whole)
-        if self._is_open(whole):
+        if self._is_open(whole) and self._settled is None:
             self._start()
             self._drop(whole)
 
+    @property
+    def _settled(self) -> Labels | None:
+        """The cheapest assignment without rows, if an earlier search has found it."""
+        return self.opening.settled(self.relative_gap, self.known_s)
+
     def _unpriced(self, whole: Relaxation) -> None:
-        """All that can be said before rows have prices, unless an earlier search has said it as closely as is asked."""
-        if (cheapest := self.opening.settled(self.relative_gap, self.known_s)) is not None:
-            self._offer(cheapest)
+        """All that can be said before rows have prices, unless an earlier search has said it as closely as is asked: then
+        the assignments to begin with are only looked at where its cheapest assignment cannot be repaired."""
+        if (settled := self._settled) is not None:
+            self._offer(settled)
             whole.close(self.opening.bound_s)
             self._raise_bound(whole.best_bound_s)
         else:
             self._contract(whole, self.opening.contraction(self._wanted_s(whole)))
+        cheapest = settled or self.opening.cheapest
+        if cheapest is not None and whole.trws.keeps(cheapest) and not self.planes.fits(cheapest):
+            self._repair(whole, cheapest)
         self._drop(whole)
+        if settled is not None and self._is_open(whole):
+            self._start()
+            self._drop(whole)
 
     def _finish(self, part: Relaxation) -> None:
         """Makes a part as small as can be, as it is now."""
@@ -374,7 +392,9 @@ class _Search:
 
     def _repair(self, part: Relaxation, labels: Labels) -> None:
         """Offers what descends from an assignment, paying ever more for the bytes that it overflows."""
-        price_s = 2.0 * float(part.prices_s.max(initial=0.0))
+        cheapest_s = self.opening.least_s if self.opening.least_s < np.inf else 0.0
+        least_s = LEAST_REPAIR * abs(cheapest_s) / self.planes.unit_bytes
+        price_s = max(2.0 * float(part.prices_s.max(initial=0.0)), least_s)
         for _ in range(MAX_REPAIRS):
             labels = self._descended(part, labels, price_s)
             if not self.planes.fits(labels):
@@ -390,8 +410,8 @@ class _Search:
 
     def _offer(self, labels: Labels) -> bool:
         """Makes an assignment the incumbent if it is better and fits; whether it brought rows to light."""
-        cost_s = self.problem.cost_s(labels)
-        self.opening.met(labels, cost_s)
+        cost_s, _ = self.planes.of(labels)
+        self.opening.met_s.setdefault(labels, cost_s)
         if not cost_s < self.cost_s or not self.planes.fits(labels):
             return False
         over = self.violated(labels)

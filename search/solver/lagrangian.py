@@ -11,7 +11,8 @@ assignment x ever seen is a plane above it:
 and goes half-way from the best prices so far towards that (the in-out stabilisation of Ben-Ameur and Neto,
 2007). The linear program's dual is a *fractional solution*, weights of assignments that fits on average: where its
 members disagree about much memory is where to branch. Prices move node costs only, so the messages of one pricing are a warm
-start for the next.
+start for the next: those of the prices tried last, or of the best so far, whichever prices are nearer. Messages are slow to
+forget prices that were far off, as the first ones always are.
 """
 
 # pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
@@ -66,11 +67,11 @@ class CuttingPlanes:
         for labels, (_, overflow) in self.seen.items():
             overflow.append(row.total_bytes(labels) - self.limit_bytes)
 
-    def of(self, labels: Labels) -> tuple[float, list[float]]:
-        """An assignment's cost and, per row, bytes over the limit (negative: room left)."""
+    def of(self, labels: Labels, cost_s: float | None = None) -> tuple[float, list[float]]:
+        """An assignment's cost, which may be known, and, per row, bytes over the limit (negative: room left)."""
         if labels not in self.seen:
             overflow = [row.total_bytes(labels) - self.limit_bytes for row in self.rows]
-            self.seen[labels] = self.problem.cost_s(labels), overflow
+            self.seen[labels] = self.problem.cost_s(labels) if cost_s is None else cost_s, overflow
         return self.seen[labels]
 
     def fits(self, labels: Labels) -> bool:
@@ -97,7 +98,7 @@ class Relaxation:
       trws: the reparametrised costs, prices included.
       planes: shared with other branches.
       prices_s: the present prices, seconds a byte, one a row.
-      best_bound_s: the highest bound so far, and the prices that gave it.
+      best_bound_s: the highest bound so far; and the prices that gave it, and the costs as messages left them then.
       fractional: (weight, assignment) of the last `next_prices`.
     """
 
@@ -107,14 +108,20 @@ class Relaxation:
     best_prices_s: np.ndarray = field(default_factory=lambda: np.zeros(0))
     best_bound_s: float = -np.inf
     fractional: tuple[tuple[float, Labels], ...] = ()
+    best_trws: Trws = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.best_trws = self.trws.copy()
 
     def branch(self, node: int, mask: np.ndarray) -> "Relaxation":
         """A copy in which a node has only the kept labels that the mask allows."""
         trws = self.trws.copy()
         trws.keep([mask if index == node else np.ones(len(k), bool) for index, k in enumerate(trws.kept)])
-        return Relaxation(
+        part = Relaxation(
             self.planes, trws, self.prices_s, self.best_prices_s, self.best_bound_s, self.fractional
         )
+        part.best_trws = self.best_trws
+        return part
 
     def branching_node(self) -> tuple[int, np.ndarray]:
         """The node about whose bytes the fractional solution disagrees most, and the mask of its lighter half."""
@@ -171,7 +178,10 @@ class Relaxation:
         self._raise_bound(priced_s - self.allowance_s)
 
     def set_prices(self, prices_s: np.ndarray) -> None:
+        """Goes on with other prices, and with the messages of those tried that are nearer."""
         self._meet_new_rows()
+        if np.abs(prices_s - self.best_prices_s).sum() < np.abs(prices_s - self.prices_s).sum():
+            self._return_to_best()
         for change, row in zip(prices_s - self.prices_s, self.planes.rows, strict=True):
             if change:
                 for node, per_label in row.bytes:
@@ -203,9 +213,15 @@ class Relaxation:
         )
         return INTERIOR * self.best_prices_s + (1 - INTERIOR) * (prices / scale)
 
+    def _return_to_best(self) -> None:
+        """Goes back to the messages that gave the best bound, on the labels that are left."""
+        trws = self.best_trws.copy()
+        trws.keep([np.isin(before, left) for before, left in zip(trws.kept, self.trws.kept, strict=True)])
+        self.trws, self.prices_s = trws, self.best_prices_s
+
     def _raise_bound(self, bound_s: float) -> None:
         if bound_s > self.best_bound_s:
-            self.best_bound_s, self.best_prices_s = bound_s, self.prices_s
+            self.best_bound_s, self.best_prices_s, self.best_trws = bound_s, self.prices_s, self.trws.copy()
 
     def _meet_new_rows(self) -> None:
         missing = np.zeros(len(self.planes.rows) - len(self.prices_s))

@@ -2,7 +2,8 @@
 
 The first sweeps of messages know nothing of rows, nor does what descends from their best assignment or from those that rules
 propose. Who solves a problem again under another cap (an estimate for each of many choices of what to recompute, a plan that
-is searched again under a lower limit) begins where this ended.
+is searched again under a lower limit) begins where this ended; and with the assignments that were met on the way, of which
+some may fit that cap, and which tell together what memory is worth.
 
 Nor does the bound know of rows that all further sweeps and eliminations raise, before rows have prices. No such bound is
 above what any assignment costs, whether it fits or not: where the two have met, in this search or an earlier one, only
@@ -35,8 +36,7 @@ class Opening:
       problem: merged.
       clock: what is spent on it.
       bound_s: a lower bound on every assignment's cost.
-      cheapest: the cheapest one met so far.
-      least_s: what that costs.
+      met_s: what the assignments cost that were met so far.
     """
 
     def __init__(
@@ -52,8 +52,8 @@ class Opening:
         """
         self.problem, self.clock = merged(problem), clock
         self._starts = starts
-        self.bound_s, self.least_s = -np.inf, np.inf
-        self.cheapest: Labels | None = None
+        self.bound_s = -np.inf
+        self.met_s: dict[Labels, float] = {}
         self._contraction: Contraction | None = None
 
     def contraction(self, worth_s: float) -> Contraction:
@@ -66,10 +66,15 @@ class Opening:
         """Remembers a lower bound on every assignment's cost."""
         self.bound_s = max(self.bound_s, bound_s)
 
-    def met(self, labels: Labels, cost_s: float) -> None:
-        """Remembers an assignment, if it is the cheapest so far."""
-        if cost_s < self.least_s:
-            self.least_s, self.cheapest = cost_s, labels
+    @property
+    def cheapest(self) -> Labels | None:
+        """The cheapest assignment met so far."""
+        return min(self.met_s, key=self.met_s.__getitem__, default=None)
+
+    @property
+    def least_s(self) -> float:
+        """What that costs."""
+        return min(self.met_s.values(), default=np.inf)
 
     def settled(self, relative_gap: float, known_s: float = -np.inf) -> Labels | None:
         """The cheapest assignment without rows, if it is known so closely, or comes so near to a bound that is known of all

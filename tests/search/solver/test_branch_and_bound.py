@@ -167,9 +167,11 @@ def test_better_than_the_incumbent_by_more_than_the_gap_is_never_dropped(monkeyp
         assert at_most(search.floor_s, lost.min())
 
 
+@pytest.mark.parametrize("price_s", [0.0, 1e-12])
 @pytest.mark.parametrize("seed", range(5))
-def test_an_assignment_that_overflows_is_repaired(seed):
-    """Before any branching: what is cheapest without the row leads to an incumbent that keeps to it."""
+def test_an_assignment_that_overflows_is_repaired(seed, price_s):
+    """Before any branching, and before memory has a price: what is cheapest without the row leads to an incumbent that
+    keeps to it."""
     problem, (row,) = layered(3, 2, 4, seed)
     cheapest = every_cost_s(problem).argmin()
     start = tuple(map(int, np.unravel_index(cheapest, problem.num_labels)))
@@ -179,8 +181,8 @@ def test_an_assignment_that_overflows_is_repaired(seed):
     )
     search.planes.add_row(row)
     whole = branch_and_bound.Relaxation(search.planes, search.opening.consistent.copy())
-    assert not search.planes.fits(start)
-    whole.set_prices(np.array([1e-12]))
+    assert not search._offer(start)
+    whole.set_prices(np.array([price_s]))
     search._repair(whole, start)
     assert search.labels is not None
     assert row.total_bytes(search.labels) <= limit_bytes
@@ -330,6 +332,22 @@ def test_who_solves_again_goes_on_with_the_smaller_problem(seed):
     assert opening.contraction(1.5 * least_s) is opening.contraction(1.2 * least_s) is made
     assert opening.contraction(2 * least_s) is not made
     assert solve(opening, relative_gap=0.0).cost_s == pytest.approx(least_s, rel=1e-9)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_who_solves_again_begins_with_what_was_met(seed):
+    """However little time there is: what was met under one limit may fit under a lower one."""
+    problem, (row,) = layered(3, 2, 4, seed)
+    opening = Opening(problem)
+    solve(opening, limit_bytes=20e9, rows=(row,), relative_gap=0.0)
+    limit_bytes = min(map(row.total_bytes, opening.met_s))
+    again = solve(opening, limit_bytes=limit_bytes, rows=(row,), time_limit_s=-1.0)
+    assert again.labels in opening.met_s
+    assert fits(row, again.labels, limit_bytes)
+
+
+def fits(row, labels, limit_bytes):
+    return row.total_bytes(labels) <= limit_bytes
 
 
 class Asked:

@@ -16,6 +16,7 @@ from tests.search.solver.problems import (
     every_cost_s,
     every_fitting_cost_s,
     every_row_bytes,
+    layered,
     limited_problems,
     optimum_s,
     rows_of,
@@ -174,6 +175,37 @@ def test_worse_prices_do_not_replace_the_best():
             pytest.approx(best_bound_s),
             [best_price],
         )
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_prices_far_off_leave_no_messages_behind(seed):
+    """After them, prices near the best go on with the messages that these had left, on the labels that remain."""
+    problem, rows = layered(4, 3, 5, seed)
+    whole = relaxed(problem, rows, 80e9)
+    whole.run(10)
+    some = np.arange(5) < 4
+    near, far = whole.branch(0, some), whole.branch(0, np.ones(5, bool))
+    far.set_prices(np.array([1e-6]))
+    assert far.run(6)[0] < whole.best_bound_s
+    far.trws.keep([some, *(np.ones(5, bool) for _ in range(11))])
+    for part in (near, far):
+        part.set_prices(np.array([1e-13]))
+    assert far.run(1)[0] == pytest.approx(near.run(1)[0], rel=1e-9)
+    assert far.best_bound_s == near.best_bound_s > 0.9 * whole.best_bound_s
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_prices_that_stay_go_on_with_their_messages(seed):
+    """Though others gave a better bound."""
+    problem, rows = layered(4, 3, 5, seed)
+    once, again = relaxed(problem, rows, 80e9), relaxed(problem, rows, 80e9)
+    for part in (once, again):
+        part.run(10)
+        part.set_prices(np.array([1e-8]))
+    before, _ = again.run(3)
+    again.set_prices(np.array([1e-8]))
+    assert before < again.best_bound_s
+    assert max(before, again.run(3)[0]) == once.run(6)[0]
 
 
 def test_prices_rise_in_bounds():
