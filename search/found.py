@@ -5,6 +5,7 @@ from functools import cached_property
 
 from search.device.prediction import Prediction
 from search.mesh_problem import MeshProblem, StepProblem
+from search.problem.memory_rows import Peak
 from search.solver.pbqp import Labels
 
 
@@ -35,6 +36,11 @@ class Found:
     def fits(self) -> bool:
         """Whether the kernels of a device keep to the cap."""
         return self.device.least.num_bytes <= self.limit_bytes
+
+    @cached_property
+    def peak(self) -> Peak:
+        """In program order or the kernels', what is more."""
+        return self.on_mesh.larger_peak(self.labels, self.device)
 
     @property
     def cost_s(self) -> float:

@@ -16,6 +16,7 @@ from math import inf
 from cost_model.cluster import Cluster
 from cost_model.errors import InfeasibleError, InputError, PlanError
 from cost_model.units import format_bytes, format_mesh, format_seconds
+from search.found import Found
 from search.mesh_problem import ROOM, WIDE_GAP, MeshProblem, StepProblem
 from search.options import Options, candidate_shapes
 from search.plan.estimates import where
@@ -38,6 +39,11 @@ NEAR = 1.05
 """Times what a mesh must hold: whoever comes so close need not look there for a smaller peak."""
 
 
+NEAR_ROOM = 1.15
+"""Times a peak that was met on the way to a smaller cap: under one no larger, a search goes another way. Source: a choice of
+ours."""
+
+
 @dataclass(frozen=True, slots=True)
 class Smallest:
     """The smallest peak found.
@@ -48,6 +54,7 @@ class Smallest:
       peak: in program order or the kernels', what is more.
       least_bytes: no mesh has a peak below this.
       untried: meshes that may have a smaller one, for which there was no time.
+      room: times the peak, a cap under which a search would find a plan.
     """
 
     on_mesh: MeshProblem
@@ -55,6 +62,13 @@ class Smallest:
     peak: Peak
     least_bytes: float
     untried: tuple[str, ...]
+    room: float = ROOM
+
+    @classmethod
+    def of(cls, nearest: Found, larger: "Smallest | None") -> "Smallest":
+        """What a search met that did not fit, where what was looked for since is larger."""
+        least_bytes, untried = (larger.least_bytes, larger.untried) if larger else (0.0, ())
+        return cls(nearest.on_mesh, nearest.labels, nearest.peak, least_bytes, untried, NEAR_ROOM)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +161,10 @@ def _fitting(
     step_problem: StepProblem, cluster: Cluster, options: Options, smallest: Smallest, deadline: Deadline
 ) -> tuple[list[str], list[str]]:
     """The single relaxations that fit, with their step times, and those that there was no time for."""
-    cap_bytes, step_s = ROOM * smallest.peak.num_bytes, smallest.on_mesh.problem.cost_s(smallest.labels)
+    cap_bytes, step_s = (
+        smallest.room * smallest.peak.num_bytes,
+        smallest.on_mesh.problem.cost_s(smallest.labels),
+    )
     fitting, untried = [f"a cap of {format_bytes(cap_bytes)} ({_said(step_s)})"], []
     every = _relaxations(cluster, options, smallest.least_bytes)
     for n, alternatives in enumerate(every):

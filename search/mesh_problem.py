@@ -241,6 +241,19 @@ class StepProblem:
         return MeshProblem(memory, host, self.live_ranges, hiding, DecisionCodec(costed), self.clock)
 
 
+class TooLargeError(NoFitError):
+    """What was found needs more than the limit.
+
+    Attributes:
+      labels: of that, the strategies whose kernels need least.
+      predicted: a step on one device under these.
+    """
+
+    def __init__(self, labels: Labels, predicted: Prediction, limit_bytes: int, *, bound_s: float) -> None:
+        super().__init__(f"nothing was found that fits {limit_bytes} bytes", bound_s=bound_s)
+        self.labels, self.predicted = labels, predicted
+
+
 @dataclass(frozen=True, eq=False)
 class MeshProblem:
     """The problem on one mesh: a device's memory, its share of the host's, what computation hides, costs, words; by its
@@ -322,6 +335,7 @@ class MeshProblem:
 
         Raises:
           NoFitError: nothing was found that fits and costs less than the cutoff.
+          TooLargeError: so it is, but strategies were found that are too large by what the kernels of a device tell.
         """
         deadline = Deadline.after(time_limit_s, self.clock)
         last = Deadline.after(time_limit_s + EXTRA_S, self.clock)
@@ -345,18 +359,21 @@ class MeshProblem:
             return self._round(solution, solution.labels, limit_bytes)
 
         rounds = tightened(propose, limit_bytes, MAX_TIGHTENINGS)
-        first = next(rounds)
+        nearest = first = next(rounds)
         bound_s = first.proposal[0].bound_s
         with suppress(NoFitError):
             for latest in chain((first,), rounds):
                 solution, found = latest.proposal
                 if latest.needed_bytes <= limit_bytes:
                     return replace(solution, bound_s=bound_s), found
+                nearest = min(nearest, latest, key=lambda one: one.needed_bytes)
                 is_hardly_faster = solution.cost_s >= (1 - RELATIVE_GAP) * cutoff_s
                 is_near = latest.needed_bytes <= NEAR * limit_bytes
                 if is_hardly_faster or (last if is_near else deadline).is_over:
                     break
-        raise NoFitError(f"nothing was found that fits {limit_bytes} bytes", bound_s=bound_s)
+        solution, found = nearest.proposal
+        assert found is not None, "the kernels were asked"
+        raise TooLargeError(solution.labels, found, limit_bytes, bound_s=bound_s)
 
     def smallest_peak(self, kept: Sequence[np.ndarray], time_limit_s: float) -> tuple[Labels, Peak]:
         """The kept strategies found whose peak is smallest, and the peak: in program order or the kernels', what is more.
@@ -373,7 +390,7 @@ class MeshProblem:
 
         for latest in tightened(propose, self.memory.least_bytes(kept), MAX_ROWS):
             labels, predicted = latest.proposal
-            found.append((labels, self._larger_peak(labels, predicted)))
+            found.append((labels, self.larger_peak(labels, predicted)))
             if latest.needed_bytes <= BLIND * latest.expected_bytes or deadline.is_over:
                 break
         labels, peak = min(found, key=lambda one: one[1].num_bytes)
@@ -390,10 +407,10 @@ class MeshProblem:
                     cap_bytes, left_s = int(share * peak.num_bytes), deadline.left_s / 2
                     solution, found = self.fitting(kept, cap_bytes, left_s, relative_gap=WIDE_GAP)
                     assert found is not None, "the kernels were asked"
-                    labels, peak = solution.labels, self._larger_peak(solution.labels, found)
+                    labels, peak = solution.labels, self.larger_peak(solution.labels, found)
         return labels, peak
 
-    def _larger_peak(self, labels: Labels, predicted: Prediction) -> Peak:
+    def larger_peak(self, labels: Labels, predicted: Prediction) -> Peak:
         """In program order or the kernels', what is more."""
         return max(self.memory.peak(labels), predicted.least, key=lambda peak: peak.num_bytes)
 
@@ -403,7 +420,7 @@ class MeshProblem:
         allowed = [labels for labels in rules if self.problem.cost_s(labels) < np.inf]
         if allowed:
             labels = min(allowed, key=lambda labels: self.memory.peak(labels).num_bytes)
-            yield labels, self._larger_peak(labels, self.predicted(labels, 0.0))
+            yield labels, self.larger_peak(labels, self.predicted(labels, 0.0))
 
     def _frugal(
         self, kept: Sequence[np.ndarray], rows: Sequence[MemoryConstraint], deadline: Deadline

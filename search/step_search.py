@@ -299,16 +299,19 @@ class StepSearch:
 
         What saves hardly more than a step that did not fit is passed over; should all that saves more be much slower, or
         not fit either, the few of them that promise most are tried after all. What fits and is slower than it promised on
-        one mesh is not tried on others, where it promised no more.
+        one mesh is not tried on others, where it promised no more. Where time is over and there is no plan, only what saves
+        more than all that was built is.
         """
         least_saved_bytes, num_futile = dict[tuple[int, ...], float](), 0
         slower = set[tuple[frozenset[Site], frozenset[Site]]]()
         passed_over, built = list[Candidate](), list[Candidate]()
         is_loose = has_loops(plain.traced)
         for candidate in chain(found, passed_over):
-            is_late = deadline.is_over and (self.best or plain.traced.num_microbatches > 1)
-            if is_late or (self.best and num_futile == MAX_FUTILE):
+            is_late, may_be_late = deadline.is_over, not self.best and plain.traced.num_microbatches == 1
+            if (is_late and not may_be_late) or (self.best and num_futile == MAX_FUTILE):
                 break
+            if is_late and any(candidate.saved_bytes <= one.saved_bytes for one in built):
+                continue
             cost_s = candidate.cost_s - (self._estimated_amiss_s(candidate) if is_loose else 0.0)
             is_dearer = bool(self.best) and cost_s >= (1 - candidate.margin) * self.cutoff_s
             is_again = candidate in passed_over
@@ -503,7 +506,8 @@ class StepSearch:
         return allowed.best.cost_s if allowed.best else None
 
     def _of_smallest_peak(self, first: Plain, least: StepProblem) -> Found:
-        """The plan of the smallest peak, of the step as it is or of the one that holds least, where that fits after all.
+        """The plan of the smallest peak, of the step as it is, of the one that holds least, or of all that was found, where
+        that fits after all.
 
         Raises:
           InfeasibleError: it does not; says what would.
@@ -516,10 +520,12 @@ class StepSearch:
         found = {one: infeasible.smallest_peak(tried[one], options, deadline) for one in tried}
         peaks = {one: smallest for one, smallest in found.items() if smallest}
         best = min(peaks, key=lambda one: peaks[one].peak.num_bytes, default=least)
-        smallest = peaks.get(best)
+        smallest, nearest = peaks.get(best), self.trials.nearest
+        proven_s = self.trials.proven_s(best)
+        is_proven = is_first and all(proven_s.get(shape) == math.inf for shape in self.trials.shapes)
+        if nearest and (smallest is None or nearest.peak.num_bytes < smallest.peak.num_bytes):
+            best, smallest = nearest.step_problem, infeasible.Smallest.of(nearest, smallest)
         if smallest is None or smallest.peak.num_bytes > options.memory_bytes:
-            proven_s = self.trials.proven_s(best)
-            is_proven = is_first and all(proven_s.get(shape) == math.inf for shape in self.trials.shapes)
             explain = partial(infeasible.explain, best, self.cluster, options, smallest, is_proven, deadline)
             raise explain(forbidden_s=self._forbidden_s(first), also_tried=self.tried)
         return Found(best, smallest.on_mesh, smallest.labels, options.memory_bytes)

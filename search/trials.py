@@ -15,7 +15,7 @@ from cost_model.cluster import Cluster
 from cost_model.units import format_mesh
 from search.found import Found
 from search.ir.graph import Site, Step
-from search.mesh_problem import RELATIVE_GAP, UNKNOWN, Known, MeshProblem, StepProblem
+from search.mesh_problem import RELATIVE_GAP, UNKNOWN, Known, MeshProblem, StepProblem, TooLargeError
 from search.options import Options, Progress, candidate_shapes
 from search.problem.reshard import Resharder
 from search.recomputation import MAX_MESHES, NO_CAP, FreeSolution
@@ -76,6 +76,7 @@ class Trials:
       progress: called with a line for all that is tried.
       watch: what takes how long.
       best: the best plan so far.
+      nearest: of what did not fit, by the kernels of a device, what holds least.
       hosted: the arguments that rest in the host's memory in what is tried next.
       shapes: the meshes to try.
       gains_s: of steps that recompute: by how much they are estimated to be faster for it.
@@ -100,6 +101,7 @@ class Trials:
         self.began_s, self.deadline = clock.now_s, Deadline.after(options.limit_s, clock)
         self.shapes = candidate_shapes(cluster, options)
         self.best: Found | None = None
+        self.nearest: Found | None = None
         self.hosted = frozenset[int]()
         self._resharders: dict[tuple[int, ...], Resharder] = {}
         self.gains_s = WeakKeyDictionary[StepProblem, float]()
@@ -121,6 +123,11 @@ class Trials:
         if is_better:
             self.best = found
         return is_better
+
+    def _comes_near(self, found: Found) -> None:
+        """Takes note of strategies that do not fit, if they hold less than all before them."""
+        if self.nearest is None or found.peak.num_bytes < self.nearest.peak.num_bytes:
+            self.nearest = found
 
     def plain(self, step: Step, time_limit_s: float) -> Plain:
         """Looks for better plans of a step that recomputes nothing, among those that are fastest without a cap."""
@@ -265,6 +272,8 @@ class Trials:
             bound_s, is_cramped = solution.bound_s, bool(solution.stats.num_rows)
         except NoFitError as e:
             bound_s, is_cramped = e.bound_s, e.num_rows != 0
+            if isinstance(e, TooLargeError):
+                self._comes_near(Found(step_problem, on_mesh, e.labels, limit_bytes, e.predicted))
         self._prove(step_problem, on_mesh.shape, bound_s)
         self.watch.lap("solve")
         return bound_s, is_cramped

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from cost_model.hardware import parse_cluster
 from search import driver, mesh_problem
 from search.ir.trace import trace
-from search.mesh_problem import MeshProblem, StepProblem
+from search.mesh_problem import MeshProblem, StepProblem, TooLargeError
 from search.options import Options
 from search.problem.memory_rows import Peak
 from search.solver.branch_and_bound import NoFitError
@@ -287,6 +287,24 @@ def test_where_kernels_hold_little_too_much_there_is_a_second_more(monkeypatch, 
     with pytest.raises(NoFitError):
         on_mesh.fitting(all_of(on_mesh), int(PEAKS[-1]), 0.1)
     assert len(asked) == num_rounds
+
+
+def test_what_does_not_fit_says_what_came_nearest(monkeypatch):
+    on_mesh, asked = MESHES[4,], []
+
+    def predicted(on_mesh, labels, cap_bytes):
+        asked.append(labels)
+        times = {1: 1.05, 2: 1.03}.get(len(asked), 1.04)
+        return SimpleNamespace(
+            **{**vars(never_fitting(on_mesh, labels, cap_bytes)), "least": Peak(times * cap_bytes, 0, ())}
+        )
+
+    monkeypatch.setattr(MeshProblem, "predicted", predicted)
+    with pytest.raises(TooLargeError) as raised:
+        on_mesh.fitting(all_of(on_mesh), int(PEAKS[-1]), 10.0)
+    assert len(asked) >= 2
+    assert raised.value.labels == asked[1]
+    assert raised.value.predicted.least.num_bytes == 1.03 * int(PEAKS[-1])
 
 
 def test_the_solver_gets_less_than_what_is_left(monkeypatch):

@@ -5,6 +5,7 @@ what the step makes (`search.device.prediction.MARGIN`).
 """
 
 import re
+from dataclasses import replace
 from math import inf
 
 import jax
@@ -14,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from cost_model.errors import InfeasibleError
 from cost_model.hardware import parse_cluster
-from cost_model.units import parse_bytes, parse_seconds
+from cost_model.units import format_bytes, parse_bytes, parse_seconds
 from search import driver, infeasible
 from search.ir.trace import trace
 from search.mesh_problem import MeshProblem, StepProblem
@@ -98,6 +99,23 @@ class Asked:
 
 PINNED = {"w": P("data")}
 """Which leaves a device half of w on a mesh of 2 x 2."""
+
+
+def test_strategies_that_a_search_met_count_where_it_finds_no_smaller_peak(monkeypatch):
+    """Under a cap that is kept in program order, and not by kernels; so much larger a cap than these need is named."""
+    smallest_peak = MeshProblem.smallest_peak
+
+    def larger(on_mesh, kept, time_limit_s):
+        labels, peak = smallest_peak(on_mesh, kept, time_limit_s)
+        return labels, replace(peak, num_bytes=3 * peak.num_bytes)
+
+    monkeypatch.setattr(MeshProblem, "smallest_peak", larger)
+    with pytest.raises(InfeasibleError) as raised:
+        driver.find(STEP, CLUSTER, options(36.5))
+    message = str(raised.value)
+    assert f"The smallest peak found is {format_bytes(PEAK)} " in message
+    (cap,) = re.findall(r"would fit: a cap of ([^(]+) \(step", message)
+    assert parse_bytes(cap) == pytest.approx(infeasible.NEAR_ROOM * PEAK, rel=0.01)
 
 
 def test_the_mesh_that_must_hold_least_is_asked_first_and_no_other_if_it_comes_near(monkeypatch):

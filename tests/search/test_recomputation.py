@@ -17,7 +17,7 @@ from search import driver, step_search
 from search.ir.graph import Site
 from search.ir.trace import trace
 from search.memory.copies import SCOPE
-from search.mesh_problem import MeshProblem, StepProblem
+from search.mesh_problem import UNKNOWN, MeshProblem, StepProblem
 from search.options import Options
 from search.plan.plan import Plan
 from search.plan.retention import RetentionCodec
@@ -27,8 +27,8 @@ from search.problem.likes import folded_like
 from search.problem.shortening import shortened
 from search.recomputation import NO_CAP, Candidate, Estimates, FreeSolution
 from search.solver.branch_and_bound import NoFitError
-from search.solver.clock import Deadline
-from search.step_search import FIRST_SHARE
+from search.solver.clock import Deadline, WorkClock
+from search.step_search import FIRST_SHARE, StepSearch
 from search.trials import Trials
 from tests.zoo import make_gpt_linen
 
@@ -432,3 +432,29 @@ def test_what_was_passed_over_is_tried_where_all_else_misses(monkeypatch):
     promising = [one for one in offered if one.cost_s < np.inf]
     assert len(promising) > 1
     assert {len(one.sites) for one in promising} <= {len(sites) for sites in tried}
+
+
+@pytest.mark.parametrize(("left_s", "tried"), [(0.0, [3.0, 5.0, 6.0]), (10.0, [3.0, 1.0, 5.0, 4.0, 6.0])])
+def test_where_time_is_over_and_there_is_no_plan_only_what_saves_more_is_tried(monkeypatch, left_s, tried):
+    """So that a search in vain ends."""
+    clock, built = WorkClock(), list[float]()
+    search = StepSearch(
+        Trials(traced(False), ["", "", ""], CLUSTER, Options(1, (8,)), lambda line: None, clock)
+    )
+    plain = search.trials.made_ready(traced(False))
+    free = FreeSolution(search.trials.put_on(plain, (8,)), (), 1.0)
+    offered = [
+        Candidate(free, frozenset({(n,)}), 1.0, 0.0, saved)
+        for n, saved in enumerate((3.0, 1.0, 5.0, 4.0, 6.0))
+    ]
+    by_sites = {one.sites: one.saved_bytes for one in offered}
+
+    def recomputing(trials, plain, sites, waiting):
+        built.append(by_sites[sites])
+        return plain
+
+    monkeypatch.setattr(Trials, "recomputing", recomputing)
+    monkeypatch.setattr(Trials, "improve", lambda *args, known: (0.0, False))
+    monkeypatch.setattr(StepSearch, "_known", lambda *args: UNKNOWN)
+    search._try(plain, offered, Deadline.after(left_s, clock))
+    assert built == tried
