@@ -299,18 +299,18 @@ class StepSearch:
 
         What saves hardly more than a step that did not fit is passed over; should all that saves more be much slower, or
         not fit either, the few of them that promise most are tried after all. What fits and is slower than it promised on
-        one mesh is not tried on others, where it promised no more. Where time is over and there is no plan, only what saves
-        more than all that was built is.
+        one mesh is not tried on others, where it promised no more. Where there is no plan, this goes on when time is over;
+        after as long again only with what saves more than all that was built.
         """
         least_saved_bytes, num_futile = dict[tuple[int, ...], float](), 0
         slower = set[tuple[frozenset[Site], frozenset[Site]]]()
         passed_over, built = list[Candidate](), list[Candidate]()
-        is_loose = has_loops(plain.traced)
+        is_loose, last = has_loops(plain.traced), Deadline(deadline.clock, deadline.end_s + deadline.left_s)
         for candidate in chain(found, passed_over):
-            is_late, may_be_late = deadline.is_over, not self.best and plain.traced.num_microbatches == 1
-            if (is_late and not may_be_late) or (self.best and num_futile == MAX_FUTILE):
+            is_late = deadline.is_over and (self.best or plain.traced.num_microbatches > 1)
+            if is_late or (self.best and num_futile == MAX_FUTILE):
                 break
-            if is_late and any(candidate.saved_bytes <= one.saved_bytes for one in built):
+            if last.is_over and any(candidate.saved_bytes <= one.saved_bytes for one in built):
                 continue
             cost_s = candidate.cost_s - (self._estimated_amiss_s(candidate) if is_loose else 0.0)
             is_dearer = bool(self.best) and cost_s >= (1 - candidate.margin) * self.cutoff_s
