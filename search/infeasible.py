@@ -38,7 +38,6 @@ MAX_TIMES_DEVICES = 16
 NEAR = 1.05
 """Times what a mesh must hold: whoever comes so close need not look there for a smaller peak."""
 
-
 NEAR_ROOM = 1.15
 """Times a peak that was met on the way to a smaller cap: under one no larger, a search goes another way. Source: a choice of
 ours."""
@@ -161,10 +160,8 @@ def _fitting(
     step_problem: StepProblem, cluster: Cluster, options: Options, smallest: Smallest, deadline: Deadline
 ) -> tuple[list[str], list[str]]:
     """The single relaxations that fit, with their step times, and those that there was no time for."""
-    cap_bytes, step_s = (
-        smallest.room * smallest.peak.num_bytes,
-        smallest.on_mesh.problem.cost_s(smallest.labels),
-    )
+    cap_bytes = smallest.room * smallest.peak.num_bytes
+    step_s = smallest.on_mesh.problem.cost_s(smallest.labels)
     fitting, untried = [f"a cap of {format_bytes(cap_bytes)} ({_said(step_s)})"], []
     every = _relaxations(cluster, options, smallest.least_bytes)
     for n, alternatives in enumerate(every):

@@ -335,7 +335,7 @@ class MeshProblem:
 
         Raises:
           NoFitError: nothing was found that fits and costs less than the cutoff.
-          TooLargeError: so it is, but strategies were found that are too large by what the kernels of a device tell.
+          TooLargeError: this, where strategies were found that are too large by what the kernels of a device tell.
         """
         deadline = Deadline.after(time_limit_s, self.clock)
         last = Deadline.after(time_limit_s + EXTRA_S, self.clock)
