@@ -329,6 +329,7 @@ class MeshProblem:
 
         Where strategies hold less than `roomy_bytes` in program order, these are not asked, and there is no prediction.
         Where the first ones do not fit and are faster than the cutoff by less than is certified, no others are looked for.
+        Where they need little more than fits, others are looked for up to `EXTRA_S` longer than the time limit.
 
         The solution's bound, and a `NoFitError`'s, is on all of the kept strategies that fit in program order
         (`Memory.profile`), whatever the kernels say of them: it is the first round's.

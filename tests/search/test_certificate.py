@@ -97,9 +97,9 @@ def with_kernels(monkeypatch, kernels):
     monkeypatch.setattr(MeshProblem, "predicted", lambda *what: kernels.predicted(*what))
 
 
-def never_fitting(on_mesh, labels, limit_bytes):
-    """What kernels hold that always need a little more than they may."""
-    least = Peak(1.05 * limit_bytes, 0, ())
+def never_fitting(on_mesh, labels, limit_bytes, times=1.05):
+    """What kernels hold that always need more than they may, a little unless it is said how much."""
+    least = Peak(times * limit_bytes, 0, ())
     return SimpleNamespace(least=least, peak=least, transfer_s=0.0, waited_s=0.0, apart=NO_KERNELS)
 
 
@@ -280,8 +280,7 @@ def test_where_kernels_hold_little_too_much_there_is_a_second_more(monkeypatch, 
     def predicted(on_mesh, labels, cap_bytes):
         on_mesh.clock.pass_by(0.6)
         asked.append(labels)
-        found = vars(never_fitting(on_mesh, labels, cap_bytes))
-        return SimpleNamespace(**{**found, "least": Peak(times * cap_bytes, 0, ())})
+        return never_fitting(on_mesh, labels, cap_bytes, times)
 
     monkeypatch.setattr(MeshProblem, "predicted", predicted)
     with pytest.raises(NoFitError):
@@ -294,10 +293,7 @@ def test_what_does_not_fit_says_what_came_nearest(monkeypatch):
 
     def predicted(on_mesh, labels, cap_bytes):
         asked.append(labels)
-        times = {1: 1.05, 2: 1.03}.get(len(asked), 1.04)
-        return SimpleNamespace(
-            **{**vars(never_fitting(on_mesh, labels, cap_bytes)), "least": Peak(times * cap_bytes, 0, ())}
-        )
+        return never_fitting(on_mesh, labels, cap_bytes, {1: 1.05, 2: 1.03}.get(len(asked), 1.04))
 
     monkeypatch.setattr(MeshProblem, "predicted", predicted)
     with pytest.raises(TooLargeError) as raised:

@@ -97,10 +97,6 @@ class Asked:
         monkeypatch.setattr(MeshProblem, "smallest_peak", asked)
 
 
-PINNED = {"w": P("data")}
-"""Which leaves a device half of w on a mesh of 2 x 2."""
-
-
 def test_strategies_that_a_search_met_count_where_it_finds_no_smaller_peak(monkeypatch):
     """Under a cap that is kept in program order, and not by kernels; so much larger a cap than these need is named."""
     smallest_peak = MeshProblem.smallest_peak
@@ -116,6 +112,10 @@ def test_strategies_that_a_search_met_count_where_it_finds_no_smaller_peak(monke
     assert f"The smallest peak found is {format_bytes(PEAK)} " in message
     (cap,) = re.findall(r"would fit: a cap of ([^(]+) \(step", message)
     assert parse_bytes(cap) == pytest.approx(infeasible.NEAR_ROOM * PEAK, rel=0.01)
+
+
+PINNED = {"w": P("data")}
+"""Which leaves a device half of w on a mesh of 2 x 2."""
 
 
 def test_the_mesh_that_must_hold_least_is_asked_first_and_no_other_if_it_comes_near(monkeypatch):

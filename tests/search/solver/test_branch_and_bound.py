@@ -343,11 +343,7 @@ def test_who_solves_again_begins_with_what_was_met(seed):
     limit_bytes = min(map(row.total_bytes, opening.met_s))
     again = solve(opening, limit_bytes=limit_bytes, rows=(row,), time_limit_s=-1.0)
     assert again.labels in opening.met_s
-    assert fits(row, again.labels, limit_bytes)
-
-
-def fits(row, labels, limit_bytes):
-    return row.total_bytes(labels) <= limit_bytes
+    assert row.total_bytes(again.labels) <= limit_bytes
 
 
 class Asked:
