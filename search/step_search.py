@@ -331,7 +331,8 @@ class StepSearch:
             step_problem = self.trials.recomputing(plain, candidate.sites, candidate.waiting)
             on_mesh = self.trials.put_on(step_problem, candidate.shape)
             time_limit_s = max(ATTEMPT_SHARE * deadline.left_s, LEAST_ATTEMPT_S)
-            self.trials.gains_s[step_problem] = max(-candidate.more_s, 0.0)
+            gain_s = self.trials.gains_s.get(step_problem, 0.0)
+            self.trials.gains_s[step_problem] = max(-candidate.more_s, gain_s)
             known = self._known(step_problem, plain, candidate, on_mesh)
             bound_s, is_cramped = self.trials.improve(step_problem, on_mesh, time_limit_s, known=known)
             num_futile = num_futile + 1 if self.best is before else 0

@@ -9,7 +9,7 @@ the meshes worth trying the most promising comes first, and ties go to the first
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from cost_model.cluster import Cluster
 from cost_model.units import format_mesh
@@ -38,6 +38,8 @@ arrays come from the host."""
 FINER_GAP = 0.01
 """What is certified of a step that recomputes on a mesh of three axes. Source: a choice of ours; half of it takes several
 times as long."""
+
+Sites = frozenset[Site]
 
 Bounds = Mapping[tuple[int, ...], float]
 """Lower bounds by mesh, in seconds."""
@@ -105,6 +107,7 @@ class Trials:
         self.hosted = frozenset[int]()
         self._resharders: dict[tuple[int, ...], Resharder] = {}
         self.gains_s = WeakKeyDictionary[StepProblem, float]()
+        self._rewritten = WeakValueDictionary[tuple[StepProblem, Sites, Sites], StepProblem]()
         self._proven_s = WeakKeyDictionary[StepProblem, dict[tuple[int, ...], float]]()
 
     @property
@@ -224,20 +227,20 @@ class Trials:
         self.watch.lap("graph")
         return step_problem
 
-    def recomputing(
-        self, plain: StepProblem, sites: frozenset[Site], waiting: frozenset[Site]
-    ) -> StepProblem:
-        """The same with something recomputed, and something waiting on the host."""
-        step_problem = StepProblem.of(
+    def recomputing(self, plain: StepProblem, sites: Sites, waiting: Sites) -> StepProblem:
+        """The same with something recomputed, and something waiting on the host; made once while it is in use."""
+        key = plain, sites, waiting
+        step_problem = self._rewritten.get(key) or StepProblem.of(
             plain.traced,
             self.marks,
             self.cluster.device,
             sites,
-            self.hosted,
+            plain.hosted,
             waiting,
             known=plain.plain,
             clock=self.clock,
         )
+        self._rewritten[key] = step_problem
         self.watch.lap("graph")
         return step_problem
 

@@ -1,0 +1,34 @@
+"""What several trials of one step share."""
+
+from cost_model.hardware import parse_cluster
+from search.ir.graph import Phase
+from search.ir.trace import trace
+from search.options import Options
+from search.solver.clock import WorkClock
+from search.trials import Trials
+from tests.search.adamw import adamw_chain
+
+STEP = trace(*adamw_chain(num_layers=2, width=64, rows=16))
+FORWARD = [frozenset({(i,)}) for i, op in enumerate(STEP.graph.ops) if op.phase is Phase.FORWARD]
+
+
+def trials():
+    marks = [""] * len(STEP.arguments)
+    return Trials(STEP, marks, parse_cluster("2xL4"), Options(1 << 30), lambda line: None, WorkClock())
+
+
+def test_what_recomputes_the_same_is_made_ready_once():
+    """It is tried on one mesh after another, and what is proven of it counts whenever it comes up again."""
+    tried = trials()
+    plain = tried.made_ready(STEP)
+    made = tried.recomputing(plain, FORWARD[0], frozenset())
+    assert tried.recomputing(plain, FORWARD[0], frozenset()) is made
+    assert tried.recomputing(plain, FORWARD[1], frozenset()) is not made
+
+
+def test_what_recomputes_has_on_the_host_what_the_plain_step_has():
+    tried = trials()
+    tried.hosted = frozenset({0})
+    plain = tried.made_ready(STEP)
+    tried.hosted = frozenset()
+    assert tried.recomputing(plain, FORWARD[0], frozenset()).hosted == {0}
