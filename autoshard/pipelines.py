@@ -24,6 +24,7 @@ from search.ir.graph import Step
 from search.pipeline import planning as pipelines
 from search.pipeline import spmd_planning
 from search.pipeline.planning import Pipeline
+from search.pipeline.prepared import Prepared
 from search.pipeline.proposals import DISPATCH_S, Parts
 from search.pipeline.search import PipelineOptions
 from search.pipeline.spmd_planning import SpmdPipeline
@@ -41,6 +42,10 @@ may save, its own bubble and transfers take about a half."""
 MUCH_FASTER = 1.3
 """One program is at most so many times as fast as a pipeline's microbatches, where its devices always have work: its kernels
 take more examples at a time. Source: a choice of ours."""
+
+UNASKED_S = 75.0
+"""Nominal seconds (`search.solver.clock`) for a pipeline that nobody asks for; what was begun by then is ended. Source: a
+choice of ours; one of 39B in 48 unrolled layers on 64 devices takes 63, GPT-3's in 96 layers on 1,024 takes 52."""
 
 LEAST_TASKS = 8
 """Of a pipeline: two stages, two microbatches, forward and backward."""
@@ -246,7 +251,7 @@ def searched(
         return applied(step, kind.from_json(data, place), place)
 
     return processes.found_by_the_first(
-        lambda: _faster(step, cluster, options, wanted.executor, progress, cutoff_s), apply
+        lambda: _faster(step, cluster, options, wanted, progress, cutoff_s), apply
     )
 
 
@@ -254,15 +259,16 @@ def _faster(
     step: Step,
     cluster: AnyCluster,
     options: PipelineOptions,
-    executor: str | None,
+    wanted: Stages,
     progress: Progress,
     cutoff_s: float,
 ) -> Pipeline | SpmdPipeline:
-    """By prediction, of what either executor can run; they share what they know of the step."""
-    made_ready, as_one = dict[int, Parts](), None
+    """By prediction, of what either executor can run; they share what they know of the step, and their time."""
+    prepared = Prepared.within(math.inf if wanted.always else UNASKED_S)
+    executor, as_one = wanted.executor, None
     if isinstance(cluster, Cluster) and executor != PROGRAM_PER_STAGE:
         try:
-            as_one = spmd_planning.find(step, cluster, options, progress, cutoff_s, made_ready)
+            as_one = spmd_planning.find(step, cluster, options, progress, cutoff_s, prepared)
         except (InfeasibleError, InputError) as e:
             if executor == ONE_PROGRAM:
                 raise
@@ -272,9 +278,9 @@ def _faster(
                 return as_one
             cutoff_s = as_one.plan.estimates.step_s
     try:
-        found = pipelines.find(step, cluster, options, progress, cutoff_s, made_ready)
+        found = pipelines.find(step, cluster, options, progress, cutoff_s, prepared)
         if isinstance(cluster, MixedCluster) and options.stages is None:
-            plain = made_ready[found.plan.microbatches * found.plan.num_replicas]
+            plain = prepared.parts[found.plan.microbatches * found.plan.num_replicas]
             _tell_of_parts(step, cluster, found.plan, plain, progress)
         return found
     except (InfeasibleError, InputError) as e:

@@ -5,6 +5,7 @@ ours are asserts, not these. Of what others raise, a message of ours quotes the 
 asks if the `closest` one was meant.
 """
 
+import math
 from collections.abc import Sequence
 from difflib import get_close_matches
 
@@ -24,9 +25,17 @@ class ClusterError(InputError):
 
 
 class InfeasibleError(AutoshardError):
-    """No strategy fits the memory cap."""
+    """No strategy fits the memory cap.
+
+    Attributes:
+      smallest_bytes: the smallest peak found; infinite where none was.
+    """
 
     exit_status = 3
+
+    def __init__(self, message: str = "", smallest_bytes: float = math.inf) -> None:
+        super().__init__(message)
+        self.smallest_bytes = smallest_bytes
 
 
 class CompilerError(AutoshardError):

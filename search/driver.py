@@ -49,6 +49,11 @@ ROOM = 0.1
 a choice of ours."""
 
 
+FAR = 1.5
+"""Times the cap: where few layers hold more at the least, all are not searched. Source: a choice of ours; what is decided
+otherwise in one layer than in its like saves a share of what layers hold."""
+
+
 @dataclass(frozen=True, eq=False)
 class SearchResult:
     """A plan, and the strategies behind it.
@@ -174,26 +179,35 @@ def find(
     watch = Stopwatch(step.trace_s)
     short = shortened(step, _told_apart(step, _said(options)))
     watch.lap("graph")
-    few = _by_few_layers(step, short, cluster, options, progress, watch) if short else None
+    few, refused = None, list[InfeasibleError]()
+    try:
+        few = _by_few_layers(step, short, cluster, options, progress, watch) if short else None
+    except InfeasibleError as e:
+        if e.smallest_bytes > FAR * options.memory_bytes:
+            raise
+        refused.append(e)
     if few and not few.holds_little:
         return few
     if short:
         progress("all layers")
     try:
         whole = _found(step, None, cluster, options, progress, watch)
-    except InfeasibleError:
-        if few is None:
-            raise
-        return few
+    except InfeasibleError as e:
+        if few:
+            return few
+        raise min((*refused, e), key=lambda one: one.smallest_bytes) from None
     return min(filter(None, (few, whole)), key=lambda one: one.plan.estimates.step_s)
 
 
 def _by_few_layers(
     step: Step, short: Shortened, cluster: Cluster, options: Options, progress: Progress, watch: Stopwatch
 ) -> SearchResult | None:
-    """What a search of a step that stands for it finds; nothing where the step has to recompute across layers, or cannot do
-    all that few of its layers can."""
-    with suppress(InfeasibleError, NoFitError, PlanError):
+    """What a search of a step that stands for it finds; nothing where the step cannot do all that few of its layers can.
+
+    Raises:
+      InfeasibleError: nothing fits, unless the step recomputes across layers.
+    """
+    with suppress(NoFitError, PlanError):
         found = _found(step, short, cluster, options, progress, watch)
         if found.problem.waiting:  # each layer's residuals wait for another layer
             progress("the same on all layers")

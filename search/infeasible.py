@@ -153,7 +153,7 @@ def explain(
         sentences.append(also_tried)
     if options.remat == "never" and forbidden_s is None:
         sentences.append("No plan was found either that recomputes, which remat='never' forbids.")
-    return InfeasibleError(" ".join(sentences))
+    return InfeasibleError(" ".join(sentences), peak.num_bytes)
 
 
 def _fitting(

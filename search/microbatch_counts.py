@@ -25,7 +25,7 @@ class MicrobatchCounts:
 
     Attributes:
       fewest: where as much is recomputed as may be.
-      enough: where nothing is.
+      enough: where nothing is; infinite where they hold too much besides.
     """
 
     fewest: float
@@ -38,7 +38,7 @@ class MicrobatchCounts:
         held_bytes = sum(num_bytes for resident, num_bytes in peak.residents if resident in OF_A_BATCH)
         room_bytes = limit_bytes - (peak.num_bytes - held_bytes)
         if room_bytes <= 0:
-            return cls(FEWEST, FEWEST)
+            return cls(FEWEST, math.inf)
         fewest = max(FEWEST, (held_bytes - most_saved_bytes) / room_bytes)
         return cls(fewest, max(FEWEST, held_bytes / room_bytes))
 

@@ -435,10 +435,14 @@ class StepSearch:
         return None
 
     def _in_more_and_more(self, counts: Sequence[int], enough: float, deadline: Deadline) -> Least | None:
-        """The same in one number of them after another, for as long as that helps."""
+        """The same in one number of them after another, for as long as that helps; where there is no plan when time is over,
+        in as many as there may be after all."""
         least, left = None, list(counts)
-        while left and self._is_wanting and not self._is_vain_in(left[0]) and not deadline.is_over:
-            before, share_s = self.best, SPLIT_SHARE * deadline.left_s
+        while left and self._is_wanting and not self._is_vain_in(left[0]):
+            if deadline.is_over and self.best is not None:
+                break
+            left = left[-1:] if deadline.is_over else left
+            before, share_s = self.best, max(SPLIT_SHARE * deadline.left_s, LEAST_ATTEMPT_S)
             least = self._split_in(left[0], share_s)
             if least is None or (before is not None and self.best is before):
                 break

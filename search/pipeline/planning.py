@@ -23,6 +23,7 @@ from search.memory.microbatches import looped
 from search.mesh_problem import StepProblem
 from search.pipeline.intra_op import decided
 from search.pipeline.pipeline_step import PipelineStep
+from search.pipeline.prepared import Prepared
 from search.pipeline.programs import made_ready, stage_programs
 from search.pipeline.proposals import Parts, Placed, Proposal, StageProposal
 from search.pipeline.schedules.registry import build_schedule
@@ -88,7 +89,7 @@ def find(
     options: PipelineOptions,
     progress: Callable[[str], None] = lambda line: None,
     cutoff_s: float = inf,
-    made_ready: dict[int, Parts] | None = None,
+    prepared: Prepared | None = None,
 ) -> Pipeline:
     """Searches for the fastest pipeline that fits.
 
@@ -98,7 +99,7 @@ def find(
       options: what is asked for.
       progress: called with one line per stage.
       cutoff_s: what it has to take less than.
-      made_ready: as of `PipelineSearch`.
+      prepared: as of `PipelineSearch`.
 
     Raises:
       InputError: there are more stages than there is to cut, the devices or the batch do not divide, or there is no such
@@ -107,12 +108,12 @@ def find(
       InfeasibleError: nothing fits, or is so fast; says what is nearest.
     """
     watch = Stopwatch(step.trace_s)
-    refused, ready = list[InfeasibleError](), {} if made_ready is None else made_ready
+    refused, prepared = list[InfeasibleError](), prepared or Prepared.within()
 
     def propose(limit_bytes: float, _: object) -> Round[Pipeline] | None:
         try:
             lower = replace(options, memory_share=limit_bytes / options.memory_bytes)
-            search = PipelineSearch(step, [""] * len(step.arguments), cluster, lower, progress, ready)
+            search = PipelineSearch(step, [""] * len(step.arguments), cluster, lower, progress, prepared)
             found = search.run(cutoff_s)
             watch.lap("search")
         except InfeasibleError as e:

@@ -26,10 +26,11 @@ from search.memory.residuals import has_loops
 from search.pipeline.drafts import GAP, Draft, Drafting, Wanted, num_workers, stands
 from search.pipeline.inter_op import nearest_cut
 from search.pipeline.layers import MAX_LAYERS
+from search.pipeline.prepared import Prepared
 from search.pipeline.proposals import Parts, Proposal
 from search.pipeline.schedules.registry import check_name
 from search.pipeline.stage_plan import InterOpProblem, NoCut
-from search.solver.clock import Deadline, WorkClock
+from search.solver.clock import Deadline
 
 MAX_MICROBATCHES = 1024
 """Source: a choice of ours; schedules have tasks for each of them on each stage."""
@@ -93,13 +94,12 @@ class PipelineSearch:
     """One search.
 
     Attributes:
-      clock: counts the work that is done.
       best: the best pipeline so far.
       nearest: of the cuts that seemed to fit, and do not, the one that misses the cap by least.
       uncut: what could not be cut so that it fits.
       passed_over_s: what those take at least that are not looked at.
       refused: why some numbers of microbatches cannot be.
-      made_ready: by how many parts it is in, the step in them; searches under several caps share it.
+      prepared: what other searches for the same step share with it.
     """
 
     def __init__(
@@ -109,18 +109,17 @@ class PipelineSearch:
         cluster: AnyCluster,
         options: PipelineOptions,
         progress: Callable[[str], None] = lambda line: None,
-        made_ready: dict[int, Parts] | None = None,
+        prepared: Prepared | None = None,
     ) -> None:
         self.step, self.marks, self.cluster = step, marks, cluster
         self.options, self.progress = options, progress
-        self.clock = WorkClock()
-        self.deadline = Deadline.after(TIME_LIMIT_S, self.clock)
+        self.prepared = prepared or Prepared.within()
+        self.deadline = Deadline.after(TIME_LIMIT_S, self.prepared.clock)
         self.best: Proposal | None = None
         self.nearest = NoCut(())
         self.uncut: list[InterOpProblem] = []
         self.passed_over_s = inf
         self.refused: list[InputError] = []
-        self.made_ready = {} if made_ready is None else made_ready
 
     def run(self, cutoff_s: float = inf) -> Proposal:
         """The fastest pipeline.
@@ -141,6 +140,8 @@ class PipelineSearch:
             raise self._indivisible()
         before_s = inf
         for n, count in enumerate(counts):
+            if self._is_late:
+                break
             try:
                 self._in_parts(count, cutoff_s)
             except NotSplittableError as e:
@@ -171,7 +172,7 @@ class PipelineSearch:
             return
         for choice in parts.choices(max(shapes[-1] for _, shapes in self._all_meshes)):
             times = min(choice.times, 1.0)
-            if left and left[0][0] * times < min(self._best_s, cutoff_s):
+            if left and not self._is_late and left[0][0] * times < min(self._best_s, cutoff_s):
                 again = parts.recomputing(choice.sites)
                 if self.options.wanted.shares_workers or not again.has_layers_of(parts):
                     left = self._wanting([again], left, choice.times, cutoff_s)
@@ -179,12 +180,8 @@ class PipelineSearch:
                     left = self._wanting([parts, again], left, times, cutoff_s)
 
     def _parts(self, count: int) -> Parts:
-        if count not in self.made_ready:
-            first = self.cluster.groups[0]
-            self.made_ready[count] = Parts.of(
-                self.step, self.marks, first, count, clock=self.clock, most_layers=self.options.most_layers
-            )
-        return self.made_ready[count]
+        first, most_layers = self.cluster.groups[0], self.options.most_layers
+        return self.prepared.in_parts(count, self.step, self.marks, first, most_layers)
 
     def _wanting(
         self,
@@ -199,6 +196,8 @@ class PipelineSearch:
         for (bound_s, num_replicas, shapes), cluster in product(left, self.cluster.orders):
             if bound_s * times >= min(self._best_s, cutoff_s):
                 self.passed_over_s = min(self.passed_over_s, bound_s * times)
+                break
+            if self._is_late:
                 break
             drafting = Drafting(tuple(among), num_replicas, shapes, self.options.wanted, cluster)
             self.progress(str(drafting))
@@ -260,6 +259,11 @@ class PipelineSearch:
             device_s = min(parts.on(group).ledger(s).microbatch_s * sizes[s] for s in here)
             microbatches_per_s += group.num_devices / device_s
         return parts.count // num_replicas / microbatches_per_s
+
+    @property
+    def _is_late(self) -> bool:
+        """Whether nothing more is to be begun."""
+        return self.prepared.deadline.is_over
 
     @property
     def _best_s(self) -> float:
@@ -412,6 +416,11 @@ class PipelineSearch:
             return InfeasibleError(
                 f"pipelines of {self.step.name} take {format_seconds(least_s)} or more, and there is a plan of "
                 f"{format_seconds(cutoff_s)}"
+            )
+        if self._is_late:
+            return InfeasibleError(
+                f"no pipeline of {self.step.name} was found in as much time as one takes at most that nobody asks for. Ask "
+                "for one with stages="
             )
         nearest = min((self.nearest, *map(nearest_cut, self.uncut)), key=lambda one: one.over_bytes)
         if self.refused and not nearest.nearest:

@@ -16,6 +16,7 @@ from search.garbage import uncollected
 from search.ir.graph import Step
 from search.memory.microbatches import looped
 from search.pipeline.intra_op import decided
+from search.pipeline.prepared import Prepared
 from search.pipeline.proposals import Parts
 from search.pipeline.schedules.registry import build_schedule
 from search.pipeline.search import PipelineOptions
@@ -53,7 +54,7 @@ def find(
     options: PipelineOptions,
     progress: Callable[[str], None] = lambda line: None,
     cutoff_s: float = inf,
-    made_ready: dict[int, Parts] | None = None,
+    prepared: Prepared | None = None,
 ) -> SpmdPipeline:
     """Searches for the fastest pipeline that is one program and fits.
 
@@ -63,7 +64,7 @@ def find(
       options: what is asked for.
       progress: called with one line per stage.
       cutoff_s: what it has to take less than.
-      made_ready: as of `SpmdSearch`.
+      prepared: as of `SpmdSearch`.
 
     Raises:
       InputError: the step has no loop over layers, these, the devices or the batch do not divide, or one program has no
@@ -75,7 +76,7 @@ def find(
     options = replace(
         options, memory_bytes=round(options.memory_share * options.memory_bytes), memory_share=1.0
     )
-    found = SpmdSearch(step, cluster, options, progress, made_ready).run(cutoff_s)
+    found = SpmdSearch(step, cluster, options, progress, prepared).run(cutoff_s)
     watch.lap("search")
     pipeline = _pipeline(step, found, options.memory_bytes)
     watch.lap("plan")

@@ -18,6 +18,7 @@ from search.ir.graph import Role, Step
 from search.memory.microbatches import batch_divisors
 from search.pipeline.intra_op import IntraOp
 from search.pipeline.pipeline_step import PipelineStep
+from search.pipeline.prepared import Prepared
 from search.pipeline.proposals import Parts
 from search.pipeline.schedules.registry import build_schedule, check_numbers
 from search.pipeline.search import MAX_MICROBATCHES, NEAR, TIME_LIMIT_S, WORTH, PipelineOptions
@@ -29,7 +30,7 @@ from search.pipeline.spmd_sharding import spmd_sharding
 from search.plan.spmd_plan import ONE_PROGRAM
 from search.plan.spmd_step import SpmdSharding, SpmdStep
 from search.plan.text_table import plural
-from search.solver.clock import Deadline, WorkClock
+from search.solver.clock import Deadline
 
 STAGES_PER_WORKER = {"gpipe": 1, "circular": 2}
 """By schedule. Source: a choice of ours, the fewest there can be."""
@@ -189,7 +190,7 @@ class SpmdSearch:
     Attributes:
       best: the best pipeline so far.
       least_bytes: what that one needs that misses the cap by least.
-      made_ready: by how many parts it is in, the step in them; other searches may share it.
+      prepared: what other searches for the same step share with it.
     """
 
     def __init__(
@@ -198,12 +199,11 @@ class SpmdSearch:
         cluster: Cluster,
         options: PipelineOptions,
         progress: Callable[[str], None] = lambda line: None,
-        made_ready: dict[int, Parts] | None = None,
+        prepared: Prepared | None = None,
     ) -> None:
         self.step, self.cluster, self.options, self.progress = step, cluster, options, progress
-        self.clock = WorkClock()
-        self.deadline = Deadline.after(TIME_LIMIT_S, self.clock)
-        self.made_ready = {} if made_ready is None else made_ready
+        self.prepared = prepared or Prepared.within()
+        self.deadline = Deadline.after(TIME_LIMIT_S, self.prepared.clock)
         self.best: SpmdProposal | None = None
         self.least_bytes = inf
 
@@ -220,6 +220,8 @@ class SpmdSearch:
             by_count.setdefault(dealt.count, []).append(dealt)
         before_s = inf
         for n, count in enumerate(sorted(by_count, reverse=True)):
+            if self.prepared.deadline.is_over:
+                break
             self._in_parts(count, by_count[count], cutoff_s)
             is_worse = n > 0 and self._best_s > (1 - WORTH) * before_s
             if self.best is not None and (is_worse or self.deadline.is_over):
@@ -231,12 +233,8 @@ class SpmdSearch:
 
     def _in_parts(self, count: int, ways: Sequence[Dealt], cutoff_s: float) -> None:
         self.progress(f"the step in {count} parts, as one program")
-        if count not in self.made_ready:
-            marks = [""] * len(self.step.arguments)
-            self.made_ready[count] = Parts.of(
-                self.step, marks, self.cluster, count, clock=self.clock, most_layers=self.options.most_layers
-            )
-        parts = self.made_ready[count]
+        marks, most_layers = [""] * len(self.step.arguments), self.options.most_layers
+        parts = self.prepared.in_parts(count, self.step, marks, self.cluster, most_layers)
         ways = self._near(ways)
         if self._has_fit(parts, ways, cutoff_s) or self.options.remat == "never":
             return

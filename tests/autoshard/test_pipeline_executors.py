@@ -1,13 +1,15 @@
 """Pipelines of both executors, as users see them: shown, drawn, and refused in a sentence where something is wrong."""
 
 import json
+import math
+from contextlib import suppress
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 import autoshard
-from autoshard import cli
+from autoshard import cli, pipelines
 from cost_model.errors import InfeasibleError, InputError
 from search.memory.batch_states import NotSplittableError
 
@@ -39,6 +41,24 @@ SHAPES = (
     jax.ShapeDtypeStruct((DEPTH, WIDTH, WIDTH), jnp.float32),
     jax.ShapeDtypeStruct((BATCH, WIDTH), jnp.float32),
 )
+
+
+@pytest.mark.parametrize(
+    ("stages", "limit_s"), [(None, pipelines.UNASKED_S), ("auto", math.inf), (2, math.inf)]
+)
+def test_only_who_asks_for_a_pipeline_waits_for_it(stages, limit_s, monkeypatch):
+    left_s = list[float]()
+
+    def misses(*args):
+        left_s.append(args[-1].deadline.left_s)
+        raise InfeasibleError("as if")
+
+    monkeypatch.setattr(pipelines, "_may_pay", lambda found: True)
+    monkeypatch.setattr(pipelines.spmd_planning, "find", misses)
+    monkeypatch.setattr(pipelines.pipelines, "find", misses)
+    with suppress(InfeasibleError):
+        autoshard.search(step, *SHAPES, cluster="8xA100-80GB", stages=stages)
+    assert left_s == [limit_s] * 2
 
 
 def searched(a_step, executor, **options):

@@ -3,6 +3,7 @@
 import functools
 import itertools
 from dataclasses import replace
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from search import driver
 from search.ir.trace import trace
 from search.options import Options
 from search.plan.plan import Plan
+from search.step_search import MAX_MICROBATCHES, StepSearch
 
 CLUSTER = parse_cluster("8xCPU")
 WIDTHS, BATCH = (64, *(128,) * 8, 64), 1 << 14
@@ -105,6 +107,23 @@ def test_where_time_is_over_what_saves_most_is_tried_before_giving_up():
     assert [line for line in tried if "recomputing" in line] == [tried[-1]]
     assert tight.plan.decisions.retention
     assert tight.plan.estimates.peak_bytes <= cap_bytes
+
+
+def test_where_time_is_over_as_many_as_there_may_be_are_tried_before_giving_up(monkeypatch):
+    tried = list[int]()
+
+    def split(search, count, time_limit_s):
+        tried.append(count)
+        search.clock.spend(10.0)
+        return lambda: None
+
+    cap_bytes = int(0.2 * found().plan.estimates.peak_bytes)
+    monkeypatch.setattr(StepSearch, "_split_in", split)
+    monkeypatch.setattr(StepSearch, "_of_smallest_peak", mock.Mock(side_effect=InfeasibleError("as if")))
+    with pytest.raises(InfeasibleError, match="as if"):
+        driver.find(traced(step), CLUSTER, Options(cap_bytes, mesh=(8,), remat="never", offload="never"))
+    assert len(tried) < 5
+    assert tried[-1] == MAX_MICROBATCHES
 
 
 @pytest.mark.parametrize(("share", "microbatches"), [(None, 4), (0.48, 2)])

@@ -13,6 +13,7 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from cost_model.errors import InfeasibleError
 from cost_model.hardware import parse_cluster
 from executors.jit import build
 from search import driver
@@ -91,6 +92,27 @@ def test_where_that_fits_nothing_all_layers_are_searched():
     result = found(TIGHTER_BYTES)
     assert not result.problem.graph.folded.program.is_shortened
     assert result.plan.estimates.peak_bytes <= TIGHTER_BYTES
+
+
+@pytest.mark.parametrize(("times", "is_searched"), [(driver.FAR, True), (driver.FAR + 0.1, False)])
+def test_where_few_layers_hold_far_more_than_fits_all_are_not_searched(times, is_searched, monkeypatch):
+    searched = list[bool]()
+
+    def misses(step, short, *_):
+        searched.append(short is None)
+        raise InfeasibleError("as if", times * TIGHT_BYTES)
+
+    monkeypatch.setattr(driver, "_found", misses)
+    with pytest.raises(InfeasibleError, match="as if"):
+        driver.find(stack(), H100S, Options(TIGHT_BYTES, (8,)))
+    assert searched == [False, True][: 1 + is_searched]
+
+
+def test_of_few_layers_and_all_what_holds_less_is_said_where_neither_fits(monkeypatch):
+    said = iter([InfeasibleError("few", 1.2 * TIGHT_BYTES), InfeasibleError("all", 1.3 * TIGHT_BYTES)])
+    monkeypatch.setattr(driver, "_found", mock.Mock(side_effect=said))
+    with pytest.raises(InfeasibleError, match="few"):
+        driver.find(stack(), H100S, Options(TIGHT_BYTES, (8,)))
 
 
 def test_where_the_whole_step_cannot_do_the_same_all_layers_are_searched():

@@ -17,6 +17,7 @@ from search.ir.graph import Step
 from search.ir.trace import trace
 from search.pipeline.drafts import Drafting, Wanted
 from search.pipeline.layers import MAX_LAYERS
+from search.pipeline.prepared import Prepared
 from search.pipeline.proposals import Parts, Proposal
 from search.pipeline.search import PipelineOptions, PipelineSearch
 from search.pipeline.simulator import simulate
@@ -157,6 +158,17 @@ def test_where_another_plan_is_faster_anyway_nothing_is_drafted():
     ):
         search.run(cutoff_s=1e-6)
     assert search.best is None
+
+
+@pytest.mark.parametrize(("limit_s", "begun"), [(0.0, []), (1e-3, ["the step in 16 parts"])])
+def test_where_time_is_over_nothing_more_is_begun(limit_s, begun):
+    """To make the step in parts ready takes more than a millisecond."""
+    step, said = traced(), list[str]()
+    options, prepared = PipelineOptions(80 << 30), Prepared.within(limit_s)
+    search = PipelineSearch(step, [""] * len(step.arguments), CLUSTER, options, said.append, prepared)
+    with pytest.raises(InfeasibleError, match="Ask for one with stages="):
+        search.run()
+    assert (said, len(prepared.parts)) == (begun, len(begun))
 
 
 def test_state_that_cannot_be_shared_out_over_replicas_is_counted_whole():

@@ -1,0 +1,43 @@
+"""What searches for pipelines of one step share: the step in parts, made ready, and the time that they have."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import inf
+
+from cost_model.cluster import Cluster
+from search.ir.graph import Step
+from search.pipeline.proposals import Parts
+from search.solver.clock import Deadline, SearchClock, WorkClock
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What is known of a step.
+
+    Attributes:
+      deadline: after it nothing more is begun; all that is done for the step goes by its clock.
+      parts: by how many it is in, the step in them.
+    """
+
+    deadline: Deadline
+    parts: dict[int, Parts] = field(default_factory=dict[int, Parts])
+
+    @classmethod
+    def within(cls, nominal_s: float = inf) -> "Prepared":
+        """Nothing is known yet, and so much time is left."""
+        return cls(Deadline.after(nominal_s, WorkClock()))
+
+    @property
+    def clock(self) -> SearchClock:
+        """Counts the work that is done."""
+        return self.deadline.clock
+
+    def in_parts(
+        self, count: int, step: Step, marks: Sequence[str], cluster: Cluster, most_layers: int
+    ) -> Parts:
+        """The step in so many parts; arguments as of `Parts.of`."""
+        if count not in self.parts:
+            self.parts[count] = Parts.of(
+                step, marks, cluster, count, clock=self.clock, most_layers=most_layers
+            )
+        return self.parts[count]
