@@ -221,7 +221,7 @@ def _repeated(step: Step, ops: Sequence[FlatOp]) -> tuple[FlatOp, ...]:
     made = {v: n for op, n in zip(ops, of_op, strict=True) for v in op.results}
     for i, op in enumerate(ops):
         if op.is_boundary and op.name not in ("input", "output"):
-            of_op[i] = max(of_op[i], *(made[v] for v in op.operands))
+            of_op[i] = max((of_op[i], *(made[v] for v in op.operands)))
             made |= dict.fromkeys(op.results, of_op[i])
     return tuple(_standing_for(op, n, made) for op, n in zip(ops, of_op, strict=True))
 

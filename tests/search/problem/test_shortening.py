@@ -4,6 +4,9 @@ import functools
 from collections import Counter
 from dataclasses import replace
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
@@ -93,6 +96,23 @@ def test_a_step_of_few_blocks_stays_whole():
     case = zoo.MAKERS["vit"](num_layers=NUM_REPRESENTATIVES + 4)
     step = trace(case.step, *case.abstract_args())
     assert shortened(step, unmarked(step)) is None
+
+
+def test_a_deep_step_may_have_arrays_of_its_own():
+    """They come in through boundaries that read no value which could say how many they stand for."""
+    table = np.linspace(-1, 1, 8, dtype=np.float32)
+
+    def loss(params, x):
+        return jnp.sum(functools.reduce(lambda x, w: jnp.tanh(x @ w), params, x + table))
+
+    params = [jax.ShapeDtypeStruct((8, 8), jnp.float32)] * NUM_LAYERS
+    step = trace(jax.value_and_grad(loss), params, jax.ShapeDtypeStruct((16, 8), jnp.float32))
+    both = shortened(step, unmarked(step))
+    assert both is not None
+    whole, few = (flatten(one).ops for one in (step, both.step))
+    assert sum(op.name == "dot_general" for op in whole) == sum(
+        op.repeats for op in few if op.name == "dot_general"
+    )
 
 
 def test_what_is_marked_stands_for_itself():
