@@ -10,8 +10,13 @@ import autoshard
 from autoshard import InfeasibleError, programs
 from cost_model.hardware import parse_cluster
 from cost_model.xla import compiler
-from cost_model.xla.gpu_targets import AS_PLANNED
-from executors import jit
+from cost_model.xla.gpu_targets import (
+    AS_PLANNED,
+    ATTEMPTS,
+    REMATERIALIZED,
+    SPARING,
+    Attempt,
+)
 from search.ir.trace import trace
 from search.options import Options
 from tests.search.chain import chain
@@ -61,46 +66,48 @@ def peaks(monkeypatch):
 
 
 @pytest.fixture
-def besides(monkeypatch):
-    """What the compiler is told of each program."""
-    build, told = jit.build, list[dict[str, str]]()
+def attempts(monkeypatch):
+    """How each program is compiled."""
+    build, made = programs.built, list[Attempt]()
 
-    def telling(step, sharding, devices, on_retrace, options, given_up):
-        told.append(options(0))
-        return build(step, sharding, devices, on_retrace, options, given_up)
+    def recorded(*args):
+        made.append(args[-1])
+        return build(*args)
 
-    monkeypatch.setattr(jit, "build", telling)
-    return told
+    monkeypatch.setattr(programs, "built", recorded)
+    return made
 
 
 @pytest.mark.usefixtures("on_gpus")
-def test_a_plan_that_compiles_to_more_than_the_cap_is_searched_again(roomy, peaks, besides):
+def test_a_plan_that_compiles_to_more_than_the_cap_is_searched_again(roomy, peaks, attempts):
     num_larger, made = peaks
-    num_larger[0], cap_bytes = 2, roomy[0]
+    num_larger[0], cap_bytes = 3, roomy[0]
     with pytest.warns(autoshard.AutoshardWarning, match=r"above the cap .* it was searched again"):
         found, program = searched(cap_bytes)
-    assert min(made[:2]) > cap_bytes >= made[-1] == compiled_peak(program)
+    assert min(made[:3]) > cap_bytes >= made[-1] == compiled_peak(program)
     assert found.plan.memory_bytes == cap_bytes
-    assert [AS_PLANNED.items() <= told.items() for told in besides] == [True, False, True]
+    assert attempts == [*ATTEMPTS, AS_PLANNED]
 
 
 @pytest.mark.usefixtures("on_gpus")
-def test_xla_may_recompute_by_itself_where_only_so_the_program_keeps_to_the_cap(roomy, peaks, besides):
+@pytest.mark.parametrize("wanted", [(AS_PLANNED, SPARING), (AS_PLANNED, SPARING, REMATERIALIZED)])
+def test_where_only_so_the_program_keeps_to_the_cap_it_is_compiled_otherwise(roomy, peaks, attempts, wanted):
     num_larger, made = peaks
-    num_larger[0], cap_bytes = 1, int(1.05 * max(roomy))
+    num_larger[0], cap_bytes = len(wanted) - 1, int(1.05 * max(roomy))
     _, program = searched(cap_bytes)
-    assert made[0] > cap_bytes >= made[1] == compiled_peak(program)
-    assert [AS_PLANNED.items() <= told.items() for told in besides] == [True, False]
+    assert min(made[:-1]) > cap_bytes >= made[-1] == compiled_peak(program)
+    assert attempts == [*wanted]
 
 
 @pytest.mark.usefixtures("on_gpus")
-def test_a_plan_found_before_is_compiled_likewise(roomy, peaks, besides):
-    found, _ = searched(int(1.05 * max(roomy)))
+def test_a_plan_found_before_is_compiled_likewise(roomy, peaks, attempts):
+    cap_bytes = int(1.05 * max(roomy))
+    found, _ = searched(cap_bytes)
     num_larger, made = peaks
     num_larger[0] = len(made) + 1
-    besides.clear()
+    attempts.clear()
     programs.applied(found, parse_cluster("8xH100-80GB"), jax.devices(), lambda: None, frozenset())
-    assert [AS_PLANNED.items() <= told.items() for told in besides] == [True, False]
+    assert attempts == [AS_PLANNED, SPARING]
 
 
 @pytest.mark.usefixtures("on_gpus")
@@ -117,6 +124,8 @@ def test_the_scheduler_is_told_of_the_cap():
     (factor,) = compiler.options_for_cap(cap_bytes, resting_bytes, device_bytes).values()
     room_bytes = (0.8 * device_bytes - resting_bytes) * int(factor) / 100
     assert room_bytes == pytest.approx(0.9 * (cap_bytes - resting_bytes), rel=0.02)
+    (less,) = compiler.options_for_cap(cap_bytes, resting_bytes, device_bytes, 0.45).values()
+    assert int(less) == pytest.approx(int(factor) / 2, abs=1)
 
 
 def test_a_cap_that_is_the_devices_own_changes_nothing():
