@@ -7,7 +7,7 @@ XLA's own rematerialization may bring it down. Where that does not either, the s
 """
 
 import contextlib
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,7 +24,7 @@ from cost_model.errors import InfeasibleError, first_line
 from cost_model.mixed_cluster import AnyCluster, MixedCluster
 from cost_model.units import format_bytes
 from cost_model.xla.compiler import options_for_cap
-from cost_model.xla.gpu_targets import AS_PLANNED, REMATERIALIZED, Attempt, scheduler_options
+from cost_model.xla.gpu_targets import AS_PLANNED, scheduler_options
 from executors import jit, pipeline, spmd
 from executors.jit import Program
 from executors.pipeline_jit import CompilerOptions
@@ -66,7 +66,7 @@ def built(
     devices: Sequence[Any],
     on_retrace: Callable[[], None] = lambda: None,
     given_up: AbstractSet[int] = frozenset(),
-    attempt: Attempt = AS_PLANNED,
+    besides: Mapping[str, str] = AS_PLANNED,
 ) -> Program:
     """A plan's program.
 
@@ -76,9 +76,9 @@ def built(
       devices: in the cluster's order: real, simulated or compile-only.
       on_retrace: as for `executors.jit.build`.
       given_up: as for `executors.jit.build`.
-      attempt: how it is compiled.
+      besides: options of the compiler.
     """
-    options = _options(found.plan, cluster, devices, attempt)
+    options = _options(found.plan, cluster, devices, besides)
     return jit.build(found.step, found.sharding, devices, on_retrace, options, given_up)
 
 
@@ -104,24 +104,23 @@ def _compiled(
 ) -> tuple[Program, Verification]:
     """A plan's program for GPUs at hand, and what became of it."""
 
-    def verified(attempt: Attempt) -> tuple[Program, Verification]:
-        program = built(found, cluster, devices, on_retrace, given_up, attempt)
+    def verified(besides: Mapping[str, str]) -> tuple[Program, Verification]:
+        program = built(found, cluster, devices, on_retrace, given_up, besides)
         return program, judge.verified_here(found, cluster, program)
 
     return judge.first_fitting(verified, lambda made: made[1].fits)
 
 
 def _options(
-    plan: Plan | SpmdPlan, cluster: Cluster, devices: Sequence[Any], attempt: Attempt
+    plan: Plan | SpmdPlan, cluster: Cluster, devices: Sequence[Any], besides: Mapping[str, str]
 ) -> Callable[[int], dict[str, str]]:
     """What the compiler is told of a program for all devices."""
 
     def compiler_options(resting_bytes: int) -> dict[str, str]:
         if not _are_gpus(devices):
             return {}
-        device_bytes = cluster.device.memory_bytes
-        for_cap = options_for_cap(plan.memory_bytes, resting_bytes, device_bytes, attempt.aim_share)
-        return {**for_cap, **scheduler_options(cluster.device.name), **attempt.options}
+        for_cap = options_for_cap(plan.memory_bytes, resting_bytes, cluster.device.memory_bytes)
+        return {**for_cap, **scheduler_options(cluster.device.name), **besides}
 
     return compiler_options
 
@@ -187,7 +186,7 @@ def pipelined(
       on_retrace: as for `executors.pipeline.build`.
     """
     if isinstance(found, SpmdPipeline):
-        of_all = _options(found.plan, cluster.groups[0], devices, REMATERIALIZED)
+        of_all = _options(found.plan, cluster.groups[0], devices, {})
         return spmd.build(found.program, found.sharding, devices, on_retrace, of_all)
     devices, options = _as_stages_stand(found.plan, cluster, devices), _stage_options(found, devices)
     return pipeline.build(found.programs, found.schedule, found.shardings, devices, on_retrace, options)
@@ -204,7 +203,7 @@ def emitted(
       devices: in the cluster's order: real, simulated or compile-only.
     """
     if isinstance(found, SpmdPipeline):
-        of_all = _options(found.plan, cluster.groups[0], devices, REMATERIALIZED)
+        of_all = _options(found.plan, cluster.groups[0], devices, {})
         return spmd.build(found.program, found.sharding, devices, compiler_options=of_all)
     devices, options = _as_stages_stand(found.plan, cluster, devices), _stage_options(found, devices)
     agenda = pipeline.followed(found.programs, found.schedule, found.shardings, devices, options)

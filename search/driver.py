@@ -141,7 +141,7 @@ class SearchResult:
             longer = self._handed_to(self.short.paired(unseen))
         except CoarseError:  # it recomputes some of what one op stands for there
             longer = self._handed_to(self.short.whole)
-        if longer.on_mesh.predicted(longer.chosen, limit_bytes).least.num_bytes > limit_bytes:
+        if longer.on_mesh.predicted(longer.chosen, limit_bytes).needed_bytes > limit_bytes:
             raise NoFitError(
                 "what layers hand to their likes takes more than the memory limit", bound_s=self.bound_s
             )

@@ -35,7 +35,7 @@ class Found:
     @property
     def fits(self) -> bool:
         """Whether the kernels of a device keep to the cap."""
-        return self.device.least.num_bytes <= self.limit_bytes
+        return self.device.needed_bytes <= self.limit_bytes
 
     @cached_property
     def peak(self) -> Peak:

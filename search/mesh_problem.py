@@ -551,11 +551,14 @@ class MeshProblem:
         self, answer: Answer, labels: Labels, limit_bytes: float
     ) -> Round[tuple[Answer, Prediction]]:
         """What the kernels say of an answer of the solver's."""
-        predicted = self.predicted(labels, limit_bytes)
+        predicted, expected_bytes = self.predicted(labels, limit_bytes), self.memory.peak(labels).num_bytes
+        needed_bytes = predicted.needed_bytes
+        if needed_bytes > predicted.least.num_bytes:  # in another order, of which no row tells
+            return Round((answer, predicted), expected_bytes, needed_bytes)
         return Round(
             (answer, predicted),
-            self.memory.peak(labels).num_bytes,
-            predicted.least.num_bytes,
+            expected_bytes,
+            needed_bytes,
             lambda: self.memory.row_of(predicted.least, labels),
         )
 

@@ -5,7 +5,7 @@ device whose memory is such that its scheduler aims at the plan's cap.
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -24,7 +24,7 @@ from cost_model.mixed_cluster import AnyCluster
 from cost_model.units import format_bytes, format_seconds
 from cost_model.xla import compiler
 from cost_model.xla._jax import lower, module_bytes
-from cost_model.xla.gpu_targets import AS_PLANNED, ATTEMPTS, Attempt
+from cost_model.xla.gpu_targets import ATTEMPTS
 from cost_model.xla.process import Compiler, compile_apart
 from cost_model.xla.stats import CompiledStats
 from executors import jit
@@ -63,13 +63,11 @@ class CompilerVerifier:
       cluster: what to compile for.
       compiler: how to ask the compiler.
       progress: called with one line per stage, and every second while the compiler works.
-      attempt: how the plan of one program is compiled.
     """
 
     cluster: AnyCluster
     compiler: Compiler
     progress: Progress
-    attempt: Attempt = AS_PLANNED
 
     def __post_init__(self) -> None:
         for group in self.cluster.groups:
@@ -88,9 +86,13 @@ class CompilerVerifier:
           found: a plan on its step.
           full: whether to compile all blocks, however many are alike.
         """
-        return first_fitting(
-            lambda attempt: replace(self, attempt=attempt)._compiled(found, full), lambda proof: proof.fits
-        )
+
+        def compiled(besides: Mapping[str, str]) -> Verification:
+            flags = (self.compiler.flags, *(f"--{name}={value}" for name, value in besides.items()))
+            asked = replace(self.compiler, flags=" ".join(filter(None, flags)))
+            return replace(self, compiler=asked)._compiled(found, full)
+
+        return first_fitting(compiled, lambda proof: proof.fits)
 
     def _compiled(self, found: SearchResult, full: bool) -> Verification:
         step, watch = found.step, Stopwatch(found.step.trace_s)
@@ -136,26 +138,24 @@ class CompilerVerifier:
         tell("lowering")
         program = jit.build(step, sharding, None)
         module = module_bytes(lowered(step, program))
-        memory_bytes = compiler.memory_for_cap(cap_bytes, program.resting_bytes, self.attempt.aim_share)
-        flags = (self.compiler.flags, *(f"--{name}={value}" for name, value in self.attempt.options.items()))
-        asked = replace(self.compiler, flags=" ".join(filter(None, flags)))
+        memory_bytes = compiler.memory_for_cap(cap_bytes, program.resting_bytes)
         watch.lap("lower")
-        compiled = compile_apart(module, self._cluster, memory_bytes, asked, tell)
+        compiled = compile_apart(module, self._cluster, memory_bytes, self.compiler, tell)
         stats = CompiledStats.of(compiled, dict(zip(sharding.axis_names, sharding.mesh_shape, strict=True)))
         watch.lap("compile")
         return stats
 
 
-def first_fitting[Made](compiled: Callable[[Attempt], Made], fits: Callable[[Made], bool]) -> Made:
-    """A program compiled as planned; or, where only so it keeps to its cap, otherwise.
+def first_fitting[Made](compiled: Callable[[Mapping[str, str]], Made], fits: Callable[[Made], bool]) -> Made:
+    """A program compiled as planned; or, where only so it keeps to its cap, with other options.
 
     Args:
-      compiled: makes and compiles it.
+      compiled: given options of the compiler, makes and compiles it.
       fits: whether it keeps to its cap.
     """
-    as_planned = compiled(AS_PLANNED)
-    others = map(compiled, ATTEMPTS[1:])
-    return next((made for made in chain((as_planned,), others) if fits(made)), as_planned)
+    as_planned, *others = ATTEMPTS
+    first = compiled(as_planned)
+    return next((made for made in chain((first,), map(compiled, others)) if fits(made)), first)
 
 
 def verified_here(found: SearchResult, cluster: Cluster, program: Program) -> Verification:

@@ -26,7 +26,7 @@ from jax.experimental import topologies
 from cost_model.cluster import Cluster
 from cost_model.errors import InputError
 from cost_model.xla import _jax
-from cost_model.xla.gpu_targets import AIM_SHARE, budget_bytes, target_config
+from cost_model.xla.gpu_targets import budget_bytes, target_config
 
 ENVIRONMENT = MappingProxyType(
     {
@@ -185,40 +185,32 @@ def _read(text: str, memory: Any) -> Compiled:
     )
 
 
-def options_for_cap(
-    cap_bytes: int, resting_bytes: int, device_bytes: int, aim_share: float = AIM_SHARE
-) -> dict[str, str]:
+def options_for_cap(cap_bytes: int, resting_bytes: int, device_bytes: int) -> dict[str, str]:
     """The compiler's options with which its scheduler aims at a cap, on a device that has more.
 
     Args:
       cap_bytes: what the program may use.
       resting_bytes: its arguments and outputs, aliased ones once.
       device_bytes: what the device has.
-      aim_share: as of an `Attempt`.
 
     Example:
       >>> options_for_cap(8_000_000_000, 2_000_000_000, 80_000_000_000)
       {'xla_gpu_memory_limit_slop_factor': '8'}
     """
     room_bytes = MEMORY_SHARE * device_bytes - resting_bytes
-    percent = (
-        int(100 * budget_bytes(cap_bytes, resting_bytes, aim_share) / room_bytes) if room_bytes > 0 else 100
-    )
+    percent = int(100 * budget_bytes(cap_bytes, resting_bytes) / room_bytes) if room_bytes > 0 else 100
     return {SLOP_FACTOR: str(max(percent, 1))} if percent < 100 * BUDGET_SHARE else {}
 
 
-def memory_for_cap(cap_bytes: int, resting_bytes: int, aim_share: float = AIM_SHARE) -> int:
+def memory_for_cap(cap_bytes: int, resting_bytes: int) -> int:
     """The device memory with which XLA's scheduler aims at a cap.
 
     Args:
       cap_bytes: what the program may use.
       resting_bytes: its arguments and outputs, aliased ones once.
-      aim_share: as of an `Attempt`.
 
     Example:
       >>> memory_for_cap(8_000_000_000, 2_000_000_000)
       9605263157
     """
-    return int(
-        (budget_bytes(cap_bytes, resting_bytes, aim_share) / BUDGET_SHARE + resting_bytes) / MEMORY_SHARE
-    )
+    return int((budget_bytes(cap_bytes, resting_bytes) / BUDGET_SHARE + resting_bytes) / MEMORY_SHARE)

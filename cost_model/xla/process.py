@@ -114,7 +114,7 @@ def compile_all_apart(
     for job in jobs:
         check(job.cluster, compiler.target_config)
     hiding = (f"--{k}={v}" for k, v in scheduler_options(name).items())
-    flags = " ".join(filter(None, (compiler.flags, *hiding)))
+    flags = " ".join(filter(None, (*hiding, compiler.flags)))
     with (
         tempfile.TemporaryDirectory(prefix="autoshard-", ignore_cleanup_errors=True) as folder,
         open(os.path.join(folder, "answer"), "w+b") as answer,

@@ -74,7 +74,7 @@ def _head(plan: Plan, cluster: Cluster, model: MeshModel) -> list[str]:
         ),
     ]
     given = ", ".join(f"{key} {value}" for key, value in plan.options.items())
-    besides = (("compiler", compiler_options(cluster, AS_PLANNED.options)), ("given", given))
+    besides = (("compiler", compiler_options(cluster, AS_PLANNED)), ("given", given))
     return aligned([*rows, *(row for row in besides if row[1])], indent=0)
 
 

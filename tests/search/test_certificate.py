@@ -87,10 +87,17 @@ class Kernels:
         rng = np.random.default_rng([self.seed, *labels])
         peak = on_mesh.memory.peak(labels)
         least = Peak(peak.num_bytes * rng.uniform(self.lowest, self.highest), peak.position, peak.residents)
-        return SimpleNamespace(least=least, peak=least, transfer_s=0.0, waited_s=0.0, apart=NO_KERNELS)
+        return holding(least)
 
 
 NO_KERNELS = SimpleNamespace(kernels=())
+
+
+def holding(peak):
+    """What is predicted of kernels that hold so much in any order."""
+    return SimpleNamespace(
+        least=peak, needed_bytes=peak.num_bytes, peak=peak, transfer_s=0.0, waited_s=0.0, apart=NO_KERNELS
+    )
 
 
 def with_kernels(monkeypatch, kernels):
@@ -99,8 +106,7 @@ def with_kernels(monkeypatch, kernels):
 
 def never_fitting(on_mesh, labels, limit_bytes, times=1.05):
     """What kernels hold that always need more than they may, a little unless it is said how much."""
-    least = Peak(times * limit_bytes, 0, ())
-    return SimpleNamespace(least=least, peak=least, transfer_s=0.0, waited_s=0.0, apart=NO_KERNELS)
+    return holding(Peak(times * limit_bytes, 0, ()))
 
 
 def all_of(on_mesh):

@@ -20,11 +20,11 @@ STEP = trace(*adamw_chain(num_layers=2, width=64, rows=16))
 
 @pytest.mark.parametrize("num_larger", [0, 1, 2, 3])
 def test_what_holds_too_much_is_compiled_otherwise(num_larger, monkeypatch):
-    """With less memory for overlap, and then with what XLA makes again; the first program counts where nothing fits."""
-    found, asked = driver.find(STEP, CLUSTER, Options(1 << 30)), list[tuple[int, str]]()
+    """Without overlap, and then with what XLA makes again; the first program counts where nothing fits."""
+    found, asked = driver.find(STEP, CLUSTER, Options(1 << 30)), list[str]()
 
     def compile_apart(module, cluster, memory_bytes, compiler, tell) -> Compiled:
-        asked.append((memory_bytes, compiler.flags))
+        asked.append(compiler.flags)
         temporary_bytes = (1 << 31) + len(asked) if len(asked) <= num_larger else 0
         return Compiled("HloModule nothing\n", 0, 0, 0, temporary_bytes, 0)
 
@@ -32,10 +32,7 @@ def test_what_holds_too_much_is_compiled_otherwise(num_larger, monkeypatch):
     monkeypatch.setattr(judge, "compile_apart", compile_apart)
     proof = CompilerVerifier(CLUSTER, Compiler(flags="--own"), lambda line: None).verified(found)
     attempts = ATTEMPTS[: num_larger + 1]
-    told = [["--own", *(f"--{name}={value}" for name, value in one.options.items())] for one in attempts]
-    assert [flags.split() for _, flags in asked] == told
-    goals = [memory_bytes for memory_bytes, _ in asked]
-    assert goals == sorted(goals[:2], reverse=True) + goals[:1] * (len(goals) - 2)
-    assert len({*goals}) == min(2, len(goals))
+    told = [["--own", *(f"--{name}={value}" for name, value in one.items())] for one in attempts]
+    assert [flags.split() for flags in asked] == told
     assert proof.fits == (num_larger < len(ATTEMPTS))
     assert proof.compiled.peak_bytes == (0 if proof.fits else (1 << 31) + 1)

@@ -8,11 +8,12 @@ import pytest
 from hypothesis import given
 
 from cost_model.hardware import parse_cluster
+from cost_model.xla.gpu_targets import budget_bytes
 from search.device.combiner import combined
 from search.device.kernel_order import memory_saving, program_order
 from search.device.latency_hiding import latency_hiding
 from search.device.lowering import Lowered, lower
-from search.device.prediction import MARGIN, Prediction, in_least_order
+from search.device.prediction import MARGIN, SMALL_PART, Prediction, in_least_order
 from search.device.siblings import merged
 from search.device.timeline import peak
 from search.ir.trace import trace
@@ -77,20 +78,40 @@ def test_a_margin_is_kept_for_what_a_step_makes_and_not_for_its_arguments():
 
 
 @given(programs())
-def test_the_peak_is_that_of_the_schedulers_order_between_the_least_and_the_cap(lowered):
+def test_the_peak_is_that_of_the_schedulers_order_and_its_margin_ends_at_the_cap(lowered):
     plain = in_least_order(lowered)
     resting_bytes = sum(buffer.num_bytes for buffer in lowered.buffers if buffer.is_argument)
     least = with_margin(plain, program_order(plain))
     for limit_bytes in (inf, 20.0, 0.0):
         found = Prediction(lowered, limit_bytes, True, lowered)
-        hiding = with_margin(plain, latency_hiding(plain, limit_bytes - resting_bytes))
+        order = latency_hiding(plain, budget_bytes(limit_bytes, resting_bytes))
+        is_asked = limit_bytes / SMALL_PART < least <= limit_bytes
+        needed = max(least, peak(plain, order).num_bytes) if is_asked else least
+        hiding = min(with_margin(plain, order), max(needed, limit_bytes))
         assert found.least.num_bytes == pytest.approx(least)
-        assert found.peak.num_bytes == pytest.approx(max(least, min(hiding, limit_bytes)))
+        assert found.needed_bytes == pytest.approx(needed)
+        assert found.peak.num_bytes == pytest.approx(max(least, hiding))
         assert found.peak.position == found.least.position
         assert sum(num_bytes for _, num_bytes in found.peak.residents) == pytest.approx(
             found.peak.num_bytes, abs=1e-9
         )
     assert Prediction(lowered, inf, False, lowered).peak == Prediction(lowered, inf, False, lowered).least
+
+
+OVERSHOT = Lowered(
+    (kernel(0, [], []), collective(1, [], [0], kind="all-reduce"), kernel(2, [], [], workspace=4.0)),
+    (buffer(3.0),),
+)
+"""Kernel 2 hides the reduction, and its workspace, which the scheduler does not see, lies beside what that makes."""
+
+
+@pytest.mark.parametrize(("limit_bytes", "needed_bytes"), [(6.0, 7.0), (8.0, 7.0), (80.0, 4 * (1 + MARGIN))])
+def test_an_order_that_overshoots_the_schedulers_budget_has_to_fit(limit_bytes, needed_bytes):
+    """Unless there is plenty of room."""
+    found = Prediction(OVERSHOT, limit_bytes, True, OVERSHOT)
+    assert found.least.num_bytes == pytest.approx(4 * (1 + MARGIN))
+    assert found.needed_bytes == pytest.approx(needed_bytes)
+    assert found.peak.num_bytes == pytest.approx(min(7 * (1 + MARGIN), max(limit_bytes, needed_bytes)))
 
 
 def with_margin(lowered, order) -> float:

@@ -140,7 +140,7 @@ def test_the_mesh_says_what_lies_inside_a_node():
 def test_what_the_compiler_is_told_is_said_where_there_is_one_for_gpus():
     plan = make_plan(gpt())
     (said,) = re.findall(r"^compiler +(.*)$", summary(plan), re.MULTILINE)
-    wanted = scheduler_options(plan.cluster["device"]["name"]) | AS_PLANNED.options
+    wanted = scheduler_options(plan.cluster["device"]["name"]) | AS_PLANNED
     assert said.split(", ") == [f"{option}={value}" for option, value in wanted.items()]
     simulated = {**plan.cluster, "device": {**plan.cluster["device"], "name": "CPU"}}
     assert "compiler" not in summary(replace(plan, cluster=simulated))
