@@ -23,7 +23,7 @@ from search.ir.graph import Site, Step
 from search.ir.sharding import StepSharding
 from search.ir.spec import AXIS_NAMES
 from search.memory.microbatches import microbatched
-from search.mesh_problem import Known, MeshProblem, StepProblem
+from search.mesh_problem import Known, MeshProblem, StepProblem, TooLargeError
 from search.options import DEFAULT_TIME_LIMIT_S, Options, Progress
 from search.plan.decisions import EDITED, apart, hosted, node_names
 from search.plan.edits import marks_of
@@ -271,13 +271,16 @@ def apply(step: Step, plan: Plan, cluster: Cluster, place: str = "plan") -> Sear
     watch.lap("strategies")
     try:
         solution, device = on_mesh.fitting(decisions.kept, plan.memory_bytes, DEFAULT_TIME_LIMIT_S)
+        labels = solution.labels
     except NoFitError as e:
-        raise InfeasibleError(
-            f"what {place} decides does not fit its cap of {format_bytes(plan.memory_bytes)} a device. "
-            "Undo the last edit, or raise memory_bytes"
-        ) from e
+        if not isinstance(e, TooLargeError) or e.predicted.least.num_bytes > plan.memory_bytes:
+            raise InfeasibleError(
+                f"what {place} decides does not fit its cap of {format_bytes(plan.memory_bytes)} a device. "
+                "Undo the last edit, or raise memory_bytes"
+            ) from e
+        labels, device = e.labels, e.predicted  # the compiler may have been asked, which has the last word
     watch.lap("solve")
-    forced = Found(step_problem, on_mesh, solution.labels, plan.memory_bytes, device)
+    forced = Found(step_problem, on_mesh, labels, plan.memory_bytes, device)
     found = _finished(step, forced, cluster, Options(plan.memory_bytes), plan.meshes, watch, short)
     was_s, is_s = plan.estimates.step_s, found.plan.estimates.step_s
     gap = plan.gap if math.isclose(is_s, was_s, rel_tol=1e-6) else None

@@ -18,6 +18,7 @@ from cost_model.cluster import Cluster
 from cost_model.errors import InfeasibleError, PlanError
 from cost_model.hardware import parse_cluster
 from search import driver
+from search.device.prediction import Prediction
 from search.driver import SearchResult
 from search.ir.graph import Step
 from search.ir.trace import trace
@@ -278,6 +279,14 @@ def test_a_cap_is_not_taken_for_a_contradiction(tmp_path):
         InfeasibleError, match=r"does not fit its cap of .* a device\. Undo the last edit, or raise"
     ):
         reloaded(stack(), small, tmp_path)
+
+
+def test_a_plan_that_fits_in_the_order_of_least_memory_is_taken(tmp_path, monkeypatch):
+    """It may have been compiled and found to fit, whatever the scheduler's order is predicted to hold."""
+    plan = found_with({}).plan
+    tight = replace(plan, memory_bytes=plan.estimates.peak_bytes)
+    monkeypatch.setattr(Prediction, "needed_bytes", 1.01 * tight.memory_bytes)
+    assert as_bytes(reloaded(stack(), tight, tmp_path).plan) == as_bytes(plan)
 
 
 @pytest.mark.parametrize(
