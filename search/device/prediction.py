@@ -56,13 +56,9 @@ class Prediction:
 
     @cached_property
     def needed_bytes(self) -> float:
-        """What must fit: the least, and where that is no small part of the cap, what the scheduler's order holds.
-
-        Of copies to the host and back our outline of the scheduler knows too little to hold plans to it.
-        """
+        """What must fit: the least, and where that is no small part of the cap, what the scheduler's order holds."""
         least_bytes = self.least.num_bytes
-        is_small = least_bytes <= self.limit_bytes / SMALL_PART
-        if is_small or least_bytes > self.limit_bytes or any(map(_is_transfer, self.lowered.kernels)):
+        if not self.limit_bytes / SMALL_PART < least_bytes <= self.limit_bytes:
             return least_bytes
         return max(least_bytes, self._scheduled.num_bytes)
 

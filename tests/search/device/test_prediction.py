@@ -1,6 +1,5 @@
 """What is made of a device's orders: the least memory, the likely peak below the cap, and what is hidden."""
 
-from dataclasses import replace
 from math import inf
 
 import jax.numpy as jnp
@@ -13,7 +12,7 @@ from cost_model.xla.gpu_targets import budget_bytes
 from search.device.combiner import combined
 from search.device.kernel_order import memory_saving, program_order
 from search.device.latency_hiding import latency_hiding
-from search.device.lowering import FROM_HOST, Lowered, lower
+from search.device.lowering import Lowered, lower
 from search.device.prediction import MARGIN, SMALL_PART, Prediction, in_least_order
 from search.device.siblings import merged
 from search.device.timeline import peak
@@ -113,12 +112,6 @@ def test_an_order_that_overshoots_the_schedulers_budget_has_to_fit(limit_bytes, 
     assert found.least.num_bytes == pytest.approx(4 * (1 + MARGIN))
     assert found.needed_bytes == pytest.approx(needed_bytes)
     assert found.peak.num_bytes == pytest.approx(min(7 * (1 + MARGIN), max(limit_bytes, needed_bytes)))
-
-
-def test_where_copies_go_to_the_host_only_the_order_of_least_memory_has_to_fit():
-    kernels = (*OVERSHOT.kernels, collective(3, [], [], kind=FROM_HOST))
-    found = Prediction(replace(OVERSHOT, kernels=kernels), 6.0, True, OVERSHOT)
-    assert found.needed_bytes == found.least.num_bytes
 
 
 def with_margin(lowered, order) -> float:
