@@ -48,7 +48,6 @@ ROOM = 0.1
 """Of the cap: where few layers leave so much, each standing for many, all are searched for what needs less to wait. Source:
 a choice of ours."""
 
-
 FAR = 1.5
 """Times the cap: where few layers hold more at the least, all are not searched. Source: a choice of ours; what is decided
 otherwise in one layer than in its like saves a share of what layers hold."""

@@ -40,6 +40,7 @@ FINER_GAP = 0.01
 times as long."""
 
 Sites = frozenset[Site]
+"""Of ops of the traced step."""
 
 Bounds = Mapping[tuple[int, ...], float]
 """Lower bounds by mesh, in seconds."""
