@@ -12,9 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from cost_model.xla.gpu_targets import budget_bytes
+from cost_model.xla.gpu_targets import budget_bytes, is_hopper_or_later
 from search.device.combiner import combined
 from search.device.kernel_order import memory_saving, program_order
+from search.device.kernel_sizes import sized
 from search.device.kernel_times import KernelTime
 from search.device.latency_hiding import latency_hiding
 from search.device.lowering import TRANSFERS, Kernel, Lowered, lower
@@ -152,6 +153,10 @@ def predict(
       is_one_program: whether one program runs them all, or one for each task of a pipeline's stages.
     """
     mesh = costed.resharder.mesh
+    device = mesh.cluster.device
     apart = lower(costed, live_ranges, chosen, is_one_program)
     lowered = combined(merged(apart), mesh)
-    return Prediction(lowered, limit_bytes, mesh.cluster.device.platform == "cuda", apart)
+    is_rescheduled = device.platform == "cuda"
+    if is_rescheduled and not is_hopper_or_later(device.name):
+        lowered = sized(lowered)
+    return Prediction(lowered, limit_bytes, is_rescheduled, apart)

@@ -18,7 +18,7 @@ from search.device.lowering import Copies, Kernel, Lowered, renumbered
 WINDOW = 64
 """How many kernels before a kernel its siblings are looked for. Source: a choice of ours; siblings share operands."""
 
-LEAST_BYTES = 1 << 16
+LEAST_BYTES = 1 << 12
 """Of an array whose readers are merged. Source: a choice of ours; XLA leaves out single numbers."""
 
 

@@ -277,11 +277,12 @@ class _Reader:
             op, site = graph.ops[i], (*path, i)
             if i not in loops:
                 seconds = np.inf if i in kept or _must_stay(op) else self._again_s(site)
+                own = None if _holds_both_phases(op) else site
                 arrays = [self._stored_at(("result", site, r)) for r in range(len(op.outputs))]
                 num_bytes = [np.inf if v is None else self._relief(v) for v in arrays]
                 is_light = site in self._light_at
                 keep_s = [self._passes.keep_s(v) if is_light and v is not None else 0.0 for v in arrays]
-                ledger.add(site, seconds, op.operands, op.outputs, num_bytes, keep_s, op.likes)
+                ledger.add(own, seconds, op.operands, op.outputs, num_bytes, keep_s, op.likes)
         needed = {v for op in graph.ops if op.phase is Phase.BACKWARD for v in op.operands}
         return ledger.residuals(needed, is_loop=False)
 
@@ -510,6 +511,15 @@ def _block(op: Op) -> int | None:
 
 def _must_stay(op: Op) -> bool:
     """Whether an op may not run twice, or holds both phases."""
+    return _holds_both_phases(op) or any(o.name in EFFECTFUL for o in _with_bodies(op))
+
+
+def _holds_both_phases(op: Op) -> bool:
+    """Whether an op is a loop over microbatches, or one like it: what it makes is no residual."""
+    return len({o.phase for o in _with_bodies(op)}) > 1
+
+
+def _with_bodies(op: Op) -> list[Op]:
+    """The op, and all that are in it."""
     bodies = [body for inner in op.bodies.values() for body in inner]
-    ops = [op, *(o for body in bodies for _, graph in walk(body) for o in graph.ops)]
-    return len({o.phase for o in ops}) > 1 or any(o.name in EFFECTFUL for o in ops)
+    return [op, *(o for body in bodies for _, graph in walk(body) for o in graph.ops)]

@@ -3,7 +3,7 @@
 XLA fuses elementwise ops into their readers, and those that only move elements: slices, pads, splits, concatenations. So a
 light value (of an op that is no product, no look-up, no loop) is an array only if
 
-* an op that reads whole arrays wants it: a product, a loop, a result of the step;
+* an op that reads whole arrays wants it: a product, a loop, a result of the step; cuBLAS that adds a product to it;
 * it is not in the order in which the op lies that reads it (`search.problem.layouts`);
 * it is a reduction, or random bits, or made of more than `MAX_FUSION_SOURCES` large arrays, of `MAX_FUSION_OPERANDS` of
   any size, or of one at more than `MAX_PLACES` places;
@@ -27,7 +27,7 @@ from search.ir.factors import Kind
 from search.ir.graph import Phase
 from search.problem.constants import shared_constants
 from search.problem.convolution_copies import CONVOLUTION, ConvolutionCopy, convolution_copy
-from search.problem.flat_program import FlatOp, ReadPhase, read_phase
+from search.problem.flat_program import ADDITIONS, FlatOp, ReadPhase, read_phase
 from search.problem.folding import FoldedProgram
 from search.problem.layouts import PRODUCT, Order, layouts
 
@@ -283,7 +283,27 @@ class Fusion:
             return not self._is_scattered_into(v)
         if v in self.layouts.turned or v in self.shared_constants:
             return True
-        return self._is_read_whole(v) or any(self._is_scattered_into(o) for o in op.operands)
+        is_overwritten = any(self._is_scattered_into(o) for o in op.operands)
+        return is_overwritten or self._is_read_whole(v) or self._is_added_to_product(v)
+
+    def _is_added_to_product(self, v: int) -> bool:
+        """Whether cuBLAS adds a product to a value: it reads that as an array (XLA, `GemmRewriter`)."""
+        adding = [self.program.ops[u] for u in self.uses.get(v, ()) if self.program.ops[u].name in ADDITIONS]
+        return not self._is_added_on(v) and any(
+            self._num_bytes[v] == self._num_bytes[op.results[0]]
+            and any(o != v and self._is_bare_product(o) for o in op.operands)
+            for op in adding
+        )
+
+    def _is_bare_product(self, v: int) -> bool:
+        """Whether a value is a product that nothing else reads, with or without a bias."""
+        op = self.program.ops[self.maker[v][0]]
+        if len(self.uses[v]) > 1 or op.op is None:
+            return False
+        if op.name in ADDITIONS:
+            whole = [o for o in op.operands if self._num_bytes[o] == self._num_bytes[v]]
+            return len(whole) == 1 and self._is_bare_product(whole[0])
+        return op.name == PRODUCT or (is_view(op) and self._is_bare_product(op.operands[0]))
 
     def copied_as(self, i: int, operand: int) -> ConvolutionCopy | Order | None:
         """How an op that is not fused has an operand written out for it; None if it reads it as it lies."""

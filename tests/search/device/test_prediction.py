@@ -11,6 +11,7 @@ from cost_model.hardware import parse_cluster
 from cost_model.xla.gpu_targets import budget_bytes
 from search.device.combiner import combined
 from search.device.kernel_order import memory_saving, program_order
+from search.device.kernel_sizes import sized
 from search.device.latency_hiding import latency_hiding
 from search.device.lowering import Lowered, lower
 from search.device.prediction import MARGIN, SMALL_PART, Prediction, in_least_order
@@ -121,9 +122,14 @@ def with_margin(lowered, order) -> float:
 
 
 @pytest.mark.parametrize(
-    ("gpu", "is_rescheduled"), [("8xH100-80GB", True), ("8xA100-80GB", True), ("8xCPU", False)]
+    ("gpu", "is_rescheduled", "seen"),
+    [
+        ("8xH100-80GB", True, lambda lowered: lowered),
+        ("8xA100-80GB", True, sized),
+        ("8xCPU", False, lambda lowered: lowered),
+    ],
 )
-def test_a_step_is_lowered_and_joined_and_on_gpus_rescheduled(gpu, is_rescheduled):
+def test_a_step_is_lowered_and_joined_and_on_gpus_rescheduled(gpu, is_rescheduled, seen):
     def step(weights, x):
         return [w - jnp.sum(x, 0) for w in weights]
 
@@ -133,6 +139,6 @@ def test_a_step_is_lowered_and_joined_and_on_gpus_rescheduled(gpu, is_reschedule
     chosen = on_mesh.solve([np.arange(n) for n in on_mesh.problem.num_labels], 1 << 40, 5.0).labels
     found = on_mesh.predicted(chosen, 12345)
     apart = lower(on_mesh.memory.costed, on_mesh.live_ranges, chosen)
-    want = combined(merged(apart), on_mesh.memory.costed.resharder.mesh)
+    want = seen(combined(merged(apart), on_mesh.memory.costed.resharder.mesh))
     assert (found.lowered.kernels, found.lowered.buffers) == (want.kernels, want.buffers)
     assert (found.limit_bytes, found.is_rescheduled) == (12345, is_rescheduled)

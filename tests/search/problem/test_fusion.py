@@ -119,6 +119,24 @@ def test_what_is_computed_from_three_large_arrays_is_stored(rows, wanted):
     assert arrays(lambda x, y: jnp.sin(x * y + x) * 2.0, large, large) == ["mul"]
 
 
+@pytest.mark.parametrize(
+    ("then", "is_stored"),
+    [
+        (lambda h, x, w, b: (h + x @ w, h * 3.0), True),
+        (lambda h, x, w, b: (h + (x @ w + b), h * 3.0), True),
+        (lambda h, x, w, b: (h + jnp.sin(x @ w), h * 3.0), False),
+        (lambda h, x, w, b: ((lambda p: (h + p, p * 2.0))(x @ w), h * 3.0), False),
+        (lambda h, x, w, b: (h[0] + x @ w, h * 3.0), False),
+    ],
+    ids=["product", "with a bias", "made of a product", "that others read", "a row"],
+)
+def test_what_cublas_adds_a_product_to_is_an_array(then, is_stored):
+    """As XLA does: it reads it where it lies, or a copy; where another kernel adds them, it computes it on the fly."""
+    found = fusion(lambda x, y, w, b: then(x * y, x, w, b), X, X, W, array(1024))
+    (h,) = (op.results[0] for op in found.program.ops if op.name == "mul" and op.operands == (0, 1))
+    assert found.is_stored(h) == is_stored
+
+
 def test_gradients_of_what_all_layers_read_are_added_up_by_one_kernel():
     """It reads them all: the products wait for it."""
 

@@ -1,0 +1,33 @@
+"""What XLA's scheduler takes kernels for on GPUs before Hopper, of which it has no tables: they come in three sizes.
+
+(`ApproximateLatencyEstimator` in `xla/service/latency_hiding_scheduler.cc`, and what
+`xla/service/gpu/gpu_latency_hiding_scheduler.cc` makes of it; `IsSupportedForModule` in
+`xla/service/gpu/model/sol_latency_estimator.cc` says where it has tables.)
+"""
+
+from dataclasses import replace
+
+from search.device.latency_hiding import EDGE_S
+from search.device.lowering import Copies, Kernel, Lowered, Sums
+
+SMALL_S = EDGE_S
+"""A kernel that sums an array, or writes it in another order tile by tile. Source: as above, `kLowCost`."""
+
+MEDIUM_S = 1e3 * EDGE_S
+"""A product, a convolution, or a kernel that is a plain loop. Source: as above, `kMediumCost`."""
+
+LARGE_S = 5e3 * EDGE_S
+"""A collective, or a copy to the host or from it. Source: as above, `kHighLatency`."""
+
+
+def sized(lowered: Lowered) -> Lowered:
+    """With what the scheduler takes each kernel for, however much it computes or moves."""
+    kernels = (replace(k, time=replace(k.time, scheduled_s=_size_s(k))) for k in lowered.kernels)
+    return replace(lowered, kernels=tuple(kernels))
+
+
+def _size_s(kernel: Kernel) -> float:
+    if kernel.collective is not None:
+        return LARGE_S
+    is_tiled = isinstance(kernel.root, Copies) and kernel.root.is_tiled
+    return SMALL_S if is_tiled or isinstance(kernel.root, Sums) else MEDIUM_S
