@@ -80,7 +80,7 @@ class _Evaluation:
                 self.env[v] = self._placed(v, x, ("result", site, r), is_summed)
                 if self.sharding.specs.get(("terms", site, r)) == ():
                     self.terms[v] = _NOTHING
-                if op.phase is Phase.BACKWARD and getattr(x, "ndim", 0):
+                if op.phase is Phase.BACKWARD and getattr(x, "ndim", 0) and v in self._read_as_they_are:
                     self.made_backward.add(v)
                     self.last_backward = self.env[v]
         return [self._read(a, ("output", self.path, i), None) for i, a in enumerate(self.graph.outputs)]
@@ -112,6 +112,18 @@ class _Evaluation:
     def _read_anywhere(self) -> frozenset[int]:
         read = frozenset(v for op in self.graph.ops for v in op.operands)
         return read.union(a for a in self.graph.outputs if isinstance(a, int))
+
+    @functools.cached_property
+    def _read_as_they_are(self) -> frozenset[int]:
+        """Values that some op reads as they lie. A gradient of which all read a part would be summed up whole for a tie."""
+        places = (
+            (a, ("operand", (*self.path, i), n))
+            for i, op in enumerate(self.graph.ops)
+            for n, a in enumerate(op.inputs)
+        )
+        return frozenset(
+            a for a, place in places if isinstance(a, int) and place not in self.sharding.reshards
+        )
 
     def _is_on_shards(self, op: Op, site: tuple[Any, ...]) -> bool:
         """Whether an op is applied shard by shard: then it is said how it reads its operands."""

@@ -288,10 +288,10 @@ class _Scheduler:
                 return False
         return self._use(node) > self._use(other)
 
-    def _use(self, node: _Node) -> tuple[bool, int, bool, float]:
+    def _use(self, node: _Node) -> tuple[bool, int, bool, float, int]:
         """By rules 7 to 10."""
         reads = () if node.is_end else self.reads[node.unit]
         is_tight = 2 * self.held_bytes > self.budget_bytes
         frees = is_tight and self._growth_bytes(node) < 0
         num_last = 1 if node.is_end else sum(self.unread[b] == 1 for b in reads)
-        return not self.ended.isdisjoint(reads), num_last, frees, node.place
+        return not self.ended.isdisjoint(reads), num_last, frees, node.place, node.unit

@@ -335,10 +335,14 @@ class _Lowering:
             return self._copied(i, source, read, num_bytes, (shape, spec), root)
         if is_kernel and all(self.buffers[b].is_argument for b in source):
             return self._copied(i, source, operand, sum(self.buffers[b].num_bytes for b in source), None)
-        steps = self.paths.to_reader(i, operand).path
+        reshard = self.paths.to_reader(i, operand)
+        steps = reshard.path
         if steps and steps[-1].kind == SLICE:  # neither reads a part of an array that every device has
-            num_bytes = self.paths.local_bytes(op.operands[operand], steps[-1].after)
-            return self._copied(i, source, steps[-1].after, num_bytes, None)
+            num_bytes, after = (
+                self.paths.local_bytes(op.operands[operand], steps[-1].after),
+                self._tie(reshard.phase),
+            )
+            return self._copied(i, source, steps[-1].after, num_bytes, None, after=after)
         return source
 
     def _copied(
@@ -349,6 +353,7 @@ class _Lowering:
         num_bytes: float,
         nest: Hashable,
         root: Copies | None = None,
+        after: tuple[int, ...] = (),
     ) -> tuple[int, ...]:
         """A copy of an array, made once; by a kernel that copies the same in another order, if both are plain loops."""
         key = (source, read, num_bytes)
@@ -356,7 +361,7 @@ class _Lowering:
             loops, runs = self.live_ranges.loops_at[i], self.program.ops[i].count
             made = (self._buffer(num_bytes, Resident.TEMPORARIES, loops, False),)
             time = self.times.of_moving(2 * num_bytes) * runs
-            kernel = Kernel(i, source, made, (), None, 0.0, time, loops, nest, root)
+            kernel = Kernel(i, source, made, after, None, 0.0, time, loops, nest, root)
             looped = (source, nest, loops) if root and not root.is_tiled else None
             if looped in self.looped:
                 self._add(kernel, self.looped[looped])
@@ -399,10 +404,15 @@ class _Lowering:
         moved = self.paths.moved(v, step.kind)
         share = moved.itemsize / self.program.values[v].itemsize
         what = Communication(step.kind, step.axes, step.num_bytes, str(moved.dtype))
-        after = self.last_backward if phase == ReadPhase.BACKWARD.value else ()
-        made = self._launched(i, v, source, what, after, share * self.paths.local_bytes(v, step.after))
+        made = self._launched(
+            i, v, source, what, self._tie(phase), share * self.paths.local_bytes(v, step.after)
+        )
         self.buffers[made] = replace(self.buffers[made], arrival=arrival)
         return (made,)
+
+    def _tie(self, phase: str) -> tuple[int, ...]:
+        """The kernels for which what is read in a phase is held back: the last one of the backward phase in that."""
+        return self.last_backward if phase == ReadPhase.BACKWARD.value else ()
 
     def _launched(
         self,

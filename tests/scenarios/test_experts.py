@@ -106,12 +106,12 @@ def test_sequence_parallelism_replaces_all_reduces_when_memory_asks_for_it():
     loose = plan_for(
         case, "8xA100-80GB", (8,)
     )  # whose switches don't sum: an all-reduce has no other advantage
-    tight = plan_for(case, "8xA100-80GB", (8,), 0.97 * loose.estimates.peak_bytes)
+    tight = plan_for(case, "8xA100-80GB", (8,), 0.95 * loose.estimates.peak_bytes)
     assert large(loose, "reduce-scatter") == 0
     assert large(tight, "reduce-scatter") > 0
     assert moved(tight, "all-gather") > 2 * moved(loose, "all-gather")
     assert moved(tight, "all-reduce") < 0.1 * moved(loose, "all-reduce")
-    assert tight.estimates.peak_bytes <= 0.97 * loose.estimates.peak_bytes
+    assert tight.estimates.peak_bytes <= 0.95 * loose.estimates.peak_bytes
 
 
 def test_where_nodes_are_far_apart_the_search_finds_hybrid_sharding():

@@ -60,7 +60,7 @@ def test_the_start_of_what_waits_for_no_other_collective_goes_before_all_else():
 
 
 def test_but_not_if_the_end_of_another_wants_its_place():
-    # the one that is listed first (3) starts as soon as its time is over, and the other ends there
+    # the one that is listed first, which stands last (4), starts as soon as its time is over, and the other ends there
     lowered = plain(
         *(kernel(i, [], [i]) for i in range(3)),
         collective(3, [], [3]),
@@ -68,8 +68,8 @@ def test_but_not_if_the_end_of_another_wants_its_place():
         kernel(5, [0, 1, 2, 3, 4], [5]),
     )
     order = latency_hiding(lowered)
-    assert beside(order, 3) == [2]
-    assert order.index(~4) + 1 == order.index(3)
+    assert beside(order, 4) == [2]
+    assert order.index(~3) + 1 == order.index(4)
 
 
 def test_what_a_longer_chain_of_collectives_leads_to_is_put_off_further():
