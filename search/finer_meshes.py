@@ -195,10 +195,11 @@ class FinerMeshes:
     def _shapes(
         self, on_mesh: MeshProblem, communicated: float, beside: Sequence[MeshProblem] = ()
     ) -> tuple[tuple[int, ...], ...]:
-        """Those that are worth trying beside a mesh on which so much of the step is communication, and beside others."""
+        """Those that are worth trying beside a mesh on which so much of the step is communication, and where it may be
+        split, beside others."""
         is_open = self.trials.options.mesh is None and not named_axes(self.trials.pins)
         if not is_open or not communicated > COMMUNICATES:
             return ()
         shapes, *others = (finer_shapes(self.trials.cluster, one.shape) for one in (on_mesh, *beside))
-        fresh = (next((s for s in split if s not in shapes), None) for split in others)
+        fresh = [next((s for s in split if s not in shapes), None) for split in others if shapes]
         return *shapes[:MAX_FINER], *[shape for shape in fresh if shape][:MAX_BESIDE]
