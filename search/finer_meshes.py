@@ -35,7 +35,7 @@ HELD_TO_CAP = 0.02
 cap there. Source: a choice of ours; it takes as long as all else, and hardly ever finds anything."""
 
 MAX_FINER = 2
-"""Meshes of three axes that are tried. Source: a choice of ours; of up to four, the first two gained all that there was
+"""Splits of the best mesh that are tried. Source: a choice of ours; of up to four, the first two gained all that there was
 to gain in twelve models on four clusters."""
 
 MAX_BESIDE = 1

@@ -338,11 +338,8 @@ class _Lowering:
         reshard = self.paths.to_reader(i, operand)
         steps = reshard.path
         if steps and steps[-1].kind == SLICE:  # neither reads a part of an array that every device has
-            num_bytes, after = (
-                self.paths.local_bytes(op.operands[operand], steps[-1].after),
-                self._tie(reshard.phase),
-            )
-            return self._copied(i, source, steps[-1].after, num_bytes, None, after=after)
+            num_bytes = self.paths.local_bytes(op.operands[operand], steps[-1].after)
+            return self._copied(i, source, steps[-1].after, num_bytes, None, after=self._tie(reshard.phase))
         return source
 
     def _copied(
@@ -404,9 +401,8 @@ class _Lowering:
         moved = self.paths.moved(v, step.kind)
         share = moved.itemsize / self.program.values[v].itemsize
         what = Communication(step.kind, step.axes, step.num_bytes, str(moved.dtype))
-        made = self._launched(
-            i, v, source, what, self._tie(phase), share * self.paths.local_bytes(v, step.after)
-        )
+        num_bytes = share * self.paths.local_bytes(v, step.after)
+        made = self._launched(i, v, source, what, self._tie(phase), num_bytes)
         self.buffers[made] = replace(self.buffers[made], arrival=arrival)
         return (made,)
 
