@@ -1,7 +1,7 @@
 """How long kernels take: by our cost model, and in the eyes of XLA's scheduler, which hides collectives behind kernels.
 
-On Hopper and later, the scheduler has tables of products and of collectives inside a node, measured on H100s, which our model
-follows; what is in neither it guesses, and launches it leaves out of account. What it takes each kernel for, it logs
+On Hopper and later, the scheduler has tables of products and of collectives inside a node, measured on H100s, which our
+model follows; what is in neither it guesses, and launches it leaves out of account. What it takes each kernel for, it logs
 (`xla/service/gpu/model/sol_latency_estimator.cc`; read with JAX 0.12). Before Hopper see `search.device.kernel_sizes`.
 """
 
