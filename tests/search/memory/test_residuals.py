@@ -11,6 +11,7 @@ import pytest
 from cost_model.hardware import parse_cluster
 from search.ir.graph import Phase, Site
 from search.ir.trace import trace
+from search.memory.microbatches import microbatched
 from search.memory.min_cut import Recomputation
 from search.memory.residuals import Residuals, residuals
 from search.mesh_problem import StepProblem
@@ -53,6 +54,16 @@ def test_at_its_price_a_choice_is_no_dearer_than_those_at_others(model):
         for price, own in zip(PRICES, choices, strict=True):
             costs_s = [part.seconds(sites) + price * part.kept_bytes(sites) for sites in choices]
             assert costs_s[choices.index(own)] <= min(costs_s) + 1e-9 * max(costs_s) + 1e-11
+
+
+def test_what_a_loop_over_microbatches_makes_is_no_residual():
+    """It holds both phases: its sums of gradients may neither be made again nor wait on the host."""
+    case = MAKERS["mlp"]()
+    step = microbatched(trace(case.step, *case.abstract_args()), 2)
+    (loop,) = [(i,) for i, op in enumerate(step.graph.ops) if op.name == "scan"]
+    parts = residuals_of(step)
+    assert parts
+    assert all(loop not in part.sites for part in parts)
 
 
 LAYERS, WIDTH, BATCH = 6, 256, 1 << 15
