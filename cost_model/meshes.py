@@ -55,25 +55,28 @@ def mesh_shapes(cluster: Cluster, max_axes: int = 2) -> tuple[tuple[int, ...], .
     return tuple(shapes.values())
 
 
-def finer_shapes(cluster: Cluster, shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+def finer_shapes(cluster: Cluster, *coarser: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
     """The meshes of three axes that split one axis of a mesh of two in two, at the nodes' boundary first; none for others.
+    Of several meshes those of the first come first.
 
     Example:
       >>> from cost_model.hardware import parse_cluster
       >>> finer_shapes(parse_cluster("64xH100-80GB"), (8, 8))
       ((2, 4, 8), (8, 2, 4))
+      >>> finer_shapes(parse_cluster("64xH100-80GB"), (8, 8), (32, 2))
+      ((2, 4, 8), (8, 2, 4), (2, 16, 2), (4, 8, 2), (16, 2, 2))
     """
-    if len(shape) != 2:
-        return ()
-    node, (outer, inner), shapes = cluster.devices_per_node, shape, {}
-    for stride in sorted(_boundaries(cluster), key=lambda stride: (stride != node, -stride)):
-        if stride > inner and (outer * inner) % stride == stride % inner == 0:
-            split = outer * inner // stride, stride // inner, inner
-        elif stride < inner and inner % stride == 0:
-            split = outer, inner // stride, stride
-        else:
-            continue
-        shapes.setdefault(_placement(cluster, split), split)
+    node, shapes = cluster.devices_per_node, dict[tuple, tuple[int, ...]]()
+    strides = sorted(_boundaries(cluster), key=lambda stride: (stride != node, -stride))
+    for outer, inner in (shape for shape in coarser if len(shape) == 2):
+        for stride in strides:
+            if stride > inner and (outer * inner) % stride == stride % inner == 0:
+                split = outer * inner // stride, stride // inner, inner
+            elif stride < inner and inner % stride == 0:
+                split = outer, inner // stride, stride
+            else:
+                continue
+            shapes.setdefault(_placement(cluster, split), split)
     return tuple(shapes.values())
 
 

@@ -1,9 +1,13 @@
-"""Meshes of three axes, where they may pay: those that split an axis of the best mesh of two, or of the next one.
+"""Meshes of three axes, where they may pay: splits of the best mesh of two, or what promises most of all.
 
-They are tried where communication costs much of a step. First without a cap, from the strategies of the best mesh on, of
-which they split an axis, one after the other and then again where something was open: what fits is the best plan then. What
-is faster there and does not fit recomputes, as other steps do, or is tried under the cap in the end. So is the step that the
-best plan was rewritten to. Where nothing is proven on a mesh of three axes in the time that there is, no bound is kept.
+Splits of an axis of the best mesh are tried where communication costs much of a step. Where one axis over all devices would
+cost much more than two, as a batch of fewer examples than devices does, the best mesh of two axes says little of those of
+three: then all of these tell what they promise, by as little work as can be.
+
+They are solved without a cap, from the strategies of a mesh on of which they split an axis, one after the other and then
+again where something was open: what fits is the best plan then. What is faster there and does not fit recomputes, as other
+steps do, or is tried under the cap in the end. So is the step that the best plan was rewritten to. Where nothing is proven
+on a mesh of three axes in the time that there is, no bound is kept.
 """
 
 import math
@@ -27,6 +31,11 @@ some of that, and half a percent is what is certified."""
 COMMUNICATES_MUCH = 0.1
 """Of a step: where communication costs less, they may take less time, in proportion. Source: a choice of ours."""
 
+ONE_AXIS_COSTS = 1.3
+"""Times what the best mesh takes: where one axis over all devices costs more, all meshes of three axes are asked. Source: a
+choice of ours; on 512 H100s that is 1.0 to 1.2 for eight of twelve models with a multiple of 512 examples, and 1.5 to 35 for
+six with 128 to 512, five of which are up to 17% faster on a mesh that does not split the best one of two."""
+
 WORTH = 1e-3
 """By what share a mesh of three axes has to be faster than the best plan. Source: a choice of ours; two axes are simpler."""
 
@@ -35,13 +44,8 @@ HELD_TO_CAP = 0.02
 cap there. Source: a choice of ours; it takes as long as all else, and hardly ever finds anything."""
 
 MAX_FINER = 2
-"""Splits of the best mesh that are tried. Source: a choice of ours; of up to four, the first two gained all that there was
-to gain in twelve models on four clusters."""
-
-MAX_BESIDE = 1
-"""Other meshes of two axes, the most promising first, of which a split is tried too. Source: a choice of ours; a transformer
-of images on 512 H100s takes 10% more on 64x8 than on 128x4, the best of two axes, but on 16x4x8 5.5% less than on that and
-its splits."""
+"""Splits of the best mesh that are tried, and where all are asked, how many besides that promise most. Source: a
+choice of ours; of up to four splits, the first two gained all that there was to gain in twelve models on four clusters."""
 
 FINER_SHARE = 2.5
 """Of the work that was done before, what they may take. Source: a choice of ours; with 1.5, a ResNet over Ethernet gains
@@ -79,35 +83,32 @@ class FinerMeshes:
             fastest = FreeSolution(before.on_mesh, before.labels, before.cost_s)
         if fastest is None:
             return []
-        beside = [one for one in plain.on_meshes if one is not fastest.on_mesh]
-        shapes = self._shapes(fastest.on_mesh, fastest.communication_share, beside)
-        found, tried = [*free], list[MeshProblem]()
-        deadline = self._deadline(fastest.communication_share)
-        for i, shape in enumerate(shapes):
-            trials.progress(f"mesh {format_mesh(shape)}")
-            tried.append(trials.put_on(plain.step_problem, shape))
-            share = deadline.share(1 / (len(shapes) - i))
-            found += self._too_large_on(tried[-1], plain.step_problem, fastest, found, share)
-        for on_mesh in tried:  # in what time is left, where more is needed
+        one_axis = (trials.cluster.num_devices,)
+        is_unknown = self._is_open and plain.floors_s[one_axis] > ONE_AXIS_COSTS * fastest.cost_s
+        coarser, found = (fastest, *plain.free, *plain.found), [*free]
+        promising = self._most_promising(plain, coarser) if is_unknown else self._splits(plain, coarser)
+        deadline = self._deadline(1.0 if is_unknown else fastest.communication_share)
+        for i, (on_mesh, known) in enumerate(promising):
+            trials.progress(f"mesh {format_mesh(on_mesh.shape)}")
+            share = deadline.share(1 / (len(promising) - i))
+            found += self._too_large_on(on_mesh, plain.step_problem, (fastest, *found), share, known)
+        for on_mesh, known in promising:  # in what time is left, where more is needed
             least_s = (1 - RELATIVE_GAP) * min(trials.cutoff_s, *(one.cost_s for one in (fastest, *found)))
             if self.floors_s[on_mesh.shape] < least_s and not deadline.is_over:
-                found += self._too_large_on(on_mesh, plain.step_problem, fastest, found, deadline)
+                found += self._too_large_on(on_mesh, plain.step_problem, (fastest, *found), deadline, known)
         return sorted(found, key=lambda one: one.cost_s)
 
     def _too_large_on(
         self,
         on_mesh: MeshProblem,
         step_problem: StepProblem,
-        fastest: FreeSolution,
         found: Sequence[FreeSolution],
         deadline: Deadline,
+        known: Known,
     ) -> list[FreeSolution]:
-        """Looks for better strategies without a cap on a mesh; those that do not fit."""
+        """Looks for strategies without a cap on a mesh that are better than those found; those that do not fit."""
         trials = self.trials
-        cutoff_s = (1 - WORTH) * min(trials.cutoff_s, *(one.cost_s for one in (fastest, *found)))
-        known = UNKNOWN
-        if on_mesh.shape in finer_shapes(trials.cluster, fastest.on_mesh.shape):
-            known = Known(split_over(fastest.on_mesh, fastest.labels, on_mesh), is_enough=False)
+        cutoff_s = (1 - WORTH) * min(trials.cutoff_s, *(one.cost_s for one in found))
         better, bounds_s = without_cap([on_mesh], trials.pins, cutoff_s, deadline, known)
         for shape, bound_s in bounds_s.items():
             self.floors_s[shape] = max(bound_s, self.floors_s.get(shape, -math.inf))
@@ -144,7 +145,7 @@ class FinerMeshes:
         if best.step_problem is not plain:
             known = self.known(best.step_problem, best.on_mesh.shape, plain, floors_s)
             self._improve_where_it_is(best, known, deadline)
-            for shape in self._shapes(best.on_mesh, best.communication_share):
+            for shape in self._split_shapes(best.on_mesh, best.communication_share):
                 known = self.known(best.step_problem, shape, plain, floors_s)
                 is_promising = known.bound_s < trials.least_s and self._may_gain(shape, best, plain, floors_s)
                 if is_promising and not deadline.is_over:
@@ -192,14 +193,44 @@ class FinerMeshes:
         share = min(1.0, communicated / COMMUNICATES_MUCH)
         return Deadline.after(min(max(share * FINER_SHARE * spent_s, LEAST_FINER_S), left_s), trials.clock)
 
-    def _shapes(
-        self, on_mesh: MeshProblem, communicated: float, beside: Sequence[MeshProblem] = ()
-    ) -> tuple[tuple[int, ...], ...]:
-        """Those that are worth trying beside a mesh on which so much of the step is communication, and where it may be
-        split, beside others."""
-        is_open = self.trials.options.mesh is None and not named_axes(self.trials.pins)
-        if not is_open or not communicated > COMMUNICATES:
+    def _splits(
+        self, plain: Plain, coarser: Sequence[FreeSolution | Found]
+    ) -> list[tuple[MeshProblem, Known]]:
+        """Meshes that split that of the first strategies, and how to begin there."""
+        shapes = self._split_shapes(coarser[0].on_mesh, coarser[0].communication_share)
+        return [self._begun(plain, shape, coarser) for shape in shapes]
+
+    def _most_promising(
+        self, plain: Plain, coarser: Sequence[FreeSolution | Found]
+    ) -> list[tuple[MeshProblem, Known]]:
+        """The same and those of all meshes of three axes that promise most, the most promising first."""
+        trials, promised_s = self.trials, dict[tuple[MeshProblem, Known], float]()
+        fastest = coarser[0].on_mesh.shape
+        for shape in finer_shapes(trials.cluster, fastest, *(one.shape for one in plain.on_meshes)):
+            on_mesh, known = self._begun(plain, shape, coarser)
+            promised_s[on_mesh, known] = on_mesh.promised_s(on_mesh.pinned(trials.pins), known)
+        trials.watch.lap("solve")
+        splits = finer_shapes(trials.cluster, fastest)[:MAX_FINER]
+        in_order = enumerate(sorted(promised_s, key=promised_s.__getitem__))
+        return [one for i, one in in_order if i < MAX_FINER or one[0].shape in splits]
+
+    def _begun(
+        self, plain: Plain, shape: tuple[int, ...], coarser: Sequence[FreeSolution | Found]
+    ) -> tuple[MeshProblem, Known]:
+        """The step as it is on a mesh, and the first strategies that are of one of which this splits an axis."""
+        on_mesh = self.trials.put_on(plain.step_problem, shape)
+        for one in coarser:
+            if shape in finer_shapes(self.trials.cluster, one.on_mesh.shape):
+                return on_mesh, Known(split_over(one.on_mesh, one.labels, on_mesh), is_enough=False)
+        return on_mesh, UNKNOWN
+
+    @property
+    def _is_open(self) -> bool:
+        """Whether neither a mesh nor an axis is asked for."""
+        return self.trials.options.mesh is None and not named_axes(self.trials.pins)
+
+    def _split_shapes(self, on_mesh: MeshProblem, communicated: float) -> tuple[tuple[int, ...], ...]:
+        """The splits of a mesh that are worth trying where so much of the step is communication."""
+        if not self._is_open or not communicated > COMMUNICATES:
             return ()
-        shapes, *others = (finer_shapes(self.trials.cluster, one.shape) for one in (on_mesh, *beside))
-        fresh = [next((s for s in split if s not in shapes), None) for split in others if shapes]
-        return *shapes[:MAX_FINER], *[shape for shape in fresh if shape][:MAX_BESIDE]
+        return finer_shapes(self.trials.cluster, on_mesh.shape)[:MAX_FINER]

@@ -311,9 +311,9 @@ class MeshProblem:
         except PlanError as e:
             raise PlanError(f"pin {name!r}: {e}") from e
 
-    def promised_s(self, kept: Sequence[np.ndarray]) -> float:
-        """What the kept strategies cost at least, as little work tells."""
-        return self._opening(kept).promised_s
+    def promised_s(self, kept: Sequence[np.ndarray], known: Known = UNKNOWN) -> float:
+        """What the kept strategies cost at least, as little work tells; what is known is of use to searches among them."""
+        return self._opening(kept, known).promised_s
 
     def fitting(
         self,
