@@ -11,7 +11,7 @@ The rules know a model's paths and shapes and nothing of the search:
     data parallelism or FSDP across nodes (Shoeybi et al. 2019).
 
 What a rule does not say, the solver decides: an expert's plan is made as good as it can be. With `--beside rules meshes`,
-each mesh that the search considers is asked for by itself, too. All times are predicted, by one model.
+each mesh that the search may try is asked for by itself, too. All times are predicted, by one model.
 
 The search has its default time. The solver of a rule, or of an asked mesh, has `--others-limit` processor seconds: what it
 does not find by then is not worth waiting for in ten searches a row. Rules do not recompute, offload or split the batch. The
@@ -243,9 +243,9 @@ def by_rule(step: Step, cluster: Cluster, time_limit_s: float | None) -> dict[st
 
 
 def by_mesh(step: Step, cluster: Cluster, time_limit_s: float | None) -> dict[str, Timed]:
-    """What each mesh that the search considers gives where it is asked for, those of three axes within nodes and across."""
+    """What each mesh that the search may try gives where it is asked for."""
     two = candidate_shapes(cluster, Options(cluster.device_memory_limit()))
-    shapes = (*two, *finer_shapes(cluster, (cluster.num_nodes, cluster.devices_per_node)))
+    shapes = (*two, *finer_shapes(cluster, *two))
     asked = {format_mesh(shape): {"mesh": shape, "time_limit_s": time_limit_s} for shape in shapes}
     return feasible(step, cluster, asked)
 
