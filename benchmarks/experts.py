@@ -245,7 +245,7 @@ def by_rule(step: Step, cluster: Cluster, time_limit_s: float | None) -> dict[st
 def by_mesh(step: Step, cluster: Cluster, time_limit_s: float | None) -> dict[str, Timed]:
     """What each mesh that the search may try gives where it is asked for."""
     two = candidate_shapes(cluster, Options(cluster.device_memory_limit()))
-    shapes = (*two, *finer_shapes(cluster, *two))
+    shapes = dict.fromkeys((*two, *(three for shape in two for three in finer_shapes(cluster, shape))))
     asked = {format_mesh(shape): {"mesh": shape, "time_limit_s": time_limit_s} for shape in shapes}
     return feasible(step, cluster, asked)
 

@@ -12,6 +12,7 @@ on a mesh of three axes in the time that there is, no bound is kept.
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import chain
 
 from cost_model.meshes import finer_shapes
 from cost_model.units import format_mesh
@@ -202,23 +203,25 @@ class FinerMeshes:
     def _splits(
         self, plain: Plain, coarser: Sequence[FreeSolution | Found]
     ) -> list[tuple[MeshProblem, Known]]:
-        """Meshes that split that of the first strategies, and how to begin there."""
-        shapes = self._split_shapes(coarser[0].on_mesh, coarser[0].communication_share)
+        """Meshes that split that of the first strategies, or one beside it, and how to begin there."""
+        others = [one.shape for one in plain.on_meshes]
+        shapes = self._split_shapes(coarser[0].on_mesh, coarser[0].communication_share, others)
         return [self._begun(plain, shape, coarser) for shape in shapes]
 
     def _most_promising(
         self, plain: Plain, coarser: Sequence[FreeSolution | Found]
     ) -> list[tuple[MeshProblem, Known]]:
-        """The same and those of all meshes of three axes that promise most, the most promising first."""
+        """The same and those of all others of three axes that promise most, the most promising first."""
         trials, promised_s = self.trials, dict[tuple[MeshProblem, Known], float]()
         fastest = coarser[0].on_mesh.shape
         for shape in finer_shapes(trials.cluster, fastest, *(one.shape for one in plain.on_meshes)):
             on_mesh, known = self._begun(plain, shape, coarser)
             promised_s[on_mesh, known] = on_mesh.promised_s(on_mesh.pinned(trials.pins), known)
         trials.watch.lap("solve")
+        in_order = sorted(promised_s, key=promised_s.__getitem__)
         splits = finer_shapes(trials.cluster, fastest)[:MAX_FINER]
-        in_order = enumerate(sorted(promised_s, key=promised_s.__getitem__))
-        return [one for i, one in in_order if i < MAX_FINER or one[0].shape in splits]
+        others = [one for one in in_order if one[0].shape not in splits][:MAX_FINER]
+        return [one for one in in_order if one[0].shape in splits or one in others]
 
     def _begun(
         self, plain: Plain, shape: tuple[int, ...], coarser: Sequence[FreeSolution | Found]
@@ -235,8 +238,12 @@ class FinerMeshes:
         """Whether neither a mesh nor an axis is asked for."""
         return self.trials.options.mesh is None and not named_axes(self.trials.pins)
 
-    def _split_shapes(self, on_mesh: MeshProblem, communicated: float) -> tuple[tuple[int, ...], ...]:
-        """The splits of a mesh that are worth trying where so much of the step is communication."""
-        if not self._is_open or not communicated > COMMUNICATES:
+    def _split_shapes(
+        self, on_mesh: MeshProblem, communicated: float, others: Sequence[tuple[int, ...]] = ()
+    ) -> tuple[tuple[int, ...], ...]:
+        """The splits of a mesh that are worth trying where so much of the step is communication; where it has few, of
+        others besides."""
+        if not self._is_open or not communicated > COMMUNICATES or len(on_mesh.shape) != 2:
             return ()
-        return finer_shapes(self.trials.cluster, on_mesh.shape)[:MAX_FINER]
+        shapes = (finer_shapes(self.trials.cluster, shape) for shape in (on_mesh.shape, *others))
+        return tuple(dict.fromkeys(chain.from_iterable(shapes)))[:MAX_FINER]

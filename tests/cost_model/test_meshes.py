@@ -49,6 +49,14 @@ def test_finer_meshes_split_one_axis_and_the_nodes_boundary_first(cluster, shape
     assert finer_shapes(parse_cluster(cluster), shape) == finer
 
 
+def test_of_meshes_that_split_several_those_that_lie_alike_are_one():
+    """The first: 4x2x8 lies as 2x4x8 does."""
+    cluster = parse_cluster("64xH100-80GB")
+    assert finer_shapes(cluster, (8, 8), (4, 16)) == ((2, 4, 8), (8, 2, 4), (2, 2, 16), (4, 4, 4), (4, 8, 2))
+    assert finer_shapes(cluster, (4, 16), (8, 8))[:2] == ((4, 2, 8), (2, 2, 16))
+    assert finer_shapes(cluster, (64,), (8, 8)) == finer_shapes(cluster, (8, 8))
+
+
 @given(num_nodes=st.integers(1, 600), devices_per_node=st.integers(1, 72), max_axes=st.integers(1, 3))
 def test_meshes_use_every_device_and_are_few(num_nodes, devices_per_node, max_axes):
     num_devices = num_nodes * devices_per_node
