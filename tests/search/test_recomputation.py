@@ -458,3 +458,35 @@ def test_where_time_is_over_and_there_is_no_plan_only_what_saves_more_is_tried(m
     monkeypatch.setattr(StepSearch, "_known", lambda *args: UNKNOWN)
     search._try(plain, offered, Deadline.after(left_s, clock))
     assert built == tried
+
+
+@pytest.mark.parametrize(("found_s", "tried"), [(1.02, [1.0, 50.0]), (1.05, [1.0, 50.0, 2.0])])
+def test_what_was_passed_over_is_tried_where_what_was_found_is_slower_than_estimates_are_wrong(
+    monkeypatch, found_s, tried
+):
+    """What saves 2 bytes is passed over, as what saves 1 missed; with 50 bytes saved there is a plan."""
+    clock, built = WorkClock(), list[float]()
+    search = StepSearch(
+        Trials(traced(False), ["", "", ""], CLUSTER, Options(100, (8,)), lambda line: None, clock)
+    )
+    plain = search.trials.made_ready(traced(False))
+    free = FreeSolution(search.trials.put_on(plain, (8,)), (), 1.0)
+    offered = [
+        Candidate(free, frozenset({(n,)}), 1.0, 0.0, saved) for n, saved in enumerate((1.0, 2.0, 50.0))
+    ]
+    by_sites = {one.sites: one.saved_bytes for one in offered}
+
+    def recomputing(trials, plain, sites, waiting):
+        built.append(by_sites[sites])
+        return plain
+
+    def improve(trials, *args, known):
+        if built[-1] == 50.0:
+            trials.best = mock.Mock(cost_s=found_s)
+        return 0.0, True
+
+    monkeypatch.setattr(Trials, "recomputing", recomputing)
+    monkeypatch.setattr(Trials, "improve", improve)
+    monkeypatch.setattr(StepSearch, "_known", lambda *args: UNKNOWN)
+    search._try(plain, offered, Deadline.after(10.0, clock))
+    assert built == tried
