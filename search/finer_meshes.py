@@ -211,10 +211,14 @@ class FinerMeshes:
     def _most_promising(
         self, plain: Plain, coarser: Sequence[FreeSolution | Found]
     ) -> list[tuple[MeshProblem, Known]]:
-        """The same and those of all others of three axes that promise most, the most promising first."""
+        """The same and those of all others of three axes that promise most, the most promising first; of those that there
+        is time to ask."""
         trials, promised_s = self.trials, dict[tuple[MeshProblem, Known], float]()
+        deadline = self._deadline(1.0)
         fastest = coarser[0].on_mesh.shape
         for shape in finer_shapes(trials.cluster, fastest, *(one.shape for one in plain.on_meshes)):
+            if deadline.is_over:
+                break
             on_mesh, known = self._begun(plain, shape, coarser)
             promised_s[on_mesh, known] = on_mesh.promised_s(on_mesh.pinned(trials.pins), known)
         trials.watch.lap("solve")

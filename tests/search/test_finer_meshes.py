@@ -1,6 +1,7 @@
 """Meshes of three axes: tried unasked where communication costs enough, and certified only where something is proven."""
 
 from types import SimpleNamespace
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ from search.ir.trace import trace
 from search.mesh_problem import UNKNOWN, Known
 from search.options import Options
 from search.recomputation import FreeSolution
-from search.solver.clock import NEVER
+from search.solver.clock import NEVER, Deadline, WorkClock
 from tests.search.chain import chain
 from tests.zoo import make_dlrm, make_lstm, make_vit
 
@@ -187,3 +188,27 @@ def test_meshes_of_three_axes_that_are_open_get_what_time_is_left(monkeypatch, f
     plain = SimpleNamespace(step_problem="a step", free=(), found=(), floors_s={(64,): 1.0})
     assert finer.free(plain, [fastest]) == [fastest]
     assert calls == [0, 1, *again]
+
+
+@pytest.mark.parametrize(
+    ("left_s", "tried"),
+    [(9.0, [(2, 16, 2), (2, 8, 4), (8, 2, 4), (2, 4, 8)]), (2.5, [(2, 2, 16), (8, 2, 4), (2, 4, 8)])],
+)
+def test_meshes_are_asked_what_they_promise_while_there_is_time(monkeypatch, left_s, tried):
+    """The later one is asked, the more it promises; two split the best mesh, two others are tried besides."""
+    clock, asked = WorkClock(), []
+
+    def begun(plain, shape, coarser):
+        def promised_s(kept, known):
+            clock.spend(1.0)
+            asked.append(shape)
+            return -len(asked)
+
+        return mock.Mock(shape=shape, promised_s=promised_s), UNKNOWN
+
+    finer = FinerMeshes(mock.Mock(cluster=SLOW))
+    monkeypatch.setattr(finer, "_deadline", lambda share: Deadline.after(left_s, clock))
+    monkeypatch.setattr(finer, "_begun", begun)
+    plain = mock.Mock(on_meshes=[mock.Mock(shape=shape) for shape in ((2, 32), (8, 8))])
+    coarser = [FreeSolution(mock.Mock(shape=(8, 8)), (), 1.0)]
+    assert [on_mesh.shape for on_mesh, _ in finer._most_promising(plain, coarser)] == tried
