@@ -9,7 +9,7 @@ of parallelism, make a difference:
   * two or four whole nodes (the two smallest divisors of the node count where those do not divide it), so
     that an inner axis can be larger than a node.
 
-Two meshes whose axes, up to their order, lie alike on the nodes cost the same: the first is kept. The
+Two meshes whose axes, up to their order, lie alike on the nodes cost nearly the same: the first is kept. The
 number of meshes therefore does not grow with the number of devices: at most 6 of up to two axes with nodes of
 eight.
 """
