@@ -59,6 +59,10 @@ def finer_shapes(cluster: Cluster, *coarser: tuple[int, ...]) -> tuple[tuple[int
     """The meshes of three axes that split one axis of a mesh of two in two, at the nodes' boundary first; none for others.
     Of several meshes those of the first come first.
 
+    Args:
+      cluster: the hardware.
+      coarser: the meshes that they split, as many as there are.
+
     Example:
       >>> from cost_model.hardware import parse_cluster
       >>> finer_shapes(parse_cluster("64xH100-80GB"), (8, 8))

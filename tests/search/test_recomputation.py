@@ -434,19 +434,18 @@ def test_what_was_passed_over_is_tried_where_all_else_misses(monkeypatch):
     assert {len(one.sites) for one in promising} <= {len(sites) for sites in tried}
 
 
-@pytest.mark.parametrize(("left_s", "tried"), [(0.0, [3.0, 5.0, 6.0]), (10.0, [3.0, 1.0, 5.0, 4.0, 6.0])])
-def test_where_time_is_over_and_there_is_no_plan_only_what_saves_more_is_tried(monkeypatch, left_s, tried):
-    """So that a search in vain ends."""
+def built_of(monkeypatch, saved_bytes, left_s, improve):
+    """What the steps save that are built, in turn, of some that all promise 1 s a step, under a cap of 100 bytes.
+
+    `improve` is called with the trials and what is built.
+    """
     clock, built = WorkClock(), list[float]()
     search = StepSearch(
-        Trials(traced(False), ["", "", ""], CLUSTER, Options(1, (8,)), lambda line: None, clock)
+        Trials(traced(False), ["", "", ""], CLUSTER, Options(100, (8,)), lambda line: None, clock)
     )
     plain = search.trials.made_ready(traced(False))
     free = FreeSolution(search.trials.put_on(plain, (8,)), (), 1.0)
-    offered = [
-        Candidate(free, frozenset({(n,)}), 1.0, 0.0, saved)
-        for n, saved in enumerate((3.0, 1.0, 5.0, 4.0, 6.0))
-    ]
+    offered = [Candidate(free, frozenset({(n,)}), 1.0, 0.0, saved) for n, saved in enumerate(saved_bytes)]
     by_sites = {one.sites: one.saved_bytes for one in offered}
 
     def recomputing(trials, plain, sites, waiting):
@@ -454,10 +453,17 @@ def test_where_time_is_over_and_there_is_no_plan_only_what_saves_more_is_tried(m
         return plain
 
     monkeypatch.setattr(Trials, "recomputing", recomputing)
-    monkeypatch.setattr(Trials, "improve", lambda *args, known: (0.0, False))
+    monkeypatch.setattr(Trials, "improve", lambda trials, *args, known: improve(trials, built))
     monkeypatch.setattr(StepSearch, "_known", lambda *args: UNKNOWN)
     search._try(plain, offered, Deadline.after(left_s, clock))
-    assert built == tried
+    return built
+
+
+@pytest.mark.parametrize(("left_s", "tried"), [(0.0, [3.0, 5.0, 6.0]), (10.0, [3.0, 1.0, 5.0, 4.0, 6.0])])
+def test_where_time_is_over_and_there_is_no_plan_only_what_saves_more_is_tried(monkeypatch, left_s, tried):
+    """So that a search in vain ends."""
+    saved_bytes = (3.0, 1.0, 5.0, 4.0, 6.0)
+    assert built_of(monkeypatch, saved_bytes, left_s, lambda trials, built: (0.0, False)) == tried
 
 
 @pytest.mark.parametrize(("found_s", "tried"), [(1.02, [1.0, 50.0]), (1.05, [1.0, 50.0, 2.0])])
@@ -465,28 +471,10 @@ def test_what_was_passed_over_is_tried_where_what_was_found_is_slower_than_estim
     monkeypatch, found_s, tried
 ):
     """What saves 2 bytes is passed over, as what saves 1 missed; with 50 bytes saved there is a plan."""
-    clock, built = WorkClock(), list[float]()
-    search = StepSearch(
-        Trials(traced(False), ["", "", ""], CLUSTER, Options(100, (8,)), lambda line: None, clock)
-    )
-    plain = search.trials.made_ready(traced(False))
-    free = FreeSolution(search.trials.put_on(plain, (8,)), (), 1.0)
-    offered = [
-        Candidate(free, frozenset({(n,)}), 1.0, 0.0, saved) for n, saved in enumerate((1.0, 2.0, 50.0))
-    ]
-    by_sites = {one.sites: one.saved_bytes for one in offered}
 
-    def recomputing(trials, plain, sites, waiting):
-        built.append(by_sites[sites])
-        return plain
-
-    def improve(trials, *args, known):
+    def improve(trials, built):
         if built[-1] == 50.0:
             trials.best = mock.Mock(cost_s=found_s)
         return 0.0, True
 
-    monkeypatch.setattr(Trials, "recomputing", recomputing)
-    monkeypatch.setattr(Trials, "improve", improve)
-    monkeypatch.setattr(StepSearch, "_known", lambda *args: UNKNOWN)
-    search._try(plain, offered, Deadline.after(10.0, clock))
-    assert built == tried
+    assert built_of(monkeypatch, (1.0, 2.0, 50.0), 10.0, improve) == tried
