@@ -35,8 +35,8 @@ COMMUNICATES_MUCH = 0.1
 ONE_AXIS_COSTS = 1.3
 """Times what the best mesh takes: where one axis over all devices costs more, all meshes of three axes are asked. Source: a
 choice of ours; of what is promised on 512 H100s, that is 1.0 to 1.2 for nine of twelve models with a multiple of 512
-examples, and 1.5 to 35 for six others, three of which are 6 to 17% faster on another mesh than on the first two splits of the
-best one."""
+examples, and 1.5 to 35 for six others, three of which are 6 to 17% faster on another mesh than on the first two splits of
+the best one."""
 
 WORTH = 1e-3
 """By what share a mesh of three axes has to be faster than the best plan. Source: a choice of ours; two axes are simpler."""
