@@ -12,6 +12,7 @@ on a mesh of three axes in the time that there is, no bound is kept.
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 
 from cost_model.meshes import finer_shapes
@@ -91,6 +92,8 @@ class FinerMeshes:
             return []
         one_axis = (trials.cluster.num_devices,)
         is_unknown = self._is_open and plain.floors_s[one_axis] > ONE_AXIS_COSTS * fastest.cost_s
+        if before is None and not is_unknown and trials.options.remat != "never":
+            return [*free]  # what fits recomputes, and is tried on them in the end
         coarser, found = (fastest, *plain.free, *plain.found), [*free]
         promising = self._most_promising(plain, coarser) if is_unknown else self._splits(plain, coarser)
         deadline = self._deadline(1.0 if is_unknown else fastest.communication_share)
@@ -150,7 +153,7 @@ class FinerMeshes:
             known = self.known(plain, on_mesh.shape, plain, floors_s)
             if (1 - HELD_TO_CAP) * trials.cutoff_s > known.bound_s and not deadline.is_over:
                 trials.improve(plain, on_mesh, deadline.left_s, known=known)
-        if best.step_problem is not plain:
+        if best.step_problem is not plain or not self.floors_s:
             known = self.known(best.step_problem, best.on_mesh.shape, plain, floors_s)
             self._improve_where_it_is(best, known, deadline)
             for shape in self._split_shapes(best.on_mesh, best.communication_share):
@@ -159,7 +162,10 @@ class FinerMeshes:
                 if is_promising and not deadline.is_over:
                     trials.progress(f"mesh {format_mesh(shape)}")
                     on_mesh = trials.put_on(best.step_problem, shape)
-                    bound_s, _ = trials.improve(best.step_problem, on_mesh, deadline.left_s, known=known)
+                    known = replace(known, start=split_over(best.on_mesh, best.labels, on_mesh))
+                    bound_s, _ = trials.improve(
+                        best.step_problem, on_mesh, deadline.left_s, known=known, worth=WORTH
+                    )
                     self.floors_s[shape] = bound_s
         return trials.best or best, tuple(
             s for s, bound_s in self.floors_s.items() if bound_s >= trials.least_s

@@ -258,12 +258,19 @@ class StepSearch:
         num_before = len(found)  # what these promised was tried
         for one in free[:MAX_MESHES]:
             best_s = min((self.cutoff_s, *(c.cost_s for c in found[num_before:])))
-            if may_gain or self.best is None or one.cost_s < (1 - RELATIVE_GAP) * best_s:
+            least_s = one.cost_s + self._least_again_s(one, found[num_before:])
+            if may_gain or self.best is None or least_s < (1 - RELATIVE_GAP) * best_s:
                 more = estimates(one).candidates(best_s, may_recompute, self._may_wait)
                 left = in_order([*left, *offer(more)])
                 yield from left[:1]
                 del left[:1]
         yield from left
+
+    def _least_again_s(self, free: FreeSolution, found: Sequence[Candidate]) -> float:
+        """What it takes to hold so much less that strategies fit, at the least, by what was found on another mesh."""
+        missing_bytes = free.on_mesh.memory.peak(free.labels).num_bytes - self.options.memory_bytes
+        enough = (c for c in found if c.saved_bytes >= missing_bytes)
+        return min((c.cost_s - c.free.cost_s if c.waiting else c.more_s for c in enough), default=0.0)
 
     def _is_hopeless(self, on_meshes: Sequence[MeshProblem]) -> bool:
         """Whether nothing can fit, whatever is recomputed or waits on the host."""
@@ -302,13 +309,15 @@ class StepSearch:
         """Builds and solves steps that recompute, until none promises to be better than the best plan; says which.
 
         What saves hardly more than a step that did not fit is passed over; should all that saves more be slower, or
-        not fit either, the few of them that promise most are tried after all. What fits and is slower than it promised on
-        one mesh is not tried on others, where it promised no more. Where there is no plan, this goes on when time is over;
+        not fit either, the few of them that promise most are tried after all. What is slower than it promised on one mesh,
+        memory or no memory, says by how much others are at least, there; if it is no better than the best plan, it is not
+        tried on other meshes, where it promised no more. Where there is no plan, this goes on when time is over;
         after as long again only with what saves more than all that was built.
         """
         least_saved_bytes, num_futile = dict[tuple[int, ...], float](), 0
         slower = set[tuple[frozenset[Site], frozenset[Site]]]()
         passed_over, built = list[Candidate](), list[Candidate]()
+        amiss_s = dict[tuple[int, ...], float]()
         is_loose, last = has_loops(plain.traced), Deadline(deadline.clock, deadline.end_s + deadline.left_s)
         for candidate in chain(found, passed_over):
             is_late = deadline.is_over and (self.best or plain.traced.num_microbatches > 1)
@@ -316,7 +325,8 @@ class StepSearch:
                 break
             if last.is_over and any(candidate.saved_bytes <= one.saved_bytes for one in built):
                 continue
-            cost_s = candidate.cost_s - (self._estimated_amiss_s(candidate) if is_loose else 0.0)
+            cost_s = candidate.cost_s + (0.0 if candidate.waiting else amiss_s.get(candidate.shape, 0.0))
+            cost_s -= self._estimated_amiss_s(candidate) if is_loose else 0.0
             is_dearer = bool(self.best) and cost_s >= (1 - candidate.margin) * self.cutoff_s
             is_again = candidate in passed_over
             saves_little = candidate.saved_bytes < least_saved_bytes.get(candidate.shape, 0.0)
@@ -339,6 +349,8 @@ class StepSearch:
             self.trials.gains_s[step_problem] = max(-candidate.more_s, gain_s)
             known = self._known(step_problem, plain, candidate, on_mesh)
             bound_s, is_cramped = self.trials.improve(step_problem, on_mesh, time_limit_s, known=known)
+            if not is_cramped and not candidate.waiting and bound_s < math.inf:
+                amiss_s[candidate.shape] = max(bound_s - candidate.cost_s, amiss_s.get(candidate.shape, 0.0))
             num_futile = num_futile + 1 if self.best is before else 0
             if self.best is before and is_cramped:
                 missed_bytes = MISSED_SHARE * self.options.memory_bytes

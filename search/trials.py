@@ -259,15 +259,17 @@ class Trials:
         time_limit_s: float,
         roomy_bytes: float = 0.0,
         known: Known = UNKNOWN,
+        worth: float = 0.0,
     ) -> tuple[float, bool]:
-        """Looks for a better plan on one mesh; a lower bound on all of its plans that fit, and whether memory counted.
+        """Looks for a plan on one mesh that is better by such a share; a lower bound on all of its plans that fit, and
+        whether memory counted.
 
         Where there is a start on a mesh of three axes, it is content with less.
         """
         limit_bytes = self.options.memory_bytes
         is_near_enough = known.start is not None and on_mesh.shape not in self.shapes
         gap = FINER_GAP if is_near_enough else RELATIVE_GAP
-        kept, cutoff_s = on_mesh.pinned(self.pins), self._cutoff_on(on_mesh)
+        kept, cutoff_s = on_mesh.pinned(self.pins), (1 - worth) * self._cutoff_on(on_mesh)
         try:
             solution, device = on_mesh.fitting(
                 kept, limit_bytes, time_limit_s, cutoff_s, gap, roomy_bytes, known

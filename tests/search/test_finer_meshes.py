@@ -69,18 +69,39 @@ def test_what_is_faster_recomputed_than_stacked_is_recomputed_on_three_axes_too(
     assert best.estimates.step_s <= 1.005 * asked.estimates.step_s
 
 
-def test_what_only_recomputes_is_not_tried_where_the_plain_step_gains_nothing():
-    """What goes through its batch in parts is: it communicates more."""
-    cluster, said = parse_cluster("16xL4"), list[str]()
+def test_where_nothing_fits_as_it_is_three_axes_are_asked_of_what_recomputes():
+    """On 16 L4s under 85% of its memory the step fits on two axes, under 70% it has to recompute."""
+    cluster, after = parse_cluster("16xL4"), []
     roomy_bytes = driver.find(STEP, cluster, Options(CAP)).plan.estimates.peak_bytes
-    found = []
-    for share in (0.6, 0.35):
-        said.clear()
+    for share in (0.85, 0.7):
+        said = list[str]()
         plan = driver.find(STEP, cluster, Options(int(share * roomy_bytes)), said.append).plan
-        found.append(
-            (bool(plan.decisions.retention), plan.decisions.microbatches > 1, said.count("mesh 2x2x4"))
-        )
-    assert found == [(True, False, 1), (False, True, 2)]
+        recomputing = [line.startswith("recomputing") for line in said]
+        tried = [
+            any(recomputing[:n])
+            for n, line in enumerate(said)
+            if line.count("x") == 2 and "of" not in line and line.startswith("mesh")
+        ]
+        after.append((bool(plan.decisions.retention), tried))
+    assert after == [(False, [False, False]), (True, [True, True])]
+
+
+@pytest.mark.parametrize(
+    ("is_split", "floors_s", "may_gain"),
+    [
+        (False, {(8, 8): 1.0, (2, 4, 8): 1.0}, False),
+        (False, {(8, 8): 1.0, (2, 4, 8): 0.9}, True),
+        (False, {(8, 8): 1.0}, True),
+        (True, {(8, 8): 1.0, (2, 4, 8): 1.0}, True),
+    ],
+)
+def test_what_only_recomputes_is_not_tried_where_the_plain_step_gains_nothing(is_split, floors_s, may_gain):
+    """What goes through its batch in parts is: it communicates more."""
+    plain = SimpleNamespace(traced="whole")
+    recomputing = SimpleNamespace(traced="in parts" if is_split else "whole")
+    best = SimpleNamespace(step_problem=recomputing, on_mesh=SimpleNamespace(shape=(8, 8)))
+    finer = FinerMeshes(mock.Mock())
+    assert finer._may_gain((2, 4, 8), best, plain, floors_s) == may_gain
 
 
 def test_what_is_certified_is_certified_of_the_meshes_that_are_named():
@@ -168,7 +189,7 @@ def test_meshes_of_three_axes_that_are_open_get_what_time_is_left(monkeypatch, f
         best=None,
         cutoff_s=2.0,
         cluster=SLOW,
-        options=Options(CAP),
+        options=Options(CAP, remat="never"),
         pins={},
         progress=lambda line: None,
     )

@@ -478,3 +478,35 @@ def test_what_was_passed_over_is_tried_where_what_was_found_is_slower_than_estim
         return 0.0, True
 
     assert built_of(monkeypatch, (1.0, 2.0, 50.0), 10.0, improve) == tried
+
+
+@pytest.mark.parametrize(
+    ("bound_s", "is_cramped", "tried"),
+    [(1.0, False, [3.0, 2.0]), (1.1, False, [3.0]), (1.1, True, [3.0, 2.0])],
+)
+def test_estimates_are_amiss_by_what_the_first_one_was_amiss_without_memory(
+    monkeypatch, bound_s, is_cramped, tried
+):
+    """Both promise 1 s, and there is a plan that takes 1.05 s."""
+
+    def improve(trials, built):
+        trials.best = mock.Mock(cost_s=1.05)
+        return bound_s, is_cramped
+
+    monkeypatch.setattr(step_search, "MISSED_SHARE", -1.0)
+    assert built_of(monkeypatch, (3.0, 2.0), 10.0, improve) == tried
+
+
+def test_another_mesh_is_not_estimated_where_it_would_be_too_slow_with_what_it_must_recompute(monkeypatch):
+    """It holds 50 bytes too much there; what saves as much takes 0.2 s on the first mesh."""
+    search = StepSearch(
+        Trials(traced(False), ["", "", ""], CLUSTER, Options(100, (8,)), lambda line: None, WorkClock())
+    )
+    held = mock.Mock()
+    held.pinned.return_value, held.memory.peak.return_value = (), mock.Mock(num_bytes=150.0)
+    free = FreeSolution(held, (), 1.0)
+    found = [Candidate(free, frozenset(), 1.3, more_s, saved) for more_s, saved in ((0.2, 60.0), (0.1, 40.0))]
+    assert search._least_again_s(free, found) == 0.2
+    waiting = Candidate(free, frozenset(), 1.05, 0.0, 60.0, frozenset({(0,)}))
+    assert search._least_again_s(free, [*found, waiting]) == pytest.approx(0.05)
+    assert search._least_again_s(free, found[1:]) == 0.0
