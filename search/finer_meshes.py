@@ -5,9 +5,10 @@ cost much more than two, as a batch of fewer examples than devices does, the bes
 three: then all of these tell what they promise, by as little work as can be.
 
 They are solved without a cap, from the strategies of a mesh on of which they split an axis, one after the other and then
-again where something was open: what fits is the best plan then. What is faster there and does not fit recomputes, as other
-steps do, or is tried under the cap in the end. So is the step that the best plan was rewritten to. Where nothing is proven
-on a mesh of three axes in the time that there is, no bound is kept.
+again where something was open: what fits is the best plan then. What is faster there and does not fit recomputes, as
+other steps do, or is tried under the cap in the end. So is the step that the best plan was rewritten to, from its
+strategies. Where nothing fits on two axes as it is, only that one is: on three it would recompute much the same, and on
+two that is found sooner. Where nothing is proven on a mesh of three axes in the time that there is, no bound is kept.
 """
 
 import math

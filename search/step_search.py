@@ -1,13 +1,14 @@
 """One search: for the step as it is, and for steps that hold less: that recompute, use the host, take their batch in parts.
 
-Each mesh shape worth trying is priced and solved without a cap, and the fastest plan that fits wins (`search.trials`). Where
-communication costs much, meshes of three axes that split an axis of the best one are tried, too (`search.finer_meshes`).
-Where faster ones do not fit, what costs next to nothing to recompute is, on the fastest of these meshes. Then that mesh is
-solved under the cap, other steps that recompute are searched (`search.recomputation`), and last, where still faster ones
-might be, the other meshes under the cap. Where nothing fits even so, or what fits is much slower than it would be without a
+Each mesh shape worth trying is priced and solved without a cap, and the fastest plan that fits wins (`search.trials`).
+Where communication costs much, meshes of three axes that split an axis of the best one are tried, too
+(`search.finer_meshes`); where nothing fits as it is, only in the end, with the step that the best plan runs. Where faster
+ones do not fit, what costs next to nothing to recompute is, on the fastest of these meshes. Then that mesh is solved
+under the cap, other steps that recompute are searched (`search.recomputation`), and last, where still faster ones might
+be, the other meshes under the cap. Where nothing fits even so, or what fits is much slower than it would be without a
 cap, state that takes much of it is tried in the host's memory (`search.memory.offload`); then the step is rewritten to go
-through its batch in 2, 4, 8, ... microbatches (`search.memory.microbatches`). All this is done with it, for as long as that
-finds better plans.
+through its batch in 2, 4, 8, ... microbatches (`search.memory.microbatches`). All this is done with it, for as long as
+that finds better plans.
 
 A step in more microbatches, or one that recomputes, does all that the plain one does. So lower bounds on plans of the plain
 step without a cap are taken to bound theirs, less what recomputing is estimated to save of the time to keep things; but for
