@@ -1,14 +1,14 @@
 """One search: for the step as it is, and for steps that hold less: that recompute, use the host, take their batch in parts.
 
-Each mesh shape worth trying is priced and solved without a cap, and the fastest plan that fits wins (`search.trials`).
-Where communication costs much, meshes of three axes that split an axis of the best one are tried, too
-(`search.finer_meshes`); where nothing fits as it is, only in the end, with the step that the best plan runs. Where faster
-ones do not fit, what costs next to nothing to recompute is, on the fastest of these meshes. Then that mesh is solved
-under the cap, other steps that recompute are searched (`search.recomputation`), and last, where still faster ones might
-be, the other meshes under the cap. Where nothing fits even so, or what fits is much slower than it would be without a
-cap, state that takes much of it is tried in the host's memory (`search.memory.offload`); then the step is rewritten to go
-through its batch in 2, 4, 8, ... microbatches (`search.memory.microbatches`). All this is done with it, for as long as
-that finds better plans.
+Each mesh shape worth trying is priced and solved without a cap, and the fastest plan that fits wins (`search.trials`). Where
+communication costs much, meshes of three axes that split an axis of the best one are tried, too (`search.finer_meshes`);
+where nothing fits as it is, only in the end, with the step that the best plan runs. Where faster ones do not fit, what costs
+next to nothing to recompute is, on the fastest of these meshes. Then that mesh is solved under the cap, other steps that
+recompute are searched (`search.recomputation`, `search.attempts`), and last, where still faster ones might be, the other
+meshes under the cap. Where nothing fits even so, or what fits is much slower than it would be without a cap, state that
+takes much of it is tried in the host's memory (`search.memory.offload`); then the step is rewritten to go through its batch
+in 2, 4, 8, ... microbatches (`search.memory.microbatches`). All this is done with it, for as long as that finds better
+plans.
 
 A step in more microbatches, or one that recomputes, does all that the plain one does. So lower bounds on plans of the plain
 step without a cap are taken to bound theirs, less what recomputing is estimated to save of the time to keep things; but for
@@ -17,24 +17,20 @@ what is faster recomputed than stacked up: that is tried by itself.
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import cache, partial
-from itertools import chain
 
-from cost_model.compute import pass_s_per_byte
 from cost_model.errors import first_line
 from cost_model.units import format_mesh
 from search import infeasible
+from search.attempts import LEAST_ATTEMPT_S, Attempts
 from search.finer_meshes import FinerMeshes
 from search.found import Found
-from search.handing_over import carried_over
 from search.host_arguments import HostArguments
-from search.ir.graph import Site
 from search.memory.batch_states import NotSplittableError
 from search.memory.microbatches import batch_divisors, microbatched
 from search.memory.residuals import has_loops
-from search.mesh_problem import RELATIVE_GAP, ROUNDING, UNKNOWN, Known, MeshProblem, StepProblem
+from search.mesh_problem import RELATIVE_GAP, ROUNDING, MeshProblem, StepProblem
 from search.microbatch_counts import MicrobatchCounts, least_s
 from search.options import OFFLOADED, RESIDUALS
 from search.problem.memory_floor import floor_bytes, working_bytes
@@ -46,44 +42,19 @@ from search.recomputation import (
     in_order,
     without_cap,
 )
-from search.solver.branch_and_bound import NoFitError
 from search.solver.clock import Deadline
-from search.trials import Bounds, Plain, Trials, said_of
+from search.trials import Bounds, Plain, Trials
 
 FIRST_SHARE = 0.2
 """Of the time for the step and all that recompute, what it may take to be held to the cap before these are tried. Source: a
 choice of ours; steps that recompute are often faster and sooner found."""
 
-ATTEMPT_SHARE = 0.4
-"""Of the time left, what a step that recomputes may take to be searched. Source: a choice of ours."""
-
-LEAST_ATTEMPT_S = 2.0
-"""Seconds that it may take at least, as long as there is no plan. Source: a choice of ours."""
-
-MISSED_SHARE = 0.1
-"""Of the cap: where a step did not fit, what the next one has to save besides. Source: a choice of ours."""
-
-MAX_FUTILE = 3
-"""Steps that recompute and are no better than the best plan, in a row, before no more are tried. Source: a choice of ours;
-estimates of what comes next to one another differ by less than they are wrong."""
-
 WORTH = 0.1
 """By how much a plan may be slower than one without a cap, before microbatches are tried. Source: a choice of ours; two
 microbatches gather each split parameter twice."""
 
-WORTH_AFTER_ALL = 0.03
-"""By how much it may be slower than a step that was passed over promises to be, before that is built. Source: a choice of
-ours; estimates are wrong by 2%."""
-
 SPLIT_SHARE = 0.4
 """Of the time left for microbatches, what one number of them may take. Source: a choice of ours."""
-
-LOOPS_MARGIN = 0.03
-"""Of the best plan, by how much less than it is estimated to a step may take that recomputes in loops. Source: an LSTM whose
-estimates are 2 to 3% too high."""
-
-STACKING_PASSES = 5
-"""Through memory, what an array takes at most for being stacked up. Source: `search.memory.passes`."""
 
 MAX_MICROBATCHES = 64
 """The most that are tried where the user names no number. Source: a choice of ours."""
@@ -213,10 +184,10 @@ class StepSearch:
         if is_hopeless:
             return partial(self._most_frugal, step_problem, plain.on_meshes)
         found, deadline = list[Candidate](), Deadline.after(time_limit_s, self.clock)
-        built = self._try(step_problem, self._offered(plain, free, found, deadline), deadline)
+        built = self._attempts(step_problem, deadline).make(self._offered(plain, free, found, deadline))
         most = max(found, key=lambda candidate: candidate.saved_bytes, default=None)
         if self.best is None and most and most not in built:
-            self._try(step_problem, (most,), Deadline.after(LEAST_ATTEMPT_S, self.clock))
+            self._attempts(step_problem, Deadline.after(LEAST_ATTEMPT_S, self.clock)).make([most])
         self.watch.lap("recompute")
         if is_first:
             self.savings = tuple(c for c in found if not c.waiting)
@@ -306,79 +277,10 @@ class StepSearch:
             for one in sorted(fastest.values(), key=lambda one: one.cost_s)
         ]
 
-    def _try(self, plain: StepProblem, found: Iterable[Candidate], deadline: Deadline) -> list[Candidate]:
-        """Builds and solves steps that recompute, until none promises to be better than the best plan; says which.
-
-        What saves hardly more than a step that did not fit is passed over; should all that saves more be slower, or
-        not fit either, the few of them that promise most are tried after all. What is slower than it promised on one mesh,
-        memory or no memory, says by how much others are at least, there; if it is no better than the best plan, it is not
-        tried on other meshes, where it promised no more. Where there is no plan, this goes on when time is over;
-        after as long again only with what saves more than all that was built.
-        """
-        least_saved_bytes, num_futile = dict[tuple[int, ...], float](), 0
-        slower = set[tuple[frozenset[Site], frozenset[Site]]]()
-        passed_over, built = list[Candidate](), list[Candidate]()
-        amiss_s = dict[tuple[int, ...], float]()
-        is_loose, last = has_loops(plain.traced), Deadline(deadline.clock, deadline.end_s + deadline.left_s)
-        for candidate in chain(found, passed_over):
-            is_late = deadline.is_over and (self.best or plain.traced.num_microbatches > 1)
-            if is_late or (self.best and num_futile == MAX_FUTILE):
-                break
-            if last.is_over and any(candidate.saved_bytes <= one.saved_bytes for one in built):
-                continue
-            cost_s = candidate.cost_s + (0.0 if candidate.waiting else amiss_s.get(candidate.shape, 0.0))
-            cost_s -= self._estimated_amiss_s(candidate) if is_loose else 0.0
-            is_dearer = bool(self.best) and cost_s >= (1 - candidate.margin) * self.cutoff_s
-            is_again = candidate in passed_over
-            saves_little = candidate.saved_bytes < least_saved_bytes.get(candidate.shape, 0.0)
-            if saves_little and not is_again and len(passed_over) < MAX_FUTILE:
-                passed_over.append(candidate)
-            is_passed_over = saves_little and not (is_again and self._is_slow_beside(candidate))
-            if is_dearer or is_passed_over or (candidate.sites, candidate.waiting) in slower:
-                continue
-            mesh = format_mesh(candidate.shape)
-            what = f"{len(candidate.waiting)} residuals on the host, " if candidate.waiting else ""
-            self.progress(
-                f"{said_of(plain.traced)}{what}recomputing {len(candidate.sites)} ops on mesh {mesh}"
-            )
-            before = self.best
-            built.append(candidate)
-            step_problem = self.trials.recomputing(plain, candidate.sites, candidate.waiting)
-            on_mesh = self.trials.put_on(step_problem, candidate.shape)
-            time_limit_s = max(ATTEMPT_SHARE * deadline.left_s, LEAST_ATTEMPT_S)
-            gain_s = self.trials.gains_s.get(step_problem, 0.0)
-            self.trials.gains_s[step_problem] = max(-candidate.more_s, gain_s)
-            known = self._known(step_problem, plain, candidate, on_mesh)
-            bound_s, is_cramped = self.trials.improve(step_problem, on_mesh, time_limit_s, known=known)
-            if not is_cramped and not candidate.waiting and bound_s < math.inf:
-                amiss_s[candidate.shape] = max(bound_s - candidate.cost_s, amiss_s.get(candidate.shape, 0.0))
-            num_futile = num_futile + 1 if self.best is before else 0
-            if self.best is before and is_cramped:
-                missed_bytes = MISSED_SHARE * self.options.memory_bytes
-                least_saved_bytes[candidate.shape] = candidate.saved_bytes + missed_bytes
-            if self.best is before and self.cutoff_s <= bound_s < math.inf:
-                slower.add((candidate.sites, candidate.waiting))
-        return built
-
-    def _estimated_amiss_s(self, candidate: Candidate) -> float:
-        """By how much an estimate for a step with loops may be too high: at most by what stacking takes."""
-        stacking_s = STACKING_PASSES * pass_s_per_byte(self.cluster.device) * candidate.saved_bytes
-        return min(LOOPS_MARGIN * self.cutoff_s, stacking_s)
-
-    def _is_slow_beside(self, candidate: Candidate) -> bool:
-        """Whether the best plan is slower than an estimate by more than estimates are wrong."""
-        return self.cutoff_s > (1 + WORTH_AFTER_ALL) * candidate.cost_s
-
-    def _known(
-        self, step_problem: StepProblem, plain: StepProblem, candidate: Candidate, on_mesh: MeshProblem
-    ) -> Known:
-        """Of a step that recomputes: the strategies by which it was estimated, and the bound on all plans on its mesh, but
-        where it is estimated to be faster for that: how much is not proven."""
-        gain_s = self.trials.gains_s[step_problem]
-        known = UNKNOWN if gain_s else self.finer.known(step_problem, candidate.shape, plain, self.floors_s)
-        with suppress(NoFitError):
-            return replace(known, start=carried_over(candidate.free.on_mesh, candidate.free.labels, on_mesh))
-        return known
+    def _attempts(self, plain: StepProblem, deadline: Deadline) -> Attempts:
+        """At steps that recompute, made of this one."""
+        known = partial(self.finer.known, plain=plain, floors_s=self.floors_s)
+        return Attempts(self.trials, plain, known, deadline)
 
     @property
     def _may_wait(self) -> bool:

@@ -13,7 +13,8 @@ import pytest
 from cost_model.errors import InfeasibleError, InputError, PlanError
 from cost_model.hardware import parse_cluster
 from executors.jit import build
-from search import driver, step_search
+from search import attempts, driver
+from search.attempts import Attempts
 from search.ir.graph import Site
 from search.ir.trace import trace
 from search.memory.copies import SCOPE
@@ -421,11 +422,11 @@ def test_what_was_passed_over_is_tried_where_all_else_misses(monkeypatch):
         raise NoFitError("it misses", bound_s=0.0, num_rows=1)
 
     cap_bytes = int(0.75 * found(True, None).plan.estimates.peak_bytes)
-    monkeypatch.setattr(step_search, "MISSED_SHARE", 1.0)
+    monkeypatch.setattr(attempts, "MISSED_SHARE", 1.0)
     monkeypatch.setattr(Estimates, "candidates", recorded)
     monkeypatch.setattr(StepProblem, "of", of)
     monkeypatch.setattr(MeshProblem, "fitting", misses)
-    monkeypatch.setattr(step_search.StepSearch, "_of_smallest_peak", misses)
+    monkeypatch.setattr(StepSearch, "_of_smallest_peak", misses)
     options = Options(cap_bytes, (8,), offload="never", microbatches=1)
     with pytest.raises(NoFitError):
         driver.find(traced(True), CLUSTER, options)
@@ -440,11 +441,9 @@ def built_of(monkeypatch, saved_bytes, left_s, improve):
     `improve` is called with the trials and what is built.
     """
     clock, built = WorkClock(), list[float]()
-    search = StepSearch(
-        Trials(traced(False), ["", "", ""], CLUSTER, Options(100, (8,)), lambda line: None, clock)
-    )
-    plain = search.trials.made_ready(traced(False))
-    free = FreeSolution(search.trials.put_on(plain, (8,)), (), 1.0)
+    trials = Trials(traced(False), ["", "", ""], CLUSTER, Options(100, (8,)), lambda line: None, clock)
+    plain = trials.made_ready(traced(False))
+    free = FreeSolution(trials.put_on(plain, (8,)), (), 1.0)
     offered = [Candidate(free, frozenset({(n,)}), 1.0, 0.0, saved) for n, saved in enumerate(saved_bytes)]
     by_sites = {one.sites: one.saved_bytes for one in offered}
 
@@ -454,8 +453,8 @@ def built_of(monkeypatch, saved_bytes, left_s, improve):
 
     monkeypatch.setattr(Trials, "recomputing", recomputing)
     monkeypatch.setattr(Trials, "improve", lambda trials, *args, known: improve(trials, built))
-    monkeypatch.setattr(StepSearch, "_known", lambda *args: UNKNOWN)
-    search._try(plain, offered, Deadline.after(left_s, clock))
+    monkeypatch.setattr(Attempts, "_known", lambda *args: UNKNOWN)
+    Attempts(trials, plain, lambda *args: UNKNOWN, Deadline.after(left_s, clock)).make(offered)
     return built
 
 
@@ -493,7 +492,7 @@ def test_estimates_are_amiss_by_what_the_first_one_was_amiss_without_memory(
         trials.best = mock.Mock(cost_s=1.05)
         return bound_s, is_cramped
 
-    monkeypatch.setattr(step_search, "MISSED_SHARE", -1.0)
+    monkeypatch.setattr(attempts, "MISSED_SHARE", -1.0)
     assert built_of(monkeypatch, (3.0, 2.0), 10.0, improve) == tried
 
 
