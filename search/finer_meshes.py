@@ -157,13 +157,14 @@ class FinerMeshes:
         if best.step_problem is not plain or not self.floors_s:
             known = self.known(best.step_problem, best.on_mesh.shape, plain, floors_s)
             self._improve_where_it_is(best, known, deadline)
-            for shape in self._split_shapes(best.on_mesh, best.communication_share):
+            for shape in self._shapes_after_all(best):
                 known = self.known(best.step_problem, shape, plain, floors_s)
                 is_promising = known.bound_s < trials.least_s and self._may_gain(shape, best, plain, floors_s)
                 if is_promising and not deadline.is_over:
                     trials.progress(f"mesh {format_mesh(shape)}")
                     on_mesh = trials.put_on(best.step_problem, shape)
-                    known = replace(known, start=split_over(best.on_mesh, best.labels, on_mesh))
+                    if best.on_mesh.shape in trials.shapes:
+                        known = replace(known, start=split_over(best.on_mesh, best.labels, on_mesh))
                     bound_s, _ = trials.improve(
                         best.step_problem, on_mesh, deadline.left_s, known=known, worth=WORTH
                     )
@@ -180,10 +181,19 @@ class FinerMeshes:
             known = Known(best.labels, is_enough=True, bound_s=bound_s)
             trials.improve(best.step_problem, best.on_mesh, deadline.left_s, known=known)
 
+    def _shapes_after_all(self, best: Found) -> tuple[tuple[int, ...], ...]:
+        """Other meshes of three axes, for the best plan's step: splits of its mesh, or where that is one of them, those that
+        were asked of the plain step, the most promising first."""
+        if best.on_mesh.shape in self.trials.shapes:
+            return self._split_shapes(best.on_mesh, best.communication_share)
+        asked = sorted(self.floors_s, key=self.floors_s.__getitem__)
+        return tuple(shape for shape in asked if shape != best.on_mesh.shape)
+
     def _may_gain(self, shape: tuple[int, ...], best: Found, plain: StepProblem, floors_s: Bounds) -> bool:
         """Whether the best plan's step may be faster on a mesh than where it is: one that only recomputes hardly is, where
-        the plain one is not, without a cap."""
-        if best.step_problem.traced is not plain.traced:
+        the plain one is not, without a cap, but where it is on three axes and is faster for recomputing."""
+        gains = best.on_mesh.shape not in self.trials.shapes and self.trials.gains_s.get(best.step_problem)
+        if best.step_problem.traced is not plain.traced or gains:
             return True
         known_s = {**floors_s, **self.floors_s}
         return known_s.get(shape, -math.inf) < (1 - RELATIVE_GAP) * known_s.get(best.on_mesh.shape, math.inf)

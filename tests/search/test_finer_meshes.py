@@ -87,21 +87,41 @@ def test_where_nothing_fits_as_it_is_three_axes_are_asked_of_what_recomputes():
 
 
 @pytest.mark.parametrize(
-    ("is_split", "floors_s", "may_gain"),
+    ("is_split", "gain_s", "shape", "floors_s", "may_gain"),
     [
-        (False, {(8, 8): 1.0, (2, 4, 8): 1.0}, False),
-        (False, {(8, 8): 1.0, (2, 4, 8): 0.9}, True),
-        (False, {(8, 8): 1.0}, True),
-        (True, {(8, 8): 1.0, (2, 4, 8): 1.0}, True),
+        (False, 0.0, (8, 8), {(8, 8): 1.0, (2, 4, 8): 1.0}, False),
+        (False, 0.0, (8, 8), {(8, 8): 1.0, (2, 4, 8): 0.9}, True),
+        (False, 0.0, (8, 8), {(8, 8): 1.0}, True),
+        (True, 0.0, (8, 8), {(8, 8): 1.0, (2, 4, 8): 1.0}, True),
+        (False, 0.1, (8, 8), {(8, 8): 1.0, (2, 4, 8): 1.0}, False),
+        (False, 0.1, (4, 2, 8), {(4, 2, 8): 1.0, (2, 4, 8): 1.0}, True),
+        (False, 0.0, (4, 2, 8), {(4, 2, 8): 1.0, (2, 4, 8): 1.0}, False),
     ],
 )
-def test_what_only_recomputes_is_not_tried_where_the_plain_step_gains_nothing(is_split, floors_s, may_gain):
-    """What goes through its batch in parts is: it communicates more."""
-    plain = SimpleNamespace(traced="whole")
-    recomputing = SimpleNamespace(traced="in parts" if is_split else "whole")
-    best = SimpleNamespace(step_problem=recomputing, on_mesh=SimpleNamespace(shape=(8, 8)))
-    finer = FinerMeshes(mock.Mock())
+def test_what_only_recomputes_is_not_tried_where_the_plain_step_gains_nothing(
+    is_split, gain_s, shape, floors_s, may_gain
+):
+    """What goes through its batch in parts is: it communicates more; and what is faster for recomputing, on three axes."""
+    plain, recomputing = mock.Mock(traced="whole"), mock.Mock(traced="in parts" if is_split else "whole")
+    best = SimpleNamespace(step_problem=recomputing, on_mesh=SimpleNamespace(shape=shape))
+    finer = FinerMeshes(SimpleNamespace(shapes=((8, 8),), gains_s={recomputing: gain_s}))
     assert finer._may_gain((2, 4, 8), best, plain, floors_s) == may_gain
+
+
+def test_what_is_faster_for_recomputing_on_three_axes_is_asked_of_others():
+    """The fastest one is another than for the step as it is."""
+    cluster = parse_cluster("1000xH100-80GB")
+    case = make_lstm(num_layers=1, hidden=2048, vocab=32000, seq=32, batch=500)
+    step = trace(case.step, *case.abstract_args())
+    kept, asked, best = (
+        driver.find(step, cluster, Options(CAP, mesh=mesh, remat=remat)).plan
+        for mesh, remat in ((None, "never"), ((125, 2, 4), None), (None, None))
+    )
+    assert len(kept.decisions.mesh) == len(best.decisions.mesh) == 3
+    assert kept.decisions.mesh != asked.decisions.mesh
+    assert asked.decisions.retention
+    assert asked.estimates.step_s < 0.99 * kept.estimates.step_s
+    assert best.estimates.step_s <= 1.005 * asked.estimates.step_s
 
 
 def test_what_is_certified_is_certified_of_the_meshes_that_are_named():
