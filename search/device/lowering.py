@@ -398,7 +398,7 @@ class _Lowering:
         """The buffers behind a step."""
         if step.kind == SLICE:
             return source
-        moved = self.paths.moved(v, step.kind)
+        moved = self.paths.moved(v, step)
         share = moved.itemsize / self.program.values[v].itemsize
         what = Communication(step.kind, step.axes, step.num_bytes, str(moved.dtype))
         num_bytes = share * self.paths.local_bytes(v, step.after)

@@ -36,12 +36,14 @@ class ReshardStep:
       axes: of the mesh, by number.
       num_bytes: the larger of what a device holds before and after it.
       after: the spec that it leads to.
+      is_narrowed: whether what moves has the narrower type from which it was converted, or to which it is.
     """
 
     kind: str
     axes: tuple[int, ...]
     num_bytes: float
     after: Spec
+    is_narrowed: bool = False
 
     @property
     def is_imposed(self) -> bool:

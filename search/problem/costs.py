@@ -154,10 +154,17 @@ class CostedGraph:
 
     def handling(self, source: int, maker: Maker) -> Handling:
         """What the compiler does with the collectives of these values on their way from a node. It sums what is scattered
-        over several axes in one collective too, and what a loop adds up in its terms' type."""
+        over several axes in one collective too, what a loop adds up in its terms' type, and may move what is converted in
+        the narrower one."""
         is_scattered = self.graph.folded.op(maker[0]).name.startswith("scatter")
         at_once, term = self.graph.is_sum(source) or is_scattered, self.graph.terms.get(maker)
-        return Handling(at_once, self._joined_bytes(maker), term.itemsize if term else 0)
+        narrowed = self.graph.narrowed.get(maker)
+        return Handling(
+            at_once,
+            self._joined_bytes(maker),
+            term.itemsize if term else 0,
+            narrowed.itemsize if narrowed else 0,
+        )
 
     def _joined_bytes(self, maker: Maker) -> float:
         """The size of the collectives that these values' are joined into; zero where they are left alone."""

@@ -53,11 +53,15 @@ class Handling:
       combined_bytes: it joins small ones with others, into collectives of this size; zero if not.
       term_itemsize: bytes of an element of a loop's sum before its terms were converted: XLA reduces it in their type, and
         makes no reduce-scatter of that, as it converts the sum before it takes a part; zero if they were not.
+      narrow_itemsize: bytes of an element in a narrower type, from which the value is converted, or to which: in that XLA
+        moves it, if that takes one step and sums nothing (what it puts between steps hides the conversion); zero if there
+        is none.
     """
 
     at_once: bool = False
     combined_bytes: float = 0.0
     term_itemsize: int = 0
+    narrow_itemsize: int = 0
 
 
 ALONE = Handling()
@@ -98,12 +102,13 @@ class _Splits:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Table:
-    """What resharding one size of value costs: seconds and bytes per device of each move, and seconds of the best chain
-    between all pairs."""
+    """What resharding one size of value costs: seconds and bytes per device of each move, seconds of the best chain between
+    all pairs, and of each move seconds where it is all of a chain, and narrowed."""
 
     direct_s: np.ndarray
     num_bytes: np.ndarray
     best_s: np.ndarray
+    narrowed_s: np.ndarray
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +180,11 @@ class Resharder:
         moves, rank = _moves(len(shape), self.num_axes, how.at_once), len(shape)
         here, goal = self.index(source, rank), self.index(target, rank)
         assert np.isfinite(best[here, goal]), f"no way from {source} to {target} for {shape}"
+        for move in np.flatnonzero((moves.source == here) & (moves.target == goal)):
+            if table.narrowed_s[move] <= best[here, goal]:
+                kind, axes = moves.kinds[moves.kind[move]]
+                num_bytes = float(table.num_bytes[move]) * how.narrow_itemsize / itemsize
+                return (ReshardStep(kind, axes, num_bytes, target, is_narrowed=True),)
         steps = []
         while here != goal:
             leaving = np.flatnonzero(moves.source == here)
@@ -204,15 +214,9 @@ class Resharder:
         """Finds the tables of values of one rank; all arrays have a row for each."""
         moves = _moves(rank, self.num_axes, how.at_once)
         splits = self._splits(rank, sized)
-        moved = self._moved(moves, splits, np.array([[itemsize] for _, itemsize in sized]), how)
-        direct = np.full(moved.shape, np.inf)
-        for i, (kind, axes) in enumerate(moves.kinds):
-            of_kind = moves.kind == i
-            direct[:, of_kind] = SLICE_S
-            if kind != SLICE:
-                taken_s = self.mesh.time_s(kind, axes, moved[:, of_kind], how.combined_bytes)
-                direct[:, of_kind] = np.maximum(taken_s, SLICE_S)
-        fits = splits.fits
+        itemsizes = np.array([[itemsize] for _, itemsize in sized])
+        moved, fits = self._moved(moves, splits, itemsizes, how), splits.fits
+        direct = self._moves_s(moves, moved, how)
         is_possible = fits[:, moves.source] & fits[:, moves.target] & self._are_made(moves, splits)
         if how.term_itemsize:
             is_possible &= ~moves.are("reduce-scatter")
@@ -225,8 +229,25 @@ class Resharder:
             np.minimum(best, best[:, :, via, None] + best[:, via, None, :], out=best)
         if not how.at_once:
             _scatter_what_is_split(rank, self.num_axes, direct, best)
-        for key, *table in zip(sized, direct, moved, best, strict=True):
+        narrowed = np.full_like(direct, np.inf)
+        if how.narrow_itemsize:
+            is_narrowed = is_possible & ~moves.are(SLICE) & ~self._are_reductions(moves)
+            narrow_s = self._moves_s(moves, moved * (how.narrow_itemsize / itemsizes), how)
+            narrowed[is_narrowed] = narrow_s[is_narrowed]
+            ends = moves.source, moves.target
+            best[:, *ends] = np.minimum(best[:, *ends], narrowed)
+        for key, *table in zip(sized, direct, moved, best, narrowed, strict=True):
             self._tables[*key, how] = _Table(*table)
+
+    def _moves_s(self, moves: _Moves, moved: np.ndarray, how: Handling) -> np.ndarray:
+        """[values, moves]: seconds of each move of so many bytes."""
+        seconds = np.full(moved.shape, SLICE_S)
+        for i, (kind, axes) in enumerate(moves.kinds):
+            if kind != SLICE:
+                of_kind = moves.kind == i
+                taken_s = self.mesh.time_s(kind, axes, moved[:, of_kind], how.combined_bytes)
+                seconds[:, of_kind] = np.maximum(taken_s, SLICE_S)
+        return seconds
 
     def _splits(self, rank: int, sized: Sequence[_Sized]) -> _Splits:
         """What each spec does to each value."""
@@ -242,9 +263,12 @@ class Resharder:
     def _moved(self, moves: _Moves, splits: _Splits, itemsize: np.ndarray, how: Handling) -> np.ndarray:
         """[values, moves]: bytes per device, the larger of what it holds before and after."""
         held = splits.held[:, moves.source]
-        is_reduction = np.logical_or.reduce([moves.are(kind) for kind in REDUCTIONS])
-        sent = np.where(is_reduction, how.term_itemsize or itemsize, itemsize)
+        sent = np.where(self._are_reductions(moves), how.term_itemsize or itemsize, itemsize)
         return sent * np.where(moves.are("all-gather"), held * self._parts(moves), held)
+
+    def _are_reductions(self, moves: _Moves) -> np.ndarray:
+        """[moves]: whether they sum."""
+        return np.logical_or.reduce([moves.are(kind) for kind in REDUCTIONS])
 
     def _are_made(self, moves: _Moves, splits: _Splits) -> np.ndarray:
         """[values, moves]: whether the compiler makes them one step of such a value."""

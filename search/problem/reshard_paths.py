@@ -130,11 +130,14 @@ class ReshardPaths:
                 )
         return iter(taken)
 
-    def moved(self, v: int, kind: str) -> Value:
-        """What a collective moves of a value: a loop's sum in the type of its terms, where it is reduced."""
+    def moved(self, v: int, step: ReshardStep) -> Value:
+        """What a collective moves of a value: a loop's sum in the type of its terms, where it is reduced, and what is
+        narrowed in the narrower type."""
         i, r = self.maker[v]
-        own = self.program.values[v]
-        return self.graph.terms.get((self.folded.class_of[i], r), own) if kind in REDUCTIONS else own
+        own, maker = self.program.values[v], (self.folded.class_of[i], r)
+        if step.is_narrowed:
+            return self.graph.narrowed[maker]
+        return self.graph.terms.get(maker, own) if step.kind in REDUCTIONS else own
 
     def copy_source(self, node: int) -> CopySource:
         """How a copy comes by its spec."""

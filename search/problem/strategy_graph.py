@@ -25,6 +25,8 @@ from search.problem.folding import FoldedProgram
 from search.problem.kernels import Endpoint
 from search.problem.op_groups import OpGroup
 
+CONVERSION = "convert_element_type"
+
 STUCK = -1
 """In a port's dimensions: a factor that cannot be split."""
 
@@ -168,6 +170,42 @@ class StrategyGraph:
             if term.dtype != values[made].dtype:
                 found[k, 0] = term
         return found
+
+    @cached_property
+    def narrowed(self) -> dict[Maker, Value]:
+        """By what may be moved in a narrower type, as it has no copies: what it was converted from, or what all its readers
+        convert it to. So does the compiler (XLA, `collective_quantizer.cc`); where another group converts it, what is moved
+        is decided there."""
+        found, copied = dict[Maker, Value](), {copy.maker for copy in self.copies}
+        for maker, readers in self._readers.items():
+            others = (self._converted_from(maker), self._converted_to(readers), self._value(maker))
+            narrowest = min((one for one in others if one), key=lambda one: one.itemsize)
+            if maker not in copied and narrowest.itemsize < self._value(maker).itemsize:
+                found[maker] = narrowest
+        return found
+
+    def _value(self, maker: Maker) -> Value:
+        return self.folded.program.values[self.folded.op(maker[0]).results[maker[1]]]
+
+    def _converted_from(self, maker: Maker) -> Value | None:
+        """What a value was, if its own group converts it from another type."""
+        sources = self.folded.dependencies_into.get(maker[0], ())
+        if self.folded.op(maker[0]).name != CONVERSION or not sources:
+            return None
+        producer, result = sources[0].producer, sources[0].result
+        return self._value((producer, result)) if self.node_of[producer] == self.node_of[maker[0]] else None
+
+    def _converted_to(self, readers: set[int]) -> Value | None:
+        """What all readers of a value make of it for others of their groups, if they only convert it, and alike."""
+        if not all(self.folded.op(k).name == CONVERSION and self._is_read_inside(k) for k in readers):
+            return None
+        made = {value.dtype: value for value in (self._value((k, 0)) for k in readers)}
+        return next(iter(made.values())) if len(made) == 1 else None
+
+    def _is_read_inside(self, op_class: int) -> bool:
+        """Whether its own group reads what a class makes."""
+        readers = self._readers.get((op_class, 0), ())
+        return any(self.node_of[k] == self.node_of[op_class] for k in readers)
 
     @cached_property
     def combined(self) -> frozenset[Maker]:

@@ -7,6 +7,7 @@ bytes are compared and counts are not.
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import autoshard
 from autoshard.verification.judge import CompilerVerifier
@@ -80,3 +81,25 @@ def test_a_product_of_ragged_groups_is_what_the_compiler_makes_of_it():
     args = w, x, jax.ShapeDtypeStruct((experts,), jnp.int32)
     plan = autoshard.search(step, *args, cluster="8xH100-80GB", stages=1)
     assert not autoshard.verify(step, *args, plan=plan).differences
+
+
+@pytest.mark.parametrize(("dtype", "itemsize"), [(jnp.float32, 4), (jnp.bfloat16, 2)])
+def test_what_is_converted_moves_in_the_narrower_type(dtype, itemsize):
+    """Rows of a table that is split by columns, on their way to the examples and back."""
+    examples, seq, width = 1024, 64, 256
+
+    def step(table, bias, tokens):
+        def loss(table):
+            row = table[tokens].astype(dtype) + bias.astype(dtype)
+            return jnp.mean(jnp.einsum("esw,etw->est", row, row).astype(jnp.float32) ** 2)
+
+        return table - jax.grad(loss)(table)
+
+    table, bias = (jax.ShapeDtypeStruct(s, jnp.float32) for s in ((1 << 16, width), (seq, width)))
+    args = table, bias, jax.ShapeDtypeStruct((examples, seq), jnp.int32)
+    pin = {"table": P(None, "data"), "tokens": P("data")}
+    plan = autoshard.search(step, *args, cluster="8xH100-80GB", mesh=(8,), pin=pin, stages=1)
+    collectives = autoshard.verify(step, *args, plan=plan).collectives
+    exchanged = next(c for c in collectives if c.kind == "all-to-all")
+    assert exchanged.compiled_bytes == 2 * itemsize * examples * seq * width // 8
+    assert not any(c.differs for c in collectives)

@@ -280,6 +280,24 @@ def test_a_sum_of_converted_terms_is_reduced_in_their_type_and_never_scattered()
         assert [(s.kind, s.num_bytes / value.num_bytes) for s in chain] == steps
 
 
+def test_what_is_converted_moves_in_the_narrower_type_in_one_step_that_sums_nothing():
+    reshard, value, converted = resharder((2, 4)), Value((4800, 4800), DTYPE), Handling(narrow_itemsize=2)
+    for source, target, steps in (
+        ((0, WHOLE), (1, WHOLE), [("all-to-all", 0.25, True)]),
+        ((0, WHOLE), (WHOLE, WHOLE), [("all-gather", 0.5, True)]),
+        ((0, 0), (WHOLE, WHOLE), [("all-gather", 0.5, True)]),
+        ((0, 1), (1, 1), [("all-to-all", 0.125, False), ("all-to-all", 0.125, False)]),
+        ((PARTIAL, WHOLE), (WHOLE, WHOLE), [("all-reduce", 1.0, False)]),
+        ((PARTIAL, WHOLE), (0, WHOLE), [("reduce-scatter", 1.0, False)]),
+        ((WHOLE, WHOLE), (0, WHOLE), [(SLICE, 1.0, False)]),
+    ):
+        chain = reshard.chain(value, source, target, converted)
+        assert [(s.kind, s.num_bytes / value.num_bytes, s.is_narrowed) for s in chain] == steps
+    gather, half = (reshard.index((0, 0), 2), reshard.index((WHOLE, WHOLE), 2)), Value((4800, 2400), DTYPE)
+    assert reshard.seconds(value, converted)[gather] == pytest.approx(reshard.seconds(half)[gather])
+    assert (reshard.seconds(value, converted) <= reshard.seconds(value)).all()
+
+
 def test_chains_of_an_empty_array_come_to_an_end():
     reshard, value = resharder((2, 4)), Value((0, 8), DTYPE)
     joined = Handling(combined_bytes=2**20)

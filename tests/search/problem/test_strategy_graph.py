@@ -434,6 +434,27 @@ def test_of_sums_of_converted_terms_it_is_known_what_these_were(dtype, terms):
     assert all(name(graph, op_class) == "carry" for op_class, _ in graph.terms)
 
 
+def as_half(x):
+    return x.astype(jnp.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("step", "narrowed"),
+    [
+        (lambda x, w: jnp.sin(as_half(x @ w)), {"dot_general"}),
+        (lambda x, w: jnp.sin(as_half(x)).astype(jnp.float32) @ w, {"x", "convert_element_type"}),
+        (lambda x, w: (lambda y: (jnp.sin(as_half(y)), y))(x @ w), set()),
+        (lambda x, w: as_half(x @ w) @ as_half(w), set()),
+        (lambda x, w: jnp.sin(x) @ w, set()),
+    ],
+)
+def test_of_what_is_converted_beside_other_ops_of_a_group_the_narrower_type_is_known(step, narrowed):
+    """What is read otherwise, too, or is converted by itself, is none."""
+    graph = connected(step, array(64, 64), array(64, 64))
+    assert {name(graph, op_class) for op_class, _ in graph.narrowed} == narrowed
+    assert {str(value.dtype) for value in graph.narrowed.values()} <= {"bfloat16"}
+
+
 def test_what_a_loop_has_added_up_is_joined():
     graph = accumulated(jnp.float32)
     assert {name(graph, op_class) for op_class, _ in graph.combined} == {"x", "carry"}
