@@ -19,6 +19,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache, partial
+from itertools import chain, islice
 
 from cost_model.errors import first_line
 from cost_model.units import format_mesh
@@ -30,7 +31,7 @@ from search.host_arguments import HostArguments
 from search.memory.batch_states import NotSplittableError
 from search.memory.microbatches import batch_divisors, microbatched
 from search.memory.residuals import has_loops
-from search.mesh_problem import RELATIVE_GAP, ROUNDING, MeshProblem, StepProblem
+from search.mesh_problem import RELATIVE_GAP, ROUNDING, Known, MeshProblem, StepProblem
 from search.microbatch_counts import MicrobatchCounts, least_s
 from search.options import OFFLOADED, RESIDUALS
 from search.problem.memory_floor import floor_bytes, working_bytes
@@ -228,7 +229,8 @@ class StepSearch:
         free += self._unhindered(plain, free)
         may_gain, left = has_loops(step_problem.step), list[Candidate]()
         num_before = len(found)  # what these promised was tried
-        for one in free[:MAX_MESHES]:
+        others = self._hardly_slower(plain, found) if may_gain else ()
+        for one in islice(chain(free, others), MAX_MESHES):
             best_s = min((self.cutoff_s, *(c.cost_s for c in found[num_before:])))
             least_s = one.cost_s + self._least_again_s(one, found[num_before:])
             if may_gain or self.best is None or least_s < (1 - RELATIVE_GAP) * best_s:
@@ -276,6 +278,18 @@ class StepSearch:
             FreeSolution(one.on_mesh, one.labels, one.on_mesh.problem.cost_s(one.labels))
             for one in sorted(fastest.values(), key=lambda one: one.cost_s)
         ]
+
+    def _hardly_slower(self, plain: Plain, found: Sequence[Candidate]) -> Iterator[FreeSolution]:
+        """Good strategies of a step with loops on the mesh that promises most besides the best plan's, where that has been
+        promised to be faster for recomputing: elsewhere more of that may be so."""
+        best, cutoff_s = self.best, (1 + RELATIVE_GAP) * self.cutoff_s
+        if best is None or not any(one.cost_s < self.cutoff_s for one in found):
+            return
+        others = [one for one in plain.on_meshes if one.shape != best.on_mesh.shape]
+        for on_mesh in sorted(others, key=lambda one: plain.floors_s[one.shape])[:1]:
+            share = Deadline.after(self.options.limit_s, self.clock).share(FIRST_SHARE)
+            known = Known(bound_s=plain.floors_s[on_mesh.shape])
+            yield from without_cap([on_mesh], self.pins, cutoff_s, share, known)[0]
 
     def _attempts(self, plain: StepProblem, deadline: Deadline) -> Attempts:
         """At steps that recompute, made of this one."""

@@ -13,7 +13,7 @@ import pytest
 from cost_model.errors import InfeasibleError, InputError, PlanError
 from cost_model.hardware import parse_cluster
 from executors.jit import build
-from search import attempts, driver
+from search import attempts, driver, step_search
 from search.attempts import Attempts
 from search.ir.graph import Site
 from search.ir.trace import trace
@@ -509,3 +509,26 @@ def test_another_mesh_is_not_estimated_where_it_would_be_too_slow_with_what_it_m
     waiting = Candidate(free, frozenset(), 1.05, 0.0, 60.0, frozenset({(0,)}))
     assert search._least_again_s(free, [*found, waiting]) == pytest.approx(0.05)
     assert search._least_again_s(free, found[1:]) == 0.0
+
+
+@pytest.mark.parametrize(("promised_s", "tried"), [(0.99, [(2, 4)]), (1.0, [])])
+def test_what_is_promised_of_loops_is_looked_for_on_the_next_best_mesh_too(monkeypatch, promised_s, tried):
+    """Where the best plan, which takes 1 s, was promised to be faster for recomputing."""
+    search = StepSearch(
+        Trials(traced(False), ["", "", ""], CLUSTER, Options(100), lambda line: None, WorkClock())
+    )
+    on_meshes = [mock.Mock(shape=shape) for shape in ((8,), (4, 2), (2, 4))]
+    plain = mock.Mock(on_meshes=on_meshes, floors_s={(8,): 0.9, (4, 2): 0.97, (2, 4): 0.95})
+    search.trials.best = mock.Mock(cost_s=1.0, on_mesh=on_meshes[0])
+    asked = []
+
+    def without_cap(on_meshes, pins, cutoff_s, deadline, known):
+        asked.extend(on_mesh.shape for on_mesh in on_meshes)
+        assert 1.0 < cutoff_s < 1.01
+        assert known.bound_s == 0.95
+        return [FreeSolution(on_meshes[0], (), 1.001)], {}
+
+    monkeypatch.setattr(step_search, "without_cap", without_cap)
+    offered = Candidate(FreeSolution(on_meshes[0], (), 1.0), frozenset(), promised_s, 0.0, 1.0)
+    found = [one.on_mesh.shape for one in search._hardly_slower(plain, [offered])]
+    assert found == asked == tried
