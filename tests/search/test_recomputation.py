@@ -532,3 +532,16 @@ def test_what_is_promised_of_loops_is_looked_for_on_the_next_best_mesh_too(monke
     offered = Candidate(FreeSolution(on_meshes[0], (), 1.0), frozenset(), promised_s, 0.0, 1.0)
     found = [one.on_mesh.shape for one in search._hardly_slower(plain, [offered])]
     assert found == asked == tried
+
+
+@pytest.mark.parametrize("is_scanned", [False, True])
+def test_only_steps_with_loops_are_looked_at_there(monkeypatch, is_scanned):
+    asked = []
+
+    def hardly_slower(search, plain, found):
+        asked.append(plain)
+        yield from ()
+
+    monkeypatch.setattr(StepSearch, "_hardly_slower", hardly_slower)
+    driver.find(traced(is_scanned), CLUSTER, Options(1 << 40, offload="never", microbatches=1))
+    assert bool(asked) == is_scanned
