@@ -8,7 +8,8 @@ They are solved without a cap, from the strategies of a mesh on of which they sp
 again where something was open: what fits is the best plan then. What is faster there and does not fit recomputes, as
 other steps do, or is tried under the cap in the end. So is the step that the best plan was rewritten to, from its
 strategies. Where nothing fits on two axes as it is, only that one is: on three it would recompute much the same, and on
-two that is found sooner. Where nothing is proven on a mesh of three axes in the time that there is, no bound is kept.
+two that is found sooner. What is faster for recomputing on one mesh of three axes is asked of the others that were tried.
+Where nothing is proven on a mesh of three axes in the time that there is, no bound is kept.
 """
 
 import math

@@ -157,13 +157,12 @@ class CostedGraph:
         over several axes in one collective too, what a loop adds up in its terms' type, and may move what is converted in
         the narrower one."""
         is_scattered = self.graph.folded.op(maker[0]).name.startswith("scatter")
-        at_once, term = self.graph.is_sum(source) or is_scattered, self.graph.terms.get(maker)
-        narrowed = self.graph.narrowed.get(maker)
+        term, narrowed = self.graph.terms.get(maker), self.graph.narrowed.get(maker)
         return Handling(
-            at_once,
-            self._joined_bytes(maker),
-            term.itemsize if term else 0,
-            narrowed.itemsize if narrowed else 0,
+            at_once=self.graph.is_sum(source) or is_scattered,
+            combined_bytes=self._joined_bytes(maker),
+            term_itemsize=term.itemsize if term else 0,
+            narrow_itemsize=narrowed.itemsize if narrowed else 0,
         )
 
     def _joined_bytes(self, maker: Maker) -> float:

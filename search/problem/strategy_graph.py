@@ -161,13 +161,13 @@ class StrategyGraph:
     def terms(self) -> dict[Maker, Value]:
         """By what a loop adds up of converted terms: such a term as it was, if the sum may be partial."""
         found = dict[Maker, Value]()
-        values, classes = self.folded.program.values, range(len(self.folded.members))
+        classes = range(len(self.folded.members))
         for k in (k for k in classes if self.folded.op(k).is_accumulator and self.is_sum(self.node_of[k])):
-            node, (made,) = self.node_of[k], self.folded.op(k).results
+            node = self.node_of[k]
             into = (d for c in self.groups[node].op_classes for d in self.folded.dependencies_into[c])
             source = next(d for d in into if self.node_of[d.producer] != node)
-            term = values[self.folded.op(source.producer).results[source.result]]
-            if term.dtype != values[made].dtype:
+            term = self._value((source.producer, source.result))
+            if term.dtype != self._value((k, 0)).dtype:
                 found[k, 0] = term
         return found
 
