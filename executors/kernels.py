@@ -5,6 +5,8 @@
   so a device runs it for its own: a smaller grid over smaller arrays;
 * of `custom_partitioning` it asks Python, while it compiles, what a device computes. The process that compiles may be
   another one (`verify`), so Python is asked here;
+* of a grouped convolution it gathers the batch, and the terms of its kernel's gradient it adds up over replicas too. Each
+  device computes its groups of its examples, or its terms of them, which are then added up;
 * a product whose terms are summed up in steps that the partitioner would join: each device computes its terms, and the
   reductions are named;
 * a product or a sum for whose terms a barrier waits: they are one array, beside their sum (`search.plan.waited_terms`);
@@ -96,7 +98,31 @@ def _on_device(
         results = zip(op.result_values, out_specs, strict=True)
         local = [NamedSharding(mesh, spec).shard_shape(value.shape) for value, spec in results]
         return partial(_kernel, op, local), in_specs, out_specs
+    if op.name == "conv_general_dilated":
+        return partial(_grouped_convolution, op, inputs[0].shape, in_specs[0]), in_specs, out_specs
     return partial(_bound, op, op.params), in_specs, out_specs
+
+
+def _grouped_convolution(
+    op: Op, shape: tuple[int, ...], spec: PartitionSpec, lhs: jax.Array, rhs: jax.Array
+) -> tuple[jax.Array]:
+    """A device's groups of a grouped convolution; where the feature is split that is summed over, all devices' terms of them.
+
+    Args:
+      op: the convolution.
+      shape: of the whole left operand.
+      spec: how that is split.
+      lhs: a device's part of it.
+      rhs: a device's part of the right operand.
+    """
+    batch, feature, *_ = op.params["dimension_numbers"].lhs_spec
+    axes = spec[feature] if feature < len(spec) else None
+    if (batch_groups := op.params["batch_group_count"]) > 1:
+        groups = {"batch_group_count": batch_groups * lhs.shape[batch] // shape[batch]}
+        (terms,) = bind(op.primitive, [lhs, rhs], {**op.params, **groups})
+        return (terms if axes is None else jax.lax.psum(terms, axes),)
+    groups = {"feature_group_count": op.params["feature_group_count"] * lhs.shape[feature] // shape[feature]}
+    return _bound(op, {**op.params, **groups}, lhs, rhs)
 
 
 def _kernel(op: Op, out_shapes: Sequence[tuple[int, ...]], *shards: jax.Array) -> tuple[Any, ...]:

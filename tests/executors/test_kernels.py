@@ -288,3 +288,43 @@ def test_terms_are_summed_up_one_axis_after_another(made):
     assert stated.count("psum[") == sum(step[0][1] == WHOLE for step in summed)
     result = run(program, x, y)
     assert_close(result, np.asarray(x).T @ np.asarray(y))
+
+
+# --- convolutions in batch groups
+
+IMAGES = jax.random.normal(jax.random.key(2), (8, 8, 6, 6))
+
+
+def grouped_step(num_groups):
+    def step(w, x):
+        def loss(w):
+            y = jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", feature_group_count=num_groups)
+            return jnp.sum(jnp.sin(y + jnp.arange(y.size).reshape(y.shape)))
+
+        return w - 0.1 * jax.grad(loss)(w)
+
+    return step
+
+
+@pytest.mark.parametrize(
+    "pins",
+    [
+        {"x": P("data")},
+        {"x": P("model")},
+        {"x": P(("data", "model"))},
+        {"x": P("data", "model")},
+        {"x": P("model", "data"), "w": P("data")},
+        {"x": P(None, "model"), "w": P("model")},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("num_groups", [4, 8])
+def test_a_grouped_convolutions_gradient_is_one_devices(num_groups, pins):
+    """XLA's partitioner adds its terms up over replicas, too."""
+    step, w = grouped_step(num_groups), jax.random.normal(jax.random.key(3), (16, 8 // num_groups, 3, 3))
+    assert_close(run(pinned(step, (2, 4), pins, w, IMAGES), w, IMAGES), jax.jit(step)(w, IMAGES))
+
+
+def test_the_examples_of_a_grouped_convolution_are_not_gathered():
+    step, w = grouped_step(4), jax.random.normal(jax.random.key(3), (16, 2, 3, 3))
+    assert collectives(pinned(step, (8,), {"x": P("data"), "w": P()}, w, IMAGES)) == {"all-reduce"}
