@@ -3,10 +3,12 @@
     python -m benchmarks.random_steps [--count 200] [--seed 0] [--jobs 2]
 
 A seed stands for a training step (`tests.zoo.drawn`), a mesh of 8 or 6 simulated devices and a plan: the fastest, the one
-of the smallest peak, or one drawn among all that are possible. Two things are asked of it:
+of the smallest peak, or one drawn among all that are possible. Three questions are asked of it:
 
 * numbers: three steps in float64 on one device and on many agree to a relative 1e-9, states and metrics;
-* file: the plan, saved and loaded, is accepted for its step and decides the same.
+* file: the plan, saved and loaded, is accepted for its step and decides the same;
+* calls: another step of that seed, with manners of users' steps (`tests.zoo.drawn.manners`), is decorated and called
+  (`tests.executors.called`): one device's numbers, no array deleted that is still held, one search.
 
 Each line is a seed of which one does not hold: its mesh, its plan, and what was said first. A seed is tried again by
 `--seed SEED --count 1`, which shows the step as well. Every process does one seed at a time, and one that dies or is not
@@ -31,6 +33,7 @@ from tempfile import TemporaryDirectory
 
 import jax
 
+from tests.executors.called import Called
 from tests.executors.trial import Planned, Trial
 from tests.simulated import simulate_devices
 
@@ -47,6 +50,7 @@ class Outcome:
 
     numbers: str
     file: str
+    calls: str
 
 
 def main() -> None:
@@ -62,8 +66,8 @@ def main() -> None:
         failures = [getattr(o, field.name) for o in outcomes if getattr(o, field.name)]
         print(f"{field.name}: {len(outcomes) - len(failures)} hold, {len(failures)} do not")
     if options.count == 1:
-        print(Trial.of(options.seed).drawn)
-    sys.exit(any(o.numbers or o.file for o in outcomes))
+        print(Trial.of(options.seed).drawn, Called.of(options.seed), sep="\n\n")
+    sys.exit(any(getattr(o, field.name) for o in outcomes for field in fields(Outcome)))
 
 
 def _outcomes(seeds: Sequence[int]) -> list[Outcome]:
@@ -74,12 +78,14 @@ def _outcomes(seeds: Sequence[int]) -> list[Outcome]:
 
 
 def _outcome(seed: int, worker: "Worker") -> Outcome:
-    outcome = Outcome(*(worker.failure(question, seed) for question in (numbers_equal, plan_survives)))
+    outcome = Outcome(*(worker.failure(question, seed) for question in QUESTIONS))
     trial = Trial.of(seed)
+    mesh = "x".join(map(str, trial.mesh))
+    drawn = {"calls": ("", Called.of(seed).mode)}
     for field in fields(Outcome):
         if said := getattr(outcome, field.name):
-            mesh = "x".join(map(str, trial.mesh))
-            print(f"{seed} | {mesh} | {trial.plan} | {field.name}: {said}", flush=True)
+            where = " | ".join(drawn.get(field.name, (mesh, trial.plan)))
+            print(f"{seed} | {where} | {field.name}: {said}", flush=True)
     return outcome
 
 
@@ -121,6 +127,16 @@ def plan_survives(seed: int) -> None:
     """Asserts the second."""
     with _limited():
         _planned(seed).assert_plan_survives_its_file()
+
+
+def calls_hold(seed: int) -> None:
+    """Asserts the third."""
+    jax.clear_caches()
+    with _limited():
+        Called.of(seed).hold()
+
+
+QUESTIONS = (numbers_equal, plan_survives, calls_hold)
 
 
 @functools.lru_cache(maxsize=1)

@@ -106,7 +106,7 @@ def _on_device(
 def _grouped_convolution(
     op: Op, shape: tuple[int, ...], spec: PartitionSpec, lhs: jax.Array, rhs: jax.Array
 ) -> tuple[jax.Array]:
-    """A device's groups of a grouped convolution; where the feature is split that is summed over, all devices' terms of them.
+    """A device's groups of a grouped convolution, summed over the devices that split the feature which it sums over.
 
     Args:
       op: the convolution.

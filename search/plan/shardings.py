@@ -94,7 +94,7 @@ class _Spelling:
     def _shards(self, op: FlatOp, op_class: int) -> dict[Place, tuple[Spec, ...]]:
         """How an op that is applied shard by shard reads its operands; nothing for others."""
         specs = [self.paths.spec(self.graph.ports[op_class, i, False]) for i in range(len(op.operands))]
-        is_split = op.rule.is_kernel or (op.name in ON_SHARDS and self._splits_evenly(op, specs))
+        is_split = op.rule.is_on_shards or (op.name in ON_SHARDS and self._splits_evenly(op, specs))
         if not is_split and self.named_sums.keys().isdisjoint(op.results):
             return {}
         return {place: (spec,) for place, spec in zip(op.operand_places, specs, strict=True)}

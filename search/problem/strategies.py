@@ -194,7 +194,7 @@ def all_strategies(graph: StrategyGraph, resharder: Resharder) -> tuple[Strategi
     shape, made = resharder.mesh.shape, list[Strategies]()
     for node, group in enumerate(graph.groups):
         first = graph.folded.op(group.op_classes[0])
-        must_divide = first.name in ("input", "output") or first.rule.is_kernel
+        must_divide = first.name in ("input", "output") or first.rule.is_on_shards
         made.append(group_strategies(group, graph.ports_of[node], shape, must_divide))
     for copy in graph.copies:
         made.append(_copy_strategies(copy, made))

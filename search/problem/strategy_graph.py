@@ -283,7 +283,7 @@ def _ports(folded: FoldedProgram, group: OpGroup, node: int) -> Iterator[tuple[E
     }
     for op_class in group.op_classes:
         rule = folded.op(op_class).rule
-        may_be_partial = (group.is_sum or op_class not in read_inside) and not rule.is_kernel
+        may_be_partial = (group.is_sum or op_class not in read_inside) and not rule.is_on_shards
         summed = {
             group.factor_of[op_class, i]
             for i, f in enumerate(rule.factors)

@@ -68,7 +68,7 @@ def conv_general_dilated(ins: Sequence[Any], outs: Sequence[Any], params: dict[s
         (_in_order(left), _in_order(right)),
         (_in_order(result),),
         flops=FLOPS_PER_PRODUCT_SUM * taps,
-        is_kernel=batch_groups * feature_groups > 1,
+        is_missplit=batch_groups * feature_groups > 1,
     )
 
 

@@ -41,6 +41,7 @@ class Loops:
         flops_per_point: float = 0.0,
         is_additive: bool = False,
         is_kernel: bool = False,
+        is_missplit: bool = False,
     ) -> Rule:
         """The rule over the loops so far.
 
@@ -50,7 +51,13 @@ class Loops:
         if flops:
             flops_per_point = flops / num_points(self.factors)
         return Rule(
-            tuple(self.factors), tuple(operands), tuple(results), flops_per_point, is_additive, is_kernel
+            tuple(self.factors),
+            tuple(operands),
+            tuple(results),
+            flops_per_point,
+            is_additive,
+            is_kernel,
+            is_missplit,
         )
 
 

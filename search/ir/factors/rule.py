@@ -57,8 +57,8 @@ class Rule:
         for a data movement.
       is_additive: whether summing partial operands after the op equals the op on summed operands, when all
         operands are partial over the same axes (add, sub, neg, convert, reshape, transpose, reduce_sum, ...).
-      is_kernel: whether somebody wrote it as one, which the compiler neither fuses nor splits: each device runs it
-        on its shards.
+      is_kernel: whether somebody wrote it as one, which the compiler neither fuses nor splits.
+      is_missplit: whether the compiler splits it otherwise than its factors say.
       is_unknown: whether it stands for an op of which nothing is known; then nothing can be split.
     """
 
@@ -68,11 +68,17 @@ class Rule:
     flops_per_point: float = 0.0
     is_additive: bool = False
     is_kernel: bool = False
+    is_missplit: bool = False
     is_unknown: bool = False
 
     def __post_init__(self) -> None:
         used = [f for dims in (*self.operands, *self.results) for dim in dims for f in dim]
         assert all(0 <= f < len(self.factors) for f in used), f"factor index out of range in {self}"
+
+    @property
+    def is_on_shards(self) -> bool:
+        """Whether the program says that each device runs the op on its own shards (`executors.kernels`)."""
+        return self.is_kernel or self.is_missplit
 
     @property
     def num_points(self) -> int:

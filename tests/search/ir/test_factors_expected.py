@@ -287,6 +287,11 @@ def test_few_ops_are_kernels_of_their_own():
     assert not any(equation(case).rule.is_kernel for case in CASES)
 
 
+def test_grouped_convolutions_run_on_shards():
+    found = {case for case in CASES if equation(case).rule.is_on_shards}
+    assert found == {case for case in CASES if "grouped" in case or "depthwise" in case or "groups" in case}
+
+
 # --- kernels
 
 

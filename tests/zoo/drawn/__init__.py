@@ -10,6 +10,7 @@ cancel, and an optimizer that divides by their size, or takes their sign, makes 
 """
 
 from .dice import Dice
+from .manners import Mannered, draw_mannered
 from .step import Drawn, draw_step
 
-__all__ = ["Dice", "Drawn", "draw_step"]
+__all__ = ["Dice", "Drawn", "Mannered", "draw_mannered", "draw_step"]
