@@ -6,20 +6,9 @@
 
 # ruff: noqa: F403, F405  (names come from `autoshard.public`, when they are asked for)
 
-from pathlib import Path as _Path
+import sys as _sys
+from types import ModuleType as _ModuleType
 from typing import TYPE_CHECKING, Any
-
-import cost_model as _cost_model
-import executors as _executors
-import search as _search
-
-for _package in (_cost_model, _executors, _search):
-    _file = _Path(_package.__file__ or "?")
-    if _file.resolve().parents[1] != _Path(__file__).resolve().parents[1]:
-        raise ImportError(
-            f"autoshard needs its own package {_package.__name__!r}, but {_file} shadows it: rename that file, or put its "
-            "folder later on sys.path"
-        )
 
 __version__ = "0.1.0"
 
@@ -56,6 +45,22 @@ def __getattr__(name: str) -> Any:
     from autoshard import public  # JAX comes with it
 
     return getattr(public, name)
+
+
+class _Face(_ModuleType):
+    """This package. Its `search` is the function, also after the import of the subpackage of that name, which Python
+    would set here."""
+
+    @property
+    def search(self) -> Any:
+        return __getattr__("search")
+
+    @search.setter
+    def search(self, subpackage: _ModuleType) -> None:
+        pass
+
+
+_sys.modules[__name__].__class__ = _Face
 
 
 def __dir__() -> list[str]:

@@ -150,7 +150,7 @@ def equivalents() -> dict[tuple[str, str, str, str], str]:
 def _settle(scratch: str, jobs: int) -> None:
     """Gives this process its copy of the tree, its share of memory and what every test imports."""
     home = tempfile.mkdtemp(dir=scratch)
-    shutil.copytree(ROOT, home, ignore=LEFT_OUT, dirs_exist_ok=True)
+    shutil.copytree(ROOT, home, symlinks=True, ignore=LEFT_OUT, dirs_exist_ok=True)
     os.chdir(home)
     sys.path[:] = [home, *(folder for folder in sys.path if Path(folder).resolve() != ROOT)]
     os.environ.update(PYTHONPATH=home, TMPDIR=scratch)

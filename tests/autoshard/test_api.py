@@ -10,7 +10,8 @@ import pytest
 
 import autoshard
 from autoshard import Parallelized, Plan
-from search.memory import offload
+from autoshard.search import driver
+from autoshard.search.memory import offload
 
 
 def train_step(state, batch, rate=0.1):
@@ -231,7 +232,7 @@ def test_a_plan_is_the_same_from_whichever_folder_it_is_searched(plan, tmp_path,
 def test_a_plan_is_run_without_a_search(plan, given, tmp_path, monkeypatch):
     path = tmp_path / "plan.json"
     plan.save(path)
-    monkeypatch.setattr("search.driver.find", None)
+    monkeypatch.setattr(driver, "find", None)
     step = autoshard.parallelize(train_step, plan={"path": path, "text": str(path), "plan": plan}[given])
     state = step.init(create_state, jax.random.key(0), args=(make_batch(),))
     assert state["velocity"]["up"].sharding.spec == jax.P("data", "model")

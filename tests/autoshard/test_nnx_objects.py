@@ -14,6 +14,7 @@ from flax import nnx
 
 import autoshard
 from autoshard import AutoshardWarning, InputError
+from autoshard.search import driver
 
 X = jnp.linspace(-1, 1, 32).reshape(8, 4)
 LABELS = jnp.arange(8) % 4
@@ -187,7 +188,7 @@ def test_a_count_that_is_no_array_goes_on_and_is_not_searched_for(monkeypatch):
     model, optimizer = create()
     model.calls, parallel = 0, parallelize(counting)
     parallel(model, optimizer, X)
-    monkeypatch.setattr("search.driver.find", None)
+    monkeypatch.setattr(driver, "find", None)
     with pytest.warns(
         AutoshardWarning, match=r"has changed: calls \(0, now 1\)\. .*nnx\.Variable of an array"
     ):

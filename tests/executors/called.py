@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import autoshard
-from cost_model.cluster import Cluster
-from cost_model.hardware import parse_cluster
-from search.memory.batch_states import NotSplittableError
+from autoshard.cost_model.cluster import Cluster
+from autoshard.cost_model.hardware import parse_cluster
+from autoshard.search.memory.batch_states import NotSplittableError
 from tests.executors.agreement import assert_equal
 from tests.zoo.drawn import Dice, Mannered, draw_mannered
 

@@ -14,19 +14,19 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from cost_model.cluster import Cluster
-from cost_model.errors import InfeasibleError, PlanError
-from cost_model.hardware import parse_cluster
-from search import driver
-from search.device.prediction import Prediction
-from search.driver import SearchResult
-from search.ir.graph import Step
-from search.ir.trace import trace
-from search.mesh_problem import RELATIVE_GAP, StepProblem
-from search.options import DEFAULT_TIME_LIMIT_S, Options
-from search.plan.plan import Decisions, Plan
-from search.solver import clock
-from search.solver.clock import WorkClock
+from autoshard.cost_model.cluster import Cluster
+from autoshard.cost_model.errors import InfeasibleError, PlanError
+from autoshard.cost_model.hardware import parse_cluster
+from autoshard.search import driver, options
+from autoshard.search.device.prediction import Prediction
+from autoshard.search.driver import SearchResult
+from autoshard.search.ir.graph import Step
+from autoshard.search.ir.trace import trace
+from autoshard.search.mesh_problem import RELATIVE_GAP, StepProblem
+from autoshard.search.options import DEFAULT_TIME_LIMIT_S, Options
+from autoshard.search.plan.plan import Decisions, Plan
+from autoshard.search.solver import clock
+from autoshard.search.solver.clock import WorkClock
 from tests.executors import plans
 from tests.zoo import MAKERS
 
@@ -411,7 +411,7 @@ def test_a_step_of_microseconds_is_not_searched_for_as_long_as_there_is_time(mon
 def test_a_slow_machine_finds_the_plan_that_a_fast_one_finds(monkeypatch):
     """Byte for byte, though both ran out of time; where a user gives seconds, they are the machine's."""
     step, cluster = chain_of_products(), parse_cluster("8xH100-80GB")
-    monkeypatch.setattr("search.options.DEFAULT_TIME_LIMIT_S", 0.1)
+    monkeypatch.setattr(options, "DEFAULT_TIME_LIMIT_S", 0.1)
 
     def found(seconds_a_reading, **asked):
         readings_s = count(step=seconds_a_reading)

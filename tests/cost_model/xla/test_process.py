@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from cost_model.errors import CompilerError
-from cost_model.hardware import parse_cluster
-from cost_model.xla import process
-from cost_model.xla.process import Compiler, Job, compile_all_apart, compile_apart, shortened
+from autoshard.cost_model.errors import CompilerError
+from autoshard.cost_model.hardware import parse_cluster
+from autoshard.cost_model.xla import process
+from autoshard.cost_model.xla.process import Compiler, Job, compile_all_apart, compile_apart, shortened
 
 CLUSTER = parse_cluster("8xH100-80GB")
 
@@ -126,7 +126,7 @@ def test_a_compiler_whose_parent_is_gone_ends_itself(tmp_path):
     folder = tmp_path / "compiler"
     folder.mkdir()
     child = subprocess.Popen(
-        [sys.executable, "-m", "cost_model.xla.child"],
+        [sys.executable, "-m", "autoshard.cost_model.xla.child"],
         cwd=Path(__file__).parents[3],
         env=os.environ | {"TMPDIR": str(folder)},
         stdin=subprocess.PIPE,

@@ -1,0 +1,73 @@
+"""One name on the user's path: `autoshard`, whatever the user's own files are called."""
+
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+from zipfile import ZipFile
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+TRAIN = """
+import jax, jax.numpy as jnp
+jax.config.update("jax_num_cpu_devices", 8)
+import search, executors, cost_model
+from autoshard.search.ir import graph  # before autoshard.search, the function, is asked for
+import autoshard
+
+assert (search.MINE, executors.MINE, cost_model.MINE) == (1, 2, 3)
+assert graph.__file__.startswith(autoshard.__file__.removesuffix("__init__.py"))
+assert autoshard.InputError.__module__.startswith("autoshard.")
+
+def step(w, x):
+    loss, gradient = jax.value_and_grad(lambda w: jnp.mean((x @ w) ** 2))(w)
+    return w - 0.1 * gradient, loss
+
+w, x = jnp.ones((8, 4)), jnp.ones((16, 8))
+print(autoshard.search(step, w, x, cluster="8xH100-80GB").meshes)
+w, loss = autoshard.parallelize(step)(w, x)
+print(float(loss))
+"""
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    (built,) = folder.glob("*.whl")
+    return built
+
+
+def test_a_wheel_installs_one_package(wheel):
+    with ZipFile(wheel) as packed:
+        names = {name.partition("/")[0] for name in packed.namelist()}
+        sources = {name for name in packed.namelist() if name.endswith(".py")}
+    assert {name for name in names if not name.endswith(".dist-info")} == {"autoshard"}
+    for folder in ("search", "executors", "cost_model"):
+        own = {f"autoshard/{path.relative_to(ROOT)}" for path in (ROOT / folder).rglob("*.py")}
+        assert own <= sources
+
+
+def test_a_users_files_may_have_our_folders_names(wheel, tmp_path):
+    """Beside an installed wheel; the dependencies are this environment's, without what is installed to be edited."""
+    installed, project = tmp_path / "installed", tmp_path / "project"
+    with ZipFile(wheel) as packed:
+        packed.extractall(installed)
+    (project / "executors").mkdir(parents=True)
+    (project / "search.py").write_text("MINE = 1")
+    (project / "executors" / "__init__.py").write_text("MINE = 2")
+    (project / "cost_model.py").write_text("MINE = 3")
+    (project / "train.py").write_text(TRAIN)
+    path = f"{installed}:{sysconfig.get_path('purelib')}"
+    done = subprocess.run(
+        [sys.executable, "-S", project / "train.py"],
+        env={"PYTHONPATH": path, "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout.splitlines()[-1]) == 64.0
