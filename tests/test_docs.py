@@ -73,10 +73,25 @@ def test_each_page_with_snippets_is_run():
 
 
 @pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"])
-def test_links_to_files_lead_somewhere(name):
+def test_links_to_files_and_sections_lead_somewhere(name):
     """Sphinx checks those inside the site."""
-    links = re.findall(r"\]\((?!https?:|#)([^)#]+)", (ROOT / name).read_text())
-    assert [link for link in links if not (ROOT / link).exists()] == []
+    links = re.findall(r"\]\((?!https?:)([^)#]+)#?([^)]*)", (ROOT / name).read_text())
+    lost = [file for file, _ in links if not (ROOT / file).exists()]
+    assert lost == []
+    assert [(file, section) for file, section in links if section and section not in sections(file)] == []
+
+
+def sections(file: str) -> set[str]:
+    """The anchors of a page's headings, as GitHub and MyST make them."""
+    headings = re.findall(r"^#+ (.*)$", (ROOT / file).read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_the_readme_is_short_and_keeps_its_two_commands():
+    lines = (ROOT / "README.md").read_text().splitlines()
+    assert len(lines) <= 200
+    for command in ("examples/train_gpt.py", "--extra verify pytest"):
+        assert f"python -m pip install uv && python -m uv run {command}" in lines
 
 
 @pytest.mark.filterwarnings("ignore::autoshard.AutoshardWarning")
