@@ -9,9 +9,9 @@
 from pathlib import Path as _Path
 from typing import TYPE_CHECKING, Any
 
-import cost_model as _cost_model
-import executors as _executors
-import search as _search
+import autoshard.cost_model as _cost_model
+import autoshard.executors as _executors
+import autoshard.search as _search
 
 for _package in (_cost_model, _executors, _search):
     _file = _Path(_package.__file__ or "?")

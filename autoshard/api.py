@@ -10,29 +10,29 @@ import jax
 
 from autoshard import pipelines, planning, programs
 from autoshard.calls import Callee
+from autoshard.cost_model.errors import InputError
+from autoshard.cost_model.hardware import parse_hardware
+from autoshard.cost_model.mixed_cluster import AnyCluster, MixedCluster
+from autoshard.cost_model.xla.process import Compiler
+from autoshard.executors.jit import Program
 from autoshard.parallelized import AnyPlan, Parallelized, Request
 from autoshard.pins import Pins, Rested
 from autoshard.pipelines import Stages
 from autoshard.planning import Asked
 from autoshard.progress import Progress, narrated
+from autoshard.search.driver import SearchResult
+from autoshard.search.ir.graph import Step
+from autoshard.search.ir.trace import step_name
+from autoshard.search.pipeline.planning import Pipeline
+from autoshard.search.pipeline.spmd_planning import SpmdPipeline
+from autoshard.search.plan.json_file import read_file
+from autoshard.search.plan.pipeline_plan import PipelinePlan, is_of_pipeline
+from autoshard.search.plan.plan import Plan
+from autoshard.search.plan.spmd_plan import SpmdPlan, is_of_one_program
 from autoshard.user_warning import AutoshardWarning
 from autoshard.verification import judge, pipeline_judge
 from autoshard.verification.pipeline_result import PipelineVerification
 from autoshard.verification.result import Verification
-from cost_model.errors import InputError
-from cost_model.hardware import parse_hardware
-from cost_model.mixed_cluster import AnyCluster, MixedCluster
-from cost_model.xla.process import Compiler
-from executors.jit import Program
-from search.driver import SearchResult
-from search.ir.graph import Step
-from search.ir.trace import step_name
-from search.pipeline.planning import Pipeline
-from search.pipeline.spmd_planning import SpmdPipeline
-from search.plan.json_file import read_file
-from search.plan.pipeline_plan import PipelinePlan, is_of_pipeline
-from search.plan.plan import Plan
-from search.plan.spmd_plan import SpmdPlan, is_of_one_program
 
 
 def search(

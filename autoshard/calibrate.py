@@ -10,17 +10,17 @@ from typing import Any
 
 import jax
 
-from cost_model.attached import cluster_name
-from cost_model.calibration.fit import NOT_MEASURED, Fit, calibrated, sourced
-from cost_model.calibration.machine import attached_mesh, described
-from cost_model.calibration.measure import FULL, QUICK, measure_all
-from cost_model.calibration.probes import ladder
-from cost_model.cluster import Cluster
-from cost_model.errors import ClusterError, InputError, first_line
-from cost_model.hardware import parse_cluster
-from cost_model.units import format_flops, format_rate, format_seconds
-from cost_model.whole_file import write_whole
-from search.plan.text_table import Row, aligned, fitted
+from autoshard.cost_model.attached import cluster_name
+from autoshard.cost_model.calibration.fit import NOT_MEASURED, Fit, calibrated, sourced
+from autoshard.cost_model.calibration.machine import attached_mesh, described
+from autoshard.cost_model.calibration.measure import FULL, QUICK, measure_all
+from autoshard.cost_model.calibration.probes import ladder
+from autoshard.cost_model.cluster import Cluster
+from autoshard.cost_model.errors import ClusterError, InputError, first_line
+from autoshard.cost_model.hardware import parse_cluster
+from autoshard.cost_model.units import format_flops, format_rate, format_seconds
+from autoshard.cost_model.whole_file import write_whole
+from autoshard.search.plan.text_table import Row, aligned, fitted
 
 _UNKNOWN = "1xL4"
 """The preset that stands in for devices that no preset describes. Source: a choice of ours, the smallest one."""

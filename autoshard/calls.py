@@ -14,10 +14,10 @@ from typing import Any
 import jax
 
 from autoshard import nnx_objects
-from cost_model.errors import InputError
-from search.ir import _jax
-from search.ir.in_place import InPlace
-from search.ir.trace import step_name
+from autoshard.cost_model.errors import InputError
+from autoshard.search.ir import _jax
+from autoshard.search.ir.in_place import InPlace
+from autoshard.search.ir.trace import step_name
 
 
 @dataclass(frozen=True, slots=True)

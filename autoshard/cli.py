@@ -19,9 +19,9 @@ import jax
 from jax.sharding import PartitionSpec
 
 from autoshard import commands
+from autoshard.cost_model.errors import AutoshardError, PlanError
+from autoshard.search.ir.spec import read_partition_spec
 from autoshard.terminal import INTERRUPTED, one_line_warnings, say
-from cost_model.errors import AutoshardError, PlanError
-from search.ir.spec import read_partition_spec
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -2,13 +2,13 @@
 
 from typing import Any
 
-from cost_model.cluster import Cluster
-from cost_model.cluster_file import number_paths, source_of
-from cost_model.hardware import parse_cluster, parse_hardware
-from cost_model.mixed_cluster import AnyCluster
-from cost_model.presets import NODE_DEVICES, PRESETS
-from cost_model.units import format_bytes, format_flops, format_rate
-from search.plan.text_table import aligned, fitted
+from autoshard.cost_model.cluster import Cluster
+from autoshard.cost_model.cluster_file import number_paths, source_of
+from autoshard.cost_model.hardware import parse_cluster, parse_hardware
+from autoshard.cost_model.mixed_cluster import AnyCluster
+from autoshard.cost_model.presets import NODE_DEVICES, PRESETS
+from autoshard.cost_model.units import format_bytes, format_flops, format_rate
+from autoshard.search.plan.text_table import aligned, fitted
 
 
 def presets() -> dict[str, Cluster]:

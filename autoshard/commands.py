@@ -16,15 +16,15 @@ from jax.sharding import PartitionSpec
 from autoshard import api, terminal
 from autoshard import clusters as known_clusters
 from autoshard.calibrate import calibrate as measured
+from autoshard.cost_model.errors import InputError, first_line
+from autoshard.cost_model.whole_file import destination, write_whole
 from autoshard.parallelized import AnyPlan
+from autoshard.search.pipeline import planning, spmd_planning, timeline
+from autoshard.search.pipeline.simulator import Simulation
+from autoshard.search.plan.pipeline_plan import PipelinePlan
+from autoshard.search.plan.plan import Plan
+from autoshard.search.plan.spmd_plan import SpmdPlan
 from autoshard.target import target
-from cost_model.errors import InputError, first_line
-from cost_model.whole_file import destination, write_whole
-from search.pipeline import planning, spmd_planning, timeline
-from search.pipeline.simulator import Simulation
-from search.plan.pipeline_plan import PipelinePlan
-from search.plan.plan import Plan
-from search.plan.spmd_plan import SpmdPlan
 
 
 def search(options: argparse.Namespace) -> int:
@@ -137,8 +137,8 @@ def _show_choices(options: argparse.Namespace) -> int:
 
 def schema(options: argparse.Namespace) -> int:
     """Prints the schema of a file."""
-    from cost_model import cluster_schema  # these take a while to import
-    from search.plan import plan_file
+    from autoshard.cost_model import cluster_schema  # these take a while to import
+    from autoshard.search.plan import plan_file
 
     files = {"cluster": cluster_schema, "plan": plan_file}
     print(json.dumps(files[options.file].json_schema(), indent=1), flush=True)

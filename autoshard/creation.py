@@ -9,11 +9,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from autoshard import nnx_objects
 from autoshard.calls import Call, Callee
+from autoshard.cost_model.errors import InputError, first_line
 from autoshard.placing import put
-from cost_model.errors import InputError, first_line
-from search.ir import _jax
-from search.ir.in_place import InPlace
-from search.ir.trace import TRACE_ERRORS, step_name
+from autoshard.search.ir import _jax
+from autoshard.search.ir.in_place import InPlace
+from autoshard.search.ir.trace import TRACE_ERRORS, step_name
 
 
 class Number(int):

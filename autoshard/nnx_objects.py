@@ -22,8 +22,8 @@ from typing import Any
 
 import jax
 
-from cost_model.errors import InputError
-from search.ir.in_place import InPlace
+from autoshard.cost_model.errors import InputError
+from autoshard.search.ir.in_place import InPlace
 
 
 @jax.tree_util.register_pytree_with_keys_class

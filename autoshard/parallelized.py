@@ -20,30 +20,30 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from autoshard import nnx_objects, pipelines, placing, planning, programs
 from autoshard.calls import Call, Callee
+from autoshard.cost_model.attached import attached_hardware
+from autoshard.cost_model.cluster import Cluster
+from autoshard.cost_model.errors import InputError
+from autoshard.cost_model.hardware import parse_hardware
+from autoshard.cost_model.mixed_cluster import AnyCluster, MixedCluster
 from autoshard.creation import Creation, Number
+from autoshard.executors.jit import Program
+from autoshard.executors.pipeline_program import PipelineProgram
+from autoshard.executors.transfers import spread
 from autoshard.pins import ANYWHERE, Rested, as_in
 from autoshard.pipelines import Stages
 from autoshard.planning import Asked
 from autoshard.processes import Processes
 from autoshard.progress import Progress, narrated
+from autoshard.search.ir import _jax
+from autoshard.search.ir.graph import Step
+from autoshard.search.ir.trace import step_name
+from autoshard.search.options import Options
+from autoshard.search.plan.pipeline_plan import PipelinePlan
+from autoshard.search.plan.plan import Plan
+from autoshard.search.plan.spmd_plan import SpmdPlan
 from autoshard.signatures import Known, type_of
 from autoshard.signatures import signature as signature_of
 from autoshard.user_warning import warn
-from cost_model.attached import attached_hardware
-from cost_model.cluster import Cluster
-from cost_model.errors import InputError
-from cost_model.hardware import parse_hardware
-from cost_model.mixed_cluster import AnyCluster, MixedCluster
-from executors.jit import Program
-from executors.pipeline_program import PipelineProgram
-from executors.transfers import spread
-from search.ir import _jax
-from search.ir.graph import Step
-from search.ir.trace import step_name
-from search.options import Options
-from search.plan.pipeline_plan import PipelinePlan
-from search.plan.plan import Plan
-from search.plan.spmd_plan import SpmdPlan
 
 AnyPlan = Plan | PipelinePlan | SpmdPlan
 

@@ -12,13 +12,13 @@ from typing import Any
 
 from jax.sharding import PartitionSpec
 
-from cost_model.errors import InputError, PlanError
-from search.ir.graph import Step
-from search.ir.spec import AXIS_NAMES, divides, from_partition_spec, read_partition_spec
-from search.memory.offload import may_rest_on_host
-from search.plan.argument_paths import Counterparts, ending_in, unfolded
-from search.plan.decisions import ON_HOST
-from search.plan.plan import Plan
+from autoshard.cost_model.errors import InputError, PlanError
+from autoshard.search.ir.graph import Step
+from autoshard.search.ir.spec import AXIS_NAMES, divides, from_partition_spec, read_partition_spec
+from autoshard.search.memory.offload import may_rest_on_host
+from autoshard.search.plan.argument_paths import Counterparts, ending_in, unfolded
+from autoshard.search.plan.decisions import ON_HOST
+from autoshard.search.plan.plan import Plan
 
 Pins = Mapping[str, PartitionSpec | str] | Plan
 

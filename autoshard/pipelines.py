@@ -12,25 +12,31 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from autoshard import planning
+from autoshard.cost_model.cluster import Cluster
+from autoshard.cost_model.errors import InfeasibleError, InputError, PlanError
+from autoshard.cost_model.mixed_cluster import AnyCluster, MixedCluster
+from autoshard.cost_model.units import format_seconds
 from autoshard.planning import Asked
 from autoshard.processes import ALONE, Processes
 from autoshard.progress import Progress
+from autoshard.search.ir.graph import Step
+from autoshard.search.pipeline import planning as pipelines
+from autoshard.search.pipeline import spmd_planning
+from autoshard.search.pipeline.planning import Pipeline
+from autoshard.search.pipeline.prepared import Prepared
+from autoshard.search.pipeline.proposals import DISPATCH_S, Parts
+from autoshard.search.pipeline.search import PipelineOptions
+from autoshard.search.pipeline.spmd_planning import SpmdPipeline
+from autoshard.search.plan.pipeline_plan import PipelinePlan
+from autoshard.search.plan.plan import Plan
+from autoshard.search.plan.spmd_plan import (
+    EXECUTORS,
+    ONE_PROGRAM,
+    PROGRAM_PER_STAGE,
+    SpmdPlan,
+    is_of_one_program,
+)
 from autoshard.user_warning import warn
-from cost_model.cluster import Cluster
-from cost_model.errors import InfeasibleError, InputError, PlanError
-from cost_model.mixed_cluster import AnyCluster, MixedCluster
-from cost_model.units import format_seconds
-from search.ir.graph import Step
-from search.pipeline import planning as pipelines
-from search.pipeline import spmd_planning
-from search.pipeline.planning import Pipeline
-from search.pipeline.prepared import Prepared
-from search.pipeline.proposals import DISPATCH_S, Parts
-from search.pipeline.search import PipelineOptions
-from search.pipeline.spmd_planning import SpmdPipeline
-from search.plan.pipeline_plan import PipelinePlan
-from search.plan.plan import Plan
-from search.plan.spmd_plan import EXECUTORS, ONE_PROGRAM, PROGRAM_PER_STAGE, SpmdPlan, is_of_one_program
 
 AUTO = "auto"
 """How users ask for as many stages as are best, or none, however long the search takes."""

@@ -14,14 +14,14 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
+from autoshard.cost_model.errors import InputError
+from autoshard.cost_model.units import format_bytes
+from autoshard.executors.jit import Program
+from autoshard.executors.pipeline_program import PipelineProgram
+from autoshard.executors.transfers import is_sent, sent, spread
 from autoshard.planning import LARGE_BYTES, LARGE_SHARE
+from autoshard.search.ir.graph import Role, Step
 from autoshard.user_warning import warn
-from cost_model.errors import InputError
-from cost_model.units import format_bytes
-from executors.jit import Program
-from executors.pipeline_program import PipelineProgram
-from executors.transfers import is_sent, sent, spread
-from search.ir.graph import Role, Step
 
 FAILURES = (ValueError, TypeError, RuntimeError)
 """What JAX raises for arguments that lie elsewhere or were given up, and for much else."""

@@ -7,20 +7,20 @@ from typing import Any
 import jax
 import numpy as np
 
+from autoshard.cost_model.cluster import Cluster
+from autoshard.cost_model.errors import InputError, PlanError
+from autoshard.cost_model.mixed_cluster import AnyCluster, from_json
+from autoshard.cost_model.units import format_bytes, parse_bytes
 from autoshard.pins import ANYWHERE, Pins, Resting, pinned
+from autoshard.search import driver
+from autoshard.search.ir.graph import Step
+from autoshard.search.ir.trace import trace_call
+from autoshard.search.options import Options
+from autoshard.search.plan.pipeline_plan import PipelinePlan
+from autoshard.search.plan.plan import Plan
+from autoshard.search.plan.spmd_plan import SpmdPlan
+from autoshard.search.problem.fingerprint import fingerprint
 from autoshard.user_warning import warn
-from cost_model.cluster import Cluster
-from cost_model.errors import InputError, PlanError
-from cost_model.mixed_cluster import AnyCluster, from_json
-from cost_model.units import format_bytes, parse_bytes
-from search import driver
-from search.ir.graph import Step
-from search.ir.trace import trace_call
-from search.options import Options
-from search.plan.pipeline_plan import PipelinePlan
-from search.plan.plan import Plan
-from search.plan.spmd_plan import SpmdPlan
-from search.problem.fingerprint import fingerprint
 
 LARGE_BYTES = 1 << 20
 LARGE_SHARE = 0.05

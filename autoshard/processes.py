@@ -21,10 +21,10 @@ from typing import Any, Protocol
 import jax
 
 from autoshard import planning
-from cost_model import errors
-from cost_model.errors import AutoshardError, InputError
-from search.ir import _jax
-from search.ir.graph import Step
+from autoshard.cost_model import errors
+from autoshard.cost_model.errors import AutoshardError, InputError
+from autoshard.search.ir import _jax
+from autoshard.search.ir.graph import Step
 
 WAIT_MS = 1000
 """How long to wait before Python may look whether the user has interrupted it. Source: a choice of ours."""

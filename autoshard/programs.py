@@ -15,28 +15,28 @@ from typing import Any
 import jax
 
 from autoshard import planning
+from autoshard.cost_model.cluster import Cluster
+from autoshard.cost_model.errors import InfeasibleError, first_line
+from autoshard.cost_model.mixed_cluster import AnyCluster, MixedCluster
+from autoshard.cost_model.units import format_bytes
+from autoshard.cost_model.xla.compiler import options_for_cap
+from autoshard.cost_model.xla.gpu_targets import AS_PLANNED, scheduler_options
+from autoshard.executors import jit, pipeline, spmd
+from autoshard.executors.jit import Program
+from autoshard.executors.pipeline_jit import CompilerOptions
+from autoshard.executors.pipeline_program import PipelineProgram
 from autoshard.processes import Processes
 from autoshard.progress import Progress
+from autoshard.search.driver import SearchResult
+from autoshard.search.ir.graph import Step
+from autoshard.search.options import Options
+from autoshard.search.pipeline.planning import Pipeline
+from autoshard.search.pipeline.spmd_planning import SpmdPipeline
+from autoshard.search.plan.pipeline_plan import PipelinePlan
+from autoshard.search.plan.plan import Plan
+from autoshard.search.plan.spmd_plan import SpmdPlan
 from autoshard.verification import judge
 from autoshard.verification.result import Verification
-from cost_model.cluster import Cluster
-from cost_model.errors import InfeasibleError, first_line
-from cost_model.mixed_cluster import AnyCluster, MixedCluster
-from cost_model.units import format_bytes
-from cost_model.xla.compiler import options_for_cap
-from cost_model.xla.gpu_targets import AS_PLANNED, scheduler_options
-from executors import jit, pipeline, spmd
-from executors.jit import Program
-from executors.pipeline_jit import CompilerOptions
-from executors.pipeline_program import PipelineProgram
-from search.driver import SearchResult
-from search.ir.graph import Step
-from search.options import Options
-from search.pipeline.planning import Pipeline
-from search.pipeline.spmd_planning import SpmdPipeline
-from search.plan.pipeline_plan import PipelinePlan
-from search.plan.plan import Plan
-from search.plan.spmd_plan import SpmdPlan
 
 OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
 """How XLA's runtime begins to say that an allocation failed."""

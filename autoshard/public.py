@@ -3,9 +3,8 @@
 # ruff: noqa: F401
 
 from autoshard.api import AutoshardWarning, Parallelized, emit, parallelize, search, verify
-from autoshard.verification.result import Verification
-from cost_model.cluster import Cluster
-from cost_model.errors import (
+from autoshard.cost_model.cluster import Cluster
+from autoshard.cost_model.errors import (
     AutoshardError,
     ClusterError,
     CompilerError,
@@ -13,6 +12,7 @@ from cost_model.errors import (
     InputError,
     PlanError,
 )
-from cost_model.mixed_cluster import MixedCluster
-from executors.jit import Program
-from search.plan.plan import Collective, Decisions, Estimates, Plan
+from autoshard.cost_model.mixed_cluster import MixedCluster
+from autoshard.executors.jit import Program
+from autoshard.search.plan.plan import Collective, Decisions, Estimates, Plan
+from autoshard.verification.result import Verification

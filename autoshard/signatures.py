@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from autoshard.calls import Call
-from search.ir import _jax
+from autoshard.search.ir import _jax
 
 PYTHON_NUMBERS = (bool, int, float, complex)
 

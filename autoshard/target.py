@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from autoshard import api
-from cost_model.errors import AutoshardError, InputError
-from search.ir.trace import TRACE_ERRORS
+from autoshard.cost_model.errors import AutoshardError, InputError
+from autoshard.search.ir.trace import TRACE_ERRORS
 
 
 @contextlib.contextmanager

@@ -14,14 +14,14 @@ from unittest import mock
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
+from autoshard.cost_model.errors import InfeasibleError, first_line
+from autoshard.cost_model.hardware import parse_cluster
+from autoshard.search import driver
+from autoshard.search.driver import SearchResult
+from autoshard.search.ir.graph import Step
+from autoshard.search.ir.trace import trace
+from autoshard.search.options import Options
 from benchmarks import experts
-from cost_model.errors import InfeasibleError, first_line
-from cost_model.hardware import parse_cluster
-from search import driver
-from search.driver import SearchResult
-from search.ir.graph import Step
-from search.ir.trace import trace
-from search.options import Options
 from tests.zoo import Case, make_evoformer, make_gpt_linen, make_moe, make_resnet, make_t5
 
 CLUSTERS = ("8xH100-80GB", "64xH100-80GB", "64xA100-80GB-Ethernet")

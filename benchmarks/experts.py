@@ -35,15 +35,15 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import jax
 from jax.sharding import PartitionSpec as P
 
-from cost_model.cluster import Cluster
-from cost_model.errors import InfeasibleError
-from cost_model.hardware import parse_cluster
-from cost_model.meshes import finer_shapes
-from cost_model.units import format_mesh
-from search import driver
-from search.ir.graph import Step
-from search.ir.trace import trace
-from search.options import Options, candidate_shapes
+from autoshard.cost_model.cluster import Cluster
+from autoshard.cost_model.errors import InfeasibleError
+from autoshard.cost_model.hardware import parse_cluster
+from autoshard.cost_model.meshes import finer_shapes
+from autoshard.cost_model.units import format_mesh
+from autoshard.search import driver
+from autoshard.search.ir.graph import Step
+from autoshard.search.ir.trace import trace
+from autoshard.search.options import Options, candidate_shapes
 from tests.zoo import (
     LLAMA_7B,
     Case,

@@ -36,10 +36,10 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import jax.numpy as jnp
 
 import autoshard
+from autoshard.cost_model.hardware import parse_cluster
+from autoshard.cost_model.units import format_bytes, format_seconds
 from benchmarks.scanned_stacks import BY_HAND, Stack, make_scanned_gpt, make_scanned_llama
 from benchmarks.under_caps import Planner, Point, faster_below, frontier, over_the_cap, saved_share, under
-from cost_model.hardware import parse_cluster
-from cost_model.units import format_bytes, format_seconds
 from tests.zoo import LLAMA_7B, Case, make_evoformer, make_megatron, make_moe, make_vit
 
 CLUSTER = parse_cluster("8xH100-80GB")

@@ -14,9 +14,9 @@ from time import thread_time
 
 import numpy as np
 
-from search.pipeline.inter_op import plan_stages
-from search.pipeline.stage_costs import Node, StageOption, Submesh, submeshes
-from search.pipeline.stage_plan import InterOpPlan, InterOpProblem
+from autoshard.search.pipeline.inter_op import plan_stages
+from autoshard.search.pipeline.stage_costs import Node, StageOption, Submesh, submeshes
+from autoshard.search.pipeline.stage_plan import InterOpPlan, InterOpProblem
 
 DEVICES_PER_NODE = 8
 CAP_BYTES = 80e9

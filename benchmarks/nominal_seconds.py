@@ -16,14 +16,14 @@ from time import thread_time
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
+from autoshard.cost_model.errors import InfeasibleError
+from autoshard.cost_model.hardware import parse_cluster
+from autoshard.search.ir.trace import trace
+from autoshard.search.options import Options
+from autoshard.search.solver.clock import WorkClock
+from autoshard.search.step_search import StepSearch
+from autoshard.search.trials import Trials
 from benchmarks.experts import CLUSTERS, MODELS
-from cost_model.errors import InfeasibleError
-from cost_model.hardware import parse_cluster
-from search.ir.trace import trace
-from search.options import Options
-from search.solver.clock import WorkClock
-from search.step_search import StepSearch
-from search.trials import Trials
 
 LEAST_SHARE = 0.03
 """Of a search; places that take less are not listed."""

@@ -20,14 +20,14 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import jax
 import jax.numpy as jnp
 
+from autoshard.cost_model.hardware import parse_cluster
+from autoshard.cost_model.xla.process import Compiler
+from autoshard.search.ir.trace import trace
+from autoshard.search.pipeline.search import PipelineOptions
+from autoshard.search.pipeline.spmd_planning import find
 from autoshard.verification import pipeline_judge
 from autoshard.verification.judge import CompilerVerifier
 from autoshard.verification.pipeline_result import StageProof
-from cost_model.hardware import parse_cluster
-from cost_model.xla.process import Compiler
-from search.ir.trace import trace
-from search.pipeline.search import PipelineOptions
-from search.pipeline.spmd_planning import find
 from tests.gpu.compiled import HURRY
 from tests.zoo import Case, make_gpt_scan, make_llama, make_megatron
 from tests.zoo.case import Normal

@@ -22,22 +22,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from autoshard.cost_model.collectives import MeshModel
+from autoshard.cost_model.compute import kernel_s, product_s
+from autoshard.cost_model.hardware import parse_cluster
+from autoshard.cost_model.xla._jax import lower, module_bytes
+from autoshard.cost_model.xla.hlo import HloCollective
+from autoshard.cost_model.xla.process import Compiler, compile_apart
+from autoshard.cost_model.xla.schedule import End, HloKernel, Loop, Schedule, Start, schedule
+from autoshard.executors.jit import build
+from autoshard.search import driver
+from autoshard.search.driver import SearchResult
+from autoshard.search.ir.trace import trace
+from autoshard.search.options import Options
+from autoshard.search.problem.reshard import SLICE
+from autoshard.search.problem.reshard_paths import ReshardPaths
+from autoshard.search.problem.streams import CONTENTION
 from benchmarks.experts import experts, head, line, pins
-from cost_model.collectives import MeshModel
-from cost_model.compute import kernel_s, product_s
-from cost_model.hardware import parse_cluster
-from cost_model.xla._jax import lower, module_bytes
-from cost_model.xla.hlo import HloCollective
-from cost_model.xla.process import Compiler, compile_apart
-from cost_model.xla.schedule import End, HloKernel, Loop, Schedule, Start, schedule
-from executors.jit import build
-from search import driver
-from search.driver import SearchResult
-from search.ir.trace import trace
-from search.options import Options
-from search.problem.reshard import SLICE
-from search.problem.reshard_paths import ReshardPaths
-from search.problem.streams import CONTENTION
 from tests.zoo import (
     Case,
     make_gpt_linen,

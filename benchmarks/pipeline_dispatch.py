@@ -23,10 +23,10 @@ jax.config.update("jax_num_cpu_devices", 8)
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from executors.pipeline import PipelineProgram  # noqa: E402
-from search.ir.trace import trace  # noqa: E402
-from search.plan.schedule import Schedule, TaskKind  # noqa: E402
-from search.plan.task_order import task_order  # noqa: E402
+from autoshard.executors.pipeline import PipelineProgram  # noqa: E402
+from autoshard.search.ir.trace import trace  # noqa: E402
+from autoshard.search.plan.schedule import Schedule, TaskKind  # noqa: E402
+from autoshard.search.plan.task_order import task_order  # noqa: E402
 from tests.executors.pipelines import pipelined, schedule_of  # noqa: E402
 from tests.zoo import make_gpt_nnx  # noqa: E402
 

@@ -16,13 +16,13 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax.numpy as jnp
 
+from autoshard.cost_model.errors import InfeasibleError
+from autoshard.cost_model.hardware import parse_cluster
+from autoshard.search.ir.trace import trace
+from autoshard.search.pipeline.planning import find
+from autoshard.search.pipeline.search import PipelineOptions
 from benchmarks.experts import head, line, standing
 from benchmarks.pipelines import SEQUENCE, VOCABULARY, layout
-from cost_model.errors import InfeasibleError
-from cost_model.hardware import parse_cluster
-from search.ir.trace import trace
-from search.pipeline.planning import find
-from search.pipeline.search import PipelineOptions
 from tests.zoo.megatron import make_megatron
 
 

@@ -23,8 +23,8 @@ import jax
 import jax.numpy as jnp
 
 import autoshard
-from cost_model.errors import InputError
-from search.pipeline.schedules.registry import FAMILIES
+from autoshard.cost_model.errors import InputError
+from autoshard.search.pipeline.schedules.registry import FAMILIES
 from tests import zoo
 from tests.executors.agreement import Reference, assert_equal, run_steps
 from tests.executors.pipelines import pipelined, schedule_of, trained

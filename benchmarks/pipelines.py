@@ -30,17 +30,17 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import jax.numpy as jnp
 
 from autoshard import pipelines, planning
+from autoshard.cost_model.cluster import Cluster
+from autoshard.cost_model.errors import InfeasibleError
+from autoshard.cost_model.hardware import parse_cluster
+from autoshard.cost_model.units import format_mesh
 from autoshard.pipelines import WHERE_IT_PAYS, Stages
 from autoshard.planning import Asked
+from autoshard.search.ir.graph import Step
+from autoshard.search.ir.trace import trace
+from autoshard.search.plan.pipeline_plan import PipelinePlan
+from autoshard.search.plan.plan import Plan
 from benchmarks.experts import head, line, standing
-from cost_model.cluster import Cluster
-from cost_model.errors import InfeasibleError
-from cost_model.hardware import parse_cluster
-from cost_model.units import format_mesh
-from search.ir.graph import Step
-from search.ir.trace import trace
-from search.plan.pipeline_plan import PipelinePlan
-from search.plan.plan import Plan
 from tests.zoo.megatron import make_megatron
 
 SEQUENCE, VOCABULARY = 2048, 51_200

@@ -22,8 +22,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
 
-from cost_model.errors import InfeasibleError
-from search.memory.retention import ValueGraph, footprints, solve
+from autoshard.cost_model.errors import InfeasibleError
+from autoshard.search.memory.retention import ValueGraph, footprints, solve
 
 TIME_LIMIT_S = 60.0
 NUM_WORKERS = 2

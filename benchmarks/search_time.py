@@ -16,11 +16,11 @@ from time import process_time
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import autoshard
-from cost_model.hardware import parse_cluster
-from search import driver
-from search.ir.graph import Step
-from search.ir.trace import trace
-from search.options import Options
+from autoshard.cost_model.hardware import parse_cluster
+from autoshard.search import driver
+from autoshard.search.ir.graph import Step
+from autoshard.search.ir.trace import trace
+from autoshard.search.options import Options
 from tests.zoo import LLAMA_7B, Case, make_gpt_linen, make_llama
 
 CLUSTERS = ("8xH100-80GB", "64xH100-80GB", "512xH100-80GB", "64xA100-80GB-Ethernet")

@@ -18,10 +18,17 @@ from time import perf_counter
 
 import numpy as np
 
-from search.solver.branch_and_bound import Edge, Labels, MemoryConstraint, NoFitError, Problem, solve
-from search.solver.clock import PROCESSOR, Deadline
-from search.solver.milp import solve_milp
-from search.solver.pbqp import merged
+from autoshard.search.solver.branch_and_bound import (
+    Edge,
+    Labels,
+    MemoryConstraint,
+    NoFitError,
+    Problem,
+    solve,
+)
+from autoshard.search.solver.clock import PROCESSOR, Deadline
+from autoshard.search.solver.milp import solve_milp
+from autoshard.search.solver.pbqp import merged
 
 FLOPS_PER_S = 400e12
 HBM_BYTES_PER_S = 3e12

@@ -20,15 +20,15 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax.numpy as jnp
 
+from autoshard.cost_model.errors import AutoshardError
+from autoshard.cost_model.hardware import parse_cluster
+from autoshard.cost_model.xla.process import Compiler
+from autoshard.search.ir.trace import trace
+from autoshard.search.pipeline.planning import find
+from autoshard.search.pipeline.search import PipelineOptions
 from autoshard.verification import pipeline_judge
 from autoshard.verification.judge import CompilerVerifier
 from autoshard.verification.pipeline_result import PipelineVerification
-from cost_model.errors import AutoshardError
-from cost_model.hardware import parse_cluster
-from cost_model.xla.process import Compiler
-from search.ir.trace import trace
-from search.pipeline.planning import find
-from search.pipeline.search import PipelineOptions
 from tests.gpu.compiled import HURRY, JOBS
 from tests.zoo import (
     Case,

@@ -24,9 +24,9 @@ import jax
 import jax.numpy as jnp
 
 import autoshard
-from cost_model.attached import cluster_name
-from cost_model.units import format_bytes, format_seconds
-from search.plan.text_table import Row, aligned
+from autoshard.cost_model.attached import cluster_name
+from autoshard.cost_model.units import format_bytes, format_seconds
+from autoshard.search.plan.text_table import Row, aligned
 from tests.zoo import Case, make_gpt_linen, make_gpt_scan, make_llama, make_moe, make_resnet, make_vit
 
 BF16 = jnp.bfloat16

@@ -27,10 +27,10 @@ from typing import Any
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import autoshard
+from autoshard.cost_model.units import format_seconds
+from autoshard.cost_model.xla.process import Compiler
 from autoshard.verification.judge import CompilerVerifier
 from autoshard.verification.result import FLOOR_BYTES, TRAFFIC_SHARE, Moved, Verification
-from cost_model.units import format_seconds
-from cost_model.xla.process import Compiler
 from tests.gpu.compiled import HURRY, JOBS, Job, planned
 
 MIB = 1 << 20

@@ -14,19 +14,19 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Protocol
 
+from autoshard.cost_model.cluster import Cluster
+from autoshard.cost_model.errors import AutoshardError, InfeasibleError
+from autoshard.cost_model.units import parse_bytes
+from autoshard.cost_model.xla.process import Compiler
+from autoshard.search import driver
+from autoshard.search.driver import SearchResult
+from autoshard.search.ir.graph import Step
+from autoshard.search.ir.trace import trace_for
+from autoshard.search.options import Options, Progress
+from autoshard.search.problem.flat_program import flatten
 from autoshard.user_warning import AutoshardWarning
 from autoshard.verification.judge import CompilerVerifier, fitting
 from autoshard.verification.result import Verification
-from cost_model.cluster import Cluster
-from cost_model.errors import AutoshardError, InfeasibleError
-from cost_model.units import parse_bytes
-from cost_model.xla.process import Compiler
-from search import driver
-from search.driver import SearchResult
-from search.ir.graph import Step
-from search.ir.trace import trace_for
-from search.options import Options, Progress
-from search.problem.flat_program import flatten
 from tests.gpu.compiled import HURRY
 from tests.zoo import Case
 

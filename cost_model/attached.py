@@ -9,10 +9,10 @@ from typing import Any
 
 import jax
 
-from cost_model.cluster import Cluster
-from cost_model.errors import ClusterError
-from cost_model.hardware import joined, parse_cluster
-from cost_model.mixed_cluster import AnyCluster
+from autoshard.cost_model.cluster import Cluster
+from autoshard.cost_model.errors import ClusterError
+from autoshard.cost_model.hardware import joined, parse_cluster
+from autoshard.cost_model.mixed_cluster import AnyCluster
 
 _GPU_NAMES = (
     ("V100-SXM2-16GB", "V100-16GB"),

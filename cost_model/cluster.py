@@ -16,8 +16,17 @@ from typing import Annotated, Any
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
-from cost_model.errors import ClusterError
-from cost_model.file_forms import BYTES, FLOPS, RATE, SECONDS, Table, file_config, read_record, write_record
+from autoshard.cost_model.errors import ClusterError
+from autoshard.cost_model.file_forms import (
+    BYTES,
+    FLOPS,
+    RATE,
+    SECONDS,
+    Table,
+    file_config,
+    read_record,
+    write_record,
+)
 
 VECTOR = "vector"
 """The entry of `Device.flops_per_s` for ordinary cores: ops that are not matrix products."""
@@ -265,7 +274,7 @@ class Cluster:
         Raises:
           ClusterError: naming the place and the key.
         """
-        from cost_model.cluster_schema import checked  # it takes a while to import
+        from autoshard.cost_model.cluster_schema import checked  # it takes a while to import
 
         return checked(data, place, cls)
 

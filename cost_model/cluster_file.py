@@ -9,8 +9,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from cost_model.errors import ClusterError, closest
-from cost_model.mixed_cluster import AnyCluster, MixedCluster, from_json
+from autoshard.cost_model.errors import ClusterError, closest
+from autoshard.cost_model.mixed_cluster import AnyCluster, MixedCluster, from_json
 
 _PLAIN_KEYS = frozenset({"name", "num_devices", "devices_per_node", "sources", "groups"})
 """What needs no source, or has its own."""

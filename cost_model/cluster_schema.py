@@ -14,10 +14,10 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
-from cost_model.cluster import Cluster
-from cost_model.errors import ClusterError, closest
-from cost_model.file_forms import field_types, key_of, record_of
-from cost_model.mixed_cluster import MixedCluster
+from autoshard.cost_model.cluster import Cluster
+from autoshard.cost_model.errors import ClusterError, closest
+from autoshard.cost_model.file_forms import field_types, key_of, record_of
+from autoshard.cost_model.mixed_cluster import MixedCluster
 
 WANTED = MappingProxyType(
     {

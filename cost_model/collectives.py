@@ -41,8 +41,8 @@ from math import ceil, log2, prod
 
 import numpy as np
 
-from cost_model.cluster import Cluster
-from cost_model.errors import InputError
+from autoshard.cost_model.cluster import Cluster
+from autoshard.cost_model.errors import InputError
 
 type Amount = float | np.ndarray
 """A number, or an array of them: every function here works elementwise."""
@@ -124,7 +124,7 @@ class MeshModel:
       shape: the sizes of the axes, outermost first.
 
     Example:
-      >>> from cost_model.hardware import parse_cluster
+      >>> from autoshard.cost_model.hardware import parse_cluster
       >>> mesh = MeshModel(parse_cluster("16xH100-80GB"), (2, 8))
       >>> mesh.axis_link(1), mesh.axis_link(0)
       ((450000000000.0, 1.9e-06), (50000000000.0, 4e-06))

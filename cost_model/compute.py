@@ -27,7 +27,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike
 
-from cost_model.cluster import Device
+from autoshard.cost_model.cluster import Device
 
 type Seconds = np.ndarray | float
 """Of the inputs' shape; a float for scalars."""
@@ -95,7 +95,7 @@ def kernel_s(device: Device, num_bytes: ArrayLike, flops: ArrayLike = 0.0) -> Se
       flops: floating-point operations.
 
     Example:
-      >>> from cost_model.hardware import parse_cluster
+      >>> from autoshard.cost_model.hardware import parse_cluster
       >>> h100 = parse_cluster("8xH100-80GB").device
       >>> f"{kernel_s(h100, 2 * 2**30) * 1e6:.0f} us"
       '712 us'
@@ -114,7 +114,7 @@ def product_s(device: Device, product: Product, num_bytes: ArrayLike, peak_flops
       peak_flops_per_s: of the device, for the operands' dtype.
 
     Example:
-      >>> from cost_model.hardware import parse_cluster
+      >>> from autoshard.cost_model.hardware import parse_cluster
       >>> h100 = parse_cluster("8xH100-80GB").device
       >>> seconds = product_s(h100, Product(1, 4096, 4096, 4096), 3 * 2 * 4096**2, h100.peak_flops_per_s("bfloat16"))
       >>> f"{seconds * 1e6:.0f} us"

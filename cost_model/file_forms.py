@@ -11,8 +11,8 @@ from functools import cache
 from types import MappingProxyType
 from typing import Annotated, Any, Protocol, get_origin, get_type_hints
 
-from cost_model.errors import ClusterError
-from cost_model.units import (
+from autoshard.cost_model.errors import ClusterError
+from autoshard.cost_model.units import (
     exact_bytes,
     exact_flops,
     exact_rate,

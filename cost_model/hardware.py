@@ -15,12 +15,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from cost_model.cluster import Cluster, Device, Link
-from cost_model.cluster_file import read_cluster
-from cost_model.errors import ClusterError, closest
-from cost_model.mixed_cluster import AnyCluster, MixedCluster
-from cost_model.presets import DEVICE_KEYS, LINK_KEYS, NODE_DEVICES, PRESETS
-from cost_model.units import exact_bytes, parse_bytes
+from autoshard.cost_model.cluster import Cluster, Device, Link
+from autoshard.cost_model.cluster_file import read_cluster
+from autoshard.cost_model.errors import ClusterError, closest
+from autoshard.cost_model.mixed_cluster import AnyCluster, MixedCluster
+from autoshard.cost_model.presets import DEVICE_KEYS, LINK_KEYS, NODE_DEVICES, PRESETS
+from autoshard.cost_model.units import exact_bytes, parse_bytes
 
 __all__ = ["AnyCluster", "Cluster", "Device", "Link", "MixedCluster", "parse_cluster", "parse_hardware"]
 

@@ -16,9 +16,9 @@ eight.
 
 from itertools import combinations, pairwise, permutations
 
-from cost_model.cluster import Cluster
-from cost_model.collectives import MeshModel
-from cost_model.errors import InputError
+from autoshard.cost_model.cluster import Cluster
+from autoshard.cost_model.collectives import MeshModel
+from autoshard.cost_model.errors import InputError
 
 MAX_BOUNDARIES = 7
 """Boundaries considered, powers of two first: at most 8 meshes of two axes or one. Source: ours."""
@@ -38,7 +38,7 @@ def mesh_shapes(cluster: Cluster, max_axes: int = 2) -> tuple[tuple[int, ...], .
       Shapes whose product is `num_devices`, every size above 1 (a single device has `(1,)`).
 
     Example:
-      >>> from cost_model.hardware import parse_cluster
+      >>> from autoshard.cost_model.hardware import parse_cluster
       >>> mesh_shapes(parse_cluster("16xH100-80GB"))
       ((16,), (2, 8), (4, 4), (8, 2))
     """
@@ -64,7 +64,7 @@ def finer_shapes(cluster: Cluster, *coarser: tuple[int, ...]) -> tuple[tuple[int
       coarser: the meshes that they split, as many as there are.
 
     Example:
-      >>> from cost_model.hardware import parse_cluster
+      >>> from autoshard.cost_model.hardware import parse_cluster
       >>> finer_shapes(parse_cluster("64xH100-80GB"), (8, 8))
       ((2, 4, 8), (8, 2, 4))
       >>> finer_shapes(parse_cluster("64xH100-80GB"), (8, 8), (32, 2))

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from itertools import accumulate, permutations
 from typing import Annotated, Any
 
-from cost_model.cluster import Cluster, Link, check_name
-from cost_model.errors import ClusterError
-from cost_model.file_forms import Records, Table, file_config, write_record
+from autoshard.cost_model.cluster import Cluster, Link, check_name
+from autoshard.cost_model.errors import ClusterError
+from autoshard.cost_model.file_forms import Records, Table, file_config, write_record
 
 MAX_GROUPS = 4
 """Pipelines are looked for with the groups in every order. Source: a choice of ours; four have 24 orders."""
@@ -23,7 +23,7 @@ class MixedCluster:
     """Groups of nodes that a pipeline may span.
 
     Example:
-      >>> from cost_model.hardware import parse_hardware
+      >>> from autoshard.cost_model.hardware import parse_hardware
       >>> mixed = parse_hardware("8xH100-80GB+16xA100-40GB")
       >>> mixed.num_devices, [group.num_nodes for group in mixed.groups]
       (24, [1, 2])
@@ -140,7 +140,7 @@ def from_json(data: Any, place: str = "cluster") -> AnyCluster:
     Raises:
       ClusterError: naming the place and the key.
     """
-    from cost_model.cluster_schema import checked  # it takes a while to import
+    from autoshard.cost_model.cluster_schema import checked  # it takes a while to import
 
     if isinstance(data, dict) and "groups" in data:
         return checked(data, place, MixedCluster)

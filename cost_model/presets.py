@@ -12,8 +12,8 @@ fabric.
 
 from typing import Any
 
-from cost_model.cluster import LAUNCH_S, MATMUL_EFFICIENCY, MEMORY_EFFICIENCY, VECTOR_EFFICIENCY
-from cost_model.units import exact_seconds
+from autoshard.cost_model.cluster import LAUNCH_S, MATMUL_EFFICIENCY, MEMORY_EFFICIENCY, VECTOR_EFFICIENCY
+from autoshard.cost_model.units import exact_seconds
 
 NODE_DEVICES = 8
 """Devices in a full node. Source: NVIDIA DGX-1 to DGX B200; Google Cloud g2-standard-96 for L4."""

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from decimal import Decimal
 from numbers import Real
 
-from cost_model.errors import InputError
+from autoshard.cost_model.errors import InputError
 
 Scales = dict[str, Decimal]
 """Units and their size in the SI unit, smallest first."""

@@ -12,7 +12,7 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-from cost_model.errors import InputError
+from autoshard.cost_model.errors import InputError
 
 
 def write_whole(path: Path, text: str, what: str) -> None:

@@ -10,13 +10,13 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from cost_model.errors import InputError
-from cost_model.units import format_mesh
-from executors.rewrite import evaluator
-from search.ir._jax import itemsize
-from search.ir.graph import Step, Value
-from search.ir.sharding import StepSharding
-from search.ir.spec import partition_spec
+from autoshard.cost_model.errors import InputError
+from autoshard.cost_model.units import format_mesh
+from autoshard.executors.rewrite import evaluator
+from autoshard.search.ir._jax import itemsize
+from autoshard.search.ir.graph import Step, Value
+from autoshard.search.ir.sharding import StepSharding
+from autoshard.search.ir.spec import partition_spec
 
 
 @dataclass(frozen=True, eq=False)

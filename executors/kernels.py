@@ -20,12 +20,12 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from executors.look_up import looked_up
-from search.ir._jax import bind
-from search.ir._jax_kernels import pallas_on_shards, partitioned
-from search.ir.graph import Op, Value
-from search.ir.spec import PARTIAL, WHOLE, Spec, partition_spec
-from search.plan.named_sums import LOOK_UP
+from autoshard.executors.look_up import looked_up
+from autoshard.search.ir._jax import bind
+from autoshard.search.ir._jax_kernels import pallas_on_shards, partitioned
+from autoshard.search.ir.graph import Op, Value
+from autoshard.search.ir.spec import PARTIAL, WHOLE, Spec, partition_spec
+from autoshard.search.plan.named_sums import LOOK_UP
 
 Specs = Sequence[PartitionSpec]
 

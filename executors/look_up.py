@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from search.ir._jax import bind
-from search.ir.graph import Op
+from autoshard.search.ir._jax import bind
+from autoshard.search.ir.graph import Op
 
 
 def looked_up(

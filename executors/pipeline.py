@@ -27,9 +27,9 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from cost_model.errors import InputError
-from cost_model.units import format_mesh
-from executors.pipeline_jit import (
+from autoshard.cost_model.errors import InputError
+from autoshard.cost_model.units import format_mesh
+from autoshard.executors.pipeline_jit import (
     UNFINISHED,
     Agenda,
     Call,
@@ -40,12 +40,12 @@ from executors.pipeline_jit import (
     Seating,
     Sending,
 )
-from executors.pipeline_program import PipelineProgram, Slot
-from executors.transfers import Way, are_of_several_processes, everywhere, on_all
-from search.ir.spec import WHOLE
-from search.plan.schedule import Schedule, Task, TaskKind
-from search.plan.stage_programs import StageProgram, StagePrograms, StageSharding
-from search.plan.task_order import task_order
+from autoshard.executors.pipeline_program import PipelineProgram, Slot
+from autoshard.executors.transfers import Way, are_of_several_processes, everywhere, on_all
+from autoshard.search.ir.spec import WHOLE
+from autoshard.search.plan.schedule import Schedule, Task, TaskKind
+from autoshard.search.plan.stage_programs import StageProgram, StagePrograms, StageSharding
+from autoshard.search.plan.task_order import task_order
 
 
 def build(

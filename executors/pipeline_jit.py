@@ -19,13 +19,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from executors.jit import Program, shard_bytes
-from executors.pipeline_program import Instruction, Slot
-from executors.rewrite import evaluator
-from executors.transfers import are_of_several_processes
-from search.ir.sharding import StepSharding
-from search.ir.spec import WHOLE, Spec, partition_spec
-from search.plan.stage_programs import StageProgram, StagePrograms, StageSharding
+from autoshard.executors.jit import Program, shard_bytes
+from autoshard.executors.pipeline_program import Instruction, Slot
+from autoshard.executors.rewrite import evaluator
+from autoshard.executors.transfers import are_of_several_processes
+from autoshard.search.ir.sharding import StepSharding
+from autoshard.search.ir.spec import WHOLE, Spec, partition_spec
+from autoshard.search.plan.stage_programs import StageProgram, StagePrograms, StageSharding
 
 Seat = tuple[int, int]
 """A stage on a worker."""

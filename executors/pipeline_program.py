@@ -17,8 +17,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from search.ir._jax import narrowed
-from search.ir.graph import Step
+from autoshard.search.ir._jax import narrowed
+from autoshard.search.ir.graph import Step
 
 Slot = int
 

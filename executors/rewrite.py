@@ -19,11 +19,11 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from executors.kernels import on_shards, reductions, sum_of_terms, terms_one_after_another
-from search.ir._jax import abstract_value, bind, optimization_barrier_p, provenance
-from search.ir.graph import Graph, Op, Phase, Value
-from search.ir.sharding import OperandReshard, ReshardStep, SharedPaths, StepSharding
-from search.ir.spec import PARTIAL, WHOLE, Spec, partition_spec
+from autoshard.executors.kernels import on_shards, reductions, sum_of_terms, terms_one_after_another
+from autoshard.search.ir._jax import abstract_value, bind, optimization_barrier_p, provenance
+from autoshard.search.ir.graph import Graph, Op, Phase, Value
+from autoshard.search.ir.sharding import OperandReshard, ReshardStep, SharedPaths, StepSharding
+from autoshard.search.ir.spec import PARTIAL, WHOLE, Spec, partition_spec
 
 
 def evaluator(

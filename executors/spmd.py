@@ -28,12 +28,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
-from executors.jit import Program, jitted
-from executors.rewrite import evaluator
-from executors.spmd_layout import REPLICA, STAGE, Layout
-from executors.spmd_ticks import NOTHING, Ticks
-from search.ir.graph import Graph
-from search.plan.spmd_step import LayerLoop, Segment, SpmdSharding, SpmdStep
+from autoshard.executors.jit import Program, jitted
+from autoshard.executors.rewrite import evaluator
+from autoshard.executors.spmd_layout import REPLICA, STAGE, Layout
+from autoshard.executors.spmd_ticks import NOTHING, Ticks
+from autoshard.search.ir.graph import Graph
+from autoshard.search.plan.spmd_step import LayerLoop, Segment, SpmdSharding, SpmdStep
 
 
 def build(

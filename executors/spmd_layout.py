@@ -16,11 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from cost_model.errors import InputError
-from cost_model.units import format_mesh
-from search.ir.spec import WHOLE, Spec, partition_spec
-from search.plan.spmd_resting import is_shared_out, num_microbatches, resting_spec
-from search.plan.spmd_step import SpmdSharding, SpmdStep
+from autoshard.cost_model.errors import InputError
+from autoshard.cost_model.units import format_mesh
+from autoshard.search.ir.spec import WHOLE, Spec, partition_spec
+from autoshard.search.plan.spmd_resting import is_shared_out, num_microbatches, resting_spec
+from autoshard.search.plan.spmd_step import SpmdSharding, SpmdStep
 
 STAGE, REPLICA = "stage", "replica"
 """The first axes: of stages, and of the replicas of each, which take other examples."""

@@ -20,10 +20,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from executors.rewrite import evaluator
-from executors.spmd_layout import STAGE, Layout
-from search.ir.sharding import OperandReshard, ReshardStep, StepSharding
-from search.plan.spmd_step import LayerLoop, SpmdStep
+from autoshard.executors.rewrite import evaluator
+from autoshard.executors.spmd_layout import STAGE, Layout
+from autoshard.search.ir.sharding import OperandReshard, ReshardStep, StepSharding
+from autoshard.search.plan.spmd_step import LayerLoop, SpmdStep
 
 LOOP = (0,)
 """Where the loop stands in its part."""

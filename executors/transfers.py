@@ -22,7 +22,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from search.ir._jax import copied, is_key_dtype
+from autoshard.search.ir._jax import copied, is_key_dtype
 
 DEVICES = "devices"
 """The axis of a mesh that is no more than a row of devices."""

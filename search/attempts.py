@@ -14,16 +14,16 @@ from contextlib import suppress
 from dataclasses import replace
 from itertools import chain
 
-from cost_model.compute import pass_s_per_byte
-from cost_model.units import format_mesh
-from search.handing_over import carried_over
-from search.ir.graph import Site
-from search.memory.residuals import has_loops
-from search.mesh_problem import UNKNOWN, Known, MeshProblem, StepProblem
-from search.recomputation import Candidate
-from search.solver.branch_and_bound import NoFitError
-from search.solver.clock import Deadline
-from search.trials import Trials, said_of
+from autoshard.cost_model.compute import pass_s_per_byte
+from autoshard.cost_model.units import format_mesh
+from autoshard.search.handing_over import carried_over
+from autoshard.search.ir.graph import Site
+from autoshard.search.memory.residuals import has_loops
+from autoshard.search.mesh_problem import UNKNOWN, Known, MeshProblem, StepProblem
+from autoshard.search.recomputation import Candidate
+from autoshard.search.solver.branch_and_bound import NoFitError
+from autoshard.search.solver.clock import Deadline
+from autoshard.search.trials import Trials, said_of
 
 ATTEMPT_SHARE = 0.4
 """Of the time left, what a step may take to be searched. Source: a choice of ours."""

@@ -13,36 +13,36 @@ from typing import Any
 
 import jax
 
-from cost_model.cluster import Cluster
-from cost_model.errors import InfeasibleError, InputError, PlanError
-from cost_model.units import format_bytes, format_mesh
-from search.found import Found
-from search.garbage import uncollected
-from search.handing_over import handed_over, unseen_between_likes
-from search.ir.graph import Site, Step
-from search.ir.sharding import StepSharding
-from search.ir.spec import AXIS_NAMES
-from search.memory.microbatches import microbatched
-from search.mesh_problem import Known, MeshProblem, StepProblem, TooLargeError
-from search.options import DEFAULT_TIME_LIMIT_S, Options, Progress
-from search.plan.decisions import EDITED, apart, hosted, node_names
-from search.plan.edits import marks_of
-from search.plan.estimates import estimate
-from search.plan.plan import Plan
-from search.plan.reconciliation import ContradictionError, Reconciled, reconciled
-from search.plan.retention import CoarseError, RetentionCodec
-from search.plan.shardings import step_sharding
-from search.problem.fingerprint import fingerprint
-from search.problem.flat_program import flatten
-from search.problem.folding import fold
-from search.problem.likes import folded_like
-from search.problem.shortening import Shortened, shortened
-from search.solver.branch_and_bound import NoFitError
-from search.solver.clock import WorkClock
-from search.solver.pbqp import Labels
-from search.step_search import StepSearch
-from search.stopwatch import Stopwatch
-from search.trials import Trials
+from autoshard.cost_model.cluster import Cluster
+from autoshard.cost_model.errors import InfeasibleError, InputError, PlanError
+from autoshard.cost_model.units import format_bytes, format_mesh
+from autoshard.search.found import Found
+from autoshard.search.garbage import uncollected
+from autoshard.search.handing_over import handed_over, unseen_between_likes
+from autoshard.search.ir.graph import Site, Step
+from autoshard.search.ir.sharding import StepSharding
+from autoshard.search.ir.spec import AXIS_NAMES
+from autoshard.search.memory.microbatches import microbatched
+from autoshard.search.mesh_problem import Known, MeshProblem, StepProblem, TooLargeError
+from autoshard.search.options import DEFAULT_TIME_LIMIT_S, Options, Progress
+from autoshard.search.plan.decisions import EDITED, apart, hosted, node_names
+from autoshard.search.plan.edits import marks_of
+from autoshard.search.plan.estimates import estimate
+from autoshard.search.plan.plan import Plan
+from autoshard.search.plan.reconciliation import ContradictionError, Reconciled, reconciled
+from autoshard.search.plan.retention import CoarseError, RetentionCodec
+from autoshard.search.plan.shardings import step_sharding
+from autoshard.search.problem.fingerprint import fingerprint
+from autoshard.search.problem.flat_program import flatten
+from autoshard.search.problem.folding import fold
+from autoshard.search.problem.likes import folded_like
+from autoshard.search.problem.shortening import Shortened, shortened
+from autoshard.search.solver.branch_and_bound import NoFitError
+from autoshard.search.solver.clock import WorkClock
+from autoshard.search.solver.pbqp import Labels
+from autoshard.search.step_search import StepSearch
+from autoshard.search.stopwatch import Stopwatch
+from autoshard.search.trials import Trials
 
 ROOM = 0.1
 """Of the cap: where few layers leave so much, each standing for many, all are searched for what needs less to wait. Source:

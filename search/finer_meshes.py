@@ -17,16 +17,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 
-from cost_model.meshes import finer_shapes
-from cost_model.units import format_mesh
-from search.found import Found
-from search.handing_over import split_over
-from search.memory.residuals import has_loops
-from search.mesh_problem import RELATIVE_GAP, UNKNOWN, Known, MeshProblem, StepProblem
-from search.options import named_axes
-from search.recomputation import FreeSolution, without_cap
-from search.solver.clock import Deadline
-from search.trials import FINER_GAP, Bounds, Plain, Trials
+from autoshard.cost_model.meshes import finer_shapes
+from autoshard.cost_model.units import format_mesh
+from autoshard.search.found import Found
+from autoshard.search.handing_over import split_over
+from autoshard.search.memory.residuals import has_loops
+from autoshard.search.mesh_problem import RELATIVE_GAP, UNKNOWN, Known, MeshProblem, StepProblem
+from autoshard.search.options import named_axes
+from autoshard.search.recomputation import FreeSolution, without_cap
+from autoshard.search.solver.clock import Deadline
+from autoshard.search.trials import FINER_GAP, Bounds, Plain, Trials
 
 COMMUNICATES = 0.025
 """Of a step, what communication must cost for meshes of three axes to be tried. Source: a choice of ours; what they save is

@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from functools import cached_property
 
-from search.device.prediction import Prediction
-from search.mesh_problem import MeshProblem, StepProblem
-from search.problem.memory_rows import Peak
-from search.solver.pbqp import Labels
+from autoshard.search.device.prediction import Prediction
+from autoshard.search.mesh_problem import MeshProblem, StepProblem
+from autoshard.search.problem.memory_rows import Peak
+from autoshard.search.solver.pbqp import Labels
 
 
 @dataclass(frozen=True, eq=False)

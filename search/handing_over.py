@@ -11,12 +11,12 @@ from collections.abc import Hashable, Iterator
 
 import numpy as np
 
-from search.mesh_problem import MeshProblem
-from search.problem.folding import FoldedProgram
-from search.problem.likes import blocks, places
-from search.problem.strategies import port_specs
-from search.problem.strategy_graph import Maker, Port, StrategyGraph
-from search.solver.pbqp import Labels
+from autoshard.search.mesh_problem import MeshProblem
+from autoshard.search.problem.folding import FoldedProgram
+from autoshard.search.problem.likes import blocks, places
+from autoshard.search.problem.strategies import port_specs
+from autoshard.search.problem.strategy_graph import Maker, Port, StrategyGraph
+from autoshard.search.solver.pbqp import Labels
 
 
 def handed_over(short: MeshProblem, chosen: Labels, whole: MeshProblem) -> Labels:

@@ -4,13 +4,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from cost_model.cluster import Cluster
-from cost_model.errors import InfeasibleError, InputError
-from cost_model.units import format_bytes
-from search.ir.graph import Role, Step
-from search.memory.offload import MIN_BYTES, may_rest_on_host
-from search.mesh_problem import ROUNDING, MeshProblem
-from search.options import OFFLOADED, RESIDUALS, Options
+from autoshard.cost_model.cluster import Cluster
+from autoshard.cost_model.errors import InfeasibleError, InputError
+from autoshard.cost_model.units import format_bytes
+from autoshard.search.ir.graph import Role, Step
+from autoshard.search.memory.offload import MIN_BYTES, may_rest_on_host
+from autoshard.search.mesh_problem import ROUNDING, MeshProblem
+from autoshard.search.options import OFFLOADED, RESIDUALS, Options
 
 MOVED_SHARE = 0.05
 """Of the cap, what state has to take for its place on the host to be tried. Source: a choice of ours."""

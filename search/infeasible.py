@@ -13,17 +13,17 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
-from cost_model.cluster import Cluster
-from cost_model.errors import InfeasibleError, InputError, PlanError
-from cost_model.units import format_bytes, format_mesh, format_seconds
-from search.found import Found
-from search.mesh_problem import ROOM, WIDE_GAP, MeshProblem, StepProblem
-from search.options import Options, candidate_shapes
-from search.plan.estimates import where
-from search.problem.memory_rows import Peak
-from search.solver.branch_and_bound import NoFitError
-from search.solver.clock import Deadline
-from search.solver.pbqp import Labels
+from autoshard.cost_model.cluster import Cluster
+from autoshard.cost_model.errors import InfeasibleError, InputError, PlanError
+from autoshard.cost_model.units import format_bytes, format_mesh, format_seconds
+from autoshard.search.found import Found
+from autoshard.search.mesh_problem import ROOM, WIDE_GAP, MeshProblem, StepProblem
+from autoshard.search.options import Options, candidate_shapes
+from autoshard.search.plan.estimates import where
+from autoshard.search.problem.memory_rows import Peak
+from autoshard.search.solver.branch_and_bound import NoFitError
+from autoshard.search.solver.clock import Deadline
+from autoshard.search.solver.pbqp import Labels
 
 TIME_LIMIT_S = 5.0
 """Seconds by the search's clock for all that is said of a search in vain. Source: a choice of ours; with the search itself a

@@ -13,35 +13,35 @@ from typing import Any
 
 import numpy as np
 
-from cost_model.cluster import Cluster, Device
-from cost_model.collectives import MeshModel
-from cost_model.errors import PlanError
-from search.device.prediction import Prediction, predict
-from search.ir.graph import Site, Step
-from search.ir.spec import Spec, from_partition_spec
-from search.memory.offload import Offloaded, offloaded
-from search.memory.recompute import recomputed
-from search.plan.decisions import DecisionCodec, allowed_by_pins
-from search.problem.costs import CostedGraph, price
-from search.problem.flat_program import FlatProgram, flatten
-from search.problem.folding import FoldedProgram, fold, separate
-from search.problem.fusion import Fusion, expensive_itemsize
-from search.problem.kernels import Kernels, kernels
-from search.problem.likes import folded_like
-from search.problem.live_ranges import LiveRange, LiveRanges
-from search.problem.memory_rows import Memory, Peak
-from search.problem.op_groups import op_groups
-from search.problem.reshard import Resharder
-from search.problem.seeds import seeds
-from search.problem.strategy_graph import StrategyGraph, strategy_graph
-from search.problem.streams import Hiding
-from search.problem.traffic import Traffic
-from search.solver import branch_and_bound
-from search.solver.branch_and_bound import NoFitError
-from search.solver.clock import PROCESSOR, Deadline, SearchClock
-from search.solver.neighbourhoods import reoptimised
-from search.solver.pbqp import Labels, MemoryConstraint, Problem, merged, restricted_row
-from search.tightening import BLIND, MAX_ROWS, Round, tightened
+from autoshard.cost_model.cluster import Cluster, Device
+from autoshard.cost_model.collectives import MeshModel
+from autoshard.cost_model.errors import PlanError
+from autoshard.search.device.prediction import Prediction, predict
+from autoshard.search.ir.graph import Site, Step
+from autoshard.search.ir.spec import Spec, from_partition_spec
+from autoshard.search.memory.offload import Offloaded, offloaded
+from autoshard.search.memory.recompute import recomputed
+from autoshard.search.plan.decisions import DecisionCodec, allowed_by_pins
+from autoshard.search.problem.costs import CostedGraph, price
+from autoshard.search.problem.flat_program import FlatProgram, flatten
+from autoshard.search.problem.folding import FoldedProgram, fold, separate
+from autoshard.search.problem.fusion import Fusion, expensive_itemsize
+from autoshard.search.problem.kernels import Kernels, kernels
+from autoshard.search.problem.likes import folded_like
+from autoshard.search.problem.live_ranges import LiveRange, LiveRanges
+from autoshard.search.problem.memory_rows import Memory, Peak
+from autoshard.search.problem.op_groups import op_groups
+from autoshard.search.problem.reshard import Resharder
+from autoshard.search.problem.seeds import seeds
+from autoshard.search.problem.strategy_graph import StrategyGraph, strategy_graph
+from autoshard.search.problem.streams import Hiding
+from autoshard.search.problem.traffic import Traffic
+from autoshard.search.solver import branch_and_bound
+from autoshard.search.solver.branch_and_bound import NoFitError
+from autoshard.search.solver.clock import PROCESSOR, Deadline, SearchClock
+from autoshard.search.solver.neighbourhoods import reoptimised
+from autoshard.search.solver.pbqp import Labels, MemoryConstraint, Problem, merged, restricted_row
+from autoshard.search.tightening import BLIND, MAX_ROWS, Round, tightened
 
 RELATIVE_GAP = 5e-3
 """Plans within this of the optimum are taken for optimal: the cost model is not finer."""

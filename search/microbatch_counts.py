@@ -4,8 +4,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from search.problem.live_ranges import Resident
-from search.recomputation import FreeSolution
+from autoshard.search.problem.live_ranges import Resident
+from autoshard.search.recomputation import FreeSolution
 
 OF_A_BATCH = frozenset({Resident.RESIDUALS, Resident.TEMPORARIES})
 """What is less, the fewer examples there are."""

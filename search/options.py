@@ -7,12 +7,12 @@ from math import prod
 from types import MappingProxyType
 from typing import Any
 
-from cost_model.cluster import Cluster
-from cost_model.errors import InputError
-from cost_model.meshes import mesh_shapes
-from search.ir.graph import Role
-from search.ir.spec import AXIS_NAMES
-from search.solver.clock import PROCESSOR, SearchClock, WorkClock
+from autoshard.cost_model.cluster import Cluster
+from autoshard.cost_model.errors import InputError
+from autoshard.cost_model.meshes import mesh_shapes
+from autoshard.search.ir.graph import Role
+from autoshard.search.ir.spec import AXIS_NAMES
+from autoshard.search.solver.clock import PROCESSOR, SearchClock, WorkClock
 
 DEFAULT_TIME_LIMIT_S = 15.0
 """Nominal seconds (`search.solver.clock`) for all meshes together; what is not proven by then is the plan's gap."""

@@ -26,14 +26,14 @@ from typing import Any
 
 import numpy as np
 
-from search.ir.graph import Site
-from search.memory.fetches import WINDOW
-from search.memory.residuals import residuals
-from search.memory.trade_offs import Choice, trade_offs
-from search.mesh_problem import FREE_GAP, RELATIVE_GAP, UNKNOWN, Known, MeshProblem, StepProblem
-from search.solver.branch_and_bound import NoFitError
-from search.solver.clock import Deadline
-from search.solver.pbqp import Labels
+from autoshard.search.ir.graph import Site
+from autoshard.search.memory.fetches import WINDOW
+from autoshard.search.memory.residuals import residuals
+from autoshard.search.memory.trade_offs import Choice, trade_offs
+from autoshard.search.mesh_problem import FREE_GAP, RELATIVE_GAP, UNKNOWN, Known, MeshProblem, StepProblem
+from autoshard.search.solver.branch_and_bound import NoFitError
+from autoshard.search.solver.clock import Deadline
+from autoshard.search.solver.pbqp import Labels
 
 NO_CAP = 1 << 62
 

@@ -21,21 +21,21 @@ from dataclasses import replace
 from functools import cache, partial
 from itertools import chain, islice
 
-from cost_model.errors import first_line
-from cost_model.units import format_mesh
-from search import infeasible
-from search.attempts import LEAST_ATTEMPT_S, Attempts
-from search.finer_meshes import FinerMeshes
-from search.found import Found
-from search.host_arguments import HostArguments
-from search.memory.batch_states import NotSplittableError
-from search.memory.microbatches import batch_divisors, microbatched
-from search.memory.residuals import has_loops
-from search.mesh_problem import RELATIVE_GAP, ROUNDING, Known, MeshProblem, StepProblem
-from search.microbatch_counts import MicrobatchCounts, least_s
-from search.options import OFFLOADED, RESIDUALS
-from search.problem.memory_floor import floor_bytes, working_bytes
-from search.recomputation import (
+from autoshard.cost_model.errors import first_line
+from autoshard.cost_model.units import format_mesh
+from autoshard.search import infeasible
+from autoshard.search.attempts import LEAST_ATTEMPT_S, Attempts
+from autoshard.search.finer_meshes import FinerMeshes
+from autoshard.search.found import Found
+from autoshard.search.host_arguments import HostArguments
+from autoshard.search.memory.batch_states import NotSplittableError
+from autoshard.search.memory.microbatches import batch_divisors, microbatched
+from autoshard.search.memory.residuals import has_loops
+from autoshard.search.mesh_problem import RELATIVE_GAP, ROUNDING, Known, MeshProblem, StepProblem
+from autoshard.search.microbatch_counts import MicrobatchCounts, least_s
+from autoshard.search.options import OFFLOADED, RESIDUALS
+from autoshard.search.problem.memory_floor import floor_bytes, working_bytes
+from autoshard.search.recomputation import (
     MAX_MESHES,
     Candidate,
     Estimates,
@@ -43,8 +43,8 @@ from search.recomputation import (
     in_order,
     without_cap,
 )
-from search.solver.clock import Deadline
-from search.trials import Bounds, Plain, Trials
+from autoshard.search.solver.clock import Deadline
+from autoshard.search.trials import Bounds, Plain, Trials
 
 FIRST_SHARE = 0.2
 """Of the time for the step and all that recompute, what it may take to be held to the cap before these are tried. Source: a

@@ -16,7 +16,7 @@ is proven of fewer plans: of all rounds' lower bounds on the step time only the 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from search.solver.pbqp import MemoryConstraint
+from autoshard.search.solver.pbqp import MemoryConstraint
 
 MAX_ROWS = 5
 """How often a row is added, before lower limits must do. Source: a choice of ours."""

@@ -11,17 +11,24 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
-from cost_model.cluster import Cluster
-from cost_model.units import format_mesh
-from search.found import Found
-from search.ir.graph import Site, Step
-from search.mesh_problem import RELATIVE_GAP, UNKNOWN, Known, MeshProblem, StepProblem, TooLargeError
-from search.options import Options, Progress, candidate_shapes
-from search.problem.reshard import Resharder
-from search.recomputation import MAX_MESHES, NO_CAP, FreeSolution
-from search.solver.branch_and_bound import NoFitError
-from search.solver.clock import Deadline, SearchClock
-from search.stopwatch import Stopwatch
+from autoshard.cost_model.cluster import Cluster
+from autoshard.cost_model.units import format_mesh
+from autoshard.search.found import Found
+from autoshard.search.ir.graph import Site, Step
+from autoshard.search.mesh_problem import (
+    RELATIVE_GAP,
+    UNKNOWN,
+    Known,
+    MeshProblem,
+    StepProblem,
+    TooLargeError,
+)
+from autoshard.search.options import Options, Progress, candidate_shapes
+from autoshard.search.problem.reshard import Resharder
+from autoshard.search.recomputation import MAX_MESHES, NO_CAP, FreeSolution
+from autoshard.search.solver.branch_and_bound import NoFitError
+from autoshard.search.solver.clock import Deadline, SearchClock
+from autoshard.search.stopwatch import Stopwatch
 
 FREE_SHARE = 0.1
 """Of the time left, what a mesh may take without a cap. Source: a choice of ours; most take less, and what takes longer may

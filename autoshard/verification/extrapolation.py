@@ -9,13 +9,13 @@ The peak follows as far as the scheduler does the same in every block: it is an 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from autoshard.cost_model.xla.stats import CompiledStats, Traffic
+from autoshard.search.driver import SearchResult
+from autoshard.search.ir.graph import Step
+from autoshard.search.ir.sharding import StepSharding
 from autoshard.verification.omitted_memory import omitted_bytes
 from autoshard.verification.result import Extent
 from autoshard.verification.shorten import Shortened, Whole, shorten
-from cost_model.xla.stats import CompiledStats, Traffic
-from search.driver import SearchResult
-from search.ir.graph import Step
-from search.ir.sharding import StepSharding
 
 FIXED_OPS = 4_000
 """What starting one more compilation counts for, in ops of an unrolled step. Source: measured on two cores, a Megatron

@@ -13,30 +13,30 @@ from typing import Any
 
 import jax
 
+from autoshard.cost_model.cluster import Cluster
+from autoshard.cost_model.errors import CompilerError, InfeasibleError, InputError, first_line
+from autoshard.cost_model.mixed_cluster import AnyCluster
+from autoshard.cost_model.units import format_bytes, format_seconds
+from autoshard.cost_model.xla import compiler
+from autoshard.cost_model.xla._jax import lower, module_bytes
+from autoshard.cost_model.xla.gpu_targets import ATTEMPTS
+from autoshard.cost_model.xla.process import Compiler, compile_apart
+from autoshard.cost_model.xla.stats import CompiledStats
+from autoshard.executors import jit
+from autoshard.executors.jit import Program
+from autoshard.search.driver import SearchResult
+from autoshard.search.ir import _jax
+from autoshard.search.ir.graph import Step, walk
+from autoshard.search.ir.sharding import StepSharding
+from autoshard.search.pipeline.planning import Pipeline
+from autoshard.search.pipeline.spmd_planning import SpmdPipeline
+from autoshard.search.stopwatch import Stopwatch
+from autoshard.search.tightening import Round, tightened
 from autoshard.user_warning import warn
 from autoshard.verification.extrapolation import extrapolated, is_long, kept_blocks, omitted, to_compile
 from autoshard.verification.pipeline_result import PipelineVerification
 from autoshard.verification.result import Extent, Verification, compared
 from autoshard.verification.shorten import Shortened
-from cost_model.cluster import Cluster
-from cost_model.errors import CompilerError, InfeasibleError, InputError, first_line
-from cost_model.mixed_cluster import AnyCluster
-from cost_model.units import format_bytes, format_seconds
-from cost_model.xla import compiler
-from cost_model.xla._jax import lower, module_bytes
-from cost_model.xla.gpu_targets import ATTEMPTS
-from cost_model.xla.process import Compiler, compile_apart
-from cost_model.xla.stats import CompiledStats
-from executors import jit
-from executors.jit import Program
-from search.driver import SearchResult
-from search.ir import _jax
-from search.ir.graph import Step, walk
-from search.ir.sharding import StepSharding
-from search.pipeline.planning import Pipeline
-from search.pipeline.spmd_planning import SpmdPipeline
-from search.stopwatch import Stopwatch
-from search.tightening import Round, tightened
 
 Progress = Callable[[str], None]
 Proof = Verification | PipelineVerification

@@ -10,15 +10,15 @@ from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 
-from search.device.combiner import combined
-from search.device.kernel_order import program_order
-from search.device.kernel_times import KernelTime
-from search.device.lowering import Kernel, Lowered, lower
-from search.device.prediction import in_least_order
-from search.device.timeline import peak
-from search.problem.costs import CostedGraph
-from search.problem.flat_program import FlatOp
-from search.problem.live_ranges import LiveRanges
+from autoshard.search.device.combiner import combined
+from autoshard.search.device.kernel_order import program_order
+from autoshard.search.device.kernel_times import KernelTime
+from autoshard.search.device.lowering import Kernel, Lowered, lower
+from autoshard.search.device.prediction import in_least_order
+from autoshard.search.device.timeline import peak
+from autoshard.search.problem.costs import CostedGraph
+from autoshard.search.problem.flat_program import FlatOp
+from autoshard.search.problem.live_ranges import LiveRanges
 
 
 def omitted_bytes(

@@ -9,23 +9,23 @@ there while the program runs.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from autoshard.cost_model.cluster import Cluster
+from autoshard.cost_model.xla import compiler
+from autoshard.cost_model.xla._jax import module_bytes
+from autoshard.cost_model.xla.compiler import Compiled
+from autoshard.cost_model.xla.process import Job, compile_all_apart
+from autoshard.cost_model.xla.stats import CompiledStats, Traffic
+from autoshard.executors import spmd
+from autoshard.executors.pipeline import followed
+from autoshard.executors.pipeline_jit import StageRun
 from autoshard.progress import Progress
+from autoshard.search.pipeline.intra_op import replica_cluster
+from autoshard.search.pipeline.planning import Pipeline
+from autoshard.search.pipeline.spmd_planning import SpmdPipeline
+from autoshard.search.stopwatch import Stopwatch
 from autoshard.verification.judge import CompilerVerifier, lowered, telling
 from autoshard.verification.pipeline_result import PipelineVerification, ProgramProof, StageProof
 from autoshard.verification.result import Footprint, paired
-from cost_model.cluster import Cluster
-from cost_model.xla import compiler
-from cost_model.xla._jax import module_bytes
-from cost_model.xla.compiler import Compiled
-from cost_model.xla.process import Job, compile_all_apart
-from cost_model.xla.stats import CompiledStats, Traffic
-from executors import spmd
-from executors.pipeline import followed
-from executors.pipeline_jit import StageRun
-from search.pipeline.intra_op import replica_cluster
-from search.pipeline.planning import Pipeline
-from search.pipeline.spmd_planning import SpmdPipeline
-from search.stopwatch import Stopwatch
 
 
 def verified(verifier: CompilerVerifier, found: Pipeline | SpmdPipeline) -> PipelineVerification:

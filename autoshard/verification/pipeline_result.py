@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from autoshard.cost_model.units import format_bytes
 from autoshard.verification.result import (
     DIFFERS,
     DOES_NOT_FIT,
@@ -17,7 +18,6 @@ from autoshard.verification.result import (
     moved_difference,
     peak_difference,
 )
-from cost_model.units import format_bytes
 
 
 @dataclass(frozen=True, slots=True)

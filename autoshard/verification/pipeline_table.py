@@ -1,9 +1,9 @@
 """A pipeline's verification as a table: what `print(autoshard.verify(...))` shows of one."""
 
+from autoshard.cost_model.units import format_bytes, format_seconds
+from autoshard.search.plan.text_table import fitted, plural
 from autoshard.verification.pipeline_result import PipelineVerification, ProgramProof
 from autoshard.verification.table import MARK, numbers_right, verdict
-from cost_model.units import format_bytes, format_seconds
-from search.plan.text_table import fitted, plural
 
 
 def stage_by_stage(v: PipelineVerification) -> str:

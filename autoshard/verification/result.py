@@ -9,10 +9,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from cost_model.cluster import Cluster
-from cost_model.units import format_bytes
-from cost_model.xla.stats import CompiledStats, Traffic
-from search.plan.plan import Collective, Plan
+from autoshard.cost_model.cluster import Cluster
+from autoshard.cost_model.units import format_bytes
+from autoshard.cost_model.xla.stats import CompiledStats, Traffic
+from autoshard.search.plan.plan import Collective, Plan
 
 FLOOR_BYTES = 64 * 1024
 """Differences below it do not count: losses, norms and the like, which XLA merges or moves as it likes. Source: a choice

@@ -11,11 +11,11 @@ becomes of what the others handed on.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from search.ir.graph import Step
-from search.ir.sharding import StepSharding
-from search.problem.blocks import find_blocks
-from search.problem.cut import Cut
-from search.problem.likeness import Likeness, UnlikeError
+from autoshard.search.ir.graph import Step
+from autoshard.search.ir.sharding import StepSharding
+from autoshard.search.problem.blocks import find_blocks
+from autoshard.search.problem.cut import Cut
+from autoshard.search.problem.likeness import Likeness, UnlikeError
 
 
 @dataclass(frozen=True, eq=False)

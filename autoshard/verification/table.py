@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 
+from autoshard.cost_model.units import format_bytes, format_seconds
+from autoshard.search.plan.text_table import Row, aligned, fitted
 from autoshard.verification.result import Moved, Verification
-from cost_model.units import format_bytes, format_seconds
-from search.plan.text_table import Row, aligned, fitted
 
 MARK = "differs"
 """Beside what differs."""

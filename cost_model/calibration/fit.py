@@ -23,9 +23,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from cost_model.calibration.probes import Timing
-from cost_model.cluster import VECTOR, Cluster
-from cost_model.cluster_file import number_paths, source_of
+from autoshard.cost_model.calibration.probes import Timing
+from autoshard.cost_model.cluster import VECTOR, Cluster
+from autoshard.cost_model.cluster_file import number_paths, source_of
 
 _SCALES = tuple(10 ** (tenth / 10) for tenth in sorted(range(-30, 31), key=abs))
 """How far off a preset may be, nearest first. Source: simulated devices on two slow cores are off by a hundred."""

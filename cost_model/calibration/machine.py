@@ -9,8 +9,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from cost_model.attached import limit_bytes, node_of
-from cost_model.cluster import Cluster
+from autoshard.cost_model.attached import limit_bytes, node_of
+from autoshard.cost_model.cluster import Cluster
 
 AXES = ("node", "local")
 """The mesh of what is measured: nodes, and the devices of each."""

@@ -25,8 +25,8 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from cost_model.calibration.machine import AXES
-from cost_model.calibration.probes import (
+from autoshard.cost_model.calibration.machine import AXES
+from autoshard.cost_model.calibration.probes import (
     FLOAT32_BYTES,
     VECTOR_ADDS,
     CollectiveProbe,
@@ -38,8 +38,8 @@ from cost_model.calibration.probes import (
     Timing,
     VectorProbe,
 )
-from cost_model.cluster import Cluster
-from cost_model.errors import ClusterError, first_line
+from autoshard.cost_model.cluster import Cluster
+from autoshard.cost_model.errors import ClusterError, first_line
 
 _CHAIN = 32
 """Kernels in one round of the launch probe. Source: a choice of ours; more take long to compile."""

@@ -15,11 +15,11 @@ every machine; what would take too long on a slow one is left out (`measure.meas
 from dataclasses import dataclass
 from itertools import product
 
-from cost_model import compute
-from cost_model.cluster import Cluster
-from cost_model.collectives import MeshModel
-from cost_model.compute import kernel_s
-from cost_model.units import format_bytes
+from autoshard.cost_model import compute
+from autoshard.cost_model.cluster import Cluster
+from autoshard.cost_model.collectives import MeshModel
+from autoshard.cost_model.compute import kernel_s
+from autoshard.cost_model.units import format_bytes
 
 KIB, MIB = 2**10, 2**20
 

@@ -41,7 +41,7 @@ def main() -> None:
 def _compiled(job: dict[str, Any], module: bytes, cuda_folder: str) -> dict[str, Any]:
     import jax  # this takes seconds, and the parent may be gone by then
 
-    from cost_model.xla import compiler
+    from autoshard.cost_model.xla import compiler
 
     try:
         devices = compiler.described_devices(job["topology"], job["target_config"])

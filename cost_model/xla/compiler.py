@@ -23,10 +23,10 @@ from typing import Any, Protocol
 
 from jax.experimental import topologies
 
-from cost_model.cluster import Cluster
-from cost_model.errors import InputError
-from cost_model.xla import _jax
-from cost_model.xla.gpu_targets import budget_bytes, target_config
+from autoshard.cost_model.cluster import Cluster
+from autoshard.cost_model.errors import InputError
+from autoshard.cost_model.xla import _jax
+from autoshard.cost_model.xla.gpu_targets import budget_bytes, target_config
 
 ENVIRONMENT = MappingProxyType(
     {

@@ -8,7 +8,7 @@ the compiler learns of the cap.
 import re
 from types import MappingProxyType
 
-from cost_model.errors import InputError
+from autoshard.cost_model.errors import InputError
 
 _HOPPER = {
     "shared_memory_per_core": "233472",

@@ -26,10 +26,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from cost_model.cluster import Cluster
-from cost_model.errors import CompilerError
-from cost_model.xla.compiler import ENVIRONMENT, Compiled, check, topology
-from cost_model.xla.gpu_targets import scheduler_options, target_config
+from autoshard.cost_model.cluster import Cluster
+from autoshard.cost_model.errors import CompilerError
+from autoshard.cost_model.xla.compiler import ENVIRONMENT, Compiled, check, topology
+from autoshard.cost_model.xla.gpu_targets import scheduler_options, target_config
 
 _ROOT = Path(__file__).parents[2]
 _COMMAND = (sys.executable, "-P", "-m", "cost_model.xla.child")

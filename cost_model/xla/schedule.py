@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from cost_model.compute import Product
-from cost_model.xla.hlo import (
+from autoshard.cost_model.compute import Product
+from autoshard.cost_model.xla.hlo import (
     CALLED,
     KINDS,
     TRIPS,

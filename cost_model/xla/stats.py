@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from cost_model.xla import hlo
-from cost_model.xla.compiler import Compiled
+from autoshard.cost_model.xla import hlo
+from autoshard.cost_model.xla.compiler import Compiled
 
 Traffic = tuple[int, int]
 """(Arrays moved, bytes per device) in one step."""

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
 
-from cost_model.collectives import MeshModel
-from cost_model.xla.gpu_targets import JOINED_BYTES
-from search.device.kernel_times import of_collective
-from search.device.lowering import Communication, Kernel, Lowered, renumbered
+from autoshard.cost_model.collectives import MeshModel
+from autoshard.cost_model.xla.gpu_targets import JOINED_BYTES
+from autoshard.search.device.kernel_times import of_collective
+from autoshard.search.device.lowering import Communication, Kernel, Lowered, renumbered
 
 THRESHOLD_BYTES = 30 * 2**20
 """Source: XLA, `xla_gpu_all_reduce_combine_threshold_bytes` and its like for all-gather."""

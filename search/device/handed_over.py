@@ -12,11 +12,11 @@ loop stacks up is none of this: the product reads the part, and the stack is wri
 
 from dataclasses import dataclass
 
-from search.ir.spec import shard_shape
-from search.problem.flat_program import FlatProgram
-from search.problem.fusion import Fusion, is_part, is_view
-from search.problem.layouts import PRODUCT, Order, batch_first, large, placed
-from search.problem.reshard_paths import ReshardPaths
+from autoshard.search.ir.spec import shard_shape
+from autoshard.search.problem.flat_program import FlatProgram
+from autoshard.search.problem.fusion import Fusion, is_part, is_view
+from autoshard.search.problem.layouts import PRODUCT, Order, batch_first, large, placed
+from autoshard.search.problem.reshard_paths import ReshardPaths
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,8 @@ An order lists kernel numbers; a collective appears twice, as `k` where it start
 
 import heapq
 
-from search.device.lowering import Lowered
-from search.device.regions import Region
+from autoshard.search.device.lowering import Lowered
+from autoshard.search.device.regions import Region
 
 
 def program_order(lowered: Lowered) -> tuple[int, ...]:

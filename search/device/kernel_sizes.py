@@ -7,8 +7,8 @@
 
 from dataclasses import replace
 
-from search.device.latency_hiding import EDGE_S
-from search.device.lowering import Copies, Kernel, Lowered, Sums
+from autoshard.search.device.latency_hiding import EDGE_S
+from autoshard.search.device.lowering import Copies, Kernel, Lowered, Sums
 
 SMALL_S = EDGE_S
 """A kernel that sums an array, or writes it in another order tile by tile. Source: as above, `kLowCost`."""

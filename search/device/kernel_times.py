@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cost_model.collectives import MeshModel
-from cost_model.compute import kernel_s
-from search.problem.convolution_copies import CONVOLUTION
-from search.problem.costs import CostedGraph
-from search.problem.kernels import FusedKernel, runs_alone
+from autoshard.cost_model.collectives import MeshModel
+from autoshard.cost_model.compute import kernel_s
+from autoshard.search.problem.convolution_copies import CONVOLUTION
+from autoshard.search.problem.costs import CostedGraph
+from autoshard.search.problem.kernels import FusedKernel, runs_alone
 
 UNKNOWN_S = 5e-3
 """What it takes a collective between nodes for. Source: its log."""

@@ -34,8 +34,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 
-from search.device.lowering import Kernel, Loops, Lowered
-from search.device.regions import Region
+from autoshard.search.device.lowering import Kernel, Loops, Lowered
+from autoshard.search.device.regions import Region
 
 EDGE_S = 1e-6
 """How long the scheduler takes a result to be under way from one kernel to the next. Source: XLA, `kLowLatency`, in

@@ -12,23 +12,23 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
-from search.device.handed_over import TurnedCopy, turned
-from search.device.kernel_times import KernelTime, Times, of_collective
-from search.device.sums_in_place import sums_in_place
-from search.device.workspace import Workspaces
-from search.ir.sharding import ReshardStep, SharedPaths
-from search.ir.spec import shard_shape
-from search.problem import likes
-from search.problem.convolution_copies import CONVOLUTION, ConvolutionCopy
-from search.problem.costs import CostedGraph
-from search.problem.flat_program import FlatOp, ReadPhase, read_phase
-from search.problem.fusion import is_part
-from search.problem.kernels import runs_alone
-from search.problem.layouts import PRODUCT, Order
-from search.problem.live_ranges import LiveRanges, Resident
-from search.problem.memory_rows import Arrival
-from search.problem.reshard import SLICE
-from search.problem.reshard_paths import ReshardPaths
+from autoshard.search.device.handed_over import TurnedCopy, turned
+from autoshard.search.device.kernel_times import KernelTime, Times, of_collective
+from autoshard.search.device.sums_in_place import sums_in_place
+from autoshard.search.device.workspace import Workspaces
+from autoshard.search.ir.sharding import ReshardStep, SharedPaths
+from autoshard.search.ir.spec import shard_shape
+from autoshard.search.problem import likes
+from autoshard.search.problem.convolution_copies import CONVOLUTION, ConvolutionCopy
+from autoshard.search.problem.costs import CostedGraph
+from autoshard.search.problem.flat_program import FlatOp, ReadPhase, read_phase
+from autoshard.search.problem.fusion import is_part
+from autoshard.search.problem.kernels import runs_alone
+from autoshard.search.problem.layouts import PRODUCT, Order
+from autoshard.search.problem.live_ranges import LiveRanges, Resident
+from autoshard.search.problem.memory_rows import Arrival
+from autoshard.search.problem.reshard import SLICE
+from autoshard.search.problem.reshard_paths import ReshardPaths
 
 TO_HOST, FROM_HOST = TRANSFERS = ("to host", "from host")
 """Kinds of communication with the host."""

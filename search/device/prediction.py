@@ -12,18 +12,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from cost_model.xla.gpu_targets import budget_bytes, is_hopper_or_later
-from search.device.combiner import combined
-from search.device.kernel_order import memory_saving, program_order
-from search.device.kernel_sizes import sized
-from search.device.kernel_times import KernelTime
-from search.device.latency_hiding import latency_hiding
-from search.device.lowering import TRANSFERS, Kernel, Lowered, lower
-from search.device.siblings import merged
-from search.device.timeline import Occupancy, peak, seconds
-from search.problem.costs import CostedGraph
-from search.problem.live_ranges import ARGUMENTS, LiveRanges, Resident
-from search.problem.memory_rows import Peak
+from autoshard.cost_model.xla.gpu_targets import budget_bytes, is_hopper_or_later
+from autoshard.search.device.combiner import combined
+from autoshard.search.device.kernel_order import memory_saving, program_order
+from autoshard.search.device.kernel_sizes import sized
+from autoshard.search.device.kernel_times import KernelTime
+from autoshard.search.device.latency_hiding import latency_hiding
+from autoshard.search.device.lowering import TRANSFERS, Kernel, Lowered, lower
+from autoshard.search.device.siblings import merged
+from autoshard.search.device.timeline import Occupancy, peak, seconds
+from autoshard.search.problem.costs import CostedGraph
+from autoshard.search.problem.live_ranges import ARGUMENTS, LiveRanges, Resident
+from autoshard.search.problem.memory_rows import Peak
 
 MARGIN = 0.03
 """Of all that a step makes, for what our outline of the compiler misses. Source: the spread of predicted against compiled

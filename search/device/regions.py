@@ -5,7 +5,7 @@ Each is put in order by itself. An inner loop is one *unit* there, as is any oth
 
 from collections.abc import Sequence
 
-from search.device.lowering import Kernel, Loops, Lowered
+from autoshard.search.device.lowering import Kernel, Loops, Lowered
 
 
 class Region:

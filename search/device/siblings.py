@@ -13,7 +13,7 @@ result of that kernel. So an optimizer's new state is there all at once.
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
 
-from search.device.lowering import Copies, Kernel, Lowered, renumbered
+from autoshard.search.device.lowering import Copies, Kernel, Lowered, renumbered
 
 WINDOW = 64
 """How many kernels before a kernel its siblings are looked for. Source: a choice of ours; siblings share operands."""

@@ -10,11 +10,11 @@ handed to a program and back, as sums over microbatches are by the programs of a
 
 from collections.abc import Iterator
 
-from search.problem.flat_program import ADDITIONS
-from search.problem.fusion import is_part, is_view
-from search.problem.layouts import PRODUCT
-from search.problem.live_ranges import LiveRanges
-from search.problem.reshard_paths import ReshardPaths
+from autoshard.search.problem.flat_program import ADDITIONS
+from autoshard.search.problem.fusion import is_part, is_view
+from autoshard.search.problem.layouts import PRODUCT
+from autoshard.search.problem.live_ranges import LiveRanges
+from autoshard.search.problem.reshard_paths import ReshardPaths
 
 
 def sums_in_place(

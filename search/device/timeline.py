@@ -11,10 +11,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from search.device.lowering import Kernel, Loops, Lowered
-from search.problem.live_ranges import Resident
-from search.problem.memory_rows import Peak
-from search.problem.repeats import piled_up_from
+from autoshard.search.device.lowering import Kernel, Loops, Lowered
+from autoshard.search.problem.live_ranges import Resident
+from autoshard.search.problem.memory_rows import Peak
+from autoshard.search.problem.repeats import piled_up_from
 
 
 def peak(lowered: Lowered, order: Sequence[int]) -> Peak:

@@ -3,13 +3,13 @@
 from math import prod
 from typing import Any
 
-from cost_model.xla.gpu_targets import is_hopper_or_later
-from search.ir.spec import shard_shape
-from search.problem.convolution_copies import CONVOLUTION, ConvolutionCopy
-from search.problem.flat_program import FlatOp
-from search.problem.fusion import Fusion, is_view
-from search.problem.layouts import Order, product_order
-from search.problem.reshard_paths import ReshardPaths
+from autoshard.cost_model.xla.gpu_targets import is_hopper_or_later
+from autoshard.search.ir.spec import shard_shape
+from autoshard.search.problem.convolution_copies import CONVOLUTION, ConvolutionCopy
+from autoshard.search.problem.flat_program import FlatOp
+from autoshard.search.problem.fusion import Fusion, is_view
+from autoshard.search.problem.layouts import Order, product_order
+from autoshard.search.problem.reshard_paths import ReshardPaths
 
 WORKSPACE_BYTES = 4 * 2**20
 """Of a matrix product. Source: XLA:GPU's default for cuBLASLt."""

@@ -29,8 +29,8 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import sdy
 
-from cost_model.errors import InputError
-from search.ir._jax import open_jaxpr
+from autoshard.cost_model.errors import InputError
+from autoshard.search.ir._jax import open_jaxpr
 
 
 def as_partitioning(eqn: Any) -> Any:

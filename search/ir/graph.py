@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from search.ir import _jax
+from autoshard.search.ir import _jax
 
 
 class Phase(StrEnum):

@@ -22,8 +22,8 @@ from typing import Any
 
 import jax
 
-from cost_model.errors import InputError
-from search.ir.graph import Atom, Graph
+from autoshard.cost_model.errors import InputError
+from autoshard.search.ir.graph import Atom, Graph
 
 
 @jax.tree_util.register_pytree_with_keys_class

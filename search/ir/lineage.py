@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from search.ir import _jax
-from search.ir.factors import rule_for
-from search.ir.graph import Atom, Graph, Op, Phase, Value
+from autoshard.search.ir import _jax
+from autoshard.search.ir.factors import rule_for
+from autoshard.search.ir.graph import Atom, Graph, Op, Phase, Value
 
 WRITES = ("dynamic_update_slice", "scatter")
 """How the names of primitives begin that write into their first operand by index."""

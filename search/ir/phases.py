@@ -9,7 +9,7 @@ update, as it is itself behind another gradient.
 from collections.abc import Sequence
 from dataclasses import replace
 
-from search.ir.graph import Graph, Op, Phase
+from autoshard.search.ir.graph import Graph, Op, Phase
 
 
 def takes_gradient(op: Op) -> bool:

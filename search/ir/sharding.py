@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from search.ir.spec import PARTIAL, Spec
+from autoshard.search.ir.spec import PARTIAL, Spec
 
 Place = tuple[str, tuple[Any, ...], int]
 """(what, where, index): `("operand" | "result", site of an op, i)` or `("input" | "output", path of a graph,

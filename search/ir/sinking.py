@@ -13,8 +13,8 @@ A barrier, with which `jax.checkpoint` keeps recomputed ops apart, does not hold
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from search.ir import _jax
-from search.ir.graph import Atom, Graph, Op, Value, without_dead_ops
+from autoshard.search.ir import _jax
+from autoshard.search.ir.graph import Atom, Graph, Op, Value, without_dead_ops
 
 LEAST_BYTES = 1 << 20
 """Of a loop's constant: smaller ones are read from a GPU's cache. Source: a choice of ours."""

@@ -14,7 +14,7 @@ from typing import Any
 
 from jax.sharding import PartitionSpec
 
-from cost_model.errors import PlanError
+from autoshard.cost_model.errors import PlanError
 
 Spec = tuple[int, ...]
 WHOLE = -1

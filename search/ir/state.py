@@ -37,11 +37,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from cost_model.errors import InputError
-from search.ir import _jax
-from search.ir.graph import Graph, Phase, Role, Value
-from search.ir.lineage import NONE, Lineage, is_random, lineages
-from search.ir.phases import takes_gradient
+from autoshard.cost_model.errors import InputError
+from autoshard.search.ir import _jax
+from autoshard.search.ir.graph import Graph, Phase, Role, Value
+from autoshard.search.ir.lineage import NONE, Lineage, is_random, lineages
+from autoshard.search.ir.phases import takes_gradient
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -23,13 +23,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from cost_model.errors import InputError, first_line
-from search.ir import _jax, _jax_kernels, in_place
-from search.ir.factors import has_rule
-from search.ir.graph import Argument, Atom, Graph, Op, Phase, Step, Value, verify, without_dead_ops
-from search.ir.phases import with_phases
-from search.ir.sinking import sunk
-from search.ir.state import roles, successors
+from autoshard.cost_model.errors import InputError, first_line
+from autoshard.search.ir import _jax, _jax_kernels, in_place
+from autoshard.search.ir.factors import has_rule
+from autoshard.search.ir.graph import Argument, Atom, Graph, Op, Phase, Step, Value, verify, without_dead_ops
+from autoshard.search.ir.phases import with_phases
+from autoshard.search.ir.sinking import sunk
+from autoshard.search.ir.state import roles, successors
 
 TRACE_ERRORS = (jax.errors.JAXTypeError, jax.errors.JAXIndexError, TypeError, ValueError)
 """What a function that `jax.jit` cannot trace raises: JAX's words for it, or the function's own."""

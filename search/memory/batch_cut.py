@@ -13,10 +13,10 @@ from math import prod
 import numpy as np
 from jax import numpy as jnp
 
-from search.ir.factors import Kind, Rule, rule_for
-from search.ir.graph import Graph, Op
-from search.memory.batch_states import BatchSplit, Partial, PerExample, is_unsplit
-from search.memory.positions import own_row
+from autoshard.search.ir.factors import Kind, Rule, rule_for
+from autoshard.search.ir.graph import Graph, Op
+from autoshard.search.memory.batch_states import BatchSplit, Partial, PerExample, is_unsplit
+from autoshard.search.memory.positions import own_row
 
 REDUCTIONS = frozenset({"reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or"})
 

@@ -17,10 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from search.ir.factors import Kind
-from search.ir.graph import EFFECTFUL, Graph, Op
-from search.memory.batch_cut import REDUCTIONS, Cut, is_begun, operand_cut, summed_operands
-from search.memory.batch_states import (
+from autoshard.search.ir.factors import Kind
+from autoshard.search.ir.graph import EFFECTFUL, Graph, Op
+from autoshard.search.memory.batch_cut import REDUCTIONS, Cut, is_begun, operand_cut, summed_operands
+from autoshard.search.memory.batch_states import (
     ALIKE,
     WHOLE,
     BatchSplit,

@@ -19,8 +19,8 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from cost_model.errors import InputError
-from search.ir.graph import Atom, Graph, Op, Value
+from autoshard.cost_model.errors import InputError
+from autoshard.search.ir.graph import Atom, Graph, Op, Value
 
 
 class NotSplittableError(InputError):

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from search.memory.value_graph import ValueGraph
+from autoshard.search.memory.value_graph import ValueGraph
 
 MOST_SLOTS = 64
 """Parts of the budget that sizes are rounded up to. Source: a choice of ours."""

@@ -8,9 +8,9 @@ computed on the fly.
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from search.ir.graph import Atom, Graph, Op, Phase
-from search.ir.sinking import light_makers
-from search.memory.written import Written
+from autoshard.search.ir.graph import Atom, Graph, Op, Phase
+from autoshard.search.ir.sinking import light_makers
+from autoshard.search.memory.written import Written
 
 SCOPE = "recomputed"
 """Added to the name scopes of what is recomputed. (What `jax.checkpoint` recomputes stands in `rematted_computation`.)"""

@@ -9,7 +9,7 @@ as in Kirisame et al. (2021, "Dynamic tensor rematerialization"), who know the p
 was last read. Operands of what is being computed stay. The rule may get stuck where a sequence exists.
 """
 
-from search.memory.value_graph import ValueGraph
+from autoshard.search.memory.value_graph import ValueGraph
 
 MOST_COMPUTATIONS = 50
 """Per node, on average; a budget that takes more is given up. Source: a choice of ours."""

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from search.ir.graph import Atom, Graph, Op, Phase
+from autoshard.search.ir.graph import Atom, Graph, Op, Phase
 
 WINDOW = 2
 """How many of the largest parcels may be there at a time. Source: a choice of ours: one is in use while the next arrives."""

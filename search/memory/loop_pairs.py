@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from search.ir import _jax
-from search.ir.graph import Atom, Graph, Op, Phase, Value, without_dead_ops
-from search.memory.copies import Copies, copied
-from search.memory.written import Written
+from autoshard.search.ir import _jax
+from autoshard.search.ir.graph import Atom, Graph, Op, Phase, Value, without_dead_ops
+from autoshard.search.memory.copies import Copies, copied
+from autoshard.search.memory.written import Written
 
 
 def loop_pairs(graph: Graph) -> dict[int, list[int]]:

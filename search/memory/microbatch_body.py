@@ -22,10 +22,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from search.ir import _jax
-from search.ir.factors import Kind
-from search.ir.graph import EFFECTFUL, Atom, Graph, Op, Phase, Value, without_dead_ops
-from search.memory.batch_cut import (
+from autoshard.search.ir import _jax
+from autoshard.search.ir.factors import Kind
+from autoshard.search.ir.graph import EFFECTFUL, Atom, Graph, Op, Phase, Value, without_dead_ops
+from autoshard.search.memory.batch_cut import (
     Cut,
     cut_at,
     is_begun,
@@ -34,7 +34,7 @@ from search.memory.batch_cut import (
     rule_of,
     summed_operands,
 )
-from search.memory.batch_states import (
+from autoshard.search.memory.batch_states import (
     WHOLE,
     BatchSplit,
     NotSplittableError,
@@ -46,8 +46,8 @@ from search.memory.batch_states import (
     local_value,
     stacked,
 )
-from search.memory.resized_ops import Resizer
-from search.memory.written import Written
+from autoshard.search.memory.resized_ops import Resizer
+from autoshard.search.memory.written import Written
 
 INDEX = Value((), np.dtype(np.uint32))
 """A microbatch's number."""

@@ -33,11 +33,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from cost_model.errors import InputError
-from search.ir import _jax
-from search.ir.graph import EFFECTFUL, Graph, Op, Phase, Role, Step, Value, verify, without_dead_ops
-from search.memory.batch_split import batch_split
-from search.memory.batch_states import (
+from autoshard.cost_model.errors import InputError
+from autoshard.search.ir import _jax
+from autoshard.search.ir.graph import EFFECTFUL, Graph, Op, Phase, Role, Step, Value, verify, without_dead_ops
+from autoshard.search.memory.batch_split import batch_split
+from autoshard.search.memory.batch_states import (
     WHOLE,
     Alike,
     BatchSplit,
@@ -49,9 +49,9 @@ from search.memory.batch_states import (
     Whole,
     local_value,
 )
-from search.memory.microbatch_body import INDEX, Microbatch, around, in_loop
-from search.memory.resized_ops import Resizer
-from search.memory.written import SCOPE, Written
+from autoshard.search.memory.microbatch_body import INDEX, Microbatch, around, in_loop
+from autoshard.search.memory.resized_ops import Resizer
+from autoshard.search.memory.written import SCOPE, Written
 
 
 def microbatched(step: Step, count: int) -> Step:

@@ -17,9 +17,9 @@ from typing import Any
 
 import jax
 
-from search.ir.graph import Graph, Op, Phase, Role, Site, Step, verify
-from search.memory.fetches import Fetch, fetches
-from search.memory.written import Written
+from autoshard.search.ir.graph import Graph, Op, Phase, Role, Site, Step, verify
+from autoshard.search.memory.fetches import Fetch, fetches
+from autoshard.search.memory.written import Written
 
 SCOPE = "offload"
 """The name scope of copies."""

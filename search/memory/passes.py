@@ -18,12 +18,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
-from cost_model.compute import kernel_s, pass_s_per_byte
-from search.ir.graph import Phase
-from search.problem.costs import CostedGraph
-from search.problem.flat_program import FlatOp
-from search.problem.fusion import LIBRARIES, MAX_FUSION_SOURCES, Fusion, is_part, is_view
-from search.problem.kernels import runs_alone
+from autoshard.cost_model.compute import kernel_s, pass_s_per_byte
+from autoshard.search.ir.graph import Phase
+from autoshard.search.problem.costs import CostedGraph
+from autoshard.search.problem.flat_program import FlatOp
+from autoshard.search.problem.fusion import LIBRARIES, MAX_FUSION_SOURCES, Fusion, is_part, is_view
+from autoshard.search.problem.kernels import runs_alone
 
 DRAWN_BYTES = 24.0
 """What recomputing a random element moves through memory: six passes of a 32-bit number, in kernels that do not join with

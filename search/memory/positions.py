@@ -10,8 +10,8 @@ negative numbers.
 
 from collections.abc import Mapping
 
-from search.ir.factors import rule_for
-from search.ir.graph import Atom, Graph, Op
+from autoshard.search.ir.factors import rule_for
+from autoshard.search.ir.graph import Atom, Graph, Op
 
 _MOVES = frozenset({"broadcast_in_dim", "reshape", "squeeze", "expand_dims", "transpose", "copy", "name"})
 

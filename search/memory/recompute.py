@@ -17,13 +17,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
-from search.ir import _jax
-from search.ir.factors import Factor, Kind, rule_for
-from search.ir.graph import Atom, Graph, Op, Phase, Site, Step, Value, verify
-from search.memory.copies import Copies, copied
-from search.memory.loop_pairs import LoopPair, loop_pairs, without_unread_stacks
-from search.memory.written import Written
-from search.problem.fusion import VIEWS
+from autoshard.search.ir import _jax
+from autoshard.search.ir.factors import Factor, Kind, rule_for
+from autoshard.search.ir.graph import Atom, Graph, Op, Phase, Site, Step, Value, verify
+from autoshard.search.memory.copies import Copies, copied
+from autoshard.search.memory.loop_pairs import LoopPair, loop_pairs, without_unread_stacks
+from autoshard.search.memory.written import Written
+from autoshard.search.problem.fusion import VIEWS
 
 
 def recomputed(step: Step, sites: frozenset[Site]) -> Step:

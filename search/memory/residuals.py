@@ -23,17 +23,17 @@ from functools import cached_property
 
 import numpy as np
 
-from cost_model.compute import kernel_s
-from search.ir.graph import EFFECTFUL, Graph, Likes, Op, Phase, Role, Site, Step, walk
-from search.ir.sharding import Place
-from search.memory.loop_pairs import loop_pairs
-from search.memory.min_cut import Recomputation, cheapest
-from search.memory.passes import Passes
-from search.memory.segments import segments
-from search.problem.costs import CostedGraph
-from search.problem.flat_program import BARRIER
-from search.problem.fusion import Fusion
-from search.problem.kernels import MAXIMA, FusedKernel, is_by_rows, runs_alone
+from autoshard.cost_model.compute import kernel_s
+from autoshard.search.ir.graph import EFFECTFUL, Graph, Likes, Op, Phase, Role, Site, Step, walk
+from autoshard.search.ir.sharding import Place
+from autoshard.search.memory.loop_pairs import loop_pairs
+from autoshard.search.memory.min_cut import Recomputation, cheapest
+from autoshard.search.memory.passes import Passes
+from autoshard.search.memory.segments import segments
+from autoshard.search.problem.costs import CostedGraph
+from autoshard.search.problem.flat_program import BARRIER
+from autoshard.search.problem.fusion import Fusion
+from autoshard.search.problem.kernels import MAXIMA, FusedKernel, is_by_rows, runs_alone
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from search.ir import _jax
-from search.ir.graph import Atom, Op, Value
+from autoshard.search.ir import _jax
+from autoshard.search.ir.graph import Atom, Op, Value
 
 _Resize = Callable[[Op, Sequence[Value], Sequence[Value], Sequence[Value]], dict[str, Any]]
 """(op, operands as they were, operands now, results now) -> the parameters that change."""

@@ -23,11 +23,11 @@ from itertools import accumulate
 from math import gcd, inf
 from time import monotonic
 
-from cost_model.errors import InfeasibleError, InputError
-from search.memory.checkpoints import checkpointed
-from search.memory.eviction import evicting
-from search.memory.retention_program import Outcome, RetentionProgram
-from search.memory.value_graph import ValueGraph
+from autoshard.cost_model.errors import InfeasibleError, InputError
+from autoshard.search.memory.checkpoints import checkpointed
+from autoshard.search.memory.eviction import evicting
+from autoshard.search.memory.retention_program import Outcome, RetentionProgram
+from autoshard.search.memory.value_graph import ValueGraph
 
 MOST_RUNS = 3
 """Of computing again in ascending order, between two first computations. Source: with up to three, all of 2,088 random

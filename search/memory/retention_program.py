@@ -32,7 +32,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from search.memory.value_graph import ValueGraph
+from autoshard.search.memory.value_graph import ValueGraph
 
 if TYPE_CHECKING:
     from ortools.sat.python import cp_model

@@ -13,7 +13,7 @@ import heapq
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from search.ir.graph import Site
+from autoshard.search.ir.graph import Site
 
 HIGHEST_S_PER_BYTE = 1e-6
 """A price at which all is recomputed that can be. An H100 makes a byte of a product's result in 1e-12 s and more."""

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cost_model.errors import InputError
+from autoshard.cost_model.errors import InputError
 
 
 @dataclass(frozen=True, slots=True)

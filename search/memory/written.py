@@ -14,9 +14,9 @@ from typing import Any
 
 import jax
 
-from search.ir import _jax
-from search.ir.graph import Atom, Graph, Op, Phase, Value
-from search.ir.trace import build_graph
+from autoshard.search.ir import _jax
+from autoshard.search.ir.graph import Atom, Graph, Op, Phase, Value
+from autoshard.search.ir.trace import build_graph
 
 SCOPE = "microbatches"
 """The name scope of what is neither the user's nor made from it."""

@@ -25,14 +25,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cost_model.cluster import Cluster, Link
-from cost_model.mixed_cluster import AnyCluster
-from search.ir.graph import Site
-from search.pipeline.inter_op import fastest_cut
-from search.pipeline.proposals import Parts, Placed, Proposal
-from search.pipeline.schedules.registry import FAMILIES, build_schedule, check_numbers
-from search.pipeline.stage_costs import Node, StageOption, Submesh
-from search.pipeline.stage_plan import InterOpPlan, InterOpProblem, NoCut, StagePlan
+from autoshard.cost_model.cluster import Cluster, Link
+from autoshard.cost_model.mixed_cluster import AnyCluster
+from autoshard.search.ir.graph import Site
+from autoshard.search.pipeline.inter_op import fastest_cut
+from autoshard.search.pipeline.proposals import Parts, Placed, Proposal
+from autoshard.search.pipeline.schedules.registry import FAMILIES, build_schedule, check_numbers
+from autoshard.search.pipeline.stage_costs import Node, StageOption, Submesh
+from autoshard.search.pipeline.stage_plan import InterOpPlan, InterOpProblem, NoCut, StagePlan
 
 GAP = 0.01
 """Proved of a cut: finer than what costs are known to. Source: a choice of ours."""

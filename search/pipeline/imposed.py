@@ -7,12 +7,12 @@ of it, holds for it in a program too: only its place is another one.
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from search.ir.graph import Op, Site
-from search.ir.sharding import OperandReshard, Place, StepSharding
-from search.ir.spec import Spec
-from search.pipeline.intra_op import IntraOp
-from search.pipeline.pipeline_step import PipelineStep
-from search.pipeline.stages import is_tie
+from autoshard.search.ir.graph import Op, Site
+from autoshard.search.ir.sharding import OperandReshard, Place, StepSharding
+from autoshard.search.ir.spec import Spec
+from autoshard.search.pipeline.intra_op import IntraOp
+from autoshard.search.pipeline.pipeline_step import PipelineStep
+from autoshard.search.pipeline.stages import is_tie
 
 
 @dataclass(frozen=True, eq=False)

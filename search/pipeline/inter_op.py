@@ -32,9 +32,9 @@ from functools import cache, cached_property
 
 import numpy as np
 
-from search.pipeline.stage_costs import TOLERANCE, Array, StageTable, prefix_sums
-from search.pipeline.stage_plan import InterOpPlan, InterOpProblem, NoCut, StagePlan
-from search.pipeline.sweep import Column, Places, Sweep, dominated
+from autoshard.search.pipeline.stage_costs import TOLERANCE, Array, StageTable, prefix_sums
+from autoshard.search.pipeline.stage_plan import InterOpPlan, InterOpProblem, NoCut, StagePlan
+from autoshard.search.pipeline.sweep import Column, Places, Sweep, dominated
 
 RELATIVE_GAP = 1e-3
 """Proved of a plan where the caller says nothing. Source: a choice of ours, well below what costs are known to."""

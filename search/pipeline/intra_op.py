@@ -19,21 +19,21 @@ from math import prod
 
 import numpy as np
 
-from cost_model.cluster import Cluster
-from cost_model.errors import PlanError
-from search.device.prediction import Prediction
-from search.ir.graph import Role, Value
-from search.ir.sharding import Place, StepSharding
-from search.ir.spec import AXIS_NAMES, PARTIAL, WHOLE, Spec, divides
-from search.memory.microbatches import loop_over_microbatches
-from search.mesh_problem import MeshProblem, StepProblem
-from search.plan.plan import Decisions
-from search.plan.shardings import step_sharding
-from search.problem.flat_program import ENTER, FlatOp, FlatProgram
-from search.problem.reshard_paths import ReshardPaths
-from search.problem.strategies import CopySource, port_specs
-from search.solver.branch_and_bound import NoFitError
-from search.solver.pbqp import Labels
+from autoshard.cost_model.cluster import Cluster
+from autoshard.cost_model.errors import PlanError
+from autoshard.search.device.prediction import Prediction
+from autoshard.search.ir.graph import Role, Value
+from autoshard.search.ir.sharding import Place, StepSharding
+from autoshard.search.ir.spec import AXIS_NAMES, PARTIAL, WHOLE, Spec, divides
+from autoshard.search.memory.microbatches import loop_over_microbatches
+from autoshard.search.mesh_problem import MeshProblem, StepProblem
+from autoshard.search.plan.plan import Decisions
+from autoshard.search.plan.shardings import step_sharding
+from autoshard.search.problem.flat_program import ENTER, FlatOp, FlatProgram
+from autoshard.search.problem.reshard_paths import ReshardPaths
+from autoshard.search.problem.strategies import CopySource, port_specs
+from autoshard.search.solver.branch_and_bound import NoFitError
+from autoshard.search.solver.pbqp import Labels
 
 NO_CAP = 1 << 62
 

@@ -13,11 +13,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
-from search.ir.factors import rule_for
-from search.ir.graph import Op, Phase
-from search.memory.written import Written
-from search.pipeline.pipeline_step import SCOPE, PipelineStep, zeros
-from search.pipeline.stages import StageAssignment
+from autoshard.search.ir.factors import rule_for
+from autoshard.search.ir.graph import Op, Phase
+from autoshard.search.memory.written import Written
+from autoshard.search.pipeline.pipeline_step import SCOPE, PipelineStep, zeros
+from autoshard.search.pipeline.stages import StageAssignment
 
 
 def joined_late(step: PipelineStep, assigned: StageAssignment) -> PipelineStep:

@@ -20,17 +20,17 @@ from functools import cache, cached_property
 
 import numpy as np
 
-from cost_model.cluster import Cluster, Link
-from cost_model.collectives import MeshModel
-from search.ir.graph import Value
-from search.ir.spec import WHOLE, Spec
-from search.pipeline.intra_op import IntraOp
-from search.pipeline.layer_shares import IN_LOOP, ONCE, Array, LayerShares, only
-from search.pipeline.pipeline_step import PipelineStep
-from search.pipeline.stage_sharding import split_over_replicas
-from search.problem.costs import COMBINED_BYTES
-from search.problem.flat_program import ReadPhase, read_phase
-from search.problem.live_ranges import LiveRange
+from autoshard.cost_model.cluster import Cluster, Link
+from autoshard.cost_model.collectives import MeshModel
+from autoshard.search.ir.graph import Value
+from autoshard.search.ir.spec import WHOLE, Spec
+from autoshard.search.pipeline.intra_op import IntraOp
+from autoshard.search.pipeline.layer_shares import IN_LOOP, ONCE, Array, LayerShares, only
+from autoshard.search.pipeline.pipeline_step import PipelineStep
+from autoshard.search.pipeline.stage_sharding import split_over_replicas
+from autoshard.search.problem.costs import COMBINED_BYTES
+from autoshard.search.problem.flat_program import ReadPhase, read_phase
+from autoshard.search.problem.live_ranges import LiveRange
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -9,11 +9,11 @@ from functools import cached_property
 
 import numpy as np
 
-from search.ir.graph import Role, Site
-from search.mesh_problem import StepProblem
-from search.pipeline.layers import Layers
-from search.pipeline.programs import left_for_later
-from search.problem.flat_program import FlatOp, FlatProgram, ReadPhase, read_phase
+from autoshard.search.ir.graph import Role, Site
+from autoshard.search.mesh_problem import StepProblem
+from autoshard.search.pipeline.layers import Layers
+from autoshard.search.pipeline.programs import left_for_later
+from autoshard.search.problem.flat_program import FlatOp, FlatProgram, ReadPhase, read_phase
 
 Array = np.ndarray
 

@@ -15,12 +15,12 @@ from itertools import pairwise
 
 import numpy as np
 
-from search.ir.graph import Op
-from search.pipeline.local_ties import within_stages
-from search.pipeline.pipeline_step import PipelineStep
-from search.pipeline.split_loops import between_ops, num_positions
-from search.pipeline.stage_cut import StageCut, crossing_bytes, num_flops
-from search.pipeline.stages import StageAssignment, assign
+from autoshard.search.ir.graph import Op
+from autoshard.search.pipeline.local_ties import within_stages
+from autoshard.search.pipeline.pipeline_step import PipelineStep
+from autoshard.search.pipeline.split_loops import between_ops, num_positions
+from autoshard.search.pipeline.stage_cut import StageCut, crossing_bytes, num_flops
+from autoshard.search.pipeline.stages import StageAssignment, assign
 
 MAX_LAYERS = 96
 """Source: a choice of ours; the inter-op search takes seconds for as many on a thousand devices."""

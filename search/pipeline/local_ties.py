@@ -10,9 +10,9 @@ whoever reads the rest of it reads that as it was made.
 from collections.abc import Sequence
 from dataclasses import replace
 
-from search.ir.graph import Op
-from search.pipeline.pipeline_step import PipelineStep
-from search.pipeline.stages import StageAssignment, is_tie
+from autoshard.search.ir.graph import Op
+from autoshard.search.pipeline.pipeline_step import PipelineStep
+from autoshard.search.pipeline.stages import StageAssignment, is_tie
 
 
 def within_stages(step: PipelineStep, assigned: StageAssignment) -> PipelineStep:

@@ -12,14 +12,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from search.device.lowering import TRANSFERS, Buffer, Communication, Kernel, Loops, Lowered
-from search.device.prediction import Prediction
-from search.device.workspace import SLICED_WORKSPACE_BYTES, WORKSPACE_BYTES
-from search.ir.graph import Op, Site
-from search.pipeline.intra_op import IntraOp
-from search.pipeline.pipeline_step import PipelineStep
-from search.pipeline.turned_copies import with_copies
-from search.problem.flat_program import FlatOp
+from autoshard.search.device.lowering import TRANSFERS, Buffer, Communication, Kernel, Loops, Lowered
+from autoshard.search.device.prediction import Prediction
+from autoshard.search.device.workspace import SLICED_WORKSPACE_BYTES, WORKSPACE_BYTES
+from autoshard.search.ir.graph import Op, Site
+from autoshard.search.pipeline.intra_op import IntraOp
+from autoshard.search.pipeline.pipeline_step import PipelineStep
+from autoshard.search.pipeline.turned_copies import with_copies
+from autoshard.search.problem.flat_program import FlatOp
 
 
 @dataclass(frozen=True, eq=False)

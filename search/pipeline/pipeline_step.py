@@ -30,12 +30,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from search.ir.graph import EFFECTFUL, Atom, Op, Phase, Role, Site, Step, Value
-from search.ir.sharding import Place
-from search.ir.sinking import LIGHT
-from search.memory.microbatch_body import INDEX
-from search.memory.microbatches import loop_over_microbatches, looped
-from search.memory.written import Written
+from autoshard.search.ir.graph import EFFECTFUL, Atom, Op, Phase, Role, Site, Step, Value
+from autoshard.search.ir.sharding import Place
+from autoshard.search.ir.sinking import LIGHT
+from autoshard.search.memory.microbatch_body import INDEX
+from autoshard.search.memory.microbatches import loop_over_microbatches, looped
+from autoshard.search.memory.written import Written
 
 SCOPE = "pipeline"
 """The name scope of what is neither the user's nor made from it."""

@@ -11,39 +11,45 @@ from math import inf, prod
 
 import jax
 
-from cost_model.cluster import Cluster
-from cost_model.collectives import MeshModel
-from cost_model.errors import ClusterError, InfeasibleError, InputError, PlanError
-from cost_model.mixed_cluster import AnyCluster, MixedCluster, from_json
-from cost_model.units import format_bytes
-from search.garbage import uncollected
-from search.ir.graph import Step
-from search.ir.spec import AXIS_NAMES
-from search.memory.microbatches import looped
-from search.mesh_problem import StepProblem
-from search.pipeline.intra_op import decided
-from search.pipeline.pipeline_step import PipelineStep
-from search.pipeline.prepared import Prepared
-from search.pipeline.programs import made_ready, stage_programs
-from search.pipeline.proposals import Parts, Placed, Proposal, StageProposal
-from search.pipeline.schedules.registry import build_schedule
-from search.pipeline.search import PipelineOptions, PipelineSearch
-from search.pipeline.simulator import Simulation, StageCost, simulate
-from search.pipeline.split_loops import num_positions
-from search.pipeline.stage_collectives import stage_collectives
-from search.pipeline.stage_memory import StageMemory
-from search.pipeline.stage_sharding import stage_sharding
-from search.pipeline.task_memory import ProgramKernels
-from search.plan.pipeline_plan import REPLICA, PipelineEstimates, PipelinePlan, Stage, StageEstimates
-from search.plan.plan import Collective, Decisions
-from search.plan.retention import RetentionCodec
-from search.plan.schedule import Schedule
-from search.plan.stage_programs import StageProgram, StagePrograms, StageSharding
-from search.problem.fingerprint import fingerprint
-from search.problem.flat_program import flatten
-from search.problem.folding import fold
-from search.stopwatch import Stopwatch
-from search.tightening import Round, tightened
+from autoshard.cost_model.cluster import Cluster
+from autoshard.cost_model.collectives import MeshModel
+from autoshard.cost_model.errors import ClusterError, InfeasibleError, InputError, PlanError
+from autoshard.cost_model.mixed_cluster import AnyCluster, MixedCluster, from_json
+from autoshard.cost_model.units import format_bytes
+from autoshard.search.garbage import uncollected
+from autoshard.search.ir.graph import Step
+from autoshard.search.ir.spec import AXIS_NAMES
+from autoshard.search.memory.microbatches import looped
+from autoshard.search.mesh_problem import StepProblem
+from autoshard.search.pipeline.intra_op import decided
+from autoshard.search.pipeline.pipeline_step import PipelineStep
+from autoshard.search.pipeline.prepared import Prepared
+from autoshard.search.pipeline.programs import made_ready, stage_programs
+from autoshard.search.pipeline.proposals import Parts, Placed, Proposal, StageProposal
+from autoshard.search.pipeline.schedules.registry import build_schedule
+from autoshard.search.pipeline.search import PipelineOptions, PipelineSearch
+from autoshard.search.pipeline.simulator import Simulation, StageCost, simulate
+from autoshard.search.pipeline.split_loops import num_positions
+from autoshard.search.pipeline.stage_collectives import stage_collectives
+from autoshard.search.pipeline.stage_memory import StageMemory
+from autoshard.search.pipeline.stage_sharding import stage_sharding
+from autoshard.search.pipeline.task_memory import ProgramKernels
+from autoshard.search.plan.pipeline_plan import (
+    REPLICA,
+    PipelineEstimates,
+    PipelinePlan,
+    Stage,
+    StageEstimates,
+)
+from autoshard.search.plan.plan import Collective, Decisions
+from autoshard.search.plan.retention import RetentionCodec
+from autoshard.search.plan.schedule import Schedule
+from autoshard.search.plan.stage_programs import StageProgram, StagePrograms, StageSharding
+from autoshard.search.problem.fingerprint import fingerprint
+from autoshard.search.problem.flat_program import flatten
+from autoshard.search.problem.folding import fold
+from autoshard.search.stopwatch import Stopwatch
+from autoshard.search.tightening import Round, tightened
 
 MAX_ROUNDS = 4
 """How many pipelines are looked for under ever lower limits, where layers' costs do not show what programs need. Source: a

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import inf
 
-from cost_model.cluster import Cluster
-from search.ir.graph import Step
-from search.pipeline.proposals import Parts
-from search.solver.clock import Deadline, SearchClock, WorkClock
+from autoshard.cost_model.cluster import Cluster
+from autoshard.search.ir.graph import Step
+from autoshard.search.pipeline.proposals import Parts
+from autoshard.search.solver.clock import Deadline, SearchClock, WorkClock
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,16 +23,16 @@ from dataclasses import dataclass
 
 import jax
 
-from search.ir.graph import Graph, Op, verify
-from search.memory.written import Written
-from search.pipeline.joined_sums import joined_late
-from search.pipeline.local_ties import within_stages
-from search.pipeline.pipeline_step import SCOPE, PipelineStep
-from search.pipeline.split_loops import between_ops
-from search.pipeline.stage_cut import StageCut
-from search.pipeline.stages import StageAssignment, assign
-from search.plan.schedule import TaskKind
-from search.plan.stage_programs import StageProgram, StagePrograms
+from autoshard.search.ir.graph import Graph, Op, verify
+from autoshard.search.memory.written import Written
+from autoshard.search.pipeline.joined_sums import joined_late
+from autoshard.search.pipeline.local_ties import within_stages
+from autoshard.search.pipeline.pipeline_step import SCOPE, PipelineStep
+from autoshard.search.pipeline.split_loops import between_ops
+from autoshard.search.pipeline.stage_cut import StageCut
+from autoshard.search.pipeline.stages import StageAssignment, assign
+from autoshard.search.plan.schedule import TaskKind
+from autoshard.search.plan.stage_programs import StageProgram, StagePrograms
 
 
 def stage_programs(step: PipelineStep, cut: StageCut, splits_backward: bool = False) -> StagePrograms:

@@ -10,21 +10,21 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 
-from cost_model.cluster import Cluster, Link
-from cost_model.mixed_cluster import AnyCluster
-from search.ir.graph import Site, Step
-from search.memory.microbatches import looped
-from search.memory.residuals import Residuals, residuals
-from search.memory.trade_offs import HIGHEST_S_PER_BYTE, Choice
-from search.mesh_problem import StepProblem
-from search.pipeline.intra_op import IntraOp, as_tasks, solved
-from search.pipeline.layer_costs import LayerCosts, Ledger
-from search.pipeline.layer_shares import LayerShares
-from search.pipeline.layers import MAX_LAYERS, Layers
-from search.pipeline.pipeline_step import PipelineStep
-from search.pipeline.simulator import Simulation, StageCost, simulate
-from search.plan.schedule import Schedule
-from search.solver.clock import PROCESSOR, SearchClock
+from autoshard.cost_model.cluster import Cluster, Link
+from autoshard.cost_model.mixed_cluster import AnyCluster
+from autoshard.search.ir.graph import Site, Step
+from autoshard.search.memory.microbatches import looped
+from autoshard.search.memory.residuals import Residuals, residuals
+from autoshard.search.memory.trade_offs import HIGHEST_S_PER_BYTE, Choice
+from autoshard.search.mesh_problem import StepProblem
+from autoshard.search.pipeline.intra_op import IntraOp, as_tasks, solved
+from autoshard.search.pipeline.layer_costs import LayerCosts, Ledger
+from autoshard.search.pipeline.layer_shares import LayerShares
+from autoshard.search.pipeline.layers import MAX_LAYERS, Layers
+from autoshard.search.pipeline.pipeline_step import PipelineStep
+from autoshard.search.pipeline.simulator import Simulation, StageCost, simulate
+from autoshard.search.plan.schedule import Schedule
+from autoshard.search.solver.clock import PROCESSOR, SearchClock
 
 DISPATCH_S = 2e-4
 """What it takes a host to hand out a task. Source: `benchmarks/pipeline_dispatch.py`, on a core of a server."""

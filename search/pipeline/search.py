@@ -16,21 +16,21 @@ from functools import cached_property
 from itertools import product
 from math import inf, prod
 
-from cost_model.errors import InfeasibleError, InputError
-from cost_model.mixed_cluster import AnyCluster
-from cost_model.units import format_bytes, format_seconds
-from search.ir.graph import Role, Step
-from search.memory.batch_states import NotSplittableError
-from search.memory.microbatches import batch_divisors
-from search.memory.residuals import has_loops
-from search.pipeline.drafts import GAP, Draft, Drafting, Wanted, num_workers, stands
-from search.pipeline.inter_op import nearest_cut
-from search.pipeline.layers import MAX_LAYERS
-from search.pipeline.prepared import Prepared
-from search.pipeline.proposals import Parts, Proposal
-from search.pipeline.schedules.registry import check_name
-from search.pipeline.stage_plan import InterOpProblem, NoCut
-from search.solver.clock import Deadline
+from autoshard.cost_model.errors import InfeasibleError, InputError
+from autoshard.cost_model.mixed_cluster import AnyCluster
+from autoshard.cost_model.units import format_bytes, format_seconds
+from autoshard.search.ir.graph import Role, Step
+from autoshard.search.memory.batch_states import NotSplittableError
+from autoshard.search.memory.microbatches import batch_divisors
+from autoshard.search.memory.residuals import has_loops
+from autoshard.search.pipeline.drafts import GAP, Draft, Drafting, Wanted, num_workers, stands
+from autoshard.search.pipeline.inter_op import nearest_cut
+from autoshard.search.pipeline.layers import MAX_LAYERS
+from autoshard.search.pipeline.prepared import Prepared
+from autoshard.search.pipeline.proposals import Parts, Proposal
+from autoshard.search.pipeline.schedules.registry import check_name
+from autoshard.search.pipeline.stage_plan import InterOpProblem, NoCut
+from autoshard.search.solver.clock import Deadline
 
 MAX_MICROBATCHES = 1024
 """Source: a choice of ours; schedules have tasks for each of them on each stage."""

@@ -21,8 +21,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from search.plan.schedule import Schedule, Task, TaskKind
-from search.plan.task_order import task_order
+from autoshard.search.plan.schedule import Schedule, Task, TaskKind
+from autoshard.search.plan.task_order import task_order
 
 
 @dataclass(frozen=True, slots=True)

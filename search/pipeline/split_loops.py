@@ -24,11 +24,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from search.ir.graph import Atom, Op
-from search.memory.loop_pairs import Loop
-from search.memory.written import Written
-from search.pipeline.pipeline_step import SCOPE, PipelineStep
-from search.pipeline.stage_cut import StageCut
+from autoshard.search.ir.graph import Atom, Op
+from autoshard.search.memory.loop_pairs import Loop
+from autoshard.search.memory.written import Written
+from autoshard.search.pipeline.pipeline_step import SCOPE, PipelineStep
+from autoshard.search.pipeline.stage_cut import StageCut
 
 Bounds = tuple[int, ...]
 """Where the parts of a loop begin, and where the last one ends: iterations."""

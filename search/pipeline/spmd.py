@@ -13,12 +13,12 @@ the first stands where it is read first. What is light is made anew by whoever r
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from cost_model.errors import InputError
-from search.ir import _jax
-from search.ir.graph import Atom, Graph, Op, Role, Step, verify
-from search.pipeline.pipeline_step import PipelineStep
-from search.pipeline.split_loops import is_of_layers
-from search.plan.spmd_step import LayerLoop, Segment, SpmdStep
+from autoshard.cost_model.errors import InputError
+from autoshard.search.ir import _jax
+from autoshard.search.ir.graph import Atom, Graph, Op, Role, Step, verify
+from autoshard.search.pipeline.pipeline_step import PipelineStep
+from autoshard.search.pipeline.split_loops import is_of_layers
+from autoshard.search.plan.spmd_step import LayerLoop, Segment, SpmdStep
 
 
 def spmd_step(traced: Step, num_parts: int, num_workers: int, stages_per_worker: int) -> SpmdStep:

@@ -20,18 +20,18 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
-from cost_model.cluster import Cluster
-from cost_model.collectives import MeshModel
-from search.device.lowering import Kernel
-from search.ir.graph import Graph, Site
-from search.ir.spec import Spec
-from search.pipeline.intra_op import IntraOp
-from search.pipeline.part_kernels import PartKernels, Runs, length_of
-from search.pipeline.pipeline_step import PipelineStep
-from search.plan.plan import Collective
-from search.plan.spmd_resting import is_shared_out, mesh_shape, num_microbatches, resting_spec
-from search.plan.spmd_step import LayerLoop, Segment, SpmdSharding, SpmdStep
-from search.problem.costs import COMBINED_BYTES
+from autoshard.cost_model.cluster import Cluster
+from autoshard.cost_model.collectives import MeshModel
+from autoshard.search.device.lowering import Kernel
+from autoshard.search.ir.graph import Graph, Site
+from autoshard.search.ir.spec import Spec
+from autoshard.search.pipeline.intra_op import IntraOp
+from autoshard.search.pipeline.part_kernels import PartKernels, Runs, length_of
+from autoshard.search.pipeline.pipeline_step import PipelineStep
+from autoshard.search.plan.plan import Collective
+from autoshard.search.plan.spmd_resting import is_shared_out, mesh_shape, num_microbatches, resting_spec
+from autoshard.search.plan.spmd_step import LayerLoop, Segment, SpmdSharding, SpmdStep
+from autoshard.search.problem.costs import COMBINED_BYTES
 
 Part = Segment | LayerLoop | Graph
 """Of a program: what runs for microbatches, or its prologue or epilogue."""

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
-from search.pipeline.spmd_costs import REPLICA_AXIS, Part, SpmdCosts
-from search.plan.spmd_resting import mesh_shape, resting_spec
-from search.plan.spmd_step import LayerLoop, Segment
+from autoshard.search.pipeline.spmd_costs import REPLICA_AXIS, Part, SpmdCosts
+from autoshard.search.plan.spmd_resting import mesh_shape, resting_spec
+from autoshard.search.plan.spmd_step import LayerLoop, Segment
 
 
 @dataclass(frozen=True, eq=False)

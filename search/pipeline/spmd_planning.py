@@ -10,26 +10,26 @@ from math import inf, prod
 
 import jax
 
-from cost_model.cluster import Cluster
-from cost_model.errors import InputError, PlanError
-from search.garbage import uncollected
-from search.ir.graph import Step
-from search.memory.microbatches import looped
-from search.pipeline.intra_op import decided
-from search.pipeline.prepared import Prepared
-from search.pipeline.proposals import Parts
-from search.pipeline.schedules.registry import build_schedule
-from search.pipeline.search import PipelineOptions
-from search.pipeline.simulator import Simulation, StageCost, simulate
-from search.pipeline.spmd_costs import AXES
-from search.pipeline.spmd_search import Dealt, SpmdParts, SpmdProposal, SpmdSearch
-from search.plan.retention import RetentionCodec
-from search.plan.spmd_plan import SpmdEstimates, SpmdPlan
-from search.plan.spmd_step import SpmdSharding, SpmdStep
-from search.problem.fingerprint import fingerprint
-from search.problem.flat_program import flatten
-from search.problem.folding import fold
-from search.stopwatch import Stopwatch
+from autoshard.cost_model.cluster import Cluster
+from autoshard.cost_model.errors import InputError, PlanError
+from autoshard.search.garbage import uncollected
+from autoshard.search.ir.graph import Step
+from autoshard.search.memory.microbatches import looped
+from autoshard.search.pipeline.intra_op import decided
+from autoshard.search.pipeline.prepared import Prepared
+from autoshard.search.pipeline.proposals import Parts
+from autoshard.search.pipeline.schedules.registry import build_schedule
+from autoshard.search.pipeline.search import PipelineOptions
+from autoshard.search.pipeline.simulator import Simulation, StageCost, simulate
+from autoshard.search.pipeline.spmd_costs import AXES
+from autoshard.search.pipeline.spmd_search import Dealt, SpmdParts, SpmdProposal, SpmdSearch
+from autoshard.search.plan.retention import RetentionCodec
+from autoshard.search.plan.spmd_plan import SpmdEstimates, SpmdPlan
+from autoshard.search.plan.spmd_step import SpmdSharding, SpmdStep
+from autoshard.search.problem.fingerprint import fingerprint
+from autoshard.search.problem.flat_program import flatten
+from autoshard.search.problem.folding import fold
+from autoshard.search.stopwatch import Stopwatch
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,26 +11,26 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import inf, prod
 
-from cost_model.cluster import Cluster
-from cost_model.errors import InfeasibleError, InputError
-from cost_model.units import format_bytes
-from search.ir.graph import Role, Step
-from search.memory.microbatches import batch_divisors
-from search.pipeline.intra_op import IntraOp
-from search.pipeline.pipeline_step import PipelineStep
-from search.pipeline.prepared import Prepared
-from search.pipeline.proposals import Parts
-from search.pipeline.schedules.registry import build_schedule, check_numbers
-from search.pipeline.search import MAX_MICROBATCHES, NEAR, TIME_LIMIT_S, WORTH, PipelineOptions
-from search.pipeline.simulator import Simulation, StageCost, simulate
-from search.pipeline.spmd import layer_loops, written
-from search.pipeline.spmd_costs import SpmdCosts
-from search.pipeline.spmd_memory import SpmdMemory
-from search.pipeline.spmd_sharding import spmd_sharding
-from search.plan.spmd_plan import ONE_PROGRAM
-from search.plan.spmd_step import SpmdSharding, SpmdStep
-from search.plan.text_table import plural
-from search.solver.clock import Deadline
+from autoshard.cost_model.cluster import Cluster
+from autoshard.cost_model.errors import InfeasibleError, InputError
+from autoshard.cost_model.units import format_bytes
+from autoshard.search.ir.graph import Role, Step
+from autoshard.search.memory.microbatches import batch_divisors
+from autoshard.search.pipeline.intra_op import IntraOp
+from autoshard.search.pipeline.pipeline_step import PipelineStep
+from autoshard.search.pipeline.prepared import Prepared
+from autoshard.search.pipeline.proposals import Parts
+from autoshard.search.pipeline.schedules.registry import build_schedule, check_numbers
+from autoshard.search.pipeline.search import MAX_MICROBATCHES, NEAR, TIME_LIMIT_S, WORTH, PipelineOptions
+from autoshard.search.pipeline.simulator import Simulation, StageCost, simulate
+from autoshard.search.pipeline.spmd import layer_loops, written
+from autoshard.search.pipeline.spmd_costs import SpmdCosts
+from autoshard.search.pipeline.spmd_memory import SpmdMemory
+from autoshard.search.pipeline.spmd_sharding import spmd_sharding
+from autoshard.search.plan.spmd_plan import ONE_PROGRAM
+from autoshard.search.plan.spmd_step import SpmdSharding, SpmdStep
+from autoshard.search.plan.text_table import plural
+from autoshard.search.solver.clock import Deadline
 
 STAGES_PER_WORKER = {"gpipe": 1, "circular": 2}
 """By schedule. Source: a choice of ours, the fewest there can be."""

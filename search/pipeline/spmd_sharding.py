@@ -11,13 +11,13 @@ then reads all layers of a microbatch at once.)
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from search.ir.sharding import OperandReshard, Place, StepSharding
-from search.ir.spec import AXIS_NAMES, WHOLE, Spec
-from search.pipeline.imposed import Imposed
-from search.pipeline.intra_op import IntraOp
-from search.pipeline.pipeline_step import PipelineStep
-from search.plan.spmd_step import LayerLoop, Segment, SpmdSharding, SpmdStep
-from search.problem.reshard import SLICE
+from autoshard.search.ir.sharding import OperandReshard, Place, StepSharding
+from autoshard.search.ir.spec import AXIS_NAMES, WHOLE, Spec
+from autoshard.search.pipeline.imposed import Imposed
+from autoshard.search.pipeline.intra_op import IntraOp
+from autoshard.search.pipeline.pipeline_step import PipelineStep
+from autoshard.search.plan.spmd_step import LayerLoop, Segment, SpmdSharding, SpmdStep
+from autoshard.search.problem.reshard import SLICE
 
 LOOP = (0,)
 """The place of a loop over layers in its part."""

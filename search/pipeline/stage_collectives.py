@@ -10,13 +10,13 @@ that the update has made.
 from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
 
-from cost_model.collectives import MeshModel
-from search.ir.spec import AXIS_NAMES
-from search.pipeline.stage_memory import StageMemory
-from search.pipeline.stage_sharding import MIN_BYTES, REPLICA
-from search.pipeline.task_memory import ProgramKernels
-from search.plan.plan import Collective
-from search.problem.costs import COMBINED_BYTES
+from autoshard.cost_model.collectives import MeshModel
+from autoshard.search.ir.spec import AXIS_NAMES
+from autoshard.search.pipeline.stage_memory import StageMemory
+from autoshard.search.pipeline.stage_sharding import MIN_BYTES, REPLICA
+from autoshard.search.pipeline.task_memory import ProgramKernels
+from autoshard.search.plan.plan import Collective
+from autoshard.search.problem.costs import COMBINED_BYTES
 
 Said = tuple[str, tuple[str, ...], float, float, float]
 """Kind, mesh axes, how many, bytes of a device and seconds."""

@@ -14,8 +14,8 @@ from itertools import accumulate
 
 import numpy as np
 
-from search.ir.factors import rule_for
-from search.ir.graph import Graph, Op, Value
+from autoshard.search.ir.factors import rule_for
+from autoshard.search.ir.graph import Graph, Op, Value
 
 
 @dataclass(frozen=True, slots=True)

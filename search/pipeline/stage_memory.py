@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
-from search.ir.spec import WHOLE, Spec
-from search.plan.schedule import Schedule, Task, TaskKind
-from search.plan.stage_programs import StageProgram, StagePrograms, StageSharding
-from search.plan.task_order import task_order
+from autoshard.search.ir.spec import WHOLE, Spec
+from autoshard.search.plan.schedule import Schedule, Task, TaskKind
+from autoshard.search.plan.stage_programs import StageProgram, StagePrograms, StageSharding
+from autoshard.search.plan.task_order import task_order
 
 Job = tuple[int, TaskKind]
 """A stage, and a kind of task."""

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cost_model.units import format_bytes
-from search.pipeline.stage_costs import Array, Node, StageOption, Submesh
+from autoshard.cost_model.units import format_bytes
+from autoshard.search.pipeline.stage_costs import Array, Node, StageOption, Submesh
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -10,12 +10,12 @@ trillion parameter models", section 5.1), but for what tasks read, which has to 
 from dataclasses import dataclass
 from functools import cached_property
 
-from search.ir.graph import Role, Value
-from search.ir.spec import AXIS_NAMES, WHOLE, Spec, divides
-from search.pipeline.imposed import Imposed
-from search.pipeline.intra_op import IntraOp
-from search.pipeline.pipeline_step import PipelineStep
-from search.plan.stage_programs import StagePrograms, StageSharding
+from autoshard.search.ir.graph import Role, Value
+from autoshard.search.ir.spec import AXIS_NAMES, WHOLE, Spec, divides
+from autoshard.search.pipeline.imposed import Imposed
+from autoshard.search.pipeline.intra_op import IntraOp
+from autoshard.search.pipeline.pipeline_step import PipelineStep
+from autoshard.search.plan.stage_programs import StagePrograms, StageSharding
 
 REPLICA = "replica"
 """The name of the replicas' axis."""

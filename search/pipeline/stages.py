@@ -19,10 +19,10 @@ What is made anew by whoever reads it has no stage.
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from search.ir.graph import Op
-from search.pipeline.pipeline_step import PipelineStep
-from search.pipeline.stage_cut import StageCut
-from search.problem.flat_program import BARRIER
+from autoshard.search.ir.graph import Op
+from autoshard.search.pipeline.pipeline_step import PipelineStep
+from autoshard.search.pipeline.stage_cut import StageCut
+from autoshard.search.problem.flat_program import BARRIER
 
 
 @dataclass(frozen=True, eq=False)

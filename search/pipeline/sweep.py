@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from search.pipeline.stage_costs import TOLERANCE, Array, Node, StageTable, Submesh
+from autoshard.search.pipeline.stage_costs import TOLERANCE, Array, Node, StageTable, Submesh
 
 
 @dataclass(frozen=True, slots=True, eq=False)

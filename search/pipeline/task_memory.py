@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from search.ir.graph import Op, Site
-from search.pipeline.intra_op import IntraOp
-from search.pipeline.part_kernels import PartKernels, Runs, length_of
-from search.pipeline.pipeline_step import PipelineStep
-from search.plan.schedule import TaskKind
-from search.plan.stage_programs import StageProgram, StagePrograms
+from autoshard.search.ir.graph import Op, Site
+from autoshard.search.pipeline.intra_op import IntraOp
+from autoshard.search.pipeline.part_kernels import PartKernels, Runs, length_of
+from autoshard.search.pipeline.pipeline_step import PipelineStep
+from autoshard.search.plan.schedule import TaskKind
+from autoshard.search.plan.stage_programs import StageProgram, StagePrograms
 
 
 @dataclass(frozen=True, eq=False)

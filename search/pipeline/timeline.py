@@ -11,9 +11,9 @@ counter of the residuals held. Source: "Trace Event Format", the JSON that Chrom
 from collections.abc import Iterator
 from typing import Any
 
-from cost_model.units import format_bytes, format_seconds
-from search.pipeline.simulator import Run, Simulation
-from search.plan.text_table import WIDTH
+from autoshard.cost_model.units import format_bytes, format_seconds
+from autoshard.search.pipeline.simulator import Run, Simulation
+from autoshard.search.plan.text_table import WIDTH
 
 IDLE, GOING_ON = ".", "-"
 

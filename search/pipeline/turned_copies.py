@@ -7,12 +7,12 @@ are told no time, as the compiler's scheduler puts nothing beside them.
 from collections.abc import Mapping
 from dataclasses import replace
 
-from search.device.handed_over import TurnedCopy
-from search.device.kernel_times import KernelTime
-from search.device.lowering import Buffer, Copies, Kernel, Loops, Lowered, renumbered
-from search.device.workspace import SLICED_WORKSPACE_BYTES, WORKSPACE_BYTES
-from search.problem.layouts import Order
-from search.problem.live_ranges import Resident
+from autoshard.search.device.handed_over import TurnedCopy
+from autoshard.search.device.kernel_times import KernelTime
+from autoshard.search.device.lowering import Buffer, Copies, Kernel, Loops, Lowered, renumbered
+from autoshard.search.device.workspace import SLICED_WORKSPACE_BYTES, WORKSPACE_BYTES
+from autoshard.search.problem.layouts import Order
+from autoshard.search.problem.live_ranges import Resident
 
 FREE = KernelTime(0.0, 0.0)
 """The time of a copy here."""

@@ -8,9 +8,9 @@ ended, with its weight gradient where that is split off.
 
 from collections import Counter
 
-from cost_model.errors import PlanError
-from search.plan.schedule import Schedule, Task, TaskKind
-from search.plan.task_order import task_order
+from autoshard.cost_model.errors import PlanError
+from autoshard.search.plan.schedule import Schedule, Task, TaskKind
+from autoshard.search.plan.task_order import task_order
 
 
 def check(schedule: Schedule) -> None:

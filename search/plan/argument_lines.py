@@ -20,8 +20,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from search.plan.argument_paths import Tokens, pieces
-from search.plan.text_table import aligned, more_of, plural
+from autoshard.search.plan.argument_paths import Tokens, pieces
+from autoshard.search.plan.text_table import aligned, more_of, plural
 
 _MAX_ARGUMENT_LINES = 16
 """Lines for the arguments of one section. Source: four sections and the rest still fit a tall terminal."""

@@ -12,11 +12,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cost_model.units import format_bytes, format_mesh, format_seconds
-from search.plan.argument_lines import argument_lines
-from search.plan.plan import Plan
-from search.plan.summary import time_parts
-from search.plan.text_table import aligned, fitted, plural
+from autoshard.cost_model.units import format_bytes, format_mesh, format_seconds
+from autoshard.search.plan.argument_lines import argument_lines
+from autoshard.search.plan.plan import Plan
+from autoshard.search.plan.summary import time_parts
+from autoshard.search.plan.text_table import aligned, fitted, plural
 
 LEAST_SHARE = 1e-3
 """Of a total, by how much a part must differ to be shown. Source: a choice of ours."""

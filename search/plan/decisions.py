@@ -25,20 +25,20 @@ from math import prod
 
 import numpy as np
 
-from cost_model.errors import PlanError
-from cost_model.units import format_bytes
-from search.ir.graph import Step
-from search.ir.spec import AXIS_NAMES, PARTIAL, WHOLE, Spec, format_spec, parse_spec
-from search.memory.offload import MIN_BYTES, may_rest_on_host
-from search.plan.edits import Decision
-from search.plan.names import scoped_name, unique
-from search.plan.plan import Decisions
-from search.plan.text_table import plural
-from search.problem.costs import CostedGraph
-from search.problem.flat_program import FlatOp, ReadPhase
-from search.problem.op_groups import OpGroup
-from search.problem.strategies import port_specs
-from search.problem.strategy_graph import Maker, Port, StrategyGraph
+from autoshard.cost_model.errors import PlanError
+from autoshard.cost_model.units import format_bytes
+from autoshard.search.ir.graph import Step
+from autoshard.search.ir.spec import AXIS_NAMES, PARTIAL, WHOLE, Spec, format_spec, parse_spec
+from autoshard.search.memory.offload import MIN_BYTES, may_rest_on_host
+from autoshard.search.plan.edits import Decision
+from autoshard.search.plan.names import scoped_name, unique
+from autoshard.search.plan.plan import Decisions
+from autoshard.search.plan.text_table import plural
+from autoshard.search.problem.costs import CostedGraph
+from autoshard.search.problem.flat_program import FlatOp, ReadPhase
+from autoshard.search.problem.op_groups import OpGroup
+from autoshard.search.problem.strategies import port_specs
+from autoshard.search.problem.strategy_graph import Maker, Port, StrategyGraph
 
 ON_HOST = " on host"
 """Said behind the spec of an argument that rests in the host's memory."""

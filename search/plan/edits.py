@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from search.plan.plan import Decisions
+    from autoshard.search.plan.plan import Decisions
 
 MARK_BYTES = 3
 """Of a mark; four letters, as text."""

@@ -6,13 +6,13 @@ schedule of one device's kernels.
 
 from collections.abc import Iterator, Sequence
 
-from search.device.prediction import Prediction
-from search.ir.spec import AXIS_NAMES
-from search.memory.copies import SCOPE
-from search.plan.plan import Collective, Estimates
-from search.problem.costs import CostedGraph
-from search.problem.reshard import SLICE
-from search.problem.reshard_paths import ReshardPaths
+from autoshard.search.device.prediction import Prediction
+from autoshard.search.ir.spec import AXIS_NAMES
+from autoshard.search.memory.copies import SCOPE
+from autoshard.search.plan.plan import Collective, Estimates
+from autoshard.search.problem.costs import CostedGraph
+from autoshard.search.problem.reshard import SLICE
+from autoshard.search.problem.reshard_paths import ReshardPaths
 
 
 def estimate(

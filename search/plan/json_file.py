@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 from typing import Any, cast
 
-from cost_model.errors import InputError, PlanError
+from autoshard.cost_model.errors import InputError, PlanError
 
 
 def read_file(path: str | os.PathLike[str]) -> Any:

@@ -18,12 +18,12 @@ from itertools import takewhile
 
 import numpy as np
 
-from search.ir.graph import Value
-from search.ir.sharding import ReshardPath, ReshardStep
-from search.ir.spec import PARTIAL, divides
-from search.problem.layouts import PRODUCT
-from search.problem.reshard import REDUCTIONS, SLICE
-from search.problem.reshard_paths import ReshardPaths
+from autoshard.search.ir.graph import Value
+from autoshard.search.ir.sharding import ReshardPath, ReshardStep
+from autoshard.search.ir.spec import PARTIAL, divides
+from autoshard.search.problem.layouts import PRODUCT
+from autoshard.search.problem.reshard import REDUCTIONS, SLICE
+from autoshard.search.problem.reshard_paths import ReshardPaths
 
 LOOK_UP = "gather"
 """The primitive of a look-up in a table."""

@@ -2,7 +2,7 @@
 
 import re
 
-from search.ir.graph import Op
+from autoshard.search.ir.graph import Op
 
 _TRANSFORM = re.compile(r"(?:transpose|jvp|vmap|remat|checkpoint)\(([^()]*)\)")
 

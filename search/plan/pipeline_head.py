@@ -1,11 +1,11 @@
 """What the summaries of all pipelines begin with, whoever runs them."""
 
-from cost_model.errors import InputError, PlanError
-from cost_model.mixed_cluster import AnyCluster, from_json
-from search.plan.pipeline_plan import PipelinePlan
-from search.plan.spmd_plan import SpmdPlan
-from search.plan.summary import compiler_options
-from search.plan.text_table import aligned, plural
+from autoshard.cost_model.errors import InputError, PlanError
+from autoshard.cost_model.mixed_cluster import AnyCluster, from_json
+from autoshard.search.plan.pipeline_plan import PipelinePlan
+from autoshard.search.plan.spmd_plan import SpmdPlan
+from autoshard.search.plan.summary import compiler_options
+from autoshard.search.plan.text_table import aligned, plural
 
 
 def cluster_of(plan: PipelinePlan | SpmdPlan) -> AnyCluster:

@@ -11,11 +11,11 @@ from dataclasses import asdict, dataclass, field, fields
 from itertools import accumulate
 from typing import Any
 
-from cost_model.errors import PlanError
-from search.plan.json_file import schema_of
-from search.plan.plan import Collective, Decisions
-from search.plan.saved import SavedPlan
-from search.plan.spmd_plan import PROGRAM_PER_STAGE
+from autoshard.cost_model.errors import PlanError
+from autoshard.search.plan.json_file import schema_of
+from autoshard.search.plan.plan import Collective, Decisions
+from autoshard.search.plan.saved import SavedPlan
+from autoshard.search.plan.spmd_plan import PROGRAM_PER_STAGE
 
 SCHEMA = "autoshard.pipeline/2"
 
@@ -203,7 +203,7 @@ class PipelinePlan(SavedPlan):
         Raises:
           PlanError: a key is missing or of the wrong type; names it.
         """
-        from search.plan.plan_file import PipelineFile, read  # it takes a while to import
+        from autoshard.search.plan.plan_file import PipelineFile, read  # it takes a while to import
 
         if (schema := schema_of(data)) not in (None, SCHEMA):
             raise PlanError(f"{place} has schema {schema!r}; wanted {SCHEMA!r}, as of a pipeline's plan")
@@ -217,7 +217,7 @@ class PipelinePlan(SavedPlan):
         return cls(**{f.name: file[f.name] for f in fields(cls) if f.name in file} | read_as)
 
     def __str__(self) -> str:
-        from search.plan.pipeline_summary import summary  # it needs plans itself
+        from autoshard.search.plan.pipeline_summary import summary  # it needs plans itself
 
         return summary(self)
 

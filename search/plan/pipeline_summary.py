@@ -1,9 +1,9 @@
 """A pipeline as an expert would sum it up: what `print(plan)` shows."""
 
-from cost_model.units import format_bytes, format_mesh, format_seconds
-from search.plan.pipeline_head import cluster_of, head, recomputed
-from search.plan.pipeline_plan import PipelinePlan
-from search.plan.text_table import aligned, fitted, plural
+from autoshard.cost_model.units import format_bytes, format_mesh, format_seconds
+from autoshard.search.plan.pipeline_head import cluster_of, head, recomputed
+from autoshard.search.plan.pipeline_plan import PipelinePlan
+from autoshard.search.plan.text_table import aligned, fitted, plural
 
 
 def summary(plan: PipelinePlan) -> str:

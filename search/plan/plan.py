@@ -11,13 +11,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
-from cost_model.errors import PlanError
-from search.plan.edits import Decision, edited, num_deleted
-from search.plan.json_file import schema_of
-from search.plan.saved import SavedPlan
+from autoshard.cost_model.errors import PlanError
+from autoshard.search.plan.edits import Decision, edited, num_deleted
+from autoshard.search.plan.json_file import schema_of
+from autoshard.search.plan.saved import SavedPlan
 
 if TYPE_CHECKING:
-    from search.plan.comparison import Comparison
+    from autoshard.search.plan.comparison import Comparison
 
 SCHEMA = "autoshard.plan/1"
 
@@ -206,7 +206,7 @@ class Plan(SavedPlan):
         Raises:
           PlanError: a key is missing or of the wrong type; names it.
         """
-        from search.plan.plan_file import PlanFile, read  # it takes a while to import
+        from autoshard.search.plan.plan_file import PlanFile, read  # it takes a while to import
 
         if (schema := schema_of(data)) not in (None, SCHEMA):
             raise PlanError(
@@ -232,11 +232,11 @@ class Plan(SavedPlan):
 
     def compare(self, other: "Plan") -> "Comparison":
         """What differs from another plan, in time, memory and collectives by kind, and which arguments lie otherwise."""
-        from search.plan.comparison import Comparison  # it needs plans itself
+        from autoshard.search.plan.comparison import Comparison  # it needs plans itself
 
         return Comparison.of(self, other)
 
     def __str__(self) -> str:
-        from search.plan.summary import summary  # it needs plans itself
+        from autoshard.search.plan.summary import summary  # it needs plans itself
 
         return summary(self)

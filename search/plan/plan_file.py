@@ -13,7 +13,7 @@ from typing import Annotated, Any, NotRequired, TypedDict, cast
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
-from cost_model.errors import PlanError
+from autoshard.cost_model.errors import PlanError
 
 Count = Annotated[int, Field(ge=0)]
 Size = Annotated[int, Field(gt=0)]

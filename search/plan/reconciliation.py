@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from search.solver.pbqp import Edge, Problem
+from autoshard.search.solver.pbqp import Edge, Problem
 
 Kept = tuple[np.ndarray, ...]
 """Per node, the labels that are left."""

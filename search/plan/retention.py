@@ -11,10 +11,10 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import cached_property
 from itertools import groupby
 
-from cost_model.errors import PlanError
-from search.ir.graph import Graph, Phase, Site, walk
-from search.plan.names import scoped_name, unique
-from search.problem.folding import FoldedProgram
+from autoshard.cost_model.errors import PlanError
+from autoshard.search.ir.graph import Graph, Phase, Site, walk
+from autoshard.search.plan.names import scoped_name, unique
+from autoshard.search.problem.folding import FoldedProgram
 
 _SOME = re.compile(r"(?:remat|offload) (\d+(?:-\d+)?(?:, \d+(?:-\d+)?)*) of (\d+)")
 

@@ -6,11 +6,11 @@ from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any, Self
 
-from cost_model.errors import PlanError
-from cost_model.whole_file import write_whole
-from search.ir.graph import Step
-from search.plan.json_file import read_file
-from search.problem.fingerprint import fingerprint
+from autoshard.cost_model.errors import PlanError
+from autoshard.cost_model.whole_file import write_whole
+from autoshard.search.ir.graph import Step
+from autoshard.search.plan.json_file import read_file
+from autoshard.search.problem.fingerprint import fingerprint
 
 
 class SavedPlan(ABC):

@@ -30,7 +30,7 @@ from enum import StrEnum
 from functools import cached_property
 from typing import Any
 
-from cost_model.errors import PlanError
+from autoshard.cost_model.errors import PlanError
 
 
 class TaskKind(StrEnum):
@@ -174,7 +174,7 @@ class Schedule:
         Raises:
           PlanError: a key is missing or of the wrong type, or a word names no task; says where.
         """
-        from search.plan.plan_file import ScheduleFile, read  # it takes a while to import
+        from autoshard.search.plan.plan_file import ScheduleFile, read  # it takes a while to import
 
         file = read(ScheduleFile, data, place)
         lines = enumerate(file["workers"])

@@ -23,15 +23,15 @@ Where the compiler would not find a product's way by constraints, its terms are 
 from collections.abc import Sequence
 from dataclasses import replace
 
-from search.ir.factors import Kind
-from search.ir.sharding import OperandReshard, Place, StepSharding
-from search.ir.spec import AXIS_NAMES, PARTIAL, WHOLE, Spec, divides
-from search.plan.named_sums import named_sums
-from search.plan.waited_terms import waited_terms
-from search.problem.costs import CostedGraph
-from search.problem.flat_program import FlatOp
-from search.problem.folding import Dependency
-from search.problem.reshard_paths import ReshardPaths
+from autoshard.search.ir.factors import Kind
+from autoshard.search.ir.sharding import OperandReshard, Place, StepSharding
+from autoshard.search.ir.spec import AXIS_NAMES, PARTIAL, WHOLE, Spec, divides
+from autoshard.search.plan.named_sums import named_sums
+from autoshard.search.plan.waited_terms import waited_terms
+from autoshard.search.problem.costs import CostedGraph
+from autoshard.search.problem.flat_program import FlatOp
+from autoshard.search.problem.folding import Dependency
+from autoshard.search.problem.reshard_paths import ReshardPaths
 
 ON_SHARDS = frozenset({"top_k"})
 """Ops that are applied shard by shard, kernels that somebody wrote aside (see `executors.kernels`)."""

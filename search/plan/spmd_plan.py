@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from cost_model.errors import PlanError
-from search.plan.json_file import schema_of
-from search.plan.plan import Collective, Decisions
-from search.plan.saved import SavedPlan
+from autoshard.cost_model.errors import PlanError
+from autoshard.search.plan.json_file import schema_of
+from autoshard.search.plan.plan import Collective, Decisions
+from autoshard.search.plan.saved import SavedPlan
 
 SCHEMA = "autoshard.one-program/2"
 
@@ -141,7 +141,7 @@ class SpmdPlan(SavedPlan):
         Raises:
           PlanError: a key is missing or of the wrong type; names it.
         """
-        from search.plan.plan_file import SpmdFile, read  # it takes a while to import
+        from autoshard.search.plan.plan_file import SpmdFile, read  # it takes a while to import
 
         if (schema := schema_of(data)) not in (None, SCHEMA):
             raise PlanError(
@@ -156,7 +156,7 @@ class SpmdPlan(SavedPlan):
         return cls(**file)
 
     def __str__(self) -> str:
-        from search.plan.spmd_summary import summary  # it needs plans itself
+        from autoshard.search.plan.spmd_summary import summary  # it needs plans itself
 
         return summary(self)
 

@@ -2,8 +2,8 @@
 devices.
 """
 
-from search.ir.spec import WHOLE, Spec, divides
-from search.plan.spmd_step import SpmdSharding, SpmdStep
+from autoshard.search.ir.spec import WHOLE, Spec, divides
+from autoshard.search.plan.spmd_step import SpmdSharding, SpmdStep
 
 
 def num_microbatches(program: SpmdStep, sharding: SpmdSharding) -> int:

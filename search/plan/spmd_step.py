@@ -12,9 +12,9 @@ loop is there for all microbatches at once, as GPipe has it, on the stage that m
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from search.ir.graph import Graph, Op, Step, Value
-from search.ir.sharding import StepSharding
-from search.ir.spec import WHOLE, Spec
+from autoshard.search.ir.graph import Graph, Op, Step, Value
+from autoshard.search.ir.sharding import StepSharding
+from autoshard.search.ir.spec import WHOLE, Spec
 
 
 @dataclass(frozen=True, eq=False)

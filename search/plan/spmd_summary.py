@@ -1,9 +1,9 @@
 """A pipeline that is one program, summed up: what `print(plan)` shows."""
 
-from cost_model.units import format_bytes, format_mesh, format_seconds
-from search.plan.pipeline_head import head, recomputed
-from search.plan.spmd_plan import SpmdPlan
-from search.plan.text_table import aligned, fitted, plural
+from autoshard.cost_model.units import format_bytes, format_mesh, format_seconds
+from autoshard.search.plan.pipeline_head import head, recomputed
+from autoshard.search.plan.spmd_plan import SpmdPlan
+from autoshard.search.plan.text_table import aligned, fitted, plural
 
 
 def summary(plan: SpmdPlan) -> str:

@@ -21,10 +21,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from search.ir.graph import Atom, Graph, Step, Value
-from search.ir.sharding import StepSharding
-from search.ir.spec import WHOLE, Spec
-from search.plan.schedule import TaskKind
+from autoshard.search.ir.graph import Atom, Graph, Step, Value
+from autoshard.search.ir.sharding import StepSharding
+from autoshard.search.ir.spec import WHOLE, Spec
+from autoshard.search.plan.schedule import TaskKind
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,14 +6,14 @@ from collections import Counter
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from cost_model.cluster import Cluster
-from cost_model.collectives import MeshModel
-from cost_model.errors import InputError, PlanError
-from cost_model.units import format_bytes, format_mesh, format_rate, format_seconds
-from cost_model.xla.gpu_targets import AS_PLANNED, scheduler_options
-from search.plan.argument_lines import argument_lines
-from search.plan.plan import Estimates, Plan
-from search.plan.text_table import aligned, fitted, more_of, plural
+from autoshard.cost_model.cluster import Cluster
+from autoshard.cost_model.collectives import MeshModel
+from autoshard.cost_model.errors import InputError, PlanError
+from autoshard.cost_model.units import format_bytes, format_mesh, format_rate, format_seconds
+from autoshard.cost_model.xla.gpu_targets import AS_PLANNED, scheduler_options
+from autoshard.search.plan.argument_lines import argument_lines
+from autoshard.search.plan.plan import Estimates, Plan
+from autoshard.search.plan.text_table import aligned, fitted, more_of, plural
 
 _MAX_OP_LINES = 6
 """Lines for the heavy ops, as they are many and much alike. Source: a choice of ours."""

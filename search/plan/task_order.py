@@ -7,8 +7,8 @@ this order; as it goes around the workers, a task of each at a time, all of them
 
 from collections import defaultdict, deque
 
-from cost_model.errors import PlanError
-from search.plan.schedule import Schedule, Task
+from autoshard.cost_model.errors import PlanError
+from autoshard.search.plan.schedule import Schedule, Task
 
 MAX_SHOWN = 4
 """Waiting workers in a message. Source: a choice of ours."""

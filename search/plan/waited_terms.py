@@ -13,11 +13,11 @@ terms for which the barrier waits: on a device the two are one array.
 
 from collections.abc import Mapping
 
-from search.ir.sharding import ReshardPath
-from search.ir.spec import PARTIAL, Spec, divides
-from search.problem.layouts import PRODUCT
-from search.problem.reshard import REDUCTIONS
-from search.problem.reshard_paths import ReshardPaths
+from autoshard.search.ir.sharding import ReshardPath
+from autoshard.search.ir.spec import PARTIAL, Spec, divides
+from autoshard.search.problem.layouts import PRODUCT
+from autoshard.search.problem.reshard import REDUCTIONS
+from autoshard.search.problem.reshard_paths import ReshardPaths
 
 MAKERS = frozenset({PRODUCT, "reduce_sum"})
 """Ops that make terms on each device as they make the whole: no parameter says a size that is split."""

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from search.ir.graph import Graph, Op, Phase, Step
+from autoshard.search.ir.graph import Graph, Op, Phase, Step
 
 MIN_BLOCKS = 5
 """Of a stack worth cutting: the first, the last, two alike, and one to leave out."""

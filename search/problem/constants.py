@@ -9,7 +9,7 @@ from collections.abc import Hashable
 
 import numpy as np
 
-from search.problem.flat_program import FlatOp, FlatProgram
+from autoshard.search.problem.flat_program import FlatOp, FlatProgram
 
 
 def shared_constants(program: FlatProgram) -> frozenset[int]:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from search.problem.flat_program import FlatOp, FlatProgram
+from autoshard.search.problem.flat_program import FlatOp, FlatProgram
 
 CONVOLUTION = "conv_general_dilated"
 

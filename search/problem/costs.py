@@ -13,16 +13,16 @@ from math import prod
 import numpy as np
 from jax.lax import Precision
 
-from cost_model.cluster import Device
-from cost_model.compute import Product, kernel_s, product_s
-from search.ir.factors.contraction import FLOPS_PER_PRODUCT_SUM
-from search.ir.factors.contraction import RULES as PRODUCTS
-from search.ir.factors.rule import Dims
-from search.ir.graph import Phase
-from search.problem.flat_program import FlatOp
-from search.problem.kernels import FusedKernel, Kernels, moved_alone, runs_alone
-from search.problem.reshard import Handling, Resharder
-from search.problem.strategies import (
+from autoshard.cost_model.cluster import Device
+from autoshard.cost_model.compute import Product, kernel_s, product_s
+from autoshard.search.ir.factors.contraction import FLOPS_PER_PRODUCT_SUM
+from autoshard.search.ir.factors.contraction import RULES as PRODUCTS
+from autoshard.search.ir.factors.rule import Dims
+from autoshard.search.ir.graph import Phase
+from autoshard.search.problem.flat_program import FlatOp
+from autoshard.search.problem.kernels import FusedKernel, Kernels, moved_alone, runs_alone
+from autoshard.search.problem.reshard import Handling, Resharder
+from autoshard.search.problem.strategies import (
     CopySource,
     Strategies,
     all_strategies,
@@ -31,8 +31,8 @@ from search.problem.strategies import (
     shards_over,
     split_over,
 )
-from search.problem.strategy_graph import Endpoint, Maker, Port, ReshardEdge, StrategyGraph
-from search.solver.pbqp import Edge, Problem
+from autoshard.search.problem.strategy_graph import Endpoint, Maker, Port, ReshardEdge, StrategyGraph
+from autoshard.search.solver.pbqp import Edge, Problem
 
 COMBINED_BYTES = 30 * 2**20
 """XLA:GPU joins collectives of one kind that wait for nothing else of it, up to this size. Source: XLA,

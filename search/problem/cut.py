@@ -12,9 +12,9 @@ from typing import Any
 
 import jax
 
-from search.ir.graph import Atom, Graph, Op, Step, verify
-from search.ir.sharding import Place, StepSharding
-from search.problem.likeness import Likeness, Passed, UnlikeError
+from autoshard.search.ir.graph import Atom, Graph, Op, Step, verify
+from autoshard.search.ir.sharding import Place, StepSharding
+from autoshard.search.problem.likeness import Likeness, Passed, UnlikeError
 
 
 class Cut:

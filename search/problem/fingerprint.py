@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from search.ir.graph import Atom, Graph, Op, Step, walk
-from search.problem.op_rules import OpRules
+from autoshard.search.ir.graph import Atom, Graph, Op, Step, walk
+from autoshard.search.problem.op_rules import OpRules
 
 _NUM_DIGITS = 16
 """64 bits: two of a million steps agree by chance once in thirty million times."""

@@ -27,10 +27,10 @@ from typing import Any
 
 import numpy as np
 
-from search.ir.factors import Factor, Kind, Rule
-from search.ir.graph import Atom, Graph, Op, Phase, Role, Site, Step, Value, walk
-from search.ir.sharding import Place
-from search.problem.op_rules import OpRules
+from autoshard.search.ir.factors import Factor, Kind, Rule
+from autoshard.search.ir.graph import Atom, Graph, Op, Phase, Role, Site, Step, Value, walk
+from autoshard.search.ir.sharding import Place
+from autoshard.search.problem.op_rules import OpRules
 
 BARRIER = "optimization_barrier"
 

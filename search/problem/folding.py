@@ -28,10 +28,10 @@ from typing import Any
 
 import numpy as np
 
-from search.ir.factors import Kind, Rule
-from search.ir.graph import Value
-from search.problem.flat_program import FlatOp, FlatProgram
-from search.problem.numbering import Numbering
+from autoshard.search.ir.factors import Kind, Rule
+from autoshard.search.ir.graph import Value
+from autoshard.search.problem.flat_program import FlatOp, FlatProgram
+from autoshard.search.problem.numbering import Numbering
 
 ROUNDS = 4
 """How far ops look around themselves: enough to see the parameter that tells a query from a key projection."""

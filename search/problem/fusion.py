@@ -22,14 +22,14 @@ This one model says what the solver's kernels move (`search.problem.kernels`), w
 from collections import Counter
 from functools import cached_property
 
-from cost_model.cluster import Device
-from search.ir.factors import Kind
-from search.ir.graph import Phase
-from search.problem.constants import shared_constants
-from search.problem.convolution_copies import CONVOLUTION, ConvolutionCopy, convolution_copy
-from search.problem.flat_program import ADDITIONS, FlatOp, ReadPhase, read_phase
-from search.problem.folding import FoldedProgram
-from search.problem.layouts import PRODUCT, Order, layouts
+from autoshard.cost_model.cluster import Device
+from autoshard.search.ir.factors import Kind
+from autoshard.search.ir.graph import Phase
+from autoshard.search.problem.constants import shared_constants
+from autoshard.search.problem.convolution_copies import CONVOLUTION, ConvolutionCopy, convolution_copy
+from autoshard.search.problem.flat_program import ADDITIONS, FlatOp, ReadPhase, read_phase
+from autoshard.search.problem.folding import FoldedProgram
+from autoshard.search.problem.layouts import PRODUCT, Order, layouts
 
 VIEWS = frozenset(
     {

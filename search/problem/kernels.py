@@ -24,12 +24,12 @@ from dataclasses import dataclass
 from math import prod
 from types import MappingProxyType
 
-from search.ir.factors import Kind
-from search.problem.convolution_copies import ConvolutionCopy
-from search.problem.flat_program import FlatOp
-from search.problem.folding import FoldedProgram
-from search.problem.fusion import Fusion, is_part
-from search.problem.op_groups import OpGroup
+from autoshard.search.ir.factors import Kind
+from autoshard.search.problem.convolution_copies import ConvolutionCopy
+from autoshard.search.problem.flat_program import FlatOp
+from autoshard.search.problem.folding import FoldedProgram
+from autoshard.search.problem.fusion import Fusion, is_part
+from autoshard.search.problem.op_groups import OpGroup
 
 MAX_ROW = 1 << 14
 """Elements of a row up to which a block of threads keeps it at hand. Source: XLA on an H100; softmaxes of 16,384 numbers in

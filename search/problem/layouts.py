@@ -19,7 +19,7 @@ Only what products make has an order here: of all else we take it that it lies a
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from search.problem.flat_program import FlatOp, FlatProgram
+from autoshard.search.problem.flat_program import FlatOp, FlatProgram
 
 PRODUCT = "dot_general"
 

@@ -17,9 +17,9 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
-from search.ir.graph import Atom, Phase, Step
-from search.ir.sharding import StepSharding
-from search.problem.blocks import Blocks
+from autoshard.search.ir.graph import Atom, Phase, Step
+from autoshard.search.ir.sharding import StepSharding
+from autoshard.search.problem.blocks import Blocks
 
 Slot = tuple[str, int, int]
 """("result" | "operand", place of an op in its block, which)."""

@@ -9,9 +9,9 @@ loop or goes round it corresponds as what makes it does: at which place depends 
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping
 
-from search.ir.graph import Likes, Site, walk
-from search.problem.flat_program import FlatOp, FlatProgram
-from search.problem.folding import FoldedProgram, fold, partitioned
+from autoshard.search.ir.graph import Likes, Site, walk
+from autoshard.search.problem.flat_program import FlatOp, FlatProgram
+from autoshard.search.problem.folding import FoldedProgram, fold, partitioned
 
 
 def places(program: FlatProgram) -> tuple[Hashable, ...]:

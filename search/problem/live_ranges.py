@@ -13,14 +13,14 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
 
-from search.ir.graph import Role
-from search.problem import likes
-from search.problem.flat_program import FlatProgram, ReadPhase, read_phase
-from search.problem.folding import FoldedProgram
-from search.problem.fusion import Fusion, is_part, is_view
-from search.problem.repeats import piled_up_from
-from search.problem.strategies import CopySource
-from search.problem.strategy_graph import Port, StrategyGraph
+from autoshard.search.ir.graph import Role
+from autoshard.search.problem import likes
+from autoshard.search.problem.flat_program import FlatProgram, ReadPhase, read_phase
+from autoshard.search.problem.folding import FoldedProgram
+from autoshard.search.problem.fusion import Fusion, is_part, is_view
+from autoshard.search.problem.repeats import piled_up_from
+from autoshard.search.problem.strategies import CopySource
+from autoshard.search.problem.strategy_graph import Port, StrategyGraph
 
 
 class Resident(StrEnum):

@@ -15,10 +15,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from search.problem.convolution_copies import CONVOLUTION
-from search.problem.layouts import PRODUCT
-from search.problem.live_ranges import ARGUMENTS
-from search.problem.memory_rows import Memory
+from autoshard.search.problem.convolution_copies import CONVOLUTION
+from autoshard.search.problem.layouts import PRODUCT
+from autoshard.search.problem.live_ranges import ARGUMENTS
+from autoshard.search.problem.memory_rows import Memory
 
 
 def floor_bytes(memory: Memory, kept: Sequence[np.ndarray]) -> float:

@@ -15,13 +15,13 @@ from functools import cached_property
 
 import numpy as np
 
-from search.ir.graph import Phase
-from search.ir.spec import Spec
-from search.problem.costs import CostedGraph
-from search.problem.live_ranges import LiveRange, Resident
-from search.problem.strategies import port_specs
-from search.problem.strategy_graph import Port
-from search.solver.pbqp import MemoryConstraint
+from autoshard.search.ir.graph import Phase
+from autoshard.search.ir.spec import Spec
+from autoshard.search.problem.costs import CostedGraph
+from autoshard.search.problem.live_ranges import LiveRange, Resident
+from autoshard.search.problem.strategies import port_specs
+from autoshard.search.problem.strategy_graph import Port
+from autoshard.search.solver.pbqp import MemoryConstraint
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,10 +25,10 @@ it a reduce-scatter where a part is wanted (measured on XLA:GPU).
 from dataclasses import dataclass
 from math import prod
 
-from search.ir.factors import Kind
-from search.ir.graph import Phase, Value
-from search.problem.flat_program import ADDITIONS
-from search.problem.folding import Dependency, FoldedProgram
+from autoshard.search.ir.factors import Kind
+from autoshard.search.ir.graph import Phase, Value
+from autoshard.search.problem.flat_program import ADDITIONS
+from autoshard.search.problem.folding import Dependency, FoldedProgram
 
 MOVED = ADDITIONS | {
     "broadcast_in_dim",

@@ -4,8 +4,8 @@ import itertools
 from dataclasses import replace
 from typing import Any
 
-from search.ir.factors import Rule, rule_for
-from search.ir.graph import Op, Value
+from autoshard.search.ir.factors import Rule, rule_for
+from autoshard.search.ir.graph import Op, Value
 
 
 class OpRules:

@@ -35,10 +35,10 @@ from math import prod
 
 import numpy as np
 
-from cost_model.collectives import MeshModel
-from search.ir.graph import Value
-from search.ir.sharding import ReshardPath, ReshardStep
-from search.ir.spec import MAX_PADDING, PARTIAL, WHOLE, Spec
+from autoshard.cost_model.collectives import MeshModel
+from autoshard.search.ir.graph import Value
+from autoshard.search.ir.sharding import ReshardPath, ReshardStep
+from autoshard.search.ir.spec import MAX_PADDING, PARTIAL, WHOLE, Spec
 
 SLICE = "slice"
 REDUCTIONS = ("all-reduce", "reduce-scatter")

@@ -2,14 +2,14 @@
 
 from collections.abc import Iterator, Sequence
 
-from search.ir.graph import Value
-from search.ir.sharding import OperandReshard, ReshardPath, ReshardStep, SharedPaths
-from search.ir.spec import Spec, shard_size
-from search.problem.costs import CostedGraph
-from search.problem.flat_program import FlatProgram, ReadPhase, read_phase
-from search.problem.reshard import REDUCTIONS
-from search.problem.strategies import CopySource, port_specs
-from search.problem.strategy_graph import Port
+from autoshard.search.ir.graph import Value
+from autoshard.search.ir.sharding import OperandReshard, ReshardPath, ReshardStep, SharedPaths
+from autoshard.search.ir.spec import Spec, shard_size
+from autoshard.search.problem.costs import CostedGraph
+from autoshard.search.problem.flat_program import FlatProgram, ReadPhase, read_phase
+from autoshard.search.problem.reshard import REDUCTIONS
+from autoshard.search.problem.strategies import CopySource, port_specs
+from autoshard.search.problem.strategy_graph import Port
 
 STAYS = OperandReshard(())
 

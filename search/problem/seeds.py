@@ -18,12 +18,12 @@ from itertools import combinations, permutations
 
 import numpy as np
 
-from search.ir.graph import Role
-from search.ir.spec import WHOLE
-from search.problem.costs import CostedGraph
-from search.problem.strategies import NONE, REMEMBERED, Strategies, port_specs
-from search.problem.strategy_graph import StrategyGraph
-from search.solver.pbqp import Labels, Problem
+from autoshard.search.ir.graph import Role
+from autoshard.search.ir.spec import WHOLE
+from autoshard.search.problem.costs import CostedGraph
+from autoshard.search.problem.strategies import NONE, REMEMBERED, Strategies, port_specs
+from autoshard.search.problem.strategy_graph import StrategyGraph
+from autoshard.search.solver.pbqp import Labels, Problem
 
 Axes = tuple[int, ...]
 

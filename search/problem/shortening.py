@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, pairwise
 
-from search.ir.graph import Likes, Step
-from search.ir.sharding import StepSharding
-from search.problem.blocks import find_blocks
-from search.problem.cut import Cut
-from search.problem.likeness import Likeness, UnlikeError
+from autoshard.search.ir.graph import Likes, Step
+from autoshard.search.ir.sharding import StepSharding
+from autoshard.search.problem.blocks import find_blocks
+from autoshard.search.problem.cut import Cut
+from autoshard.search.problem.likeness import Likeness, UnlikeError
 
 NUM_REPRESENTATIVES = 4
 """Of the blocks of a stack that are alike, how many are kept. Source: a choice of ours."""

@@ -14,11 +14,11 @@ from math import prod
 
 import numpy as np
 
-from search.ir.factors.rule import Dims
-from search.ir.spec import PARTIAL, WHOLE, Spec, may_split
-from search.problem.op_groups import OpGroup
-from search.problem.reshard import Resharder
-from search.problem.strategy_graph import STUCK, Copy, Port, StrategyGraph
+from autoshard.search.ir.factors.rule import Dims
+from autoshard.search.ir.spec import PARTIAL, WHOLE, Spec, may_split
+from autoshard.search.problem.op_groups import OpGroup
+from autoshard.search.problem.reshard import Resharder
+from autoshard.search.problem.strategy_graph import STUCK, Copy, Port, StrategyGraph
 
 NONE = -1
 """In an assignment: the axis splits no factor; the op is computed alike along it."""

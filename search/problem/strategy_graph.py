@@ -17,13 +17,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
-from search.ir.factors import Kind, Rule
-from search.ir.factors.rule import Dims
-from search.ir.graph import Value
-from search.problem.flat_program import FlatOp, ReadPhase, read_phase
-from search.problem.folding import FoldedProgram
-from search.problem.kernels import Endpoint
-from search.problem.op_groups import OpGroup
+from autoshard.search.ir.factors import Kind, Rule
+from autoshard.search.ir.factors.rule import Dims
+from autoshard.search.ir.graph import Value
+from autoshard.search.problem.flat_program import FlatOp, ReadPhase, read_phase
+from autoshard.search.problem.folding import FoldedProgram
+from autoshard.search.problem.kernels import Endpoint
+from autoshard.search.problem.op_groups import OpGroup
 
 CONVERSION = "convert_element_type"
 

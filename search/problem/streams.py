@@ -33,16 +33,16 @@ from functools import cached_property
 
 import numpy as np
 
-from cost_model.compute import kernel_s
-from search.ir.spec import PARTIAL, WHOLE
-from search.problem.costs import CostedGraph
-from search.problem.kernels import FusedKernel, runs_alone
-from search.problem.reshard import SLICE, Handling
-from search.problem.reshard_paths import ReshardPaths
-from search.problem.strategies import port_specs
-from search.problem.strategy_graph import Maker, ReshardEdge
-from search.problem.traffic import Part, Pool, Ride, Traffic, Way
-from search.solver.pbqp import Labels
+from autoshard.cost_model.compute import kernel_s
+from autoshard.search.ir.spec import PARTIAL, WHOLE
+from autoshard.search.problem.costs import CostedGraph
+from autoshard.search.problem.kernels import FusedKernel, runs_alone
+from autoshard.search.problem.reshard import SLICE, Handling
+from autoshard.search.problem.reshard_paths import ReshardPaths
+from autoshard.search.problem.strategies import port_specs
+from autoshard.search.problem.strategy_graph import Maker, ReshardEdge
+from autoshard.search.problem.traffic import Part, Pool, Ride, Traffic, Way
+from autoshard.search.solver.pbqp import Labels
 
 CONTENTION = 0.1
 """Of a hidden collective's time, by how much it slows down the computation beside it: NCCL's kernels take some of the

@@ -30,11 +30,11 @@ from itertools import repeat
 
 import numpy as np
 
-from search.ir.graph import Phase, Role
-from search.problem.costs import COMBINED_BYTES
-from search.problem.flat_program import FlatOp, ReadPhase, read_phase
-from search.problem.strategy_graph import Copy, ReshardEdge, StrategyGraph
-from search.problem.windows import Span, Windows
+from autoshard.search.ir.graph import Phase, Role
+from autoshard.search.problem.costs import COMBINED_BYTES
+from autoshard.search.problem.flat_program import FlatOp, ReadPhase, read_phase
+from autoshard.search.problem.strategy_graph import Copy, ReshardEdge, StrategyGraph
+from autoshard.search.problem.windows import Span, Windows
 
 
 class Way(StrEnum):

@@ -13,8 +13,8 @@ what it stacks or hands on is wanted when it ends.
 from dataclasses import dataclass
 from functools import cached_property
 
-from search.problem.folding import FoldedProgram
-from search.problem.kernels import runs_alone
+from autoshard.search.problem.folding import FoldedProgram
+from autoshard.search.problem.kernels import runs_alone
 
 Span = tuple[int, int]
 """Positions of ops from the first up to the second, without it."""

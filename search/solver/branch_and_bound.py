@@ -32,16 +32,16 @@ from operator import itemgetter
 
 import numpy as np
 
-from search.solver.clock import PROCESSOR, Deadline, SearchClock
-from search.solver.contraction import Contraction
-from search.solver.lagrangian import CuttingPlanes, Relaxation
-from search.solver.local_search import descend
-from search.solver.milp import solve_milp
-from search.solver.min_peak import SmallestPeak, minimise_peak, smallest_peak
-from search.solver.neighbourhoods import reoptimised
-from search.solver.opening import Opening
-from search.solver.pbqp import Edge, Labels, MemoryConstraint, Problem, restricted_row
-from search.solver.separation import ROWS_PER_ROUND, NoFitError, Violated, separation_oracle
+from autoshard.search.solver.clock import PROCESSOR, Deadline, SearchClock
+from autoshard.search.solver.contraction import Contraction
+from autoshard.search.solver.lagrangian import CuttingPlanes, Relaxation
+from autoshard.search.solver.local_search import descend
+from autoshard.search.solver.milp import solve_milp
+from autoshard.search.solver.min_peak import SmallestPeak, minimise_peak, smallest_peak
+from autoshard.search.solver.neighbourhoods import reoptimised
+from autoshard.search.solver.opening import Opening
+from autoshard.search.solver.pbqp import Edge, Labels, MemoryConstraint, Problem, restricted_row
+from autoshard.search.solver.separation import ROWS_PER_ROUND, NoFitError, Violated, separation_oracle
 
 __all__ = [
     "Edge",

@@ -22,11 +22,11 @@ from operator import itemgetter
 
 import numpy as np
 
-from search.solver.clock import NEVER, PROCESSOR, Deadline, SearchClock
-from search.solver.local_search import descend
-from search.solver.neighbourhoods import reoptimised
-from search.solver.pbqp import Edge, Labels, Problem
-from search.solver.trws import Trws
+from autoshard.search.solver.clock import NEVER, PROCESSOR, Deadline, SearchClock
+from autoshard.search.solver.local_search import descend
+from autoshard.search.solver.neighbourhoods import reoptimised
+from autoshard.search.solver.pbqp import Edge, Labels, Problem
+from autoshard.search.solver.trws import Trws
 
 SWEEPS = 10
 """Of messages, before labels are dropped. Source: a choice of ours."""

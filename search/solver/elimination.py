@@ -17,8 +17,8 @@ from math import prod
 
 import numpy as np
 
-from search.solver.clock import PROCESSOR, SearchClock
-from search.solver.pbqp import Labels, Problem
+from autoshard.search.solver.clock import PROCESSOR, SearchClock
+from autoshard.search.solver.pbqp import Labels, Problem
 
 NODE_S = 1.6e-4
 """Of an elimination, besides its table's entries. Source: `benchmarks/nominal_seconds.py`."""

@@ -22,9 +22,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from search.solver.clock import PROCESSOR, SearchClock
-from search.solver.pbqp import Labels, MemoryConstraint, Problem
-from search.solver.trws import Trws
+from autoshard.search.solver.clock import PROCESSOR, SearchClock
+from autoshard.search.solver.pbqp import Labels, MemoryConstraint, Problem
+from autoshard.search.solver.trws import Trws
 
 INTERIOR = 0.5
 """How far from the planes' best prices towards the best so far the next prices lie."""

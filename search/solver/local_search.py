@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from search.solver.clock import PROCESSOR, SearchClock
-from search.solver.pbqp import Edge, Labels, MemoryConstraint, Problem
+from autoshard.search.solver.clock import PROCESSOR, SearchClock
+from autoshard.search.solver.pbqp import Edge, Labels, MemoryConstraint, Problem
 
 ROUNDING = 1e-12
 """Relative; a smaller gain is none."""

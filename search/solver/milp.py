@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from search.solver.clock import NEVER, Deadline
-from search.solver.pbqp import Edge, Labels, MemoryConstraint, Problem
+from autoshard.search.solver.clock import NEVER, Deadline
+from autoshard.search.solver.pbqp import Edge, Labels, MemoryConstraint, Problem
 
 if TYPE_CHECKING:
     from ortools.math_opt import model_pb2

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from search.solver.clock import NEVER, Deadline
-from search.solver.local_search import descend
-from search.solver.milp import Answer, free_of_cost, solve_peak
-from search.solver.pbqp import Labels, MemoryConstraint, Problem, merged, restricted_row
-from search.solver.separation import ROWS_PER_ROUND, NoFitError, Violated, separation_oracle
-from search.solver.trws import Trws
+from autoshard.search.solver.clock import NEVER, Deadline
+from autoshard.search.solver.local_search import descend
+from autoshard.search.solver.milp import Answer, free_of_cost, solve_peak
+from autoshard.search.solver.pbqp import Labels, MemoryConstraint, Problem, merged, restricted_row
+from autoshard.search.solver.separation import ROWS_PER_ROUND, NoFitError, Violated, separation_oracle
+from autoshard.search.solver.trws import Trws
 
 RELATIVE_GAP = 1e-3
 """Of the smallest peak, which is for messages."""

@@ -13,9 +13,9 @@ The nodes that eliminate easily do so once, whatever is fixed then.
 
 from collections import Counter
 
-from search.solver.clock import NEVER, Deadline
-from search.solver.elimination import Elimination
-from search.solver.pbqp import Labels, Problem
+from autoshard.search.solver.clock import NEVER, Deadline
+from autoshard.search.solver.elimination import Elimination
+from autoshard.search.solver.pbqp import Labels, Problem
 
 EASY_ENTRIES = 3e4
 """Of a table before anything is fixed."""

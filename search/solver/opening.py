@@ -15,11 +15,11 @@ from functools import cached_property
 
 import numpy as np
 
-from search.solver.clock import PROCESSOR, SearchClock
-from search.solver.contraction import Contraction
-from search.solver.local_search import descend
-from search.solver.pbqp import Labels, Problem, merged
-from search.solver.trws import Trws
+from autoshard.search.solver.clock import PROCESSOR, SearchClock
+from autoshard.search.solver.contraction import Contraction
+from autoshard.search.solver.local_search import descend
+from autoshard.search.solver.pbqp import Labels, Problem, merged
+from autoshard.search.solver.trws import Trws
 
 SWEEPS = 10
 """Of messages, before assignments are looked at. Source: a choice of ours."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from search.solver.pbqp import Labels, MemoryConstraint
+from autoshard.search.solver.pbqp import Labels, MemoryConstraint
 
 ROWS_PER_ROUND = 3
 """Of the rows that an assignment overflows, this many of the worst are added."""

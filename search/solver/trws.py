@@ -21,9 +21,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from search.solver.clock import PROCESSOR, SearchClock
-from search.solver.ordering import cuthill_mckee
-from search.solver.pbqp import Edge, Labels, Problem
+from autoshard.search.solver.clock import PROCESSOR, SearchClock
+from autoshard.search.solver.ordering import cuthill_mckee
+from autoshard.search.solver.pbqp import Edge, Labels, Problem
 
 EDGE_S = 9e-6
 """Of a sweep, for an edge, besides its entries. Source: `benchmarks/nominal_seconds.py`, as all that follow."""

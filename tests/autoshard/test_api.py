@@ -10,7 +10,7 @@ import pytest
 
 import autoshard
 from autoshard import Parallelized, Plan
-from search.memory import offload
+from autoshard.search.memory import offload
 
 
 def train_step(state, batch, rate=0.1):

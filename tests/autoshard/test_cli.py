@@ -16,9 +16,9 @@ import pytest
 import autoshard
 from autoshard import cli, commands
 from autoshard.calibrate import calibrate
-from cost_model.hardware import parse_cluster
-from cost_model.presets import PRESETS
-from search.plan.plan import Plan
+from autoshard.cost_model.hardware import parse_cluster
+from autoshard.cost_model.presets import PRESETS
+from autoshard.search.plan.plan import Plan
 from tests.stages import is_stage, without_stages
 
 ROOT = Path(__file__).parents[2]

@@ -11,7 +11,7 @@ import pytest
 
 import autoshard
 from autoshard import AutoshardWarning, ClusterError, InfeasibleError, InputError, PlanError
-from cost_model.hardware import parse_cluster
+from autoshard.cost_model.hardware import parse_cluster
 
 
 def train_step(w, x):

@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import pytest
 
 import autoshard
-from cost_model.cluster import Cluster, Link
-from cost_model.errors import InputError, PlanError
-from cost_model.hardware import parse_cluster
-from cost_model.mixed_cluster import MixedCluster
-from search.plan.pipeline_plan import PipelinePlan
+from autoshard.cost_model.cluster import Cluster, Link
+from autoshard.cost_model.errors import InputError, PlanError
+from autoshard.cost_model.hardware import parse_cluster
+from autoshard.cost_model.mixed_cluster import MixedCluster
+from autoshard.search.plan.pipeline_plan import PipelinePlan
 from tests.executors.agreement import Reference, assert_equal, run_steps
 from tests.zoo import make_mlp
 

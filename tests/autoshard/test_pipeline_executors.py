@@ -10,8 +10,8 @@ import pytest
 
 import autoshard
 from autoshard import cli, pipelines
-from cost_model.errors import InfeasibleError, InputError
-from search.memory.batch_states import NotSplittableError
+from autoshard.cost_model.errors import InfeasibleError, InputError
+from autoshard.search.memory.batch_states import NotSplittableError
 
 EXECUTORS = ("a program per stage", "one program")
 DEPTH, WIDTH, BATCH = 4, 64, 16

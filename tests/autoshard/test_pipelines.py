@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 import autoshard
-from cost_model.errors import InputError, PlanError
-from cost_model.hardware import parse_cluster
-from search.memory.batch_states import NotSplittableError
-from search.plan.pipeline_plan import PipelinePlan
+from autoshard.cost_model.errors import InputError, PlanError
+from autoshard.cost_model.hardware import parse_cluster
+from autoshard.search.memory.batch_states import NotSplittableError
+from autoshard.search.plan.pipeline_plan import PipelinePlan
 from tests.executors.agreement import Reference, assert_equal, run_steps
 from tests.zoo import make_mlp, make_resnet
 

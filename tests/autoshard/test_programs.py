@@ -8,12 +8,12 @@ import pytest
 
 import autoshard
 from autoshard import InfeasibleError, programs
-from cost_model.hardware import parse_cluster
-from cost_model.xla import compiler
-from cost_model.xla.gpu_targets import AS_PLANNED, ATTEMPTS, UNHIDDEN
-from executors import jit
-from search.ir.trace import trace
-from search.options import Options
+from autoshard.cost_model.hardware import parse_cluster
+from autoshard.cost_model.xla import compiler
+from autoshard.cost_model.xla.gpu_targets import AS_PLANNED, ATTEMPTS, UNHIDDEN
+from autoshard.executors import jit
+from autoshard.search.ir.trace import trace
+from autoshard.search.options import Options
 from tests.search.chain import chain
 
 MIB = 1 << 20

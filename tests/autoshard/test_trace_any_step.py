@@ -17,8 +17,8 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 
-from executors.jit import build
-from search.ir.trace import trace
+from autoshard.executors.jit import build
+from autoshard.search.ir.trace import trace
 from tests.executors import plans
 
 KEY = jax.random.key(0)

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from autoshard.search.ir.trace import trace
 from benchmarks.frontier import (
     CLUSTER,
     FRONTIER_HEADER,
@@ -24,7 +25,6 @@ from benchmarks.under_caps import (
     smallest_cap,
     under,
 )
-from search.ir.trace import trace
 from tests.zoo import make_llama, make_megatron
 
 F32 = jnp.float32

@@ -6,11 +6,11 @@ from typing import Any
 import jax
 import pytest
 
-from cost_model.attached import attached_cluster, attached_hardware, cluster_name
-from cost_model.cluster import Cluster
-from cost_model.errors import ClusterError
-from cost_model.hardware import parse_cluster
-from cost_model.mixed_cluster import MixedCluster
+from autoshard.cost_model.attached import attached_cluster, attached_hardware, cluster_name
+from autoshard.cost_model.cluster import Cluster
+from autoshard.cost_model.errors import ClusterError
+from autoshard.cost_model.hardware import parse_cluster
+from autoshard.cost_model.mixed_cluster import MixedCluster
 
 H100 = "NVIDIA H100 80GB HBM3"
 GIB = 1 << 30

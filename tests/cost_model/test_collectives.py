@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cost_model.collectives import DeviceGroup, MeshModel
-from cost_model.errors import InputError
-from cost_model.hardware import Link, parse_cluster
+from autoshard.cost_model.collectives import DeviceGroup, MeshModel
+from autoshard.cost_model.errors import InputError
+from autoshard.cost_model.hardware import Link, parse_cluster
 
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 GB = 1e9

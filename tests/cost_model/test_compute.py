@@ -5,8 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from cost_model.compute import DEPTH, START_S, Product, kernel_s, product_s
-from cost_model.hardware import Device, parse_cluster
+from autoshard.cost_model.compute import DEPTH, START_S, Product, kernel_s, product_s
+from autoshard.cost_model.hardware import Device, parse_cluster
 
 TOY = Device(
     "toy",

@@ -2,7 +2,7 @@
 
 import pytest
 
-from cost_model.errors import first_line
+from autoshard.cost_model.errors import first_line
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cost_model.errors import ClusterError
-from cost_model.hardware import Cluster, Device, Link, parse_cluster
-from cost_model.presets import PRESETS
+from autoshard.cost_model.errors import ClusterError
+from autoshard.cost_model.hardware import Cluster, Device, Link, parse_cluster
+from autoshard.cost_model.presets import PRESETS
 
 GPUS = tuple(PRESETS)
 

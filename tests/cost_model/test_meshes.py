@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cost_model.errors import InputError
-from cost_model.hardware import parse_cluster
-from cost_model.meshes import finer_shapes, mesh_shapes
+from autoshard.cost_model.errors import InputError
+from autoshard.cost_model.hardware import parse_cluster
+from autoshard.cost_model.meshes import finer_shapes, mesh_shapes
 
 
 @pytest.mark.parametrize(

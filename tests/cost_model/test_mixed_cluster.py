@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import pytest
 
-from cost_model.cluster import Link
-from cost_model.errors import ClusterError
-from cost_model.hardware import parse_cluster, parse_hardware
-from cost_model.mixed_cluster import MixedCluster, from_json
+from autoshard.cost_model.cluster import Link
+from autoshard.cost_model.errors import ClusterError
+from autoshard.cost_model.hardware import parse_cluster, parse_hardware
+from autoshard.cost_model.mixed_cluster import MixedCluster, from_json
 
 H100, A100 = parse_cluster("8xH100-80GB"), parse_cluster("16xA100-40GB")
 SLOW = Link(12.5e9, 2e-5)

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from cost_model.errors import InputError
-from cost_model.units import (
+from autoshard.cost_model.errors import InputError
+from autoshard.cost_model.units import (
     exact_bytes,
     exact_flops,
     exact_rate,

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from cost_model.errors import InputError
-from cost_model.whole_file import write_whole
+from autoshard.cost_model.errors import InputError
+from autoshard.cost_model.whole_file import write_whole
 
 
 @pytest.fixture

@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from executors.jit import build
-from search.driver import SearchResult
-from search.ir.graph import Step
-from search.ir.trace import trace_for
+from autoshard.executors.jit import build
+from autoshard.search.driver import SearchResult
+from autoshard.search.ir.graph import Step
+from autoshard.search.ir.trace import trace_for
 from tests.zoo import Case
 
 NOISE = 1e-12

@@ -4,17 +4,17 @@ from collections.abc import Sequence
 
 import jax
 
-from executors.pipeline import build
-from executors.pipeline_program import PipelineProgram
-from search.ir.graph import Step
-from search.pipeline.layers import Layers
-from search.pipeline.pipeline_step import PipelineStep
-from search.pipeline.programs import made_ready, stage_programs
-from search.pipeline.schedules.registry import build_schedule
-from search.pipeline.split_loops import num_positions
-from search.pipeline.stage_cut import StageCut
-from search.plan.schedule import Schedule
-from search.plan.stage_programs import StagePrograms, StageSharding
+from autoshard.executors.pipeline import build
+from autoshard.executors.pipeline_program import PipelineProgram
+from autoshard.search.ir.graph import Step
+from autoshard.search.pipeline.layers import Layers
+from autoshard.search.pipeline.pipeline_step import PipelineStep
+from autoshard.search.pipeline.programs import made_ready, stage_programs
+from autoshard.search.pipeline.schedules.registry import build_schedule
+from autoshard.search.pipeline.split_loops import num_positions
+from autoshard.search.pipeline.stage_cut import StageCut
+from autoshard.search.plan.schedule import Schedule
+from autoshard.search.plan.stage_programs import StagePrograms, StageSharding
 from tests.executors.agreement import Reference, run_steps
 
 

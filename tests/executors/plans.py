@@ -7,21 +7,21 @@ from typing import Any
 import jax
 import numpy as np
 
-from cost_model.cluster import Cluster
-from cost_model.hardware import parse_cluster
-from search import driver
-from search.driver import SearchResult
-from search.ir.graph import Site, Step
-from search.ir.sharding import StepSharding
-from search.mesh_problem import MeshProblem, StepProblem
-from search.options import Options
-from search.plan.estimates import estimate
-from search.plan.plan import Plan
-from search.plan.shardings import step_sharding
-from search.problem.fingerprint import fingerprint
-from search.problem.strategies import CopySource
-from search.solver import branch_and_bound
-from search.solver.clock import PROCESSOR, Deadline
+from autoshard.cost_model.cluster import Cluster
+from autoshard.cost_model.hardware import parse_cluster
+from autoshard.search import driver
+from autoshard.search.driver import SearchResult
+from autoshard.search.ir.graph import Site, Step
+from autoshard.search.ir.sharding import StepSharding
+from autoshard.search.mesh_problem import MeshProblem, StepProblem
+from autoshard.search.options import Options
+from autoshard.search.plan.estimates import estimate
+from autoshard.search.plan.plan import Plan
+from autoshard.search.plan.shardings import step_sharding
+from autoshard.search.problem.fingerprint import fingerprint
+from autoshard.search.problem.strategies import CopySource
+from autoshard.search.solver import branch_and_bound
+from autoshard.search.solver.clock import PROCESSOR, Deadline
 
 PLENTY_BYTES = 1 << 40
 """No cap for a tiny model."""

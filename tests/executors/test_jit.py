@@ -11,10 +11,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import autoshard
-from executors.jit import Program, build
-from search.driver import find
-from search.ir.trace import trace
-from search.options import Options
+from autoshard.executors.jit import Program, build
+from autoshard.search.driver import find
+from autoshard.search.ir.trace import trace
+from autoshard.search.options import Options
 from tests import zoo
 from tests.executors import plans
 

@@ -20,12 +20,12 @@ from jax.sharding import PartitionSpec as P
 
 import autoshard
 from autoshard import AutoshardWarning
-from executors.jit import Program, build
-from search.driver import find
-from search.ir.sharding import StepSharding
-from search.ir.spec import AXIS_NAMES, PARTIAL, WHOLE
-from search.ir.trace import trace
-from search.options import Options
+from autoshard.executors.jit import Program, build
+from autoshard.search.driver import find
+from autoshard.search.ir.sharding import StepSharding
+from autoshard.search.ir.spec import AXIS_NAMES, PARTIAL, WHOLE
+from autoshard.search.ir.trace import trace
+from autoshard.search.options import Options
 from tests.executors import plans
 
 W = jax.random.normal(jax.random.key(0), (16, 32))

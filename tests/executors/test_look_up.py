@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from jax.lax import GatherDimensionNumbers, GatherScatterMode
 
-from executors.jit import build
-from search.ir.sharding import StepSharding
-from search.ir.spec import AXIS_NAMES, PARTIAL, WHOLE
-from search.ir.trace import trace
+from autoshard.executors.jit import build
+from autoshard.search.ir.sharding import StepSharding
+from autoshard.search.ir.spec import AXIS_NAMES, PARTIAL, WHOLE
+from autoshard.search.ir.trace import trace
 
 ROWS, WIDTH, MESH = 24, 16, (2, 4)
 TABLE = jax.random.normal(jax.random.key(0), (ROWS, WIDTH))

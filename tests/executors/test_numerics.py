@@ -13,14 +13,14 @@ import numpy as np
 import optax
 import pytest
 
-from executors.jit import build
-from search.driver import SearchResult
-from search.ir.graph import Graph, Phase, Site, Step
-from search.ir.spec import PARTIAL, Spec
-from search.memory import offload
-from search.memory.microbatches import microbatched
-from search.memory.recompute import recomputed
-from search.problem.reshard_paths import ReshardPaths
+from autoshard.executors.jit import build
+from autoshard.search.driver import SearchResult
+from autoshard.search.ir.graph import Graph, Phase, Site, Step
+from autoshard.search.ir.spec import PARTIAL, Spec
+from autoshard.search.memory import offload
+from autoshard.search.memory.microbatches import microbatched
+from autoshard.search.memory.recompute import recomputed
+from autoshard.search.problem.reshard_paths import ReshardPaths
 from tests import zoo
 from tests.executors import plans
 from tests.executors.agreement import Reference, assert_equal

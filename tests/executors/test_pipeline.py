@@ -8,11 +8,11 @@ import numpy as np
 import optax
 import pytest
 
-from cost_model.errors import InputError
-from executors.pipeline import build
-from executors.pipeline_program import PipelineProgram
-from search.ir.trace import trace
-from search.pipeline.schedules.registry import FAMILIES
+from autoshard.cost_model.errors import InputError
+from autoshard.executors.pipeline import build
+from autoshard.executors.pipeline_program import PipelineProgram
+from autoshard.search.ir.trace import trace
+from autoshard.search.pipeline.schedules.registry import FAMILIES
 from tests import zoo
 from tests.executors.agreement import Reference, assert_equal
 from tests.executors.pipelines import alike, pipelined, programs_of, schedule_of, trained

@@ -8,13 +8,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from executors.pipeline import build, followed
-from executors.pipeline_program import PipelineProgram
-from search.ir.spec import WHOLE, shard_size
-from search.ir.trace import trace
-from search.pipeline.stage_memory import StageMemory
-from search.plan.schedule import Schedule, TaskKind
-from search.plan.stage_programs import StagePrograms, StageSharding
+from autoshard.executors.pipeline import build, followed
+from autoshard.executors.pipeline_program import PipelineProgram
+from autoshard.search.ir.spec import WHOLE, shard_size
+from autoshard.search.ir.trace import trace
+from autoshard.search.pipeline.stage_memory import StageMemory
+from autoshard.search.plan.schedule import Schedule, TaskKind
+from autoshard.search.plan.stage_programs import StagePrograms, StageSharding
 from tests.executors.pipelines import alike, programs_of, schedule_of
 
 WIDTH, BATCH, LAYERS = 32, 64, 8

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 import autoshard
-from cost_model.errors import InputError, PlanError
-from search.ir.trace import trace
-from search.pipeline.spmd import spmd_step
-from search.plan.spmd_plan import SpmdPlan
-from search.plan.spmd_step import LayerLoop
+from autoshard.cost_model.errors import InputError, PlanError
+from autoshard.search.ir.trace import trace
+from autoshard.search.pipeline.spmd import spmd_step
+from autoshard.search.plan.spmd_plan import SpmdPlan
+from autoshard.search.plan.spmd_step import LayerLoop
 from tests.executors.agreement import Reference, assert_equal, run_steps
 from tests.zoo import Case, make_gpt_scan, make_mlp
 from tests.zoo.case import Normal

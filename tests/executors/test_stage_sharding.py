@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 
 import autoshard
-from cost_model.hardware import parse_cluster
-from executors.pipeline import build
-from search.ir.spec import shard_size
-from search.ir.trace import trace
-from search.memory.copies import SCOPE
-from search.pipeline.planning import Pipeline, apply, find
-from search.pipeline.search import PipelineOptions
-from search.plan.pipeline_plan import PipelinePlan
-from search.plan.schedule import TaskKind
+from autoshard.cost_model.hardware import parse_cluster
+from autoshard.executors.pipeline import build
+from autoshard.search.ir.spec import shard_size
+from autoshard.search.ir.trace import trace
+from autoshard.search.memory.copies import SCOPE
+from autoshard.search.pipeline.planning import Pipeline, apply, find
+from autoshard.search.pipeline.search import PipelineOptions
+from autoshard.search.plan.pipeline_plan import PipelinePlan
+from autoshard.search.plan.schedule import TaskKind
 from tests.executors.agreement import Reference, assert_equal
 from tests.executors.pipelines import trained
 from tests.executors.test_pipeline import on_one_device

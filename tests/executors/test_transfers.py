@@ -6,8 +6,8 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from executors import transfers
-from executors.transfers import Way
+from autoshard.executors import transfers
+from autoshard.executors.transfers import Way
 
 
 def submesh(first: int, *shape: int) -> Mesh:

@@ -44,8 +44,8 @@ def connect(address: str, count: int, index: int) -> None:
 def scenes(folder: Path) -> Mapping[str, Callable[[], Any]]:
     """What is done, in this order, in all processes at once; with what the test is told of it."""
     import autoshard
-    from cost_model.errors import InputError
-    from search.ir.trace import trace
+    from autoshard.cost_model.errors import InputError
+    from autoshard.search.ir.trace import trace
     from tests import zoo
     from tests.executors.pipelines import pipelined, schedule_of
     from tests.executors.test_spmd import shared as layered

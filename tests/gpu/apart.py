@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from cost_model.xla.compiler import ENVIRONMENT
+from autoshard.cost_model.xla.compiler import ENVIRONMENT
 
 
 def said(module: str) -> list[str]:

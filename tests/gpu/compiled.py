@@ -11,22 +11,22 @@ from math import prod
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from cost_model.cluster import Cluster
-from cost_model.hardware import parse_cluster
-from cost_model.xla._jax import lower, module_bytes
-from cost_model.xla.process import Compiler, compile_apart
-from cost_model.xla.stats import CompiledStats
-from executors.jit import build
-from search import driver
-from search.driver import SearchResult
-from search.ir.graph import Step
-from search.ir.trace import trace
-from search.memory.microbatches import microbatched
-from search.mesh_problem import StepProblem
-from search.options import Options
-from search.plan.plan import Plan
-from search.solver.branch_and_bound import NoFitError
-from search.solver.clock import WorkClock
+from autoshard.cost_model.cluster import Cluster
+from autoshard.cost_model.hardware import parse_cluster
+from autoshard.cost_model.xla._jax import lower, module_bytes
+from autoshard.cost_model.xla.process import Compiler, compile_apart
+from autoshard.cost_model.xla.stats import CompiledStats
+from autoshard.executors.jit import build
+from autoshard.search import driver
+from autoshard.search.driver import SearchResult
+from autoshard.search.ir.graph import Step
+from autoshard.search.ir.trace import trace
+from autoshard.search.memory.microbatches import microbatched
+from autoshard.search.mesh_problem import StepProblem
+from autoshard.search.options import Options
+from autoshard.search.plan.plan import Plan
+from autoshard.search.solver.branch_and_bound import NoFitError
+from autoshard.search.solver.clock import WorkClock
 from tests.zoo import (
     Case,
     make_dlrm,

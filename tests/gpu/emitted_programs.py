@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import autoshard
-from cost_model.hardware import parse_cluster
-from cost_model.xla import compiler
-from executors.jit import Program
+from autoshard.cost_model.hardware import parse_cluster
+from autoshard.cost_model.xla import compiler
+from autoshard.executors.jit import Program
 from tests.zoo import Case, make_gpt_scan, make_mlp
 
 CLUSTER = parse_cluster("4xA100-80GB")

@@ -11,11 +11,18 @@ import jax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from cost_model.calibration.machine import AXES, attached_mesh
-from cost_model.calibration.measure import looped, program_of
-from cost_model.calibration.probes import MIB, CollectiveProbe, LaunchProbe, Probe, ProductProbe, StreamProbe
-from cost_model.hardware import parse_cluster
-from cost_model.xla import compiler
+from autoshard.cost_model.calibration.machine import AXES, attached_mesh
+from autoshard.cost_model.calibration.measure import looped, program_of
+from autoshard.cost_model.calibration.probes import (
+    MIB,
+    CollectiveProbe,
+    LaunchProbe,
+    Probe,
+    ProductProbe,
+    StreamProbe,
+)
+from autoshard.cost_model.hardware import parse_cluster
+from autoshard.cost_model.xla import compiler
 
 PROBES = {
     "launch": LaunchProbe(),

@@ -10,8 +10,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import autoshard
+from autoshard.cost_model.xla.process import Compiler
 from autoshard.verification.judge import CompilerVerifier
-from cost_model.xla.process import Compiler
 
 from .compiled import HURRY, JOBS, compiled, planned
 

@@ -4,14 +4,14 @@ import re
 
 import jax.numpy as jnp
 
+from autoshard.cost_model.hardware import parse_cluster
+from autoshard.cost_model.xla._jax import lower, module_bytes
+from autoshard.cost_model.xla.process import Compiler, compile_apart
+from autoshard.executors.jit import build
+from autoshard.search import driver
+from autoshard.search.ir.trace import trace
+from autoshard.search.options import Options
 from benchmarks.scanned_stacks import everything, make_scanned_gpt
-from cost_model.hardware import parse_cluster
-from cost_model.xla._jax import lower, module_bytes
-from cost_model.xla.process import Compiler, compile_apart
-from executors.jit import build
-from search import driver
-from search.ir.trace import trace
-from search.options import Options
 
 from .compiled import HURRY
 

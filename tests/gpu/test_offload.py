@@ -2,13 +2,13 @@
 
 import pytest
 
+from autoshard.cost_model.hardware import parse_cluster
+from autoshard.cost_model.xla.hlo import FROM_HOST, TO_HOST
+from autoshard.cost_model.xla.process import Compiler
+from autoshard.search.driver import find
+from autoshard.search.ir.trace import trace
+from autoshard.search.options import Options
 from autoshard.verification.judge import CompilerVerifier
-from cost_model.hardware import parse_cluster
-from cost_model.xla.hlo import FROM_HOST, TO_HOST
-from cost_model.xla.process import Compiler
-from search.driver import find
-from search.ir.trace import trace
-from search.options import Options
 from tests.search.adamw import adamw_chain
 
 from .compiled import HURRY

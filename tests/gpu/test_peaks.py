@@ -9,13 +9,13 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
+from autoshard.cost_model.hardware import parse_cluster
+from autoshard.cost_model.xla.process import Compiler
+from autoshard.search.device.prediction import MARGIN
+from autoshard.search.driver import find
+from autoshard.search.ir.trace import trace
+from autoshard.search.options import Options
 from autoshard.verification.judge import CompilerVerifier
-from cost_model.hardware import parse_cluster
-from cost_model.xla.process import Compiler
-from search.device.prediction import MARGIN
-from search.driver import find
-from search.ir.trace import trace
-from search.options import Options
 
 from .compiled import HURRY, JOBS, planned
 

@@ -5,18 +5,18 @@ import jax.numpy as jnp
 import pytest
 
 import autoshard
+from autoshard.cost_model.hardware import parse_cluster, parse_hardware
+from autoshard.cost_model.xla._jax import lower, module_bytes
+from autoshard.cost_model.xla.process import Compiler, compile_apart
+from autoshard.cost_model.xla.stats import CompiledStats
+from autoshard.executors.jit import Program
+from autoshard.executors.spmd import build
+from autoshard.search.ir.trace import trace
+from autoshard.search.pipeline.search import PipelineOptions
+from autoshard.search.pipeline.spmd import spmd_step
+from autoshard.search.pipeline.spmd_planning import find
+from autoshard.search.plan.spmd_step import LayerLoop, SpmdSharding
 from autoshard.verification.pipeline_result import PipelineVerification
-from cost_model.hardware import parse_cluster, parse_hardware
-from cost_model.xla._jax import lower, module_bytes
-from cost_model.xla.process import Compiler, compile_apart
-from cost_model.xla.stats import CompiledStats
-from executors.jit import Program
-from executors.spmd import build
-from search.ir.trace import trace
-from search.pipeline.search import PipelineOptions
-from search.pipeline.spmd import spmd_step
-from search.pipeline.spmd_planning import find
-from search.plan.spmd_step import LayerLoop, SpmdSharding
 from tests.gpu.compiled import HURRY
 from tests.zoo import make_gpt_scan
 from tests.zoo.megatron import make_megatron

@@ -14,15 +14,15 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import autoshard
-from cost_model.collectives import MeshModel
-from cost_model.hardware import parse_cluster
-from cost_model.xla._jax import module_bytes
-from cost_model.xla.process import Compiler, compile_apart
-from cost_model.xla.stats import CompiledStats
-from search.ir.graph import Value
-from search.ir.sharding import ReshardPath
-from search.ir.spec import AXIS_NAMES, PARTIAL, Spec, partition_spec
-from search.problem.reshard import SLICE, Resharder
+from autoshard.cost_model.collectives import MeshModel
+from autoshard.cost_model.hardware import parse_cluster
+from autoshard.cost_model.xla._jax import module_bytes
+from autoshard.cost_model.xla.process import Compiler, compile_apart
+from autoshard.cost_model.xla.stats import CompiledStats
+from autoshard.search.ir.graph import Value
+from autoshard.search.ir.sharding import ReshardPath
+from autoshard.search.ir.spec import AXIS_NAMES, PARTIAL, Spec, partition_spec
+from autoshard.search.problem.reshard import SLICE, Resharder
 
 from .compiled import HURRY
 

@@ -11,14 +11,14 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from autoshard.cost_model.hardware import parse_cluster
+from autoshard.cost_model.xla.process import Compiler
+from autoshard.search.device.prediction import MARGIN
+from autoshard.search.driver import find
+from autoshard.search.ir.trace import trace
+from autoshard.search.options import Options
 from autoshard.verification.judge import CompilerVerifier
 from autoshard.verification.result import PEAK_ABOVE, Verification
-from cost_model.hardware import parse_cluster
-from cost_model.xla.process import Compiler
-from search.device.prediction import MARGIN
-from search.driver import find
-from search.ir.trace import trace
-from search.options import Options
 from tests.search.adamw import adamw_chain
 from tests.search.chain import chain
 from tests.zoo import Case, make_moe

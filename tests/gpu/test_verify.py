@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from autoshard import cli
-from cost_model.hardware import parse_cluster
-from search.plan.plan import Plan
+from autoshard.cost_model.hardware import parse_cluster
+from autoshard.search.plan.plan import Plan
 from tests.stages import without_stages
 
 TRAIN = """

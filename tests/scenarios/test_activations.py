@@ -16,12 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cost_model.hardware import parse_cluster
-from search.device.lowering import Lowered, lower
-from search.ir.trace import trace
-from search.mesh_problem import MeshProblem, StepProblem
-from search.problem.flat_program import ReadPhase, read_phase
-from search.problem.strategies import CopySource
+from autoshard.cost_model.hardware import parse_cluster
+from autoshard.search.device.lowering import Lowered, lower
+from autoshard.search.ir.trace import trace
+from autoshard.search.mesh_problem import MeshProblem, StepProblem
+from autoshard.search.problem.flat_program import ReadPhase, read_phase
+from autoshard.search.problem.strategies import CopySource
 from tests.zoo import make_megatron
 
 PLENTY_BYTES = 1 << 45

@@ -12,12 +12,12 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from cost_model.cluster import Link
-from cost_model.hardware import parse_cluster
-from search.driver import find
-from search.ir.trace import trace
-from search.options import Options
-from search.problem.flat_program import ReadPhase
+from autoshard.cost_model.cluster import Link
+from autoshard.cost_model.hardware import parse_cluster
+from autoshard.search.driver import find
+from autoshard.search.ir.trace import trace
+from autoshard.search.options import Options
+from autoshard.search.problem.flat_program import ReadPhase
 from tests.zoo import (
     LLAMA_7B,
     make_dlrm,

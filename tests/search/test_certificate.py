@@ -14,14 +14,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cost_model.hardware import parse_cluster
-from search import driver, mesh_problem
-from search.ir.trace import trace
-from search.mesh_problem import MeshProblem, StepProblem, TooLargeError
-from search.options import Options
-from search.problem.memory_rows import Peak
-from search.solver.branch_and_bound import NoFitError
-from search.solver.clock import SearchClock
+from autoshard.cost_model.hardware import parse_cluster
+from autoshard.search import driver, mesh_problem
+from autoshard.search.ir.trace import trace
+from autoshard.search.mesh_problem import MeshProblem, StepProblem, TooLargeError
+from autoshard.search.options import Options
+from autoshard.search.problem.memory_rows import Peak
+from autoshard.search.solver.branch_and_bound import NoFitError
+from autoshard.search.solver.clock import SearchClock
 from tests.search.solver.problems import every_cost_s
 
 ARRAY = jax.ShapeDtypeStruct((1024, 1024), jnp.float32)

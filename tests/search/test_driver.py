@@ -14,19 +14,19 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from cost_model.cluster import Cluster
-from cost_model.errors import InfeasibleError, PlanError
-from cost_model.hardware import parse_cluster
-from search import driver
-from search.device.prediction import Prediction
-from search.driver import SearchResult
-from search.ir.graph import Step
-from search.ir.trace import trace
-from search.mesh_problem import RELATIVE_GAP, StepProblem
-from search.options import DEFAULT_TIME_LIMIT_S, Options
-from search.plan.plan import Decisions, Plan
-from search.solver import clock
-from search.solver.clock import WorkClock
+from autoshard.cost_model.cluster import Cluster
+from autoshard.cost_model.errors import InfeasibleError, PlanError
+from autoshard.cost_model.hardware import parse_cluster
+from autoshard.search import driver
+from autoshard.search.device.prediction import Prediction
+from autoshard.search.driver import SearchResult
+from autoshard.search.ir.graph import Step
+from autoshard.search.ir.trace import trace
+from autoshard.search.mesh_problem import RELATIVE_GAP, StepProblem
+from autoshard.search.options import DEFAULT_TIME_LIMIT_S, Options
+from autoshard.search.plan.plan import Decisions, Plan
+from autoshard.search.solver import clock
+from autoshard.search.solver.clock import WorkClock
 from tests.executors import plans
 from tests.zoo import MAKERS
 

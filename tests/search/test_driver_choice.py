@@ -9,16 +9,16 @@ import pytest
 from jax.extend.core import Primitive
 from jax.sharding import PartitionSpec as P
 
-from cost_model.errors import InfeasibleError, PlanError
-from cost_model.hardware import parse_cluster
-from search import driver, infeasible
-from search.infeasible import Smallest
-from search.ir.trace import trace
-from search.mesh_problem import MeshProblem
-from search.options import Options, candidate_shapes
-from search.problem.memory_rows import Peak
-from search.recomputation import NO_CAP
-from search.solver.branch_and_bound import NoFitError
+from autoshard.cost_model.errors import InfeasibleError, PlanError
+from autoshard.cost_model.hardware import parse_cluster
+from autoshard.search import driver, infeasible
+from autoshard.search.infeasible import Smallest
+from autoshard.search.ir.trace import trace
+from autoshard.search.mesh_problem import MeshProblem
+from autoshard.search.options import Options, candidate_shapes
+from autoshard.search.problem.memory_rows import Peak
+from autoshard.search.recomputation import NO_CAP
+from autoshard.search.solver.branch_and_bound import NoFitError
 from tests.search.chain import chain
 
 CLUSTER = parse_cluster("16xH100-80GB")

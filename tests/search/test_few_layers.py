@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from cost_model.hardware import parse_cluster
-from search import driver
-from search.ir.trace import trace
-from search.options import Options
-from search.plan.plan import Plan
+from autoshard.cost_model.hardware import parse_cluster
+from autoshard.search import driver
+from autoshard.search.ir.trace import trace
+from autoshard.search.options import Options
+from autoshard.search.plan.plan import Plan
 from tests.search.chain import chain
 
 FAR = parse_cluster("8xH100-80GB")

@@ -8,15 +8,15 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from cost_model.hardware import parse_cluster
-from cost_model.meshes import finer_shapes
-from search import driver
-from search.finer_meshes import FINER_GAP, MAX_FINER, FinerMeshes
-from search.ir.trace import trace
-from search.mesh_problem import UNKNOWN, Known
-from search.options import Options
-from search.recomputation import FreeSolution
-from search.solver.clock import NEVER, Deadline, WorkClock
+from autoshard.cost_model.hardware import parse_cluster
+from autoshard.cost_model.meshes import finer_shapes
+from autoshard.search import driver
+from autoshard.search.finer_meshes import FINER_GAP, MAX_FINER, FinerMeshes
+from autoshard.search.ir.trace import trace
+from autoshard.search.mesh_problem import UNKNOWN, Known
+from autoshard.search.options import Options
+from autoshard.search.recomputation import FreeSolution
+from autoshard.search.solver.clock import NEVER, Deadline, WorkClock
 from tests.search.chain import chain
 from tests.zoo import make_dlrm, make_lstm, make_vit
 

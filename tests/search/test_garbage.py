@@ -6,7 +6,7 @@ from contextlib import suppress
 
 import pytest
 
-from search.garbage import uncollected
+from autoshard.search.garbage import uncollected
 
 
 @pytest.fixture(params=[True, False])

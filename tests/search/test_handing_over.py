@@ -4,11 +4,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from cost_model.hardware import parse_cluster
-from search.handing_over import carried_over, split_over
-from search.ir.trace import trace
-from search.mesh_problem import Known, StepProblem
-from search.problem.seeds import seeds
+from autoshard.cost_model.hardware import parse_cluster
+from autoshard.search.handing_over import carried_over, split_over
+from autoshard.search.ir.trace import trace
+from autoshard.search.mesh_problem import Known, StepProblem
+from autoshard.search.problem.seeds import seeds
 from tests.search.chain import chain
 from tests.zoo import make_gpt_scan
 

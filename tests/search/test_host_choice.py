@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from cost_model.errors import InfeasibleError, InputError
-from cost_model.hardware import parse_cluster
-from search.driver import find
-from search.ir.trace import trace
-from search.options import Options
-from search.step_search import StepSearch
+from autoshard.cost_model.errors import InfeasibleError, InputError
+from autoshard.cost_model.hardware import parse_cluster
+from autoshard.search.driver import find
+from autoshard.search.ir.trace import trace
+from autoshard.search.options import Options
+from autoshard.search.step_search import StepSearch
 from tests.search.adamw import adamw_chain
 
 CLUSTER = parse_cluster("1xH100-80GB")

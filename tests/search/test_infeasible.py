@@ -13,15 +13,15 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from cost_model.errors import InfeasibleError
-from cost_model.hardware import parse_cluster
-from cost_model.units import format_bytes, parse_bytes, parse_seconds
-from search import driver, infeasible
-from search.ir.trace import trace
-from search.mesh_problem import MeshProblem, StepProblem
-from search.options import Options, candidate_shapes
-from search.solver.branch_and_bound import NoFitError
-from search.solver.clock import PROCESSOR, Deadline
+from autoshard.cost_model.errors import InfeasibleError
+from autoshard.cost_model.hardware import parse_cluster
+from autoshard.cost_model.units import format_bytes, parse_bytes, parse_seconds
+from autoshard.search import driver, infeasible
+from autoshard.search.ir.trace import trace
+from autoshard.search.mesh_problem import MeshProblem, StepProblem
+from autoshard.search.options import Options, candidate_shapes
+from autoshard.search.solver.branch_and_bound import NoFitError
+from autoshard.search.solver.clock import PROCESSOR, Deadline
 from tests.zoo import make_dlrm
 
 MIB = 2**20

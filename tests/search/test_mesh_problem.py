@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from cost_model.errors import InputError, PlanError
-from cost_model.hardware import parse_cluster
-from search.ir.trace import trace
-from search.mesh_problem import RELATIVE_GAP, MeshProblem, StepProblem
-from search.options import Options, candidate_shapes
-from search.problem.strategies import port_specs
-from search.solver.branch_and_bound import NoFitError
-from search.solver.clock import Deadline
-from search.solver.pbqp import MemoryConstraint
+from autoshard.cost_model.errors import InputError, PlanError
+from autoshard.cost_model.hardware import parse_cluster
+from autoshard.search.ir.trace import trace
+from autoshard.search.mesh_problem import RELATIVE_GAP, MeshProblem, StepProblem
+from autoshard.search.options import Options, candidate_shapes
+from autoshard.search.problem.strategies import port_specs
+from autoshard.search.solver.branch_and_bound import NoFitError
+from autoshard.search.solver.clock import Deadline
+from autoshard.search.solver.pbqp import MemoryConstraint
 from tests.search.chain import chain
 
 CLUSTER = parse_cluster("2xH100-80GB")

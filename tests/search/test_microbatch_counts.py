@@ -2,7 +2,7 @@
 
 import pytest
 
-from search.microbatch_counts import SLOPE_SHARE, least_s
+from autoshard.search.microbatch_counts import SLOPE_SHARE, least_s
 
 
 def test_nothing_is_said_before_some_were_tried():

@@ -10,14 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cost_model.errors import InfeasibleError, InputError, PlanError
-from cost_model.hardware import parse_cluster
-from executors.jit import build
-from search import driver
-from search.ir.trace import trace
-from search.options import Options
-from search.plan.plan import Plan
-from search.step_search import MAX_MICROBATCHES, StepSearch
+from autoshard.cost_model.errors import InfeasibleError, InputError, PlanError
+from autoshard.cost_model.hardware import parse_cluster
+from autoshard.executors.jit import build
+from autoshard.search import driver
+from autoshard.search.ir.trace import trace
+from autoshard.search.options import Options
+from autoshard.search.plan.plan import Plan
+from autoshard.search.step_search import MAX_MICROBATCHES, StepSearch
 
 CLUSTER = parse_cluster("8xCPU")
 WIDTHS, BATCH = (64, *(128,) * 8, 64), 1 << 14

@@ -10,27 +10,27 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cost_model.errors import InfeasibleError, InputError, PlanError
-from cost_model.hardware import parse_cluster
-from executors.jit import build
-from search import attempts, driver, step_search
-from search.attempts import Attempts
-from search.ir.graph import Site
-from search.ir.trace import trace
-from search.memory.copies import SCOPE
-from search.mesh_problem import UNKNOWN, MeshProblem, StepProblem
-from search.options import Options
-from search.plan.plan import Plan
-from search.plan.retention import RetentionCodec
-from search.problem.flat_program import flatten
-from search.problem.folding import fold
-from search.problem.likes import folded_like
-from search.problem.shortening import shortened
-from search.recomputation import NO_CAP, Candidate, Estimates, FreeSolution
-from search.solver.branch_and_bound import NoFitError
-from search.solver.clock import Deadline, WorkClock
-from search.step_search import FIRST_SHARE, StepSearch
-from search.trials import Trials
+from autoshard.cost_model.errors import InfeasibleError, InputError, PlanError
+from autoshard.cost_model.hardware import parse_cluster
+from autoshard.executors.jit import build
+from autoshard.search import attempts, driver, step_search
+from autoshard.search.attempts import Attempts
+from autoshard.search.ir.graph import Site
+from autoshard.search.ir.trace import trace
+from autoshard.search.memory.copies import SCOPE
+from autoshard.search.mesh_problem import UNKNOWN, MeshProblem, StepProblem
+from autoshard.search.options import Options
+from autoshard.search.plan.plan import Plan
+from autoshard.search.plan.retention import RetentionCodec
+from autoshard.search.problem.flat_program import flatten
+from autoshard.search.problem.folding import fold
+from autoshard.search.problem.likes import folded_like
+from autoshard.search.problem.shortening import shortened
+from autoshard.search.recomputation import NO_CAP, Candidate, Estimates, FreeSolution
+from autoshard.search.solver.branch_and_bound import NoFitError
+from autoshard.search.solver.clock import Deadline, WorkClock
+from autoshard.search.step_search import FIRST_SHARE, StepSearch
+from autoshard.search.trials import Trials
 from tests.zoo import make_gpt_linen
 
 CLUSTER = parse_cluster("8xH100-80GB")

@@ -13,23 +13,23 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from cost_model.cluster import Cluster
-from cost_model.errors import InfeasibleError
-from cost_model.hardware import parse_cluster
-from executors.jit import build
-from search import driver
-from search.driver import SearchResult
-from search.handing_over import handed_over, unlike_their_next, unseen_between_likes
-from search.ir.graph import Phase, Step
-from search.ir.trace import trace
-from search.mesh_problem import StepProblem
-from search.options import Options
-from search.plan.plan import Plan
-from search.plan.retention import CoarseError
-from search.problem import shortening
-from search.problem.likes import blocks, places
-from search.solver.branch_and_bound import NoFitError
-from search.solver.clock import WorkClock
+from autoshard.cost_model.cluster import Cluster
+from autoshard.cost_model.errors import InfeasibleError
+from autoshard.cost_model.hardware import parse_cluster
+from autoshard.executors.jit import build
+from autoshard.search import driver
+from autoshard.search.driver import SearchResult
+from autoshard.search.handing_over import handed_over, unlike_their_next, unseen_between_likes
+from autoshard.search.ir.graph import Phase, Step
+from autoshard.search.ir.trace import trace
+from autoshard.search.mesh_problem import StepProblem
+from autoshard.search.options import Options
+from autoshard.search.plan.plan import Plan
+from autoshard.search.plan.retention import CoarseError
+from autoshard.search.problem import shortening
+from autoshard.search.problem.likes import blocks, places
+from autoshard.search.solver.branch_and_bound import NoFitError
+from autoshard.search.solver.clock import WorkClock
 from tests import zoo
 
 NUM_LAYERS = 16

@@ -5,13 +5,13 @@ import functools
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from cost_model.cluster import Cluster
-from cost_model.hardware import parse_cluster
-from search import driver
-from search.ir.graph import Step
-from search.ir.trace import trace
-from search.options import Options, candidate_shapes
-from search.plan.plan import Plan
+from autoshard.cost_model.cluster import Cluster
+from autoshard.cost_model.hardware import parse_cluster
+from autoshard.search import driver
+from autoshard.search.ir.graph import Step
+from autoshard.search.ir.trace import trace
+from autoshard.search.options import Options, candidate_shapes
+from autoshard.search.plan.plan import Plan
 from tests.zoo import MAKERS
 
 PLENTY_BYTES = 1 << 40

@@ -1,6 +1,6 @@
 """Every second is one part's."""
 
-from search.stopwatch import Stopwatch
+from autoshard.search.stopwatch import Stopwatch
 
 
 def test_a_part_that_comes_again_adds_up(monkeypatch):

@@ -4,8 +4,8 @@ from itertools import islice
 
 import pytest
 
-from search.solver.pbqp import MemoryConstraint
-from search.tightening import BLIND, MARGIN, MAX_ROWS, Round, tightened
+from autoshard.search.solver.pbqp import MemoryConstraint
+from autoshard.search.tightening import BLIND, MARGIN, MAX_ROWS, Round, tightened
 
 CAP_BYTES = 100.0
 

@@ -1,11 +1,11 @@
 """What several trials of one step share."""
 
-from cost_model.hardware import parse_cluster
-from search.ir.graph import Phase
-from search.ir.trace import trace
-from search.options import Options
-from search.solver.clock import WorkClock
-from search.trials import Trials
+from autoshard.cost_model.hardware import parse_cluster
+from autoshard.search.ir.graph import Phase
+from autoshard.search.ir.trace import trace
+from autoshard.search.options import Options
+from autoshard.search.solver.clock import WorkClock
+from autoshard.search.trials import Trials
 from tests.search.adamw import adamw_chain
 
 STEP = trace(*adamw_chain(num_layers=2, width=64, rows=16))

@@ -11,7 +11,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
-from search.ir.factors import (
+from autoshard.search.ir.factors import (
     attention,
     contraction,
     elementwise,
@@ -22,8 +22,8 @@ from search.ir.factors import (
     rng,
     shape,
 )
-from search.ir.factors.loops import opaque
-from search.ir.factors.rule import Factor, Kind, Rule, RuleFn
+from autoshard.search.ir.factors.loops import opaque
+from autoshard.search.ir.factors.rule import Factor, Kind, Rule, RuleFn
 
 __all__ = ["Factor", "Kind", "Rule", "has_rule", "rule_for"]
 
@@ -55,7 +55,7 @@ def rule_for(name: str, in_avals: Sequence[Any], out_avals: Sequence[Any], param
 
     Example:
       >>> import jax
-      >>> from search.ir.factors import rule_for
+      >>> from autoshard.search.ir.factors import rule_for
       >>> a, b, c = (jax.ShapeDtypeStruct(shape, "float32") for shape in ((8, 4), (4, 2), (8, 2)))
       >>> rule = rule_for("dot_general", (a, b), (c,), {"dimension_numbers": (((1,), (0,)), ((), ()))})
       >>> [(factor.size, str(factor.kind)) for factor in rule.factors]

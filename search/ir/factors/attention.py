@@ -10,9 +10,9 @@ from dataclasses import replace
 from math import prod
 from typing import Any
 
-from search.ir.factors.contraction import FLOPS_PER_PRODUCT_SUM
-from search.ir.factors.loops import Dim, Loops, opaque
-from search.ir.factors.rule import Dims, Kind, Rule, RuleFn
+from autoshard.search.ir.factors.contraction import FLOPS_PER_PRODUCT_SUM
+from autoshard.search.ir.factors.loops import Dim, Loops, opaque
+from autoshard.search.ir.factors.rule import Dims, Kind, Rule, RuleFn
 
 HEADS_FIRST = 1
 """The value of the parameter `layout` for (batch, heads, sequence, channels); else the sequence comes before the heads."""

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from math import prod
 from typing import Any
 
-from search.ir.factors.loops import Dim, Loops
-from search.ir.factors.rule import Dims, Kind, Rule, RuleFn
+from autoshard.search.ir.factors.loops import Dim, Loops
+from autoshard.search.ir.factors.rule import Dims, Kind, Rule, RuleFn
 
 FLOPS_PER_PRODUCT_SUM = 2.0
 """A multiplication and an addition."""

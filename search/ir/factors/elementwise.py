@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from jax import numpy as jnp
 
-from search.ir.factors.loops import Loops
-from search.ir.factors.rule import Dims, Rule, RuleFn
+from autoshard.search.ir.factors.loops import Loops
+from autoshard.search.ir.factors.rule import Dims, Rule, RuleFn
 
 ARITHMETIC = 1.0
 """FLOPs per element of an op that is one instruction (add, compare, select)."""

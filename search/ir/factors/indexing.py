@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from search.ir.factors.elementwise import ARITHMETIC
-from search.ir.factors.loops import Dim, Loops, mixing, resized_dims
-from search.ir.factors.rule import Dims, Kind, Rule, RuleFn
+from autoshard.search.ir.factors.elementwise import ARITHMETIC
+from autoshard.search.ir.factors.loops import Dim, Loops, mixing, resized_dims
+from autoshard.search.ir.factors.rule import Dims, Kind, Rule, RuleFn
 
 
 def gather(ins: Sequence[Any], outs: Sequence[Any], params: dict[str, Any]) -> Rule:

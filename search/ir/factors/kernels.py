@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from search.ir import _jax_kernels
-from search.ir._jax_kernels import ShardingRule
-from search.ir.factors.loops import Loops, opaque
-from search.ir.factors.rule import Dims, Kind, Rule, RuleFn
+from autoshard.search.ir import _jax_kernels
+from autoshard.search.ir._jax_kernels import ShardingRule
+from autoshard.search.ir.factors.loops import Loops, opaque
+from autoshard.search.ir.factors.rule import Dims, Kind, Rule, RuleFn
 
 
 def custom_partitioning(ins: Sequence[Any], outs: Sequence[Any], params: dict[str, Any]) -> Rule:

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from math import log2, prod
 from typing import Any
 
-from search.ir.factors.loops import Loops, mixing
-from search.ir.factors.rule import Kind, Rule, RuleFn
+from autoshard.search.ir.factors.loops import Loops, mixing
+from autoshard.search.ir.factors.rule import Kind, Rule, RuleFn
 
 
 def batched(rank: int, cubic_flops: float = 0.0) -> RuleFn:

@@ -8,7 +8,7 @@ share.
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from search.ir.factors.rule import Dims, Factor, Kind, Rule, RuleFn, num_points
+from autoshard.search.ir.factors.rule import Dims, Factor, Kind, Rule, RuleFn, num_points
 
 Dim = tuple[int, ...]
 

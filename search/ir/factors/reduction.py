@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from math import prod
 from typing import Any
 
-from search.ir.factors.elementwise import ARITHMETIC, TRANSCENDENTAL
-from search.ir.factors.loops import Dim, Loops, mixing
-from search.ir.factors.rule import Dims, Kind, Rule, RuleFn
+from autoshard.search.ir.factors.elementwise import ARITHMETIC, TRANSCENDENTAL
+from autoshard.search.ir.factors.loops import Dim, Loops, mixing
+from autoshard.search.ir.factors.rule import Dims, Kind, Rule, RuleFn
 
 
 def reduction(kind: Kind, *, is_additive: bool = False) -> RuleFn:

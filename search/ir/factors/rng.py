@@ -4,10 +4,10 @@ JAX's own generators work so under `jax_threefry_partitionable`, its default. XL
 `rbg` keys) draw from one running state, and stay whole.
 """
 
-from search.ir.factors.elementwise import elementwise
-from search.ir.factors.loops import leading, opaque
-from search.ir.factors.rule import Kind, RuleFn
-from search.ir.factors.shape import created
+from autoshard.search.ir.factors.elementwise import elementwise
+from autoshard.search.ir.factors.loops import leading, opaque
+from autoshard.search.ir.factors.rule import Kind, RuleFn
+from autoshard.search.ir.factors.shape import created
 
 THREEFRY = 100.0
 """Integer operations per element of Threefry-2x32: 20 rounds of add, rotate (three) and xor for two words,

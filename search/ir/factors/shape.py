@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from math import gcd
 from typing import Any
 
-from search.ir.factors.loops import Dim, Loops, leading, mixing, resized_dims
-from search.ir.factors.rule import Dims, Kind, Rule, RuleFn
+from autoshard.search.ir.factors.loops import Dim, Loops, leading, mixing, resized_dims
+from autoshard.search.ir.factors.rule import Dims, Kind, Rule, RuleFn
 
 
 def reshape(ins: Sequence[Any], outs: Sequence[Any], params: dict[str, Any]) -> Rule:

@@ -16,8 +16,8 @@ section 3.
 
 from collections.abc import Iterator
 
-from cost_model.errors import InputError
-from search.plan.schedule import Schedule, Task, TaskKind
+from autoshard.cost_model.errors import InputError
+from autoshard.search.plan.schedule import Schedule, Task, TaskKind
 
 
 def chimera(num_workers: int, num_microbatches: int) -> Schedule:

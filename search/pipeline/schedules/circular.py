@@ -10,8 +10,8 @@ It is what one program for all stages can run: at any time all workers do the sa
 Source: Xu et al. 2021, "GSPMD: general and scalable parallelization for ML computation graphs", section 3.3.
 """
 
-from cost_model.errors import InputError
-from search.plan.schedule import Schedule, Task, TaskKind
+from autoshard.cost_model.errors import InputError
+from autoshard.search.plan.schedule import Schedule, Task, TaskKind
 
 
 def circular(num_workers: int, num_microbatches: int, stages_per_worker: int) -> Schedule:

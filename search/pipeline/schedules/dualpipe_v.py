@@ -15,8 +15,8 @@ DualPipeV, cut in half after Qi et al. 2024.
 
 from collections.abc import Iterator
 
-from cost_model.errors import InputError
-from search.plan.schedule import Schedule, Task, TaskKind
+from autoshard.cost_model.errors import InputError
+from autoshard.search.plan.schedule import Schedule, Task, TaskKind
 
 _KINDS = {"F": TaskKind.FORWARD, "B": TaskKind.BACKWARD, "W": TaskKind.WEIGHT_GRADIENT}
 _NUM_CHUNKS = 2

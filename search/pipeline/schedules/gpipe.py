@@ -6,7 +6,7 @@ that of 1F1B: while the pipeline fills and while it drains, (stages - 1) x (forw
 Source: Huang et al. 2019, "GPipe: efficient training of giant neural networks using pipeline parallelism", figure 2.
 """
 
-from search.plan.schedule import Schedule, Task, TaskKind
+from autoshard.search.plan.schedule import Schedule, Task, TaskKind
 
 
 def gpipe(num_workers: int, num_microbatches: int) -> Schedule:

@@ -16,8 +16,8 @@ memory.
 
 from collections.abc import Iterator
 
-from cost_model.errors import InputError
-from search.plan.schedule import Schedule, Task, TaskKind
+from autoshard.cost_model.errors import InputError
+from autoshard.search.plan.schedule import Schedule, Task, TaskKind
 
 
 def interleaved_one_f_one_b(num_workers: int, num_microbatches: int, stages_per_worker: int) -> Schedule:

@@ -14,7 +14,7 @@ the communication of model parallelism", section 4, for eager 1F1B.
 
 from collections.abc import Iterator, Sequence
 
-from search.plan.schedule import Schedule, Task, TaskKind
+from autoshard.search.plan.schedule import Schedule, Task, TaskKind
 
 
 def one_f_one_b(num_workers: int, num_microbatches: int) -> Schedule:

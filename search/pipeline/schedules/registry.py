@@ -4,16 +4,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from cost_model.errors import InputError
-from search.pipeline.schedules.chimera import check_chimera, chimera
-from search.pipeline.schedules.circular import check_circular, circular
-from search.pipeline.schedules.dualpipe_v import check_dualpipe_v, dualpipe_v
-from search.pipeline.schedules.gpipe import gpipe
-from search.pipeline.schedules.interleaved import check_interleaved, interleaved_one_f_one_b
-from search.pipeline.schedules.one_f_one_b import eager_one_f_one_b, one_f_one_b
-from search.pipeline.schedules.zb_v import zb_v
-from search.pipeline.schedules.zero_bubble import zb_h1, zb_h2
-from search.plan.schedule import Schedule
+from autoshard.cost_model.errors import InputError
+from autoshard.search.pipeline.schedules.chimera import check_chimera, chimera
+from autoshard.search.pipeline.schedules.circular import check_circular, circular
+from autoshard.search.pipeline.schedules.dualpipe_v import check_dualpipe_v, dualpipe_v
+from autoshard.search.pipeline.schedules.gpipe import gpipe
+from autoshard.search.pipeline.schedules.interleaved import check_interleaved, interleaved_one_f_one_b
+from autoshard.search.pipeline.schedules.one_f_one_b import eager_one_f_one_b, one_f_one_b
+from autoshard.search.pipeline.schedules.zb_v import zb_v
+from autoshard.search.pipeline.schedules.zero_bubble import zb_h1, zb_h2
+from autoshard.search.plan.schedule import Schedule
 
 
 @dataclass(frozen=True, slots=True)

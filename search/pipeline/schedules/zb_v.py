@@ -24,7 +24,7 @@ memory".
 
 from dataclasses import dataclass, field
 
-from search.plan.schedule import Schedule, Task, TaskKind
+from autoshard.search.plan.schedule import Schedule, Task, TaskKind
 
 F, B, W = TaskKind
 DOWN, UP = 0, 1

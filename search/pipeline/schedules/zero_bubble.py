@@ -14,7 +14,7 @@ Source: Qi et al. 2023, "Zero bubble pipeline parallelism", section 2.
 
 from collections.abc import Iterator
 
-from search.plan.schedule import Schedule, Task, TaskKind
+from autoshard.search.plan.schedule import Schedule, Task, TaskKind
 
 
 def zb_h1(num_workers: int, num_microbatches: int) -> Schedule:

@@ -6,20 +6,20 @@ from typing import Any
 
 import pytest
 
+from autoshard.cost_model.hardware import parse_cluster
+from autoshard.cost_model.xla.process import Compiler
+from autoshard.cost_model.xla.stats import CompiledStats
+from autoshard.search import driver
+from autoshard.search.driver import SearchResult
+from autoshard.search.ir.graph import Step
+from autoshard.search.ir.sharding import StepSharding
+from autoshard.search.ir.trace import trace
+from autoshard.search.options import Options
+from autoshard.search.stopwatch import Stopwatch
 from autoshard.verification import extrapolation
 from autoshard.verification.extrapolation import extrapolated
 from autoshard.verification.judge import CompilerVerifier, Progress
 from autoshard.verification.shorten import Shortened
-from cost_model.hardware import parse_cluster
-from cost_model.xla.process import Compiler
-from cost_model.xla.stats import CompiledStats
-from search import driver
-from search.driver import SearchResult
-from search.ir.graph import Step
-from search.ir.sharding import StepSharding
-from search.ir.trace import trace
-from search.options import Options
-from search.stopwatch import Stopwatch
 from tests.zoo import make_megatron
 
 H100S = parse_cluster("8xH100-80GB")

@@ -2,16 +2,16 @@
 
 import pytest
 
+from autoshard.cost_model.hardware import parse_cluster
+from autoshard.cost_model.xla import compiler
+from autoshard.cost_model.xla.compiler import Compiled
+from autoshard.cost_model.xla.gpu_targets import ATTEMPTS
+from autoshard.cost_model.xla.process import Compiler
+from autoshard.search import driver
+from autoshard.search.ir.trace import trace
+from autoshard.search.options import Options
 from autoshard.verification import judge
 from autoshard.verification.judge import CompilerVerifier
-from cost_model.hardware import parse_cluster
-from cost_model.xla import compiler
-from cost_model.xla.compiler import Compiled
-from cost_model.xla.gpu_targets import ATTEMPTS
-from cost_model.xla.process import Compiler
-from search import driver
-from search.ir.trace import trace
-from search.options import Options
 from tests.search.adamw import adamw_chain
 
 CLUSTER = parse_cluster("8xH100-80GB")

@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import pytest
 
 import autoshard
+from autoshard.cost_model.errors import InfeasibleError, InputError
+from autoshard.cost_model.hardware import parse_cluster
+from autoshard.cost_model.xla.stats import CompiledStats
+from autoshard.search.plan.plan import Collective, Plan
 from autoshard.verification import judge
 from autoshard.verification.result import Extent, compared
-from cost_model.errors import InfeasibleError, InputError
-from cost_model.hardware import parse_cluster
-from cost_model.xla.stats import CompiledStats
-from search.plan.plan import Collective, Plan
 
 CLUSTER = parse_cluster("8xH100-80GB")
 GIB = 1 << 30

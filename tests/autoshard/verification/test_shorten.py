@@ -11,12 +11,12 @@ import numpy as np
 import optax
 import pytest
 
+from autoshard.cost_model.xla import hlo
+from autoshard.executors.jit import build
+from autoshard.search.ir.graph import Step
+from autoshard.search.ir.sharding import StepSharding
+from autoshard.search.ir.trace import trace
 from autoshard.verification.shorten import Shortened, Whole, shorten
-from cost_model.xla import hlo
-from executors.jit import build
-from search.ir.graph import Step
-from search.ir.sharding import StepSharding
-from search.ir.trace import trace
 from tests import zoo
 from tests.executors import plans
 

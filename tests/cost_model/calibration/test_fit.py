@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from autoshard.calibrate import Calibration
-from cost_model.calibration import measure, probes
-from cost_model.calibration.fit import NOT_MEASURED, calibrated, sourced
-from cost_model.calibration.machine import attached_mesh, described
-from cost_model.calibration.probes import (
+from autoshard.cost_model.calibration import measure, probes
+from autoshard.cost_model.calibration.fit import NOT_MEASURED, calibrated, sourced
+from autoshard.cost_model.calibration.machine import attached_mesh, described
+from autoshard.cost_model.calibration.probes import (
     CollectiveProbe,
     HostCopyProbe,
     LaunchProbe,
@@ -21,9 +21,9 @@ from cost_model.calibration.probes import (
     VectorProbe,
     ladder,
 )
-from cost_model.cluster import Cluster
-from cost_model.errors import ClusterError
-from cost_model.hardware import parse_cluster
+from autoshard.cost_model.cluster import Cluster
+from autoshard.cost_model.errors import ClusterError
+from autoshard.cost_model.hardware import parse_cluster
 
 SPEEDS = {"bfloat16": 610e12, "float32": 330e12, "float16": 590e12, "float64": 40e12, "float8": 1100e12}
 

@@ -5,12 +5,12 @@ from dataclasses import replace
 
 import pytest
 
-from cost_model.cluster import Cluster
-from cost_model.errors import InputError
-from cost_model.hardware import parse_cluster
-from cost_model.presets import PRESETS
-from cost_model.xla import compiler
-from cost_model.xla.gpu_targets import target_config
+from autoshard.cost_model.cluster import Cluster
+from autoshard.cost_model.errors import InputError
+from autoshard.cost_model.hardware import parse_cluster
+from autoshard.cost_model.presets import PRESETS
+from autoshard.cost_model.xla import compiler
+from autoshard.cost_model.xla.gpu_targets import target_config
 
 SUITING = {
     "jaxlib": "0.12.0.1",

@@ -3,7 +3,15 @@
 
 import pytest
 
-from cost_model.xla.hlo import FROM_HOST, TO_HOST, HloCollective, HostCopy, collectives, host_copies, totals
+from autoshard.cost_model.xla.hlo import (
+    FROM_HOST,
+    TO_HOST,
+    HloCollective,
+    HostCopy,
+    collectives,
+    host_copies,
+    totals,
+)
 
 ADD = """\
 %add.clone (x: f32[], y: f32[]) -> f32[] {

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from cost_model.errors import CompilerError
-from cost_model.hardware import parse_cluster
-from cost_model.xla import process
-from cost_model.xla.process import Compiler, Job, compile_all_apart, compile_apart, shortened
+from autoshard.cost_model.errors import CompilerError
+from autoshard.cost_model.hardware import parse_cluster
+from autoshard.cost_model.xla import process
+from autoshard.cost_model.xla.process import Compiler, Job, compile_all_apart, compile_apart, shortened
 
 CLUSTER = parse_cluster("8xH100-80GB")
 

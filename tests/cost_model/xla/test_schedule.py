@@ -1,9 +1,9 @@
 """An excerpt in the form in which XLA:GPU prints schedules (JAX 0.12, H100s), less metadata; the answers are worked out by hand."""
 # ruff: noqa: E501 (one instruction a line, as XLA prints them)
 
-from cost_model.compute import Product
-from cost_model.xla.hlo import HloCollective
-from cost_model.xla.schedule import End, HloKernel, Loop, Start, schedule
+from autoshard.cost_model.compute import Product
+from autoshard.cost_model.xla.hlo import HloCollective
+from autoshard.cost_model.xla.schedule import End, HloKernel, Loop, Start, schedule
 
 DOT = '"gemm_backend_config":{{"dot_dimension_numbers":{{"lhs_contracting_dimensions":["{}"],"rhs_contracting_dimensions":["1"],"lhs_batch_dimensions":[],"rhs_batch_dimensions":[]}}}}'
 

@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
-from cost_model.xla.compiler import Compiled
-from cost_model.xla.stats import CompiledStats
+from autoshard.cost_model.xla.compiler import Compiled
+from autoshard.cost_model.xla.stats import CompiledStats
 
 TEXT = """\
 HloModule jit_step, is_scheduled=true, num_partitions=8

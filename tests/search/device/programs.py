@@ -4,9 +4,9 @@ from collections.abc import Iterator, Sequence
 
 from hypothesis import strategies as st
 
-from search.device.kernel_times import KernelTime
-from search.device.lowering import Buffer, Communication, Kernel, Loops, Lowered
-from search.problem.live_ranges import Resident
+from autoshard.search.device.kernel_times import KernelTime
+from autoshard.search.device.lowering import Buffer, Communication, Kernel, Loops, Lowered
+from autoshard.search.problem.live_ranges import Resident
 
 
 def buffer(num_bytes, loops=(), is_argument=False, resident=Resident.TEMPORARIES, arrival=None):

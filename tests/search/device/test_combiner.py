@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cost_model.collectives import MeshModel
-from cost_model.hardware import parse_cluster
-from search.device.combiner import JOINED, THRESHOLD_BYTES, combined
-from search.device.kernel_times import of_collective
-from search.device.lowering import Kernel, Lowered
+from autoshard.cost_model.collectives import MeshModel
+from autoshard.cost_model.hardware import parse_cluster
+from autoshard.search.device.combiner import JOINED, THRESHOLD_BYTES, combined
+from autoshard.search.device.kernel_times import of_collective
+from autoshard.search.device.lowering import Kernel, Lowered
 from tests.search.device.programs import buffer, collective, kernel, needed
 
 MESH = MeshModel(parse_cluster("16xH100-80GB"), (2, 8))

@@ -5,9 +5,9 @@ from itertools import groupby
 
 from hypothesis import given
 
-from search.device.kernel_order import memory_saving, program_order
-from search.device.lowering import Lowered
-from search.device.timeline import peak
+from autoshard.search.device.kernel_order import memory_saving, program_order
+from autoshard.search.device.lowering import Lowered
+from autoshard.search.device.timeline import peak
 from tests.search.device.programs import assert_all_run_once, buffer, collective, kernel, needed, programs
 
 

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from search.device.kernel_sizes import sized
-from search.device.lowering import FROM_HOST, Copies, Lowered, Sums
+from autoshard.search.device.kernel_sizes import sized
+from autoshard.search.device.lowering import FROM_HOST, Copies, Lowered, Sums
 from tests.search.device.programs import collective, kernel
 
 LOW_US, MEDIUM_US, HIGH_US = 1.0, 1000.0, 5000.0

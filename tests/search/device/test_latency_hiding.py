@@ -10,11 +10,11 @@ from math import inf
 from hypothesis import given
 from hypothesis import strategies as st
 
-from search.device.kernel_order import program_order
-from search.device.kernel_times import KernelTime
-from search.device.latency_hiding import latency_hiding
-from search.device.lowering import Lowered
-from search.device.timeline import peak, seconds
+from autoshard.search.device.kernel_order import program_order
+from autoshard.search.device.kernel_times import KernelTime
+from autoshard.search.device.latency_hiding import latency_hiding
+from autoshard.search.device.lowering import Lowered
+from autoshard.search.device.timeline import peak, seconds
 from tests.search.device.programs import assert_all_run_once, buffer, collective, kernel, programs
 
 

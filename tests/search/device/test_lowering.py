@@ -10,13 +10,13 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from cost_model.collectives import MeshModel
-from cost_model.hardware import parse_cluster
-from search.device.lowering import Copies, Kernel, Lowered, lower
-from search.ir.trace import trace
-from search.mesh_problem import StepProblem
-from search.problem.live_ranges import Resident
-from search.problem.strategies import CopySource
+from autoshard.cost_model.collectives import MeshModel
+from autoshard.cost_model.hardware import parse_cluster
+from autoshard.search.device.lowering import Copies, Kernel, Lowered, lower
+from autoshard.search.ir.trace import trace
+from autoshard.search.mesh_problem import StepProblem
+from autoshard.search.problem.live_ranges import Resident
+from autoshard.search.problem.strategies import CopySource
 
 PLENTY_BYTES = 1 << 45
 

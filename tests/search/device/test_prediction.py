@@ -7,19 +7,19 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from cost_model.hardware import parse_cluster
-from cost_model.xla.gpu_targets import budget_bytes
-from search.device.combiner import combined
-from search.device.kernel_order import memory_saving, program_order
-from search.device.kernel_sizes import sized
-from search.device.latency_hiding import latency_hiding
-from search.device.lowering import Lowered, lower
-from search.device.prediction import MARGIN, SMALL_PART, Prediction, in_least_order
-from search.device.siblings import merged
-from search.device.timeline import peak
-from search.ir.trace import trace
-from search.mesh_problem import StepProblem
-from search.problem.live_ranges import Resident
+from autoshard.cost_model.hardware import parse_cluster
+from autoshard.cost_model.xla.gpu_targets import budget_bytes
+from autoshard.search.device.combiner import combined
+from autoshard.search.device.kernel_order import memory_saving, program_order
+from autoshard.search.device.kernel_sizes import sized
+from autoshard.search.device.latency_hiding import latency_hiding
+from autoshard.search.device.lowering import Lowered, lower
+from autoshard.search.device.prediction import MARGIN, SMALL_PART, Prediction, in_least_order
+from autoshard.search.device.siblings import merged
+from autoshard.search.device.timeline import peak
+from autoshard.search.ir.trace import trace
+from autoshard.search.mesh_problem import StepProblem
+from autoshard.search.problem.live_ranges import Resident
 from tests.search.device.programs import buffer, collective, kernel, programs
 
 FREED_FIRST = Lowered(

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from search.device.lowering import Copies, Lowered, Sums
-from search.device.siblings import LEAST_BYTES, merged
+from autoshard.search.device.lowering import Copies, Lowered, Sums
+from autoshard.search.device.siblings import LEAST_BYTES, merged
 from tests.search.device.programs import buffer, kernel, needed, programs
 
 LARGE = buffer(LEAST_BYTES)

@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from search.device.kernel_order import memory_saving, program_order
-from search.device.latency_hiding import latency_hiding
-from search.device.lowering import Kernel, Lowered
-from search.device.timeline import peak, seconds
-from search.problem.live_ranges import Resident
-from search.problem.memory_rows import Arrival
-from search.problem.strategy_graph import Port
+from autoshard.search.device.kernel_order import memory_saving, program_order
+from autoshard.search.device.latency_hiding import latency_hiding
+from autoshard.search.device.lowering import Kernel, Lowered
+from autoshard.search.device.timeline import peak, seconds
+from autoshard.search.problem.live_ranges import Resident
+from autoshard.search.problem.memory_rows import Arrival
+from autoshard.search.problem.strategy_graph import Port
 from tests.search.device.programs import buffer, collective, kernel, programs
 
 RUNS = 3

@@ -8,11 +8,11 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from cost_model.hardware import parse_cluster
-from search.device.workspace import Workspaces
-from search.ir.trace import trace
-from search.mesh_problem import MeshProblem, StepProblem
-from search.problem.reshard_paths import ReshardPaths
+from autoshard.cost_model.hardware import parse_cluster
+from autoshard.search.device.workspace import Workspaces
+from autoshard.search.ir.trace import trace
+from autoshard.search.mesh_problem import MeshProblem, StepProblem
+from autoshard.search.problem.reshard_paths import ReshardPaths
 
 MIB = 2**20
 NHWC = ("NHWC", "HWIO", "NHWC")

@@ -17,8 +17,8 @@ from jax import lax
 from jax import numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from search.ir.factors import Rule, rule_for
-from search.ir.factors.rule import Kind
+from autoshard.search.ir.factors import Rule, rule_for
+from autoshard.search.ir.factors.rule import Kind
 
 
 @dataclass(frozen=True, slots=True)

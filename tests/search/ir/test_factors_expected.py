@@ -16,8 +16,8 @@ import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.custom_partitioning import custom_partitioning
 
-from search.ir import factors
-from search.ir.factors import Kind, Rule, rule_for
+from autoshard.search.ir import factors
+from autoshard.search.ir.factors import Kind, Rule, rule_for
 from tests.search.ir.test_factors_cases import BINARY, BITWISE, CASES, UNARY, capture, equation, floats
 
 MARKS = {Kind.PARALLEL: "", Kind.SUM: "+", Kind.REDUCE: "^", Kind.UNSPLITTABLE: "!"}

@@ -11,8 +11,8 @@ from jax.extend.core import Primitive
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from search.ir import _jax
-from search.ir.factors import Kind, has_rule, rule_for
+from autoshard.search.ir import _jax
+from autoshard.search.ir.factors import Kind, has_rule, rule_for
 
 MODULES = (
     *("jax._src.lax", "jax._src.ad_util", "jax._src.ad_checkpoint", "jax._src.custom_derivatives"),

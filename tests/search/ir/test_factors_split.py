@@ -15,7 +15,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from jax import lax
 
-from search.ir.factors.rule import Dims, Factor, Kind, Rule
+from autoshard.search.ir.factors.rule import Dims, Factor, Kind, Rule
 from tests.search.ir.test_factors_cases import CASES, Equation, capture, equation, floats
 
 FILL = lax.GatherScatterMode.FILL_OR_DROP

@@ -15,8 +15,8 @@ from jax._src.core import ShardingTypeError
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from search.ir.factors import Rule
-from search.ir.factors.rule import Dims, Kind
+from autoshard.search.ir.factors import Rule
+from autoshard.search.ir.factors.rule import Dims, Kind
 from tests.search.ir.test_factors_cases import CASES, Equation, equation
 from tests.search.ir.test_factors_split import dots, reshapes
 

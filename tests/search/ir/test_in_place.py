@@ -9,9 +9,9 @@ from flax import nnx
 
 import autoshard
 from autoshard import InputError
-from search.ir.graph import Role
-from search.ir.in_place import InPlace
-from search.ir.trace import trace
+from autoshard.search.ir.graph import Role
+from autoshard.search.ir.in_place import InPlace
+from autoshard.search.ir.trace import trace
 
 X = jnp.linspace(-1, 1, 32).reshape(8, 4)
 

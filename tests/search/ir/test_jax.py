@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from search.ir import _jax
+from autoshard.search.ir import _jax
 
 HERE = "tests/search/ir/test_jax.py"
 

@@ -1,6 +1,6 @@
 """Values on their ways: who shares which steps."""
 
-from search.ir.sharding import OperandReshard, ReshardPath, ReshardStep, SharedPaths
+from autoshard.search.ir.sharding import OperandReshard, ReshardPath, ReshardStep, SharedPaths
 
 GATHER = ReshardStep("all-gather", (0,), 8.0, (-1,))
 PERMUTE = ReshardStep("collective-permute", (0,), 8.0, (1,))

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from executors.rewrite import evaluator
-from search.ir.graph import Step, walk
-from search.ir.sharding import StepSharding
-from search.ir.trace import trace
-from search.memory.microbatches import microbatched
+from autoshard.executors.rewrite import evaluator
+from autoshard.search.ir.graph import Step, walk
+from autoshard.search.ir.sharding import StepSharding
+from autoshard.search.ir.trace import trace
+from autoshard.search.memory.microbatches import microbatched
 
 LAYERS, BATCH, SEQ, WIDTH = 3, 16, 256, 16
 LARGE = BATCH * SEQ * SEQ

@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
-from cost_model.errors import PlanError
-from search.ir.spec import (
+from autoshard.cost_model.errors import PlanError
+from autoshard.search.ir.spec import (
     PARTIAL,
     WHOLE,
     divides,

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from jax.experimental import pallas as pl
 
 import autoshard
-from cost_model.errors import InputError
-from search.ir.graph import Phase
-from search.ir.trace import trace, trace_call
+from autoshard.cost_model.errors import InputError
+from autoshard.search.ir.graph import Phase
+from autoshard.search.ir.trace import trace, trace_call
 
 W = jax.ShapeDtypeStruct((16, 16), jnp.float32)
 X = jax.ShapeDtypeStruct((16, 16), jnp.float32)

@@ -9,10 +9,10 @@ import numpy as np
 import optax
 import pytest
 
-from cost_model.errors import InputError
-from search.ir.factors import has_rule
-from search.ir.graph import Phase, Role, Step, verify, walk
-from search.ir.trace import trace, trace_for
+from autoshard.cost_model.errors import InputError
+from autoshard.search.ir.factors import has_rule
+from autoshard.search.ir.graph import Phase, Role, Step, verify, walk
+from autoshard.search.ir.trace import trace, trace_for
 from tests import zoo
 
 W = jax.ShapeDtypeStruct((16, 32), jnp.float32)

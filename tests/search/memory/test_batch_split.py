@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from search.ir.trace import trace
-from search.memory.batch_split import batch_split
-from search.memory.batch_states import WHOLE, NotSplittableError, PerExample, local_value
+from autoshard.search.ir.trace import trace
+from autoshard.search.memory.batch_split import batch_split
+from autoshard.search.memory.batch_states import WHOLE, NotSplittableError, PerExample, local_value
 
 BATCH, COUNT = 12, 2
 X, W = jnp.ones((BATCH, 4)), jnp.ones((4, 4))

@@ -4,9 +4,9 @@ from functools import cache
 
 import pytest
 
-from search.memory.checkpoints import checkpointed
-from search.memory.retention import footprints
-from search.memory.value_graph import ValueGraph
+from autoshard.search.memory.checkpoints import checkpointed
+from autoshard.search.memory.retention import footprints
+from autoshard.search.memory.value_graph import ValueGraph
 from tests.search.memory.value_graphs import cheapest, revolve_chain
 
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from search.memory.eviction import evicting
-from search.memory.retention import footprints
-from search.memory.value_graph import ValueGraph
+from autoshard.search.memory.eviction import evicting
+from autoshard.search.memory.retention import footprints
+from autoshard.search.memory.value_graph import ValueGraph
 from tests.search.memory.value_graphs import cheapest, forward_backward
 
 

@@ -10,15 +10,15 @@ import pytest
 from jax import lax
 from jax.sharding import Mesh
 
-from cost_model.errors import InputError
-from executors.rewrite import evaluator
-from search.ir.graph import Graph, Op, Phase, Role, Step, walk
-from search.ir.sharding import StepSharding
-from search.ir.trace import trace
-from search.memory.batch_states import NotSplittableError
-from search.memory.microbatches import microbatched
-from search.memory.recompute import recomputed
-from search.memory.written import SCOPE
+from autoshard.cost_model.errors import InputError
+from autoshard.executors.rewrite import evaluator
+from autoshard.search.ir.graph import Graph, Op, Phase, Role, Step, walk
+from autoshard.search.ir.sharding import StepSharding
+from autoshard.search.ir.trace import trace
+from autoshard.search.memory.batch_states import NotSplittableError
+from autoshard.search.memory.microbatches import microbatched
+from autoshard.search.memory.recompute import recomputed
+from autoshard.search.memory.written import SCOPE
 from tests.executors.agreement import NOISE, NOISE_GROWN_BY_ADAM
 from tests.zoo import MAKERS, make_gpt_linen, make_small
 

@@ -6,7 +6,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from search.memory.min_cut import Recomputation, cheapest
+from autoshard.search.memory.min_cut import Recomputation, cheapest
 
 
 def drawn(seed: int) -> Recomputation:

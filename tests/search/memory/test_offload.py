@@ -6,13 +6,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from search.ir.graph import Graph, Op, Phase, Role, Step
-from search.ir.trace import trace
-from search.memory import offload
-from search.memory.fetches import WINDOW
-from search.memory.microbatches import microbatched
-from search.memory.offload import may_rest_on_host, offloaded
-from search.memory.recompute import recomputed
+from autoshard.search.ir.graph import Graph, Op, Phase, Role, Step
+from autoshard.search.ir.trace import trace
+from autoshard.search.memory import offload
+from autoshard.search.memory.fetches import WINDOW
+from autoshard.search.memory.microbatches import microbatched
+from autoshard.search.memory.offload import may_rest_on_host, offloaded
+from autoshard.search.memory.recompute import recomputed
 from tests.search.adamw import adamw_chain
 
 NUM_LAYERS, WIDTH = 6, 128

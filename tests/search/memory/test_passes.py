@@ -4,14 +4,14 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from cost_model.compute import pass_s_per_byte
-from cost_model.hardware import parse_cluster
-from search.handing_over import carried_over
-from search.ir.graph import Site
-from search.ir.trace import trace
-from search.memory.residuals import Residuals, residuals
-from search.mesh_problem import MeshProblem, StepProblem
-from search.solver.pbqp import Labels
+from autoshard.cost_model.compute import pass_s_per_byte
+from autoshard.cost_model.hardware import parse_cluster
+from autoshard.search.handing_over import carried_over
+from autoshard.search.ir.graph import Site
+from autoshard.search.ir.trace import trace
+from autoshard.search.memory.residuals import Residuals, residuals
+from autoshard.search.mesh_problem import MeshProblem, StepProblem
+from autoshard.search.solver.pbqp import Labels
 from tests import zoo
 
 CLUSTER = parse_cluster("8xA100-80GB")

@@ -4,8 +4,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from search.ir.trace import trace
-from search.memory.positions import own_row
+from autoshard.search.ir.trace import trace
+from autoshard.search.memory.positions import own_row
 
 ROWS = 6
 X, LABELS = jnp.ones((ROWS, 5)), jnp.zeros(ROWS, jnp.int32)

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from executors.rewrite import evaluator
-from search.ir.graph import Graph, Phase, Site, Step, walk
-from search.ir.sharding import StepSharding
-from search.ir.sinking import LEAST_BYTES
-from search.ir.trace import trace
-from search.memory.copies import SCOPE
-from search.memory.loop_pairs import loop_pairs
-from search.memory.recompute import recomputed
+from autoshard.executors.rewrite import evaluator
+from autoshard.search.ir.graph import Graph, Phase, Site, Step, walk
+from autoshard.search.ir.sharding import StepSharding
+from autoshard.search.ir.sinking import LEAST_BYTES
+from autoshard.search.ir.trace import trace
+from autoshard.search.memory.copies import SCOPE
+from autoshard.search.memory.loop_pairs import loop_pairs
+from autoshard.search.memory.recompute import recomputed
 from tests.executors.agreement import NOISE_GROWN_BY_ADAM
 from tests.search.chain import chain
 from tests.zoo import make_small

@@ -8,13 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cost_model.hardware import parse_cluster
-from search.ir.graph import Phase, Site
-from search.ir.trace import trace
-from search.memory.microbatches import microbatched
-from search.memory.min_cut import Recomputation
-from search.memory.residuals import Residuals, residuals
-from search.mesh_problem import StepProblem
+from autoshard.cost_model.hardware import parse_cluster
+from autoshard.search.ir.graph import Phase, Site
+from autoshard.search.ir.trace import trace
+from autoshard.search.memory.microbatches import microbatched
+from autoshard.search.memory.min_cut import Recomputation
+from autoshard.search.memory.residuals import Residuals, residuals
+from autoshard.search.mesh_problem import StepProblem
 from tests.zoo import MAKERS
 
 CLUSTER = parse_cluster("8xH100-80GB")

@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from search.ir.graph import Op, Value
-from search.ir.trace import trace
-from search.memory.resized_ops import Resizer
+from autoshard.search.ir.graph import Op, Value
+from autoshard.search.ir.trace import trace
+from autoshard.search.memory.resized_ops import Resizer
 
 OPS = {
     "broadcast_in_dim": lambda x: lax.broadcast_in_dim(x, (3, *x.shape), (1, 2)),

@@ -5,8 +5,8 @@ from math import comb
 
 import pytest
 
-from cost_model.errors import InfeasibleError, InputError
-from search.memory.retention import ValueGraph, footprints, solve
+from autoshard.cost_model.errors import InfeasibleError, InputError
+from autoshard.search.memory.retention import ValueGraph, footprints, solve
 from tests.search.memory.value_graphs import cheapest, forward_backward, layered, revolve_chain
 
 GRAPHS = [forward_backward(seed, layers) for layers in (3, 4) for seed in range(8)] + [

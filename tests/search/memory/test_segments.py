@@ -5,7 +5,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from search.memory.segments import segments
+from autoshard.search.memory.segments import segments
 
 
 def kept_and_working(size, last, made_at, ends):

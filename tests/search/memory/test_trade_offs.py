@@ -5,8 +5,8 @@ from itertools import pairwise, product
 import numpy as np
 import pytest
 
-from search.memory.min_cut import Recomputation, cheapest
-from search.memory.trade_offs import Choice, trade_offs
+from autoshard.search.memory.min_cut import Recomputation, cheapest
+from autoshard.search.memory.trade_offs import Choice, trade_offs
 from tests.search.memory.test_min_cut import drawn
 
 NANO = 1e-9

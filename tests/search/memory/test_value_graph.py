@@ -2,8 +2,8 @@
 
 import pytest
 
-from cost_model.errors import InputError
-from search.memory.value_graph import ValueGraph
+from autoshard.cost_model.errors import InputError
+from autoshard.search.memory.value_graph import ValueGraph
 
 
 @pytest.mark.parametrize(

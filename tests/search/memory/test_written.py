@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from search.ir.graph import Value
-from search.memory.written import Written
+from autoshard.search.ir.graph import Value
+from autoshard.search.memory.written import Written
 
 ROW = Value.of(jax.core.ShapedArray((4,), np.dtype(np.float32)))
 

@@ -3,7 +3,7 @@
 import heapq
 import random
 
-from search.memory.value_graph import ValueGraph
+from autoshard.search.memory.value_graph import ValueGraph
 
 
 def layered(seed: int, num_nodes: int) -> ValueGraph:

@@ -6,8 +6,8 @@ from itertools import accumulate
 
 import numpy as np
 
-from search.pipeline.stage_costs import Node, StageOption, submeshes
-from search.pipeline.stage_plan import InterOpProblem
+from autoshard.search.pipeline.stage_costs import Node, StageOption, submeshes
+from autoshard.search.pipeline.stage_plan import InterOpProblem
 
 Chosen = list[tuple[StageOption, int, int, int]]
 """Per stage: option, first layer, end, first device."""

@@ -9,18 +9,18 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from cost_model.cluster import Link
-from cost_model.errors import InfeasibleError, InputError
-from cost_model.hardware import parse_cluster
-from cost_model.mixed_cluster import MixedCluster
-from search.ir.graph import Step
-from search.ir.trace import trace
-from search.pipeline.drafts import Drafting, Wanted
-from search.pipeline.layers import MAX_LAYERS
-from search.pipeline.prepared import Prepared
-from search.pipeline.proposals import Parts, Proposal
-from search.pipeline.search import PipelineOptions, PipelineSearch
-from search.pipeline.simulator import simulate
+from autoshard.cost_model.cluster import Link
+from autoshard.cost_model.errors import InfeasibleError, InputError
+from autoshard.cost_model.hardware import parse_cluster
+from autoshard.cost_model.mixed_cluster import MixedCluster
+from autoshard.search.ir.graph import Step
+from autoshard.search.ir.trace import trace
+from autoshard.search.pipeline.drafts import Drafting, Wanted
+from autoshard.search.pipeline.layers import MAX_LAYERS
+from autoshard.search.pipeline.prepared import Prepared
+from autoshard.search.pipeline.proposals import Parts, Proposal
+from autoshard.search.pipeline.search import PipelineOptions, PipelineSearch
+from autoshard.search.pipeline.simulator import simulate
 from tests.zoo.megatron import make_megatron
 
 CLUSTER = parse_cluster("8xA100-80GB")

@@ -5,11 +5,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from search.pipeline.inter_op import NEAREST, plan_stages
-from search.pipeline.schedules.one_f_one_b import one_f_one_b
-from search.pipeline.simulator import StageCost, simulate
-from search.pipeline.stage_costs import Node, StageOption, Submesh, submeshes
-from search.pipeline.stage_plan import InterOpPlan, InterOpProblem, NoCut
+from autoshard.search.pipeline.inter_op import NEAREST, plan_stages
+from autoshard.search.pipeline.schedules.one_f_one_b import one_f_one_b
+from autoshard.search.pipeline.simulator import StageCost, simulate
+from autoshard.search.pipeline.stage_costs import Node, StageOption, Submesh, submeshes
+from autoshard.search.pipeline.stage_plan import InterOpPlan, InterOpProblem, NoCut
 from tests.search.pipeline import cuts
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from search.pipeline.layers import layer_starts
+from autoshard.search.pipeline.layers import layer_starts
 
 
 def blocks(num: int) -> tuple[np.ndarray, np.ndarray]:

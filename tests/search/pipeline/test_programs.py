@@ -4,14 +4,14 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from search.ir.graph import Phase
-from search.ir.trace import trace
-from search.pipeline.pipeline_step import PipelineStep
-from search.pipeline.programs import made_ready, stage_programs
-from search.pipeline.split_loops import between_ops, num_positions
-from search.pipeline.stage_cut import StageCut
-from search.pipeline.stages import assign
-from search.plan.schedule import TaskKind
+from autoshard.search.ir.graph import Phase
+from autoshard.search.ir.trace import trace
+from autoshard.search.pipeline.pipeline_step import PipelineStep
+from autoshard.search.pipeline.programs import made_ready, stage_programs
+from autoshard.search.pipeline.split_loops import between_ops, num_positions
+from autoshard.search.pipeline.stage_cut import StageCut
+from autoshard.search.pipeline.stages import assign
+from autoshard.search.plan.schedule import TaskKind
 from tests import zoo
 
 WIDTH, LAYERS, BATCH = 4, 4, 8

@@ -2,11 +2,11 @@
 
 import pytest
 
-from cost_model.errors import InputError
-from search.pipeline.schedules.registry import FAMILIES, build_schedule
-from search.pipeline.simulator import Simulation, StageCost, simulate
-from search.pipeline.validity import check, in_flight, in_flight_together
-from search.plan.schedule import Schedule
+from autoshard.cost_model.errors import InputError
+from autoshard.search.pipeline.schedules.registry import FAMILIES, build_schedule
+from autoshard.search.pipeline.simulator import Simulation, StageCost, simulate
+from autoshard.search.pipeline.validity import check, in_flight, in_flight_together
+from autoshard.search.plan.schedule import Schedule
 
 SIZES = [(1, 2), (2, 4), (4, 8), (4, 12), (6, 12), (8, 24)]
 """Workers and microbatches."""

@@ -2,10 +2,10 @@
 
 import pytest
 
-from search.pipeline.schedules.one_f_one_b import one_f_one_b
-from search.pipeline.schedules.registry import build_schedule
-from search.pipeline.schedules.zero_bubble import zb_h1
-from search.pipeline.simulator import StageCost, simulate
+from autoshard.search.pipeline.schedules.one_f_one_b import one_f_one_b
+from autoshard.search.pipeline.schedules.registry import build_schedule
+from autoshard.search.pipeline.schedules.zero_bubble import zb_h1
+from autoshard.search.pipeline.simulator import StageCost, simulate
 
 
 def starts(simulation) -> dict[str, float]:

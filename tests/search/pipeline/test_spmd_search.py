@@ -5,13 +5,13 @@ import jax.numpy as jnp
 import pytest
 
 import autoshard
-from cost_model.errors import InfeasibleError
-from cost_model.hardware import parse_cluster
-from search.ir.trace import trace
-from search.pipeline.search import PipelineOptions
-from search.pipeline.spmd_planning import apply, find, simulated
-from search.plan.pipeline_plan import PipelinePlan
-from search.plan.spmd_plan import SpmdPlan
+from autoshard.cost_model.errors import InfeasibleError
+from autoshard.cost_model.hardware import parse_cluster
+from autoshard.search.ir.trace import trace
+from autoshard.search.pipeline.search import PipelineOptions
+from autoshard.search.pipeline.spmd_planning import apply, find, simulated
+from autoshard.search.plan.pipeline_plan import PipelinePlan
+from autoshard.search.plan.spmd_plan import SpmdPlan
 
 DEPTH, WIDTH, TOKENS, BATCH = 8, 512, 64, 32
 FLOAT_BYTES = 4

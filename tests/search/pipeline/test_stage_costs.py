@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from search.pipeline.stage_costs import Node, StageTable, Submesh, prefix_sums, submeshes
-from search.pipeline.stage_plan import InterOpProblem
+from autoshard.search.pipeline.stage_costs import Node, StageTable, Submesh, prefix_sums, submeshes
+from autoshard.search.pipeline.stage_plan import InterOpProblem
 from tests.search.pipeline import cuts
 
 

@@ -3,8 +3,8 @@
 import jax
 import jax.numpy as jnp
 
-from search.ir.trace import trace
-from search.pipeline.stage_cut import crossing_bytes, num_flops
+from autoshard.search.ir.trace import trace
+from autoshard.search.pipeline.stage_cut import crossing_bytes, num_flops
 
 
 def ops_of(function, *args):

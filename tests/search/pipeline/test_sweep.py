@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from search.pipeline.stage_costs import Node, StageOption, StageTable, Submesh, prefix_sums
-from search.pipeline.sweep import Column, Places, _range_minimum, dominated
+from autoshard.search.pipeline.stage_costs import Node, StageOption, StageTable, Submesh, prefix_sums
+from autoshard.search.pipeline.sweep import Column, Places, _range_minimum, dominated
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -2,9 +2,9 @@
 
 import json
 
-from search.pipeline.schedules.registry import build_schedule
-from search.pipeline.simulator import StageCost, simulate
-from search.pipeline.timeline import text, trace_events
+from autoshard.search.pipeline.schedules.registry import build_schedule
+from autoshard.search.pipeline.simulator import StageCost, simulate
+from autoshard.search.pipeline.timeline import text, trace_events
 
 TWO = simulate(build_schedule("1f1b", 2, 2, 2), [StageCost(1, 2, residual_bytes=2**30)] * 2)
 

@@ -2,12 +2,12 @@
 
 from dataclasses import replace
 
-from search.device.handed_over import TurnedCopy
-from search.device.kernel_order import program_order
-from search.device.lowering import Lowered
-from search.device.timeline import peak
-from search.device.workspace import SLICED_WORKSPACE_BYTES, WORKSPACE_BYTES
-from search.pipeline.turned_copies import with_copies
+from autoshard.search.device.handed_over import TurnedCopy
+from autoshard.search.device.kernel_order import program_order
+from autoshard.search.device.lowering import Lowered
+from autoshard.search.device.timeline import peak
+from autoshard.search.device.workspace import SLICED_WORKSPACE_BYTES, WORKSPACE_BYTES
+from autoshard.search.pipeline.turned_copies import with_copies
 from tests.search.device.programs import buffer, kernel
 
 LAYERS, LAYER_BYTES = 4, 8.0

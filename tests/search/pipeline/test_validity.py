@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from cost_model.errors import PlanError
-from search.pipeline.schedules.one_f_one_b import one_f_one_b
-from search.pipeline.validity import check, in_flight
-from search.plan.schedule import Schedule, Task, TaskKind
+from autoshard.cost_model.errors import PlanError
+from autoshard.search.pipeline.schedules.one_f_one_b import one_f_one_b
+from autoshard.search.pipeline.validity import check, in_flight
+from autoshard.search.plan.schedule import Schedule, Task, TaskKind
 
 GOOD = one_f_one_b(2, 2)
 

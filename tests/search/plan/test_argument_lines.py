@@ -1,6 +1,6 @@
 """The arguments' lines, whole and by hand: what is merged, what is named, and what is left out."""
 
-from search.plan.argument_lines import argument_lines
+from autoshard.search.plan.argument_lines import argument_lines
 
 SPLIT, OTHER, WHOLE = "P(None, 'model')", "P('data')", "P()"
 

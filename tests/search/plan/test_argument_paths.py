@@ -4,8 +4,8 @@ import re
 
 import pytest
 
-from search.plan.argument_lines import argument_lines
-from search.plan.argument_paths import Counterparts, ending_in, unfolded
+from autoshard.search.plan.argument_lines import argument_lines
+from autoshard.search.plan.argument_paths import Counterparts, ending_in, unfolded
 
 LAYERS = [f"p['blocks'][{i}]['{name}']" for i in range(12) for name in ("w1", "w2", "bias")]
 OTHERS = ["p.head.kernel", "p.tail.kernel", "m.head.kernel", "s.step.value", "p['a|b']", "p['layer_1-2']"]

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from search.plan.plan import Collective
+from autoshard.search.plan.plan import Collective
 from tests.search.plan.test_summary import COLLECTIVES, SPLIT, make_plan, tree
 
 PLAN = make_plan(tree("params", 4))

@@ -9,20 +9,20 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from cost_model.collectives import MeshModel
-from cost_model.errors import PlanError
-from cost_model.hardware import parse_cluster
-from search.ir.trace import trace
-from search.plan.decisions import DecisionCodec, allowed_by_pins, apart
-from search.plan.plan import Decisions
-from search.problem.costs import CostedGraph
-from search.problem.flat_program import flatten
-from search.problem.folding import fold
-from search.problem.kernels import Kernels
-from search.problem.op_groups import op_groups
-from search.problem.reshard import Resharder
-from search.problem.strategies import CopySource, all_strategies
-from search.problem.strategy_graph import strategy_graph
+from autoshard.cost_model.collectives import MeshModel
+from autoshard.cost_model.errors import PlanError
+from autoshard.cost_model.hardware import parse_cluster
+from autoshard.search.ir.trace import trace
+from autoshard.search.plan.decisions import DecisionCodec, allowed_by_pins, apart
+from autoshard.search.plan.plan import Decisions
+from autoshard.search.problem.costs import CostedGraph
+from autoshard.search.problem.flat_program import flatten
+from autoshard.search.problem.folding import fold
+from autoshard.search.problem.kernels import Kernels
+from autoshard.search.problem.op_groups import op_groups
+from autoshard.search.problem.reshard import Resharder
+from autoshard.search.problem.strategies import CopySource, all_strategies
+from autoshard.search.problem.strategy_graph import strategy_graph
 from tests.zoo import MAKERS, make_evoformer, make_t5
 
 AXES = ("data", "model")

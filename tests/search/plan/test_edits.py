@@ -8,7 +8,7 @@ import pytest
 
 import autoshard
 from autoshard import AutoshardWarning
-from search.plan.plan import Plan
+from autoshard.search.plan.plan import Plan
 
 
 def train_step(params, batch):

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import pytest
 
 import autoshard
-from cost_model.errors import InputError, PlanError
-from search.plan import plan_file
-from search.plan.plan import Plan
+from autoshard.cost_model.errors import InputError, PlanError
+from autoshard.search.plan import plan_file
+from autoshard.search.plan.plan import Plan
 
 
 def train_step(params, batch):

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from search.plan.reconciliation import ContradictionError, Kept, Reconciled, reconciled
-from search.solver.pbqp import Edge, Problem
+from autoshard.search.plan.reconciliation import ContradictionError, Kept, Reconciled, reconciled
+from autoshard.search.solver.pbqp import Edge, Problem
 
 FIRM = 2
 NUM_LABELS = 3

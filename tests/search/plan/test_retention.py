@@ -4,13 +4,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from cost_model.errors import PlanError
-from search.ir.trace import trace
-from search.plan.retention import RetentionCodec
-from search.problem.flat_program import flatten
-from search.problem.folding import fold
-from search.problem.likes import folded_like
-from search.problem.shortening import shortened
+from autoshard.cost_model.errors import PlanError
+from autoshard.search.ir.trace import trace
+from autoshard.search.plan.retention import RetentionCodec
+from autoshard.search.problem.flat_program import flatten
+from autoshard.search.problem.folding import fold
+from autoshard.search.problem.likes import folded_like
+from autoshard.search.problem.shortening import shortened
 from tests.zoo import MAKERS
 
 LAYERS = 12

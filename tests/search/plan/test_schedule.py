@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from cost_model.errors import PlanError
-from search.plan.schedule import Schedule, Task, TaskKind
-from search.plan.task_order import task_order
+from autoshard.cost_model.errors import PlanError
+from autoshard.search.plan.schedule import Schedule, Task, TaskKind
+from autoshard.search.plan.task_order import task_order
 
 F, B, W = TaskKind
 

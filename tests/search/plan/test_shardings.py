@@ -5,10 +5,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from cost_model.hardware import parse_cluster
-from search.ir.trace import trace
-from search.mesh_problem import StepProblem
-from search.plan.shardings import step_sharding
+from autoshard.cost_model.hardware import parse_cluster
+from autoshard.search.ir.trace import trace
+from autoshard.search.mesh_problem import StepProblem
+from autoshard.search.plan.shardings import step_sharding
 
 
 def test_a_barrier_waits_for_a_value_as_its_first_reader_has_it():

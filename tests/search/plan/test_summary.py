@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import pytest
 
-from cost_model.errors import PlanError
-from cost_model.hardware import parse_cluster
-from cost_model.xla.gpu_targets import AS_PLANNED, scheduler_options
-from search.plan.plan import Collective, Decisions, Estimates, Plan
-from search.plan.summary import summary
+from autoshard.cost_model.errors import PlanError
+from autoshard.cost_model.hardware import parse_cluster
+from autoshard.cost_model.xla.gpu_targets import AS_PLANNED, scheduler_options
+from autoshard.search.plan.plan import Collective, Decisions, Estimates, Plan
+from autoshard.search.plan.summary import summary
 
 SPLIT, WHOLE = "P(None, 'model')", "P()"
 

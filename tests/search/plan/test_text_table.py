@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from search.plan.text_table import aligned, fitted
+from autoshard.search.plan.text_table import aligned, fitted
 
 LONG = "state['params']['" + "['".join(f"block_{n}']" for n in range(20)) + "['kernel']"
 

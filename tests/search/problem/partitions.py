@@ -1,7 +1,7 @@
 """Programs folded otherwise than `fold` would fold them."""
 
-from search.problem.flat_program import FlatProgram
-from search.problem.folding import FoldedProgram, _folded
+from autoshard.search.problem.flat_program import FlatProgram
+from autoshard.search.problem.folding import FoldedProgram, _folded
 
 
 def partitioned(program: FlatProgram, members: tuple[tuple[int, ...], ...]) -> FoldedProgram:

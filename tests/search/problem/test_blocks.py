@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from search.ir.graph import Phase, Step
-from search.ir.trace import trace
-from search.problem.blocks import _longest_run, _newest, _term, find_blocks
+from autoshard.search.ir.graph import Phase, Step
+from autoshard.search.ir.trace import trace
+from autoshard.search.problem.blocks import _longest_run, _newest, _term, find_blocks
 
 WIDTH, BATCH = 8, 16
 SQUARE, ROW = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((WIDTH, WIDTH), (WIDTH,)))

@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from search.ir.trace import trace
-from search.problem.constants import shared_constants
-from search.problem.flat_program import flatten
+from autoshard.search.ir.trace import trace
+from autoshard.search.problem.constants import shared_constants
+from autoshard.search.problem.flat_program import flatten
 
 TABLE, ROWS = (4096, 64), 128
 

@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from search.ir.trace import trace
-from search.problem.convolution_copies import CONVOLUTION, ConvolutionCopy, convolution_copy
-from search.problem.flat_program import flatten
+from autoshard.search.ir.trace import trace
+from autoshard.search.problem.convolution_copies import CONVOLUTION, ConvolutionCopy, convolution_copy
+from autoshard.search.problem.flat_program import flatten
 
 NHWC = ("NHWC", "HWIO", "NHWC")
 

@@ -9,17 +9,17 @@ import numpy as np
 import pytest
 from jax import lax
 
-from cost_model.collectives import MeshModel
-from cost_model.compute import pass_s_per_byte
-from cost_model.hardware import parse_cluster
-from search.ir.graph import Phase
-from search.ir.trace import trace
-from search.memory.microbatches import microbatched
-from search.mesh_problem import StepProblem
-from search.plan.estimates import estimate
-from search.problem.costs import price
-from search.problem.kernels import moved_alone
-from search.problem.reshard import Resharder
+from autoshard.cost_model.collectives import MeshModel
+from autoshard.cost_model.compute import pass_s_per_byte
+from autoshard.cost_model.hardware import parse_cluster
+from autoshard.search.ir.graph import Phase
+from autoshard.search.ir.trace import trace
+from autoshard.search.memory.microbatches import microbatched
+from autoshard.search.mesh_problem import StepProblem
+from autoshard.search.plan.estimates import estimate
+from autoshard.search.problem.costs import price
+from autoshard.search.problem.kernels import moved_alone
+from autoshard.search.problem.reshard import Resharder
 from tests.zoo import MAKERS
 
 ROWS, COLUMNS = 512, 256

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 from jax import lax
 
-from search.ir.factors import Factor, Kind, rule_for
-from search.ir.graph import Phase, Role, Step
-from search.ir.trace import trace
-from search.problem import op_rules
-from search.problem.fingerprint import data, fingerprint
+from autoshard.search.ir.factors import Factor, Kind, rule_for
+from autoshard.search.ir.graph import Phase, Role, Step
+from autoshard.search.ir.trace import trace
+from autoshard.search.problem import op_rules
+from autoshard.search.problem.fingerprint import data, fingerprint
 
 SQUARE = jax.ShapeDtypeStruct((8, 8), "float32")
 INTS = jax.ShapeDtypeStruct((8, 8), "int32")

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from jax import lax
 
-from search.ir import _jax
-from search.ir.factors import Kind
-from search.ir.graph import Phase, walk
-from search.ir.trace import trace
-from search.memory.microbatches import microbatched
-from search.problem.flat_program import BOUNDARIES, FlatProgram, ReadPhase, flatten, read_phase
+from autoshard.search.ir import _jax
+from autoshard.search.ir.factors import Kind
+from autoshard.search.ir.graph import Phase, walk
+from autoshard.search.ir.trace import trace
+from autoshard.search.memory.microbatches import microbatched
+from autoshard.search.problem.flat_program import BOUNDARIES, FlatProgram, ReadPhase, flatten, read_phase
 
 W, X, STACK = np.eye(3, 4, dtype=np.float32), np.ones((2, 3), np.float32), np.ones((5, 2, 4), np.float32)
 

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
 
-from executors.jit import build
-from search.ir.trace import trace
-from search.problem.flat_program import FlatProgram, flatten
+from autoshard.executors.jit import build
+from autoshard.search.ir.trace import trace
+from autoshard.search.problem.flat_program import FlatProgram, flatten
 from tests.executors import plans
 
 Function = Callable[[jax.Array, jax.Array | float], jax.Array]

@@ -12,9 +12,9 @@ import optax
 import pytest
 from jax import lax
 
-from search.ir.trace import trace
-from search.problem.flat_program import FlatProgram, flatten
-from search.problem.folding import ROUNDS, _mix, fold, separate
+from autoshard.search.ir.trace import trace
+from autoshard.search.problem.flat_program import FlatProgram, flatten
+from autoshard.search.problem.folding import ROUNDS, _mix, fold, separate
 from tests.search.problem.partitions import partitioned
 
 ROW, SQUARE, BATCH = (jnp.zeros(shape) for shape in ((8,), (8, 8), (16, 8)))

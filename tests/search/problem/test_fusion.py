@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from cost_model.hardware import parse_cluster
-from search.ir.trace import trace
-from search.problem.flat_program import ReadPhase, flatten, read_phase
-from search.problem.folding import fold
-from search.problem.fusion import MOVES, Fusion, expensive_itemsize, is_view
+from autoshard.cost_model.hardware import parse_cluster
+from autoshard.search.ir.trace import trace
+from autoshard.search.problem.flat_program import ReadPhase, flatten, read_phase
+from autoshard.search.problem.folding import fold
+from autoshard.search.problem.fusion import MOVES, Fusion, expensive_itemsize, is_view
 from tests.zoo import MAKERS
 
 

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from cost_model.hardware import parse_cluster
-from search.ir.trace import trace
-from search.mesh_problem import StepProblem
-from search.problem.kernels import FusedKernel, moved_alone, runs_alone
+from autoshard.cost_model.hardware import parse_cluster
+from autoshard.search.ir.trace import trace
+from autoshard.search.mesh_problem import StepProblem
+from autoshard.search.problem.kernels import FusedKernel, moved_alone, runs_alone
 from tests.zoo import MAKERS
 
 DEVICE = parse_cluster("1xH100-80GB").device

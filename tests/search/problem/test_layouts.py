@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from search.ir.trace import trace
-from search.problem.flat_program import flatten
-from search.problem.layouts import PRODUCT, Layouts, batch_first, layouts, product_order
+from autoshard.search.ir.trace import trace
+from autoshard.search.problem.flat_program import flatten
+from autoshard.search.problem.layouts import PRODUCT, Layouts, batch_first, layouts, product_order
 
 BATCH, ROWS, GROUPS, HEADS, DEPTH = 2, 64, 4, 8, 16
 

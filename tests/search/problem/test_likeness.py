@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from search.ir.graph import Step
-from search.ir.sharding import StepSharding
-from search.ir.trace import trace
-from search.problem.blocks import find_blocks
-from search.problem.likeness import Likeness, UnlikeError
+from autoshard.search.ir.graph import Step
+from autoshard.search.ir.sharding import StepSharding
+from autoshard.search.ir.trace import trace
+from autoshard.search.problem.blocks import find_blocks
+from autoshard.search.problem.likeness import Likeness, UnlikeError
 
 NUM_LAYERS = 8
 SQUARE = jax.ShapeDtypeStruct((16, 16), "float32")

@@ -5,13 +5,13 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from cost_model.hardware import parse_cluster
-from search.ir.graph import Role
-from search.ir.trace import trace
-from search.mesh_problem import StepProblem
-from search.problem.flat_program import ReadPhase
-from search.problem.live_ranges import ARGUMENTS, Resident
-from search.problem.strategies import CopySource
+from autoshard.cost_model.hardware import parse_cluster
+from autoshard.search.ir.graph import Role
+from autoshard.search.ir.trace import trace
+from autoshard.search.mesh_problem import StepProblem
+from autoshard.search.problem.flat_program import ReadPhase
+from autoshard.search.problem.live_ranges import ARGUMENTS, Resident
+from autoshard.search.problem.strategies import CopySource
 
 DEVICE = parse_cluster("1xH100-80GB").device
 

@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cost_model.hardware import parse_cluster
-from search.ir.trace import trace
-from search.memory.microbatches import microbatched
-from search.mesh_problem import StepProblem
-from search.problem.memory_floor import floor_bytes, working_bytes
+from autoshard.cost_model.hardware import parse_cluster
+from autoshard.search.ir.trace import trace
+from autoshard.search.memory.microbatches import microbatched
+from autoshard.search.mesh_problem import StepProblem
+from autoshard.search.problem.memory_floor import floor_bytes, working_bytes
 
 MIB = 2**20
 CLUSTER = parse_cluster("4xH100-80GB")

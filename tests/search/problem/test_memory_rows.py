@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cost_model.hardware import parse_cluster
-from search.ir.trace import trace
-from search.mesh_problem import StepProblem
-from search.problem.live_ranges import LiveRange, Resident
-from search.problem.memory_rows import Arrival, Memory, Peak
-from search.problem.strategies import CopySource, port_specs
-from search.problem.strategy_graph import Port
+from autoshard.cost_model.hardware import parse_cluster
+from autoshard.search.ir.trace import trace
+from autoshard.search.mesh_problem import StepProblem
+from autoshard.search.problem.live_ranges import LiveRange, Resident
+from autoshard.search.problem.memory_rows import Arrival, Memory, Peak
+from autoshard.search.problem.strategies import CopySource, port_specs
+from autoshard.search.problem.strategy_graph import Port
 
 
 def step(w, x):

@@ -1,6 +1,6 @@
 """Equal things share a number, whichever object they are."""
 
-from search.problem.numbering import Numbering
+from autoshard.search.problem.numbering import Numbering
 
 
 def test_equal_things_get_the_number_of_the_first():

@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
 
-from search.ir.factors import Kind
-from search.ir.graph import Phase
-from search.ir.trace import trace
-from search.problem.flat_program import flatten
-from search.problem.folding import FoldedProgram
-from search.problem.op_groups import Loop, OpGroup, op_groups
+from autoshard.search.ir.factors import Kind
+from autoshard.search.ir.graph import Phase
+from autoshard.search.ir.trace import trace
+from autoshard.search.problem.flat_program import flatten
+from autoshard.search.problem.folding import FoldedProgram
+from autoshard.search.problem.op_groups import Loop, OpGroup, op_groups
 from tests.search.problem import partitions
 
 

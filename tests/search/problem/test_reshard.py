@@ -12,11 +12,11 @@ from math import inf, prod
 import numpy as np
 import pytest
 
-from cost_model.collectives import MeshModel
-from cost_model.hardware import parse_cluster
-from search.ir.graph import Value
-from search.ir.spec import MAX_PADDING, PARTIAL, WHOLE, Spec
-from search.problem.reshard import ALONE, SLICE, SLICE_S, Handling, Resharder
+from autoshard.cost_model.collectives import MeshModel
+from autoshard.cost_model.hardware import parse_cluster
+from autoshard.search.ir.graph import Value
+from autoshard.search.ir.spec import MAX_PADDING, PARTIAL, WHOLE, Spec
+from autoshard.search.problem.reshard import ALONE, SLICE, SLICE_S, Handling, Resharder
 
 TERMS = Handling(at_once=True)
 DTYPE = np.dtype("float32")

@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cost_model.hardware import parse_cluster
-from search.ir.trace import trace
-from search.mesh_problem import StepProblem
-from search.problem.seeds import Rule, _Propagation, batch_factors, rules, seeds
+from autoshard.cost_model.hardware import parse_cluster
+from autoshard.search.ir.trace import trace
+from autoshard.search.mesh_problem import StepProblem
+from autoshard.search.problem.seeds import Rule, _Propagation, batch_factors, rules, seeds
 from tests.search.chain import chain
 
 WIDTH = 2048

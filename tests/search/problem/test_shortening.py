@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from cost_model.hardware import parse_cluster
-from search.ir.graph import Step
-from search.ir.trace import trace
-from search.mesh_problem import MeshProblem, StepProblem
-from search.plan.decisions import node_names
-from search.problem.flat_program import flatten
-from search.problem.shortening import NUM_REPRESENTATIVES, shortened
-from search.solver.clock import WorkClock
+from autoshard.cost_model.hardware import parse_cluster
+from autoshard.search.ir.graph import Step
+from autoshard.search.ir.trace import trace
+from autoshard.search.mesh_problem import MeshProblem, StepProblem
+from autoshard.search.plan.decisions import node_names
+from autoshard.search.problem.flat_program import flatten
+from autoshard.search.problem.shortening import NUM_REPRESENTATIVES, shortened
+from autoshard.search.solver.clock import WorkClock
 from tests import zoo
 
 NUM_LAYERS = 16

@@ -10,16 +10,16 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from cost_model.collectives import MeshModel
-from cost_model.hardware import parse_cluster
-from search.ir.graph import Value
-from search.ir.spec import PARTIAL, WHOLE
-from search.ir.trace import trace
-from search.problem.flat_program import ReadPhase, flatten
-from search.problem.folding import fold
-from search.problem.op_groups import OpGroup, op_groups
-from search.problem.reshard import Resharder
-from search.problem.strategies import (
+from autoshard.cost_model.collectives import MeshModel
+from autoshard.cost_model.hardware import parse_cluster
+from autoshard.search.ir.graph import Value
+from autoshard.search.ir.spec import PARTIAL, WHOLE
+from autoshard.search.ir.trace import trace
+from autoshard.search.problem.flat_program import ReadPhase, flatten
+from autoshard.search.problem.folding import fold
+from autoshard.search.problem.op_groups import OpGroup, op_groups
+from autoshard.search.problem.reshard import Resharder
+from autoshard.search.problem.strategies import (
     ALL_PARTIAL,
     MAX_LABELS,
     NONE,
@@ -31,7 +31,7 @@ from search.problem.strategies import (
     port_specs,
     shards_over,
 )
-from search.problem.strategy_graph import STUCK, Copy, Port, strategy_graph
+from autoshard.search.problem.strategy_graph import STUCK, Copy, Port, strategy_graph
 
 MESHES = st.lists(st.integers(1, 4), min_size=1, max_size=3).map(tuple)
 

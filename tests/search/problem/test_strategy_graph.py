@@ -8,13 +8,20 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from search.ir.factors import Kind
-from search.ir.graph import Phase
-from search.ir.trace import trace
-from search.problem.flat_program import ReadPhase, flatten, read_phase
-from search.problem.folding import fold
-from search.problem.op_groups import op_groups
-from search.problem.strategy_graph import MIN_RETAINED_BYTES, STUCK, Copy, Port, StrategyGraph, strategy_graph
+from autoshard.search.ir.factors import Kind
+from autoshard.search.ir.graph import Phase
+from autoshard.search.ir.trace import trace
+from autoshard.search.problem.flat_program import ReadPhase, flatten, read_phase
+from autoshard.search.problem.folding import fold
+from autoshard.search.problem.op_groups import op_groups
+from autoshard.search.problem.strategy_graph import (
+    MIN_RETAINED_BYTES,
+    STUCK,
+    Copy,
+    Port,
+    StrategyGraph,
+    strategy_graph,
+)
 from tests.search.problem.partitions import apart
 
 

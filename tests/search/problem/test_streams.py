@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from cost_model.compute import Product, product_s
-from cost_model.hardware import parse_cluster
-from search import driver
-from search.ir.trace import trace
-from search.mesh_problem import StepProblem
-from search.options import Options
-from search.plan.estimates import estimate
-from search.problem.streams import CONTENTION
-from search.problem.traffic import Part, Way
+from autoshard.cost_model.compute import Product, product_s
+from autoshard.cost_model.hardware import parse_cluster
+from autoshard.search import driver
+from autoshard.search.ir.trace import trace
+from autoshard.search.mesh_problem import StepProblem
+from autoshard.search.options import Options
+from autoshard.search.plan.estimates import estimate
+from autoshard.search.problem.streams import CONTENTION
+from autoshard.search.problem.traffic import Part, Way
 from tests.search.chain import chain
 
 LAYERS, WIDTH, BATCH = 6, 2048, 1 << 17

@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from cost_model.hardware import parse_cluster
-from search.ir.trace import trace
-from search.mesh_problem import StepProblem
-from search.problem.traffic import Part, Pool, Way
+from autoshard.cost_model.hardware import parse_cluster
+from autoshard.search.ir.trace import trace
+from autoshard.search.mesh_problem import StepProblem
+from autoshard.search.problem.traffic import Part, Pool, Way
 from tests.search.chain import chain, mean_square
 
 LAYERS = 4

@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from search.ir.trace import trace
-from search.problem.flat_program import flatten
-from search.problem.folding import fold
-from search.problem.windows import Windows
+from autoshard.search.ir.trace import trace
+from autoshard.search.problem.flat_program import flatten
+from autoshard.search.problem.folding import fold
+from autoshard.search.problem.windows import Windows
 
 SQUARE = jax.ShapeDtypeStruct((64, 64), jnp.float32)
 

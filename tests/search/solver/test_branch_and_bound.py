@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from search.solver import branch_and_bound, trws
-from search.solver.branch_and_bound import NoFitError, solve
-from search.solver.clock import WorkClock
-from search.solver.contraction import Contraction
-from search.solver.local_search import descend
-from search.solver.milp import solve_milp
-from search.solver.opening import Opening
-from search.solver.pbqp import Edge, MemoryConstraint, Problem, merged
+from autoshard.search.solver import branch_and_bound, trws
+from autoshard.search.solver.branch_and_bound import NoFitError, solve
+from autoshard.search.solver.clock import WorkClock
+from autoshard.search.solver.contraction import Contraction
+from autoshard.search.solver.local_search import descend
+from autoshard.search.solver.milp import solve_milp
+from autoshard.search.solver.opening import Opening
+from autoshard.search.solver.pbqp import Edge, MemoryConstraint, Problem, merged
 from tests.search.solver.problems import (
     SETTINGS,
     at_most,

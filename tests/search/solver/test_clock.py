@@ -2,8 +2,8 @@
 
 import pytest
 
-from search.solver import clock
-from search.solver.clock import PROCESSOR, Deadline, WorkClock
+from autoshard.search.solver import clock
+from autoshard.search.solver.clock import PROCESSOR, Deadline, WorkClock
 
 
 @pytest.fixture

@@ -5,11 +5,11 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from search.solver import contraction
-from search.solver.clock import WorkClock
-from search.solver.contraction import Contraction
-from search.solver.pbqp import Edge, Problem, merged
-from search.solver.trws import Trws
+from autoshard.search.solver import contraction
+from autoshard.search.solver.clock import WorkClock
+from autoshard.search.solver.contraction import Contraction
+from autoshard.search.solver.pbqp import Edge, Problem, merged
+from autoshard.search.solver.trws import Trws
 from tests.search.solver.problems import SETTINGS, at_most, every_cost_s, layered, optimum_s, problems
 
 MAX_TURNS = 50

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from search.solver.elimination import Elimination
-from search.solver.pbqp import Edge, Problem, merged
+from autoshard.search.solver.elimination import Elimination
+from autoshard.search.solver.pbqp import Edge, Problem, merged
 from tests.search.solver.problems import SETTINGS, chains, every_cost_s, layered, optimum_s, problems
 
 PLENTY = 1e6

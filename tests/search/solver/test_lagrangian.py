@@ -5,9 +5,9 @@ import pytest
 from hypothesis import assume, given, reject, settings
 from hypothesis import strategies as st
 
-from search.solver.lagrangian import CuttingPlanes, Relaxation
-from search.solver.pbqp import Edge, MemoryConstraint, Problem, merged
-from search.solver.trws import Trws
+from autoshard.search.solver.lagrangian import CuttingPlanes, Relaxation
+from autoshard.search.solver.pbqp import Edge, MemoryConstraint, Problem, merged
+from autoshard.search.solver.trws import Trws
 from tests.search.solver.problems import (
     SETTINGS,
     at_most,

@@ -4,8 +4,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from search.solver.local_search import descend
-from search.solver.pbqp import Edge, MemoryConstraint, Problem, merged
+from autoshard.search.solver.local_search import descend
+from autoshard.search.solver.pbqp import Edge, MemoryConstraint, Problem, merged
 from tests.search.solver.problems import (
     SETTINGS,
     assignments,

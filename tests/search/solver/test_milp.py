@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from search.solver.clock import PROCESSOR, Deadline, WorkClock
-from search.solver.milp import free_of_cost, solve_milp, solve_peak
-from search.solver.pbqp import Edge, MemoryConstraint, Problem, merged
+from autoshard.search.solver.clock import PROCESSOR, Deadline, WorkClock
+from autoshard.search.solver.milp import free_of_cost, solve_milp, solve_peak
+from autoshard.search.solver.pbqp import Edge, MemoryConstraint, Problem, merged
 from tests.search.solver.problems import (
     SETTINGS,
     at_most,

@@ -5,13 +5,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from search.solver import min_peak
-from search.solver.clock import NEVER, PROCESSOR, Deadline, WorkClock
-from search.solver.milp import Answer, free_of_cost
-from search.solver.min_peak import RELATIVE_GAP, minimise_peak, smallest_peak
-from search.solver.pbqp import Edge, MemoryConstraint, Problem, merged
-from search.solver.separation import NoFitError
-from search.solver.trws import Trws
+from autoshard.search.solver import min_peak
+from autoshard.search.solver.clock import NEVER, PROCESSOR, Deadline, WorkClock
+from autoshard.search.solver.milp import Answer, free_of_cost
+from autoshard.search.solver.min_peak import RELATIVE_GAP, minimise_peak, smallest_peak
+from autoshard.search.solver.pbqp import Edge, MemoryConstraint, Problem, merged
+from autoshard.search.solver.separation import NoFitError
+from autoshard.search.solver.trws import Trws
 from tests.search.solver.problems import (
     SETTINGS,
     every_cost_s,

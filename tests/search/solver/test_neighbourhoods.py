@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from search.solver import neighbourhoods
-from search.solver.local_search import descend
-from search.solver.neighbourhoods import reoptimised
-from search.solver.pbqp import Edge, Problem, merged
+from autoshard.search.solver import neighbourhoods
+from autoshard.search.solver.local_search import descend
+from autoshard.search.solver.neighbourhoods import reoptimised
+from autoshard.search.solver.pbqp import Edge, Problem, merged
 from tests.search.solver.problems import SETTINGS, assignments, every_cost_s, optimum_s, problems
 
 

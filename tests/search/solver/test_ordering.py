@@ -5,7 +5,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from search.solver.ordering import cuthill_mckee
+from autoshard.search.solver.ordering import cuthill_mckee
 
 GRAPHS = st.integers(1, 8).flatmap(
     lambda num: st.tuples(

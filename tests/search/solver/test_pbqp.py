@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from search.solver.pbqp import Edge, MemoryConstraint, Problem, merged, restricted_row
+from autoshard.search.solver.pbqp import Edge, MemoryConstraint, Problem, merged, restricted_row
 from tests.search.solver.problems import (
     SETTINGS,
     assignments,

@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from search.solver.pbqp import MemoryConstraint
-from search.solver.separation import NoFitError, separation_oracle
+from autoshard.search.solver.pbqp import MemoryConstraint
+from autoshard.search.solver.separation import NoFitError, separation_oracle
 
 
 def row(name, num_bytes):

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from search.solver.pbqp import Edge, Problem, merged
-from search.solver.trws import Trws
+from autoshard.search.solver.pbqp import Edge, Problem, merged
+from autoshard.search.solver.trws import Trws
 from tests.search.solver.problems import (
     SETTINGS,
     along,
