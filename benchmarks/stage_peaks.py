@@ -1,5 +1,5 @@
-"""What pipelines' stages are predicted to hold against what XLA's GPU compiler makes of their programs, without a GPU: the
-table of the README, in Markdown.
+"""What pipelines' stages are predicted to hold against what XLA's GPU compiler makes of their programs, without a GPU: a
+table of docs/benchmarks.md.
 
     python -m benchmarks.stage_peaks [--only NAME ...]
 

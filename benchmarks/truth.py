@@ -1,4 +1,4 @@
-"""What plans predict against what XLA's GPU compiler makes of them, without a GPU: the table of the README, in Markdown.
+"""What plans predict against what XLA's GPU compiler makes of them, without a GPU: a table of docs/benchmarks.md.
 
     python -m benchmarks.truth [--only NAME ...] [--json FILE] [--jobs N]
 
