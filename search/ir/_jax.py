@@ -12,6 +12,8 @@ present in JAX 0.11 and 0.12:
 * processes that `jax.distributed` has connected have a store in common, which its client reads and writes;
 * jaxlib copies arrays to other devices shard by shard, by `batched_copy_array_to_devices_with_sharding`, in a tenth of the
   time that `device_put` takes to find out that this is all that is to be done;
+* a collective over a named axis of `vmap` becomes one over dimensions, whose numbers are in its `axes` (none, if its
+  operand did not depend on the place along the axis);
 * primitives of `hijax` (0.12) come as equations `call_hi_primitive`, and say by `to_lojax` what they are made of;
 * `make_jaxpr` returns a `ClosedJaxpr` (0.11) or a `Jaxpr` that holds its own constants (0.12).
 
@@ -124,6 +126,19 @@ def as_expanded(eqn: Any) -> Any:
         return None
     made_of = functools.partial(eqn.primitive.to_lojax, **eqn.params)
     return jax.make_jaxpr(made_of)(*(v.aval for v in eqn.invars))
+
+
+REDUCTIONS = {"psum": jax.lax.reduce_sum, "pmax": jax.lax.reduce_max, "pmin": jax.lax.reduce_min}
+
+
+def as_reduction(eqn: Any) -> Any:
+    """A collective over dimensions, which `vmap` makes of one over its named axis, as the reduction that JAX lowers it
+    to, as a jaxpr; None for other equations."""
+    axes = eqn.params.get("axes", ())
+    if eqn.primitive.name not in REDUCTIONS or not all(isinstance(axis, int) for axis in axes):
+        return None
+    reduced = functools.partial(REDUCTIONS[eqn.primitive.name], axes=axes) if axes else lambda x: x
+    return jax.make_jaxpr(reduced)(*(v.aval for v in eqn.invars))
 
 
 def literal(content: np.generic) -> Literal:

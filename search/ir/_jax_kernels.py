@@ -5,7 +5,8 @@ What we rely on beyond JAX's public surface, all present in JAX 0.11 and 0.12:
 
 * a `custom_partitioning` equation holds the arguments of `def_partition`, and `jax._src` can turn its sharding rule into
   Shardy's attribute, which says what each dimension is made of;
-* a primitive may be lowered by `mlir.lower_fun` of a function, which is then found in the lowering's closure;
+* a primitive may be lowered by `mlir.lower_fun` of a function, which is then found in the lowering's closure; other
+  lowerings may be any callables, without a name;
 * a `pallas_call` equation holds its grid and blocks in `grid_mapping`. `vmap` adds a dimension to the grid and to the
   arrays, the kernel sees neither: the dimension is listed in `vmapped_dims`, squeezed out of the blocks, and the index
   maps pass its index through.
@@ -57,7 +58,7 @@ def as_dense(eqn: Any) -> Any:
 def _as_lowered(eqn: Any) -> Any:
     """The function that an equation is lowered to by default, as a jaxpr; None where it is lowered otherwise."""
     entry = mlir._lowerings.get(eqn.primitive)
-    if entry is None or entry.rule.__qualname__ != "lower_fun.<locals>.f_lowered":
+    if entry is None or getattr(entry.rule, "__qualname__", "") != "lower_fun.<locals>.f_lowered":
         return None
     captured = inspect.getclosurevars(entry.rule).nonlocals
     avals = [v.aval for v in eqn.invars]

@@ -7,6 +7,7 @@ found in `state`, phases in `phases`. Besides:
   lowered by JAX behind an optimization barrier, which keeps XLA from sharing the recomputation with the
   forward phase; so is ours.
 * *Products of ragged groups* are spelt out in dense ones, as the compiler does.
+* *Collectives over a named axis of `vmap`* are reductions over the dimension that the axis has become.
 * *Large constants of loops* that JAX has taken out of their bodies are put back (`sinking`).
 """
 
@@ -254,7 +255,7 @@ class _Builder:
             if name == "platform_index":
                 return (_jax.literal(np.int32(choice)),)
             return self.inline(eqn.params["branches"][choice], operands[1:], scope, source)
-        for spelt_out in (_jax.as_expanded, _jax_kernels.as_dense):
+        for spelt_out in (_jax.as_expanded, _jax.as_reduction, _jax_kernels.as_dense):
             if (inner := spelt_out(eqn)) is not None:
                 return self.inline(inner, operands, scope, source)
         bodies = {

@@ -129,6 +129,19 @@ def implicit_roots(w, x):
     return jnp.mean(root)
 
 
+@case(normal(16, 32), normal(24, 16))
+@trained
+def named_axes_of_vmap(w, x):
+    """As batch statistics are taken by name."""
+
+    def normalized(v):
+        centred = v - jax.lax.pmean(v, "b")
+        scale = jax.lax.pmax(jax.lax.stop_gradient(jnp.abs(centred)), "b")
+        return centred / scale + jax.lax.axis_index("b")
+
+    return jnp.mean(jax.vmap(normalized, axis_name="b")(x @ w) ** 2)
+
+
 @case(normal(16, 16), normal(24, 16))
 @trained
 def linear_algebra(w, x):

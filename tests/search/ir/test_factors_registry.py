@@ -38,7 +38,7 @@ COLLECTIVES = {
     *(f"{name}_{end}" for name in ("ppermute", "psum", "reduce_scatter") for end in ("start", "done")),
     "all_gather_reduced_start",
 }
-"""Steps for one device hold none."""
+"""Over named axes: steps for one device hold none. Those over dimensions, which `vmap` makes, are spelt out."""
 
 INLINED = frozenset(_jax.CALLS) | {"custom_lin", "custom_jvp_call_jaxpr", "ragged_dot_general"}
 """Calls, what is spelt out, and what no finished trace holds."""

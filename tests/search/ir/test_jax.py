@@ -1,10 +1,16 @@
 """What is read off JAX's equations, and what is written into those that are bound."""
 
+import functools
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
 
-from autoshard.search.ir import _jax
+from autoshard.search.ir import _jax, _jax_kernels
 
 HERE = "tests/search/ir/test_jax.py"
 
@@ -48,6 +54,16 @@ def test_bytes_of_an_element():
     assert [_jax.itemsize(np.dtype(d)) for d in ("float32", "int8", "bool", "complex64")] == [4, 1, 1, 8]
     assert _jax.itemsize(jnp.dtype(jnp.bfloat16)) == 2
     assert _jax.itemsize(jax.random.key(0).dtype) == jax.random.key_data(jax.random.key(0)).nbytes
+
+
+@pytest.mark.parametrize(
+    "lowering", [functools.partial(print), type("Lowering", (), {"__call__": print})(), dict]
+)
+def test_a_primitive_may_be_lowered_by_any_callable(lowering):
+    primitive = Primitive("lowered by any callable")
+    mlir.register_lowering(primitive, lowering)
+    eqn = SimpleNamespace(primitive=primitive, params={}, invars=())
+    assert _jax_kernels.as_partitioning(eqn) is None
 
 
 def test_a_loops_constants_come_before_its_carries():

@@ -234,6 +234,30 @@ def test_primitives_made_of_others_are_spelt_out(function):
     assert all(has_rule(name) or name in ("scan", "while") for name in primitives(traced))
 
 
+@pytest.mark.parametrize(
+    ("collective", "reduction"),
+    [
+        (jax.lax.psum, "reduce_sum"),
+        (jax.lax.pmean, "reduce_sum"),
+        (jax.lax.pmax, "reduce_max"),
+        (jax.lax.pmin, "reduce_min"),
+    ],
+)
+@pytest.mark.parametrize("is_in_loop", [False, True])
+def test_a_collective_over_an_axis_of_vmap_is_a_reduction_at_its_line(collective, reduction, is_in_loop):
+    def each(x):
+        return x - collective(x, "b")
+
+    def repeated(x):
+        return jax.lax.scan(lambda x, _: (each(x), None), x, length=2)[0]
+
+    traced = trace(jax.vmap(repeated if is_in_loop else each, axis_name="b"), X)
+    (op,) = [op for _, graph in walk(traced.graph) for op in graph.ops if op.name == reduction]
+    assert op.params["axes"] == (0,)
+    assert op.source.endswith(f"test_trace.py:{each.__code__.co_firstlineno + 1}")
+    assert all(has_rule(name) or name == "scan" for name in primitives(traced))
+
+
 @pytest.mark.parametrize("prevent_cse", [True, False])
 def test_a_checkpoint_is_recomputed_in_the_backward_phase_behind_a_barrier(prevent_cse):
     def step(w, x):

@@ -66,6 +66,8 @@ def test_dims_that_carry_examples_are_followed(function, expected):
         (lambda x: (x > 0).all(0), "Reduced"),
         (lambda x: -x.max(0), "Finished"),
         (lambda x: jnp.zeros(4), "Whole"),
+        (lambda x: jax.vmap(lambda x: lax.pmean(x, "b"), axis_name="b", out_axes=None)(x), "Partial"),
+        (lambda x: jax.vmap(lambda x: lax.pmax(x, "b"), axis_name="b", out_axes=None)(x), "Reduced"),
     ],
 )
 def test_sums_stay_sums_as_long_as_all_is_linear(function, expected):
@@ -77,6 +79,8 @@ def test_sums_stay_sums_as_long_as_all_is_linear(function, expected):
     [
         lambda x: x @ x.T,
         lambda x: x - x.mean(0),
+        lambda x: jax.vmap(lambda x: x - lax.pmean(x, "b"), axis_name="b")(x),
+        lambda x: jax.vmap(lambda x: lax.pshuffle(x, "b", range(BATCH)[::-1]), axis_name="b")(x),
         lambda x: jnp.sort(x, 0),
         lambda x: jnp.cumsum(x, 0),
         lambda x: jnp.flip(x, 0),
