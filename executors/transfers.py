@@ -22,7 +22,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from autoshard.search.ir._jax import copied, is_key_dtype
+from autoshard.search.ir._jax import copied, is_extended
 
 DEVICES = "devices"
 """The axis of a mesh that is no more than a row of devices."""
@@ -96,9 +96,10 @@ def spread(shape: tuple[int, ...], sharding: NamedSharding, devices: Sequence[An
 
 
 def _is_copy(value: jax.ShapeDtypeStruct, target: NamedSharding) -> bool:
-    """Whether all happens in this process, and nothing is split otherwise. Random keys are no arrays to the runtime."""
+    """Whether all happens in this process, and nothing is split otherwise. Arrays of extended dtypes (random
+    keys) are none to the runtime."""
     source = value.sharding
-    here = source.is_fully_addressable and target.is_fully_addressable and not is_key_dtype(value.dtype)
+    here = source.is_fully_addressable and target.is_fully_addressable and not is_extended(value.dtype)
     return here and _shape(source) == _shape(target) and source.spec == target.spec
 
 

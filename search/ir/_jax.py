@@ -14,6 +14,8 @@ present in JAX 0.11 and 0.12:
   time that `device_put` takes to find out that this is all that is to be done;
 * a collective over a named axis of `vmap` becomes one over dimensions, whose numbers are in its `axes` (none, if its
   operand did not depend on the place along the axis);
+* extended dtypes say in `_rules` how gradients add up, and `jax._src.core` how they are stored; `to_edtype` and
+  `from_edtype` convert to them and back, and leave the bits as they are;
 * primitives of `hijax` (0.12) come as equations `call_hi_primitive`, and say by `to_lojax` what they are made of;
 * `make_jaxpr` returns a `ClosedJaxpr` (0.11) or a `Jaxpr` that holds its own constants (0.12).
 
@@ -35,11 +37,13 @@ import jax
 import numpy as np
 from jax._src import core as jax_core
 from jax._src import distributed, source_info_util
+from jax._src.lax import lax
 from jax.extend import core as jex_core
 from jaxlib import xla_client
 
 Literal = jex_core.Literal
 Primitive = jex_core.Primitive
+to_edtype_p, from_edtype_p = lax.to_edtype_p, lax.from_edtype_p
 optimization_barrier_p = jax.lax.optimization_barrier_p
 
 CALLS = {
@@ -134,11 +138,26 @@ REDUCTIONS = {"psum": jax.lax.reduce_sum, "pmax": jax.lax.reduce_max, "pmin": ja
 def as_reduction(eqn: Any) -> Any:
     """A collective over dimensions, which `vmap` makes of one over its named axis, as the reduction that JAX lowers it
     to, as a jaxpr; None for other equations."""
-    axes = eqn.params.get("axes", ())
-    if eqn.primitive.name not in REDUCTIONS or not all(isinstance(axis, int) for axis in axes):
+    if not (axes := _reduced_dims(eqn)):
         return None
-    reduced = functools.partial(REDUCTIONS[eqn.primitive.name], axes=axes) if axes else lambda x: x
+    reduced = functools.partial(REDUCTIONS[eqn.primitive.name], axes=axes)
     return jax.make_jaxpr(reduced)(*(v.aval for v in eqn.invars))
+
+
+def _reduced_dims(eqn: Any) -> tuple[int, ...] | None:
+    """Over which dimensions a collective is; None where it is over a named axis, or where there is no collective."""
+    axes = eqn.params.get("axes", ())
+    is_over_dims = eqn.primitive.name in REDUCTIONS and all(isinstance(axis, int) for axis in axes)
+    return axes if is_over_dims else None
+
+
+def is_identity(eqn: Any) -> bool:
+    """Whether an equation's results are stored as its operands: a collective over no dimension, and a conversion between an
+    extended dtype and that of the numbers that its elements are stored as."""
+    if eqn.primitive in (to_edtype_p, from_edtype_p):
+        (before,), (after,) = eqn.invars, eqn.outvars
+        return stored(before.aval).dtype == stored(after.aval).dtype
+    return _reduced_dims(eqn) == ()
 
 
 def literal(content: np.generic) -> Literal:
@@ -216,12 +235,53 @@ def is_key_dtype(dtype: Any) -> bool:
     return jax.numpy.issubdtype(dtype, jax.dtypes.prng_key)
 
 
+def is_extended(dtype: Any) -> bool:
+    """Whether `dtype` is one of JAX's extended dtypes: a typed PRNG key, or one with a sum of its own for gradients."""
+    return not isinstance(dtype, np.dtype) and jax.numpy.issubdtype(dtype, jax.dtypes.extended)
+
+
 @functools.lru_cache(maxsize=256)
 def itemsize(dtype: Any) -> int:
-    """Bytes of one element; of a typed PRNG key, those of its data."""
-    if is_key_dtype(dtype):
-        return jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), dtype)).size * 4
-    return np.dtype(dtype).itemsize
+    """Bytes of one element as it is stored: of a typed PRNG key, those of its data."""
+    if not is_extended(dtype):
+        return np.dtype(dtype).itemsize
+    element = jax_core.physical_element_aval(dtype)
+    return element.size * element.dtype.itemsize
+
+
+@functools.lru_cache(maxsize=256)
+def is_stored_alike(dtype: Any) -> bool:
+    """Whether `dtype` is an extended dtype whose elements are stored as numbers: Flax's `fp8_meta32` as float32.
+
+    A typed PRNG key is stored as several numbers. Arrays of single numbers JAX cannot split: in its `sharding_impls`,
+    `check_replicated_trailing_dims` takes all dimensions for those of an element, if an element has none.
+    """
+    return is_extended(dtype) and not jax_core.physical_element_aval(dtype).shape
+
+
+def stored(aval: Any) -> Any:
+    """An abstract value in the dtype of the numbers that its elements are stored as."""
+    return jax_core.physical_aval(aval) if is_stored_alike(getattr(aval, "dtype", None)) else aval
+
+
+def content_as_stored(content: Any) -> Any:
+    """A constant in the dtype of the numbers that its elements are stored as."""
+    if not is_stored_alike(getattr(content, "dtype", None)):
+        return content
+    return from_edtype_p.bind(content, dtype=jax_core.physical_element_aval(content.dtype).dtype)
+
+
+def is_inexact(dtype: Any) -> bool:
+    """Whether its elements are stored as real or complex floating-point numbers."""
+    return jax.numpy.issubdtype(stored(jax_core.ShapedArray((), dtype)).dtype, np.inexact)
+
+
+def as_own_sum(eqn: Any) -> Any:
+    """A sum of two gradients of an extended dtype, as that dtype defines it (`fp8_meta32`: their maximum), as a jaxpr; None
+    for other equations."""
+    if eqn.primitive.name != "add_any" or not is_extended(dtype := eqn.outvars[0].aval.dtype):
+        return None
+    return jax.make_jaxpr(functools.partial(dtype._rules.add, dtype))(*(v.aval for v in eqn.invars))
 
 
 def is_on_host(aval: Any) -> bool:

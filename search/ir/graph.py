@@ -66,6 +66,11 @@ class Value:
         """Bytes of the whole array."""
         return math.prod(self.shape) * self.itemsize
 
+    @property
+    def has_shards(self) -> bool:
+        """Whether an array of it can be split over devices."""
+        return not _jax.is_stored_alike(self.dtype)
+
 
 Atom = int | Any
 """An op's operand: the number of a value, or a `jax.extend.core.Literal`."""

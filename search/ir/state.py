@@ -34,8 +34,6 @@ from types import MappingProxyType
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 from autoshard.cost_model.errors import InputError
 from autoshard.search.ir import _jax
@@ -361,9 +359,7 @@ def roles(
             found.append(Role.KEY)
         elif i not in state:
             found.append(Role.BATCH)
-        elif not np.issubdtype(np.dtype(value.dtype), np.inexact) and not jnp.issubdtype(
-            value.dtype, jnp.inexact
-        ):
+        elif not _jax.is_inexact(value.dtype):
             found.append(Role.STATE)
         elif i not in changed or (Phase.FORWARD in phases and new_phase[i] is Phase.UPDATE):
             found.append(Role.PARAMETER)

@@ -8,6 +8,8 @@ found in `state`, phases in `phases`. Besides:
   forward phase; so is ours.
 * *Products of ragged groups* are spelt out in dense ones, as the compiler does.
 * *Collectives over a named axis of `vmap`* are reductions over the dimension that the axis has become.
+* *Extended dtypes* that are stored element by element (Flax's `fp8_meta32`) are the dtypes that they are stored in, and
+  the sums of gradients that they define are spelt out. Arguments and results are converted. Typed keys stay keys.
 * *Large constants of loops* that JAX has taken out of their bodies are put back (`sinking`).
 """
 
@@ -148,7 +150,7 @@ def _outline(
         raise InputError(
             f"the step {name!r} cannot be traced by jax.jit, which autoshard needs: {first_line(e)}{_where(e)}{advice}"
         ) from e
-    graph, names = build_graph(jaxpr, platform), _jax.argument_names(jaxpr)
+    graph, names = _with_own_dtypes(build_graph(jaxpr, platform), jaxpr), _jax.argument_names(jaxpr)
     if is_watched:
         out_shape, left = out_shape
         num_results = len(graph.outputs) - len(left)
@@ -200,6 +202,36 @@ def build_graph(jaxpr: Any, platform: str | None = None, caller: Any = None) -> 
     return without_dead_ops(graph)
 
 
+def _with_own_dtypes(graph: Graph, jaxpr: Any) -> Graph:
+    """The graph of a jaxpr with arguments and results of extended dtypes in these dtypes again: converted at its ends."""
+    ends = _jax.open_jaxpr(jaxpr)
+    values = list(graph.values)
+    entering, leaving = list[Op](), list[Op]()
+
+    def converted(primitive: Any, params: dict[str, Any], source: Atom, target: int) -> Op:
+        return Op(primitive, params, (source,), (target,), (values[target],), Phase.FORWARD, "", None, {})
+
+    own: dict[int, int] = {}
+    for v, value in zip(graph.inputs, (Value.of(var.aval) for var in ends.invars), strict=True):
+        if value != values[v]:
+            own[v] = len(values)
+            values.append(value)
+            entering.append(converted(_jax.from_edtype_p, {"dtype": values[v].dtype}, own[v], v))
+    outputs = list(graph.outputs)
+    for o, value in enumerate(Value.of(var.aval) for var in ends.outvars):
+        if not _jax.is_extended(value.dtype) or value == graph.value(outputs[o]):
+            continue
+        if outputs[o] in graph.inputs:
+            outputs[o] = own[outputs[o]]
+            continue
+        values.append(value)
+        leaving.append(converted(_jax.to_edtype_p, {"edtype": value.dtype}, outputs[o], len(values) - 1))
+        outputs[o] = len(values) - 1
+    inputs = tuple(own.get(v, v) for v in graph.inputs)
+    ops = (*entering, *graph.ops, *leaving)
+    return replace(graph, values=tuple(values), inputs=inputs, ops=ops, outputs=tuple(outputs))
+
+
 class _Builder:
     """Collects values and ops while jaxprs are inlined into one another."""
 
@@ -211,7 +243,7 @@ class _Builder:
         self._number: dict[Any, int] = {}
 
     def new_value(self, aval: Any) -> int:
-        self.values.append(Value.of(aval))
+        self.values.append(Value.of(_jax.stored(aval)))
         return len(self.values) - 1
 
     def define(self, var: Any) -> int:
@@ -225,7 +257,7 @@ class _Builder:
         env: dict[Any, Atom] = {}
         for var, content in zip(*_jax.jaxpr_consts(jaxpr), strict=True):
             env[var] = self.new_value(var.aval)
-            self.constants.append((env[var], content))
+            self.constants.append((env[var], _jax.content_as_stored(content)))
         inner = _jax.open_jaxpr(jaxpr)
         if operands is not None:
             env.update(zip(inner.invars, operands, strict=True))
@@ -244,6 +276,8 @@ class _Builder:
     def _equation(self, eqn: Any, operands: tuple[Atom, ...], scope: str, source: Any) -> tuple[Atom, ...]:
         scope = "/".join(filter(None, (scope, str(eqn.source_info.name_stack))))
         name = eqn.primitive.name
+        if _jax.is_identity(eqn):
+            return operands
         if name in _jax.CALLS and _jax.CALLS[name] in eqn.params:
             if name in _jax.REMATS and eqn.params.get("differentiated"):
                 scope = f"{scope}/rematted_computation" if scope else "rematted_computation"
@@ -255,7 +289,7 @@ class _Builder:
             if name == "platform_index":
                 return (_jax.literal(np.int32(choice)),)
             return self.inline(eqn.params["branches"][choice], operands[1:], scope, source)
-        for spelt_out in (_jax.as_expanded, _jax.as_reduction, _jax_kernels.as_dense):
+        for spelt_out in (_jax.as_expanded, _jax.as_reduction, _jax.as_own_sum, _jax_kernels.as_dense):
             if (inner := spelt_out(eqn)) is not None:
                 return self.inline(inner, operands, scope, source)
         bodies = {

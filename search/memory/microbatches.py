@@ -220,7 +220,7 @@ def _split(step: Step, size: int, count: int) -> BatchSplit:
         value = step.graph.values[v]
         is_batch = argument.role is Role.BATCH and value.shape[:1] == (size,)
         states.append(PerExample(0) if is_batch else WHOLE)
-        is_counter = argument.role is Role.STATE and not jnp.issubdtype(value.dtype, jnp.inexact)
+        is_counter = argument.role is Role.STATE and not _jax.is_inexact(value.dtype)
         if argument.role in (Role.BATCH, Role.KEY) or is_counter:
             firsts.add(v)
     return batch_split(step.graph, states, count, frozenset(firsts))

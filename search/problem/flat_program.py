@@ -319,7 +319,8 @@ class _Flattening:
         """A boundary op that makes `result`; a stacked operand or result has one more leading dimension."""
         shape = self.values[result].shape
         inner = shape[1:] if name == "stack" else shape
-        factors = [Factor(n) for n in inner]
+        kind = Kind.PARALLEL if self.values[result].has_shards else Kind.UNSPLITTABLE
+        factors = [Factor(n, kind) for n in inner]
         dims = tuple((i,) for i in range(len(inner)))
         operand_dims = result_dims = dims
         if name in ("slice", "stack"):

@@ -20,6 +20,7 @@ from jax.experimental import pallas as pl
 from autoshard.executors.jit import build
 from autoshard.search.ir.trace import trace
 from tests.executors import plans
+from tests.extended_dtypes import float_of, fp8_meta
 
 KEY = jax.random.key(0)
 STEPS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {}
@@ -140,6 +141,32 @@ def named_axes_of_vmap(w, x):
         return centred / scale + jax.lax.axis_index("b")
 
     return jnp.mean(jax.vmap(normalized, axis_name="b")(x @ w) ** 2)
+
+
+@jax.custom_vjp
+def with_largest_gradients(largest, x):
+    """As FP8 statistics are found: `x`, of which the gradient's largest elements are that of `largest`."""
+    return x
+
+
+with_largest_gradients.defvjp(
+    lambda largest, x: (x, None), lambda _, g: (fp8_meta(jnp.max(jnp.abs(g), axis=0)), g)
+)
+
+
+@case((normal(16, 16), jax.jit(fp8_meta)(normal(4, 16))), normal(24, 16))
+def gradients_whose_sum_is_their_maximum(state, x):
+    w, largest = state[0], float_of(state[1])
+
+    def loss(w, largest):
+        def layer(x, largest):
+            return jnp.tanh(with_largest_gradients(last, with_largest_gradients(largest, x)) @ w), None
+
+        last = fp8_meta(largest[-1])
+        return jnp.mean(jax.lax.scan(layer, x, fp8_meta(largest))[0] ** 2)
+
+    value, (grad, largest) = jax.value_and_grad(loss, (0, 1))(w, largest)
+    return (w - 0.1 * grad, fp8_meta(largest)), value
 
 
 @case(normal(16, 16), normal(24, 16))
@@ -361,5 +388,7 @@ def test_runs_and_equals_one_device(name):
 
 
 def _numbers(x: jax.Array) -> np.ndarray:
-    x = jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+    if jnp.issubdtype(x.dtype, jax.dtypes.extended):
+        is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+        x = jax.random.key_data(x) if is_key else jax.jit(float_of)(x)
     return np.asarray(x, np.float32 if x.dtype == jnp.bfloat16 else None)

@@ -11,6 +11,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 from autoshard.search.ir import _jax, _jax_kernels
+from tests.extended_dtypes import META
 
 HERE = "tests/search/ir/test_jax.py"
 
@@ -53,7 +54,9 @@ def test_what_has_no_line_takes_that_of_its_caller():
 def test_bytes_of_an_element():
     assert [_jax.itemsize(np.dtype(d)) for d in ("float32", "int8", "bool", "complex64")] == [4, 1, 1, 8]
     assert _jax.itemsize(jnp.dtype(jnp.bfloat16)) == 2
-    assert _jax.itemsize(jax.random.key(0).dtype) == jax.random.key_data(jax.random.key(0)).nbytes
+    assert _jax.itemsize(META) == 4
+    for key in (jax.random.key(0), jax.random.key(0, impl="rbg")):
+        assert _jax.itemsize(key.dtype) == jax.random.key_data(key).nbytes
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from autoshard.search.ir.factors import has_rule
 from autoshard.search.ir.graph import Phase, Role, Step, verify, walk
 from autoshard.search.ir.trace import trace, trace_for
 from tests import zoo
+from tests.extended_dtypes import META, added_as_gradients, float_of, fp8_meta
 
 W = jax.ShapeDtypeStruct((16, 32), jnp.float32)
 X = jax.ShapeDtypeStruct((24, 16), jnp.float32)
@@ -256,6 +257,21 @@ def test_a_collective_over_an_axis_of_vmap_is_a_reduction_at_its_line(collective
     assert op.params["axes"] == (0,)
     assert op.source.endswith(f"test_trace.py:{each.__code__.co_firstlineno + 1}")
     assert all(has_rule(name) or name == "scan" for name in primitives(traced))
+
+
+def test_gradients_of_an_extended_dtype_add_up_as_it_says():
+    traced = trace(added_as_gradients, X, X)
+    assert [op.name for op in traced.graph.ops] == ["max"]
+    assert {value.dtype for value in traced.graph.values} == {np.dtype(np.float32)}
+
+
+def test_an_argument_of_an_extended_dtype_comes_back_in_it():
+    argument = jax.ShapeDtypeStruct((4,), META)
+    changed, unchanged = trace(lambda x: fp8_meta(2 * float_of(x)), argument), trace(lambda x: x, argument)
+    assert [op.name for op in changed.graph.ops] == ["from_edtype", "mul", "to_edtype"]
+    assert unchanged.graph.outputs == unchanged.graph.inputs
+    for step in (changed, unchanged):
+        assert [step.graph.value(a).dtype for a in (*step.graph.inputs, *step.graph.outputs)] == [META, META]
 
 
 @pytest.mark.parametrize("prevent_cse", [True, False])

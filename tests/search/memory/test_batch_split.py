@@ -8,6 +8,7 @@ from jax import lax
 from autoshard.search.ir.trace import trace
 from autoshard.search.memory.batch_split import batch_split
 from autoshard.search.memory.batch_states import WHOLE, NotSplittableError, PerExample, local_value
+from tests.extended_dtypes import added_as_gradients
 
 BATCH, COUNT = 12, 2
 X, W = jnp.ones((BATCH, 4)), jnp.ones((4, 4))
@@ -65,6 +66,7 @@ def test_dims_that_carry_examples_are_followed(function, expected):
         (lambda x: x.max(0), "Reduced"),
         (lambda x: (x > 0).all(0), "Reduced"),
         (lambda x: -x.max(0), "Finished"),
+        (lambda x: added_as_gradients(x.sum(0), 2 * x.sum(0)), "Finished"),
         (lambda x: jnp.zeros(4), "Whole"),
         (lambda x: jax.vmap(lambda x: lax.pmean(x, "b"), axis_name="b", out_axes=None)(x), "Partial"),
         (lambda x: jax.vmap(lambda x: lax.pmax(x, "b"), axis_name="b", out_axes=None)(x), "Reduced"),
