@@ -10,10 +10,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 from autoshard import nnx_objects
 from autoshard.calls import Call, Callee
 from autoshard.cost_model.errors import InputError, first_line
+from autoshard.executors.rewrite import evaluator
 from autoshard.placing import put
-from autoshard.search.ir import _jax
+from autoshard.search.ir import _jax, own_meshes
 from autoshard.search.ir.in_place import InPlace
-from autoshard.search.ir.trace import TRACE_ERRORS, step_name
+from autoshard.search.ir.sharding import StepSharding
+from autoshard.search.ir.trace import TRACE_ERRORS, step_name, whole_graph
 
 
 class Number(int):
@@ -51,6 +53,9 @@ class Creation:
             raise InputError(
                 f"{step_name(create)}, which shall create the state, cannot be traced by jax.jit: {first_line(e)}"
             ) from e
+        own_meshes.placements(
+            jaxpr
+        )  # what each device computes is refused; shardings go: the plan has others
         return cls(call, jaxpr, returned)
 
     def shapes(self) -> Any:
@@ -74,17 +79,21 @@ class Creation:
         """The state itself, created on shardings by number; what has none is no state of the step, and is whole."""
         places = self._places(mesh, shardings)
         made: dict[int, Any] = {}
-        for own in dict.fromkeys((mesh, *(place.mesh for place in places))):
-            made |= self._made_on(own, {n: place for n, place in enumerate(places) if place.mesh == own})
+        with _jax.no_mesh():
+            for own in dict.fromkeys((mesh, *(place.mesh for place in places))):
+                made |= self._made_on(own, {n: place for n, place in enumerate(places) if place.mesh == own})
         flat = [made[n] for n in range(len(places))]
         return self.call.result(jax.tree.unflatten(self._tree, flat), self._given_on(mesh))
 
     def _made_on(self, mesh: Any, places: Mapping[int, Any]) -> dict[int, Any]:
         """What of it lies on one mesh, by number."""
 
+        graph = whole_graph(self.jaxpr)
+        nothing = StepSharding(tuple(mesh.shape.values()), mesh.axis_names, {}, {})
+
         def create(*args: Any) -> Any:
-            with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-                flat = _jax.as_function(self.jaxpr)(*args)
+            with _jax.on_mesh(mesh):
+                flat = evaluator(graph, nothing, mesh)(args)
             return {n: flat[n] for n in places}
 
         return jax.jit(create, out_shardings=dict(places))(*self._given_on(mesh)) if places else {}

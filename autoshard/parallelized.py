@@ -139,7 +139,7 @@ class Parallelized:
             if known is not None:
                 self._last = known
                 try:
-                    return known.program.fn(*args)
+                    return placing.called(known.program, args)
                 except placing.RetracedError:
                     pass
                 except placing.FAILURES:
@@ -218,7 +218,8 @@ class Parallelized:
                 f"{self.__name__} is a pipeline, which runs many programs: there is no one that could be lowered. Ask for "
                 "stages=1 to lower it"
             )
-        return program.fn.lower(*program.args)
+        with _jax.no_mesh():
+            return program.fn.lower(*program.args)
 
     def _places(self, creation: Creation, args: tuple[Any, ...]) -> tuple[Any, dict[int, Any]]:
         """The mesh of one argument, and where the arrays lie that are created for a call, by their number."""

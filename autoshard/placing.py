@@ -20,6 +20,7 @@ from autoshard.executors.jit import Program
 from autoshard.executors.pipeline_program import PipelineProgram
 from autoshard.executors.transfers import is_sent, sent, spread
 from autoshard.planning import LARGE_BYTES, LARGE_SHARE
+from autoshard.search.ir import _jax
 from autoshard.search.ir.graph import Role, Step
 from autoshard.user_warning import warn
 
@@ -53,12 +54,18 @@ def run(
     """
     if not is_first and are_distinct(args):
         try:
-            return program.fn(*args), args
+            return called(program, args), args
         except (RetracedError, *FAILURES):
             if not is_refused(program, args, step):
                 raise
     placed = _placed(program, args, step, advice)
-    return program.fn(*placed), placed
+    return called(program, placed), placed
+
+
+def called(program: Program | PipelineProgram, args: tuple[Any, ...]) -> Any:
+    """What a program returns."""
+    with _jax.no_mesh():
+        return program.fn(*args)
 
 
 def is_refused(program: Program | PipelineProgram, args: tuple[Any, ...], step: Step) -> bool:

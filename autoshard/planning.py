@@ -53,14 +53,21 @@ def traced(
     kwargs: dict[str, Any],
     state: str | Sequence[str] | None = None,
 ) -> Step:
-    """The step as it runs on a cluster, as a graph; warns of ops of which nothing is known, and of large results that may be
-    state."""
+    """The step as it runs on a cluster, as a graph; warns of ops of which nothing is known, of shardings that it leaves out,
+    and of large results that may be state."""
     named = (state,) if isinstance(state, str) else tuple(state or ())
     graph = trace_call(cluster.platform, step, args, kwargs, named)
     for name, (count, where) in driver.primitives_without_rule(graph).items():
         warn(
             f"{name} has no factor rule and is computed alike on all devices ({count} in the step, first {where}). "
             "To say how it splits, wrap it in jax.experimental.custom_partitioning with a sharding_rule"
+        )
+    if graph.placements:
+        first, *others = graph.placements
+        more = f" (and so does code at {len(others)} more places)" if others else ""
+        warn(
+            f"{first} names devices{more} and is left out: the plan decides how values lie. To decide how an argument "
+            f"rests, pin it: pin={{{graph.arguments[0].name!r}: jax.P(...)}}"
         )
     if said := _doubts(graph):
         warn(said)

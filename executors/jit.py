@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from autoshard.cost_model.errors import InputError
 from autoshard.cost_model.units import format_mesh
 from autoshard.executors.rewrite import evaluator
-from autoshard.search.ir._jax import itemsize
+from autoshard.search.ir._jax import itemsize, on_mesh
 from autoshard.search.ir.graph import Step, Value
 from autoshard.search.ir.sharding import StepSharding
 from autoshard.search.ir.spec import partition_spec
@@ -126,7 +126,7 @@ def jitted(
         flat = jax.tree_util.tree_leaves(values)
         if list(map(_type, flat)) != list(map(_type, abstract)):
             on_retrace()
-        with jax.sharding.use_abstract_mesh(mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh):
+        with on_mesh(mesh):
             return jax.tree_util.tree_unflatten(step.out_tree, evaluate(flat))
 
     run.__name__ = run.__qualname__ = step.name

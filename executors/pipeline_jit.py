@@ -23,6 +23,7 @@ from autoshard.executors.jit import Program, shard_bytes
 from autoshard.executors.pipeline_program import Instruction, Slot
 from autoshard.executors.rewrite import evaluator
 from autoshard.executors.transfers import are_of_several_processes
+from autoshard.search.ir import _jax
 from autoshard.search.ir.sharding import StepSharding
 from autoshard.search.ir.spec import WHOLE, Spec, partition_spec
 from autoshard.search.plan.stage_programs import StageProgram, StagePrograms, StageSharding
@@ -335,7 +336,7 @@ class Agenda:
         function = inner(program, self.seating.shardings[stage].of_program(program), mesh)
 
         def run(*values: Any) -> Sequence[Any]:
-            with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            with _jax.on_mesh(mesh):
                 return function(*values)
 
         run.__name__ = run.__qualname__ = program.name.replace(" ", "_")

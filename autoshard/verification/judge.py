@@ -162,7 +162,8 @@ def verified_here(found: SearchResult, cluster: Cluster, program: Program) -> Ve
     """A plan's predictions beside what becomes of its program on the devices that it is built for; JAX compiles it once,
     for this and for the first step."""
     watch = Stopwatch(found.step.trace_s)
-    here = program.fn.lower(*program.args)
+    with _jax.no_mesh():
+        here = program.fn.lower(*program.args)
     watch.lap("lower")
     compiled = compiler.read(here.compile())
     watch.lap("compile")

@@ -21,10 +21,10 @@ def lower(fn: Any, args: Sequence[Any]) -> Any:
 
     JAX asks for a default device even where the mesh has none, and to find one it starts every platform that is
     installed: a GPU's, with its memory, or the complaints of one that has no driver. So it is given a device of a CPU
-    client that nobody else has.
+    client that nobody else has. A mesh that the user has set (`jax.set_mesh`) is not the program's.
     """
     device = xla_client.make_cpu_client().local_devices()[0]
-    with jax.default_device(device):
+    with jax.set_mesh(None), jax.default_device(device):
         return fn.trace(*args).lower(lowering_platforms=("cuda",))
 
 

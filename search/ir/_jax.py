@@ -14,6 +14,7 @@ present in JAX 0.11 and 0.12:
   time that `device_put` takes to find out that this is all that is to be done;
 * a collective over a named axis of `vmap` becomes one over dimensions, whose numbers are in its `axes` (none, if its
   operand did not depend on the place along the axis);
+* where a step names devices, equations hold a `Sharding` or a `Device`: `sharding_constraint` and its like do nothing else;
 * extended dtypes say in `_rules` how gradients add up, and `jax._src.core` how they are stored; `to_edtype` and
   `from_edtype` convert to them and back, and leave the bits as they are;
 * primitives of `hijax` (0.12) come as equations `call_hi_primitive`, and say by `to_lojax` what they are made of;
@@ -29,7 +30,8 @@ What hand-written kernels say of themselves is read in `_jax_kernels`; what the 
 import contextlib
 import functools
 import os
-from collections.abc import Generator, Sequence
+import re
+from collections.abc import Generator, Iterator, Sequence
 from pathlib import PurePath
 from typing import Any
 
@@ -64,6 +66,9 @@ CALLS = {
     "remat2": "jaxpr",
 }
 """Primitives that only call an inner jaxpr, and the parameter that holds it: the ones that tracing inlines."""
+
+ShardingTypeError = jax_core.ShardingTypeError
+"""What JAX raises where explicit shardings contradict one another."""
 
 REMATS = frozenset({"checkpoint", "remat", "remat2"})
 
@@ -152,8 +157,12 @@ def _reduced_dims(eqn: Any) -> tuple[int, ...] | None:
 
 
 def is_identity(eqn: Any) -> bool:
-    """Whether an equation's results are stored as its operands: a collective over no dimension, and a conversion between an
-    extended dtype and that of the numbers that its elements are stored as."""
+    """Whether an equation's results are stored as its operands: a collective over no dimension; a conversion between an
+    extended dtype and that of the numbers that its elements are stored as; what says on which devices values lie."""
+    if eqn.primitive.name in PLACES or (eqn.primitive.name == "device_put" and names_devices(eqn)):
+        return all(
+            is_on_host(a.aval) == is_on_host(b.aval) for a, b in zip(eqn.invars, eqn.outvars, strict=True)
+        )
     if eqn.primitive in (to_edtype_p, from_edtype_p):
         (before,), (after,) = eqn.invars, eqn.outvars
         return stored(before.aval).dtype == stored(after.aval).dtype
@@ -205,6 +214,64 @@ def provenance(scope: str, source_info: Any) -> Generator[None]:
         stack = stack.extend(part)
     traceback = source_info.traceback if source_info is not None else None
     with source_info_util.user_context(traceback, name_stack=stack):
+        yield
+
+
+PLACES = frozenset({"sharding_constraint", "reshard", "mesh_cast"})
+"""Primitives that do nothing but to say how a value lies."""
+
+
+def inner_jaxprs(eqn: Any) -> Iterator[Any]:
+    """The jaxprs among an equation's parameters."""
+    return jax_core.jaxprs_in_params(eqn.params)
+
+
+def names_devices(eqn: Any) -> bool:
+    """Whether an equation says on which devices values lie. Where a mesh is set, JAX itself says of some results that they
+    are whole."""
+    said = [v for key, v in eqn.params.items() if "sharding" in key or key == "devices"]
+    each = [v for group in said for v in (group if isinstance(group, tuple | list) else (group,))]
+    is_users = eqn.primitive.name in ("sharding_constraint", "device_put", *CALLS)
+    return any(
+        isinstance(v, jax.sharding.Sharding | jax.Device) and (is_users or any(getattr(v, "spec", ())))
+        for v in each
+    )
+
+
+def params_anywhere(eqn: Any) -> dict[str, Any]:
+    """An equation's parameters without the devices that they name. The kind of memory stays."""
+    if eqn.primitive.name == "device_put" and names_devices(eqn):
+        return {**eqn.params, "devices": tuple(v.aval.memory_space for v in eqn.outvars)}
+    return {k: None if isinstance(v, jax.sharding.Sharding) else v for k, v in eqn.params.items()}
+
+
+_FOREIGN = (
+    *(r"unbound axis name: (\w+)", r"of type Auto.* axis name: (\w+)", r"requires a non-empty mesh( )"),
+    *(r"under a mesh context( )", r"[cC]ontext mesh( )"),
+)
+"""What JAX says where an axis is of no mesh, or of one that is not explicit; where no mesh is set, or another one."""
+
+
+def foreign_axis(error: BaseException) -> str | None:
+    """The axis that a step names as if it ran on a mesh, where that is why JAX could not trace it; a blank where JAX does
+    not say which."""
+    if isinstance(error, ShardingTypeError):
+        return " "
+    found = next(filter(None, (re.search(said, str(error)) for said in _FOREIGN)), None)
+    return found[1] if found else None
+
+
+def no_mesh() -> contextlib.AbstractContextManager[Any]:
+    """Inside, no mesh is set: programs have meshes of their own, and JAX would refuse other devices than a set mesh has."""
+    return contextlib.nullcontext() if jax.sharding.get_abstract_mesh().empty else jax.set_mesh(None)
+
+
+@contextlib.contextmanager
+def on_mesh(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> Generator[None]:
+    """Inside, values are on this mesh, whichever the user has set (`jax.set_mesh`): JAX would refuse one of another size."""
+    abstract = mesh if isinstance(mesh, jax.sharding.AbstractMesh) else mesh.abstract_mesh
+    none = jax.sharding.AbstractMesh((), ())
+    with jax.sharding.use_abstract_mesh(none), jax.sharding.use_abstract_mesh(abstract):
         yield
 
 
@@ -297,11 +364,6 @@ def names_memory(params: dict[str, Any]) -> bool:
 def abstract_value(shape: tuple[int, ...], dtype: Any, weak_type: bool) -> jax.ShapeDtypeStruct:
     """What `make_jaxpr` takes for an argument of this type."""
     return jax.ShapeDtypeStruct(shape, dtype, weak_type=weak_type)
-
-
-def as_function(jaxpr: Any) -> Any:
-    """A function of the jaxpr's flat arguments that gives its flat results."""
-    return jex_core.jaxpr_as_fun(jaxpr)
 
 
 def is_jitted(function: Any) -> bool:

@@ -218,6 +218,7 @@ class Step:
       trace_s: seconds that tracing took.
       num_microbatches: in how many the graph goes through the batch.
       doubtful: results that may replace arguments, which are nowhere in `replaces`, each with those arguments.
+      placements: what the user's code says of how values lie on devices, which is left out, each with its source line.
     """
 
     name: str
@@ -230,6 +231,7 @@ class Step:
     trace_s: float = 0.0
     num_microbatches: int = 1
     doubtful: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    placements: tuple[str, ...] = ()
 
     def abstract_inputs(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Shape and dtype of every flat argument."""

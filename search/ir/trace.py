@@ -10,6 +10,7 @@ found in `state`, phases in `phases`. Besides:
 * *Collectives over a named axis of `vmap`* are reductions over the dimension that the axis has become.
 * *Extended dtypes* that are stored element by element (Flax's `fp8_meta32`) are the dtypes that they are stored in, and
   the sums of gradients that they define are spelt out. Arguments and results are converted. Typed keys stay keys.
+* *Meshes that the step names* are left out, or refused (`own_meshes`).
 * *Large constants of loops* that JAX has taken out of their bodies are put back (`sinking`).
 """
 
@@ -27,7 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from autoshard.cost_model.errors import InputError, first_line
-from autoshard.search.ir import _jax, _jax_kernels, in_place
+from autoshard.search.ir import _jax, _jax_kernels, in_place, own_meshes
 from autoshard.search.ir.factors import has_rule
 from autoshard.search.ir.graph import Argument, Atom, Graph, Op, Phase, Step, Value, verify, without_dead_ops
 from autoshard.search.ir.phases import with_phases
@@ -91,7 +92,7 @@ def trace_call(
     is_python = any(isinstance(leaf, bool | int) for leaf in leaves)
     args_, kwargs_ = jax.tree_util.tree_unflatten(in_tree, abstract)
     name = step_name(step)
-    graph, names, out_shape = _outline(
+    graph, names, out_shape, placements = _outline(
         name, step, args_, kwargs_, platform, PYTHON_ADVICE if is_python else ""
     )
     assert len(names) == len(leaves), f"{len(names)} argument names for {len(leaves)} leaves"
@@ -115,6 +116,7 @@ def trace_call(
         out_tree,
         time.perf_counter() - start_s,
         doubtful=found.doubtful,
+        placements=placements,
     )
 
 
@@ -137,8 +139,8 @@ def step_name(step: Callable[..., Any]) -> str:
 
 def _outline(
     name: str, step: Callable[..., Any], args: Any, kwargs: Any, platform: str | None, advice: str
-) -> tuple[Graph, tuple[str, ...], Any]:
-    """A step's graph, the names of its flat arguments, and the shapes that it returns."""
+) -> tuple[Graph, tuple[str, ...], Any, tuple[str, ...]]:
+    """A step's graph, the names of its flat arguments, the shapes that it returns, and where it names devices."""
     is_watched = in_place.holds_variables((args, kwargs))
     traced = in_place.watched(step) if is_watched else step
     try:
@@ -146,18 +148,23 @@ def _outline(
             jaxpr, out_shape = jax.make_jaxpr(traced, return_shape=True)(*args, **kwargs)
     except InputError:
         raise
-    except TRACE_ERRORS as e:
+    except (NameError, RuntimeError, _jax.ShardingTypeError, *TRACE_ERRORS) as e:
+        if (refused := own_meshes.refusal(name, e, _where(e))) is not None:
+            raise refused from e
+        if not isinstance(e, TRACE_ERRORS):
+            raise
         raise InputError(
             f"the step {name!r} cannot be traced by jax.jit, which autoshard needs: {first_line(e)}{_where(e)}{advice}"
         ) from e
-    graph, names = _with_own_dtypes(build_graph(jaxpr, platform), jaxpr), _jax.argument_names(jaxpr)
+    placements = own_meshes.placements(jaxpr)
+    graph, names = whole_graph(jaxpr, platform), _jax.argument_names(jaxpr)
     if is_watched:
         out_shape, left = out_shape
         num_results = len(graph.outputs) - len(left)
         results, after = graph.outputs[:num_results], graph.outputs[num_results:]
         in_place.check(name, names, graph.inputs, results, dict(zip(left, after, strict=True)))
         graph = without_dead_ops(replace(graph, outputs=results))
-    return graph, names, out_shape
+    return graph, names, out_shape, placements
 
 
 def _abstract(path: tuple[Any, ...], leaf: Any) -> jax.ShapeDtypeStruct:
@@ -202,9 +209,9 @@ def build_graph(jaxpr: Any, platform: str | None = None, caller: Any = None) -> 
     return without_dead_ops(graph)
 
 
-def _with_own_dtypes(graph: Graph, jaxpr: Any) -> Graph:
-    """The graph of a jaxpr with arguments and results of extended dtypes in these dtypes again: converted at its ends."""
-    ends = _jax.open_jaxpr(jaxpr)
+def whole_graph(jaxpr: Any, platform: str | None = None) -> Graph:
+    """The graph of a whole function's jaxpr: arguments and results of extended dtypes are in these dtypes, and converted."""
+    graph, ends = build_graph(jaxpr, platform), _jax.open_jaxpr(jaxpr)
     values = list(graph.values)
     entering, leaving = list[Op](), list[Op]()
 
@@ -299,7 +306,7 @@ class _Builder:
         if not (bodies or has_rule(name)) and (wrapped := _jax_kernels.as_partitioning(eqn)) is not None:
             return self.inline(wrapped, operands, scope, source)
         outputs = tuple(self.new_value(v.aval) for v in eqn.outvars)
-        self._append(eqn.primitive, eqn.params, operands, outputs, scope, source, bodies)
+        self._append(eqn.primitive, _jax.params_anywhere(eqn), operands, outputs, scope, source, bodies)
         return outputs
 
     def _choice(self, alternatives: Sequence[Any], source: Any) -> int:

@@ -326,3 +326,31 @@ def test_inside_a_mesh_of_the_users(axis_type, is_placed):
     assert_close(got, step(step(W, X), X))
     assert_close(parallel(got, X), step(step(step(W, X), X), X))
     assert_close(made, jax.random.normal(jax.random.key(0), (16, 16)))
+
+
+def test_inside_a_mesh_of_more_devices_than_the_plan_has():
+    mesh = jax.make_mesh((8,), ("batch",), axis_types=(AxisType.Auto,))
+    with jax.set_mesh(mesh):
+        parallel = parallelize(step, cluster="4xCPU", mesh=(4,))
+        created = jax.lax.with_sharding_constraint
+        made = parallel.init(lambda: created(jnp.asarray(W), jax.P("batch")), args=(X,))
+        got = parallel(parallel(made, X), X)
+        assert parallel.lower(got, X).compile()
+    assert len(got.sharding.device_set) == 4
+    assert_close(got, step(step(W, X), X))
+
+
+def test_a_constraint_of_the_users_is_in_no_program_and_a_warning_says_so():
+    whole = jax.sharding.NamedSharding(jax.make_mesh((8,), ("batch",)), jax.P())
+
+    def constrained(w, x):
+        return step(w, jax.lax.with_sharding_constraint(x, whole))
+
+    line = constrained.__code__.co_firstlineno + 1
+    parallel = parallelize(constrained, pin={"x": jax.P("data"), "w": jax.P()})
+    with pytest.warns(
+        autoshard.AutoshardWarning, match=f"test_calls.py:{line} names devices and is left out.*pin="
+    ):
+        text = parallel.lower(W, X).compile().as_text()
+    assert "all-gather" not in text
+    assert_close(parallel(W, X), step(W, X))
