@@ -4,18 +4,23 @@ The factor rules say it all. An operand's dim that carries examples is made of f
 same for all operands that do. If it is parallel, the results carry examples too; if it is summed, they are sums over
 examples. Exceptions are look-ups: there, an index counts from the batch's first example (`positions` says when that is no
 matter), and a scatter adds its sums to an array that must be counted once.
+
+Devices hold runs of neighbours, so no rule splits the dim along which arrays are joined, cut or padded. A microbatch holds
+every count-th example. It has its part of each piece if all pieces begin at multiples of that count: two views of a batch
+that are joined, and later split again. So here such a dim has a minor factor, the greatest that divides all these places.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import prod
+from math import gcd, prod
+from typing import Any
 
 import numpy as np
 from jax import numpy as jnp
 
-from autoshard.search.ir.factors import Kind, Rule, rule_for
+from autoshard.search.ir.factors import Factor, Kind, Rule, rule_for
 from autoshard.search.ir.graph import Graph, Op
-from autoshard.search.memory.batch_states import BatchSplit, Partial, PerExample, is_unsplit
+from autoshard.search.memory.batch_states import BatchSplit, Partial, PerExample, State, is_unsplit
 from autoshard.search.memory.positions import own_row
 
 REDUCTIONS = frozenset({"reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or"})
@@ -74,7 +79,41 @@ def cut_at(rule: Rule, dims: Sequence[tuple[int, ...]], state: PerExample, count
 
 def rule_of(op: Op, graph: Graph) -> Rule:
     """An op's factors."""
-    return rule_for(op.name, [graph.value(a) for a in op.inputs], op.result_values, op.params)
+    rule = rule_for(op.name, [graph.value(a) for a in op.inputs], op.result_values, op.params)
+    return _in_runs(rule, _pieces(op.name, op.params))
+
+
+def _pieces(name: str, params: dict[str, Any]) -> dict[int, tuple[int, ...]]:
+    """The dims along which an op joins, cuts or pads, each with the places where pieces begin and end, but for the arrays'
+    own ends."""
+    if name in ("concatenate", "split"):
+        return {params["dimension" if name == "concatenate" else "axis"]: ()}
+    if name == "slice":
+        strides = params["strides"] or (1,) * len(params["start_indices"])
+        places = enumerate(zip(params["start_indices"], params["limit_indices"], strides, strict=True))
+        return {d: (start, limit) for d, (start, limit, stride) in places if stride == 1}
+    if name == "pad":
+        edges = enumerate(params["padding_config"])
+        return {d: (abs(low), abs(high)) for d, (low, high, interior) in edges if not interior}
+    return {}
+
+
+def _in_runs(rule: Rule, pieces: dict[int, tuple[int, ...]]) -> Rule:
+    """A rule with a parallel minor factor in the dims of these pieces, whose places are all multiples of its size."""
+    factors = list(rule.factors)
+    operands, results = list(map(list, rule.operands)), list(map(list, rule.results))
+    arrays = [dims for dims in (*operands, *results) if dims]
+    for d, places in pieces.items():
+        sizes = {prod(factors[f].size for f in dims[d]) for dims in arrays}
+        run = gcd(*places, *sizes)
+        if len(sizes) > 1 and run > 1:
+            factors.append(Factor(run))
+            minor = len(factors) - 1
+            for dims in arrays:
+                factors.append(Factor(prod(factors[f].size for f in dims[d]) // run, Kind.UNSPLITTABLE))
+                dims[d] = (len(factors) - 1, minor)
+    made = (tuple(map(tuple, each)) for each in (operands, results))
+    return replace(rule, factors=tuple(factors), operands=next(made), results=next(made))
 
 
 def operand_cut(op: Op, split: BatchSplit) -> Cut | None:
@@ -95,16 +134,21 @@ def operand_cut(op: Op, split: BatchSplit) -> Cut | None:
 
 def _own_rows(op: Op, rule: Rule, split: BatchSplit) -> Cut | None:
     """The cut of a look-up in which each example finds its own row."""
-    if op.name not in ("gather", "scatter-add", "scatter-sub"):
+    if op.name != "gather" and not op.name.startswith("scatter"):
         return None
     row, indices, *_ = split.read(op)
-    if not isinstance(indices, PerExample) or indices.stride != 1:
-        return None
-    own = own_row(op, split.graph, split.maker, indices.dim)
-    if own is None or not (row == PerExample(own[0]) or is_unsplit(row)):
-        return None
-    cut = cut_at(rule, rule.operands[1], indices, split.count)
-    return None if cut is None else replace(cut, own=own)
+    places = range(len(rule.operands[1]) - 1) if is_unsplit(indices) else _of_neighbours(indices)
+    for dim in places if isinstance(row, PerExample) or not is_unsplit(indices) else ():
+        own = own_row(op, split.scope, dim)
+        if own is not None and (row == PerExample(own[0]) or is_unsplit(row)):
+            cut = cut_at(rule, rule.operands[1], PerExample(dim), split.count)
+            return None if cut is None else replace(cut, own=own)
+    return None
+
+
+def _of_neighbours(state: State) -> tuple[int, ...]:
+    """The dim that carries examples one by one, if any does."""
+    return (state.dim,) if isinstance(state, PerExample) and state.stride == 1 else ()
 
 
 def is_looked_up(op: Op, cut: Cut) -> bool:

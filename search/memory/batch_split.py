@@ -36,15 +36,16 @@ from autoshard.search.memory.batch_states import (
     stacked,
     uncut,
 )
+from autoshard.search.memory.positions import Scope
 
 
 def batch_split(
-    graph: Graph, inputs: Sequence[State], count: int, firsts: frozenset[int] | None = None
+    scope: Scope, inputs: Sequence[State], count: int, firsts: frozenset[int] | None = None
 ) -> BatchSplit:
     """Follows the examples through a graph.
 
     Args:
-      graph: the step's, or a body.
+      scope: the step's graph, or a body.
       inputs: what its inputs are.
       count: of microbatches.
       firsts: the inputs from which values may be computed before the microbatches; None for a body, in which nothing can
@@ -53,21 +54,21 @@ def batch_split(
     Raises:
       NotSplittableError: examples depend on one another.
     """
-    return _Walk(graph, inputs, count, firsts).run()
+    return _Walk(scope, inputs, count, firsts).run()
 
 
 class _Walk:
     """One walk over one graph."""
 
     def __init__(
-        self, graph: Graph, inputs: Sequence[State], count: int, firsts: frozenset[int] | None
+        self, scope: Scope, inputs: Sequence[State], count: int, firsts: frozenset[int] | None
     ) -> None:
+        graph = scope.graph
         states: dict[int, State] = dict(zip(graph.inputs, inputs, strict=True))
         states |= dict.fromkeys((v for v, _ in graph.constants), WHOLE)
         known = set(firsts or ()) | {v for v, _ in graph.constants}
-        maker = {v: op for op in graph.ops for v in op.outputs}
         zeros = {v for v, content in graph.constants if _is_number(content) and not np.any(content)}
-        self.split = BatchSplit(graph, count, maker, states, known, zeros, (), {})
+        self.split = BatchSplit(scope, count, states, known, zeros, (), {})
         self.is_body = firsts is None
 
     def run(self) -> BatchSplit:
@@ -172,7 +173,7 @@ class _Walk:
         carries, body = self._carried(
             op, op.bodies["body_jaxpr"][0], read[num_cond:num_consts], read[num_consts:], ()
         )
-        condition = self._body(op.bodies["cond_jaxpr"][0], (*read[:num_cond], *carries))
+        condition = self._body(op, op.bodies["cond_jaxpr"][0], (*read[:num_cond], *carries))
         if not is_unsplit(condition.wanted[0]):
             raise uncut(op)
         return carries, {"cond_jaxpr": (condition,), "body_jaxpr": (replace(body, wanted=tuple(carries)),)}
@@ -180,7 +181,7 @@ class _Walk:
     def _cond(self, op: Op, read: Sequence[State]) -> tuple[list[State], dict[str, tuple[BatchSplit, ...]]]:
         if not is_unsplit(read[0]):
             raise uncut(op)
-        branches = [self._body(branch, read[1:]) for branch in op.bodies["branches"]]
+        branches = [self._body(op, branch, read[1:]) for branch in op.bodies["branches"]]
         made = list(branches[0].wanted)
         for branch in branches[1:]:
             made = [_joined(a, b, op) for a, b in zip(made, branch.wanted, strict=True)]
@@ -192,14 +193,15 @@ class _Walk:
         """What a loop's carries are: what they begin as, and what the body makes of that."""
         known = list(map(_inside, carries))
         while True:
-            split = self._body(body, (*consts, *known, *xs))
+            split = self._body(op, body, (*consts, *known, *xs))
             joined = [_joined(a, b, op) for a, b in zip(known, split.wanted, strict=False)]
             if joined == known:
                 return known, split
             known = joined
 
-    def _body(self, body: Graph, inputs: Sequence[State]) -> BatchSplit:
-        return batch_split(body, list(map(_inside, inputs)), self.split.count)
+    def _body(self, op: Op, body: Graph, inputs: Sequence[State]) -> BatchSplit:
+        scope = self.split.scope.of_body(body, op)
+        return batch_split(scope, list(map(_inside, inputs)), self.split.count)
 
 
 def _is_number(content: Any) -> bool:

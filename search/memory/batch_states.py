@@ -21,6 +21,7 @@ import numpy as np
 
 from autoshard.cost_model.errors import InputError
 from autoshard.search.ir.graph import Atom, Graph, Op, Value
+from autoshard.search.memory.positions import Scope
 
 
 class NotSplittableError(InputError):
@@ -75,9 +76,8 @@ class BatchSplit:
     """What each value of a graph is.
 
     Attributes:
-      graph: the graph.
+      scope: the graph, and where it stands.
       count: of microbatches.
-      maker: by value, the op that makes it.
       states: by value.
       firsts: the values that depend on the batch and other inputs alone, not on what is learned.
       zeros: the values that are zero.
@@ -85,14 +85,18 @@ class BatchSplit:
       inner: by op with bodies, their own splits.
     """
 
-    graph: Graph
+    scope: Scope
     count: int
-    maker: dict[int, Op]
     states: dict[int, State]
     firsts: set[int]
     zeros: set[int]
     wanted: tuple[State, ...]
     inner: dict[int, dict[str, tuple["BatchSplit", ...]]]
+
+    @property
+    def graph(self) -> Graph:
+        """The graph."""
+        return self.scope.graph
 
     @property
     def entering(self) -> list[State]:

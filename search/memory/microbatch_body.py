@@ -153,7 +153,7 @@ class Microbatch:
     def _part(self, v: int, wanted: PerExample) -> Atom:
         """A microbatch's part of something whole."""
         if (v, wanted) not in self._parts:
-            op = self.split.maker.get(v)
+            op = self.split.scope.maker.get(v)
             cut = None if op is None else self._cut_of_result(op, op.outputs.index(v), wanted)
             if op is not None and cut is not None:
                 self._derive(op, cut)
@@ -185,7 +185,7 @@ class Microbatch:
 
     def _taken(self, v: int, wanted: PerExample) -> Atom:
         """The part of something that is there as a whole, or of what is made here for that."""
-        op = self.split.maker.get(v)
+        op = self.split.scope.maker.get(v)
         whole = self._made_here(op, v) if op is not None and self._is_generated(op) else self._whole(v)
         value = self.split.graph.values[v]
         shape, dim = around(value, wanted, self.count)

@@ -50,6 +50,7 @@ from autoshard.search.memory.batch_states import (
     local_value,
 )
 from autoshard.search.memory.microbatch_body import INDEX, Microbatch, around, in_loop
+from autoshard.search.memory.positions import Scope
 from autoshard.search.memory.resized_ops import Resizer
 from autoshard.search.memory.written import SCOPE, Written
 
@@ -223,7 +224,7 @@ def _split(step: Step, size: int, count: int) -> BatchSplit:
         is_counter = argument.role is Role.STATE and not _jax.is_inexact(value.dtype)
         if argument.role in (Role.BATCH, Role.KEY) or is_counter:
             firsts.add(v)
-    return batch_split(step.graph, states, count, frozenset(firsts))
+    return batch_split(Scope.of(step.graph), states, count, frozenset(firsts))
 
 
 class _TakingApart:

@@ -1,7 +1,18 @@
 """An op for fewer examples.
 
 Most primitives take their sizes from their operands. A few have sizes among their parameters; for these the table below says
-which become which. Whether that was all is checked by JAX itself: its shape inference must come to the shapes wanted.
+which become which:
+
+    shape, new_sizes        of what is made: `broadcast_in_dim`, `iota`, `empty`, `reshape`; `slice_sizes` of `dynamic_slice`
+    reps                    as many as make the result of the operand: `tile`
+    limits, edges, sizes    of pieces along the dim of the examples, where `batch_cut` lets them be: `slice`, `pad`, `split`
+    slice_sizes             of the dims that are taken whole: `gather`
+    counts of groups        where the examples are groups of a convolution's features, as under `vmap` over kernels
+
+Random bits (`random_bits`, `random_split`, `rng_bit_generator`, `iota_2x32_shape`) have the batch's size too, but those of
+fewer examples are other bits: they are made for all, and cut (`microbatch_body`). Kernels (`pallas_call`,
+`custom_partitioning`) have it inside, where no table reaches. Whether that was all is checked by JAX itself: its shape
+inference must come to the shapes wanted.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +27,48 @@ _Resize = Callable[[Op, Sequence[Value], Sequence[Value], Sequence[Value]], dict
 
 
 def _slice(op: Op, was: Sequence[Value], now: Sequence[Value], results: Sequence[Value]) -> dict[str, Any]:
-    return {"limit_indices": _taken(op.params["limit_indices"], was[0], now[0])}
+    places = ("start_indices", "limit_indices")
+    return {key: _scaled(op.params[key], was[0], now[0]) for key in places}
+
+
+def _pad(op: Op, was: Sequence[Value], now: Sequence[Value], results: Sequence[Value]) -> dict[str, Any]:
+    low, high, interior = zip(*op.params["padding_config"], strict=True)
+    edges = (_scaled(each, was[0], now[0]) for each in (low, high))
+    return {"padding_config": tuple(zip(*edges, interior, strict=True))}
+
+
+def _scaled(places: Sequence[int], was: Value, now: Value) -> tuple[int, ...]:
+    """Places along dims that have become smaller, which are multiples of how much smaller."""
+    return tuple(
+        place if small == whole else place * small // whole
+        for place, whole, small in zip(places, was.shape, now.shape, strict=True)
+    )
+
+
+def _split(op: Op, was: Sequence[Value], now: Sequence[Value], results: Sequence[Value]) -> dict[str, Any]:
+    return {"sizes": tuple(v.shape[op.params["axis"]] for v in results)}
+
+
+def _tile(op: Op, was: Sequence[Value], now: Sequence[Value], results: Sequence[Value]) -> dict[str, Any]:
+    sizes = zip(op.params["reps"], results[0].shape, now[0].shape, strict=True)
+    return {"reps": tuple(made // read if read else reps for reps, made, read in sizes)}
+
+
+def _convolution(
+    op: Op, was: Sequence[Value], now: Sequence[Value], results: Sequence[Value]
+) -> dict[str, Any]:
+    """Features in groups are as many groups as the kernel's inputs fit in; groups of the batch shrink with its outputs."""
+    numbers, (lhs, kernel) = op.params["dimension_numbers"], now
+    batch, features, *_ = numbers.lhs_spec
+    made, read, *_ = numbers.rhs_spec
+    is_in_groups = lhs.shape[batch] < was[0].shape[batch] and kernel.shape[made] < was[1].shape[made]
+    batch_groups = op.params["batch_group_count"]
+    if is_in_groups:
+        batch_groups = batch_groups * lhs.shape[batch] // was[0].shape[batch]
+    return {
+        "feature_group_count": lhs.shape[features] // kernel.shape[read],
+        "batch_group_count": batch_groups,
+    }
 
 
 def _gather(op: Op, was: Sequence[Value], now: Sequence[Value], results: Sequence[Value]) -> dict[str, Any]:
@@ -40,8 +92,12 @@ _RESIZES: dict[str, _Resize] = {
     **dict.fromkeys(("broadcast_in_dim", "iota", "empty", "empty2"), _to("shape")),
     "reshape": _to("new_sizes"),
     "dynamic_slice": _to("slice_sizes"),
+    "tile": _tile,
     "slice": _slice,
+    "pad": _pad,
+    "split": _split,
     "gather": _gather,
+    "conv_general_dilated": _convolution,
 }
 
 

@@ -8,6 +8,7 @@ from jax import lax
 from autoshard.search.ir.trace import trace
 from autoshard.search.memory.batch_split import batch_split
 from autoshard.search.memory.batch_states import WHOLE, NotSplittableError, PerExample, local_value
+from autoshard.search.memory.positions import Scope
 from tests.extended_dtypes import added_as_gradients
 
 BATCH, COUNT = 12, 2
@@ -19,7 +20,7 @@ def states(function, *others, is_first=False):
     graph = trace(function, X, *others).graph
     firsts = frozenset(graph.inputs if is_first else ())
     inputs = [PerExample(0), *(WHOLE for _ in others)]
-    split = batch_split(graph, inputs, COUNT, firsts)
+    split = batch_split(Scope.of(graph), inputs, COUNT, firsts)
     return [(s.dim, s.stride) if isinstance(s, PerExample) else type(s).__name__ for s in split.wanted]
 
 
@@ -39,6 +40,14 @@ def states(function, *others, is_first=False):
         (lambda x: jnp.concatenate([x, 2 * x], 1), (0, 1)),
         (lambda x: x[:, None, 1:3], (0, 1)),
         (lambda x: jnp.take(x, jnp.array([2, 0]), 1), (0, 1)),
+        (lambda x: jnp.concatenate([x, x], 0), (0, 1)),
+        (lambda x: jnp.concatenate([x, x, jnp.zeros((2, 4))], 0)[12:], (0, 1)),
+        (lambda x: jnp.pad(x.reshape(-1), (8, 16)), (0, 4)),
+        (lambda x: jnp.split(x, 3)[1], (0, 1)),
+        (lambda x: x[4:-2], (0, 1)),
+        (lambda x: jnp.roll(x, 4, 0), (0, 1)),
+        (lambda x: jnp.tile(x, (3, 2)), (0, 1)),
+        (lambda x: x.at[jnp.arange(BATCH), 1].multiply(2.0), (0, 1)),
     ],
 )
 def test_dims_that_carry_examples_are_followed(function, expected):
@@ -87,7 +96,11 @@ def test_sums_stay_sums_as_long_as_all_is_linear(function, expected):
         lambda x: jnp.cumsum(x, 0),
         lambda x: jnp.flip(x, 0),
         lambda x: x.argmax(0),
-        lambda x: jnp.concatenate([x, x], 0),
+        lambda x: jnp.concatenate([x, jnp.ones((3, 4))], 0),
+        lambda x: jnp.pad(x, ((2, 1), (0, 0))),
+        lambda x: lax.split(x, (5, 7)),
+        lambda x: jnp.roll(x, 1, 0),
+        lambda x: x[::2],
         lambda x: x[1:],
         lambda x: x[jnp.array([3, 1])],
         lambda x: jax.vmap(lambda i: lax.dynamic_slice(x, (i, 0), (1, 4)))(jnp.array([3, 1])),
@@ -158,5 +171,5 @@ def test_a_barrier_leaves_each_operand_what_it_is():
 def test_a_scatter_adds_sums_to_what_is_counted_once():
     index = jax.ShapeDtypeStruct((BATCH,), jnp.int32)
     graph = trace(lambda i, w: w.at[i].add(1.0), index, W).graph
-    split = batch_split(graph, [PerExample(0), WHOLE], COUNT, frozenset())
+    split = batch_split(Scope.of(graph), [PerExample(0), WHOLE], COUNT, frozenset())
     assert [type(s).__name__ for s in split.wanted] == ["Partial"]

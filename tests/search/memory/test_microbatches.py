@@ -136,6 +136,27 @@ def convolved(params, batch, key):
     )
 
 
+def sized(params, batch, key):
+    """Ops that have the batch's size among their parameters, inside a loop and outside."""
+    x = embedded(params, batch["tokens"])[:, 0]
+    latents = jnp.tile(params["dense"][None, :2], (BATCH, 1, 1))
+
+    def body(x, w):
+        x = jnp.tanh(jnp.concatenate([x, -x, w[:4]]) @ w + jnp.tile(w[:1], (2 * BATCH + 4, 1)))
+        one, other = x[:BATCH], x[BATCH:-4]
+        other = other.at[jnp.arange(BATCH), batch["targets"][:, 1] % HIDDEN].min(0.1)
+        return one * other, jnp.pad(one, ((0, 4), (1, 0)), constant_values=0.5).sum()
+
+    x, of_layers = lax.scan(body, x, lax.stop_gradient(params["layers"]))
+    x = x.at[jnp.arange(BATCH), batch["targets"][:, 0] % HIDDEN].multiply(3.0)
+    kernels = latents * x[:, None]
+    rows = jnp.tanh(jnp.stack([x, 2 * x], 1))
+    made = jax.vmap(lambda row, kernel: lax.conv_general_dilated(row[None], kernel[None], (1,), "SAME"))(
+        rows, kernels[:, :, :2]
+    )
+    return made.mean() + of_layers.sum()
+
+
 def weighted_by_a_loop(params, batch, key):
     """A loop over the inputs alone makes a weight for each example, and their sum, which is needed first."""
 
@@ -184,6 +205,7 @@ LOSSES = {
     "checkpointed layers under scan": jax.checkpoint(scanned),
     "a sum that a loop carries": scanned_sum,
     "weights of a loop over the inputs": weighted_by_a_loop,
+    "sizes of the batch": sized,
     "branches": chosen,
     "while": repeated,
     "balance by sequence": balanced_by_sequence,

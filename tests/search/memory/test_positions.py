@@ -3,9 +3,10 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
 from autoshard.search.ir.trace import trace
-from autoshard.search.memory.positions import own_row
+from autoshard.search.memory.positions import Scope, own_row
 
 ROWS = 6
 X, LABELS = jnp.ones((ROWS, 5)), jnp.zeros(ROWS, jnp.int32)
@@ -14,9 +15,8 @@ X, LABELS = jnp.ones((ROWS, 5)), jnp.zeros(ROWS, jnp.int32)
 def found(function):
     """Of its one look-up."""
     graph = trace(function, X, LABELS).graph
-    maker = {v: op for op in graph.ops for v in op.outputs}
     (op,) = (op for op in graph.ops if op.name in ("gather", "scatter-add"))
-    return own_row(op, graph, maker, 0)
+    return own_row(op, Scope.of(graph), 0)
 
 
 @pytest.mark.parametrize(
@@ -39,3 +39,18 @@ def found(function):
 )
 def test_an_index_that_counts_the_rows_is_told_from_any_other(function, expected):
     assert found(function) == expected
+
+
+@pytest.mark.parametrize(
+    ("index", "expected"), [(lambda: jnp.arange(ROWS), (0, 0)), (lambda: jnp.arange(ROWS) // 2, None)]
+)
+def test_a_loop_knows_what_an_index_counts_that_it_reads_from_outside(index, expected):
+    def looped(x, i):
+        rows = index()
+        return lax.scan(lambda x, _: (x.at[rows, i].mul(2.0), None), x, None, length=2)[0]
+
+    scope = Scope.of(trace(looped, X, LABELS).graph)
+    (loop,) = (op for op in scope.graph.ops if op.name == "scan")
+    inner = scope.of_body(loop.bodies["jaxpr"][0], loop)
+    (op,) = (op for op in inner.graph.ops if op.name == "scatter-mul")
+    assert own_row(op, inner, 0) == expected
