@@ -25,6 +25,22 @@ from autoshard.search.memory.positions import own_row
 
 REDUCTIONS = frozenset({"reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or"})
 
+IDEMPOTENT = {"reduce_max": "max", "reduce_min": "min", "reduce_and": "and", "reduce_or": "or"}
+"""Reductions of which it is no matter how often an element is among those reduced, and the ops that reduce two elements."""
+
+_ALL = slice(None)
+
+MOVED: dict[str, slice] = {
+    **dict.fromkeys(
+        ("broadcast_in_dim", "reshape", "squeeze", "expand_dims", "transpose", "rev", "tile"), _ALL
+    ),
+    **dict.fromkeys(("copy", "name", "concatenate", "stack", "unstack", "slice", "split"), _ALL),
+    **dict.fromkeys(("gather", "dynamic_slice"), slice(0, 1)),
+    "dynamic_update_slice": slice(0, 2),
+    "select_n": slice(1, None),
+}
+"""Primitives that move elements, and those of their operands whose elements these are."""
+
 
 @dataclass(frozen=True, slots=True)
 class Cut:

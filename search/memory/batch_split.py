@@ -9,6 +9,9 @@ What depends on the inputs alone is no such reason: it can be computed before th
 
 The bodies of loops are followed likewise, carries until nothing changes; nothing can be finished inside, and nothing that
 has effects may run there, or it would run once for each microbatch.
+
+A walk that is not strict goes on where a strict one stops: it takes for finished what reads sums for each example, and what
+loops finish inside. So it tells which statistics may be written otherwise (`moments`, `fission`).
 """
 
 from collections.abc import Sequence
@@ -19,18 +22,28 @@ import numpy as np
 
 from autoshard.search.ir.factors import Kind
 from autoshard.search.ir.graph import EFFECTFUL, Graph, Op
-from autoshard.search.memory.batch_cut import REDUCTIONS, Cut, is_begun, operand_cut, summed_operands
+from autoshard.search.memory.batch_cut import (
+    IDEMPOTENT,
+    MOVED,
+    REDUCTIONS,
+    Cut,
+    is_begun,
+    operand_cut,
+    rule_of,
+    summed_operands,
+)
 from autoshard.search.memory.batch_states import (
     ALIKE,
+    OF_MICROBATCH,
     WHOLE,
     BatchSplit,
     Finished,
     NotSplittableError,
     Partial,
     PerExample,
+    PerMicrobatch,
     Reduced,
     State,
-    Whole,
     is_unsplit,
     needed,
     stacked,
@@ -40,7 +53,12 @@ from autoshard.search.memory.positions import Scope
 
 
 def batch_split(
-    scope: Scope, inputs: Sequence[State], count: int, firsts: frozenset[int] | None = None
+    scope: Scope,
+    inputs: Sequence[State],
+    count: int,
+    firsts: frozenset[int] | None = None,
+    *,
+    is_strict: bool = True,
 ) -> BatchSplit:
     """Follows the examples through a graph.
 
@@ -50,18 +68,25 @@ def batch_split(
       count: of microbatches.
       firsts: the inputs from which values may be computed before the microbatches; None for a body, in which nothing can
         be finished.
+      is_strict: whether what cannot run so is an error; else it is finished.
 
     Raises:
       NotSplittableError: examples depend on one another.
     """
-    return _Walk(scope, inputs, count, firsts).run()
+    return _Walk(scope, inputs, count, firsts, is_strict=is_strict).run()
 
 
 class _Walk:
     """One walk over one graph."""
 
     def __init__(
-        self, scope: Scope, inputs: Sequence[State], count: int, firsts: frozenset[int] | None
+        self,
+        scope: Scope,
+        inputs: Sequence[State],
+        count: int,
+        firsts: frozenset[int] | None,
+        *,
+        is_strict: bool,
     ) -> None:
         graph = scope.graph
         states: dict[int, State] = dict(zip(graph.inputs, inputs, strict=True))
@@ -69,7 +94,7 @@ class _Walk:
         known = set(firsts or ()) | {v for v, _ in graph.constants}
         zeros = {v for v, content in graph.constants if _is_number(content) and not np.any(content)}
         self.split = BatchSplit(scope, count, states, known, zeros, (), {})
-        self.is_body = firsts is None
+        self.is_body, self.is_strict = firsts is None, is_strict
 
     def run(self) -> BatchSplit:
         split = self.split
@@ -92,7 +117,7 @@ class _Walk:
             self.split.firsts.update(op.outputs)
             made = [s if isinstance(s, PerExample) else WHOLE for s in made]
         for state in made:
-            if self.is_body and isinstance(state, Finished | Reduced):
+            if self.is_body and self.is_strict and isinstance(state, Finished):
                 raise needed(state.cause, op)
         return made
 
@@ -103,18 +128,54 @@ class _Walk:
         if all(map(is_unsplit, read)):
             return [ALIKE if ALIKE in read else WHOLE] * num
         is_split = any(isinstance(s, PerExample) for s in read)
-        for state in read:
-            if isinstance(state, Finished | Reduced):
-                if is_split:
-                    raise needed(state.cause, op)
-                return [Finished(state.cause)] * num
-        if op.name in EFFECTFUL:
-            return [Finished(op)] * num
         if op.name == "optimization_barrier":
             return [ALIKE if is_unsplit(s) else s for s in read]
-        if op.bodies and (is_split or self.is_body):
+        if self._is_followed(op, read):
             return self._of_bodies(i, op, read)
+        if self.is_body and (reduced := self._still_reduced(op, read)) is not None:
+            return [reduced] * num
+        for state in read:
+            if isinstance(state, Finished | Reduced | PerMicrobatch):
+                return [self._finished(state.cause, op, is_split=is_split)] * num
+        if op.name in EFFECTFUL:
+            return [Finished(op)] * num
+        if _is_statistic(op):
+            return [PerMicrobatch(s.dim, op) if isinstance(s, PerExample) else s for s in read]
         return self._cut(op, read) if is_split else self._sums(op, read)
+
+    def _is_followed(self, op: Op, read: Sequence[State]) -> bool:
+        """Whether a loop or a choice runs for each microbatch."""
+        if not op.bodies:
+            return False
+        late = [s for s in read if isinstance(s, Finished | PerMicrobatch)]
+        if any(isinstance(s, PerExample) for s in read):
+            if late and self.is_strict:
+                raise needed(late[0].cause, op)
+            return True
+        return self.is_body and not late
+
+    def _finished(self, cause: Op, op: Op, *, is_split: bool) -> Finished:
+        """What becomes of something that reads what is not there before the last microbatch."""
+        if is_split and self.is_strict:
+            raise needed(cause, op)
+        return Finished(cause)
+
+    def _still_reduced(self, op: Op, read: Sequence[State]) -> Reduced | None:
+        """What an op makes of reductions over examples, if these stay what they are: it moves or rounds their elements, or
+        reduces them further."""
+        kept = {s for s in read if isinstance(s, Reduced)}
+        if len(kept) != 1 or not all(isinstance(s, Reduced) or is_unsplit(s) for s in read):
+            return None
+        (reduced,) = kept
+        is_idempotent = reduced.name in IDEMPOTENT
+        is_further = op.name in (reduced.name, IDEMPOTENT.get(reduced.name)) or (
+            op.name == "convert_element_type" and is_idempotent and rule_of(op, self.split.graph).is_additive
+        )
+        among = read[MOVED[op.name]] if op.name in MOVED else ()
+        elements = read if is_further else among
+        is_all = sum(isinstance(s, Reduced) for s in elements) == sum(isinstance(s, Reduced) for s in read)
+        is_pure = all(isinstance(s, Reduced) for s in elements)
+        return reduced if is_all and (is_idempotent or is_pure) else None
 
     def _cut(self, op: Op, read: Sequence[State]) -> Sequence[State]:
         """An op that reads something for each example."""
@@ -123,7 +184,7 @@ class _Walk:
             raise uncut(op)
         for i, state in enumerate(read):
             if isinstance(state, Partial) and not (i == 0 and is_begun(op, cut)):
-                raise needed(state.cause, op)
+                return [self._finished(state.cause, op, is_split=True)] * len(op.outputs)
         return [cut.result(r) or self._without(op, cut) for r in range(len(op.outputs))]
 
     def _without(self, op: Op, cut: Cut) -> State:
@@ -131,7 +192,7 @@ class _Walk:
         if cut.kind is Kind.SUM:
             return Partial(op)
         if cut.kind is Kind.REDUCE and op.name in REDUCTIONS:
-            return Reduced(op)
+            return Reduced(op.name, op)
         raise uncut(op)
 
     def _sums(self, op: Op, read: Sequence[State]) -> Sequence[State]:
@@ -184,7 +245,7 @@ class _Walk:
         branches = [self._body(op, branch, read[1:]) for branch in op.bodies["branches"]]
         made = list(branches[0].wanted)
         for branch in branches[1:]:
-            made = [_joined(a, b, op) for a, b in zip(made, branch.wanted, strict=True)]
+            made = [self._joined(a, b, op) for a, b in zip(made, branch.wanted, strict=True)]
         return made, {"branches": tuple(replace(b, wanted=tuple(made)) for b in branches)}
 
     def _carried(
@@ -194,14 +255,28 @@ class _Walk:
         known = list(map(_inside, carries))
         while True:
             split = self._body(op, body, (*consts, *known, *xs))
-            joined = [_joined(a, b, op) for a, b in zip(known, split.wanted, strict=False)]
+            joined = [self._joined(a, b, op) for a, b in zip(known, split.wanted, strict=False)]
             if joined == known:
                 return known, split
             known = joined
 
+    def _joined(self, one: State, other: State, op: Op) -> State:
+        """What a value is that may be either."""
+        one, other = _inside(one), _inside(other)
+        if one == other:
+            return one
+        if WHOLE in (one, other):
+            state = other if one == WHOLE else one
+            if isinstance(state, Reduced) and state.name not in IDEMPOTENT:
+                raise uncut(op)
+            return state
+        if self.is_strict:
+            raise uncut(op)
+        return Finished(op)
+
     def _body(self, op: Op, body: Graph, inputs: Sequence[State]) -> BatchSplit:
         scope = self.split.scope.of_body(body, op)
-        return batch_split(scope, list(map(_inside, inputs)), self.split.count)
+        return batch_split(scope, list(map(_inside, inputs)), self.split.count, is_strict=self.is_strict)
 
 
 def _is_number(content: Any) -> bool:
@@ -215,18 +290,13 @@ def _inside(state: State) -> State:
 
 def _of_iteration(state: State, op: Op) -> State:
     """What an iteration gets of something stacked."""
-    if not isinstance(state, PerExample):
+    if not isinstance(state, PerExample | PerMicrobatch):
         return state
     if state.dim == 0:
         raise uncut(op)
     return replace(state, dim=state.dim - 1)
 
 
-def _joined(one: State, other: State, op: Op) -> State:
-    """What a value is that may be either."""
-    one, other = _inside(one), _inside(other)
-    if one == other or isinstance(other, Whole):
-        return one
-    if isinstance(one, Whole):
-        return other
-    raise uncut(op)
+def _is_statistic(op: Op) -> bool:
+    """Whether its results are statistics of each microbatch."""
+    return op.name == "name" and op.params["name"] == OF_MICROBATCH

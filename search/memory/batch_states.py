@@ -7,6 +7,7 @@ Each value is one of:
 * `PerExample`: one of its dims carries the examples; each microbatch makes its part;
 * `Partial`: a sum over examples, or something linear in such sums: a microbatch's contributions add up (gradients, losses);
 * `Reduced`: a maximum or the like over examples; the reduction over microbatches ends it;
+* `PerMicrobatch`: one of its dims has an element for each microbatch, a statistic of that one's examples (`moments`);
 * `Alike`: it depends on no example, but an op makes it that also makes others that do; each microbatch makes it;
 * `Finished`: made of sums or reductions in another way than linearly; computed after the last microbatch.
 
@@ -55,8 +56,17 @@ class Partial:
 
 @dataclass(frozen=True, slots=True)
 class Reduced:
-    """A maximum, a minimum, a product, or truth of all or any, over examples."""
+    """A maximum, a minimum, a product, or truth of all or any, over examples: the reduction, and the op that makes it."""
 
+    name: str
+    cause: Op = field(compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class PerMicrobatch:
+    """The dim that has one element for each microbatch, and the op that says so."""
+
+    dim: int
     cause: Op = field(compare=False)
 
 
@@ -67,7 +77,10 @@ class Finished:
     cause: Op = field(compare=False)
 
 
-State = Whole | Alike | PerExample | Partial | Reduced | Finished
+OF_MICROBATCH = "statistic of a microbatch"
+"""The label (`jax.ad_checkpoint.checkpoint_name`) of a value that has an element for each microbatch."""
+
+State = Whole | Alike | PerExample | Partial | Reduced | PerMicrobatch | Finished
 WHOLE, ALIKE = Whole(), Alike()
 
 
@@ -111,6 +124,10 @@ class BatchSplit:
         """What an op's operands are."""
         return [self.state(a) for a in op.inputs]
 
+    def makes_finished(self, op: Op) -> bool:
+        """Whether an op's results are made of sums or reductions otherwise than linearly."""
+        return any(isinstance(self.states[v], Finished) for v in op.outputs)
+
     def is_zero(self, atom: Atom) -> bool:
         """Whether an operand is zero."""
         return atom in self.zeros if isinstance(atom, int) else not np.any(atom.val)
@@ -123,7 +140,7 @@ def is_unsplit(state: State) -> bool:
 
 def local_value(value: Value, state: State, count: int) -> Value:
     """A microbatch's part of a value."""
-    if not isinstance(state, PerExample):
+    if not isinstance(state, PerExample | PerMicrobatch):
         return value
     shape = list(value.shape)
     shape[state.dim] //= count
@@ -132,7 +149,7 @@ def local_value(value: Value, state: State, count: int) -> Value:
 
 def stacked(state: State) -> State:
     """What becomes of something for each iteration."""
-    return replace(state, dim=state.dim + 1) if isinstance(state, PerExample) else state
+    return replace(state, dim=state.dim + 1) if isinstance(state, PerExample | PerMicrobatch) else state
 
 
 _REMEDY = "Microbatches would change the numbers: leave such a step in one piece"

@@ -40,6 +40,7 @@ from autoshard.search.memory.batch_states import (
     NotSplittableError,
     Partial,
     PerExample,
+    Reduced,
     State,
     Whole,
     is_unsplit,
@@ -58,6 +59,11 @@ def around(value: Value, state: PerExample, count: int) -> tuple[tuple[int, ...]
     size = value.shape[state.dim] // (count * state.stride)
     dims = (size, count) if state.stride == 1 else (size, count, state.stride)
     return (*value.shape[: state.dim], *dims, *value.shape[state.dim + 1 :]), state.dim + 1
+
+
+def dealt(examples: Any, shape: tuple[int, ...], dim: int, small: tuple[int, ...]) -> Any:
+    """Each microbatch's examples: [count, ...]."""
+    return jnp.reshape(jnp.moveaxis(jnp.reshape(examples, shape), dim, 0), (shape[dim], *small))
 
 
 def is_derived(op: Op, cut: Cut, split: BatchSplit) -> bool:
@@ -253,6 +259,8 @@ class Microbatch:
         """What an op's operands have to be that depends on examples."""
         if op.name == "optimization_barrier":
             return list(read)
+        if any(isinstance(s, Reduced) for s in read):
+            return [None] * len(read)
         if cut is not None:
             wanted: list[State | None] = [cut.operand(i) for i in range(len(read))]
             if is_begun(op, cut):

@@ -44,14 +44,16 @@ from autoshard.search.memory.batch_states import (
     NotSplittableError,
     Partial,
     PerExample,
+    PerMicrobatch,
     Reduced,
     State,
     Whole,
     local_value,
 )
-from autoshard.search.memory.microbatch_body import INDEX, Microbatch, around, in_loop
+from autoshard.search.memory.microbatch_body import INDEX, Microbatch, around, dealt, in_loop
 from autoshard.search.memory.positions import Scope
 from autoshard.search.memory.resized_ops import Resizer
+from autoshard.search.memory.statistics import with_statistics_apart
 from autoshard.search.memory.written import SCOPE, Written
 
 
@@ -137,7 +139,7 @@ class MicrobatchParts:
 
     def deal(self, v: int) -> Callable[[Any], Any]:
         """A function that gives each microbatch its part of a value: [count, ...]."""
-        return partial(_dealt, **self._around(v))
+        return partial(dealt, **self._around(v))
 
     def gather(self, v: int) -> Callable[[Any], Any]:
         """A function that makes a value of all examples from what the microbatches have made: [count, ...]."""
@@ -152,6 +154,8 @@ class MicrobatchParts:
 
     def _around(self, v: int) -> dict[str, Any]:
         state = self.split.states[v]
+        if isinstance(state, PerMicrobatch):
+            state = PerExample(state.dim)
         assert isinstance(state, PerExample)
         value = self.graph.values[v]
         shape, dim = around(value, state, self.count)
@@ -214,7 +218,7 @@ def _batch_arguments(step: Step) -> list[tuple[Any, tuple[int, ...]]]:
 
 
 def _split(step: Step, size: int, count: int) -> BatchSplit:
-    """What the step's values are to a batch of that size."""
+    """What the step's values are to a batch of that size, its statistics written so that they can be combined."""
     states: list[State] = []
     firsts: set[int] = set()
     for v, argument in zip(step.graph.inputs, step.arguments, strict=True):
@@ -224,7 +228,15 @@ def _split(step: Step, size: int, count: int) -> BatchSplit:
         is_counter = argument.role is Role.STATE and not _jax.is_inexact(value.dtype)
         if argument.role in (Role.BATCH, Role.KEY) or is_counter:
             firsts.add(v)
-    return batch_split(Scope.of(step.graph), states, count, frozenset(firsts))
+
+    def follow(graph: Graph, *, is_strict: bool) -> BatchSplit:
+        return batch_split(Scope.of(graph), states, count, frozenset(firsts), is_strict=is_strict)
+
+    try:
+        return follow(step.graph, is_strict=True)
+    except NotSplittableError:
+        apart = with_statistics_apart(step.graph, partial(follow, is_strict=False))
+    return follow(apart, is_strict=True)
 
 
 class _TakingApart:
@@ -253,7 +265,7 @@ class _TakingApart:
         consts, examples = self._of_kind(body.entered, Whole), self._of_kind(body.entered, PerExample)
         leaving = sorted(self.leaving)
         sums, alike = self._of_kind(leaving, Partial), self._of_kind(leaving, Alike)
-        stacks = self._of_kind(leaving, PerExample | Reduced)
+        stacks = self._of_kind(leaving, PerExample | Reduced | PerMicrobatch)
         index = () if body.index is None else (body.index,)
         before = self._before(consts)
         return MicrobatchParts(
@@ -302,7 +314,7 @@ class _TakingApart:
             return v not in self.split.firsts
         if isinstance(state, Partial):
             return self._is_finished_late(op, wanted)
-        return isinstance(state, Reduced) or (isinstance(state, Alike) and op in self.loops)
+        return isinstance(state, Reduced | PerMicrobatch) or (isinstance(state, Alike) and op in self.loops)
 
     def _is_finished_late(self, op: Op, wanted: set[int]) -> bool:
         """Whether a sum is added up as an op makes it, rather than that be computed of finished sums."""
@@ -412,11 +424,6 @@ class _Loop:
         """What the loop stacks up of a value."""
         value = self.parts.body.values[v]
         return replace(value, shape=(self.parts.count, *value.shape))
-
-
-def _dealt(examples: Any, shape: tuple[int, ...], dim: int, small: tuple[int, ...]) -> Any:
-    """Each microbatch's examples: [count, ...]."""
-    return jnp.reshape(jnp.moveaxis(jnp.reshape(examples, shape), dim, 0), (shape[dim], *small))
 
 
 def _collected(

@@ -49,18 +49,27 @@ class Written:
           like: an op whose phase and source these have; None for the forward phase and no source.
           output: the value that the result is; None for a new one.
         """
+        (result,) = self.write_all(function, operands, like, () if output is None else (output,))
+        return result
+
+    def write_all(
+        self,
+        function: Callable[..., Any],
+        operands: Sequence[int],
+        like: Op | None,
+        outputs: Sequence[int] = (),
+    ) -> tuple[Atom, ...]:
+        """Appends the ops that a function of arrays traces to; its results. `outputs` are the values that these are, if they
+        are no new ones."""
         graph = self._graph(function, tuple(self.values[v] for v in operands))
         number: dict[int, int] = dict(zip(graph.inputs, operands, strict=True))
-        (result,) = graph.outputs
-        if not isinstance(result, int):
-            return result
-        if output is not None:
-            number[result] = output
+        made = zip(graph.outputs, outputs, strict=False)
+        number |= {result: output for result, output in made if isinstance(result, int)}
         for op in graph.ops:
             for v in op.outputs:
                 number[v] = number[v] if v in number else self.new(graph.values[v])
             self.ops.append(self._placed(op, number, like))
-        return number[result]
+        return tuple(number[v] if isinstance(v, int) else v for v in graph.outputs)
 
     def _graph(self, function: Callable[..., Any], inputs: tuple[Value, ...]) -> Graph:
         """What a function traces to; one that comes again is not traced again."""

@@ -268,6 +268,25 @@ def alike(params, batch):
     return {"x": x, "total": total, "doubled": doubled, "both": jnp.exp(total) + x.mean()}
 
 
+def statistics(params, batch):
+    """Of each layer's activations, in a loop that begins with such a statistic."""
+
+    def body(carry, w):
+        x, largest, total = carry
+        x = layer(x, w)
+        made = {
+            "std": jnp.std(x),
+            "of features": x.var((0, 1)),
+            "norm": jnp.linalg.norm(x),
+            "any": jnp.any(x > 1),
+        }
+        return (x, jnp.maximum(largest, x.max()), total + jnp.std(x)), made
+
+    x = embedded(params, batch["tokens"])
+    (x, *carried), of_layers = lax.scan(body, (x, x.max(), jnp.std(x)), params["layers"])
+    return carried, of_layers, jnp.std(x), x.min()
+
+
 def reported(report):
     def step(params, batch, key):
         grads = jax.grad(mean)(params, batch, key)
@@ -283,6 +302,7 @@ STEPS = {
     "metrics": reported(metrics),
     "by example": reported(by_example),
     "alike": reported(alike),
+    "statistics": reported(statistics),
 }
 
 

@@ -1,0 +1,278 @@
+"""Loops cut in two: statistics that a loop finishes in its body are finished in a loop of their own, after it.
+
+A loop over layers reports the standard deviation of each layer's activations. In microbatches the loop runs once for each of
+them, and makes sums over that one's examples; their square root is another matter, as it needs the sums of all. So the loop
+is cut: the first part makes the sums and hands them out for each iteration, the second, which no example enters, runs once
+after the last microbatch, and makes of them what the loop made.
+
+    for w in ws:  h = f(h, w); y = sqrt(mean(h * h))            as the user wrote it
+    for w in ws:  h = f(h, w); s = mean(h * h)                  for each microbatch
+    for s in ss:  y = sqrt(s)                                   once
+
+Values that depend on no example are made again in the second part from what they were made of. A loop cannot be cut where
+the second part needs examples: what is made of sums flows back into the work on each of them.
+
+A differentiated loop hands out residuals even of a statistic whose gradient nobody asked for; such results go first, as
+nothing reads them.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from autoshard.search.ir import _jax
+from autoshard.search.ir.graph import EFFECTFUL, Atom, Graph, Op, Value, without_dead_ops
+from autoshard.search.memory.batch_states import (
+    BatchSplit,
+    Finished,
+    Partial,
+    PerExample,
+    PerMicrobatch,
+    Reduced,
+    State,
+    needed,
+)
+
+
+def without_unread_results(graph: Graph) -> Graph:
+    """The graph without what its scans make for each iteration and nobody reads."""
+    read = {a for op in graph.ops for a in op.operands} | {*graph.outputs}
+    ops = (_without_unread(op, read) if op.name == "scan" else op for op in graph.ops)
+    return without_dead_ops(replace(graph, ops=tuple(ops)))
+
+
+def _without_unread(loop: Op, read: set[Atom]) -> Op:
+    (body,), (_, num_carry) = loop.bodies["jaxpr"], loop.loop_counts
+    kept = [r for r, v in enumerate(loop.outputs) if r < num_carry or v in read]
+    num_inputs = len(loop.inputs)
+    num_consts = loop.loop_counts[0]
+    outputs = tuple(body.outputs[r] for r in kept)
+    return replace(
+        loop,
+        params=_jax.scan_params(
+            loop.params, num_consts, num_carry, num_inputs - num_consts - num_carry, len(kept) - num_carry
+        ),
+        outputs=tuple(loop.outputs[r] for r in kept),
+        result_values=tuple(loop.result_values[r] for r in kept),
+        bodies={"jaxpr": (without_unread_results(replace(body, outputs=outputs)),)},
+    )
+
+
+def with_loops_cut(graph: Graph, split: BatchSplit) -> Graph:
+    """The graph with each loop cut that finishes something in its body, innermost loops first.
+
+    Args:
+      graph: the split's.
+      split: by a walk that is not strict.
+
+    Raises:
+      NotSplittableError: what is finished in a body is read there for each example.
+    """
+    values, ops = list(graph.values), list[Op]()
+    for i, op in enumerate(graph.ops):
+        if i not in split.inner:
+            ops.append(op)
+            continue
+        bodies = {
+            key: tuple(with_loops_cut(s.graph, s) for s in splits) for key, splits in split.inner[i].items()
+        }
+        is_cut = any(
+            b is not s.graph for key in bodies for b, s in zip(bodies[key], split.inner[i][key], strict=True)
+        )
+        if is_cut:
+            ops.append(replace(op, bodies=bodies))
+        elif op.name == "scan":
+            ops += _Fission(op, split.inner[i]["jaxpr"][0], split.read(op), values).parts()
+        else:
+            ops.append(op)
+    is_same = len(ops) == len(graph.ops) and all(a is b for a, b in zip(ops, graph.ops, strict=True))
+    return graph if is_same else replace(graph, values=tuple(values), ops=tuple(ops))
+
+
+@dataclass(frozen=True, eq=False)
+class _Port:
+    """An input of a loop's body: a constant, a carry or a slice of what it iterates over."""
+
+    outer: Atom
+    inner: int
+
+
+class _Fission:
+    """One loop, cut in two.
+
+    Attributes:
+      late: the ops that run in the second part, by their places in the body.
+      handed: what the first part hands out for the second, for each iteration.
+      repeated: the inputs that the second part reads, too.
+      begun: the carries that begin with examples.
+      needing: the ops of the second part that read values of examples, by their places.
+    """
+
+    def __init__(self, loop: Op, split: BatchSplit, read: Sequence[State], values: list[Value]) -> None:
+        self.loop, self.split, self.values = loop, split, values
+        self.body = split.graph
+        num_consts, num_carry = loop.loop_counts
+        ports = list(map(_Port, loop.inputs, self.body.inputs))
+        self.consts, self.carries = ports[:num_consts], ports[num_consts : num_consts + num_carry]
+        self.xs = ports[num_consts + num_carry :]
+        self.maker = {v: i for i, op in enumerate(self.body.ops) for v in op.outputs}
+        self.late: set[int] = set()
+        self.handed: dict[int, None] = {}
+        self.repeated: set[int] = set()
+        self.needing: set[int] = set()
+        states = zip(self.carries, read[num_consts:], strict=False)
+        self.begun = {p.inner for p, state in states if isinstance(state, PerExample)}
+
+    def parts(self) -> tuple[Op, ...]:
+        """Both loops; the loop as it is where there is nothing to cut, or it cannot be cut."""
+        finished = [r for r, state in enumerate(self.split.wanted) if isinstance(state, Finished)]
+        has_examples = any(isinstance(s, PerExample) for s in self.split.states.values())
+        if not (finished and has_examples):
+            return (self.loop,)
+        self._sort_out(finished)
+        if self.needing:
+            op = self.body.ops[min(self.needing)]
+            raise needed(self._cause(op), op)
+        if not self.begun.isdisjoint(self.repeated):
+            return (self.loop,)
+        first = [r for r in range(len(self.loop.outputs)) if r not in finished]
+        handed = tuple(self.handed)
+        stacks = tuple(map(self._stack, handed))
+        consts, xs = (self._unfinished(ports) for ports in (self.consts, self.xs))
+        begun = self._part(self.body.ops, first, consts, xs, (), dict(zip(handed, stacks, strict=True)))
+        consts, xs = ([p for p in ports if p.inner in self.repeated] for ports in (self.consts, self.xs))
+        xs += map(_Port, stacks, handed)
+        ops = tuple(self.body.ops[i] for i in sorted(self.late))
+        return begun, self._part(ops, finished, consts, xs, self._repeated_carries(), {})
+
+    # --- what stands where
+
+    def _sort_out(self, finished: Sequence[int]) -> None:
+        """Finds out what the second part runs and reads."""
+        left = [self.body.outputs[r] for r in finished]
+        seen = set[Atom]()
+        carried = {p.inner: self.body.outputs[c] for c, p in enumerate(self.carries)}
+        while left:
+            v = left.pop()
+            if not isinstance(v, int) or v in seen:
+                continue
+            seen.add(v)
+            if isinstance(self.split.states[v], Partial | Reduced | PerMicrobatch):
+                self.handed[v] = None
+            elif v in self.maker:
+                left += self._made_late(self.maker[v], v)
+            else:
+                self.repeated.add(v)
+                left += [carried[v]] if v in carried else []
+
+    def _made_late(self, i: int, v: int) -> tuple[int, ...]:
+        """Puts an op into the second part; of what it makes a result."""
+        self.late.add(i)
+        sources = _sources(self.body.ops[i], v)
+        if any(isinstance(self.split.states[a], PerExample) for a in sources):
+            self.needing.add(i)
+            return ()
+        return sources
+
+    def _cause(self, op: Op) -> Op:
+        """Which op makes of all examples what one reads."""
+        (state, *_) = (self.split.states[v] for v in op.outputs)
+        assert isinstance(state, Finished)
+        return state.cause
+
+    def _unfinished(self, ports: Iterable[_Port]) -> list[_Port]:
+        return [p for p in ports if not isinstance(self.split.states[p.inner], Finished)]
+
+    def _repeated_carries(self) -> tuple[int, ...]:
+        """The carries that the second part runs through once more, though the first one makes them."""
+        states = self.split.wanted
+        return tuple(
+            c
+            for c, p in enumerate(self.carries)
+            if p.inner in self.repeated and not isinstance(states[c], Finished)
+        )
+
+    # --- the loops
+
+    def _part(
+        self,
+        ops: tuple[Op, ...],
+        results: Sequence[int],
+        consts: Sequence[_Port],
+        xs: Sequence[_Port],
+        again: Sequence[int],
+        handed: Mapping[int, int],
+    ) -> Op:
+        """A loop that makes some of the results.
+
+        Args:
+          ops: that make them, and maybe others.
+          results: of the loop, by their places.
+          consts: what it reads as it is.
+          xs: what it iterates over.
+          again: carries that it needs, but which another part hands on.
+          handed: the values of the body that it hands out besides, for each iteration, with what they are outside.
+        """
+        carried = sorted((*(r for r in results if r < len(self.carries)), *again))
+        ys = [r for r in results if r >= len(self.carries)]
+        ports = [*consts, *(self.carries[c] for c in carried), *xs]
+        made = [*carried, *ys]
+        outputs = [self._like(r) if r in again else self.loop.outputs[r] for r in made]
+        body = Graph(
+            self.body.values,
+            tuple(p.inner for p in ports),
+            self.body.constants,
+            ops,
+            (*(self.body.outputs[r] for r in made), *handed),
+        )
+        return replace(
+            self.loop,
+            params=_jax.scan_params(
+                self.loop.params, len(consts), len(carried), len(xs), len(ys) + len(handed)
+            ),
+            inputs=tuple(p.outer for p in ports),
+            outputs=(*outputs, *handed.values()),
+            result_values=(
+                *(self.loop.result_values[r] for r in made),
+                *(self.values[v] for v in handed.values()),
+            ),
+            bodies={"jaxpr": (_only(body),)},
+        )
+
+    def _like(self, r: int) -> int:
+        """A new value like a result of the loop."""
+        self.values.append(self.loop.result_values[r])
+        return len(self.values) - 1
+
+    def _stack(self, v: int) -> int:
+        """The value outside that holds one of the body for each iteration."""
+        value = self.body.values[v]
+        self.values.append(replace(value, shape=(int(self.loop.params["length"]), *value.shape)))
+        return len(self.values) - 1
+
+
+def _sources(op: Op, v: int) -> tuple[int, ...]:
+    """The operands of which an op makes a result; a barrier makes each of one."""
+    if op.name != "optimization_barrier":
+        return op.operands
+    source = op.inputs[op.outputs.index(v)]
+    return (source,) if isinstance(source, int) else ()
+
+
+def _only(body: Graph) -> Graph:
+    """A body without the ops that nothing needs, and without what barriers hold for these."""
+    live, kept = {a for a in body.outputs if isinstance(a, int)}, list[Op]()
+    for op in reversed(body.ops):
+        if op.name == "optimization_barrier":
+            op = _held(op, [i for i, v in enumerate(op.outputs) if v in live])
+        if op.name in EFFECTFUL or not live.isdisjoint(op.outputs):
+            kept.append(op)
+            live.update(op.operands)
+    return replace(body, ops=tuple(reversed(kept)))
+
+
+def _held(op: Op, held: Sequence[int]) -> Op:
+    """A barrier that holds no more than some of its operands."""
+    inputs, outputs, values = (
+        tuple(each[i] for i in held) for each in (op.inputs, op.outputs, op.result_values)
+    )
+    return replace(op, inputs=inputs, outputs=outputs, result_values=values)
