@@ -77,7 +77,7 @@ class Finished:
     cause: Op = field(compare=False)
 
 
-OF_MICROBATCH = "statistic of a microbatch"
+OF_MICROBATCH = "autoshard: statistic of a microbatch"
 """The label (`jax.ad_checkpoint.checkpoint_name`) of a value that has an element for each microbatch."""
 
 State = Whole | Alike | PerExample | Partial | Reduced | PerMicrobatch | Finished

@@ -49,7 +49,7 @@ from autoshard.search.memory.written import Written
 MOST = 4
 """The highest power: of a kurtosis."""
 
-_KEEPING = frozenset({"neg", "copy", "name", "convert_element_type", "reduce_precision"})
+_KEEPING = frozenset({"neg", "copy", "name", "convert_element_type"})
 _ADDING = frozenset({"add", "sub", "add_any"})
 
 
