@@ -1,4 +1,4 @@
-"""Loops cut in two: statistics that a loop finishes in its body are finished in a loop of their own, after it.
+"""Loops and choices cut in two: statistics that are finished in a body are finished in one of their own, after it.
 
 A loop over layers reports the standard deviation of each layer's activations. In microbatches the loop runs once for each of
 them, and makes sums over that one's examples; their square root is another matter, as it needs the sums of all. So the loop
@@ -18,6 +18,10 @@ nothing reads them.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax.numpy as jnp
 
 from autoshard.search.ir import _jax
 from autoshard.search.ir.graph import EFFECTFUL, Atom, Graph, Op, Value, without_dead_ops
@@ -31,6 +35,7 @@ from autoshard.search.memory.batch_states import (
     State,
     needed,
 )
+from autoshard.search.memory.written import Written
 
 
 def without_unread_results(graph: Graph) -> Graph:
@@ -58,7 +63,7 @@ def _without_unread(loop: Op, read: set[Atom]) -> Op:
 
 
 def with_loops_cut(graph: Graph, split: BatchSplit) -> Graph:
-    """The graph with each loop cut that finishes something in its body, innermost loops first.
+    """The graph with each loop and choice cut that finishes something in its body, innermost first.
 
     Args:
       graph: the split's.
@@ -82,6 +87,8 @@ def with_loops_cut(graph: Graph, split: BatchSplit) -> Graph:
             ops.append(replace(op, bodies=bodies))
         elif op.name == "scan":
             ops += _Fission(op, split.inner[i]["jaxpr"][0], split.read(op), values).parts()
+        elif op.name == "cond":
+            ops += _Choice(op, split.inner[i]["branches"], values).parts()
         else:
             ops.append(op)
     is_same = len(ops) == len(graph.ops) and all(a is b for a, b in zip(ops, graph.ops, strict=True))
@@ -96,16 +103,75 @@ class _Port:
     inner: int
 
 
-class _Fission:
-    """One loop, cut in two.
+class _Late:
+    """What a second part runs to make some of a body's outputs, of what the first part has made.
 
     Attributes:
-      late: the ops that run in the second part, by their places in the body.
-      handed: what the first part hands out for the second, for each iteration.
-      repeated: the inputs that the second part reads, too.
-      begun: the carries that begin with examples.
-      needing: the ops of the second part that read values of examples, by their places.
+      ops: the ops that run in the second part, by their places in the body.
+      handed: what the first part hands out for the second.
+      repeated: the body's inputs that the second part reads, too.
     """
+
+    def __init__(self, split: BatchSplit, outputs: Iterable[Atom], carried: Mapping[int, Atom]) -> None:
+        """`carried` says, by input, what is its value in the next iteration.
+
+        Raises:
+          NotSplittableError: the second part reads values of examples.
+        """
+        self._split, self._body = split, split.graph
+        self._maker = {v: i for i, op in enumerate(self._body.ops) for v in op.outputs}
+        self.ops: set[int] = set()
+        self.handed: dict[int, None] = {}
+        self.repeated: set[int] = set()
+        self._needing: set[int] = set()
+        self._follow(outputs, carried)
+        if self._needing:
+            op = self._body.ops[min(self._needing)]
+            raise needed(self._cause(op), op)
+
+    def _follow(self, outputs: Iterable[Atom], carried: Mapping[int, Atom]) -> None:
+        left, seen = list(outputs), set[Atom]()
+        while left:
+            v = left.pop()
+            if not isinstance(v, int) or v in seen:
+                continue
+            seen.add(v)
+            if isinstance(self._split.states[v], Partial | Reduced | PerMicrobatch):
+                self.handed[v] = None
+            elif v in self._maker:
+                left += self._made_late(self._maker[v], v)
+            else:
+                self.repeated.add(v)
+                left += [carried[v]] if v in carried else []
+
+    def _made_late(self, i: int, v: int) -> tuple[int, ...]:
+        """Puts an op into the second part; of what it makes a result."""
+        self.ops.add(i)
+        sources = _sources(self._body.ops[i], v)
+        if any(isinstance(self._split.states[a], PerExample) for a in sources):
+            self._needing.add(i)
+            return ()
+        return sources
+
+    def _cause(self, op: Op) -> Op:
+        """Which op makes of all examples what one reads."""
+        state = next(s for v in op.outputs if isinstance(s := self._split.states[v], Finished))
+        return state.cause
+
+    @property
+    def in_order(self) -> tuple[Op, ...]:
+        """The ops, in program order."""
+        return tuple(self._body.ops[i] for i in sorted(self.ops))
+
+
+def _finished(split: BatchSplit) -> list[int]:
+    """The outputs of a body of examples that are finished, by their places."""
+    has_examples = any(isinstance(s, PerExample) for s in split.states.values())
+    return [r for r, state in enumerate(split.wanted) if isinstance(state, Finished) and has_examples]
+
+
+class _Fission:
+    """One loop, cut in two."""
 
     def __init__(self, loop: Op, split: BatchSplit, read: Sequence[State], values: list[Value]) -> None:
         self.loop, self.split, self.values = loop, split, values
@@ -114,81 +180,38 @@ class _Fission:
         ports = list(map(_Port, loop.inputs, self.body.inputs))
         self.consts, self.carries = ports[:num_consts], ports[num_consts : num_consts + num_carry]
         self.xs = ports[num_consts + num_carry :]
-        self.maker = {v: i for i, op in enumerate(self.body.ops) for v in op.outputs}
-        self.late: set[int] = set()
-        self.handed: dict[int, None] = {}
-        self.repeated: set[int] = set()
-        self.needing: set[int] = set()
         states = zip(self.carries, read[num_consts:], strict=False)
         self.begun = {p.inner for p, state in states if isinstance(state, PerExample)}
 
     def parts(self) -> tuple[Op, ...]:
         """Both loops; the loop as it is where there is nothing to cut, or it cannot be cut."""
-        finished = [r for r, state in enumerate(self.split.wanted) if isinstance(state, Finished)]
-        has_examples = any(isinstance(s, PerExample) for s in self.split.states.values())
-        if not (finished and has_examples):
-            return (self.loop,)
-        self._sort_out(finished)
-        if self.needing:
-            op = self.body.ops[min(self.needing)]
-            raise needed(self._cause(op), op)
-        if not self.begun.isdisjoint(self.repeated):
+        finished = _finished(self.split)
+        carried = {p.inner: self.body.outputs[c] for c, p in enumerate(self.carries)}
+        late = _Late(self.split, [self.body.outputs[r] for r in finished], carried)
+        if not finished or not self.begun.isdisjoint(late.repeated):
             return (self.loop,)
         first = [r for r in range(len(self.loop.outputs)) if r not in finished]
-        handed = tuple(self.handed)
+        handed = tuple(late.handed)
         stacks = tuple(map(self._stack, handed))
         consts, xs = (self._unfinished(ports) for ports in (self.consts, self.xs))
         begun = self._part(self.body.ops, first, consts, xs, (), dict(zip(handed, stacks, strict=True)))
-        consts, xs = ([p for p in ports if p.inner in self.repeated] for ports in (self.consts, self.xs))
+        consts, xs = ([p for p in ports if p.inner in late.repeated] for ports in (self.consts, self.xs))
         xs += map(_Port, stacks, handed)
-        ops = tuple(self.body.ops[i] for i in sorted(self.late))
-        return begun, self._part(ops, finished, consts, xs, self._repeated_carries(), {})
+        again = self._repeated_carries(late)
+        return begun, self._part(late.in_order, finished, consts, xs, again, {})
 
     # --- what stands where
-
-    def _sort_out(self, finished: Sequence[int]) -> None:
-        """Finds out what the second part runs and reads."""
-        left = [self.body.outputs[r] for r in finished]
-        seen = set[Atom]()
-        carried = {p.inner: self.body.outputs[c] for c, p in enumerate(self.carries)}
-        while left:
-            v = left.pop()
-            if not isinstance(v, int) or v in seen:
-                continue
-            seen.add(v)
-            if isinstance(self.split.states[v], Partial | Reduced | PerMicrobatch):
-                self.handed[v] = None
-            elif v in self.maker:
-                left += self._made_late(self.maker[v], v)
-            else:
-                self.repeated.add(v)
-                left += [carried[v]] if v in carried else []
-
-    def _made_late(self, i: int, v: int) -> tuple[int, ...]:
-        """Puts an op into the second part; of what it makes a result."""
-        self.late.add(i)
-        sources = _sources(self.body.ops[i], v)
-        if any(isinstance(self.split.states[a], PerExample) for a in sources):
-            self.needing.add(i)
-            return ()
-        return sources
-
-    def _cause(self, op: Op) -> Op:
-        """Which op makes of all examples what one reads."""
-        (state, *_) = (self.split.states[v] for v in op.outputs)
-        assert isinstance(state, Finished)
-        return state.cause
 
     def _unfinished(self, ports: Iterable[_Port]) -> list[_Port]:
         return [p for p in ports if not isinstance(self.split.states[p.inner], Finished)]
 
-    def _repeated_carries(self) -> tuple[int, ...]:
+    def _repeated_carries(self, late: _Late) -> tuple[int, ...]:
         """The carries that the second part runs through once more, though the first one makes them."""
         states = self.split.wanted
         return tuple(
             c
             for c, p in enumerate(self.carries)
-            if p.inner in self.repeated and not isinstance(states[c], Finished)
+            if p.inner in late.repeated and not isinstance(states[c], Finished)
         )
 
     # --- the loops
@@ -248,6 +271,104 @@ class _Fission:
         value = self.body.values[v]
         self.values.append(replace(value, shape=(int(self.loop.params["length"]), *value.shape)))
         return len(self.values) - 1
+
+
+class _Choice:
+    """One choice between branches, cut in two: the second part chooses again, as the first did."""
+
+    def __init__(self, choice: Op, splits: Sequence[BatchSplit], values: list[Value]) -> None:
+        self.choice, self.splits, self.values = choice, splits, values
+
+    def parts(self) -> tuple[Op, ...]:
+        """Both choices; the choice as it is where there is nothing to cut."""
+        finished = sorted({r for split in self.splits for r in _finished(split)})
+        if not finished:
+            return (self.choice,)
+        late = [_Late(split, [split.graph.outputs[r] for r in finished], {}) for split in self.splits]
+        first = [r for r in range(len(self.choice.outputs)) if r not in finished]
+        handed = [(b, v) for b, each in enumerate(late) for v in each.handed]
+        stacks = tuple(self._like(self.splits[b].graph.values[v]) for b, v in handed)
+        places = range(len(self.choice.inputs) - 1)
+        states = self.splits[0].entering
+        read = [p for p in places if not isinstance(states[p], Finished)]
+        again = [p for p in places if any(self._input(b, p) in each.repeated for b, each in enumerate(late))]
+        begun = [self._handing_out(b, read, first, handed) for b in range(len(late))]
+        made = [self._made_late(b, each, again, finished, handed) for b, each in enumerate(late)]
+        return self._part(first, read, (), stacks, begun), self._part(finished, again, stacks, (), made)
+
+    def _input(self, b: int, place: int) -> int:
+        """What a branch calls an operand."""
+        return self.splits[b].graph.inputs[place]
+
+    def _like(self, value: Value) -> int:
+        self.values.append(value)
+        return len(self.values) - 1
+
+    def _handing_out(
+        self, b: int, read: Sequence[int], results: Sequence[int], handed: Sequence[tuple[int, int]]
+    ) -> Graph:
+        """A branch that makes some of the results, and what it hands out; zeros for what others do."""
+        graph = self.splits[b].graph
+        written = Written(graph.values)
+        written.ops += graph.ops
+        values = (self.splits[branch].graph.values[v] for branch, v in handed)
+        out = [
+            v if branch == b else written.write(partial(_zeros, value), (), None)
+            for (branch, v), value in zip(handed, values, strict=True)
+        ]
+        return _only(
+            Graph(
+                tuple(written.values),
+                tuple(self._input(b, p) for p in read),
+                graph.constants,
+                tuple(written.ops),
+                (*(graph.outputs[r] for r in results), *out),
+            )
+        )
+
+    def _made_late(
+        self,
+        b: int,
+        late: _Late,
+        read: Sequence[int],
+        results: Sequence[int],
+        handed: Sequence[tuple[int, int]],
+    ) -> Graph:
+        """A branch that makes the others of what was handed out."""
+        graph = self.splits[b].graph
+        values = list(graph.values)
+        entering = list[int]()
+        for branch, v in handed:
+            if branch != b:
+                values.append(self.splits[branch].graph.values[v])
+            entering.append(v if branch == b else len(values) - 1)
+        inputs = (*(self._input(b, p) for p in read), *entering)
+        outputs = tuple(graph.outputs[r] for r in results)
+        return _only(Graph(tuple(values), inputs, graph.constants, late.in_order, outputs))
+
+    def _part(
+        self,
+        results: Sequence[int],
+        read: Sequence[int],
+        entering: Sequence[int],
+        stacks: Sequence[int],
+        bodies: Sequence[Graph],
+    ) -> Op:
+        which, *operands = self.choice.inputs
+        return replace(
+            self.choice,
+            inputs=(which, *(operands[p] for p in read), *entering),
+            outputs=(*(self.choice.outputs[r] for r in results), *stacks),
+            result_values=(
+                *(self.choice.result_values[r] for r in results),
+                *(self.values[v] for v in stacks),
+            ),
+            bodies={"branches": tuple(bodies)},
+        )
+
+
+def _zeros(value: Value) -> Any:
+    return jnp.zeros(value.shape, value.dtype)
 
 
 def _sources(op: Op, v: int) -> tuple[int, ...]:

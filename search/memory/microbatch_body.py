@@ -40,6 +40,7 @@ from autoshard.search.memory.batch_states import (
     NotSplittableError,
     Partial,
     PerExample,
+    PerMicrobatch,
     Reduced,
     State,
     Whole,
@@ -143,6 +144,8 @@ class Microbatch:
     def read(self, atom: Atom, wanted: State | None) -> Atom:
         """An operand, made into what is wanted."""
         state = self.split.state(atom)
+        if isinstance(wanted, PerMicrobatch):
+            wanted = PerExample(wanted.dim)
         if isinstance(wanted, PerExample) and is_unsplit(state):
             assert isinstance(atom, int)
             return self._part(atom, wanted)

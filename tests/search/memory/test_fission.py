@@ -82,6 +82,26 @@ def behind_a_barrier(x, w):
     return lax.scan(body, x, w)
 
 
+def chosen(x, w):
+    """Branches that make statistics of other kinds, of which one makes none; in a loop, too."""
+
+    def large(x):
+        return x, x.std(), jnp.max(x), x.sum()
+
+    def small(x):
+        return 2 * x, jnp.sqrt(jnp.mean(x**2)) + 1, x.min() + x.max(), x.min()
+
+    def none(x):
+        return x, jnp.zeros(()), 1.0, 2.0
+
+    def body(x, w):
+        x, *made = lax.switch((w[0, 0] > 0).astype(int), [none, large], jnp.tanh(x @ w))
+        return x, made
+
+    x, *made = lax.switch((w[0, 0, 0] > 0).astype(int) + (w[0, 0, 1] > 0), [large, none, small], x)
+    return made, lax.scan(body, x, w)
+
+
 def ever(x, w):
     """Carries that are reduced, without any loop after."""
 
@@ -98,7 +118,7 @@ def ever(x, w):
     return lax.scan(body, (x, -1.0, jnp.ones(4), False), w)[0]
 
 
-@pytest.mark.parametrize("function", [roots, carried, backwards, nested, behind_a_barrier])
+@pytest.mark.parametrize("function", [roots, carried, backwards, nested, behind_a_barrier, chosen])
 def test_a_cut_loop_makes_what_it_made(function):
     with jax.enable_x64(True):
         graph = trace(function, X, W).graph
