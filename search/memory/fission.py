@@ -39,27 +39,27 @@ from autoshard.search.memory.written import Written
 
 
 def without_unread_results(graph: Graph) -> Graph:
-    """The graph without what its scans make for each iteration and nobody reads."""
-    read = {a for op in graph.ops for a in op.operands} | {*graph.outputs}
-    ops = (_without_unread(op, read) if op.name == "scan" else op for op in graph.ops)
+    """The graph without what its scans make for each iteration, or its choices make, and nobody reads."""
+    read = {a for op in graph.ops for a in op.operands} | {a for a in graph.outputs if isinstance(a, int)}
+    ops = (_without_unread(op, read) if op.name in ("scan", "cond") else op for op in graph.ops)
     return without_dead_ops(replace(graph, ops=tuple(ops)))
 
 
-def _without_unread(loop: Op, read: set[Atom]) -> Op:
-    (body,), (_, num_carry) = loop.bodies["jaxpr"], loop.loop_counts
-    kept = [r for r, v in enumerate(loop.outputs) if r < num_carry or v in read]
-    num_inputs = len(loop.inputs)
-    num_consts = loop.loop_counts[0]
-    outputs = tuple(body.outputs[r] for r in kept)
-    return replace(
-        loop,
-        params=_jax.scan_params(
-            loop.params, num_consts, num_carry, num_inputs - num_consts - num_carry, len(kept) - num_carry
-        ),
-        outputs=tuple(loop.outputs[r] for r in kept),
-        result_values=tuple(loop.result_values[r] for r in kept),
-        bodies={"jaxpr": (without_unread_results(replace(body, outputs=outputs)),)},
-    )
+def _without_unread(op: Op, read: set[int]) -> Op:
+    num_consts, num_carry = op.loop_counts if op.name == "scan" else (0, 0)
+    kept = [r for r, v in enumerate(op.outputs) if r < num_carry or v in read]
+    params = op.params
+    if op.name == "scan":
+        num_xs = len(op.inputs) - num_consts - num_carry
+        params = _jax.scan_params(params, num_consts, num_carry, num_xs, len(kept) - num_carry)
+    bodies = {
+        key: tuple(
+            without_unread_results(replace(b, outputs=tuple(b.outputs[r] for r in kept))) for b in each
+        )
+        for key, each in op.bodies.items()
+    }
+    outputs, values = (tuple(each[r] for r in kept) for each in (op.outputs, op.result_values))
+    return replace(op, params=params, outputs=outputs, result_values=values, bodies=bodies)
 
 
 def with_loops_cut(graph: Graph, split: BatchSplit) -> Graph:

@@ -164,9 +164,12 @@ def test_a_loop_that_finishes_nothing_stays():
 def test_results_that_nobody_reads_go():
     def function(x, w):
         def body(x, w):
-            return jnp.tanh(x @ w), (x, x.sum())
+            made = lax.cond(w[0, 0] > 0, lambda x: (x.sum(), x), lambda x: (x.max(), 2 * x), x)
+            return jnp.tanh(x @ w), (x, *made, 1.0)
 
         return lax.scan(body, x, w)[1][1]
 
     (loop,) = loops(without_unread_results(trace(function, X, W).graph))
     assert [v.shape for v in loop.result_values] == [(BATCH, 4), (LAYERS,)]
+    (choice,) = (op for op in loop.bodies["jaxpr"][0].ops if op.name == "cond")
+    assert [v.shape for v in choice.result_values] == [()]
