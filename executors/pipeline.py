@@ -42,6 +42,7 @@ from autoshard.executors.pipeline_jit import (
 )
 from autoshard.executors.pipeline_program import PipelineProgram, Slot
 from autoshard.executors.transfers import Way, are_of_several_processes, everywhere, on_all
+from autoshard.search.ir.graph import Atom
 from autoshard.search.ir.spec import WHOLE
 from autoshard.search.plan.schedule import Schedule, Task, TaskKind
 from autoshard.search.plan.stage_programs import StageProgram, StagePrograms, StageSharding
@@ -179,7 +180,7 @@ class _Following:
         self._finish_sums()
         for program in self.programs.epilogue:
             self._call(program, self._first_seat(program.stage), None)
-        leaving = self._leaving()
+        leaving = self._leaving(entering)
         return Agenda(
             tuple(self.made),
             tuple(self.held),
@@ -309,37 +310,47 @@ class _Following:
             slot = self._slot(name, first)
             self.made.append(Sending("add", jax.jit(_added, donate_argnums=0), (slot, *terms), (slot,)))
 
-    def _leaving(self) -> tuple[Slot, ...]:
-        """Where the results lie in the end: state where it rests, the rest where it is made."""
-        step, ways = self.programs.step, dict[Slot, Slot]()
-        leaving: list[Slot] = []
-        for atom, replaced in zip(self.programs.results, step.replaces, strict=True):
-            if not isinstance(atom, int):
-                content = np.asarray(atom.val, atom.aval.dtype)
-                leaving.append(self._new_slot(self._on_all(content.shape, content.dtype), content))
-                continue
-            made = self._slot((atom, None), self._home((atom, None)))
-            if replaced is None:
-                leaving.append(self._shared(atom, made))
-                continue
-            if atom == (argument := step.graph.inputs[replaced]):
-                leaving.append(made)
-                continue
-            wanted = self.held[self._slot((argument, None), self._home((argument, None)))]
-            if wanted == self.held[made]:
-                leaving.append(made)
+    def _leaving(self, entering: Sequence[Slot]) -> tuple[Slot, ...]:
+        """Where the results lie in the end: state where it rests, the rest where it is made. Each has a buffer of its own:
+        the next call may donate any of them."""
+        replaces = self.programs.step.replaces
+        results = list(zip(self.programs.results, replaces, strict=True))
+        made = [self._made(atom, replaced) for atom, replaced in results]
+        kept = (slot for n, slot in enumerate(entering) if n not in replaces)
+        taken, ways, leaving = {*self.contents, *kept}, dict[Slot, Slot](), list[Slot]()
+        for slot, (_, replaced) in zip(made, results, strict=True):
+            wanted = self.held[slot] if replaced is None else self._rests(replaced)
+            if slot in taken or wanted != self.held[slot]:
+                leaving.append(new := self._new_slot(wanted))
+                ways[new] = slot
             else:
-                leaving.append(slot := self._new_slot(wanted))
-                ways[slot] = made
+                leaving.append(slot)
+                taken.add(slot)
         self._sending(ways)
-        return tuple(leaving)
+        return tuple(
+            self._shared(slot, atom) if replaced is None and isinstance(atom, int) else slot
+            for slot, (atom, replaced) in zip(leaving, results, strict=True)
+        )
+
+    def _made(self, atom: Atom, replaced: int | None) -> Slot:
+        """Where a result is made."""
+        if isinstance(atom, int):
+            return self._slot((atom, None), self._home((atom, None)))
+        content = np.asarray(atom.val, atom.aval.dtype)
+        held = self._on_all(content.shape, content.dtype) if replaced is None else self._rests(replaced)
+        return self._new_slot(held, content)
+
+    def _rests(self, argument: int) -> Held:
+        """How an argument of the step rests."""
+        name = self.programs.step.graph.inputs[argument], None
+        return self.held[self._slot(name, self._home(name))]
 
     def _on_all(self, shape: tuple[int, ...], dtype: Any) -> Held:
         """What lies on the devices of all workers."""
         meshes = [mesh for mesh in self.seating.meshes if isinstance(mesh, Mesh)]
         return Held(None, jax.ShapeDtypeStruct(shape, dtype, sharding=on_all(meshes) if meshes else None))
 
-    def _shared(self, value: int, made: Slot) -> Slot:
+    def _shared(self, made: Slot, value: int) -> Slot:
         """Where a result lies in the end that is no state: of several processes, all shall have it, if it is no array of
         examples."""
         stage, own = self._home((value, None))

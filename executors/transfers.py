@@ -1,10 +1,13 @@
 """Values on their way from one submesh to another, of the same process or of others.
 
 Inside of one process, `jax.device_put` takes a value wherever it is to go. What it is to do is the same in each step, so it
-is found out once: values that only go to other devices, split as they are, are copied shard by shard without it. Between
-processes it takes each shard to the one device that is to have it: source and target must be split alike, over as many
-devices. Where they are not, the value is laid out for the way first, on as many devices as divide both numbers; each of the
-target's groups of so many devices gets it, and the target lays it out as it wants it.
+is found out once: values that only go to other devices, split as they are, are copied shard by shard without it. A value
+that stays on its submesh is copied by a program: `device_put` hands out the same buffer again where it can, and either
+may be donated.
+
+Between processes `jax.device_put` takes each shard to the one device that is to have it: source and target must be split
+alike, over as many devices. Where they are not, the value is laid out for the way first, on as many devices as divide both
+numbers; each of the target's groups of so many devices gets it, and the target lays it out as it wants it.
 
 All processes make the same calls in the same order; one that has no device of a submesh holds an array without shards.
 """
@@ -12,7 +15,7 @@ All processes make the same calls in the same order; one that has no device of a
 # JAX types these functions only in part.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import gcd
@@ -42,18 +45,31 @@ class Way:
 
     def __call__(self, *values: Any) -> Sequence[Any]:
         """The values there."""
-        is_copy = self._is_copy
-        if all(is_copy):
-            return copied(values, self.targets)
-        ways = list(zip(values, self.targets, is_copy, strict=True))
-        copies = [(x, target) for x, target, one in ways if one]
-        there = iter(copied([x for x, _ in copies], [target for _, target in copies]))
-        return [next(there) if one else sent([target], x)[0] for x, target, one in ways]
+        if len(self._parts) == 1:
+            return self._parts[0][1](values)
+        there: dict[int, Any] = {}
+        for numbers, bring in self._parts:
+            there.update(zip(numbers, bring([values[n] for n in numbers]), strict=True))
+        return [there[n] for n in range(len(values))]
 
     @cached_property
-    def _is_copy(self) -> tuple[bool, ...]:
-        """Of each value, whether its shards go from device to device as they are."""
-        return tuple(map(_is_copy, self.sources, self.targets))
+    def _parts(self) -> tuple[tuple[list[int], Callable[[Sequence[Any]], Sequence[Any]]], ...]:
+        """The values by their numbers, and what brings these there."""
+        alike: dict[Any, list[int]] = {}
+        for n, (source, target) in enumerate(zip(self.sources, self.targets, strict=True)):
+            kind = target.mesh if source.sharding.mesh == target.mesh else _is_copy(source, target)
+            alike.setdefault(kind, []).append(n)
+        return tuple(
+            (numbers, _bringing(kind, [self.targets[n] for n in numbers])) for kind, numbers in alike.items()
+        )
+
+
+def _bringing(kind: Any, targets: Sequence[NamedSharding]) -> Callable[[Sequence[Any]], Sequence[Any]]:
+    """What brings values to shardings: on their submesh, shard by shard, or in any other way."""
+    if isinstance(kind, bool):
+        return lambda values: copied(values, targets) if kind else sent(targets, *values)
+    laid_out = jax.jit(_all_same, out_shardings=list(targets))
+    return lambda values: laid_out(*values)
 
 
 def sent(shardings: Sequence[NamedSharding], *values: Any) -> list[Any]:
@@ -148,6 +164,10 @@ def _laid_out(x: Any, sharding: NamedSharding) -> Any:
 
 def _same(x: Any) -> Any:
     return x
+
+
+def _all_same(*values: Any) -> list[Any]:
+    return list(values)
 
 
 def _of_shards(like: Any, sharding: NamedSharding, shards: list[Any]) -> Any:
