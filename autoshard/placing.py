@@ -114,10 +114,9 @@ def _placed(
         is_new = step.arguments[i].role in (Role.BATCH, Role.KEY) and i not in program.donated_leaves
         if is_new and not getattr(x, "committed", False) and sharding.is_fully_addressable:
             continue
+        leaves[i] = jnp.copy(x) if isinstance(x, jax.Array) and id(x) in seen else x
         if getattr(x, "sharding", None) != sharding:
-            moved[i] = x
-        elif id(x) in seen:
-            leaves[i] = jnp.copy(x)
+            moved[i] = leaves[i]
         seen.add(id(x))
     _warn_of_moves(program, step, moved, advice)
     there = [_own(x, shardings[i]) if i in program.donated_leaves else x for i, x in moved.items()]
