@@ -111,7 +111,7 @@ class _Evaluation:
     @functools.cached_property
     def _read_anywhere(self) -> frozenset[int]:
         read = frozenset(v for op in self.graph.ops for v in op.operands)
-        return read.union(a for a in self.graph.outputs if isinstance(a, int))
+        return read.union(self.graph.made)
 
     @functools.cached_property
     def _read_as_they_are(self) -> frozenset[int]:

@@ -176,6 +176,11 @@ class Graph:
         """What an operand or output is, a literal's own array included."""
         return self.values[atom] if isinstance(atom, int) else Value.of(atom.aval)
 
+    @property
+    def made(self) -> tuple[int, ...]:
+        """The outputs that are values, literals left out."""
+        return tuple([a for a in self.outputs if isinstance(a, int)])
+
     @cached_property
     def num_ops(self) -> int:
         """Ops here and in all bodies."""
@@ -260,7 +265,7 @@ EFFECTFUL = frozenset(
 
 def without_dead_ops(graph: Graph) -> Graph:
     """The graph without the ops that nothing needs."""
-    live = {a for a in graph.outputs if isinstance(a, int)}
+    live = {*graph.made}
     kept: list[Op] = []
     for op in reversed(graph.ops):
         if op.name in EFFECTFUL or not live.isdisjoint(op.outputs):
@@ -284,4 +289,4 @@ def verify(graph: Graph) -> None:
             for body in bodies:
                 verify(body)
     assert made <= set(range(len(graph.values))), "a value has no shape"
-    assert all(a in made for a in graph.outputs if isinstance(a, int)), "an output is never made"
+    assert made.issuperset(graph.made), "an output is never made"

@@ -70,13 +70,12 @@ def successors(graph: Graph, returned: InPlace) -> dict[int, int]:
     """By flat result, the argument that it certainly replaces: what the step leaves of it, if that is alike."""
     first = len(jax.tree.leaves(returned.result))
     pairs = {first + k: number for k, number in enumerate(sorted(returned.left))}
-    types = {
-        v: (graph.value(v).shape, graph.value(v).dtype)
-        for o, n in pairs.items()
-        for v in (graph.outputs[o], graph.inputs[n])
-        if isinstance(v, int)
-    }
-    return {o: n for o, n in pairs.items() if types.get(graph.outputs[o]) == types[graph.inputs[n]]}
+    return {o: n for o, n in pairs.items() if _type(graph, graph.outputs[o]) == _type(graph, graph.inputs[n])}
+
+
+def _type(graph: Graph, atom: Atom) -> tuple[tuple[int, ...], Any]:
+    value = graph.value(atom)
+    return value.shape, value.dtype
 
 
 def holds_variables(arguments: Any) -> bool:
@@ -113,7 +112,9 @@ def check(
       InputError: something is lost.
     """
     returned = {v for v in results if isinstance(v, int)}
-    lost = [names[i] for i, v in left.items() if v != inputs[i] and v not in returned]
+    lost = [
+        names[i] for i, v in left.items() if v != inputs[i] and not (isinstance(v, int) and v in returned)
+    ]
     if lost:
         more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
         raise InputError(

@@ -351,7 +351,8 @@ def roles(
         i for o, i in zip(graph.outputs, replaces, strict=True) if i is not None and o != graph.inputs[i]
     }
     made_in = {v: op.phase for op in graph.ops for v in op.outputs}
-    new_phase = {i: made_in.get(o) for o, i in zip(graph.outputs, replaces, strict=True) if i is not None}
+    new_state = {i: o for o, i in zip(graph.outputs, replaces, strict=True) if i is not None}
+    new_phase = {i: made_in.get(o) if isinstance(o, int) else None for i, o in new_state.items()}
     found: list[Role] = []
     for i, v in enumerate(graph.inputs):
         value, phases = graph.values[v], read_in.get(v, set())

@@ -172,7 +172,7 @@ class LoopPair:
 
 def without_unread_stacks(graph: Graph) -> Graph:
     """Loops stack up only what is read."""
-    read = {a for a in graph.outputs if isinstance(a, int)} | {v for op in graph.ops for v in op.operands}
+    read = {*graph.made} | {v for op in graph.ops for v in op.operands}
     return without_dead_ops(replace(graph, ops=tuple(_only(read, graph.ops))))
 
 

@@ -287,7 +287,7 @@ class _TakingApart:
 
     def _sort_out(self) -> None:
         """What runs outside, and what the loop has to hand out for that."""
-        wanted = {a for a in self.graph.outputs if isinstance(a, int)}
+        wanted = {*self.graph.made}
         for i, op in reversed(list(enumerate(self.graph.ops))):
             results = [v for v in op.outputs if v in wanted]
             leaving = [v for v in results if self._leaves(v, op, wanted)]

@@ -31,7 +31,7 @@ MIN_BYTES = 1 << 16
 def may_rest_on_host(step: Step) -> dict[int, Role]:
     """The arguments that can: large state, handed on by nothing but its own new values; with their roles."""
     graph, replaced = step.graph, {r for r in step.replaces if r is not None}
-    handed_on = {a for a in graph.outputs if isinstance(a, int)}
+    handed_on = {*graph.made}
     return {
         i: step.arguments[i].role
         for i, v in enumerate(graph.inputs)

@@ -291,11 +291,11 @@ class _Reader:
         loop, ledger = graph.ops[f], _Ledger()
         body, (num_consts, num_carry) = loop.bodies["jaxpr"][0], loop.loop_counts
         inner, length = (*path, f, "jaxpr", 0), int(loop.params["length"])
-        stack_of = dict(zip(body.outputs[num_carry:], loop.outputs[num_carry:], strict=True))
+        stacks = zip(body.outputs[num_carry:], loop.outputs[num_carry:], strict=True)
+        stack_of = {v: stack for v, stack in stacks if isinstance(v, int)}
         read = {v for b in readers for v in graph.ops[b].operands}
-        others = {v for b, op in enumerate(graph.ops) if b not in readers for v in op.operands} | {
-            *graph.outputs
-        }
+        others = {v for b, op in enumerate(graph.ops) if b not in readers for v in op.operands}
+        others |= {*graph.made}
 
         def num_bytes(v: int, what: str, where: Site, n: int) -> float:
             array = self._stored_at((what, where, n))

@@ -243,8 +243,7 @@ class _Opening:
         body = self._body(index, [op for op in self.inner.ops if op not in additions])
         pieces = {v: (self._number(made[v]), self.count - 1) for v in self._alike(adding)}
         pieces |= {v: (self._number(made[s]), m) for s, each in stacks.items() for m, v in enumerate(each)}
-        kept = (a for a in graph.outputs if isinstance(a, int))
-        read = {v for op in (*body.ops, *epilogue) for v in op.operands} | {*kept}
+        read = {v for op in (*body.ops, *epilogue) for v in op.operands} | {*graph.made}
         constants = ((self._number(v), content) for v, content in self.inner.constants)
         return PipelineStep(
             self.step,

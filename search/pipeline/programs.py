@@ -20,6 +20,7 @@ pipeline parallelism"). The first stage sends nothing: there, all is left for la
 
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import jax
 
@@ -157,7 +158,7 @@ class _Writing:
         """Results that no program makes get one, at the stage of what they replace."""
         step = self.step.step
         for v, replaced in zip(self.results, step.replaces, strict=True):
-            if isinstance(v, int) and self.step.maker.get(v) in self.step.made_anew:
+            if v in self._anew:
                 stage = 0 if replaced is None else self.stage_of[step.graph.inputs[replaced]]
                 placed.setdefault(_Place(_EPILOGUE, 0, stage), [])
                 self.stage_of[v] = stage
@@ -166,7 +167,7 @@ class _Writing:
 
     def _wanted(self, placed: Mapping[_Place, Sequence[Op]]) -> frozenset[int]:
         """What programs make for others, or for the caller."""
-        wanted = {v for v in self.results if isinstance(v, int)}
+        wanted = {*self.step.step.graph.made}
         for place, ops in placed.items():
             wanted |= {*self._body(place, ops).entering}
         return frozenset(wanted | {v for piece, (v, _) in self.step.pieces.items() if piece in wanted})
@@ -174,10 +175,14 @@ class _Writing:
     def _made_anew_at(self, place: _Place) -> list[int]:
         """What is made anew as a result of the step in a program."""
         is_first = place.part == _EPILOGUE and place.level == 0
-        anew = [
-            v for v in self.results if isinstance(v, int) and self.step.maker.get(v) in self.step.made_anew
-        ]
-        return [v for v in dict.fromkeys(anew) if is_first and self.stage_of[v] == place.stage]
+        return [v for v in self._anew if is_first and self.stage_of[v] == place.stage]
+
+    @cached_property
+    def _anew(self) -> tuple[int, ...]:
+        """The results that are made wherever they are read: by light ops, or as constants."""
+        constants = {v for v, _ in self.step.constants}
+        results = dict.fromkeys(self.step.step.graph.made)
+        return tuple(v for v in results if v in constants or self.step.maker.get(v) in self.step.made_anew)
 
     def _body(self, place: _Place, ops: Sequence[Op]) -> "_Body":
         again = (

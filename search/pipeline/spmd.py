@@ -186,7 +186,7 @@ class _Writing:
         graph = self.step.step.graph
         made = {v for op in self.step.epilogue for v in op.outputs} | {v for v, _ in self.step.constants}
         read = [v for op in self.step.epilogue for v in op.operands]
-        read += [v for v in graph.outputs if isinstance(v, int)]
+        read += graph.made
         return tuple(v for v in dict.fromkeys(read) if v not in made)
 
     # --- the parts

@@ -93,7 +93,7 @@ class SpmdMemory:
         """What the prologue makes, and copies of what rests otherwise than loops read it."""
         costs, program = self.costs, self.costs.program
         dealt = {*program.examples.values()}
-        made = {v for v in program.prologue.outputs if isinstance(v, int)} - {*program.prologue.inputs}
+        made = {*program.prologue.made} - {*program.prologue.inputs}
         totals = {total for part in program.parts for total in part.sums.values()}
         by_value = {whole: v for v, whole in program.examples.items()}
         for v in sorted(made - totals):

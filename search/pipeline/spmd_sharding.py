@@ -100,7 +100,7 @@ def _values(program: SpmdStep) -> Iterator[int]:
     """What parts read and make, and what the step does."""
     for graph in (program.prologue, program.epilogue):
         yield from graph.inputs
-        yield from (v for v in graph.outputs if isinstance(v, int))
+        yield from graph.made
     for part in program.parts:
         yield from (*part.reads, *part.makes, *part.sums.values())
         if isinstance(part, LayerLoop):

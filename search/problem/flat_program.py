@@ -263,7 +263,7 @@ class _Flattening:
         for v, _ in graph.constants:
             constant = number[v] = self.new_value(graph.values[v])
             self.append("enter", (), constant, (), count, Phase.FORWARD, (*path, v), [], [])
-        read = {a for op in graph.ops for a in op.operands} | {a for a in graph.outputs if isinstance(a, int)}
+        read = {a for op in graph.ops for a in op.operands} | {*graph.made}
         for i, op in enumerate(graph.ops):
             operands = tuple(number[a] if isinstance(a, int) else None for a in op.inputs)
             if op.name == BARRIER:
@@ -501,9 +501,8 @@ def _readers(body: Graph) -> Mapping[int, Sequence[Op | None]]:
     for op in body.ops:
         for v in op.operands:
             found.setdefault(v, []).append(op)
-    for v in body.outputs:
-        if isinstance(v, int):
-            found.setdefault(v, []).append(None)
+    for v in body.made:
+        found.setdefault(v, []).append(None)
     return found
 
 

@@ -354,6 +354,18 @@ def nothing_computed(x):
     return x
 
 
+@case({"w": normal(4, 16, 16), "count": np.int32(3)}, normal(24, 16))
+def results_that_are_constants(state, x):
+    """State that is set back, and what a loop stacks up."""
+
+    def loss(w):
+        y, (zeros, _) = jax.lax.scan(lambda y, w: (jnp.tanh(y @ w), (np.float32(0), y)), x, w)
+        return jnp.mean(y**2), zeros
+
+    (value, zeros), grad = jax.value_and_grad(loss, has_aux=True)(state["w"])
+    return {"w": state["w"] - 0.1 * grad, "count": np.int32(0)}, (value, zeros)
+
+
 @case(normal(4, 16), normal(24, 8, 16), normal(3, 3, 16, 8))
 @trained
 def odd_sizes(w, x, kernel):
