@@ -79,12 +79,19 @@ class StageMemory:
         replaced = {
             v
             for v, r in zip(self.programs.results, self.programs.step.replaces, strict=True)
-            if r is not None
+            if r is not None and isinstance(v, int)
         }
         made = {v for p in self.programs.epilogue if p.stage == stage for v in p.makes} - replaced
         fresh_bytes = sum(self.bytes_of(v, stage) for v in made)
         adding_bytes = 0.0 if self.programs.num_replicas == 1 else sum_bytes + total_bytes
-        return resting_bytes + max(sum_bytes + adding_bytes, total_bytes + fresh_bytes + temporary_bytes)
+        copied_bytes = sum(
+            self.bytes_of(v, stage) for v in self.programs.copied if self.programs.stage_of[v] == stage
+        )
+        return resting_bytes + max(
+            sum_bytes + adding_bytes,
+            total_bytes + fresh_bytes + temporary_bytes,
+            fresh_bytes + copied_bytes,
+        )
 
     # --- what is there once
 

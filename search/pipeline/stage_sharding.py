@@ -88,10 +88,11 @@ class _Spelling:
 
     @cached_property
     def _replaced(self) -> dict[int, int]:
-        """By new state, the argument that it replaces."""
-        step = self.programs.step
+        """By new state that is no argument itself, the argument that it replaces."""
+        step, inputs = self.programs.step, self.programs.step.graph.inputs
         pairs = zip(self.programs.results, step.replaces, strict=True)
-        return {v: step.graph.inputs[r] for v, r in pairs if r is not None and isinstance(v, int)}
+        new = {v: inputs[r] for v, r in pairs if r is not None and isinstance(v, int)}
+        return {v: old for v, old in new.items() if v not in inputs}
 
     # --- values
 

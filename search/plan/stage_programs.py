@@ -116,6 +116,17 @@ class StagePrograms:
         return frozenset[int]().union(*(program.sums for program in self.tasks.values()))
 
     @cached_property
+    def copied(self) -> tuple[int, ...]:
+        """The results that are copies, each by its value: of other results, or of arguments that their caller keeps."""
+        graph, replaces = self.step.graph, self.step.replaces
+        taken = {v for n, v in enumerate(graph.inputs) if n not in replaces}
+        found: list[int] = []
+        for v in (atom for atom in self.results if isinstance(atom, int)):
+            found += [v] if v in taken else []
+            taken.add(v)
+        return tuple(found)
+
+    @cached_property
     def transfers(self) -> tuple[Transfer, ...]:
         """What goes from stage to stage, by value and target."""
         found = {

@@ -49,6 +49,17 @@ def test_values_that_are_to_lie_otherwise_are_laid_out_anew(shape, spec):
     np.testing.assert_array_equal(after, before)
 
 
+@pytest.mark.parametrize("spec", [P(), P("replica"), P(None, "data"), P("data")])
+def test_a_copy_on_the_same_submesh_outlives_what_it_was_made_of(spec):
+    """An axis of size 1 splits nothing, so that the shards of both are alike."""
+    mesh = submesh(0, 1, 4)
+    before = value((4, 8), NamedSharding(mesh, P("replica")))
+    (after,) = Way([typed(before)], [NamedSharding(mesh, spec)])(before)
+    before.delete()
+    assert after.sharding.spec == spec
+    np.testing.assert_array_equal(after, np.arange(32).reshape(4, 8))
+
+
 def test_random_keys_go_with_arrays():
     source, target = (NamedSharding(submesh(first, 2, 2), P()) for first in (0, 4))
     values = value((4,), source), jax.device_put(jax.random.key(3), source), value((2,), source)

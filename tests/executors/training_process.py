@@ -55,15 +55,21 @@ def scenes(folder: Path) -> Mapping[str, Callable[[], Any]]:
     def losses(
         step: Any, state: Any, batches: range = range(NUM_STEPS), case: zoo.Case = case
     ) -> list[float]:
-        made = []
+        told = []
         for i in batches:
             state, metrics = step(state, case.batch(i), *case.extra())
-            made.append(float(metrics["loss"]))
+            told.append(metrics)
         jax.block_until_ready(state)
-        return made
+        assert not any(x.is_deleted() for x in jax.tree.leaves(told))
+        return [float(metrics["loss"]) for metrics in told]
 
-    def trained(**options: Any) -> list[float]:
-        step = autoshard.parallelize(case.step, **options)
+    def telling_all(state: Any, batch: Any) -> Any:
+        """The step, whose new state is among its metrics, too."""
+        state, metrics = case.step(state, batch)
+        return state, metrics | {"state": state}
+
+    def trained(run: Any = case.step, **options: Any) -> list[float]:
+        step = autoshard.parallelize(run, **options)
         return losses(step, step.init(case.init, args=(case.batch(0),)))
 
     def on_unequal_submeshes() -> list[float]:
@@ -98,7 +104,7 @@ def scenes(folder: Path) -> Mapping[str, Callable[[], Any]]:
 
     return {
         "one program": lambda: trained(mesh=(8,)),
-        "a pipeline": lambda: trained(stages=2, microbatches=4),
+        "a pipeline": lambda: trained(telling_all, stages=2, microbatches=4),
         "unequal submeshes": on_unequal_submeshes,
         "one program for all stages": of_one_program,
         "two stages in each process, from a checkpoint": from_a_checkpoint,
