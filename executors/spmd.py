@@ -197,8 +197,7 @@ class _Replica:
         self.own |= {v: self.layout.held(x, v) for v, x in made.items()}
 
     def _zero(self, v: int) -> Any:
-        value = self.program.values[v]
-        return self.layout.held(jnp.zeros(value.shape, value.dtype), v, 0)
+        return self.layout.zeros(v, self.program.values[v].shape, 0)
 
     def _loop(self, part: LayerLoop) -> None:
         atoms = [a for a in (*part.reads, *part.op.inputs[: sum(part.op.loop_counts)]) if isinstance(a, int)]

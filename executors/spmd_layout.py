@@ -109,8 +109,19 @@ class Layout:
         mesh = self.mesh if isinstance(self.mesh, AbstractMesh) else self.mesh.abstract_mesh
         return mesh.update_axis_types({STAGE: AxisType.Manual, REPLICA: AxisType.Manual})
 
+    def zeros(self, v: int, shape: tuple[int, ...], ahead: int = 1) -> Any:
+        """What is to become a value with dims ahead of its own, where its devices hold it."""
+        value = self.program.values[v]
+        zeros = jnp.zeros(shape, value.dtype)
+        return self.held(
+            jax.device_put(zeros, jax.memory.Space.Host) if value.is_on_host else zeros, v, ahead
+        )
+
     def held(self, x: Any, v: int, ahead: int = 1) -> Any:
-        """A value as its devices hold it, with dims ahead of its own: of microbatches, of rounds."""
+        """A value as its devices hold it, with dims ahead of its own: of microbatches, of rounds. A constraint would take one
+        on the host to the device."""
+        if self.program.values[v].is_on_host:
+            return x
         return self.imposed(x, _behind(self.sharding.spec(v), ahead))
 
     def entered(self, x: Any, v: int, ahead: int = 1) -> Any:

@@ -150,12 +150,10 @@ class Ticks:
         return self.layout.sharding.of_part(self.part)
 
     def _empty(self, v: int, num: int) -> Any:
-        value = self.program.values[v]
-        return self.layout.held(jnp.zeros((num, self._num_layers, *value.shape[1:]), value.dtype), v)
+        return self.layout.zeros(v, (num, self._num_layers, *self.program.values[v].shape[1:]))
 
     def _zeros(self, v: int, *ahead: int) -> Any:
-        value = self.program.values[v]
-        return self.layout.held(jnp.zeros((*ahead, *value.shape), value.dtype), v, len(ahead))
+        return self.layout.zeros(v, (*ahead, *self.program.values[v].shape), len(ahead))
 
     # --- what runs
 
