@@ -118,8 +118,8 @@ class Layout:
         )
 
     def held(self, x: Any, v: int, ahead: int = 1) -> Any:
-        """A value as its devices hold it, with dims ahead of its own: of microbatches, of rounds. A constraint would take one
-        on the host to the device."""
+        """A value as its devices hold it, with dims ahead of its own: of microbatches, of rounds. One on the host is left
+        alone: a constraint would take it to the device."""
         if self.program.values[v].is_on_host:
             return x
         return self.imposed(x, _behind(self.sharding.spec(v), ahead))

@@ -7,10 +7,12 @@ parts as there are replicas (ZeRO's first stage; Rajbhandari et al. 2020, "ZeRO:
 trillion parameter models", section 5.1), but for what tasks read, which has to be whole for each.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from autoshard.search.ir.graph import Role, Value
+from autoshard.search.ir.factors import rule_for
+from autoshard.search.ir.graph import Op, Role, Value
 from autoshard.search.ir.spec import AXIS_NAMES, WHOLE, Spec, divides
 from autoshard.search.pipeline.imposed import Imposed
 from autoshard.search.pipeline.intra_op import IntraOp
@@ -38,17 +40,21 @@ def stage_sharding(
     return _Spelling(intra_op, step, programs, stage).run()
 
 
-def split_over_replicas(value: Value, spec: Spec, mesh_shape: tuple[int, ...]) -> Spec:
+def split_over_replicas(
+    value: Value, spec: Spec, mesh_shape: tuple[int, ...], becomes: Sequence[int] = ()
+) -> Spec:
     """How a value lies in as many parts as there are replicas: along the largest dim that allows it, else whole on each.
 
     Args:
       value: its type.
       spec: how it lies on the devices of a replica.
       mesh_shape: replicas, then the mesh of the devices of each.
+      becomes: for each dim, the one of the new state that it becomes; of dims of one size, it decides.
     """
     if value.num_bytes < MIN_BYTES or mesh_shape[0] == 1:
         return WHOLE, *spec
-    dims = sorted(range(len(value.shape)), key=lambda d: (d in spec, -value.shape[d]))
+    becomes = becomes or range(len(value.shape))
+    dims = sorted(range(len(value.shape)), key=lambda d: (d in spec, -value.shape[d], becomes[d]))
     split = ((d, *spec) for d in dims)
     return next((s for s in split if divides(s, value.shape, mesh_shape)), (WHOLE, *spec))
 
@@ -102,7 +108,31 @@ class _Spelling:
         is_own = self.programs.is_of_replica(v) or v in self.programs.pieces
         if is_own or v in self._read_by_tasks or v in self._batch:
             return WHOLE, *made
-        return split_over_replicas(self.step.values[v], made, self._mesh_shape)
+        value = self.step.values[v]
+        becomes = [self._state_dims.get((v, d), d) for d in range(len(value.shape))]
+        return split_over_replicas(value, made, self._mesh_shape, becomes)
+
+    @cached_property
+    def _state_dims(self) -> dict[tuple[int, int], int]:
+        """By value of the epilogue and dim, the dim of the new state that it becomes: the sum of a product's terms may be
+        that of a transposed weight."""
+        mine = [v for v in self._replaced if self.programs.stage_of[v] == self.stage]
+        found = {(v, d): d for v in mine for d in range(len(self.step.values[v].shape))}
+        known = {*mine}
+        for op in reversed(self.step.epilogue):
+            if not op.bodies and not known.isdisjoint(op.outputs):
+                found |= self._read_dims(op, found)
+                known.update(op.operands)
+        return found
+
+    def _read_dims(self, op: Op, found: Mapping[tuple[int, int], int]) -> dict[tuple[int, int], int]:
+        """By operand and dim, the dim of the new state that a result's is, where both are one factor."""
+        values = [self.step.values[a] if isinstance(a, int) else Value.of(a.aval) for a in op.inputs]
+        rule = rule_for(op.name, values, op.result_values, op.params)
+        results = zip(op.outputs, rule.results, strict=True)
+        at = {dim: found[v, d] for v, dims in results for d, dim in enumerate(dims) if (v, d) in found}
+        operands = ((a, dims) for a, dims in zip(op.inputs, rule.operands, strict=True) if isinstance(a, int))
+        return {(a, d): at[dim] for a, dims in operands for d, dim in enumerate(dims) if dim in at}
 
     def _made(self, v: int) -> Spec:
         """How the step's solution has it."""
