@@ -52,7 +52,7 @@ class PartKernels[Part]:
         if not own:
             return 0.0
         is_rescheduled = self.device.is_rescheduled
-        cut = _Cut(lowered, own, self._loop, self._stacks, is_rescheduled)
+        cut = _Cut(lowered, own, self._loop, self._stacks, is_rescheduled, self.is_program)
         alone = with_copies(cut.alone, cut.handed) if self.is_program else cut.alone
         peak = Prediction(alone, limit_bytes, is_rescheduled, alone).peak
         return peak.num_bytes + cut.early_bytes
@@ -201,6 +201,7 @@ class _Cut:
         around: Loops,
         stacks: frozenset[int],
         is_rescheduled: bool,
+        is_program: bool,
     ) -> None:
         kernels = lowered.kernels
         opened = {
@@ -214,7 +215,7 @@ class _Cut:
         }
         elsewhere = (kernel for k, kernel in enumerate(kernels) if k not in own)
         handed_on = {same.get(b, b) for kernel in elsewhere for b in kernel.reads}
-        self.lowered, self.own, self.around = lowered, own, around
+        self.lowered, self.own, self.around, self.is_program = lowered, own, around, is_program
         self.added = {
             k for k in stacks & own.keys() if own[k].is_within and handed_on.isdisjoint(kernels[k].makes)
         }
@@ -289,7 +290,10 @@ class _Cut:
         return [k for k in self.number if kernels[k].loops == kernel.loops and k not in self.late]
 
     def _workspace(self, kernel: Kernel, runs: Runs) -> float:
-        """With a layer of what lies at a place that only its run knows: a product does not read that where it is."""
+        """With a layer of what lies at a place that only its run knows: a product does not read that where it is. Nor does a
+        program of one microbatch read that where it lies in the batch: it gets the number, and has no loop over them."""
+        if self.is_program and kernel.sliced and not self._inside(kernel.loops):
+            return min(kernel.workspace_bytes, WORKSPACE_BYTES)
         copied = [b for b in kernel.sliced if runs.is_within and (runs.rounds > 1 or self._is_residual(b))]
         copies = sum(self.lowered.buffers[b].num_bytes for b in copied) / runs.whole
         is_sliced = kernel.workspace_bytes == SLICED_WORKSPACE_BYTES and not runs.is_opened

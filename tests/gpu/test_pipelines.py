@@ -20,6 +20,7 @@ from autoshard.verification.pipeline_result import PipelineVerification
 from tests.gpu.compiled import HURRY
 from tests.zoo import make_gpt_scan
 from tests.zoo.megatron import make_megatron
+from tests.zoo.mlp import make_mlp
 
 LAYERS, HIDDEN, SEQ, VOCAB, BATCH = 4, 64, 32, 128, 64
 STAGES, REPLICAS, MICROBATCHES = 2, 4, 4
@@ -257,3 +258,11 @@ def test_stages_on_several_kinds_of_node_are_compiled_each_for_its_own():
     assert shared
     for c in shared:  # parameters are not gathered by each task
         assert c.compiled_count <= 2 * c.predicted_count
+
+
+def test_a_stages_programs_hold_and_send_what_is_predicted():
+    """Of square weights, and of a batch of which each task reads its part."""
+    case = make_mlp(widths=(1024,) * 9, batch=1024)
+    options = {"stages": 2, "mesh": (4, 1), "microbatches": 4, "executor": "a program per stage"}
+    plan = autoshard.search(case.step, *case.abstract_args(), cluster="8xH100-80GB", **options)
+    assert "fits, as predicted" in str(autoshard.verify(case.step, *case.abstract_args(), plan=plan))
