@@ -40,7 +40,7 @@ from autoshard.search.memory.written import Written
 
 def without_unread_results(graph: Graph) -> Graph:
     """The graph without what its scans make for each iteration, or its choices make, and nobody reads."""
-    read = {a for op in graph.ops for a in op.operands} | {a for a in graph.outputs if isinstance(a, int)}
+    read = {a for op in graph.ops for a in op.operands} | {*graph.made}
     ops = (_without_unread(op, read) if op.name in ("scan", "cond") else op for op in graph.ops)
     return without_dead_ops(replace(graph, ops=tuple(ops)))
 
