@@ -169,6 +169,20 @@ def is_identity(eqn: Any) -> bool:
     return _reduced_dims(eqn) == ()
 
 
+def as_no_steps(eqn: Any) -> Any:
+    """What a `scan` of no steps is, as a jaxpr: its carry as it came, and empty stacks; None for other equations."""
+    if eqn.primitive.name != "scan" or eqn.params["length"]:
+        return None
+    num_consts, num_carry = scan_counts(eqn.params)
+    stacks = [v.aval for v in eqn.outvars[num_carry:]]
+
+    def passed_on(*operands: Any) -> list[Any]:
+        carry = operands[num_consts : num_consts + num_carry]
+        return [*carry, *(jax.lax.empty(stack.shape, stack.dtype) for stack in stacks)]
+
+    return jax.make_jaxpr(passed_on)(*(v.aval for v in eqn.invars))
+
+
 def literal(content: np.generic) -> Literal:
     """A scalar as an operand."""
     return Literal(content, jax_core.ShapedArray((), content.dtype))

@@ -6,6 +6,7 @@ found in `state`, phases in `phases`. Besides:
 * *Calls* (`jit`, `custom_jvp`, `custom_vjp`, `checkpoint`) are inlined. A differentiated `checkpoint` is
   lowered by JAX behind an optimization barrier, which keeps XLA from sharing the recomputation with the
   forward phase; so is ours.
+* *Loops of no steps* hand on their carry, so that no later pass meets one.
 * *Products of ragged groups* are spelt out in dense ones, as the compiler does.
 * *Collectives over a named axis of `vmap`* are reductions over the dimension that the axis has become.
 * *Extended dtypes* that are stored element by element (Flax's `fp8_meta32`) are the dtypes that they are stored in, and
@@ -296,7 +297,13 @@ class _Builder:
             if name == "platform_index":
                 return (_jax.literal(np.int32(choice)),)
             return self.inline(eqn.params["branches"][choice], operands[1:], scope, source)
-        for spelt_out in (_jax.as_expanded, _jax.as_reduction, _jax.as_own_sum, _jax_kernels.as_dense):
+        for spelt_out in (
+            _jax.as_expanded,
+            _jax.as_no_steps,
+            _jax.as_reduction,
+            _jax.as_own_sum,
+            _jax_kernels.as_dense,
+        ):
             if (inner := spelt_out(eqn)) is not None:
                 return self.inline(inner, operands, scope, source)
         bodies = {

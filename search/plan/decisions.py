@@ -279,11 +279,15 @@ class DecisionCodec:
 
     def resting(self, node: int, wanted: Spec, name: str, place: str) -> np.ndarray:
         """The strategies of an argument's node that rest it in a spec."""
-        graph, spared = self.costed.graph, self._spared(wanted)
+        graph = self.costed.graph
         op_class = graph.groups[node].op_classes[0]
         specs = port_specs(graph.ports[op_class, 0, True], self.costed.strategies[node])
-        found = np.flatnonzero((specs == np.array(spared)).all(axis=1))
         shape = graph.folded.program.values[graph.folded.op(op_class).results[0]].shape
+        empty = {
+            d for d, size in enumerate(shape) if size == 0
+        }  # dimensions that nothing splits, whatever is said
+        spared = tuple(WHOLE if d in empty else d for d in self._spared(wanted))
+        found = np.flatnonzero((specs == np.array(spared)).all(axis=1))
         if not len(found) or max(wanted) >= len(shape):
             raise PlanError(
                 f"{place}: {name} of shape {shape} cannot rest as {format_spec(wanted, self.axis_names)} on the mesh "

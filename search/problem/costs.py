@@ -278,7 +278,8 @@ class CostedGraph:
         )
         batch, rows, columns = made & left & right, made - right, made & right - left
         sizes = [prod(rule.factors[f].size for f in loops) for loops in (batch, rows, columns)]
-        depth = self._points(op_class) * rule.flops_per_point / (FLOPS_PER_PRODUCT_SUM * prod(sizes))
+        points = prod(max(1, size) for size in sizes)  # as `num_points` counts the loops of an empty array
+        depth = self._points(op_class) * rule.flops_per_point / (FLOPS_PER_PRODUCT_SUM * points)
         rest = set(range(len(rule.factors))) - made
         local = [
             np.ceil(size / self._parts(op_class, loops))

@@ -478,3 +478,16 @@ def test_what_the_forward_phase_makes_is_forward_until_a_gradient_is_read():
     traced = trace(step, W, X)
     assert phases_of(traced, "exp") == [Phase.FORWARD]
     assert phases_of(traced, "cos") == phases_of(traced, "tan") == [Phase.UPDATE]
+
+
+def test_a_loop_of_no_steps_hands_on_its_carry():
+    keys = jax.random.split(jax.random.key(0), 0)
+
+    def step(w, x):
+        carry, (sums, drawn) = jax.lax.scan(lambda c, k: (c * w, (c.sum(), jax.random.split(k))), x, keys)
+        return carry, sums, drawn
+
+    graph = trace(step, jnp.ones(4), jnp.ones(4)).graph
+    assert "scan" not in [op.name for op in graph.ops]
+    assert [graph.value(a).shape for a in graph.outputs] == [(4,), (0,), (0, 2)]
+    assert graph.outputs[0] == graph.inputs[1]

@@ -303,3 +303,17 @@ def test_what_is_priced_once_for_edges_that_are_alike_is_the_price_of_each(name)
             alone = replace(found, resharder=Resharder(mesh))
             np.testing.assert_array_equal(met[-1], alone.edge_seconds(edge))
     assert len(set(map(id, met))) < len(met) / 2
+
+
+@pytest.mark.parametrize("sizes", [(0, 8, 8), (8, 0, 8), (8, 8, 0)])
+def test_a_product_of_no_elements_takes_no_longer_than_a_small_one(sizes):
+    m, k, n = sizes
+    (empty_s,), (small_s,) = (
+        [
+            float(compute[0])
+            for compute, _ in costed(jnp.matmul, jnp.ones((a, b)), jnp.ones((b, c))).node_seconds
+            if compute[0]
+        ]
+        for a, b, c in ((m, k, n), (8, 8, 8))
+    )
+    assert 0 < empty_s <= small_s
