@@ -41,7 +41,7 @@ from autoshard.search.options import Options
 from autoshard.search.plan.pipeline_plan import PipelinePlan
 from autoshard.search.plan.plan import Plan
 from autoshard.search.plan.spmd_plan import SpmdPlan
-from autoshard.signatures import Known, type_of
+from autoshard.signatures import Known, is_for, type_of
 from autoshard.signatures import signature as signature_of
 from autoshard.user_warning import warn
 
@@ -143,10 +143,8 @@ class Parallelized:
                 except placing.RetracedError:
                     pass
                 except placing.FAILURES:
-                    if not placing.is_refused(known.program, args, known.step):
+                    if not self._is_refused(known, args):
                         raise
-                    if not placing.are_distinct(args):
-                        self._plain.forget(known)  # XLA logs each time that it is given an array twice
         call = self._call(args, kwargs)
         planned = self._prepared(call)
         is_first = planned not in self._ran
@@ -158,6 +156,15 @@ class Parallelized:
         if is_first:
             self._keep(planned, call)
         return call.result(returned, given)
+
+    def _is_refused(self, known: _Planned, args: tuple[Any, ...]) -> bool:
+        """Where a program failed that ran unasked: whether it refuses its arguments, and nothing ran."""
+        if not is_for(known, args):
+            return True
+        is_refused = placing.is_refused(known.program, args, known.step)
+        if is_refused and not placing.are_distinct(args):
+            self._plain.forget(known)  # XLA logs each time that it is given an array twice
+        return is_refused
 
     def init(self, create: Callable[..., Any], *create_args: Any, args: tuple[Any, ...] = ()) -> Any:
         """Creates the state directly on its shards.
@@ -306,12 +313,13 @@ class Parallelized:
             return found.step, found.plan, program
 
         cluster = hardware.groups[0]  # one program's
+        asked = self._asked(traced)
 
         def alone() -> programs.Built:
-            options = self._options(traced, cluster)
+            options = self._options(traced, cluster, asked)
             return programs.searched(traced, cluster, options, devices, placing.retraced, tell, given_up)
 
-        asked, processes = self._asked_of_a_pipeline, Processes.of(devices)
+        processes = Processes.of(devices)
         wanted = self._pipeline if plan is None else plan
         if isinstance(hardware, MixedCluster) and plan is None:
             across = pipelines.across_kinds(hardware, self._pipeline)
@@ -320,6 +328,8 @@ class Parallelized:
             found = alone()
         elif isinstance(wanted, Stages) and wanted.count is None:
             found = pipelines.fastest(traced, cluster, wanted, asked, alone, tell, processes)
+        elif self._planned and plan is None:
+            found = pipelines.found_or_alone(traced, cluster, wanted, asked, alone, tell, processes)
         else:
             found = pipelines.found(traced, hardware, wanted, asked, place, tell, processes)
         if isinstance(found, programs.Built):
@@ -350,13 +360,16 @@ class Parallelized:
             return Stages(first.stages, first.schedule, first.executor)
         return asked if first is None else None
 
-    @property
-    def _asked_of_a_pipeline(self) -> Asked:
-        """What is asked of its search; of other shapes than a plan is for, its cap."""
+    def _asked(self, traced: Step) -> Asked:
+        """What is asked of the search. Of other shapes than the first ones: the cap of a plan that is given, and of the rest
+        what suits them."""
         given = self._given
-        return (
-            Asked(given.memory_bytes) if isinstance(given, PipelinePlan | SpmdPlan) else self._request.asked
-        )
+        asked = self._request.asked if given is None else Asked(given.memory_bytes)
+        if not self._planned:
+            return asked
+        first = self._planned[0].plan
+        mesh = tuple(first.decisions.mesh.values()) if isinstance(first, Plan) else None
+        return planning.suiting(traced, asked, mesh)
 
     def _plan_for(self, traced: Step) -> tuple[AnyPlan, str] | None:
         """A plan that the step need not be searched for: the one that is given, or that of the same computation."""
@@ -370,14 +383,13 @@ class Parallelized:
         )
         return next(((plan, "the plan before") for plan in same), None)
 
-    def _options(self, traced: Step, hardware: Cluster) -> Options:
-        """What is asked of the search; after the first one, that the state rests as it does."""
-        asked, like = self._request.asked, self._like
+    def _options(self, traced: Step, hardware: Cluster, asked: Asked) -> Options:
+        """What the search is told; after the first one, that the state rests as it does."""
+        like = self._like
         resting = ANYWHERE if like is None else as_in(traced, like)
-        given = like.plan if like else self._given
-        if asked.memory is None and isinstance(given, Plan):
-            asked = replace(asked, memory=given.memory_bytes)
-        if not self._planned:
+        if asked.memory is None and like is not None:
+            asked = replace(asked, memory=like.plan.memory_bytes)
+        if not self._planned or not isinstance(self._planned[0].plan, Plan):
             return planning.options(traced, hardware, asked, resting)
         options = planning.options(
             traced, hardware, replace(asked, offload=None), as_in(traced, self.rested).then(resting)

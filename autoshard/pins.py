@@ -99,6 +99,33 @@ def pinned(step: Step, pin: Pins, num_devices: int) -> Resting:
     return _by_path(step, pin)
 
 
+def allowed(step: Step, pin: Pins, mesh: tuple[int, ...]) -> tuple[Pins | None, tuple[str, ...]]:
+    """The pins that another call of their step allows.
+
+    Args:
+      step: the call, traced.
+      pin: as for `pinned`, which has read it for the first call.
+      mesh: the mesh that the first call runs on.
+
+    Returns:
+      The pins of arguments that are there and split so, and for each of the others why not.
+    """
+    if isinstance(pin, Plan):
+        return (pin if as_in(step, Rested.by(pin)).specs else None), ()
+    shapes = dict(
+        zip((a.name for a in step.arguments), (x.shape for x in step.abstract_inputs()), strict=True)
+    )
+    names = {key: ending_in(key, tuple(shapes)) or unfolded(key, tuple(shapes)) for key in pin}
+    kept = {
+        name: pin[key]
+        for key in pin
+        for name in names[key]
+        if _may_rest(_read(key, pin[key])[0], shapes[name], mesh)
+    }
+    lost = [(key, name) for key in pin for name in names[key] if name not in kept]
+    return kept, tuple(f"{name} of shape {shapes[name]} does not split as {pin[key]}" for key, name in lost)
+
+
 def as_in(step: Step, rested: Rested) -> Resting:
     """How another step rests what this one shares with it; what is in doubt, or does not split so, is left out.
 

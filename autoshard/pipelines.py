@@ -240,6 +240,40 @@ def found(
     return searched(step, cluster, wanted, asked, progress, processes)
 
 
+def found_or_alone[One: OneProgram](
+    step: Step,
+    cluster: Cluster,
+    wanted: Stages,
+    asked: Asked,
+    alone: Callable[[], One],
+    progress: Progress = lambda line: None,
+    processes: Processes = ALONE,
+) -> One | Pipeline | SpmdPipeline:
+    """Another call of a step that is a pipeline, as one too, or as one program if it cannot be: a last batch may have fewer
+    examples than there are microbatches.
+
+    Args:
+      step: the call, traced.
+      cluster: what it will run on.
+      wanted: the pipeline of the first call.
+      asked: what else is asked of the search.
+      alone: searches for one program.
+      progress: called with one line a stage of the work.
+      processes: those that run it, of which the first one searches.
+
+    Raises:
+      InfeasibleError: nothing fits.
+
+    Warns:
+      AutoshardWarning: it is one program.
+    """
+    try:
+        return searched(step, cluster, wanted, asked, progress, processes)
+    except InputError as e:
+        warn(f"this call of {step.name} is planned as one program, since it cannot be a pipeline: {e}")
+        return alone()
+
+
 def searched(
     step: Step,
     cluster: AnyCluster,

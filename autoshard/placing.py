@@ -81,19 +81,29 @@ def is_refused(program: Program | PipelineProgram, args: tuple[Any, ...], step: 
     wanted, own = jax.tree.flatten(program.shardings)
     if tree != own:
         return True
+    _check_are_there(step, arrays)
+    is_strict = isinstance(program, PipelineProgram)
+    lies_elsewhere = any(
+        x.committed and x.sharding != s and (is_strict or not x.sharding.is_equivalent_to(s, x.ndim))
+        if isinstance(x, jax.Array)
+        else not s.is_fully_addressable
+        for x, s in zip(arrays, wanted, strict=True)
+    )
+    return lies_elsewhere or (bool(program.donated_leaves) and not are_distinct(args))
+
+
+def _check_are_there(step: Step, arrays: Sequence[Any]) -> None:
+    """Refuses arguments that were given up.
+
+    Raises:
+      InputError: one was; names it.
+    """
     for argument, x in zip(step.arguments, arrays, strict=True):
         if isinstance(x, jax.Array) and x.is_deleted():
             raise InputError(
                 f"{argument.name} was given up to an earlier call: what {step.name} returned is in its memory. Pass that; "
                 "where the old one is needed too, make a copy beforehand (jax.tree.map(jnp.copy, ...))"
             )
-    lies_elsewhere = any(
-        x.committed and not x.sharding.is_equivalent_to(s, x.ndim)
-        if isinstance(x, jax.Array)
-        else not s.is_fully_addressable
-        for x, s in zip(arrays, wanted, strict=True)
-    )
-    return lies_elsewhere or (bool(program.donated_leaves) and not are_distinct(args))
 
 
 def are_distinct(args: tuple[Any, ...]) -> bool:
@@ -108,6 +118,7 @@ def _placed(
     """The arguments on a program's devices; but not what comes anew in each call, from nowhere in particular: JAX brings it
     there, and would trace and compile the step twice, for what lies on a mesh and for what does not."""
     leaves, tree = jax.tree.flatten(args)
+    _check_are_there(step, leaves)
     shardings, seen = jax.tree.leaves(program.shardings), set[int]()
     moved: dict[int, Any] = {}
     for i, (x, sharding) in enumerate(zip(leaves, shardings, strict=True)):

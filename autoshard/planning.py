@@ -1,7 +1,7 @@
 """From what the user gave to a plan on its step: what `search`, `emit`, `verify` and `parallelize` share."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -11,10 +11,11 @@ from autoshard.cost_model.cluster import Cluster
 from autoshard.cost_model.errors import InputError, PlanError
 from autoshard.cost_model.mixed_cluster import AnyCluster, from_json
 from autoshard.cost_model.units import format_bytes, parse_bytes
-from autoshard.pins import ANYWHERE, Pins, Resting, pinned
+from autoshard.pins import ANYWHERE, Pins, Resting, allowed, pinned
 from autoshard.search import driver
 from autoshard.search.ir.graph import Step
 from autoshard.search.ir.trace import trace_call
+from autoshard.search.memory.microbatches import microbatched
 from autoshard.search.options import Options
 from autoshard.search.plan.pipeline_plan import PipelinePlan
 from autoshard.search.plan.plan import Plan
@@ -106,6 +107,35 @@ def options(step: Step, cluster: Cluster, asked: Asked, resting: Resting = ANYWH
     return Options(
         limit, mesh, rest.specs, asked.time_limit_s, asked.remat, asked.microbatches, rest.offload(kinds)
     )
+
+
+def suiting(step: Step, asked: Asked, mesh: tuple[int, ...] | None) -> Asked:
+    """What suits another call of a step of what its first one was asked. A last batch may be of a size that neither a pin
+    nor a number of microbatches divides: these are for the others, and are searched for it.
+
+    Args:
+      step: the call, traced.
+      asked: of the first one.
+      mesh: that the first one runs on; None for a pipeline, which has no pins.
+
+    Warns:
+      AutoshardWarning: something does not suit it.
+    """
+    lost: tuple[str, ...] = ()
+    if asked.pin and mesh is not None:
+        pin, lost = allowed(step, asked.pin, mesh)
+        asked = replace(asked, pin=pin)
+    if asked.microbatches is not None:
+        try:
+            microbatched(step, asked.microbatches)
+        except InputError as e:
+            lost, asked = (
+                (*lost, f"it has no {asked.microbatches} microbatches: {e}"),
+                replace(asked, microbatches=None),
+            )
+    if lost:
+        warn(f"this call of {step.name} is planned without what it does not allow: {'; '.join(lost)}")
+    return asked
 
 
 def limit_bytes(cluster: AnyCluster, asked: Asked) -> int:

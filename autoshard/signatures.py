@@ -2,8 +2,9 @@
 
 As `jax.jit` keeps programs by the pytree of the arguments, their shapes and dtypes, and the static ones, so do we. To find
 all that out takes longer than a small step, so nobody looks at a call that is probably like one before: its program runs.
-JAX itself notices if it is not: the program refuses to be traced again, and takes no other pytree, and no array twice that
-is given up. Among several programs only those leaves are looked at by which they differ.
+JAX itself notices if it is not: it refuses arguments that do not split as the program's, the program refuses to be traced
+again, and takes no other pytree, and no array twice that is given up. Only then are all leaves looked at (`is_for`). Among
+several programs only those leaves are looked at by which they differ.
 """
 
 import itertools
@@ -46,6 +47,12 @@ class Typed(Protocol):
 
     @property
     def types(self) -> tuple[Any, ...]: ...
+
+
+def is_for(one: Typed, args: tuple[Any, ...]) -> bool:
+    """Whether something was made for arguments of this pytree and these types."""
+    leaves, tree = jax.tree.flatten(args)
+    return tree == one.tree and tuple(map(type_of, leaves)) == one.types
 
 
 @dataclass
