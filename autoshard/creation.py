@@ -71,7 +71,7 @@ class Creation:
         places = self._places(mesh, shardings)
         shapes = jax.tree.leaves(self.returned)
         return self._holding(
-            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s, weak_type=getattr(x, "weak_type", False))
+            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s, weak_type=_jax.is_weak(x))
             for x, s in zip(shapes, places, strict=True)
         )
 
@@ -122,4 +122,4 @@ def _unplaced(x: Any) -> Any:
     """An array's type, without where it lies."""
     if not isinstance(x, jax.Array):
         return x
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=getattr(x, "weak_type", False))
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=_jax.is_weak(x))

@@ -41,7 +41,7 @@ from autoshard.search.options import Options
 from autoshard.search.plan.pipeline_plan import PipelinePlan
 from autoshard.search.plan.plan import Plan
 from autoshard.search.plan.spmd_plan import SpmdPlan
-from autoshard.signatures import Known, is_for, type_of
+from autoshard.signatures import Known, format_type, is_for, type_of
 from autoshard.signatures import signature as signature_of
 from autoshard.user_warning import warn
 
@@ -292,20 +292,26 @@ class Parallelized:
                 f"the cluster {hardware.name} has {hardware.num_devices} devices, and there are {len(devices)} to run on. "
                 "Leave cluster= out to plan for these, or use search to plan for others"
             )
-        if self._planned:
-            warn(self._what_changed(call))
         traced = planning.traced(call.step, hardware, call.args, call.kwargs, request.state)
-        Processes.of(devices).agree_on(traced, devices, self._given)
-        found, plan, program = self._made(traced, hardware, devices, tell)
         leaves, tree = jax.tree.flatten(call.positional)
         types = tuple(map(type_of, leaves))
+        given = self._plan_for(traced)
+        if self._planned and (said := self._what_changed(call.form, traced, tree, types, given is not None)):
+            warn(said)
+        Processes.of(devices).agree_on(traced, devices, self._given)
+        found, plan, program = self._made(traced, given, hardware, devices, tell)
         return _Planned(signature, call.form, found, plan, program, tree, types)
 
     def _made(
-        self, traced: Step, hardware: AnyCluster, devices: Sequence[Any], tell: Progress
+        self,
+        traced: Step,
+        given: tuple[AnyPlan, str] | None,
+        hardware: AnyCluster,
+        devices: Sequence[Any],
+        tell: Progress,
     ) -> tuple[Step, AnyPlan, Program | PipelineProgram]:
         """The step as it runs, its plan and its program."""
-        plan, place = self._plan_for(traced) or (None, "")
+        plan, place = given or (None, "")
         given_up = planning.arguments_of(traced, self._request.donate)
         if isinstance(plan, Plan):
             found = planning.applied(traced, plan, place)
@@ -336,16 +342,27 @@ class Parallelized:
             return found.found.step, found.plan, found.program
         return traced, found.plan, programs.pipelined(found, hardware, devices, placing.retraced)
 
-    def _what_changed(self, call: Call) -> str:
-        """Why there is another plan."""
-        latest = self._planned[-1].form
-        if latest and call.form and (attribute := nnx_objects.changed_attribute(latest, call.form)):
+    def _what_changed(
+        self, form: nnx_objects.Form | None, traced: Step, tree: Any, types: tuple[Any, ...], is_known: bool
+    ) -> str:
+        """Why a call is searched again, or is another program; nothing where it is the computation of another call."""
+        latest = self._planned[-1]
+        if latest.form and form and (attribute := nnx_objects.changed_attribute(latest.form, form)):
             return (
                 f"an attribute of what {self.__name__} is given has changed: {attribute}. What is no array is a constant of "
                 "the program, which is made once for each value. If it changes often, make it an nnx.Variable of an array"
             )
+        if is_known:
+            return ""
+        what, leaf = "shape or structure", ""
+        changed = [i for i, old in enumerate(latest.types) if tree == latest.tree and types[i] != old]
+        if changed:
+            i = next((i for i in changed if types[i][0] != latest.types[i][0]), changed[0])
+            what = what if types[i][0] != latest.types[i][0] else "type"
+            name, new, old = traced.arguments[i].name, format_type(types[i]), format_type(latest.types[i])
+            leaf = f" ({name} is {new}, and was {old})"
         where = "" if self._pipeline else ", with the state where it is"
-        return f"the arguments of {self.__name__} changed in shape or structure; planning once for the new ones too{where}"
+        return f"the arguments of {self.__name__} changed in {what}{leaf}; planning once for the new ones too{where}"
 
     @property
     def _pipeline(self) -> Stages | None:

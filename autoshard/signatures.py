@@ -31,12 +31,20 @@ def signature(call: Call) -> Any:
 def type_of(leaf: Any) -> Any:
     """What `jax.jit` keeps programs apart by. A Python number is an array of a type that adapts to others."""
     if isinstance(leaf, jax.Array):
-        return leaf.shape, leaf.dtype, getattr(leaf, "weak_type", False)  # keys have none
+        return leaf.shape, leaf.dtype, _jax.is_weak(leaf)
     if type(leaf) in PYTHON_NUMBERS:
         return (), _jax.narrowed(np.dtype(type(leaf))), type(leaf) is not bool
     if (dtype := getattr(leaf, "dtype", None)) is None:
         return type(leaf)
-    return leaf.shape, _jax.narrowed(dtype), getattr(leaf, "weak_type", False)
+    return leaf.shape, _jax.narrowed(dtype), _jax.is_weak(leaf)
+
+
+def format_type(told: Any) -> str:
+    """What `type_of` told: `float32[64,16]`, `weak float32[]`."""
+    if not isinstance(told, tuple):
+        return told.__name__
+    shape, dtype, is_weak = told
+    return f"{'weak ' * is_weak}{dtype}[{','.join(map(str, shape))}]"
 
 
 class Typed(Protocol):

@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from autoshard.cost_model.errors import InputError
 from autoshard.cost_model.units import format_mesh
 from autoshard.executors.rewrite import evaluator
-from autoshard.search.ir._jax import itemsize, on_mesh
+from autoshard.search.ir._jax import is_weak, itemsize, on_mesh, with_weak_type
 from autoshard.search.ir.graph import Step, Value
 from autoshard.search.ir.sharding import StepSharding
 from autoshard.search.ir.spec import partition_spec
@@ -127,7 +127,8 @@ def jitted(
         if list(map(_type, flat)) != list(map(_type, abstract)):
             on_retrace()
         with on_mesh(mesh):
-            return jax.tree_util.tree_unflatten(step.out_tree, evaluate(flat))
+            results = [with_weak_type(x, o in step.weak_results) for o, x in enumerate(evaluate(flat))]
+            return jax.tree_util.tree_unflatten(step.out_tree, results)
 
     run.__name__ = run.__qualname__ = step.name
     reused = {o: r for o, r in enumerate(step.replaces) if r is not None}
@@ -237,7 +238,7 @@ def _reusable(
 
 def _type(x: Any) -> Any:
     """What `jax.jit` keeps programs apart by."""
-    return tuple(x.shape), x.dtype, getattr(x, "weak_type", False)  # keys have none
+    return tuple(x.shape), x.dtype, is_weak(x)
 
 
 def shard_bytes(x: jax.ShapeDtypeStruct) -> int:

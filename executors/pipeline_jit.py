@@ -24,6 +24,7 @@ from autoshard.executors.pipeline_program import Instruction, Slot
 from autoshard.executors.rewrite import evaluator
 from autoshard.executors.transfers import are_of_several_processes
 from autoshard.search.ir import _jax
+from autoshard.search.ir._jax import with_weak_type
 from autoshard.search.ir.sharding import StepSharding
 from autoshard.search.ir.spec import WHOLE, Spec, partition_spec
 from autoshard.search.plan.stage_programs import StageProgram, StagePrograms, StageSharding
@@ -376,11 +377,20 @@ class Agenda:
                 for v, x in zip(program.reads, values, strict=True)
             ]
             return [
-                jnp.broadcast_to(x, (programs.num_replicas, *x.shape)) if v in programs.sums else x
+                jnp.broadcast_to(x, (programs.num_replicas, *x.shape))
+                if v in programs.sums
+                else with_weak_type(x, v in self._weak)
                 for v, x in zip(program.makes, evaluate(read), strict=True)
             ]
 
         return run
+
+    @cached_property
+    def _weak(self) -> frozenset[int]:
+        """The values that leave the step with a weak type."""
+        programs = self.seating.programs
+        leaving = (programs.results[o] for o in programs.step.weak_results)
+        return frozenset(v for v in leaving if isinstance(v, int))
 
 
 def _taken_from(left: Counter[Any], kind: Any) -> bool:

@@ -20,7 +20,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from autoshard.executors.kernels import on_shards, reductions, sum_of_terms, terms_one_after_another
-from autoshard.search.ir._jax import abstract_value, bind, optimization_barrier_p, provenance
+from autoshard.search.ir._jax import abstract_value, bind, optimization_barrier_p, provenance, with_weak_type
 from autoshard.search.ir.graph import Graph, Op, Phase, Value
 from autoshard.search.ir.sharding import OperandReshard, ReshardStep, SharedPaths, StepSharding
 from autoshard.search.ir.spec import PARTIAL, WHOLE, Spec, partition_spec
@@ -39,7 +39,7 @@ def evaluator(
     """
 
     def evaluate(inputs: Sequence[Any]) -> list[Any]:
-        return _Evaluation(graph, sharding, mesh, path).run(inputs)
+        return _Evaluation(graph, sharding, mesh, path).run([with_weak_type(x, False) for x in inputs])
 
     return evaluate
 
@@ -153,7 +153,7 @@ class _Evaluation:
 
     def _body(self, body: Graph, path: tuple[Any, ...]) -> Any:
         shapes = [body.values[v] for v in body.inputs]
-        abstract = [abstract_value(v.shape, v.dtype, v.weak_type) for v in shapes]
+        abstract = [abstract_value(v.shape, v.dtype) for v in shapes]
         return jax.make_jaxpr(lambda *xs: _Evaluation(body, self.sharding, self.mesh, path).run(xs))(
             *abstract
         )

@@ -17,6 +17,7 @@ present in JAX 0.11 and 0.12:
 * where a step names devices, equations hold a `Sharding` or a `Device`: `sharding_constraint` and its like do nothing else;
 * extended dtypes say in `_rules` how gradients add up, and `jax._src.core` how they are stored; `to_edtype` and
   `from_edtype` convert to them and back, and leave the bits as they are;
+* `lax._convert_element_type` makes a type weak, which promotion then adapts to others;
 * primitives of `hijax` (0.12) come as equations `call_hi_primitive`, and say by `to_lojax` what they are made of;
 * `make_jaxpr` returns a `ClosedJaxpr` (0.11) or a `Jaxpr` that holds its own constants (0.12).
 
@@ -39,13 +40,13 @@ import jax
 import numpy as np
 from jax._src import core as jax_core
 from jax._src import distributed, source_info_util
-from jax._src.lax import lax
+from jax._src.lax import lax as lax_internal
 from jax.extend import core as jex_core
 from jaxlib import xla_client
 
 Literal = jex_core.Literal
 Primitive = jex_core.Primitive
-to_edtype_p, from_edtype_p = lax.to_edtype_p, lax.from_edtype_p
+to_edtype_p, from_edtype_p = lax_internal.to_edtype_p, lax_internal.from_edtype_p
 optimization_barrier_p = jax.lax.optimization_barrier_p
 
 CALLS = {
@@ -375,9 +376,34 @@ def names_memory(params: dict[str, Any]) -> bool:
     return all(isinstance(target, jax.memory.Space) for target in params["devices"])
 
 
-def abstract_value(shape: tuple[int, ...], dtype: Any, weak_type: bool) -> jax.ShapeDtypeStruct:
+def abstract_value(shape: tuple[int, ...], dtype: Any, weak_type: bool = False) -> jax.ShapeDtypeStruct:
     """What `make_jaxpr` takes for an argument of this type."""
     return jax.ShapeDtypeStruct(shape, dtype, weak_type=weak_type)
+
+
+def is_weak(x: Any) -> bool:
+    """Whether the type of an array, or of its shape, is weak in type promotion; those of keys never are."""
+    return bool(getattr(x, "weak_type", False))
+
+
+def with_weak_type(x: Any, weak: bool) -> Any:
+    """An array with a type that is weak, or is not."""
+    return x if is_weak(x) == weak else lax_internal._convert_element_type(x, weak_type=weak)
+
+
+def only_changes_weakness(eqn: Any) -> bool:
+    """Whether a conversion leaves its operand as it is but for a weak type."""
+    params = eqn.params
+    return (
+        eqn.primitive is jax.lax.convert_element_type_p
+        and params["new_dtype"] == eqn.invars[0].aval.dtype
+        and params.get("sharding") is None
+    )
+
+
+def strong_params(name: str, params: dict[str, Any]) -> dict[str, Any]:
+    """An equation's parameters without a weak type that it converts to."""
+    return {**params, "weak_type": False} if name == "convert_element_type" else params
 
 
 def is_jitted(function: Any) -> bool:

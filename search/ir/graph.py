@@ -5,6 +5,10 @@ and hold their bodies as inner graphs. A `Step` is the outermost graph with what
 function: the pytree path of every argument, what each argument is for, and which result replaces which
 argument in the next step.
 
+JAX's weak types decide to what dtype a Python number adapts. The trace has done that, so values have none: a step is one
+graph whether its state began as Python numbers or came back from a checkpoint. Only the `Step` knows which of its arguments
+and results are weak, for executors to hand back what `jax.jit` would.
+
 Everything is frozen. `verify` is the specification: it is run after every pass that makes a graph.
 """
 
@@ -42,19 +46,17 @@ class Role(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """One array: its shape, its dtype, whether that is weak in JAX's type promotion, and whether it lies in the host's
-    memory (pinned) rather than in a device's."""
+    """One array: its shape, its dtype, and whether it lies in the host's memory (pinned) rather than in a device's."""
 
     shape: tuple[int, ...]
     dtype: Any
-    weak_type: bool = False
     is_on_host: bool = False
 
     @classmethod
     def of(cls, aval: Any) -> "Value":
         """The value of an abstract value; tokens and others without a shape count as empty arrays."""
         shape, dtype = getattr(aval, "shape", (0,)), getattr(aval, "dtype", np.dtype(bool))
-        return cls(tuple(shape), dtype, bool(getattr(aval, "weak_type", False)), _jax.is_on_host(aval))
+        return cls(tuple(shape), dtype, _jax.is_on_host(aval))
 
     @property
     def itemsize(self) -> int:
@@ -224,6 +226,8 @@ class Step:
       num_microbatches: in how many the graph goes through the batch.
       doubtful: results that may replace arguments, which are nowhere in `replaces`, each with those arguments.
       placements: what the user's code says of how values lie on devices, which is left out, each with its source line.
+      weak_arguments: those whose type is weak in JAX's promotion, by number.
+      weak_results: the results whose type is, by number.
     """
 
     name: str
@@ -237,11 +241,13 @@ class Step:
     num_microbatches: int = 1
     doubtful: tuple[tuple[int, tuple[int, ...]], ...] = ()
     placements: tuple[str, ...] = ()
+    weak_arguments: frozenset[int] = frozenset()
+    weak_results: frozenset[int] = frozenset()
 
     def abstract_inputs(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Shape and dtype of every flat argument."""
-        values = (self.graph.values[v] for v in self.graph.inputs)
-        return tuple(jax.ShapeDtypeStruct(v.shape, v.dtype, weak_type=v.weak_type) for v in values)
+        values = enumerate(self.graph.values[v] for v in self.graph.inputs)
+        return tuple(_jax.abstract_value(v.shape, v.dtype, i in self.weak_arguments) for i, v in values)
 
 
 Site = tuple[Any, ...]

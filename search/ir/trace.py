@@ -6,6 +6,7 @@ found in `state`, phases in `phases`. Besides:
 * *Calls* (`jit`, `custom_jvp`, `custom_vjp`, `checkpoint`) are inlined. A differentiated `checkpoint` is
   lowered by JAX behind an optimization barrier, which keeps XLA from sharing the recomputation with the
   forward phase; so is ours.
+* *Weak types* are forgotten: a conversion that changes nothing else is left out.
 * *Loops of no steps* hand on their carry, so that no later pass meets one.
 * *Products of ragged groups* are spelt out in dense ones, as the compiler does.
 * *Collectives over a named axis of `vmap`* are reductions over the dimension that the axis has become.
@@ -118,7 +119,14 @@ def trace_call(
         time.perf_counter() - start_s,
         doubtful=found.doubtful,
         placements=placements,
+        weak_arguments=_weak(abstract),
+        weak_results=_weak(jax.tree.leaves(out_shape)),
     )
+
+
+def _weak(shapes: Sequence[Any]) -> frozenset[int]:
+    """The numbers of those whose type is weak."""
+    return frozenset(i for i, x in enumerate(shapes) if _jax.is_weak(x))
 
 
 def _result_names(out_shape: Any, arguments: Sequence[str]) -> tuple[str, ...]:
@@ -178,9 +186,8 @@ def _abstract(path: tuple[Any, ...], leaf: Any) -> jax.ShapeDtypeStruct:
                 f"{type(leaf).__name__} {leaf!r:.60}. Bind it beforehand, e.g. with functools.partial, or name it in "
                 "parallelize(static_argnames=...)"
             )
-        return jax.ShapeDtypeStruct((), jnp.result_type(leaf), weak_type=True)
-    weak_type = bool(getattr(leaf, "weak_type", False))
-    return jax.ShapeDtypeStruct(leaf.shape, _jax.narrowed(leaf.dtype), weak_type=weak_type)
+        return _jax.abstract_value((), jnp.result_type(leaf), not isinstance(leaf, bool))
+    return _jax.abstract_value(leaf.shape, _jax.narrowed(leaf.dtype), _jax.is_weak(leaf))
 
 
 def _where(error: BaseException) -> str:
@@ -282,6 +289,8 @@ class _Builder:
         return tuple(map(read, inner.outvars))
 
     def _equation(self, eqn: Any, operands: tuple[Atom, ...], scope: str, source: Any) -> tuple[Atom, ...]:
+        if _jax.only_changes_weakness(eqn):
+            return operands
         scope = "/".join(filter(None, (scope, str(eqn.source_info.name_stack))))
         name = eqn.primitive.name
         if _jax.is_identity(eqn):
@@ -313,7 +322,8 @@ class _Builder:
         if not (bodies or has_rule(name)) and (wrapped := _jax_kernels.as_partitioning(eqn)) is not None:
             return self.inline(wrapped, operands, scope, source)
         outputs = tuple(self.new_value(v.aval) for v in eqn.outvars)
-        self._append(eqn.primitive, _jax.params_anywhere(eqn), operands, outputs, scope, source, bodies)
+        params = _jax.strong_params(name, _jax.params_anywhere(eqn))
+        self._append(eqn.primitive, params, operands, outputs, scope, source, bodies)
         return outputs
 
     def _choice(self, alternatives: Sequence[Any], source: Any) -> int:

@@ -165,7 +165,7 @@ class LoopPair:
                 return out
         value = self.forward.body.values[v]
         length = int(self.forward.op.params["length"])
-        stacked = Value((length, *value.shape), value.dtype, value.weak_type)
+        stacked = Value((length, *value.shape), value.dtype)
         self.forward.ys.append((v, out := self.new_value(stacked), stacked))
         return out
 

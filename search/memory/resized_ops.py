@@ -140,7 +140,7 @@ class Resizer:
 
 
 def _inferred(op: Op, operands: Sequence[Value]) -> tuple[Value, ...] | None:
-    abstract = [_jax.abstract_value(v.shape, v.dtype, v.weak_type) for v in operands]
+    abstract = [_jax.abstract_value(v.shape, v.dtype) for v in operands]
     try:
         return tuple(map(Value.of, _jax.result_types(op.primitive, abstract, op.params)))
     except (TypeError, ValueError):  # as JAX says that operands and parameters do not go together

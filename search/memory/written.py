@@ -75,7 +75,7 @@ class Written:
         """What a function traces to; one that comes again is not traced again."""
         key = _named(function), inputs
         if key not in self._traced:
-            abstract = [_jax.abstract_value(v.shape, v.dtype, v.weak_type) for v in inputs]
+            abstract = [_jax.abstract_value(v.shape, v.dtype) for v in inputs]
             self._traced[key] = build_graph(jax.make_jaxpr(function)(*abstract))
         return self._traced[key]
 

@@ -188,3 +188,75 @@ def test_an_empty_array_may_be_pinned():
     step = autoshard.parallelize(train_step, mesh=(8,), pin={"x": "P('data')"})
     with np.errstate(all="ignore"):
         check(step, W, [(examples(0),)])
+
+
+# --- weak types
+
+
+def counting_step(state, x):
+    def loss(w):
+        return jnp.mean(jnp.tanh(x @ w["a"]) @ w["b"])
+
+    value, gradients = jax.value_and_grad(loss)(state["w"])
+    return {
+        "w": jax.tree.map(lambda p, g: p - 0.1 * g, state["w"], gradients),
+        "count": state["count"] + 1,
+        "average": 0.9 * state["average"] + 0.1 * value,
+        "is_odd": jnp.logical_not(state["is_odd"]),
+        "last": 0.0,
+    }, (value, state["count"])
+
+
+def as_numbers():
+    w = {"a": jnp.array(W), "b": jnp.array(W)}
+    return {"w": w, "count": 0, "average": 0.0, "is_odd": False, "last": 1.0}
+
+
+def as_restored():
+    """The state as a checkpoint gives it back: arrays whose types adapt to no others."""
+    return jax.tree.map(lambda x: jnp.asarray(np.asarray(x, jnp.result_type(x))), as_numbers())
+
+
+def weak_types_of(tree):
+    return [(x.shape, x.dtype, x.weak_type) for x in map(jax.typeof, jax.tree.leaves(tree))]
+
+
+EXECUTORS = [{}, {"microbatches": 2}, {"stages": 2, "microbatches": 2}]
+
+
+@pytest.mark.parametrize("options", EXECUTORS, ids=str)
+def test_state_that_begins_as_python_numbers_is_searched_once(options):
+    said: list[str] = []
+    step = autoshard.parallelize(counting_step, progress=said.append, **options)
+    jitted = jax.jit(counting_step)
+    found, wanted = as_numbers(), as_numbers()
+    for i in range(4):
+        (found, values), (wanted, others) = step(found, examples(16)), jitted(wanted, examples(16))
+        assert_close((found, values), (wanted, others))
+        if "stages" not in options:
+            assert weak_types_of((found, values)) == weak_types_of((wanted, others))
+        if i == 0:
+            searched = [line for line in said if line not in ("tracing", "compiling")]
+    assert said.count("tracing") == jitted._cache_size() == 2
+    assert [line for line in said if line not in ("tracing", "compiling")] == searched
+
+
+@pytest.mark.parametrize("options", EXECUTORS[1:], ids=str)
+@pytest.mark.parametrize(("made", "run"), [(as_numbers, as_restored), (as_restored, as_numbers)])
+def test_a_plan_is_for_restored_state_too(made, run, options):
+    step = autoshard.parallelize(counting_step, **options)
+    step(made(), examples(16))
+    other = autoshard.parallelize(counting_step, plan=step.plan)
+    assert_close(other(run(), examples(16)), jax.jit(counting_step)(run(), examples(16)))
+
+
+def test_a_type_that_changes_the_computation_is_searched_and_named():
+    def step(state, x):
+        value, gradient = jax.value_and_grad(lambda w: jnp.mean(x.astype(jnp.bfloat16) @ w))(state["w"])
+        return {"w": state["w"] - gradient, "sum": state["sum"] + value}, value
+
+    parallelized = autoshard.parallelize(step)
+    state, _ = parallelized({"w": jnp.array(W, jnp.bfloat16), "sum": 0.0}, examples(16))
+    message = r"changed in type \(state\['sum'\] is bfloat16\[\], and was weak float32\[\]\)"
+    with pytest.warns(AutoshardWarning, match=message):
+        parallelized(state, examples(16))

@@ -273,3 +273,24 @@ class Mode(Enum):
 )
 def test_parameters_as_data(value, told):
     assert data(value) == told
+
+
+def test_a_weak_type_makes_no_other_graph():
+    def step(w, average, x):
+        value, gradient = jax.value_and_grad(lambda w: jnp.mean(x @ w))(w)
+        average = jax.lax.fori_loop(0, 3, lambda i, a: a + value, 0.9 * average)
+        return w - gradient, average + 0.1 * value
+
+    w, x = jnp.ones((4, 2)), jnp.ones((8, 4))
+    weak, strong = (trace(step, w, average, x) for average in (0.0, np.float32(0)))
+    assert fingerprint(weak) == fingerprint(strong)
+    assert (weak.weak_arguments, strong.weak_arguments) == ({1}, frozenset())
+    assert trace(lambda w, x: (w, x), True, 1).weak_arguments == {1}  # a Python bool is not weak
+
+
+def test_a_weak_type_that_adapts_to_another_makes_another_graph():
+    def step(w, scale):
+        return w * scale
+
+    w = jnp.ones(4, jnp.bfloat16)
+    assert fingerprint(trace(step, w, 2.0)) != fingerprint(trace(step, w, np.float32(2)))
