@@ -29,12 +29,14 @@ from autoshard.search.plan.json_file import read_file
 from autoshard.search.plan.pipeline_plan import PipelinePlan, is_of_pipeline
 from autoshard.search.plan.plan import Plan
 from autoshard.search.plan.spmd_plan import SpmdPlan, is_of_one_program
+from autoshard.tracebacks import boundary
 from autoshard.user_warning import AutoshardWarning
 from autoshard.verification import judge, pipeline_judge
 from autoshard.verification.pipeline_result import PipelineVerification
 from autoshard.verification.result import Verification
 
 
+@boundary
 def search(
     step: Callable[..., Any],
     *abstract_args: Any,
@@ -175,6 +177,7 @@ def emit(
 ) -> tuple[Program, ...]: ...
 
 
+@boundary
 def emit(
     step: Callable[..., Any],
     *abstract_args: Any,
@@ -209,6 +212,7 @@ def emit(
     return programs.emitted(pipelines.applied(traced, plan, "the plan"), hardware, devices)
 
 
+@boundary
 def verify(
     step: Callable[..., Any],
     *abstract_args: Any,
@@ -258,6 +262,7 @@ def verify(
         return pipeline_judge.verified(verifier, pipelines.applied(traced, given, place))
 
 
+@boundary
 def choices(
     step: Callable[..., Any],
     *abstract_args: Any,
@@ -282,6 +287,7 @@ def choices(
     return planning.choices(traced, given, name, place)
 
 
+@boundary
 def parallelize(
     step: Callable[..., Any] | None = None,
     *,

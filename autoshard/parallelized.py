@@ -41,8 +41,9 @@ from autoshard.search.options import Options
 from autoshard.search.plan.pipeline_plan import PipelinePlan
 from autoshard.search.plan.plan import Plan
 from autoshard.search.plan.spmd_plan import SpmdPlan
-from autoshard.signatures import Known, format_type, is_for, type_of
+from autoshard.signatures import Known, format_type, is_for, static_of, type_of
 from autoshard.signatures import signature as signature_of
+from autoshard.tracebacks import boundary
 from autoshard.user_warning import warn
 
 AnyPlan = Plan | PipelinePlan | SpmdPlan
@@ -117,6 +118,7 @@ class Parallelized:
         return bound
 
     @property
+    @boundary
     def plan(self) -> AnyPlan:
         """The plan in use: that of the last call.
 
@@ -131,6 +133,7 @@ class Parallelized:
             raise InputError(f"{self.__name__} has no plan yet: call it, its .init or its .lower first")
         return self._given
 
+    @boundary
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs one step: the arguments and results of the decorated function."""
         if self._plain.all:
@@ -166,6 +169,7 @@ class Parallelized:
             self._plain.forget(known)  # XLA logs each time that it is given an array twice
         return is_refused
 
+    @boundary
     def init(self, create: Callable[..., Any], *create_args: Any, args: tuple[Any, ...] = ()) -> Any:
         """Creates the state directly on its shards.
 
@@ -183,6 +187,7 @@ class Parallelized:
         creation = Creation.of(create, create_args)
         return creation.on(*self._places(creation, args))
 
+    @boundary
     def abstract_state(
         self, create: Callable[..., Any], *create_args: Any, args: tuple[Any, ...] = ()
     ) -> Any:
@@ -205,6 +210,7 @@ class Parallelized:
         places = {n: spread(shapes[n].shape, place, devices) for n, place in places.items()}
         return creation.abstract(spread((), NamedSharding(mesh, PartitionSpec()), devices).mesh, places)
 
+    @boundary
     def for_checkpoint(self, state: Any) -> Any:
         """A state as Orbax takes it to save. With several processes, it refuses arrays that one of them has alone, as of a
         pipeline's stage: they are split over all devices. All else is as it was.
@@ -217,6 +223,7 @@ class Parallelized:
         """
         return placing.spread_out(state, self._devices())
 
+    @boundary
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """The step lowered for its devices, as `jax.jit(...).lower` gives it; arguments may be shapes."""
         program = self._prepared(self._call(args, kwargs)).program
@@ -296,7 +303,7 @@ class Parallelized:
         leaves, tree = jax.tree.flatten(call.positional)
         types = tuple(map(type_of, leaves))
         given = self._plan_for(traced)
-        if self._planned and (said := self._what_changed(call.form, traced, tree, types, given is not None)):
+        if self._planned and (said := self._what_changed(call, traced, tree, types, given is not None)):
             warn(said)
         Processes.of(devices).agree_on(traced, devices, self._given)
         found, plan, program = self._made(traced, given, hardware, devices, tell)
@@ -343,15 +350,17 @@ class Parallelized:
         return traced, found.plan, programs.pipelined(found, hardware, devices, placing.retraced)
 
     def _what_changed(
-        self, form: nnx_objects.Form | None, traced: Step, tree: Any, types: tuple[Any, ...], is_known: bool
+        self, call: Call, traced: Step, tree: Any, types: tuple[Any, ...], is_known: bool
     ) -> str:
         """Why a call is searched again, or is another program; nothing where it is the computation of another call."""
-        latest = self._planned[-1]
+        latest, form = self._planned[-1], call.form
         if latest.form and form and (attribute := nnx_objects.changed_attribute(latest.form, form)):
             return (
                 f"an attribute of what {self.__name__} is given has changed: {attribute}. What is no array is a constant of "
                 "the program, which is made once for each value. If it changes often, make it an nnx.Variable of an array"
             )
+        if static_of(call) != latest.signature[0]:
+            return f"the static arguments of {self.__name__} changed; planning once for the new ones too"
         if is_known:
             return ""
         what, leaf = "shape or structure", ""
@@ -414,6 +423,7 @@ class Parallelized:
         return replace(options, offload=options.offload or "never")
 
     @property
+    @boundary
     def rested(self) -> Rested:
         """How the state rests, for another step that shares it.
 

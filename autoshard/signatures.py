@@ -24,8 +24,12 @@ PYTHON_NUMBERS = (bool, int, float, complex)
 def signature(call: Call) -> Any:
     """What has a plan of its own."""
     leaves, tree = jax.tree.flatten((call.args, call.kwargs))
-    static = tuple((key, type(value), value) for key, value in call.static)
-    return static, tree, tuple(map(type_of, leaves)), call.form
+    return static_of(call), tree, tuple(map(type_of, leaves)), call.form
+
+
+def static_of(call: Call) -> tuple[Any, ...]:
+    """The static arguments, by whose types and values programs differ."""
+    return tuple((key, type(value), value) for key, value in call.static)
 
 
 def type_of(leaf: Any) -> Any:
