@@ -9,7 +9,8 @@ import math
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from time import perf_counter
+from typing import Any, Protocol, Self
 
 from autoshard import planning
 from autoshard.cost_model.cluster import Cluster
@@ -89,6 +90,10 @@ class OneProgram(Protocol):
     @property
     def saveable_s(self) -> float:
         """What a plan of another kind may save of a step at most."""
+        ...
+
+    def waited(self, part: str, seconds: float) -> Self:
+        """With what its user has waited for besides."""
         ...
 
 
@@ -172,11 +177,12 @@ def fastest[One: OneProgram](
     Raises:
       InfeasibleError: neither fits; says what would make one program fit.
     """
-    found, refused = None, InfeasibleError()
+    found, refused, start_s = None, InfeasibleError(), perf_counter()
     try:
         found = alone()
     except InfeasibleError as e:
         refused = e
+    alone_s = perf_counter() - start_s
     if found is not None and not (wanted.always or _may_pay(found)):
         return found
     cutoff_s = math.inf if found is None else found.plan.estimates.step_s
@@ -184,12 +190,19 @@ def fastest[One: OneProgram](
         "looking for a pipeline, " + ("as nothing else fits" if found is None else "which may be faster")
     )
     try:
-        return searched(step, cluster, wanted, asked, progress, processes, cutoff_s)
+        faster = searched(step, cluster, wanted, asked, progress, processes, cutoff_s)
+        return _waited(faster, "one program", alone_s)
     except (InfeasibleError, InputError) as e:
         progress(f"no pipeline: {e}")
         if found is None:
             raise refused from e
-    return found
+    return found.waited("pipelines", perf_counter() - start_s - alone_s)
+
+
+def _waited[Found: (Pipeline, SpmdPipeline)](found: Found, part: str, seconds: float) -> Found:
+    """A pipeline, with what its user has waited for besides."""
+    search_s = {**found.plan.search_s, part: seconds}
+    return replace(found, plan=replace(found.plan, search_s=search_s))
 
 
 def _may_pay(found: OneProgram) -> bool:
@@ -305,7 +318,7 @@ def _faster(
 ) -> Pipeline | SpmdPipeline:
     """By prediction, of what either executor can run; they share what they know of the step, and their time."""
     prepared = Prepared.within(math.inf if wanted.always else UNASKED_S)
-    executor, as_one = wanted.executor, None
+    executor, as_one, start_s = wanted.executor, None, perf_counter()
     if isinstance(cluster, Cluster) and executor != PROGRAM_PER_STAGE:
         try:
             as_one = spmd_planning.find(step, cluster, options, progress, cutoff_s, prepared)
@@ -317,17 +330,21 @@ def _faster(
             if executor == ONE_PROGRAM:
                 return as_one
             cutoff_s = as_one.plan.estimates.step_s
+    as_one_s = perf_counter() - start_s
     try:
         found = pipelines.find(step, cluster, options, progress, cutoff_s, prepared)
         if isinstance(cluster, MixedCluster) and options.stages is None:
             plain = prepared.parts[found.plan.microbatches * found.plan.num_replicas]
+            told_s = perf_counter()
             _tell_of_parts(step, cluster, found.plan, plain, progress)
-        return found
+            found = _waited(found, "one kind of device alone", perf_counter() - told_s)
+        is_tried = isinstance(cluster, Cluster) and executor != PROGRAM_PER_STAGE
+        return _waited(found, "as one program", as_one_s) if is_tried else found
     except (InfeasibleError, InputError) as e:
         if as_one is None:
             raise
         progress(f"not with a program per stage: {e}")
-        return as_one
+        return _waited(as_one, "with a program per stage", perf_counter() - start_s - as_one_s)
 
 
 def _tell_of_parts(

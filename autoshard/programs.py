@@ -59,6 +59,10 @@ class Built:
         """What a plan of another kind may save of a step at most."""
         return self.found.saveable_s
 
+    def waited(self, part: str, seconds: float) -> "Built":
+        """With what its user has waited for besides."""
+        return replace(self, found=self.found.waited(part, seconds))
+
 
 def built(
     found: SearchResult,

@@ -87,6 +87,10 @@ class SearchResult:
         room_bytes = self.plan.memory_bytes - self.plan.estimates.peak_bytes
         return bool(self.problem.waiting) and room_bytes > ROOM * self.plan.memory_bytes
 
+    def waited(self, part: str, seconds: float) -> "SearchResult":
+        """With what its user has waited for besides."""
+        return replace(self, plan=replace(self.plan, search_s={**self.plan.search_s, part: seconds}))
+
     @property
     def saveable_s(self) -> float:
         """What a plan of another kind may save of a step at most: all but the computation, were each op's spread evenly over

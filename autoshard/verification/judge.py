@@ -219,6 +219,10 @@ def fitting[Found: (SearchResult, AnyPipeline, SearchResult | AnyPipeline)](
                 warn(f"{misfits[-1]}: it was searched again, under a lower limit")
             found = _certified(found, rounds[0].proposal[0])
             search_s = {**found.plan.search_s, "verify": sum(map(_judged_s, proofs))}
+            if misfits:
+                search_s["rounds before"] = sum(
+                    _found_s(one.proposal[0].plan.search_s) for one in rounds[:-1]
+                )
             return replace(found, plan=replace(found.plan, search_s=search_s))
         misfits.append(
             f"the plan predicted to need {format_bytes(proof.predicted.peak_bytes)} a device was compiled to "
@@ -229,6 +233,11 @@ def fitting[Found: (SearchResult, AnyPipeline, SearchResult | AnyPipeline)](
         f"{misfits[-1]}, and the smallest of {len(rounds)} was compiled to {format_bytes(smallest_bytes)}. "
         f"Allow {format_bytes(1.01 * smallest_bytes)} a device, use more devices or a smaller batch"
     )
+
+
+def _found_s(search_s: Mapping[str, float]) -> float:
+    """Seconds of a search, without the trace that all rounds share."""
+    return sum(s for part, s in search_s.items() if part != "trace")
 
 
 def _certified[Found: (SearchResult, AnyPipeline, SearchResult | AnyPipeline)](

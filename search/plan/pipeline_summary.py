@@ -3,7 +3,7 @@
 from autoshard.cost_model.units import format_bytes, format_mesh, format_seconds
 from autoshard.search.plan.pipeline_head import cluster_of, head, recomputed
 from autoshard.search.plan.pipeline_plan import PipelinePlan
-from autoshard.search.plan.text_table import aligned, fitted, plural
+from autoshard.search.plan.text_table import aligned, fitted, plural, search_time
 
 
 def summary(plan: PipelinePlan) -> str:
@@ -18,7 +18,7 @@ def summary(plan: PipelinePlan) -> str:
         recomputed(plan),
         _time(plan),
         _memory(plan),
-        _search(plan),
+        search_time(plan.search_s),
     ]
     return fitted("\n".join("\n".join(lines) for lines in parts if lines))
 
@@ -79,9 +79,3 @@ def _memory(plan: PipelinePlan) -> list[str]:
             f"predicted peak memory{on}: {format_bytes(peak)} of {format_bytes(cap)} per device ({peak / cap:.0%})"
         )
     return lines
-
-
-def _search(plan: PipelinePlan) -> list[str]:
-    if not plan.search_s:
-        return []
-    return [f"search time: {format_seconds(sum(plan.search_s.values()))}"]

@@ -3,7 +3,7 @@
 from autoshard.cost_model.units import format_bytes, format_mesh, format_seconds
 from autoshard.search.plan.pipeline_head import head, recomputed
 from autoshard.search.plan.spmd_plan import SpmdPlan
-from autoshard.search.plan.text_table import aligned, fitted, plural
+from autoshard.search.plan.text_table import aligned, fitted, plural, search_time
 
 
 def summary(plan: SpmdPlan) -> str:
@@ -18,7 +18,7 @@ def summary(plan: SpmdPlan) -> str:
         _collectives(plan),
         _time(plan),
         _memory(plan),
-        _search(plan),
+        search_time(plan.search_s),
     ]
     return fitted("\n".join("\n".join(lines) for lines in parts if lines))
 
@@ -65,9 +65,3 @@ def _memory(plan: SpmdPlan) -> list[str]:
     return [
         f"predicted peak memory: {format_bytes(peak)} of {format_bytes(cap)} per device ({peak / cap:.0%})"
     ]
-
-
-def _search(plan: SpmdPlan) -> list[str]:
-    if not plan.search_s:
-        return []
-    return [f"search time: {format_seconds(sum(plan.search_s.values()))}"]

@@ -13,7 +13,7 @@ from autoshard.cost_model.units import format_bytes, format_mesh, format_rate, f
 from autoshard.cost_model.xla.gpu_targets import AS_PLANNED, scheduler_options
 from autoshard.search.plan.argument_lines import argument_lines
 from autoshard.search.plan.plan import Estimates, Plan
-from autoshard.search.plan.text_table import aligned, fitted, more_of, plural
+from autoshard.search.plan.text_table import aligned, fitted, more_of, plural, search_time
 
 _MAX_OP_LINES = 6
 """Lines for the heavy ops, as they are many and much alike. Source: a choice of ours."""
@@ -232,11 +232,7 @@ def _rounded_up(percent: float) -> str:
 
 
 def _search(plan: Plan) -> list[str]:
-    lines = _gap(plan)
-    if plan.search_s:
-        split = ", ".join(f"{name} {format_seconds(s)}" for name, s in plan.search_s.items())
-        lines.append(f"search time: {format_seconds(sum(plan.search_s.values()))} ({split})")
-    return lines
+    return [*_gap(plan), *search_time(plan.search_s)]
 
 
 # --- text

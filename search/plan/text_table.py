@@ -6,7 +6,9 @@ line that is too long where it may be broken, and goes on below its last column,
 
 import re
 import shutil
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
+
+from autoshard.cost_model.units import format_seconds
 
 Row = tuple[str, ...]
 
@@ -82,3 +84,11 @@ def more_of(count: int, what: str, indent: int = 2) -> list[str]:
 def plural(count: int, what: str, ending: str = "s") -> str:
     """`1 array`, `2 arrays`; `2 microbatches` with "es"."""
     return f"{count} {what}{'' if count == 1 else ending}"
+
+
+def search_time(search_s: Mapping[str, float]) -> list[str]:
+    """A line on how long a search took, in all and by part; none of a plan that was loaded."""
+    if not search_s:
+        return []
+    split = ", ".join(f"{name} {format_seconds(s)}" for name, s in search_s.items())
+    return [f"search time: {format_seconds(sum(search_s.values()))} ({split})"]

@@ -1,6 +1,7 @@
 """`parallelize(stages=...)`: a step that trains as a pipeline, and what is said where it cannot."""
 
 import functools
+import time
 from dataclasses import replace
 
 import jax
@@ -11,6 +12,7 @@ import pytest
 import autoshard
 from autoshard.cost_model.errors import InputError, PlanError
 from autoshard.cost_model.hardware import parse_cluster
+from autoshard.cost_model.units import format_seconds
 from autoshard.search.memory.batch_states import NotSplittableError
 from autoshard.search.plan.pipeline_plan import PipelinePlan
 from tests.executors.agreement import Reference, assert_equal, run_steps
@@ -306,3 +308,19 @@ def test_a_step_without_microbatches_says_why_there_is_no_pipeline_and_gets_one_
     assert isinstance(plan, autoshard.Plan)
     assert said[-1].startswith("no pipeline: ")
     assert "cannot be split into microbatches" in said[-1]
+
+
+@pytest.mark.parametrize("stages", ["auto", 2])
+def test_the_search_time_is_all_that_was_waited_for(stages):
+    def step(params, x):
+        gradients = jax.grad(lambda p: jnp.sum(jnp.tanh(x @ p["a"]) @ p["b"]))(params)
+        return jax.tree.map(jnp.subtract, params, gradients)
+
+    weight, x = jnp.ones((8, 8)), jnp.ones((16, 8))
+    start_s = time.perf_counter()
+    plan = autoshard.search(step, {"a": weight, "b": weight}, x, cluster="2xH100-80GB", stages=stages)
+    waited_s = time.perf_counter() - start_s
+    parts = {"one program", "pipelines"} if stages == "auto" else {"as one program"}
+    assert not parts.isdisjoint(plan.search_s)
+    assert 0.8 * waited_s < sum(plan.search_s.values()) <= waited_s
+    assert f"search time: {format_seconds(sum(plan.search_s.values()))} (trace " in str(plan)
