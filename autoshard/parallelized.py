@@ -341,7 +341,7 @@ class Parallelized:
             found = alone()
         elif isinstance(wanted, Stages) and wanted.count is None:
             found = pipelines.fastest(traced, cluster, wanted, asked, alone, tell, processes)
-        elif self._planned and plan is None:
+        elif self._planned and isinstance(wanted, Stages):
             found = pipelines.found_or_alone(traced, cluster, wanted, asked, alone, tell, processes)
         else:
             found = pipelines.found(traced, hardware, wanted, asked, place, tell, processes)

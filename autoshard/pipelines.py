@@ -199,7 +199,9 @@ def fastest[One: OneProgram](
     return found.waited("pipelines", perf_counter() - start_s - alone_s)
 
 
-def _waited[Found: (Pipeline, SpmdPipeline)](found: Found, part: str, seconds: float) -> Found:
+def _waited[Found: (Pipeline, SpmdPipeline, Pipeline | SpmdPipeline)](
+    found: Found, part: str, seconds: float
+) -> Found:
     """A pipeline, with what its user has waited for besides."""
     search_s = {**found.plan.search_s, part: seconds}
     return replace(found, plan=replace(found.plan, search_s=search_s))

@@ -17,7 +17,7 @@ present in JAX 0.11 and 0.12:
 * where a step names devices, equations hold a `Sharding` or a `Device`: `sharding_constraint` and its like do nothing else;
 * extended dtypes say in `_rules` how gradients add up, and `jax._src.core` how they are stored; `to_edtype` and
   `from_edtype` convert to them and back, and leave the bits as they are;
-* `lax._convert_element_type` makes a type weak, which promotion then adapts to others;
+* `convert_element_type` makes a type weak, which promotion then adapts to others;
 * primitives of `hijax` (0.12) come as equations `call_hi_primitive`, and say by `to_lojax` what they are made of;
 * `make_jaxpr` returns a `ClosedJaxpr` (0.11) or a `Jaxpr` that holds its own constants (0.12).
 
@@ -40,7 +40,6 @@ import jax
 import numpy as np
 from jax._src import core as jax_core
 from jax._src import distributed, source_info_util
-from jax._src.lax import lax as lax_internal
 from jax.extend import core as jex_core
 from jaxlib import xla_client
 
@@ -388,7 +387,10 @@ def is_weak(x: Any) -> bool:
 
 def with_weak_type(x: Any, weak: bool) -> Any:
     """An array with a type that is weak, or is not."""
-    return x if is_weak(x) == weak else lax_internal._convert_element_type(x, weak_type=weak)
+    if is_weak(x) == weak:
+        return x
+    dtype = jax.typeof(x).dtype
+    return jax.lax.convert_element_type_p.bind(x, new_dtype=dtype, weak_type=weak, sharding=None)
 
 
 def only_changes_weakness(eqn: Any) -> bool:
