@@ -40,12 +40,13 @@ import jax
 import numpy as np
 from jax._src import core as jax_core
 from jax._src import distributed, source_info_util
+from jax._src.lax import lax
 from jax.extend import core as jex_core
 from jaxlib import xla_client
 
 Literal = jex_core.Literal
 Primitive = jex_core.Primitive
-to_edtype_p, from_edtype_p = lax_internal.to_edtype_p, lax_internal.from_edtype_p
+to_edtype_p, from_edtype_p = lax.to_edtype_p, lax.from_edtype_p
 optimization_barrier_p = jax.lax.optimization_barrier_p
 
 CALLS = {
@@ -158,7 +159,10 @@ def _reduced_dims(eqn: Any) -> tuple[int, ...] | None:
 
 def is_identity(eqn: Any) -> bool:
     """Whether an equation's results are stored as its operands: a collective over no dimension; a conversion between an
-    extended dtype and that of the numbers that its elements are stored as; what says on which devices values lie."""
+    extended dtype and that of the numbers that its elements are stored as; a conversion of a weak type alone; what says on
+    which devices values lie."""
+    if only_changes_weakness(eqn):
+        return True
     if eqn.primitive.name in PLACES or (eqn.primitive.name == "device_put" and names_devices(eqn)):
         return all(
             is_on_host(a.aval) == is_on_host(b.aval) for a, b in zip(eqn.invars, eqn.outvars, strict=True)

@@ -289,8 +289,6 @@ class _Builder:
         return tuple(map(read, inner.outvars))
 
     def _equation(self, eqn: Any, operands: tuple[Atom, ...], scope: str, source: Any) -> tuple[Atom, ...]:
-        if _jax.only_changes_weakness(eqn):
-            return operands
         scope = "/".join(filter(None, (scope, str(eqn.source_info.name_stack))))
         name = eqn.primitive.name
         if _jax.is_identity(eqn):
