@@ -14,6 +14,7 @@ from autoshard.cost_model.units import format_bytes, parse_bytes
 from autoshard.pins import ANYWHERE, Pins, Resting, allowed, pinned
 from autoshard.search import driver
 from autoshard.search.ir.graph import Step
+from autoshard.search.ir.retyping import retypings
 from autoshard.search.ir.trace import trace_call
 from autoshard.search.memory.microbatches import microbatched
 from autoshard.search.options import Options
@@ -55,7 +56,7 @@ def traced(
     state: str | Sequence[str] | None = None,
 ) -> Step:
     """The step as it runs on a cluster, as a graph; warns of ops of which nothing is known, of shardings that it leaves out,
-    and of large results that may be state."""
+    of state that changes its type, and of large results that may be state."""
     named = (state,) if isinstance(state, str) else tuple(state or ())
     graph = trace_call(cluster.platform, step, args, kwargs, named)
     for name, (count, where) in driver.primitives_without_rule(graph).items():
@@ -63,16 +64,32 @@ def traced(
             f"{name} has no factor rule and is computed alike on all devices ({count} in the step, first {where}). "
             "To say how it splits, wrap it in jax.experimental.custom_partitioning with a sharding_rule"
         )
-    if graph.placements:
-        first, *others = graph.placements
-        more = f" (and so does code at {len(others)} more places)" if others else ""
-        warn(
-            f"{first} names devices{more} and is left out: the plan decides how values lie. To decide how an argument "
-            f"rests, pin it: pin={{{graph.arguments[0].name!r}: jax.P(...)}}"
-        )
-    if said := _doubts(graph):
+    for said in filter(None, (_left_out(graph), _retyped(graph), _doubts(graph))):
         warn(said)
     return graph
+
+
+def _left_out(step: Step) -> str:
+    """What to say of code that names devices, if there is any."""
+    if not step.placements:
+        return ""
+    first, *others = step.placements
+    more = f" (and so does code at {len(others)} more places)" if others else ""
+    return (
+        f"{first} names devices{more} and is left out: the plan decides how values lie. To decide how an argument "
+        f"rests, pin it: pin={{{step.arguments[0].name!r}: jax.P(...)}}"
+    )
+
+
+def _retyped(step: Step) -> str:
+    """What to say of state that comes back in another type, if there is any."""
+    found = list(retypings(step))
+    num_bytes = format_bytes(sum(one.old.num_bytes + one.new.num_bytes for one in found))
+    return found and (
+        f"{step.name} returns {len(found)} arguments, which are its state, in another type: {_some(list(map(str, found)))}. "
+        f"Their memory cannot be reused: old and new take {num_bytes}; and the next call, with the new types, is planned "
+        "and compiled again. To keep a type, convert the new value to it: new.astype(old.dtype)"
+    )
 
 
 def _doubts(step: Step) -> str:

@@ -219,11 +219,12 @@ class Step:
       graph: what it computes.
       arguments: one per graph input.
       results: one pytree path per graph output.
-      replaces: for each output, the input that it replaces in the next step (state), or None.
+      replaces: for each output, the input of its shape and dtype that it replaces in the next step (state), or None.
       in_tree: the pytree of `(args, kwargs)`.
       out_tree: the pytree of the result.
       trace_s: seconds that tracing took.
       num_microbatches: in how many the graph goes through the batch.
+      retyped: results that replace an argument of another shape or dtype, and so not its memory, each with that argument.
       doubtful: results that may replace arguments, which are nowhere in `replaces`, each with those arguments.
       placements: what the user's code says of how values lie on devices, which is left out, each with its source line.
       weak_arguments: those whose type is weak in JAX's promotion, by number.
@@ -239,6 +240,7 @@ class Step:
     out_tree: Any
     trace_s: float = 0.0
     num_microbatches: int = 1
+    retyped: tuple[tuple[int, int], ...] = ()
     doubtful: tuple[tuple[int, tuple[int, ...]], ...] = ()
     placements: tuple[str, ...] = ()
     weak_arguments: frozenset[int] = frozenset()

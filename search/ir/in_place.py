@@ -66,16 +66,10 @@ def changed_only(graph: Graph, returned: InPlace) -> tuple[Graph, InPlace]:
     return replace(graph, outputs=outputs), replace(returned, left=left)
 
 
-def successors(graph: Graph, returned: InPlace) -> dict[int, int]:
-    """By flat result, the argument that it certainly replaces: what the step leaves of it, if that is alike."""
+def successors(returned: InPlace) -> dict[int, int]:
+    """By flat result, the argument that it certainly replaces: what the step leaves of it."""
     first = len(jax.tree.leaves(returned.result))
-    pairs = {first + k: number for k, number in enumerate(sorted(returned.left))}
-    return {o: n for o, n in pairs.items() if _type(graph, graph.outputs[o]) == _type(graph, graph.inputs[n])}
-
-
-def _type(graph: Graph, atom: Atom) -> tuple[tuple[int, ...], Any]:
-    value = graph.value(atom)
-    return value.shape, value.dtype
+    return {first + k: number for k, number in enumerate(sorted(returned.left))}
 
 
 def holds_variables(arguments: Any) -> bool:

@@ -2,7 +2,8 @@
 
 A value *continues* an argument when its elements are made from the argument's elements at the same places, and no gradient
 lies between: `w - 0.1 * g` continues `w`, but not the batch that the gradient is of; a prediction does not continue the
-batch either. Where some elements are written by index into an argument (a slice of a cache), it is *written* besides.
+batch either, nor does a predicate on its elements. Where some elements are written by index into an argument (a slice of a
+cache), it is *written* besides.
 
 Of branches and of ops of a single array or of which nothing is known, what has the same shape counts, and so does all that
 becomes of random keys. A loop is looked into: what it carries continues what enters it if the body says so.
@@ -10,6 +11,8 @@ becomes of random keys. A loop is looked into: what it carries continues what en
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from operator import or_
 from typing import Any
 
 import numpy as np
@@ -46,6 +49,16 @@ def lineages(graph: Graph) -> dict[int, Lineage]:
     return found
 
 
+def sources(graph: Graph) -> dict[int, int]:
+    """By value, the inputs that it depends on, but for gradients, as the bits of their numbers."""
+    found = {v: 1 << i for i, v in enumerate(graph.inputs)}
+    for op in graph.ops:
+        if op.phase is not Phase.BACKWARD:
+            read = reduce(or_, (found.get(v, 0) for v in op.operands), 0)
+            found.update(dict.fromkeys(op.outputs, read))
+    return found
+
+
 def _handed_on(graph: Graph, op: Op, found: Mapping[int, Lineage]) -> Iterator[tuple[Lineage, int]]:
     """What an op's results continue, each with the result."""
     if op.name in _BODIES:
@@ -67,7 +80,8 @@ def _in_place(graph: Graph, op: Op) -> Iterator[tuple[int, int, int]]:
             same_places = is_loose or rule.operands[i] == rule.results[r]
             same_shape = inputs[i].shape == op.result_values[r].shape
             is_key = is_random(inputs[i]) and is_random(op.result_values[r])
-            if isinstance(old, int) and (is_key or (same_shape and same_places)):
+            is_predicate = op.result_values[r].dtype == bool and inputs[i].dtype != bool
+            if isinstance(old, int) and (is_key or (same_shape and same_places and not is_predicate)):
                 yield i, old, new
 
 

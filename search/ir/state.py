@@ -5,8 +5,8 @@ way: `(p, o, x) -> ((p, o), loss)`. A wrong guess is worse than none: what is ta
 the user meant to use again would be gone. So a subtree of the result, from the whole down to single leaves, is paired with a
 subtree of the arguments only on the evidence of all three:
 
-* *Alike*: the same paths from its root to its leaves, the same shapes and dtypes. A list and a tuple are alike, and so are a
-  dict's key and an attribute of that name.
+* *Alike*: the same paths from its root to its leaves, the same shapes. A list and a tuple are alike, and so are a dict's
+  key and an attribute of that name. An update may change a dtype: the state is widened, but state all the same.
 * *Dataflow*: some leaf continues its counterpart (`lineage`), rather than handing it on. A lone scalar proves nothing:
   a rate times a norm would continue the rate.
 * *A sign of state*: it depends on gradients (which alone are not new parameters), or it has names, within it or the
@@ -15,11 +15,12 @@ subtree of the arguments only on the evidence of all three:
 Where several arguments fit, those of which most leaves are continued fit best. An average of parameters continues both the
 average and the parameters, new parameters only the parameters: a result that fits one argument takes it, the others choose
 among the rest, larger ones first; then names decide, those nearest to the leaves. Where as many results are left as there
-are arguments that they all fit, these are replaced in any case, and position says by which. Else nothing is paired, and of
-large arrays it is said so: the user may name the state.
+are arguments that they all fit, these are replaced in any case, and position says by which. All this is tried with arguments
+of the result's own dtypes before others. A leaf that changes its shape, and a counter beside it, are found last: by their
+path in a tree of which other leaves are paired. Else nothing is paired, and of large arrays it is said so: the user may name
+the state.
 
-Roles follow: a state leaf that the forward phase reads and the update makes anew is a parameter, a floating one that only
-the update reads is optimizer state.
+Only a new leaf of the old one's shape and dtype can take its memory. Others are `retyped`: old and new are held both.
 """
 
 # JAX types these functions only in part.
@@ -27,18 +28,17 @@ the update reads is optimizer state.
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import takewhile
 from types import MappingProxyType
 from typing import Any
 
 import jax
 
 from autoshard.cost_model.errors import InputError
-from autoshard.search.ir import _jax
-from autoshard.search.ir.graph import Graph, Phase, Role, Value
-from autoshard.search.ir.lineage import NONE, Lineage, is_random, lineages
+from autoshard.search.ir.graph import Graph, Phase, Value
+from autoshard.search.ir.lineage import NONE, Lineage, is_random, lineages, sources
 from autoshard.search.ir.phases import takes_gradient
 
 
@@ -66,12 +66,20 @@ class Successors:
     """What replaces what.
 
     Attributes:
-      replaces: for each flat result, the flat argument that it replaces in the next step, or None.
+      replaces: for each flat result, the flat argument of its shape and dtype that it replaces in the next step, or None.
+      retyped: results that replace an argument of another shape or dtype, each with that argument.
       doubtful: results that may be state, each with the arguments that they may replace.
     """
 
     replaces: tuple[int | None, ...]
+    retyped: tuple[tuple[int, int], ...] = ()
     doubtful: tuple[tuple[int, tuple[int, ...]], ...] = ()
+
+    @property
+    def pairs(self) -> tuple[tuple[int, int], ...]:
+        """All state: results with the arguments that they replace."""
+        kept = ((o, i) for o, i in enumerate(self.replaces) if i is not None)
+        return (*kept, *self.retyped)
 
 
 def successors(
@@ -100,8 +108,11 @@ def successors(
     for name in state:
         pairing.pair_named(name, names)
     pairing.pair_all()
-    replaces = tuple(pairing.replaces.get(o) for o in range(out_tree.num_leaves))
-    return Successors(replaces, tuple(pairing.doubtful()))
+    pairing.pair_by_siblings()
+    found = [pairing.replaces.get(o) for o in range(out_tree.num_leaves)]
+    replaces = (i if i is None or pairing.keeps_type(i, o) else None for o, i in enumerate(found))
+    retyped = ((o, i) for o, i in enumerate(found) if i is not None and not pairing.keeps_type(i, o))
+    return Successors(tuple(replaces), tuple(retyped), tuple(pairing.doubtful()))
 
 
 # --- subtrees
@@ -139,6 +150,21 @@ def _arguments(in_tree: Any, names: Sequence[str]) -> list[_Subtree]:
     return found
 
 
+def _num_keys_shared(path: tuple[Any, ...], other: tuple[Any, ...]) -> int:
+    """How many keys, counted from the leaves, are the same."""
+    pairs = zip(reversed(path), reversed(other), strict=False)
+    return sum(1 for _ in takewhile(lambda keys: keys[0] == keys[1], pairs))
+
+
+def _same_places(
+    path: tuple[Any, ...], trees: Mapping[tuple[Any, ...], tuple[Any, ...]]
+) -> Iterator[tuple[Any, ...]]:
+    """In the trees that are paired with those around a leaf, the nearest first, the paths of leaves called as it is."""
+    for depth in reversed(range(len(path))):
+        if path[:depth] in trees and any(isinstance(key, str) for key in path[depth:]):
+            yield (*trees[path[:depth]], *path[depth:])
+
+
 def _num_names_shared(argument: _Subtree, result: _Subtree) -> int:
     """How many names, counted from the subtrees outwards, are the same."""
     count = 0
@@ -173,8 +199,29 @@ class _Pairing:
     def pair_all(self) -> None:
         """Pairs as far as the evidence goes."""
         while units := self._units(self.results[0]) if self.results else {}:
-            if not (self._pair_unique(units) or self._pair_by_name(units) or self._pair_by_position(units)):
+            if not self._pair_some(units):
                 break
+
+    def pair_by_siblings(self) -> None:
+        """Pairs leaves that are made of the argument at the same named place of a tree of which others are paired."""
+        old = {a.path: a for a in self.arguments if not a.is_nested}
+        trees = self._paired_trees(old)
+        for result in self.results:
+            paths = () if result.is_nested else _same_places(result.path, trees)
+            argument = next((old[path] for path in paths if path in old), None)
+            if argument and self._is_free(argument, result) and self._is_made_of(argument, result):
+                self._set(argument, result)
+
+    def _paired_trees(self, old: Mapping[Any, _Subtree]) -> dict[tuple[Any, ...], tuple[Any, ...]]:
+        """By path of a tree in the results: that of the tree among the arguments of which a leaf is paired with its own."""
+        argument_at = {a.leaves.start: path for path, a in old.items()}
+        found: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+        for result in self.results:
+            if not result.is_nested and result.leaves.start in self.replaces:
+                path = argument_at.get(self.replaces[result.leaves.start], ())
+                for n in range(1, _num_keys_shared(path, result.path) + 1):
+                    found.setdefault(result.path[:-n], path[:-n])
+        return {new: path for new, path in found.items() if path}
 
     def pair_named(self, name: str, names: Sequence[str]) -> None:
         """Pairs what the user says is state."""
@@ -188,10 +235,18 @@ class _Pairing:
         fits = [(a, r) for a in whole for r in self.results if self._is_free(a, r) and self._are_alike(a, r)]
         if not fits:
             raise InputError(
-                f"state {name!r} does not come back: no result has its structure, shapes and dtypes. Return it as it came"
+                f"state {name!r} does not come back: no result has its structure and shapes. Return it as it came"
             )
         self._set(
-            *max(fits, key=lambda p: (self._num_continued(*p), _num_names_shared(*p), -p[1].leaves.start))
+            *max(
+                fits,
+                key=lambda p: (
+                    self._num_continued(*p),
+                    self._keep_types(*p),
+                    _num_names_shared(*p),
+                    -p[1].leaves.start,
+                ),
+            )
         )
 
     def doubtful(self) -> Iterator[tuple[int, tuple[int, ...]]]:
@@ -225,6 +280,19 @@ class _Pairing:
         free = [a for a in self._alike(result) if self._is_free(a, result) and self._has_sign(a, result)]
         counts = [self._num_continued(a, result) for a in free]
         return [a for a, n in zip(free, counts, strict=True) if n == max(counts) > 0]
+
+    def _pair_some(self, units: dict[_Subtree, list[_Subtree]]) -> bool:
+        """Pairs at least one result, if it is clear with which argument: of its own types, if there are such."""
+        same = {r: [a for a in fits if self._keep_types(a, r)] for r, fits in units.items()}
+        certain = {r: fits for r, fits in same.items() if fits == units[r]}
+        return (
+            self._pair_unique(certain)
+            or self._pair_fitting({r: fits for r, fits in same.items() if fits})
+            or self._pair_fitting(units)
+        )
+
+    def _pair_fitting(self, units: dict[_Subtree, list[_Subtree]]) -> bool:
+        return self._pair_unique(units) or self._pair_by_name(units) or self._pair_by_position(units)
 
     def _pair_unique(self, units: dict[_Subtree, list[_Subtree]]) -> bool:
         """Pairs those results that fit one argument only, the largest first."""
@@ -265,6 +333,13 @@ class _Pairing:
     def _are_alike(self, argument: _Subtree, result: _Subtree) -> bool:
         return self._shape_of(argument, self.graph.inputs) == self._shape_of(result, self.graph.outputs)
 
+    def _keep_types(self, argument: _Subtree, result: _Subtree) -> bool:
+        return all(map(self.keeps_type, argument.leaves, result.leaves))
+
+    def keeps_type(self, argument: int, result: int) -> bool:
+        """Whether a leaf comes back in its shape and dtype."""
+        return self._type(self.graph.inputs[argument]) == self._type(self.graph.outputs[result])
+
     def _alike(self, result: _Subtree) -> list[_Subtree]:
         """The arguments alike; none of a lone scalar."""
         lone = not result.is_nested and self.graph.value(self.graph.outputs[result.leaves[0]])
@@ -280,8 +355,12 @@ class _Pairing:
             or _num_names_shared(argument, result) > 0
             or any(self.graph.outputs[o] in self._trained for o in result.leaves if self._is_value(o))
             or any(self._is_written(i, o) for i, o in zip(argument.leaves, result.leaves, strict=True))
-            or is_random(self.graph.value(self.graph.outputs[result.leaves[0]]))
+            or self._are_random(argument, result)
         )
+
+    def _are_random(self, argument: _Subtree, result: _Subtree) -> bool:
+        old, new = self.graph.inputs[argument.leaves[0]], self.graph.outputs[result.leaves[0]]
+        return is_random(self.graph.value(old)) and is_random(self.graph.value(new))
 
     def _num_continued(self, argument: _Subtree, result: _Subtree) -> int:
         """How many leaves are made from their counterparts, rather than handed on."""
@@ -289,6 +368,13 @@ class _Pairing:
         return sum(
             self.graph.outputs[o] != self.graph.inputs[i] and bool(self._lineage(o).continued >> i & 1)
             for i, o in pairs
+        )
+
+    def _is_made_of(self, argument: _Subtree, result: _Subtree) -> bool:
+        """Whether a leaf is computed from another, gradients aside."""
+        old, new = self.graph.inputs[argument.leaves[0]], self.graph.outputs[result.leaves[0]]
+        return (
+            old != new and isinstance(new, int) and bool(self._sources.get(new, 0) >> argument.leaves[0] & 1)
         )
 
     def _is_written(self, argument: int, result: int) -> bool:
@@ -306,7 +392,8 @@ class _Pairing:
 
     def _shape_of(self, subtree: _Subtree, atoms: Sequence[Any]) -> Any:
         return tuple(
-            (keys, *self._type(atoms[i])) for keys, i in zip(subtree.within, subtree.leaves, strict=True)
+            (keys, self.graph.value(atoms[i]).shape)
+            for keys, i in zip(subtree.within, subtree.leaves, strict=True)
         )
 
     @cached_property
@@ -329,6 +416,10 @@ class _Pairing:
         return lineages(self.graph)
 
     @cached_property
+    def _sources(self) -> dict[int, int]:
+        return sources(self.graph)
+
+    @cached_property
     def _trained(self) -> set[int]:
         """What depends on a gradient."""
         found: set[int] = set()
@@ -336,34 +427,3 @@ class _Pairing:
             if op.phase is Phase.BACKWARD or takes_gradient(op) or not found.isdisjoint(op.operands):
                 found.update(op.outputs)
         return found
-
-
-def roles(
-    graph: Graph, replaces: tuple[int | None, ...], held: AbstractSet[int] = frozenset()
-) -> tuple[Role, ...]:
-    """What each argument is for; those that are `held` are state whether or not anything replaces them."""
-    state = {i for i in replaces if i is not None} | held
-    read_in: dict[int, set[Phase]] = {}
-    for op in graph.ops:
-        for v in op.operands:
-            read_in.setdefault(v, set()).add(op.phase)
-    changed = {
-        i for o, i in zip(graph.outputs, replaces, strict=True) if i is not None and o != graph.inputs[i]
-    }
-    made_in = {v: op.phase for op in graph.ops for v in op.outputs}
-    new_state = {i: o for o, i in zip(graph.outputs, replaces, strict=True) if i is not None}
-    new_phase = {i: made_in.get(o) if isinstance(o, int) else None for i, o in new_state.items()}
-    found: list[Role] = []
-    for i, v in enumerate(graph.inputs):
-        value, phases = graph.values[v], read_in.get(v, set())
-        if _jax.is_key_dtype(value.dtype):
-            found.append(Role.KEY)
-        elif i not in state:
-            found.append(Role.BATCH)
-        elif not _jax.is_inexact(value.dtype):
-            found.append(Role.STATE)
-        elif i not in changed or (Phase.FORWARD in phases and new_phase[i] is Phase.UPDATE):
-            found.append(Role.PARAMETER)
-        else:
-            found.append(Role.OPTIMIZER_STATE if phases <= {Phase.UPDATE} else Role.STATE)
-    return tuple(found)

@@ -1,7 +1,7 @@
 """From a training step to its graph.
 
-The step is traced whole, already differentiated, with `jax.make_jaxpr`; nothing is asked of the user. What is state is
-found in `state`, phases in `phases`. Besides:
+The step is traced whole, already differentiated, with `jax.make_jaxpr`; nothing is asked of the user. `phases` finds the
+phases, `state` what is state, `roles` what else an argument is for. Besides:
 
 * *Calls* (`jit`, `custom_jvp`, `custom_vjp`, `checkpoint`) are inlined. A differentiated `checkpoint` is
   lowered by JAX behind an optimization barrier, which keeps XLA from sharing the recomputation with the
@@ -34,8 +34,9 @@ from autoshard.search.ir import _jax, _jax_kernels, in_place, own_meshes
 from autoshard.search.ir.factors import has_rule
 from autoshard.search.ir.graph import Argument, Atom, Graph, Op, Phase, Step, Value, verify, without_dead_ops
 from autoshard.search.ir.phases import with_phases
+from autoshard.search.ir.roles import roles
 from autoshard.search.ir.sinking import sunk
-from autoshard.search.ir.state import roles, successors
+from autoshard.search.ir.state import successors
 
 TRACE_ERRORS = (jax.errors.JAXTypeError, jax.errors.JAXIndexError, TypeError, ValueError)
 """What a function that `jax.jit` cannot trace raises: JAX's words for it, or the function's own."""
@@ -103,11 +104,11 @@ def trace_call(
     if isinstance(out_shape, in_place.InPlace):
         held = frozenset(out_shape.left)
         graph, out_shape = in_place.changed_only(graph, out_shape)
-        certain = in_place.successors(graph, out_shape)
+        certain = in_place.successors(out_shape)
     graph, out_tree = with_phases(sunk(graph)), jax.tree.structure(out_shape)
     verify(graph)
     found = successors(graph, in_tree, out_tree, names, certain, state)
-    arguments = tuple(Argument(n, r) for n, r in zip(names, roles(graph, found.replaces, held), strict=True))
+    arguments = tuple(Argument(n, r) for n, r in zip(names, roles(graph, found, held), strict=True))
     return Step(
         name,
         graph,
@@ -117,6 +118,7 @@ def trace_call(
         in_tree,
         out_tree,
         time.perf_counter() - start_s,
+        retyped=found.retyped,
         doubtful=found.doubtful,
         placements=placements,
         weak_arguments=_weak(abstract),

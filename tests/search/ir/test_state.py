@@ -446,7 +446,7 @@ def test_a_part_that_the_user_names():
     ("named", "message"),
     [
         ("avg", r"state 'avg' is no argument; they are average, x\."),
-        ("x", r"state 'x' does not come back: no result has its structure, shapes and dtypes"),
+        ("x", r"state 'x' does not come back: no result has its structure and shapes"),
     ],
 )
 def test_state_that_the_user_names_wrongly(named, message):
@@ -499,3 +499,134 @@ def test_an_array_that_a_call_has_twice():
         np.testing.assert_allclose(got["w"], wanted["w"], rtol=1e-5, atol=1e-6)
     again = step(got, got, x)
     np.testing.assert_allclose(again["w"], descended(wanted, x)["w"], rtol=1e-5, atol=1e-6)
+
+
+# --- state that comes back in another type
+
+BF16 = jax.ShapeDtypeStruct((16, 16), jnp.bfloat16)
+COUNT = jax.ShapeDtypeStruct((), jnp.int32)
+
+
+def widened(params, x):
+    """What a learning rate that is a NumPy float32 scalar makes of bfloat16."""
+    return descended(params, x, np.float32(0.1))
+
+
+def paired(step, *args):
+    """All results that replace an argument, and those of them that have another type."""
+    traced = trace(step, *args)
+    same = {o: i for o, i in enumerate(traced.replaces) if i is not None}
+    return same | dict(traced.retyped), [o for o, _ in traced.retyped]
+
+
+def test_widened_parameters_are_state_beside_what_keeps_its_type():
+    def step(state, x):
+        return {"count": state["count"] + 1, "params": widened(state["params"], x)}, jnp.sum(x)
+
+    state = {"count": COUNT, "params": {"v": BF16, "w": BF16}}
+    traced = trace(step, state, BF16)
+    assert traced.replaces == (0, None, None, None)
+    assert traced.retyped == ((1, 1), (2, 2))
+    assert [a.role.value for a in traced.arguments] == ["state", "parameter", "parameter", "batch"]
+
+
+@pytest.mark.parametrize(
+    ("old", "update"),
+    [
+        (BF16, lambda w, x: w - np.float32(0.1) * gradients(w, x)),
+        (W, lambda w, x: descended(w, x).astype(jnp.bfloat16)),
+        (jax.ShapeDtypeStruct((16, 16), jnp.int8), lambda w, x: w - gradients(w.astype(jnp.float32), x)),
+        (
+            W,
+            lambda w, x: jax.lax.scan(lambda w, x: (descended(w, x), 0.0), w, x[None])[0].astype(jnp.float16),
+        ),
+        (W, lambda w, x: jax.lax.cond(x[0, 0] > 0, descended, lambda w, x: w, w, x).astype(jnp.bfloat16)),
+    ],
+    ids=["widened", "narrowed", "int to float", "behind a loop", "behind a branch"],
+)
+def test_state_whose_dtype_changes(old, update):
+    assert paired(lambda w, x: (update(w, x), jnp.sum(x)), old, X) == ({0: 0}, [0])
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+@pytest.mark.parametrize(("average", "params"), [(BF16, W), (W, BF16)])
+def test_an_average_in_another_dtype_is_told_from_the_parameters(average, params, order):
+    def step(*args):
+        average, params = (args[order.index(n)] for n in range(2))
+        params = (params - 0.1 * gradients(params, args[2].astype(params.dtype))).astype(params.dtype)
+        new = jnp.float32(0.9) * average + 0.1 * params, params
+        return tuple(new[n] for n in order)
+
+    found = paired(step, *((average, params)[n] for n in order), X)[0]
+    assert found == {0: 0, 1: 1}
+
+
+def test_a_copy_in_another_dtype_is_not_the_master():
+    def step(master, x):
+        master = descended(master, x)
+        return jax.tree.map(lambda w: w.astype(jnp.bfloat16), master), master
+
+    assert paired(step, {"w": W}, X) == ({1: 0}, [])
+    assert paired(lambda m, x: step(m, x)[::-1], {"w": W}, X) == ({0: 0}, [])
+
+
+def test_a_comparison_with_the_labels_does_not_replace_them():
+    def step(params, batch):
+        params = descended(params, batch["x"])
+        return params, {"y": (batch["x"] @ params["w"]).argmax(-1) == batch["y"]}
+
+    labels = jax.ShapeDtypeStruct((16,), jnp.int32)
+    assert paired(step, {"w": W}, {"x": X, "y": labels}) == ({0: 0}, [])
+
+
+def test_state_that_grows_is_found_by_its_siblings_and_so_is_a_counter_beside_it():
+    def step(state, x):
+        history = jnp.concatenate([state["history"], jnp.mean(x)[None]])
+        return {"count": state["count"] + 1, "history": history, "w": descended(state["w"], x)}
+
+    state = {"count": COUNT, "history": jax.ShapeDtypeStruct((3,), jnp.float32), "w": W}
+    assert paired(step, state, X) == ({0: 0, 1: 1, 2: 2}, [1])
+
+
+def test_what_shares_an_argument_with_state_is_not_replaced_by_what_is_not_made_of_it():
+    def step(given):
+        return {"w": descended(given["w"], given["x"]), "x": given["w"] @ given["w"]}
+
+    assert paired(step, {"w": W, "x": X, "y": X}) == ({0: 0}, [])
+
+
+def test_state_that_the_user_names_may_change_its_dtype():
+    found = trace_call(None, lambda a, p: averaged(a, p), (BF16, W), {}, ("a",))
+    assert (found.replaces, found.retyped) == ((None,), ((0, 0),))
+
+
+def test_a_change_of_type_is_said_with_the_leaf_its_dtypes_and_the_line():
+    def step(state, x):
+        rate = np.float32(0.1)
+        grads = gradients(state["w"], x)
+        return {"w": state["w"] - rate * grads}, jnp.sum(x)
+
+    line = step.__code__.co_firstlineno + 3
+    said = (
+        rf"state\['w'\] \(bfloat16, then float32 at .*test_state.py:{line}\)\. .* old and new take 1\.5 KiB"
+    )
+    with pytest.warns(autoshard.AutoshardWarning, match=said):
+        autoshard.search(step, {"w": BF16}, BF16, cluster="8xCPU", mesh=(8,), remat="never")
+
+
+def test_widened_state_stays_the_users_and_is_donated_once_its_type_stays():
+    @autoshard.parallelize(mesh=(8,), remat="never")
+    def step(state, x):
+        return {"w": widened(state["w"], x.astype(state["w"].dtype))}, jnp.sum(x)
+
+    state, x = {"w": jnp.eye(16, dtype=jnp.bfloat16)}, jnp.ones((16, 16)) / 16
+    plain = jax.jit(step.__wrapped__)
+    wanted = plain(plain(plain(state, x)[0], x)[0], x)
+    with pytest.warns(autoshard.AutoshardWarning, match="in another type"):
+        first, _ = step(state, x)
+    with pytest.warns(autoshard.AutoshardWarning, match="planning once"):
+        second, _ = step(first, x)
+    got = step(second, x)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), got, wanted)
+    assert not state["w"].is_deleted()
+    assert second["w"].is_deleted()

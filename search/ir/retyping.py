@@ -1,0 +1,75 @@
+"""State that comes back in another type: which leaf, from what to what, and where in the user's code that happens.
+
+The place is found backwards. From the new leaf, each value leads to the operand that continues the old leaf, or at least
+depends on it, as far as the first that has the old type again.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from autoshard.search.ir.graph import Atom, Graph, Op, Step, Value
+from autoshard.search.ir.lineage import NONE, lineages, sources
+
+
+@dataclass(frozen=True, slots=True)
+class Retyping:
+    """An argument, by its path, that comes back in another type: with the old value, the new one, and the op that makes the
+    difference, None where the new one is a constant."""
+
+    argument: str
+    old: Value
+    new: Value
+    op: Op | None
+
+    def __str__(self) -> str:
+        """In a message: `params['w'] (bfloat16, then float32 at train.py:12)`."""
+        where = f" {self.op.where}" if self.op else ""
+        old, new = _text(self.old, self.new), _text(self.new, self.old)
+        return f"{self.argument} ({old}, then {new}{where})"
+
+
+def retypings(step: Step) -> Iterator[Retyping]:
+    """All of a step."""
+    if not step.retyped:
+        return
+    graph = step.graph
+    way_back = _WayBack(graph)
+    for o, i in step.retyped:
+        old, new = graph.inputs[i], graph.outputs[o]
+        yield Retyping(step.arguments[i].name, graph.value(old), graph.value(new), way_back.op(i, new))
+
+
+class _WayBack:
+    """From new state to old."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.maker = {v: op for op in graph.ops for v in op.outputs}
+        self.lineages, self.sources = lineages(graph), sources(graph)
+
+    def op(self, argument: int, new: Atom) -> Op | None:
+        """The last op on the way from an argument to a value that reads the argument's type."""
+        wanted = _type(self.graph.value(self.graph.inputs[argument]))
+        op = self.maker.get(new) if isinstance(new, int) else None
+        while op:
+            before = self._operand(op, argument)
+            if before not in self.maker or _type(self.graph.values[before]) == wanted:
+                return op
+            op = self.maker[before]
+        return None
+
+    def _operand(self, op: Op, argument: int) -> int | None:
+        """The operand that comes from an argument: if there is one, that which continues it."""
+        continuing = (v for v in op.operands if self.lineages.get(v, NONE).continued >> argument & 1)
+        depending = (v for v in op.operands if self.sources.get(v, 0) >> argument & 1)
+        return next(continuing, next(depending, None))
+
+
+def _type(value: Value) -> tuple[object, ...]:
+    return value.shape, value.dtype
+
+
+def _text(value: Value, other: Value) -> str:
+    """A type, as far as it tells a value from another."""
+    shape = f"[{','.join(map(str, value.shape))}]" if value.shape != other.shape else ""
+    return f"{value.dtype}{shape}"
