@@ -172,8 +172,8 @@ class _Replica:
         everyone = (STAGE, REPLICA) if self.layout.is_shared_out else (REPLICA,)
         handed_out = dict.fromkeys(v for v, _ in self.program.pieces.values())
         return (
-            jax.lax.psum(self.of_layers, REPLICA),
-            jax.lax.psum(self.of_all, everyone),
+            {v: _added_up(x, (REPLICA,)) for v, x in self.of_layers.items()},
+            {v: _added_up(x, everyone) for v, x in self.of_all.items()},
             {v: self._own(v) for v in handed_out if v not in self.stacks},
             {v: self._by_round(v) for v in handed_out if v in self.stacks},
         )
@@ -245,8 +245,8 @@ class _Replica:
     def _scattered(self, x: Any) -> Any:
         """Of what one stage has and all others have as zero: each stage's microbatches."""
         if self.layout.is_shared_out:
-            return jax.lax.psum_scatter(x, STAGE, scatter_dimension=0, tiled=True)
-        return jax.lax.psum(x, STAGE)
+            return _in_32_bits(lambda x: jax.lax.psum_scatter(x, STAGE, scatter_dimension=0, tiled=True), x)
+        return _added_up(x, (STAGE,))
 
     # --- stacks over layers
 
@@ -266,3 +266,19 @@ class _Replica:
         mine = jax.lax.dynamic_index_in_dim(apart, jax.lax.axis_index(STAGE), 2, keepdims=False)
         slots = jnp.reshape(jnp.moveaxis(mine, 0, 1), (rounds * self.count, num, *shape[1:]))
         return self.layout.held(slots, v)
+
+
+def _added_up(x: Any, axes: tuple[str, ...]) -> Any:
+    """The sum over the devices of some axes."""
+    return _in_32_bits(lambda x: jax.lax.psum(x, axes), x)
+
+
+def _in_32_bits(added_up: Callable[[Any], Any], x: Any) -> Any:
+    """Adds up over devices; on CPUs what has 16 bits in 32, as XLA:CPU does. Left to itself, it aborts ("Invalid binary
+    instruction opcode copy") where the partitioner sees to other axes of the mesh."""
+
+    def converted(x: Any) -> Any:
+        return added_up(x.astype(jnp.float32)).astype(x.dtype)
+
+    is_narrow = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < jnp.float32.dtype.itemsize
+    return jax.lax.platform_dependent(x, cpu=converted, default=added_up) if is_narrow else added_up(x)
