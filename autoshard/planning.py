@@ -84,8 +84,10 @@ def _left_out(step: Step) -> str:
 def _retyped(step: Step) -> str:
     """What to say of state that comes back in another type, if there is any."""
     found = list(retypings(step))
+    if not found:
+        return ""
     num_bytes = format_bytes(sum(one.old.num_bytes + one.new.num_bytes for one in found))
-    return found and (
+    return (
         f"{step.name} returns {len(found)} arguments, which are its state, in another type: {_some(list(map(str, found)))}. "
         f"Their memory cannot be reused: old and new take {num_bytes}; and the next call, with the new types, is planned "
         "and compiled again. To keep a type, convert the new value to it: new.astype(old.dtype)"

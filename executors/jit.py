@@ -86,7 +86,7 @@ def build(
     inputs = [named(("input", (), i), graph.values[v]) for i, v in enumerate(graph.inputs)]
     outputs = [
         named(("output", (), o), graph.value(a)) if r is None else inputs[r]
-        for o, (a, r) in enumerate(zip(graph.outputs, step.replaces, strict=True))
+        for o, (a, r) in enumerate(zip(graph.outputs, step.rests_as, strict=True))
     ]
     evaluate = evaluator(graph, sharding, mesh)
     return jitted(step, evaluate, mesh, inputs, outputs, on_retrace, compiler_options, given_up)

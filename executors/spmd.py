@@ -60,7 +60,7 @@ def build(
     whole = NamedSharding(layout.mesh, PartitionSpec())
     outputs = [
         (layout.resting(a) if isinstance(a, int) else whole) if r is None else inputs[r]
-        for a, r in zip(step.graph.outputs, step.replaces, strict=True)
+        for a, r in zip(step.graph.outputs, step.rests_as, strict=True)
     ]
     return jitted(step, _Run(program, layout).run, layout.mesh, inputs, outputs, on_retrace, compiler_options)
 

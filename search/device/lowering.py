@@ -544,10 +544,12 @@ class _Lowering:
             self._kernel(position - 1, tuple(read), (), ())
 
     def finish(self) -> None:
-        """The new state's way to where the old one rests."""
+        """The new state's way to where the old one rests, and into its memory unless it has another type."""
         for i, op in enumerate(self.program.ops):
             if op.name == "input":
                 for operand, v in enumerate(op.operands):
                     if any(s.kind != SLICE for s in self.paths.to_reader(i, operand).path):
-                        for b in self._sent(self.live_ranges.maker[v][0], i, operand):
+                        at = self.live_ranges.maker[v][0]
+                        made = self._sent(at, i, operand)
+                        for b in () if self.program.ops[at].name == "output" else made:
                             self.buffers[b] = replace(self.buffers[b], num_bytes=0.0)

@@ -40,6 +40,8 @@ class Role(StrEnum):
     OPTIMIZER_STATE = "optimizer_state"
     STATE = "state"
     """State that is neither: step counters, running statistics."""
+    FROZEN = "frozen"
+    """What the step reads as a whole and does not hand back: frozen weights, tables, masks."""
     BATCH = "batch"
     KEY = "key"
 
@@ -245,6 +247,15 @@ class Step:
     placements: tuple[str, ...] = ()
     weak_arguments: frozenset[int] = frozenset()
     weak_results: frozenset[int] = frozenset()
+
+    @cached_property
+    def rests_as(self) -> tuple[int | None, ...]:
+        """For each output, the input in whose place it comes to rest: that which it replaces, if it has its shape."""
+        graph, found = self.graph, list(self.replaces)
+        for o, i in self.retyped:
+            same_shape = graph.value(graph.outputs[o]).shape == graph.values[graph.inputs[i]].shape
+            found[o] = i if same_shape else None
+        return tuple(found)
 
     def abstract_inputs(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Shape and dtype of every flat argument."""

@@ -11,8 +11,6 @@ becomes of random keys. A loop is looked into: what it carries continues what en
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
-from operator import or_
 from typing import Any
 
 import numpy as np
@@ -54,15 +52,17 @@ def sources(graph: Graph) -> dict[int, int]:
     found = {v: 1 << i for i, v in enumerate(graph.inputs)}
     for op in graph.ops:
         if op.phase is not Phase.BACKWARD:
-            read = reduce(or_, (found.get(v, 0) for v in op.operands), 0)
+            read = 0
+            for v in op.operands:
+                read |= found.get(v, 0)
             found.update(dict.fromkeys(op.outputs, read))
     return found
 
 
 def _handed_on(graph: Graph, op: Op, found: Mapping[int, Lineage]) -> Iterator[tuple[Lineage, int]]:
     """What an op's results continue, each with the result."""
-    if op.name in _BODIES:
-        yield from _through(op, _BODIES[op.name](op), found)
+    if bodies := bodies_of(op):
+        yield from _through(op, bodies, found)
         return
     for n, old, new in _in_place(graph, op):
         was = found.get(old, NONE)
@@ -94,7 +94,7 @@ def is_random(value: Value) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class _Body:
+class Body:
     """How a body's inputs and outputs belong to its op's.
 
     Attributes:
@@ -112,26 +112,31 @@ class _Body:
     first_slice: int | None = None
 
 
-def _scan(op: Op) -> list[_Body]:
+def _scan(op: Op) -> list[Body]:
     num_consts, num_carried = op.loop_counts
     body = op.bodies["jaxpr"][0]
-    return [_Body(body, op.inputs, num_carried, num_consts, num_consts + num_carried)]
+    return [Body(body, op.inputs, num_carried, num_consts, num_consts + num_carried)]
 
 
-def _while(op: Op) -> list[_Body]:
+def _while(op: Op) -> list[Body]:
     skipped, num_consts = op.params["cond_nconsts"], op.params["body_nconsts"]
     body = op.bodies["body_jaxpr"][0]
-    return [_Body(body, op.inputs[skipped:], len(body.outputs), num_consts)]
+    return [Body(body, op.inputs[skipped:], len(body.outputs), num_consts)]
 
 
-def _cond(op: Op) -> list[_Body]:
-    return [_Body(branch, op.inputs[1:]) for branch in op.bodies["branches"]]
+def _cond(op: Op) -> list[Body]:
+    return [Body(branch, op.inputs[1:]) for branch in op.bodies["branches"]]
 
 
 _BODIES: dict[str, Any] = {"scan": _scan, "while": _while, "cond": _cond}
 
 
-def _through(op: Op, bodies: Sequence[_Body], found: Mapping[int, Lineage]) -> Iterator[tuple[Lineage, int]]:
+def bodies_of(op: Op) -> list[Body]:
+    """The bodies of a loop, or of a branch in all its ways; none of other ops."""
+    return _BODIES[op.name](op) if op.name in _BODIES else []
+
+
+def _through(op: Op, bodies: Sequence[Body], found: Mapping[int, Lineage]) -> Iterator[tuple[Lineage, int]]:
     for body in bodies:
         for i, way in enumerate(_ways(body)):
             is_carried = body.first_slice is None or i < body.num_carried
@@ -143,7 +148,7 @@ def _through(op: Op, bodies: Sequence[_Body], found: Mapping[int, Lineage]) -> I
                     yield Lineage(was.continued, was.continued if is_written else was.written), op.outputs[i]
 
 
-def _ways(body: _Body) -> list[Lineage]:
+def _ways(body: Body) -> list[Lineage]:
     """What each output of a body continues of its inputs, after any number of rounds."""
     inner = lineages(body.graph)
     ways = [inner.get(a, NONE) if isinstance(a, int) else NONE for a in body.graph.outputs]
@@ -155,7 +160,7 @@ def _ways(body: _Body) -> list[Lineage]:
     return ways
 
 
-def _a_round_further(way: Lineage, ways: Sequence[Lineage], body: _Body) -> Lineage:
+def _a_round_further(way: Lineage, ways: Sequence[Lineage], body: Body) -> Lineage:
     """With what the carried inputs that an output continues were in the round before."""
     for k in range(body.num_carried):
         if way.continued >> body.first_carried + k & 1:

@@ -111,6 +111,6 @@ def _values(program: SpmdStep) -> Iterator[int]:
 def _replaced(program: SpmdStep) -> Iterator[tuple[int, int]]:
     """New state, with the argument that it replaces."""
     step = program.step
-    for v, r in zip(program.epilogue.outputs, step.replaces, strict=True):
+    for v, r in zip(program.epilogue.outputs, step.rests_as, strict=True):
         if r is not None and isinstance(v, int):
             yield v, step.graph.inputs[r]

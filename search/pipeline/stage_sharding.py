@@ -96,7 +96,7 @@ class _Spelling:
     def _replaced(self) -> dict[int, int]:
         """By new state that is no argument itself, the argument that it replaces."""
         step, inputs = self.programs.step, self.programs.step.graph.inputs
-        pairs = zip(self.programs.results, step.replaces, strict=True)
+        pairs = zip(self.programs.results, step.rests_as, strict=True)
         new = {v: inputs[r] for v, r in pairs if r is not None and isinstance(v, int)}
         return {v: old for v, old in new.items() if v not in inputs}
 

@@ -52,6 +52,9 @@ class Cut:
             arguments=tuple(self.step.arguments[a] for a in arguments),
             results=tuple(self.step.results[o] for o in results),
             replaces=tuple(None if (a := self.step.replaces[o]) is None else number[a] for o in results),
+            retyped=tuple(
+                (results.index(o), number[a]) for o, a in self.step.retyped if o in results and a in number
+            ),
             in_tree=_by_position(self.step.in_tree, arguments),
             out_tree=jax.tree_util.tree_structure((0,) * len(results)),
         )

@@ -6,7 +6,7 @@ in one step. What crosses a loop's border passes through *boundary* ops, which c
 of their own like any other:
 
 * `input` stands for an argument of the step; its operand is the result that replaces it in the next step, so
-  state that comes back resharded pays for it;
+  state that comes back resharded pays for it. Where that has another type, it is an `output` of its own besides;
 * `carry` reads a loop's initial value once and the body's result every iteration: all three get one spec. One that begins
   with zeros and that each iteration only adds to, an *accumulator*, reads no initial value, as zeros lie in any spec; it
   is additive: it may hold terms of a sum from iteration to iteration. Its phase is its addition's;
@@ -184,17 +184,21 @@ def flatten(step: Step) -> FlatProgram:
     outputs = layer.lay(graph, inputs, 1, ())
     replaced = {r: o for o, r in zip(outputs, step.replaces, strict=True) if r is not None}
     place_of = {r: i for i, r in reversed([*enumerate(step.replaces)])}
+    retyped = {o: step.rests_as[o] for o, _ in step.retyped if outputs[o] is not None}
+    retyped = {o: i for o, i in retyped.items() if i is not None}
+    made_anew = {o: layer.new_value(graph.value(graph.outputs[o])) for o in retyped}
+    replaced |= {i: made_anew[o] for o, i in retyped.items()}
     for i, (slot, value, argument) in enumerate(zip(slots, inputs, step.arguments, strict=True)):
         new = replaced.get(i)
         operands = () if new is None or new == value else (new,)
         phase = Phase.UPDATE if argument.role is Role.OPTIMIZER_STATE else Phase.FORWARD
-        reads = [("output", (), place_of[i])] if operands else []
+        reads = [("output", (), place_of[i])] if operands and i in place_of else []
         layer.ops[slot] = layer.boundary(
             "input", operands, value, (1,) * len(operands), 1, phase, (i,), reads, [("input", (), i)]
         )
     for i, (out, r) in enumerate(zip(outputs, step.replaces, strict=True)):
         if r is None and out is not None:
-            result = layer.new_value(layer.values[out])
+            result = made_anew[i] if i in made_anew else layer.new_value(layer.values[out])
             reads = [("output", (), i)]
             layer.ops.append(
                 layer.boundary(

@@ -614,7 +614,7 @@ def test_a_change_of_type_is_said_with_the_leaf_its_dtypes_and_the_line():
         autoshard.search(step, {"w": BF16}, BF16, cluster="8xCPU", mesh=(8,), remat="never")
 
 
-def test_widened_state_stays_the_users_and_is_donated_once_its_type_stays():
+def test_widened_state_stays_the_users_and_comes_to_rest_where_it_is_donated_from_then_on():
     @autoshard.parallelize(mesh=(8,), remat="never")
     def step(state, x):
         return {"w": widened(state["w"], x.astype(state["w"].dtype))}, jnp.sum(x)
@@ -629,4 +629,5 @@ def test_widened_state_stays_the_users_and_is_donated_once_its_type_stays():
     got = step(second, x)
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), got, wanted)
     assert not state["w"].is_deleted()
+    assert first["w"].is_deleted()
     assert second["w"].is_deleted()
