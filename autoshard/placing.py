@@ -28,6 +28,10 @@ FAILURES = (ValueError, TypeError, RuntimeError)
 """What JAX raises for arguments that lie elsewhere or were given up, and for much else."""
 
 
+_GIVEN = (Role.BATCH, Role.FROZEN, Role.KEY)
+"""Arguments that the step does not hand back: they come to each call from its caller."""
+
+
 class RetracedError(Exception):
     """JAX began to trace the step for other shapes than those planned for."""
 
@@ -122,7 +126,7 @@ def _placed(
     shardings, seen = jax.tree.leaves(program.shardings), set[int]()
     moved: dict[int, Any] = {}
     for i, (x, sharding) in enumerate(zip(leaves, shardings, strict=True)):
-        is_new = step.arguments[i].role in (Role.BATCH, Role.KEY) and i not in program.donated_leaves
+        is_new = step.arguments[i].role in _GIVEN and i not in program.donated_leaves
         if is_new and not getattr(x, "committed", False) and sharding.is_fully_addressable:
             continue
         leaves[i] = jnp.copy(x) if isinstance(x, jax.Array) and id(x) in seen else x

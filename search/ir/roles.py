@@ -1,12 +1,14 @@
 """What each argument of a step is for.
 
-A state leaf that the forward phase reads and the update makes anew is a parameter, a floating one that only the update reads
-is optimizer state.
+A state leaf that the forward or backward phase reads and the update makes anew is a parameter, a floating one that only the
+update reads is optimizer state. Of what nothing replaces, examples are the batch (`examples`), and so are scalars, as they
+come with each call; other arrays are frozen.
 """
 
 from collections.abc import Set as AbstractSet
 
 from autoshard.search.ir import _jax
+from autoshard.search.ir.examples import read_whole, reading_phases
 from autoshard.search.ir.graph import Graph, Phase, Role
 from autoshard.search.ir.state import Successors
 
@@ -20,10 +22,11 @@ def roles(graph: Graph, found: Successors, held: AbstractSet[int] = frozenset())
       held: arguments that are state whether or not anything replaces them.
     """
     new = {i: graph.outputs[o] for o, i in found.pairs}
-    read_in: dict[int, set[Phase]] = {}
-    for op in graph.ops:
-        for v in op.operands:
-            read_in.setdefault(v, set()).add(op.phase)
+    read_in = reading_phases(graph)
+    given = [
+        i for i, v in enumerate(graph.inputs) if i not in new and i not in held and graph.values[v].shape
+    ]
+    frozen = read_whole(graph, given)
     made_in = {v: op.phase for op in graph.ops for v in op.outputs}
     new_phase = {i: made_in.get(atom) for i, atom in new.items() if isinstance(atom, int)}
 
@@ -31,13 +34,13 @@ def roles(graph: Graph, found: Successors, held: AbstractSet[int] = frozenset())
         if _jax.is_key_dtype(graph.values[v].dtype):
             return Role.KEY
         if i not in new and i not in held:
-            return Role.BATCH
+            return Role.FROZEN if i in frozen else Role.BATCH
         if not _jax.is_inexact(graph.values[v].dtype):
             return Role.STATE
         is_changed = new.get(i, v) != v
-        phases = read_in.get(v, set())
-        if not is_changed or (Phase.FORWARD in phases and new_phase.get(i) is Phase.UPDATE):
-            return Role.PARAMETER
-        return Role.OPTIMIZER_STATE if phases <= {Phase.UPDATE} else Role.STATE
+        phases = read_in[v]
+        if phases <= {Phase.UPDATE}:
+            return Role.OPTIMIZER_STATE if is_changed else Role.PARAMETER
+        return Role.PARAMETER if not is_changed or new_phase.get(i) is Phase.UPDATE else Role.STATE
 
     return tuple(role(i, v) for i, v in enumerate(graph.inputs))

@@ -226,7 +226,7 @@ def _split(step: Step, size: int, count: int) -> BatchSplit:
         is_batch = argument.role is Role.BATCH and value.shape[:1] == (size,)
         states.append(PerExample(0) if is_batch else WHOLE)
         is_counter = argument.role is Role.STATE and not _jax.is_inexact(value.dtype)
-        if argument.role in (Role.BATCH, Role.KEY) or is_counter:
+        if argument.role in (Role.BATCH, Role.FROZEN, Role.KEY) or is_counter:
             firsts.add(v)
 
     def follow(graph: Graph, *, is_strict: bool) -> BatchSplit:

@@ -159,8 +159,17 @@ class PipelineStep:
     @cached_property
     def learned(self) -> frozenset[int]:
         """Parameters, and what the prologue makes of them."""
+        return self._made_of(Role.PARAMETER)
+
+    @cached_property
+    def weights(self) -> frozenset[int]:
+        """Parameters and frozen weights, and what the prologue makes of them."""
+        return self._made_of(Role.PARAMETER, Role.FROZEN)
+
+    def _made_of(self, *roles: Role) -> frozenset[int]:
+        """The arguments of some roles, and what the prologue makes of them."""
         arguments = zip(self.step.graph.inputs, self.step.arguments, strict=True)
-        found = {v for v, argument in arguments if argument.role is Role.PARAMETER}
+        found = {v for v, argument in arguments if argument.role in roles}
         for op in self.prologue:
             if not found.isdisjoint(op.operands):
                 found.update(op.outputs)

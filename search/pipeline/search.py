@@ -320,17 +320,17 @@ class PipelineSearch:
         return all(any(may_stand(size, group) for size in sizes) for group in self.cluster.groups)
 
     def _may_hold(self, num_replicas: int) -> bool:
-        """Whether parameters, of which each replica has a copy or a gradient of that size, may fit so often, and the rest of
+        """Whether weights, of which each replica has a copy or a gradient of that size, may fit so often, and the rest of
         the state once."""
         arguments = zip(self.step.graph.inputs, self.step.arguments, strict=True)
         sizes = {role: 0 for role in Role}
         for v, argument in arguments:
             sizes[argument.role] += self.step.graph.values[v].num_bytes
-        learned = sizes.pop(Role.PARAMETER)
+        weights = sizes.pop(Role.PARAMETER) + sizes.pop(Role.FROZEN)
         rest = sum(sizes.values()) - sizes[Role.BATCH]
         caps = self.cluster.caps(self.options.memory_bytes)
         there = sum(g.num_devices * cap for g, cap in zip(self.cluster.groups, caps, strict=True))
-        return num_replicas * learned + rest <= self.options.memory_share * there
+        return num_replicas * weights + rest <= self.options.memory_share * there
 
     @cached_property
     def _sizes(self) -> tuple[int, ...]:

@@ -46,7 +46,7 @@ def is_of_layers(step: PipelineStep, op: Op) -> bool:
     num_consts, num_carry = op.loop_counts
 
     def num_bytes(atoms: Sequence[Atom]) -> int:
-        return sum(step.values[v].num_bytes for v in atoms if isinstance(v, int) and v in step.learned)
+        return sum(step.values[v].num_bytes for v in atoms if isinstance(v, int) and v in step.weights)
 
     return num_carry > 0 and num_bytes(op.inputs[num_consts + num_carry :]) > num_bytes(
         op.inputs[:num_consts]

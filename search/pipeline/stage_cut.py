@@ -47,7 +47,7 @@ def crossing_bytes(ops: Sequence[Op], values: Sequence[Value], num_positions: Se
     ends = list(accumulate(num_positions))
     made = {v: end for op, end in zip(ops, ends, strict=True) for v in op.outputs}
     read = {v: end for op, end in zip(ops, ends, strict=True) for v in op.operands if v in made}
-    change = np.zeros(ends[-1] + 2)
+    change = np.zeros(sum(num_positions) + 2)
     for v, end in read.items():
         change[made[v]] += values[v].num_bytes
         change[end] -= values[v].num_bytes

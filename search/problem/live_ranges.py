@@ -40,6 +40,7 @@ _RESIDENT_OF = {
     Role.OPTIMIZER_STATE: Resident.OPTIMIZER_STATE,
     Role.STATE: Resident.OTHER_STATE,
     Role.KEY: Resident.OTHER_STATE,
+    Role.FROZEN: Resident.PARAMETERS,
     Role.BATCH: Resident.BATCH,
 }
 

@@ -42,7 +42,8 @@ class Rule:
 
     def axes(self, role: Role) -> Axes | None:
         """Over which an argument of that role is split."""
-        return {Role.BATCH: self.batch, Role.PARAMETER: self.parameters}.get(role, self.others)
+        weights = {Role.PARAMETER: self.parameters, Role.FROZEN: self.parameters}
+        return ({Role.BATCH: self.batch} | weights).get(role, self.others)
 
 
 def rules(num_devices: tuple[int, ...]) -> Iterator[Rule]:

@@ -150,6 +150,35 @@ def test_more_stages_than_there_is_to_cut_are_refused():
         autoshard.parallelize(step, stages=8, microbatches=2)(jnp.ones((4, 2)), jnp.ones((8, 4)))
 
 
+def test_a_loss_of_which_all_is_recomputed_has_nothing_to_cut():
+    def step(w, x):
+        return w - 0.1 * jax.grad(jax.checkpoint(lambda w: jnp.mean(jnp.tanh(x @ w) @ w)))(w)
+
+    args = jax.ShapeDtypeStruct((16, 16), "float32"), jax.ShapeDtypeStruct((32, 16), "float32")
+    with pytest.raises(
+        InputError, match="wanted 2 stages, but the step's forward phase can be cut into 1 at most"
+    ):
+        autoshard.search(step, *args, cluster="8xCPU", stages=2, microbatches=2)
+
+
+def test_bfloat16_sums_in_one_program_with_replicas_and_devices_of_these():
+    def step(w, x):
+        def loss(w):
+            return jnp.mean(
+                jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, w)[0].astype(jnp.float32) ** 2
+            )
+
+        value, grads = jax.value_and_grad(loss)(w)
+        return w - 0.5 * grads, value
+
+    w = jax.random.normal(jax.random.key(0), (4, 16, 16), jnp.bfloat16) / 4
+    x = jax.random.normal(jax.random.key(1), (16, 16), jnp.bfloat16)
+    wanted, _ = jax.jit(step)(w, x)
+    options = {"stages": 2, "microbatches": 2, "mesh": (2, 2), "executor": "one program"}
+    got, _ = autoshard.parallelize(step, **options)(jnp.copy(w), x)
+    np.testing.assert_allclose(got.astype(jnp.float32), wanted.astype(jnp.float32), atol=2e-2)
+
+
 def test_examples_that_depend_on_one_another_are_the_reason_given():
     case = make_resnet()  # with batch norm
     with pytest.raises(NotSplittableError, match="cannot be split into microbatches"):

@@ -51,7 +51,7 @@ def test_products_are_forward_and_backward_and_the_rest_is_update():
 def test_a_step_without_a_gradient_is_all_forward():
     step = trace(lambda w, x: loss(w, x), W, X)
     assert {op.phase for op in step.graph.ops} == {Phase.FORWARD}
-    assert roles(step) == {"w": "batch", "x": "batch"}
+    assert roles(step) == {"w": "frozen", "x": "batch"}
     assert step.replaces == (None,)
 
 

@@ -16,7 +16,7 @@ from autoshard.search.ir.graph import Graph, Op, Phase, Role, Step, walk
 from autoshard.search.ir.sharding import StepSharding
 from autoshard.search.ir.trace import trace
 from autoshard.search.memory.batch_states import NotSplittableError
-from autoshard.search.memory.microbatches import microbatched
+from autoshard.search.memory.microbatches import batch_divisors, microbatched
 from autoshard.search.memory.recompute import recomputed
 from autoshard.search.memory.written import SCOPE
 from tests.executors.agreement import NOISE, NOISE_GROWN_BY_ADAM
@@ -632,3 +632,20 @@ def test_the_same_step_comes_out_each_time():
 
 def _has_literals(op: Op) -> bool:
     return len(op.operands) < len(op.inputs)
+
+
+def test_the_batch_is_split_though_most_arguments_are_frozen_layers():
+    def step(head, layers, x):
+        def loss(head):
+            h, _ = jax.lax.scan(lambda h, w: (jnp.tanh(h @ w["a"] + w["b"]), None), x, layers)
+            return jnp.mean((h @ head) ** 2)
+
+        value, grads = jax.value_and_grad(loss)(head)
+        return head - 0.1 * grads, value
+
+    layers = {"a": jax.ShapeDtypeStruct((3, 6, 6), "float32"), "b": jax.ShapeDtypeStruct((3, 6), "float32")}
+    traced = trace(
+        step, jax.ShapeDtypeStruct((6, 2), "float32"), layers, jax.ShapeDtypeStruct((8, 6), "float32")
+    )
+    assert batch_divisors(traced) == [1, 2, 4, 8]
+    assert microbatched(traced, 4).num_microbatches == 4
