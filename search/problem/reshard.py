@@ -16,9 +16,13 @@ dimensions. Between them, one step changes a set of axes alike:
 A step may only add or take the minor-most axes of a dimension, since shards lie in axis order. It cuts what a device
 holds into equal parts, or joins equal parts; only a dimension that is whole may be padded to be sliced, and sheds its
 padding when it is gathered whole. (Of an uneven sum XLA makes an all-reduce, of which it takes a slice; where a part is
-cut unevenly, it sends the borders about by a permute.) An all-to-all wants even splits of all dimensions. The cheapest
-chains between all pairs are shortest paths (Floyd 1962), found for each size of value once. `num_bytes` of a
+cut unevenly, it sends the borders about by a permute.) An all-to-all wants even splits of all dimensions. `num_bytes` of a
 step is the larger of what a device holds before and after it, padding included.
+
+The cheapest chains between all pairs are found for each size of value once. No step makes a value partial, so the chains
+among specs without partial axes are shortest paths of their own (Floyd 1962); a partial spec then takes its best reduction,
+those with fewer partial axes first. Each pair keeps the first move of its chain, and a chain is read from these. A move in a
+narrower type is a chain by itself, beside these.
 
 What XLA:GPU makes of each step was measured (`tests/gpu/test_collectives.py`): with every step's spec imposed in
 turn, the collective named here, to the byte. Two things it does not do, and there are no such steps: a partial
@@ -102,13 +106,19 @@ class _Splits:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Table:
-    """What resharding one size of value costs: seconds and bytes per device of each move, seconds of the best chain between
-    all pairs, and of each move seconds where it is all of a chain, and narrowed."""
+    """The cost of resharding one size of value.
 
-    direct_s: np.ndarray
+    Attributes:
+      num_bytes: [moves] per device.
+      best_s: [specs, specs] seconds of the best chain.
+      first: [specs, specs] the first move of the best chain among those without a narrowed move.
+      is_narrowed: [moves] whether the move, narrowed, is the best chain between its ends.
+    """
+
     num_bytes: np.ndarray
     best_s: np.ndarray
-    narrowed_s: np.ndarray
+    first: np.ndarray
+    is_narrowed: np.ndarray
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,24 +186,20 @@ class Resharder:
         self, shape: tuple[int, ...], itemsize: int, how: Handling, source: Spec, target: Spec
     ) -> ReshardPath:
         table = self._table(shape, itemsize, how)
-        direct, best = table.direct_s, table.best_s
         moves, rank = _moves(len(shape), self.num_axes, how.at_once), len(shape)
         here, goal = self.index(source, rank), self.index(target, rank)
-        assert np.isfinite(best[here, goal]), f"no way from {source} to {target} for {shape}"
-        for move in np.flatnonzero((moves.source == here) & (moves.target == goal)):
-            if table.narrowed_s[move] <= best[here, goal]:
-                kind, axes = moves.kinds[moves.kind[move]]
-                num_bytes = float(table.num_bytes[move]) * how.narrow_itemsize / itemsize
-                return (ReshardStep(kind, axes, num_bytes, target, is_narrowed=True),)
+        assert np.isfinite(table.best_s[here, goal]), f"no way from {source} to {target} for {shape}"
+        for move in np.flatnonzero((moves.source == here) & (moves.target == goal) & table.is_narrowed):
+            kind, axes = moves.kinds[moves.kind[move]]
+            num_bytes = float(table.num_bytes[move]) * how.narrow_itemsize / itemsize
+            return (ReshardStep(kind, axes, num_bytes, target, is_narrowed=True),)
         steps = []
         while here != goal:
-            leaving = np.flatnonzero(moves.source == here)
-            totals = direct[leaving] + best[moves.target[leaving], goal]
-            # not the least of them: a cheaper chain may be there that does not scatter
-            move = leaving[int(np.argmin(np.abs(totals - best[here, goal])))]
+            move = table.first[here, goal]
             here = int(moves.target[move])
             kind, axes = moves.kinds[moves.kind[move]]
             steps.append(ReshardStep(kind, axes, float(table.num_bytes[move]), moves.specs[here]))
+            assert len(steps) < len(moves.specs), f"from {source} to {target} for {shape} goes round"
         return tuple(steps)
 
     def learn(self, wanted: Iterable[tuple[Value, Handling]]) -> None:
@@ -221,22 +227,15 @@ class Resharder:
         if how.term_itemsize:
             is_possible &= ~moves.are("reduce-scatter")
         direct[~is_possible] = np.inf
-        num_specs = len(moves.specs)
-        best = np.full((len(sized), num_specs, num_specs), np.inf)
-        best[:, range(num_specs), range(num_specs)] = np.where(fits, 0.0, np.inf)
-        best[:, moves.source, moves.target] = direct
-        for via in np.flatnonzero(fits.any(axis=0)):
-            np.minimum(best, best[:, :, via, None] + best[:, via, None, :], out=best)
-        if not how.at_once:
-            _scatter_what_is_split(rank, self.num_axes, direct, best)
-        narrowed = np.full_like(direct, np.inf)
+        best, first = _chains(moves, rank, self.num_axes, direct, fits, scatters=not how.at_once)
+        is_narrowed = np.zeros_like(is_possible)
         if how.narrow_itemsize:
-            is_narrowed = is_possible & ~moves.are(SLICE) & ~self._are_reductions(moves)
+            can_narrow = is_possible & ~moves.are(SLICE) & ~self._are_reductions(moves)
             narrow_s = self._moves_s(moves, moved * (how.narrow_itemsize / itemsizes), how)
-            narrowed[is_narrowed] = narrow_s[is_narrowed]
             ends = moves.source, moves.target
-            best[:, *ends] = np.minimum(best[:, *ends], narrowed)
-        for key, *table in zip(sized, direct, moved, best, narrowed, strict=True):
+            is_narrowed = can_narrow & (narrow_s <= best[:, *ends])
+            best[:, *ends] = np.where(is_narrowed, narrow_s, best[:, *ends])
+        for key, *table in zip(sized, moved, best, first, is_narrowed, strict=True):
             self._tables[*key, how] = _Table(*table)
 
     def _moves_s(self, moves: _Moves, moved: np.ndarray, how: Handling) -> np.ndarray:
@@ -282,33 +281,59 @@ class Resharder:
         return np.array([prod(self.mesh.shape[a] for a in axes) for _, axes in moves.kinds])[moves.kind]
 
 
-def _scatter_what_is_split(rank: int, num_axes: int, direct: np.ndarray, best: np.ndarray) -> None:
-    """Makes `best` the chains that scatter a sum over every axis that the target splits.
+def _chains(
+    moves: _Moves, rank: int, num_axes: int, direct: np.ndarray, fits: np.ndarray, *, scatters: bool
+) -> tuple[np.ndarray, np.ndarray]:
+    """[values, specs, specs]: seconds of the best chains, and their first moves.
 
-    An all-reduce of which only a slice is wanted is made a reduce-scatter by the compiler, whatever we think of it.
+    If it `scatters`, a sum is scattered over every axis that the target splits, where that can be: an all-reduce of which
+    only a slice is wanted is made a reduce-scatter by the compiler, whatever we think of it.
     """
-    moves = _moves(rank, num_axes)
-    for here, leaving, scatters in _scattering(rank, num_axes):
+    num_values, num_specs = fits.shape
+    best = np.full((num_values, num_specs, num_specs), np.inf)
+    best[:, range(num_specs), range(num_specs)] = np.where(fits, 0.0, np.inf)
+    best[:, moves.source, moves.target] = direct
+    first = np.full(best.shape, -1, np.int32)
+    first[:, moves.source, moves.target] = np.arange(len(moves.source))
+    is_summed = (np.array(moves.specs).reshape(-1, num_axes) != PARTIAL).all(axis=1)
+    summed = np.ix_(range(num_values), np.flatnonzero(is_summed), np.flatnonzero(is_summed))
+    best[summed], first[summed] = _shortest(best[summed], first[summed], fits[:, is_summed].any(axis=0))
+    for here, leaving, is_scattered in _reductions(rank, num_axes, not scatters):
         totals = direct[:, leaving, None] + best[:, moves.target[leaving]]
-        scattered = np.where(scatters, totals, np.inf).min(axis=1)
-        best[:, here] = np.where(np.isfinite(scattered), scattered, best[:, here])
+        if scatters:
+            scattered = np.where(is_scattered, totals, np.inf)
+            totals = np.where(np.isfinite(scattered.min(axis=1, keepdims=True)), scattered, totals)
+        chosen, is_elsewhere = totals.argmin(axis=1), np.arange(num_specs) != here
+        best[:, here, is_elsewhere] = totals.min(axis=1)[:, is_elsewhere]
+        first[:, here] = leaving[chosen]
+    return best, first
+
+
+def _shortest(best: np.ndarray, first: np.ndarray, is_via: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Shortest paths by Floyd's rule: [values, specs, specs] seconds and first moves."""
+    for via in np.flatnonzero(is_via):
+        through = best[:, :, via, None] + best[:, via, None, :]
+        is_shorter = through < best
+        np.copyto(best, through, where=is_shorter)
+        np.copyto(first, first[:, :, via, None], where=is_shorter)
+    return best, first
 
 
 @lru_cache(maxsize=64)
-def _scattering(rank: int, num_axes: int) -> tuple[tuple[int, np.ndarray, np.ndarray], ...]:
+def _reductions(rank: int, num_axes: int, at_once: bool) -> tuple[tuple[int, np.ndarray, np.ndarray], ...]:
     """For each spec that is partial, the moves that leave it, and [moves, targets] whether such a move leaves no axis whole
     that was partial and that the target splits.
 
-    Specs that are partial over fewer axes come first, as reductions do in every chain.
+    Specs that are partial over fewer axes come first, since every move that leaves a partial spec reduces some of them.
     """
-    moves = _moves(rank, num_axes)
+    moves = _moves(rank, num_axes, at_once)
     specs = np.array(moves.specs).reshape(-1, num_axes)
     partial, found = (specs == PARTIAL).sum(axis=1), []
     for here in sorted(np.flatnonzero(partial), key=partial.__getitem__):
         leaving = np.flatnonzero(moves.source == here)
         is_left_whole = (specs[here] == PARTIAL) & (specs[moves.target[leaving]] == WHOLE)
-        scatters = ~(is_left_whole[:, None, :] & (specs >= 0)[None, :, :]).any(axis=2)
-        found.append((int(here), leaving, scatters))
+        is_scattered = ~(is_left_whole[:, None, :] & (specs >= 0)[None, :, :]).any(axis=2)
+        found.append((int(here), leaving, is_scattered))
     return tuple(found)
 
 

@@ -11,6 +11,8 @@ from math import inf, prod
 
 import numpy as np
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from autoshard.cost_model.collectives import MeshModel
 from autoshard.cost_model.hardware import parse_cluster
@@ -115,8 +117,10 @@ def resharder(mesh: tuple[int, ...]) -> Resharder:
     return Resharder(MeshModel(parse_cluster(f"{prod(mesh)}xH100-80GB"), mesh))
 
 
-def taken(mesh: MeshModel, kind: str, axes: tuple[int, ...], num_bytes: float) -> float:
-    return SLICE_S if kind == SLICE else float(mesh.time_s(kind, axes, num_bytes))
+def taken(
+    mesh: MeshModel, kind: str, axes: tuple[int, ...], num_bytes: float, combined: float = 0.0
+) -> float:
+    return SLICE_S if kind == SLICE else float(mesh.time_s(kind, axes, num_bytes, combined))
 
 
 def parts(spec: Spec, mesh: tuple[int, ...], rank: int) -> list[int]:
@@ -319,3 +323,36 @@ def test_values_that_are_met_together_cost_what_each_costs_alone():
     for value, how in wanted:
         np.testing.assert_array_equal(together.seconds(value, how), Resharder(mesh).seconds(value, how))
     assert len({together.seconds(*one).tobytes() for one in wanted}) > len(shapes)
+
+
+SIZES = st.sampled_from([1, 2, 3, 5, 8, 12, 47, 48, 96, 1000, 16384])
+HANDLINGS = st.builds(
+    Handling,
+    at_once=st.booleans(),
+    combined_bytes=st.sampled_from([0.0, 3e7]),
+    term_itemsize=st.sampled_from([0, 1, 2]),
+    narrow_itemsize=st.sampled_from([0, 1, 2]),
+)
+
+
+@settings(max_examples=60)
+@given(
+    st.sampled_from([(2,), (8,), (4, 2), (3, 4), (16, 16), (2, 2, 2), (3, 2, 4), (16, 2, 16)]),
+    st.lists(SIZES, max_size=3).map(tuple),
+    st.sampled_from(["int8", "bfloat16", "float32", "float64"]),
+    HANDLINGS,
+)
+@example((16, 2, 16), (16384, 1000), "float32", Handling(narrow_itemsize=1))
+def test_every_chain_ends_and_its_seconds_are_the_tables(mesh, shape, dtype, how):
+    reshard, value = resharder(mesh), Value(shape, np.dtype(dtype))
+    specs, seconds = reshard.specs(len(shape)), reshard.seconds(value, how)
+    finite = np.argwhere(np.isfinite(seconds))
+    for source, target in finite[:: 1 + len(finite) // 400].tolist():
+        chain = reshard.chain(value, specs[source], specs[target], how)
+        met = [specs[source], *(step.after for step in chain)]
+        assert met[-1] == specs[target]
+        assert len(set(met)) == len(met)
+        took_s = (
+            max(SLICE_S, taken(reshard.mesh, s.kind, s.axes, s.num_bytes, how.combined_bytes)) for s in chain
+        )
+        assert sum(took_s) == pytest.approx(seconds[source, target], rel=1e-9, abs=0)
