@@ -87,7 +87,9 @@ class PartKernels[Part]:
         return self.intra_op.step_problem.graph.folded.program.ops
 
     def outermost(self, op: FlatOp) -> Site:
-        """The op of the step, or of its loop's body, that a flat op is in."""
+        """The op of the step, or of its loop's body, that a flat op is in; arguments and results are in none."""
+        if op.name in ("input", "output"):
+            return ()
         return op.site[:4] if op.site[:1] == (self.step.loop,) else op.site[:1]
 
     @property

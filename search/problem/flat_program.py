@@ -12,7 +12,8 @@ of their own like any other:
   is additive: it may hold terms of a sum from iteration to iteration. Its phase is its addition's;
 * `slice` takes an iteration's part of a stacked operand, `stack` collects the results: the stacked dimension
   is not split, the others keep their spec;
-* `enter` and `join` carry other operands in and branch results out; `output` stands for a result of the step.
+* `enter` and `join` carry other operands in and branch results out; an `enter` without an operand is an array that a graph
+  holds; `output` stands for a result of the step.
 
 A multi-operand identity (`optimization_barrier`) becomes one identity per operand that somebody reads behind it, which waits
 for the others. A `while` loop's trip count is not known; it is taken as one.
@@ -58,7 +59,8 @@ class FlatOp:
       operand_counts: how often each operand is handed over: differs from `count` at a loop's border only.
       phase: as in the graph.
       op: the graph's op; None for a boundary.
-      site: where that op stands; for an input or output of the step, its index.
+      site: where that op, or the one at whose border it is, stands; for an input or output of the step, its index; for an
+        array that a graph holds, the graph's path, `enter` and its number, which is the site of no op.
       operand_places: per operand, the place in the nested graph where it is read.
       result_places: per result, the places where it appears.
       after: values that must be there before, besides those that it reads, and the places where it waits for them.
@@ -266,7 +268,7 @@ class _Flattening:
         number: dict[int, int | None] = dict(zip(graph.inputs, inputs, strict=True))
         for v, _ in graph.constants:
             constant = number[v] = self.new_value(graph.values[v])
-            self.append("enter", (), constant, (), count, Phase.FORWARD, (*path, v), [], [])
+            self.append(ENTER, (), constant, (), count, Phase.FORWARD, (*path, ENTER, v), [], [])
         read = {a for op in graph.ops for a in op.operands} | {*graph.made}
         for i, op in enumerate(graph.ops):
             operands = tuple(number[a] if isinstance(a, int) else None for a in op.inputs)
@@ -387,7 +389,7 @@ class _Flattening:
         if operand is None:
             return None
         result = self.new_value(self.values[operand])
-        return self.append("enter", (operand,), result, (count,), count, op.phase, site, [read], [make])
+        return self.append(ENTER, (operand,), result, (count,), count, op.phase, site, [read], [make])
 
     def _scan(
         self, op: Op, operands: tuple[int | None, ...], count: int, site: Site

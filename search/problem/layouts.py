@@ -161,7 +161,7 @@ def _parts(op: FlatOp, operand: int, shape: Sequence[int]) -> tuple[Order, Order
 
 def _is_across(op: FlatOp, found: dict[int, Layout]) -> bool:
     assert op.op is not None
-    layout = found.get(op.operands[0])
+    layout = found.get(op.operands[0]) if op.operands else None
     if layout is None:
         return False
     axes = [d for d in layout.order if d in op.op.params["axes"]]

@@ -353,3 +353,19 @@ def test_the_search_time_is_all_that_was_waited_for(stages):
     assert not parts.isdisjoint(plan.search_s)
     assert 0.8 * waited_s < sum(plan.search_s.values()) <= waited_s
     assert f"search time: {format_seconds(sum(plan.search_s.values()))} (trace " in str(plan)
+
+
+def test_arrays_that_only_the_update_reads_are_none_of_the_loops_parameters():
+    """Their numbers in the step include the loop's number among its ops."""
+    masks = [np.tri(16, k=k, dtype="float32") for k in range(4)]
+
+    def step(weights, x):
+        def loss(weights):
+            return jnp.mean(functools.reduce(lambda h, w: jnp.tanh(h @ w), weights, x) ** 2)
+
+        return [w - m * g for w, g, m in zip(weights, jax.grad(loss)(weights), masks, strict=True)]
+
+    array = jax.ShapeDtypeStruct((16, 16), "float32")
+    plan = autoshard.search(step, [array] * 4, array, cluster="8xCPU", stages=2, microbatches=4)
+    assert isinstance(plan, PipelinePlan)
+    assert len(plan.stages) == 2

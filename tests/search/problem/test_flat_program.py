@@ -14,7 +14,14 @@ from autoshard.search.ir.factors import Kind
 from autoshard.search.ir.graph import Phase, walk
 from autoshard.search.ir.trace import trace
 from autoshard.search.memory.microbatches import microbatched
-from autoshard.search.problem.flat_program import BOUNDARIES, FlatProgram, ReadPhase, flatten, read_phase
+from autoshard.search.problem.flat_program import (
+    BOUNDARIES,
+    FlatOp,
+    FlatProgram,
+    ReadPhase,
+    flatten,
+    read_phase,
+)
 
 W, X, STACK = np.eye(3, 4, dtype=np.float32), np.ones((2, 3), np.float32), np.ones((5, 2, 4), np.float32)
 
@@ -153,8 +160,8 @@ class Machine:
         elif op.name == "stack":
             self.stacks[at] = [*(self.stacks[at] if turn else []), operands[0]]
             made = jnp.stack(self.stacks[at])
-        elif op.name == "enter" and not operands:
-            made = dict(self.graphs[op.site[:-1]].constants)[op.site[-1]]
+        elif is_constant(op):
+            made = dict(self.graphs[op.site[:-2]].constants)[op.site[-1]]
         elif op.is_boundary or op.name == "optimization_barrier":
             made = operands[-1] if operands else self.known[op.results[0]]
         else:
@@ -190,6 +197,10 @@ def test_it_computes_what_the_step_computes(step):
 
 
 # --- how often, and where
+
+
+def is_constant(op: FlatOp) -> bool:
+    return op.name == "enter" and not op.operands
 
 
 def runs(program: FlatProgram, path) -> int:
@@ -235,7 +246,16 @@ def test_ops_run_as_often_as_the_loops_around_them_say(step):
             assert op.count == 1
         else:
             inside = (*op.site, "jaxpr", 0) if op.name in ("slice", "stack") else op.site[:-1]
-            assert op.count == runs(program, inside)
+            assert op.count == runs(program, inside[:-1] if is_constant(op) else inside)
+
+
+@MODES
+def test_an_array_that_a_graph_holds_stands_at_no_op_of_the_step(step):
+    program = flat(step)
+    sites = {(*path, i) for path, graph in walk(program.step.graph) for i in range(len(graph.ops))}
+    held = {(*path, "enter", v) for path, graph in walk(program.step.graph) for v, _ in graph.constants}
+    assert {op.site for op in program.ops if is_constant(op)} == held
+    assert held.isdisjoint(sites)
 
 
 @MODES

@@ -138,3 +138,9 @@ def _product_of_heads():
 
 
 PRODUCT_OF_HEADS = _product_of_heads()
+
+
+def test_a_maximum_of_a_number_reads_no_array_and_has_no_layout():
+    program = flatten(trace(lambda x: x * jax.lax.reduce_max(2.0, axes=()), array(BATCH, ROWS)))
+    assert any(op.name == "reduce_max" and not op.operands for op in program.ops)
+    assert not layouts(program).across
