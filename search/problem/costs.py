@@ -14,7 +14,8 @@ import numpy as np
 from jax.lax import Precision
 
 from autoshard.cost_model.cluster import Device
-from autoshard.cost_model.compute import Product, kernel_s, product_s
+from autoshard.cost_model.compute import Product, Seconds, kernel_s, product_s
+from autoshard.cost_model.decompositions import STEPS, decomposition_s
 from autoshard.search.ir.factors.contraction import FLOPS_PER_PRODUCT_SUM
 from autoshard.search.ir.factors.contraction import RULES as PRODUCTS
 from autoshard.search.ir.factors.rule import Dims
@@ -242,12 +243,27 @@ class CostedGraph:
             copied_bytes = self._bytes(node, (((op_class, 0, True), 1.0),))
             return self.resharder.mesh.cluster.host_link.copy_s(copied_bytes)
         num_bytes = self._bytes(node, moved_alone(folded, op_class))
-        if not (folded.is_heavy[op_class] and op.rule.flops_per_point > 0 and len(op.operands) > 1):
+        if op.name in STEPS:
+            return np.asarray(self._decomposition_seconds(op_class, num_bytes))
+        is_heavy = folded.is_heavy[op_class] and op.rule.flops_per_point > 0 and len(op.operands) > 1
+        if not (is_heavy or op.name == "fft"):
             return np.asarray(kernel_s(self.device, num_bytes))
         if op.name not in PRODUCTS:
             return np.asarray(kernel_s(self.device, num_bytes, self._flops(op_class)))
         peak_flops_per_s = self._product_flops_per_s(op)
         return np.asarray(product_s(self.device, self._product(op_class), num_bytes, peak_flops_per_s))
+
+    def _decomposition_seconds(self, op_class: int, num_bytes: np.ndarray) -> Seconds:
+        """[strategies]: one run of an op that goes through the columns of a matrix, or of many."""
+        program, op = self.graph.folded.program, self.graph.folded.op(op_class)
+        value = program.values[op.operands[0]]
+        batch = {f for dim in op.rule.operands[0][:-2] for f in dim}
+        num_matrices = prod(value.shape[:-2]) / self._parts(op_class, batch)
+        matrix = value.shape[-2], value.shape[-1]
+        flops = self._flops(op_class)
+        return decomposition_s(
+            self.device, STEPS[op.name], matrix, num_matrices, value.dtype, num_bytes, flops
+        )
 
     def _copying_seconds(self, op_class: int) -> np.ndarray | float:
         """[strategies]: what is copied for an op in one step, or filled with zeros."""

@@ -317,3 +317,29 @@ def test_a_product_of_no_elements_takes_no_longer_than_a_small_one(sizes):
         for a, b, c in ((m, k, n), (8, 8, 8))
     )
     assert 0 < empty_s <= small_s
+
+
+@pytest.mark.parametrize("decompose", [jnp.linalg.eigh, jnp.linalg.svd, jnp.linalg.qr, jnp.linalg.cholesky])
+def test_devices_that_share_a_batch_of_decompositions_take_less_than_one_that_has_all(decompose):
+    batch = jax.ShapeDtypeStruct((8, 512, 512), "float32")
+    one, many = (
+        costed(lambda x: decompose(x)[0], batch, cluster=f"{n}xH100-80GB", mesh=(n,)) for n in (1, 8)
+    )
+    fastest_s = [sum(compute.min() for compute, _ in each.node_seconds) for each in (one, many)]
+    assert fastest_s[1] < fastest_s[0]
+
+
+def test_a_decomposition_takes_far_longer_than_moving_its_matrix():
+    matrix = jax.ShapeDtypeStruct((4096, 4096), "float32")
+    taken_s = {}
+    for name, step in (("eigh", lambda x: jnp.linalg.eigh(x)[1]), ("copy", lambda x: x + x.T)):
+        found = costed(step, matrix)
+        taken_s[name] = sum(compute.min() for compute, _ in found.node_seconds)
+    assert taken_s["eigh"] > 100 * taken_s["copy"]
+
+
+def test_a_fourier_transform_of_long_rows_takes_no_less_than_its_arithmetic():
+    rows = jax.ShapeDtypeStruct((1024, 4096), "complex64")
+    found, device = costed(jnp.fft.fft, rows, cluster="1xCPU"), parse_cluster("1xCPU").device
+    taken_s = sum(compute.min() for compute, _ in found.node_seconds)
+    assert taken_s >= 5 * 12 * 1024 * 4096 / device.vector_flops_per_s

@@ -1,0 +1,121 @@
+"""The time of a matrix decomposition on one GPU: a chain of kernels for each column.
+
+cuSOLVER and cuBLAS decompose a matrix column by column, in panels: each column waits for the one before. Three things take
+time, one after the other:
+
+    time = matrices x (columns x column_s + bytes read again / bandwidth)
+         + max(FLOPs / (speed x SPEED_SHARE), bytes / bandwidth)
+
+* the chain of kernels that a column waits for, which is what small matrices take (`Steps.column_s`);
+* the half of a reduction to tridiagonal or bidiagonal form that multiplies the rest of the matrix by one vector per column,
+  at the memory's rate: n x n, (n - 1) x (n - 1), ... are n^3 / 3 elements, and half of them where the matrix is symmetric
+  (Dongarra, Sorensen & Hammarling, "Block reduction of matrices to condensed forms", 1989);
+* the arithmetic (`search.ir.factors.linalg`), on ordinary cores: cuSOLVER does not use TF32 unless it is asked to.
+
+Several matrices of a batch are decomposed one after the other unless the library has a routine for batches.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, DTypeLike
+
+from autoshard.cost_model.cluster import Device
+from autoshard.cost_model.compute import Seconds, kernel_s, pass_s_per_byte
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """How a decomposition goes through the columns of a matrix.
+
+    Attributes:
+      column_s: the chain of kernels for a column.
+      passes: how often all that is left of the matrix is read for a column.
+      most_together: matrices of up to so many columns are decomposed together, if there are several; infinite if all are.
+    """
+
+    column_s: float
+    passes: float = 0.0
+    most_together: float = 0.0
+
+
+SPEED_SHARE = 0.14
+"""Share of the ordinary cores' peak that the arithmetic sustains. Source: pytorch#173515, cuSOLVER in float32 on an H100: a
+Cholesky decomposition of 64 matrices of 2,048 columns takes 20 ms longer than that of one, 9.2 TFLOP/s. The other
+decompositions are taken to do as well: less than 3% of the peak is found for large eigendecompositions (see `EIGH`)."""
+
+CHOLESKY = Steps(0.9e-6, most_together=np.inf)
+"""Source: pytorch#173515, cuSOLVER in float32: 376 us for n = 512, 1,954 us for 2,048, 22 ms for 64 of 2,048."""
+
+LU = Steps(10e-6)
+"""Source: jax#9694, float32: n = 4,096 takes 41 ms on a V100, 44 ms on an A100."""
+
+QR = Steps(6e-6)
+"""With the orthogonal factor. Source: pytorch#173788, cuSOLVER in float32 on an H100: 128 x 32 takes 189 us."""
+
+HOUSEHOLDER = Steps(3e-6)
+"""One of the two halves of a QR. Source: half of `QR`."""
+
+EIGH = Steps(30e-6, passes=0.5, most_together=32)
+"""Source: in float32, jax#10180 measures 55 us a column (n = 1,024, V100), pytorch#174674 18 us (n = 100): their mean.
+Beyond 32 columns JAX decomposes the matrices of a batch one after the other (jax#10180, jax#1135). For large ones,
+"Extracting the Potential of Emerging Hardware Accelerators for Symmetric Eigenvalue Decomposition" (Wang et al.) finds less
+than 3% of an H100's arithmetic in use."""
+
+SVD = Steps(120e-6, passes=2.0, most_together=32)
+"""Source: tenferro-rs#1849, `gesvd` on an A100: 48 ms for n = 400."""
+
+STEPS: Mapping[str, Steps] = {
+    "cholesky": CHOLESKY,
+    "triangular_solve": CHOLESKY,
+    "lu": LU,
+    "qr": QR,
+    **dict.fromkeys(("geqrf", "geqp3", "householder_product", "ormqr"), HOUSEHOLDER),
+    "eigh": EIGH,
+    "tridiagonal": EIGH,
+    "svd": SVD,
+    **dict.fromkeys(("eig", "schur", "hessenberg"), SVD),
+}
+"""By primitive. What is not measured goes by its like: a triangular solve is a part of a Cholesky decomposition, and a
+nonsymmetric matrix is reduced as for an SVD."""
+
+
+def decomposition_s(
+    device: Device,
+    steps: Steps,
+    shape: tuple[int, int],
+    num_matrices: ArrayLike,
+    dtype: DTypeLike,
+    num_bytes: ArrayLike,
+    flops: ArrayLike,
+) -> Seconds:
+    """Seconds of a decomposition.
+
+    Args:
+      device: where it runs.
+      steps: how it goes through the columns.
+      shape: of a matrix.
+      num_matrices: that the device decomposes.
+      dtype: of their elements.
+      num_bytes: that it reads and writes once.
+      flops: of all matrices, in real numbers' operations.
+
+    Example:
+      >>> from autoshard.cost_model.hardware import parse_cluster
+      >>> h100, n = parse_cluster("8xH100-80GB").device, 16384
+      >>> f"{decomposition_s(h100, EIGH, (n, n), 1, 'float32', 8 * n**2, 9 * n**3):.1f} s"
+      '7.5 s'
+    """
+    is_complex, itemsize = np.issubdtype(dtype, np.complexfloating), np.dtype(dtype).itemsize
+    columns, is_wide = min(shape), itemsize > (8 if is_complex else 4)
+    wide_flops_per_s = min(device.peak_flops_per_s("float64"), device.vector_flops_per_s)
+    slowdown = device.vector_flops_per_s / wide_flops_per_s if is_wide else 1.0
+    real_flops = np.asarray(flops, float) * slowdown * (4 if is_complex else 1)
+    if device.name == "CPU":
+        return kernel_s(device, num_bytes, real_flops)
+    once_s = kernel_s(device, num_bytes, real_flops / SPEED_SHARE)
+    again_bytes = steps.passes * itemsize * max(shape) * columns**2 / 3
+    turns = np.minimum(num_matrices, 1) if columns <= steps.most_together else np.asarray(num_matrices)
+    chain_s = turns * columns * steps.column_s
+    return once_s + chain_s + np.asarray(num_matrices) * again_bytes * pass_s_per_byte(device)
