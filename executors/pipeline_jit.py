@@ -117,10 +117,11 @@ class Seating:
         """How a value lies at a seat; what each replica has for itself has one more dim, the first, split over them."""
         stage, worker = seat
         axis_names, spec = self.shardings[stage].axis_names, self.spec(name[0], stage)
+        kind = "pinned_host" if self.programs.values[name[0]].is_on_host else None
         if name[1] is None:
-            return NamedSharding(self.meshes[worker], partition_spec(spec, axis_names))
-        own = partition_spec((WHOLE, *spec[1:]), axis_names)
-        return NamedSharding(self.meshes[worker], PartitionSpec(axis_names[0], *own))
+            return NamedSharding(self.meshes[worker], partition_spec(spec, axis_names), memory_kind=kind)
+        own = PartitionSpec(axis_names[0], *partition_spec((WHOLE, *spec[1:]), axis_names))
+        return NamedSharding(self.meshes[worker], own, memory_kind=kind)
 
     def held(self, name: Name, seat: Seat) -> Held:
         """A value at a seat."""

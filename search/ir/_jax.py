@@ -256,13 +256,6 @@ def names_devices(eqn: Any) -> bool:
     )
 
 
-def params_anywhere(eqn: Any) -> dict[str, Any]:
-    """An equation's parameters without the devices that they name. The kind of memory stays."""
-    if eqn.primitive.name == "device_put" and names_devices(eqn):
-        return {**eqn.params, "devices": tuple(v.aval.memory_space for v in eqn.outvars)}
-    return {k: None if isinstance(v, jax.sharding.Sharding) else v for k, v in eqn.params.items()}
-
-
 _FOREIGN = (
     *(r"unbound axis name: (\w+)", r"of type Auto.* axis name: (\w+)", r"requires a non-empty mesh( )"),
     *(r"under a mesh context( )", r"[cC]ontext mesh( )"),
@@ -379,6 +372,33 @@ def names_memory(params: dict[str, Any]) -> bool:
     return all(isinstance(target, jax.memory.Space) for target in params["devices"])
 
 
+def one_by_one(eqn: Any) -> Iterator[tuple[dict[str, Any], slice]]:
+    """The parameters of what an equation does, without devices and weak types; of a `device_put` of several arrays, those
+    of one for each, with its number among the operands and results.
+
+    In a step that is written for one device, a device or sharding as target says the kind of memory only, or nothing.
+    """
+    if eqn.primitive.name != "device_put":
+        params = {k: None if isinstance(v, jax.sharding.Sharding) else v for k, v in eqn.params.items()}
+        is_conversion = eqn.primitive is jax.lax.convert_element_type_p
+        yield {**params, "weak_type": False} if is_conversion else params, slice(None)
+        return
+    params, ends = eqn.params, zip(eqn.invars, eqn.outvars, strict=True)
+    kept = zip(params["devices"], params["srcs"], params["copy_semantics"], ends, strict=True)
+    for n, (target, source, semantics, (operand, result)) in enumerate(kept):
+        was_on_host, goes_to_host = is_on_host(operand.aval), is_on_host(result.aval)
+        if not isinstance(target, jax.memory.Space):
+            there = jax.memory.Space.Host if goes_to_host else jax.memory.Space.Device
+            target = None if was_on_host == goes_to_host else there
+        one = {**params, "devices": (target,), "srcs": (source,), "copy_semantics": (semantics,)}
+        yield one, slice(n, n + 1)
+
+
+def host_value(shape: tuple[int, ...], dtype: Any, weak_type: bool) -> Any:
+    """What `make_jaxpr` takes for an argument of this type that lies in the host's memory."""
+    return jax_core.ShapedArray(shape, dtype, weak_type=weak_type, memory_space=jax.memory.Space.Host)
+
+
 def abstract_value(shape: tuple[int, ...], dtype: Any, weak_type: bool = False) -> jax.ShapeDtypeStruct:
     """What `make_jaxpr` takes for an argument of this type."""
     return jax.ShapeDtypeStruct(shape, dtype, weak_type=weak_type)
@@ -405,11 +425,6 @@ def only_changes_weakness(eqn: Any) -> bool:
         and params["new_dtype"] == eqn.invars[0].aval.dtype
         and params.get("sharding") is None
     )
-
-
-def strong_params(name: str, params: dict[str, Any]) -> dict[str, Any]:
-    """An equation's parameters without a weak type that it converts to."""
-    return {**params, "weak_type": False} if name == "convert_element_type" else params
 
 
 def is_jitted(function: Any) -> bool:

@@ -178,8 +178,8 @@ def _outline(
     return graph, names, out_shape, placements
 
 
-def _abstract(path: tuple[Any, ...], leaf: Any) -> jax.ShapeDtypeStruct:
-    """An argument's shape and dtype, with no more bits than JAX's own arrays have."""
+def _abstract(path: tuple[Any, ...], leaf: Any) -> Any:
+    """An argument's shape, dtype and memory, with no more bits than JAX's own arrays have."""
     where = jax.tree_util.keystr(path[1:])
     if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
         if not isinstance(leaf, bool | int | float | complex):
@@ -189,7 +189,9 @@ def _abstract(path: tuple[Any, ...], leaf: Any) -> jax.ShapeDtypeStruct:
                 "parallelize(static_argnames=...)"
             )
         return _jax.abstract_value((), jnp.result_type(leaf), not isinstance(leaf, bool))
-    return _jax.abstract_value(leaf.shape, _jax.narrowed(leaf.dtype), _jax.is_weak(leaf))
+    kind = getattr(getattr(leaf, "sharding", None), "memory_kind", None)
+    of_type = _jax.host_value if kind == "pinned_host" else _jax.abstract_value
+    return of_type(leaf.shape, _jax.narrowed(leaf.dtype), _jax.is_weak(leaf))
 
 
 def _where(error: BaseException) -> str:
@@ -322,8 +324,8 @@ class _Builder:
         if not (bodies or has_rule(name)) and (wrapped := _jax_kernels.as_partitioning(eqn)) is not None:
             return self.inline(wrapped, operands, scope, source)
         outputs = tuple(self.new_value(v.aval) for v in eqn.outvars)
-        params = _jax.strong_params(name, _jax.params_anywhere(eqn))
-        self._append(eqn.primitive, params, operands, outputs, scope, source, bodies)
+        for params, of in _jax.one_by_one(eqn):
+            self._append(eqn.primitive, params, operands[of], outputs[of], scope, source, bodies)
         return outputs
 
     def _choice(self, alternatives: Sequence[Any], source: Any) -> int:

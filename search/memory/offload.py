@@ -17,7 +17,7 @@ from typing import Any
 
 import jax
 
-from autoshard.search.ir.graph import Graph, Op, Phase, Role, Site, Step, verify
+from autoshard.search.ir.graph import Graph, Op, Phase, Role, Site, Step, Value, verify
 from autoshard.search.memory.fetches import Fetch, fetches
 from autoshard.search.memory.written import Written
 
@@ -29,13 +29,13 @@ MIN_BYTES = 1 << 16
 
 
 def may_rest_on_host(step: Step) -> dict[int, Role]:
-    """The arguments that can: large state, handed on by nothing but its own new values; with their roles."""
+    """The arguments that can and do not yet: large state, handed on by nothing but its new values; with their roles."""
     graph, replaced = step.graph, {r for r in step.replaces if r is not None}
     handed_on = {*graph.made}
     return {
         i: step.arguments[i].role
         for i, v in enumerate(graph.inputs)
-        if i in replaced and v not in handed_on and graph.values[v].num_bytes >= MIN_BYTES
+        if i in replaced and v not in handed_on and _is_large_on_device(graph.values[v])
     }
 
 
@@ -54,6 +54,10 @@ class Offloaded:
     def before(self, sites: Iterable[Site]) -> frozenset[Site]:
         """Where ops stood before, those that did."""
         return frozenset((self.origin[s[0]], *s[1:]) for s in sites if self.origin[s[0]] >= 0)
+
+
+def _is_large_on_device(value: Value) -> bool:
+    return value.num_bytes >= MIN_BYTES and not value.is_on_host
 
 
 def may_wait(graph: Graph, v: int) -> bool:

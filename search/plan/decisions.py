@@ -77,7 +77,8 @@ def hosted(step: Step, decisions: Decisions, place: str) -> frozenset[int]:
     """
     may, found = may_rest_on_host(step), set[int]()
     for i, argument in enumerate(step.arguments):
-        if decisions.arguments.get(argument.name, "").endswith(ON_HOST):
+        is_there = step.graph.values[step.graph.inputs[i]].is_on_host
+        if not is_there and decisions.arguments.get(argument.name, "").endswith(ON_HOST):
             if i not in may:
                 raise PlanError(
                     f"{place}: {argument.name} cannot rest on the host: it is no state of the step, is a result of it as it "
