@@ -41,30 +41,31 @@ class Steps:
 
 
 SPEED_SHARE = 0.14
-"""Share of the ordinary cores' peak that the arithmetic sustains. Source: pytorch#173515, cuSOLVER in float32 on an H100: a
-Cholesky decomposition of 64 matrices of 2,048 columns takes 20 ms longer than that of one, 9.2 TFLOP/s. The other
-decompositions are taken to do as well: less than 3% of the peak is found for large eigendecompositions (see `EIGH`)."""
+"""Share of the ordinary cores' peak that the arithmetic sustains. Source: pytorch#173515, cuSOLVER, a Cholesky decomposition
+of 64 matrices of 2,048 columns takes 20 ms longer than that of one, 9.2 TFLOP/s; the GPU is not named, and is taken to be
+the H100 of its sister #173788. The other decompositions are assumed to do as well."""
 
 CHOLESKY = Steps(0.9e-6, most_together=np.inf)
-"""Source: pytorch#173515, cuSOLVER in float32: 376 us for n = 512, 1,954 us for 2,048, 22 ms for 64 of 2,048."""
+"""Source: pytorch#173515, cuSOLVER: 376 us for n = 512, 1,954 us for 2,048, 22 ms for 64 of 2,048."""
 
 LU = Steps(10e-6)
-"""Source: jax#9694, float32: n = 4,096 takes 41 ms on a V100, 44 ms on an A100."""
+"""Source: jax#9694, float32: n = 4,096 takes 41 ms on a V100, a determinant by it 44 ms on an A100."""
 
 QR = Steps(6e-6)
-"""With the orthogonal factor. Source: pytorch#173788, cuSOLVER in float32 on an H100: 128 x 32 takes 189 us."""
+"""With the orthogonal factor. Source: pytorch#173788, cuSOLVER on an H100: 128 x 32 takes 189 us."""
 
 HOUSEHOLDER = Steps(3e-6)
 """One of the two halves of a QR. Source: half of `QR`."""
 
 EIGH = Steps(30e-6, passes=0.5, most_together=32)
-"""Source: in float32, jax#10180 measures 55 us a column (n = 1,024, V100), pytorch#174674 18 us (n = 100): their mean.
+"""Source: in float32, between the 55 us a column of jax#10180 (n = 1,024, V100) and the 18 us of pytorch#174674 (n = 100,
+GPU not named).
 Beyond 32 columns JAX decomposes the matrices of a batch one after the other (jax#10180, jax#1135). For large ones,
 "Extracting the Potential of Emerging Hardware Accelerators for Symmetric Eigenvalue Decomposition" (Wang et al.) finds less
 than 3% of an H100's arithmetic in use."""
 
 SVD = Steps(120e-6, passes=2.0, most_together=32)
-"""Source: tenferro-rs#1849, `gesvd` on an A100: 48 ms for n = 400."""
+"""Source: tenferro-rs#1849, `gesvd` in complex128 on an A100: 48 ms for n = 400."""
 
 STEPS: Mapping[str, Steps] = {
     "cholesky": CHOLESKY,
