@@ -251,6 +251,20 @@ def whole_graph(jaxpr: Any, platform: str | None = None) -> Graph:
     return replace(graph, values=tuple(values), inputs=inputs, ops=ops, outputs=tuple(outputs))
 
 
+_SPELT_OUT = (
+    _jax.as_expanded,
+    _jax.as_no_steps,
+    _jax.as_reduction,
+    _jax.as_own_sum,
+    _jax_kernels.as_dense,
+)
+
+
+def _spelt_out(eqn: Any) -> Any:
+    """An equation in simpler ones, as a jaxpr; None for most, which stay as they are."""
+    return next((inner for spelt_out in _SPELT_OUT if (inner := spelt_out(eqn)) is not None), None)
+
+
 class _Builder:
     """Collects values and ops while jaxprs are inlined into one another."""
 
@@ -308,15 +322,8 @@ class _Builder:
             if name == "platform_index":
                 return (_jax.literal(np.int32(choice)),)
             return self.inline(eqn.params["branches"][choice], operands[1:], scope, source)
-        for spelt_out in (
-            _jax.as_expanded,
-            _jax.as_no_steps,
-            _jax.as_reduction,
-            _jax.as_own_sum,
-            _jax_kernels.as_dense,
-        ):
-            if (inner := spelt_out(eqn)) is not None:
-                return self.inline(inner, operands, scope, source)
+        if (inner := _spelt_out(eqn)) is not None:
+            return self.inline(inner, operands, scope, source)
         bodies = {
             key: tuple(build_graph(j, self.platform, source) for j in jaxprs)
             for key, jaxprs in _jax.body_params(name, eqn.params).items()
