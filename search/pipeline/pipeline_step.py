@@ -247,10 +247,11 @@ class _Opening:
         stacks = {v: [once.new(self.inner.value(made[v])) for _ in range(self.count)] for v in self._stacks}
         for v, each in stacks.items():
             once.write(_stacked, each, self.loop, v)
+        alike = {v: self._apart(v) for v in self._alike(adding)}
         epilogue, index = (*once.ops, *graph.ops[self.at + 1 :]), once.new(INDEX)
         self.first = len(once.values)
         body = self._body(index, [op for op in self.inner.ops if op not in additions])
-        pieces = {v: (self._number(made[v]), self.count - 1) for v in self._alike(adding)}
+        pieces = {piece: (self._number(made[v]), self.count - 1) for v, piece in alike.items()}
         pieces |= {v: (self._number(made[s]), m) for s, each in stacks.items() for m, v in enumerate(each)}
         read = {v for op in (*body.ops, *epilogue) for v in op.operands} | {*graph.made}
         constants = ((self._number(v), content) for v, content in self.inner.constants)
@@ -289,6 +290,14 @@ class _Opening:
     def _alike(self, adding: Mapping[int, Op]) -> list[int]:
         """What it hands on otherwise: every microbatch makes it alike."""
         return [v for v in self.loop.outputs[: self.num_carry] if v not in adding]
+
+    def _apart(self, v: int) -> int:
+        """What is read of a value that every microbatch makes: a result of the step is made of that once, behind the loop."""
+        if v not in self.graph.made:
+            return v
+        piece = self.once.new(self.graph.values[v])
+        self.once.write(jnp.copy, (piece,), self.loop, v)
+        return piece
 
     def _body(self, index: int, ops: Sequence[Op]) -> Written:
         """What runs for each microbatch."""

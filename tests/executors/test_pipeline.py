@@ -154,3 +154,29 @@ def test_a_call_of_another_shape_is_noticed():
     with pytest.raises(TypeError, match="wanted an argument of shape"):
         program.fn(jax.device_put(case.init(), program.shardings[0]), batch)
     assert noticed
+
+
+def test_state_that_no_example_is_read_for_is_a_result():
+    """The largest weight, seen in the forward phase: every microbatch sees the same."""
+
+    def step(state, batch):
+        def loss(weights):
+            def body(carry, _):
+                h, seen = carry
+                return (jnp.tanh(h @ weights[0]), jnp.maximum(seen, jnp.abs(weights[0]).max())), None
+
+            (h, seen), _ = jax.lax.scan(body, (batch["x"], state["seen"]), length=2)
+            return jnp.mean((h @ weights[1]) ** 2), seen
+
+        (value, seen), gradients = jax.value_and_grad(loss, has_aux=True)(state["weights"])
+        weights = [w - 0.1 * g for w, g in zip(state["weights"], gradients, strict=True)]
+        return {"weights": weights, "seen": seen}, value
+
+    def init():
+        return {"weights": [0.3 * jnp.eye(4), jnp.ones((4, 2))], "seen": jnp.zeros(())}
+
+    with jax.enable_x64(True):
+        case = Case("seen", step, init, {"x": Normal((8, 4), np.float64)})
+        reference = Reference.of(case, 2)
+        program = pipelined(reference.step, schedule_of("1f1b", 2, 2))
+        assert_equal(trained(reference, program), reference.results)
