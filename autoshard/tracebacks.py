@@ -20,7 +20,7 @@ import jax
 
 from autoshard.cost_model.errors import AutoshardError
 
-OURS = frozenset({"autoshard", "search", "executors", "cost_model"})
+OURS = frozenset({"autoshard"})
 
 INTERNAL = frozenset({*OURS, "jax", "jaxlib"}) | sys.stdlib_module_names
 """Packages whose frames are left out. Ours go through the standard library's (`contextlib`, `functools`, `pathlib`)."""

@@ -292,7 +292,7 @@ class _Opening:
         return [v for v in self.loop.outputs[: self.num_carry] if v not in adding]
 
     def _apart(self, v: int) -> int:
-        """What is read of a value that every microbatch makes: a result of the step is made of that once, behind the loop."""
+        """The piece that stands for a value which every microbatch makes alike. A result of the step is a copy of it."""
         if v not in self.graph.made:
             return v
         piece = self.once.new(self.graph.values[v])

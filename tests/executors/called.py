@@ -15,7 +15,6 @@ import numpy as np
 import autoshard
 from autoshard.cost_model.cluster import Cluster
 from autoshard.cost_model.hardware import parse_cluster
-from autoshard.search.memory.batch_states import NotSplittableError
 from tests.executors.agreement import assert_equal
 from tests.zoo.drawn import Dice, Mannered, draw_mannered
 
@@ -54,7 +53,8 @@ class Called:
         """Asserts one device's numbers, in results that are all still there after the last call; one search for each
         shape and dtype of the state; and that no array was deleted but state that was given up.
 
-        A step whose examples depend on each other is refused where it has to be split; it is then tried in one piece.
+        A step whose examples depend on each other, or are no multiple of the microbatches, is refused where it has to be
+        split; it is then tried in one piece.
         """
         wanted = self._run(jax.jit(self.drawn.step))
         heard: list[str] = []
@@ -64,7 +64,7 @@ class Called:
                 got = self._run(
                     autoshard.parallelize(self.drawn.step, progress=heard.append, **_options(self.mode))
                 )
-            except NotSplittableError:
+            except autoshard.InputError:
                 heard.clear()
                 got = self._run(
                     autoshard.parallelize(self.drawn.step, progress=heard.append, **_options("fastest"))
