@@ -245,15 +245,25 @@ def inner_jaxprs(eqn: Any) -> Iterator[Any]:
 
 
 def names_devices(eqn: Any) -> bool:
-    """Whether an equation says on which devices values lie. Where a mesh is set, JAX itself says of some results that they
-    are whole."""
+    """Whether an equation says on which devices values lie."""
+    return any(_named_devices(eqn))
+
+
+def names_a_mesh(eqn: Any) -> bool:
+    """Whether an equation says how values lie on several devices: more than the code of one would."""
+    return any(not isinstance(v, jax.Device | jax.sharding.SingleDeviceSharding) for v in _named_devices(eqn))
+
+
+def _named_devices(eqn: Any) -> Iterator[Any]:
+    """The devices and shardings that an equation names. Where a mesh is set, JAX itself says of some results that they are
+    whole."""
     said = [v for key, v in eqn.params.items() if "sharding" in key or key == "devices"]
-    each = [v for group in said for v in (group if isinstance(group, tuple | list) else (group,))]
     is_users = eqn.primitive.name in ("sharding_constraint", "device_put", *CALLS)
-    return any(
-        isinstance(v, jax.sharding.Sharding | jax.Device) and (is_users or any(getattr(v, "spec", ())))
-        for v in each
-    )
+    for group in said:
+        for v in group if isinstance(group, tuple | list) else (group,):
+            is_named = isinstance(v, jax.sharding.Sharding | jax.Device)
+            if is_named and (is_users or any(getattr(v, "spec", ()))):
+                yield v
 
 
 _FOREIGN = (

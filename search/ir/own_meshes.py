@@ -43,7 +43,7 @@ def placements(jaxpr: Any) -> tuple[str, ...]:
                 "Call the mapped function on whole arrays, its collectives left out; if the compiler cannot split it, wrap "
                 "it in jax.experimental.custom_partitioning with a sharding_rule"
             )
-        if _jax.names_devices(eqn):
+        if _jax.names_a_mesh(eqn):
             name = eqn.primitive.name
             found[f"{_CALLED.get(name, f'out_sharding= of {name}')} {where}"] = None
     return tuple(found)

@@ -31,7 +31,6 @@ def line(function) -> str:
     [
         (constrained, "jax.lax.with_sharding_constraint"),
         (lambda x: jax.device_put(x, ON_MESH), "jax.device_put"),
-        (lambda x: jax.device_put(x, jax.devices()[0]), "jax.device_put"),
         (lambda x: jax.jit(jnp.negative, in_shardings=ON_MESH)(x), "jax.jit with shardings"),
         (lambda x: jnp.dot(x, x.T, out_sharding=EXPLICIT), "out_sharding= of dot_general"),
     ],
@@ -47,6 +46,13 @@ def test_what_says_how_values_lie_is_left_out_and_known_by_its_line(placed, call
     ops = [op for _, graph in walk(traced.graph) for op in graph.ops]
     assert not {op.name for op in ops} & {"sharding_constraint", "device_put"}
     assert not any(isinstance(v, jax.sharding.Sharding) for op in ops for v in op.params.values())
+
+
+def test_a_single_device_is_left_out_without_a_word():
+    """The code of one device may name it."""
+    traced = trace(lambda x: -jax.device_put(x, jax.devices()[0]), X)
+    assert [op.name for op in traced.graph.ops] == ["neg"]
+    assert not traced.placements
 
 
 def test_a_kind_of_memory_stays_without_its_devices():
