@@ -1,1 +1,1 @@
-"""Programs that run: a plan written into its step."""
+"""Executors: they turn a step and its plan into programs that run."""

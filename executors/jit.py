@@ -21,16 +21,15 @@ from autoshard.search.ir.spec import partition_spec
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """What runs: a jitted function, and the arguments to lower it with.
+    """A jitted function, and the arguments to lower it with.
 
     Attributes:
-      name: of the step, or of what a stage of a pipeline runs: `forward 2`.
-      fn: the jitted step. It takes the step's positional arguments, then its keyword arguments in
-        alphabetical order.
-      args: `jax.ShapeDtypeStruct` pytrees with their shardings: `fn.lower(*args)` is exactly what runs.
+      name: the step's name, or the name of a pipeline stage's program: `forward 2`.
+      fn: the jitted step. It takes the step's positional arguments, then its keyword arguments in alphabetical order.
+      args: `jax.ShapeDtypeStruct` pytrees with their shardings: `fn.lower(*args)` lowers the program that runs.
       mesh: the devices, or only their number along each axis.
-      donated_leaves: which of the flat arguments' buffers are reused for the new state.
-      resting_bytes: what arguments and results take on a device; those that take over others' buffers once.
+      donated_leaves: numbers of the flat arguments whose buffers are reused for results.
+      resting_bytes: bytes of arguments and results on a device; a result in a donated buffer does not count twice.
     """
 
     name: str
@@ -42,7 +41,7 @@ class Program:
 
     @property
     def donated(self) -> tuple[bool, ...]:
-        """For each of `args`, whether its buffers, or some of them, are donated."""
+        """For each of `args`, whether any of its buffers is donated."""
         return tuple(not self.donated_leaves.isdisjoint(span) for span in _spans(self.args))
 
     @property
@@ -64,12 +63,11 @@ def build(
     Args:
       step: the traced step.
       sharding: the specs to impose.
-      devices: at least as many as the mesh has, in the cluster's order: real, simulated or compile-only; None for
-        a program that is only lowered, over an abstract mesh.
-      on_retrace: called when JAX traces the step for other shapes than those it was planned for; it should
-        raise.
-      compiler_options: what the compiler is told besides, given the program's `resting_bytes`.
-      given_up: arguments that may be reused besides the state, for results that are alike and lie alike.
+      devices: at least as many as the mesh has, in the cluster's order: real, simulated or compile-only; None for a
+        program that is only lowered, over an abstract mesh.
+      on_retrace: called when JAX traces the step for shapes other than the planned ones; it should raise.
+      compiler_options: further options for the compiler, given the program's `resting_bytes`.
+      given_up: arguments besides the state whose buffers may be reused, for results of an equal type and sharding.
 
     Raises:
       InputError: there are fewer devices than the mesh has.
@@ -102,17 +100,17 @@ def jitted(
     compiler_options: Callable[[int], dict[str, str]] = lambda resting_bytes: {},
     given_up: AbstractSet[int] = frozenset(),
 ) -> Program:
-    """Jits a step that is evaluated in some way.
+    """Jits a step that a given function evaluates.
 
     Args:
       step: the traced step.
-      evaluate: from its flat arguments to its flat results.
-      mesh: where it runs.
-      inputs: how its flat arguments lie.
-      outputs: how its flat results lie, state as the arguments that it replaces.
-      on_retrace: as for `build`.
-      compiler_options: as for `build`.
-      given_up: as for `build`.
+      evaluate: maps the flat arguments to the flat results.
+      mesh: the mesh that the step runs on.
+      inputs: the shardings of its flat arguments.
+      outputs: the shardings of its flat results; new state has the sharding of the argument that it replaces.
+      on_retrace: called when JAX traces the step for other shapes; it should raise.
+      compiler_options: further options for the compiler, given the program's `resting_bytes`.
+      given_up: arguments besides the state whose buffers may be reused.
     """
     graph, abstract = step.graph, step.abstract_inputs()
     placed = [
@@ -153,8 +151,8 @@ def jitted(
 
 @dataclass(frozen=True, eq=False)
 class LeafwiseJit:
-    """A jitted function that is given up some leaves of an argument, and not others. `jax.jit` donates whole arguments, so
-    that inside there are two: the leaves that are donated, and those that are not."""
+    """A jitted function that donates some leaves of an argument and keeps others. `jax.jit` donates whole arguments, so
+    the inner function takes two: the donated leaves and the other leaves."""
 
     jitted: Any
     tree: Any
@@ -174,10 +172,10 @@ class LeafwiseJit:
 
         Args:
           run: the function.
-          args: what it is called with, as shapes with shardings.
-          donated: which of their leaves are given up.
-          on_retrace: called when it is called with another pytree; it should raise.
-          options: what `jax.jit` is told besides.
+          args: its arguments, as shapes with shardings.
+          donated: numbers of the flat leaves that are donated.
+          on_retrace: called when the arguments form another pytree; it should raise.
+          options: further arguments of `jax.jit`.
         """
         leaves, tree = jax.tree.flatten(args)
         is_donated = tuple(i in donated for i in range(len(leaves)))
@@ -192,15 +190,15 @@ class LeafwiseJit:
         return cls(jitted, tree, is_donated, on_retrace)
 
     def __call__(self, *args: Any) -> Any:
-        """Runs it."""
+        """Runs the function."""
         return self.jitted(*self._parts(args))
 
     def lower(self, *args: Any) -> Any:
-        """As `jax.jit(...).lower`."""
+        """Lowers the function, as `jax.jit(...).lower` does."""
         return self.jitted.lower(*self._parts(args))
 
     def trace(self, *args: Any) -> Any:
-        """As `jax.jit(...).trace`."""
+        """Traces the function, as `jax.jit(...).trace` does."""
         return self.jitted.trace(*self._parts(args))
 
     def _parts(self, args: tuple[Any, ...]) -> tuple[list[Any], list[Any]]:
@@ -212,7 +210,7 @@ class LeafwiseJit:
 
 
 def _parted(leaves: Sequence[Any], is_donated: Sequence[bool]) -> tuple[list[Any], list[Any]]:
-    """The leaves that are donated, and the others."""
+    """Splits leaves into the donated ones and the others."""
     pairs = list(zip(leaves, is_donated, strict=True))
     return [x for x, d in pairs if d], [x for x, d in pairs if not d]
 
@@ -220,7 +218,7 @@ def _parted(leaves: Sequence[Any], is_donated: Sequence[bool]) -> tuple[list[Any
 def _reusable(
     step: Step, inputs: Sequence[NamedSharding], outputs: Sequence[NamedSharding], given_up: AbstractSet[int]
 ) -> dict[int, int]:
-    """Of results that are no state, those that may be made in the place of an argument that is given up."""
+    """By result that is not state, a donated argument whose buffer it may take: of an equal value and sharding."""
     graph, taken = step.graph, set(step.replaces)
     found: dict[int, int] = {}
     for o, (made, sharding) in enumerate(zip(graph.outputs, outputs, strict=True)):
@@ -237,12 +235,12 @@ def _reusable(
 
 
 def _type(x: Any) -> Any:
-    """What `jax.jit` keeps programs apart by."""
+    """Shape, dtype and weak type: `jax.jit` makes one program for each combination."""
     return tuple(x.shape), x.dtype, is_weak(x)
 
 
 def shard_bytes(x: jax.ShapeDtypeStruct) -> int:
-    """What an array takes on each device that it lies on; nothing, if it lies on the host."""
+    """Bytes of an array on each of its devices; 0 if it lies on the host."""
     assert x.sharding is not None, f"an array of shape {x.shape} lies nowhere"
     if x.sharding.memory_kind == "pinned_host":
         return 0

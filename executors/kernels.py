@@ -1,17 +1,18 @@
 """Ops that each device applies to its own shards, under `shard_map`: XLA's partitioner would not split them as planned.
 
-* `top_k` it gathers if it is split over some axes of the mesh and not over others;
-* a Pallas kernel is a black box to it: it gathers what the kernel reads. Under `vmap` the kernel runs once for each batch,
-  so a device runs it for its own: a smaller grid over smaller arrays;
-* of `custom_partitioning` it asks Python, while it compiles, what a device computes. The process that compiles may be
-  another one (`verify`), so Python is asked here;
-* of a grouped convolution it gathers the batch, and the terms of its kernel's gradient it adds up over replicas too. Each
-  device computes its groups of its examples, or its terms of them, which are then added up;
-* a product whose terms are summed up in steps that the partitioner would join: each device computes its terms, and the
-  reductions are named;
-* a product or a sum for whose terms a barrier waits: they are one array, beside their sum (`search.plan.waited_terms`);
-* a look-up in a table whose rows are split: each device serves the indices that fall in its part (`executors.look_up`), and
-  the reductions are named.
+* `top_k`: the partitioner gathers the operand if it is split over some axes of the mesh and not over others.
+* A Pallas kernel: it is a black box to the partitioner, which gathers the kernel's operands. Under `vmap` the kernel runs
+  once for each batch, so a device runs it for its own batches: a smaller grid over smaller arrays.
+* `custom_partitioning`: the partitioner asks Python, while it compiles, for the computation of a device. Another process
+  may compile the program (`verify`), so this module asks Python.
+* A grouped convolution: the partitioner gathers the batch, and adds up the terms of the kernel's gradient over replicas
+  too. Here each device computes its groups of its examples, or its terms of them, which are then added up.
+* A product whose terms are reduced in steps that the partitioner would join: each device computes its terms, and explicit
+  collectives reduce them.
+* A product or a sum whose terms a barrier holds back: the terms are one array, beside their sum
+  (`search.plan.waited_terms`).
+* A lookup in a table whose rows are split: each device serves the indices in its part (`executors.look_up`), and explicit
+  collectives reduce the terms.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,11 +33,11 @@ from autoshard.search.plan.named_sums import LOOK_UP
 Specs = Sequence[PartitionSpec]
 
 Reduction = tuple[tuple[str, ...], int]
-"""Over which axes terms are summed up, and the dimension that is scattered over them; `WHOLE` for none."""
+"""The mesh axes over which terms are summed, and the dimension that is scattered over them; `WHOLE` for none."""
 
 
 def reductions(specs: Sequence[Spec], axis_names: Sequence[str]) -> list[Reduction]:
-    """What takes a value from each spec to the next, as long as terms of it are left to be added.
+    """The reductions that take a value from each spec to the next; every step sums terms over at least one axis.
 
     Example:
       >>> reductions([(PARTIAL, PARTIAL, 0), (PARTIAL, 1, 0), (WHOLE, 1, 0)], ("replica", "data", "model"))
@@ -60,11 +61,11 @@ def on_shards(
     """Applies an op to whole arrays, shard by shard.
 
     Args:
-      op: one that works along dimensions that are whole, or that has a form for shards.
-      inputs: what it reads, as values.
-      operands: the arrays.
-      specs: of the operands and of the results; they split evenly.
-      sums: per result, how the devices' terms are summed up; nothing where they have none.
+      op: an op that works along whole dimensions, or that has a form for shards.
+      inputs: its operands, as values.
+      operands: its operands, as arrays.
+      specs: the specs of the operands and of the results; they split evenly.
+      sums: per result, the reductions of the devices' terms; empty where there are no terms.
       mesh: the devices.
     """
     function, in_specs, out_specs = _on_device(op, inputs, *specs, mesh)
@@ -88,7 +89,7 @@ def _reduced(x: jax.Array, reduction: Reduction) -> jax.Array:
 def _on_device(
     op: Op, inputs: Sequence[Value], in_specs: Specs, out_specs: Specs, mesh: Mesh | AbstractMesh
 ) -> tuple[Callable[..., Any], Specs, Specs]:
-    """What one device computes, and how operands and results must lie for it."""
+    """The computation of one device, and the specs of its operands and results."""
     if op.name == "custom_partitioning":
         wholes = zip(inputs, in_specs, strict=True), zip(op.result_values, out_specs, strict=True)
         return partitioned(op.params, mesh, *wholes)
@@ -106,14 +107,14 @@ def _on_device(
 def _grouped_convolution(
     op: Op, shape: tuple[int, ...], spec: PartitionSpec, lhs: jax.Array, rhs: jax.Array
 ) -> tuple[jax.Array]:
-    """A device's groups of a grouped convolution, summed over the devices that split the feature which it sums over.
+    """A device's groups of a grouped convolution. If devices split the contracted feature, their terms are summed.
 
     Args:
       op: the convolution.
-      shape: of the whole left operand.
-      spec: how that is split.
-      lhs: a device's part of it.
-      rhs: a device's part of the right operand.
+      shape: the shape of the whole left operand.
+      spec: the spec of the left operand.
+      lhs: the device's shard of the left operand.
+      rhs: the device's shard of the right operand.
     """
     batch, feature, *_ = op.params["dimension_numbers"].lhs_spec
     axes = spec[feature] if feature < len(spec) else None
@@ -134,7 +135,7 @@ def _bound(op: Op, params: dict[str, Any], *shards: jax.Array) -> tuple[Any, ...
 
 
 def terms_one_after_another(spec: Spec, axis_names: Sequence[str]) -> PartitionSpec:
-    """How devices' terms lie in one array, one after another along the first dimension.
+    """The spec of an array that holds devices' terms one after another along its first dimension.
 
     Example:
       >>> terms_one_after_another((PARTIAL, 0, 1), ("replica", "data", "model"))
@@ -147,5 +148,5 @@ def terms_one_after_another(spec: Spec, axis_names: Sequence[str]) -> PartitionS
 
 
 def sum_of_terms(terms: jax.Array, shape: Sequence[int]) -> jax.Array:
-    """What they add up to."""
+    """The sum of the terms that an array holds one after another along its first dimension."""
     return jax.lax.reduce_sum(terms.reshape(-1, *shape), axes=(0,))

@@ -1,8 +1,8 @@
-"""A look-up in a table of which each device has some rows: it serves the indices that fall in its part.
+"""Lookups (`gather`) in a table whose rows are split over devices: each device serves the indices in its part.
 
-An index is owned by the device in whose rows it falls; one that lies before all rows by the first, one behind them by the
-last. So what the op says of indices that point outside (to clip them, to fill in) holds as on one device. Indices are
-counted from where a device's rows begin, and what a device does not own counts nothing, so that the devices' results add up.
+The device whose rows contain an index owns it. An index before all rows belongs to the first device, an index behind all
+rows to the last. So the op's mode for indices out of bounds (clip, fill) holds as on one device. Each device counts
+indices from its first row and returns zeros for those that it does not own, so that the devices' results add up.
 """
 
 from math import prod
@@ -21,10 +21,10 @@ def looked_up(
     """A device's terms of a `gather`, inside `jax.shard_map`.
 
     Args:
-      op: the look-up. Dimensions of which its slices take one element may be split, and those of which they take all.
-      table_spec: how the table is split.
+      op: the lookup. Its slices take one element, or all elements, of a dimension that is split.
+      table_spec: the table's spec.
       mesh: the devices.
-      table: a device's part.
+      table: the device's shard.
       indices: of shape [..., indexed dimensions], counted from the first row of the whole table.
     """
     numbers, sizes = op.params["dimension_numbers"], list(op.params["slice_sizes"])

@@ -1,8 +1,8 @@
 """A pipeline's step as it runs: instructions over numbered slots.
 
-The schedule was followed once, when the step was built. What is left for each call is a list: call this with what lies in
-those slots, put the results there, let go of what nobody reads any more. Nothing waits here. JAX runs what it is handed as
-soon as the operands are there, so the host runs ahead of the devices.
+The schedule is followed once, when the step is built. Each call then runs a list of instructions: call a function with
+the arrays in some slots, store the results in other slots, clear the slots without a later reader. The host never waits.
+JAX runs a computation as soon as its operands are there, so the host runs ahead of the devices.
 """
 
 # JAX types these functions only in part.
@@ -25,14 +25,14 @@ Slot = int
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Instruction:
-    """A part of a step.
+    """One instruction of a step.
 
     Attributes:
-      name: what it does, for traces: `forward 2`, `send`.
-      function: of arrays, with several results.
-      reads: where its operands lie.
-      makes: where its results go.
-      frees: what nobody reads behind it.
+      name: the name in traces: `forward 2`, `send`.
+      function: takes arrays and returns several.
+      reads: the slots of its operands.
+      makes: the slots of its results.
+      frees: the slots that no later instruction reads.
     """
 
     name: str
@@ -44,17 +44,17 @@ class Instruction:
 
 @dataclass(frozen=True, eq=False)
 class PipelineProgram:
-    """What runs: the step as instructions over slots.
+    """A step as instructions over slots.
 
     Attributes:
       step: the traced step.
       args: `jax.ShapeDtypeStruct` pytrees with their shardings, each on the submesh where it rests.
-      instructions: in the order in which they are handed out.
-      slots: what lies in the slots beforehand.
+      instructions: in the order in which the host dispatches them.
+      slots: the slots' contents before the step.
       entering: the slot of each argument.
       leaving: the slot of each result.
-      donated_leaves: which of the flat arguments' buffers may be reused.
-      on_retrace: called where arguments of other shapes come; it should raise.
+      donated_leaves: numbers of the flat arguments whose buffers may be reused.
+      on_retrace: called when the arguments have another pytree, shape or dtype; it should raise.
     """
 
     step: Step
@@ -90,7 +90,7 @@ class PipelineProgram:
         return tree, tuple((s.shape, s.dtype, s.sharding) for s in leaves)
 
     def _placed(self, args: tuple[Any, ...]) -> list[Any]:
-        """The flat arguments, each where it rests."""
+        """The flat arguments, each in its resting sharding."""
         leaves, tree = jax.tree.flatten(args)
         wanted_tree, wanted = self._wanted
         if tree != wanted_tree:
@@ -106,7 +106,7 @@ class PipelineProgram:
         return self._moved(leaves, wanted, moved) if moved else leaves
 
     def _moved(self, leaves: list[Any], wanted: Sequence[Any], moved: Sequence[int]) -> list[Any]:
-        """The flat arguments when some have been put where they rest."""
+        """The flat arguments, after some of them are moved to their resting shardings."""
         for i in moved:
             x, (shape, dtype, _) = leaves[i], wanted[i]
             got = np.shape(x), narrowed(getattr(x, "dtype", dtype))
@@ -118,7 +118,7 @@ class PipelineProgram:
             if i in self.donated_leaves and isinstance(x, jax.Array) and x.committed:
                 raise ValueError("state that rests elsewhere is to be placed before")
         shardings = [wanted[i][2] for i in moved]
-        # What is donated is copied: it may be its owner's array that would be given up.
+        # A donated argument is copied: otherwise the donation could delete the array of its owner.
         there = [jnp.asarray(leaves[i], wanted[i][1], copy=i in self.donated_leaves or None) for i in moved]
         for i, x in zip(moved, jax.device_put(there, shardings), strict=True):
             leaves[i] = x

@@ -1,13 +1,12 @@
-"""The step again, with the plan's specs written in.
+"""A step with the plan's specs written into it.
 
-The graph is evaluated op by op by JAX's tracer, so what comes out is an ordinary function to jit. At the
-places that the sharding names, `with_sharding_constraint` imposes a spec; everything else is left as the user
-wrote it, so numbers do not depend on the plan but for the order of sums. XLA's partitioner turns the
-constraints into the planned collectives.
+JAX's tracer evaluates the graph op by op, so the result is an ordinary function to jit. At the places that the sharding
+names, `with_sharding_constraint` imposes a spec. Everything else stays as the user wrote it: the plan changes numbers
+only by the order of sums. XLA's partitioner turns the constraints into the planned collectives.
 
-A copy that the backward phase makes anew (a gathered weight that was not kept) must not be merged by the
-compiler with the forward phase's. It is taken from behind an `optimization_barrier` that also holds an
-incoming gradient: without that tie the compiler hoists it (measured on XLA:GPU).
+The compiler must not merge a copy that the backward phase makes for itself (a gathered weight that was not kept) with the
+forward phase's. The source of the copy passes an `optimization_barrier` that also takes an incoming gradient: without
+that tie the compiler hoists the copy (measured on XLA:GPU).
 """
 
 import functools
@@ -32,10 +31,10 @@ def evaluator(
     """A function of the graph's flat inputs that computes its flat outputs under the sharding's constraints.
 
     Args:
-      graph: what to compute.
-      sharding: which specs to impose where.
+      graph: the graph to evaluate.
+      sharding: the specs to impose, by place.
       mesh: devices, real, simulated or compile-only, with the sharding's axes; or only the axes.
-      path: where the graph stands in the one that the sharding is for.
+      path: the path of the graph in the graph that the sharding is for.
     """
 
     def evaluate(inputs: Sequence[Any]) -> list[Any]:
@@ -45,7 +44,7 @@ def evaluator(
 
 
 _NOTHING = np.zeros(())
-"""For a barrier to wait for."""
+"""A scalar in place of an operand for which a barrier must not wait."""
 
 
 @dataclass(eq=False)
@@ -103,7 +102,7 @@ class _Evaluation:
         return results
 
     def _waited_for(self, op: Op, operands: list[Any]) -> list[Any]:
-        """A barrier's operands: of those that nobody reads behind it, devices' terms instead of their sums."""
+        """A barrier's operands. If nothing reads an operand behind the barrier, the devices' terms replace their sum."""
         is_dead = [out not in self._read_anywhere for out in op.outputs]
         there = zip(op.inputs, is_dead, operands, strict=True)
         return [self.terms.get(a, x) if dead and isinstance(a, int) else x for a, dead, x in there]
@@ -115,7 +114,8 @@ class _Evaluation:
 
     @functools.cached_property
     def _read_as_they_are(self) -> frozenset[int]:
-        """Values that some op reads as they lie. A gradient of which all read a part would be summed up whole for a tie."""
+        """Values that some op reads without a reshard. A gradient of which every reader takes a part is none of them: as
+        a tie, it would be summed up whole."""
         places = (
             (a, ("operand", (*self.path, i), n))
             for i, op in enumerate(self.graph.ops)
@@ -126,11 +126,11 @@ class _Evaluation:
         )
 
     def _is_on_shards(self, op: Op, site: tuple[Any, ...]) -> bool:
-        """Whether an op is applied shard by shard: then it is said how it reads its operands."""
+        """Whether an op is applied shard by shard: then the sharding names the specs of its operands."""
         return any(("operand", site, n) in self.sharding.specs for n in range(len(op.inputs)))
 
     def _shards(self, what: str, site: tuple[Any, ...], values: Sequence[Value]) -> list[tuple[Spec, ...]]:
-        """How an op that is applied shard by shard has its operands or results, these until they are summed up."""
+        """The specs of the operands or results of an op that is applied shard by shard, until their terms are summed."""
         whole = ((WHOLE,) * len(self.sharding.mesh_shape),)
         return [_until_summed(self.sharding.specs.get((what, site, n), whole)) for n in range(len(values))]
 
@@ -138,7 +138,7 @@ class _Evaluation:
         return partition_spec(spec, self.sharding.axis_names)
 
     def _params(self, op: Op, site: tuple[Any, ...]) -> dict[str, Any]:
-        """The op's parameters, with the bodies rewritten."""
+        """The op's parameters, with rewritten bodies."""
         if not op.bodies:
             return op.params
         inner = {
@@ -175,12 +175,12 @@ class _Evaluation:
         return self.shared.arrive(atom, reshard, lambda: self._start(atom, reshard, op), self._taken)
 
     def _start(self, v: int, reshard: OperandReshard, op: Op | None) -> Any:
-        """The value; what is made anew in a phase, no sooner than a gradient has arrived."""
+        """The value. Where a phase makes its own copy, the value waits for a gradient."""
         tie = self._incoming(v, op) if reshard.phase else None
         return self.env[v] if tie is None else jax.lax.optimization_barrier((self.env[v], tie))[0]
 
     def _incoming(self, v: int, op: Op | None) -> Any:
-        """A gradient that arrives where the copy is first needed."""
+        """A gradient among the operands of the copy's first reader, or else the latest gradient."""
         own = [a for a in (op.operands if op is not None else ()) if a != v and a in self.made_backward]
         return self.env[own[0]] if own else self.last_backward
 
@@ -194,5 +194,5 @@ class _Evaluation:
 
 
 def _until_summed(specs: tuple[Spec, ...]) -> tuple[Spec, ...]:
-    """The first specs of a value, until none of its terms is left to be added."""
+    """The first specs of a value, up to the one without terms that are still to be added."""
     return specs[: 1 + next((n for n, spec in enumerate(specs) if PARTIAL not in spec), len(specs))]

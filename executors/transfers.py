@@ -1,15 +1,15 @@
-"""Values on their way from one submesh to another, of the same process or of others.
+"""Transfers of values between submeshes, within a process or between processes.
 
-Inside of one process, `jax.device_put` takes a value wherever it is to go. What it is to do is the same in each step, so it
-is found out once: values that only go to other devices, split as they are, are copied shard by shard without it. A value
-that stays on its submesh is copied by a program: `device_put` hands out the same buffer again where it can, and either
-may be donated.
+Within a process, `jax.device_put` takes a value to any sharding. Each step makes the same transfers, so their kind is
+found once. A value that keeps its split and goes to other devices is copied shard by shard, without `device_put`. A value
+that stays on its submesh is copied by a program: `device_put` returns the same buffer where it can, and either array may
+be donated.
 
-Between processes `jax.device_put` takes each shard to the one device that is to have it: source and target must be split
-alike, over as many devices. Where they are not, the value is laid out for the way first, on as many devices as divide both
-numbers; each of the target's groups of so many devices gets it, and the target lays it out as it wants it.
+Between processes, `jax.device_put` takes each shard to one device: source and target must have the same split, over as
+many devices. Otherwise the source first lays the value out on groups of devices, whose size divides both numbers of
+devices. Each group of the target gets the value, and the target then lays it out in its own sharding.
 
-All processes make the same calls in the same order; one that has no device of a submesh holds an array without shards.
+All processes make the same calls in the same order. A process without devices in a submesh holds an array without shards.
 """
 
 # JAX types these functions only in part.
@@ -28,23 +28,23 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from autoshard.search.ir._jax import copied, is_extended
 
 DEVICES = "devices"
-"""The axis of a mesh that is no more than a row of devices."""
+"""The axis of a mesh that is only a row of devices."""
 
 
 @dataclass(frozen=True, eq=False)
 class Way:
-    """What takes values to where they shall lie, in each step anew.
+    """The transfer of values to their target shardings, repeated in each step.
 
     Attributes:
-      sources: the values' shapes, types and shardings.
-      targets: the shardings that they are to have.
+      sources: the shapes, dtypes and shardings of the values.
+      targets: the shardings of the values after the transfer.
     """
 
     sources: Sequence[jax.ShapeDtypeStruct]
     targets: Sequence[NamedSharding]
 
     def __call__(self, *values: Any) -> Sequence[Any]:
-        """The values there."""
+        """The values in their target shardings."""
         if len(self._parts) == 1:
             return self._parts[0][1](values)
         there: dict[int, Any] = {}
@@ -54,7 +54,7 @@ class Way:
 
     @cached_property
     def _parts(self) -> tuple[tuple[list[int], Callable[[Sequence[Any]], Sequence[Any]]], ...]:
-        """The values by their numbers, and what brings these there."""
+        """Groups of values by their numbers, each with the function that transfers the group."""
         alike: dict[Any, list[int]] = {}
         for n, (source, target) in enumerate(zip(self.sources, self.targets, strict=True)):
             kind = target.mesh if source.sharding.mesh == target.mesh else _is_copy(source, target)
@@ -65,7 +65,7 @@ class Way:
 
 
 def _bringing(kind: Any, targets: Sequence[NamedSharding]) -> Callable[[Sequence[Any]], Sequence[Any]]:
-    """What brings values to shardings: on their submesh, shard by shard, or in any other way."""
+    """A function that transfers values to shardings: by a program on their submesh, shard by shard, or by `sent`."""
     if isinstance(kind, bool):
         return lambda values: copied(values, targets) if kind else sent(targets, *values)
     laid_out = jax.jit(_all_same, out_shardings=list(targets))
@@ -73,7 +73,7 @@ def _bringing(kind: Any, targets: Sequence[NamedSharding]) -> Callable[[Sequence
 
 
 def sent(shardings: Sequence[NamedSharding], *values: Any) -> list[Any]:
-    """Values on other shardings."""
+    """Transfers values to other shardings."""
     ways = list(zip(values, shardings, strict=True))
     direct = [(x, s) for x, s in ways if _is_direct(x.sharding, s)]
     there = iter(jax.device_put([x for x, _ in direct], [s for _, s in direct]))
@@ -81,29 +81,30 @@ def sent(shardings: Sequence[NamedSharding], *values: Any) -> list[Any]:
 
 
 def is_sent(x: Any, target: NamedSharding) -> bool:
-    """Whether an argument has to go from processes to others."""
+    """Whether the transfer of an argument involves several processes."""
     lies = x.sharding if isinstance(x, jax.Array) and x.committed else None
     return isinstance(lies, NamedSharding) and are_of_several_processes((lies.mesh, target.mesh))
 
 
 def are_of_several_processes(meshes: Sequence[Any]) -> bool:
-    """Whether submeshes belong to more than one process; abstract ones have none."""
+    """Whether submeshes belong to more than one process; an abstract mesh belongs to none."""
     return len(frozenset[int]().union(*(_processes(mesh) for mesh in meshes if isinstance(mesh, Mesh)))) > 1
 
 
 def everywhere(*copies: Any) -> list[Any]:
-    """One value of which several submeshes have a copy each, whole on all of their devices."""
+    """Joins the copies of a value, one per submesh, into one array that is whole on all devices."""
     there = on_all([x.sharding.mesh for x in copies])
     return [_of_shards(copies[0], there, [shard.data for x in copies for shard in x.addressable_shards])]
 
 
 def on_all(meshes: Sequence[Any]) -> NamedSharding:
-    """How a value lies that is whole on all devices of several submeshes."""
+    """The sharding of a value that is whole on all devices of several submeshes."""
     return NamedSharding(_row([d for mesh in meshes for d in mesh.devices.flat]), PartitionSpec())
 
 
 def spread(shape: tuple[int, ...], sharding: NamedSharding, devices: Sequence[Any]) -> NamedSharding:
-    """How a value of one process lies on the devices of several: split, if its shape allows. Others stay as they are."""
+    """The sharding of a process's value on the devices of several: split, if a dimension divides evenly, else whole.
+    Other values keep their sharding."""
     mesh = _row(devices)
     if len(_processes(sharding.mesh)) > 1 or len(_processes(mesh)) == 1:
         return sharding
@@ -112,15 +113,15 @@ def spread(shape: tuple[int, ...], sharding: NamedSharding, devices: Sequence[An
 
 
 def _is_copy(value: jax.ShapeDtypeStruct, target: NamedSharding) -> bool:
-    """Whether all happens in this process, and nothing is split otherwise. Arrays of extended dtypes (random
-    keys) are none to the runtime."""
+    """Whether a transfer stays in this process and keeps the split. The runtime has no arrays of extended dtypes (random
+    keys)."""
     source = value.sharding
     here = source.is_fully_addressable and target.is_fully_addressable and not is_extended(value.dtype)
     return here and _shape(source) == _shape(target) and source.spec == target.spec
 
 
 def _is_direct(source: NamedSharding, target: NamedSharding) -> bool:
-    """Whether `device_put` knows the way."""
+    """Whether `jax.device_put` can make the transfer."""
     if source.is_fully_addressable and target.is_fully_addressable:
         return True
     is_alike = _shape(source) == _shape(target) and source.spec == target.spec
@@ -128,9 +129,9 @@ def _is_direct(source: NamedSharding, target: NamedSharding) -> bool:
 
 
 def _by_groups(x: Any, target: NamedSharding) -> Any:
-    """A value on a submesh of another size, or that is split otherwise."""
+    """Transfers a value between processes to a submesh of another size, or to another split."""
     source = x.sharding
-    if _processes(source.mesh) == _processes(target.mesh):  # all of it happens elsewhere
+    if _processes(source.mesh) == _processes(target.mesh):  # other processes make the transfer
         return _of_shards(x, target, [])
     size = gcd(source.mesh.size, target.mesh.size)
     like = next(
@@ -146,19 +147,19 @@ def _by_groups(x: Any, target: NamedSharding) -> Any:
 
 
 def _group(like: NamedSharding, there: NamedSharding, g: int) -> NamedSharding:
-    """A sharding, on the g-th of the groups of as many devices that another one has."""
+    """The sharding `like` on the g-th group of the devices of `there`; a group has as many devices as `like`."""
     devices = _devices(there)[g * like.mesh.size :][: like.mesh.size]
     return NamedSharding(Mesh(devices.reshape(_shape(like)), like.mesh.axis_names), like.spec)
 
 
 def _in_groups(like: NamedSharding, there: NamedSharding) -> NamedSharding:
-    """A sharding, in each of those groups."""
+    """The sharding `like` on every group of the devices of `there`; a group has as many devices as `like`."""
     devices = _devices(there).reshape(-1, *_shape(like))
     return NamedSharding(Mesh(devices, ("groups", *like.mesh.axis_names)), like.spec)
 
 
 def _laid_out(x: Any, sharding: NamedSharding) -> Any:
-    """A value as it is to lie, on the devices where it is."""
+    """A value in another sharding over its own devices."""
     return x if x.sharding == sharding else jax.jit(_same, out_shardings=sharding)(x)
 
 
