@@ -1,18 +1,20 @@
-"""The pipeline executor: a program per stage and kind of task, handed out in a schedule's order, on disjoint submeshes.
+"""The pipeline executor: a program per stage and kind of task, dispatched in a schedule's order, on disjoint submeshes.
 
-Nothing waits here. JAX runs what it is handed as soon as the operands are there, so the host runs ahead: it hands each
-worker its tasks in the schedule's order, and what one stage makes for another is sent as soon as it is made, while both
-compute. The schedule is followed once, when the step is built; what is left for each call is a list of instructions over
-numbered slots: call this with those, put the results there, let go of what nobody reads any more.
+The host never waits. JAX runs a computation as soon as its operands are there, so the host runs ahead. It dispatches each
+worker's tasks in the schedule's order. A stage's results are sent to other stages as soon as they are made, while both
+stages compute. The schedule is followed once, when the step is built. Each call then runs instructions over numbered
+slots (`executors.pipeline_program`).
 
-* A value lies in one slot for each way in which it lies somewhere: stages that share a worker and its spec share the slot.
-* Sums are added up in place: their old buffers are donated to the new ones. So is state to the new state, where its last
-  reader makes that, and what the update alone reads.
-* A task's program runs on each replica of its stage, over the mesh's first axis: nothing goes between replicas meanwhile.
-  What each has for itself is an array with one slice for each, on its devices.
-* Each replica, and each worker that holds a stage, adds up its own sums; they are added together once, behind the last task.
-* Where a value goes between submeshes of one shape, it is sent shard by shard; where the shapes differ, it is laid out
-  anew on the way.
+* A value has one slot for each sharding in which it lies somewhere: stages that share a worker and the value's spec share
+  the slot.
+* Sums accumulate in place: their old buffers are donated to the new ones. The state is donated to the new state, if its
+  last reader makes that, and so are values that only the update reads.
+* A task's program runs on each replica of its stage, over the mesh's first axis, without messages between replicas. A
+  value that each replica has for itself is an array with one slice per replica, on that replica's devices.
+* Each replica, and each worker that holds a stage, accumulates its own sums; they are added together once, behind the
+  last task.
+* A transfer between submeshes of one shape goes shard by shard; between different shapes, the value is laid out anew on
+  the way.
 """
 
 # JAX types these functions only in part.
@@ -60,15 +62,15 @@ def build(
     """Jits a step's programs, in the order of the schedule.
 
     Args:
-      programs: what each stage runs.
-      schedule: when.
-      shardings: how each stage's values lie.
+      programs: the programs of each stage.
+      schedule: the order of each worker's tasks.
+      shardings: per stage, the specs of its values.
       devices: the workers' submeshes one after another: real or simulated.
       on_retrace: called when the step is called with other shapes; it should raise.
-      compiler_options: what the compiler is told of each program.
+      compiler_options: the compiler's options for each program.
 
     Raises:
-      InputError: the devices are not as many as the submeshes have, or stages of one worker differ in their submesh.
+      InputError: there are fewer devices than the submeshes have, or stages of one worker differ in their submesh.
       PlanError: the schedule cannot be run in its order.
     """
     agenda, step = followed(programs, schedule, shardings, devices, compiler_options), programs.step
@@ -101,18 +103,19 @@ def followed(
     devices: Sequence[Any] | None,
     compiler_options: CompilerOptions = lambda stage, beside_bytes, resting_bytes: {},
 ) -> Agenda:
-    """Follows the schedule: what is to be done, in order, by which programs.
+    """Follows the schedule: calls of programs and transfers in order, with the slots of all values.
 
     Args:
-      programs: as for `build`.
-      schedule: as for `build`.
-      shardings: as for `build`.
-      devices: as for `build`, or compile-only; None for programs that are only lowered, over abstract meshes.
-      compiler_options: as for `build`.
+      programs: the programs of each stage.
+      schedule: the order of each worker's tasks.
+      shardings: per stage, the specs of its values.
+      devices: the workers' submeshes one after another: real, simulated or compile-only; None for programs that are only
+        lowered, over abstract meshes.
+      compiler_options: the compiler's options for each program.
 
     Raises:
-      InputError: as for `build`.
-      PlanError: as for `build`.
+      InputError: there are fewer devices than the submeshes have, or stages of one worker differ in their submesh.
+      PlanError: the schedule cannot be run in its order.
     """
     assert programs.num_stages == schedule.num_stages == len(shardings)
     assert programs.num_microbatches == schedule.num_microbatches
@@ -150,12 +153,12 @@ def _meshes(
 
 @dataclass(eq=False)
 class _Following:
-    """The agenda of one step in the making.
+    """Builds the agenda of one step.
 
     Attributes:
-      made: what is to be done, in order.
-      held: what each slot is for.
-      contents: what lies in slots beforehand.
+      made: calls and transfers so far, in order.
+      held: the array of each slot.
+      contents: the contents of slots before the step.
       slot_of: by value, microbatch, worker and spec.
     """
 
@@ -170,7 +173,7 @@ class _Following:
 
     def run(self) -> Agenda:
         inputs = [(v, None) for v in self.programs.step.graph.inputs]
-        entering = tuple(self._slot(name, self._home(name)) for name in inputs)  # they come as they rest
+        entering = tuple(self._slot(name, self._home(name)) for name in inputs)  # in resting shardings
         self._send(inputs)
         for worker, task in task_order(self.schedule):
             if (program := self.programs.tasks.get((task.stage, task.kind))) is not None:
@@ -191,13 +194,13 @@ class _Following:
             self.compiler_options,
         )
 
-    # --- where values lie
+    # --- slots of values
 
     def _first_seat(self, stage: int) -> Seat:
         return stage, self.schedule.workers_of(stage)[0]
 
     def _home(self, name: Name) -> Seat:
-        """Where a value is made, or rests."""
+        """The stage and worker where a value is made, or rests."""
         value, microbatch = name
         stage = self.programs.stage_of[value]
         if microbatch in (None, UNFINISHED):
@@ -214,7 +217,7 @@ class _Following:
         return self.slot_of[key]
 
     def _indices(self, name: Name) -> np.ndarray:
-        """Of each replica, the number of its part of the batch."""
+        """For each replica, the number of its part of the batch."""
         assert name[1] is not None
         first = np.arange(self.programs.num_replicas, dtype=np.uint32) * np.uint32(
             self.programs.num_microbatches
@@ -229,7 +232,7 @@ class _Following:
 
     @cached_property
     def _readers(self) -> dict[Name, dict[Seat, None]]:
-        """Who reads each value."""
+        """The stages and workers that read each value."""
         found: dict[Name, dict[Seat, None]] = {}
         for program, seat, microbatch in self._calls():
             for value in program.reads:
@@ -243,10 +246,11 @@ class _Following:
             if (program := self.programs.tasks.get((task.stage, task.kind))) is not None:
                 yield program, (task.stage, worker), task.microbatch
 
-    # --- what is done
+    # --- calls and transfers
 
     def _prepare(self, values: Iterable[int]) -> None:
-        """Runs what of the prologue makes these, once it is needed: the first stage does not wait for the others'."""
+        """Runs the programs of the prologue that make these values, as late as possible: the first stage does not wait
+        for the others' prologue."""
         for value in values:
             program = self._prologue_of.pop(value, None)
             if program is not None:
@@ -257,11 +261,11 @@ class _Following:
 
     @cached_property
     def _prologue_of(self) -> dict[int, StageProgram]:
-        """By value, the program of the prologue that makes it, if that is still to be run."""
+        """By value, the program of the prologue that makes it, while that has not run."""
         return {value: program for program in self.programs.prologue for value in program.makes}
 
     def _call(self, program: StageProgram, seat: Seat, microbatch: int | None) -> None:
-        """Runs a program, and sends what it makes."""
+        """Runs a program, and sends its results."""
         read = [self.seating.name(program, v, microbatch) for v in program.reads]
         made = [self.seating.name(program, v, microbatch) for v in program.makes]
         reads = tuple(self._slot(name, seat) for name in read)
@@ -269,7 +273,7 @@ class _Following:
         self._send(name for name in made if name[0] not in program.sums)
 
     def _send(self, names: Iterable[Name]) -> None:
-        """Sends values to all who read them."""
+        """Sends values to all their readers."""
         ways: dict[Slot, Slot] = {}
         for name in names:
             source = self._home(name)
@@ -280,14 +284,14 @@ class _Following:
         self._sending(ways)
 
     def _sending(self, ways: Mapping[Slot, Slot]) -> None:
-        """Sends to each slot what is in another."""
+        """Sends to each slot (key) the contents of another slot (value)."""
         if ways:
             values = [self.held[slot].array for slot in ways.values()]
             way = Way(values, [self.held[slot].array.sharding for slot in ways])
             self.made.append(Sending("send", way, tuple(ways.values()), tuple(ways)))
 
     def _finish_sums(self) -> None:
-        """Adds up what workers and replicas have added up, and sends it on."""
+        """Adds the sums of workers and replicas together, and sends the totals."""
         by_stage: dict[int, list[int]] = {}
         for total in sorted(self.programs.sums):
             by_stage.setdefault(self.programs.stage_of[total], []).append(total)
@@ -301,7 +305,7 @@ class _Following:
         self._send((total, None) for total in sorted(self.programs.sums))
 
     def _add_workers(self, name: Name) -> None:
-        """Adds up what the workers of a stage have added up."""
+        """Adds the sums of a stage's workers together, at its first worker."""
         stage = self.programs.stage_of[name[0]]
         first, *others = ((stage, worker) for worker in self.schedule.workers_of(stage))
         terms = [self._new_slot(self.seating.held(name, first)) for _ in others]
@@ -311,8 +315,8 @@ class _Following:
             self.made.append(Sending("add", jax.jit(_added, donate_argnums=0), (slot, *terms), (slot,)))
 
     def _leaving(self, entering: Sequence[Slot]) -> tuple[Slot, ...]:
-        """Where the results lie in the end: state where it rests, the rest where it is made. Each has a buffer of its own:
-        the next call may donate any of them."""
+        """The slots of the results: state where it rests, other results where they are made. Each result has a buffer of
+        its own: the next call may donate any of them."""
         replaces = self.programs.step.replaces
         results = list(zip(self.programs.results, replaces, strict=True))
         made = [self._made(atom, replaced) for atom, replaced in results]
@@ -333,7 +337,7 @@ class _Following:
         )
 
     def _made(self, atom: Atom, replaced: int | None) -> Slot:
-        """Where a result is made."""
+        """The slot where a result is made."""
         if isinstance(atom, int):
             return self._slot((atom, None), self._home((atom, None)))
         content = np.asarray(atom.val, atom.aval.dtype)
@@ -341,18 +345,18 @@ class _Following:
         return self._new_slot(held, content)
 
     def _rests(self, argument: int) -> Held:
-        """How an argument of the step rests."""
+        """The worker and array of an argument in between steps."""
         name = self.programs.step.graph.inputs[argument], None
         return self.held[self._slot(name, self._home(name))]
 
     def _on_all(self, shape: tuple[int, ...], dtype: Any) -> Held:
-        """What lies on the devices of all workers."""
+        """An array on the devices of all workers."""
         meshes = [mesh for mesh in self.seating.meshes if isinstance(mesh, Mesh)]
         return Held(None, jax.ShapeDtypeStruct(shape, dtype, sharding=on_all(meshes) if meshes else None))
 
     def _shared(self, made: Slot, value: int) -> Slot:
-        """Where a result lies in the end that is no state: of several processes, all shall have it, if it is no array of
-        examples."""
+        """The final slot of a result that is not state. If there are several processes, all of them get the result,
+        unless its spec splits it (an array of examples)."""
         stage, own = self._home((value, None))
         spec, meshes = self.seating.spec(value, stage), self.seating.meshes
         if not are_of_several_processes(meshes) or set(spec) != {WHOLE}:

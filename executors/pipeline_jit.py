@@ -1,8 +1,9 @@
-"""From what a pipeline has to do, in order, to instructions: programs jitted, slots let go of, buffers given up.
+"""From a pipeline's agenda to instructions: jitted programs, freed slots, donated buffers.
 
-What a slot holds is let go of behind its last reader. A program's operand is donated where a result may take its buffer: a
-sum to the sum with one more term; and in what runs once, what is read for the last time, state before all else. But what has
-been sent to another process may not have left yet when the program is handed out: JAX waits for that in one process only.
+A slot is freed behind its last reader. A program's operand is donated where a result may take its buffer: a sum to the
+sum with one more term; and in a program that runs once, an operand at its last reader, state first. A value that is sent
+to another process is not donated. The transfer may be unfinished when the next program is dispatched, and JAX waits for
+that in one process only.
 """
 
 # JAX types these functions only in part.
@@ -30,25 +31,25 @@ from autoshard.search.ir.spec import WHOLE, Spec, partition_spec
 from autoshard.search.plan.stage_programs import StageProgram, StagePrograms, StageSharding
 
 Seat = tuple[int, int]
-"""A stage on a worker."""
+"""A stage on a worker: (stage, worker)."""
 
 Name = tuple[int, int | None]
-"""A value, and of which microbatch it is; None for none. All but the latter are apart for each replica."""
+"""A value and its microbatch; None for none. With a microbatch, each replica has a value of its own."""
 
 UNFINISHED = -1
-"""Said of a sum in a microbatch's place, as long as its stage's replicas and workers add to it."""
+"""The place of the microbatch in the name of a sum, as long as its stage's replicas and workers add to it."""
 
 CompilerOptions = Callable[[int, int, int], dict[str, str]]
-"""What the compiler is told of a program, given the bytes that lie on a device beside what it reads, and those of what it
-reads and makes."""
+"""The compiler's options for a program, given its stage, the bytes on a device beside its operands, and the bytes of its
+operands and results."""
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What a slot is for.
+    """The array of a slot.
 
     Attributes:
-      worker: on whose devices it lies; None for a result that all have.
+      worker: the worker on whose devices it lies; None for a result on the devices of all.
       array: its shape, dtype and sharding.
     """
 
@@ -58,10 +59,10 @@ class Held:
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """A program that is to run: what it reads and makes lies in slots.
+    """A program to run, with the slots of its operands and results.
 
     Attributes:
-      program: what a stage runs; None where its replicas' sums are added up.
+      program: a stage's program; None for the sum over its replicas.
     """
 
     program: StageProgram | None
@@ -71,13 +72,13 @@ class Call:
 
     @property
     def name(self) -> str:
-        """For messages and the compiler."""
+        """The name for messages and the compiler."""
         return f"reduce {self.seat[0]}" if self.program is None else self.program.name
 
 
 @dataclass(frozen=True, eq=False)
 class Sending:
-    """Values that are to go elsewhere, or workers' sums that are to be added up."""
+    """A transfer of values between slots, or the sum of the workers' sums."""
 
     name: str
     function: Callable[..., Sequence[Any]]
@@ -87,12 +88,12 @@ class Sending:
 
 @dataclass(frozen=True, eq=False)
 class Seating:
-    """Where and how values lie.
+    """The placement of values on stages and workers.
 
     Attributes:
-      shardings: of each stage.
-      meshes: of each worker.
-      programs: what stages run.
+      shardings: per stage, the specs of its values.
+      meshes: per worker, its submesh.
+      programs: the programs of all stages.
     """
 
     shardings: Sequence[StageSharding]
@@ -100,7 +101,7 @@ class Seating:
     programs: StagePrograms
 
     def name(self, program: StageProgram, value: int, microbatch: int | None) -> Name:
-        """What a program that runs for a microbatch, or once, means by a value."""
+        """The full name of a value that a program reads or makes, for a microbatch or once."""
         programs = self.programs
         if value in programs.pieces:
             whole, part = programs.pieces[value]
@@ -110,11 +111,12 @@ class Seating:
         return value, microbatch if programs.is_of_replica(value) else None
 
     def spec(self, value: int, stage: int) -> Spec:
-        """How a value lies at a stage."""
+        """The spec of a value at a stage."""
         return self.shardings[stage].spec(value)
 
     def named(self, name: Name, seat: Seat) -> NamedSharding:
-        """How a value lies at a seat; what each replica has for itself has one more dim, the first, split over them."""
+        """The sharding of a value at a seat. A value that each replica has for itself has one more dimension, the first,
+        split over replicas."""
         stage, worker = seat
         axis_names, spec = self.shardings[stage].axis_names, self.spec(name[0], stage)
         kind = "pinned_host" if self.programs.values[name[0]].is_on_host else None
@@ -124,7 +126,7 @@ class Seating:
         return NamedSharding(self.meshes[worker], own, memory_kind=kind)
 
     def held(self, name: Name, seat: Seat) -> Held:
-        """A value at a seat."""
+        """The array of a value at a seat."""
         value, own = self.programs.values[name[0]], name[1] is not None
         shape = (self.programs.num_replicas, *value.shape) if own else value.shape
         return Held(seat[1], jax.ShapeDtypeStruct(shape, value.dtype, sharding=self.named(name, seat)))
@@ -135,11 +137,11 @@ class StageRun:
     """A program of a stage, as a step runs it.
 
     Attributes:
-      program: the program; of what is alike for all calls, the first one's.
+      program: the program, jitted for the first of its calls, which are all equal.
       seat: its stage and worker.
-      count: how often in a step.
-      held_bytes: the most that its devices hold when it is handed out: what it reads, and all else that lies there; not what
-        it makes and needs meanwhile.
+      count: number of its calls in a step.
+      held_bytes: most bytes on a device when it is dispatched: its operands and all other arrays there, without its
+        results and temporaries.
     """
 
     program: Program
@@ -149,22 +151,22 @@ class StageRun:
 
     @property
     def beside_bytes(self) -> int:
-        """Of that, what it does not read."""
+        """The part of `held_bytes` that is not the program's operands."""
         return self.held_bytes - sum(map(shard_bytes, self.program.args))
 
 
 @dataclass(frozen=True, eq=False)
 class Agenda:
-    """A step that was followed once: what is to be done, in order, and what lies where.
+    """A schedule that was followed once: calls and transfers in order, and the arrays of all slots.
 
     Attributes:
-      made: what is to be done.
-      held: what each slot is for.
-      contents: what lies in slots beforehand.
+      made: calls and transfers, in order.
+      held: the array of each slot.
+      contents: the contents of slots before the step.
       entering: the slot of each argument.
       leaving: the slot of each result.
-      seating: where and how values lie.
-      compiler_options: what the compiler is told of each program.
+      seating: the placement of values.
+      compiler_options: the compiler's options for each program.
     """
 
     made: Sequence[Call | Sending]
@@ -176,7 +178,7 @@ class Agenda:
     compiler_options: CompilerOptions
 
     def instructions(self) -> tuple[Instruction, ...]:
-        """What is to be done, jitted, with what is let go of."""
+        """The jitted instructions, each with the slots that it frees."""
         pairs = enumerate(zip(self.made, self._frees, strict=True))
         return tuple(self._instruction(i, one, frees) for i, (one, frees) in pairs)
 
@@ -199,12 +201,12 @@ class Agenda:
 
     @cached_property
     def _programs(self) -> dict[Any, Program]:
-        """By program and seat."""
+        """The jitted programs, by program and seat."""
         return {key: run.program for key, run in zip(self._calls, self.runs, strict=True)}
 
     @cached_property
     def _calls(self) -> dict[Any, list[int]]:
-        """By program and seat, where it is called."""
+        """The positions of calls, by program and seat."""
         found: dict[Any, list[int]] = {}
         for i, one in enumerate(self.made):
             if isinstance(one, Call):
@@ -219,11 +221,11 @@ class Agenda:
         assert isinstance(one, Call), f"{one.name} is no call"
         return one
 
-    # --- what is let go of, and what is held
+    # --- freed slots, and bytes held
 
     @cached_property
     def _freed(self) -> dict[Slot, int]:
-        """By slot, after what it is let go of."""
+        """By slot, the position behind which it is freed."""
         last_use = {slot: i for i, one in enumerate(self.made) for slot in (*one.reads, *one.makes)}
         kept = {*self.contents, *self.leaving}
         return {slot: i for slot, i in last_use.items() if slot not in kept}
@@ -237,13 +239,13 @@ class Agenda:
 
     @cached_property
     def _num_bytes(self) -> tuple[int, ...]:
-        """By slot, on one device."""
+        """By slot, its bytes on one device; 0 for a result on the devices of all workers."""
         return tuple(0 if held.worker is None else shard_bytes(held.array) for held in self.held)
 
     @cached_property
     def _held_bytes(self) -> tuple[int, ...]:
-        """Per call, what its worker's devices hold when it is handed out: JAX sets memory aside when it hands work out, so
-        that the order of instructions counts, not that in which devices come to them."""
+        """Per call, the bytes that its worker's devices hold when it is dispatched. JAX allocates memory at dispatch, so
+        the order of instructions counts, not the order in which devices run them."""
         there = {*self.entering, *self.contents}
         held = [0] * len(self.seating.meshes)
         found: list[int] = []
@@ -266,14 +268,14 @@ class Agenda:
 
     @cached_property
     def _of_caller(self) -> frozenset[Slot]:
-        """Arguments that their caller keeps."""
+        """The slots of arguments that their caller keeps."""
         replaced = self.seating.programs.step.replaces
         return frozenset(slot for n, slot in enumerate(self.entering) if n not in replaced)
 
     # --- programs
 
     def _jitted(self, i: int) -> Program:
-        """What a call runs, and all that are like it."""
+        """The jitted program of a call, which all equal calls share."""
         one, donated = self._call(i), self._donated(i)
         args = tuple(self.held[slot].array for slot in one.reads)
         results = [self.held[slot].array for slot in one.makes]
@@ -294,7 +296,8 @@ class Agenda:
         return Program(one.name, jitted, args, mesh, frozenset(donated), resting_bytes)
 
     def _donated(self, i: int) -> tuple[int, ...]:
-        """Which operands' buffers become results': sums, and of what runs once, what it reads as the last; state first."""
+        """The operands whose buffers become results': a task's sums; in a program that runs once, operands that nothing
+        reads later, state first."""
         one, programs = self._call(i), self.seating.programs
         if one.program is None:
             return tuple(range(len(one.reads))) if programs.num_replicas == 1 else ()
@@ -314,7 +317,7 @@ class Agenda:
         return tuple(donated)
 
     def _is_given_up(self, v: int) -> bool:
-        """Whether a value is no argument that its caller keeps."""
+        """Whether a value may be donated: it is not an argument that its caller keeps."""
         step = self.seating.programs.step
         return v not in step.graph.inputs or step.graph.inputs.index(v) in step.replaces
 
@@ -324,7 +327,7 @@ class Agenda:
 
     @cached_property
     def _lent(self) -> frozenset[Slot]:
-        """What other processes may read at any time."""
+        """The slots that other processes may read at any time."""
         if not are_of_several_processes(self.seating.meshes):
             return frozenset()
         return frozenset(slot for one in self.made if isinstance(one, Sending) for slot in one.reads)
@@ -347,7 +350,7 @@ class Agenda:
     def _of_replicas(
         self, program: StageProgram, sharding: StepSharding, mesh: Mesh | AbstractMesh
     ) -> Callable[..., Sequence[Any]]:
-        """A task's program: each replica computes for itself."""
+        """The function of a task's program: each replica computes for itself."""
         axis = mesh.axis_names[0]
         own_mesh = mesh.abstract_mesh.update_axis_types({axis: AxisType.Manual})
         evaluate = evaluator(program.graph, sharding, own_mesh)
@@ -369,7 +372,8 @@ class Agenda:
     def _once(
         self, program: StageProgram, sharding: StepSharding, mesh: Mesh | AbstractMesh
     ) -> Callable[..., Sequence[Any]]:
-        """A program that runs once: it makes the zeros that each replica begins a sum with, and reads the pieces of some."""
+        """The function of a program that runs once. It makes the zeros with which each replica begins a sum, and reads
+        pieces from the replicas that have them."""
         evaluate, programs = evaluator(program.graph, sharding, mesh), self.seating.programs
 
         def run(*values: Any) -> Sequence[Any]:
@@ -395,12 +399,12 @@ class Agenda:
 
 
 def _taken_from(left: Counter[Any], kind: Any) -> bool:
-    """Takes one of a kind, if one is left."""
+    """Takes one item of a kind, if one is left; says whether one was."""
     is_left = left[kind] > 0
     left[kind] -= is_left
     return is_left
 
 
 def _reduced(*sums: Any) -> list[Any]:
-    """Each replica's sums, added up."""
+    """The replicas' sums, added up."""
     return [x.sum(0) for x in sums]

@@ -1,20 +1,21 @@
-"""The other pipeline executor: one program for all stages, on a mesh of stages, replicas of each, and devices of these.
+"""The SPMD pipeline executor: one program for all stages, on a mesh of stages, their replicas, and the devices of each
+replica.
 
-What runs for microbatches is one function of all replicas (`shard_map`), in which every message between them is said. The
-replicas of a stage split the batch: each has microbatches of its own, from beginning to end, so that nothing is added up
-between them before the last one. Stages split the layers. What stands between the loops over layers has no stage: there, the
-stages split the microbatches too, if their number allows it.
+Microbatches run in one function of all replicas (`shard_map`), with explicit messages between replicas. The replicas of a
+stage split the batch. Each replica runs its own microbatches from beginning to end, so replicas add nothing up before the
+last one. Stages split the layers. Ops between the loops over layers have no stage: there, the stages split the
+microbatches too, if their number allows it.
 
-    activations   into a loop over layers: gathered from all stages; out of it: scattered from where it ends;
-    gradients     added up once in a step: of layers over the replicas of a stage, of all else over all;
-    stacks        of what a forward loop leaves to the backward loop: stay where they are.
+    activations   into a loop over layers: gathered from all stages; out of it: scattered from the stage where it ends;
+    gradients     added up once in a step: of layers over the replicas of a stage, all others over all replicas;
+    stacks        from a forward loop to the backward loop: stay on their stages.
 
-The devices of a replica share its work as a solution says: what it imposes on values is written in, as in a plan of one
-program, and the partitioner makes the messages between them.
+The solution of a search problem says how the devices of a replica share its work. As in a plan of one program, its specs
+are written in as constraints, and the partitioner makes the messages between these devices.
 
 `executors.spmd_ticks` runs the loops.
 
-Source: the formulation of pipelines as one program is that of Xu et al. 2021, "GSPMD", section 3.3.
+Source: Xu et al. 2021, "GSPMD", section 3.3, formulates pipelines as one program.
 """
 
 # JAX types these functions only in part.
@@ -47,13 +48,14 @@ def build(
 
     Args:
       program: the step.
-      sharding: how the devices of a replica share its work.
-      devices: the stages' one after another: real, simulated or compile-only; of a program that is only lowered, how many.
-      on_retrace: as for `executors.jit.build`.
-      compiler_options: likewise.
+      sharding: the specs of values over the devices of a replica.
+      devices: the devices of all stages, one stage after another: real, simulated or compile-only; for a program that is
+        only lowered, their number.
+      on_retrace: called when JAX traces the step for other shapes; it should raise.
+      compiler_options: further options for the compiler, given the program's `resting_bytes`.
 
     Raises:
-      InputError: the devices are too few.
+      InputError: there are fewer devices than the mesh has.
     """
     step, layout = program.step, Layout.on(program, sharding, devices)
     inputs = [layout.resting(v) for v in step.graph.inputs]
@@ -73,7 +75,7 @@ class _Run:
     layout: Layout
 
     def run(self, flat: Sequence[Any]) -> list[Any]:
-        """From the step's flat arguments to its flat results."""
+        """Maps the step's flat arguments to its flat results."""
         program, layout = self.program, self.layout
         env = dict(zip(program.prologue.inputs, flat, strict=True))
         made = zip(program.prologue.outputs, _evaluated(program.prologue, flat), strict=True)
@@ -104,7 +106,7 @@ class _Run:
         return _evaluated(program.epilogue, [env[v] for v in program.epilogue.inputs])
 
     def _by_part(self, x: Any, v: int) -> Any:
-        """What loops have stacked up, [rounds, parts, layers of a round], as [parts, layers]."""
+        """A stack that loops made, [rounds, parts, layers of a round], as [parts, layers]."""
         return jnp.reshape(jnp.moveaxis(x, 0, 1), (self.program.num_parts, *self.program.values[v].shape))
 
 
@@ -113,14 +115,14 @@ def _evaluated(graph: Graph, inputs: Sequence[Any]) -> list[Any]:
 
 
 def _layers(program: SpmdStep) -> list[int]:
-    """What loops slice that is the same for all parts of the batch."""
+    """Values that loops slice and that all parts of the batch share."""
     loops = [part.op for part in program.parts if isinstance(part, LayerLoop)]
     xs = dict.fromkeys(a for op in loops for a in op.inputs[sum(op.loop_counts) :] if isinstance(a, int))
     return [v for v in xs if v not in program.of_microbatch]
 
 
 def _read_once(program: SpmdStep) -> list[int]:
-    """What else is read that is the same for all."""
+    """All other values that parts read and that all parts of the batch share."""
     read: dict[int, None] = {}
     for part in program.parts:
         read |= dict.fromkeys(part.reads)
@@ -130,14 +132,15 @@ def _read_once(program: SpmdStep) -> list[int]:
 
 
 class _Replica:
-    """What one replica of a stage runs for its microbatches.
+    """The work of one replica of a stage for its microbatches.
 
     Attributes:
-      own: by value that is another in each microbatch, those that this stage has between loops: [microbatches, ...].
-      all: the same of all microbatches.
-      stacks: by value that a loop has stacked up: [slots, layers of a round, ...], of this stage's layers.
-      of_layers: by sum over a loop's layers, what this replica's microbatches add to it.
-      of_all: by other sum, what those that this stage has between loops add to it.
+      own: by value that differs between microbatches, its values for this stage's microbatches between loops:
+        [microbatches, ...].
+      all: by value that differs between microbatches, its values for all of the replica's microbatches: [microbatches, ...].
+      stacks: by value that a loop has stacked up, the part of this stage's layers: [slots, layers of a round, ...].
+      of_layers: by sum over a loop's layers, the terms of this replica's microbatches.
+      of_all: by other sum, the terms of this stage's microbatches between loops.
     """
 
     def __init__(
@@ -163,7 +166,8 @@ class _Replica:
         self.of_all: dict[int, Any] = {}
 
     def run(self) -> tuple[dict[int, Any], dict[int, Any], dict[int, Any], dict[int, Any]]:
-        """What is added up of layers and of all else; what is handed out for each microbatch, and of that, stacks."""
+        """Sums of layers; all other sums; the values that the epilogue reads of each microbatch; and those of them that
+        loops stacked up."""
         for part in self.program.parts:
             if isinstance(part, Segment):
                 self._segment(part)
@@ -179,7 +183,7 @@ class _Replica:
         )
 
     def _segment(self, part: Segment) -> None:
-        """Runs this stage's microbatches, one after another."""
+        """Runs a segment on this stage's microbatches, one after another."""
         each = [v for v in part.reads if v not in self.once]
         kept = [v for v in part.makes if v in part.wanted]
         evaluate = evaluator(part.graph, self.layout.sharding.of_part(part), self.layout.own_mesh)
@@ -219,7 +223,7 @@ class _Replica:
     # --- microbatches of this stage, and of all stages
 
     def _own(self, v: int) -> Any:
-        """A value of the microbatches that this stage has between loops."""
+        """A value of this stage's microbatches between loops."""
         if v not in self.own:
             x = self._all(v)
             num = self.count // self.program.num_workers
@@ -229,7 +233,7 @@ class _Replica:
         return self.own[v]
 
     def _all(self, v: int) -> Any:
-        """A value of all microbatches."""
+        """A value of all microbatches of the replica."""
         if v not in self.all:
             if v in self.stacks:
                 rounds = jax.lax.all_gather(self._by_round(v), STAGE, axis=2, tiled=True)
@@ -243,7 +247,8 @@ class _Replica:
         return self.all[v]
 
     def _scattered(self, x: Any) -> Any:
-        """Of what one stage has and all others have as zero: each stage's microbatches."""
+        """Each stage's microbatches of an array that is zero on all stages but one; all microbatches, if stages do not
+        split them."""
         if self.layout.is_shared_out:
             return _in_32_bits(lambda x: jax.lax.psum_scatter(x, STAGE, scatter_dimension=0, tiled=True), x)
         return _added_up(x, (STAGE,))
@@ -251,12 +256,12 @@ class _Replica:
     # --- stacks over layers
 
     def _by_round(self, v: int) -> Any:
-        """What a loop has stacked up: [rounds, microbatches, layers of a round]."""
+        """A stack that a loop made, as [rounds, microbatches, layers of a round]."""
         x, rounds = self.stacks[v], self.program.stages_per_worker
         return jnp.reshape(x[: rounds * self.count], (rounds, self.count, *x.shape[1:]))
 
     def _slots(self, v: int) -> Any:
-        """What a loop slices of which each microbatch has its own: [slots, layers of a round]."""
+        """An operand that a loop slices and that differs between microbatches, as [slots, layers of a round]."""
         if v in self.stacks:
             return self.stacks[v]
         program, rounds, stages = self.program, self.program.stages_per_worker, self.program.num_workers
@@ -274,8 +279,9 @@ def _added_up(x: Any, axes: tuple[str, ...]) -> Any:
 
 
 def _in_32_bits(added_up: Callable[[Any], Any], x: Any) -> Any:
-    """Adds up over devices; on CPUs what has 16 bits in 32, as XLA:CPU does. Left to itself, it aborts ("Invalid binary
-    instruction opcode copy") where the partitioner sees to other axes of the mesh."""
+    """Adds up over devices; on CPUs, floats of fewer than 32 bits are added in 32 bits, as XLA:CPU does. Without this
+    conversion, XLA:CPU aborts ("Invalid binary instruction opcode copy") where the partitioner handles other axes of the
+    mesh."""
 
     def converted(x: Any) -> Any:
         return added_up(x.astype(jnp.float32)).astype(x.dtype)

@@ -1,6 +1,7 @@
-"""How values lie on the mesh of a pipeline that is one program: along its stages, their replicas, and the devices of these.
+"""Layouts of values on the mesh of a pipeline that is one program: over stages, their replicas, and the devices of a
+replica.
 
-Along the first two axes every message is said; along the others the partitioner finds them, from constraints.
+Along the first two axes messages are explicit; along the others the partitioner derives them from constraints.
 """
 
 # JAX types these functions only in part.
@@ -23,20 +24,20 @@ from autoshard.search.plan.spmd_resting import is_shared_out, num_microbatches, 
 from autoshard.search.plan.spmd_step import SpmdSharding, SpmdStep
 
 STAGE, REPLICA = "stage", "replica"
-"""The first axes: of stages, and of the replicas of each, which take other examples."""
+"""The first two axes: stages, and the replicas of each stage, which take different examples."""
 
 EVERY = PartitionSpec((REPLICA, STAGE))
-"""Parts of the batch, split over all replicas: those of one replica of each stage are neighbours."""
+"""Parts of the batch, split over all replicas: the parts of the r-th replicas of all stages are neighbours."""
 
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """How values lie.
+    """The layout of values.
 
     Attributes:
       program: the step.
-      sharding: how a replica's devices have its values.
-      mesh: of all devices.
+      sharding: the specs of values over a replica's devices.
+      mesh: all devices.
     """
 
     program: SpmdStep
@@ -45,10 +46,10 @@ class Layout:
 
     @classmethod
     def on(cls, program: SpmdStep, sharding: SpmdSharding, devices: Sequence[Any] | int) -> "Layout":
-        """On the first of these devices, or on so many.
+        """The layout on the first of these devices, or on an abstract mesh for this number of devices.
 
         Raises:
-          InputError: they are too few.
+          InputError: there are fewer devices than the mesh has.
         """
         shape = (program.num_workers, sharding.num_replicas, *sharding.mesh_shape)
         names, wanted = (STAGE, REPLICA, *sharding.axis_names), prod(shape)
@@ -65,7 +66,7 @@ class Layout:
 
     @property
     def num_microbatches(self) -> int:
-        """Of each replica."""
+        """Number of microbatches of each replica."""
         return num_microbatches(self.program, self.sharding)
 
     @property
@@ -75,18 +76,18 @@ class Layout:
 
     @property
     def parts(self) -> PartitionSpec:
-        """How parts of the batch lie between loops over layers."""
+        """The spec of parts of the batch between loops over layers."""
         return EVERY if self.is_shared_out else PartitionSpec(REPLICA)
 
     # --- outside of the loops over microbatches
 
     def resting(self, v: int) -> NamedSharding:
-        """How a value lies in between steps."""
+        """The sharding of a value in between steps."""
         return self._named(resting_spec(self.program, self.sharding, v))
 
     def by_round(self, x: Any, v: int) -> Any:
-        """A stack over layers as [rounds, layers of a round], at its stages: there first, and then as loops read it. (Asked
-        for both at once, the compiler gathers the stack from all stages.)"""
+        """A stack over layers as [rounds, layers of a round]: first with each layer at its stage, and then in the spec
+        that loops read. (Given both at once, the compiler gathers the stack from all stages.)"""
         rounds, shape = self.program.stages_per_worker, self.program.values[v].shape
         apart = jnp.reshape(x, (rounds, shape[0] // rounds, *shape[1:]))
         for spec in (self.sharding.spec(v), self.sharding.entry_spec(v)):
@@ -94,7 +95,7 @@ class Layout:
         return apart
 
     def put_together(self, rounds: Any, v: int) -> Any:
-        """The stack again, as it rests."""
+        """The stack over layers from its rounds, in its resting sharding."""
         apart = self._named(_behind(resting_spec(self.program, self.sharding, v)))
         return jnp.reshape(jax.lax.with_sharding_constraint(rounds, apart), self.program.values[v].shape)
 
@@ -105,12 +106,12 @@ class Layout:
 
     @property
     def own_mesh(self) -> AbstractMesh:
-        """The mesh, as what one replica of a stage runs sees it."""
+        """The mesh inside the function of one replica of a stage: the axes of stages and replicas are manual."""
         mesh = self.mesh if isinstance(self.mesh, AbstractMesh) else self.mesh.abstract_mesh
         return mesh.update_axis_types({STAGE: AxisType.Manual, REPLICA: AxisType.Manual})
 
     def zeros(self, v: int, shape: tuple[int, ...], ahead: int = 1) -> Any:
-        """What is to become a value with dims ahead of its own, where its devices hold it."""
+        """Zeros for a value with `ahead` more dimensions in front, in the value's layout and memory."""
         value = self.program.values[v]
         zeros = jnp.zeros(shape, value.dtype)
         return self.held(
@@ -118,14 +119,14 @@ class Layout:
         )
 
     def held(self, x: Any, v: int, ahead: int = 1) -> Any:
-        """A value as its devices hold it, with dims ahead of its own: of microbatches, of rounds. One on the host is left
-        alone: a constraint would take it to the device."""
+        """A value with `ahead` more dimensions in front (microbatches, rounds), in its spec over a replica's devices. A
+        value on the host is left alone: a constraint would take it to the device."""
         if self.program.values[v].is_on_host:
             return x
         return self.imposed(x, _behind(self.sharding.spec(v), ahead))
 
     def entered(self, x: Any, v: int, ahead: int = 1) -> Any:
-        """A value that is the same for all microbatches, likewise."""
+        """A value that all microbatches share, with `ahead` more dimensions in front, in the spec that parts read."""
         return self.imposed(x, _behind(self.sharding.entry_spec(v), ahead))
 
     def imposed(self, x: Any, spec: Spec) -> Any:
@@ -137,5 +138,5 @@ class Layout:
 
 
 def _behind(spec: Spec, ahead: int = 1) -> Spec:
-    """The same with more dims ahead."""
+    """A spec with `ahead` more dimensions in front."""
     return tuple(d if d == WHOLE else d + ahead for d in spec)

@@ -1,13 +1,13 @@
-"""A loop over layers that goes from stage to stage.
+"""A loop over layers that passes from stage to stage.
 
-It becomes a loop over ticks, in which each stage runs its layers on another microbatch and hands the carry on to the next
-stage. With p stages of v runs of layers each, and m microbatches, the n-th of the v m passes of the stage at rank r is at
-tick n + r. What comes around is put into a buffer at the first stage, where it waits for its next round, and where the
-results lie in the end. A loop in reverse begins at the last stage, and its rounds run backwards.
+It becomes a loop over ticks: at each tick a stage runs its layers on another microbatch and sends the carry to the next
+stage. With p stages of v runs of layers each, and m microbatches, each stage makes v m passes. The n-th pass of the stage
+at rank r is at tick n + r. The first stage puts each carry that comes around into a buffer, which holds it until its next
+round, and holds the results in the end. A loop in reverse begins at the last stage, and its rounds run backwards.
 
-What a pass stacks up is put into a slot; a pass of the forward loop and one of the backward loop have the same slot if they
-run the same layers on the same microbatch. At ticks at which a stage has nothing to do, it writes into a slot more that
-nobody reads. What is added up over microbatches is added up at once.
+A pass writes its stacked results into a slot. A pass of the forward loop and a pass of the backward loop have one slot,
+if they run the same layers on the same microbatch. An idle stage writes into an additional slot that nobody reads. Sums
+over microbatches are accumulated in each pass.
 """
 
 # JAX types these functions only in part.
@@ -26,12 +26,12 @@ from autoshard.search.ir.sharding import OperandReshard, ReshardStep, StepShardi
 from autoshard.search.plan.spmd_step import LayerLoop, SpmdStep
 
 LOOP = (0,)
-"""Where the loop stands in its part."""
+"""The site of the loop in its part."""
 
 NOTHING = StepSharding((), (), {}, {})
 
 Arrays = dict[int, Any]
-"""By value."""
+"""Arrays by value."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,7 +39,7 @@ class Ticks:
     """A loop over layers, as each stage runs it.
 
     Attributes:
-      layout: how values lie.
+      layout: the layout of values.
       part: the loop.
     """
 
@@ -47,16 +47,16 @@ class Ticks:
     part: LayerLoop
 
     def run(self, layers: Arrays, once: Arrays, each: Arrays) -> tuple[Arrays, Arrays, Arrays]:
-        """What comes out of the last layer, what is stacked up, and what is added up.
+        """Runs the loop and returns the last layer's results, the stacks, and the sums.
 
         Args:
-          layers: what the loop slices, of this stage: [rounds or slots, layers of a round, ...].
-          once: what else it reads.
-          each: the same of each microbatch: [microbatches, ...].
+          layers: the operands that the loop slices, for this stage: [rounds or slots, layers of a round, ...].
+          once: all other operands that microbatches share.
+          each: all other operands of each microbatch: [microbatches, ...].
 
         Returns:
-          By value: of each microbatch, zero but at the first stage; [slots, layers of a round, ...]; and
-          [rounds, layers of a round, ...].
+          By value: results of each microbatch, zero but at the stage of rank 0; stacks, [slots, layers of a round, ...];
+          and sums, [rounds, layers of a round, ...].
         """
         wanted, added = self.part.wanted, [v for v in self._stacked if v in self.part.sums]
         waiting = {v: self._zeros(v, self.count + 1) for v in self._carried}
@@ -90,7 +90,7 @@ class Ticks:
         results = {v: jnp.where(self._rank == 0, x, jnp.zeros_like(x)) for v, x in results.items()}
         return {v: self.layout.held(x, v) for v, x in results.items()}, stacks, sums
 
-    # --- what is where
+    # --- sizes and positions
 
     @property
     def program(self) -> SpmdStep:
@@ -99,7 +99,7 @@ class Ticks:
 
     @property
     def count(self) -> int:
-        """Microbatches."""
+        """Number of microbatches of a replica."""
         return self.layout.num_microbatches
 
     @property
@@ -108,12 +108,12 @@ class Ticks:
 
     @property
     def _num_passes(self) -> int:
-        """Of each stage."""
+        """Number of passes of each stage."""
         return self._rounds * self.count
 
     @property
     def _num_layers(self) -> int:
-        """Of a stage, in a round."""
+        """Number of a stage's layers in a round."""
         return int(self.part.op.params["length"]) // (self.program.num_workers * self._rounds)
 
     @property
@@ -122,13 +122,13 @@ class Ticks:
 
     @property
     def _rank(self) -> Any:
-        """The stage's place in the order in which a microbatch goes through them."""
+        """The stage's position in the order in which a microbatch passes through the stages."""
         stage = jax.lax.axis_index(STAGE)
         return self.program.num_workers - 1 - stage if self._is_reversed else stage
 
     @property
     def _ring(self) -> list[tuple[int, int]]:
-        """Who hands on to whom."""
+        """Pairs of stages: the sender of a carry and its receiver."""
         num, step = self.program.num_workers, -1 if self._is_reversed else 1
         return [(i, (i + step) % num) for i in range(num)]
 
@@ -142,7 +142,7 @@ class Ticks:
 
     @property
     def _xs(self) -> range:
-        """The operands that it slices."""
+        """The numbers of the operands that the loop slices."""
         return range(sum(self.part.op.loop_counts), len(self.part.op.inputs))
 
     @property
@@ -155,7 +155,7 @@ class Ticks:
     def _zeros(self, v: int, *ahead: int) -> Any:
         return self.layout.zeros(v, (*ahead, *self.program.values[v].shape), len(ahead))
 
-    # --- what runs
+    # --- the work of a tick
 
     def _pass(self, t: Any) -> "_Pass":
         n = t - self._rank
@@ -165,7 +165,7 @@ class Ticks:
         return _Pass(is_busy, nth == 0, microbatch, round_, round_ * self.count + microbatch)
 
     def _operands(self, once: Arrays, each: Arrays) -> tuple[list[Any], list[Any]]:
-        """A microbatch's constants, and what its first layer begins with."""
+        """A microbatch's constants, and the carry of its first layer."""
         part, env = self.part, once | each
         made = evaluator(part.ahead, NOTHING, self.layout.own_mesh)([env[v] for v in part.reads])
         env |= dict(zip(part.makes, made, strict=True))
@@ -178,8 +178,8 @@ class Ticks:
         return read[:num_consts], read[num_consts:]
 
     def _of_layer(self, now: "_Pass", layers: Arrays, n: int) -> Callable[[Any], Any]:
-        """What each layer of a pass reads of an operand that the loop slices. Where the operand is brought to another
-        spec, it is so for all layers of the pass at once."""
+        """For a sliced operand, a function from a layer of the pass to the layer's part. An operand that needs a reshard
+        is resharded for all layers of the pass at once."""
         atom = self.part.op.inputs[n]
         if not isinstance(atom, int):
             return lambda i: jnp.asarray(atom.val, atom.aval.dtype)
@@ -190,7 +190,7 @@ class Ticks:
         return lambda i: _at(stack, place, i)
 
     def _brought(self, x: Any, n: int) -> Any:
-        """An operand of the loop as this reads it."""
+        """An operand of the loop in the spec that the loop reads."""
         for step in self._path(n):
             x = self.layout.imposed(x, step.after) if step.is_imposed else x
         return x
@@ -201,8 +201,8 @@ class Ticks:
     def _layers(
         self, now: "_Pass", layers: Arrays, consts: list[Any], carry: list[Any], stacks: Arrays, sums: Arrays
     ) -> tuple[list[Any], Arrays, Arrays]:
-        """A stage's layers of a round, one after another. Each reads its parts of the stacks, and writes its own, where they
-        are: no pass has a copy of either."""
+        """Runs a stage's layers of a round, one after another. Each layer reads and writes its parts of the stacks in
+        place: no pass copies a stack."""
         (body,), num = self.part.op.bodies["jaxpr"], self._num_layers
         layer = evaluator(body, self._sharding, self.layout.own_mesh, (*LOOP, "jaxpr", 0))
         own = [self._of_layer(now, layers, n) for n in self._xs]
@@ -225,14 +225,14 @@ class Ticks:
 
 @dataclass(frozen=True, slots=True)
 class _Pass:
-    """What a stage does at a tick.
+    """The work of a stage at a tick.
 
     Attributes:
-      is_busy: whether it does anything; if not, the rest is any pass.
-      begins: whether the microbatch has just come.
-      microbatch: on which.
-      round: with which of its runs of layers.
-      slot: where such a pass stacks up what it makes.
+      is_busy: whether the stage works; if not, the other fields are those of an arbitrary pass.
+      begins: whether the microbatch is in its first round.
+      microbatch: the number of the microbatch.
+      round: the number of the stage's run of layers.
+      slot: the slot of the stacked results.
     """
 
     is_busy: Any
@@ -243,14 +243,14 @@ class _Pass:
 
 
 def _at(x: Any, *place: Any) -> Any:
-    """The part of an array at a place along its first dims."""
+    """The part of an array at a position along its first dimensions."""
     shape = jnp.shape(x)[len(place) :]
     part = jax.lax.dynamic_slice(x, (*place, *(0 for _ in shape)), (*(1 for _ in place), *shape))
     return jnp.reshape(part, shape)
 
 
 def _put(x: Any, part: Any, *place: Any) -> Any:
-    """An array with a part at a place along its first dims."""
+    """An array with a part written at a position along its first dimensions."""
     shape = jnp.shape(part)
     whole = jnp.reshape(part, (*(1 for _ in place), *shape))
     return jax.lax.dynamic_update_slice(x, whole, (*place, *(0 for _ in shape)))
