@@ -5,16 +5,15 @@ worker's tasks in the schedule's order. A stage's results are sent to other stag
 stages compute. The schedule is followed once, when the step is built. Each call then runs instructions over numbered
 slots (`executors.pipeline_program`).
 
-* A value has one slot for each sharding in which it lies somewhere: stages that share a worker and the value's spec share
-  the slot.
+* A value has one slot for each worker and spec: stages that share a worker and the value's spec share the slot.
 * Sums accumulate in place: their old buffers are donated to the new ones. The state is donated to the new state, if its
   last reader makes that, and so are values that only the update reads.
 * A task's program runs on each replica of its stage, over the mesh's first axis, without messages between replicas. A
   value that each replica has for itself is an array with one slice per replica, on that replica's devices.
 * Each replica, and each worker that holds a stage, accumulates its own sums; they are added together once, behind the
   last task.
-* A transfer between submeshes of one shape goes shard by shard; between different shapes, the value is laid out anew on
-  the way.
+* A transfer between submeshes of one shape goes shard by shard; between other shapes, the value gets a new layout on the
+  way.
 """
 
 # JAX types these functions only in part.
@@ -249,8 +248,8 @@ class _Following:
     # --- calls and transfers
 
     def _prepare(self, values: Iterable[int]) -> None:
-        """Runs the programs of the prologue that make these values, as late as possible: the first stage does not wait
-        for the others' prologue."""
+        """Runs the programs of the prologue that make these values, just before the first reader: the first stage does
+        not wait for the others' prologue."""
         for value in values:
             program = self._prologue_of.pop(value, None)
             if program is not None:
@@ -345,7 +344,7 @@ class _Following:
         return self._new_slot(held, content)
 
     def _rests(self, argument: int) -> Held:
-        """The worker and array of an argument in between steps."""
+        """The worker and array of an argument between steps."""
         name = self.programs.step.graph.inputs[argument], None
         return self.held[self._slot(name, self._home(name))]
 

@@ -101,7 +101,7 @@ class Seating:
     programs: StagePrograms
 
     def name(self, program: StageProgram, value: int, microbatch: int | None) -> Name:
-        """The full name of a value that a program reads or makes, for a microbatch or once."""
+        """The name of a value that a program reads or makes, for a microbatch or once."""
         programs = self.programs
         if value in programs.pieces:
             whole, part = programs.pieces[value]
@@ -115,8 +115,8 @@ class Seating:
         return self.shardings[stage].spec(value)
 
     def named(self, name: Name, seat: Seat) -> NamedSharding:
-        """The sharding of a value at a seat. A value that each replica has for itself has one more dimension, the first,
-        split over replicas."""
+        """The sharding of a value at a stage on a worker. A value that each replica has for itself has one more
+        dimension, the first, split over replicas."""
         stage, worker = seat
         axis_names, spec = self.shardings[stage].axis_names, self.spec(name[0], stage)
         kind = "pinned_host" if self.programs.values[name[0]].is_on_host else None
@@ -126,7 +126,7 @@ class Seating:
         return NamedSharding(self.meshes[worker], own, memory_kind=kind)
 
     def held(self, name: Name, seat: Seat) -> Held:
-        """The array of a value at a seat."""
+        """The array of a value at a stage on a worker."""
         value, own = self.programs.values[name[0]], name[1] is not None
         shape = (self.programs.num_replicas, *value.shape) if own else value.shape
         return Held(seat[1], jax.ShapeDtypeStruct(shape, value.dtype, sharding=self.named(name, seat)))
@@ -201,12 +201,12 @@ class Agenda:
 
     @cached_property
     def _programs(self) -> dict[Any, Program]:
-        """The jitted programs, by program and seat."""
+        """The jitted programs, by program, stage and worker."""
         return {key: run.program for key, run in zip(self._calls, self.runs, strict=True)}
 
     @cached_property
     def _calls(self) -> dict[Any, list[int]]:
-        """The positions of calls, by program and seat."""
+        """The positions of calls, by program, stage and worker."""
         found: dict[Any, list[int]] = {}
         for i, one in enumerate(self.made):
             if isinstance(one, Call):

@@ -7,7 +7,7 @@ last one. Stages split the layers. Ops between the loops over layers have no sta
 microbatches too, if their number allows it.
 
     activations   into a loop over layers: gathered from all stages; out of it: scattered from the stage where it ends;
-    gradients     added up once in a step: of layers over the replicas of a stage, all others over all replicas;
+    gradients     added up once in a step: of layers over a stage's replicas, others over all that split the microbatches;
     stacks        from a forward loop to the backward loop: stay on their stages.
 
 The solution of a search problem says how the devices of a replica share its work. As in a plan of one program, its specs

@@ -82,12 +82,12 @@ class Layout:
     # --- outside of the loops over microbatches
 
     def resting(self, v: int) -> NamedSharding:
-        """The sharding of a value in between steps."""
+        """The sharding of a value between steps."""
         return self._named(resting_spec(self.program, self.sharding, v))
 
     def by_round(self, x: Any, v: int) -> Any:
-        """A stack over layers as [rounds, layers of a round]: first with each layer at its stage, and then in the spec
-        that loops read. (Given both at once, the compiler gathers the stack from all stages.)"""
+        """A stack over layers as [rounds, layers of a round]: first with each layer at its stage, and then in the spec in
+        which loops read it. (Given both at once, the compiler gathers the stack from all stages.)"""
         rounds, shape = self.program.stages_per_worker, self.program.values[v].shape
         apart = jnp.reshape(x, (rounds, shape[0] // rounds, *shape[1:]))
         for spec in (self.sharding.spec(v), self.sharding.entry_spec(v)):
@@ -126,7 +126,7 @@ class Layout:
         return self.imposed(x, _behind(self.sharding.spec(v), ahead))
 
     def entered(self, x: Any, v: int, ahead: int = 1) -> Any:
-        """A value that all microbatches share, with `ahead` more dimensions in front, in the spec that parts read."""
+        """A value that all microbatches share, with `ahead` more dimensions in front, in the spec in which parts read it."""
         return self.imposed(x, _behind(self.sharding.entry_spec(v), ahead))
 
     def imposed(self, x: Any, spec: Spec) -> Any:

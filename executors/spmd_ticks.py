@@ -2,8 +2,8 @@
 
 It becomes a loop over ticks: at each tick a stage runs its layers on another microbatch and sends the carry to the next
 stage. With p stages of v runs of layers each, and m microbatches, each stage makes v m passes. The n-th pass of the stage
-at rank r is at tick n + r. The first stage puts each carry that comes around into a buffer, which holds it until its next
-round, and holds the results in the end. A loop in reverse begins at the last stage, and its rounds run backwards.
+at rank r is at tick n + r. The first stage puts each carry that comes around into a buffer, where it waits for its next
+round. In the end the buffer holds the results. A loop in reverse begins at the last stage, and its rounds run backwards.
 
 A pass writes its stacked results into a slot. A pass of the forward loop and a pass of the backward loop have one slot,
 if they run the same layers on the same microbatch. An idle stage writes into an additional slot that nobody reads. Sums
@@ -190,7 +190,7 @@ class Ticks:
         return lambda i: _at(stack, place, i)
 
     def _brought(self, x: Any, n: int) -> Any:
-        """An operand of the loop in the spec that the loop reads."""
+        """An operand in the spec in which the loop reads it."""
         for step in self._path(n):
             x = self.layout.imposed(x, step.after) if step.is_imposed else x
         return x

@@ -2,11 +2,11 @@
 
 Within a process, `jax.device_put` takes a value to any sharding. Each step makes the same transfers, so their kind is
 found once. A value that keeps its split and goes to other devices is copied shard by shard, without `device_put`. A value
-that stays on its submesh is copied by a program: `device_put` returns the same buffer where it can, and either array may
-be donated.
+that stays on its submesh is copied by a program: `device_put` would return the same buffer where it can, and either array
+may be donated.
 
 Between processes, `jax.device_put` takes each shard to one device: source and target must have the same split, over as
-many devices. Otherwise the source first lays the value out on groups of devices, whose size divides both numbers of
+many devices. Otherwise the source first lays the value out on groups of devices whose size divides both numbers of
 devices. Each group of the target gets the value, and the target then lays it out in its own sharding.
 
 All processes make the same calls in the same order. A process without devices in a submesh holds an array without shards.
