@@ -1,1 +1,1 @@
-"""A plan against what XLA's GPU compiler makes of it."""
+"""Verification: a plan's predictions beside the program that XLA's GPU compiler makes of it."""

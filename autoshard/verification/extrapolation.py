@@ -1,9 +1,10 @@
-"""Less to compile: a model's equal blocks are compiled a few times and counted as often as there are.
+"""Compilation of fewer blocks: a model's equal blocks are compiled a few times, and the rest is extrapolated.
 
 A compiler's time grows with the program, and a program of 32 layers tells little that one of 5 does not. So `verify`
-compiles the shortened step of `autoshard.verification.shorten`, and that with one block less, and adds to the first what
-the missing blocks would: bytes and counts of collectives, arguments, results and host copies follow exactly.
-The peak follows as far as the scheduler does the same in every block: it is an estimate, and said to be one.
+compiles the shortened step of `autoshard.verification.shorten`, and, for each of its stacks, that step with one block
+less. The first program's statistics, plus the differences for the missing blocks, are those of the whole. Bytes and
+counts of collectives, arguments, results and host copies follow exactly. The peak follows as far as the scheduler treats
+every block alike: it is an estimate, and is reported as one.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,18 +19,20 @@ from autoshard.verification.result import Extent
 from autoshard.verification.shorten import Shortened, Whole, shorten
 
 FIXED_OPS = 4_000
-"""What starting one more compilation counts for, in ops of an unrolled step. Source: measured on two cores, a Megatron
-GPT of hidden size 1024 for 64 H100s: 35 s of processor time with 2,718 ops and 55 s with 12,218, which is 14,000 ops; less
-here, as memory grows with the ops too and the fixed part is the same kernels compiled again."""
+"""Cost of starting one more compilation, in ops of an unrolled step. Source: measured on two cores, a Megatron GPT of
+hidden size 1024 for 64 H100s: 35 s of processor time with 2,718 ops and 55 s with 12,218. The line through both has a
+fixed cost of 14,000 ops. The value is lower, as memory grows with the ops too and the fixed part compiles the same
+kernels."""
 
 
 def is_long(step: Step) -> bool:
-    """Whether it takes so long to compile that two programs could be faster."""
+    """Whether a step takes so long to compile that two shorter programs could be faster."""
     return len(step.graph.ops) > FIXED_OPS
 
 
 def to_compile(step: Step, sharding: StepSharding) -> Shortened | Extent:
-    """What to compile instead of the whole step; where that is not less, why the whole."""
+    """The shortened step; or, if that is not faster to compile, an extent of the whole step. The extent has a reason if
+    the step cannot be shortened."""
     cut = shorten(step, sharding)
     if isinstance(cut, Whole):
         return Extent(reason=cut.reason)
@@ -49,7 +52,7 @@ def omitted(found: SearchResult, cut: Shortened) -> tuple[int, ...]:
 
 
 def kept_blocks(cut: Shortened) -> tuple[int, ...]:
-    """How many blocks each of the programs has."""
+    """Number of blocks in each of the programs."""
     kept = cut.num_blocks - sum(cut.missing)
     return kept, *(kept - 1 for _ in cut.less)
 

@@ -1,7 +1,7 @@
-"""The compiler as judge: what `verify` asks it about a plan, and the search that tightens until it agrees.
+"""Verification by the compiler, and the search that tightens its limit until the compiled program fits.
 
-A program is lowered here, over an abstract mesh, and compiled in a process of its own. The compiler is told of a
-device whose memory is such that its scheduler aims at the plan's cap.
+A program is lowered here, over an abstract mesh, and compiled in a process of its own. The compiler gets the description
+of a device whose memory makes its scheduler aim at the plan's cap.
 """
 
 import os
@@ -42,12 +42,12 @@ Progress = Callable[[str], None]
 Proof = Verification | PipelineVerification
 
 MAX_ROUNDS = 4
-"""How many plans `fitting` has compiled before it gives up. Source: a choice of ours; each costs a search and a
+"""Largest number of plans that `fitting` verifies before it gives up. Source: a choice of ours; each costs a search and a
 compilation, and the second nearly always fits."""
 
 NEAR = 0.03
-"""Of the cap: a plan whose extrapolated peak comes this close is compiled in full before it is returned. Source: a
-choice of ours; that of a Megatron GPT of 24 layers was 0.2% below the full program's."""
+"""Share of the cap: a plan whose extrapolated peak comes this close to the cap is compiled in full before it is returned.
+Source: a choice of ours; the extrapolated peak of a Megatron GPT of 24 layers was 0.2% below the full program's."""
 
 AnyPipeline = Pipeline | SpmdPipeline
 
@@ -57,12 +57,12 @@ _CALLBACKS = frozenset({"debug_callback", "debug_print", "io_callback", "pure_ca
 
 @dataclass(frozen=True, slots=True)
 class CompilerVerifier:
-    """Whom to ask, and how.
+    """Verifies plans by the compiler.
 
     Attributes:
-      cluster: what to compile for.
+      cluster: the cluster to compile for.
       compiler: how to ask the compiler.
-      progress: called with one line per stage, and every second while the compiler works.
+      progress: called with one line per stage of the verification, and every second while the compiler works.
     """
 
     cluster: AnyCluster
@@ -75,12 +75,12 @@ class CompilerVerifier:
 
     @property
     def _cluster(self) -> Cluster:
-        """Of a plan of one program, which is of one kind of node."""
+        """The cluster of a plan of one program; it has one kind of node."""
         (cluster,) = self.cluster.groups
         return cluster
 
     def verified(self, found: SearchResult, full: bool = False) -> Verification:
-        """A plan's predictions beside what becomes of its program.
+        """A plan's predictions beside the statistics of its compiled program.
 
         Args:
           found: a plan on its step.
@@ -112,7 +112,8 @@ class CompilerVerifier:
     def _extrapolated(
         self, step: Step, found: SearchResult, cut: Shortened, watch: Stopwatch
     ) -> Verification:
-        """The same from shortened programs; each has a cap that leaves the scheduler as much as the whole one's."""
+        """Verifies a plan by shortened programs. The cap of each leaves the scheduler as much memory as the whole
+        program's."""
         programs, kept = (cut.short, *cut.less), kept_blocks(cut)
         whole_bytes = _argument_bytes(jit.build(step, found.sharding, None))
         stats = []
@@ -130,7 +131,7 @@ class CompilerVerifier:
     def stats(
         self, step: Step, sharding: StepSharding, cap_bytes: int, watch: Stopwatch, tell: Progress
     ) -> CompiledStats:
-        """One program, lowered and compiled: what it takes and moves.
+        """Lowers and compiles one program, and reads its memory and traffic.
 
         Raises:
           CompilerError: it cannot be lowered without devices, or the compiler failed on it.
@@ -147,11 +148,11 @@ class CompilerVerifier:
 
 
 def first_fitting[Made](compiled: Callable[[Mapping[str, str]], Made], fits: Callable[[Made], bool]) -> Made:
-    """A program compiled as planned; or, where only so it keeps to its cap, with other options.
+    """A program compiled as planned; or with other options, if only these keep it to its cap.
 
     Args:
-      compiled: given options of the compiler, makes and compiles it.
-      fits: whether it keeps to its cap.
+      compiled: makes and compiles the program with the given options of the compiler.
+      fits: whether the compiled program keeps to its cap.
     """
     as_planned, *others = ATTEMPTS
     first = compiled(as_planned)
@@ -159,8 +160,8 @@ def first_fitting[Made](compiled: Callable[[Mapping[str, str]], Made], fits: Cal
 
 
 def verified_here(found: SearchResult, cluster: Cluster, program: Program) -> Verification:
-    """A plan's predictions beside what becomes of its program on the devices that it is built for; JAX compiles it once,
-    for this and for the first step."""
+    """A plan's predictions beside the statistics of its program, compiled on the devices that it is built for. JAX
+    compiles it once, for this call and for the first step."""
     watch = Stopwatch(found.step.trace_s)
     with _jax.no_mesh():
         here = program.fn.lower(*program.args)
@@ -180,13 +181,13 @@ def fitting[Found: (SearchResult, AnyPipeline, SearchResult | AnyPipeline)](
     """The first plan whose compiled program keeps to the cap.
 
     Args:
-      search: the fastest plan under a limit, which may be lower than the cap.
-      verified: asks the compiler about it: about some of its blocks, or about all.
-      cap_bytes: what the user allows; the plan says this, whatever limit it was found under.
-      progress: called with one line per stage.
+      search: the fastest plan under a limit in bytes, which may be lower than the cap.
+      verified: verifies a plan by the compiler: by some of its blocks, or by all if the flag is set.
+      cap_bytes: the user's cap; the plan states this cap, whatever limit it was found under.
+      progress: called with one line per stage of the search and the verification.
 
     Raises:
-      InfeasibleError: nothing fits, as predicted or as compiled; says what was compiled last.
+      InfeasibleError: no plan fits, as predicted or as compiled; the message names the last compiled plan.
 
     Warns:
       AutoshardWarning: a plan before this one was found not to fit.
@@ -243,14 +244,14 @@ def _found_s(search_s: Mapping[str, float]) -> float:
 def _certified[Found: (SearchResult, AnyPipeline, SearchResult | AnyPipeline)](
     found: Found, first: Found
 ) -> Found:
-    """With the bound of the first plan that was found, under the cap itself."""
+    """The plan with the bound of the first plan, which was searched under the cap itself."""
     if isinstance(found, AnyPipeline) or isinstance(first, AnyPipeline):
         return found
     return found.bounded(first.bound_s)
 
 
 def target_config_text(given: str | os.PathLike[str] | None) -> str | None:
-    """XLA's description of a GPU: the text itself, or that of the file of this name.
+    """XLA's description of a GPU: the given text, or the text of the file with this name.
 
     Raises:
       InputError: the file cannot be read.
@@ -267,7 +268,7 @@ def lowered(step: Step, program: Program) -> Any:
     """A program of a step, lowered for GPUs.
 
     Raises:
-      CompilerError: it cannot be, without devices.
+      CompilerError: it cannot be lowered without devices.
     """
     try:
         return lower(program.fn, program.args)
@@ -302,12 +303,12 @@ def _shard_bytes(x: jax.ShapeDtypeStruct) -> int:
 
 
 def _after(progress: Progress, said: str) -> Progress:
-    """Progress lines that say why there is another round."""
+    """Progress lines that give the reason for another round."""
     return (lambda line: progress(f"{line} ({said})")) if said else progress
 
 
 def telling(progress: Progress, which: str, watch: Stopwatch) -> Progress:
-    """Progress lines that also say of which program, and what has taken how long so far."""
+    """Progress lines that also name the program, and the seconds of each part so far."""
 
     def tell(line: str) -> None:
         verb, _, elapsed = line.partition(" ")

@@ -1,9 +1,9 @@
-"""What the blocks that a shortened step lacks would hold in memory, as predicted.
+"""Predicted memory of the blocks that a shortened step lacks.
 
-The compiler's scheduler spends what memory is left below the cap. So that it has as much to spend on a shortened
-program as on the whole one, the cap is lowered by what the missing blocks hold where the whole step is at its
-highest: arguments aside, that is the least peak of the device's kernels, less the least without those of the missing
-blocks.
+The compiler's scheduler spends the memory that is left below the cap. It should have as much to spend on a shortened
+program as on the whole one. So the cap is lowered by the memory of the missing blocks at the whole step's peak. Arguments
+aside, this memory is the least peak of all of the device's kernels, less the least peak without the kernels of the
+missing blocks.
 """
 
 from collections.abc import Sequence
@@ -24,13 +24,13 @@ from autoshard.search.problem.live_ranges import LiveRanges
 def omitted_bytes(
     costed: CostedGraph, live_ranges: LiveRanges, chosen: Sequence[int], left_out: Sequence[AbstractSet[int]]
 ) -> tuple[int, ...]:
-    """Per device, by how much the least peak is lower without some of the step's ops; arguments are not counted.
+    """Bytes per device by which the least peak is lower without some of the step's ops; arguments are not counted.
 
     Args:
       costed: the strategy graph on its mesh.
-      live_ranges: of the same graph.
+      live_ranges: the live ranges of that graph.
       chosen: the strategy of each node.
-      left_out: sets of ops of the step's outermost graph.
+      left_out: sets of ops of the step's outermost graph, one for each result.
     """
     lowered = _without_arguments(lower(costed, live_ranges, chosen))
     outermost = [_outermost(op) for op in live_ranges.program.ops]
@@ -46,7 +46,7 @@ def omitted_bytes(
 
 
 def _outermost(op: FlatOp) -> int | None:
-    """The op of the outermost graph that a flat op stands in; None for the step's inputs, outputs and constants."""
+    """The op of the outermost graph that contains a flat op; None for the step's inputs, outputs and constants."""
     return next((path[0] for places in op.result_places for _, path, _ in places if path), None)
 
 
@@ -56,8 +56,8 @@ def _without_arguments(lowered: Lowered) -> Lowered:
 
 
 def _without(lowered: Lowered, positions: AbstractSet[int]) -> Lowered:
-    """The kernels at these places do nothing, but for making what others read: in the shortened step the block before
-    hands it on."""
+    """Empties the kernels at these positions. They only make the buffers that other kernels read: in the shortened step
+    the block before passes those on."""
     read = {b for kernel in lowered.kernels if kernel.position not in positions for b in kernel.reads}
 
     def emptied(kernel: Kernel) -> Kernel:

@@ -1,9 +1,8 @@
-"""The compiler as judge of pipelines: each program of a stage, lowered over an abstract mesh and compiled for the stage's
-devices.
+"""Verification of pipelines: each program of a stage is lowered over an abstract mesh and compiled for the stage's devices.
 
-Programs that say the same are compiled once, as are those of stages of equal layers: for the least memory that one of them
-finds. The compiler is told of a device whose memory is such that its scheduler aims at the plan's cap, less what else lies
-there while the program runs.
+Programs with equal text, such as those of stages of equal layers, are compiled once, for the least memory among them. The
+compiler gets the description of a device whose memory makes its scheduler aim at a target: the plan's cap, less the other
+arrays on the device while the program runs.
 """
 
 from collections.abc import Sequence
@@ -29,7 +28,7 @@ from autoshard.verification.result import Footprint, paired
 
 
 def verified(verifier: CompilerVerifier, found: Pipeline | SpmdPipeline) -> PipelineVerification:
-    """A pipeline's predictions beside what becomes of its programs.
+    """A pipeline's predictions beside the statistics of its compiled programs.
 
     Raises:
       CompilerError: a program cannot be lowered without devices, or the compiler failed on it.
@@ -38,7 +37,7 @@ def verified(verifier: CompilerVerifier, found: Pipeline | SpmdPipeline) -> Pipe
 
 
 def _as_one(verifier: CompilerVerifier, found: SpmdPipeline) -> PipelineVerification:
-    """Of a pipeline that is one program."""
+    """Verifies a pipeline that is one program."""
     plan, (cluster,) = found.plan, verifier.cluster.groups
     step = found.program.step
     watch = Stopwatch(step.trace_s)
@@ -101,7 +100,7 @@ def _stage_by_stage(verifier: CompilerVerifier, found: Pipeline) -> PipelineVeri
 
 @dataclass(frozen=True, slots=True)
 class _Lot:
-    """Programs that are compiled as one."""
+    """Programs of equal text, which are compiled once."""
 
     runs: tuple[StageRun, ...]
     job: Job
@@ -129,7 +128,7 @@ def _lots(found: Pipeline, runs: Sequence[StageRun]) -> list[_Lot]:
 
 
 def _compiled(lots: Sequence[_Lot], verifier: CompilerVerifier, tell: Progress) -> list[Compiled]:
-    """One process compiles for GPUs of one kind."""
+    """Compiles each lot; one process compiles for GPUs of one kind."""
     answers = dict[int, Compiled]()
     for kind in dict.fromkeys(lot.job.cluster.device.name for lot in lots):
         here = [i for i, lot in enumerate(lots) if lot.job.cluster.device.name == kind]
@@ -139,7 +138,7 @@ def _compiled(lots: Sequence[_Lot], verifier: CompilerVerifier, tell: Progress) 
 
 
 def _memory_bytes(found: Pipeline, run: StageRun) -> int:
-    """Of the device that the compiler is told of."""
+    """Memory of the device that is described to the compiler."""
     cap_bytes = found.devices[run.seat[0]].cap_bytes - run.beside_bytes
     return compiler.memory_for_cap(cap_bytes, run.program.resting_bytes)
 

@@ -1,8 +1,9 @@
-"""What the compiler made of a pipeline's programs, beside what its plan predicts of each stage, and the verdict.
+"""A pipeline's compiled programs beside its plan's predictions for each stage, and the verdict.
 
-Each program of a stage is compiled for the stage's devices. How often it runs, and what lies on these devices when it does,
-is known from the schedule. So a stage's peak is that of its programs that needs most: what is held when it is handed out,
-and what it makes and needs meanwhile; its collectives are those of its programs, as often as these run.
+Each program of a stage is compiled for the stage's devices. The schedule says how often it runs, and which arrays lie on
+these devices at its dispatch. A program's peak is the sum of the bytes held at dispatch, its results and its temporaries.
+A stage's peak is the highest peak of the programs on its workers. A stage's collectives are those of its programs, each
+counted as often as the program runs.
 """
 
 from collections.abc import Iterator, Mapping
@@ -22,16 +23,16 @@ from autoshard.verification.result import (
 
 @dataclass(frozen=True, slots=True)
 class ProgramProof:
-    """A program of a stage, as it was compiled.
+    """A compiled program of a stage.
 
     Attributes:
-      name: of the program: `forward 2`.
-      stage: whose it is.
-      worker: on whose devices.
-      count: how often it runs in a step.
-      held_bytes: what lies on a device when it is handed out, at most: what it reads, and all else.
-      fresh_bytes: what it makes that takes over no buffer of what it reads.
-      temporary_bytes: what it needs meanwhile.
+      name: the program's name: `forward 2`.
+      stage: its stage.
+      worker: the worker whose devices run it.
+      count: number of its runs in a step.
+      held_bytes: most bytes on a device when it is dispatched: its operands, and all other arrays there.
+      fresh_bytes: its results that take over no operand's buffer.
+      temporary_bytes: the temporaries of its run.
     """
 
     name: str
@@ -44,7 +45,7 @@ class ProgramProof:
 
     @property
     def peak_bytes(self) -> int:
-        """A device's, while it runs."""
+        """A device's peak while the program runs."""
         return self.held_bytes + self.fresh_bytes + self.temporary_bytes
 
 
@@ -53,10 +54,10 @@ class StageProof:
     """A stage: its memory and its collectives, predicted and compiled.
 
     Attributes:
-      predicted: the peak of its devices.
-      compiled: the same.
-      peak_at: the name of the program that has it.
-      cap_bytes: of its devices.
+      predicted: the predicted peak of its devices.
+      compiled: the compiled peak of its devices.
+      peak_at: the name of the program that has the compiled peak.
+      cap_bytes: the cap of its devices.
       collectives: of all its programs in one step: every kind over every set of axes that either side has.
     """
 
@@ -68,23 +69,23 @@ class StageProof:
 
     @property
     def fullness(self) -> float:
-        """What it needs as compiled, as a share of its cap."""
+        """The compiled peak as a share of the cap."""
         return self.compiled.peak_bytes / self.cap_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class PipelineVerification:
-    """A pipeline's predictions beside what XLA's GPU compiler made of its stages' programs.
+    """A pipeline's predictions beside the results of XLA's GPU compiler for its stages' programs.
 
     Attributes:
       step: the step function's name.
       cluster: the cluster's name.
-      schedule: the family's name.
+      schedule: the schedule family's name.
       cap_bytes: the plan's cap per device.
       stages: in the order of the forward phase; one for all, where these are one program.
-      programs: of all stages, as they first run.
-      num_compiled: how many programs were compiled; the others are like one of these.
-      seconds: of the verification, by part.
+      programs: of all stages, in the order in which they first run.
+      num_compiled: number of programs that were compiled; each other one is equal to one of these.
+      seconds: duration of the verification, by part.
 
     Example:
       >>> proof = verify(step, state, batch, plan=pipeline_plan)  # doctest: +SKIP
@@ -103,27 +104,27 @@ class PipelineVerification:
 
     @property
     def predicted(self) -> Footprint:
-        """Of the stage that is predicted to need most of its cap."""
+        """The predicted footprint of the stage that is predicted to need the largest share of its cap."""
         return max(self.stages, key=lambda stage: stage.predicted.peak_bytes / stage.cap_bytes).predicted
 
     @property
     def compiled(self) -> Footprint:
-        """Of the stage that needs most of its cap as compiled."""
+        """The compiled footprint of the stage that needs the largest share of its cap as compiled."""
         return max(self.stages, key=lambda stage: stage.fullness).compiled
 
     @property
     def compiled_cap_bytes(self) -> int:
-        """The cap of that stage's devices."""
+        """The cap of the stage that needs the largest share of its cap as compiled."""
         return max(self.stages, key=lambda stage: stage.fullness).cap_bytes
 
     @property
     def is_one_program(self) -> bool:
-        """Whether its stages are one program for all devices."""
+        """Whether all stages are one program for all devices."""
         return len(self.stages) == 1
 
     @property
     def is_extrapolated(self) -> bool:
-        """No: all different programs were compiled."""
+        """Always false: all different programs were compiled."""
         return False
 
     @property
@@ -133,7 +134,7 @@ class PipelineVerification:
 
     @property
     def differences(self) -> tuple[str, ...]:
-        """What the plan predicts otherwise, one sentence each."""
+        """Exceeded caps and wrong predictions, one sentence each."""
         return tuple(said for n, stage in enumerate(self.stages) for said in self._differences(n, stage))
 
     def _differences(self, n: int, stage: StageProof) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""A pipeline's verification as a table: what `print(autoshard.verify(...))` shows of one."""
+"""A pipeline's verification as a table, which `print(autoshard.verify(...))` shows."""
 
 from autoshard.cost_model.units import format_bytes, format_seconds
 from autoshard.search.plan.text_table import fitted, plural
@@ -7,7 +7,7 @@ from autoshard.verification.table import MARK, numbers_right, verdict
 
 
 def stage_by_stage(v: PipelineVerification) -> str:
-    """Predicted and compiled in plain text, stage by stage, and the verdict."""
+    """Predicted and compiled figures as text, stage by stage, and the verdict."""
     parts = [
         [
             f"step {v.step} on {v.cluster}: {_stages(v)}, schedule {v.schedule}",

@@ -1,8 +1,8 @@
-"""What the compiler made of a plan, beside what the plan predicts, and the verdict.
+"""A compiled program beside its plan's predictions, and the verdict.
 
-The plan's claims are its memory and its collectives. The compiler combines small collectives and merges equal ones,
-so their counts are shown and their bytes are judged. Its scheduler spends memory that it is free to spend, so a peak
-may lie further below the prediction than above it before the two are said to differ.
+The plan predicts its memory and its collectives. The compiler combines small collectives and merges equal ones, so their
+counts are shown and their bytes are judged. The scheduler spends free memory as it likes. So the tolerance for a peak is
+wider below the prediction than above it.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -15,22 +15,23 @@ from autoshard.cost_model.xla.stats import CompiledStats, Traffic
 from autoshard.search.plan.plan import Collective, Plan
 
 FLOOR_BYTES = 64 * 1024
-"""Differences below it do not count: losses, norms and the like, which XLA merges or moves as it likes. Source: a choice
-of ours."""
+"""Largest difference in bytes that never counts: losses, norms and the like, which XLA merges or moves as it likes.
+Source: a choice of ours."""
 
 TRAFFIC_SHARE = 0.01
-"""Of a kind's bytes over its axes, the largest difference that does not count. Source: a choice of ours; where the model
-is right, they agree to the byte."""
+"""Largest difference that does not count, as a share of a kind's bytes over its axes. Source: a choice of ours; where the
+model is right, both sides agree to the byte."""
 
 PEAK_ABOVE = 0.03
-"""How far the compiled peak may lie above the predicted one: what a plan at its cap can afford to be wrong by. Source: a
-choice of ours."""
+"""Largest share by which the compiled peak may exceed the predicted one: the error that a plan at its cap can afford.
+Source: a choice of ours."""
 
 PEAK_BELOW = 0.12
-"""How far it may lie below: more, as it costs speed and not the run. Source: a choice of ours."""
+"""Largest share by which the compiled peak may fall below the predicted one. It is larger than `PEAK_ABOVE`, as the error
+costs speed and not the run. Source: a choice of ours."""
 
 DIFFERS, DOES_NOT_FIT = 1, 3
-"""Exit statuses; the second is that of `InfeasibleError`."""
+"""Exit statuses; `DOES_NOT_FIT` is that of `InfeasibleError`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,7 @@ class Footprint:
     Attributes:
       peak_bytes: on the device.
       host_bytes: pinned, on the host.
-      residents: what makes up the peak, in bytes by name.
+      residents: the parts of the peak, in bytes by name.
     """
 
     peak_bytes: int
@@ -50,14 +51,14 @@ class Footprint:
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """What is moved in one step by one kind of collective over the same mesh axes, predicted and compiled.
+    """Traffic of one kind of collective over one set of mesh axes in one step, predicted and compiled.
 
     Attributes:
       kind: XLA's name for it.
       axes: names of mesh axes.
-      predicted_count: how many, by the plan.
+      predicted_count: number of collectives in the plan.
       predicted_bytes: per device.
-      compiled_count: how many arrays the compiled program moves; it may move several at once.
+      compiled_count: number of arrays that the compiled program moves; one collective may move several.
       compiled_bytes: per device.
     """
 
@@ -70,18 +71,18 @@ class Moved:
 
     @property
     def differs(self) -> bool:
-        """Whether the bytes are further apart than counts."""
+        """Whether the difference in bytes exceeds both tolerances."""
         largest = max(self.predicted_bytes, self.compiled_bytes)
         return abs(self.compiled_bytes - self.predicted_bytes) > max(FLOOR_BYTES, TRAFFIC_SHARE * largest)
 
 
 @dataclass(frozen=True, slots=True)
 class Copied:
-    """What goes between each device and its host in one step of the compiled program.
+    """Copies between each device and its host in one step of the compiled program.
 
     Attributes:
       direction: `to host` or `from host`.
-      count: how many copies.
+      count: number of copies.
       bytes: per device.
     """
 
@@ -92,12 +93,12 @@ class Copied:
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """How much of a step was compiled.
+    """The part of a step that was compiled.
 
     Attributes:
-      compiled_blocks: of the stacks that were shortened, how many repeated blocks.
-      num_blocks: how many these stacks have.
-      reason: where the whole was compiled although that takes its time: why.
+      compiled_blocks: number of compiled blocks in the stacks that were shortened.
+      num_blocks: number of blocks in these stacks of the whole step.
+      reason: why the whole step was compiled although that takes its time; else empty.
     """
 
     compiled_blocks: int = 0
@@ -107,7 +108,7 @@ class Extent:
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """A plan's predictions beside what XLA's GPU compiler made of its program.
+    """A plan's predictions beside the results of XLA's GPU compiler for its program.
 
     Attributes:
       step: the step function's name.
@@ -115,12 +116,12 @@ class Verification:
       mesh: size of each mesh axis by name.
       cap_bytes: the plan's cap per device.
       host_cap_bytes: each device's share of its host's memory.
-      predicted: by the plan.
-      compiled: by the compiler.
+      predicted: the footprint in the plan.
+      compiled: the footprint of the compiled program.
       collectives: every kind over every set of axes that either side has.
       host_copies: between device and host, compiled.
-      extent: how much was compiled. The rest is extrapolated: exactly, but for the device's peak.
-      seconds: of the verification, by part.
+      extent: the part that was compiled. The rest is extrapolated: exactly, but for the device's peak.
+      seconds: duration of the verification, by part.
 
     Example:
       >>> proof = verify(step, state, batch, plan=plan)  # doctest: +SKIP
@@ -147,12 +148,12 @@ class Verification:
 
     @property
     def compiled_cap_bytes(self) -> int:
-        """The cap that the compiled peak is to keep to."""
+        """The cap for the compiled peak."""
         return self.cap_bytes
 
     @property
     def overshoot_bytes(self) -> int:
-        """By how much the compiled peak exceeds the cap; 0 when it does not."""
+        """Bytes by which the compiled peak exceeds the cap; 0 when it does not."""
         return max(0, self.compiled.peak_bytes - self.cap_bytes)
 
     @property
@@ -162,7 +163,7 @@ class Verification:
 
     @property
     def differences(self) -> tuple[str, ...]:
-        """What the plan predicts otherwise, one sentence each."""
+        """Exceeded limits and wrong predictions, one sentence each."""
         peaks = peak_difference(self.predicted.peak_bytes, self.compiled.peak_bytes)
         said = [*_misfits(self), peaks, *map(moved_difference, self.collectives), *_copied(self)]
         return tuple(filter(None, said))
@@ -230,7 +231,7 @@ def compared(
 
 
 def paired(collectives: Iterable[Collective], compiled: Mapping[Any, Traffic]) -> tuple[Moved, ...]:
-    """Collectives as predicted beside those that were compiled, by kind and mesh axes."""
+    """Pairs of predicted and compiled collectives, by kind and mesh axes."""
     predicted, nothing = {(c.kind, c.axes): (c.count, c.bytes) for c in collectives}, (0, 0)
     compiled = dict(compiled)
     return tuple(
@@ -253,7 +254,7 @@ def _misfits(v: Verification) -> Iterator[str]:
 
 
 def peak_difference(predicted: int, compiled: int) -> str:
-    """What to say of peaks in bytes that differ; nothing of such as are near."""
+    """A sentence on two peaks in bytes that differ; empty where they are near."""
     if -PEAK_BELOW * predicted <= compiled - predicted <= PEAK_ABOVE * predicted:
         return ""
     side = "above" if compiled > predicted else "below"
@@ -264,7 +265,7 @@ def peak_difference(predicted: int, compiled: int) -> str:
 
 
 def moved_difference(moved: Moved) -> str:
-    """What to say of collectives whose bytes differ; nothing of others."""
+    """A sentence on collectives whose bytes differ; empty for others."""
     if not moved.differs:
         return ""
     what = f"{moved.kind} over {', '.join(moved.axes)}"

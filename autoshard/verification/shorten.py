@@ -1,11 +1,11 @@
 """A shorter stack that stands for the whole: compiled in seconds where the whole takes minutes.
 
-The bytes that a model of 32 equal layers moves are those of a model of 4, and 28 times what one more layer adds.
-So a step is compiled short, and once more for each of its stacks with one block less; whatever is additive
-follows exactly: X = X_short + sum over stacks of missing * (X_short - X_less).
+A model of 32 equal layers moves the bytes of a model of 4, plus 28 times the bytes of one more layer. So a step is
+compiled short, and once more for each of its stacks with one block less. Every additive quantity follows exactly:
+X = X_short + sum over stacks of missing * (X_short - X_less).
 
-Kept are the first block of a stack, the last, those unlike the rest, and two of those alike; `search.problem.cut` says what
-becomes of what the others handed on.
+A stack keeps its first block, its last, those unlike the rest, and two of those alike. `search.problem.cut` says how
+values pass the missing blocks.
 """
 
 from collections.abc import Sequence
@@ -24,9 +24,9 @@ class Shortened:
 
     Attributes:
       short: the shortened step and its sharding.
-      less: for each stack, the same with one block less of it.
+      less: for each stack, the shortened step with one block less of that stack, and its sharding.
       missing: for each stack, how many blocks `short` lacks.
-      num_blocks: how many blocks these stacks have, all together.
+      num_blocks: total number of blocks in these stacks of the whole step.
       left_out: the outermost ops of the whole step that `short` lacks, then those that each of `less` lacks.
     """
 
@@ -37,11 +37,11 @@ class Shortened:
     left_out: tuple[frozenset[int], ...]
 
     def extrapolate(self, short: float, less: Sequence[float]) -> float:
-        """What the whole step has of something additive, such as a collective's bytes.
+        """An additive quantity of the whole step, such as a collective's bytes.
 
         Args:
-          short: what `short` has.
-          less: what each of `less` has.
+          short: its amount in `short`.
+          less: its amount in each of `less`.
         """
         return short + sum(n * (short - x) for n, x in zip(self.missing, less, strict=True))
 
@@ -62,9 +62,9 @@ def shorten(step: Step, sharding: StepSharding, repeated: int = 2) -> Shortened 
 
     Args:
       step: a traced step.
-      sharding: a plan spelled out for it.
-      repeated: how many of the blocks that are alike are kept, at least two; the first block of a stack, its last
-        and those unlike the rest are kept anyway.
+      sharding: a plan spelled out for the step.
+      repeated: number of equal blocks that are kept, at least two; the first block of a stack, its last and those unlike
+        the rest are kept anyway.
     """
     assert repeated > 1, "one of them is left out to see what it adds"
     blocks = find_blocks(step)
@@ -79,7 +79,7 @@ def shorten(step: Step, sharding: StepSharding, repeated: int = 2) -> Shortened 
             f"the step {step.name!r} has no stack of {repeated + 3} layers or more, written one after the other and planned "
             "alike"
         )
-    # The first and the last of those alike stay: whichever way values pass, one comes before all that are left out.
+    # The first and the last equal block stay: in either direction of values, one precedes all blocks left out.
     omitted = [alike[repeated - 1 : -1] for alike in long]
     gone = {b for s in omitted for b in s}
     without = (gone, *(gone | {alike[-1]} for alike in long))

@@ -1,4 +1,4 @@
-"""A verification as a table: what `print(autoshard.verify(...))` shows."""
+"""A verification as a table, which `print(autoshard.verify(...))` shows."""
 
 from collections.abc import Mapping, Sequence
 
@@ -7,11 +7,11 @@ from autoshard.search.plan.text_table import Row, aligned, fitted
 from autoshard.verification.result import Moved, Verification
 
 MARK = "differs"
-"""Beside what differs."""
+"""The mark of rows that differ."""
 
 
 def side_by_side(v: Verification) -> str:
-    """Predicted and compiled in plain text, side by side, and the verdict."""
+    """Predicted and compiled figures as text, side by side, and the verdict."""
     mesh = " x ".join(f"{name}={size}" for name, size in v.mesh.items())
     parts = [
         [f"step {v.step} on {v.cluster}, mesh {mesh}", *_extent(v)],
@@ -80,7 +80,7 @@ def _copies(v: Verification) -> list[str]:
 
 
 def verdict(is_fitting: bool, differences: Sequence[str]) -> list[str]:
-    """What it comes to."""
+    """The lines of the verdict."""
     fits = "fits" if is_fitting else "does not fit"
     if not differences:
         return [f"verdict: {fits}, as predicted"]
@@ -88,5 +88,5 @@ def verdict(is_fitting: bool, differences: Sequence[str]) -> list[str]:
 
 
 def numbers_right(rows: Sequence[Row]) -> list[str]:
-    """Names to the left, numbers to the right."""
+    """Rows as lines: names to the left, numbers to the right."""
     return aligned(rows, indent=0, right=range(1, 6))
