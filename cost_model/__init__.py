@@ -1,1 +1,1 @@
-"""What hardware is and what work costs on it."""
+"""The description of the hardware, and the time that computation and communication take on it."""

@@ -1,4 +1,4 @@
-"""What the attached devices are, as a cluster."""
+"""The cluster that the attached devices form."""
 
 import re
 from collections import Counter
@@ -26,14 +26,14 @@ _GPU_NAMES = (
     ("B200", "B200"),
     ("L4", "L4"),
 )
-"""Words of a device kind, as the CUDA driver names it -> the preset."""
+"""Words in the CUDA driver's name of a device kind -> the preset."""
 
 
 def attached_hardware(devices: Sequence[Any]) -> AnyCluster:
     """The attached devices, of one kind or several.
 
     Raises:
-      ClusterError: devices of no known kind, or of several that do not stand kind by kind.
+      ClusterError: devices of an unknown kind, or of several kinds that are not sorted by kind.
     """
     runs = [list(run) for _, run in groupby(devices, key=lambda device: device.device_kind)]
     if len({run[0].device_kind for run in runs}) < len(runs):
@@ -44,12 +44,12 @@ def attached_hardware(devices: Sequence[Any]) -> AnyCluster:
 
 
 def attached_cluster(devices: Sequence[Any]) -> Cluster:
-    """The attached devices, all of a kind: their preset, in the nodes that they stand in, with the memory that JAX may use.
+    """The cluster of attached devices of one kind: their preset, with their actual nodes and the memory that JAX may use.
 
-    Where nodes have unequal numbers of devices, or the backend tells of none, they are what the preset's name says.
+    If nodes have unequal numbers of devices, or the backend reports no nodes, the preset's name decides the nodes.
 
     Raises:
-      ClusterError: devices of no known kind.
+      ClusterError: devices of an unknown kind.
     """
     cluster = _in_nodes(devices)
     limits = [limit for device in devices if (limit := limit_bytes(device))]
@@ -78,7 +78,7 @@ def cluster_name(devices: Sequence[Any]) -> str:
     """The preset that describes the attached devices, such as `8xCPU`.
 
     Raises:
-      ClusterError: devices of no known kind.
+      ClusterError: devices of an unknown kind.
     """
     first = devices[0]
     if first.platform == "cpu":
@@ -93,16 +93,17 @@ def cluster_name(devices: Sequence[Any]) -> str:
 
 
 def node_of(device: Any) -> int | None:
-    """The node that a device stands in; None where the backend does not tell.
+    """The node of a device; None if the backend does not report it.
 
-    XLA:GPU's slice is what NVLink connects (`pjrt/gpu/gpu_topology.proto`); JAX renames it to partition.
+    A slice in XLA:GPU is a set of GPUs joined by NVLink (`pjrt/gpu/gpu_topology.proto`); JAX renames it to partition.
     """
     told = (getattr(device, name, None) for name in ("partition_index", "slice_index"))
     return None if device.platform == "cpu" else next((index for index in told if index is not None), None)
 
 
 def limit_bytes(device: Any) -> int | None:
-    """What JAX's allocator may use of a device's memory (of GPUs, `XLA_PYTHON_CLIENT_MEM_FRACTION`, three quarters by
-    default); None where it does not tell, as of another process's devices."""
+    """Bytes of a device's memory that JAX's allocator may use; None if unknown, as for another process's devices.
+
+    On GPUs it is the share `XLA_PYTHON_CLIENT_MEM_FRACTION`, three quarters by default."""
     stats = device.memory_stats() if device.process_index == jax.process_index() else None
     return (stats or {}).get("bytes_limit")

@@ -1,9 +1,9 @@
-"""What a cluster is: one device model, how many, and the links between them.
+"""A cluster: one device model, the number of devices, and the links between them.
 
-All values are in SI units. Rates are peaks, each with the share of it that real programs sustain: a preset has
-the vendor's rates and the usual shares, a calibrated file the measured rates and shares of 1. Devices are
-numbered node by node: device d sits in node d // devices_per_node, and every node is full. Inside a node devices
-talk over `intra`, between nodes over `inter`, and each reaches its node's memory over `host_link`.
+All values are in SI units. Each rate is a peak with the share of it that real programs sustain. A preset has
+the vendor's rates and the usual shares; a calibrated file has the measured rates and shares of 1. Devices are
+numbered node by node: device d sits in node d // devices_per_node, and every node is full. Devices of one node
+talk over `intra`, devices of different nodes over `inter`, and each device reaches its node's memory over `host_link`.
 """
 
 import hashlib
@@ -29,7 +29,7 @@ from autoshard.cost_model.file_forms import (
 )
 
 VECTOR = "vector"
-"""The entry of `Device.flops_per_s` for ordinary cores: ops that are not matrix products."""
+"""The entry of `Device.flops_per_s` for the ordinary cores, which run all ops but matrix products."""
 
 _STAND_INS = {
     "float4": "float8",
@@ -40,28 +40,29 @@ _STAND_INS = {
     "complex64": "float32",
     "complex128": "float64",
 }
-"""Where a device has no unit for a dtype, XLA:GPU computes in the wider one; all else counts as float32."""
+"""The dtype whose speed stands in for a missing one, as XLA:GPU then computes in a wider dtype; all others use float32's."""
 
 
 MATMUL_EFFICIENCY = 0.8
-"""Of the matrix units' peak, what the tiles of a large GEMM sustain. Source: XLA's measured products give 0.88 on an H100
-and 0.75 on a B200 (see `cost_model.compute.START_S`); under a long step's load a GPU clocks lower than in a benchmark."""
+"""Share of the matrix units' peak that the tiles of a large GEMM sustain. Source: XLA's measured products give 0.88 on an
+H100 and 0.75 on a B200 (see `cost_model.compute.START_S`); under a long step's load a GPU clocks lower than in a
+benchmark."""
 
 VECTOR_EFFICIENCY = 0.7
-"""Of the ordinary cores' peak, what fused elementwise and reduction kernels sustain. Source: assumed; such ops
-are bound by memory on every preset (fewer than 10 FLOP per byte), so it rarely matters."""
+"""Share of the ordinary cores' peak that fused elementwise and reduction kernels sustain. Source: assumed; such ops
+are bound by memory on every preset (fewer than 10 FLOP per byte), so the share rarely matters."""
 
 MEMORY_EFFICIENCY = 0.9
-"""Of the memory's peak, what streaming kernels sustain. Source: assumed, the usual result of STREAM-like
+"""Share of the memory's peak that streaming kernels sustain. Source: assumed, the usual result of STREAM-like
 benchmarks (BabelStream triad) on HBM GPUs, 0.85 to 0.93."""
 
 LINK_EFFICIENCY = 0.8
-"""Of a link's peak, what collectives and copies sustain. Source: assumed; NCCL counts 20 of 25 GB/s per NVLink of
+"""Share of a link's peak that collectives and copies sustain. Source: assumed; NCCL counts 20 of 25 GB/s per NVLink of
 Volta and Ampere, 20.6 of 25 on Hopper, 12 of 15.75 GB/s of PCIe 3.0 x16 (its `src/graph/topo.h`)."""
 
 LAUNCH_S = 2e-6
-"""From one kernel to the next where each does nothing. Source: assumed, 1.5 to 2.5 us is usual where the kernels
-are launched as a CUDA graph, which is what XLA:GPU's command buffers are; 3 to 5 us one by one."""
+"""Seconds from the start of one empty kernel to the start of the next. Source: assumed. 1.5 to 2.5 us is usual for
+kernels of a CUDA graph, as in XLA:GPU's command buffers; 3 to 5 us for kernels launched one by one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,13 +78,12 @@ class Device:
     memory_bytes_per_s: Annotated[float, RATE]
     """Peak bandwidth of that memory."""
     flops_per_s: Annotated[tuple[tuple[str, float], ...], Table(Annotated[float, FLOPS])]
-    """Peak *dense* FLOP/s of matrix products by NumPy dtype name ("float8" stands for all its variants), and of everything
-    else under "vector". "float32" is required and means what JAX's default precision gives: TensorFloat-32 where the device
-    has it."""
+    """Peak *dense* FLOP/s of matrix products by NumPy dtype name ("float8" stands for all its variants), and of all other
+    ops under "vector". "float32" is required and means JAX's default precision: TensorFloat-32 on devices that have it."""
     reserve_bytes: Annotated[int, BYTES] = 0
-    """What the runtime keeps for itself and no XLA statistic shows: CUDA context, NCCL buffers."""
+    """Memory that the runtime keeps for itself and no XLA statistic shows: CUDA context, NCCL buffers."""
     num_cores: int = 1
-    """Units that work on one tile of a matrix product each: streaming multiprocessors."""
+    """Units that compute one tile of a matrix product each: streaming multiprocessors. 1 means that it is unknown."""
     matmul_efficiency: float = MATMUL_EFFICIENCY
     """Share of `flops` that a large, well-shaped matrix product sustains."""
     vector_efficiency: float = VECTOR_EFFICIENCY
@@ -91,7 +91,7 @@ class Device:
     memory_efficiency: float = MEMORY_EFFICIENCY
     """Share of the memory's bandwidth that streaming kernels sustain."""
     launch_s: Annotated[float, SECONDS] = LAUNCH_S
-    """From the start of one kernel to that of the next, however short it is."""
+    """Least time from the start of one kernel to the start of the next."""
 
     def __post_init__(self) -> None:
         check_name(self.name, "device name")
@@ -117,11 +117,11 @@ class Device:
 
     @property
     def platform(self) -> str:
-        """What JAX lowers programs for it to: "cuda", or "cpu" where devices are simulated."""
+        """The platform that JAX lowers its programs for: "cuda", or "cpu" for simulated devices."""
         return "cpu" if self.name == "CPU" else "cuda"
 
     def peak_flops_per_s(self, dtype: DTypeLike) -> float:
-        """Peak dense FLOP/s of matrix products of this dtype: a NumPy or JAX one, or its name.
+        """Peak dense FLOP/s of matrix products of this dtype: a NumPy or JAX dtype, or its name.
 
         Example:
           >>> device = Device("toy", 2**30, 1e9, (("float32", 1e12), ("bfloat16", 2e12)))
@@ -144,18 +144,18 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What one device can send, and at once receive, over one kind of wire."""
+    """The rate at which one device can send, and at once receive, over one kind of wire."""
 
     __pydantic_config__ = file_config()
 
     bytes_per_s: Annotated[float, RATE]
     """Per device and direction."""
     latency_s: Annotated[float, SECONDS]
-    """Of one small message between two devices, as a step of a larger collective."""
+    """Of one small message between two devices, as one step of a larger collective."""
     efficiency: float = LINK_EFFICIENCY
-    """Share of the bandwidth that collectives of large messages, or copies, sustain."""
+    """Share of the bandwidth that copies and collectives of large messages sustain."""
     sums_in_switch: bool = False
-    """Whether its switch can add what devices send (NVLink SHARP)."""
+    """Whether the switch can sum the devices' contributions (NVLink SHARP)."""
 
     def __post_init__(self) -> None:
         _check_positive(self.bytes_per_s, "link bandwidth", "bytes/s")
@@ -164,7 +164,7 @@ class Link:
 
     @property
     def sustained_bytes_per_s(self) -> float:
-        """What large messages get."""
+        """The bandwidth of large messages."""
         return self.bytes_per_s * self.efficiency
 
     def copy_s(self, num_bytes: ArrayLike) -> np.ndarray:
@@ -179,23 +179,23 @@ class Cluster:
     __pydantic_config__ = file_config()
 
     name: str
-    """What the user called it."""
+    """The user's name for it."""
     device: Device
     """The model of all its devices."""
     num_devices: int
     """A multiple of `devices_per_node`."""
     devices_per_node: int
-    """How many share the intra link; all nodes are alike."""
+    """Devices that share the intra link; all nodes are equal."""
     intra: Link
     """Between devices of a node."""
     inter: Link
-    """Between devices of different nodes, each device's share when all send at once."""
+    """Between devices of different nodes: the share of each device when all send at once."""
     host_bytes_per_node: Annotated[int, BYTES]
-    """Host memory per node, for all its devices; zero where none can be pinned."""
+    """Host memory per node, for all its devices; zero if none can be pinned."""
     host_link: Link
     """Between a device and its node's memory."""
     sources: Annotated[tuple[tuple[str, str], ...], Table(str)] = ()
-    """Where each number comes from, by its path in a cluster file ("device.memory"); a path covers what is below it."""
+    """The source of each number, by its path in a cluster file ("device.memory"); a path covers all numbers below it."""
 
     def __post_init__(self) -> None:
         check_name(self.name, "cluster name")
@@ -214,35 +214,35 @@ class Cluster:
 
     @property
     def platform(self) -> str:
-        """What JAX lowers programs for it to."""
+        """The platform that JAX lowers programs for."""
         return self.device.platform
 
     def device_memory_limit(self) -> int:
-        """Bytes that a program can use on one device: the default memory cap."""
+        """Bytes that a program can use on one device, which is the default memory cap."""
         return self.device.memory_bytes - self.device.reserve_bytes
 
     def __str__(self) -> str:
         nodes = "1 node" if self.num_nodes == 1 else f"{self.num_nodes} nodes"
         return f"{nodes} of {self.devices_per_node} {self.device.name}"
 
-    # --- as a cluster of one group of nodes (`cost_model.mixed_cluster`)
+    # --- the interface of a mixed cluster, for one group of nodes (`cost_model.mixed_cluster`)
 
     @property
     def groups(self) -> "tuple[Cluster]":
-        """Nodes of a kind: all of them."""
+        """The groups of equal nodes: the cluster itself is the only one."""
         return (self,)
 
     @property
     def orders(self) -> "tuple[Cluster]":
-        """The orders of its groups: there is one."""
+        """The orders of its groups: one group has one order."""
         return (self,)
 
     def caps(self, memory_bytes: int) -> tuple[int]:
-        """Bytes per device of each group under a cap for all."""
+        """Bytes per device of each group under a common cap, which is the cap itself."""
         return (memory_bytes,)
 
     def locate(self, device: int) -> "tuple[Cluster, int]":
-        """The group that a device is of, and its number there."""
+        """The group of a device, and the device's number in it."""
         return self, device
 
     def node_of(self, device: int) -> tuple[str, int]:
@@ -250,11 +250,11 @@ class Cluster:
         return self.name, device // self.devices_per_node
 
     def link(self, first: int, second: int) -> Link:
-        """Between two devices."""
+        """The link between two devices."""
         return self.intra if self.node_of(first) == self.node_of(second) else self.inter
 
     def fingerprint(self) -> str:
-        """Sixteen hexadecimal digits that change with every number, and not with names or sources."""
+        """A hash of sixteen hexadecimal digits that depends on every number, but not on names or sources."""
         numbers = self.to_json()
         del numbers["name"], numbers["sources"], numbers["device"]["name"]
         return hashlib.sha256(json.dumps(numbers, sort_keys=True).encode()).hexdigest()[:16]
@@ -268,7 +268,7 @@ class Cluster:
         """The cluster that a JSON object describes.
 
         Args:
-          data: as `json.loads` gives it.
+          data: the result of `json.loads`.
           place: the file's name, for messages.
 
         Raises:
@@ -280,12 +280,12 @@ class Cluster:
 
     @classmethod
     def of(cls, data: Mapping[str, Any]) -> "Cluster":
-        """The cluster that a JSON object of ours describes: one that is known to be right."""
+        """The cluster of a JSON object that is known to be valid, such as our own output."""
         return read_record(cls, data)
 
 
 def _dtype_name(dtype: Any) -> str:
-    """JAX's key dtypes have a name and no NumPy equivalent; names need no registered extension type."""
+    """A dtype's name. JAX's key dtypes have a name but no NumPy equivalent; a name needs no registered extension type."""
     return dtype if isinstance(dtype, str) else getattr(dtype, "name", None) or np.dtype(dtype).name
 
 
@@ -305,6 +305,6 @@ def _check_share(value: float, what: str) -> None:
 
 
 def check_name(name: str, what: str) -> None:
-    """That something has a name."""
+    """Raises ClusterError if a name is empty."""
     if not name.strip():
         raise ClusterError(f"{what} must not be empty")

@@ -1,8 +1,8 @@
-"""Clusters from JSON files: what `to_json` of a cluster writes, with a source for every number.
+"""Clusters from JSON files in the form of a cluster's `to_json`, with a source for every number.
 
-A cost model is only as good as its figures, so a file must say where each comes from: `"sources"` maps the
+A cost model is only as good as its figures, so a file must name the source of each: `"sources"` maps the
 path of a number (`"device.memory"`), or of an object around it (`"device"`), to text. Numbers that a file leaves
-out have the defaults of `cluster`. Of several kinds of node, each group has its own sources.
+out have the defaults of `cluster`. In a mixed cluster each group has its own sources.
 """
 
 import json
@@ -13,14 +13,14 @@ from autoshard.cost_model.errors import ClusterError, closest
 from autoshard.cost_model.mixed_cluster import AnyCluster, MixedCluster, from_json
 
 _PLAIN_KEYS = frozenset({"name", "num_devices", "devices_per_node", "sources", "groups"})
-"""What needs no source, or has its own."""
+"""Keys that need no source, or whose values have their own sources."""
 
 
 def read_cluster(path: Path) -> AnyCluster:
     """The cluster that a JSON file describes.
 
     Raises:
-      ClusterError: the file cannot be read, is not JSON, or does not make sense; with its name and the key.
+      ClusterError: the file cannot be read, is not JSON, or describes no cluster; names the file and the key.
     """
     try:
         data = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_without_repeats)
@@ -61,7 +61,7 @@ def _check_sources(cluster: AnyCluster, numbers: list[str], place: str) -> None:
 
 
 def number_paths(data: dict[str, Any], above: str = "") -> list[str]:
-    """Paths of what was measured or looked up: all but names and the counts of devices."""
+    """The paths of all numbers that need a source: those that were measured or looked up, not names or device counts."""
     paths = []
     for key, value in data.items():
         if isinstance(value, dict) and key != "sources":
@@ -72,7 +72,7 @@ def number_paths(data: dict[str, Any], above: str = "") -> list[str]:
 
 
 def source_of(cluster: AnyCluster, path: str) -> str:
-    """Where the number at a path of the cluster's file comes from; nothing where that is not said."""
+    """The source of the number at a path of the cluster's file; empty if there is none."""
     sources = dict(cluster.sources)
     return next((sources[above] for above in reversed(_and_above(path)) if above in sources), "")
 

@@ -1,8 +1,8 @@
-"""Cluster files as their types have them: read, checked and described by Pydantic.
+"""Cluster files: Pydantic reads, checks and describes them.
 
-It does all three from the annotations of `cost_model.cluster`: a mistake is named with the path of its key, and editors
-complete and check a file by its JSON Schema (`autoshard schema cluster`). It takes a while to import, so this module is
-imported where a file is read.
+Pydantic derives all three from the annotations of `cost_model.cluster`. An error names the path of its key, and editors
+complete and check a file by its JSON Schema (`autoshard schema cluster`). Pydantic imports slowly, so only the functions
+that read a file import this module.
 """
 
 import json
@@ -30,11 +30,11 @@ WANTED = MappingProxyType(
         "tuple_type": "a JSON list [...]",
     }
 )
-"""What was wanted, by Pydantic's names for what may be wrong. All numbers without a unit or a count are shares."""
+"""The expected form, by Pydantic's error type. All numbers that have no unit and are no count are shares."""
 
 
 def json_schema() -> dict[str, Any]:
-    """What a cluster file looks like, as JSON Schema; as it is written, so that defaults have their units."""
+    """The JSON Schema of a cluster file as it is written, so that defaults have their units."""
     found = TypeAdapter(Cluster | MixedCluster).json_schema(mode="serialization")
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **found}
 
@@ -43,13 +43,13 @@ def checked[Kind: (Cluster, MixedCluster)](data: Any, place: str, kind: type[Kin
     """The cluster that a JSON object describes.
 
     Args:
-      data: as `json.loads` gives it.
+      data: the result of `json.loads`.
       place: the file's name, for messages.
-      kind: of one kind of node, or of several.
+      kind: `Cluster` for one kind of node, `MixedCluster` for several.
 
     Raises:
-      ClusterError: a missing or unknown key, a value of the wrong form, or values that make no sense together; names the
-        place and the key.
+      ClusterError: a missing or unknown key, a value of the wrong form, or inconsistent values; names the place and
+        the key.
     """
     try:
         return _adapter(kind).validate_json(json.dumps(data))
@@ -63,7 +63,7 @@ def _adapter(kind: type) -> TypeAdapter[Any]:
 
 
 def _said(errors: Sequence[ErrorDetails], place: str, cluster: type) -> str:
-    """The first mistake; of keys that are none before those that are missing, which may be meant by them."""
+    """The message for the first error; an unknown key comes before a missing one, as it may be a misspelling of it."""
     first = next((e for e in errors if e["type"] == "unexpected_keyword_argument"), errors[0])
     path, kind = [str(part) for part in first["loc"]], first["type"]
     above = _joined(place, path[:-1])
@@ -82,7 +82,7 @@ def _said(errors: Sequence[ErrorDetails], place: str, cluster: type) -> str:
 
 
 def _keys(cluster: type, path: Sequence[str]) -> list[str]:
-    """Of the object at a path."""
+    """The keys of the object at a path."""
     kinds = field_types(cluster)
     for key in path:
         if not key.isdecimal():  # the number of a group
@@ -91,7 +91,7 @@ def _keys(cluster: type, path: Sequence[str]) -> list[str]:
 
 
 def _joined(place: str, path: Sequence[str]) -> str:
-    """`a.json: device.memory`, or `plan.json: cluster.device.memory` of a cluster in a plan."""
+    """`a.json: device.memory`, or `plan.json: cluster.device.memory` for a cluster in a plan."""
     if not path:
         return place
     return f"{place}{'.' if ': ' in place else ': '}{'.'.join(path)}"

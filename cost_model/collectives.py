@@ -1,8 +1,8 @@
 """The time of collectives on a logical mesh, as NCCL runs them.
 
-A mesh `(n0, n1, n2)` lies over the cluster's devices in device order, the last axis innermost (stride 1). A
+A mesh `(n0, n1, n2)` covers the cluster's devices in device order, the last axis innermost (stride 1). A
 collective over some of its axes runs in disjoint groups at once: the devices that differ only in those
-coordinates. *Where a group lies* decides what it gets. Say n members lie in N nodes, g in each that they touch:
+coordinates. The *placement of a group* decides its bandwidth. Say n members stand in N nodes, g in each node:
 
   * rings run at the intra link's rate inside a node, and across nodes at min(intra, g x inter): several of them
     enter and leave a node through the network ports of all g members, while other groups use the other members'
@@ -30,8 +30,8 @@ fewer hops (Sanders, Speck & Traeff, "Two-tree algorithms for full bandwidth bro
 and fewer bytes between two nodes; NVLink SHARP sums and copies in the switch. The protocols trade latency for
 bandwidth: LL sends a flag with every 4 bytes, LL128 with every 120, Simple synchronises per chunk.
 
-Of NCCL's model are left out: PAT, the overhead of network proxies, and the plateau of rings across nodes; its
-correction of trees for their size is taken at its mean.
+The model leaves out three parts of NCCL's: PAT, the overhead of network proxies, and the plateau of rings across nodes.
+NCCL's correction of trees for their size enters with its mean.
 """
 
 from collections.abc import Collection
@@ -50,16 +50,16 @@ type Amount = float | np.ndarray
 
 @dataclass(frozen=True, slots=True)
 class Protocol:
-    """How a protocol's hops compare with `Link.latency_s`, which is that of one hop under LL128 in a ring.
+    """A protocol's hop times, relative to `Link.latency_s` (one hop under LL128 in a ring), and its shares of the bandwidth.
 
     Attributes:
       start_s: fixed time of a collective.
-      intra: of a hop inside a node; in NCCL's table 0.6, 1.9 and 3.4 us on NVLink.
+      intra: relative time of a hop inside a node; NCCL's table has 0.6, 1.9 and 3.4 us on NVLink.
       inter: of a hop between nodes in a ring with several members per node; 2.7, 4.0 and 14 us.
       lone: of a hop between nodes in trees, and in rings with one member per node; 5.0, 8.5 and 14 us.
-      ring: share of the links' rate that rings get.
-      tree: share that trees get.
-      most_inter_bytes_per_s: that a group gets between nodes, whatever the links.
+      ring: share of the links' rate that rings reach.
+      tree: share of the links' rate that trees reach.
+      most_inter_bytes_per_s: upper bound on a group's bandwidth between nodes, whatever the links.
     """
 
     start_s: float
@@ -75,16 +75,16 @@ LL = Protocol(6.6e-6, 0.32, 0.68, 1.25, 0.38, 0.17, 20e9)
 LL128 = Protocol(14e-6, 1.0, 1.0, 2.1, 0.92, 0.6)
 SIMPLE = Protocol(8.4e-6, 1.8, 3.5, 3.5, 1.0, 0.83)
 PROTOCOLS = (LL, LL128, SIMPLE)
-"""Source: NCCL 2, `src/graph/tuning.cc`: baseLatencies, hwLatencies and the refinements of bandwidth. Of LL's
-limits, 39 to 282 GB/s in a node are 0.33 to 0.39 of the links' rate from V100 to B200; across nodes they are 19 to
-45 GB/s. Trees: 0.92, times 1/3.8 (LL) or 7/9 (LL128), times the mean of treeCorrectionFactor above 64 KiB."""
+"""Source: NCCL 2, `src/graph/tuning.cc`: baseLatencies, hwLatencies and the refinements of bandwidth. LL is limited
+to 39 to 282 GB/s in a node, which is 0.33 to 0.39 of the links' rate from V100 to B200, and to 19 to 45 GB/s across
+nodes. Trees: 0.92, times 1/3.8 (LL) or 7/9 (LL128), times the mean of treeCorrectionFactor above 64 KiB."""
 
 SWITCH_START_S = 25e-6
 """Fixed time of an all-reduce in NVLink's switches. Source: NCCL 2, `src/graph/tuning.cc`, hwLatencies, NVLS."""
 
 SWITCH_SHARE = 0.74
-"""Of the rate that rings sustain, what an all-reduce in the switch does, in bytes reduced. Source: 275 of 370 GB/s on
-eight H100s (S. Jeaugey of NVIDIA, github.com/NVIDIA/nccl-tests issue 212)."""
+"""Rate of an all-reduce in the switch, in bytes reduced, as a share of the rate that rings sustain. Source: 275 of 370 GB/s
+on eight H100s (S. Jeaugey of NVIDIA, github.com/NVIDIA/nccl-tests issue 212)."""
 
 Line = tuple[float, float]
 """Fixed seconds, and seconds per byte."""
@@ -92,7 +92,7 @@ Line = tuple[float, float]
 
 @dataclass(frozen=True, slots=True)
 class DeviceGroup:
-    """How the groups of a collective lie on the nodes; the worst group stands for all.
+    """The placement of a collective's groups on the nodes; the worst group represents all of them.
 
     Attributes:
       size: members.
@@ -108,7 +108,7 @@ class DeviceGroup:
 
     @property
     def num_nodes(self) -> int:
-        """Nodes that the group touches, were all alike."""
+        """Nodes that the group would touch if each held `members_per_node` members."""
         return ceil(self.size / self.members_per_node)
 
 
@@ -156,7 +156,7 @@ class MeshModel:
         return min(intra.bytes_per_s, group.members_per_node * inter.bytes_per_s), inter.latency_s
 
     def group(self, axes: Collection[int]) -> DeviceGroup:
-        """How the groups over these axes lie on the nodes."""
+        """The placement on the nodes of the groups over these axes."""
         return _group(self.shape, tuple(sorted(axes)), self.cluster.devices_per_node)
 
     def time_s(
@@ -166,10 +166,10 @@ class MeshModel:
 
         Args:
           kind: "all-reduce", "all-gather", "reduce-scatter", "all-to-all" or "collective-permute".
-          axes: over which it runs.
+          axes: the axes that it runs over.
           num_bytes: per device.
-          combined_bytes: the size of the collectives that the compiler makes of many small ones like this; a
-            smaller one costs its share of such a collective.
+          combined_bytes: the size to which the compiler combines many small collectives of this kind; a smaller
+            one costs its share of the combined collective.
         """
         lines = self.lines(kind, axes)
         if not lines:
@@ -180,7 +180,7 @@ class MeshModel:
         return _lowest(lines, whole) * (num_bytes / whole)
 
     def lines(self, kind: str, axes: Collection[int]) -> tuple[Line, ...]:
-        """What the collective costs by each algorithm and protocol; nothing when there is nobody to talk to."""
+        """The cost line of each algorithm and protocol; empty for a group of one device."""
         key = (kind, *sorted(axes))
         if key not in self._lines:
             if kind not in _ALGORITHMS:
@@ -209,7 +209,7 @@ def _all_reduce(cluster: Cluster, group: DeviceGroup) -> list[Line]:
 
 
 def _ring(cluster: Cluster, group: DeviceGroup, rounds: int) -> list[Line]:
-    """Each member sends `rounds` times all parts but one to its neighbour."""
+    """In each of the `rounds`, every member sends its neighbour all parts but one."""
     intra, inter = cluster.intra, cluster.inter
     num_inter = group.num_nodes - 1
     num_intra = group.size - 1 - num_inter
@@ -226,7 +226,7 @@ def _ring(cluster: Cluster, group: DeviceGroup, rounds: int) -> list[Line]:
 
 
 def _tree(cluster: Cluster, group: DeviceGroup) -> list[Line]:
-    """Chains inside nodes, double trees between them, up and down."""
+    """Chains inside nodes and double trees between them, each passed up and down."""
     lines = []
     for protocol in PROTOCOLS:
         chain_s = 2 * (group.members_per_node - 1) * protocol.intra * cluster.intra.latency_s
@@ -240,7 +240,7 @@ def _tree(cluster: Cluster, group: DeviceGroup) -> list[Line]:
 
 
 def _in_switch(cluster: Cluster, group: DeviceGroup) -> Line:
-    """The switch sums what the members of a node send it, and sends everyone the sum."""
+    """The switch adds the contributions of a node's members and sends the sum to all of them."""
     s_per_byte = 1 / (SWITCH_SHARE * cluster.intra.sustained_bytes_per_s)
     if not group.crosses_nodes:
         return SWITCH_START_S, s_per_byte
@@ -250,7 +250,7 @@ def _in_switch(cluster: Cluster, group: DeviceGroup) -> Line:
 
 
 def _inter_bytes_per_s(cluster: Cluster, group: DeviceGroup, protocol: Protocol, share: float) -> float:
-    """What a group moves in or out of a node, through the ports of all its members there."""
+    """Bandwidth of a group into or out of a node, through the ports of all its members there."""
     ports = group.members_per_node * cluster.inter.sustained_bytes_per_s
     return min(share * ports, protocol.most_inter_bytes_per_s)
 
@@ -260,7 +260,7 @@ def _tree_hops(group: DeviceGroup) -> int:
 
 
 def _tree_copies(group: DeviceGroup) -> int:
-    """How often a node sends the data: up to its parent and down to two children, in two trees of half the data."""
+    """How often a node sends the data: to its parent and to two children, in two trees that carry half the data each."""
     return 1 if group.num_nodes == 2 else 2
 
 

@@ -1,24 +1,23 @@
-"""The time of one kernel on one device: a roofline whose roof for matrix products is made of tiles.
+"""The time of one kernel on one device: a roofline, with a tile model for matrix products.
 
-A kernel cannot finish before its arithmetic is done, nor before its bytes have moved, nor can the next one start
-before it has been launched:
+A kernel cannot finish before its arithmetic is done and its bytes have moved, and its launch delays the next kernel:
 
     time = max(arithmetic, bytes / (bandwidth x efficiency), launch)
 
-(Williams, Waterman & Patterson, "Roofline", CACM 52(4), 2009.) Of a matrix product `[b] (m, k) (k, n) -> (m, n)` each
-core computes one tile of the result at a time, and the device all its cores' tiles in *waves*. What is lost at the
-edges, in the last wave, and in starting a tile is what makes small products slow:
+(Williams, Waterman & Patterson, "Roofline", CACM 52(4), 2009.) In a matrix product `[b] (m, k) (k, n) -> (m, n)` each
+core computes one tile of the result at a time, and the device computes the tiles of all its cores in *waves*. Losses at
+the edges, in the last wave and at the start of a tile make small products slow:
 
     arithmetic = ceil(tiles / cores) x (2 tile_m tile_n (k + DEPTH) / (speed of a core x efficiency of the tile))
     time = START + max(arithmetic, bytes / (bandwidth x efficiency))
 
 (NVIDIA, "Matrix Multiplication Background User's Guide": tile and wave quantisation.) Small tiles waste less at the
-edges and are slower within; where there are fewer tiles than cores, the sum over k can be split among several tiles,
-whose partial results are then added up through memory. cuBLAS tries many; we take the best of `TILES` and `SPLITS`.
-Where a device's cores are not known (`num_cores` is 1), products run at their rate whatever their shape.
+edges but compute more slowly. If there are fewer tiles than cores, the sum over k can be split among several tiles,
+and their partial results are added up through memory. cuBLAS tries many ways; we take the best of `TILES` and `SPLITS`.
+If a device's cores are unknown (`num_cores` is 1), products of every shape run at one rate.
 
-Inputs are *local*: what one device computes and moves after sharding. Everything accepts NumPy arrays, so that all
-strategies of an op are priced in one call.
+Inputs are *local*: the arithmetic and the bytes of one device after sharding. All functions accept NumPy arrays, so
+that one call prices all strategies of an op.
 """
 
 from collections.abc import Sequence
@@ -30,12 +29,12 @@ from numpy.typing import ArrayLike
 from autoshard.cost_model.cluster import Device
 
 type Seconds = np.ndarray | float
-"""Of the inputs' shape; a float for scalars."""
+"""An array of the inputs' shape, or a float for scalars."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """A part of the result that one core computes, and its speed relative to the largest tiles'."""
+    """A part of the result that one core computes, and its speed relative to the largest tiles."""
 
     m: int
     n: int
@@ -50,28 +49,28 @@ TILES: Sequence[Tile] = (
     Tile(64, 128, 0.8),
     Tile(64, 64, 0.65),
 )
-"""Source: the guide named above, which lists these for cuBLAS, the most efficient first; speeds assumed."""
+"""Tiles of cuBLAS, the most efficient first. Source: NVIDIA's guide (see the module) lists them; speeds assumed."""
 
 SPLITS = (1, 2, 4, 8, 16)
-"""Into how many parts the sum over k may be split. Source: a choice of ours among CUTLASS's split-k factors."""
+"""Numbers of parts into which the sum over k may be split. Source: a choice of ours among CUTLASS's split-k factors."""
 
 DEPTH = 192
-"""Steps of k that a tile takes to load its first operands and store its results. Source: `START_S`'s."""
+"""Time in which a tile loads its first operands and stores its results, in steps of k. Source: fitted with `START_S`."""
 
 START_S = 5e-6
-"""Seconds before the first tile and after the last. Source: fitted, with `DEPTH`, to the 375 products in bfloat16 that
-XLA's authors measured on an H100 (`xla/service/gpu/model/default_matmul_perf_table.txtpb`, 2026); the median error is 3%
-with an efficiency of 0.88, which was fitted too."""
+"""Seconds before the first tile and after the last. Source: fitted, with `DEPTH` and an efficiency of 0.88, to the 375
+products in bfloat16 that XLA's authors measured on an H100 (`xla/service/gpu/model/default_matmul_perf_table.txtpb`,
+2026); the median error is 3%."""
 
 _WAYS = np.array([(tile.m, tile.n, tile.efficiency, parts) for tile in TILES for parts in SPLITS], float).T
 
 _PARTIAL_BYTES = 8
-"""For each element and part of a split sum: 4 bytes written and read again, in float32."""
+"""Bytes for each element and part of a split sum: 4 bytes in float32, written and then read."""
 
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """A matrix product on one device, or many of one batch, or as many strategies in arrays.
+    """A batch of equal matrix products on one device; arrays hold one entry per strategy.
 
     Attributes:
       batch: independent products.
@@ -87,11 +86,11 @@ class Product:
 
 
 def kernel_s(device: Device, num_bytes: ArrayLike, flops: ArrayLike = 0.0) -> Seconds:
-    """Seconds of a kernel that is no matrix product.
+    """Seconds of a kernel that is not a matrix product.
 
     Args:
-      device: where it runs.
-      num_bytes: that it reads and writes.
+      device: the device that runs it.
+      num_bytes: bytes read and written.
       flops: floating-point operations.
 
     Example:
@@ -105,13 +104,13 @@ def kernel_s(device: Device, num_bytes: ArrayLike, flops: ArrayLike = 0.0) -> Se
 
 
 def product_s(device: Device, product: Product, num_bytes: ArrayLike, peak_flops_per_s: float) -> Seconds:
-    """Seconds of a matrix product, or of a convolution as the product that it amounts to.
+    """Seconds of a matrix product, or of a convolution expressed as a matrix product.
 
     Args:
-      device: where it runs.
+      device: the device that runs it.
       product: its sizes.
-      num_bytes: that it reads and writes.
-      peak_flops_per_s: of the device, for the operands' dtype.
+      num_bytes: bytes read and written.
+      peak_flops_per_s: peak of the device for the operands' dtype.
 
     Example:
       >>> from autoshard.cost_model.hardware import parse_cluster
@@ -144,7 +143,7 @@ def _tiled_s(
 
 
 def pass_s_per_byte(device: Device) -> float:
-    """Seconds for each of many bytes that are written, or read."""
+    """Seconds per byte read or written, for arrays of many bytes."""
     return 1.0 / (device.memory_bytes_per_s * device.memory_efficiency)
 
 

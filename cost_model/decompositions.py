@@ -1,18 +1,18 @@
 """The time of a matrix decomposition on one GPU: a chain of kernels for each column.
 
-cuSOLVER and cuBLAS decompose a matrix column by column, in panels: each column waits for the one before. Three things take
+cuSOLVER and cuBLAS decompose a matrix column by column, in panels: each column waits for the previous one. Three parts take
 time, one after the other:
 
     time = matrices x (columns x column_s + bytes read again / bandwidth)
          + max(FLOPs / (speed x SPEED_SHARE), bytes / bandwidth)
 
-* the chain of kernels that a column waits for, which is what small matrices take (`Steps.column_s`);
+* the chain of kernels for each column, which dominates for small matrices (`Steps.column_s`);
 * the half of a reduction to tridiagonal or bidiagonal form that multiplies the rest of the matrix by one vector per column,
-  at the memory's rate: n x n, (n - 1) x (n - 1), ... are n^3 / 3 elements, and half of them where the matrix is symmetric
+  at the memory's rate: n x n, (n - 1) x (n - 1), ... are n^3 / 3 elements, and half of them if the matrix is symmetric
   (Dongarra, Sorensen & Hammarling, "Block reduction of matrices to condensed forms", 1989);
-* the arithmetic (`search.ir.factors.linalg`), on ordinary cores: cuSOLVER does not use TF32 unless it is asked to.
+* the arithmetic (`search.ir.factors.linalg`), on the ordinary cores: cuSOLVER uses TF32 only on request.
 
-Several matrices of a batch are decomposed one after the other unless the library has a routine for batches.
+The library decomposes the matrices of a batch one after the other unless it has a routine for batches.
 """
 
 from collections.abc import Mapping
@@ -27,12 +27,12 @@ from autoshard.cost_model.compute import Seconds, kernel_s, pass_s_per_byte
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """How a decomposition goes through the columns of a matrix.
+    """The cost of a decomposition per column of a matrix.
 
     Attributes:
-      column_s: the chain of kernels for a column.
-      passes: how often all that is left of the matrix is read for a column.
-      most_together: matrices of up to so many columns are decomposed together, if there are several; infinite if all are.
+      column_s: seconds of the chain of kernels for a column.
+      passes: reads of the whole remaining matrix per column.
+      most_together: most columns of matrices that are decomposed together in a batch; infinite if there is no limit.
     """
 
     column_s: float
@@ -42,8 +42,8 @@ class Steps:
 
 SPEED_SHARE = 0.14
 """Share of the ordinary cores' peak that the arithmetic sustains. Source: pytorch#173515, cuSOLVER, a Cholesky decomposition
-of 64 matrices of 2,048 columns takes 20 ms longer than that of one, 9.2 TFLOP/s; the GPU is not named, and is taken to be
-the H100 of its sister #173788. The other decompositions are assumed to do as well."""
+of 64 matrices of 2,048 columns takes 20 ms longer than that of one, 9.2 TFLOP/s; the GPU is not named, and is assumed to
+be the H100 of the related #173788. The other decompositions are assumed to reach this share too."""
 
 CHOLESKY = Steps(0.9e-6, most_together=np.inf)
 """Source: pytorch#173515, cuSOLVER: 376 us for n = 512, 1,954 us for 2,048, 22 ms for 64 of 2,048."""
@@ -52,7 +52,7 @@ LU = Steps(10e-6)
 """Source: jax#9694, float32: n = 4,096 takes 41 ms on a V100, a determinant by it 44 ms on an A100."""
 
 QR = Steps(6e-6)
-"""With the orthogonal factor. Source: pytorch#173788, cuSOLVER on an H100: 128 x 32 takes 189 us."""
+"""QR with the orthogonal factor. Source: pytorch#173788, cuSOLVER on an H100: 128 x 32 takes 189 us."""
 
 HOUSEHOLDER = Steps(3e-6)
 """One of the two halves of a QR. Source: half of `QR`."""
@@ -78,8 +78,8 @@ STEPS: Mapping[str, Steps] = {
     "svd": SVD,
     **dict.fromkeys(("eig", "schur", "hessenberg"), SVD),
 }
-"""By primitive. What is not measured goes by its like: a triangular solve is a part of a Cholesky decomposition, and a
-nonsymmetric matrix is reduced as for an SVD."""
+"""By primitive. An unmeasured primitive uses a related one's steps: a triangular solve is a part of a Cholesky
+decomposition, and a nonsymmetric matrix is reduced as for an SVD."""
 
 
 def decomposition_s(
@@ -94,13 +94,13 @@ def decomposition_s(
     """Seconds of a decomposition.
 
     Args:
-      device: where it runs.
-      steps: how it goes through the columns.
-      shape: of a matrix.
-      num_matrices: that the device decomposes.
-      dtype: of their elements.
-      num_bytes: that it reads and writes once.
-      flops: of all matrices, in real numbers' operations.
+      device: the device that runs it.
+      steps: its cost per column.
+      shape: rows and columns of one matrix.
+      num_matrices: matrices that the device decomposes.
+      dtype: the elements' dtype.
+      num_bytes: bytes that it reads and writes once.
+      flops: for all matrices, counted as if their elements were real; a complex dtype takes four times as many.
 
     Example:
       >>> from autoshard.cost_model.hardware import parse_cluster

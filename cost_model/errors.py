@@ -1,8 +1,8 @@
-"""The errors a user can cause, in one small tree.
+"""The errors that a user can cause, in one small class hierarchy.
 
-Each message says what was wanted, what came (with units), where, and what to do. Broken invariants of
-ours are asserts, not these. Of what others raise, a message of ours quotes the `first_line`; where a name is unknown, it
-asks if the `closest` one was meant.
+Each message states the expected value, the value received (with units), the place, and the remedy. Violations of internal
+invariants are assertions, not these errors. A message quotes the `first_line` of a foreign exception. For an unknown
+name it suggests the `closest` known one.
 """
 
 import math
@@ -28,7 +28,7 @@ class InfeasibleError(AutoshardError):
     """No strategy fits the memory cap.
 
     Attributes:
-      smallest_bytes: the smallest peak found; infinite where none was.
+      smallest_bytes: the smallest peak found; infinite if none was found.
     """
 
     exit_status = 3
@@ -49,12 +49,12 @@ class PlanError(AutoshardError, ValueError):
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of what an exception says; its type's name where it says nothing."""
+    """The first line of an exception's message, or the name of its type if the message is empty."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def closest(name: str, known: Sequence[str]) -> str:
-    """A hint such as ` (did you mean 'memory'?)`, or nothing when no known name is close."""
+    """A hint such as ` (did you mean 'memory'?)`, or an empty text if no known name is close."""
     longer = [candidate for candidate in known if name and candidate.lower().startswith(name.lower())]
     matches = longer or get_close_matches(name.lower(), [candidate.lower() for candidate in known], n=1)
     meant = [candidate for candidate in known if candidate in matches or candidate.lower() in matches]

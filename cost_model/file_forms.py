@@ -1,8 +1,8 @@
-"""How the numbers of a dataclass stand in a JSON file: under keys without units, in values with them.
+"""The form of a dataclass's numbers in a JSON file: keys without units, values with units.
 
-A field's annotation says its form: `memory_bytes: Annotated[int, BYTES]` is `"memory": "80GiB"` in a file. From the same
-annotations Pydantic reads, checks and describes files (`cost_model.cluster_file`): each form tells it what it wants. As
-Pydantic takes a while to import, what is ours, and known to be right, is read and written here without it.
+A field's annotation states its form: `memory_bytes: Annotated[int, BYTES]` is `"memory": "80GiB"` in a file. Pydantic
+reads, checks and describes files from these annotations (`cost_model.cluster_schema`); each form gives it a schema. As
+Pydantic imports slowly, this module reads and writes valid data, such as our own, without it.
 """
 
 from collections.abc import Callable, Mapping
@@ -36,7 +36,7 @@ KEYS: Mapping[str, str] = MappingProxyType(
         "host_bytes_per_node": "host_memory_per_node",
     }
 )
-"""The keys of fields that are called otherwise in a file, where values carry the units."""
+"""The keys of fields whose names differ in a file, where the values carry the units."""
 
 
 def key_of(name: str) -> str:
@@ -45,19 +45,19 @@ def key_of(name: str) -> str:
 
 
 def file_config() -> dict[str, Any]:
-    """What Pydantic is told of each dataclass, as its `__pydantic_config__`."""
+    """The Pydantic configuration of each dataclass, its `__pydantic_config__`."""
     return {"strict": True, "extra": "forbid", "use_attribute_docstrings": True, "alias_generator": key_of}
 
 
 class Form(Protocol):
-    """How one kind of value looks in a file."""
+    """The form of one kind of value in a file."""
 
     def read(self, data: Any) -> Any:
-        """Ours, from the JSON value."""
+        """The Python value of a JSON value."""
         ...
 
     def write(self, value: Any) -> Any:
-        """The inverse."""
+        """The JSON value of a Python value; `read` turns it back into an equal one."""
         ...
 
 
@@ -66,9 +66,9 @@ class Quantity:
     """A number that is text with a unit in a file.
 
     Attributes:
-      parse: from the text to SI units.
-      exact: the inverse.
-      example: of the text.
+      parse: converts the text to SI units.
+      exact: converts SI units to text that `parse` turns back into the same number.
+      example: a valid text.
     """
 
     parse: Callable[[str], Any]
@@ -76,7 +76,7 @@ class Quantity:
     example: str
 
     def read(self, data: Any) -> Any:
-        """Raises ClusterError, or InputError, for what is no such text."""
+        """The number in SI units. Raises ClusterError, or InputError, for data that is not such a text."""
         if not isinstance(data, str):
             raise ClusterError(f"wanted text that carries its unit, got {data!r}")
         return self.parse(data)
@@ -96,10 +96,10 @@ class Quantity:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A tuple of pairs that is an object with free keys in a file.
+    """A tuple of pairs that is an object with arbitrary keys in a file.
 
     Attributes:
-      kind: the values' type, perhaps with its form.
+      kind: the type of the values, which may be annotated with a form.
     """
 
     kind: Any
@@ -144,7 +144,7 @@ FLOPS = Quantity(parse_flops, exact_flops, "989TFLOP/s")
 
 
 def read_record(cls: type, data: Mapping[str, Any]) -> Any:
-    """A dataclass from a JSON object that is known to be right. A field with a default may be absent."""
+    """A dataclass from a JSON object that is known to be valid. A field with a default may be absent."""
     kinds = field_types(cls)
     return cls(**{n: _read(kind, data[key_of(n)]) for n, kind in kinds.items() if key_of(n) in data})
 
@@ -156,13 +156,13 @@ def write_record(value: Any) -> dict[str, Any]:
 
 @cache
 def field_types(cls: type) -> Mapping[str, Any]:
-    """The types of a dataclass's fields, with their forms."""
+    """The types of a dataclass's fields, annotated with their forms."""
     hints = get_type_hints(cls, include_extras=True)
     return {field.name: hints[field.name] for field in fields(cls)}
 
 
 def record_of(kind: Any) -> Any:
-    """The dataclass of a field that holds one, or several."""
+    """The dataclass of a field that holds one dataclass, or a tuple of them."""
     form = _form(kind)
     return form.kind if isinstance(form, Records) else kind
 

@@ -1,10 +1,10 @@
-"""The cluster that the user means: a preset's name, a JSON file, or a `Cluster` as it is.
+"""The cluster that the user names: by a preset's name, by a JSON file, or by a `Cluster` itself.
 
-A preset counts devices: `"64xH100-80GB"`. Up to eight share one node. More come in nodes of eight, or,
-where eight does not divide the count, in equal nodes of four to seven (12 devices are two nodes of six). A
-node that is not full gets its share of the host memory and the network, as cloud providers and batch
-schedulers give it. Several joined by `+`, as in `"8xH100-80GB+16xA100-40GB"`, are the groups of a mixed cluster; what joins
-these is the slowest of their networks.
+A preset counts devices: `"64xH100-80GB"`. Up to eight share one node. More devices form nodes of eight, or, if
+eight does not divide the count, equal nodes of four to seven (12 devices are two nodes of six). A node that is
+not full has its share of the host memory and the network, as cloud providers and batch schedulers grant it.
+Several presets joined by `+`, as in `"8xH100-80GB+16xA100-40GB"`, are the groups of a mixed cluster. The slowest of
+their networks joins these groups.
 
 See `cluster` and `mixed_cluster` for the types, `presets` for the numbers and `cluster_file` for the files.
 """
@@ -25,19 +25,19 @@ from autoshard.cost_model.units import exact_bytes, parse_bytes
 __all__ = ["AnyCluster", "Cluster", "Device", "Link", "MixedCluster", "parse_cluster", "parse_hardware"]
 
 _MIN_NODE_DEVICES = 4
-"""Devices in the smallest node that larger counts are divided into: half a node. Source: a choice of ours."""
+"""Fewest devices per node when a count is divided into several nodes: half a node. Source: a choice of ours."""
 
 _COUNTED = re.compile(r"([1-9][0-9]{0,5})x(.+)", re.IGNORECASE | re.ASCII)
 
 
 def parse_cluster(cluster: str | os.PathLike[str] | AnyCluster) -> Cluster:
-    """The cluster of that name, in that file, or itself; of one kind of node.
+    """The cluster, of one kind of node, that a name, a file or a `Cluster` stands for.
 
     Args:
       cluster: as for `parse_hardware`.
 
     Raises:
-      ClusterError: as for `parse_hardware`; it has several kinds of node.
+      ClusterError: as for `parse_hardware`, or the cluster has several kinds of node.
 
     Example:
       >>> parse_cluster("64xh100-80gb").num_nodes
@@ -50,15 +50,15 @@ def parse_cluster(cluster: str | os.PathLike[str] | AnyCluster) -> Cluster:
 
 
 def parse_hardware(cluster: str | os.PathLike[str] | AnyCluster) -> AnyCluster:
-    """The cluster of that name, in that file, or itself; of one kind of node or several.
+    """The cluster, of one kind of node or several, that a name, a file or a cluster object stands for.
 
     Args:
       cluster: `"<count>x<GPU>"` or `"<count>x<GPU>-<network>"` in any case, several of them joined by `+`, the path of a
         JSON file, a `Cluster` or a `MixedCluster`.
 
     Raises:
-      ClusterError: an unknown name or count, with the accepted ones; a file that cannot be read or does not
-        make sense, with its name and the key.
+      ClusterError: an unknown name or count, with the accepted ones; a file that cannot be read or describes
+        no cluster, with its name and the key.
 
     Example:
       >>> parse_hardware("8xH100-80GB+16xL4").num_devices
@@ -79,10 +79,10 @@ def parse_hardware(cluster: str | os.PathLike[str] | AnyCluster) -> AnyCluster:
 
 
 def joined(groups: Sequence[Cluster]) -> MixedCluster:
-    """Groups of nodes that the slowest of their networks joins.
+    """The mixed cluster of groups of nodes, joined by the slowest of their networks.
 
     Raises:
-      ClusterError: they make no cluster.
+      ClusterError: the groups cannot form one cluster.
     """
     links = [group.inter for group in groups]
     between = Link(
@@ -122,12 +122,12 @@ def _from_preset(text: str, counted: re.Match[str] | None) -> Cluster:
 
 
 def _name(gpu: str, network: str) -> str:
-    """How a preset is called: its default network goes without saying."""
+    """The name of a preset, which leaves out the default network."""
     return gpu if network == next(iter(PRESETS[gpu]["networks"])) else f"{gpu}-{network}"
 
 
 def _devices_per_node(num_devices: int) -> int:
-    """Devices in each of the equal nodes, or 0 when the count does not divide into any."""
+    """Devices in each of the equal nodes, or 0 if the count does not divide into equal nodes."""
     if num_devices <= NODE_DEVICES:
         return num_devices
     sizes = range(NODE_DEVICES, _MIN_NODE_DEVICES - 1, -1)

@@ -1,17 +1,17 @@
-"""Which logical meshes are worth a search.
+"""The logical meshes that are worth a search.
 
 A mesh in device order is a chain of boundaries: the strides at which one axis ends and the next begins. All
-ordered factorizations of the device count are too many (67 up to three axes of 4,096 devices) and most of
-them cost the same or straddle nodes. We keep the boundaries where the hardware, or a model's usual degrees
-of parallelism, make a difference:
+ordered factorizations of the device count are too many (67 up to three axes of 4,096 devices), and most of
+them cost equally much or straddle nodes. We keep the boundaries that matter to the hardware, or to a model's
+usual degrees of parallelism:
 
   * the divisors of `devices_per_node`: axes inside a node, and the node boundary itself;
   * two or four whole nodes (the two smallest divisors of the node count where those do not divide it), so
     that an inner axis can be larger than a node.
 
-Two meshes whose axes, up to their order, lie alike on the nodes cost nearly the same: the first is kept. The
-number of meshes therefore does not grow with the number of devices: at most 6 of up to two axes with nodes of
-eight.
+Two meshes whose axes have equal placements on the nodes, up to the axes' order, cost nearly equally much: the
+first is kept. The number of meshes therefore does not grow with the number of devices: at most 6 of up to two
+axes with nodes of eight.
 """
 
 from itertools import combinations, pairwise, permutations
@@ -28,7 +28,7 @@ _NUM_NODE_BOUNDARIES = 2
 
 
 def mesh_shapes(cluster: Cluster, max_axes: int = 2) -> tuple[tuple[int, ...], ...]:
-    """The candidate meshes over all devices of a cluster, fewest axes first, always the same order.
+    """The candidate meshes over all devices of a cluster, fewest axes first, in a deterministic order.
 
     Args:
       cluster: the hardware.
@@ -56,12 +56,13 @@ def mesh_shapes(cluster: Cluster, max_axes: int = 2) -> tuple[tuple[int, ...], .
 
 
 def finer_shapes(cluster: Cluster, *coarser: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    """The meshes of three axes that split one axis of a mesh of two in two, at the nodes' boundary first; none for others.
-    Of several meshes those of the first come first.
+    """The meshes of three axes that split one axis of a two-axis mesh in two, those at the node boundary first.
+
+    The refinements of the first mesh precede those of the second. A mesh of one or three axes has none.
 
     Args:
       cluster: the hardware.
-      coarser: the meshes that they split, as many as there are.
+      coarser: the meshes to split.
 
     Example:
       >>> from autoshard.cost_model.hardware import parse_cluster
@@ -101,7 +102,7 @@ def _divisors(number: int) -> list[int]:
 
 
 def _placement(cluster: Cluster, shape: tuple[int, ...]) -> tuple:
-    """How all groups of a mesh lie on the nodes, the same whatever the order of its axes."""
+    """The placement of all groups of a mesh on the nodes, independent of the order of its axes."""
     mesh = MeshModel(cluster, shape)
     subsets = [axes for size in range(1, len(shape) + 1) for axes in combinations(range(len(shape)), size)]
 

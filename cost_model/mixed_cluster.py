@@ -1,8 +1,8 @@
 """Clusters of several kinds of node, or of islands that a slower network joins.
 
-Each group is a cluster of its own: one kind of device, of node and of links. Its nodes stand side by side; devices are
-numbered group by group, in the order in which these are given. Between groups all talk over one more link. One program
-runs on devices of one kind, so plans for such a cluster are pipelines, each of whose stages stands on nodes of one group.
+Each group is a cluster of its own, with one kind of device, node and links. Devices are numbered group by group, in
+the order of the groups. Devices of different groups talk over one more link. One program runs on devices of one kind,
+so a plan for such a cluster is a pipeline, and each stage of it runs on nodes of one group.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from autoshard.cost_model.errors import ClusterError
 from autoshard.cost_model.file_forms import Records, Table, file_config, write_record
 
 MAX_GROUPS = 4
-"""Pipelines are looked for with the groups in every order. Source: a choice of ours; four have 24 orders."""
+"""Most groups: the search tries pipelines with the groups in every order. Source: a choice of ours; four have 24 orders."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,13 +32,13 @@ class MixedCluster:
     __pydantic_config__ = file_config()
 
     name: str
-    """What the user called it."""
+    """The user's name for it."""
     groups: Annotated[tuple[Cluster, ...], Records(Cluster)]
-    """Nodes of a kind, each group with a name of its own."""
+    """Groups of equal nodes, with distinct names."""
     between: Link
-    """Between devices of different groups, each device's share when all send at once."""
+    """Between devices of different groups: the share of each device when all send at once."""
     sources: Annotated[tuple[tuple[str, str], ...], Table(str)] = ()
-    """Where the numbers of `between` come from; each group says it of its own."""
+    """The sources of `between`'s numbers; each group has the sources of its own numbers."""
 
     def __post_init__(self) -> None:
         check_name(self.name, "cluster name")
@@ -54,24 +54,24 @@ class MixedCluster:
 
     @property
     def platform(self) -> str:
-        """What JAX lowers programs for it to."""
+        """The platform that JAX lowers programs for."""
         return self.groups[0].platform
 
     @property
     def num_devices(self) -> int:
-        """Of all groups."""
+        """Devices of all groups."""
         return sum(group.num_devices for group in self.groups)
 
     def device_memory_limit(self) -> int:
-        """Bytes that a program can use on the device that has most: the default memory cap."""
+        """Bytes that a program can use on the device with most memory, which is the default memory cap."""
         return max(group.device_memory_limit() for group in self.groups)
 
     def caps(self, memory_bytes: int) -> tuple[int, ...]:
-        """Bytes per device of each group under a cap for all: no more than a program can use there."""
+        """Bytes per device of each group under a common cap, limited to the group's usable memory."""
         return tuple(min(memory_bytes, group.device_memory_limit()) for group in self.groups)
 
     def locate(self, device: int) -> tuple[Cluster, int]:
-        """The group that a device is of, and its number there."""
+        """The group of a device, and the device's number in it."""
         for group in self.groups:
             if device < group.num_devices:
                 return group, device
@@ -84,23 +84,23 @@ class MixedCluster:
         return group.node_of(number)
 
     def link(self, first: int, second: int) -> Link:
-        """Between two devices."""
+        """The link between two devices."""
         (group, one), (other, two) = self.locate(first), self.locate(second)
         return group.link(one, two) if group is other else self.between
 
     @property
     def orders(self) -> "tuple[MixedCluster, ...]":
-        """The same with its groups in every order, first as they are given."""
+        """This cluster with its groups in every order, the given order first."""
         return tuple(
             MixedCluster(self.name, groups, self.between, self.sources)
             for groups in permutations(self.groups)
         )
 
     def ordered(self, names: tuple[str, ...]) -> "MixedCluster":
-        """The same with its groups in this order.
+        """This cluster with its groups in the given order.
 
         Raises:
-          ClusterError: these are not the names of its groups.
+          ClusterError: the names are not those of its groups.
         """
         for order in self.orders:
             if tuple(group.name for group in order.groups) == names:
@@ -111,7 +111,7 @@ class MixedCluster:
         )
 
     def in_order[Device](self, devices: Sequence[Device], names: Sequence[str]) -> list[Device]:
-        """Its devices, group by group in this order."""
+        """Its devices, group by group in the order of `names`."""
         ends = accumulate(group.num_devices for group in self.groups)
         of_group = {
             g.name: devices[end - g.num_devices : end] for g, end in zip(self.groups, ends, strict=True)
@@ -127,14 +127,14 @@ class MixedCluster:
 
 
 AnyCluster = Cluster | MixedCluster
-"""What a plan may be for."""
+"""The hardware of a plan."""
 
 
 def from_json(data: Any, place: str = "cluster") -> AnyCluster:
     """The cluster that a JSON object describes, of one kind of node or several.
 
     Args:
-      data: as `json.loads` gives it.
+      data: the result of `json.loads`.
       place: the file's name, for messages.
 
     Raises:

@@ -1,13 +1,13 @@
 """The clusters known by name: `"64xH100-80GB"`, `"16xA100-80GB-Ethernet"`, `"8xCPU"`.
 
-Each preset is a cluster file in miniature: the same keys, units and sources (see `cluster`), for one full
-node of eight. Peaks are the vendor's *dense* figures; datasheets print the tensor-core ones with sparsity,
-twice as high. "float32" is TensorFloat-32 where it exists, because that is what JAX's default precision
-gives on Ampere and later (V100: true float32; google/jax issue 18934).
+Each preset is a small cluster file, with the keys, units and sources of `cluster`, for one full node of
+eight. Peaks are the vendor's *dense* figures; datasheets print the tensor-core figures with sparsity,
+twice as high. "float32" is TensorFloat-32 where it exists, because JAX's default precision uses it on
+Ampere and later (V100: true float32; google/jax issue 18934).
 
-Networks are per device, its share when all eight send at once. InfiniBand is what the vendor's own system
-of that generation has; Ethernet is one 100 Gb/s port per node, the usual cloud instance without a GPU
-fabric.
+Network rates are per device: its share when all eight send at once. InfiniBand is the network of the vendor's
+own system of that generation. Ethernet is one 100 Gb/s port per node, as in the usual cloud instance without a
+GPU fabric.
 """
 
 from typing import Any
@@ -29,10 +29,10 @@ DEVICE_KEYS = (
     "memory_efficiency",
     "launch",
 )
-"""The numbers of a device, each with its source."""
+"""The keys of a device's numbers, each with its own source."""
 
 LINK_KEYS = ("bandwidth", "latency", "efficiency", "sums_in_switch")
-"""The numbers of a link, with one source for all."""
+"""The keys of a link's numbers, with one source for all."""
 
 _CONTEXT_MIB = 576
 """CUDA context with libraries and kernels loaded, MiB. Source: assumed, usually 400 to 600 in nvidia-smi."""
@@ -41,7 +41,7 @@ _NCCL_BUFFER_MIB = 4
 """NCCL's buffer per channel and direction, MiB. Source: NCCL docs, environment variables, NCCL_BUFFSIZE."""
 
 _NCCL_CHANNELS = 32
-"""Channels per communicator at most. Source: NCCL 2.8 to 2.18, MAXCHANNELS in its source."""
+"""Most channels per communicator. Source: NCCL 2.8 to 2.18, MAXCHANNELS in its source."""
 
 _NCCL_COMMUNICATORS = 4
 """Communicators alive in one program: three mesh axes and all devices. Source: assumed."""
@@ -76,7 +76,7 @@ _KERNELS = {
     "memory_efficiency": {"value": MEMORY_EFFICIENCY, "source": "assumed: BabelStream triad, 0.85 to 0.93"},
     "launch": {"value": exact_seconds(LAUNCH_S), "source": "assumed: kernels of a CUDA graph, 1.5 to 2.5 us"},
 }
-"""What every GPU's programs sustain, until `autoshard calibrate` has measured it."""
+"""The shares that every GPU's programs sustain, and the launch time, until `autoshard calibrate` has measured them."""
 
 _ETHERNET = {
     "bandwidth": "12.5Gb/s",
@@ -333,4 +333,4 @@ PRESETS: dict[str, dict[str, Any]] = {
         "networks": {"Loopback": _LOOPBACK},
     },
 }
-"""Numbers and their sources, by GPU; the first network is the default."""
+"""Numbers with their sources, by GPU; the first network is the default."""

@@ -1,9 +1,9 @@
-"""Units at the border: text with a unit in, SI numbers inside, short text out.
+"""Conversion between text with units and numbers in SI units.
 
-Inside autoshard every quantity is a plain number in bytes, seconds, bytes per second or FLOP per second. This
-module is where text becomes such a number and back. Three directions:
+Inside autoshard every quantity is a number in bytes, seconds, bytes per second or FLOP per second. This module
+converts text to such a number and back. It has three kinds of function:
 
-  * `parse_*` reads what people write (`"70GiB"`, `"400Gb/s"`). A quantity is finite and not negative, and
+  * `parse_*` reads text that people write (`"70GiB"`, `"400Gb/s"`). A quantity is finite and not negative, and
     carries its unit: a lower-case `b` is a bit, an upper-case `B` a byte, so case matters.
   * `format_*` writes for people: three significant digits (`"70 GiB"`).
   * `exact_*` writes for files: short text that parses back to exactly the same number.

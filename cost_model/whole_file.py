@@ -1,8 +1,8 @@
-"""Files that are whole or not there: written beside their place, on the disk, and then moved to it.
+"""Atomic writes: the text is synced to the disk in a temporary file beside the target, which then replaces it.
 
-Otherwise what is written is what an ordinary write would make: a symbolic link stays one, and the file that it leads to is
-replaced; a new file has the permissions that the process gives to files, and an old one keeps its own. What is no regular
-file (a device, a pipe, a folder) cannot be replaced whole, and is refused.
+In all other respects the result is that of an ordinary write. A symbolic link stays a link, and its target is replaced.
+A new file has the process's default permissions, and an old file keeps its own. A path that is not a regular file (a
+device, a pipe, a folder) cannot be replaced and is refused.
 """
 
 import contextlib
@@ -16,15 +16,15 @@ from autoshard.cost_model.errors import InputError
 
 
 def write_whole(path: Path, text: str, what: str) -> None:
-    """Writes a text file; where that fails, what was there before stays.
+    """Writes a text file; on failure the previous file stays.
 
     Args:
-      path: of the file, or of a symbolic link to it.
-      text: all of it.
-      what: it is, for the message.
+      path: the file, or a symbolic link to it.
+      text: its whole content.
+      what: the name of the content, for the message.
 
     Raises:
-      InputError: the path cannot be written, or is no regular file.
+      InputError: the path cannot be written, or is not a regular file.
     """
     with _said_of(path, what):
         place = destination(path, what)
@@ -43,10 +43,10 @@ def write_whole(path: Path, text: str, what: str) -> None:
 
 
 def destination(path: Path, what: str) -> Path:
-    """The file that is written for a path, at the end of its symbolic links.
+    """The file that a path leads to through its symbolic links.
 
     Raises:
-      InputError: it is there, and no regular file; or links lead nowhere.
+      InputError: the path exists and is not a regular file, or its links form a loop.
     """
     with _said_of(path, what):
         place = Path(os.path.realpath(path))

@@ -1,1 +1,1 @@
-"""Numbers of a cluster's file from measurements on attached devices."""
+"""Measures the numbers of a cluster file on the attached devices."""

@@ -1,20 +1,20 @@
-"""From measured times to a cluster: the numbers with which the cost model predicts what was measured.
+"""From measured times to a cluster: fits the numbers with which the cost model predicts the measured times.
 
 A *fit* finds a few numbers of a `Cluster`, such as the bandwidth and latency of a link, from the probes of one
-group: those that minimise the squares of ln(predicted / measured), the relative error. What predicts is the cost
-model itself (`Probe.model_s`), so the numbers are right for it, whatever it leaves out. The fits come one after
-the other, each with the numbers of those before in place:
+group. The numbers minimise the sum of squares of ln(predicted / measured), the relative error. The cost model itself
+predicts (`Probe.model_s`), so the numbers also absorb the effects that it leaves out. The fits run one after the
+other, each with the earlier fits' numbers in place:
 
     launch -> memory bandwidth -> vector speed -> speed per dtype -> intra link, inter link, host link
 
-The model is piecewise (a product is bound by arithmetic, by memory or by its launch), so where a number is far
-off, small changes of it may change nothing. So each number is first tried at many scales, a thousandth to a
-thousandfold, and then refined together with the others of its fit by compass search (Hooke & Jeeves, "Direct
-search solution of numerical and statistical problems", JACM 8(2), 1961): try each number a factor up and down,
-keep what is better, else take the square root of the factor.
+The model is piecewise (a product is bound by arithmetic, by memory or by its launch), so small changes of a number
+that is far off may change nothing. Each number is therefore first tried at many scales, a thousandth to a
+thousandfold. Then compass search refines all numbers of the fit together (Hooke & Jeeves, "Direct search solution
+of numerical and statistical problems", JACM 8(2), 1961): it tries each number a factor up and down, keeps the best
+step, and takes the square root of the factor if no step is better.
 
-Measured rates are what programs sustain, so their shares in the cluster become 1. What nothing was measured for
-comes from the nearest preset, times its share, and its source says so.
+Measured rates are sustained rates, so their shares in the cluster become 1. A number without measurements comes
+from the nearest preset, times its share, and its source says so.
 """
 
 import math
@@ -28,25 +28,26 @@ from autoshard.cost_model.cluster import VECTOR, Cluster
 from autoshard.cost_model.cluster_file import number_paths, source_of
 
 _SCALES = tuple(10 ** (tenth / 10) for tenth in sorted(range(-30, 31), key=abs))
-"""How far off a preset may be, nearest first. Source: simulated devices on two slow cores are off by a hundred."""
+"""Scales at which a number is tried, nearest to 1 first. Source: presets of simulated devices on two slow cores are off
+by a hundred."""
 
 _FIRST_FACTOR, _LAST_FACTOR = 1.25, 1.001
-"""Of the compass: a step of `_SCALES`, and what no measurement can tell."""
+"""Factors of the compass search: first a step of `_SCALES`, last a change below the accuracy of any measurement."""
 
 _LEAST_GAIN = 1e-6
-"""Of the loss, what a step must win: narrow valleys would take thousands."""
+"""Least share of the loss that a step must gain: in narrow valleys the search would take thousands of steps."""
 
 _LEAST_S = 1e-9
-"""The least time that is fitted: what a clock resolves."""
+"""The least time that is fitted: the resolution of a clock."""
 
 _DIGITS = 4
-"""Significant digits of a fitted number; what is measured has fewer."""
+"""Significant digits of a fitted number; a measurement has fewer."""
 
 NOT_MEASURED = "not measured"
-"""How the source of a preset's number begins in a calibrated file."""
+"""The beginning of the source of a preset's number in a calibrated file."""
 
 Path = tuple[str, ...]
-"""Attributes from the cluster down to a number; in a table of pairs, the key."""
+"""The attributes from the cluster down to a number; in a table of pairs, the key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +55,11 @@ class Fit:
     """Numbers of the cluster, found from the times of one group of probes.
 
     Attributes:
-      group: of the probes.
-      keys: of the numbers in a cluster file, such as "intra.bandwidth".
-      before: the numbers in the preset, its shares applied.
-      after: the numbers found.
-      errors: |predicted / measured - 1| of each probe, with the numbers found.
+      group: the probes' group.
+      keys: the numbers' keys in a cluster file, such as "intra.bandwidth".
+      before: the numbers of the preset, its shares applied.
+      after: the fitted numbers.
+      errors: |predicted / measured - 1| of each probe, with the fitted numbers.
     """
 
     group: str
@@ -79,9 +80,9 @@ class Fit:
 
 
 def calibrated(preset: Cluster, timings: Sequence[Timing]) -> tuple[Cluster, tuple[Fit, ...]]:
-    """The preset with all numbers fitted that there are times for, and the fits in their order.
+    """The preset with every number fitted that has measured times, and the fits in their order.
 
-    The cluster's sources are still the preset's: see `sourced`.
+    The cluster keeps the preset's sources: see `sourced`.
     """
     groups: dict[str, list[Timing]] = {}
     for timing in timings:
@@ -100,7 +101,7 @@ def calibrated(preset: Cluster, timings: Sequence[Timing]) -> tuple[Cluster, tup
 
 
 def fitted(cluster: Cluster, timings: Sequence[Timing], paths: Sequence[Path]) -> Cluster:
-    """The cluster with the numbers at `paths` changed so that it predicts the times best."""
+    """The cluster with the numbers at `paths` fitted to the times."""
 
     def loss(candidate: Cluster) -> float:
         return sum(math.log(t.probe.model_s(candidate) / t.seconds) ** 2 for t in timings)
@@ -125,10 +126,10 @@ def sourced(
     """The calibrated cluster with a source for each of its numbers.
 
     Args:
-      cluster: from `calibrated`.
-      preset: what it was calibrated from.
-      fits: of the numbers measured.
-      facts: sources of what the machine itself told, by key in the file.
+      cluster: the result of `calibrated`.
+      preset: the preset that the calibration started from.
+      fits: the fits of the measured numbers.
+      facts: the sources of the numbers that the machine reported, by key in the file.
       measured_on: devices, date, versions.
     """
     told = dict(facts)
@@ -167,7 +168,7 @@ _FILE_KEYS = {
 
 
 def _turn(group: str) -> int:
-    """When a group is fitted: dtypes after the rest of the device, links last."""
+    """The position of a group among the fits: dtypes after the rest of the device, links last."""
     order = (*_DEVICE_PATHS, "dtypes", *_LINKS)
     return order.index(group if group in order else "dtypes")
 
@@ -212,7 +213,7 @@ def _rounded(cluster: Cluster, paths: Sequence[Path]) -> Cluster:
 
 
 def _sustained(preset: Cluster, links: Sequence[str]) -> Cluster:
-    """The same speeds, but with shares of 1: of the device, and of these links."""
+    """The preset at its sustained rates: the shares of the device and of `links` are 1, their rates reduced accordingly."""
     device = preset.device
     shares = {VECTOR: device.vector_efficiency}
     speeds = ((k, v * shares.get(k, device.matmul_efficiency)) for k, v in device.flops_per_s)
@@ -231,7 +232,7 @@ def _sustained(preset: Cluster, links: Sequence[str]) -> Cluster:
 
 
 def _with_speed(cluster: Cluster, dtype: str) -> Cluster:
-    """With an entry for a dtype that the preset leaves to its stand-in."""
+    """The cluster with an entry for this dtype, at the speed of its stand-in if the preset has none."""
     device = cluster.device
     speeds = {dtype: device.peak_flops_per_s(dtype)} | dict(device.flops_per_s)
     return replace(cluster, device=replace(device, flops_per_s=tuple(speeds.items())))

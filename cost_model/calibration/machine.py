@@ -1,4 +1,4 @@
-"""What the attached machine says of itself, before anything is timed: nodes, memory, host memory."""
+"""Facts that the attached machine reports without any timing: nodes, memory, host memory."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -13,7 +13,7 @@ from autoshard.cost_model.attached import limit_bytes, node_of
 from autoshard.cost_model.cluster import Cluster
 
 AXES = ("node", "local")
-"""The mesh of what is measured: nodes, and the devices of each."""
+"""The axes of the measured mesh: nodes, and the devices of each node."""
 
 _MEMINFO = Path("/proc/meminfo")
 _KIB = 1024
@@ -22,8 +22,8 @@ _KIB = 1024
 def attached_mesh(devices: Sequence[Any]) -> Mesh:
     """The devices as (nodes, devices of a node), in their order.
 
-    A node is what shares a fast interconnect, where the backend tells, else a process. Where nodes have unequal
-    numbers of devices, all count as one.
+    A node is a set of devices with a fast interconnect if the backend reports it, else the devices of one process. If
+    nodes have unequal numbers of devices, all devices count as one node.
     """
     nodes: dict[int, list[Any]] = {}
     for device in devices:
@@ -35,15 +35,15 @@ def attached_mesh(devices: Sequence[Any]) -> Mesh:
 
 
 def described(mesh: Mesh, preset: Cluster, name: str) -> tuple[Cluster, Mapping[str, str]]:
-    """The preset in the form of the attached devices, with the memory that they have.
+    """The preset with the nodes and the memory of the attached devices.
 
     Args:
-      mesh: from `attached_mesh`.
-      preset: for one device of the nearest kind.
-      name: of the cluster.
+      mesh: the result of `attached_mesh`.
+      preset: the preset of one device of the nearest kind.
+      name: the cluster's name.
 
     Returns:
-      The cluster, and the sources of what the machine told, by key in a cluster file.
+      The cluster, and the sources of the numbers that the machine reported, by key in a cluster file.
     """
     num_nodes, per_node = mesh.devices.shape
     cluster = replace(
@@ -73,6 +73,6 @@ def described(mesh: Mesh, preset: Cluster, name: str) -> tuple[Cluster, Mapping[
 
 
 def _host_bytes() -> int:
-    """The host's memory, or 0 where the system does not tell."""
+    """Bytes of the host's memory, or 0 if the system does not report them."""
     lines = _MEMINFO.read_text().splitlines() if _MEMINFO.is_file() else []
     return next((int(line.split()[1]) * _KIB for line in lines if line.startswith("MemTotal:")), 0)

@@ -1,13 +1,13 @@
-"""How long the attached devices take for the probes.
+"""Times the probes on the attached devices.
 
-Each probe becomes one program that does the same thing many times over, each round on the last one's result, so
-that the compiler can neither hoist nor fold nor overlap it. The program is compiled ahead, run once to warm up,
-and then timed as a whole, to its end; as many rounds are in it as it takes to make the host's part (handing a
-program to the devices takes some 0.1 ms) not count. The time of a round is the median of several runs.
+Each probe becomes one program of many rounds. A round takes the previous round's result, so that the compiler
+can neither hoist nor fold nor overlap the rounds. The program is compiled ahead, run once to warm up, and then
+timed as a whole, to its end. It has enough rounds to make the host's part negligible (launching a program on the
+devices takes some 0.1 ms). The time of a round is the median of several runs.
 
-All devices run the same program at once, by `shard_map` over the mesh (nodes, devices of a node). Processes that
-share the devices go in lock-step: what depends on a measured time (how many rounds, what to leave out) is
-agreed on, by taking the first process's word.
+All devices run one program at once, by `shard_map` over the mesh (nodes, devices of a node). Processes that share
+the devices run in lock-step. Decisions that depend on a measured time (the number of rounds, the probes to leave
+out) use the first process's measurement.
 """
 
 import math
@@ -45,23 +45,23 @@ _CHAIN = 32
 """Kernels in one round of the launch probe. Source: a choice of ours; more take long to compile."""
 
 _MAX_ROUNDS = 20_000
-"""In one run: of the quickest kernels, a tenth of a second."""
+"""Most rounds in one run: a tenth of a second for the quickest kernels."""
 
 _MIN_REPEATS = 3
-"""Timed runs of the slowest probes: the fewest that have a median."""
+"""Timed runs of the slowest probes: the fewest whose median differs from their mean."""
 
 _COPIES_AT_ONCE = 8
-"""Host copies under way together, at most."""
+"""Most host copies in flight at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How long to measure.
+    """The time to spend on measurements.
 
     Attributes:
-      run_s: of one timed run, at least.
-      round_s: rounds that take longer are left out.
-      repeats: timed runs per probe, at most.
+      run_s: least seconds of one timed run.
+      round_s: most seconds of a round; longer probes are left out.
+      repeats: most timed runs per probe.
     """
 
     run_s: float
@@ -80,17 +80,17 @@ def measure_all(
     effort: Effort,
     progress: Callable[[str], None] = lambda line: None,
 ) -> tuple[Timing, ...]:
-    """Times the probes, but for those that would take too long and those after one of their group has failed.
+    """Times the probes, without those that would take too long and those after a failed probe of their group.
 
     Args:
-      probes: small ones first in each group, as `probes.ladder` gives them.
+      probes: small ones first in each group, as in `probes.ladder`.
       expected: a first guess at the hardware, such as the nearest preset.
-      mesh: from `machine.attached_mesh`.
-      effort: how long to measure.
+      mesh: the result of `machine.attached_mesh`.
+      effort: the time to spend.
       progress: called with one line per probe.
 
     Raises:
-      ClusterError: all fail, as when another program holds the devices' memory.
+      ClusterError: all probes fail, for example because another program holds the devices' memory.
     """
     failure, timings = "", list[Timing]()
     slowdowns: dict[str, float] = {}
@@ -112,7 +112,7 @@ def measure_all(
 
 
 def measure(probe: Probe, guess_s: float, mesh: Mesh, effort: Effort) -> float:
-    """Seconds of one round of a probe; `guess_s` is where to start."""
+    """Seconds of one round of a probe; `guess_s` is a first estimate."""
     if isinstance(probe, HostCopyProbe):
         return _host_copy_s(probe, guess_s, mesh, effort)
     with jax.enable_x64(isinstance(probe, ProductProbe) and probe.dtype == "float64"):
@@ -130,14 +130,13 @@ def measure(probe: Probe, guess_s: float, mesh: Mesh, effort: Effort) -> float:
 
 @dataclass(frozen=True, slots=True)
 class ProbeProgram:
-    """A round: from a value to the next value of that shape, with constants.
+    """A round, which maps a value and constants to the next value of equal shape.
 
     Attributes:
       step: (value, *constants) -> value.
       operands: shapes of the value and the constants on one device.
-      num_units: how many of what the probe counts are in a round.
-      unroll: rounds to write out in the loop's body, where the compiler cannot join them: the loop costs a
-        kernel itself.
+      num_units: units of the probe, such as launches, in a round.
+      unroll: rounds in the loop's body, for rounds that the compiler cannot fuse; the loop itself costs a kernel.
     """
 
     step: Callable[..., Any]
@@ -207,7 +206,7 @@ def _collective(probe: CollectiveProbe, mesh: Mesh) -> ProbeProgram:
 
 
 def _touched(x: jax.Array, result: jax.Array) -> jax.Array:
-    """The next value: it differs from the last by one element of the result, which keeps all of that alive."""
+    """The next value: the last one with one element of the result in it, so that the whole result must be computed."""
     first = (0,) * x.ndim
     return x.at[first].set(lax.optimization_barrier(result)[first].astype(x.dtype))
 
@@ -226,7 +225,7 @@ _PROGRAMS: dict[type, Callable[[Any, Mesh], ProbeProgram]] = {
 
 
 def program_of(probe: Probe, mesh: Mesh) -> ProbeProgram:
-    """A round of a probe that is not a host copy."""
+    """The program of one round of a probe that is not a host copy."""
     return _PROGRAMS[type(probe)](probe, mesh)
 
 
@@ -234,7 +233,7 @@ def program_of(probe: Probe, mesh: Mesh) -> ProbeProgram:
 
 
 def looped(program: ProbeProgram, rounds: int, mesh: Mesh) -> Any:
-    """So many rounds as one jitted function of the operands of all devices; it takes the value's buffer over."""
+    """The rounds as one jitted function of the operands of all devices; it donates the value's buffer."""
 
     def local(value: Any, *constants: Any) -> Any:
         def body(_: Any, x: Any) -> Any:
@@ -247,7 +246,7 @@ def looped(program: ProbeProgram, rounds: int, mesh: Mesh) -> Any:
 
 
 def _compiled(program: ProbeProgram, rounds: int, mesh: Mesh) -> Callable[[], None]:
-    """A function that runs so many rounds to their end."""
+    """A function that runs the rounds and waits for their end."""
     everywhere = NamedSharding(mesh, P(AXES))
     operands = [_values(shape, mesh.size, everywhere) for shape in program.operands]
     run = looped(program, rounds, mesh).lower(*operands).compile()
@@ -261,8 +260,9 @@ def _compiled(program: ProbeProgram, rounds: int, mesh: Mesh) -> Callable[[], No
 
 
 def _values(shape: jax.ShapeDtypeStruct, num_devices: int, sharding: NamedSharding) -> jax.Array:
-    """Numbers of many digits and of a size that products of matrices neither blow up nor wipe out: what a unit
-    computes decides how much power it draws."""
+    """Numbers of many digits, scaled so that repeated matrix products neither overflow nor vanish.
+
+    The operands' digits decide the power that a unit draws."""
     size = math.prod(shape.shape)
     scale = math.sqrt(2 / shape.shape[-2]) if len(shape.shape) > 1 else 1.0
     whole = (num_devices * shape.shape[0], *shape.shape[1:])
@@ -279,7 +279,7 @@ def _rounds(effort: Effort, round_s: float) -> int:
 
 
 def _run_s(run: Callable[[], None], effort: Effort) -> float:
-    """Median seconds of a run; slow ones are repeated less."""
+    """Median seconds of a run; a slow run is repeated less often."""
     run()
     first_s = _agreed(_seconds(run))
     repeats = min(effort.repeats, max(_MIN_REPEATS, math.ceil(effort.repeats * effort.run_s / first_s)))
@@ -293,14 +293,14 @@ def _seconds(run: Callable[[], None]) -> float:
 
 
 def _agreed(value: float) -> float:
-    """The first process's, so that all processes go on alike."""
+    """The first process's value, so that all processes decide equally."""
     if jax.process_count() == 1:
         return value
     return float(multihost_utils.broadcast_one_to_all(np.float32(value)))
 
 
 def _host_copy_s(probe: HostCopyProbe, guess_s: float, mesh: Mesh, effort: Effort) -> float:
-    """Several copies are handed over at once, as there is no loop to hide the handing over in."""
+    """Seconds of one host copy. Several copies are issued at once, as there is no loop to hide the time of issuing them."""
     on_device = NamedSharding(mesh, P(AXES))
     on_host = on_device.with_memory_kind("pinned_host")
     shape = _floats(probe.num_bytes // FLOAT32_BYTES)

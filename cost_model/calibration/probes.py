@@ -1,15 +1,15 @@
-"""What calibration times, and what the cost model says it takes.
+"""The probes that calibration times, with the times that the cost model predicts for them.
 
-A *probe* is one small program, run many times over on every device at once: as in training, the devices share
-their power, their host and, simulated ones, their cores. A probe knows two things: which *group* it belongs to
-(those that fit the same numbers of a cluster, see `calibration`), and `model_s`, the seconds that the cost model
-gives one round of it. Its program is in `measure`.
+A *probe* is one small program that runs many times on every device at once. As in training, the devices share
+their power, their host and, if simulated, their cores. A probe has a *group*, the probes that fit one set of a
+cluster's numbers (see `calibration.fit`), and `model_s`, the seconds that the cost model predicts for one round.
+`measure` holds its program.
 
-Besides its own kernel, a round has small ones: the loop's counter, and what passes the result on. XLA:GPU was
-read for how many; each counts as a launch.
+Besides its own kernel, a round has small kernels: the loop's counter, and the one that passes the result on. Their
+numbers come from programs compiled by XLA:GPU; each counts as a launch.
 
-Sizes go from where a kernel's launch is all there is to where the device is saturated. A ladder is the same for
-every machine; what would take too long on a slow one is left out (`measure.measure_all`).
+Sizes range from launch-bound kernels to a saturated device. The ladder does not depend on the machine's speed;
+`measure.measure_all` leaves out the probes that would take too long on a slow one.
 """
 
 from dataclasses import dataclass
@@ -26,16 +26,16 @@ KIB, MIB = 2**10, 2**20
 FLOAT32_BYTES = 4
 
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8": 1}
-"""Of the dtypes that matrix products are timed in; "float8" is float8_e4m3fn."""
+"""Bytes per element of the dtypes of timed matrix products; "float8" is float8_e4m3fn."""
 
 VECTOR_ADDS = 64
-"""Multiply-adds per element of a `Vector` probe: enough for arithmetic to outweigh memory on every preset (100
-FLOP for 8 bytes; the ordinary cores of an H100 do 20 FLOP in the time of a byte)."""
+"""Multiply-adds per element of a `VectorProbe`: 128 FLOP for 8 bytes, so that arithmetic outweighs memory on every
+preset except the L4. At sustained rates the ordinary cores of an H100 do 16 FLOP in the time of a byte, an L4's 79."""
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchProbe:
-    """A kernel that does next to nothing, in a chain of such."""
+    """An almost empty kernel, in a chain of such kernels."""
 
     group: str = "launch"
 
@@ -48,11 +48,11 @@ class LaunchProbe:
 
 @dataclass(frozen=True, slots=True)
 class StreamProbe:
-    """A kernel that is bound by memory, on float32 arrays.
+    """A memory-bound kernel on float32 arrays.
 
     Attributes:
       kind: "scale" (x = c x), "triad" (x = a + c x) or "sum" (x[0] = sum(x)).
-      num_bytes: of one array.
+      num_bytes: size of one array.
     """
 
     kind: str
@@ -61,7 +61,7 @@ class StreamProbe:
 
     @property
     def num_passes(self) -> int:
-        """Reads and writes of the array's size."""
+        """Reads and writes of an array of this size."""
         return {"sum": 1, "scale": 2, "triad": 3}[self.kind]
 
     def model_s(self, cluster: Cluster) -> float:
@@ -75,7 +75,7 @@ class StreamProbe:
 
 @dataclass(frozen=True, slots=True)
 class VectorProbe:
-    """A kernel that is bound by the ordinary cores: `VECTOR_ADDS` multiply-adds per float32."""
+    """A kernel bound by the ordinary cores: `VECTOR_ADDS` multiply-adds per float32."""
 
     num_bytes: int
     group: str = "vector"
@@ -104,12 +104,12 @@ class ProductProbe:
 
     @property
     def result_dtype(self) -> str:
-        """As training has it: sums of float8 products are kept wider."""
+        """The dtype that training uses for the result: float8 products are summed in a wider dtype."""
         return "bfloat16" if self.dtype == "float8" else self.dtype
 
     @property
     def num_bytes(self) -> int:
-        """Of both operands and the result."""
+        """Bytes of both operands and the result."""
         read = (self.m * self.k + self.k * self.n) * ITEM_BYTES[self.dtype]
         return self.batch * (read + self.m * self.n * ITEM_BYTES[self.result_dtype])
 
@@ -129,7 +129,7 @@ class CollectiveProbe:
     """A collective over axes of the mesh (nodes, devices of a node), and a kernel that touches its result.
 
     Attributes:
-      kind: XLA's name.
+      kind: XLA's name of the collective.
       axes: (1,) inside a node, (0,) between nodes, (0, 1) over all devices.
       num_bytes: per device, the larger of input and output.
     """
@@ -194,12 +194,12 @@ _SHAPES = (
     (16384, 2048, 8192, 1),
     (1024, 64, 1024, 96),
 )
-"""(m, k, n, batch): squares, a skinny one, MLPs of 768 and 2048 wide models, attention with heads of 64."""
+"""(m, k, n, batch): squares, a skinny product, MLPs of models of width 768 and 2048, attention with heads of 64."""
 
 _QUICK_SHAPES = ((128, 128, 128, 1), (512, 512, 512, 1), (2048, 2048, 2048, 1), (1024, 128, 512, 1))
 
 _SCARCE_SHAPES = ((256, 256, 256, 1), (1024, 1024, 1024, 1), (2048, 2048, 2048, 1), (4096, 4096, 4096, 1))
-"""For dtypes that few steps compute in: float64 and float8."""
+"""Shapes for dtypes that few steps use: float64 and float8."""
 
 _KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 
@@ -208,8 +208,8 @@ def ladder(cluster: Cluster, quick: bool) -> tuple[Probe, ...]:
     """All probes for a cluster of this form, small ones first in each group.
 
     Args:
-      cluster: the nearest preset in the attached devices' form: its nodes and dtypes say what there is to time.
-      quick: fewer and smaller ones, for a first look or a test.
+      cluster: the nearest preset with the attached devices' nodes; its nodes and dtypes decide the probes.
+      quick: whether to use fewer and smaller probes, for a first look or a test.
     """
     probes: list[Probe] = [LaunchProbe()]
     sizes = (
