@@ -1,1 +1,1 @@
-"""XLA's own GPU compiler as oracle: started in a process of its own, and what its programs say."""
+"""XLA's own GPU compiler as an oracle: it runs in a separate process, and its compiled programs are read here."""

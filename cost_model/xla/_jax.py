@@ -1,7 +1,7 @@
-"""The compiler's door to JAX's internals: a program lowered without devices, as bytes, and bytes compiled.
+"""The compiler's only access to JAX's internals: lowers a program without devices, writes it as bytes, compiles bytes.
 
-Beyond JAX's public surface, all in JAX 0.11 and 0.12: a client can be made that is none of JAX's backends; a lowered
-module can be written as bytecode; compile-only devices' client compiles a module that it is given.
+It relies on three facts outside JAX's public API, true of JAX 0.11 and 0.12. A client can exist outside JAX's backends.
+A lowered module can be written as bytecode. The client of compile-only devices compiles a given module.
 """
 
 import io
@@ -17,11 +17,11 @@ from jaxlib.mlir import ir
 
 
 def lower(fn: Any, args: Sequence[Any]) -> Any:
-    """A jitted function over an abstract mesh, lowered for GPUs; none of JAX's backends is started.
+    """A jitted function over an abstract mesh, lowered for GPUs without starting any of JAX's backends.
 
-    JAX asks for a default device even where the mesh has none, and to find one it starts every platform that is
-    installed: a GPU's, with its memory, or the complaints of one that has no driver. So it is given a device of a CPU
-    client that nobody else has. A mesh that the user has set (`jax.set_mesh`) is not the program's.
+    JAX asks for a default device even if the mesh has none. To find one it starts every installed platform: a GPU's, which
+    allocates memory, or one without a driver, which prints warnings. So the default device here belongs to a private CPU
+    client. A mesh that the user has set (`jax.set_mesh`) does not apply.
     """
     device = xla_client.make_cpu_client().local_devices()[0]
     with jax.set_mesh(None), jax.default_device(device):
@@ -29,17 +29,17 @@ def lower(fn: Any, args: Sequence[Any]) -> Any:
 
 
 def module_bytes(lowered: Any) -> bytes:
-    """A lowered program (`jax.jit(f).lower(...)`) as bytecode; the names and source lines of its ops are in it."""
+    """A lowered program (`jax.jit(f).lower(...)`) as bytecode that includes the names and source lines of its ops."""
     written = io.BytesIO()
     lowered.compiler_ir().operation.write_bytecode(file=written)
     return written.getvalue()
 
 
 def compile_module(module: bytes, devices: Sequence[Any], cuda_folder: str) -> tuple[str, Any]:
-    """Compiles what `module_bytes` gave for compile-only devices: the optimised HLO, and its memory statistics.
+    """Compiles the bytecode of `module_bytes` for compile-only devices: the optimised HLO, and its memory statistics.
 
-    Does what `lowered.compile()` does for a program over these devices in this order, shardings all given, but that the
-    assembler and the linker are those in `cuda_folder`.
+    Equals `lowered.compile()` of a program over these devices in this order with all shardings given, except that the
+    assembler and the linker come from `cuda_folder`.
     """
     options = compiler.get_compile_options(1, len(devices), np.arange(len(devices)).reshape(1, -1))
     options.executable_build_options.debug_options.xla_gpu_cuda_data_dir = cuda_folder

@@ -1,13 +1,13 @@
 """The process in which XLA's GPU compiler runs: `python -m cost_model.xla.child`, started by `cost_model.xla.process`.
 
-It reads its jobs from its standard input: a line of JSON (`cuda_folder`, and `jobs`, each with `topology`, `target_config`
-and `module_bytes`), then the lowered programs. It answers on its standard output with a line of JSON for each:
-the fields of `compiler.Compiled`, or `error`, what the compiler said, which is the last one then. It never sees the user's
-code.
+The process reads its jobs from its standard input: a line of JSON (`cuda_folder`, and `jobs`, each with `topology`,
+`target_config` and `module_bytes`), then the lowered programs. For each job it writes a line of JSON to its standard
+output: the fields of `compiler.Compiled`, or `error` with the compiler's message. The first error ends the run. The user's
+code never runs here.
 
-Standard input stays open while it works: it is the line on which the parent's life hangs. When it is cut, however
-the parent ended, this process removes the folder for the compiler's temporary files and ends itself and whatever the
-compiler has started.
+Standard input stays open during the work, as a sign that the parent lives. When it closes, for whatever reason, this
+process removes the folder for the compiler's temporary files, then kills itself and all processes that the compiler has
+started.
 """
 
 import json
@@ -22,9 +22,9 @@ from typing import Any
 
 
 def main() -> None:
-    """Does the jobs."""
+    """Compiles the jobs from standard input and writes the answers to standard output."""
     answer = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what native code prints must not stand in the answer
+    os.dup2(2, 1)  # native code's output must not mix with the answer
     asked = json.loads(sys.stdin.buffer.readline())
     modules = [sys.stdin.buffer.read(job["module_bytes"]) for job in asked["jobs"]]
     threading.Thread(target=_end_with_parent, args=(sys.stdin.fileno(),), daemon=True).start()
@@ -51,13 +51,13 @@ def _compiled(job: dict[str, Any], module: bytes, cuda_folder: str) -> dict[str,
 
 
 def _end_with_parent(line: int) -> None:
-    os.read(line, 1)  # nothing more is sent: it returns when the other end is closed
+    os.read(line, 1)  # nothing more is sent: the read returns when the other end closes
     shutil.rmtree(os.environ["TMPDIR"], ignore_errors=True)
     os.killpg(0, signal.SIGKILL)
 
 
 def _offer_to_the_kernel() -> None:
-    """When the host's memory runs out, this process is the one to kill, not the user's."""
+    """Makes the kernel kill this process, not the user's, when the host's memory runs out."""
     score = Path("/proc/self/oom_score_adj")
     if score.exists():
         score.write_text("1000")

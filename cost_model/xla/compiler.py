@@ -1,18 +1,19 @@
-"""XLA's own GPU compiler, on a machine without a GPU: the judge of what the cost model predicts.
+"""XLA's own GPU compiler, on a machine without a GPU: it checks the cost model's predictions.
 
 The wheels `jax-cuda13-plugin` and `jax-cuda13-pjrt` (the extra `autoshard[verify]`), or those of CUDA 12, can
-describe a GPU that is not there and compile for it: real fusions, real NCCL collectives, real buffers. They need
-a process of their own:
+describe an absent GPU and compile for it: real fusions, real NCCL collectives, real buffers. They need a process of
+their own:
 
 * `JAX_PLATFORMS=cpu` must be in the environment before JAX is imported, or the plugin looks for a driver;
 * so must `XLA_FLAGS` (see `ENVIRONMENT`): without a device, the autotuner has nothing to measure on.
 
-`cost_model.xla.process` starts one. What is here runs inside it, but for the checks of what is asked.
+`cost_model.xla.process` starts this process. The functions here run inside it, except the checks of the request and the
+conversion of caps.
 
 XLA's scheduler trades memory for overlap up to a budget for temporaries of `0.95 x (0.8 x device memory -
-arguments - outputs + aliased)`: a program compiled for a device that is larger than the cap tells nothing
-about the cap. So `memory_bytes` can be given, and `memory_for_cap` says which. As the scheduler overshoots its budget, it is
-given a little less than the cap leaves (`gpu_targets.budget_bytes`).
+arguments - outputs + aliased)`. A program compiled for a device larger than the cap therefore says nothing about
+the cap. So `memory_bytes` can be given, and `memory_for_cap` computes it. As the scheduler overshoots its budget, the
+budget is a little less than the cap leaves (`gpu_targets.budget_bytes`).
 """
 
 import importlib.metadata
@@ -34,15 +35,15 @@ ENVIRONMENT = MappingProxyType(
         "XLA_FLAGS": "--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false",
     }
 )
-"""What must be in the environment before JAX is imported."""
+"""Environment variables that must be set before JAX is imported."""
 
 MEMORY_SHARE = 0.8
-"""Of the device's memory, what XLA's scheduler plans with. Source: measured;
+"""Share of the device's memory that XLA's scheduler plans with. Source: measured;
 `xla_gpu_memory_limit_slop_factor` is 95."""
 
 BUDGET_SHARE = 0.95
-"""Of what then is left beside arguments and outputs, the budget for temporaries. Source: as above, to the
-byte."""
+"""Budget for temporaries, as a share of that memory less arguments and outputs. Source: measured, to the byte;
+`xla_gpu_memory_limit_slop_factor` is 95."""
 
 SLOP_FACTOR = "xla_gpu_memory_limit_slop_factor"
 """XLA's option for that budget, in percent."""
@@ -52,7 +53,7 @@ PLUGINS = ("jax-cuda13-plugin", "jax-cuda12-plugin")
 
 
 class Lowerable(Protocol):
-    """What the oracle compiles: an `executors.Program`, or anything with a jitted function and its arguments."""
+    """A program to compile: an `executors.Program`, or any object with a jitted function and its arguments."""
 
     @property
     def fn(self) -> Any: ...
@@ -63,15 +64,15 @@ class Lowerable(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """What XLA made of a program.
+    """A compiled program: its HLO and its memory, in bytes per device.
 
     Attributes:
-      text: its optimised HLO.
-      argument_bytes: per device, as are all others.
-      output_bytes: results, aliased ones included.
-      alias_bytes: results that take over an argument's buffer.
-      temporary_bytes: everything else, at its highest.
-      host_bytes: what lies in host memory: arguments, results and temporaries.
+      text: the optimised HLO.
+      argument_bytes: size of the arguments.
+      output_bytes: size of the results, aliased ones included.
+      alias_bytes: size of the results that reuse an argument's buffer.
+      temporary_bytes: peak of all other buffers.
+      host_bytes: size of the arguments, results and temporaries in host memory, aliased ones once.
     """
 
     text: str
@@ -83,19 +84,19 @@ class Compiled:
 
     @property
     def peak_bytes(self) -> int:
-        """Device memory at its highest."""
+        """Peak of the device memory."""
         return self.argument_bytes + self.output_bytes - self.alias_bytes + self.temporary_bytes
 
 
 def check(cluster: Cluster, description: str | None = None) -> None:
-    """Whether the compiler is there and can be asked about a cluster.
+    """Raises an error if the compiler is not installed or cannot compile for a cluster.
 
     Args:
-      cluster: what to compile for.
-      description: XLA's target config in text, for a GPU that is not known here.
+      cluster: the cluster to compile for.
+      description: XLA's target config in text, for a GPU that is not among the presets.
 
     Raises:
-      InputError: no plugin, one that does not suit this JAX, or an unknown GPU.
+      InputError: no plugin, a plugin that does not match this jaxlib, a cluster of CPUs, or an unknown GPU.
     """
     _check_plugin()
     if cluster.device.name == "CPU":
@@ -131,42 +132,43 @@ def _minor(version: str) -> list[str]:
 
 
 def topology(cluster: Cluster) -> str:
-    """Slices x hosts x GPUs per host, as the plugin wants it."""
+    """Slices x hosts x GPUs per host, in the plugin's notation."""
     return f"1x{cluster.num_nodes}x{cluster.devices_per_node}"
 
 
 def described_devices(topology: str, config: str) -> Sequence[Any]:
-    """Devices to compile for, in the cluster's order. See the module for what the process must be like."""
+    """Compile-only devices of a topology and a target config, in the cluster's order. The module states the process's
+    requirements."""
     return topologies.get_topology_desc(platform="cuda", topology=topology, target_config=config).devices
 
 
 def compile_only_devices(cluster: Cluster, memory_bytes: int | None = None) -> Sequence[Any]:
-    """Devices to compile for, in the cluster's order. See the module for what the process must be like.
+    """Compile-only devices of a cluster, in its order. The module states the process's requirements.
 
     Args:
-      cluster: of GPUs that are known here.
-      memory_bytes: the memory of each, as the compiler is told; by default what the GPU has.
+      cluster: a cluster of a preset's GPUs.
+      memory_bytes: the memory of each device in its description; by default the GPU's own.
 
     Raises:
-      InputError: as `check`.
+      InputError: as for `check`.
     """
     check(cluster)
     return described_devices(topology(cluster), target_config(cluster.device.name, memory_bytes))
 
 
 def compile_for(program: Lowerable) -> Compiled:
-    """Compiles a program that was built for compile-only devices."""
+    """Compiles a program that is built for compile-only devices."""
     executable = program.fn.trace(*program.args).lower(lowering_platforms=("cuda",)).compile()
     return read(executable)
 
 
 def compile_module(module: bytes, devices: Sequence[Any], cuda_folder: str) -> Compiled:
-    """Compiles a program that was lowered elsewhere: what `_jax.module_bytes` gave; CUDA's tools are those in the folder."""
+    """Compiles a program's bytecode from `_jax.module_bytes`, with the CUDA tools in `cuda_folder`."""
     return _read(*_jax.compile_module(module, devices, cuda_folder))
 
 
 def read(executable: Any) -> Compiled:
-    """What XLA says of a program that it compiled: a `jax.stages.Compiled`."""
+    """The HLO and the memory of a program that XLA has compiled, a `jax.stages.Compiled`."""
     return _read(executable.as_text(), executable.memory_analysis())
 
 
@@ -186,12 +188,12 @@ def _read(text: str, memory: Any) -> Compiled:
 
 
 def options_for_cap(cap_bytes: int, resting_bytes: int, device_bytes: int) -> dict[str, str]:
-    """The compiler's options with which its scheduler aims at a cap, on a device that has more.
+    """The compiler's options that aim its scheduler at a cap, on a device with more memory; none if it has no more.
 
     Args:
-      cap_bytes: what the program may use.
-      resting_bytes: its arguments and outputs, aliased ones once.
-      device_bytes: what the device has.
+      cap_bytes: the program's memory cap.
+      resting_bytes: size of its arguments and outputs, aliased ones once.
+      device_bytes: memory of the device.
 
     Example:
       >>> options_for_cap(8_000_000_000, 2_000_000_000, 80_000_000_000)
@@ -203,11 +205,11 @@ def options_for_cap(cap_bytes: int, resting_bytes: int, device_bytes: int) -> di
 
 
 def memory_for_cap(cap_bytes: int, resting_bytes: int) -> int:
-    """The device memory with which XLA's scheduler aims at a cap.
+    """The device memory that aims XLA's scheduler at a cap.
 
     Args:
-      cap_bytes: what the program may use.
-      resting_bytes: its arguments and outputs, aliased ones once.
+      cap_bytes: the program's memory cap.
+      resting_bytes: size of its arguments and outputs, aliased ones once.
 
     Example:
       >>> memory_for_cap(8_000_000_000, 2_000_000_000)

@@ -1,4 +1,4 @@
-"""A compiled program in numbers: what `verify` compares, and what can be added up over programs."""
+"""Memory and traffic of a compiled program, in numbers that `verify` compares and that add up over programs."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,15 +12,15 @@ Traffic = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class CompiledStats:
-    """What a compiled program takes and moves, per device.
+    """The memory and the traffic of a compiled program, per device.
 
     Attributes:
-      argument_bytes: what the arguments take.
-      fresh_output_bytes: results that take over no argument's buffer.
-      temporary_bytes: everything else on the device, at its highest.
-      host_bytes: what lies in host memory.
-      collectives: by kind and mesh axes.
-      host_copies: by direction, `hlo.TO_HOST` and `hlo.FROM_HOST`.
+      argument_bytes: size of the arguments.
+      fresh_output_bytes: size of the results that reuse no argument's buffer.
+      temporary_bytes: peak of all other buffers on the device.
+      host_bytes: size of all buffers in host memory.
+      collectives: traffic by kind and mesh axes.
+      host_copies: traffic by direction, `hlo.TO_HOST` and `hlo.FROM_HOST`.
     """
 
     argument_bytes: int
@@ -32,10 +32,10 @@ class CompiledStats:
 
     @classmethod
     def of(cls, compiled: Compiled, mesh: Mapping[str, int]) -> "CompiledStats":
-        """Reads them off.
+        """The numbers of one compiled program.
 
         Args:
-          compiled: from the oracle.
+          compiled: the compiler's answer.
           mesh: the size of each mesh axis by name, outermost first.
         """
         return cls(
@@ -49,7 +49,7 @@ class CompiledStats:
 
     @property
     def peak_bytes(self) -> int:
-        """Device memory at its highest."""
+        """Peak of the device memory."""
         return self.argument_bytes + self.fresh_output_bytes + self.temporary_bytes
 
 
