@@ -1,8 +1,8 @@
-"""What XLA's compiler is told of a GPU that is not there: a `GpuTargetConfigProto` as text.
+"""Descriptions of absent GPUs for XLA's compiler: each a `GpuTargetConfigProto` as text.
 
-Those of the presets are known here. Any other can be described in a file of its own; XLA's sources hold examples
-under `xla/backends/gpu/target_config/specs`. Whoever describes it, the device's memory is ours to say: it is how
-the compiler learns of the cap.
+This module holds those of the presets. A file of its own can describe any other GPU; XLA's sources hold examples
+under `xla/backends/gpu/target_config/specs`. In every description autoshard can set the device's memory, which
+tells the compiler the cap.
 """
 
 import re
@@ -60,8 +60,8 @@ _CHIPS = MappingProxyType(
         },
     }
 )
-"""What XLA knows of a chip. Source: XLA, `target_config/specs`; of the L4, which is not there, NVIDIA's data sheet and
-the CUDA C++ Programming Guide, table "Technical Specifications per Compute Capability"."""
+"""XLA's fields for each chip. Source: XLA, `target_config/specs`. The L4 is not among them: NVIDIA's data sheet and the
+CUDA C++ Programming Guide, table "Technical Specifications per Compute Capability"."""
 
 _GPUS = MappingProxyType(
     {
@@ -75,40 +75,42 @@ _GPUS = MappingProxyType(
         "B200": ("B200", 191514411008, "7672320000000"),
     }
 )
-"""By device name: chip, memory in bytes, memory bandwidth in bytes/s. Source: as above; V100-32GB and L4 as in
-`presets`."""
+"""By device name: chip, memory in bytes, memory bandwidth in bytes/s. Source: XLA, `target_config/specs`; V100-32GB and L4
+as in `presets`."""
 
 _DNN = MappingProxyType({"V100": "{ major: 8 minor: 9 patch: 4 }", "A100": "{ major: 8 minor: 9 patch: 4 }"})
-"""cuDNN's version, where it is not 9.7. Source: as above."""
+"""cuDNN's version for chips where it is not 9.7. Source: XLA, `target_config/specs`."""
 
 LATENCY_HIDING = "xla_gpu_enable_latency_hiding_scheduler"
 """XLA's option for the scheduler that puts computation between a collective's start and its end."""
 
 REDUCE_SCATTER_JOINED = "xla_gpu_reduce_scatter_combine_threshold_bytes"
-"""XLA's option for how much it joins reduce-scatters to, counted by what a device keeps."""
+"""XLA's option for the size to which it combines reduce-scatters, in bytes that one device keeps."""
 
 JOINED_BYTES = 30 * 2**20 // 8
-"""For that: what is left on each of eight devices of 30 MiB, to which XLA joins other collectives. Left alone, it joins as
-much of what a device keeps: nearly all gradients at once, so that no computation is left to hide the reduction."""
+"""The value for `REDUCE_SCATTER_JOINED`: one device's part of 30 MiB over eight devices; XLA combines other collectives to
+30 MiB. By default XLA combines reduce-scatters until each device keeps 30 MiB: nearly all gradients at once, so that no
+computation is left to hide the reduction."""
 
 AIM_SHARE = 0.9
-"""Of what a cap leaves beside arguments and outputs, what the scheduler is told to keep to: it is a goal, and not a bound.
-Source: compiled programs (`benchmarks.under_caps`). Of 22 under tight caps, 13 held up to 5% more than the cap with all of
-it, and 5 with this share, which costs them nothing or hardly any overlap; with less the rest would have no less."""
+"""The scheduler's budget, as a share of the memory that a cap leaves beside arguments and outputs. The budget is a goal, not
+a bound. Source: compiled programs (`benchmarks.under_caps`). With the full budget 13 of 22 programs under tight caps
+exceeded the cap, by up to 5%; with this share 5 did, with little or no loss of overlap. A smaller share helps no further."""
 
 _BEFORE_HOPPER = ("V100", "A100", "L4", "CPU")
 
 
 def is_hopper_or_later(gpu: str) -> bool:
-    """Whether XLA treats a GPU, by its name, like Hopper: it hides latencies there by default, and gives cuBLAS more
-    workspace. A GPU that is not known is taken for a new one."""
+    """Whether XLA treats a GPU, given by its name, like Hopper: it hides latencies there by default, and gives cuBLAS more
+    workspace. An unknown GPU counts as a newer one."""
     return not gpu.startswith(_BEFORE_HOPPER)
 
 
 def scheduler_options(gpu: str) -> dict[str, str]:
-    """The compiler's options with which XLA hides the latencies of collectives on a GPU, by its name, where it does not by
-    default. JAX hands on a bool as text only where it is spelt as in Python. Source: compiled programs.
-    Without its scheduler, A100s reduce gradients while nothing is computed; without the other, reductions wait for all."""
+    """The compiler's options that make XLA hide the latencies of collectives on a GPU, given by its name.
+
+    JAX accepts a bool as text only in Python's spelling. Source: compiled programs. Without `LATENCY_HIDING`, A100s
+    reduce gradients with no computation beside it; without `REDUCE_SCATTER_JOINED`, reductions wait for all gradients."""
     if gpu == "CPU":
         return {}
     hiding = {} if is_hopper_or_later(gpu) else {LATENCY_HIDING: "True"}
@@ -116,25 +118,26 @@ def scheduler_options(gpu: str) -> dict[str, str]:
 
 
 AS_PLANNED = MappingProxyType({"xla_disable_hlo_passes": "rematerialization"})
-"""The compiler's option for a plan's program: what it recomputes is planned. Near its budget XLA would make again what it
-finds cheap, gathers of parameters too, though the program fits as it is. Source: compiled programs; of 36 that recompute
-(six models on 16 L4s and 8 H100s, under 80, 60 and 45% of what they hold), 10 gathered 3 to 100% more of some kind with
-that pass, and none without; 8 held more than their cap with it, and 12 without."""
+"""The compiler's option for a plan's program, which already plans its recomputation. Near its budget XLA would recompute
+cheap values too, even gathers of parameters, although the program fits. Source: 36 compiled programs with recomputation
+(six models on 16 L4s and 8 H100s, under caps of 80, 60 and 45% of their memory). With XLA's pass 10 gathered 3 to 100%
+more of some kind, without it none; 8 exceeded their cap with the pass, 12 without it."""
 
 UNHIDDEN = MappingProxyType({**AS_PLANNED, LATENCY_HIDING: "False"})
-"""The same without the scheduler that hides latencies, which takes memory for that. Source: compiled programs; of ten plans
-under tight caps that hold 0.1 to 193% more than these otherwise, all hold less without it, 0 to 25% more, and three fit."""
+"""`AS_PLANNED` without the latency-hiding scheduler, which uses memory for overlap. Source: compiled programs of ten plans
+that exceed tight caps by 0.1 to 193%. Without that scheduler all hold less: they exceed the caps by 0 to 25%, and three
+fit."""
 
 ATTEMPTS = (AS_PLANNED, UNHIDDEN, MappingProxyType[str, str]({}))
-"""Options with which a plan's program is compiled, in turn, until it keeps to its cap; last, with what XLA makes again."""
+"""Options for compiling a plan's program, tried in turn until it fits its cap; the last ones allow XLA's recomputation."""
 
 
 def budget_bytes(cap_bytes: float, resting_bytes: float) -> float:
-    """What the scheduler is told to keep its temporaries to.
+    """The scheduler's budget for temporaries.
 
     Args:
-      cap_bytes: what the program may use.
-      resting_bytes: its arguments and outputs, aliased ones once; where these alone exceed the cap, nothing is left.
+      cap_bytes: the program's memory cap.
+      resting_bytes: size of its arguments and outputs, aliased ones once; if these exceed the cap, the budget is 0.
 
     Example:
       >>> budget_bytes(8_000_000_000, 2_000_000_000)
@@ -163,11 +166,11 @@ def target_config(gpu: str, memory_bytes: int | None = None, description: str | 
 
     Args:
       gpu: the name of a preset's device.
-      memory_bytes: what the compiler is told of its memory; by default what the GPU has.
-      description: its text proto, for a GPU that is not known here.
+      memory_bytes: the memory in the description; by default the GPU's own.
+      description: its text proto, for a GPU that is not among the presets.
 
     Raises:
-      InputError: the GPU is not known here, or the description is none.
+      InputError: the GPU is unknown, or the description is not valid.
     """
     text = _known(gpu) if description is None else description
     if memory_bytes is None:

@@ -1,25 +1,24 @@
-"""What a compiled program communicates, and what it copies to and from the host, read from its HLO text.
+"""The collectives and the host copies of a compiled program, read from its HLO text.
 
-XLA prints a module as computations of one instruction a line. A collective stands there in one of three
-forms, and each is counted once: plain (`all-gather`), as a pair (`all-gather-start`, `all-gather-done`), or
-plain inside a computation that an `async-start` calls. How often it runs is the product of the trip counts of
-the loops around it. A combined collective has several operands; `num_operands` counts them and `num_bytes` is
-their sum.
+XLA prints a module as computations of one instruction a line. A collective has one of three forms, and each is
+counted once: synchronous (`all-gather`), a pair (`all-gather-start`, `all-gather-done`), or synchronous inside a
+computation that an `async-start` calls. The number of its runs is the product of the trip counts of the loops
+around it. A combined collective has several operands; `num_operands` counts them and `num_bytes` is their sum.
 
-Which devices take part is printed in one of four forms:
+The participating devices are printed in one of four forms:
 
   ==================================================  ===========================================================
-  `{{0,1},{2,3}}`                                     the groups themselves; `{}` is one group of all
+  `{{0,1},{2,3}}`                                     the groups themselves; `{}` is one group of all devices
   `[2,4]<=[8]`, `[4,2]<=[2,4]T(1,0)`                  iota of the right shape, transposed, cut into rows
   `mesh['x'=2,'y'=4] {'y'}`                           over axes of a mesh of XLA's own naming; `device_ids=(...)`
                                                       gives its devices, `'y':(1)2` a part of an axis
   `source_target_pairs={{0,1},{1,0}}`                 of a collective-permute
   ==================================================  ===========================================================
 
-Whatever the form, `axes` are the axes of *our* mesh along which the members of a group differ.
+In every form, `axes` are the axes of *our* mesh along which the members of a group differ.
 
-Host memory is where a layout says `S(5)`. What crosses is a `copy`, or a slice of a stack that lies there (the
-residuals of a loop), each plain or as a pair of `-start` and `-done`.
+A layout with `S(5)` means host memory. A host copy is a `copy`, or a slice of a stack in host memory (the residuals
+of a loop), each synchronous or a pair of `-start` and `-done`.
 
 Written against the text of JAX 0.11 and 0.12 (XLA of 2026; `xla/hlo/ir/replica_group.cc`,
 `mesh_and_axis.cc`).
@@ -51,12 +50,12 @@ class HloCollective:
     Attributes:
       kind: one of `KINDS`.
       axes: the mesh axes along which the members of a group differ, outermost first.
-      group_size: members of a group; smaller than the product of `axes` when it is over a part of them. Of a
-        permute, the product.
-      num_operands: how many arrays it moves; XLA combines small ones.
-      num_bytes: per device, each time it runs: the larger of what goes in and what comes out.
-      count: how often it runs in one step.
-      op_name: where it comes from: the name stack and primitive that JAX gave to the compiler.
+      group_size: members of a group; smaller than the product of the axes' sizes if the group covers a part of
+        them. For a permute, that product.
+      num_operands: arrays that it moves; XLA combines small ones.
+      num_bytes: bytes per device and run, the larger of input and output.
+      count: runs in one step.
+      op_name: its origin: the name stack and primitive that JAX gave to the compiler.
     """
 
     kind: str
@@ -70,12 +69,12 @@ class HloCollective:
 
 @dataclass(frozen=True, slots=True)
 class HostCopy:
-    """One instruction that takes data between a device and its host.
+    """One instruction that copies data between a device and its host.
 
     Attributes:
       direction: `TO_HOST` or `FROM_HOST`.
-      num_bytes: per device, each time it runs.
-      count: how often it runs in one step.
+      num_bytes: bytes per device and run.
+      count: runs in one step.
     """
 
     direction: str
@@ -96,10 +95,10 @@ class Instruction:
 
 
 def collectives(text: str, mesh: Mapping[str, int]) -> tuple[HloCollective, ...]:
-    """The collectives of a compiled module, in program order; those in which every device talks to itself are left out.
+    """The collectives of a compiled module, in program order, without those in which no device talks to another.
 
     Args:
-      text: what `compiled.as_text()` gives.
+      text: the result of `compiled.as_text()`.
       mesh: the size of each mesh axis by name, outermost first; devices are numbered in that order.
     """
     computations = dict(parsed(text))
@@ -114,7 +113,7 @@ def collectives(text: str, mesh: Mapping[str, int]) -> tuple[HloCollective, ...]
 
 
 def host_copies(text: str) -> tuple[HostCopy, ...]:
-    """What a compiled module takes to the host and back, in program order."""
+    """The host copies of a compiled module, in program order."""
     computations = dict(parsed(text))
     runs = _runs(text, computations)
     return tuple(
@@ -158,7 +157,7 @@ _CALLERS = frozenset({"while", "call", "conditional", "async-start"})
 
 
 def _runs(text: str, computations: Mapping[str, list[Instruction]]) -> dict[str, int]:
-    """How often each computation runs in one step; a loop of unknown trip count is taken to run once."""
+    """The runs of each computation in one step; a loop of unknown trip count counts as one iteration."""
     entry = re.search(r"^ENTRY %?([\w.-]+)", text, re.MULTILINE)
     runs: dict[str, int] = {}
     waiting = [(entry[1], 1)] if entry else []
@@ -177,7 +176,7 @@ def _runs(text: str, computations: Mapping[str, list[Instruction]]) -> dict[str,
 
 
 def moving(instructions: Sequence[Instruction]) -> Iterator[tuple[str, Instruction, int]]:
-    """(Kind, instruction, bytes) of the collectives in one computation."""
+    """(Kind, instruction, bytes) for each collective of one computation."""
     types = {i.name: i.type for i in instructions}
     for i in instructions:
         kind = i.opcode.removesuffix("-start")
@@ -185,7 +184,7 @@ def moving(instructions: Sequence[Instruction]) -> Iterator[tuple[str, Instructi
             read = sum(num_bytes_of(types.get(o, "")) for o in i.operands)
             made = num_bytes_of(i.type)
             if kind != i.opcode and made > read:
-                made -= read  # the pair's first half makes a tuple of its operands and its results
+                made -= read  # the start of a pair returns a tuple of its operands and its results
             yield kind, i, max(read, made)
 
 
@@ -194,7 +193,7 @@ _CROSSERS = re.compile(r"(?:copy|fusion|async|dynamic-slice|dynamic-update-slice
 
 
 def _crossing(instructions: Sequence[Instruction]) -> Iterator[tuple[str, int]]:
-    """(Direction, bytes) of what crosses between device and host in one computation."""
+    """(Direction, bytes) for each host copy of one computation."""
     types = {i.name: i.type for i in instructions}
     made = {i.operands[0]: i.type for i in instructions if i.opcode.endswith("-done")}
     for i in instructions:
@@ -212,7 +211,7 @@ _ARRAY = re.compile(r"([a-z]+)(\d*)\w*\[([\d,]*)\]")
 
 
 def num_bytes_of(type_text: str) -> int:
-    """Bytes of an array, or of all arrays in a tuple; a `u32[]` in it is a permute's bookkeeping, or
+    """Bytes of an array, or of all arrays in a tuple, without tokens and `u32[]`: a permute's bookkeeping, or
     negligible."""
     total = 0
     for letters, bits, dims in _ARRAY.findall(type_text):
@@ -244,7 +243,7 @@ _AXES = re.compile(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\((.*?)\))? 
 
 
 def _groups(attributes: str, num_devices: int) -> np.ndarray:
-    """[groups, members]: device numbers."""
+    """[groups, members]: the device numbers of each group."""
     if found := _IOTA.search(attributes):
         rows, shape, order = (_ints(part or "") for part in found.groups())
         devices = np.arange(prod(shape)).reshape(shape)
@@ -257,8 +256,8 @@ def _groups(attributes: str, num_devices: int) -> np.ndarray:
 
 
 def _over_axes(axes: str, device_ids: str | None, members: str) -> np.ndarray:
-    """Groups over some axes of a mesh, or over parts of them: `pre:(before)size` is the part after `before`
-    parts."""
+    """Groups over some axes of a mesh, or over parts of them: `name:(before)size` is the factor `size` of
+    an axis, minor to factors with the product `before`."""
     sizes = {name: int(n) for name, n in re.findall(r"([^\s=,]+)=(\d+)", axes)}
     devices = np.array(_ints(device_ids)) if device_ids else np.arange(prod(sizes.values()))
     split: dict[str, list[int]] = {name: [1, n] for name, n in sizes.items()}
@@ -283,7 +282,7 @@ def _over_axes(axes: str, device_ids: str | None, members: str) -> np.ndarray:
 
 
 def _pairs(text: str) -> np.ndarray:
-    """[pairs, (source, target)]."""
+    """[pairs, (source, target)]: device numbers."""
     return np.array([_ints(pair) for pair in re.findall(r"\{(\d+,\d+)", text)])
 
 

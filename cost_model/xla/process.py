@@ -1,15 +1,13 @@
-"""Asks the compiler in a process of its own, so that the user's JAX, flags and memory are left alone.
+"""Runs the compiler in a process of its own, so that the user's JAX, flags and memory stay untouched.
 
-The child (`cost_model.xla.child`) gets the lowered programs through a pipe and the environment that the compiler wants. It
-is the leader of its own process group: Ctrl-C does not reach it, the group is killed as one when the wait for it
-ends early, and it kills itself when its parent is gone. Whoever ends it removes the folder in which the compiler
-keeps its temporary files.
+The child (`cost_model.xla.child`) receives the lowered programs through a pipe, and the environment that the compiler
+needs. It leads its own process group. So Ctrl-C does not reach it, the whole group is killed if the parent stops waiting
+early, and the group kills itself when its parent ends. The side that ends the child removes the compiler's temporary folder.
 
-XLA wants an assembler and a linker from the CUDA toolkit for its kernels. Nobody will run these kernels, and neither
-tool says anything about fusions, buffers or collectives: so both are replaced by stand-ins that write an empty file,
-and the library of mathematical functions by an empty one.
-No toolkit is needed, no GPU is too old for it, and time is saved (a 7B model, scanned: 16 s instead of 27 s, with the
-same HLO and sizes to the byte).
+XLA needs an assembler and a linker from the CUDA toolkit for its kernels. These kernels never run, and neither tool
+affects fusions, buffers or collectives. So stand-ins that write a dummy file replace both, and an empty library
+replaces that of the mathematical functions. This needs no toolkit, works for GPUs that the toolkit no longer supports,
+and saves time (a 7B model, scanned: 16 s instead of 27 s, with equal HLO and sizes to the byte).
 """
 
 import contextlib
@@ -34,9 +32,9 @@ from autoshard.cost_model.xla.gpu_targets import scheduler_options, target_confi
 _ROOT = Path(__file__).parents[3]
 _COMMAND = (sys.executable, "-P", "-m", "autoshard.cost_model.xla.child")
 _TICK_S = 1.0
-"""How often the progress line is written."""
+"""Seconds between two progress lines."""
 _MESSAGE_CHARS = 300
-"""How much of the compiler's message is shown. Source: a choice of ours, some three lines."""
+"""Most characters of the compiler's message that are shown. Source: a choice of ours, some three lines."""
 
 _STAND_IN = """\
 #!/bin/sh
@@ -48,18 +46,18 @@ while [ $# -gt 0 ]; do
   shift
 done
 """
-"""A `ptxas` or `nvlink` that does nothing: XLA asks for its version and then for a file. Source: the command lines of XLA
+"""A stand-in for `ptxas` and `nvlink`: XLA only asks for a version and then for a file. Source: the command lines of XLA
 of 2026, `xla/stream_executor/cuda/subprocess_compilation.cc`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Compiler:
-    """How to ask the compiler.
+    """The compiler's settings.
 
     Attributes:
-      target_config: XLA's description of the GPU in text, for one that is not known here.
-      timeout_s: seconds for one program; None for no limit.
-      flags: added to `XLA_FLAGS`.
+      target_config: XLA's description of the GPU in text, for a GPU that is not among the presets.
+      timeout_s: time limit for one program; None for no limit.
+      flags: options added to `XLA_FLAGS`.
     """
 
     target_config: str | None = None
@@ -72,9 +70,9 @@ class Job:
     """A lowered program to compile.
 
     Attributes:
-      module: what `_jax.module_bytes` gave of a program over all devices of the cluster, in its order.
-      cluster: GPUs.
-      memory_bytes: of each device, as the compiler is told (see `compiler.memory_for_cap`); by default what it has.
+      module: the bytecode (`_jax.module_bytes`) of a program over all devices of the cluster, in its order.
+      cluster: a cluster of GPUs.
+      memory_bytes: memory of each device in its description (see `compiler.memory_for_cap`); by default the GPU's own.
     """
 
     module: bytes
@@ -89,7 +87,7 @@ def compile_apart(
     compiler: Compiler = Compiler(),
     progress: Callable[[str], None] = lambda line: None,
 ) -> Compiled:
-    """Compiles a lowered program for a cluster, in a process of its own; arguments and errors as of `compile_all_apart`."""
+    """Compiles one lowered program in a process of its own; see `Job` and `compile_all_apart` for arguments and errors."""
     (compiled,) = compile_all_apart([Job(module, cluster, memory_bytes)], compiler, progress)
     return compiled
 
@@ -102,13 +100,13 @@ def compile_all_apart(
     """Compiles lowered programs one after another, in one process of their own.
 
     Args:
-      jobs: what to compile, for GPUs of one kind.
-      compiler: how to ask.
-      progress: called about once a second with a line that says which of them has been compiled for how long.
+      jobs: the programs to compile, for GPUs of one kind.
+      compiler: the compiler's settings.
+      progress: called about once a second with a line that names the current program and its elapsed time.
 
     Raises:
-      InputError: the compiler is not there, or cannot be asked about this cluster.
-      CompilerError: it failed, ran out of memory or took too long.
+      InputError: the compiler is not installed, or cannot compile for this cluster.
+      CompilerError: the compiler failed, ran out of memory or took too long.
     """
     (name,) = {job.cluster.device.name for job in jobs}
     for job in jobs:
@@ -167,7 +165,7 @@ def _environment(flags: str, folder: str) -> dict[str, str]:
 
 def _send(child: "subprocess.Popen[bytes]", data: bytes) -> None:
     assert child.stdin is not None
-    with contextlib.suppress(BrokenPipeError):  # it has ended already: its exit status says why
+    with contextlib.suppress(BrokenPipeError):  # the child has ended already: its exit status says why
         child.stdin.write(data)
         child.stdin.flush()
 
@@ -179,7 +177,7 @@ def _wait(
     timeout_s: float | None,
     progress: Callable[[str], None],
 ) -> None:
-    """Until it has answered all; each answer is a line."""
+    """Waits until the child has ended; each line of its answer is a finished program."""
     start_s, num_done = time.monotonic(), 0
     while child.poll() is None:
         if (done := answer.read_bytes().count(b"\n")) > num_done:
@@ -197,7 +195,7 @@ def _wait(
 
 
 def _end(child: "subprocess.Popen[bytes]") -> None:
-    """Kills what is left of the child and all that it has started."""
+    """Kills the child's process group if the child still runs, and closes its pipe."""
     if child.poll() is None:
         os.killpg(child.pid, signal.SIGKILL)
         child.wait()
@@ -237,7 +235,7 @@ _SOURCES = (
 
 
 def shortened(message: str) -> str:
-    """The first useful line of what the compiler said, with the op and the source line where it names them."""
+    """The most useful line of the compiler's message, with the op and the source line if the message names them."""
     lines = [line for line in message.splitlines() if not _NOISE.match(line)] or ["it gave no reason"]
     said = lines[-1] if "Traceback (most recent call last)" in message else lines[0]
     fatal = next((line for line in lines if re.match(r"F\d{4} ", line)), said)

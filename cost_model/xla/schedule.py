@@ -1,11 +1,11 @@
-"""In which order a compiled program runs, read from its HLO text: what the compiler puts beside each collective.
+"""The execution order of a compiled program, read from its HLO text: the kernels that overlap with each collective.
 
-A scheduled module lists the instructions of a computation in the order in which the device is given them. What stands
-between the start of a collective and its end runs beside it; one without a start of its own is synchronous: the device waits
-for it where it stands. A loop's body is a schedule of its own, as nothing of an iteration reaches into the next.
+A scheduled module lists the instructions of a computation in the order in which the device receives them. Instructions
+between the start of a collective and its end overlap with it. A collective without a start of its own is synchronous: the
+device waits for it there. A loop's body is a schedule of its own, as no instruction of an iteration reaches into the next.
 
-Kernels are told by what they do: the bytes that they read and write, of a stack only the part that they touch, and the sizes
-of a matrix product. A convolution counts by its bytes alone, and of a conditional nothing is counted.
+A kernel is described by the bytes that it reads and writes, and by the sizes of its matrix product. For a slice or an
+update of a stack only the part counts. A convolution has bytes alone, and conditionals are ignored.
 """
 
 import re
@@ -29,12 +29,12 @@ from autoshard.cost_model.xla.hlo import (
 
 @dataclass(frozen=True, slots=True)
 class HloKernel:
-    """A launch that computes.
+    """A kernel that computes.
 
     Attributes:
-      num_bytes: that it reads and writes.
-      product: the matrix product that it is; None of others.
-      dtype: of the product's operands, by NumPy's name.
+      num_bytes: bytes read and written.
+      product: its matrix product; None if it has none.
+      dtype: NumPy's name for the dtype of the product's operands.
     """
 
     num_bytes: int
@@ -44,12 +44,12 @@ class HloKernel:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """A collective begins.
+    """The start of a collective.
 
     Attributes:
-      name: of the instruction, as its `End` says it.
-      collective: what it is, each time it runs.
-      is_async: whether anything may run beside it.
+      name: the instruction's name, which its `End` repeats.
+      collective: one run of the collective.
+      is_async: whether kernels may overlap with it.
     """
 
     name: str
@@ -59,14 +59,14 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """What comes behind waits for the collective of this name."""
+    """The end of the collective of this name; later events wait for it."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class Loop:
-    """A schedule that runs so many times."""
+    """A schedule that runs `trips` times."""
 
     trips: int
     body: "Schedule"
@@ -76,10 +76,10 @@ Schedule = tuple[HloKernel | Start | End | Loop, ...]
 
 
 def schedule(text: str, mesh: Mapping[str, int]) -> Schedule:
-    """What a device runs in a step, in that order.
+    """The events of one step on a device, in order.
 
     Args:
-      text: what `compiled.as_text()` gives.
+      text: the result of `compiled.as_text()`.
       mesh: the size of each mesh axis by name, outermost first; devices are numbered in that order.
     """
     computations = dict(parsed(text))
@@ -90,10 +90,10 @@ def schedule(text: str, mesh: Mapping[str, int]) -> Schedule:
 _FREE = frozenset(
     {"parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "partition-id", "iota"}
 )
-"""Instructions that are no kernels."""
+"""Opcodes of instructions that are not kernels."""
 
 _FUSIONS = frozenset({"fusion", "fusion-start"})
-"""Kernels of several instructions; a loop's part of a stack may be copied on a stream of its own, and is done later."""
+"""Opcodes of kernels of several instructions; a `fusion-start` copies a loop's part of a stack on a stream of its own."""
 
 _IGNORED = re.compile(r"conditional|copy-(start|done)|(send|recv)(-done)?|opt-barrier|fusion-done")
 
@@ -145,7 +145,7 @@ class _Reader:
         if body:
             num_bytes = _fused_bytes(body)
         else:
-            made = _ARRAY.findall(i.type)[:1] if product else [i.type]  # behind it is its workspace
+            made = _ARRAY.findall(i.type)[:1] if product else [i.type]  # the second result is its workspace
             num_bytes = sum(num_bytes_of(types.get(o, "")) for o in i.operands) + sum(map(num_bytes_of, made))
         return HloKernel(num_bytes, *(product or (None, "")))
 
@@ -156,11 +156,11 @@ def _called(i: Instruction) -> str:
 
 
 _TAKES_PART = ("dynamic-slice", "slice", "gather")
-"""What reads of its first operand no more than it makes."""
+"""Opcodes that read no more bytes of their first operand than they write."""
 
 
 def _fused_bytes(body: Sequence[Instruction]) -> int:
-    """What a fused kernel reads and writes: of what it slices or looks up, the parts; of what it updates, the updates."""
+    """Bytes that a fused kernel reads and writes; slices, lookups and updates count by the part that they touch."""
     by_name = {i.name: i for i in body}
     read = sum(_read_bytes(i, body) for i in body if i.opcode == "parameter")
     return read + _written_bytes(body[-1], by_name)
@@ -174,7 +174,7 @@ def _read_bytes(i: Instruction, body: Sequence[Instruction]) -> int:
 
 
 def _is_part(i: Instruction, user: Instruction) -> bool:
-    """Whether another instruction reads or replaces no more than a part of this one."""
+    """Whether `user` reads or replaces only a part of the result of `i`."""
     return user.opcode in (*_TAKES_PART, "dynamic-update-slice") and user.operands[0] == i.name
 
 
@@ -197,7 +197,7 @@ _DIMS = r'"{}_dimensions":\[([^\]]*)\]'
 
 
 def _product(i: Instruction, types: Mapping[str, str]) -> tuple[Product, str] | None:
-    """The matrix product that an instruction calls a library for, and its operands' dtype."""
+    """The matrix product of a library call, with its operands' dtype; None for other instructions."""
     if i.opcode != "custom-call" or '"dot_dimension_numbers"' not in i.attributes:
         return None
     left, right = (_SHAPE.search(types.get(o, "")) for o in i.operands[:2])
