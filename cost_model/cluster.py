@@ -83,7 +83,7 @@ class Device:
     reserve_bytes: Annotated[int, BYTES] = 0
     """Memory that the runtime keeps for itself and no XLA statistic shows: CUDA context, NCCL buffers."""
     num_cores: int = 1
-    """Units that compute one tile of a matrix product each: streaming multiprocessors. 1 means that it is unknown."""
+    """Units that compute one tile of a matrix product each: streaming multiprocessors. 1 if unknown."""
     matmul_efficiency: float = MATMUL_EFFICIENCY
     """Share of `flops` that a large, well-shaped matrix product sustains."""
     vector_efficiency: float = VECTOR_EFFICIENCY
@@ -149,9 +149,9 @@ class Link:
     __pydantic_config__ = file_config()
 
     bytes_per_s: Annotated[float, RATE]
-    """Per device and direction."""
+    """Peak bandwidth per device and direction."""
     latency_s: Annotated[float, SECONDS]
-    """Of one small message between two devices, as one step of a larger collective."""
+    """Time of one small message between two devices, as one step of a larger collective."""
     efficiency: float = LINK_EFFICIENCY
     """Share of the bandwidth that copies and collectives of large messages sustain."""
     sums_in_switch: bool = False
@@ -168,7 +168,7 @@ class Link:
         return self.bytes_per_s * self.efficiency
 
     def copy_s(self, num_bytes: ArrayLike) -> np.ndarray:
-        """Seconds of one copy of so many bytes."""
+        """Seconds of one copy of `num_bytes` bytes."""
         return self.latency_s + np.asarray(num_bytes, float) / self.sustained_bytes_per_s
 
 
@@ -187,13 +187,13 @@ class Cluster:
     devices_per_node: int
     """Devices that share the intra link; all nodes are equal."""
     intra: Link
-    """Between devices of a node."""
+    """The link between devices of a node."""
     inter: Link
-    """Between devices of different nodes: the share of each device when all send at once."""
+    """The link between devices of different nodes: the share of each device when all send at once."""
     host_bytes_per_node: Annotated[int, BYTES]
     """Host memory per node, for all its devices; zero if none can be pinned."""
     host_link: Link
-    """Between a device and its node's memory."""
+    """The link between a device and its node's memory."""
     sources: Annotated[tuple[tuple[str, str], ...], Table(str)] = ()
     """The source of each number, by its path in a cluster file ("device.memory"); a path covers all numbers below it."""
 
@@ -229,7 +229,7 @@ class Cluster:
 
     @property
     def groups(self) -> "tuple[Cluster]":
-        """The groups of equal nodes: the cluster itself is the only one."""
+        """The groups of equal nodes, of which the cluster itself is the only one."""
         return (self,)
 
     @property
@@ -246,7 +246,7 @@ class Cluster:
         return self, device
 
     def node_of(self, device: int) -> tuple[str, int]:
-        """The node in which a device stands."""
+        """The node of a device, as (name of its group, number in the group)."""
         return self.name, device // self.devices_per_node
 
     def link(self, first: int, second: int) -> Link:

@@ -11,7 +11,7 @@ coordinates. The *placement of a group* decides its bandwidth. Say n members sta
 
 NCCL runs a collective by one of several algorithms, each under one of three protocols. Each pair costs a fixed
 time and a time per byte, a straight line; NCCL estimates all and takes the best for the size at hand (its
-`src/graph/tuning.cc`), and so does `MeshModel.lines`. With B bytes per device, the larger of input and output:
+`src/graph/tuning.cc`), and so does `MeshModel.time_s`. With B bytes per device, the larger of input and output:
 
   ==================  =========  ======================================  =========================================
   collective          algorithm  hops, of these across nodes             bytes per device and direction
@@ -59,7 +59,7 @@ class Protocol:
       lone: of a hop between nodes in trees, and in rings with one member per node; 5.0, 8.5 and 14 us.
       ring: share of the links' rate that rings reach.
       tree: share of the links' rate that trees reach.
-      most_inter_bytes_per_s: upper bound on a group's bandwidth between nodes, whatever the links.
+      most_inter_bytes_per_s: upper bound on a group's bandwidth between nodes.
     """
 
     start_s: float
@@ -265,7 +265,7 @@ def _tree_copies(group: DeviceGroup) -> int:
 
 
 def _pairwise(cluster: Cluster, group: DeviceGroup) -> list[Line]:
-    """Every member sends an equal part to every other, through its own port; small messages go by LL."""
+    """Every member sends an equal part to every other, through its own port; hops have LL's latency."""
     intra, inter = cluster.intra, cluster.inter
     num_local = group.members_per_node - 1
     num_remote = group.size - group.members_per_node

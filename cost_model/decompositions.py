@@ -41,9 +41,10 @@ class Steps:
 
 
 SPEED_SHARE = 0.14
-"""Share of the ordinary cores' peak that the arithmetic sustains. Source: pytorch#173515, cuSOLVER, a Cholesky decomposition
-of 64 matrices of 2,048 columns takes 20 ms longer than that of one, 9.2 TFLOP/s; the GPU is not named, and is assumed to
-be the H100 of the related #173788. The other decompositions are assumed to reach this share too."""
+"""Share of the ordinary cores' speed that the arithmetic reaches; `kernel_s` applies `vector_efficiency` as well. Source:
+pytorch#173515, cuSOLVER: a Cholesky decomposition of 64 matrices of 2,048 columns takes 20 ms longer than that of one, 9.2
+TFLOP/s, or 0.14 of an H100's peak. The GPU is not named; it is assumed to be the H100 of the related #173788. The other
+decompositions are assumed to reach this share too."""
 
 CHOLESKY = Steps(0.9e-6, most_together=np.inf)
 """Source: pytorch#173515, cuSOLVER: 376 us for n = 512, 1,954 us for 2,048, 22 ms for 64 of 2,048."""

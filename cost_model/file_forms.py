@@ -1,8 +1,8 @@
 """The form of a dataclass's numbers in a JSON file: keys without units, values with units.
 
 A field's annotation states its form: `memory_bytes: Annotated[int, BYTES]` is `"memory": "80GiB"` in a file. Pydantic
-reads, checks and describes files from these annotations (`cost_model.cluster_schema`); each form gives it a schema. As
-Pydantic imports slowly, this module reads and writes valid data, such as our own, without it.
+reads, checks and describes files from these annotations (`cost_model.cluster_schema`); `Quantity` and `Table` give it
+their schemas. As Pydantic imports slowly, this module reads and writes valid data, such as our own, without it.
 """
 
 from collections.abc import Callable, Mapping

@@ -36,7 +36,7 @@ class MixedCluster:
     groups: Annotated[tuple[Cluster, ...], Records(Cluster)]
     """Groups of equal nodes, with distinct names."""
     between: Link
-    """Between devices of different groups: the share of each device when all send at once."""
+    """The link between devices of different groups: the share of each device when all send at once."""
     sources: Annotated[tuple[tuple[str, str], ...], Table(str)] = ()
     """The sources of `between`'s numbers; each group has the sources of its own numbers."""
 
@@ -79,7 +79,7 @@ class MixedCluster:
         raise AssertionError(f"{self.name} has {self.num_devices} devices")
 
     def node_of(self, device: int) -> tuple[str, int]:
-        """The node in which a device stands."""
+        """The node of a device, as (name of its group, number in the group)."""
         group, number = self.locate(device)
         return group.node_of(number)
 

@@ -5,8 +5,8 @@ their power, their host and, if simulated, their cores. A probe has a *group*, t
 cluster's numbers (see `calibration.fit`), and `model_s`, the seconds that the cost model predicts for one round.
 `measure` holds its program.
 
-Besides its own kernel, a round has small kernels: the loop's counter, and the one that passes the result on. Their
-numbers come from programs compiled by XLA:GPU; each counts as a launch.
+Besides its own kernel, a round has small kernels: the loop's counter, and the one that passes the result on. The
+number of these was read from programs compiled by XLA:GPU; each counts as a launch.
 
 Sizes range from launch-bound kernels to a saturated device. The ladder does not depend on the machine's speed;
 `measure.measure_all` leaves out the probes that would take too long on a slow one.
@@ -61,7 +61,7 @@ class StreamProbe:
 
     @property
     def num_passes(self) -> int:
-        """Reads and writes of an array of this size."""
+        """Number of reads and writes of whole arrays."""
         return {"sum": 1, "scale": 2, "triad": 3}[self.kind]
 
     def model_s(self, cluster: Cluster) -> float:

@@ -1,4 +1,4 @@
-"""The process in which XLA's GPU compiler runs: `python -m cost_model.xla.child`, started by `cost_model.xla.process`.
+"""The process of XLA's GPU compiler. `cost_model.xla.process` starts it as `python -m autoshard.cost_model.xla.child`.
 
 The process reads its jobs from its standard input: a line of JSON (`cuda_folder`, and `jobs`, each with `topology`,
 `target_config` and `module_bytes`), then the lowered programs. For each job it writes a line of JSON to its standard
