@@ -41,7 +41,7 @@ class Steps:
 
 
 SPEED_SHARE = 0.14
-"""Share of the ordinary cores' speed that the arithmetic reaches; `kernel_s` applies `vector_efficiency` as well. Source:
+"""Share of the ordinary cores' peak that the arithmetic reaches, in place of `vector_efficiency`. Source:
 pytorch#173515, cuSOLVER: a Cholesky decomposition of 64 matrices of 2,048 columns takes 20 ms longer than that of one, 9.2
 TFLOP/s, or 0.14 of an H100's peak. The GPU is not named; it is assumed to be the H100 of the related #173788. The other
 decompositions are assumed to reach this share too."""
@@ -116,7 +116,7 @@ def decomposition_s(
     real_flops = np.asarray(flops, float) * slowdown * (4 if is_complex else 1)
     if device.name == "CPU":
         return kernel_s(device, num_bytes, real_flops)
-    once_s = kernel_s(device, num_bytes, real_flops / SPEED_SHARE)
+    once_s = kernel_s(device, num_bytes, real_flops * device.vector_efficiency / SPEED_SHARE)
     again_bytes = steps.passes * itemsize * max(shape) * columns**2 / 3
     turns = np.minimum(num_matrices, 1) if columns <= steps.most_together else np.asarray(num_matrices)
     chain_s = turns * columns * steps.column_s
