@@ -8,7 +8,7 @@ from typing import Any, overload
 
 import jax
 
-from autoshard import pipelines, planning, programs
+from autoshard import option_types, pipelines, planning, programs
 from autoshard.calls import Callee
 from autoshard.cost_model.errors import InputError
 from autoshard.cost_model.hardware import parse_hardware
@@ -116,6 +116,20 @@ def search(
       >>> search(step, w, x, cluster="8xH100-80GB").num_devices
       8
     """
+    option_types.check(
+        memory=memory,
+        mesh=mesh,
+        pin=pin,
+        state=state,
+        remat=remat,
+        stages=stages,
+        schedule=schedule,
+        microbatches=microbatches,
+        executor=executor,
+        offload=offload,
+        time_limit_s=time_limit_s,
+        progress=progress,
+    )
     hardware = parse_hardware(cluster)
     asked = Asked(memory, mesh, pin, remat, microbatches, offload, time_limit_s)
     wanted = pipelines.asked_for(stages, schedule, executor, is_open=pipelines.leaves_open(asked))
@@ -355,29 +369,30 @@ def parallelize(
       >>> @parallelize(memory="70GiB")  # doctest: +SKIP
       ... def train_step(state, batch): ...
     """
+    options: dict[str, Any] = {
+        "cluster": cluster,
+        "memory": memory,
+        "mesh": mesh,
+        "pin": pin,
+        "state": state,
+        "donate": donate,
+        "remat": remat,
+        "stages": stages,
+        "schedule": schedule,
+        "microbatches": microbatches,
+        "executor": executor,
+        "offload": offload,
+        "plan": plan,
+        "like": like,
+        "time_limit_s": time_limit_s,
+        "devices": devices,
+        "static_argnums": static_argnums,
+        "static_argnames": static_argnames,
+        "progress": progress,
+    }
+    option_types.check(**options)
     if step is None:
-        return functools.partial(
-            parallelize,
-            cluster=cluster,
-            memory=memory,
-            mesh=mesh,
-            pin=pin,
-            state=state,
-            donate=donate,
-            remat=remat,
-            stages=stages,
-            schedule=schedule,
-            microbatches=microbatches,
-            executor=executor,
-            offload=offload,
-            plan=plan,
-            like=like,
-            time_limit_s=time_limit_s,
-            devices=devices,
-            static_argnums=static_argnums,
-            static_argnames=static_argnames,
-            progress=progress,
-        )
+        return functools.partial(parallelize, **options)
     if isinstance(step, Parallelized):
         raise InputError(f"the step {step.__name__!r} is parallelized already; decorate it once")
     if not callable(step):

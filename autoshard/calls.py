@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
 
 from autoshard import nnx_objects
 from autoshard.cost_model.errors import InputError
@@ -97,7 +98,8 @@ class Callee:
           InputError: there is no such parameter.
         """
         names = (static_argnames,) if isinstance(static_argnames, str) else tuple(static_argnames or ())
-        positions = (static_argnums,) if isinstance(static_argnums, int) else tuple(static_argnums or ())
+        is_one = isinstance(static_argnums, int | np.integer)
+        positions = (int(static_argnums),) if is_one else tuple(static_argnums or ())
         parameters = _parameters(step)
         known = [] if parameters is None else [p.name for p in parameters.parameters.values()]
         is_open = parameters is None or any(

@@ -117,8 +117,7 @@ def asked_for(
         )
     if stages == AUTO:
         return Stages(None, schedule, executor)
-    if stages is not None and not isinstance(stages, int):
-        raise InputError(f"wanted stages as a whole number, or {AUTO!r} to have it searched, got {stages!r}")
+    stages = None if stages is None else int(stages)
     if stages is not None and stages < 1:
         raise InputError(f"wanted at least 1 stage, got {stages}")
     if stages is not None and stages > 1:
@@ -402,7 +401,7 @@ def _options(cluster: AnyCluster, wanted: Stages, asked: Asked) -> PipelineOptio
         planning.limit_bytes(cluster, asked),
         wanted.count,
         wanted.schedule,
-        asked.microbatches,
+        planning.whole(asked.microbatches),
         _stage_mesh(asked),
         asked.remat,
         asked.memory_share,

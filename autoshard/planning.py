@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-import numpy as np
 
 from autoshard.cost_model.cluster import Cluster
 from autoshard.cost_model.errors import InputError, PlanError
@@ -124,7 +123,13 @@ def options(step: Step, cluster: Cluster, asked: Asked, resting: Resting = ANYWH
     rest = pinned(step, asked.pin or {}, cluster.num_devices).then(resting)
     mesh = mesh_shape(asked.mesh) or rest.mesh
     return Options(
-        limit, mesh, rest.specs, asked.time_limit_s, asked.remat, asked.microbatches, rest.offload(kinds)
+        limit,
+        mesh,
+        rest.specs,
+        asked.time_limit_s,
+        asked.remat,
+        whole(asked.microbatches),
+        rest.offload(kinds),
     )
 
 
@@ -266,7 +271,10 @@ def _check_cap(limit_bytes: int, cluster: AnyCluster, said: str) -> None:
 
 
 def mesh_shape(mesh: Sequence[int] | None) -> tuple[int, ...] | None:
-    """A mesh as it is given, checked."""
-    if mesh is not None and (isinstance(mesh, str) or not all(isinstance(n, int | np.integer) for n in mesh)):
-        raise InputError(f"wanted a mesh as sizes of its axes, such as (2, 4), got {mesh!r}")
+    """A mesh as it is given, in Python's numbers, as a plan's file has them."""
     return None if mesh is None else tuple(int(n) for n in mesh)
+
+
+def whole(number: int | None) -> int | None:
+    """A number as it is given, which may be NumPy's, as Python's."""
+    return None if number is None else int(number)

@@ -1,0 +1,137 @@
+"""The types of options: each is looked at where the user writes it, before anything is traced.
+
+A wrong type would else surface at the first call, below the search, as a `TypeError` that names a line of ours. The table
+has for each option a phrase and a predicate. None passes, since it stands for an option that was left out. The range of a
+value (a mesh of as many devices as the cluster, a schedule of that name) is checked where it is used.
+"""
+
+import os
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Real
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import numpy as np
+
+from autoshard.cost_model.cluster import Cluster
+from autoshard.cost_model.errors import InputError
+from autoshard.cost_model.mixed_cluster import MixedCluster
+from autoshard.parallelized import AnyPlan, Parallelized
+from autoshard.pipelines import AUTO
+from autoshard.search.plan.plan import Plan
+
+MAX_SHOWN = 60
+"""Characters of a value in a message. Source: a choice of ours."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """The type of an option.
+
+    Attributes:
+      phrase: the option and its type in words: "wanted <phrase>, got ...".
+      is_met: whether a value has that type.
+    """
+
+    phrase: str
+    is_met: Callable[[Any], bool]
+
+
+def check(**options: Any) -> None:
+    """Refuses options of a wrong type.
+
+    Raises:
+      InputError: one of them; says the type that is wanted.
+    """
+    for name, value in options.items():
+        wanted = WANTED[name]
+        if value is not None and not wanted.is_met(value):
+            raise InputError(f"wanted {wanted.phrase}, got {_in_a_line(value)}")
+
+
+def _in_a_line(value: Any) -> str:
+    """The beginning of a value's text."""
+    return f"{' '.join(repr(value).split()):.{MAX_SHOWN}}"
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_file(value: Any) -> bool:
+    return isinstance(value, str | os.PathLike)
+
+
+def _is_row_of(is_member: Callable[[Any], bool], value: Any) -> bool:
+    """Whether it is a list, a tuple or the like, with an order."""
+    is_row = isinstance(value, Sequence) or (isinstance(value, np.ndarray) and value.ndim == 1)
+    return is_row and not _is_text(value) and all(map(is_member, value))
+
+
+def _are_names(value: Any) -> bool:
+    return _is_text(value) or (isinstance(value, Collection) and all(map(_is_text, value)))
+
+
+def _are_positions(value: Any) -> bool:
+    return _is_count(value) or (isinstance(value, Collection) and all(map(_is_count, value)))
+
+
+def _are_pins(value: Any) -> bool:
+    return isinstance(value, Plan) or (isinstance(value, Mapping) and all(map(_is_text, value)))
+
+
+def _are_devices(value: Any) -> bool:
+    return _is_row_of(lambda one: isinstance(one, jax.Device), value) and 0 < len(value) == len(set(value))
+
+
+WANTED = MappingProxyType(
+    {
+        "cluster": Wanted(
+            "a cluster as '<count>x<GPU>', a JSON file or a Cluster",
+            lambda v: _is_file(v) or isinstance(v, Cluster | MixedCluster),
+        ),
+        "memory": Wanted(
+            "memory as text with a unit, such as '70GiB', or a whole number of bytes",
+            lambda v: _is_text(v) or _is_number(v),
+        ),
+        "mesh": Wanted("a mesh as sizes of its axes, such as (2, 4)", lambda v: _is_row_of(_is_count, v)),
+        "pin": Wanted("pin as specs by pytree path, such as {'w': P('data')}, or a plan", _are_pins),
+        "state": Wanted("state as the pytree path of an argument, or several", _are_names),
+        "donate": Wanted("donate as the pytree path of an argument, or several", _are_names),
+        "remat": Wanted('remat="never", or nothing to have it searched', _is_text),
+        "stages": Wanted(
+            f"stages as a whole number, or {AUTO!r} to have it searched",
+            lambda v: _is_count(v) or (_is_text(v) and v == AUTO),
+        ),
+        "schedule": Wanted("schedule as the name of one, such as '1f1b'", _is_text),
+        "microbatches": Wanted("microbatches as a whole number", _is_count),
+        "executor": Wanted("executor as the name of one, such as 'one program'", _is_text),
+        "offload": Wanted(
+            "offload=\"never\", or names of what rests on the host in a tuple, such as ('optimizer_state',)",
+            _are_names,
+        ),
+        "plan": Wanted("plan as a plan or its file", lambda v: _is_file(v) or isinstance(v, AnyPlan)),
+        "like": Wanted(
+            "like as a parallelized step, or its plan (of one program) or that one's file",
+            lambda v: _is_file(v) or isinstance(v, Parallelized | Plan),
+        ),
+        "time_limit_s": Wanted("time_limit_s as a number of seconds", _is_number),
+        "devices": Wanted(
+            "devices as different devices of JAX in a list, such as jax.devices()[:4]", _are_devices
+        ),
+        "static_argnums": Wanted("static_argnums as the position of an argument, or several", _are_positions),
+        "static_argnames": Wanted("static_argnames as the name of an argument, or several", _are_names),
+        "progress": Wanted("progress as a function that takes a line, such as print", callable),
+    }
+)
+"""The types of all options of `autoshard.parallelize` and `autoshard.search`, by name."""

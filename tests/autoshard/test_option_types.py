@@ -1,0 +1,131 @@
+"""Options of a wrong type are refused where they are written, each by one sentence."""
+
+import inspect
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+import autoshard
+from autoshard import InputError, option_types, pipelines, planning
+
+WRONG = [
+    ("mesh", 8, "wanted a mesh as sizes of its axes, such as (2, 4), got 8"),
+    ("mesh", (2.0, 4), "wanted a mesh as sizes of its axes, such as (2, 4), got (2.0, 4)"),
+    ("mesh", (True, 8), "got (True, 8)"),
+    ("mesh", {"data": 8}, "got {'data': 8}"),
+    ("mesh", np.ones((2, 2), int), "wanted a mesh as sizes of its axes, such as (2, 4), got array"),
+    ("mesh", np.array(8), "wanted a mesh as sizes of its axes, such as (2, 4), got array(8)"),
+    ("pin", [("w", jax.P())], "wanted pin as specs by pytree path, such as {'w': P('data')}, or a plan, got [('w'"),
+    ("pin", {0: jax.P()}, "wanted pin as specs by pytree path"),
+    ("pin", "w", "wanted pin as specs by pytree path"),
+    ("state", True, "wanted state as the pytree path of an argument, or several, got True"),
+    ("state", ("w", 0), "got ('w', 0)"),
+    ("remat", True, 'wanted remat="never", or nothing to have it searched, got True'),
+    ("stages", "2", "wanted stages as a whole number, or 'auto' to have it searched, got '2'"),
+    ("stages", True, "got True"),
+    ("stages", np.ones(2), "wanted stages as a whole number"),
+    ("schedule", 1, "wanted schedule as the name of one, such as '1f1b', got 1"),
+    ("microbatches", "2", "wanted microbatches as a whole number, got '2'"),
+    ("microbatches", 2.0, "wanted microbatches as a whole number, got 2.0"),
+    ("microbatches", np.float32(2), "wanted microbatches as a whole number"),
+    ("microbatches", True, "wanted microbatches as a whole number, got True"),
+    ("executor", ["one program"], "wanted executor as the name of one, such as 'one program'"),
+    ("offload", True, "wanted offload=\"never\", or names of what rests on the host in a tuple"),
+    ("offload", (1,), "got (1,)"),
+    ("time_limit_s", "60", "wanted time_limit_s as a number of seconds, got '60'"),
+    ("time_limit_s", True, "wanted time_limit_s as a number of seconds, got True"),
+    ("memory", [], "wanted memory as text with a unit, such as '70GiB', or a whole number of bytes, got []"),
+    ("memory", True, "got True"),
+    ("progress", True, "wanted progress as a function that takes a line, such as print, got True"),
+]  # fmt: skip
+
+WRONG_AT_THE_DECORATOR = [
+    ("cluster", 8, "wanted a cluster as '<count>x<GPU>', a JSON file or a Cluster, got 8"),
+    ("donate", 1, "wanted donate as the pytree path of an argument, or several, got 1"),
+    ("devices", 4, "wanted devices as different devices of JAX in a list, such as jax.devices()[:4], got 4"),
+    ("devices", [], "got []"),
+    ("devices", "cpu", "got 'cpu'"),
+    ("devices", [0, 1], "got [0, 1]"),
+    ("devices", jax.devices()[:1] * 2, "wanted devices as different devices of JAX"),
+    ("plan", 3, "wanted plan as a plan or its file, got 3"),
+    ("like", 3, "wanted like as a parallelized step, or its plan (of one program) or that one's file, got 3"),
+    ("like", len, "got <built-in function len>"),
+    ("static_argnums", "0", "wanted static_argnums as the position of an argument, or several, got '0'"),
+    ("static_argnames", 0, "wanted static_argnames as the name of an argument, or several, got 0"),
+]
+
+
+def train_step(w, x):
+    return w
+
+
+def refused(call, said):
+    with pytest.raises(InputError) as raised:
+        call()
+    assert said in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(("name", "value", "said"), WRONG + WRONG_AT_THE_DECORATOR)
+def test_the_decorator_refuses_a_wrong_type(name, value, said):
+    refused(lambda: autoshard.parallelize(**{name: value}), said)
+    refused(lambda: autoshard.parallelize(train_step, **{name: value}), said)
+
+
+@pytest.mark.parametrize(("name", "value", "said"), WRONG)
+def test_search_refuses_a_wrong_type(name, value, said):
+    w = jax.ShapeDtypeStruct((8, 8), "float32")
+    refused(lambda: autoshard.search(train_step, w, w, cluster="8xCPU", **{name: value}), said)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("mesh", [2, 4]),
+        ("mesh", np.array([2, 4])),
+        ("mesh", (np.int64(2), 4)),
+        ("mesh", range(1, 3)),
+        ("pin", {"w": "P('data')"}),
+        ("pin", {}),
+        ("state", ["w"]),
+        ("state", {"w"}),
+        ("stages", "auto"),
+        ("stages", np.int32(2)),
+        ("microbatches", np.int64(2)),
+        ("offload", "never"),
+        ("offload", ["parameters"]),
+        ("offload", ()),
+        ("memory", 1e9),
+        ("memory", np.int64(1 << 30)),
+        ("time_limit_s", 60),
+        ("time_limit_s", np.float32(0.5)),
+        ("plan", Path("plan.json")),
+        ("like", "plan.json"),
+        ("cluster", Path("node.json")),
+        ("devices", tuple(jax.devices()[:2])),
+        ("devices", np.array(jax.devices())),
+        ("static_argnums", -1),
+        ("static_argnums", (0, np.int64(1))),
+        ("static_argnames", ("w",)),
+        ("progress", print),
+    ],
+)
+def test_all_forms_of_a_right_type_pass(name, value):
+    option_types.check(**{name: value})
+
+
+def test_each_option_of_the_decorator_has_a_type_and_may_be_left_out():
+    options = inspect.signature(autoshard.parallelize).parameters.keys() - {"step"}
+    assert options == option_types.WANTED.keys()
+    option_types.check(**dict.fromkeys(options))
+
+
+def test_numbers_of_numpy_are_python_s_in_a_plan():
+    two = np.int64(2)
+    assert type(planning.whole(two)) is int
+    assert planning.mesh_shape((two, 4)) == (2, 4)
+    stages = pipelines.asked_for(two, None)
+    assert stages is not None
+    assert type(stages.count) is int
