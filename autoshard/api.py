@@ -191,11 +191,21 @@ def emit(
 ) -> tuple[Program, ...]: ...
 
 
+@overload
+def emit(
+    step: Callable[..., Any],
+    *abstract_args: Any,
+    plan: str | os.PathLike[str],
+    devices: Sequence[Any] | None = None,
+    state: str | Sequence[str] | None = None,
+) -> Program | tuple[Program, ...]: ...
+
+
 @boundary
 def emit(
     step: Callable[..., Any],
     *abstract_args: Any,
-    plan: AnyPlan,
+    plan: str | os.PathLike[str] | AnyPlan,
     devices: Sequence[Any] | None = None,
     state: str | Sequence[str] | None = None,
 ) -> Program | tuple[Program, ...]:
@@ -204,7 +214,7 @@ def emit(
     Args:
       step: the step that the plan was made for.
       *abstract_args: its arguments' shapes.
-      plan: what `search` returned, or `Plan.load`.
+      plan: a plan or its file.
       devices: in the cluster's order; real, simulated or compile-only (`jax.experimental.topologies`). By
         default those that JAX sees.
       state: as for `search`.
@@ -218,12 +228,14 @@ def emit(
       PlanError: the plan is for another step, or decides something impossible.
       InputError: there are fewer devices than the plan's mesh has.
     """
-    hardware = planning.hardware(plan, "the plan")
+    option_types.check(plan=plan, devices=devices, state=state)
+    given, place = loaded(plan)
+    hardware = planning.hardware(given, place)
     traced = _traced(step, hardware, abstract_args, state)
     devices = jax.devices() if devices is None else devices
-    if isinstance(plan, Plan):
-        return programs.built(planning.applied(traced, plan, "the plan"), hardware.groups[0], devices)
-    return programs.emitted(pipelines.applied(traced, plan, "the plan"), hardware, devices)
+    if isinstance(given, Plan):
+        return programs.built(planning.applied(traced, given, place), hardware.groups[0], devices)
+    return programs.emitted(pipelines.applied(traced, given, place), hardware, devices)
 
 
 @boundary
@@ -265,6 +277,7 @@ def verify(
     Example:
       >>> print(autoshard.verify(train_step, state, batch, plan="plan.json"))  # doctest: +SKIP
     """
+    option_types.check(plan=plan, state=state, timeout_s=timeout_s, progress=progress)
     given, place = loaded(plan)
     cluster = planning.hardware(given, place)
     compiler = Compiler(judge.target_config_text(target_config), timeout_s)

@@ -126,6 +126,7 @@ WANTED = MappingProxyType(
             lambda v: _is_file(v) or isinstance(v, Parallelized | Plan),
         ),
         "time_limit_s": Wanted("time_limit_s as a number of seconds", _is_number),
+        "timeout_s": Wanted("timeout_s as a number of seconds", _is_number),
         "devices": Wanted(
             "devices as different devices of JAX in a list, such as jax.devices()[:4]", _are_devices
         ),
@@ -134,4 +135,4 @@ WANTED = MappingProxyType(
         "progress": Wanted("progress as a function that takes a line, such as print", callable),
     }
 )
-"""The types of all options of `autoshard.parallelize` and `autoshard.search`, by name."""
+"""By name: the options of `parallelize`, which `search`, `emit` and `verify` share in part, and `verify`'s time limit."""

@@ -251,9 +251,10 @@ def test_an_edited_plan_file_is_run(plan, tmp_path):
     assert_close(step(state, make_batch()), plain_steps(1))
 
 
-def test_emit_gives_what_to_lower(plan):
+def test_emit_gives_what_to_lower(plan, tmp_path):
     shapes = jax.eval_shape(create_state, jax.random.key(0)), jax.eval_shape(make_batch_arrays)
-    program = autoshard.emit(train_step, *shapes, plan=plan)
+    plan.save(tmp_path / "plan.json")
+    program = autoshard.emit(train_step, *shapes, plan=tmp_path / "plan.json")
     assert program.args[0]["params"]["up"].sharding.spec == jax.P(None, "model")
     assert program.donated == (True, False)
     placed = jax.device_put((create_state(jax.random.key(0)), make_batch()), program.shardings)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import autoshard
-from autoshard import InputError, option_types, pipelines, planning
+from autoshard import InputError, PlanError, option_types, pipelines, planning
 
 WRONG = [
     ("mesh", 8, "wanted a mesh as sizes of its axes, such as (2, 4), got 8"),
@@ -81,6 +81,22 @@ def test_search_refuses_a_wrong_type(name, value, said):
 
 
 @pytest.mark.parametrize(
+    ("face", "options", "said"),
+    [
+        (autoshard.emit, {"plan": 3}, "wanted plan as a plan or its file, got 3"),
+        (autoshard.emit, {"plan": "nowhere.json"}, "nowhere.json"),
+        (autoshard.emit, {"plan": "nowhere.json", "state": True}, "wanted state as the pytree path"),
+        (autoshard.emit, {"plan": "nowhere.json", "devices": 4}, "wanted devices as different devices"),
+        (autoshard.verify, {"plan": 3}, "wanted plan as a plan or its file, got 3"),
+        (autoshard.verify, {"plan": "p.json", "timeout_s": "9"}, "wanted timeout_s as a number of seconds"),
+    ],
+)
+def test_emit_and_verify_refuse_wrong_types(face, options, said):
+    with pytest.raises((InputError, PlanError), match=said):
+        face(train_step, **options)
+
+
+@pytest.mark.parametrize(
     ("name", "value"),
     [
         ("mesh", [2, 4]),
@@ -118,7 +134,7 @@ def test_all_forms_of_a_right_type_pass(name, value):
 
 def test_each_option_of_the_decorator_has_a_type_and_may_be_left_out():
     options = inspect.signature(autoshard.parallelize).parameters.keys() - {"step"}
-    assert options == option_types.WANTED.keys()
+    assert options == option_types.WANTED.keys() - {"timeout_s"}
     option_types.check(**dict.fromkeys(options))
 
 
