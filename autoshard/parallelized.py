@@ -25,6 +25,7 @@ from autoshard.cost_model.cluster import Cluster
 from autoshard.cost_model.errors import InputError
 from autoshard.cost_model.hardware import parse_hardware
 from autoshard.cost_model.mixed_cluster import AnyCluster, MixedCluster
+from autoshard.cost_model.units import format_mesh, format_seconds
 from autoshard.creation import Creation, Number
 from autoshard.executors.jit import Program
 from autoshard.executors.pipeline_program import PipelineProgram
@@ -41,6 +42,7 @@ from autoshard.search.options import Options
 from autoshard.search.plan.pipeline_plan import PipelinePlan
 from autoshard.search.plan.plan import Plan
 from autoshard.search.plan.spmd_plan import SpmdPlan
+from autoshard.search.plan.text_table import plural
 from autoshard.signatures import Known, format_type, is_for, static_of, type_of
 from autoshard.signatures import signature as signature_of
 from autoshard.tracebacks import boundary
@@ -93,6 +95,20 @@ class _Planned:
     types: tuple[Any, ...]
 
 
+def _in_a_line(plan: AnyPlan | None) -> str:
+    """A plan as `repr` sums it up."""
+    if plan is None:
+        return "not planned yet"
+    if isinstance(plan, Plan):
+        how = f"mesh {format_mesh(tuple(plan.decisions.mesh.values()))}"
+        if plan.is_edited:
+            return f"{how}, edited by hand"
+    else:
+        stages = len(plan.stages) if isinstance(plan, PipelinePlan) else plan.stages
+        how = f"{plural(stages, 'stage')}, schedule {plan.schedule}"
+    return f"{how}, {format_seconds(plan.estimates.step_s)} a step predicted"
+
+
 class Parallelized:
     """A training step that runs on many devices; made by `parallelize`."""
 
@@ -125,13 +141,42 @@ class Parallelized:
         Raises:
           InputError: nothing has been planned yet.
         """
+        if (plan := self._known_plan) is None:
+            raise InputError(f"{self.__name__} has no plan yet: call it, its .init or its .lower first")
+        return plan
+
+    @property
+    def _known_plan(self) -> AnyPlan | None:
         if self._last is not None:
             return self._last.plan
-        if self._planned:
-            return self._planned[-1].plan
-        if self._given is None:
-            raise InputError(f"{self.__name__} has no plan yet: call it, its .init or its .lower first")
-        return self._given
+        return self._planned[-1].plan if self._planned else self._given
+
+    def __repr__(self) -> str:
+        return f"<parallelized {self.__name__}: {_in_a_line(self._known_plan)}>"
+
+    def __copy__(self) -> "Parallelized":
+        """Another one with the same plans and programs."""
+        again = object.__new__(type(self))
+        again.__dict__.update(self.__dict__)
+        return again
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Parallelized":
+        """One that is not planned yet: the step may be a method, and plans are of the object that it had."""
+        again = Parallelized(copy.deepcopy(self.callee.step, memo), self._request)
+        again._owner = copy.deepcopy(self._owner, memo)
+        return again
+
+    @boundary
+    def __reduce__(self) -> Any:
+        """Refuses to be pickled.
+
+        Raises:
+          InputError: always.
+        """
+        raise InputError(
+            f"{self.__name__} is a parallelized step and cannot be pickled, as its programs are for this process's devices. "
+            "Pickle the function that it was made of, save its plan (.plan.save), and parallelize there with plan="
+        )
 
     @boundary
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

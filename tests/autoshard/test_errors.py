@@ -1,7 +1,9 @@
 """What a user can do wrong, and what is said about it."""
 
+import copy
 import functools
 import json
+import pickle
 from dataclasses import replace
 
 import jax
@@ -12,6 +14,7 @@ import pytest
 import autoshard
 from autoshard import AutoshardWarning, ClusterError, InfeasibleError, InputError, PlanError
 from autoshard.cost_model.hardware import parse_cluster
+from autoshard.cost_model.units import format_mesh, format_seconds
 
 
 def train_step(w, x):
@@ -312,6 +315,44 @@ def test_no_plan_before_the_first_call():
         autoshard.parallelize(train_step).plan  # noqa: B018
     with pytest.raises(InputError, match="train_step has no plan yet"):
         autoshard.parallelize(functools.partial(train_step)).plan  # noqa: B018
+
+
+def test_repr_says_the_name_and_the_plan(plan):
+    assert repr(autoshard.parallelize(train_step)) == "<parallelized train_step: not planned yet>"
+    predicted = f"mesh {format_mesh(tuple(plan.decisions.mesh.values()))}, {format_seconds(plan.estimates.step_s)} a step"
+    given = autoshard.parallelize(train_step, plan=plan)
+    assert repr(given) == f"<parallelized train_step: {predicted} predicted>"
+    by_hand = plan.to_json()
+    by_hand["decisions"]["arguments"]["x"] = "P(None, 'data')"
+    given = autoshard.parallelize(train_step, plan=autoshard.Plan.from_json(by_hand, "my.json"))
+    assert repr(given).endswith(", edited by hand>")
+
+
+class Trainer:
+    """A model of one number, with its step."""
+
+    def __init__(self, rate):
+        self.rate = rate
+        self.step = autoshard.parallelize(self.plain, mesh=(8,))
+
+    def plain(self, w):
+        return w - self.rate * w
+
+
+def test_a_parallelized_step_is_copied_with_its_object_and_not_pickled():
+    trainer = Trainer(0.5)
+    w = jnp.ones(8)
+    for _ in ("before its first call", "after it"):
+        with pytest.raises(
+            InputError, match=r"plain is a parallelized step and cannot be pickled.* save its plan"
+        ):
+            pickle.dumps(trainer)
+        other = copy.deepcopy(trainer)
+        other.rate = 0.25
+        np.testing.assert_array_equal(trainer.step(jnp.ones(8)), 0.5 * w)
+    assert repr(other.step) == "<parallelized plain: not planned yet>"
+    np.testing.assert_array_equal(other.step(jnp.ones(8)), 0.75 * w)
+    assert copy.copy(trainer.step).plan is trainer.step.plan
 
 
 def test_other_shapes_are_planned_again_with_a_warning():

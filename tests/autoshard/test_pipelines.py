@@ -67,6 +67,8 @@ def test_a_saved_plan_is_used_again(mlp, tmp_path):
     step = in_two_stages()
     step.plan.save(path)
     assert PipelinePlan.load(path) == step.plan
+    schedule, predicted = step.plan.schedule, format_seconds(step.plan.estimates.step_s)
+    assert repr(step).endswith(f": 2 stages, schedule {schedule}, {predicted} a step predicted>")
     again = autoshard.parallelize(case.step, plan=path)
     assert_equal(run_steps(again, case, case.init(), NUM_STEPS), mlp.results)
     assert again.plan == step.plan
