@@ -63,8 +63,8 @@ def search(
       *abstract_args: its arguments' shapes: pytrees of `jax.ShapeDtypeStruct` (arrays work too).
       cluster: a preset such as "64xH100-80GB", a `Cluster`, or a JSON file that describes one. Of several kinds of node
         ("8xH100-80GB+16xA100-40GB", or a `MixedCluster`) the plan is a pipeline, whose stages each stand on one kind.
-      memory: the cap per device, such as "70GiB" or bytes; by default the device's memory less what the
-        runtime needs. Devices of several kinds have at most what each kind has by default.
+      memory: the cap per device, such as "70GiB", bytes or "90%" of its memory; by default the device's memory less what the
+        runtime needs. Devices of several kinds have at most what each kind has by default, and a share is of the largest's.
       mesh: sizes of the logical mesh's axes, outermost first; by default it is searched. Axes are named "data"
         (one axis), "data" and "model" (two), "replica", "data" and "model" (three).
       pin: specs in which arguments must rest, by pytree path, e.g. `{"params['emb']": P("model")}`: as `PartitionSpec` or

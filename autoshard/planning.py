@@ -2,11 +2,12 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from decimal import Decimal, InvalidOperation
 from typing import Any
 
 import jax
 
-from autoshard.cost_model.cluster import Cluster
+from autoshard.cost_model.cluster import Cluster, Device
 from autoshard.cost_model.errors import InputError, PlanError
 from autoshard.cost_model.mixed_cluster import AnyCluster, from_json
 from autoshard.cost_model.units import format_bytes, parse_bytes
@@ -164,7 +165,7 @@ def suiting(step: Step, asked: Asked, mesh: tuple[int, ...] | None) -> Asked:
 
 def limit_bytes(cluster: AnyCluster, asked: Asked) -> int:
     """The cap per device that is asked for."""
-    limit = cluster.device_memory_limit() if asked.memory is None else parse_bytes(asked.memory)
+    limit = cluster.device_memory_limit() if asked.memory is None else _given_bytes(asked.memory, cluster)
     _check_cap(limit, cluster, f"memory={asked.memory!r}")
     return limit
 
@@ -260,9 +261,27 @@ def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:MAX_NAMES]) + f" and {len(names) - MAX_NAMES} more" * (len(names) > MAX_NAMES)
 
 
+def _given_bytes(memory: str | int, cluster: AnyCluster) -> int:
+    """A cap as users say it: a size, or a share of the memory of the device that has most."""
+    if not (isinstance(memory, str) and memory.rstrip().endswith("%")):
+        return parse_bytes(memory)
+    try:
+        percent = Decimal(memory.rstrip()[:-1].strip())
+    except InvalidOperation:
+        percent = Decimal("nan")
+    if not (percent.is_finite() and percent > 0):
+        raise InputError(f"wanted a share of a device's memory such as '90%', got {memory!r}")
+    return int(percent * _largest(cluster).memory_bytes / 100)
+
+
+def _largest(cluster: AnyCluster) -> Device:
+    """The device that has most memory."""
+    return max((group.device for group in cluster.groups), key=lambda one: one.memory_bytes)
+
+
 def _check_cap(limit_bytes: int, cluster: AnyCluster, said: str) -> None:
     """A cap that no device has would be no cap."""
-    device = max((group.device for group in cluster.groups), key=lambda one: one.memory_bytes)
+    device = _largest(cluster)
     if limit_bytes > device.memory_bytes:
         raise InputError(
             f"{said} is more than the {format_bytes(device.memory_bytes)} that one {device.name} has, of which the runtime "
