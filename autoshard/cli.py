@@ -10,15 +10,17 @@ Here is what may be asked for; what is done with it is in `autoshard.commands`.
 import argparse
 import math
 import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NoReturn
 
 import jax
 from jax.sharding import PartitionSpec
 
-from autoshard import commands
+from autoshard import __version__, commands
 from autoshard.cost_model.errors import AutoshardError, PlanError
 from autoshard.search.ir.spec import read_partition_spec
 from autoshard.terminal import INTERRUPTED, one_line_warnings, say
@@ -35,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     with one_line_warnings():
         try:
-            options = _parser().parse_args(argv)
+            options = _parser().parse_args(_with_negative(sys.argv[1:] if argv is None else argv))
             if not jax.config.jax_platforms and not options.uses_devices:
                 jax.config.update("jax_platforms", "cpu")
             return options.run(options)
@@ -52,14 +54,79 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
 
 
+class _Once(argparse.Action):
+    """Keeps an option's value, and refuses a second one, which would silently win."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option: str | None = None,
+    ) -> None:
+        if getattr(namespace, self.dest) is not None:
+            raise argparse.ArgumentError(
+                self, f"it is given twice, the second time as {values}. Keep one of them"
+            )
+        setattr(namespace, self.dest, values)
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says in one sentence what is wrong."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **options)
+        self.register("action", None, _Once)
+
+    def error(self, message: str) -> NoReturn:
+        say(f"error: {message} (see {self.prog} --help)")
+        self.exit(AutoshardError.exit_status)
+
+
+def _with_negative(arguments: Sequence[str]) -> list[str]:
+    """The arguments, with values such as -1GiB joined to their options: by themselves they would be taken for options."""
+    joined: list[str] = []
+    for argument in arguments:
+        is_value = re.match(r"-[.\d]", argument) and joined and re.fullmatch(r"--[a-z-]+", joined[-1])
+        if is_value:
+            joined[-1] += f"={argument}"
+        else:
+            joined.append(argument)
+    return joined
+
+
+EXIT_STATUSES = MappingProxyType(
+    {
+        0: "done",
+        1: "the compiled program fits, and differs from the prediction",
+        2: "a mistake in the arguments, the step or a file, or the compiler failed",
+        3: "nothing fits the memory cap, or the compiled program does not",
+        4: "the plan is damaged, or for another step",
+        INTERRUPTED: "interrupted by Ctrl-C",
+    }
+)
+"""The meaning of each exit status."""
+
+
+def _ending(example: str, *statuses: int) -> str:
+    """The last lines of a command's help."""
+    lines = [f"  {status:<4} {EXIT_STATUSES[status]}" for status in (0, *statuses, INTERRUPTED)]
+    return "\n".join(["example:", f"  {example}", "", "exit status:", *lines])
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="autoshard",
         description="Finds the fastest way to run a one-device JAX training step on a cluster.",
     )
+    parser.add_argument("--version", action="version", version=f"autoshard {__version__}")
     parser.set_defaults(uses_devices=False)
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
-    search = subparsers.add_parser("search", help="plan a training step for a cluster; needs no device")
+    search = subparsers.add_parser(
+        "search",
+        help="plan a training step for a cluster; needs no device",
+        epilog=_ending("autoshard search train.py:target --cluster 64xH100-80GB --out plan.json", 2, 3),
+    )
     search.add_argument(
         "target",
         metavar="TARGET",
@@ -67,8 +134,13 @@ def _parser() -> argparse.ArgumentParser:
         "(train_step, args), args a tuple of arrays or jax.ShapeDtypeStructs",
     )
     search.add_argument("--cluster", required=True, help="such as 64xH100-80GB, or a JSON file")
-    search.add_argument("--memory", help="the cap per device, such as 70GiB; by default what the device has")
-    search.add_argument("--mesh", type=_mesh, help="sizes of the mesh axes, such as 2x4; by default searched")
+    search.add_argument(
+        "--memory",
+        help="the cap per device, such as 70GiB, or 90%% of its memory; by default all but what the runtime needs",
+    )
+    search.add_argument(
+        "--mesh", type=_mesh, help="sizes of the mesh axes, such as 2x4 or 2,4; by default searched"
+    )
     search.add_argument(
         "--pin",
         type=_pin,
@@ -120,7 +192,11 @@ def _parser() -> argparse.ArgumentParser:
         help="let XLA's GPU compiler judge if the plan fits, and search on where it does not",
     )
     search.set_defaults(run=commands.search)
-    verify = subparsers.add_parser("verify", help="compile a plan's program, without a GPU, and compare")
+    verify = subparsers.add_parser(
+        "verify",
+        help="compile a plan's program, without a GPU, and compare",
+        epilog=_ending("autoshard verify train.py:target plan.json", 1, 2, 3, 4),
+    )
     verify.add_argument("target", metavar="TARGET", help="as for search")
     verify.add_argument("plan", metavar="PLAN", help="what search --out wrote")
     verify.add_argument(
@@ -135,7 +211,11 @@ def _parser() -> argparse.ArgumentParser:
             metavar="FILE",
             help="for a GPU that is no preset: XLA's GpuTargetConfigProto in text",
         )
-    show = subparsers.add_parser("show", help="sum up a saved plan")
+    show = subparsers.add_parser(
+        "show",
+        help="sum up a saved plan",
+        epilog=_ending("autoshard show plan.json --against other.json", 2, 4),
+    )
     show.add_argument("plan", metavar="PLAN")
     show.add_argument("target", nargs="?", metavar="TARGET", help="as for search; for --choices")
     show.add_argument(
@@ -149,11 +229,19 @@ def _parser() -> argparse.ArgumentParser:
         "--trace", type=Path, metavar="FILE", help="write a pipeline's schedule for ui.perfetto.dev"
     )
     show.set_defaults(run=commands.show)
-    listing = subparsers.add_parser("clusters", help="list the presets, or show a cluster with its sources")
+    listing = subparsers.add_parser(
+        "clusters",
+        help="list the presets, or show a cluster with its sources",
+        epilog=_ending("autoshard clusters 8xH100-80GB --json > node.json", 2),
+    )
     listing.add_argument("cluster", nargs="?", metavar="CLUSTER", help="a preset, 64xH100-80GB or a file")
     listing.add_argument("--json", action="store_true", help="print it as a cluster file, to be edited")
     listing.set_defaults(run=commands.clusters)
-    schema = subparsers.add_parser("schema", help="print the JSON Schema of a file, for editors")
+    schema = subparsers.add_parser(
+        "schema",
+        help="print the JSON Schema of a file, for editors",
+        epilog=_ending("autoshard schema plan > plan.schema.json", 2),
+    )
     schema.add_argument("file", choices=["cluster", "plan"], help="which file's")
     schema.set_defaults(run=commands.schema)
     _add_calibrate(subparsers)
@@ -169,7 +257,11 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_calibrate(subparsers: Any) -> None:
-    command = subparsers.add_parser("calibrate", help="measure the attached devices, for a cluster file")
+    command = subparsers.add_parser(
+        "calibrate",
+        help="measure the attached devices, for a cluster file",
+        epilog=_ending("autoshard calibrate --out node.json", 2),
+    )
     command.add_argument("--out", type=Path, required=True, metavar="FILE", help="the cluster file to write")
     command.add_argument("--name", help="of the cluster; by default the file's")
     command.add_argument(
@@ -189,7 +281,7 @@ def _add_calibrate(subparsers: Any) -> None:
 
 def _mesh(text: str) -> tuple[int, ...]:
     try:
-        return tuple(int(size) for size in text.lower().split("x"))
+        return tuple(int(size) for size in re.split("[x,]", text.lower()))
     except ValueError:
         raise argparse.ArgumentTypeError(f"wanted sizes such as 2x4, got {text!r}") from None
 

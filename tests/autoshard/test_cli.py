@@ -4,6 +4,7 @@ import json
 import os
 import pty
 import runpy
+import shlex
 import signal
 import subprocess
 import sys
@@ -226,7 +227,7 @@ def test_json_is_all_of_stdout(run, train, tmp_path):
 
 
 def test_options_reach_the_search(run, train):
-    options = ["--cluster", "8xCPU", "--mesh", "2x4", "--pin", "w=P(None, 'model')", "--memory", "1GiB"]
+    options = ["--cluster", "8xCPU", "--mesh", "2,4", "--pin", "w=P(None, 'model')", "--memory", "1GiB"]
     status, out, _ = run("search", f"{train}:target", *options, "--time-limit", "5", "--json")
     plan = json.loads(out)
     assert status == 0
@@ -477,6 +478,20 @@ def test_a_file_that_cannot_be_imported(run, tmp_path, source, message):
             ["--cluster", "8xCPU", "--out", "/"],
             "--out cannot be written to /: it is a folder; name a file in it",
         ),
+        (["--cluster", "-8xH100"], "wanted a cluster as '<count>x<GPU>' or a JSON file, got '-8xH100'"),
+        (["--cluster", "8xCPU", "--memory", "-1GiB"], "must be finite and not negative, got '-1GiB'"),
+        (
+            ["--cluster", "8xCPU", "--memory", "-5%"],
+            "wanted a share of a device's memory such as '90%', got '-5%'",
+        ),
+        (["--cluster", "8xCPU", "--memory", "101%"], "memory='101%' is more than the"),
+        (["--cluster", "8xCPU", "--time-limit", "-.5"], "wanted a positive number of seconds, got '-.5'"),
+        (
+            ["--cluster", "8xCPU", "--cluster", "4xCPU"],
+            "argument --cluster: it is given twice, the second time as 4xCPU. Keep one of them",
+        ),
+        (["--cluster", "8xCPU", "--mesh", "2,4", "--mesh", "8"], "argument --mesh: it is given twice"),
+        (["--cluster", "8xCPU", "--mesh", "2,4,"], "argument --mesh: wanted sizes such as 2x4, got '2,4,'"),
         ([], "the following arguments are required: --cluster"),
     ],
 )
@@ -484,12 +499,27 @@ def test_option_mistakes(run, train, options, message):
     status, out, err = run("search", f"{train}:target", *options)
     assert (status, out) == (2, "")
     assert message in err
+    assert "usage:" not in err
 
 
 def test_no_command(run):
     assert run()[0] == 2
     assert run("guess")[0] == 2
     assert run("--help")[0] == 0
+
+
+def test_version(run):
+    assert run("--version") == (0, f"autoshard {autoshard.__version__}\n", "")
+
+
+@pytest.mark.parametrize("verb", ["search", "verify", "show", "clusters", "schema", "calibrate"])
+def test_help_ends_with_an_example_that_parses_and_the_exit_statuses(run, verb, monkeypatch):
+    status, out, _ = run(verb, "--help")
+    assert status == 0
+    ending = out[out.index("example:") :].splitlines()
+    assert {line.split()[0] for line in ending[4:]} >= {"0", "2", "130"}
+    monkeypatch.setattr(commands, verb, lambda options: 17)
+    assert run(*shlex.split(ending[1].partition(">")[0])[1:])[0] == 17
 
 
 def test_a_nan_in_a_cluster_file(run, train, tmp_path):
