@@ -13,6 +13,7 @@ import functools
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -49,6 +50,16 @@ from autoshard.tracebacks import boundary
 from autoshard.user_warning import warn
 
 AnyPlan = Plan | PipelinePlan | SpmdPlan
+
+TRANSFORMATIONS = MappingProxyType(
+    {
+        "BatchTracer": "jax.vmap",
+        "JVPTracer": "jax.jvp or jax.grad",
+        "LinearizeTracer": "jax.grad, jax.vjp or jax.linearize",
+        "DynamicJaxprTracer": "another jitted function, a loop or jax.eval_shape",
+    }
+)
+"""Where a call happens, by the type of the arguments that it is given there (JAX 0.11 and 0.12)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -333,9 +344,12 @@ class Parallelized:
         return narrated(self.__name__, first, self._request.progress)
 
     def _searched(self, call: Call, signature: Any, tell: Progress) -> _Planned:
-        if any(_jax.is_tracer(x) for x in jax.tree.leaves(call.positional)):
+        tracer = next(filter(_jax.is_tracer, jax.tree.leaves(call.positional)), None)
+        if tracer is not None:
+            inside = TRANSFORMATIONS.get(type(tracer).__name__, "a JAX transformation")
             raise InputError(
-                f"{self.__name__} is a parallelized step and cannot be called inside another jitted function"
+                f"{self.__name__} is a parallelized step and cannot be called inside {inside}. Transform the function that "
+                "it was made of, and parallelize the result"
             )
         devices, hardware = self._devices(), self._hardware()
         request = self._request

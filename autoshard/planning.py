@@ -56,9 +56,18 @@ def traced(
     state: str | Sequence[str] | None = None,
 ) -> Step:
     """The step as it runs on a cluster, as a graph; warns of ops of which nothing is known, of shardings that it leaves out,
-    of state that changes its type, and of large results that may be state."""
+    of state that changes its type, and of large results that may be state.
+
+    Raises:
+      InputError: the step cannot be traced, or returns nothing.
+    """
     named = (state,) if isinstance(state, str) else tuple(state or ())
     graph = trace_call(cluster.platform, step, args, kwargs, named)
+    if not graph.graph.outputs:
+        raise InputError(
+            f"{graph.name} returns no array, so there is nothing to compute. A training step returns its new state, as in "
+            "`return state, metrics`; perhaps its `return` is missing"
+        )
     for name, (count, where) in driver.primitives_without_rule(graph).items():
         warn(
             f"{name} has no factor rule and is computed alike on all devices ({count} in the step, first {where}). "

@@ -300,12 +300,37 @@ def test_nested_decoration(options):
         autoshard.parallelize(**options)(once)
 
 
-def test_a_parallelized_step_inside_jit():
-    step = autoshard.parallelize(train_step)
-    with pytest.raises(
-        InputError, match="train_step is a parallelized step and cannot be called inside another jitted"
-    ):
-        jax.jit(step)(*arrays())
+@pytest.mark.parametrize(
+    ("transform", "named"),
+    [
+        (jax.jit, "another jitted function, a loop or jax.eval_shape"),
+        (
+            lambda step: functools.partial(jax.eval_shape, step),
+            "another jitted function, a loop or jax.eval_shape",
+        ),
+        (jax.checkpoint, "another jitted function"),
+        (lambda step: jax.vmap(step, (0, None)), "jax.vmap"),
+        (lambda step: jax.grad(lambda w, x: step(w, x).sum()), "jax.grad, jax.vjp or jax.linearize"),
+        (lambda step: functools.partial(jax.vjp, step), "jax.grad, jax.vjp or jax.linearize"),
+        (lambda step: lambda *args: jax.jvp(step, args, args), "jax.jvp or jax.grad"),
+    ],
+)
+def test_a_parallelized_step_inside_a_transformation(transform, named):
+    said = f"train_step is a parallelized step and cannot be called inside {named}"
+    with pytest.raises(InputError, match=said):
+        transform(autoshard.parallelize(train_step))(*arrays())
+
+
+@pytest.mark.parametrize("returned", [None, (), {"metrics": None}])
+def test_a_step_that_returns_nothing(returned):
+    def step(w, x):
+        train_step(w, x)
+        return returned
+
+    with pytest.raises(InputError, match=r"step returns no array, .* perhaps its `return` is missing"):
+        autoshard.search(step, W, X, cluster="8xCPU")
+    with pytest.raises(InputError, match="step returns no array"):
+        autoshard.parallelize(step)(*arrays())
 
 
 def test_no_plan_before_the_first_call():
