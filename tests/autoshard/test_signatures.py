@@ -256,7 +256,8 @@ def test_a_type_that_changes_the_computation_is_searched_and_named():
         return {"w": state["w"] - gradient, "sum": state["sum"] + value}, value
 
     parallelized = autoshard.parallelize(step)
-    state, _ = parallelized({"w": jnp.array(W, jnp.bfloat16), "sum": 0.0}, examples(16))
+    with pytest.warns(AutoshardWarning, match=r"state\['sum'\] \(float32, then bfloat16 at "):
+        state, _ = parallelized({"w": jnp.array(W, jnp.bfloat16), "sum": 0.0}, examples(16))
     message = r"changed in type \(state\['sum'\] is bfloat16\[\], and was weak float32\[\]\)"
     with pytest.warns(AutoshardWarning, match=message):
         parallelized(state, examples(16))
