@@ -1,8 +1,8 @@
-"""A call of a step, made ready to be traced, planned and run: a pure function of pytrees of arrays.
+"""A call of a step in pure form: a function of pytrees of arrays, ready to be traced, planned and run.
 
-What users write is looser than that, and `jax.jit` lets them; so do we. Arguments that have a position are passed by it,
-however the call names them, so that both spellings are one signature. Static arguments are bound into the step, and a call
-with others is another one. NNX objects are taken apart (`autoshard.nnx_objects`). What is left are arrays.
+`jax.jit` accepts looser calls, and so does autoshard. Keyword arguments that have a position are passed by it, so that both
+spellings have one signature. Static arguments are bound into the step; other values are another signature. NNX objects are
+split into a static graph and arrays (`autoshard.nnx_objects`). The remaining arguments are arrays.
 """
 
 import functools
@@ -26,11 +26,11 @@ class Call:
     """A call in pure form.
 
     Attributes:
-      step: the function to trace; what it returns is an `InPlace` where it takes or makes objects.
+      step: the function to trace; it returns an `InPlace` if there are objects among the arguments.
       args: its positional arguments.
       kwargs: its keyword arguments.
       static: the static arguments, with their positions or names.
-      apart: the arguments as they were taken apart, where there are objects among them.
+      apart: the arguments with their objects split into graph and arrays; None without objects.
     """
 
     step: Callable[..., Any]
@@ -46,15 +46,15 @@ class Call:
 
     @property
     def form(self) -> nnx_objects.Form | None:
-        """What is static about the objects."""
+        """The static part of the objects; None without objects."""
         return None if self.apart is None else self.apart.form
 
     def result(self, returned: Any, given: Sequence[Any]) -> Any:
-        """What the call gives, and changes, in the user's terms.
+        """The call's result; the caller's objects are updated in place.
 
         Args:
-          returned: what `step` returned.
-          given: the arguments that it was called with, perhaps placed.
+          returned: the result of `step`.
+          given: the arguments of the program, perhaps moved to its devices.
         """
         if not isinstance(returned, InPlace):
             return returned
@@ -65,19 +65,19 @@ class Call:
 
 
 def _is_spread(x: Any) -> bool:
-    """Whether an array lies on several devices: what the step only reads stays as another one has placed it."""
+    """True if an array lies on several devices: an object keeps such an array where the step only reads it."""
     return isinstance(x, jax.Array) and len(x.sharding.device_set) > 1
 
 
 @dataclass(frozen=True, slots=True)
 class Callee:
-    """A step and what is known of its parameters.
+    """A step and its parameters.
 
     Attributes:
       step: the user's function.
-      parameters: its own, not those of what it wraps; None where it does not say.
-      static_positions: of static arguments.
-      static_names: of static arguments.
+      parameters: its own signature, not that of a wrapped function (see `_parameters`); None if it has none.
+      static_positions: the positions of static arguments.
+      static_names: the names of static arguments.
     """
 
     step: Callable[..., Any]
@@ -92,10 +92,10 @@ class Callee:
         static_argnums: int | Iterable[int] | None = None,
         static_argnames: str | Iterable[str] | None = None,
     ) -> "Callee":
-        """What is known of a step: by itself, from `jax.jit` around it, and as said here.
+        """A step's parameters; those are static that `jax.jit` around it or the arguments here name.
 
         Raises:
-          InputError: there is no such parameter.
+          InputError: a static argument is no parameter of the step.
         """
         names = (static_argnames,) if isinstance(static_argnames, str) else tuple(static_argnames or ())
         is_one = isinstance(static_argnums, int | np.integer)
@@ -136,8 +136,8 @@ class Callee:
         Args:
           args: positional arguments.
           kwargs: keyword arguments.
-          like: the form that the objects among them probably have.
-          is_bound: whether the first argument is the object that the step is a method of; it is static if it is no pytree.
+          like: a form that the objects probably have.
+          is_bound: whether the first argument is the instance of a method; it is static if it is no pytree.
 
         Raises:
           InputError: a static argument cannot be hashed.
@@ -160,7 +160,7 @@ class Callee:
         return Call(nnx_objects.pure(step, apart.form), args, kwargs, static, apart)
 
     def takes(self, count: int) -> bool:
-        """Whether it may be called with so many positional arguments; true of what does not say."""
+        """True if the step accepts this number of positional arguments, or has no signature."""
         if self.parameters is None:
             return True
         try:
@@ -172,18 +172,18 @@ class Callee:
     def by_position(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """A call's arguments by position, as far as they have one."""
+        """Positional and keyword arguments, each keyword that has a position moved to it."""
         if not kwargs or self.parameters is None:
             return args, kwargs
         try:
             bound = self.parameters.bind(*args, **kwargs)
-        except TypeError:  # the step itself says it better
+        except TypeError:  # the step's own error is clearer
             return args, kwargs
         return bound.args, bound.kwargs
 
 
 def _parameters(step: Callable[..., Any]) -> inspect.Signature | None:
-    """A step's own parameters. What wraps another function may do as it likes with keywords; `jit` hands them on."""
+    """A step's own signature. A wrapper may use keywords as it likes, so only `jax.jit` and `nnx.jit` are looked through."""
     while (inner := getattr(step, "__wrapped__", None)) is not None and (
         _jax.is_jitted(step) or nnx_objects.jitted(step) is not step
     ):

@@ -1,10 +1,10 @@
-"""A step that plans itself at its first call: what `parallelize` makes of a function.
+"""A step that plans itself at its first call: the object that `parallelize` returns.
 
-As `jax.jit` keeps a program for each signature, so is there a plan and a program for each here: for other shapes, other
-static arguments, other objects. The first plan says how the state rests, on which mesh; later ones are searched with that
-given, so that nothing moves when calls alternate.
+`jax.jit` keeps one program per signature. A `Parallelized` step keeps one plan and one program per signature: other shapes,
+other static arguments or other NNX objects are searched separately. The first plan fixes the mesh and the layout of the
+state. Later searches keep both, so that the state does not move when calls alternate.
 
-A call that is like one before only runs (`autoshard.signatures`).
+A call whose signature is known runs its program without planning (`autoshard.signatures`).
 """
 
 import contextlib
@@ -64,20 +64,20 @@ TRANSFORMATIONS = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What `parallelize` was asked for.
+    """The options of `parallelize`.
 
     Attributes:
-      asked: of the search.
-      pipeline: one that is asked for.
-      cluster: the hardware, if it is said.
-      state: arguments that come back as results, where that is not evident.
-      donate: other arguments that are given up.
-      plan: one that is given, with how messages call it; no search then.
-      like: a step, or a plan, whose state this one shares.
-      devices: where to run.
+      asked: the options of the search.
+      pipeline: the pipeline that the user asks for, or allows.
+      cluster: the hardware; None for the attached devices.
+      state: arguments that come back as results, where the step does not make that evident.
+      donate: other arguments that are donated.
+      plan: a given plan and its name in messages; the step is then not searched.
+      like: a step, or the resting state of a plan, that shares this step's state.
+      devices: the devices to run on; None for those of `like`, or else all of JAX's.
       static_argnums: as for `jax.jit`.
       static_argnames: as for `jax.jit`.
-      progress: who wants to know of long calls.
+      progress: called with the stages of long calls.
     """
 
     asked: Asked
@@ -129,15 +129,15 @@ class Parallelized:
         self.callee = Callee.of(step, request.static_argnums, request.static_argnames)
         self._request = request
         self._planned: list[_Planned] = []
-        """The first one first; shared by the bound methods, as what has run."""
+        """In the order of planning; bound methods share this list, and `_ran`."""
         self._ran: list[_Planned] = []
         self._owner: tuple[Any, ...] = ()
         self._last: _Planned | None = None
         self._plain = Known[_Planned]()
-        """Those whose programs take what a call is given, by position."""
+        """Single programs that have run and take a call's positional arguments as they come."""
 
     def __get__(self, instance: Any, owner: Any = None) -> "Parallelized":
-        """The step as a method."""
+        """The step bound to an instance, as a method."""
         if instance is None:
             return self
         bound = copy.copy(self)
@@ -147,10 +147,10 @@ class Parallelized:
     @property
     @boundary
     def plan(self) -> AnyPlan:
-        """The plan in use: that of the last call.
+        """The plan of the last call.
 
         Raises:
-          InputError: nothing has been planned yet.
+          InputError: the step has no plan yet.
         """
         if (plan := self._known_plan) is None:
             raise InputError(f"{self.__name__} has no plan yet: call it, its .init or its .lower first")
@@ -191,7 +191,7 @@ class Parallelized:
 
     @boundary
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs one step: the arguments and results of the decorated function."""
+        """Runs one step; arguments and results are those of the decorated function."""
         if self._plain.all:
             args, kwargs = self.callee.by_position(args, kwargs)
             known = None if kwargs else self._plain.like(args)
@@ -217,7 +217,7 @@ class Parallelized:
         return call.result(returned, given)
 
     def _is_refused(self, known: _Planned, args: tuple[Any, ...]) -> bool:
-        """Where a program failed that ran unasked: whether it refuses its arguments, and nothing ran."""
+        """True if a program that was called without checks refused its arguments, so that nothing ran."""
         if not is_for(known, args):
             return True
         is_refused = placing.is_refused(known.program, args, known.step)
@@ -230,12 +230,12 @@ class Parallelized:
         """Creates the state directly on its shards.
 
         Args:
-          create: makes the step's first argument, or its first ones in a tuple; it is traced once and run sharded.
-          *create_args: its arguments, such as a PRNG key.
+          create: returns the step's first argument, or a tuple of its first ones; it is traced once and runs sharded.
+          *create_args: the arguments of `create`, such as a PRNG key.
           args: the step's other arguments, or their shapes.
 
         Returns:
-          What `create` returns, each array sharded as the plan says.
+          The result of `create`, each array sharded as the plan says.
 
         Raises:
           InputError: `create` cannot be traced, or its state does not suit the step.
@@ -247,10 +247,10 @@ class Parallelized:
     def abstract_state(
         self, create: Callable[..., Any], *create_args: Any, args: tuple[Any, ...] = ()
     ) -> Any:
-        """The state that `init` would create, as `jax.ShapeDtypeStruct`s with their shardings, to restore a checkpoint to;
-        what only one of several processes has is split over all devices, as by `for_checkpoint`, and goes there at the call.
+        """The state that `init` would create, as `jax.ShapeDtypeStruct`s with shardings, to restore a checkpoint to.
 
-        The step is planned, if it is not yet; a call with what is restored is then not traced again.
+        Arrays that one of several processes holds alone are split over all devices, as by `for_checkpoint`; the next call
+        moves them back. The step is planned if it has no plan yet, and a call with the restored state is not traced again.
 
         Args:
           create: as for `init`.
@@ -268,11 +268,11 @@ class Parallelized:
 
     @boundary
     def for_checkpoint(self, state: Any) -> Any:
-        """A state as Orbax takes it to save. With several processes, it refuses arrays that one of them has alone, as of a
-        pipeline's stage: they are split over all devices. All else is as it was.
+        """The state in the form that Orbax can save. With several processes, Orbax refuses arrays that one process holds
+        alone, such as those of a pipeline's stage. These are split over all devices; other values are unchanged.
 
         Args:
-          state: what the step returned, or part of it.
+          state: the step's results, or part of them.
 
         Example:
           >>> checkpointer.save(folder, train_step.for_checkpoint(state))  # doctest: +SKIP
@@ -281,7 +281,7 @@ class Parallelized:
 
     @boundary
     def lower(self, *args: Any, **kwargs: Any) -> Any:
-        """The step lowered for its devices, as `jax.jit(...).lower` gives it; arguments may be shapes."""
+        """Lowers the step for its devices, as `jax.jit(...).lower` does; arguments may be shapes."""
         program = self._prepared(self._call(args, kwargs)).program
         if isinstance(program, PipelineProgram):
             raise InputError(
@@ -292,7 +292,7 @@ class Parallelized:
             return program.fn.lower(*program.args)
 
     def _places(self, creation: Creation, args: tuple[Any, ...]) -> tuple[Any, dict[int, Any]]:
-        """The mesh of one argument, and where the arrays lie that are created for a call, by their number."""
+        """The mesh of the first argument, and the shardings of the arrays to create, by their number."""
         shapes, numbers = creation.shapes(), creation.numbers()
         if not self._are_several(shapes, args):
             shapes, numbers = (shapes,), (numbers,)
@@ -303,8 +303,8 @@ class Parallelized:
         return shardings[0].mesh, {n: sharding for n, sharding in places if isinstance(n, Number)}
 
     def _are_several(self, state: Any, args: tuple[Any, ...]) -> bool:
-        """Whether a state is the step's first arguments, and not its first one. Where others have defaults it may be either:
-        then it is what can be traced."""
+        """True if the elements of a state tuple are the step's first arguments, rather than the tuple its first one.
+        Parameters with defaults may allow both; the tuple is then one argument if the step can be planned so."""
         given = len(self._owner) + len(args)
         if not (isinstance(state, tuple) and self.callee.takes(len(state) + given)):
             return False
@@ -334,7 +334,7 @@ class Parallelized:
         return known
 
     def _keep(self, planned: _Planned, call: Call) -> None:
-        """What has run once runs again without further ado."""
+        """Records a program that has run, so that later calls of its signature run it without checks."""
         self._ran.append(planned)
         is_one_program = isinstance(planned.program, Program)
         if is_one_program and not (call.kwargs or call.static or call.form or self._owner):
@@ -376,7 +376,7 @@ class Parallelized:
         devices: Sequence[Any],
         tell: Progress,
     ) -> tuple[Step, AnyPlan, Program | PipelineProgram]:
-        """The step as it runs, its plan and its program."""
+        """The traced step (rewritten as its plan says), its plan and its program."""
         plan, place = given or (None, "")
         given_up = planning.arguments_of(traced, self._request.donate)
         if isinstance(plan, Plan):
@@ -411,7 +411,7 @@ class Parallelized:
     def _what_changed(
         self, call: Call, traced: Step, tree: Any, types: tuple[Any, ...], is_known: bool
     ) -> str:
-        """Why a call is searched again, or is another program; nothing where it is the computation of another call."""
+        """The reason why a call needs a new search or program; empty for the computation of an earlier call."""
         latest, form = self._planned[-1], call.form
         if latest.form and form and (attribute := nnx_objects.changed_attribute(latest.form, form)):
             return (
@@ -434,7 +434,8 @@ class Parallelized:
 
     @property
     def _pipeline(self) -> Stages | None:
-        """The pipeline that is asked for, or may be; of other shapes than a plan is for, one of as many stages, or none."""
+        """The pipeline that the user asks for, or allows. Unless the user names a number of stages, a first or given plan
+        decides: later searches take its number of stages, or no pipeline."""
         asked = self._request.pipeline
         first = self._planned[0].plan if self._planned else self._given
         if asked is not None and asked.count is not None:
@@ -446,8 +447,8 @@ class Parallelized:
         return asked if first is None else None
 
     def _asked(self, traced: Step) -> Asked:
-        """What is asked of the search. Of other shapes than the first ones: the cap of a plan that is given, and of the rest
-        what suits them."""
+        """The options of this search: with a given plan, only its memory cap. For other shapes than the first call's,
+        options that do not suit them are left out."""
         given = self._given
         asked = self._request.asked if given is None else Asked(given.memory_bytes)
         if not self._planned:
@@ -457,7 +458,7 @@ class Parallelized:
         return planning.suiting(traced, asked, mesh)
 
     def _plan_for(self, traced: Step) -> tuple[AnyPlan, str] | None:
-        """A plan that the step need not be searched for: the one that is given, or that of the same computation."""
+        """A plan that spares the search: the given one, or that of an earlier call with this computation."""
         if not self._planned:
             return self._request.plan
         own = planning.fingerprint_of(traced)
@@ -469,7 +470,7 @@ class Parallelized:
         return next(((plan, "the plan before") for plan in same), None)
 
     def _options(self, traced: Step, hardware: Cluster, asked: Asked) -> Options:
-        """What the search is told; after the first one, that the state rests as it does."""
+        """The options of the search; after the first plan they keep the layout of the state."""
         like = self._like
         resting = ANYWHERE if like is None else as_in(traced, like)
         if asked.memory is None and like is not None:
@@ -484,10 +485,10 @@ class Parallelized:
     @property
     @boundary
     def rested(self) -> Rested:
-        """How the state rests, for another step that shares it.
+        """The layout of the state at rest, for another step that shares it.
 
         Raises:
-          InputError: nothing has been planned yet, or it is a pipeline.
+          InputError: the step has no plan yet, or is a pipeline.
         """
         plan = self._planned[0].plan if self._planned else self.plan
         if not isinstance(plan, Plan):
@@ -519,7 +520,7 @@ class Parallelized:
         return list(jax.devices() if request.devices is None else request.devices)
 
     def _hardware(self) -> AnyCluster:
-        """What the plan is for, or what it will be made for."""
+        """The cluster of the given plan, of `like`, of `cluster=`, or of the attached devices."""
         request = self._request
         if request.plan is not None:
             return planning.hardware(*request.plan)
@@ -531,7 +532,7 @@ class Parallelized:
 
     @property
     def _advice(self) -> str:
-        """What to do where much of a call's arguments has to move."""
+        """Advice for a warning about arguments that have to move in each call."""
         if self._pipeline:
             return "Each stage of a pipeline has devices of its own: let .init create it there"
         if self._request.like is not None:

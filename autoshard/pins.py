@@ -1,9 +1,8 @@
-"""Where arguments must rest: as users pin them, and as another step on the same state has them.
+"""Required layouts of arguments at rest: the user's pins, and the layout of a step that shares the state.
 
-A pin names an argument by its pytree path, whose beginning may be left out, or several by a path that is folded as
-`print(plan)` folds it. What it says is a `PartitionSpec`, or a plan's own text. A whole plan pins all that its step and this
-one share, and so does a step that is planned already: whatever runs on the state of a training step, such as an evaluation,
-then finds it where it is.
+A pin names one argument by its pytree path, whose beginning may be omitted, or several by a folded path as in
+`print(plan)`. Its value is a `PartitionSpec`, or the text of one in a plan. A whole plan, or a step with a plan, pins every
+argument that both steps share. An evaluation then reads a training step's state without moving it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,17 +22,17 @@ from autoshard.search.plan.plan import Plan
 Pins = Mapping[str, PartitionSpec | str] | Plan
 
 MAX_NAMES = 4
-"""Arguments that a message names. Source: a choice of ours."""
+"""Largest number of arguments that a message names. Source: a choice of ours."""
 
 
 @dataclass(frozen=True, slots=True)
 class Resting:
-    """Where some arguments must rest.
+    """The required layout of some arguments at rest.
 
     Attributes:
-      specs: by full path.
-      on_host: those of them that rest in the host's memory.
-      mesh: what the specs are for; None where any mesh with their axes will do.
+      specs: the arguments' specs, by full path.
+      on_host: the paths among them whose arguments rest in the host's memory.
+      mesh: the axis sizes that the specs are for; None if any mesh with their axes is allowed.
     """
 
     specs: Mapping[str, PartitionSpec] = field(default_factory=dict[str, PartitionSpec])
@@ -41,16 +40,16 @@ class Resting:
     mesh: tuple[int, ...] | None = None
 
     def then(self, others: "Resting") -> "Resting":
-        """Those of others too, where nothing is said here."""
+        """This layout, completed by that of `others` for arguments that have no spec here."""
         on_host = (name for name in others.on_host if name not in self.specs)
         specs = {**others.specs, **self.specs}
         return Resting(specs, (*self.on_host, *on_host), self.mesh or others.mesh)
 
     def offload(self, asked: tuple[str, ...] | str | None) -> tuple[str, ...] | str | None:
-        """What is on the host, as `Options` has it, with what was asked for besides.
+        """The value of `Options.offload`: the user's choice, and the arguments that rest on the host.
 
         Raises:
-          InputError: nothing shall be there.
+          InputError: the user's choice forbids offloading.
         """
         if not self.on_host:
             return asked
@@ -66,27 +65,28 @@ ANYWHERE = Resting()
 
 @dataclass(frozen=True, slots=True)
 class Rested:
-    """A plan, and the shapes of its step's arguments by path, None where they are not known."""
+    """A plan, and the shapes of its step's arguments by path; None for unknown shapes."""
 
     plan: Plan
     shapes: Mapping[str, tuple[int, ...] | None]
 
     @classmethod
     def by(cls, plan: Plan) -> "Rested":
-        """What a plan alone says."""
+        """A plan without its step, so that the shapes are unknown."""
         return cls(plan, dict.fromkeys(plan.decisions.arguments))
 
 
 def pinned(step: Step, pin: Pins, num_devices: int) -> Resting:
-    """What a user pins.
+    """The layout that the user's pins require.
 
     Args:
       step: the traced step.
       pin: specs by path, or a plan.
-      num_devices: of the cluster; the mesh of a plan for as many is kept.
+      num_devices: devices of the cluster; a pinned plan for this number also fixes the mesh.
 
     Raises:
-      InputError: a path names no argument, or several; a spec cannot be read; two pins contradict each other.
+      InputError: a path is ambiguous or names no argument, a spec is invalid, two pins contradict each other, or a plan
+        shares no argument with the step.
     """
     if isinstance(pin, Plan):
         shared = as_in(step, Rested.by(pin))
@@ -100,15 +100,15 @@ def pinned(step: Step, pin: Pins, num_devices: int) -> Resting:
 
 
 def allowed(step: Step, pin: Pins, mesh: tuple[int, ...]) -> tuple[Pins | None, tuple[str, ...]]:
-    """The pins that another call of their step allows.
+    """The pins of a step's first call that a later call allows.
 
     Args:
-      step: the call, traced.
-      pin: as for `pinned`, which has read it for the first call.
-      mesh: the mesh that the first call runs on.
+      step: the later call, traced.
+      pin: the pins, which `pinned` has read for the first call.
+      mesh: the mesh of the first call.
 
     Returns:
-      The pins of arguments that are there and split so, and for each of the others why not.
+      The pins whose argument exists and can be split as they say, and a reason for each argument that cannot.
     """
     if isinstance(pin, Plan):
         return (pin if as_in(step, Rested.by(pin)).specs else None), ()
@@ -127,11 +127,12 @@ def allowed(step: Step, pin: Pins, mesh: tuple[int, ...]) -> tuple[Pins | None, 
 
 
 def as_in(step: Step, rested: Rested) -> Resting:
-    """How another step rests what this one shares with it; what is in doubt, or does not split so, is left out.
+    """The layout in which another step keeps the arguments that both share. Arguments with an ambiguous counterpart, or that
+    cannot be split so, are omitted.
 
     Args:
       step: the traced step.
-      rested: the other step's arguments.
+      rested: the other step's plan, with its arguments' shapes.
     """
     decisions, others = rested.plan.decisions, Counterparts(rested.shapes)
     mesh = tuple(decisions.mesh.values())
@@ -168,7 +169,7 @@ def _by_path(step: Step, pin: Mapping[str, Any]) -> Resting:
 
 
 def _read(key: str, said: Any) -> tuple[PartitionSpec, bool]:
-    """A spec, and whether it is on the host."""
+    """The spec of a pin, and True if it places the argument on the host."""
     if isinstance(said, PartitionSpec):
         return said, False
     try:
@@ -182,7 +183,7 @@ def _read(key: str, said: Any) -> tuple[PartitionSpec, bool]:
 
 
 def _named(key: str, names: Sequence[str]) -> tuple[str, ...]:
-    """The arguments that a pin is for: one, or those that its folded path stands for."""
+    """The paths of the arguments that a pin names: one, or all that its folded path stands for."""
     hits = ending_in(key, names)
     if len(hits) > 1:
         raise InputError(f"pin {key!r} matches {_some(hits)}. Name one argument by its pytree path")

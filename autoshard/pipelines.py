@@ -1,8 +1,8 @@
-"""Pipelines as users ask for them: from `stages=` and what stands beside it to a pipeline on its step.
+"""Pipelines as users ask for them: from `stages=` and its neighbours to a pipeline on its step.
 
-Who says nothing of stages gets a pipeline where that is faster, or the only plan that fits. As a pipeline's search takes
-much longer than one program's, it is made only where it may pay. A pipeline computes what one program does; so at most it
-saves what that waits for communication, computes twice or does not share out.
+Without `stages=`, the user gets a pipeline if it is faster than one program or the only plan that fits. Searching a pipeline
+takes much longer than searching one program, so it is searched only if it may pay. Both do the same arithmetic. A pipeline
+can therefore save at most one program's exposed communication, recomputation and replicated work.
 """
 
 import math
@@ -40,33 +40,33 @@ from autoshard.search.plan.spmd_plan import (
 from autoshard.user_warning import warn
 
 AUTO = "auto"
-"""How users ask for as many stages as are best, or none, however long the search takes."""
+"""The value of `stages=` that searches for the best number of stages, or one program, however long that takes."""
 
 WORTH = 0.15
-"""Of the step, what a pipeline has to be able to save for one to be searched unasked. Source: a choice of ours; of what it
-may save, its own bubble and transfers take about a half."""
+"""Smallest share of the step's time that a pipeline may save for a search that nobody asked for. Source: a choice of ours;
+the pipeline's own bubble and transfers take about half of the saving."""
 
 MUCH_FASTER = 1.3
-"""One program is at most so many times as fast as a pipeline's microbatches, where its devices always have work: its kernels
-take more examples at a time. Source: a choice of ours."""
+"""Largest speed-up of one program over a pipeline's microbatches on busy devices: its kernels take more examples at a time.
+Source: a choice of ours."""
 
 UNASKED_S = 75.0
-"""Nominal seconds (`search.solver.clock`) for a pipeline that nobody asks for; what was begun by then is ended. Source: a
-choice of ours; one of 39B in 48 unrolled layers on 64 devices takes 63, GPT-3's in 96 layers on 1,024 takes 52."""
+"""Nominal seconds (`search.solver.clock`) for the search of a pipeline that nobody asked for; work in progress is finished.
+Source: a choice of ours; 39B parameters in 48 unrolled layers on 64 devices take 63, GPT-3's 96 layers on 1,024 take 52."""
 
 LEAST_TASKS = 8
-"""Of a pipeline: two stages, two microbatches, forward and backward."""
+"""Fewest tasks of a pipeline: two stages, two microbatches, forward and backward."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stages:
-    """A pipeline that is asked for, or may be.
+    """A pipeline that the user asks for, or allows.
 
     Attributes:
-      count: of stages; None to search it, and to take one program where that is faster.
-      schedule: the family's name, if it is said.
-      executor: what is to run it; None for what is predicted to be faster.
-      always: whether it is searched even where it can save little.
+      count: number of stages; None to search it, and to prefer one program if that is faster.
+      schedule: the name of a schedule family; None to search it.
+      executor: the executor; None for the one with the shorter predicted step.
+      always: whether the search also runs if a pipeline can save little.
     """
 
     count: int | None
@@ -76,11 +76,11 @@ class Stages:
 
 
 WHERE_IT_PAYS = Stages(None, always=False)
-"""What is asked for where nothing is said."""
+"""The pipeline that a user allows who says nothing of stages."""
 
 
 class OneProgram(Protocol):
-    """What a search for one program finds."""
+    """The result of a search for one program."""
 
     @property
     def plan(self) -> Plan:
@@ -89,27 +89,27 @@ class OneProgram(Protocol):
 
     @property
     def saveable_s(self) -> float:
-        """What a plan of another kind may save of a step at most."""
+        """Seconds of a step that a plan of another kind may save at most."""
         ...
 
     def waited(self, part: str, seconds: float) -> Self:
-        """With what its user has waited for besides."""
+        """A copy whose search times also hold these seconds under the name `part`."""
         ...
 
 
 def asked_for(
     stages: int | str | None, schedule: str | None, executor: str | None = None, is_open: bool = False
 ) -> Stages | None:
-    """The pipeline that is asked for, if one is.
+    """The pipeline that the user asks for, or allows; None for one program.
 
     Args:
-      stages: as users say it.
-      schedule: likewise.
-      executor: likewise.
-      is_open: whether, if nothing is said of stages, it may be a pipeline as well as one program.
+      stages: the user's `stages=`.
+      schedule: the user's `schedule=`.
+      executor: the user's `executor=`.
+      is_open: whether a pipeline is allowed if `stages` is None.
 
     Raises:
-      InputError: there cannot be so many stages, no such executor, or a schedule or an executor without any stages.
+      InputError: the number of stages or the executor is invalid, or a schedule or an executor is given without stages.
     """
     if executor is not None and executor not in EXECUTORS:
         raise InputError(
@@ -132,10 +132,10 @@ def asked_for(
 
 
 def across_kinds(cluster: MixedCluster, wanted: Stages | None) -> Stages:
-    """The pipeline that is asked for on several kinds of node: one in any case, with a program per stage.
+    """The pipeline for several kinds of node, where every plan is a pipeline with a program per stage.
 
     Raises:
-      InputError: one program is asked for, or what only that has.
+      InputError: the user asks for one program, or for options that only one program has.
     """
     if wanted is None or wanted.executor == ONE_PROGRAM:
         only = "executor=" if wanted else "stages=1, pin=, offload=, time_limit_s=, like=, donate="
@@ -147,8 +147,8 @@ def across_kinds(cluster: MixedCluster, wanted: Stages | None) -> Stages:
 
 
 def leaves_open(asked: Asked, **others: Any) -> bool:
-    """Whether what is asked for suits a pipeline as well as one program. A mesh, how arguments rest, in how many parts the
-    batch is taken and the solver's time are one program's, unless stages are asked for."""
+    """True if the user's options allow a pipeline as well as one program. Without `stages=`, a mesh, pins, offloading,
+    microbatches and a time limit mean one program, and so do the options in `others`."""
     of_one = (asked.mesh, asked.pin or None, asked.offload, asked.microbatches, asked.time_limit_s)
     return all(one is None for one in (*of_one, *others.values()))
 
@@ -166,15 +166,15 @@ def fastest[One: OneProgram](
 
     Args:
       step: the traced step.
-      cluster: what it will run on.
-      wanted: what is asked for of a pipeline.
-      asked: what else is asked of the search.
+      cluster: the cluster that it will run on.
+      wanted: the pipeline that the user asks for, or allows.
+      asked: the other options of the search.
       alone: searches for one program.
-      progress: called with one line a stage of the work.
-      processes: those that run it, of which the first one searches.
+      progress: called with one line per stage of the work.
+      processes: the processes that run the step; the first one searches.
 
     Raises:
-      InfeasibleError: neither fits; says what would make one program fit.
+      InfeasibleError: neither fits; the message tells how one program could fit.
     """
     found, refused, start_s = None, InfeasibleError(), perf_counter()
     try:
@@ -201,22 +201,22 @@ def fastest[One: OneProgram](
 def _waited[Found: (Pipeline, SpmdPipeline, Pipeline | SpmdPipeline)](
     found: Found, part: str, seconds: float
 ) -> Found:
-    """A pipeline, with what its user has waited for besides."""
+    """A copy of a pipeline whose search times also hold these seconds under the name `part`."""
     search_s = {**found.plan.search_s, part: seconds}
     return replace(found, plan=replace(found.plan, search_s=search_s))
 
 
 def _may_pay(found: OneProgram) -> bool:
-    """Whether a pipeline may be so much faster than one program that it is worth to be searched."""
+    """True if one program leaves enough time to save for the search of a pipeline."""
     least_s = max(WORTH * found.plan.estimates.step_s, LEAST_TASKS * DISPATCH_S)
     return found.plan.num_devices > 1 and found.saveable_s > least_s
 
 
 def refuse(**options: Any) -> None:
-    """What cannot be asked of a pipeline.
+    """Refuses options that a pipeline does not have.
 
     Raises:
-      InputError: some of it is.
+      InputError: one of them is not None.
     """
     if said := [name for name, value in options.items() if value is not None]:
         raise InputError(
@@ -237,16 +237,16 @@ def found(
 
     Args:
       step: the traced step.
-      cluster: what it will run on.
-      wanted: what is asked for, or a plan.
-      asked: what else is asked of the search.
-      place: how messages call the plan.
-      progress: called with one line a stage of the work.
-      processes: those that run it, of which the first one searches.
+      cluster: the cluster that it will run on.
+      wanted: the pipeline to search, or a plan to apply.
+      asked: the other options of the search.
+      place: the plan's name in messages.
+      progress: called with one line per stage of the work.
+      processes: the processes that run the step; the first one searches.
 
     Raises:
-      InputError: what is asked for cannot be.
-      InfeasibleError: nothing fits.
+      InputError: the options are impossible.
+      InfeasibleError: no pipeline fits.
       PlanError: the plan is for another step, or decides something impossible.
     """
     if isinstance(wanted, PipelinePlan | SpmdPlan):
@@ -263,23 +263,23 @@ def found_or_alone[One: OneProgram](
     progress: Progress = lambda line: None,
     processes: Processes = ALONE,
 ) -> One | Pipeline | SpmdPipeline:
-    """Another call of a step that is a pipeline, as one too, or as one program if it cannot be: a last batch may have fewer
-    examples than there are microbatches.
+    """A later call of a step whose first plan is a pipeline: a pipeline as well, or one program where that is impossible. A
+    last batch may have fewer examples than the pipeline has microbatches.
 
     Args:
-      step: the call, traced.
-      cluster: what it will run on.
+      step: the later call, traced.
+      cluster: the cluster that it will run on.
       wanted: the pipeline of the first call.
-      asked: what else is asked of the search.
+      asked: the other options of the search.
       alone: searches for one program.
-      progress: called with one line a stage of the work.
-      processes: those that run it, of which the first one searches.
+      progress: called with one line per stage of the work.
+      processes: the processes that run the step; the first one searches.
 
     Raises:
       InfeasibleError: nothing fits.
 
     Warns:
-      AutoshardWarning: it is one program.
+      AutoshardWarning: the result is one program.
     """
     try:
         return searched(step, cluster, wanted, asked, progress, processes)
@@ -297,7 +297,8 @@ def searched(
     processes: Processes = ALONE,
     cutoff_s: float = math.inf,
 ) -> Pipeline | SpmdPipeline:
-    """A step as a pipeline that takes less than the cutoff; arguments and errors as of `found`."""
+    """Searches for a pipeline whose step takes less than `cutoff_s`; the other arguments, and the errors, are those of
+    `found`."""
     options = _options(cluster, wanted, asked)
 
     def apply(data: Any, place: str) -> Pipeline | SpmdPipeline:
@@ -317,7 +318,8 @@ def _faster(
     progress: Progress,
     cutoff_s: float,
 ) -> Pipeline | SpmdPipeline:
-    """By prediction, of what either executor can run; they share what they know of the step, and their time."""
+    """The pipeline with the shorter predicted step among the executors. Both searches share the prepared step and the time
+    limit."""
     prepared = Prepared.within(math.inf if wanted.always else UNASKED_S)
     executor, as_one, start_s = wanted.executor, None, perf_counter()
     if isinstance(cluster, Cluster) and executor != PROGRAM_PER_STAGE:
@@ -351,7 +353,7 @@ def _faster(
 def _tell_of_parts(
     step: Step, cluster: MixedCluster, plan: PipelinePlan, parts: Parts, progress: Progress
 ) -> None:
-    """Warns where one program on nodes of one kind alone is faster than a pipeline on all."""
+    """Warns if one program on the nodes of one kind is predicted to be faster than the pipeline on all nodes."""
     alone_s = dict[str, float]()
     for group, cap_bytes in zip(cluster.groups, cluster.caps(plan.memory_bytes), strict=True):
         if parts.least_s(group) > MUCH_FASTER * plan.estimates.step_s:
@@ -369,10 +371,10 @@ def _tell_of_parts(
 
 
 def applied(step: Step, plan: PipelinePlan | SpmdPlan, place: str) -> Pipeline | SpmdPipeline:
-    """A given plan on its step.
+    """Applies a given plan to its step.
 
     Raises:
-      PlanError: it is for another step, or decides something impossible.
+      PlanError: the plan is for another step, or decides something impossible.
     """
     try:
         if isinstance(plan, SpmdPlan):

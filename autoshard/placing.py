@@ -1,10 +1,10 @@
-"""A call's arguments on a program's devices, and the call.
+"""Arguments on a program's devices, and the call of the program.
 
-As a rule they are there: state comes from the last call, a batch from NumPy, which `jax.jit` brings there itself. What lies
-elsewhere is moved first. Whatever else goes wrong in a call is not ours, and is not tried again.
+As a rule the arguments are in place: state comes from the last call, and `jax.jit` transfers a batch from NumPy itself.
+Arguments with other shardings are moved before the call. A call that fails for another reason is not tried twice.
 
-Moving state once, as it was made, costs little. What is given to each call anew, and lies otherwise each time, such as a
-training step's parameters in an evaluation that was planned by itself, is worth a warning.
+Moving newly created state once costs little. Arguments that must move in every call are worth a warning, such as a training
+step's parameters in an evaluation that was planned separately.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,19 +25,19 @@ from autoshard.search.ir.graph import Role, Step
 from autoshard.user_warning import warn
 
 FAILURES = (ValueError, TypeError, RuntimeError)
-"""What JAX raises for arguments that lie elsewhere or were given up, and for much else."""
+"""Errors of JAX for arguments with other shardings or donated ones, and for many other causes."""
 
 
 _GIVEN = (Role.BATCH, Role.FROZEN, Role.KEY)
-"""Arguments that the step does not hand back: they come to each call from its caller."""
+"""Roles of arguments that the step does not return: the caller passes them to every call."""
 
 
 class RetracedError(Exception):
-    """JAX began to trace the step for other shapes than those planned for."""
+    """JAX began to trace the step for a signature that it was not planned for."""
 
 
 def retraced() -> None:
-    """For `executors.jit.build` and `executors.pipeline.build`."""
+    """The `on_retrace` of `executors.jit.build` and `executors.pipeline.build`."""
     raise RetracedError
 
 
@@ -47,14 +47,14 @@ def run(
     """Runs a program.
 
     Args:
-      program: the step's.
-      args: as the program takes them; they are brought to its devices if need be.
-      step: what runs.
+      program: the step's program.
+      args: the program's arguments; they are moved to its devices if need be.
+      step: the traced step.
       is_first: whether the program has never run.
-      advice: what to do where much has to move.
+      advice: the end of a warning about arguments that move in every call.
 
     Returns:
-      What the program returns, and the arguments as they lay on its devices.
+      The program's results, and the arguments as it was called with them.
     """
     if not is_first and are_distinct(args):
         try:
@@ -67,19 +67,19 @@ def run(
 
 
 def called(program: Program | PipelineProgram, args: tuple[Any, ...]) -> Any:
-    """What a program returns."""
+    """The results of a program, called without an ambient mesh."""
     with _jax.no_mesh():
         return program.fn(*args)
 
 
 def is_refused(program: Program | PipelineProgram, args: tuple[Any, ...], step: Step) -> bool:
-    """Where a call failed: whether a program refuses to take what it was given, and nothing ran.
+    """True if a failed call was refused because of its arguments, so that nothing ran.
 
-    It takes arguments of its own pytree that are there once and lie where it has them; what is nowhere yet is brought there
-    by JAX, but for what several processes have.
+    A program accepts arguments of its own pytree and shardings, and an array twice only if it donates none. JAX transfers
+    uncommitted arrays and host values, except host values to devices of several processes.
 
     Raises:
-      InputError: an argument was given up to an earlier call; names it.
+      InputError: an argument was donated to an earlier call; the message names it.
     """
     arrays, tree = jax.tree.flatten(args)
     wanted, own = jax.tree.flatten(program.shardings)
@@ -97,10 +97,10 @@ def is_refused(program: Program | PipelineProgram, args: tuple[Any, ...], step: 
 
 
 def _check_are_there(step: Step, arrays: Sequence[Any]) -> None:
-    """Refuses arguments that were given up.
+    """Refuses arguments that were donated.
 
     Raises:
-      InputError: one was; names it.
+      InputError: an argument was donated to an earlier call; the message names it.
     """
     for argument, x in zip(step.arguments, arrays, strict=True):
         if isinstance(x, jax.Array) and x.is_deleted():
@@ -111,7 +111,7 @@ def _check_are_there(step: Step, arrays: Sequence[Any]) -> None:
 
 
 def are_distinct(args: tuple[Any, ...]) -> bool:
-    """Whether no array is there twice: one that is donated must not be read elsewhere in the call."""
+    """True if no array is passed twice: a donated array must not be read elsewhere in the call."""
     leaves = jax.tree.leaves(args)
     return len(set(map(id, leaves))) == len(leaves)
 
@@ -119,8 +119,8 @@ def are_distinct(args: tuple[Any, ...]) -> bool:
 def _placed(
     program: Program | PipelineProgram, args: tuple[Any, ...], step: Step, advice: str
 ) -> tuple[Any, ...]:
-    """The arguments on a program's devices; but not what comes anew in each call, from nowhere in particular: JAX brings it
-    there, and would trace and compile the step twice, for what lies on a mesh and for what does not."""
+    """The arguments on a program's devices. Uncommitted arguments that are new in every call stay as they are: JAX transfers
+    them, and would trace and compile twice for arrays on a mesh and arrays without one."""
     leaves, tree = jax.tree.flatten(args)
     _check_are_there(step, leaves)
     shardings, seen = jax.tree.leaves(program.shardings), set[int]()
@@ -141,8 +141,8 @@ def _placed(
 
 
 def put(arrays: Sequence[Any], shardings: Sequence[Any]) -> list[Any]:
-    """Arrays on shardings. What lies on devices of other processes is made of what each process has, alike in all; keys JAX
-    takes there as numbers only."""
+    """Arrays on shardings. An array for devices of several processes is assembled from each process's equal copy. JAX
+    transfers PRNG keys there only as their key data."""
     there = [sent([s], x)[0] if is_sent(x, s) else x for x, s in zip(arrays, shardings, strict=True)]
     is_key = [_is_far_key(x, s) for x, s in zip(there, shardings, strict=True)]
     numbers = [jax.random.key_data(x) if k else x for x, k in zip(there, is_key, strict=True)]
@@ -154,7 +154,7 @@ def put(arrays: Sequence[Any], shardings: Sequence[Any]) -> list[Any]:
 
 
 def spread_out(state: Any, devices: Sequence[Any]) -> Any:
-    """A state of which no array belongs to one of several processes alone."""
+    """A state without arrays that one of several processes holds alone."""
 
     def spread_one(x: Any) -> Any:
         if not isinstance(x, jax.Array) or not isinstance(x.sharding, NamedSharding):
@@ -171,15 +171,15 @@ def _is_far_key(x: Any, sharding: Any) -> bool:
 
 
 def _own(x: Any, sharding: Any) -> Any:
-    """An array to be moved and then donated. Where a device will hold all of it, its shard may be the user's own array,
-    which would be lost: it is copied."""
+    """An array to be moved and then donated. If each device will hold all of it, a shard may share the user's buffer, which
+    donation would delete; the array is therefore copied."""
     return jnp.copy(x) if isinstance(x, jax.Array) and sharding.shard_shape(x.shape) == x.shape else x
 
 
 def _warn_of_moves(
     program: Program | PipelineProgram, step: Step, moved: Mapping[int, Any], advice: str
 ) -> None:
-    """Says so where much of what is spread over devices has to move, and stays with its owner."""
+    """Warns if many bytes of arrays on several devices have to move and are not donated, so that each call moves them."""
     wanted, donated = jax.tree.leaves(program.shardings), program.donated_leaves
     again = {i: x for i, x in moved.items() if i not in donated and _lies_otherwise(x, wanted[i])}
     num_bytes = sum(x.nbytes for x in again.values())
@@ -193,7 +193,7 @@ def _warn_of_moves(
 
 
 def _lies_otherwise(x: Any, sharding: Any) -> bool:
-    """Whether an array is spread over devices in another way."""
+    """True if an array on several devices has another sharding."""
     is_spread = isinstance(x, jax.Array) and len(x.sharding.device_set) > 1
     return is_spread and not x.sharding.is_equivalent_to(sharding, x.ndim)
 

@@ -1,4 +1,4 @@
-"""From what the user gave to a plan on its step: what `search`, `emit`, `verify` and `parallelize` share."""
+"""The way from user options to a plan on its traced step, shared by `search`, `emit`, `verify` and `parallelize`."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -26,16 +26,17 @@ from autoshard.user_warning import warn
 
 LARGE_BYTES = 1 << 20
 LARGE_SHARE = 0.05
-"""Of a step's arguments: results that may be state are worth a warning from so many bytes on. Source: a choice of ours."""
+"""Smallest size of possible state, as a share of all arguments' bytes and not below `LARGE_BYTES`, that is worth a warning.
+Source: a choice of ours."""
 
 
 MAX_NAMES = 4
-"""Decisions that a warning names. Source: a choice of ours."""
+"""Largest number of decisions that a warning names. Source: a choice of ours."""
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What a user asks of a search, as `autoshard.search` explains it; None for what is to be searched."""
+    """A user's options of a search, as `autoshard.search` documents them; None leaves the choice to the search."""
 
     memory: str | int | None = None
     mesh: Sequence[int] | None = None
@@ -45,7 +46,7 @@ class Asked:
     offload: Sequence[str] | str | None = None
     time_limit_s: float | None = None
     memory_share: float = 1.0
-    """The share of a device's cap that a plan may take."""
+    """The share of a device's memory cap that a plan may use."""
 
 
 def traced(
@@ -55,8 +56,10 @@ def traced(
     kwargs: dict[str, Any],
     state: str | Sequence[str] | None = None,
 ) -> Step:
-    """The step as it runs on a cluster, as a graph; warns of ops of which nothing is known, of shardings that it leaves out,
-    of state that changes its type, and of large results that may be state.
+    """Traces the step for a cluster's platform.
+
+    Warns:
+      AutoshardWarning: an op has no factor rule, code names devices, state changes its type, or a large result may be state.
 
     Raises:
       InputError: the step cannot be traced, or returns nothing.
@@ -79,7 +82,7 @@ def traced(
 
 
 def _left_out(step: Step) -> str:
-    """What to say of code that names devices, if there is any."""
+    """The warning about code that names devices; empty without such code."""
     if not step.placements:
         return ""
     first, *others = step.placements
@@ -91,7 +94,7 @@ def _left_out(step: Step) -> str:
 
 
 def _retyped(step: Step) -> str:
-    """What to say of state that comes back in another type, if there is any."""
+    """The warning about state that is returned in another type; empty without such state."""
     found = list(retypings(step))
     if not found:
         return ""
@@ -104,7 +107,7 @@ def _retyped(step: Step) -> str:
 
 
 def _doubts(step: Step) -> str:
-    """What to say of large results that may replace arguments, if there are any."""
+    """The warning about large results that may replace arguments; empty without such results."""
     sizes = [step.graph.value(step.graph.outputs[o]).num_bytes for o, _ in step.doubtful]
     everything = sum(step.graph.values[v].num_bytes for v in step.graph.inputs)
     if sum(sizes) < max(LARGE_BYTES, LARGE_SHARE * everything):
@@ -119,13 +122,13 @@ def _doubts(step: Step) -> str:
 
 
 def options(step: Step, cluster: Cluster, asked: Asked, resting: Resting = ANYWHERE) -> Options:
-    """What is asked of a search, checked.
+    """The checked options of a search.
 
     Args:
       step: the traced step.
-      cluster: where it will run.
-      asked: by the user.
-      resting: how arguments rest already, where no pin says otherwise.
+      cluster: the cluster that the step will run on.
+      asked: the user's options.
+      resting: the layout in which arguments rest already; a pin takes precedence.
     """
     limit = round(asked.memory_share * limit_bytes(cluster, asked))
     offload = asked.offload
@@ -144,16 +147,16 @@ def options(step: Step, cluster: Cluster, asked: Asked, resting: Resting = ANYWH
 
 
 def suiting(step: Step, asked: Asked, mesh: tuple[int, ...] | None) -> Asked:
-    """What suits another call of a step of what its first one was asked. A last batch may be of a size that neither a pin
-    nor a number of microbatches divides: these are for the others, and are searched for it.
+    """The options of a step's first call that also suit a later call. A smaller last batch may not be divisible by a pin's
+    axes or by the number of microbatches; these options are then dropped, and searched.
 
     Args:
-      step: the call, traced.
-      asked: of the first one.
-      mesh: that the first one runs on; None for a pipeline, which has no pins.
+      step: the later call, traced.
+      asked: the options of the first call.
+      mesh: the mesh of the first call's plan; None for a pipeline, which has no pins.
 
     Warns:
-      AutoshardWarning: something does not suit it.
+      AutoshardWarning: an option is dropped.
     """
     lost: tuple[str, ...] = ()
     if asked.pin and mesh is not None:
@@ -173,7 +176,7 @@ def suiting(step: Step, asked: Asked, mesh: tuple[int, ...] | None) -> Asked:
 
 
 def limit_bytes(cluster: AnyCluster, asked: Asked) -> int:
-    """The cap per device that is asked for."""
+    """The memory cap per device in bytes, from `memory=` or else from the cluster."""
     limit = cluster.device_memory_limit() if asked.memory is None else _given_bytes(asked.memory, cluster)
     _check_cap(limit, cluster, f"memory={asked.memory!r}")
     return limit
@@ -182,18 +185,18 @@ def limit_bytes(cluster: AnyCluster, asked: Asked) -> int:
 def find(
     step: Step, cluster: Cluster, options: Options, progress: Callable[[str], None] = lambda line: None
 ) -> driver.SearchResult:
-    """The fastest plan that fits."""
+    """Searches for the fastest plan that fits."""
     try:
         return driver.find(step, cluster, options, progress)
-    except PlanError as e:  # there is no plan yet: it is a pin that cannot be
+    except PlanError as e:  # there is no plan yet, so a pin is impossible
         raise InputError(str(e)) from e
 
 
 def arguments_of(step: Step, donate: str | Sequence[str] | None) -> frozenset[int]:
-    """The flat arguments that a user gives up, whole or in part, by pytree path.
+    """The indices of the flat arguments that `donate=` names, each by its pytree path or by the path of a subtree.
 
     Raises:
-      InputError: there is no such argument.
+      InputError: a name matches no argument.
     """
     found: set[int] = set()
     for name in (donate,) if isinstance(donate, str) else donate or ():
@@ -208,7 +211,7 @@ def arguments_of(step: Step, donate: str | Sequence[str] | None) -> frozenset[in
 
 
 def fingerprint_of(step: Step) -> str:
-    """What plans for this computation are known by."""
+    """The fingerprint by which a plan recognises its computation."""
     return fingerprint(step)
 
 
@@ -216,7 +219,7 @@ def hardware(plan: Plan | PipelinePlan | SpmdPlan, place: str) -> AnyCluster:
     """The cluster that a plan is for.
 
     Raises:
-      PlanError: what the plan says of it does not make sense.
+      PlanError: the plan's description of its cluster is invalid.
     """
     try:
         read = from_json if isinstance(plan, PipelinePlan) else Cluster.from_json
@@ -226,23 +229,23 @@ def hardware(plan: Plan | PipelinePlan | SpmdPlan, place: str) -> AnyCluster:
 
 
 def cluster(plan: Plan | SpmdPlan, place: str) -> Cluster:
-    """The same of a plan of one program.
+    """The cluster, of one kind of node, that a plan of one program is for.
 
     Raises:
-      PlanError: as for `hardware`.
+      PlanError: the plan's description of its cluster is invalid.
     """
     (found,) = hardware(plan, place).groups
     return found
 
 
 def applied(step: Step, plan: Plan, place: str) -> driver.SearchResult:
-    """A given plan on its step. Where JAX has changed in between, the fingerprint decides if it still suits."""
+    """Applies a given plan to its step. A plan of another JAX version is used, with a warning, if the fingerprint agrees."""
     there = cluster(plan, place)
     versions = f"JAX {plan.jax}, and this is JAX {jax.__version__}" if plan.jax != jax.__version__ else ""
     try:
         _check_cap(plan.memory_bytes, there, f"{place}: memory_bytes {plan.memory_bytes}")
         found = driver.apply(step, plan, there, place)
-    except (InputError, PlanError) as e:  # in a plan, a cluster or a mesh that cannot be is the plan's fault
+    except (InputError, PlanError) as e:  # an impossible cluster or mesh in a plan is the plan's fault
         raise PlanError(f"{e}. It was made with {versions}" if versions else str(e)) from e
     if found.anew:
         warn(_said_anew(plan, found, place))
@@ -252,7 +255,7 @@ def applied(step: Step, plan: Plan, place: str) -> driver.SearchResult:
 
 
 def choices(step: Step, plan: Plan, name: str, place: str) -> tuple[str, ...]:
-    """All that a plan may decide under a name."""
+    """The possible values of the plan's decision with this name."""
     try:
         return driver.choices(step, plan, cluster(plan, place), name, place)
     except InputError as e:
@@ -260,7 +263,7 @@ def choices(step: Step, plan: Plan, name: str, place: str) -> tuple[str, ...]:
 
 
 def _said_anew(plan: Plan, found: driver.SearchResult, place: str) -> str:
-    """Which decisions gave way to which edits."""
+    """The warning that names hand-made edits and the decisions that contradicted them."""
     edits = _some([name for _, name in plan.edited]) or "its arguments"
     return f"{place}: what contradicts {edits}, as edited by hand, is decided anew: {_some(found.anew)}"
 
@@ -289,7 +292,7 @@ def _largest(cluster: AnyCluster) -> Device:
 
 
 def _check_cap(limit_bytes: int, cluster: AnyCluster, said: str) -> None:
-    """A cap that no device has would be no cap."""
+    """Refuses a cap above the memory of the largest device."""
     device = _largest(cluster)
     if limit_bytes > device.memory_bytes:
         raise InputError(
@@ -299,7 +302,7 @@ def _check_cap(limit_bytes: int, cluster: AnyCluster, said: str) -> None:
 
 
 def mesh_shape(mesh: Sequence[int] | None) -> tuple[int, ...] | None:
-    """A mesh as it is given, in Python's numbers, as a plan's file has them."""
+    """The axis sizes of `mesh=` as Python's integers, as a plan's file has them."""
     return None if mesh is None else tuple(int(n) for n in mesh)
 
 

@@ -1,12 +1,12 @@
-"""Several processes that run one program: they agree on what it is before anything of it is dispatched.
+"""Several processes that run one program: they agree on the program before any of it is dispatched.
 
-JAX connects them (`jax.distributed.initialize`), each runs the same Python program, and each traces the step. Where they
-differed, one would wait for ever for what another never sends. So they tell each other first, through the service that
-connects them, what they are about to run, and whoever differs is named in all of them. The first process searches; the
-others wait for its plan, or for the error that it ended with.
+JAX connects the processes (`jax.distributed.initialize`); each runs the same Python program and traces the step. If their
+programs differed, a process could wait for ever for a message that is never sent. So each process first publishes a digest
+of its program through JAX's coordination service, and all of them name the process that differs. The first process searches;
+the others wait for its plan or its error.
 
-What they say stands in the service's store under numbered keys: the n-th meeting of one process is the n-th of the others.
-The service counts them, so nothing is kept here. Should a process die, the service ends all that wait.
+Messages are stored in the service under numbered keys: the n-th meeting of one process is the n-th of the others. The
+service counts the meetings, so this module has no state. If a process dies, the service ends the processes that wait.
 """
 
 # JAX types these functions only in part.
@@ -27,25 +27,25 @@ from autoshard.search.ir import _jax
 from autoshard.search.ir.graph import Step
 
 WAIT_MS = 1000
-"""How long to wait before Python may look whether the user has interrupted it. Source: a choice of ours."""
+"""Longest wait before Python can handle Ctrl-C. Source: a choice of ours."""
 
 NUM_DIGITS = 16
-"""Of a digest: as many as of a step's fingerprint."""
+"""Hexadecimal digits of a digest, as many as in a step's fingerprint."""
 
 MAX_NAMED = 4
-"""Processes that a message names. Source: a choice of ours."""
+"""Largest number of processes that a message names. Source: a choice of ours."""
 
 
 class HasJson(Protocol):
-    """A plan."""
+    """A plan that can be sent to other processes."""
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON-ready values."""
+        """The plan as JSON-ready values."""
         ...
 
 
 class HasPlan(Protocol):
-    """What a search finds."""
+    """The result of a search."""
 
     @property
     def plan(self) -> HasJson:
@@ -58,31 +58,31 @@ class Processes:
     """The processes whose devices a step runs on.
 
     Attributes:
-      ids: in ascending order.
+      ids: the process indices, ascending.
     """
 
     ids: tuple[int, ...]
 
     @classmethod
     def of(cls, devices: Sequence[Any]) -> "Processes":
-        """Those that have these devices."""
+        """The processes that own these devices."""
         return cls(tuple(sorted({d.process_index for d in devices})))
 
     @property
     def are_several(self) -> bool:
-        """Whether there is somebody to agree with."""
+        """True if there is more than one process."""
         return len(self.ids) > 1
 
     def agree_on(self, step: Step, devices: Sequence[Any], plan: HasJson | None) -> None:
-        """Makes sure that all are about to run the same.
+        """Checks that all processes run this step, on these devices, with this plan.
 
         Args:
-          step: what this process is about to run, traced.
-          devices: where.
-          plan: the one that it is given.
+          step: this process's step, traced.
+          devices: the devices that it will run on.
+          plan: the given plan; None if the step is searched.
 
         Raises:
-          InputError: a process is about to run something else; names it.
+          InputError: a process differs; the message names it.
         """
         if self.are_several:
             self._compare(
@@ -94,7 +94,7 @@ class Processes:
             )
 
     def _compare(self, running: Mapping[str, str]) -> None:
-        """Tells all what this process is about to run, as the ends of sentences by their verbs, and hears them."""
+        """Publishes the facts about this process and compares those of all; facts are ends of sentences, keyed by verb."""
         meeting = self._next_meeting()
         if jax.process_index() in self.ids:
             _jax.coordination().key_value_set(f"{meeting}/{jax.process_index()}", json.dumps(dict(running)))
@@ -113,14 +113,14 @@ class Processes:
     def found_by_the_first[Found: HasPlan](
         self, find: Callable[[], Found], apply: Callable[[Any, str], Found]
     ) -> Found:
-        """What a search finds; where there are several processes, the first one searches for all.
+        """The result of a search that only the first of several processes runs.
 
         Args:
-          find: searches.
-          apply: from a plan's JSON-ready values, and what messages call it, to what a search with that result finds.
+          find: runs the search.
+          apply: rebuilds the result of a search from a plan's JSON-ready values and the plan's name in messages.
 
         Raises:
-          AutoshardError: what the search raised, in all processes.
+          AutoshardError: the search failed; every process raises an error of the kind that the search raised.
         """
         if not self.are_several:
             return find()
@@ -132,23 +132,23 @@ class Processes:
         return apply(told["plan"], f"the plan of process {first}")
 
     def _next_meeting(self) -> str:
-        """The key of what is said at the next meeting of these processes."""
+        """The key prefix of the next meeting of these processes."""
         group = f"autoshard/{'-'.join(map(str, self.ids))}"
         count = _jax.coordination().key_value_increment(f"{group}/met/{jax.process_index()}", 1)
         return f"{group}/{count}"
 
 
 ALONE = Processes(())
-"""For what is planned and not run: nobody to agree with."""
+"""No processes: for plans that are not run, which need no agreement."""
 
 
 def _digest(data: Any) -> str:
-    """What JSON-ready values are known by."""
+    """A SHA-256 digest of JSON-ready values, shortened to `NUM_DIGITS`."""
     return hashlib.sha256(json.dumps(data).encode()).hexdigest()[:NUM_DIGITS]
 
 
 def _telling(key: str, find: Callable[[], HasPlan]) -> dict[str, Any]:
-    """Searches, and tells the others what came of it."""
+    """Searches, and publishes the plan or the error for the other processes."""
     told: dict[str, Any] = {"error": "AutoshardError", "said": "it was interrupted"}
     try:
         told = {"plan": find().plan.to_json()}
@@ -161,7 +161,7 @@ def _telling(key: str, find: Callable[[], HasPlan]) -> dict[str, Any]:
 
 
 def _heard(key: str) -> str:
-    """What another process says, once it does."""
+    """The value of a key; waits until another process publishes it."""
     while True:
         try:
             return _jax.coordination().blocking_key_value_get(key, WAIT_MS)

@@ -1,8 +1,8 @@
-"""From a plan to the program that runs it, on the devices at hand.
+"""From a plan to its program on the attached devices.
 
-On GPUs the compiler has the last word. A program carries its plan's cap to XLA's scheduler, which otherwise trades all of a
-larger device's memory for overlap. And it is compiled before its first step anyway: where its peak then lies above the cap,
-XLA's own rematerialization may bring it down. Where that does not either, the search goes on under a lower limit, as
+On GPUs the compiler decides the memory in the end. A program passes its plan's cap to XLA's scheduler, which otherwise
+spends all of a larger device's memory on overlap. It is compiled before its first step. If its peak exceeds the cap, XLA's
+own rematerialization may reduce it. If that fails too, the search continues under a lower limit, as
 `search(..., verify=True)` does without the devices.
 """
 
@@ -39,28 +39,28 @@ from autoshard.verification import judge
 from autoshard.verification.result import Verification
 
 OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
-"""How XLA's runtime begins to say that an allocation failed."""
+"""The status in XLA's error message when an allocation fails."""
 
 
 @dataclass(frozen=True, eq=False)
 class Built:
-    """What a search found, and its program."""
+    """The result of a search, and its program."""
 
     found: SearchResult
     program: Program
 
     @property
     def plan(self) -> Plan:
-        """What the search found."""
+        """The plan that the search found."""
         return self.found.plan
 
     @property
     def saveable_s(self) -> float:
-        """What a plan of another kind may save of a step at most."""
+        """Seconds of a step that a plan of another kind may save at most."""
         return self.found.saveable_s
 
     def waited(self, part: str, seconds: float) -> "Built":
-        """With what its user has waited for besides."""
+        """A copy whose search times also hold these seconds under the name `part`."""
         return replace(self, found=self.found.waited(part, seconds))
 
 
@@ -76,11 +76,11 @@ def built(
 
     Args:
       found: the plan on its step.
-      cluster: what it was made for.
+      cluster: the cluster that the plan is for.
       devices: in the cluster's order: real, simulated or compile-only.
       on_retrace: as for `executors.jit.build`.
       given_up: as for `executors.jit.build`.
-      besides: options of the compiler.
+      besides: further options of the compiler.
     """
     options = _options(found.plan, cluster, devices, besides)
     return jit.build(found.step, found.sharding, devices, on_retrace, options, given_up)
@@ -93,7 +93,7 @@ def applied(
     on_retrace: Callable[[], None],
     given_up: AbstractSet[int],
 ) -> Program:
-    """The program of a plan that was found before."""
+    """The program of a given plan, compiled if the devices are GPUs."""
     if _are_gpus(devices):
         return _compiled(found, cluster, devices, on_retrace, given_up)[0]
     return built(found, cluster, devices, on_retrace, given_up)
@@ -106,7 +106,7 @@ def _compiled(
     on_retrace: Callable[[], None],
     given_up: AbstractSet[int],
 ) -> tuple[Program, Verification]:
-    """A plan's program for GPUs at hand, and what became of it."""
+    """A plan's program for the attached GPUs, and its verification as compiled."""
 
     def verified(besides: Mapping[str, str]) -> tuple[Program, Verification]:
         program = built(found, cluster, devices, on_retrace, given_up, besides)
@@ -118,7 +118,7 @@ def _compiled(
 def _options(
     plan: Plan | SpmdPlan, cluster: Cluster, devices: Sequence[Any], besides: Mapping[str, str]
 ) -> Callable[[int], dict[str, str]]:
-    """What the compiler is told of a program for all devices."""
+    """The compiler's options for a program of all devices, by its resting bytes per device."""
 
     def compiler_options(resting_bytes: int) -> dict[str, str]:
         if not _are_gpus(devices):
@@ -138,13 +138,14 @@ def searched(
     progress: Progress = lambda line: None,
     given_up: AbstractSet[int] = frozenset(),
 ) -> Built:
-    """The fastest plan that fits, and its program; on GPUs it is compiled, and fits as compiled.
+    """Searches for the fastest plan that fits, and builds its program. On GPUs the program is compiled, and the compiled one
+    fits.
 
     Raises:
-      InfeasibleError: nothing fits; says what would.
+      InfeasibleError: nothing fits; the message tells how it could.
 
     Warns:
-      AutoshardWarning: a plan before this one was compiled to more than the cap.
+      AutoshardWarning: an earlier plan's program exceeded the cap as compiled.
     """
     processes = Processes.of(devices)
 
@@ -160,7 +161,7 @@ def searched(
     programs: list[Program] = []
 
     def verified(found: SearchResult, full: bool) -> Verification:
-        del full  # it is compiled whole in any case
+        del full  # the whole program is always compiled
         progress("compiling")
         program, proof = _compiled(found, cluster, devices, on_retrace, given_up)
         programs.append(program)
@@ -181,11 +182,11 @@ def pipelined(
     devices: Sequence[Any],
     on_retrace: Callable[[], None] = lambda: None,
 ) -> PipelineProgram | Program:
-    """A pipeline's programs, or its one program.
+    """A pipeline's executable: a program per stage, or one program for all stages.
 
     Args:
       found: the pipeline on its step.
-      cluster: what it was made for.
+      cluster: the cluster that it is for.
       devices: in the cluster's order: real or simulated.
       on_retrace: as for `executors.pipeline.build`.
     """
@@ -199,11 +200,11 @@ def pipelined(
 def emitted(
     found: Pipeline | SpmdPipeline, cluster: AnyCluster, devices: Sequence[Any]
 ) -> tuple[Program, ...] | Program:
-    """What `pipelined` runs, program by program, each once for each worker that runs it.
+    """The programs that `pipelined` runs, each once for every worker that runs it.
 
     Args:
       found: the pipeline on its step.
-      cluster: what it was made for.
+      cluster: the cluster that it is for.
       devices: in the cluster's order: real, simulated or compile-only.
     """
     if isinstance(found, SpmdPipeline):
@@ -215,12 +216,12 @@ def emitted(
 
 
 def _as_stages_stand(plan: PipelinePlan, cluster: AnyCluster, devices: Sequence[Any]) -> Sequence[Any]:
-    """The devices of a cluster, as stages stand on them one after another."""
+    """The devices of a cluster, in the order of the pipeline's stages."""
     return cluster.in_order(devices, plan.groups) if isinstance(cluster, MixedCluster) else devices
 
 
 def _stage_options(found: Pipeline, devices: Sequence[Any]) -> CompilerOptions:
-    """What the compiler is told of a stage's programs: that they share the cap with what else lies there."""
+    """The compiler's options for a stage's programs; other arrays on the stage's devices reduce their memory cap."""
 
     def compiler_options(stage: int, beside_bytes: int, resting_bytes: int) -> dict[str, str]:
         if not _are_gpus(devices):
@@ -235,7 +236,7 @@ def _stage_options(found: Pipeline, devices: Sequence[Any]) -> CompilerOptions:
 
 @contextlib.contextmanager
 def room_for(plan: Plan | PipelinePlan | SpmdPlan) -> Generator[None]:
-    """What is placed and run inside has its memory, or a message that says what to do.
+    """A context that turns XLA's out-of-memory errors into a message with a remedy.
 
     Raises:
       InfeasibleError: a device ran out of memory.

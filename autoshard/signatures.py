@@ -1,10 +1,9 @@
-"""By what calls are told apart, and what tells which of the programs that have run a call wants.
+"""Signatures of calls, and the choice of a program that has run for a new call.
 
-As `jax.jit` keeps programs by the pytree of the arguments, their shapes and dtypes, and the static ones, so do we. To find
-all that out takes longer than a small step, so nobody looks at a call that is probably like one before: its program runs.
-JAX itself notices if it is not: it refuses arguments that do not split as the program's, the program refuses to be traced
-again, and takes no other pytree, and no array twice that is given up. Only then are all leaves looked at (`is_for`). Among
-several programs only those leaves are looked at by which they differ.
+A signature is that of `jax.jit`: the arguments' pytree, their shapes and dtypes, and the static arguments. Computing it
+takes longer than a small step. So a call that probably has a known signature runs that program unchecked. JAX detects a
+wrong guess: a program refuses other shardings, another pytree, a new trace, and a donated array that is given twice. Only
+then are all leaves compared (`is_for`). Among several programs, only the leaves in which their types differ are compared.
 """
 
 import itertools
@@ -22,18 +21,18 @@ PYTHON_NUMBERS = (bool, int, float, complex)
 
 
 def signature(call: Call) -> Any:
-    """What has a plan of its own."""
+    """The key of a call's plan and program."""
     leaves, tree = jax.tree.flatten((call.args, call.kwargs))
     return static_of(call), tree, tuple(map(type_of, leaves)), call.form
 
 
 def static_of(call: Call) -> tuple[Any, ...]:
-    """The static arguments, by whose types and values programs differ."""
+    """The static arguments as (position or name, type, value)."""
     return tuple((key, type(value), value) for key, value in call.static)
 
 
 def type_of(leaf: Any) -> Any:
-    """What `jax.jit` keeps programs apart by. A Python number is an array of a type that adapts to others."""
+    """An array's shape, dtype and weak type, as in `jax.jit`'s signatures. A Python number is a weakly typed scalar."""
     if isinstance(leaf, jax.Array):
         return leaf.shape, leaf.dtype, _jax.is_weak(leaf)
     if type(leaf) in PYTHON_NUMBERS:
@@ -44,7 +43,7 @@ def type_of(leaf: Any) -> Any:
 
 
 def format_type(told: Any) -> str:
-    """What `type_of` told: `float32[64,16]`, `weak float32[]`."""
+    """The text of a result of `type_of`: `float32[64,16]`, `weak float32[]`."""
     if not isinstance(told, tuple):
         return told.__name__
     shape, dtype, is_weak = told
@@ -52,7 +51,7 @@ def format_type(told: Any) -> str:
 
 
 class Typed(Protocol):
-    """What was made for arguments of a pytree and types."""
+    """A value that belongs to arguments with one pytree and one type per leaf."""
 
     @property
     def tree(self) -> Any: ...
@@ -62,35 +61,35 @@ class Typed(Protocol):
 
 
 def is_for(one: Typed, args: tuple[Any, ...]) -> bool:
-    """Whether something was made for arguments of this pytree and these types."""
+    """True if a value belongs to arguments with this pytree and these types."""
     leaves, tree = jax.tree.flatten(args)
     return tree == one.tree and tuple(map(type_of, leaves)) == one.types
 
 
 @dataclass
 class Known[T: Typed]:
-    """What has been made for calls by position.
+    """Values by signature, for calls with positional arguments alone.
 
     Attributes:
-      all: in the order in which they came.
+      all: the values, in order of insertion.
     """
 
     all: list[T] = field(default_factory=list[T])
     _telling: tuple[int, ...] = ()
 
     def add(self, one: T) -> None:
-        """One more."""
+        """Adds a value."""
         self._keep([*self.all, one])
 
     def forget(self, one: T) -> None:
-        """One less."""
+        """Removes a value."""
         self._keep([other for other in self.all if other is not one])
 
     def _keep(self, all: list[T]) -> None:
         self.all, self._telling = all, _telling(all)
 
     def like(self, args: tuple[Any, ...]) -> T | None:
-        """What these arguments probably want."""
+        """The value that probably belongs to these arguments; None if there is none."""
         if len(self.all) < 2:
             return self.all[0] if self.all else None
         leaves, tree = jax.tree.flatten(args)
@@ -101,7 +100,7 @@ class Known[T: Typed]:
 
 
 def _telling(known: Sequence[Typed]) -> tuple[int, ...]:
-    """The leaves that differ among those for the same pytree."""
+    """The indices of leaves whose types differ between two values with one pytree, in ascending order."""
     pairs = [(a, b) for a, b in itertools.combinations(known, 2) if a.tree == b.tree]
     differing = {i for a, b in pairs for i, (x, y) in enumerate(zip(a.types, b.types, strict=True)) if x != y}
     return tuple(sorted(differing))
