@@ -1,6 +1,6 @@
 """`python -m autoshard`, and the program `autoshard`.
 
-It hears Ctrl-C from its first moment, while JAX still loads: an import that is broken off would end in a traceback.
+It handles Ctrl-C from the start, while JAX still loads: an interrupted import would print a traceback.
 """
 
 import os
@@ -9,13 +9,13 @@ import sys
 from typing import Any, NoReturn
 
 INTERRUPTED = 128 + signal.SIGINT
-"""Exit status after Ctrl-C, as shells have it."""
+"""Exit status after Ctrl-C: 128 + SIGINT, the shells' convention."""
 
 
 def main() -> int:
     """Runs one command; returns the exit status."""
     before = signal.getsignal(signal.SIGINT)
-    if before is signal.default_int_handler:  # in the background it is ignored
+    if before is signal.default_int_handler:  # a background process ignores it
         signal.signal(signal.SIGINT, _leave)
     from autoshard import cli
 

@@ -1,4 +1,4 @@
-"""A cluster file from the attached devices: what `autoshard calibrate` does."""
+"""A cluster file from measurements of the attached devices: the command `autoshard calibrate`."""
 
 import contextlib
 import json
@@ -23,17 +23,17 @@ from autoshard.cost_model.whole_file import write_whole
 from autoshard.search.plan.text_table import Row, aligned, fitted
 
 _UNKNOWN = "1xL4"
-"""The preset that stands in for devices that no preset describes. Source: a choice of ours, the smallest one."""
+"""The preset for devices that no preset describes. Source: a choice of ours, the smallest preset."""
 
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """The attached devices as a cluster, and how well the cost model fits what was measured.
+    """The attached devices as a cluster, and the cost model's errors against the measurements.
 
     Attributes:
-      cluster: with measured numbers where there are any, else those of the nearest preset.
-      fits: the numbers measured.
-      seconds: that it took.
+      cluster: the cluster; numbers that were not measured are those of the nearest preset.
+      fits: the measured numbers, with their errors.
+      seconds: duration of the calibration.
     """
 
     cluster: Cluster
@@ -55,10 +55,10 @@ class Calibration:
         return fitted("\n".join([*lines, f"from the nearest preset: {', '.join(missing)}"]))
 
     def save(self, path: Path) -> None:
-        """Writes the cluster file, whole or not at all.
+        """Writes the cluster file atomically.
 
         Raises:
-          InputError: it cannot be written.
+          InputError: the file cannot be written.
         """
         write_whole(path, json.dumps(self.cluster.to_json(), indent=1) + "\n", "the cluster file")
 
@@ -71,16 +71,16 @@ def calibrate(
 ) -> Calibration:
     """Measures the attached devices and fits the cost model to them.
 
-    Every process of a distributed job must call it; all return the same.
+    Every process of a distributed job must call it; all return an equal result.
 
     Args:
-      name: of the cluster.
-      quick: fewer and smaller sizes.
-      num_devices: how many, the first ones; by default all.
-      progress: called with one line per thing measured.
+      name: the cluster's name.
+      quick: measures fewer and smaller sizes.
+      num_devices: measures this many of the first devices; by default all.
+      progress: called with one line per measurement.
 
     Raises:
-      InputError: there are not as many devices, or JAX cannot use them.
+      InputError: there are fewer devices, or JAX finds none.
     """
     start = time.perf_counter()
     devices = _devices(num_devices)
@@ -105,7 +105,7 @@ def _devices(num_devices: int | None) -> Sequence[Any]:
     except (
         RuntimeError,
         AssertionError,
-    ) as error:  # the latter where a plugin is there and its driver is not
+    ) as error:  # the latter for a plugin without its driver
         raise InputError(f"JAX finds no devices to measure: {first_line(error)}") from None
     if num_devices is None:
         return attached

@@ -1,4 +1,4 @@
-"""The presets, and every number of a cluster with its source: what `autoshard clusters` prints."""
+"""The presets, and every number of a cluster with its source: the output of `autoshard clusters`."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ def presets() -> dict[str, Cluster]:
 
 
 def preset_table() -> str:
-    """One line per preset: the peaks, as the vendors have them."""
+    """One line per preset, with the vendors' peak numbers."""
     head = ("preset", "memory", "bandwidth", "bfloat16 peak", "link in a node", "networks, per device")
     rows = [_row(name, cluster) for name, cluster in presets().items()]
     note = "Use one as COUNTxPRESET or COUNTxPRESET-NETWORK: 64xH100-80GB, 16xA100-80GB-Ethernet."
@@ -25,13 +25,13 @@ def preset_table() -> str:
 
 
 def named(text: str) -> AnyCluster:
-    """The cluster of a command line: also a preset's bare name, for a full node of it."""
+    """The cluster that a command line names; a preset's name alone means a full node of it."""
     bare = {name.lower(): name for name in PRESETS}.get(text.lower())
     return parse_hardware(f"{NODE_DEVICES}x{bare}" if bare else text)
 
 
 def description(cluster: AnyCluster) -> str:
-    """Every number of a cluster, and where it comes from; of several kinds of node, group by group."""
+    """Every number of a cluster with its source; a cluster with several kinds of node is listed group by group."""
     parts = [*cluster.groups, cluster] if len(cluster.groups) > 1 else [cluster]
     return fitted("\n".join(line for part in parts for line in _described(part)))
 

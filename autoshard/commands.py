@@ -1,4 +1,4 @@
-"""What the commands do, each from its options to an exit status."""
+"""The commands of the command line, each a function from its options to an exit status."""
 
 import argparse
 import contextlib
@@ -62,8 +62,8 @@ def search(options: argparse.Namespace) -> int:
 
 
 def verify(options: argparse.Namespace) -> int:
-    """Compiles a plan's program and compares."""
-    api.loaded(options.plan)  # before the target, which may take its time
+    """Compiles a plan's program and compares it with the plan."""
+    api.loaded(options.plan)  # before the target, which may load slowly
     with terminal.progress() as progress, contextlib.redirect_stdout(sys.stderr):
         progress(f"loading {options.target}")
         with target(options.target) as (step, args), terminal.native_stdout_dropped():
@@ -82,7 +82,7 @@ def verify(options: argparse.Namespace) -> int:
 
 
 def show(options: argparse.Namespace) -> int:
-    """Sums a saved plan up, or what differs from another."""
+    """Prints the summary of a saved plan, its choices, or its differences from another plan."""
     plan, place = api.loaded(options.plan)
     if isinstance(plan, PipelinePlan | SpmdPlan):
         return _show_pipeline(plan, options)
@@ -99,7 +99,7 @@ def show(options: argparse.Namespace) -> int:
 
 
 def _show_pipeline(plan: PipelinePlan | SpmdPlan, options: argparse.Namespace) -> int:
-    """Sums a pipeline's plan up, or draws its schedule."""
+    """Prints the summary of a pipeline's plan, or draws its schedule."""
     _check_is_shown_alone(options)
     if options.trace is not None:
         _check_writable(options.trace)
@@ -136,7 +136,7 @@ def _show_choices(options: argparse.Namespace) -> int:
 
 
 def schema(options: argparse.Namespace) -> int:
-    """Prints the schema of a file."""
+    """Prints the JSON schema of a cluster file or a plan file."""
     from autoshard.cost_model import cluster_schema  # these take a while to import
     from autoshard.search.plan import plan_file
 
@@ -195,7 +195,7 @@ def _print(plan: AnyPlan, as_json: bool) -> None:
 
 
 def _check_writable(path: Path) -> None:
-    """Before the work, not after it."""
+    """Refuses a path that cannot be written, before the work instead of after it."""
     folder = destination(path, "--out").parent
     if not folder.is_dir():
         raise InputError(f"--out {path}: there is no folder {folder}")

@@ -1,4 +1,4 @@
-"""State that is yet to be created: its shapes first, to plan with, and then its arrays, each on its shards."""
+"""State to be created: first its shapes, which the step is planned with, then its arrays, created on their shards."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -19,17 +19,17 @@ from autoshard.search.ir.trace import TRACE_ERRORS, step_name, whole_graph
 
 
 class Number(int):
-    """The number of an array among all that are created, in its place."""
+    """The index of an array among all created ones; it stands for the array in a pytree."""
 
 
 @dataclass(frozen=True, eq=False)
 class Creation:
-    """A call that creates state, traced.
+    """A traced call that creates state.
 
     Attributes:
-      call: in pure form.
-      jaxpr: of it.
-      returned: its results' shapes.
+      call: the call in pure form.
+      jaxpr: the call's jaxpr.
+      returned: the shapes of its results.
     """
 
     call: Call
@@ -38,10 +38,10 @@ class Creation:
 
     @classmethod
     def of(cls, create: Callable[..., Any], args: tuple[Any, ...]) -> "Creation":
-        """Traces a call.
+        """Traces a call of `create`.
 
         Raises:
-          InputError: it cannot be traced.
+          InputError: the call cannot be traced.
         """
         call = Callee.of(create).call(args, {})
         try:
@@ -55,19 +55,20 @@ class Creation:
             ) from e
         own_meshes.placements(
             jaxpr
-        )  # what each device computes is refused; shardings go: the plan has others
+        )  # refuses code per device; shardings are ignored, since the plan has its own
         return cls(call, jaxpr, returned)
 
     def shapes(self) -> Any:
-        """The state, as shapes."""
+        """The state with shapes in place of arrays."""
         return self._holding(jax.tree.leaves(self.returned))
 
     def numbers(self) -> Any:
-        """The state, each array being its number."""
+        """The state with each array replaced by its `Number`."""
         return self._holding(map(Number, range(self._tree.num_leaves)))
 
     def abstract(self, mesh: Any, shardings: Mapping[int, Any]) -> Any:
-        """The state as shapes with shardings, by number; what has none is no state of the step, and is whole."""
+        """The state as shapes with shardings, given by number; arrays without one are no argument of the step, and are
+        replicated on `mesh`."""
         places = self._places(mesh, shardings)
         shapes = jax.tree.leaves(self.returned)
         return self._holding(
@@ -76,7 +77,8 @@ class Creation:
         )
 
     def on(self, mesh: Any, shardings: Mapping[int, Any]) -> Any:
-        """The state itself, created on shardings by number; what has none is no state of the step, and is whole."""
+        """The state, created on shardings given by number; arrays without one are no argument of the step, and are
+        replicated on `mesh`."""
         places = self._places(mesh, shardings)
         made: dict[int, Any] = {}
         with _jax.no_mesh():
@@ -86,7 +88,7 @@ class Creation:
         return self.call.result(jax.tree.unflatten(self._tree, flat), self._given_on(mesh))
 
     def _made_on(self, mesh: Any, places: Mapping[int, Any]) -> dict[int, Any]:
-        """What of it lies on one mesh, by number."""
+        """Creates the arrays that lie on one mesh, by number."""
 
         graph = whole_graph(self.jaxpr)
         nothing = StepSharding(tuple(mesh.shape.values()), mesh.axis_names, {}, {})
@@ -99,7 +101,7 @@ class Creation:
         return jax.jit(create, out_shardings=dict(places))(*self._given_on(mesh)) if places else {}
 
     def _given_on(self, mesh: Any) -> list[Any]:
-        """Its arguments, whole on a mesh."""
+        """The call's arguments, replicated on a mesh."""
         arguments = jax.tree.leaves(self.call.args)
         return put(arguments, [NamedSharding(mesh, PartitionSpec())] * len(arguments))
 
@@ -112,14 +114,14 @@ class Creation:
         return [shardings.get(n, whole) for n in range(self._tree.num_leaves)]
 
     def _holding(self, leaves: Iterable[Any]) -> Any:
-        """The state with other leaves."""
+        """The state with these leaves."""
         held = jax.tree.unflatten(self._tree, leaves)
         given = [None] * len(jax.tree.leaves(self.call.args))
         return nnx_objects.put_together(held, given, None) if isinstance(held, InPlace) else held
 
 
 def _unplaced(x: Any) -> Any:
-    """An array's type, without where it lies."""
+    """An array's shape and type, without its sharding."""
     if not isinstance(x, jax.Array):
         return x
     return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=_jax.is_weak(x))

@@ -1,17 +1,16 @@
 """Flax NNX objects among a step's arguments and results, and the step without them.
 
-A step in NNX's style changes its model, optimizer and metrics in place and returns little. `nnx.jit` lets it: it takes the
-objects apart into a graph definition, which is static, and arrays, runs the step on copies, takes these apart again, and
-puts what has become of them into the caller's objects: new arrays, but also attributes that came, went or changed, and
-references that several objects share or that form a cycle. This is done here too, with NNX's own `flatten` and `unflatten`
-and their index of references, around a step that autoshard plans: `apart` before it, `pure` for what is traced,
-`put_together` behind.
+A step in NNX's style changes its model, optimizer and metrics in place and returns little. `nnx.jit` supports this. It
+splits the objects into a static graph definition and arrays, runs the step on copies, splits these, and updates the caller's
+objects: new arrays, but also attributes that were added, removed or changed, and references that are shared or form a cycle.
+This module does so around a step that autoshard plans, with NNX's own `flatten`, `unflatten` and index of references:
+`apart` before the call, `pure` for the traced function, `put_together` after the call.
 
-What is carried back is all that is reachable from an argument, so that no assignment can be lost. What cannot be carried
-(metadata of a variable, references to mutable arrays) is refused by name. A variable that the step leaves as it was
-is no result, and is not donated.
+Everything reachable from an argument is carried back, so no assignment is lost. Changed metadata of a variable and
+references to mutable arrays cannot be carried back, and are refused by name. A variable that the step does not change is no
+result, and is not donated.
 
-An `nnx.State` is a value like any other pytree. Flax is imported where a user has imported it before.
+An `nnx.State` is an ordinary pytree. Flax is only imported if the user has imported it before.
 """
 
 import functools
@@ -29,7 +28,7 @@ from autoshard.search.ir.in_place import InPlace
 @jax.tree_util.register_pytree_with_keys_class
 @dataclass(frozen=True, slots=True)
 class Variables:
-    """The arrays of one object, in its place: with the paths by which the object reaches them."""
+    """The arrays of one object, which they replace in a pytree, with their paths inside the object."""
 
     paths: tuple[str, ...]
     values: tuple[Any, ...]
@@ -44,7 +43,7 @@ class Variables:
 
     @classmethod
     def tree_unflatten(cls, paths: tuple[str, ...], values: Sequence[Any]) -> "Variables":
-        """The inverse."""
+        """The variables with these paths and arrays."""
         return cls(paths, tuple(values))
 
 
@@ -60,12 +59,12 @@ class _Path:
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """What is static about objects in a pytree.
+    """The static part of the objects in a pytree.
 
     Attributes:
-      tree: the pytree, its objects being leaves.
-      graph: NNX's definition of all of them.
-      paths: for each leaf, the paths of the arrays that no object before it has; None of what is no object.
+      tree: the pytree's structure, with objects as leaves.
+      graph: NNX's graph definition of all objects.
+      paths: per leaf, the paths of the object's arrays that no earlier object holds; None if the leaf is no object.
     """
 
     tree: Any
@@ -75,12 +74,12 @@ class Form:
 
 @dataclass(frozen=True, slots=True)
 class Apart:
-    """A pytree without objects.
+    """A pytree whose objects are split into graph and arrays.
 
     Attributes:
-      form: what is static.
+      form: the static part.
       pure: the pytree with `Variables` in place of objects.
-      references: NNX's index of the objects and variables, to find them again.
+      references: NNX's index of the objects and variables, by which the caller's objects are updated.
     """
 
     form: Form
@@ -90,15 +89,15 @@ class Apart:
 
 @dataclass(frozen=True, slots=True)
 class _Returned:
-    """What is static about what a step returns and leaves.
+    """The static part of a step's results and of its arguments' objects after the step.
 
     Attributes:
-      tree: the pytree of its result, objects being leaves.
-      is_object: for each leaf of that, whether it is one.
-      num_given: how many objects it was given.
-      graph: NNX's definition of those, as the step leaves them, and of the objects in the result.
-      values: the pytree of all their arrays.
-      sources: for each array, the flat argument that it may have been, or None where it is made anew.
+      tree: the structure of the result, with objects as leaves.
+      is_object: per leaf of the result, whether it is an object.
+      num_given: the number of objects among the arguments.
+      graph: NNX's graph definition of the arguments' objects after the step, followed by the objects in the result.
+      values: the structure of all arrays in `graph`.
+      sources: per array, the flat argument whose variable holds it; None for an array of a new variable.
     """
 
     tree: Any
@@ -110,7 +109,7 @@ class _Returned:
 
 
 def holds_objects(tree: Any) -> bool:
-    """Whether there are NNX objects in a pytree."""
+    """True if there are NNX objects in a pytree."""
     if "flax.nnx" not in sys.modules:
         return False
     is_object, is_whole = _kinds()
@@ -123,11 +122,11 @@ def jitted(step: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def apart(tree: Any, like: Form | None = None) -> Apart:
-    """Takes the objects in a pytree apart.
+    """Splits the objects in a pytree into graph and arrays.
 
     Args:
       tree: the pytree.
-      like: the form that it probably has, which then need not be made again.
+      like: a form that the pytree probably has; it is reused if it does.
 
     Raises:
       InputError: an object refers to a mutable array.
@@ -151,7 +150,7 @@ def apart(tree: Any, like: Form | None = None) -> Apart:
 
 
 def changed_attribute(was: Form, now: Form) -> str:
-    """The first attribute without arrays that differs, `calls (0, now 1)`, or nothing where objects differ otherwise."""
+    """The first static attribute that differs, as `calls (0, now 1)`; empty if the objects also differ in another way."""
     pairs = list(zip(was.graph.attributes, now.graph.attributes, strict=False))
     differing = [(a, b) for a, b in pairs if a != b]
     if not differing or any(
@@ -169,11 +168,11 @@ def _is_static(attribute: Any) -> bool:
 
 
 def pure(step: Callable[..., Any], form: Form) -> Callable[..., Any]:
-    """A step of the arguments without objects, which returns an `InPlace`.
+    """The step as a function of `Variables` in place of objects, which returns an `InPlace`.
 
     Args:
-      step: the step; it may change the objects that it is given.
-      form: of its `(args, kwargs)`.
+      step: the step; it may change its arguments' objects.
+      form: the form of its `(args, kwargs)`.
     """
     from flax import nnx
 
@@ -190,12 +189,12 @@ def pure(step: Callable[..., Any], form: Form) -> Callable[..., Any]:
 
 
 def put_together(returned: InPlace, given: Sequence[Any], references: Any) -> Any:
-    """Puts what a step leaves of its arguments into the objects there, and gives its result.
+    """Updates the caller's objects after a step, and returns the step's result.
 
     Args:
-      returned: what the pure step returned.
-      given: the flat arguments that it was called with.
-      references: of those arguments (`Apart`); None for new objects all through.
+      returned: the result of the pure step.
+      given: the flat arguments of the call.
+      references: the `references` of the arguments (`Apart`); None creates new objects only.
     """
     from flax import nnx
 
@@ -214,7 +213,7 @@ def put_together(returned: InPlace, given: Sequence[Any], references: Any) -> An
 
 @functools.cache
 def _kinds() -> tuple[Callable[[Any], bool], Callable[[Any], bool]]:
-    """Whether something is an object, and whether it is one or a value that holds variables."""
+    """Two predicates: a value is an object, or it is an object or a pytree of variables."""
     from flax import nnx
 
     objects, values = (nnx.Pytree, nnx.Variable), (nnx.State, nnx.GraphState)
@@ -222,7 +221,7 @@ def _kinds() -> tuple[Callable[[Any], bool], Callable[[Any], bool]]:
 
 
 def _paths(objects: Sequence[Any]) -> Iterator[tuple[str, ...]]:
-    """For each object, the paths of the arrays that none before it has."""
+    """Per object, the paths of its arrays that no earlier object holds."""
     from flax import nnx
 
     of_object: list[list[str]] = [[] for _ in objects]
@@ -242,14 +241,14 @@ def _paths(objects: Sequence[Any]) -> Iterator[tuple[str, ...]]:
 
 
 def _value(variable: Any) -> Any:
-    """What a variable holds; what is no variable is an array itself."""
+    """The raw value of a variable; an array that is an attribute itself."""
     from flax import nnx
 
     return variable.get_raw_value() if isinstance(variable, nnx.Variable) else variable
 
 
 def _whole(form: Form, given: Any, references: Any) -> tuple[Any, list[Any]]:
-    """The pytree with new objects in it, and these."""
+    """The pytree with newly created objects, and a list of these."""
     from flax import nnx
 
     leaves = form.tree.flatten_up_to(given)
@@ -260,7 +259,7 @@ def _whole(form: Form, given: Any, references: Any) -> tuple[Any, list[Any]]:
 
 
 def _numbers(form: Form, given: Any) -> list[Any]:
-    """The values of all objects, each array being its number among the flat arguments."""
+    """The objects' values, with each array replaced by its index among the flat arguments."""
     leaves, structure = jax.tree.flatten(given)
     parts = form.tree.flatten_up_to(jax.tree.unflatten(structure, range(len(leaves))))
     return [v for x in parts if isinstance(x, Variables) for v in x.values]
@@ -268,8 +267,8 @@ def _numbers(form: Form, given: Any) -> list[Any]:
 
 @dataclass(frozen=True, slots=True)
 class _Snapshot:
-    """The objects' variables as the step finds them: their numbers and metadata, by identity, or by path where an array is
-    an attribute itself. The variables are held, so that no other can take an identity."""
+    """The objects' variables before the step: their indices and metadata, keyed by identity, or by path for an array that is
+    an attribute itself. References to the variables are held so that no other variable can get their identity."""
 
     variables: tuple[Any, ...]
     number: dict[Any, Any]
@@ -288,7 +287,7 @@ class _Snapshot:
         return cls(tuple(variables), dict(zip(keys, numbers, strict=True)), metadata)
 
     def numbers_of(self, path: Any, variable: Any) -> list[int | None]:
-        """For each array that a variable holds now, the flat argument that it has been, if any."""
+        """Per array of a variable after the step, the flat argument that the variable held before; None for new ones."""
         key, now = _key(path, variable), jax.tree.structure(_value(variable))
         self._check_metadata(path, key, variable)
         if key in self.number and jax.tree.structure(self.number[key]) == now:
@@ -312,7 +311,7 @@ def _key(path: Any, variable: Any) -> Any:
 
 
 def _returned(before: _Snapshot, objects: Sequence[Any], result: Any, references: Any) -> InPlace:
-    """What the step returns, and what it leaves."""
+    """The step's result, and its arguments' objects after the step, as an `InPlace`."""
     from flax import nnx
 
     is_object, is_whole = _kinds()

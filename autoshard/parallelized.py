@@ -269,7 +269,7 @@ class Parallelized:
     @boundary
     def for_checkpoint(self, state: Any) -> Any:
         """The state in the form that Orbax can save. With several processes, Orbax refuses arrays that one process holds
-        alone, such as those of a pipeline's stage. These are split over all devices; other values are unchanged.
+        alone, such as those of a pipeline's stage. These are split over all devices, or replicated; others are unchanged.
 
         Args:
           state: the step's results, or part of them.

@@ -1,9 +1,9 @@
-"""What a long call is doing, in one line a stage.
+"""Progress of a long call, one line per stage.
 
-The program that calls us decides what is shown. So lines go to whoever passes `progress=`, and otherwise to the standard
-logger `autoshard`, at level INFO; we add no handler to it and set no level. Python shows INFO where a program asks for it
-(`logging.basicConfig(level=logging.INFO)`), and warnings in any case. A call that takes long and whose lines nobody sees
-therefore says once, as a warning of that logger, what it is doing and how to see more.
+The calling program decides which lines are shown. Lines go to `progress=`, and otherwise to the standard logger `autoshard`
+at level INFO; the library adds no handler and sets no level. Python shows INFO only on request
+(`logging.basicConfig(level=logging.INFO)`), but shows warnings always. So a long call whose lines nobody sees logs one
+warning, with its current stage and the way to see more.
 """
 
 import contextlib
@@ -17,20 +17,20 @@ Progress = Callable[[str], None]
 LOGGER = logging.getLogger("autoshard")
 
 PATIENCE_S = 5.0
-"""How long a call may take before it says what it does. Source: a choice of ours."""
+"""Seconds after which a silent call logs its stage. Source: a choice of ours."""
 
 
 @contextlib.contextmanager
 def narrated(step: str, first: str, progress: Progress | None) -> Generator[Progress]:
-    """Tells of a long call.
+    """Reports the stages of a long call.
 
     Args:
-      step: whose.
-      first: its first stage.
-      progress: who wants to know; by default the logger does.
+      step: the step's name.
+      first: the call's first stage.
+      progress: receives the stages; by default the logger does.
 
     Yields:
-      What is called with each further stage.
+      A function to call with each further stage.
     """
     stages: list[str] = []
     timer = threading.Timer(PATIENCE_S, lambda: _hint(step, stages[-1]))
@@ -50,7 +50,7 @@ def narrated(step: str, first: str, progress: Progress | None) -> Generator[Prog
 
 
 def each_stage(write: Progress) -> Progress:
-    """Writes a line for each stage: one that only counts on is left out."""
+    """A `Progress` that writes each stage once: lines that differ only in their count of seconds are left out."""
     written: list[str] = []
 
     def tell(line: str) -> None:

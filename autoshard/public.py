@@ -1,4 +1,4 @@
-"""What `import autoshard` offers; JAX comes with it, so it is imported where the first of these names is asked for."""
+"""The public names of `autoshard`, which needs JAX; it is imported when the first of these names is accessed."""
 
 # ruff: noqa: F401
 

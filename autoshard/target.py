@@ -1,7 +1,7 @@
-"""TARGET: what a user points the command line at.
+"""TARGET: the command line's name for a step and its arguments.
 
-`file.py:function` or `package.module:function`, a function without arguments that returns `(train_step,
-args)`. Whatever goes wrong in there is the user's to mend, so all of it is said in one line.
+`file.py:function` or `package.module:function`, a function without arguments that returns `(train_step, args)`. Any error
+in it is a mistake in the user's code, and is reported in one line.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from autoshard.search.ir.trace import TRACE_ERRORS
 
 @contextlib.contextmanager
 def target(text: str) -> Iterator[tuple[Callable[..., Any], tuple[Any, ...]]]:
-    """The step and its arguments that a TARGET gives; its folder is importable meanwhile."""
+    """The step and its arguments from a TARGET; the TARGET's folder is on `sys.path` inside the context."""
     place, _, name = text.rpartition(":")
     if not place or not name.isidentifier():
         raise InputError(f"wanted TARGET as file.py:function or package.module:function, got {text!r}")
@@ -108,7 +108,7 @@ def _step_and_args(function: Callable[[], Any], text: str) -> tuple[Callable[...
 
 
 def _user_code[T](call: Callable[[], T], text: str) -> T:
-    """Calls what the user wrote; whatever it raises is a mistake to report in one line."""
+    """Calls the user's function; any exception becomes an `InputError` of one line."""
     try:
         return call()
     except AutoshardError:
@@ -118,7 +118,7 @@ def _user_code[T](call: Callable[[], T], text: str) -> T:
 
 
 def _raised(error: BaseException, who: str) -> InputError:
-    """One line: what was raised, and the innermost line of the user's that did."""
+    """An error of one line: the exception, and the innermost line of the user's code in its traceback."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [f for f in frames if "site-packages" not in f.filename and not f.filename.startswith("<")]
     own = [f for f in own if f.filename != __file__]

@@ -1,8 +1,8 @@
-"""The terminal of the command line: what goes to stderr, what is kept away from stdout, and Ctrl-C.
+"""The terminal of the command line: progress on stderr, a clean stdout, and Ctrl-C.
 
-What takes long runs in a thread of its own, so that Ctrl-C is heard at once: the solver's native code would only
-hand it over when it is done. What the solver or the user's module writes to stdout is kept away from the
-result.
+Long work runs in a thread of its own, so that Ctrl-C takes effect at once: the solver's native code would delay it until
+the code returns. Native output on stdout, such as the solver's, is dropped; `commands` redirects the user's prints to
+stderr.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ INTERRUPTED = 128 + 2
 
 
 def say(line: str) -> None:
-    """A line to stderr."""
+    """Writes a line to stderr."""
     print(f"autoshard: {line}", file=sys.stderr, flush=True)
 
 
@@ -41,7 +41,7 @@ def progress() -> Iterator[Callable[[str], None]]:
 
 @contextlib.contextmanager
 def one_line_warnings() -> Iterator[None]:
-    """Warnings of ours in one line each."""
+    """A context in which autoshard's warnings are printed in one line each."""
 
     def show(message: Warning | str, category: type[Warning], *args: Any, **kwargs: Any) -> None:
         if issubclass(category, AutoshardWarning):
@@ -57,7 +57,8 @@ def one_line_warnings() -> Iterator[None]:
 
 @contextlib.contextmanager
 def native_stdout_dropped() -> Iterator[None]:
-    """What native code writes to stdout (the solver has notes of its own) must not stand in the result."""
+    """A context that drops output to stdout's file descriptor, such as the native solver's, so that it is no part of the
+    result."""
     sys.stdout.flush()
     kept, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
@@ -85,7 +86,7 @@ def interruptible[T](work: Callable[[], T]) -> T:
     except KeyboardInterrupt:
         if (
             not future.done()
-        ):  # the solver still runs, and cannot be told: leave without tearing down beneath it
+        ):  # the solver's thread cannot be stopped: exit without a teardown under it
             say("interrupted")
             os._exit(INTERRUPTED)
         raise

@@ -1,13 +1,13 @@
-"""Tracebacks that end where the user's code does.
+"""Tracebacks that end in the user's code.
 
-A mistake in a step surfaces below some thirty frames of ours and of JAX's, and the sentence that explains it behind all of
-them. As JAX does for its own frames, so do we for both: an error that leaves the face (`boundary`) shows the user's frames
-alone. JAX's switch is ours, too: with `jax.config.update("jax_traceback_filtering", "off")`, or that in the environment
-(`JAX_TRACEBACK_FILTERING=off`), the whole trace is shown; with "tracebackhide", frames are marked for IPython.
+A mistake in a step is raised below some thirty frames of autoshard and JAX, and its message follows them all. JAX removes
+its own frames; this module removes those of both. An error that leaves a public function (`boundary`) shows the user's
+frames only. JAX's switch applies: `jax.config.update("jax_traceback_filtering", "off")`, or `JAX_TRACEBACK_FILTERING=off` in
+the environment, shows the whole trace; "tracebackhide" marks the frames for IPython.
 
-An error of ours is often raised from another one, that of the user's function under `jax.jit`. It has that one's frames
-behind its own, so that the line at fault is the last one, and Python need not print both. A fault of ours, raised by our
-code and by nobody's request, keeps its trace.
+An error of autoshard is often raised from another one, that of the user's function under `jax.jit`. The frames of this cause
+are appended to its own, so that the faulty line is last and Python prints one traceback. An unexpected error in autoshard's
+code keeps its whole trace.
 """
 
 import functools
@@ -23,11 +23,11 @@ from autoshard.cost_model.errors import AutoshardError
 OURS = frozenset({"autoshard"})
 
 INTERNAL = frozenset({*OURS, "jax", "jaxlib"}) | sys.stdlib_module_names
-"""Packages whose frames are left out. Ours go through the standard library's (`contextlib`, `functools`, `pathlib`)."""
+"""Packages whose frames are removed. Calls in autoshard pass through the standard library (`contextlib`, `functools`)."""
 
 
 def boundary[**P, Result](function: Callable[P, Result]) -> Callable[P, Result]:
-    """A function of the face: errors that leave it show the user's frames."""
+    """Decorates a public function: errors that leave it show the user's frames only."""
 
     @functools.wraps(function)
     def called(*args: P.args, **kwargs: P.kwargs) -> Result:
@@ -41,7 +41,7 @@ def boundary[**P, Result](function: Callable[P, Result]) -> Callable[P, Result]:
 
 
 def _shorten(error: Exception) -> None:
-    """Leaves internal frames out of an error's traceback, as the switch says."""
+    """Removes internal frames from an error's traceback, as JAX's switch says."""
     mode = jax.config.jax_traceback_filtering  # type: ignore[attr-defined]
     steps = list(_steps(error))
     if mode == "off" or _is_fault_of_ours(error, steps):
@@ -60,7 +60,7 @@ def _shorten(error: Exception) -> None:
 
 
 def _steps(error: BaseException | None) -> Iterator[TracebackType]:
-    """The steps of an error's traceback; of one of ours, those of what it was raised from, too."""
+    """The entries of an error's traceback; for an `AutoshardError`, followed by those of its cause."""
     while error is not None:
         step = error.__traceback__
         while step is not None:
@@ -70,8 +70,8 @@ def _steps(error: BaseException | None) -> Iterator[TracebackType]:
 
 
 def _is_fault_of_ours(error: Exception, steps: list[TracebackType]) -> bool:
-    """Whether our own code, beneath the boundary, has raised what is none of our errors. JAX leaves a note where it has cut
-    off its frames."""
+    """True if autoshard's own code, below the boundary, raised another error than an `AutoshardError`. JAX adds a note to an
+    error whose frames it has removed."""
     is_foreign = isinstance(error, AutoshardError | jax.errors.JaxRuntimeError) or hasattr(error, "__notes__")
     return not is_foreign and len(steps) > 1 and _is_in(steps[-1].tb_frame, OURS)
 

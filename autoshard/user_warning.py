@@ -1,4 +1,4 @@
-"""Warnings that point at the user's line, however deep in here they come from."""
+"""Warnings that point at the user's line, wherever in autoshard they are raised."""
 
 import warnings
 from pathlib import Path
@@ -7,9 +7,9 @@ _OURS = str(Path(__file__).parent)
 
 
 class AutoshardWarning(UserWarning):
-    """Something that works, but perhaps not as its user thinks."""
+    """A call that works, but perhaps not as its user expects."""
 
 
 def warn(message: str) -> None:
-    """Warns, at the line that called autoshard."""
+    """Warns at the user's line that called autoshard."""
     warnings.warn(message, AutoshardWarning, skip_file_prefixes=(_OURS,))
