@@ -1,15 +1,14 @@
 """The graph: one traced training step, in program order.
 
 A `Graph` is a flat list of ops over numbered values. Calls are inlined; `scan`, `while` and `cond` stay ops
-and hold their bodies as inner graphs. A `Step` is the outermost graph with what it knows of the user's
-function: the pytree path of every argument, what each argument is for, and which result replaces which
-argument in the next step.
+and hold their bodies as inner graphs. A `Step` is the outermost graph with facts about the user's function: the pytree path
+and the role of every argument, and which result replaces which argument in the next step.
 
-JAX's weak types decide to what dtype a Python number adapts. The trace has done that, so values have none: a step is one
-graph whether its state began as Python numbers or came back from a checkpoint. Only the `Step` knows which of its arguments
-and results are weak, for executors to hand back what `jax.jit` would.
+JAX's weak types decide to which dtype a Python number adapts. The trace has applied them, so values have none: a step has
+one graph whether its state began as Python numbers or was restored from a checkpoint. Only the `Step` records its weak
+arguments and results, so that executors return the types that `jax.jit` would.
 
-Everything is frozen. `verify` is the specification: it is run after every pass that makes a graph.
+Everything is frozen. `verify` is the specification: it runs after every pass that makes a graph.
 """
 
 import math
@@ -26,7 +25,7 @@ from autoshard.search.ir import _jax
 
 
 class Phase(StrEnum):
-    """Where in the step an op stands."""
+    """The phase of the step that an op belongs to."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -34,21 +33,21 @@ class Phase(StrEnum):
 
 
 class Role(StrEnum):
-    """What an argument of the step is for."""
+    """The purpose of an argument of the step."""
 
     PARAMETER = "parameter"
     OPTIMIZER_STATE = "optimizer_state"
     STATE = "state"
-    """State that is neither: step counters, running statistics."""
+    """Other state: step counters, running statistics."""
     FROZEN = "frozen"
-    """What the step reads as a whole and does not hand back: frozen weights, tables, masks."""
+    """Arguments that the step does not return and that hold no examples: frozen weights, tables, masks."""
     BATCH = "batch"
     KEY = "key"
 
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """One array: its shape, its dtype, and whether it lies in the host's memory (pinned) rather than in a device's."""
+    """One array: its shape, its dtype, and whether it lies in the host's pinned memory rather than a device's."""
 
     shape: tuple[int, ...]
     dtype: Any
@@ -72,7 +71,7 @@ class Value:
 
     @property
     def has_shards(self) -> bool:
-        """Whether an array of it can be split over devices."""
+        """True if JAX can split an array of this dtype over devices."""
         return not _jax.is_stored_alike(self.dtype)
 
 
@@ -82,14 +81,14 @@ Atom = int | Any
 
 @dataclass(frozen=True, slots=True)
 class Likes:
-    """Of an op in a step that was shortened, and in the whole one beside it: which ops are its like.
+    """The equivalence class of an op, in a shortened step and in the whole step that it represents.
 
     Attributes:
-      block: the repeated block that it is of, by number; -1 where it is of none.
-      place: what it shares with its likes in other blocks: which of these there are, and which of their ops; None where it
-        has none.
-      stand_in: which op of the whole step stands for it in the shortened one, by number.
-      repeats: for how many it stands.
+      block: the number of the op's repeated block; -1 outside of repeated blocks.
+      place: the number of the group of equivalent blocks, and the op's index in its block; None if the op has no
+        equivalent in another block.
+      stand_in: the number of the op of the whole step that represents it in the shortened one.
+      repeats: the number of ops that it represents.
     """
 
     block: int
@@ -103,7 +102,7 @@ class Op:
     """One equation: a JAX primitive applied to values.
 
     `result_values` are the shapes and dtypes of `outputs`; `bodies` the inner graphs of control flow, by
-    parameter name; `likes` is known in a step that was shortened, and in the whole one beside it.
+    parameter name; `likes` is set in a shortened step, and in the whole step that it represents.
     """
 
     primitive: Any
@@ -119,7 +118,7 @@ class Op:
 
     @property
     def repeats(self) -> int:
-        """For how many ops alike it stands."""
+        """The number of equivalent ops that it represents."""
         return 1 if self.likes is None else self.likes.repeats
 
     @property
@@ -134,27 +133,27 @@ class Op:
 
     @property
     def short_source(self) -> str:
-        """The same with the file's folder and name alone, wherever that folder is."""
+        """`folder/file:line` of the user's code, independent of the folder's location, or an empty string."""
         return _jax.short_source_line(self.source_info)
 
     @property
     def where(self) -> str:
-        """Where it stands, for a message: `at file:line`, or the name scope where no line is known."""
+        """The op's place in a message: `at file:line`, or its name scope if no line is known."""
         return f"at {self.source}" if self.source else f"in the scope {self.scope!r}"
 
     @property
     def is_transfer(self) -> bool:
-        """Whether it takes an array between a device's memory and its host's."""
+        """True if it copies an array between a device's memory and the host's."""
         return self.name == "device_put" and _jax.names_memory(self.params)
 
     @property
     def loop_counts(self) -> tuple[int, int]:
-        """Of a `scan`: how many leading inputs are constants, and how many follow as carries."""
+        """The numbers of constants and of carries among the inputs of a `scan`, which begin with them in this order."""
         return _jax.scan_counts(self.params)
 
     @property
     def operands(self) -> tuple[int, ...]:
-        """The inputs that are values, literals left out."""
+        """The inputs that are values rather than literals."""
         return tuple([a for a in self.inputs if isinstance(a, int)])
 
 
@@ -164,10 +163,10 @@ class Graph:
 
     Attributes:
       values: every value; an index into it is a value's number.
-      inputs: the values that come from outside.
+      inputs: the numbers of the input values.
       constants: values with a fixed content, with that content.
       ops: each reads values made before it.
-      outputs: what leaves: values or literals.
+      outputs: the results: values or literals.
     """
 
     values: tuple[Value, ...]
@@ -177,24 +176,24 @@ class Graph:
     outputs: tuple[Atom, ...]
 
     def value(self, atom: Atom) -> Value:
-        """What an operand or output is, a literal's own array included."""
+        """The shape and dtype of an operand or output, which may be a literal."""
         return self.values[atom] if isinstance(atom, int) else Value.of(atom.aval)
 
     @property
     def made(self) -> tuple[int, ...]:
-        """The outputs that are values, literals left out."""
+        """The outputs that are values rather than literals."""
         return tuple([a for a in self.outputs if isinstance(a, int)])
 
     @cached_property
     def num_ops(self) -> int:
-        """Ops here and in all bodies."""
+        """Number of ops in this graph and in all bodies."""
         return sum(1 + sum(b.num_ops for bs in op.bodies.values() for b in bs) for op in self.ops)
 
 
 @dataclass(frozen=True, slots=True)
 class Argument:
-    """One flat argument of the step: its pytree path and role, and in a step that was shortened the paths of those alike for
-    which it stands too, and what it shares with its likes."""
+    """One flat argument of the step: its pytree path and role. In a shortened step, `alike` holds the paths of the further
+    arguments that it represents, and `place` the key that it shares with its equivalents."""
 
     name: str
     role: Role
@@ -203,12 +202,12 @@ class Argument:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The paths of all arguments for which it stands, its own first."""
+        """The paths of all arguments that it represents, its own first."""
         return (self.name, *self.alike)
 
     @property
     def repeats(self) -> int:
-        """For how many it stands."""
+        """The number of arguments that it represents."""
         return 1 + len(self.alike)
 
 
@@ -217,20 +216,21 @@ class Step:
     """A traced training step.
 
     Attributes:
-      name: the user's function.
-      graph: what it computes.
+      name: the name of the user's function.
+      graph: the computation.
       arguments: one per graph input.
       results: one pytree path per graph output.
       replaces: for each output, the input of its shape and dtype that it replaces in the next step (state), or None.
       in_tree: the pytree of `(args, kwargs)`.
       out_tree: the pytree of the result.
       trace_s: seconds that tracing took.
-      num_microbatches: in how many the graph goes through the batch.
-      retyped: results that replace an argument of another shape or dtype, and so not its memory, each with that argument.
-      doubtful: results that may replace arguments, which are nowhere in `replaces`, each with those arguments.
-      placements: what the user's code says of how values lie on devices, which is left out, each with its source line.
-      weak_arguments: those whose type is weak in JAX's promotion, by number.
-      weak_results: the results whose type is, by number.
+      num_microbatches: the number of microbatches that the graph splits the batch into.
+      retyped: (result, argument) pairs in which the result replaces an argument of another shape or dtype, and so cannot
+        reuse its memory.
+      doubtful: results that may replace arguments, but are not in `replaces`, each with those arguments.
+      placements: the user's ignored sharding annotations, each with its source line.
+      weak_arguments: the numbers of arguments whose type is weak in JAX's promotion.
+      weak_results: the numbers of results whose type is weak.
     """
 
     name: str
@@ -250,7 +250,7 @@ class Step:
 
     @cached_property
     def rests_as(self) -> tuple[int | None, ...]:
-        """For each output, the input in whose place it comes to rest: that which it replaces, if it has its shape."""
+        """Per output, the input whose layout at rest it takes: the one that it replaces, if the shapes are equal."""
         graph, found = self.graph, list(self.replaces)
         for o, i in self.retyped:
             same_shape = graph.value(graph.outputs[o]).shape == graph.values[graph.inputs[i]].shape
@@ -264,7 +264,7 @@ class Step:
 
 
 Site = tuple[Any, ...]
-"""Where an op stands in the nested graph: the path of its graph, as `walk` yields it, then its index."""
+"""An op's position in the nested graph: the path of its graph, as `walk` yields it, then its index."""
 
 
 def walk(graph: Graph, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Graph]]:
@@ -279,11 +279,11 @@ def walk(graph: Graph, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, 
 EFFECTFUL = frozenset(
     {"debug_callback", "debug_print", "io_callback", "pure_callback", "run_state", "swap", "addupdate"}
 )
-"""Primitives that do more than make their results."""
+"""Primitives with side effects."""
 
 
 def without_dead_ops(graph: Graph) -> Graph:
-    """The graph without the ops that nothing needs."""
+    """The graph without ops whose results are unused; ops with side effects stay."""
     live = {*graph.made}
     kept: list[Op] = []
     for op in reversed(graph.ops):

@@ -1,15 +1,15 @@
 """Steps that change their arguments in place.
 
-`jax.jit`, which autoshard needs, hands a step a copy of its arguments: what is not returned is dropped, and a step that
-trains its arguments in place repeats its first loss for ever. There are two remedies:
+`jax.jit`, which autoshard needs, passes a step copies of its arguments. Changes that are not returned are lost, and a step
+that trains its arguments in place repeats its first loss for ever. There are two remedies:
 
-* Whoever knows the objects that a step changes takes them apart beforehand, and has the step return an `InPlace`: its own
-  result and, beside it, what it leaves of its arguments. What it leaves as it was is no result: the trace tells, as the
-  step hands the same value on.
-* An `nnx.State` is a value like any other pytree, but holds variables that can be assigned to. A step that does so and
-  does not return them is refused. They too are further results of the trace, for as long as that takes.
+* The caller who knows the objects splits them into arrays beforehand (`autoshard.nnx_objects`). The step then returns an
+  `InPlace`: its own result, and its arguments' new values. An unchanged value is no result: in the trace it is the input
+  itself.
+* An `nnx.State` is an ordinary pytree, but its variables can be assigned to. A step that assigns to them and does not return
+  them is refused. For this check, the variables are additional results of the trace.
 
-Flax is not imported here: its variables are told by where their classes are defined.
+Flax is not imported here: its variables are recognised by the module that defines their class.
 """
 
 # JAX types these functions only in part.
@@ -29,13 +29,13 @@ from autoshard.search.ir.graph import Atom, Graph
 @jax.tree_util.register_pytree_with_keys_class
 @dataclass(frozen=True, slots=True)
 class InPlace:
-    """What a step returns that changes its arguments in place, written without side effects.
+    """The result of a step that changes its arguments in place, in a form without side effects.
 
     Attributes:
-      result: its own result.
-      left: what it leaves of its flat arguments, by their number.
-      made: what else it has put into the objects among its arguments and results.
-      form: how all this is put together again, to whom has taken it apart.
+      result: the step's own result.
+      left: the new values of its flat arguments, by their number.
+      made: further arrays that it has put into the objects among its arguments and results.
+      form: the static data from which the caller restores the objects.
     """
 
     result: Any
@@ -44,19 +44,19 @@ class InPlace:
     form: Hashable
 
     def tree_flatten_with_keys(self) -> tuple[tuple[tuple[Any, Any], ...], Hashable]:
-        """The children with their keys, and what is static."""
+        """The children with their keys, and the static data."""
         key = jax.tree_util.GetAttrKey
         return ((key("result"), self.result), (key("left"), self.left), (key("made"), self.made)), self.form
 
     @classmethod
     def tree_unflatten(cls, form: Hashable, children: Sequence[Any]) -> "InPlace":
-        """The inverse."""
+        """The value with this static data and these children."""
         result, left, made = children
         return cls(result, left, made, form)
 
 
 def changed_only(graph: Graph, returned: InPlace) -> tuple[Graph, InPlace]:
-    """The graph of a step that returns an `InPlace`, and what it returns, without what it leaves as it was."""
+    """The graph of a step that returns an `InPlace`, and that `InPlace`, without results that are unchanged arguments."""
     first = len(jax.tree.leaves(returned.result))
     at = {number: first + k for k, number in enumerate(sorted(returned.left))}
     same = {n for n, o in at.items() if graph.outputs[o] == graph.inputs[n]}
@@ -67,19 +67,19 @@ def changed_only(graph: Graph, returned: InPlace) -> tuple[Graph, InPlace]:
 
 
 def successors(returned: InPlace) -> dict[int, int]:
-    """By flat result, the argument that it certainly replaces: what the step leaves of it."""
+    """The flat results that are new values of arguments, each with the number of its argument."""
     first = len(jax.tree.leaves(returned.result))
     return {first + k: number for k, number in enumerate(sorted(returned.left))}
 
 
 def holds_variables(arguments: Any) -> bool:
-    """Whether there are NNX variables in a pytree."""
+    """True if there are NNX variables in a pytree."""
     return any(map(_is_mutable, jax.tree.leaves(arguments, is_leaf=_is_mutable)))
 
 
 def watched(step: Callable[..., Any]) -> Callable[..., Any]:
-    """The step with two results: its own, and its arguments' variables afterwards, by their number among the flat
-    arguments."""
+    """The step with two results: its own, and the values of its arguments' variables after it, by the number of the flat
+    argument."""
 
     @functools.wraps(step, updated=())
     def traced(*args: Any, **kwargs: Any) -> Any:
@@ -93,17 +93,17 @@ def watched(step: Callable[..., Any]) -> Callable[..., Any]:
 def check(
     step: str, names: Sequence[str], inputs: Sequence[Atom], results: Sequence[Atom], left: dict[int, Atom]
 ) -> None:
-    """Refuses a step that changes what it does not return.
+    """Refuses a step that changes a variable and does not return it.
 
     Args:
-      step: its name.
-      names: of the flat arguments.
+      step: the step's name.
+      names: the names of the flat arguments.
       inputs: the flat arguments.
-      results: what it returns.
-      left: what it leaves of some arguments, by number.
+      results: the step's own results.
+      left: the values of variables after the step, by the number of the flat argument.
 
     Raises:
-      InputError: something is lost.
+      InputError: a change would be lost.
     """
     returned = {v for v in results if isinstance(v, int)}
     lost = [
@@ -131,6 +131,6 @@ def _variables(arguments: Any) -> list[tuple[Any, Any]]:
 
 
 def _is_mutable(node: Any) -> bool:
-    """Whether a node is an NNX object; an `nnx.State` is a value like any other pytree."""
+    """True if a node is an NNX object; an `nnx.State` itself is an ordinary pytree."""
     homes = {c.__module__ for c in type(node).__mro__ if c.__module__.startswith("flax.nnx.")}
     return bool(homes) and "flax.nnx.statelib" not in homes

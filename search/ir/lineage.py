@@ -1,12 +1,12 @@
-"""Which values are an argument's elements, changed.
+"""Values that continue an argument: its elements, changed in place.
 
-A value *continues* an argument when its elements are made from the argument's elements at the same places, and no gradient
-lies between: `w - 0.1 * g` continues `w`, but not the batch that the gradient is of; a prediction does not continue the
-batch either, nor does a predicate on its elements. Where some elements are written by index into an argument (a slice of a
-cache), it is *written* besides.
+A value *continues* an argument if each element is computed from the argument's element at the same place without a gradient
+between them. `w - 0.1 * g` continues `w`, but not the batch that the gradient comes from. A prediction does not continue
+the batch, nor does a predicate on its elements. If elements are written into an argument by index (a slice of a cache), the
+value is also *written* into it.
 
-Of branches and of ops of a single array or of which nothing is known, what has the same shape counts, and so does all that
-becomes of random keys. A loop is looked into: what it carries continues what enters it if the body says so.
+For ops with one operand and ops without a rule, results continue every operand with their shape. Random keys continue in
+any shape. Loops and branches are followed through their bodies: a loop's carry continues an operand if the body says so.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,12 +20,12 @@ from autoshard.search.ir.factors import rule_for
 from autoshard.search.ir.graph import Atom, Graph, Op, Phase, Value
 
 WRITES = ("dynamic_update_slice", "scatter")
-"""How the names of primitives begin that write into their first operand by index."""
+"""Prefixes of primitives that write into their first operand by index."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lineage:
-    """The inputs of a graph that a value continues, and those into which it is written, as the bits of numbers."""
+    """The inputs of a graph that a value continues, and those that it is written into, as bit sets."""
 
     continued: int = 0
     written: int = 0
@@ -38,7 +38,7 @@ NONE = Lineage()
 
 
 def lineages(graph: Graph) -> dict[int, Lineage]:
-    """By value; what is missing continues nothing."""
+    """The lineage of each value; missing values continue no input."""
     found = {v: Lineage(1 << i) for i, v in enumerate(graph.inputs)}
     for op in graph.ops:
         if op.phase is not Phase.BACKWARD:
@@ -48,7 +48,7 @@ def lineages(graph: Graph) -> dict[int, Lineage]:
 
 
 def sources(graph: Graph) -> dict[int, int]:
-    """By value, the inputs that it depends on, but for gradients, as the bits of their numbers."""
+    """Per value, the inputs that it depends on other than through gradients, as a bit set."""
     found = {v: 1 << i for i, v in enumerate(graph.inputs)}
     for op in graph.ops:
         if op.phase is not Phase.BACKWARD:
@@ -60,7 +60,7 @@ def sources(graph: Graph) -> dict[int, int]:
 
 
 def _handed_on(graph: Graph, op: Op, found: Mapping[int, Lineage]) -> Iterator[tuple[Lineage, int]]:
-    """What an op's results continue, each with the result."""
+    """Lineages that an op passes on, each with the result that receives it."""
     if bodies := bodies_of(op):
         yield from _through(op, bodies, found)
         return
@@ -71,7 +71,7 @@ def _handed_on(graph: Graph, op: Op, found: Mapping[int, Lineage]) -> Iterator[t
 
 
 def _in_place(graph: Graph, op: Op) -> Iterator[tuple[int, int, int]]:
-    """Operands, with their numbers, and results of which the elements at one place belong together."""
+    """(operand's index, operand, result) of each pair whose elements correspond place by place."""
     inputs = [graph.value(a) for a in op.inputs]
     rule = rule_for(op.name, inputs, op.result_values, op.params)
     is_loose = bool(op.bodies) or rule.is_unknown or rule.is_kernel or len(op.operands) == 1
@@ -86,7 +86,7 @@ def _in_place(graph: Graph, op: Op) -> Iterator[tuple[int, int, int]]:
 
 
 def is_random(value: Value) -> bool:
-    """Whether a value is a random key, typed or raw."""
+    """True if a value may be a random key, typed or raw (uint32)."""
     return _jax.is_key_dtype(value.dtype) or value.dtype == np.uint32
 
 
@@ -95,14 +95,14 @@ def is_random(value: Value) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Body:
-    """How a body's inputs and outputs belong to its op's.
+    """The correspondence of a body's inputs and outputs with those of its op.
 
     Attributes:
       graph: the body.
-      operands: for each of its inputs, the op's operand.
-      num_carried: how many of its outputs are its inputs of the next round.
-      first_carried: the input that is the first of those.
-      first_slice: the input from which on there is one slice of the operand.
+      operands: per input of the body, the op's operand.
+      num_carried: the number of carries: the first outputs, which are inputs of the next iteration.
+      first_carried: the index of the first carry among the inputs.
+      first_slice: the index of the first input that is a slice of its operand; None if there are no slices.
     """
 
     graph: Graph
@@ -132,7 +132,7 @@ _BODIES: dict[str, Any] = {"scan": _scan, "while": _while, "cond": _cond}
 
 
 def bodies_of(op: Op) -> list[Body]:
-    """The bodies of a loop, or of a branch in all its ways; none of other ops."""
+    """The body of a loop, or every branch of a `cond`; empty for other ops."""
     return _BODIES[op.name](op) if op.name in _BODIES else []
 
 
@@ -149,7 +149,7 @@ def _through(op: Op, bodies: Sequence[Body], found: Mapping[int, Lineage]) -> It
 
 
 def _ways(body: Body) -> list[Lineage]:
-    """What each output of a body continues of its inputs, after any number of rounds."""
+    """Per output of a body, its lineage in the body's inputs after any number of iterations."""
     inner = lineages(body.graph)
     ways = [inner.get(a, NONE) if isinstance(a, int) else NONE for a in body.graph.outputs]
     for _ in range(body.num_carried):
@@ -161,7 +161,7 @@ def _ways(body: Body) -> list[Lineage]:
 
 
 def _a_round_further(way: Lineage, ways: Sequence[Lineage], body: Body) -> Lineage:
-    """With what the carried inputs that an output continues were in the round before."""
+    """An output's lineage, extended by one earlier iteration of the carries that it continues."""
     for k in range(body.num_carried):
         if way.continued >> body.first_carried + k & 1:
             is_written = way.written >> body.first_carried + k & 1
