@@ -65,7 +65,7 @@ class Call:
 
 
 def _is_spread(x: Any) -> bool:
-    """True if an array lies on several devices: an object keeps such an array where the step only reads it."""
+    """True if an array is on several devices. An object keeps such an array if the step only reads it."""
     return isinstance(x, jax.Array) and len(x.sharding.device_set) > 1
 
 

@@ -249,8 +249,9 @@ class Parallelized:
     ) -> Any:
         """The state that `init` would create, as `jax.ShapeDtypeStruct`s with shardings, to restore a checkpoint to.
 
-        Arrays that one of several processes holds alone are split over all devices, as by `for_checkpoint`; the next call
-        moves them back. The step is planned if it has no plan yet, and a call with the restored state is not traced again.
+        Arrays that one of several processes holds alone are spread over all devices, as by `for_checkpoint`; the next call
+        moves them to their own devices. The step is planned if it has no plan yet, and a call with the restored state needs
+        no new trace.
 
         Args:
           create: as for `init`.

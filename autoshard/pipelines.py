@@ -43,7 +43,7 @@ AUTO = "auto"
 """The value of `stages=` that searches for the best number of stages, or one program, however long that takes."""
 
 WORTH = 0.15
-"""Smallest share of the step's time that a pipeline may save for a search that nobody asked for. Source: a choice of ours;
+"""A pipeline that nobody asked for is searched only if it may save this share of the step's time. Source: a choice of ours;
 the pipeline's own bubble and transfers take about half of the saving."""
 
 MUCH_FASTER = 1.3
@@ -76,7 +76,7 @@ class Stages:
 
 
 WHERE_IT_PAYS = Stages(None, always=False)
-"""The pipeline that a user allows who says nothing of stages."""
+"""The pipeline that a user without `stages=` allows."""
 
 
 class OneProgram(Protocol):

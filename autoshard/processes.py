@@ -1,9 +1,9 @@
 """Several processes that run one program: they agree on the program before any of it is dispatched.
 
 JAX connects the processes (`jax.distributed.initialize`); each runs the same Python program and traces the step. If their
-programs differed, a process could wait for ever for a message that is never sent. So each process first publishes a digest
-of its program through JAX's coordination service, and all of them name the process that differs. The first process searches;
-the others wait for its plan or its error.
+programs differed, a process could wait for ever for a message that is never sent. So each process first publishes a
+description of its program through JAX's coordination service, and all of them name the process that differs. The first
+process searches; the others wait for its plan or its error.
 
 Messages are stored in the service under numbered keys: the n-th meeting of one process is the n-th of the others. The
 service counts the meetings, so this module has no state. If a process dies, the service ends the processes that wait.

@@ -77,16 +77,14 @@ def interruptible[T](work: Callable[[], T]) -> T:
     def run() -> None:
         try:
             future.set_result(work())
-        except BaseException as e:  # noqa: BLE001  (handed on to the thread that waits)
+        except BaseException as e:  # noqa: BLE001  (raised in the thread that waits)
             future.set_exception(e)
 
     threading.Thread(target=run, daemon=True).start()
     try:
         return future.result()
     except KeyboardInterrupt:
-        if (
-            not future.done()
-        ):  # the solver's thread cannot be stopped: exit without a teardown under it
+        if not future.done():  # the solver's thread cannot be stopped: exit without a teardown under it
             say("interrupted")
             os._exit(INTERRUPTED)
         raise
