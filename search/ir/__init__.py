@@ -1,1 +1,1 @@
-"""The traced step: a graph of ops with phases, the factors of each primitive, how values lie on a mesh."""
+"""The traced step: a graph of ops with phases, the factors of each primitive, shardings on a mesh."""

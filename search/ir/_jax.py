@@ -1,6 +1,6 @@
 """The door to JAX's internals.
 
-JAX's public surface does not cover everything a whole-step rewriter needs. What we rely on beyond it, all
+JAX's public API does not cover everything that a whole-step rewriter needs. This module relies on these internals, all
 present in JAX 0.11 and 0.12:
 
 * equations carry `source_info` (name stack and traceback), and `jax._src.source_info_util` can print and
@@ -8,21 +8,20 @@ present in JAX 0.11 and 0.12:
 * `Primitive.bind` and `get_bind_params` re-apply an equation;
 * `scan` says how many of its operands are constants and carries: by `num_consts`/`num_carry` (0.11), or by a
   flat tree of three children, `ft_in` (0.12); `while` and `cond` carry inner jaxprs in their parameters;
-* a jitted function says in `_jit_info` which of its arguments are static;
-* processes that `jax.distributed` has connected have a store in common, which its client reads and writes;
+* a jitted function lists its static arguments in `_jit_info`;
+* processes that `jax.distributed` has connected share a key-value store, which its client reads and writes;
 * jaxlib copies arrays to other devices shard by shard, by `batched_copy_array_to_devices_with_sharding`, in a tenth of the
-  time that `device_put` takes to find out that this is all that is to be done;
+  time that `device_put` takes to choose this copy;
 * a collective over a named axis of `vmap` becomes one over dimensions, whose numbers are in its `axes` (none, if its
-  operand did not depend on the place along the axis);
-* where a step names devices, equations hold a `Sharding` or a `Device`: `sharding_constraint` and its like do nothing else;
-* extended dtypes say in `_rules` how gradients add up, and `jax._src.core` how they are stored; `to_edtype` and
-  `from_edtype` convert to them and back, and leave the bits as they are;
+  operand did not depend on the position along the axis);
+* where a step names devices, equations hold a `Sharding` or a `Device`; `sharding_constraint` and the like do nothing else;
+* extended dtypes define in `_rules` how gradients are added; `jax._src.core` knows how they are stored; `to_edtype` and
+  `from_edtype` convert to them and back without changing the bits;
 * `convert_element_type` makes a type weak, which promotion then adapts to others;
-* primitives of `hijax` (0.12) come as equations `call_hi_primitive`, and say by `to_lojax` what they are made of;
+* primitives of `hijax` (0.12) are equations `call_hi_primitive`, which `to_lojax` expands into other primitives;
 * `make_jaxpr` returns a `ClosedJaxpr` (0.11) or a `Jaxpr` that holds its own constants (0.12).
 
-What hand-written kernels say of themselves is read in `_jax_kernels`; what the compiler's process needs is in
-`cost_model.xla._jax`.
+`_jax_kernels` reads the rules of hand-written kernels; `cost_model.xla._jax` serves the compiler's process.
 """
 
 # JAX types these functions only in part.
@@ -69,7 +68,7 @@ CALLS = {
 """Primitives that only call an inner jaxpr, and the parameter that holds it: the ones that tracing inlines."""
 
 ShardingTypeError = jax_core.ShardingTypeError
-"""What JAX raises where explicit shardings contradict one another."""
+"""JAX's error for contradicting explicit shardings."""
 
 REMATS = frozenset({"checkpoint", "remat", "remat2"})
 
@@ -81,7 +80,7 @@ def jaxpr_consts(jaxpr: Any) -> tuple[list[Any], list[Any]]:
 
 
 def open_jaxpr(jaxpr: Any) -> Any:
-    """The jaxpr itself, whether it came closed or not."""
+    """The jaxpr inside a closed jaxpr; an open jaxpr itself."""
     return getattr(jaxpr, "jaxpr", jaxpr)
 
 
@@ -92,7 +91,7 @@ def argument_names(jaxpr: Any) -> tuple[str, ...]:
 
 
 def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
-    """How many leading operands of a `scan` are constants, and how many follow as carries."""
+    """The numbers of constants and of carries among the operands of a `scan`, which begin with them in this order."""
     if "num_consts" in params:
         return params["num_consts"], params["num_carry"]
     consts, carry, _ = params["ft_in"].unpack()
@@ -125,13 +124,13 @@ def body_params(name: str, params: dict[str, Any]) -> dict[str, tuple[Any, ...]]
 
 
 def alternatives(name: str, params: dict[str, Any]) -> tuple[tuple[str, ...] | None, ...]:
-    """The platforms of each branch of `jax.lax.platform_dependent`, None for all others: of its `cond`, and of the
-    `platform_index` that chooses. Of other ops, nothing."""
+    """The platforms of each branch of `jax.lax.platform_dependent`; None for a default branch. Both its `cond` and its
+    `platform_index` hold them; other ops have none."""
     return params["platforms"] if name == "platform_index" else params.get("branches_platforms") or ()
 
 
 def as_expanded(eqn: Any) -> Any:
-    """What a primitive of `hijax` is made of, as a jaxpr; None for other equations."""
+    """The expansion of a `hijax` primitive, as a jaxpr; None for other equations."""
     if eqn.primitive.name != "call_hi_primitive":
         return None
     made_of = functools.partial(eqn.primitive.to_lojax, **eqn.params)
@@ -142,8 +141,8 @@ REDUCTIONS = {"psum": jax.lax.reduce_sum, "pmax": jax.lax.reduce_max, "pmin": ja
 
 
 def as_reduction(eqn: Any) -> Any:
-    """A collective over dimensions, which `vmap` makes of one over its named axis, as the reduction that JAX lowers it
-    to, as a jaxpr; None for other equations."""
+    """The reduction that JAX lowers a collective over dimensions to, as a jaxpr; None for other equations. `vmap` makes such
+    a collective from one over its named axis."""
     if not (axes := _reduced_dims(eqn)):
         return None
     reduced = functools.partial(REDUCTIONS[eqn.primitive.name], axes=axes)
@@ -151,16 +150,15 @@ def as_reduction(eqn: Any) -> Any:
 
 
 def _reduced_dims(eqn: Any) -> tuple[int, ...] | None:
-    """Over which dimensions a collective is; None where it is over a named axis, or where there is no collective."""
+    """The dimensions of a collective; None if it is over a named axis, or if the equation is no collective."""
     axes = eqn.params.get("axes", ())
     is_over_dims = eqn.primitive.name in REDUCTIONS and all(isinstance(axis, int) for axis in axes)
     return axes if is_over_dims else None
 
 
 def is_identity(eqn: Any) -> bool:
-    """Whether an equation's results are stored as its operands: a collective over no dimension; a conversion between an
-    extended dtype and that of the numbers that its elements are stored as; a conversion of a weak type alone; what says on
-    which devices values lie."""
+    """True if an equation's results have the bits of its operands: a collective over no dimension, a conversion between an
+    extended dtype and its storage dtype, a conversion of a weak type alone, or a sharding annotation."""
     if only_changes_weakness(eqn):
         return True
     if eqn.primitive.name in PLACES or (eqn.primitive.name == "device_put" and names_devices(eqn)):
@@ -174,7 +172,7 @@ def is_identity(eqn: Any) -> bool:
 
 
 def as_no_steps(eqn: Any) -> Any:
-    """What a `scan` of no steps is, as a jaxpr: its carry as it came, and empty stacks; None for other equations."""
+    """A `scan` of no steps as a jaxpr: its initial carry, and empty stacks; None for other equations."""
     if eqn.primitive.name != "scan" or eqn.params["length"]:
         return None
     num_consts, num_carry = scan_counts(eqn.params)
@@ -193,40 +191,39 @@ def literal(content: np.generic) -> Literal:
 
 
 def has_source(source_info: Any) -> bool:
-    """Whether an equation knows a line of the user's code; those inside JAX's own jitted functions do not."""
+    """True if an equation has a line of the user's code; equations inside JAX's own jitted functions have none."""
     return next(iter(source_info_util.user_frames(source_info.traceback)), None) is not None
 
 
 def source_line(source_info: Any) -> str:
     """`file:line` of the user's code that made an equation, or an empty string.
 
-    Installed packages are passed over where there is a frame of somebody else; paths below the working directory
-    are relative to it.
+    Frames of installed packages are skipped if there is another one. Paths below the working directory are relative to it.
     """
     own = _user_frame(source_info)
     return f"{relative(own.file_name)}:{own.start_line}" if own else ""
 
 
 def short_source_line(source_info: Any) -> str:
-    """The same with the file's folder and name alone, from whichever directory it is asked for."""
+    """`folder/file:line` of the user's code that made an equation, for any working directory, or an empty string."""
     own = _user_frame(source_info)
     return f"{'/'.join(PurePath(os.path.abspath(own.file_name)).parts[-2:])}:{own.start_line}" if own else ""
 
 
 def _user_frame(source_info: Any) -> Any:
-    """The innermost frame of the user's code; one of an installed package where there is no other."""
+    """The innermost frame of the user's code; else the innermost of an installed package; else None."""
     frames = list(source_info_util.user_frames(source_info.traceback)) if source_info is not None else []
     return next((f for f in frames if "site-packages" not in f.file_name), next(iter(frames), None))
 
 
 def relative(file: str) -> str:
-    """A path as seen from the working directory, if it is below it."""
+    """A path relative to the working directory, if the file is below it; else the path itself."""
     return os.path.relpath(file) if file.startswith(os.getcwd() + os.sep) else file
 
 
 @contextlib.contextmanager
 def provenance(scope: str, source_info: Any) -> Generator[None]:
-    """Operations bound inside carry this name scope and source line into the compiler's metadata."""
+    """A context whose operations carry this name scope and source line into the compiler's metadata."""
     stack = source_info_util.current_name_stack()
     for part in filter(None, scope.split("/")):
         stack = stack.extend(part)
@@ -236,7 +233,7 @@ def provenance(scope: str, source_info: Any) -> Generator[None]:
 
 
 PLACES = frozenset({"sharding_constraint", "reshard", "mesh_cast"})
-"""Primitives that do nothing but to say how a value lies."""
+"""Primitives that only annotate a value's sharding."""
 
 
 def inner_jaxprs(eqn: Any) -> Iterator[Any]:
@@ -245,18 +242,18 @@ def inner_jaxprs(eqn: Any) -> Iterator[Any]:
 
 
 def names_devices(eqn: Any) -> bool:
-    """Whether an equation says on which devices values lie."""
+    """True if an equation names devices or shardings for its values."""
     return any(_named_devices(eqn))
 
 
 def names_a_mesh(eqn: Any) -> bool:
-    """Whether an equation says how values lie on several devices: more than the code of one would."""
+    """True if an equation names a sharding other than a single device's, which the code of one device does not need."""
     return any(not isinstance(v, jax.Device | jax.sharding.SingleDeviceSharding) for v in _named_devices(eqn))
 
 
 def _named_devices(eqn: Any) -> Iterator[Any]:
-    """The devices and shardings that an equation names. Where a mesh is set, JAX itself says of some results that they are
-    whole."""
+    """The devices and shardings that the user names in an equation. With a mesh set, JAX itself adds replicated shardings to
+    some results; these are left out."""
     said = [v for key, v in eqn.params.items() if "sharding" in key or key == "devices"]
     is_users = eqn.primitive.name in ("sharding_constraint", "device_put", *CALLS)
     for group in said:
@@ -270,12 +267,12 @@ _FOREIGN = (
     *(r"unbound axis name: (\w+)", r"of type Auto.* axis name: (\w+)", r"requires a non-empty mesh( )"),
     *(r"under a mesh context( )", r"[cC]ontext mesh( )"),
 )
-"""What JAX says where an axis is of no mesh, or of one that is not explicit; where no mesh is set, or another one."""
+"""JAX's messages for an axis of no mesh or of a mesh that is not explicit, for a missing mesh, and for a wrong one."""
 
 
 def foreign_axis(error: BaseException) -> str | None:
-    """The axis that a step names as if it ran on a mesh, where that is why JAX could not trace it; a blank where JAX does
-    not say which."""
+    """The mesh axis that a step names, if JAX failed to trace it for this reason; a blank if JAX does not name the axis.
+    None for other errors."""
     if isinstance(error, ShardingTypeError):
         return " "
     found = next(filter(None, (re.search(said, str(error)) for said in _FOREIGN)), None)
@@ -283,13 +280,13 @@ def foreign_axis(error: BaseException) -> str | None:
 
 
 def no_mesh() -> contextlib.AbstractContextManager[Any]:
-    """Inside, no mesh is set: programs have meshes of their own, and JAX would refuse other devices than a set mesh has."""
+    """A context without a mesh: programs have their own meshes, and JAX would refuse devices outside of a set mesh."""
     return contextlib.nullcontext() if jax.sharding.get_abstract_mesh().empty else jax.set_mesh(None)
 
 
 @contextlib.contextmanager
 def on_mesh(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> Generator[None]:
-    """Inside, values are on this mesh, whichever the user has set (`jax.set_mesh`): JAX would refuse one of another size."""
+    """A context in which this mesh replaces the user's (`jax.set_mesh`): JAX would refuse one of another size."""
     abstract = mesh if isinstance(mesh, jax.sharding.AbstractMesh) else mesh.abstract_mesh
     none = jax.sharding.AbstractMesh((), ())
     with jax.sharding.use_abstract_mesh(none), jax.sharding.use_abstract_mesh(abstract):
@@ -297,7 +294,7 @@ def on_mesh(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> Generator[No
 
 
 def implicit_mesh() -> contextlib.AbstractContextManager[Any]:
-    """Inside, no axis of the mesh that a user has set (`jax.set_mesh`) is explicit: shardings are decided elsewhere."""
+    """A context in which the user's mesh (`jax.set_mesh`) has no explicit axes: the plan decides shardings."""
     mesh = jax.sharding.get_abstract_mesh()
     if jax.sharding.AxisType.Explicit not in mesh.axis_types:
         return contextlib.nullcontext()
@@ -308,7 +305,7 @@ def implicit_mesh() -> contextlib.AbstractContextManager[Any]:
 
 
 def bind(primitive: Any, operands: list[Any], params: dict[str, Any]) -> list[Any]:
-    """Applies an equation's primitive; always a list of results."""
+    """Applies an equation's primitive, and returns a list of results."""
     out = primitive.bind(*operands, **primitive.get_bind_params(params))
     return list(out) if primitive.multiple_results else [out]
 
@@ -319,18 +316,18 @@ def result_types(primitive: Any, operands: list[Any], params: dict[str, Any]) ->
 
 
 def is_key_dtype(dtype: Any) -> bool:
-    """Whether `dtype` is a typed PRNG key."""
+    """True if `dtype` is that of a typed PRNG key."""
     return jax.numpy.issubdtype(dtype, jax.dtypes.prng_key)
 
 
 def is_extended(dtype: Any) -> bool:
-    """Whether `dtype` is one of JAX's extended dtypes: a typed PRNG key, or one with a sum of its own for gradients."""
+    """True if `dtype` is an extended dtype of JAX: a typed PRNG key, or one that defines its own sum of gradients."""
     return not isinstance(dtype, np.dtype) and jax.numpy.issubdtype(dtype, jax.dtypes.extended)
 
 
 @functools.lru_cache(maxsize=256)
 def itemsize(dtype: Any) -> int:
-    """Bytes of one element as it is stored: of a typed PRNG key, those of its data."""
+    """Stored bytes of one element; for a typed PRNG key, those of its data."""
     if not is_extended(dtype):
         return np.dtype(dtype).itemsize
     element = jax_core.physical_element_aval(dtype)
@@ -339,33 +336,33 @@ def itemsize(dtype: Any) -> int:
 
 @functools.lru_cache(maxsize=256)
 def is_stored_alike(dtype: Any) -> bool:
-    """Whether `dtype` is an extended dtype whose elements are stored as numbers: Flax's `fp8_meta32` as float32.
+    """True if `dtype` is an extended dtype whose elements are stored as one number each: Flax's `fp8_meta32` as float32.
 
-    A typed PRNG key is stored as several numbers. Arrays of single numbers JAX cannot split: in its `sharding_impls`,
-    `check_replicated_trailing_dims` takes all dimensions for those of an element, if an element has none.
+    A typed PRNG key is stored as several numbers. JAX cannot split arrays whose elements are single numbers: in its
+    `sharding_impls`, `check_replicated_trailing_dims` takes all dimensions for an element's if the element has none.
     """
     return is_extended(dtype) and not jax_core.physical_element_aval(dtype).shape
 
 
 def stored(aval: Any) -> Any:
-    """An abstract value in the dtype of the numbers that its elements are stored as."""
+    """An abstract value in the dtype that its elements are stored in."""
     return jax_core.physical_aval(aval) if is_stored_alike(getattr(aval, "dtype", None)) else aval
 
 
 def content_as_stored(content: Any) -> Any:
-    """A constant in the dtype of the numbers that its elements are stored as."""
+    """A constant in the dtype that its elements are stored in."""
     if not is_stored_alike(getattr(content, "dtype", None)):
         return content
     return from_edtype_p.bind(content, dtype=jax_core.physical_element_aval(content.dtype).dtype)
 
 
 def is_inexact(dtype: Any) -> bool:
-    """Whether its elements are stored as real or complex floating-point numbers."""
+    """True if the elements are stored as real or complex floating-point numbers."""
     return jax.numpy.issubdtype(stored(jax_core.ShapedArray((), dtype)).dtype, np.inexact)
 
 
 def as_own_sum(eqn: Any) -> Any:
-    """A sum of two gradients of an extended dtype, as that dtype defines it (`fp8_meta32`: their maximum), as a jaxpr; None
+    """The sum of two gradients of an extended dtype as the dtype defines it (`fp8_meta32`: the maximum), as a jaxpr; None
     for other equations."""
     if eqn.primitive.name != "add_any" or not is_extended(dtype := eqn.outvars[0].aval.dtype):
         return None
@@ -373,20 +370,20 @@ def as_own_sum(eqn: Any) -> Any:
 
 
 def is_on_host(aval: Any) -> bool:
-    """Whether an abstract value lies in the host's memory."""
+    """True if an abstract value is in the host's memory."""
     return getattr(aval, "memory_space", None) == jax.memory.Space.Host
 
 
 def names_memory(params: dict[str, Any]) -> bool:
-    """Whether a `device_put` is to a kind of memory, wherever the array lies."""
+    """True if a `device_put` names kinds of memory only, and no devices."""
     return all(isinstance(target, jax.memory.Space) for target in params["devices"])
 
 
 def one_by_one(eqn: Any) -> Iterator[tuple[dict[str, Any], slice]]:
-    """The parameters of what an equation does, without devices and weak types; of a `device_put` of several arrays, those
-    of one for each, with its number among the operands and results.
+    """An equation's parameters without devices and weak types, with the slice of its operands and results. A `device_put` of
+    several arrays yields the parameters of one `device_put` per array.
 
-    In a step that is written for one device, a device or sharding as target says the kind of memory only, or nothing.
+    A device or sharding as the target only matters by its kind of memory, since the step is written for one device.
     """
     if eqn.primitive.name != "device_put":
         params = {k: None if isinstance(v, jax.sharding.Sharding) else v for k, v in eqn.params.items()}
@@ -405,22 +402,22 @@ def one_by_one(eqn: Any) -> Iterator[tuple[dict[str, Any], slice]]:
 
 
 def host_value(shape: tuple[int, ...], dtype: Any, weak_type: bool) -> Any:
-    """What `make_jaxpr` takes for an argument of this type that lies in the host's memory."""
+    """An abstract argument of this type in the host's memory, for `make_jaxpr`."""
     return jax_core.ShapedArray(shape, dtype, weak_type=weak_type, memory_space=jax.memory.Space.Host)
 
 
 def abstract_value(shape: tuple[int, ...], dtype: Any, weak_type: bool = False) -> jax.ShapeDtypeStruct:
-    """What `make_jaxpr` takes for an argument of this type."""
+    """An abstract argument of this type, for `make_jaxpr`."""
     return jax.ShapeDtypeStruct(shape, dtype, weak_type=weak_type)
 
 
 def is_weak(x: Any) -> bool:
-    """Whether the type of an array, or of its shape, is weak in type promotion; those of keys never are."""
+    """True if the type of an array or abstract value is weak in type promotion; keys never have a weak type."""
     return bool(getattr(x, "weak_type", False))
 
 
 def with_weak_type(x: Any, weak: bool) -> Any:
-    """An array with a type that is weak, or is not."""
+    """An array, converted to a weak or to a strong type."""
     if is_weak(x) == weak:
         return x
     dtype = jax.typeof(x).dtype
@@ -428,7 +425,7 @@ def with_weak_type(x: Any, weak: bool) -> Any:
 
 
 def only_changes_weakness(eqn: Any) -> bool:
-    """Whether a conversion leaves its operand as it is but for a weak type."""
+    """True if an equation is a conversion that changes nothing but the weakness of a type."""
     params = eqn.params
     return (
         eqn.primitive is jax.lax.convert_element_type_p
@@ -438,12 +435,12 @@ def only_changes_weakness(eqn: Any) -> bool:
 
 
 def is_jitted(function: Any) -> bool:
-    """Whether a function is what `jax.jit` returns."""
+    """True if a function was returned by `jax.jit`."""
     return hasattr(function, "_jit_info")
 
 
 def static_names(function: Any) -> tuple[str, ...]:
-    """The arguments that are static to a function that `jax.jit` returned, by name; none of any other function."""
+    """The names of a jitted function's static arguments; empty for any other function."""
     info = getattr(function, "_jit_info", None)
     if info is None:
         return ()
@@ -452,26 +449,26 @@ def static_names(function: Any) -> tuple[str, ...]:
 
 
 WIDE = frozenset(map(np.dtype, ("float64", "int64", "uint64", "complex128")))
-"""The dtypes of which there are none without `jax_enable_x64`."""
+"""The dtypes that JAX lacks without `jax_enable_x64`."""
 
 
 def narrowed(dtype: Any) -> Any:
-    """The dtype that JAX makes of one, as `jax_enable_x64` is now."""
+    """The dtype that JAX converts this one to, under the current `jax_enable_x64`."""
     return jax.dtypes.canonicalize_dtype(dtype) if dtype in WIDE else dtype
 
 
 def is_tracer(x: Any) -> bool:
-    """Whether a value only exists inside a JAX transformation."""
+    """True if a value exists only inside a JAX transformation."""
     return isinstance(x, jax_core.Tracer)
 
 
 def coordination() -> Any:
-    """The client of the service that connects processes; there is one where there are several."""
+    """The client of the service that connects processes; None for a single process."""
     return distributed.global_state.client
 
 
 def copied(arrays: Sequence[Any], shardings: Sequence[Any]) -> list[Any]:
-    """Arrays on other devices of this process, each on as many and in the same shards as before."""
+    """Copies of arrays on other devices of this process, with as many devices and the same shards as before."""
     devices = [sharding._internal_device_list for sharding in shardings]
     reuse = [xla_client.ArrayCopySemantics.REUSE_INPUT] * len(devices)
     return xla_client.batched_copy_array_to_devices_with_sharding(arrays, devices, shardings, reuse)

@@ -1,15 +1,15 @@
-"""What kernels that somebody wrote say of themselves: `custom_partitioning` and `pallas_call`; and what ops are that the
-compiler has no kernel for.
+"""Hand-written kernels, `custom_partitioning` and `pallas_call`: their sharding rules and grids; and the expansion of ops
+that the compiler has no kernel for.
 
-What we rely on beyond JAX's public surface, all present in JAX 0.11 and 0.12:
+This module relies on these internals of JAX, all present in JAX 0.11 and 0.12:
 
-* a `custom_partitioning` equation holds the arguments of `def_partition`, and `jax._src` can turn its sharding rule into
-  Shardy's attribute, which says what each dimension is made of;
-* a primitive may be lowered by `mlir.lower_fun` of a function, which is then found in the lowering's closure; other
-  lowerings may be any callables, without a name;
+* a `custom_partitioning` equation holds the arguments of `def_partition`, and `jax._src` converts its sharding rule to
+  Shardy's attribute, which lists the factors of each dimension;
+* a primitive may be lowered by `mlir.lower_fun` of a function, which the lowering's closure holds; other lowerings may be
+  any callables, without a name;
 * a `pallas_call` equation holds its grid and blocks in `grid_mapping`. `vmap` adds a dimension to the grid and to the
-  arrays, the kernel sees neither: the dimension is listed in `vmapped_dims`, squeezed out of the blocks, and the index
-  maps pass its index through.
+  arrays that the kernel does not see: it is listed in `vmapped_dims`, squeezed out of the blocks, and the index maps pass
+  its index through.
 """
 
 # JAX and MLIR type these functions only in part.
@@ -35,9 +35,9 @@ from autoshard.search.ir._jax import open_jaxpr
 
 
 def as_partitioning(eqn: Any) -> Any:
-    """The `custom_partitioning` that an equation is lowered to, as a jaxpr; None where it is lowered otherwise.
+    """The `custom_partitioning` that an equation is lowered to, as a jaxpr; None for other lowerings.
 
-    So vendors give primitives of their own a sharding rule.
+    Vendors give their own primitives a sharding rule in this way.
     """
     jaxpr = _as_lowered(eqn)
     eqns = () if jaxpr is None else open_jaxpr(jaxpr).eqns
@@ -45,18 +45,17 @@ def as_partitioning(eqn: Any) -> Any:
 
 
 def as_dense(eqn: Any) -> Any:
-    """A product of ragged groups as JAX spells it out in dense ones, as a jaxpr; None for other equations.
+    """JAX's expansion of a ragged product into dense ones, as a jaxpr; None for other equations.
 
-    XLA:GPU runs nothing else by default: it rewrites a ragged product so before all else, each row multiplied by every
-    group's matrix, zero where it is not of the group (compiled for H100s;
-    `xla/hlo/transforms/expanders/ragged_dot_rewriter.cc`). Spelt out, the groups can be split (expert parallelism), and
-    what the product really takes is what is counted.
+    XLA:GPU expands a ragged product so by default, before any other pass: each row is multiplied by every group's matrix,
+    with zeros for other groups (compiled for H100s; `xla/hlo/transforms/expanders/ragged_dot_rewriter.cc`). In the
+    expansion, groups can be split (expert parallelism), and the cost model counts the flops that the device really runs.
     """
     return _as_lowered(eqn) if eqn.primitive.name == "ragged_dot_general" else None
 
 
 def _as_lowered(eqn: Any) -> Any:
-    """The function that an equation is lowered to by default, as a jaxpr; None where it is lowered otherwise."""
+    """The function that an equation is lowered to by default, as a jaxpr; None if its default lowering is no function."""
     entry = mlir._lowerings.get(eqn.primitive)
     if entry is None or getattr(entry.rule, "__qualname__", "") != "lower_fun.<locals>.f_lowered":
         return None
@@ -67,12 +66,12 @@ def _as_lowered(eqn: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class ShardingRule:
-    """What a `custom_partitioning` says of how it splits, as Shardy reads it.
+    """The sharding rule of a `custom_partitioning`, as Shardy reads it.
 
     Attributes:
-      sizes: of its factors.
-      operands: per operand and dimension, the factors that it is made of, major to minor.
-      results: per result, likewise.
+      sizes: extents of the factors.
+      operands: per operand and dimension, the indices of its factors, major to minor.
+      results: per result and dimension, the indices of its factors, major to minor.
       reduced: factors over which results are reduced.
       whole: factors that must not be split.
     """
@@ -85,10 +84,10 @@ class ShardingRule:
 
 
 def sharding_rule(params: dict[str, Any], ins: Sequence[Any], outs: Sequence[Any]) -> ShardingRule | None:
-    """The rule of a `custom_partitioning` equation; None where it has none.
+    """The rule of a `custom_partitioning` equation; None if it has none.
 
     Raises:
-      InputError: it does not suit the operands' shapes.
+      InputError: the rule does not suit the operands' shapes.
     """
     if params["sharding_rule"] is None:
         return None
@@ -136,17 +135,17 @@ def partitioned(
     operands: Iterable[tuple[Any, PartitionSpec]],
     results: Iterable[tuple[Any, PartitionSpec]],
 ) -> tuple[Callable[..., Any], tuple[PartitionSpec, ...], tuple[PartitionSpec, ...]]:
-    """What a `custom_partitioning` equation does on each device, as XLA's partitioner asks it.
+    """The computation of a `custom_partitioning` equation on each device, as XLA's partitioner requests it.
 
     Args:
-      params: the equation's.
+      params: the equation's parameters.
       mesh: the devices.
-      operands: the whole arrays that it reads, and how they lie.
-      results: likewise.
+      operands: the whole operands, each with its spec.
+      results: the whole results, each with the requested spec.
 
     Returns:
-      A function of the flat operands' shards that gives the results' shards; the specs that the operands must have and
-      those that the results get, which may be others than those asked for.
+      A function from the flat operands' shards to the results' shards; the specs that it requires of the operands, and
+      those of its results, which may differ from the given ones.
     """
 
     def shape(array: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
@@ -172,8 +171,8 @@ def _specs(tree: Any, shardings: Any) -> tuple[PartitionSpec, ...]:
 
 
 def batch_dims(params: dict[str, Any]) -> tuple[tuple[int | None, ...], ...]:
-    """Of a `pallas_call` under `vmap`: per array and dimension, the dimension of the grid that steps along it and that
-    the kernel does not know of; None for the kernel's own. Arrays are those with blocks: inputs, then outputs."""
+    """The batch dimensions that `vmap` added to a `pallas_call`: per array and dimension, the grid's dimension that steps
+    along it, unseen by the kernel; None for the kernel's own. Arrays are those with blocks: inputs, then outputs."""
     grid = params["grid_mapping"]
     return tuple(_stepped(block, grid.vmapped_dims) for block in grid.block_mappings)
 
@@ -195,7 +194,7 @@ def grid(params: dict[str, Any]) -> tuple[int, ...]:
 def pallas_on_shards(
     params: dict[str, Any], in_shapes: Sequence[tuple[int, ...]], out_shapes: Sequence[tuple[int, ...]]
 ) -> dict[str, Any]:
-    """The parameters of a `pallas_call` for arrays of which the batch dimensions are smaller."""
+    """The parameters of a `pallas_call` for arrays with smaller batch dimensions."""
     mapping = params["grid_mapping"]
     shapes = (*in_shapes[len(in_shapes) - mapping.num_inputs :], *out_shapes)
     sizes = {

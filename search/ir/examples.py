@@ -1,13 +1,13 @@
-"""Which arguments hold examples, of those that the step does not hand back.
+"""The batch among the arguments that the step does not return: those whose first dim runs over examples.
 
-A batch looks like one: from its first dim on, the forward phase computes alike for each example, and at the end adds up. So
-the first dims of arguments are followed through the ops, by factors. Dims that meet in one loop are the same loop: those of
-inputs and labels do in the loss. Frozen weights and tables give themselves away, as their first dim
+The forward phase treats all examples alike along a batch's first dim, and finally adds them up. So the first dims of
+arguments are followed through the ops, by factors. Dims that meet in one loop are one loop: those of inputs and labels meet
+in the loss. The first dim of a frozen weight or table differs from a batch's in one of two ways:
 
-* meets a further dim of an argument, as that of a matrix meets the features, that of a bias the matrix's columns;
-* is looked up in, cut up, sliced layer by layer, or contracted with a constant, before anything else has touched it.
+* it meets a later dim of an argument: a matrix's rows meet the features, a bias meets the matrix's columns;
+* a look-up, a slice per layer, a cut, or a contraction with a constant consumes it before any other argument meets it.
 
-Where nothing is a batch by that, as for a graph whose nodes read one another, nothing is said.
+If no argument is a batch by these rules, as in a graph network whose nodes read one another, none is taken for frozen.
 """
 
 from collections import defaultdict
@@ -20,15 +20,15 @@ from autoshard.search.ir.lineage import Body, bodies_of
 from autoshard.search.ir.phases import takes_gradient
 
 Loops = tuple[int | None, ...]
-"""For each dim of a value: the number of the loop that it belongs to, None where it comes from no argument."""
+"""Per dim of a value: the number of its loop; None if the dim comes from no argument."""
 
 
 def read_whole(graph: Graph, candidates: Sequence[int]) -> frozenset[int]:
-    """The arguments that hold no examples, of some, by number: weights that nothing replaces, tables, masks.
+    """The candidates that hold no examples: weights that no result replaces, tables, masks.
 
     Args:
-      graph: the step's, with phases.
-      candidates: arguments with dims, by number.
+      graph: the step's graph, with phases.
+      candidates: the numbers of arguments with dims.
     """
     following = _Following()
     given = [following.begin(graph.values[v].shape) for v in graph.inputs]
@@ -44,7 +44,7 @@ def read_whole(graph: Graph, candidates: Sequence[int]) -> frozenset[int]:
 
 
 def reading_phases(graph: Graph) -> defaultdict[int, set[Phase]]:
-    """By value: the phases of the ops that read it."""
+    """Per value, the phases of the ops that read it."""
     found: defaultdict[int, set[Phase]] = defaultdict(set)
     for op in graph.ops:
         for v in op.operands:
@@ -53,27 +53,27 @@ def reading_phases(graph: Graph) -> defaultdict[int, set[Phase]]:
 
 
 class _Following:
-    """The loops found so far; those that met are one."""
+    """The loops found so far, as a union-find: loops that meet are merged."""
 
     def __init__(self) -> None:
         self._parent: list[int] = []
         self._is_whole: list[bool] = []
 
     def begin(self, shape: Sequence[int]) -> Loops:
-        """The loops of an argument: that of its first dim may be one over examples."""
+        """New loops for an argument's dims; only the first dim's loop may run over examples."""
         return tuple(self._new(is_whole=dim > 0) if size > 1 else None for dim, size in enumerate(shape))
 
     def is_batch(self, loop: int | None) -> bool:
-        """Whether a loop may be one over examples."""
+        """True if a loop may run over examples."""
         return loop is not None and not self._is_whole[self._root(loop)]
 
     def through(self, graph: Graph, given: Sequence[Loops], untouched: Iterable[bool]) -> list[Loops]:
         """Follows the dims of a graph's inputs through its forward phase, and returns those of its outputs.
 
         Args:
-          graph: the step's, or a body.
-          given: of each input.
-          untouched: for each input, whether it is an argument of the step, or part of one.
+          graph: the step's graph, or a body.
+          given: the loops of each input.
+          untouched: per input, whether it is an argument of the step or is made of one alone.
         """
         there = _There(graph, dict(zip(graph.inputs, given, strict=True)))
         there.untouched.update(
@@ -111,7 +111,7 @@ class _Following:
     # --- bodies
 
     def _through_bodies(self, there: "_There", op: Op) -> list[Loops]:
-        """Of branches, what both make; of a loop, what it carries from round to round."""
+        """The loops of the results of control flow: those of all branches merged, or those of a loop's outputs."""
         found: list[Loops] = [(None,) * len(v.shape) for v in op.result_values]
         for body in bodies_of(op):
             made = self._through_body(there, body, is_of_steps=takes_gradient(op))
@@ -163,14 +163,14 @@ class _Following:
 
 
 class _There:
-    """What is known of a graph's values: their loops, and which are an argument, untouched by any other."""
+    """The loops of a graph's values, and the values that are an argument or made of one alone."""
 
     def __init__(self, graph: Graph, loops: dict[int, Loops]) -> None:
         self.graph, self.loops = graph, loops
         self.untouched: set[int] = set()
 
     def is_untouched(self, atom: Atom) -> bool:
-        """Whether an operand is an argument, or made of one alone."""
+        """True if an operand is an argument, or made of one alone."""
         return isinstance(atom, int) and atom in self.untouched
 
     def of(self, atom: Atom) -> Loops:
@@ -180,7 +180,7 @@ class _There:
 
 
 def _carriers(rule: Rule, op: Op, there: _There) -> dict[int, list[tuple[Atom, int | None]]]:
-    """By factor: the operands that have a dim with it, with that dim's loop."""
+    """Per factor, the operands with a dim of it, each with that dim's loop."""
     found: dict[int, list[tuple[Atom, int | None]]] = {}
     for atom, dims in zip(op.inputs, rule.operands, strict=True):
         for dim, loop in zip(dims, there.of(atom), strict=True):
@@ -190,8 +190,8 @@ def _carriers(rule: Rule, op: Op, there: _There) -> dict[int, list[tuple[Atom, i
 
 
 def _is_added_up(rule: Rule, factor: int, carriers: Sequence[tuple[Atom, int | None]]) -> bool:
-    """Whether an op reduces over a factor that all it reads has, each of an argument: not a look-up, nor a product with
-    constants."""
+    """True if an op reduces over a factor that every operand with dims has, each from an argument. Look-ups and products
+    with constants do not."""
     num_ranked = sum(any(dims) for dims in rule.operands)
     is_sum = rule.factors[factor].kind in (Kind.SUM, Kind.REDUCE)
     return is_sum and len(carriers) >= num_ranked and all(loop is not None for _, loop in carriers)

@@ -3,7 +3,7 @@
 `jax.jit`, which autoshard needs, passes a step copies of its arguments. Changes that are not returned are lost, and a step
 that trains its arguments in place repeats its first loss for ever. There are two remedies:
 
-* The caller who knows the objects splits them into arrays beforehand (`autoshard.nnx_objects`). The step then returns an
+* A caller that knows the objects splits them into arrays beforehand (`autoshard.nnx_objects`). The step then returns an
   `InPlace`: its own result, and its arguments' new values. An unchanged value is no result: in the trace it is the input
   itself.
 * An `nnx.State` is an ordinary pytree, but its variables can be assigned to. A step that assigns to them and does not return

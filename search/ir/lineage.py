@@ -5,8 +5,9 @@ between them. `w - 0.1 * g` continues `w`, but not the batch that the gradient c
 the batch, nor does a predicate on its elements. If elements are written into an argument by index (a slice of a cache), the
 value is also *written* into it.
 
-For ops with one operand and ops without a rule, results continue every operand with their shape. Random keys continue in
-any shape. Loops and branches are followed through their bodies: a loop's carry continues an operand if the body says so.
+For ops with one operand, kernels, and ops without a rule, results continue every operand with their shape. Random keys
+continue in any shape. Loops and branches are followed through their bodies: a loop's carry continues its initial value if
+the body continues it.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

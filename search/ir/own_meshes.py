@@ -1,14 +1,15 @@
-"""Meshes that the step itself names, as code does that was parallelized by hand.
+"""Meshes that the step itself names, as in code that was parallelized by hand.
 
-A plan says how the values of one device's code lie on a mesh of the search's own. A step may name another mesh:
+A step for autoshard is the code of one device, and the plan shards its values over a mesh that the search chooses. A step
+may name another mesh for three purposes:
 
-* *to say how values lie*: `with_sharding_constraint`, `device_put` to a sharding, `jit` with shardings, `out_sharding=`. No
-  number depends on that. It is left out of the graph, so that no constraint of which the plan knows nothing is in the
-  compiled program, and the step says where it stood, for a warning. A memory kind stays: it is part of a value's type;
-* *to say what each device computes*: `shard_map` and `pmap`. Their collectives and shares are those of the mesh that they
-  name, so no other can be planned for them. They are refused;
-* *to communicate*: `psum` and the like over an axis of a mesh or a former `pmap`. Outside of these, no such axis exists, and
-  JAX says so. They are refused, too. An axis of `vmap` is one of one device's code.
+* *Sharding values*: `with_sharding_constraint`, `device_put` to a sharding, `jit` with shardings, `out_sharding=`. These do
+  not change any number. They are left out of the graph, so that the compiled program has no constraints but the plan's, and
+  their source lines are recorded for a warning. A memory kind stays: it is part of a value's type.
+* *Code per device*: `shard_map` and `pmap`. Their collectives and shards belong to the mesh that they name, so no other mesh
+  can be planned. They are refused.
+* *Collectives*: `psum` and the like over an axis of a mesh or of `pmap`. Outside of `shard_map` and `pmap` the axis does not
+  exist, and JAX raises an error. They are refused, too. An axis of `vmap` is allowed: it belongs to one device's code.
 """
 
 from collections.abc import Iterator
@@ -24,14 +25,14 @@ _CALLED = {
     "pjit": "jax.jit with shardings",
     "reshard": "jax.sharding.reshard",
 }
-"""What users call the primitives that say how values lie. Others do so by `out_sharding=`."""
+"""The public functions behind primitives that shard values. Other primitives shard their results by `out_sharding=`."""
 
 
 def placements(jaxpr: Any) -> tuple[str, ...]:
-    """What in a jaxpr says how values lie on devices, each with its source line.
+    """The sharding annotations in a jaxpr that name a mesh, each with its source line.
 
     Raises:
-      InputError: something says what each device computes.
+      InputError: the jaxpr holds code per device (`shard_map`, `pmap`).
     """
     found: dict[str, None] = {}
     for eqn, source in _equations(jaxpr, None):
@@ -50,11 +51,11 @@ def placements(jaxpr: Any) -> tuple[str, ...]:
 
 
 def refusal(step: str, error: BaseException, where: str) -> InputError | None:
-    """Why a step that names an axis of a mesh cannot be traced; None if that is not what an error says.
+    """The error for a step that names an axis of a mesh; None if JAX failed for another reason.
 
     Args:
-      step: its name.
-      error: what JAX raised while it was traced.
+      step: the step's name.
+      error: JAX's error while the step was traced.
       where: the line in the user's code, in brackets.
     """
     if (axis := _jax.foreign_axis(error)) is None:
@@ -68,7 +69,7 @@ def refusal(step: str, error: BaseException, where: str) -> InputError | None:
 
 
 def _equations(jaxpr: Any, caller: Any) -> Iterator[tuple[Any, Any]]:
-    """All equations, inner ones included, each with its source: the caller's, where it knows no line."""
+    """All equations, inner ones included, each with its source: the caller's, if it has no line of its own."""
     for eqn in _jax.open_jaxpr(jaxpr).eqns:
         source = eqn.source_info if caller is None or _jax.has_source(eqn.source_info) else caller
         yield eqn, source

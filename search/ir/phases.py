@@ -1,9 +1,9 @@
 """Phases: forward, backward, update.
 
-They come from name stacks: `transpose(...)` is backward, `jvp(...)` alone is forward. Where a name stack says nothing,
-dataflow decides: what depends on the backward phase is update, the rest is forward. A loop that takes gradients in its body,
-as one over microbatches, is both: it stands in the forward phase, its body's ops in their own, and what depends on it is
-update, as it is itself behind another gradient.
+Name stacks decide first: `transpose(...)` is backward, `jvp(...)` alone is forward. Dataflow decides for other ops: an op
+that depends on the backward phase is update, the rest is forward. A loop whose body takes gradients, such as one over
+microbatches, is forward itself; its body's ops have their own phases, and its readers are update. If the loop depends on
+another gradient, it is update.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from autoshard.search.ir.graph import Graph, Op, Phase
 
 
 def takes_gradient(op: Op) -> bool:
-    """Whether a loop or branch that is no part of a gradient takes one."""
+    """True if a loop or branch takes a gradient inside its body and is no part of a gradient itself."""
     return _named_phase(op.scope) is None and any(
         _named_phase(inner.scope) is Phase.BACKWARD or takes_gradient(inner)
         for bodies in op.bodies.values()
@@ -23,8 +23,8 @@ def takes_gradient(op: Op) -> bool:
 
 
 def with_phases(graph: Graph) -> Graph:
-    """Names first; then what depends on the backward phase, or on arguments alone and feeds no named op, is
-    update."""
+    """The graph with a phase per op. Without any named op or gradient, every op is forward. Else names decide first. An
+    unnamed op is update if it depends on the backward phase, or on arguments alone and feeds no other phase."""
     phases = [_named_phase(op.scope) for op in graph.ops]
     training = {i for i, op in enumerate(graph.ops) if phases[i] is None and takes_gradient(op)}
     if not (any(phases) or training):
@@ -54,8 +54,7 @@ def with_phases(graph: Graph) -> Graph:
 
 
 def _in_phases(graph: Graph, phases: Sequence[Phase | None]) -> Graph:
-    """The graph with a phase per op; a body stands in its op's phase, but for ops named backward (a gradient
-    inside)."""
+    """The graph with these phases. The ops of a body have its op's phase, except ops named backward (a gradient inside)."""
     ops: list[Op] = []
     for op, phase in zip(graph.ops, phases, strict=True):
         assert phase is not None

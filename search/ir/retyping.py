@@ -1,7 +1,7 @@
-"""State that comes back in another type: which leaf, from what to what, and where in the user's code that happens.
+"""State that is returned in another type: the leaf, its old and new types, and the line of the user's code that changes it.
 
-The place is found backwards. From the new leaf, each value leads to the operand that continues the old leaf, or at least
-depends on it, as far as the first that has the old type again.
+The line is found backwards from the new leaf. At each op, the walk follows the operand that continues the old leaf, or at
+least depends on it. It ends at the first operand of the old type.
 """
 
 from collections.abc import Iterator
@@ -13,8 +13,8 @@ from autoshard.search.ir.lineage import NONE, lineages, sources
 
 @dataclass(frozen=True, slots=True)
 class Retyping:
-    """An argument, by its path, that comes back in another type: with the old value, the new one, and the op that makes the
-    difference, None where the new one is a constant."""
+    """An argument, by its path, that is returned in another type: the old and new values, and the op that changes the type;
+    None if the new value is an argument, a constant or a literal."""
 
     argument: str
     old: Value
@@ -22,14 +22,14 @@ class Retyping:
     op: Op | None
 
     def __str__(self) -> str:
-        """In a message: `params['w'] (bfloat16, then float32 at train.py:12)`."""
+        """The text for a message: `params['w'] (bfloat16, then float32 at train.py:12)`."""
         where = f" {self.op.where}" if self.op else ""
         old, new = _text(self.old, self.new), _text(self.new, self.old)
         return f"{self.argument} ({old}, then {new}{where})"
 
 
 def retypings(step: Step) -> Iterator[Retyping]:
-    """All of a step."""
+    """All arguments of a step that are returned in another type."""
     if not step.retyped:
         return
     graph = step.graph
@@ -40,7 +40,7 @@ def retypings(step: Step) -> Iterator[Retyping]:
 
 
 class _WayBack:
-    """From new state to old."""
+    """The way back from new state to old."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
@@ -48,7 +48,7 @@ class _WayBack:
         self.lineages, self.sources = lineages(graph), sources(graph)
 
     def op(self, argument: int, new: Atom) -> Op | None:
-        """The last op on the way from an argument to a value that reads the argument's type."""
+        """The last op between an argument and a value that reads an operand of the argument's type."""
         wanted = _type(self.graph.value(self.graph.inputs[argument]))
         op = self.maker.get(new) if isinstance(new, int) else None
         while op:
@@ -59,7 +59,7 @@ class _WayBack:
         return None
 
     def _operand(self, op: Op, argument: int) -> int | None:
-        """The operand that comes from an argument: if there is one, that which continues it."""
+        """The operand that continues an argument; else one that depends on it; else None."""
         continuing = (v for v in op.operands if self.lineages.get(v, NONE).continued >> argument & 1)
         depending = (v for v in op.operands if self.sources.get(v, 0) >> argument & 1)
         return next(continuing, next(depending, None))
@@ -70,6 +70,6 @@ def _type(value: Value) -> tuple[object, ...]:
 
 
 def _text(value: Value, other: Value) -> str:
-    """A type, as far as it tells a value from another."""
+    """A value's dtype, and its shape if it differs from another value's."""
     shape = f"[{','.join(map(str, value.shape))}]" if value.shape != other.shape else ""
     return f"{value.dtype}{shape}"

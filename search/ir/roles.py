@@ -1,8 +1,8 @@
-"""What each argument of a step is for.
+"""The roles of a step's arguments.
 
-A state leaf that the forward or backward phase reads and the update makes anew is a parameter, a floating one that only the
-update reads is optimizer state. Of what nothing replaces, examples are the batch (`examples`), and so are scalars, as they
-come with each call; other arrays are frozen.
+A floating-point state leaf that the forward or backward phase reads and the update phase replaces is a parameter. One that
+only the update phase reads is optimizer state. Arguments that no result replaces are the batch if they hold examples
+(`examples`) or are scalars, which come with each call; other arrays are frozen.
 """
 
 from collections.abc import Set as AbstractSet
@@ -14,12 +14,12 @@ from autoshard.search.ir.state import Successors
 
 
 def roles(graph: Graph, found: Successors, held: AbstractSet[int] = frozenset()) -> tuple[Role, ...]:
-    """What each argument is for.
+    """The role of each argument.
 
     Args:
-      graph: the step's, with phases.
-      found: what replaces what.
-      held: arguments that are state whether or not anything replaces them.
+      graph: the step's graph, with phases.
+      found: the arguments that results replace.
+      held: arguments that are state even if no result replaces them.
     """
     new = {i: graph.outputs[o] for o, i in found.pairs}
     read_in = reading_phases(graph)

@@ -1,13 +1,12 @@
-"""A plan spelled out for the executor: which specs are imposed where, and along which paths values travel.
+"""A plan's shardings for one graph: the specs imposed on values, and the paths along which values are resharded.
 
-A plan speaks of classes of ops; the executor walks the graph op by op. A `StepSharding` says for each value the specs that
-it takes where it is made, and for each operand the path of steps that the search priced. Every step is spelled out: left
-to go the whole way at once, XLA's partitioner replicates where it knows no better, and aborts on some pairs of specs of a
-2x3 mesh.
+A plan decides for classes of ops; the executor walks the graph op by op. A `StepSharding` holds the specs that each value
+takes where it is made, and for each operand the path of reshard steps that the search priced. The path lists every step: if
+XLA's partitioner had to reshard in one step, it would replicate some values, and abort for some specs on a 2x3 mesh.
 
-Readers of one value share the beginnings of their paths, so that the paths from it form a tree. `SharedPaths` walks it: the
-executor with arrays, the device's lowering with buffers, the estimates with nothing but a count. So what one of them takes
-once, all of them do.
+Readers of one value share the beginnings of their paths, so the paths from a value form a tree. `SharedPaths` walks it: the
+executor with arrays, the device's lowering with buffers, the estimates with a count. All three therefore take a shared step
+exactly once.
 """
 
 from collections.abc import Callable, Hashable, Mapping
@@ -18,9 +17,10 @@ from typing import Any
 from autoshard.search.ir.spec import PARTIAL, Spec
 
 Place = tuple[str, tuple[Any, ...], int]
-"""(what, where, index): `("operand" | "result", site of an op, i)` or `("input" | "output", path of a graph,
-i)`; `("enter", path of a branch, i)` is where the branch reads its input before that is placed; `("terms", site of an op,
-i)` says how devices' terms of a result lie for which a barrier would wait, and nothing where it shall not.
+"""(kind, where, index): `("operand" | "result", site of an op, i)` or `("input" | "output", path of a graph,
+i)`; `("enter", path of a branch, i)` is the branch's input before its specs are imposed; `("terms", site of an op, i)` holds
+the spec of a partial result's terms on the devices, for which a barrier waits instead of their sum; empty if it does not
+wait.
 
 A site is the path of the op's graph followed by the op's index; a path alternates op index, parameter name
 and position, as `graph.walk` yields it. The outermost graph has the empty path.
@@ -32,11 +32,11 @@ class ReshardStep:
     """One step of a path.
 
     Attributes:
-      kind: a collective's, or `slice`.
-      axes: of the mesh, by number.
-      num_bytes: the larger of what a device holds before and after it.
-      after: the spec that it leads to.
-      is_narrowed: whether what moves has the narrower type from which it was converted, or to which it is.
+      kind: the kind of a collective, or `slice`.
+      axes: the numbers of its mesh axes.
+      num_bytes: bytes per device before or after the step, whichever is larger.
+      after: the spec that it results in.
+      is_narrowed: whether the value moves in the narrower type that it was, or will be, converted from or to.
     """
 
     kind: str
@@ -47,25 +47,25 @@ class ReshardStep:
 
     @property
     def is_imposed(self) -> bool:
-        """Whether a constraint says it.
+        """True if a sharding constraint imposes this step.
 
-        None can say that a value is partial. Where a step scatters a sum over one axis before it reduces it over another,
-        that is said with the other axis whole: the compiler then does both in this order (measured on XLA:GPU).
+        No constraint can express a partial value. If a reduce-scatter over one axis precedes a reduction over another, the
+        constraint has the other axis whole: the compiler then does both in this order (measured on XLA:GPU).
         """
         return PARTIAL not in self.after or self.kind == "reduce-scatter"
 
 
 ReshardPath = tuple[ReshardStep, ...]
-"""How a value gets from one spec to another; empty when it stays as it is."""
+"""The steps from one spec of a value to another; empty if the spec does not change."""
 
 
 @dataclass(frozen=True, slots=True)
 class OperandReshard:
-    """How an op gets an operand.
+    """The resharding of an op's operand.
 
     Attributes:
-      path: from where the value rests.
-      phase: the phase whose readers alone share it, as it is made anew there; empty for all phases.
+      path: the steps from the value's spec at rest.
+      phase: the phase whose readers share the resharded value, which is recomputed there; empty if all phases share it.
     """
 
     path: ReshardPath
@@ -73,7 +73,7 @@ class OperandReshard:
 
 
 class SharedPaths[T]:
-    """Values on their ways: each step of a path is taken once, by the first who needs it."""
+    """Resharded values: each step of a path is taken once, by the first reader that needs it."""
 
     def __init__(self) -> None:
         self._reached: dict[tuple[Hashable, str, ReshardPath], T] = {}
@@ -85,13 +85,13 @@ class SharedPaths[T]:
         start: Callable[[], T],
         take: Callable[[T, ReshardStep], T],
     ) -> T:
-        """What is at the end of a value's path.
+        """The value at the end of its path.
 
         Args:
-          value: what tells it apart from others.
+          value: the value's key.
           reshard: the path.
-          start: what is at its beginning.
-          take: what is behind a step, given what is before it.
+          start: makes the value at the beginning of the path.
+          take: makes the value after a step from the value before it.
         """
         here = self._once((value, reshard.phase, ()), start)
         for n, step in enumerate(reshard.path, 1):
@@ -106,14 +106,14 @@ class SharedPaths[T]:
 
 @dataclass(frozen=True, eq=False)
 class StepSharding:
-    """A plan spelled out for one graph.
+    """A plan's shardings for one graph.
 
     Attributes:
       mesh_shape: sizes of the mesh axes, outermost first.
-      axis_names: their names.
-      specs: the specs that a value takes where it is made, one after another; places not listed are left to the
-        compiler. Of an op that is applied shard by shard, its operands are listed too, as it reads them.
-      reshards: how operands and outputs are brought to where they are read; what is not listed is read as it is.
+      axis_names: names of the mesh axes.
+      specs: the specs that a value takes where it is made, one after another; the compiler decides for places that are not
+        listed. For an op that is applied shard by shard, the specs in which it reads its operands are listed, too.
+      reshards: the resharding of operands and outputs; places that are not listed are read without one.
     """
 
     mesh_shape: tuple[int, ...]

@@ -1,13 +1,14 @@
-"""Large arrays that loops read and light ops make of next to nothing, made anew in every iteration.
+"""Sinking: large, cheap constants of a loop are recomputed in every iteration.
 
-JAX takes out of a `scan` what is alike in all iterations: of a causal mask, `where(mask, scores, -1e9)`, the mask and the
-constant, both broadcast to the scores' shape. Inside the body each would be computed on the fly, in the kernel that reads
-it. Outside it is an array that the compiled loop carries from the first iteration to the last, and reads from memory in all
-of them. (XLA leaves it where it is put: its loop-invariant code motion passes over what is larger than its operands.)
+JAX hoists loop-invariant values out of a `scan`. For a causal mask, `where(mask, scores, -1e9)`, these are the mask and the
+constant, both broadcast to the scores' shape. Inside the body, each would be computed on the fly in the kernel that reads
+it. Outside, it is an array that the compiled loop carries through all iterations, and each reads it from memory. (XLA does
+not move it: its loop-invariant code motion skips values that are larger than their operands.)
 
-So such ops are put back. A constant of a loop is made in its body if it is large and a few light ops make it of literals,
-iotas and values much smaller than itself, which the loop reads in its place. What of these is small is made once, as before.
-A barrier, with which `jax.checkpoint` keeps recomputed ops apart, does not hold what is so made: it would become an array.
+So such ops are moved back. A loop's constant is computed in the body if it is large and light ops make it from literals,
+iotas and much smaller values. The loop then reads these smaller values, which are still computed once, outside. An
+optimization barrier, by which `jax.checkpoint` separates recomputed ops, does not hold a sunk value, which would become an
+array there.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,20 +18,20 @@ from autoshard.search.ir import _jax
 from autoshard.search.ir.graph import Atom, Graph, Op, Value, without_dead_ops
 
 LEAST_BYTES = 1 << 20
-"""Of a loop's constant: smaller ones are read from a GPU's cache. Source: a choice of ours."""
+"""Smallest constant to sink, in bytes: a GPU reads smaller ones from its cache. Source: a choice of ours."""
 
 MUCH_SMALLER = 16
-"""Times: by how much what makes a constant is smaller than it. Source: a choice of ours."""
+"""Smallest ratio of a constant's bytes to those of the values that it is computed from. Source: a choice of ours."""
 
 _MOVES = ("broadcast_in_dim", "iota", "reshape", "transpose", "squeeze", "convert_element_type", "select_n")
 _LOGIC = ("eq", "ne", "ge", "gt", "le", "lt", "and", "or", "xor", "not")
 _ARITHMETIC = ("add", "sub", "mul", "neg", "max", "min", "abs", "sign")
 LIGHT = frozenset((*_MOVES, *_LOGIC, *_ARITHMETIC))
-"""Primitives of at most one instruction an element."""
+"""Primitives of at most one instruction per element."""
 
 
 def sunk(graph: Graph) -> Graph:
-    """The graph with large constants of its loops made in their bodies, outermost loops first."""
+    """The graph with large constants of its loops computed in their bodies, outermost loops first."""
     maker = {v: op for op in graph.ops for v in op.outputs}
     ops = (_with_bodies(_sunk_into(op, graph, maker) if op.name == "scan" else op) for op in graph.ops)
     return without_dead_ops(replace(graph, ops=tuple(ops)))
@@ -41,7 +42,7 @@ def _with_bodies(op: Op) -> Op:
 
 
 def _sunk_into(loop: Op, graph: Graph, maker: Mapping[int, Op]) -> Op:
-    """A loop that makes in its body what may be made there."""
+    """The loop with its large, cheap constants computed in its body."""
     num_consts, num_carry = loop.loop_counts
     (body,) = loop.bodies["jaxpr"]
     entering = list(zip(loop.inputs, body.inputs, strict=True))
@@ -64,12 +65,12 @@ def _sunk_into(loop: Op, graph: Graph, maker: Mapping[int, Op]) -> Op:
 
 
 def light_makers(constant: Atom, graph: Graph, maker: Mapping[int, Op]) -> Sequence[Op]:
-    """The light ops that make a large value of much smaller ones, in their order; none where it is to stay.
+    """The light ops that compute a large value from much smaller ones, in program order; empty if it is not to be sunk.
 
     Args:
-      constant: the value, of a graph.
-      graph: which has the ops.
-      maker: by value, the op that makes it.
+      constant: the value.
+      graph: the graph of the value and its ops.
+      maker: the op that makes each value.
     """
     num_bytes = graph.value(constant).num_bytes
     if not isinstance(constant, int) or num_bytes < LEAST_BYTES:
@@ -91,10 +92,10 @@ def light_makers(constant: Atom, graph: Graph, maker: Mapping[int, Op]) -> Seque
 
 
 class _Sinking:
-    """A loop's body into which ops are put.
+    """A loop's body under construction, with the ops that are moved into it.
 
     Attributes:
-      consts: what the loop reads in every iteration, outside and inside.
+      consts: the loop's constants, as pairs of the value outside and the input of the body.
     """
 
     def __init__(self, graph: Graph, body: Graph, consts: Sequence[tuple[Atom, int]]) -> None:
@@ -105,7 +106,7 @@ class _Sinking:
         self._ops: list[Op] = []
 
     def make(self, outer: int, inner: int, ops: Sequence[Op]) -> None:
-        """What was a constant is made by these ops."""
+        """Computes a former constant in the body by these ops."""
         for op in ops:
             if op.outputs[0] not in self._inside:
                 inputs = tuple(self._read(a) for a in op.inputs)
@@ -121,7 +122,7 @@ class _Sinking:
         return replace(self._body, values=values, inputs=inputs, ops=ops, outputs=outputs)
 
     def _read(self, atom: Atom) -> Atom:
-        """What stands in the body for a value outside."""
+        """The body's copy of a value outside; a new constant if there is none yet."""
         if not isinstance(atom, int):
             return atom
         if atom not in self._inside:
@@ -137,7 +138,7 @@ class _Sinking:
         return self._made.get(atom, atom) if isinstance(atom, int) else atom
 
     def _renamed(self, op: Op) -> Op:
-        """An op of the body that reads what is made there; of a barrier, what is left of it."""
+        """An op of the body that reads the sunk values; a barrier no longer holds them."""
         if op.name == "optimization_barrier" and not self._made.keys().isdisjoint(op.operands):
             held = list(zip(op.inputs, op.outputs, op.result_values, strict=True))
             self._made |= {out: self._made[a] for a, out, _ in held if a in self._made}

@@ -1,9 +1,8 @@
-"""How a value lies on a mesh, in the form that the search counts with, and as a `PartitionSpec`.
+"""Shardings of a value on a mesh: `Spec`, the search's form, and its conversion from and to `PartitionSpec`.
 
-A `Spec` says for each mesh axis which of the value's dimensions it splits: a dimension's number, `WHOLE` when
-the value is replicated over the axis, `PARTIAL` when the devices along it hold terms of a sum (JAX's
-`unreduced`). Several axes may split one dimension; the outer axis is then the major one, so the order needs
-no saying.
+A `Spec` has one entry per mesh axis: the number of the dimension that the axis splits, or `WHOLE` if the value is replicated
+over the axis. It is `PARTIAL` if the devices along the axis hold terms of a sum (JAX's `unreduced`). Several axes may split
+one dimension; the outer axis is then always the major one, so a spec needs no order.
 """
 
 import ast
@@ -27,32 +26,32 @@ AXIS_NAMES = {1: ("data",), 2: ("data", "model"), 3: ("replica", "data", "model"
 _CALLED = frozenset(
     ("P", "PartitionSpec", "jax.P", "jax.sharding.PartitionSpec", "jax.sharding.P", "sharding.PartitionSpec")
 )
-"""A spec's names where users write it."""
+"""Names by which users write a `PartitionSpec`."""
 
 
 def shard_size(spec: Spec, shape: Sequence[int], mesh_shape: Sequence[int]) -> int:
-    """Elements that one device holds, padding included."""
+    """Number of elements on one device, padding included."""
     return math.prod(shard_shape(spec, shape, mesh_shape))
 
 
 def shard_shape(spec: Spec, shape: Sequence[int], mesh_shape: Sequence[int]) -> tuple[int, ...]:
-    """What one device holds, padding included."""
+    """Shape of one device's shard, padding included."""
     parts = _parts(spec, shape, mesh_shape)
     return tuple(-(-size // part) for size, part in zip(shape, parts, strict=True))
 
 
 MAX_PADDING = 1 / 32
-"""A dimension may be padded by this share of its extent to split into equal parts, where XLA pads (a vocabulary of
-50,257 over 8 devices is padded by seven rows)."""
+"""Largest padding, as a share of a dimension's extent, for which a dimension may be split unevenly. XLA pads it to equal
+parts: a vocabulary of 50,257 over 8 devices by seven rows."""
 
 
 def divides(spec: Spec, shape: Sequence[int], mesh_shape: Sequence[int]) -> bool:
-    """Whether every dimension splits evenly."""
+    """True if every dimension splits evenly."""
     return all(size % part == 0 for size, part in zip(shape, _parts(spec, shape, mesh_shape), strict=True))
 
 
 def may_split(size: int, parts: int) -> bool:
-    """Whether an extent splits into parts evenly, or with little padding."""
+    """True if an extent splits into parts evenly, or with little padding (`MAX_PADDING`)."""
     return -size % parts <= MAX_PADDING * size
 
 
@@ -65,7 +64,7 @@ def _parts(spec: Spec, shape: Sequence[int], mesh_shape: Sequence[int]) -> list[
 
 
 def partition_spec(spec: Spec, axis_names: Sequence[str]) -> PartitionSpec:
-    """The spec in JAX's terms; partial axes are left out, as a constraint cannot say them."""
+    """The spec as a `PartitionSpec`, without its partial axes, which a constraint cannot express."""
     rank = max(spec, default=WHOLE) + 1
     dims = [tuple(a for d, a in zip(spec, axis_names, strict=True) if d == dim) for dim in range(rank)]
     return PartitionSpec(*(None if not axes else axes[0] if len(axes) == 1 else axes for axes in dims))
@@ -81,10 +80,10 @@ def format_spec(spec: Spec, axis_names: Sequence[str]) -> str:
 
 
 def parse_spec(text: str, axis_names: Sequence[str]) -> Spec:
-    """Reads what `format_spec` writes.
+    """Reads a spec from the text that `format_spec` writes.
 
     Raises:
-      PlanError: not of that form, or an axis is unknown or used twice.
+      PlanError: the text has another form, or an axis is unknown or used twice.
     """
     match = re.fullmatch(r"\s*P\((.*)\)\s*", text)
     if match is None:
@@ -108,10 +107,10 @@ def parse_spec(text: str, axis_names: Sequence[str]) -> Spec:
 
 
 def read_partition_spec(text: str) -> PartitionSpec:
-    """A `PartitionSpec` from text, whatever axes it names.
+    """Reads a `PartitionSpec` from text, with any axis names.
 
     Raises:
-      PlanError: it is not written as one.
+      PlanError: the text is no `PartitionSpec`.
     """
     try:
         call = ast.parse(text.strip(), mode="eval").body
@@ -126,7 +125,7 @@ def from_partition_spec(spec: PartitionSpec, axis_names: Sequence[str]) -> Spec:
     """A user's `PartitionSpec` as a `Spec`.
 
     Raises:
-      PlanError: as `parse_spec`.
+      PlanError: an axis is unknown or used twice.
     """
     entries: list[Any] = [e if isinstance(e, tuple) else (e,) if e is not None else None for e in spec]
     return parse_spec(f"P({', '.join(map(repr, entries))})", axis_names)

@@ -1,26 +1,25 @@
-"""Which results replace which arguments in the next step, and what each argument is for.
+"""State: the results that replace arguments in the next step.
 
-A step is handed its state and hands it back, but nowhere says which result is which argument, and may nest it in another
-way: `(p, o, x) -> ((p, o), loss)`. A wrong guess is worse than none: what is taken for state is donated, and a batch that
-the user meant to use again would be gone. So a subtree of the result, from the whole down to single leaves, is paired with a
-subtree of the arguments only on the evidence of all three:
+A step takes its state and returns it, but does not declare which result replaces which argument, and may nest the state in
+another way: `(p, o, x) -> ((p, o), loss)`. A wrong guess is worse than none: state is donated, and a batch that the user
+wants to use a second time would be lost. So a subtree of the result, from the whole down to single leaves, is paired with a
+subtree of the arguments only if three kinds of evidence agree:
 
-* *Alike*: the same paths from its root to its leaves, the same shapes. A list and a tuple are alike, and so are a dict's
-  key and an attribute of that name. An update may change a dtype: the state is widened, but state all the same.
-* *Dataflow*: some leaf continues its counterpart (`lineage`), rather than handing it on. A lone scalar proves nothing:
+* *Structure*: equal paths from the root to the leaves, and equal shapes. A list equals a tuple, and a dict's key equals an
+  attribute of that name. Dtypes may differ, since an update may widen the state.
+* *Dataflow*: some leaf continues its counterpart (`lineage`) and is not identical to it. A lone scalar is no evidence:
   a rate times a norm would continue the rate.
-* *A sign of state*: it depends on gradients (which alone are not new parameters), or it has names, within it or the
-  argument's own, or it was written into by index, as a cache is, or it is a random key.
+* *A sign of state*, one of four. The result depends on gradients (a gradient alone is no new parameter). It has names,
+  within the subtree or equal to the argument's own. It was written into by index, as a cache is. It is a random key.
 
-Where several arguments fit, those of which most leaves are continued fit best. An average of parameters continues both the
-average and the parameters, new parameters only the parameters: a result that fits one argument takes it, the others choose
-among the rest, larger ones first; then names decide, those nearest to the leaves. Where as many results are left as there
-are arguments that they all fit, these are replaced in any case, and position says by which. All this is tried with arguments
-of the result's own dtypes before others. A leaf that changes its shape, and a counter beside it, are found last: by their
-path in a tree of which other leaves are paired. Else nothing is paired, and of large arrays it is said so: the user may name
-the state.
+If several arguments fit, those with the most continued leaves fit best. An average of parameters continues both the average
+and the parameters, but new parameters only the parameters. So a result that fits one argument only takes it, larger results
+first, and the others choose among the rest. Then names decide, from the leaves outwards. If a set of results fits an equally
+large set of arguments, position decides. All this is tried first with arguments of the result's own dtypes. A leaf that
+changes its shape, and a counter beside it, are paired last, by their path in a tree whose other leaves are paired. Other
+results are not paired. A warning names large ones, so that the user can declare the state.
 
-Only a new leaf of the old one's shape and dtype can take its memory. Others are `retyped`: old and new are held both.
+Only a new leaf of the old one's shape and dtype can reuse its memory. Others are `retyped`: old and new are both held.
 """
 
 # JAX types these functions only in part.
@@ -47,9 +46,9 @@ class _Subtree:
     """A subtree of the arguments or of the results.
 
     Attributes:
-      path: its keys from the root; of arguments, their names in place of their positions.
+      path: its keys from the root; an argument's name replaces its position.
       leaves: the numbers of its leaves.
-      within: for each leaf, the keys from here.
+      within: per leaf, the keys from the subtree's root.
     """
 
     path: tuple[Any, ...]
@@ -63,10 +62,10 @@ class _Subtree:
 
 @dataclass(frozen=True, slots=True)
 class Successors:
-    """What replaces what.
+    """The pairs of results and the arguments that they replace in the next step.
 
     Attributes:
-      replaces: for each flat result, the flat argument of its shape and dtype that it replaces in the next step, or None.
+      replaces: per flat result, the flat argument of its shape and dtype that it replaces, or None.
       retyped: results that replace an argument of another shape or dtype, each with that argument.
       doubtful: results that may be state, each with the arguments that they may replace.
     """
@@ -77,7 +76,7 @@ class Successors:
 
     @property
     def pairs(self) -> tuple[tuple[int, int], ...]:
-        """All state: results with the arguments that they replace."""
+        """All state: results with the arguments that they replace, of any type."""
         kept = ((o, i) for o, i in enumerate(self.replaces) if i is not None)
         return (*kept, *self.retyped)
 
@@ -90,18 +89,18 @@ def successors(
     certain: Mapping[int, int] = MappingProxyType({}),
     state: Sequence[str] = (),
 ) -> Successors:
-    """Finds what replaces what.
+    """Finds the results that replace arguments.
 
     Args:
-      graph: the step's, with phases.
+      graph: the step's graph, with phases.
       in_tree: the pytree of `(args, kwargs)`.
       out_tree: the pytree of the result.
-      names: of the flat arguments.
-      certain: flat results of which it is known, with their arguments.
-      state: paths of arguments that come back, as their user says.
+      names: the names of the flat arguments.
+      certain: flat results that are known to be state, with their arguments.
+      state: paths of arguments that the user declares as state.
 
     Raises:
-      InputError: there is no such argument, or nothing like it comes back.
+      InputError: a declared argument does not exist, or no result has its structure and shapes.
     """
     arguments, results = _arguments(in_tree, names), _subtrees(out_tree)
     pairing = _Pairing(graph, arguments, results, dict(certain), set(certain.values()))
@@ -119,7 +118,7 @@ def successors(
 
 
 def _subtrees(tree: Any) -> list[_Subtree]:
-    """All subtrees with leaves, outer before inner."""
+    """All subtrees with leaves, outer ones before inner ones."""
     leaves: list[Any] = jax.tree.leaves_with_path(jax.tree.unflatten(tree, range(tree.num_leaves)))
     paths = [tuple(map(_key, path)) for path, _ in leaves]
     spans: dict[tuple[Any, ...], list[int]] = {}
@@ -133,7 +132,7 @@ def _subtrees(tree: Any) -> list[_Subtree]:
 
 
 def _key(key: Any) -> Any:
-    """A key of a pytree's path, whatever the container: a name or a number."""
+    """A key of a pytree's path as a name or a number, independent of the container's type."""
     for attribute in ("idx", "key", "name"):
         if hasattr(key, attribute):
             return getattr(key, attribute)
@@ -141,7 +140,7 @@ def _key(key: Any) -> Any:
 
 
 def _arguments(in_tree: Any, names: Sequence[str]) -> list[_Subtree]:
-    """The subtrees of the arguments, called by their names."""
+    """The subtrees of the arguments, with their names in the paths."""
     found: list[_Subtree] = []
     for subtree in _subtrees(in_tree):
         called = re.match(r"\w+", names[subtree.leaves[0]])
@@ -151,7 +150,7 @@ def _arguments(in_tree: Any, names: Sequence[str]) -> list[_Subtree]:
 
 
 def _num_keys_shared(path: tuple[Any, ...], other: tuple[Any, ...]) -> int:
-    """How many keys, counted from the leaves, are the same."""
+    """The number of equal keys, counted from the leaves."""
     pairs = zip(reversed(path), reversed(other), strict=False)
     return sum(1 for _ in takewhile(lambda keys: keys[0] == keys[1], pairs))
 
@@ -159,14 +158,15 @@ def _num_keys_shared(path: tuple[Any, ...], other: tuple[Any, ...]) -> int:
 def _same_places(
     path: tuple[Any, ...], trees: Mapping[tuple[Any, ...], tuple[Any, ...]]
 ) -> Iterator[tuple[Any, ...]]:
-    """In the trees that are paired with those around a leaf, the nearest first, the paths of leaves called as it is."""
+    """The paths of a result leaf's possible counterparts: its path inside each enclosing tree, from the root of the paired
+    tree of arguments; nearest trees first."""
     for depth in reversed(range(len(path))):
         if path[:depth] in trees and any(isinstance(key, str) for key in path[depth:]):
             yield (*trees[path[:depth]], *path[depth:])
 
 
 def _num_names_shared(argument: _Subtree, result: _Subtree) -> int:
-    """How many names, counted from the subtrees outwards, are the same."""
+    """The number of equal names, counted from the subtrees outwards."""
     count = 0
     for a, r in zip(reversed(argument.path), reversed(result.path), strict=False):
         if a != r or not isinstance(a, str):
@@ -180,14 +180,14 @@ def _num_names_shared(argument: _Subtree, result: _Subtree) -> int:
 
 @dataclass(frozen=True, eq=False)
 class _Pairing:
-    """Results paired so far.
+    """The results that are paired so far.
 
     Attributes:
-      graph: the step's.
+      graph: the step's graph.
       arguments: all subtrees of the arguments.
       results: all subtrees of the result, the whole first.
-      replaces: by flat result, the argument that it replaces.
-      taken: those arguments.
+      replaces: the argument that each paired flat result replaces.
+      taken: the arguments that are paired.
     """
 
     graph: Graph
@@ -197,13 +197,13 @@ class _Pairing:
     taken: set[int]
 
     def pair_all(self) -> None:
-        """Pairs as far as the evidence goes."""
+        """Pairs all results that the evidence allows."""
         while units := self._units(self.results[0]) if self.results else {}:
             if not self._pair_some(units):
                 break
 
     def pair_by_siblings(self) -> None:
-        """Pairs leaves that are made of the argument at the same named place of a tree of which others are paired."""
+        """Pairs a leaf with the argument at its named place in a paired tree, if the leaf is computed from that argument."""
         old = {a.path: a for a in self.arguments if not a.is_nested}
         trees = self._paired_trees(old)
         for result in self.results:
@@ -213,7 +213,7 @@ class _Pairing:
                 self._set(argument, result)
 
     def _paired_trees(self, old: Mapping[Any, _Subtree]) -> dict[tuple[Any, ...], tuple[Any, ...]]:
-        """By path of a tree in the results: that of the tree among the arguments of which a leaf is paired with its own."""
+        """The paths of result trees with a paired leaf, each with the path of the corresponding tree of arguments."""
         argument_at = {a.leaves.start: path for path, a in old.items()}
         found: dict[tuple[Any, ...], tuple[Any, ...]] = {}
         for result in self.results:
@@ -224,7 +224,7 @@ class _Pairing:
         return {new: path for new, path in found.items() if path}
 
     def pair_named(self, name: str, names: Sequence[str]) -> None:
-        """Pairs what the user says is state."""
+        """Pairs an argument that the user declares as state."""
         named = [i for i, n in enumerate(names) if n == name or n.startswith((f"{name}[", f"{name}."))]
         whole = [a for a in self.arguments if named and list(a.leaves) == named]
         if not whole:
@@ -250,7 +250,7 @@ class _Pairing:
         )
 
     def doubtful(self) -> Iterator[tuple[int, tuple[int, ...]]]:
-        """Results that continue an argument that nothing replaces, alike but for what says that they are state."""
+        """Unpaired results, each with the unpaired arguments of its type that it continues; other evidence is missing."""
         for o, new in enumerate(self.graph.outputs):
             if o not in self.replaces and isinstance(new, int):
                 found = self._lineages.get(new, NONE).continued
@@ -264,7 +264,7 @@ class _Pairing:
                     yield o, tuple(old)
 
     def _units(self, result: _Subtree) -> dict[_Subtree, list[_Subtree]]:
-        """The largest subtrees of a result that fit some argument, with those that fit best."""
+        """The largest subtrees of a result that fit some argument, each with the arguments that fit best."""
         if self.replaces.keys() >= set(result.leaves):
             return {}
         if fitting := self._fitting(result):
@@ -276,13 +276,13 @@ class _Pairing:
         }
 
     def _fitting(self, result: _Subtree) -> list[_Subtree]:
-        """The arguments that fit best, with a sign that the result is state."""
+        """The free arguments with a sign of state of which the result continues the most leaves."""
         free = [a for a in self._alike(result) if self._is_free(a, result) and self._has_sign(a, result)]
         counts = [self._num_continued(a, result) for a in free]
         return [a for a, n in zip(free, counts, strict=True) if n == max(counts) > 0]
 
     def _pair_some(self, units: dict[_Subtree, list[_Subtree]]) -> bool:
-        """Pairs at least one result, if it is clear with which argument: of its own types, if there are such."""
+        """Pairs at least one result if its argument is unambiguous, with arguments of its own types first; False if none."""
         same = {r: [a for a in fits if self._keep_types(a, r)] for r, fits in units.items()}
         certain = {r: fits for r, fits in same.items() if fits == units[r]}
         return (
@@ -295,7 +295,7 @@ class _Pairing:
         return self._pair_unique(units) or self._pair_by_name(units) or self._pair_by_position(units)
 
     def _pair_unique(self, units: dict[_Subtree, list[_Subtree]]) -> bool:
-        """Pairs those results that fit one argument only, the largest first."""
+        """Pairs the results that fit one argument only, the largest first."""
         unique = [r for r, fits in units.items() if len(fits) == 1]
         for result in sorted(unique, key=lambda r: (-len(r.leaves), r.leaves.start)):
             if self._is_free(units[result][0], result):
@@ -303,7 +303,7 @@ class _Pairing:
         return bool(unique)
 
     def _pair_by_name(self, units: dict[_Subtree, list[_Subtree]]) -> bool:
-        """Pairs a result with the argument whose names are most like its own."""
+        """Pairs one result with the argument that shares the most names with it, if there is only one such."""
         for result, fits in units.items():
             shared = [_num_names_shared(a, result) for a in fits]
             if max(shared) > 0 and shared.count(max(shared)) == 1:
@@ -312,7 +312,7 @@ class _Pairing:
         return False
 
     def _pair_by_position(self, units: dict[_Subtree, list[_Subtree]]) -> bool:
-        """Pairs results that all fit the same arguments, as many as they are, in their order."""
+        """Pairs results with their arguments in order, if equally many results and arguments fit one another."""
         for fits in units.values():
             rivals = [r for r in units if units[r] == fits]
             if len(rivals) == len(fits):
@@ -337,18 +337,18 @@ class _Pairing:
         return all(map(self.keeps_type, argument.leaves, result.leaves))
 
     def keeps_type(self, argument: int, result: int) -> bool:
-        """Whether a leaf comes back in its shape and dtype."""
+        """True if a result has its argument's shape and dtype."""
         return self._type(self.graph.inputs[argument]) == self._type(self.graph.outputs[result])
 
     def _alike(self, result: _Subtree) -> list[_Subtree]:
-        """The arguments alike; none of a lone scalar."""
+        """The arguments with the result's structure and shapes; empty for a lone scalar that is no random key."""
         lone = not result.is_nested and self.graph.value(self.graph.outputs[result.leaves[0]])
         if isinstance(lone, Value) and lone.shape == () and not is_random(lone):
             return []
         return self._by_shape.get(self._shape_of(result, self.graph.outputs), [])
 
     def _has_sign(self, argument: _Subtree, result: _Subtree) -> bool:
-        """Whether anything but dataflow says that it is state."""
+        """True if there is a sign of state: a name, a gradient, a write by index, or a random key."""
         has_names = any(isinstance(k, str) for keys in result.within for k in keys)
         return (
             has_names
@@ -363,7 +363,7 @@ class _Pairing:
         return is_random(self.graph.value(old)) and is_random(self.graph.value(new))
 
     def _num_continued(self, argument: _Subtree, result: _Subtree) -> int:
-        """How many leaves are made from their counterparts, rather than handed on."""
+        """The number of leaves that continue their counterparts and are not identical to them."""
         pairs = zip(argument.leaves, result.leaves, strict=True)
         return sum(
             self.graph.outputs[o] != self.graph.inputs[i] and bool(self._lineage(o).continued >> i & 1)
@@ -371,7 +371,7 @@ class _Pairing:
         )
 
     def _is_made_of(self, argument: _Subtree, result: _Subtree) -> bool:
-        """Whether a leaf is computed from another, gradients aside."""
+        """True if a result leaf is computed from the argument other than through gradients."""
         old, new = self.graph.inputs[argument.leaves[0]], self.graph.outputs[result.leaves[0]]
         return (
             old != new and isinstance(new, int) and bool(self._sources.get(new, 0) >> argument.leaves[0] & 1)
@@ -421,7 +421,7 @@ class _Pairing:
 
     @cached_property
     def _trained(self) -> set[int]:
-        """What depends on a gradient."""
+        """The values that depend on a gradient."""
         found: set[int] = set()
         for op in self.graph.ops:
             if op.phase is Phase.BACKWARD or takes_gradient(op) or not found.isdisjoint(op.operands):

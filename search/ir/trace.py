@@ -1,19 +1,18 @@
 """From a training step to its graph.
 
-The step is traced whole, already differentiated, with `jax.make_jaxpr`; nothing is asked of the user. `phases` finds the
-phases, `state` what is state, `roles` what else an argument is for. Besides:
+The step is traced whole, already differentiated, with `jax.make_jaxpr`, without annotations by the user. `phases` finds the
+phases, `state` the state, `roles` the roles of arguments. The trace also rewrites the step:
 
-* *Calls* (`jit`, `custom_jvp`, `custom_vjp`, `checkpoint`) are inlined. A differentiated `checkpoint` is
-  lowered by JAX behind an optimization barrier, which keeps XLA from sharing the recomputation with the
-  forward phase; so is ours.
-* *Weak types* are forgotten: a conversion that changes nothing else is left out.
-* *Loops of no steps* hand on their carry, so that no later pass meets one.
-* *Products of ragged groups* are spelt out in dense ones, as the compiler does.
-* *Collectives over a named axis of `vmap`* are reductions over the dimension that the axis has become.
-* *Extended dtypes* that are stored element by element (Flax's `fp8_meta32`) are the dtypes that they are stored in, and
-  the sums of gradients that they define are spelt out. Arguments and results are converted. Typed keys stay keys.
-* *Meshes that the step names* are left out, or refused (`own_meshes`).
-* *Large constants of loops* that JAX has taken out of their bodies are put back (`sinking`).
+* *Calls* (`jit`, `custom_jvp`, `custom_vjp`, `checkpoint`) are inlined. JAX lowers a differentiated `checkpoint` behind an
+  optimization barrier, so that XLA cannot share the recomputation with the forward phase; the graph has this barrier, too.
+* *Weak types* are dropped: a conversion that changes nothing else is removed.
+* *Loops of no steps* are replaced by their carry, so that no later pass meets one.
+* *Products of ragged groups* are expanded into dense ones, as the compiler does.
+* *Collectives over a named axis of `vmap`* become reductions over the dimension that the axis has become.
+* *Extended dtypes* that are stored element by element (Flax's `fp8_meta32`) are replaced by their storage dtypes, and
+  their own sums of gradients are expanded. Arguments and results are converted. Typed keys stay keys.
+* *Meshes that the step names* are removed, or refused (`own_meshes`).
+* *Large constants of loops* that JAX has hoisted out of their bodies are moved back (`sinking`).
 """
 
 # JAX types these functions only in part.
@@ -39,7 +38,7 @@ from autoshard.search.ir.sinking import sunk
 from autoshard.search.ir.state import successors
 
 TRACE_ERRORS = (jax.errors.JAXTypeError, jax.errors.JAXIndexError, TypeError, ValueError)
-"""What a function that `jax.jit` cannot trace raises: JAX's words for it, or the function's own."""
+"""Errors of a function that `jax.jit` cannot trace: JAX's own, or the function's."""
 
 PYTHON_ADVICE = (
     ". A Python bool or int among the arguments is an array in there, as under jax.jit: if the step branches on it, bind it "
@@ -60,7 +59,7 @@ def trace(step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Step:
 
 
 def trace_for(platform: str | None, step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Step:
-    """Traces `step` on the shapes of its arguments, as it runs on a platform."""
+    """Traces `step` on the shapes of its arguments, for one platform (see `trace_call`)."""
     return trace_call(platform, step, args, kwargs)
 
 
@@ -71,21 +70,22 @@ def trace_call(
     kwargs: dict[str, Any],
     state: Sequence[str] = (),
 ) -> Step:
-    """Traces a call of `step` on the shapes of its arguments, as it runs on a platform.
+    """Traces a call of `step` on the shapes of its arguments, for one platform.
 
     Args:
-      platform: as JAX names it when it lowers: "cuda", "cpu". Of `jax.lax.platform_dependent`, its branch is taken.
+      platform: JAX's name of the platform in lowering, "cuda" or "cpu", whose branch of `jax.lax.platform_dependent` is
+        taken; None keeps the branches.
       step: a training step for one device, e.g. `(state, batch) -> (state, metrics)`.
       args: its arguments, or their shapes: pytrees of arrays or `jax.ShapeDtypeStruct`.
-      kwargs: its keyword arguments, likewise.
-      state: paths of arguments that come back as results, where that is not evident.
+      kwargs: its keyword arguments, or their shapes.
+      state: paths of arguments that come back as results, if that is not evident.
 
     Returns:
       The traced step.
 
     Raises:
-      InputError: an argument is not an array, has a 64-bit dtype without `jax_enable_x64`, the step cannot be
-        traced, or has no code for the platform.
+      InputError: an argument is not an array, the step cannot be traced, names a mesh, has no branch for the platform, or
+        changes an `nnx.State` without returning it, or `state` names no state.
     """
     start_s = time.perf_counter()
     leaves, in_tree = jax.tree_util.tree_flatten((args, kwargs))
@@ -127,12 +127,12 @@ def trace_call(
 
 
 def _weak(shapes: Sequence[Any]) -> frozenset[int]:
-    """The numbers of those whose type is weak."""
+    """The indices of the values whose type is weak."""
     return frozenset(i for i, x in enumerate(shapes) if _jax.is_weak(x))
 
 
 def _result_names(out_shape: Any, arguments: Sequence[str]) -> tuple[str, ...]:
-    """One name per flat result: its pytree path, or that of the argument which it is left in."""
+    """One name per flat result: its pytree path, or `new` and the path of the argument that it updates."""
     if not isinstance(out_shape, in_place.InPlace):
         return tuple(
             f"result{jax.tree_util.keystr(path)}" for path, _ in jax.tree.leaves_with_path(out_shape)
@@ -142,7 +142,7 @@ def _result_names(out_shape: Any, arguments: Sequence[str]) -> tuple[str, ...]:
 
 
 def step_name(step: Callable[..., Any]) -> str:
-    """How messages and plans call a step: a function's name, of `functools.partial` that of its function."""
+    """A step's name in messages and plans: that of the function, also inside a `functools.partial`."""
     while isinstance(step, functools.partial):
         step = step.func
     return getattr(step, "__name__", type(step).__name__)
@@ -151,7 +151,7 @@ def step_name(step: Callable[..., Any]) -> str:
 def _outline(
     name: str, step: Callable[..., Any], args: Any, kwargs: Any, platform: str | None, advice: str
 ) -> tuple[Graph, tuple[str, ...], Any, tuple[str, ...]]:
-    """A step's graph, the names of its flat arguments, the shapes that it returns, and where it names devices."""
+    """A step's graph, the names of its flat arguments, the shapes of its results, and its sharding annotations."""
     is_watched = in_place.holds_variables((args, kwargs))
     traced = in_place.watched(step) if is_watched else step
     try:
@@ -179,7 +179,7 @@ def _outline(
 
 
 def _abstract(path: tuple[Any, ...], leaf: Any) -> Any:
-    """An argument's shape, dtype and memory, with no more bits than JAX's own arrays have."""
+    """An argument's shape, dtype and memory; 64-bit dtypes are narrowed as `jax_enable_x64` demands."""
     where = jax.tree_util.keystr(path[1:])
     if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
         if not isinstance(leaf, bool | int | float | complex):
@@ -209,8 +209,8 @@ def _where(error: BaseException) -> str:
 
 
 def build_graph(jaxpr: Any, platform: str | None = None, caller: Any = None) -> Graph:
-    """The graph of a (closed) jaxpr: calls and branches by platform inlined, dead ops dropped; every op in the
-    forward phase for now.
+    """The graph of a (closed) jaxpr, with calls and branches by platform inlined and dead ops dropped. Every op is in the
+    forward phase.
 
     Ops without a source line of their own have the `caller`'s source.
     """
@@ -222,7 +222,7 @@ def build_graph(jaxpr: Any, platform: str | None = None, caller: Any = None) -> 
 
 
 def whole_graph(jaxpr: Any, platform: str | None = None) -> Graph:
-    """The graph of a whole function's jaxpr: arguments and results of extended dtypes are in these dtypes, and converted."""
+    """The graph of a whole function's jaxpr; it converts arguments and results of extended dtypes from and to these."""
     graph, ends = build_graph(jaxpr, platform), _jax.open_jaxpr(jaxpr)
     values = list(graph.values)
     entering, leaving = list[Op](), list[Op]()
@@ -261,7 +261,7 @@ _SPELT_OUT = (
 
 
 def _spelt_out(eqn: Any) -> Any:
-    """An equation in simpler ones, as a jaxpr; None for most, which stay as they are."""
+    """An equation's expansion into simpler ones, as a jaxpr; None for most equations, which are not expanded."""
     return next((inner for spelt_out in _SPELT_OUT if (inner := spelt_out(eqn)) is not None), None)
 
 
@@ -336,7 +336,7 @@ class _Builder:
         return outputs
 
     def _choice(self, alternatives: Sequence[Any], source: Any) -> int:
-        """Which of the branches is this platform's."""
+        """The index of this platform's branch."""
         for i, platforms in enumerate(alternatives):
             if platforms is None or self.platform in platforms:
                 return i
