@@ -335,7 +335,8 @@ class Parallelized:
         return known
 
     def _keep(self, planned: _Planned, call: Call) -> None:
-        """Records a program that has run, so that later calls of its signature run it without checks."""
+        """Records a program that has run. If it is one program, and the call had positional arrays only, later calls of its
+        signature run it unchecked."""
         self._ran.append(planned)
         is_one_program = isinstance(planned.program, Program)
         if is_one_program and not (call.kwargs or call.static or call.form or self._owner):
