@@ -51,7 +51,7 @@ def trace(step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Step:
 
     Example:
       >>> import jax.numpy as jnp
-      >>> step = trace(lambda w, x: w - 0.1 * jax.grad(lambda w: jnp.sum(x @ w))(w), jnp.ones((4, 2)), jnp.ones((8, 4)))
+      >>> step = trace(lambda w, x: w - jax.grad(lambda w: jnp.sum((x @ w) ** 2))(w), jnp.ones((4, 2)), jnp.ones((8, 4)))
       >>> [a.role.value for a in step.arguments]
       ['parameter', 'batch']
     """
