@@ -1,17 +1,18 @@
-"""Follows the batch through a step: what each of its values is to the examples.
+"""Follows the batch through a step: the relation of each value to the examples.
 
-A step that runs in microbatches must give the same numbers. So the batch is followed from the arguments through the graph,
-by the factors of every op (`batch_cut`), and each value becomes one of the states of `batch_states`. Where something for
-each example reads what is finished (the statistics of a batch normalization, the other examples of a contrastive loss), or
-an op can do with nothing less than all examples, the step is not splittable, and the error says which ops are the reason.
+A step in microbatches must give the same numbers as the whole step. So the batch is followed from the arguments through the
+graph, by the factors of every op (`batch_cut`), and each value gets one of the states of `batch_states`. The step is not
+splittable if a per-example op reads a finished value (the statistics of a batch normalization, the other examples of a
+contrastive loss), or if an op needs all examples at once. The error names the ops that are the reason.
 
-What depends on the inputs alone is no such reason: it can be computed before the microbatches, from the whole batch.
+A value that depends on the inputs alone is no such reason: it can be computed before the microbatches, from the whole batch.
 
-The bodies of loops are followed likewise, carries until nothing changes; nothing can be finished inside, and nothing that
-has effects may run there, or it would run once for each microbatch.
+The bodies of loops are followed too, until the states of the carries no longer change. No value can be finished inside a
+body. Ops with effects may not run there, because they would run once for each microbatch.
 
-A walk that is not strict goes on where a strict one stops: it takes for finished what reads sums for each example, and what
-loops finish inside. So it tells which statistics may be written otherwise (`moments`, `fission`).
+A walk that is not strict continues where finished values stop a strict one. It treats two kinds of results as finished:
+those of per-example ops that read sums, and those that loops finish inside. Its states show which statistics can be
+rewritten (`moments`, `fission`).
 """
 
 from collections.abc import Sequence
@@ -64,11 +65,13 @@ def batch_split(
 
     Args:
       scope: the step's graph, or a body.
-      inputs: what its inputs are.
-      count: of microbatches.
-      firsts: the inputs from which values may be computed before the microbatches; None for a body, in which nothing can
-        be finished.
-      is_strict: whether what cannot run so is an error; else it is finished.
+      inputs: the states of its inputs.
+      count: number of microbatches.
+      firsts: the inputs from which values may be computed before the microbatches; None for a body, in which no value can be
+        finished.
+      is_strict: whether it is an error if a per-example op reads a finished value, a body finishes one, or the states of a
+        carry
+        cannot be joined; if not, the results are finished.
 
     Raises:
       NotSplittableError: examples depend on one another.
@@ -105,7 +108,8 @@ class _Walk:
         return replace(split, wanted=tuple(map(split.state, split.graph.outputs)))
 
     def _made(self, i: int, op: Op) -> Sequence[State]:
-        """What an op's results are; what the inputs alone decide and microbatches cannot make comes first."""
+        """The states of an op's results. A result that depends on the inputs alone is per example or whole; it is whole if
+        microbatches cannot make it."""
         is_first = not self.is_body and self.split.firsts.issuperset(op.operands)
         try:
             made = self._results(i, op)
@@ -144,7 +148,7 @@ class _Walk:
         return self._cut(op, read) if is_split else self._sums(op, read)
 
     def _is_followed(self, op: Op, read: Sequence[State]) -> bool:
-        """Whether a loop or a choice runs for each microbatch."""
+        """True if a loop or a conditional runs for each microbatch."""
         if not op.bodies:
             return False
         late = [s for s in read if isinstance(s, Finished | PerMicrobatch)]
@@ -155,14 +159,14 @@ class _Walk:
         return self.is_body and not late
 
     def _finished(self, cause: Op, op: Op, *, is_split: bool) -> Finished:
-        """What becomes of something that reads what is not there before the last microbatch."""
+        """The state of a result that reads a value which is complete only after the last microbatch."""
         if is_split and self.is_strict:
             raise needed(cause, op)
         return Finished(cause)
 
     def _still_reduced(self, op: Op, read: Sequence[State]) -> Reduced | None:
-        """What an op makes of reductions over examples, if these stay what they are: it moves or rounds their elements, or
-        reduces them further."""
+        """The state of a result made of reductions over examples, if it is still such a reduction: the op moves or rounds
+        their elements, or reduces them further. None if it is not."""
         kept = {s for s in read if isinstance(s, Reduced)}
         if len(kept) != 1 or not all(isinstance(s, Reduced) or is_unsplit(s) for s in read):
             return None
@@ -178,7 +182,7 @@ class _Walk:
         return reduced if is_all and (is_idempotent or is_pure) else None
 
     def _cut(self, op: Op, read: Sequence[State]) -> Sequence[State]:
-        """An op that reads something for each example."""
+        """The states of the results of an op that reads per-example values."""
         cut = operand_cut(op, self.split)
         if cut is None:
             raise uncut(op)
@@ -188,7 +192,7 @@ class _Walk:
         return [cut.result(r) or self._without(op, cut) for r in range(len(op.outputs))]
 
     def _without(self, op: Op, cut: Cut) -> State:
-        """A result that carries no examples."""
+        """The state of a result that carries no examples."""
         if cut.kind is Kind.SUM:
             return Partial(op)
         if cut.kind is Kind.REDUCE and op.name in REDUCTIONS:
@@ -196,7 +200,7 @@ class _Walk:
         raise uncut(op)
 
     def _sums(self, op: Op, read: Sequence[State]) -> Sequence[State]:
-        """An op that reads sums, and nothing for each example."""
+        """The states of the results of an op that reads sums, and no per-example value."""
         cause = next(s.cause for s in read if isinstance(s, Partial))
         linear = None if op.bodies else summed_operands(op, self.split)
         if linear is None:
@@ -251,7 +255,8 @@ class _Walk:
     def _carried(
         self, op: Op, body: Graph, consts: Sequence[State], carries: Sequence[State], xs: Sequence[State]
     ) -> tuple[list[State], BatchSplit]:
-        """What a loop's carries are: what they begin as, and what the body makes of that."""
+        """The states of a loop's carries, and the split of its body. A carry's state joins the states of its initial value
+        and of the body's output."""
         known = list(map(_inside, carries))
         while True:
             split = self._body(op, body, (*consts, *known, *xs))
@@ -261,7 +266,7 @@ class _Walk:
             known = joined
 
     def _joined(self, one: State, other: State, op: Op) -> State:
-        """What a value is that may be either."""
+        """The state of a value that may have either of two states."""
         one, other = _inside(one), _inside(other)
         if one == other:
             return one
@@ -284,12 +289,12 @@ def _is_number(content: Any) -> bool:
 
 
 def _inside(state: State) -> State:
-    """What an operand is in a body: there, it is of no matter where it was made."""
+    """The state of an operand inside a body: whole if it depends on no example, wherever it is made."""
     return WHOLE if is_unsplit(state) else state
 
 
 def _of_iteration(state: State, op: Op) -> State:
-    """What an iteration gets of something stacked."""
+    """The state of one iteration's slice of a stacked value."""
     if not isinstance(state, PerExample | PerMicrobatch):
         return state
     if state.dim == 0:
@@ -298,5 +303,5 @@ def _of_iteration(state: State, op: Op) -> State:
 
 
 def _is_statistic(op: Op) -> bool:
-    """Whether its results are statistics of each microbatch."""
+    """True if an op's results are statistics of each microbatch."""
     return op.name == "name" and op.params["name"] == OF_MICROBATCH

@@ -1,8 +1,8 @@
-"""Ops of the forward phase, made once more in the backward phase.
+"""Forward ops recomputed in the backward phase.
 
-What these read besides is handed over. But what light ops make of next to nothing, a mask or one number for every element,
-is made once more too. Handed over it would be an array, as the compiler stores what a barrier holds; made anew it is
-computed on the fly.
+Operands that are not recomputed come from the caller, for example through a barrier. Light ops on almost no data, such as a
+mask or one number for every element, are recomputed too. Behind a barrier such a value would be an array, because the
+compiler stores the operands of a barrier; recomputed, it is computed on the fly.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,14 +13,14 @@ from autoshard.search.ir.sinking import light_makers
 from autoshard.search.memory.written import Written
 
 SCOPE = "recomputed"
-"""Added to the name scopes of what is recomputed. (What `jax.checkpoint` recomputes stands in `rematted_computation`.)"""
+"""Suffix of the name scopes of recomputed ops. (`jax.checkpoint` recomputes ops in the scope `rematted_computation`.)"""
 
 
 class Copies:
-    """What ops of a forward graph make, made once more elsewhere.
+    """Recomputes ops of a forward graph in another place.
 
     Attributes:
-      made: by forward value, what stands for it there.
+      made: by forward value, its replacement in that place.
     """
 
     def __init__(
@@ -38,11 +38,11 @@ class Copies:
         self.made: dict[int, int] = {}
 
     def comes_anew(self, v: int) -> bool:
-        """Whether a value is recomputed."""
+        """True if a value is recomputed."""
         return v in self._maker and self._is_recomputed(self._maker[v])
 
     def value(self, v: int) -> int:
-        """What stands for a forward value; what it takes is made first, in program order."""
+        """The replacement of a forward value; the ops that it still needs are copied first, in program order."""
         missing = [self._ops[i] for i in sorted(self._missing(v))]
         needed = dict.fromkeys((*(a for op in missing for a in op.operands), v))
         entering = [a for a in needed if a not in self.made and not self._is_made_here(a)]
@@ -53,14 +53,14 @@ class Copies:
         return self.made[v]
 
     def _is_made_here(self, v: int) -> bool:
-        """Whether it is made anew though it may not be recomputed."""
+        """True if a value is recomputed, either by choice or because light ops make it."""
         if v not in self._light and not self.comes_anew(v):
             makers = light_makers(v, self._forward, self._maker_op)
             self._light.update(u for op in makers for u in op.outputs)
         return v in self._light or self.comes_anew(v)
 
     def _missing(self, v: int) -> set[int]:
-        """The ops that have to be made once more before a value is there."""
+        """The ops to copy before a value is available."""
         found: set[int] = set()
         left = [v]
         while left:
@@ -72,7 +72,7 @@ class Copies:
 
 
 def copied(written: Written, op: Op, inputs: tuple[Atom, ...]) -> tuple[int, ...]:
-    """Appends an op that does what a given one does, in the backward phase; what it makes."""
+    """Appends a copy of an op to the backward phase; returns the values that the copy makes."""
     outputs = tuple(written.new(value) for value in op.result_values)
     scope = f"{op.scope}/{SCOPE}" if op.scope else SCOPE
     written.ops.append(replace(_in_backward(op), inputs=inputs, outputs=outputs, scope=scope))

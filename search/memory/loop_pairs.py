@@ -1,8 +1,8 @@
-"""Two loops that a loop over layers is differentiated into: the backward one reads what the forward one stacks up.
+"""The two loops into which a loop over layers is differentiated: the backward loop reads the stacks of the forward loop.
 
-What is recomputed of the forward loop's body is made once more inside the backward loop's. What that reads is stacked in the
-residual's place: a loop's carry, an op's result that is kept; slices of the same stacked parameters are sliced again.
-Residuals that nobody reads any more are not stacked.
+Recomputed ops of the forward body are copied into the backward body. Their operands are stacked in the residual's place: a
+carry of the loop, or a kept result of an op. Slices of stacked parameters are taken from the same parameters. Stacks that no
+op reads are removed.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +16,7 @@ from autoshard.search.memory.written import Written
 
 
 def loop_pairs(graph: Graph) -> dict[int, list[int]]:
-    """By forward loop, the backward loops of the same graph that read what it stacks; both by op index."""
+    """By forward loop, the backward loops of the same graph that read its stacks; both by op index."""
     maker = {v: i for i, op in enumerate(graph.ops) for v in op.outputs}
     pairs: dict[int, list[int]] = {}
     for b, op in enumerate(graph.ops):
@@ -38,7 +38,7 @@ def _stacked(loop: Op) -> tuple[int, ...]:
 
 @dataclass(eq=False)
 class Loop:
-    """A scan, taken apart."""
+    """A scan, separated into its body, operands and stacked results."""
 
     op: Op
     body: Graph
@@ -58,12 +58,12 @@ class Loop:
 
     @property
     def carries(self) -> tuple[tuple[Atom, ...], tuple[int, ...], tuple[Value, ...]]:
-        """What the body hands on, and what comes out at the end."""
+        """The carries: the body's outputs, the scan's results and their types."""
         n = len(self.inits)
         return self.body.outputs[:n], self.op.outputs[:n], self.op.result_values[:n]
 
     def put_together(self) -> Op:
-        """The scan of the parts as they are now."""
+        """The scan assembled from the current parts."""
         again, outputs, values = self.carries
         entering = (*self.consts, *self.inits, *self.xs)
         body = replace(
@@ -86,10 +86,10 @@ class LoopPair:
     """A forward loop, and the backward loop that recomputes some of its ops.
 
     Attributes:
-      forward: the one.
-      backward: the other.
-      new_value: makes a value of the graph that they stand in.
-      read: what stands for a value of that graph where the backward loop stands.
+      forward: the forward loop.
+      backward: the backward loop.
+      new_value: adds a value to the graph that holds both loops.
+      read: the replacement of a value of that graph at the backward loop.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class LoopPair:
         self.copies = Copies(self.forward.body, is_recomputed, self._reached, partial(copied, self.written))
 
     def run(self) -> tuple[Op, Op]:
-        """Both loops anew."""
+        """Both loops after the rewrite."""
         made_as = {out: y for y, out, _ in self.forward.ys}
         anew: dict[int, int] = {}
         for outer, inner in list(self.backward.xs):
@@ -138,7 +138,7 @@ class LoopPair:
         return [self._reached_one(v) for v in kept]
 
     def _reached_one(self, v: int) -> int:
-        """A value of the forward loop's body that is not recomputed, in the backward loop's."""
+        """The backward body's counterpart of a value of the forward body that is not recomputed."""
         content = dict(self.forward.body.constants)
         if v in content:
             self.constants.append((inner := self.written.new(self.forward.body.values[v]), content[v]))
@@ -150,7 +150,7 @@ class LoopPair:
         return self._entering(self.backward.xs, sliced[v] if v in sliced else self._stack(v), v)
 
     def _entering(self, entering: list[tuple[Atom, int]], outer: Atom, v: int) -> int:
-        """The backward body's own input for something outside."""
+        """The backward body's input for a value outside of the loop, added if there is none."""
         outer = self.read(outer)
         for known, inner in entering:
             if isinstance(outer, int) and known == outer:
@@ -159,7 +159,7 @@ class LoopPair:
         return inner
 
     def _stack(self, v: int) -> int:
-        """What the forward loop stacks up of a value in its body."""
+        """The forward loop's stack of a value in its body, added if there is none."""
         for y, out, _ in self.forward.ys:
             if isinstance(y, int) and y == v:
                 return out
@@ -171,7 +171,7 @@ class LoopPair:
 
 
 def without_unread_stacks(graph: Graph) -> Graph:
-    """Loops stack up only what is read."""
+    """The graph with only those stacks of its loops that are read."""
     read = {*graph.made} | {v for op in graph.ops for v in op.operands}
     return without_dead_ops(replace(graph, ops=tuple(_only(read, graph.ops))))
 

@@ -1,16 +1,16 @@
-"""How often recomputation and keeping take residuals through memory.
+"""Memory traffic of keeping and of recomputing residuals.
 
-Light ops run in fused kernels (`search.problem.kernels`), which take as long as what they read and write. What only the
-backward phase reads as an array is written for that alone, and read by each kernel there. Where it is recomputed, those
-kernels compute it on the fly, and read what it is made of if they do not anyway. A tanh that a GELU's gradient reads beside
-its input costs nothing to recompute, and two passes to keep.
+Light ops run in fused kernels (`search.problem.kernels`), which take as long as their reads and writes. A value that only
+the backward phase reads as an array is written for that phase alone, and read by each kernel there. If it is recomputed,
+those kernels compute it on the fly, and read its sources unless they do so anyway. A tanh that a GELU's gradient reads
+beside its input costs nothing to recompute, and two passes to keep.
 
-Not so where it has to be an array in the backward phase too: where a product reads it, or a loop, where it is a sum, or is
-made of more arrays than one kernel reads. Then a kernel of its own makes it. Nor where it is drawn at random: a mask of
-dropout is dear to recompute.
+Some values must be arrays in the backward phase too: a product or a loop reads them, they are sums, or they have more
+sources than one kernel reads. Then a kernel of their own computes them. Random values, such as a mask of dropout, are arrays
+too, and expensive to recompute.
 
-What a loop stacks up is filled with zeros, written and read for that alone, and copied besides where a product makes or
-reads it (`search.problem.kernels`).
+A loop's stack is filled with zeros, written and read for the residual alone. It is copied besides where a product makes or
+reads the residual (`search.problem.kernels`).
 """
 
 from collections import Counter, defaultdict
@@ -26,18 +26,18 @@ from autoshard.search.problem.fusion import LIBRARIES, MAX_FUSION_SOURCES, Fusio
 from autoshard.search.problem.kernels import runs_alone
 
 DRAWN_BYTES = 24.0
-"""What recomputing a random element moves through memory: six passes of a 32-bit number, in kernels that do not join with
-what reads it. Source: what XLA's kernels of a GPT with dropout move on an A100, with its masks recomputed and without."""
+"""Memory traffic of recomputing one random element: six passes of a 32-bit number, in kernels that do not fuse with its
+readers. Source: traffic of XLA's kernels for a GPT with dropout on an A100, with its masks recomputed and without."""
 
 
 @dataclass(frozen=True, eq=False)
 class Passes:
-    """What a device's memory takes for a light op's results, in seconds of a step.
+    """Seconds of a step in which a device's memory serves the results of a light op.
 
     Attributes:
       costed: the step on a mesh.
-      fusion: what it stores.
-      num_bytes: of an array, on one device.
+      fusion: the values that the step stores.
+      num_bytes: bytes of an array on one device.
     """
 
     costed: CostedGraph
@@ -49,8 +49,8 @@ class Passes:
         return self.fusion.program.ops
 
     def keep_s(self, v: int) -> float:
-        """To keep a value for the backward phase: to write it, where nothing else reads it, and to read it, where it would
-        be computed on the fly instead."""
+        """Seconds to keep a value for the backward phase: a write, if no other kernel reads it, and a read for each backward
+        kernel that would otherwise compute it on the fly."""
         position, _ = self.fusion.program.maker[v]
         others = self._readers[Phase.FORWARD].get(v, set()) - {self._kernel(position)}
         passes = (not others) + (0 if self._is_array(position) else len(self._behind(position)))
@@ -58,8 +58,9 @@ class Passes:
         return runs * passes * pass_s_per_byte(self.costed.device) * self.num_bytes(v)
 
     def stacking_s_per_byte(self, v: int) -> float:
-        """To stack a value up in a loop, and to read it later: zeros; what is written, or copied where a library is near;
-        what is read, or copied for a library. (Recomputed, what a library makes is written and read as well.)"""
+        """Seconds per byte to stack a value in a loop and to read it later. The passes are: one for zeros; one to write, two
+        beside a library call; one to read, two for a library call. (A library's result needs no extra read, because its
+        recomputation writes and reads it as well.)"""
         ops, uses = self._ops, self.fusion.uses
         stacks = [r for u in uses.get(v, ()) if ops[u].name == "stack" for r in ops[u].results]
         parts = [
@@ -71,7 +72,7 @@ class Passes:
         return (1 + written + read) * pass_s_per_byte(self.costed.device)
 
     def again_s(self, position: int) -> float:
-        """To recompute a light op that makes arrays."""
+        """Seconds to recompute a light op that makes arrays."""
         op, device = self._ops[position], self.costed.device
         if self._is_array(position):
             kernel = self._made_by[self.costed.kernels.first[position]]
@@ -84,8 +85,8 @@ class Passes:
 
     @cached_property
     def _made_by(self) -> dict[int, dict[int, float]]:
-        """By kernel: what each op moves there of which the results would be arrays in the backward phase, too. What several
-        of them are made of is read once for all."""
+        """By kernel: the bytes that each op moves there, for ops whose results are arrays in the backward phase too. Ops
+        that share a source share its read."""
         arrays = defaultdict[int, list[int]](list)
         for position, kernel in self.costed.kernels.first.items():
             if self._is_array(position):
@@ -101,18 +102,18 @@ class Passes:
         return found
 
     def _made_of(self, position: int) -> frozenset[int]:
-        """The stored values of which an op's results are made."""
+        """The stored values from which an op's results are computed."""
         return frozenset[int]().union(*(self.fusion.sources[v] for v in self._ops[position].operands))
 
     def _drawn(self, op: FlatOp) -> float:
-        """The random elements that a device draws for what an op makes, unless they are stored."""
+        """The number of random elements that a device draws for an op's results, unless the random bits are stored."""
         drawn = {*op.results, *(v for v in op.operands if not self.fusion.is_stored(v))}
         if self.fusion.random_bits.isdisjoint(drawn):
             return 0.0
         return max(self.num_bytes(v) / self.fusion.program.values[v].itemsize for v in op.results)
 
     def _is_array(self, position: int) -> bool:
-        """Whether what an op makes would be an array in the backward phase, too."""
+        """True if an op's results are arrays in the backward phase too."""
         is_sum = self.fusion.is_reduction[self.fusion.folded.class_of[position]]
         is_made_of_many = len(self._made_of(position)) > MAX_FUSION_SOURCES
         if is_sum or is_made_of_many or self._drawn(self._ops[position]):
@@ -120,13 +121,14 @@ class Passes:
         return not self._fused.issuperset(readers := self._behind(position)) or not readers
 
     def _behind(self, position: int) -> set[int]:
-        """The kernels of the backward phase that read what an op makes."""
+        """The kernels of the backward phase that read an op's results."""
         results = self._ops[position].results
         return set[int]().union(*(self._readers[Phase.BACKWARD].get(v, ()) for v in results))
 
     @cached_property
     def _readers(self) -> dict[Phase, dict[int, set[int]]]:
-        """By stored value, the kernels of the backward phase that read it, and all others, known by their first ops."""
+        """By phase and stored value, the kernels that read it, by their first ops. All phases but the backward one count as
+        forward."""
         found = {
             Phase.BACKWARD: defaultdict[int, set[int]](set),
             Phase.FORWARD: defaultdict[int, set[int]](set),
@@ -141,7 +143,7 @@ class Passes:
 
     @cached_property
     def _arrays(self) -> dict[int, set[int]]:
-        """By kernel of the backward phase, what it reads."""
+        """By kernel of the backward phase, the values that it reads."""
         found = defaultdict[int, set[int]](set)
         for v, kernels in self._readers[Phase.BACKWARD].items():
             for kernel in kernels:
@@ -149,7 +151,7 @@ class Passes:
         return dict(found)
 
     def _kernel(self, position: int) -> int | None:
-        """The first op of a kernel that an op is computed in; None where its readers do that on the fly."""
+        """The first op of the kernel that computes an op; None if its readers compute it on the fly."""
         op = self._ops[position]
         is_alone = runs_alone(self.fusion.folded, self.fusion.folded.class_of[position])
         if is_alone or (op.is_boundary and not is_view(op)):
@@ -158,5 +160,5 @@ class Passes:
 
     @cached_property
     def _fused(self) -> frozenset[int]:
-        """The kernels of light ops."""
+        """The kernels of light ops, by their first ops."""
         return frozenset(self.costed.kernels.first.values())

@@ -1,18 +1,18 @@
-"""What the backward phase needs of the forward phase, and what each residual costs to keep and to compute again.
+"""Residuals: the forward values that the backward phase needs, with the cost to keep and to recompute each.
 
-There is one problem for each graph that holds both phases, and one for each body of a forward loop whose residuals a
-backward loop reads; in the latter a kept value is stacked, once for each iteration. Times and bytes are a device's, under a
-solution's strategies.
+Each graph that holds both phases gives one problem. So does each body of a forward loop whose residuals a backward loop
+reads; there, a kept value is stacked, once for each iteration. Times and bytes are those of one device, under a solution's
+strategies.
 
-* Arguments, constants and slices of stacked arguments are at hand in the backward phase anyway.
-* What is not stored (`search.problem.fusion`) is computed on the fly, for nothing, where what it is made of is at hand. So
-  are a softmax's maxima and sums of rows.
-* What a loop stacks up is filled with zeros, written and read for that alone (`search.problem.kernels`): to recompute it may
-  be faster, memory or no memory.
-* What is handed from one segment to the next (`search.memory.segments`), or is a loop's carry, is kept if it is needed.
-* What is read by the backward phase soon after the forward phase has read it counts for no more than what is made between.
-* What is made of parameters, keys and constants alone by light ops (a cast, a mask) may always be made again, and parameters
-  that rest on the host may be fetched again.
+* Arguments, constants and slices of stacked arguments are available in the backward phase anyway.
+* A value that is not stored (`search.problem.fusion`) is computed on the fly at no cost, if its sources are available. So
+  are the maxima and row sums of a softmax.
+* A loop's stack is filled with zeros, written and read for the residual alone (`search.problem.kernels`). Recomputation may
+  be faster, even with memory to spare.
+* A needed value is kept if it crosses from one segment to the next (`search.memory.segments`), or is a loop's carry.
+* A residual that the backward phase reads soon after its last forward read counts for at most the bytes made in between.
+* Light ops on parameters, keys and constants alone (a cast, a mask) may always be recomputed. Parameters that rest on the
+  host may be fetched once more.
 """
 
 from bisect import bisect_right
@@ -38,13 +38,13 @@ from autoshard.search.problem.kernels import MAXIMA, FusedKernel, is_by_rows, ru
 
 @dataclass(frozen=True, eq=False)
 class Residuals:
-    """What may be recomputed of one graph.
+    """The ops of one graph that may be recomputed.
 
     Attributes:
       problem: its ops and values.
-      sites: where the ops stand; None for what is no op, a carry.
+      sites: the site of each op; None for a carry, and for an op that holds both phases.
       is_stored: of each op: whether it makes an array, or is computed on the fly.
-      blocks: of each op: its block, and for how many blocks that stands.
+      blocks: of each op: its block, and the number of blocks that this one represents.
       is_loop: whether this is a loop's body, whose iterations are all alike.
     """
 
@@ -55,12 +55,14 @@ class Residuals:
     is_loop: bool
 
     def prices(self, low: float, high: float, share: float) -> np.ndarray:
-        """[values]: the high price for those that a share of the ops makes, and a loop's, the low one for the rest."""
+        """[values]: the high price for all values of a loop, and for those that a share of the ops makes; the low price for
+        the rest."""
         return np.where(self._is_in(share)[self.problem.maker] | self.is_loop, high, low)
 
     def _is_in(self, share: float) -> np.ndarray:
-        """[ops]: whether each is in a share of all, each as often as its block is there: of blocks as large those that come
-        first, as what is made first waits longest, and is recomputed when nearly all else is gone."""
+        """[ops]: whether an op is in a share of all ops, each counted once per repetition of its block. Blocks are taken in
+        program order while they fit: the residuals made first are held longest, and recomputed when nearly all others are
+        gone."""
         sizes = Counter[int]()
         for block, repeats in self.blocks:
             sizes[block] += repeats
@@ -72,10 +74,10 @@ class Residuals:
         return np.array([block in chosen for block, _ in self.blocks], bool)
 
     def recomputed(self, price_s_per_byte: float | np.ndarray) -> frozenset[Site]:
-        """The sites to recompute where a kept byte costs so much.
+        """The sites to recompute at a price per kept byte.
 
-        What is computed on the fly anyway is said only where something that it is made of is recomputed, or where it is
-        handed to something that is: it would become an array on the way.
+        An op that is computed on the fly is listed in two cases only: it reads a listed op, or a listed op reads it. In the
+        second case its result would otherwise become an array on the way.
         """
         runs, is_stored = cheapest(self.problem, price_s_per_byte), np.array(self.is_stored)
         said = is_stored & runs
@@ -88,11 +90,11 @@ class Residuals:
 
     @cached_property
     def _made_of(self) -> list[list[int]]:
-        """By op, those that make what it reads."""
+        """By op, the ops that make its operands."""
         return [[self._maker[v] for v in values] for values in self.problem.reads]
 
     def kept_bytes(self, sites: frozenset[Site]) -> float:
-        """Bytes of what is kept for the backward phase, where these sites are recomputed."""
+        """Bytes kept for the backward phase if these sites are recomputed."""
         return float(sum(self.problem.num_bytes[v] for v in self._kept(sites)))
 
     def _kept(self, sites: frozenset[Site]) -> set[int]:
@@ -112,7 +114,7 @@ class Residuals:
 
     @cached_property
     def _known(self) -> dict[frozenset[Site], set[int]]:
-        """What is kept, of choices that were asked for."""
+        """The kept values, by choice of sites."""
         return {}
 
     @cached_property
@@ -121,8 +123,7 @@ class Residuals:
         return self.problem.maker.tolist()
 
     def kept(self, sites: frozenset[Site]) -> list[tuple[Site, float]]:
-        """What is kept where these sites are recomputed, as far as an op of the graph makes it: the op and its bytes, in
-        program order."""
+        """The ops whose results are kept if these sites are recomputed, with their bytes, in program order."""
         found: dict[Site, float] = {}
         for v in sorted(self._kept(sites)):
             site = self.sites[self.problem.maker[v]]
@@ -131,7 +132,7 @@ class Residuals:
         return list(found.items())
 
     def is_read_as_it_is(self, site: Site) -> bool:
-        """Whether nothing is computed on the fly from what an op makes."""
+        """True if no value is computed on the fly from an op's results."""
         return site not in self._read_on_the_fly
 
     @cached_property
@@ -141,8 +142,8 @@ class Residuals:
         return frozenset(self.sites[self.problem.maker[v]] for v in read)
 
     def made_again(self, sites: frozenset[Site], waiting: frozenset[Site]) -> frozenset[Site]:
-        """The sites to recompute where some results wait on the host: what is computed on the fly from those is, in the
-        backward phase, computed from what has come back."""
+        """The sites to recompute if some results (`waiting`) are offloaded to the host. Ops that are computed on the fly
+        from recomputed or offloaded results are included: the backward phase computes them from its own copies."""
         moved = [site in sites or site in waiting for site in self.sites]
         for op, values in enumerate(self.problem.reads):
             if not self.is_stored[op]:
@@ -154,11 +155,11 @@ class Residuals:
 
     @cached_property
     def all_bytes(self) -> float:
-        """What is kept where nothing is recomputed."""
+        """Bytes kept if no op is recomputed."""
         return self.kept_bytes(frozenset())
 
     def seconds(self, sites: frozenset[Site]) -> float:
-        """Seconds to recompute these sites, and to keep what is kept then."""
+        """Seconds to recompute these sites, and to keep the remaining residuals."""
         again_s = sum(s for s, site in zip(self.problem.op_s, self.sites, strict=True) if site in sites)
         keep_s = np.broadcast_to(self.problem.keep_s, len(self.problem.maker))
         return float(again_s + sum(keep_s[v] for v in self._kept(sites)))
@@ -169,7 +170,7 @@ def residuals(costed: CostedGraph, fusion: Fusion, strategies: Sequence[int]) ->
 
     Args:
       costed: the step on a mesh.
-      fusion: what it stores.
+      fusion: the values that the step stores.
       strategies: of every node.
 
     Returns:
@@ -186,7 +187,7 @@ def residuals(costed: CostedGraph, fusion: Fusion, strategies: Sequence[int]) ->
 
 
 def has_loops(step: Step) -> bool:
-    """Whether loops stack up residuals."""
+    """True if loops stack residuals."""
     return any(loop_pairs(graph) for _, graph in walk(step.graph))
 
 
@@ -214,9 +215,9 @@ class _Ledger:
         keep_s: Sequence[float] = (),
         likes: Likes | None = None,
     ) -> None:
-        """An op, or a carry; what is not stored has infinitely many bytes.
+        """Adds an op or a carry; a value that is not stored has infinitely many bytes.
 
-        An op of which some results are stored and some computed on the fly counts as two that read the same.
+        An op with both stored results and results computed on the fly counts as two ops with the same operands.
         """
         each = [*zip(results, num_bytes, keep_s or (0.0,) * len(results), strict=True)]
         for is_stored in sorted({bool(np.isfinite(n)) for n in num_bytes} or {False}):
@@ -244,7 +245,7 @@ class _Ledger:
         self.keep_s += [keep_s if is_stored else 0.0 for _, _, keep_s in results]
 
     def residuals(self, needed: set[int], is_loop: bool) -> Residuals:
-        """The problem, where the backward phase reads these values."""
+        """The problem for a backward phase that reads these values."""
         problem = Recomputation(
             np.array(self.op_s),
             self.reads,
@@ -257,7 +258,7 @@ class _Ledger:
 
 
 class _Reader:
-    """Reads off a solution what ops take and values hold."""
+    """Reads times of ops and bytes of values from a solution."""
 
     def __init__(self, costed: CostedGraph, fusion: Fusion, strategies: Sequence[int]) -> None:
         self.costed, self.fusion, self.strategies = costed, fusion, strategies
@@ -266,7 +267,7 @@ class _Reader:
         self._memo: dict[Hashable, float] = {}
 
     def of_graph(self, path: Site, graph: Graph) -> Residuals:
-        """Of a graph that holds both phases."""
+        """The residuals of a graph that holds both phases."""
         loops, ledger = loop_pairs(graph), _Ledger()
         forward = [i for i, op in enumerate(graph.ops) if op.phase is Phase.FORWARD]
         free = self._free(path, graph, forward)
@@ -287,7 +288,7 @@ class _Reader:
         return ledger.residuals(needed, is_loop=False)
 
     def of_loop(self, path: Site, graph: Graph, f: int, readers: Sequence[int]) -> Residuals:
-        """Of the body of a forward loop."""
+        """The residuals of the body of a forward loop."""
         loop, ledger = graph.ops[f], _Ledger()
         body, (num_consts, num_carry) = loop.bodies["jaxpr"][0], loop.loop_counts
         inner, length = (*path, f, "jaxpr", 0), int(loop.params["length"])
@@ -324,11 +325,11 @@ class _Reader:
 
     @cached_property
     def _light_at(self) -> dict[Site, int]:
-        """By site, where light ops stand that make arrays."""
+        """By site, the positions of light ops that make arrays."""
         return {self.program.ops[i].site: i for i in self.costed.kernels.first}
 
     def _again_s(self, site: Site) -> float:
-        """What an op takes in one step where it is recomputed."""
+        """Seconds per step to recompute an op."""
         if site not in self._light_at:
             return self._seconds.get(site, 0.0)
         position = self._light_at[site]
@@ -337,7 +338,7 @@ class _Reader:
 
     @cached_property
     def _seconds(self) -> dict[Site, float]:
-        """By site, what an op takes in one step, what is inside it included."""
+        """By site, the seconds of an op per step, including the ops in its bodies."""
         found: dict[Site, float] = {}
         for position, op in enumerate(self.program.ops):
             if op.op is not None:
@@ -347,7 +348,7 @@ class _Reader:
         return found
 
     def _run_s(self, position: int) -> float:
-        """Seconds of one run."""
+        """Seconds of one run of an op."""
         op_class = self.folded.class_of[position]
         inside_s = self._inside_s(op_class)
         if runs_alone(self.folded, op_class):
@@ -358,7 +359,7 @@ class _Reader:
         return inside_s + share * self._kernel_s(kernel)
 
     def _inside_s(self, op_class: int) -> float:
-        """Of the reductions inside an op."""
+        """Seconds of the reductions inside an op."""
         return self._once(("inside", op_class), op_class, lambda: self.costed.reduction_seconds(op_class))
 
     def _alone_s(self, op_class: int) -> float:
@@ -376,7 +377,7 @@ class _Reader:
         return self._memo[key]
 
     def _stored_at(self, place: Place) -> int | None:
-        """The array at a place, if it is one that is kept."""
+        """The array at a place, if it is stored and may be kept."""
         v = self._value_at.get(place)
         if v is None or not self.fusion.is_stored(v):
             return None
@@ -384,8 +385,8 @@ class _Reader:
 
     @cached_property
     def _taken_again(self) -> frozenset[int]:
-        """Maxima of rows, and sums of rows of what is computed from these on the fly: kept, they would take kernels of their
-        own in the forward phase, which makes a softmax in one, as the backward phase does (`SoftmaxRewriterTriton`)."""
+        """Maxima of rows, and row sums of values computed on the fly from these. Keeping them would add kernels to the
+        forward phase, which computes a softmax in one kernel, as the backward phase does (`SoftmaxRewriterTriton`)."""
         found = set[int]()
         for op in self.program.ops:
             if len(op.operands) != 1 or not is_by_rows(op) or op.operands[0] in self.fusion.layouts.across:
@@ -395,14 +396,14 @@ class _Reader:
         return frozenset(found)
 
     def _held_bytes(self, v: int) -> float:
-        """What an array takes on one device, with those for which it stands."""
+        """Bytes on one device of an array and of the arrays that it represents."""
         i, r = self.program.maker[v]
         port = self.costed.graph.ports[self.folded.class_of[i], r, True]
         share = float(self.costed.shares(port)[self.strategies[port.node]])
         return self._repeats(v) * self.program.values[v].num_bytes * share
 
     def _repeats(self, v: int) -> int:
-        """For how many an array stands."""
+        """The number of arrays that an array represents."""
         return self.program.ops[self.program.maker[v][0]].repeats
 
     @cached_property
@@ -415,7 +416,7 @@ class _Reader:
         }
 
     def _free(self, path: Site, graph: Graph, forward: Sequence[int]) -> set[int]:
-        """Light ops on nothing but parameters, keys and constants."""
+        """Light ops on constants and on arguments other than the batch (parameters, state, keys)."""
         known = {v for v, _ in graph.constants}
         if not path:
             arguments = self.program.step.arguments
@@ -433,14 +434,14 @@ class _Reader:
 
     @cached_property
     def _heavy(self) -> frozenset[Site]:
-        """Where ops stand that are not light."""
+        """The sites of ops that are not light."""
         light, class_of = self.folded.is_light, self.folded.class_of
         return frozenset(
             op.site for i, op in enumerate(self.program.ops) if op.op is not None and not light[class_of[i]]
         )
 
     def _handed_on(self, path: Site, graph: Graph, ops: Sequence[int]) -> set[int]:
-        """Ops that make what one segment hands to another."""
+        """Ops whose results cross from one segment to another."""
         made_at, last_at, sizes, repeats = [], [], [], []
         for at, i in enumerate(ops):
             for r in range(len(graph.ops[i].outputs)):
@@ -454,23 +455,24 @@ class _Reader:
         return {ops[a] for a, b in zip(made_at, last_at, strict=True) if cut.of(b) > cut.of(a)}
 
     def _place_in(self, path: Site, graph: Graph, at: int) -> int:
-        """Where in a graph an op of the program stands; what leads out of a loop stands behind its body."""
+        """The index in a graph of an op of the program; an op outside of the graph counts as behind its end."""
         site = self.program.ops[at].site
         return site[len(path)] if site[: len(path)] == path and len(site) > len(path) else len(graph.ops)
 
     @cached_property
     def _last_forward(self) -> dict[int, int]:
-        """By stored value, where the forward phase reads it last, be it to compute something on the fly."""
+        """By stored value, the position of its last read in the forward phase, including reads by ops computed on the
+        fly."""
         reads = self._reads(Phase.FORWARD)
         return {v: at for at, v in reads}
 
     @cached_property
     def _first_backward(self) -> dict[int, int]:
-        """By stored value, where the backward phase reads it first."""
+        """By stored value, the position of its first read in the backward phase."""
         return {v: at for at, v in reversed(self._reads(Phase.BACKWARD))}
 
     def _reads(self, phase: Phase) -> list[tuple[int, int]]:
-        """The reads of stored values in one phase, in program order."""
+        """The reads of stored values in one phase, as (position, value), in program order."""
         return [
             (at, v)
             for at, op in enumerate(self.program.ops)
@@ -481,15 +483,15 @@ class _Reader:
 
     @cached_property
     def _made_before(self) -> np.ndarray:
-        """By position: bytes of all that is stored before it."""
+        """By position: bytes of all arrays stored before it."""
         made = [
             sum(map(self._held_bytes, filter(self.fusion.is_stored, op.results))) for op in self.program.ops
         ]
         return np.concatenate([[0.0], np.cumsum(made)])
 
     def _relief(self, v: int) -> float:
-        """Bytes by which memory may be less full for not keeping a value: what it takes, but no more than what is made
-        between its last read in the forward phase and the first one in the backward phase."""
+        """Bytes by which the peak may fall if a value is not kept: its own bytes, but at most the bytes made between its
+        last read in the forward phase and its first read in the backward phase."""
         if v not in self._first_backward:
             return self._held_bytes(v)
         left = self._last_forward.get(v, self.program.maker[v][0]) + 1
@@ -498,8 +500,8 @@ class _Reader:
 
 
 def _passed_on(graph: Graph, forward: Sequence[int]) -> set[int]:
-    """Ops of blocks that stand for several, if another block reads what they make: each of those would have to make again
-    what all those before it pass on."""
+    """Ops of repeated blocks whose results another block reads. If these were recomputed, each block would have to recompute
+    the results of all blocks before it."""
     made = {v: i for i in forward if graph.ops[i].repeats > 1 for v in graph.ops[i].outputs}
     read = ((i, made[v]) for i in forward for v in graph.ops[i].operands if v in made)
     return {maker for i, maker in read if _block(graph.ops[i]) != _block(graph.ops[maker])}
@@ -510,16 +512,16 @@ def _block(op: Op) -> int | None:
 
 
 def _must_stay(op: Op) -> bool:
-    """Whether an op may not run twice, or holds both phases."""
+    """True if an op may not run twice, or holds both phases."""
     return _holds_both_phases(op) or any(o.name in EFFECTFUL for o in _with_bodies(op))
 
 
 def _holds_both_phases(op: Op) -> bool:
-    """Whether an op is a loop over microbatches, or one like it: what it makes is no residual."""
+    """True if the bodies of an op hold several phases, as a loop over microbatches does; its results are no residuals."""
     return len({o.phase for o in _with_bodies(op)}) > 1
 
 
 def _with_bodies(op: Op) -> list[Op]:
-    """The op, and all that are in it."""
+    """The op, and all ops in its bodies."""
     bodies = [body for inner in op.bodies.values() for body in inner]
     return [op, *(o for body in bodies for _, graph in walk(body) for o in graph.ops)]

@@ -1,4 +1,4 @@
-"""A graph of values for the choice of what to compute again: what each costs, what it takes, what it is computed from."""
+"""A graph of values for the choice of recomputation: the cost, the size and the operands of each."""
 
 import math
 from collections.abc import Sequence
@@ -12,8 +12,8 @@ class ValueGraph:
     """Nodes 0 to n - 1 in the order in which they are first computed.
 
     Attributes:
-      costs: of computing each once, in seconds or any unit; not negative.
-      sizes: of each result, in bytes or any unit; whole numbers, not negative.
+      costs: cost of computing each node once, in seconds or any unit; not negative.
+      sizes: size of each result, in bytes or any unit; whole numbers, not negative.
       edges: (u, v) where v is computed from u's result; u comes before v.
     """
 
@@ -44,28 +44,28 @@ class ValueGraph:
         return len(self.costs)
 
     def operands(self) -> list[list[int]]:
-        """By node: what it is computed from."""
+        """By node: the nodes that it is computed from."""
         found: list[list[int]] = [[] for _ in self.costs]
         for u, v in sorted(set(self.edges)):
             found[v].append(u)
         return found
 
     def readers(self) -> list[list[int]]:
-        """By node: what is computed from it."""
+        """By node: the nodes that are computed from it."""
         found: list[list[int]] = [[] for _ in self.costs]
         for u, v in sorted(set(self.edges)):
             found[u].append(v)
         return found
 
     def last_uses(self) -> list[int]:
-        """By node: the last first computation that it or something computed from it goes into; itself if none."""
+        """By node: the last node that is computed from it, directly or through others; the node itself if there is none."""
         readers, last = self.readers(), list(range(len(self)))
         for v in reversed(range(len(self))):
             last[v] = max([v, *(last[w] for w in readers[v])])
         return last
 
     def least_budget(self) -> int:
-        """What the largest node takes with its operands: no sequence takes less."""
+        """Memory of the largest node together with its operands: no sequence takes less."""
         operands = self.operands()
         return max(
             (self.sizes[v] + sum(self.sizes[u] for u in us) for v, us in enumerate(operands)), default=0
