@@ -1,18 +1,18 @@
-"""A sequence that fits a budget, found by a rule: when memory is short, evict what is cheap, large and not needed soon.
+"""A sequence that fits a budget, found by a rule: when memory is short, evict a cheap, large value with a distant reader.
 
-Nodes are computed in order. What is missing among a node's operands is computed again first, and so on. Where a result does
-not fit, the value is evicted that has the smallest
+Nodes are computed in order. A node's missing operands are recomputed first, and so are the missing operands of these. If a
+result does not fit, the value with the smallest score is evicted:
 
-    cost of computing it again, with all that is missing for that  /  (its size x how far away its next reader is),
+    cost of computing it again, with all that is missing for that  /  (its size x how far away its next reader is)
 
-as in Kirisame et al. (2021, "Dynamic tensor rematerialization"), who know the past alone and put there how long ago a value
-was last read. Operands of what is being computed stay. The rule may get stuck where a sequence exists.
+The score follows Kirisame et al. (2021, "Dynamic tensor rematerialization"), who know the past alone and use the time since
+the last read. Operands of the nodes in computation stay. The rule may get stuck where a sequence exists.
 """
 
 from autoshard.search.memory.value_graph import ValueGraph
 
 MOST_COMPUTATIONS = 50
-"""Per node, on average; a budget that takes more is given up. Source: a choice of ours."""
+"""Per node, on average; the rule gives up a budget that takes more. Source: a choice of ours."""
 
 
 class _StuckError(Exception):
@@ -31,7 +31,7 @@ def evicting(graph: ValueGraph, budget: int) -> tuple[int, ...] | None:
 
 
 class _Eviction:
-    """What is in memory while a sequence is made."""
+    """The values in memory while a sequence is made."""
 
     def __init__(self, graph: ValueGraph, budget: int) -> None:
         self.graph, self.budget = graph, budget
@@ -42,14 +42,14 @@ class _Eviction:
         self.now = 0
 
     def advance(self, v: int) -> None:
-        """Computes a node for the first time."""
+        """Computes a node for the first time, and drops values that no later node reads."""
         self.now = v
         self._compute(v)
         for u in [u for u in self.present if self._next_reader(u) is None]:
             del self.present[u]
 
     def _compute(self, wanted: int) -> None:
-        """Computes a node, and before it what is missing among its operands, and before that what is for those."""
+        """Computes a node, and before it recursively its missing operands."""
         waiting = [self._pin(wanted, 1)]
         while waiting:
             v = waiting[-1]
@@ -63,7 +63,7 @@ class _Eviction:
             self._pin(waiting.pop(), -1)
 
     def _pin(self, v: int, times: int) -> int:
-        """Holds a node's operands while it waits, or lets them go."""
+        """Pins a node's operands in memory (`times` is 1), or releases them (-1)."""
         for u in self.operands[v]:
             self.pinned[u] += times
         return v
@@ -86,7 +86,7 @@ class _Eviction:
         return self._cost_again(v) / (self.graph.sizes[v] * away)
 
     def _next_reader(self, v: int) -> int | None:
-        """The next first computation that reads a node."""
+        """The next node not yet computed that reads a node."""
         return next((w for w in self.readers[v] if w > self.now), None)
 
     def _cost_again(self, v: int) -> float:

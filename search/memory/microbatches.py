@@ -1,23 +1,23 @@
-"""A step rewritten so that it goes through its batch in microbatches, and updates once.
+"""A step rewritten to process its batch in microbatches, with one update.
 
-The rewritten step is a step like any other: a `scan` over microbatches that adds up gradients (and losses) in its carry,
-with what must be there before it and what needs finished sums after it. Which op belongs where follows from the data alone
+The rewritten step is a step like any other. A `scan` over microbatches adds up gradients (and losses) in its carry; its
+inputs are computed before it, and finished sums are read after it. The data alone decides the place of an op
 (`batch_split`); phases are no more than names here.
 
-*Before* the loop stands what its microbatches read as a whole: parameters cast to another type, a count of tokens. *In* it
-stands everything for each example, and the sums over examples. *After* it stands the rest: what is made of finished sums,
-such as a clipped gradient, noise, the update.
+*Before* the loop stand the ops whose results every microbatch reads whole: parameters cast to another type, a count of
+tokens. *In* the loop stand all per-example ops, and the sums over examples. *After* the loop stand the other ops, which read
+finished sums: a clipped gradient, noise, the update.
 
-A sum may be finished early, and what is linear in it be computed once, after the loop; or late, and the last of the linear
-results be added up. Late costs its ops in every microbatch, so early it is, unless late holds fewer bytes in the carry, or
-adds up in a wider type: gradients that are computed in bfloat16 and then converted are added up in float32.
+A sum may be finished early: the ops that are linear in it then run once, after the loop. Or it is finished late: these ops
+run in every microbatch, and the last of their results are added up. Late costs more time, so early is the default. Late is
+chosen if it holds fewer bytes in the carry, or adds up in a wider type: gradients that are computed in bfloat16 and then
+converted are added up in float32.
 
-A microbatch takes every count-th example, not a run of neighbours: then it takes equally many from each shard of a batch
-that is split over devices, and nothing moves between them. What is returned for each example comes back in the batch's
-order.
+A microbatch takes every count-th example, not a run of neighbours. So it takes equally many from each shard of a batch that
+is split over devices, and no data moves between them. Per-example results are returned in the batch's order.
 
-Source: microbatches whose gradients add up exactly, and why the statistics of a batch normalization stand against that, are
-of GPipe (Huang et al. 2019, section 2); following the batch by factors is ours.
+Source: GPipe (Huang et al. 2019, section 2) has microbatches whose gradients add up exactly, and says why the statistics of
+a batch normalization prevent that; following the batch by factors is ours.
 """
 
 # JAX types these functions only in part.
@@ -58,17 +58,17 @@ from autoshard.search.memory.written import SCOPE, Written
 
 
 def microbatched(step: Step, count: int) -> Step:
-    """The step that goes through its batch in that many microbatches.
+    """The step with its batch split into microbatches.
 
     Args:
       step: the traced step.
-      count: of microbatches.
+      count: number of microbatches.
 
     Returns:
-      A step with the same arguments, and results that differ by the order of sums; for one microbatch the same step.
+      A step with the same arguments, and results that differ by the order of sums; for one microbatch the given step.
 
     Raises:
-      InputError: the batch is not so many times anything.
+      InputError: the count is below 1, no argument is a batch, or the count does not divide the batch size.
       NotSplittableError: examples depend on one another; the message says where.
     """
     if count < 1:
@@ -77,10 +77,10 @@ def microbatched(step: Step, count: int) -> Step:
 
 
 def looped(step: Step, count: int) -> Step:
-    """The same with a loop, be it for one microbatch.
+    """The step with a loop over microbatches, even for a single microbatch.
 
     Raises:
-      InputError: the batch is not so many times anything.
+      InputError: no argument is a batch, or the count does not divide the batch size.
       NotSplittableError: examples depend on one another; the message says where.
     """
     graph = _Loop(taken_apart(step, count)).graph()
@@ -89,30 +89,31 @@ def looped(step: Step, count: int) -> Step:
 
 
 def loop_over_microbatches(graph: Graph) -> int:
-    """Which op of a step in microbatches is the loop over these."""
+    """The index of a step's loop over microbatches, among the graph's ops."""
     return next(i for i, op in enumerate(graph.ops) if op.name == "scan" and op.scope == SCOPE)
 
 
 @dataclass(frozen=True, eq=False)
 class MicrobatchParts:
-    """A step taken apart into what stands before, in and after its loop over microbatches.
+    """A step separated into the ops before, in and after its loop over microbatches.
 
-    Outside of the body, values have the numbers of the step's graph. In the body, a value that also stands there has its
-    number again: there, it is the microbatch's part.
+    Outside of the body, values have the numbers of the step's graph. In the body, such a number stands for the microbatch's
+    part of the value.
 
     Attributes:
-      split: what the step's values are to the batch.
-      before: the ops that make what every microbatch reads, in program order.
-      body: what one microbatch runs. Its inputs are `consts`, `index` where that is asked for, and `examples`; its outputs
-        `sums`, `alike` and `stacks`.
-      after: the ops that run on what the microbatches have made.
+      split: the states of the step's values.
+      before: the ops that make the values which every microbatch reads, in program order.
+      body: the graph of one microbatch. Its inputs are `consts`, `index` if there is one, and `examples`; its outputs are
+        `sums`,
+        `alike` and `stacks`.
+      after: the ops that read the microbatches' results.
       index: in the body, the microbatch's number.
-      consts: what the body reads whole.
-      examples: of what it reads a microbatch's part.
-      sums: what it makes to be added up.
-      alike: what every microbatch makes alike.
-      stacks: what it makes for each example, or to be reduced over microbatches.
-      makers: by value that the body makes for others, the op that makes it in the step.
+      consts: the values that the body reads whole.
+      examples: the values of which the body reads a microbatch's part.
+      sums: the body's results that are added up.
+      alike: the body's results that are equal in every microbatch.
+      stacks: the body's results that are per example, per microbatch, or reduced over microbatches.
+      makers: by result of the body, the op of the step that makes it.
     """
 
     split: BatchSplit
@@ -129,27 +130,27 @@ class MicrobatchParts:
 
     @property
     def count(self) -> int:
-        """Of microbatches."""
+        """Number of microbatches."""
         return self.split.count
 
     @property
     def graph(self) -> Graph:
-        """The step's."""
+        """The step's graph."""
         return self.split.graph
 
     def deal(self, v: int) -> Callable[[Any], Any]:
-        """A function that gives each microbatch its part of a value: [count, ...]."""
+        """A function from a value to the parts of all microbatches: [count, ...]."""
         return partial(dealt, **self._around(v))
 
     def gather(self, v: int) -> Callable[[Any], Any]:
-        """A function that makes a value of all examples from what the microbatches have made: [count, ...]."""
+        """A function from the results of all microbatches, [count, ...], to the value for the whole batch."""
         state, whole = self.split.states[v], self.graph.values[v]
         if isinstance(state, Reduced):
             return partial(_reduced, state.cause)
         return partial(_collected, whole=whole.shape, **self._around(v))
 
     def begin(self, v: int) -> Callable[[], Any]:
-        """A function that makes what a sum begins with."""
+        """A function that makes the zeros with which a sum begins."""
         return partial(_zeros, self.body.values[v])
 
     def _around(self, v: int) -> dict[str, Any]:
@@ -163,10 +164,10 @@ class MicrobatchParts:
 
 
 def taken_apart(step: Step, count: int) -> MicrobatchParts:
-    """The step in parts: for a loop over that many microbatches, or to be run in a pipeline.
+    """The step in parts, for a loop over that many microbatches or for a pipeline.
 
     Raises:
-      InputError: the batch is not so many times anything.
+      InputError: no argument is a batch, or the count does not divide the batch size.
       NotSplittableError: examples depend on one another; the message says where.
     """
     refused: list[NotSplittableError] = []
@@ -179,13 +180,13 @@ def taken_apart(step: Step, count: int) -> MicrobatchParts:
 
 
 def batch_divisors(step: Step) -> list[int]:
-    """Into how many parts the batch divides, in ascending order; none where there is no batch."""
+    """The numbers of equal parts into which the batch can be split, in ascending order; none if there is no batch."""
     size = next(iter(_batch_sizes(step)), 0)
     return [n for n in range(1, size + 1) if size % n == 0]
 
 
 def _batch_sizes(step: Step) -> list[int]:
-    """How many examples the batch may have: what most of its arguments, and the largest, begin with, then the others."""
+    """Candidates for the number of examples, best first: the first dim of most batch arguments, then of the largest."""
     num_arguments, num_elements = Counter[int](), Counter[int]()
     for _, shape in _batch_arguments(step):
         num_arguments[shape[0]] += 1
@@ -194,7 +195,7 @@ def _batch_sizes(step: Step) -> list[int]:
 
 
 def _sizes(step: Step, count: int) -> list[int]:
-    """The sizes that the batch may have, of those that are so many times something."""
+    """The candidates for the number of examples that the count divides."""
     sizes = _batch_sizes(step)
     if not sizes:
         raise InputError(
@@ -218,7 +219,8 @@ def _batch_arguments(step: Step) -> list[tuple[Any, tuple[int, ...]]]:
 
 
 def _split(step: Step, size: int, count: int) -> BatchSplit:
-    """What the step's values are to a batch of that size, its statistics written so that they can be combined."""
+    """The states of the step's values for a batch of that size; statistics are rewritten so that they can be combined, if
+    need be."""
     states: list[State] = []
     firsts: set[int] = set()
     for v, argument in zip(step.graph.inputs, step.arguments, strict=True):
@@ -240,11 +242,11 @@ def _split(step: Step, size: int, count: int) -> BatchSplit:
 
 
 class _TakingApart:
-    """One step's graph, taken apart into what stands before, in and after the loop.
+    """Separates a step's graph into the ops before, in and after the loop.
 
     Attributes:
-      outside: the ops that run on all examples, by their places, as they do.
-      leaving: the values that come out of the loop.
+      outside: the ops that run outside of the loop, by their places.
+      leaving: the values that come out of the loop, each with the op that makes it.
     """
 
     def __init__(self, split: BatchSplit) -> None:
@@ -286,7 +288,7 @@ class _TakingApart:
         return tuple(v for v in values if isinstance(self.split.states[v], kind))
 
     def _sort_out(self) -> None:
-        """What runs outside, and what the loop has to hand out for that."""
+        """Finds the ops outside of the loop, and the values that the loop returns to them."""
         wanted = {*self.graph.made}
         for i, op in reversed(list(enumerate(self.graph.ops))):
             results = [v for v in op.outputs if v in wanted]
@@ -297,7 +299,7 @@ class _TakingApart:
                 wanted.update(self.outside[i].operands)
 
     def _outside(self, op: Op, results: set[int]) -> Op:
-        """An op outside of the loop; of a barrier that also holds what is in there, the rest."""
+        """An op outside of the loop. A barrier that also holds values of the loop is reduced to the others."""
         is_mixed = any(isinstance(s, PerExample | Partial) for s in self.split.read(op))
         if op.name != "optimization_barrier" or not is_mixed:
             return op
@@ -308,7 +310,7 @@ class _TakingApart:
         return replace(op, inputs=inputs, outputs=outputs, result_values=values)
 
     def _leaves(self, v: int, op: Op, wanted: set[int]) -> bool:
-        """Whether the loop makes a value that is wanted whole."""
+        """True if the loop returns a value that ops outside of it read."""
         state = self.split.states[v]
         if isinstance(state, PerExample):
             return v not in self.split.firsts
@@ -317,7 +319,7 @@ class _TakingApart:
         return isinstance(state, Reduced | PerMicrobatch) or (isinstance(state, Alike) and op in self.loops)
 
     def _is_finished_late(self, op: Op, wanted: set[int]) -> bool:
-        """Whether a sum is added up as an op makes it, rather than that be computed of finished sums."""
+        """True if the loop adds up an op's result; False if the op runs after the loop, on finished sums."""
         sums = [a for a in op.operands if isinstance(self.split.states[a], Partial)]
         is_source = not sums or any(isinstance(s, PerExample) for s in self.split.read(op))
         if is_source or op.bodies or op.name == "optimization_barrier":
@@ -339,7 +341,7 @@ class _TakingApart:
         return found[::-1]
 
     def _before(self, entering: Iterable[int]) -> set[int]:
-        """The ops that make what the loop reads as a whole."""
+        """The ops that make the values which the loop reads whole."""
         wanted, found = set(entering), set[int]()
         for i, op in reversed(list(enumerate(self.graph.ops))):
             if not wanted.isdisjoint(op.outputs):
@@ -349,7 +351,7 @@ class _TakingApart:
 
 
 def _ahead(op: Op) -> Op:
-    """An op before the loop, which holds the first of the backward phase."""
+    """An op before the loop, moved to the forward phase, as the loop holds the first ops of the backward phase."""
     bodies = {
         key: tuple(replace(b, ops=tuple(map(_ahead, b.ops))) for b in each) for key, each in op.bodies.items()
     }
@@ -357,7 +359,7 @@ def _ahead(op: Op) -> Op:
 
 
 class _Loop:
-    """A step's parts put together, with a loop over microbatches between what is before it and what is after."""
+    """Joins a step's parts, with a loop over microbatches between those before it and those after it."""
 
     def __init__(self, parts: MicrobatchParts) -> None:
         self.parts = parts
@@ -373,7 +375,7 @@ class _Loop:
         return without_dead_ops(replace(parts.graph, values=tuple(written.values), ops=tuple(written.ops)))
 
     def _write(self, written: Written) -> None:
-        """Appends the loop, with what goes in and what comes out."""
+        """Appends the loop, the ops that make its operands and the ops that read its stacks."""
         parts = self.parts
         xs = [written.write(parts.deal(v), (v,), None) for v in parts.examples]
         begun = [written.write(parts.begin(v), (), None) for v in self.carried]
@@ -393,7 +395,7 @@ class _Loop:
             written.write(parts.gather(v), (stack,), parts.makers[v], v)
 
     def _body(self) -> Graph:
-        """What a microbatch runs, its sums added to those of the ones before as soon as they are made."""
+        """The body of a microbatch; each of its sums is added to the carry as soon as it is made."""
         parts = self.parts
         inner = Written(parts.body.values)
         before = {v: inner.new(inner.values[v]) for v in self.carried}
@@ -409,7 +411,7 @@ class _Loop:
         return without_dead_ops(Graph(values, inputs, parts.body.constants, ops, outputs))
 
     def _scan(self, num_xs: int) -> Op:
-        """A scan of these numbers of operands and results."""
+        """A scan of the parts, with that number of sliced operands."""
         parts, written = self.parts, Written(())
         written.write(partial(_counted, parts.count), (), None)
         (op,) = (op for op in written.ops if op.name == "scan")
@@ -421,7 +423,7 @@ class _Loop:
         return jnp.arange(self.parts.count, dtype=INDEX.dtype)
 
     def _stack(self, v: int) -> Value:
-        """What the loop stacks up of a value."""
+        """The type of the loop's stack of a value."""
         value = self.parts.body.values[v]
         return replace(value, shape=(self.parts.count, *value.shape))
 
@@ -429,7 +431,7 @@ class _Loop:
 def _collected(
     stack: Any, whole: tuple[int, ...], shape: tuple[int, ...], dim: int, small: tuple[int, ...]
 ) -> Any:
-    """The examples of all microbatches, in their order."""
+    """The examples of all microbatches, in the batch's order."""
     assert stack.shape[1:] == small
     apart = jnp.reshape(stack, (shape[dim], *shape[:dim], *shape[dim + 1 :]))
     return jnp.reshape(jnp.moveaxis(apart, 0, dim), whole)
@@ -446,7 +448,7 @@ def _zeros(value: Value) -> Any:
 
 
 def _counted(count: int) -> Any:
-    """A loop, to begin with."""
+    """A scan to start from; its operands and its body are replaced."""
     return jax.lax.scan(
         lambda total, x: (total + x, None), jnp.uint32(0), jnp.arange(count, dtype=INDEX.dtype)
     )[0]

@@ -1,13 +1,13 @@
-"""A step rewritten so that some of its state rests in the host's memory, and is on the device while it is read.
+"""A step rewritten so that some of its state rests in the host's memory, and is on the device only while it is read.
 
 The rewritten step is a step like any other: its copies are ops (`device_put`), so that strategies, costs, live ranges, the
-executor and the compiler need know little of it. What comes from the host comes once for each phase that reads it, and new
-state goes back as soon as it is made; `search.memory.fetches` says when, and a barrier (`optimization_barrier`) holds each
-fetch back till then. What a fetch waits for is read as the barrier hands it on, by all who read it later: of what nobody
-reads behind a barrier the compiler strips it (XLA:GPU, measured). (ZeRO-Offload, Ren et al. 2021, and ZeRO-Infinity,
-Rajbhandari et al. 2021, do so for whole optimizers and layers.)
+executor and the compiler need know little of it. An offloaded value is fetched once for each phase that reads it, and new
+state is stored on the host as soon as it is made. `search.memory.fetches` plans the times, and a barrier
+(`optimization_barrier`) delays each fetch. Later readers of a barrier's other operands read the barrier's results: the
+compiler removes results that no op reads (XLA:GPU, measured). (ZeRO-Offload, Ren et al. 2021, and ZeRO-Infinity, Rajbhandari
+et al. 2021, offload whole optimizers and layers.)
 
-Ops keep their order, but that updates stand where their gradients are made, as they would otherwise hold them all.
+Ops keep their order, except updates: each moves to its gradient, because late updates would hold all gradients.
 """
 
 import heapq
@@ -25,11 +25,12 @@ SCOPE = "offload"
 """The name scope of copies."""
 
 MIN_BYTES = 1 << 16
-"""Smaller arrays stay on the device. Source: a choice of ours; to copy them is all latency."""
+"""Smaller arrays stay on the device. Source: a choice of ours; their copies are all latency."""
 
 
 def may_rest_on_host(step: Step) -> dict[int, Role]:
-    """The arguments that can and do not yet: large state, handed on by nothing but its new values; with their roles."""
+    """The arguments that can be offloaded and are not yet, with their roles: large state that the step replaces and does not
+    return."""
     graph, replaced = step.graph, {r for r in step.replaces if r is not None}
     handed_on = {*graph.made}
     return {
@@ -45,14 +46,14 @@ class Offloaded:
 
     Attributes:
       step: with the same arguments and results.
-      origin: for each op of its outermost graph, which it was before; negative for copies and their barriers.
+      origin: by op of its outermost graph, the op's index before the rewrite; negative for copies and their barriers.
     """
 
     step: Step
     origin: tuple[int, ...]
 
     def before(self, sites: Iterable[Site]) -> frozenset[Site]:
-        """Where ops stood before, those that did."""
+        """The sites of ops before the rewrite; copies are left out."""
         return frozenset((self.origin[s[0]], *s[1:]) for s in sites if self.origin[s[0]] >= 0)
 
 
@@ -61,7 +62,7 @@ def _is_large_on_device(value: Value) -> bool:
 
 
 def may_wait(graph: Graph, v: int) -> bool:
-    """Whether a value of the forward phase is worth a copy to the host."""
+    """True if a value of the forward phase is worth a copy to the host."""
     return graph.values[v].num_bytes >= MIN_BYTES
 
 
@@ -70,11 +71,11 @@ def offloaded(step: Step, hosted: frozenset[int], residuals: frozenset[int] = fr
 
     Args:
       step: a step.
-      hosted: numbers of arguments, of those that `may_rest_on_host`.
-      residuals: values of the forward phase that wait there for the backward phase; small ones do not.
+      hosted: numbers of arguments, of those that `may_rest_on_host` lists.
+      residuals: values of the forward phase to offload until the backward phase; small ones stay on the device.
 
     Returns:
-      The same step where none is named.
+      The given step if neither is named.
     """
     if not hosted and not residuals:
         return Offloaded(step, tuple(range(len(step.graph.ops))))
@@ -133,11 +134,11 @@ class _Rewriting:
                 self.on_host[v] = self._copied(v, _to_host, op)
 
     def _read(self, v: int, phase: Phase) -> int:
-        """What stands for a value in a phase: a fetched argument, or what came through a barrier."""
+        """The replacement of a value in a phase: a fetched argument, or the result of a barrier."""
         return self.there[v, phase] if (v, phase) in self.there else self.now.get(v, v)
 
     def _pause(self, op: Op) -> None:
-        """Hands on what an op reads when what it has to wait for is there."""
+        """Puts an op's operands behind a barrier with the values that must come first."""
         for v in dict.fromkeys(op.operands):
             if ties := self.pauses.pop(v, ()):
                 (self.now[v],) = self._tied((v,), ties, op)
@@ -149,7 +150,7 @@ class _Rewriting:
             self.there[v, fetch.phase] = self._copied(tied, _to_device, like)
 
     def _tied(self, values: Sequence[int], ties: Sequence[int], like: Op) -> tuple[int, ...]:
-        """Values, when ties are there; new state is there when it is on the host again."""
+        """Values behind a barrier with their ties; for offloaded state, a tie means its copy on the host."""
         if not ties:
             return tuple(values)
         given = [v for v in dict.fromkeys(ties) if v not in values]
@@ -176,7 +177,7 @@ def _to_device(x: Any) -> Any:
 def _order(
     graph: Graph, planned: Iterable[Fetch], pauses: Mapping[int, tuple[int, ...]]
 ) -> Iterator[int | Fetch]:
-    """Ops, by number, and fetches: as written, but for what waits, and for updates."""
+    """Ops, by number, and fetches, in their new order: program order, except for delayed ops and for updates."""
     maker = {v: i for i, op in enumerate(graph.ops) for v in op.outputs}
     nodes: list[int | Fetch] = [*range(len(graph.ops)), *planned]
     needs = [set[int]() for _ in nodes]
@@ -195,8 +196,8 @@ def _order(
 def _ranks(
     graph: Graph, nodes: list[int | Fetch], needs: list[set[int]], maker: dict[int, int]
 ) -> list[tuple[int, int]]:
-    """Where each node would stand: an update right behind the newest of its gradients, a fetch right behind what it waits
-    for, or else before its readers."""
+    """The preferred place of each node: an update right behind the newest of its gradients, a fetch right behind its ties,
+    or else before its readers."""
     newest: list[int] = []
     for i, op in enumerate(graph.ops):
         made = [newest[maker[v]] for v in op.operands if v in maker] if op.phase is Phase.UPDATE else [i]
@@ -214,7 +215,7 @@ def _ranks(
 
 
 def _sorted(needs: list[set[int]], ranks: list[tuple[int, int]]) -> Iterator[int]:
-    """Each node after those that it needs, and otherwise by rank."""
+    """Topological order of the nodes; among ready nodes, the lowest rank comes first."""
     after: list[list[int]] = [[] for _ in needs]
     for node, needed in enumerate(needs):
         for n in needed:

@@ -1,11 +1,11 @@
-"""Look-ups in which each example picks of its own row: `logits[jnp.arange(batch), labels]`.
+"""Look-ups in which each example reads its own row: `logits[jnp.arange(batch), labels]`.
 
-To a gather or a scatter that is a look-up of rows by a computed index, which needs all of them at hand. But where that index
-provably counts the examples, each finds its own row, and a microbatch needs no others: there, the rows' numbers are what is
-left of the index when divided by the number of microbatches, as those hold every count-th example.
+To a gather or a scatter that is a look-up of rows by a computed index, which needs all rows at hand. But if the index
+provably counts the examples, each example reads its own row, and a microbatch needs no others. A microbatch holds every
+count-th example, so the row numbers in it are the index divided by the number of microbatches.
 
-The proof goes back from the index to an `iota`, through what only moves elements, through what indexing makes of negative
-numbers, and from a loop's body to what the loop reads as it is.
+The proof goes back from the index to an `iota`. It passes ops that only move elements, the treatment of negative numbers in
+indexing, and the operands of a loop that are constant in its body.
 """
 
 from collections.abc import Mapping
@@ -19,13 +19,13 @@ _MOVES = frozenset({"broadcast_in_dim", "reshape", "squeeze", "expand_dims", "tr
 
 @dataclass(frozen=True, eq=False)
 class Scope:
-    """A graph, and where it stands.
+    """A graph and its place.
 
     Attributes:
       graph: the step's, or a body.
       maker: by value, the op that makes it.
-      outer: of a body, where its loop stands.
-      entering: of a body, what its inputs are there, of those that are the same in all iterations.
+      outer: for a body, the scope of its loop.
+      entering: for a body, the outer value of each input that is constant over all iterations.
     """
 
     graph: Graph
@@ -35,18 +35,18 @@ class Scope:
 
     @classmethod
     def of(cls, graph: Graph) -> "Scope":
-        """A graph that is no body."""
+        """The scope of a graph that is no body."""
         return cls(graph, {v: op for op in graph.ops for v in op.outputs}, None, {})
 
     def of_body(self, body: Graph, op: Op) -> "Scope":
-        """A body of one of the graph's ops."""
+        """The scope of a body of one of the graph's ops."""
         entering = dict(zip(body.inputs, _entering(op, body), strict=False))
         maker = {v: op for op in body.ops for v in op.outputs}
         return Scope(body, maker, self, entering)
 
 
 def _entering(op: Op, body: Graph) -> tuple[Atom, ...]:
-    """What the leading inputs of an op's body are outside."""
+    """The outer values of the leading inputs of an op's body."""
     if op.name == "scan":
         return op.inputs[: op.loop_counts[0]]
     if op.name == "while":
@@ -57,13 +57,13 @@ def _entering(op: Op, body: Graph) -> tuple[Atom, ...]:
 
 
 def own_row(op: Op, scope: Scope, dim: int) -> tuple[int, int] | None:
-    """Where a look-up's indices at one of their dims count that dim: which of the operand's dims it picks so, and the column
-    of the indices that says it. None where none of it does.
+    """The dim of rows in a look-up where each example reads its own row, and the column of the indices that counts the rows.
+    None if no column counts.
 
     Args:
       op: a gather or a scatter.
-      scope: where it stands.
-      dim: of the indices.
+      scope: the scope of the op.
+      dim: the dim of the indices that is to be counted.
     """
     numbers = op.params["dimension_numbers"]
     is_gather = op.name == "gather"
@@ -80,13 +80,13 @@ def own_row(op: Op, scope: Scope, dim: int) -> tuple[int, int] | None:
 
 
 class _Proof:
-    """That elements count one of their dims."""
+    """A proof that elements count one of their dims."""
 
     def __init__(self, scope: Scope) -> None:
         self.scope, self.graph, self.maker = scope, scope.graph, scope.maker
 
     def of_column(self, indices: Atom, column: int, dim: int) -> bool:
-        """One column of an array's last dim."""
+        """True if one column of an array's last dim counts `dim`."""
         shape = self.graph.value(indices).shape
         if shape[-1] == 1:
             return self._counts(indices, dim)
@@ -104,7 +104,7 @@ class _Proof:
         return False
 
     def _outside(self, atom: Atom) -> "_Proof | None":
-        """Where a body's input comes from."""
+        """The proof in the outer scope, for an input of a body."""
         outer = self.scope.outer if isinstance(atom, int) and atom in self.scope.entering else None
         return None if outer is None else _Proof(outer)
 
@@ -123,7 +123,7 @@ class _Proof:
         return op.name in _MOVES and self._is_moved(op, dim)
 
     def _is_nonnegative(self, op: Op, dim: int) -> bool:
-        """`where(i < 0, i + n, i)` of an i that counts."""
+        """True for `where(i < 0, i + n, i)` of an i that counts."""
         which, kept, *_ = op.inputs
         test = self.maker.get(which) if isinstance(which, int) else None
         if test is None or test.name != "lt" or test.inputs[0] != kept or isinstance(test.inputs[1], int):
@@ -131,7 +131,7 @@ class _Proof:
         return not test.inputs[1].val and self._counts(kept, dim)
 
     def _is_moved(self, op: Op, dim: int) -> bool:
-        """Whether the dim is one of the operand's, all of it, that counts."""
+        """True if the whole dim comes from one dim of the operand, which counts."""
         source = self.graph.value(op.inputs[0])
         rule = rule_for(op.name, [self.graph.value(a) for a in op.inputs], op.result_values, op.params)
         factors = rule.results[0][dim]

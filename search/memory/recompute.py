@@ -1,15 +1,15 @@
-"""A step rewritten so that its backward phase recomputes forward values instead of reading what was kept.
+"""A step rewritten so that its backward phase recomputes forward values instead of reading kept ones.
 
 The rewritten step is a step like any other: its recomputation is ops of the backward phase, so that strategies, costs, live
-ranges, the executor and the compiler need know nothing of it. What is recomputed is said by *sites*, places of forward ops.
+ranges, the executor and the compiler need know nothing of it. *Sites*, places of forward ops, list the ops to recompute.
 
-An op so named is made once more, ahead of the first backward op that reads what it makes, and all backward readers read
-that. It reads the copies of other ops so named, and of everything else what the forward phase made. That is handed over
-through a barrier together with a gradient that arrives there, or the array from which it is computed on the fly: without it
-the compiler would find both copies alike, and compute neither later nor twice (XLA:GPU, measured). Weight gradients of
-layers behind are in the barrier too (`_Debts`).
+A listed op is copied ahead of the first backward op that reads its result, and all backward readers read the copy. The copy
+reads the copies of other listed ops, and the original results of all other forward ops. These originals pass through a
+barrier together with a gradient that arrives there, or with the array from which that gradient is computed on the fly.
+Without the barrier the compiler would merge original and copy, or compute the copy early (XLA:GPU, measured). Weight
+gradients of earlier pieces pass through the barrier too (`_Debts`).
 
-A loop over layers is differentiated into two. Ops inside the forward one are made once more inside the backward one
+A loop over layers is differentiated into two. Ops inside the forward loop are recomputed inside the backward one
 (`search.memory.loop_pairs`).
 """
 
@@ -31,11 +31,12 @@ def recomputed(step: Step, sites: frozenset[Site]) -> Step:
 
     Args:
       step: the traced step.
-      sites: of ops of the outermost graph, of ops in the body of a forward loop whose residuals a backward loop reads, or
-        of such ops in the body of a loop that holds both phases.
+      sites: of ops of the outermost graph, of ops in the body of a forward loop whose residuals a backward loop reads, or of
+        such
+        ops in the body of a loop that holds both phases.
 
     Returns:
-      A step with the same arguments and results; the same step where there are no sites.
+      A step with the same arguments and results; the given step if there are no sites.
     """
     if not sites:
         return step
@@ -45,11 +46,11 @@ def recomputed(step: Step, sites: frozenset[Site]) -> Step:
 
 
 class _Debts:
-    """Weight gradients, which nothing in the backward phase waits for while what they read is held for them.
+    """Weight gradients, which no op of the backward phase reads, but whose operands are held for them.
 
-    XLA's scheduler puts such products off to the end of the step, into the windows of their own reductions, and so would
-    hold what all layers recompute (XLA:GPU, measured). Therefore each piece that is recomputed waits for the gradients due
-    before the piece that came before it. Those since then are let be: their reductions shall have time to hide.
+    XLA's scheduler delays such products to the end of the step, into the windows of their own reductions, and so would hold
+    all recomputed values of all layers (XLA:GPU, measured). Therefore each recomputed piece depends on the gradients due
+    before the previous piece. More recent gradients are left alone, so that their reductions have time to hide.
     """
 
     def __init__(self, graph: Graph) -> None:
@@ -58,18 +59,18 @@ class _Debts:
         self._old: list[int] = []
 
     def read(self, op: Op) -> None:
-        """A backward op."""
+        """Records a backward op."""
         if self._leaving.issuperset(op.outputs) and _sums(self._graph, op):
             self._new += op.outputs
 
     def due(self) -> list[int]:
-        """What has to be there before the next piece is recomputed."""
+        """The gradients that must be complete before the next piece is recomputed."""
         due, self._old, self._new = self._old, self._new, []
         return due
 
 
 def _leaving(graph: Graph) -> set[int]:
-    """What the backward phase makes for later phases alone."""
+    """Values made in the backward phase that only later phases read."""
     read: set[int] = set()
     leaving: set[int] = set()
     for op in reversed(graph.ops):
@@ -81,7 +82,7 @@ def _leaving(graph: Graph) -> set[int]:
 
 
 def _sums(graph: Graph, op: Op) -> bool:
-    """Whether an op sums over something, so that its result holds less than its operands."""
+    """True if an op sums over a factor, so that its result holds less than its operands."""
     return any(factor.kind is Kind.SUM for factor in _factors([graph.value(a) for a in op.inputs], op))
 
 
@@ -120,7 +121,7 @@ class _Rewriting:
         return without_unread_stacks(graph)
 
     def _inside(self, i: int, op: Op) -> Op:
-        """An op that holds both phases in its own body is rewritten there."""
+        """An op, rewritten in its bodies if these hold both phases."""
         paths = {key: [(*self.path, i, key, j) for j in range(len(b))] for key, b in op.bodies.items()}
         is_inside = any(site[: len(p)] == p for ps in paths.values() for p in ps for site in self.sites)
         if i in self.pairs or not is_inside:
@@ -136,13 +137,13 @@ class _Rewriting:
         )
 
     def _read(self, atom: Atom) -> Atom:
-        """What a backward op reads."""
+        """The operand of a backward op after the rewrite."""
         if not isinstance(atom, int):
             return atom
         return self.copies.value(atom) if self.copies.comes_anew(atom) else self.copies.made.get(atom, atom)
 
     def _held(self, kept: Sequence[int]) -> Sequence[int]:
-        """Values of the forward phase, not before a gradient has arrived and what is owed is paid."""
+        """Values of the forward phase behind a barrier with an arrived gradient and the weight gradients that are due."""
         if not kept:
             return ()
         arrived = self._arrived()
@@ -156,14 +157,14 @@ class _Rewriting:
         return copied(self.written, barrier, inputs)[: len(kept)]
 
     def _arrived(self) -> int | None:
-        """A gradient that the op reads for which all this is done, or the newest one."""
+        """A gradient that the current backward op reads, or else the newest gradient."""
         own = [v for v in (self.reader.operands if self.reader else ()) if v in self.backward]
         arrived = own[0] if own else next(reversed(self.backward), None)
         return None if arrived is None else self._stored(arrived)
 
     def _stored(self, v: int) -> int:
-        """The newest array that a gradient is computed from on the fly, or where there is none what is smallest on the way:
-        what a barrier holds, the compiler stores."""
+        """The newest array from which a gradient is computed on the fly, or else the smallest value on the way: the compiler
+        stores the operands of a barrier."""
         found, way = v, list[int]()
         while self._is_on_the_fly(op := self.backward[found][1]):
             way.append(found)
@@ -174,7 +175,7 @@ class _Rewriting:
         return found
 
     def _smallest(self, way: Sequence[int]) -> int:
-        """Of values each of which is computed from the next one, the smallest that is no constant."""
+        """The smallest value that is no constant, from a list in which each value is computed from the next."""
         constant = set[int]()
         for a in reversed(way):
             if constant.issuperset(self.backward[a][1].operands):
@@ -188,7 +189,7 @@ class _Rewriting:
         return not op.bodies and (op.name in VIEWS or is_elementwise)
 
     def _recomputing(self, f: int, backward: Op) -> Op:
-        """A backward loop that recomputes what it reads of a forward one, which is rewritten too."""
+        """A backward loop that recomputes residuals of a forward one, which is rewritten too."""
         body = (*self.path, f, "jaxpr", 0)
         forward = self.written.ops[self.place[f]]
         is_recomputed = [(*body, i) in self.sites for i in range(len(forward.bodies["jaxpr"][0].ops))]

@@ -1,12 +1,12 @@
-"""What may be recomputed, from nothing to all that can be: the choices that are cheapest at some price of a kept byte.
+"""Choices of recomputation, from none to all: those that are cheapest at some price of a kept byte.
 
-A choice takes some seconds to recompute and leaves some bytes to keep. Together, at a price, that is a line over prices; the
-cheapest choices make the lower envelope of all lines, and which one it is changes at a *breakpoint*. The envelope is found
-without trying prices one by one (Eisner & Severance 1976, "Mathematical techniques for efficient record segmentation in
-large shared databases"): of two neighbours found so far the lines cross at one price. What is cheapest there is one of the
-two, and nothing lies between them, or a third choice between both, and the same is done on either side of it.
+A choice takes some seconds to recompute and leaves some bytes to keep. Its cost is a line over the price of a byte. The
+cheapest choices make the lower envelope of all lines, which changes from one to the next at a *breakpoint*. The envelope is
+found without trying prices one by one (Eisner & Severance 1976, "Mathematical techniques for efficient record segmentation
+in large shared databases"). The lines of two neighbours found so far cross at one price. Either one of the two is cheapest
+there, and no choice lies between them; or a third choice is, and the search continues on both sides of it.
 
-The widest gap is closed first, and those are left in which hardly any bytes would be saved.
+The widest gap is searched first. Gaps in which hardly any bytes would be saved are left.
 """
 
 import heapq
@@ -16,24 +16,24 @@ from dataclasses import dataclass
 from autoshard.search.ir.graph import Site
 
 HIGHEST_S_PER_BYTE = 1e-6
-"""A price at which all is recomputed that can be. An H100 makes a byte of a product's result in 1e-12 s and more."""
+"""A price at which everything is recomputed that can be. An H100 makes a byte of a product's result in 1e-12 s and more."""
 
 LEAST_SHARE = 0.02
-"""Of all that is kept where nothing is recomputed: narrower gaps are left. Source: a choice of ours."""
+"""Narrower gaps are left, as a share of the bytes kept without recomputation. Source: a choice of ours."""
 
 MAX_CUTS = 20
-"""Source: a choice of ours; of models of language and images there were 10 to 15 choices that far apart (measured)."""
+"""Source: a choice of ours; models of language and images had 10 to 15 choices that far apart (measured)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What is cheapest to recompute at a price.
+    """The cheapest choice of recomputation at a price.
 
     Attributes:
       price_s_per_byte: the price of a kept byte.
-      sites: what is recomputed.
-      seconds: what that takes.
-      kept_bytes: what is kept then.
+      sites: the ops to recompute.
+      seconds: the time that the choice costs.
+      kept_bytes: the bytes that it keeps.
     """
 
     price_s_per_byte: float
@@ -43,11 +43,11 @@ class Choice:
 
 
 def trade_offs(cheapest: Callable[[float], Choice], all_bytes: float) -> list[Choice]:
-    """The choices that are cheapest at some price, the one that keeps most first.
+    """The choices that are cheapest at some price, in descending order of kept bytes.
 
     Args:
-      cheapest: what it is at a price, in seconds per byte.
-      all_bytes: what is kept where nothing is recomputed.
+      cheapest: the cheapest choice at a price in seconds per byte.
+      all_bytes: bytes kept without recomputation.
     """
     first, last = cheapest(0.0), cheapest(HIGHEST_S_PER_BYTE)
     found = [first, last] if last.kept_bytes < first.kept_bytes else [first]

@@ -1,7 +1,7 @@
-"""A graph that is being written: new ops are what a small function of arrays traces to.
+"""A graph under construction: new ops are traced from a small function of arrays.
 
-Whoever rewrites a step has to cut, stack, add: written as functions, these stay readable, and their parameters are JAX's own
-in every version.
+A rewrite of a step has to cut, stack and add. As functions these stay readable, and their parameters are JAX's own in every
+version.
 """
 
 # JAX types these functions only in part.
@@ -19,18 +19,18 @@ from autoshard.search.ir.graph import Atom, Graph, Op, Phase, Value
 from autoshard.search.ir.trace import build_graph
 
 SCOPE = "microbatches"
-"""The name scope of what is neither the user's nor made from it."""
+"""The name scope of ops that are neither the user's nor made from them."""
 
 
 class Written:
-    """Values and ops of a graph that is being written."""
+    """Values and ops of a graph under construction."""
 
     def __init__(self, values: Sequence[Value], scope: str = SCOPE) -> None:
         self.values, self.ops, self._scope = list(values), list[Op](), scope
         self._traced: dict[tuple[Hashable, tuple[Value, ...]], Graph] = {}
 
     def new(self, value: Value) -> int:
-        """One more value."""
+        """Adds a value."""
         self.values.append(value)
         return len(self.values) - 1
 
@@ -41,12 +41,12 @@ class Written:
         like: Op | None,
         output: int | None = None,
     ) -> Atom:
-        """Appends the ops that a function of arrays traces to; their result.
+        """Appends the ops traced from a function of arrays; returns their result.
 
         Args:
           function: of the operands, with one result.
           operands: values.
-          like: an op whose phase and source these have; None for the forward phase and no source.
+          like: an op from which the new ops take phase and source; None for the forward phase and no source.
           output: the value that the result is; None for a new one.
         """
         (result,) = self.write_all(function, operands, like, () if output is None else (output,))
@@ -59,8 +59,8 @@ class Written:
         like: Op | None,
         outputs: Sequence[int] = (),
     ) -> tuple[Atom, ...]:
-        """Appends the ops that a function of arrays traces to; its results. `outputs` are the values that these are, if they
-        are no new ones."""
+        """Appends the ops traced from a function of arrays; returns their results. `outputs` are the values of these
+        results, if they are not new."""
         graph = self._graph(function, tuple(self.values[v] for v in operands))
         number: dict[int, int] = dict(zip(graph.inputs, operands, strict=True))
         made = zip(graph.outputs, outputs, strict=False)
@@ -72,7 +72,7 @@ class Written:
         return tuple(number[v] if isinstance(v, int) else v for v in graph.outputs)
 
     def _graph(self, function: Callable[..., Any], inputs: tuple[Value, ...]) -> Graph:
-        """What a function traces to; one that comes again is not traced again."""
+        """The graph traced from a function; each function is traced once."""
         key = _named(function), inputs
         if key not in self._traced:
             abstract = [_jax.abstract_value(v.shape, v.dtype) for v in inputs]
@@ -91,7 +91,8 @@ class Written:
         )
 
     def together(self, operands: Sequence[int], like: Op) -> tuple[int, ...]:
-        """Appends a barrier, with an op's phase and source; the values behind it, none before all are there."""
+        """Appends a barrier with an op's phase and source. Returns the values behind it; none is available before all
+        operands are."""
         results = tuple(self.values[v] for v in operands)
         outputs = tuple(map(self.new, results))
         barrier = _jax.optimization_barrier_p
@@ -113,7 +114,7 @@ class Written:
 
 
 def _named(function: Callable[..., Any]) -> Hashable:
-    """What a function is, whoever made it: functions with the same arguments given are one."""
+    """The identity of a function; partial functions with the same arguments are equal."""
     if isinstance(function, partial):
         return function.func, function.args, tuple(function.keywords.items())
     return function
