@@ -1,13 +1,14 @@
-"""One op, cut along the examples: which of its factors carries them, and what becomes of sums over them.
+"""One op, cut along the examples: the factor that carries them, and the effect on sums over them.
 
-The factor rules say it all. An operand's dim that carries examples is made of factors; the one that holds them must be the
-same for all operands that do. If it is parallel, the results carry examples too; if it is summed, they are sums over
-examples. Exceptions are look-ups: there, an index counts from the batch's first example (`positions` says when that is no
-matter), and a scatter adds its sums to an array that must be counted once.
+The factor rules decide. An operand's dim that carries examples is made of factors; the factor that holds the examples must
+be the same for all such operands. If it is parallel, the results carry examples too; if it is summed, they are sums over
+examples. Look-ups are exceptions: their indices count from the batch's first example (`positions` says when that is
+harmless), and a scatter adds its sums to an array that must be counted once.
 
 Devices hold runs of neighbours, so no rule splits the dim along which arrays are joined, cut or padded. A microbatch holds
-every count-th example. It has its part of each piece if all pieces begin at multiples of that count: two views of a batch
-that are joined, and later split again. So here such a dim has a minor factor, the greatest that divides all these places.
+every count-th example. It has its part of each piece if all pieces begin at multiples of that count, for example two views
+of a batch that are joined and later separated. So here such a dim has a minor factor, the greatest that divides all these
+places.
 """
 
 from collections.abc import Sequence
@@ -26,7 +27,7 @@ from autoshard.search.memory.positions import own_row
 REDUCTIONS = frozenset({"reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or"})
 
 IDEMPOTENT = {"reduce_max": "max", "reduce_min": "min", "reduce_and": "and", "reduce_or": "or"}
-"""Reductions of which it is no matter how often an element is among those reduced, and the ops that reduce two elements."""
+"""Reductions for which repeated elements make no difference, and the ops that reduce two elements."""
 
 _ALL = slice(None)
 
@@ -39,7 +40,7 @@ MOVED: dict[str, slice] = {
     "dynamic_update_slice": slice(0, 2),
     "select_n": slice(1, None),
 }
-"""Primitives that move elements, and those of their operands whose elements these are."""
+"""Primitives that move elements, and the operands from which these elements come."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +49,11 @@ class Cut:
 
     Attributes:
       rule: its factors.
-      factor: which of them carries the examples.
-      stride: how many places of the factor neighbouring examples are apart.
-      own: where each example looks up its own row: the first operand's dim of rows, and the indices' column that says them.
+      factor: the one that carries the examples.
+      stride: distance of neighbouring examples, in places of the factor.
+      own: for a look-up in which each example reads its own row: the first operand's dim of rows, and the indices' column
+        that
+        holds the row numbers.
     """
 
     rule: Rule
@@ -60,15 +63,15 @@ class Cut:
 
     @property
     def kind(self) -> Kind:
-        """The factor's."""
+        """The kind of the factor."""
         return self.rule.factors[self.factor].kind
 
     def operand(self, i: int) -> PerExample | None:
-        """How an operand carries the examples, if it does."""
+        """The place of the examples in an operand, if it carries them."""
         return self._row() if i == 0 and self.own else self._carried(self.rule.operands[i])
 
     def result(self, r: int) -> PerExample | None:
-        """How a result carries the examples, if it does."""
+        """The place of the examples in a result, if it carries them."""
         return self._carried(self.rule.results[r]) or self._row()
 
     def _row(self) -> PerExample | None:
@@ -83,7 +86,8 @@ class Cut:
 
 
 def cut_at(rule: Rule, dims: Sequence[tuple[int, ...]], state: PerExample, count: int) -> Cut | None:
-    """The cut of a rule that cuts these dims so; None where the examples are in no single factor."""
+    """The cut of a rule for operands or results with these dims, whose examples are placed so; None if no single factor
+    holds them."""
     minor = 1
     for f in reversed(dims[state.dim]):
         stride, size = state.stride // minor, rule.factors[f].size
@@ -100,8 +104,8 @@ def rule_of(op: Op, graph: Graph) -> Rule:
 
 
 def _pieces(name: str, params: dict[str, Any]) -> dict[int, tuple[int, ...]]:
-    """The dims along which an op joins, cuts or pads, each with the places where pieces begin and end, but for the arrays'
-    own ends."""
+    """The dims along which an op joins, cuts or pads, each with the places where pieces begin and end, except the ends of
+    arrays."""
     if name in ("concatenate", "split"):
         return {params["dimension" if name == "concatenate" else "axis"]: ()}
     if name == "slice":
@@ -115,7 +119,7 @@ def _pieces(name: str, params: dict[str, Any]) -> dict[int, tuple[int, ...]]:
 
 
 def _in_runs(rule: Rule, pieces: dict[int, tuple[int, ...]]) -> Rule:
-    """A rule with a parallel minor factor in the dims of these pieces, whose places are all multiples of its size."""
+    """A rule with a parallel minor factor in the dims of these pieces; all their places are multiples of its size."""
     factors = list(rule.factors)
     operands, results = list(map(list, rule.operands)), list(map(list, rule.results))
     arrays = [dims for dims in (*operands, *results) if dims]
@@ -133,7 +137,7 @@ def _in_runs(rule: Rule, pieces: dict[int, tuple[int, ...]]) -> Rule:
 
 
 def operand_cut(op: Op, split: BatchSplit) -> Cut | None:
-    """How an op is cut that reads something for each example; None where it cannot be."""
+    """The cut of an op that reads per-example operands; None if there is none."""
     rule, read = rule_of(op, split.graph), split.read(op)
     if (own := _own_rows(op, rule, split)) is not None:
         return own
@@ -149,7 +153,7 @@ def operand_cut(op: Op, split: BatchSplit) -> Cut | None:
 
 
 def _own_rows(op: Op, rule: Rule, split: BatchSplit) -> Cut | None:
-    """The cut of a look-up in which each example finds its own row."""
+    """The cut of a look-up in which each example reads its own row."""
     if op.name != "gather" and not op.name.startswith("scatter"):
         return None
     row, indices, *_ = split.read(op)
@@ -168,7 +172,7 @@ def _of_neighbours(state: State) -> tuple[int, ...]:
 
 
 def is_looked_up(op: Op, cut: Cut) -> bool:
-    """Whether examples are chosen by indices, which count from the batch's first."""
+    """True if examples are chosen by indices, which count from the batch's first."""
     if op.name != "gather" and not op.name.startswith("scatter"):
         return False
     numbers = op.params["dimension_numbers"]
@@ -178,7 +182,7 @@ def is_looked_up(op: Op, cut: Cut) -> bool:
 
 
 def is_begun(op: Op, cut: Cut) -> bool:
-    """Whether an op adds sums over examples to its first operand."""
+    """True if an op adds sums over examples to its first operand."""
     return op.name in ("scatter-add", "scatter-sub") and cut.operand(0) is None
 
 
@@ -197,7 +201,7 @@ _LINEAR: dict[str, tuple[int, ...]] = {
 
 
 def summed_operands(op: Op, split: BatchSplit) -> tuple[int, ...] | None:
-    """The operands in which an op of sums is linear, together; None where it is not."""
+    """The operands in which an op of sums is jointly linear; None if it is not linear in all its sums."""
     states = split.read(op)
     partial = tuple(i for i, s in enumerate(states) if isinstance(s, Partial))
     if not all(jnp.issubdtype(v.dtype, np.number) for v in op.result_values):

@@ -1,19 +1,20 @@
-"""What a value of a step is to the batch: it belongs to single examples, is a sum over examples, or neither.
+"""The relation of a step's values to the batch: a value belongs to single examples, is a sum over examples, or neither.
 
 Each value is one of:
 
 * `Whole`: it depends on no example (parameters, keys), or on the inputs alone and is needed in one piece (a count of tokens,
-  which divides each example's loss): then it is computed before the microbatches, from the whole batch;
+  which divides each example's loss). The latter is computed before the microbatches, from the whole batch;
 * `PerExample`: one of its dims carries the examples; each microbatch makes its part;
-* `Partial`: a sum over examples, or something linear in such sums: a microbatch's contributions add up (gradients, losses);
-* `Reduced`: a maximum or the like over examples; the reduction over microbatches ends it;
-* `PerMicrobatch`: one of its dims has an element for each microbatch, a statistic of that one's examples (`moments`);
-* `Alike`: it depends on no example, but an op makes it that also makes others that do; each microbatch makes it;
-* `Finished`: made of sums or reductions in another way than linearly; computed after the last microbatch.
+* `Partial`: a sum over examples, or a linear function of such sums: the contributions of microbatches add up (gradients,
+  losses);
+* `Reduced`: a maximum or a similar reduction over examples; a reduction over microbatches completes it;
+* `PerMicrobatch`: one of its dims has an element for each microbatch, a statistic of its examples (`moments`);
+* `Alike`: it depends on no example, but its op has other results that do; each microbatch makes it;
+* `Finished`: a function of sums or reductions that is not linear; computed after the last microbatch.
 
 A microbatch takes every count-th example. So a dim that carries examples is read as three, of which the middle one has the
-size of that count: places apart by `stride` belong to neighbouring examples. That says all: dims that a reshape has merged
-or cut stay followed, and where a step cuts the batch itself, each of its parts is cut in turn.
+size of that count; neighbouring examples are `stride` places apart. Dims that a reshape has merged or cut can therefore be
+followed, and if a step cuts the batch itself, each of its parts is cut in turn.
 """
 
 from dataclasses import dataclass, field, replace
@@ -26,22 +27,22 @@ from autoshard.search.memory.positions import Scope
 
 
 class NotSplittableError(InputError):
-    """A step whose examples depend on one another: in microbatches, its numbers would be others."""
+    """A step whose examples depend on one another: in microbatches, its numbers would differ."""
 
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """It depends on no example, or is computed before the microbatches."""
+    """A value that depends on no example, or is computed before the microbatches."""
 
 
 @dataclass(frozen=True, slots=True)
 class Alike:
-    """Every microbatch makes the same."""
+    """A value that is equal in every microbatch."""
 
 
 @dataclass(frozen=True, slots=True)
 class PerExample:
-    """The dim that carries the examples, and how many places apart in it neighbouring examples are."""
+    """A value with a dim that carries the examples; neighbouring examples are `stride` places apart in it."""
 
     dim: int
     stride: int = 1
@@ -64,7 +65,7 @@ class Reduced:
 
 @dataclass(frozen=True, slots=True)
 class PerMicrobatch:
-    """The dim that has one element for each microbatch, and the op that says so."""
+    """A value with a dim that has one element for each microbatch, and the op that marks it."""
 
     dim: int
     cause: Op = field(compare=False)
@@ -72,7 +73,7 @@ class PerMicrobatch:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """It takes all examples at once, because of an op."""
+    """A value that needs all examples at once, and the op that causes this."""
 
     cause: Op = field(compare=False)
 
@@ -86,15 +87,15 @@ WHOLE, ALIKE = Whole(), Alike()
 
 @dataclass(frozen=True, eq=False)
 class BatchSplit:
-    """What each value of a graph is.
+    """The states of a graph's values.
 
     Attributes:
-      scope: the graph, and where it stands.
-      count: of microbatches.
+      scope: the graph, and its place.
+      count: number of microbatches.
       states: by value.
-      firsts: the values that depend on the batch and other inputs alone, not on what is learned.
+      firsts: the values that depend on the batch and other inputs alone, not on learned parameters.
       zeros: the values that are zero.
-      wanted: what each output has to be: of a loop's carry that is a sum, a `Partial` also where it is `Whole`.
+      wanted: the state that each output must have: for a loop's carry that is a sum, a `Partial` even if it is `Whole`.
       inner: by op with bodies, their own splits.
     """
 
@@ -113,33 +114,33 @@ class BatchSplit:
 
     @property
     def entering(self) -> list[State]:
-        """What the graph's inputs are."""
+        """The states of the graph's inputs."""
         return [self.states[v] for v in self.graph.inputs]
 
     def state(self, atom: Atom) -> State:
-        """What an operand is."""
+        """The state of an operand."""
         return self.states[atom] if isinstance(atom, int) else WHOLE
 
     def read(self, op: Op) -> list[State]:
-        """What an op's operands are."""
+        """The states of an op's operands."""
         return [self.state(a) for a in op.inputs]
 
     def makes_finished(self, op: Op) -> bool:
-        """Whether an op's results are made of sums or reductions otherwise than linearly."""
+        """True if a result of an op is `Finished`."""
         return any(isinstance(self.states[v], Finished) for v in op.outputs)
 
     def is_zero(self, atom: Atom) -> bool:
-        """Whether an operand is zero."""
+        """True if an operand is zero."""
         return atom in self.zeros if isinstance(atom, int) else not np.any(atom.val)
 
 
 def is_unsplit(state: State) -> bool:
-    """Whether it depends on no example."""
+    """True if a value in this state depends on no example."""
     return isinstance(state, Whole | Alike)
 
 
 def local_value(value: Value, state: State, count: int) -> Value:
-    """A microbatch's part of a value."""
+    """The type of a microbatch's part of a value."""
     if not isinstance(state, PerExample | PerMicrobatch):
         return value
     shape = list(value.shape)
@@ -148,7 +149,7 @@ def local_value(value: Value, state: State, count: int) -> Value:
 
 
 def stacked(state: State) -> State:
-    """What becomes of something for each iteration."""
+    """The state of a loop's stack of values in this state."""
     return replace(state, dim=state.dim + 1) if isinstance(state, PerExample | PerMicrobatch) else state
 
 
@@ -156,7 +157,7 @@ _REMEDY = "Microbatches would change the numbers: leave such a step in one piece
 
 
 def needed(cause: Op, reader: Op) -> NotSplittableError:
-    """Something for each example reads what an op makes of all examples."""
+    """The error for an op that reads, for each example, a value made of all examples."""
     return NotSplittableError(
         f"the step cannot be split into microbatches: {reader.name} {reader.where} needs, for each example, what "
         f"{cause.name} {cause.where} makes of all examples together. {_REMEDY}, or let each example do without the others"
@@ -164,7 +165,7 @@ def needed(cause: Op, reader: Op) -> NotSplittableError:
 
 
 def uncut(op: Op) -> NotSplittableError:
-    """An op does with nothing less than all examples."""
+    """The error for an op that needs all examples at once."""
     return NotSplittableError(
         f"the step cannot be split into microbatches: {op.name} {op.where} takes all examples together, and no rule says "
         f"how to do it in parts. {_REMEDY}, or let it work on each example by itself"

@@ -1,13 +1,13 @@
-"""The best checkpoints of a chain, by dynamic programming: where a graph is one, a sequence to start from.
+"""The best checkpoints of a chain, by dynamic programming: a start sequence for graphs that are chains.
 
 A chain's values x[0], x[1], ... are each computed from the one before; later nodes read them last to first, as a backward
-phase does. Let C(i, j, m) be the least cost of having those of x[i+1..j] that are read in memory, one after the other, when
-x[i] is and m more fits. The first thing to do is to advance to some x[k] and to stay there until all after it is served:
+phase does. Let C(i, j, m) be the least cost of serving all reads of x[i+1..j], one after the other, when x[i] is in memory
+and m more fits. The first action is to advance to some x[k] and to keep it until all reads after it are served:
 
     C(i, j, m) = min over i < k <= j of  cost(i+1..k) + C(k, j, m - size[k]) + C(i, k-1, m),
 
-0 where nothing is read, infinite where two neighbours on the way do not fit. With sizes of 1 this is the recursion of
-Griewank and Walther (2000, "Revolve", section 2), with others that of Beaumont et al. (2019) for persistent checkpoints.
+0 if no value is read, infinite if two neighbours on the way do not fit. With sizes of 1 this is the recursion of Griewank
+and Walther (2000, "Revolve", section 2), with others that of Beaumont et al. (2019) for persistent checkpoints.
 """
 
 from collections.abc import Iterator
@@ -17,9 +17,9 @@ import numpy as np
 from autoshard.search.memory.value_graph import ValueGraph
 
 MOST_SLOTS = 64
-"""Parts of the budget that sizes are rounded up to. Source: a choice of ours."""
+"""Sizes are rounded up to whole parts of the budget, so many of them. Source: a choice of ours."""
 MOST_NODES = 100
-"""Of a chain; the program's time grows with the cube (a second at a hundred, measured). Longer ones are left alone."""
+"""Of a chain; the program's time grows with the cube (a second at a hundred, measured). Longer chains are skipped."""
 
 
 def checkpointed(graph: ValueGraph, budget: int) -> tuple[int, ...] | None:
@@ -43,20 +43,20 @@ def _are_backwards(reads: list[list[int]]) -> bool:
 
 
 def _chain_length(graph: ValueGraph) -> int:
-    """How many nodes from the first on read the one before and nothing else."""
+    """The number of leading nodes that read the node before and no other."""
     operands = graph.operands()
     return next((v for v in range(1, len(graph)) if operands[v] != [v - 1]), len(graph))
 
 
 def _beside(graph: ValueGraph, length: int) -> int:
-    """The most that the nodes after the chain take among themselves."""
+    """The most memory that the nodes after the chain take among themselves."""
     last = [max(ws, default=v) for v, ws in enumerate(graph.readers())]
     later = range(length, len(graph))
     return max((sum(graph.sizes[u] for u in range(length, v + 1) if last[u] >= v) for v in later), default=0)
 
 
 def _with_readers(chain: "_Chain", reads: list[list[int]], length: int) -> Iterator[int]:
-    """The chain's sequence, with each later node once what it reads is there."""
+    """The chain's sequence, with each later node as soon as its operand is in memory."""
     later = 0
     for v, is_served in chain.steps():
         if not is_served:
@@ -86,7 +86,7 @@ class _Chain:
 
     @property
     def fits(self) -> bool:
-        """Whether there are checkpoints that fit."""
+        """True if there are checkpoints that fit."""
         return bool(np.isfinite(self.cost[0, self.length][-1]))
 
     def _solve(self, i: int, j: int) -> None:
@@ -107,7 +107,7 @@ class _Chain:
         self.cost[i, j], self.choice[i, j] = best, choice
 
     def steps(self) -> Iterator[tuple[int, bool]]:
-        """Nodes as they are computed, and again, marked, when all that is read after them has been."""
+        """Nodes as they are computed, and once more, marked, when all reads after them are served."""
         waiting: list[tuple[int, int, int]] = [(0, self.length, self.num_slots)]
         while waiting:
             i, j, free = waiting.pop()

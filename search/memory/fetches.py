@@ -1,18 +1,18 @@
-"""When what rests in the host's memory is fetched, and what waits for what.
+"""When offloaded values are fetched, and which ops are delayed for that.
 
-State is fetched once for each phase that reads it. Left alone, XLA may fetch everything as the step begins, or put all
-updates off to the end of the backward phase, with all gradients and all state there at once (XLA:GPU, measured). So:
+State is fetched once for each phase that reads it. Left alone, XLA may fetch all state as the step begins, or delay all
+updates to the end of the backward phase, with all gradients and all state on the device at once (XLA:GPU, measured). So:
 
-* In the update, a fetch waits for its gradient. What is updated together is fetched together, a *parcel*; parcels are in the
-  order in which their gradients arrive, and each waits until one some way before it is done.
-* The backward phase does not run ahead of the updates: before it makes a parcel's gradient, that same earlier one is done.
-  (Where all gradients must be there first, as for a clipping by their global norm, it cannot wait.)
-* Residuals leave for the host in the order in which they are made. Who reads one of them in the forward phase waits until
-  one some way before it has left; else the compiler may hold them all until the forward phase is over.
-* In the other phases, a fetch waits for the last reader of one some way before it, the first ones for the beginning of their
-  phase.
+* In the update, a fetch depends on its gradient. Arguments that are updated together are fetched together, as a *parcel*.
+  Parcels are ordered by the arrival of their gradients, and each depends on the completion of an earlier one.
+* The backward phase does not run ahead of the updates: the op that makes a parcel's gradient depends on the completion of an
+  earlier parcel too. (If all gradients must be complete first, as for a clipping by their global norm, it cannot.)
+* Residuals are copied to the host in the order in which they are made. A forward reader of a residual depends on the copy of
+  an earlier one; otherwise the compiler may hold all residuals until the forward phase is over.
+* In the other phases, a fetch depends on the last reader of an earlier fetch. The first fetches depend on the beginning of
+  their phase.
 
-How much may be on its way or in use at a time is the *window*. A wide one hides more, and takes more memory.
+The *window* limits the bytes in transfer or in use at a time. A wide window hides more transfers, and takes more memory.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -22,28 +22,29 @@ from functools import cached_property
 from autoshard.search.ir.graph import Atom, Graph, Op, Phase
 
 WINDOW = 2
-"""How many of the largest parcels may be there at a time. Source: a choice of ours: one is in use while the next arrives."""
+"""Size of the window, in multiples of the largest parcel. Source: a choice of ours: one is in use while the next arrives."""
 
 RETYPES = frozenset({"convert_element_type", "reshape", "transpose", "squeeze", "expand_dims"})
-"""Ops that make an array in another type or shape: what waits for the one, or for its readers, means the other."""
+"""Ops that convert an array to another type or shape; a dependency on an array, or on its readers, includes the other
+form."""
 
 
 type Arrival = tuple[int, int | None]
-"""The newest result from before the update that something meets, behind the number of its op."""
+"""The newest result from before the update on which a value depends, behind the number of its op."""
 
 NEVER: Arrival = (-1, None)
-"""It meets none."""
+"""No such result."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """What comes from the host at one time.
+    """Values that are fetched from the host together.
 
     Attributes:
-      arguments: the values that come.
-      phase: whose readers have them.
+      arguments: the fetched values.
+      phase: the phase whose ops read them.
       first: the first op that reads one.
-      ties: values that it waits for.
+      ties: values that must exist before the fetch.
     """
 
     arguments: tuple[int, ...]
@@ -54,12 +55,12 @@ class Fetch:
 
 @dataclass(frozen=True, slots=True)
 class Fetches:
-    """All that comes from the host, and what waits for it.
+    """All fetches from the host, and the ops that are delayed for them.
 
     Attributes:
       fetches: phase by phase.
-      departures: by value of the forward phase, what must have left before that phase reads it.
-      pauses: by value of the backward phase, what must be there before that phase reads it.
+      departures: by value of the forward phase, the values that must be on the host before that phase reads it.
+      pauses: by value of the backward phase, the values that must exist before that phase reads it.
     """
 
     fetches: tuple[Fetch, ...]
@@ -69,14 +70,14 @@ class Fetches:
 
 @dataclass(frozen=True, slots=True)
 class _Use:
-    """A use of arguments in a phase, before it is known what comes before it.
+    """A use of arguments in a phase, before its predecessors are known.
 
     Attributes:
-      arguments: that are read.
+      arguments: the values that are read.
       first: the first op that reads one.
-      done: values that are there when it is over.
+      done: values that exist when the use is over.
       num_bytes: of the arguments, unsharded.
-      ties: what it waits for where nothing is before it.
+      ties: the ties of a use without predecessors.
     """
 
     arguments: tuple[int, ...]
@@ -94,7 +95,7 @@ def fetches(
     Args:
       graph: a step's.
       on_host: the inputs that rest in the host's memory.
-      residuals: values of the forward phase that wait there for the backward phase.
+      residuals: values of the forward phase that are offloaded until the backward phase.
       new_state: by input, the output that replaces it in the next step.
     """
     planning = _Planning(graph, on_host, new_state)
@@ -127,7 +128,7 @@ class _Planning:
     # --- forward and backward
 
     def of_phase(self, phase: Phase, values: Sequence[int]) -> Iterator[Fetch]:
-        """What the forward or the backward phase reads, value by value."""
+        """The fetches of the forward or the backward phase, value by value."""
         uses = sorted(self._uses_in(phase, values), key=lambda use: use.first)
         for use, before in zip(uses, _out_of_window(uses), strict=True):
             over = (u for u in reversed(before) if self._newest(u.done) < use.first)
@@ -143,7 +144,7 @@ class _Planning:
                 yield _Use((v,), readers[0], done, self.graph.values[v].num_bytes, ties)
 
     def _start(self, phase: Phase) -> tuple[int, ...]:
-        """What is there when a phase has begun; nothing for the first one."""
+        """The first array that a phase makes; none for the forward phase."""
         made = (
             v for op in self.graph.ops if op.phase is phase for v in op.outputs if self.graph.values[v].shape
         )
@@ -151,7 +152,7 @@ class _Planning:
         return () if first is None else (first,)
 
     def _last_reader(self, v: int, phase: Phase) -> int:
-        """The last op of a phase that reads a value, or what it is in another type or shape."""
+        """The last op of a phase that reads a value, or a converted form of it."""
         found = -1
         for i in self._readers(v, phase):
             op = self.graph.ops[i]
@@ -163,7 +164,7 @@ class _Planning:
         return max((self.maker[v] for v in values), default=-1)
 
     def departures(self, residuals: Sequence[int]) -> Iterator[tuple[int, tuple[int, ...]]]:
-        """Residuals that are read in the forward phase, each with one before it that has to be on the host by then."""
+        """Residuals that are read in the forward phase, each with an earlier one that must be on the host by then."""
         made = [(v, self.maker[v], self.graph.values[v].num_bytes) for v in residuals]
         uses = [_Use((v,), i, (v,), num_bytes, ()) for v, i, num_bytes in sorted(made, key=lambda m: m[1])]
         for use, before in zip(uses, _out_of_window(uses), strict=True):
@@ -173,7 +174,8 @@ class _Planning:
     # --- update
 
     def updates(self) -> Iterator[tuple[Fetch, tuple[int, tuple[int, ...]] | None]]:
-        """What the update reads, parcel by parcel, each with what of the backward phase waits for one before it."""
+        """The fetches of the update phase, parcel by parcel, each with its pause: a value of the backward phase and the
+        results of an earlier parcel that must precede its readers."""
         read = [v for v in self.on_host if self._readers(v, Phase.UPDATE)]
         update = _Update(self.graph, read)
         parcels = [(update.arrival(p), self._parcel(p)) for p in update.parcels(self.new_state.values())]
@@ -193,7 +195,7 @@ class _Planning:
         return _Use(arguments, first, done, sum(self.graph.values[v].num_bytes for v in arguments), ())
 
     def _source(self, v: int) -> int:
-        """The value that one gives in another type or shape, if it does."""
+        """The array that was converted to this value, or the value itself."""
         op = self.graph.ops[self.maker[v]]
         is_retyped = op.name in RETYPES and len(op.operands) == 1 and op.operands[0] in self.maker
         return self._source(op.operands[0]) if is_retyped else v
@@ -201,7 +203,8 @@ class _Planning:
     def _pause(
         self, gradient: int, arrivals: Sequence[Arrival], before: Sequence[_Use]
     ) -> tuple[int, tuple[int, ...]] | None:
-        """What a gradient is made from, and what of the parcels before may be waited for there."""
+        """The newest backward operand of a gradient's op, and the results of the last parcel that can be complete before its
+        readers."""
         made = [v for v in self.graph.ops[self.maker[gradient]].operands if self._is_backward(v)]
         if not made:
             return None
@@ -215,7 +218,7 @@ class _Planning:
 
 
 class _Update:
-    """What of the update phase depends on which arguments, and on which gradients."""
+    """The dependencies of the update phase on arguments and on gradients."""
 
     def __init__(self, graph: Graph, arguments: Sequence[int]) -> None:
         self.arguments = arguments
@@ -239,12 +242,12 @@ class _Update:
             self._arrival[self.arguments[n]] = max(self._arrival[self.arguments[n]], newest, key=_moment)
 
     def arrival(self, parcel: Iterable[int]) -> Arrival:
-        """The newest result from before the update that a parcel meets: its last gradient, which a loop over microbatches
-        makes in no one phase."""
+        """The newest result from before the update on which a parcel depends: its last gradient. (A loop over microbatches
+        makes gradients in no single phase.)"""
         return max((self._arrival[v] for v in parcel), key=_moment)
 
     def parcels(self, new_state: Iterable[Atom]) -> list[tuple[int, ...]]:
-        """The arguments, parted into those that new state is made of together."""
+        """The arguments, grouped by the new state that they make together."""
         masks = [1 << n for n in range(len(self.arguments))]
         masks += [self._reads.get(a, 0) for a in new_state if isinstance(a, int)]
         parts: list[int] = []
@@ -269,7 +272,7 @@ def _bits(mask: int) -> Iterator[int]:
 
 
 def _out_of_window(uses: Sequence[_Use]) -> Iterator[Sequence[_Use]]:
-    """For each use: those before it that must be over, for it and all since then to fit the window."""
+    """For each use: the earlier uses that must be over, so that it and the uses since then fit the window."""
     window_bytes = WINDOW * max((use.num_bytes for use in uses), default=0)
     oldest, held_bytes = 0, 0
     for use in uses:

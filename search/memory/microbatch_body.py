@@ -1,13 +1,13 @@
-"""What one microbatch runs: a step's ops, made for fewer examples.
+"""The graph of one microbatch: a step's ops, made for fewer examples.
 
-Values keep their numbers: in the body, a number stands for the microbatch's part. What is whole comes in from outside; where
-an op for each example reads it at a dim of the examples (the zeros that a gradient begins with, a mask that is alike for
-all), the microbatch needs its part of that too. It is made like the whole, but smaller, as far back as each element depends
-on its own place's elements alone. Where this ends, the part is cut from the whole. What takes much from little (random bits
-from a key) is made inside the loop and cut there, behind a barrier that waits for the microbatch: else the compiler would
-make it once and keep all of it.
+Values keep their numbers: in the body, a number stands for the microbatch's part. Whole values come in from outside. A
+per-example op may read one at a dim of the examples (the zeros that a gradient begins with, a mask that is alike for all).
+Then the microbatch needs its part of that value too. The part is computed like the whole, but smaller, as far back as each
+element depends on its own place's elements alone. Beyond that, the part is cut from the whole. Large values made from little
+data (random bits from a key) are made inside the loop and cut there, behind a barrier that depends on the microbatch's
+number. Otherwise the compiler would make them once and keep all of them.
 
-A sum that begins with something whole gets that from the first microbatch, and zero from the others.
+A sum that begins with a whole value gets that value in the first microbatch, and zero in the others.
 """
 
 # JAX types these functions only in part.
@@ -52,11 +52,11 @@ from autoshard.search.memory.resized_ops import Resizer
 from autoshard.search.memory.written import Written
 
 INDEX = Value((), np.dtype(np.uint32))
-"""A microbatch's number."""
+"""The type of a microbatch's number."""
 
 
 def around(value: Value, state: PerExample, count: int) -> tuple[tuple[int, ...], int]:
-    """A value's shape with the microbatches as a dim of their own, and which one that is."""
+    """A value's shape with the microbatches as a dim of their own, and the index of that dim."""
     size = value.shape[state.dim] // (count * state.stride)
     dims = (size, count) if state.stride == 1 else (size, count, state.stride)
     return (*value.shape[: state.dim], *dims, *value.shape[state.dim + 1 :]), state.dim + 1
@@ -84,10 +84,10 @@ class Microbatch:
     """Writes one graph as a microbatch runs it.
 
     Attributes:
-      split: what the graph's values are.
-      present: the values that are there.
-      entered: the whole values that come from outside, in the order in which they were asked for.
-      index: the microbatch's number, once somebody has asked for it.
+      split: the states of the graph's values.
+      present: the values that are available.
+      entered: the whole values that come from outside, in the order of their first use.
+      index: the microbatch's number; None until an op needs it.
     """
 
     def __init__(self, split: BatchSplit, resizer: Resizer, present: Iterable[int]) -> None:
@@ -121,7 +121,7 @@ class Microbatch:
             self.present.update(op.outputs)
 
     def _without(self, op: Op, is_first: Sequence[bool]) -> Op:
-        """An op of which some results are made before the loop, from all examples: here, they are others."""
+        """An op of which some results are made before the loop, from all examples; here, these results are new values."""
         outputs = zip(op.outputs, is_first, strict=True)
         return replace(
             op,
@@ -142,7 +142,7 @@ class Microbatch:
     # --- operands
 
     def read(self, atom: Atom, wanted: State | None) -> Atom:
-        """An operand, made into what is wanted."""
+        """An operand, converted to the state in which an op reads it."""
         state = self.split.state(atom)
         if isinstance(wanted, PerMicrobatch):
             wanted = PerExample(wanted.dim)
@@ -160,7 +160,7 @@ class Microbatch:
         return atom
 
     def _part(self, v: int, wanted: PerExample) -> Atom:
-        """A microbatch's part of something whole."""
+        """A microbatch's part of a whole value."""
         if (v, wanted) not in self._parts:
             op = self.split.scope.maker.get(v)
             cut = None if op is None else self._cut_of_result(op, op.outputs.index(v), wanted)
@@ -193,7 +193,7 @@ class Microbatch:
             self._parts[v, state] = part
 
     def _taken(self, v: int, wanted: PerExample) -> Atom:
-        """The part of something that is there as a whole, or of what is made here for that."""
+        """The part cut from a whole value, which comes from outside or is made here."""
         op = self.split.scope.maker.get(v)
         whole = self._made_here(op, v) if op is not None and self._is_generated(op) else self._whole(v)
         value = self.split.graph.values[v]
@@ -203,7 +203,7 @@ class Microbatch:
         return self.written.write(take, (whole, self.asked_index()), op and in_loop(op))
 
     def _is_generated(self, op: Op) -> bool:
-        """Whether an op makes much from little, all of which depends on no example."""
+        """True if an op makes much data from little, and depends on no example."""
         num_bytes = sum(self.split.graph.value(a).num_bytes for a in op.inputs)
         return (
             all(map(is_unsplit, self.split.read(op)))
@@ -225,7 +225,7 @@ class Microbatch:
         return self._generated[v]
 
     def _behind_the_index(self, held: tuple[int, ...], like: Op) -> tuple[int, ...]:
-        """The same values, once it is known which microbatch it is."""
+        """Values behind a barrier with the microbatch's number."""
         inputs = (*held, self.asked_index())
         values = tuple(self.written.values[v] for v in inputs)
         outputs = tuple(map(self.written.new, values))
@@ -247,7 +247,7 @@ class Microbatch:
         return outputs
 
     def _in_the_first(self, atom: Atom) -> Atom:
-        """Something whole in the first microbatch, zero in the others."""
+        """A whole value in the first microbatch, zero in the others."""
         if not isinstance(atom, int):
             whole = np.asarray(atom.val, atom.aval.dtype)[()]
             return self.written.write(partial(_first, whole), (self.asked_index(),), None)
@@ -259,7 +259,7 @@ class Microbatch:
     # --- ops
 
     def _wanted(self, op: Op, read: Sequence[State], cut: Cut | None) -> list[State | None]:
-        """What an op's operands have to be that depends on examples."""
+        """The states in which an op that depends on examples reads its operands; None for a whole operand."""
         if op.name == "optimization_barrier":
             return list(read)
         if any(isinstance(s, Reduced) for s in read):
@@ -280,7 +280,7 @@ class Microbatch:
         return small if cut is None or cut.own is None else self._in_own_rows(small, cut.own[1])
 
     def _in_own_rows(self, op: Op, column: int) -> Op:
-        """A look-up of the microbatch's rows, by their numbers among these."""
+        """A look-up in the microbatch's rows, by their numbers in the microbatch."""
         row, indices, *others = op.inputs
         assert isinstance(indices, int)
         own = self.written.write(partial(_divided, self.count, column), (indices,), op)
@@ -315,14 +315,14 @@ class Microbatch:
         return replace(op, inputs=inputs, result_values=results, bodies=graphs)
 
     def _body(self, split: BatchSplit) -> "tuple[Microbatch, tuple[Atom, ...]]":
-        """A body, and what it hands out."""
+        """A body for one microbatch, and its outputs."""
         body = Microbatch(split, self.resizer, split.graph.inputs)
         body.run(range(len(split.graph.ops)))
         outputs = zip(split.graph.outputs, split.wanted, strict=True)
         return body, tuple(body.read(a, wanted) for a, wanted in outputs)
 
     def whole_graph(self, outputs: Sequence[Atom], takes_index: bool) -> Graph:
-        """All of a body, with the microbatch's number ahead of its inputs, if it takes that."""
+        """A complete body, with the microbatch's number ahead of its inputs, if it takes that."""
         index = (self.asked_index(),) if takes_index else ()
         return self.graph((*index, *self.split.graph.inputs), outputs)
 
@@ -333,7 +333,7 @@ def _part_of(whole: Any, index: Any, shape: tuple[int, ...], dim: int, small: tu
 
 
 def _divided(count: int, column: int, indices: Any) -> Any:
-    """Indices of which one column is divided, rounded down; none of that is negative."""
+    """Indices of which one column is divided by the count, rounded down; no index is negative."""
     places = jax.lax.broadcasted_iota(np.int32, indices.shape, indices.ndim - 1)
     return jax.lax.div(indices, jnp.where(places == column, count, 1).astype(indices.dtype))
 
@@ -343,7 +343,7 @@ def _first(whole: Any, index: Any) -> Any:
 
 
 def _entering(op: Op, inner: dict[str, tuple[BatchSplit, ...]]) -> list[State]:
-    """What an op's bodies want of its operands."""
+    """The states in which an op's bodies read its operands."""
     if op.name == "scan":
         states = inner["jaxpr"][0].entering
         first_x = sum(op.loop_counts)
@@ -355,7 +355,7 @@ def _entering(op: Op, inner: dict[str, tuple[BatchSplit, ...]]) -> list[State]:
 
 
 def _with_index(op: Op, inputs: tuple[Atom, ...], index: int) -> tuple[Op, tuple[Atom, ...]]:
-    """A loop or a choice that hands the microbatch's number to its bodies, as their first operand."""
+    """A loop or a conditional that passes the microbatch's number to its bodies, as their first operand."""
     if op.name == "scan":
         num_consts, num_carry = op.loop_counts
         num_xs, num_ys = len(op.inputs) - num_consts - num_carry, len(op.outputs) - num_carry
@@ -370,7 +370,7 @@ def _with_index(op: Op, inputs: tuple[Atom, ...], index: int) -> tuple[Op, tuple
 
 
 def in_loop(op: Op) -> Op:
-    """An op as it stands in the loop over microbatches, which holds the phases forward and backward."""
+    """An op in the loop over microbatches, which holds the forward and the backward phase: an update becomes backward."""
     if op.phase is not Phase.UPDATE:
         return op
     bodies = {

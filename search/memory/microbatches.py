@@ -186,7 +186,8 @@ def batch_divisors(step: Step) -> list[int]:
 
 
 def _batch_sizes(step: Step) -> list[int]:
-    """Candidates for the number of examples, best first: the first dim of most batch arguments, then of the largest."""
+    """Candidates for the number of examples: the first dims of batch arguments, the most frequent first, then those with the
+    most elements."""
     num_arguments, num_elements = Counter[int](), Counter[int]()
     for _, shape in _batch_arguments(step):
         num_arguments[shape[0]] += 1

@@ -1,9 +1,8 @@
-"""Which values to keep and which to compute again, at a price per byte kept: a minimum cut.
+"""Which values to keep and which to recompute, at a price per kept byte: a minimum cut.
 
-A value is *at hand* in the backward phase if it is kept or its op runs again, and an op runs again only if all that it
-reads is at hand. Keeping a value costs its bytes' price, and the time to keep it where that is for this alone; running an op
-again costs its time. With a variable for each value (is
-it at hand) and for each op (does it run again), the costs are
+A value is *at hand* in the backward phase if it is kept or its op runs again. An op runs again only if all its operands are
+at hand. Keeping a value costs the price of its bytes, and the time to keep it where that is for this alone; running an op
+again costs its time. With a variable for each value (is it at hand) and for each op (does it run again), the costs are
 
     price x bytes + time to keep it
                     for a value that is at hand though its op does not run again,
@@ -27,7 +26,7 @@ PICOSECONDS = 1e12
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Recomputation:
-    """What can be computed again.
+    """Ops that can run again, and the values that they make.
 
     Attributes:
       op_s: [ops] seconds to run each again; infinite where it cannot.
@@ -47,10 +46,11 @@ class Recomputation:
 
 
 def cheapest(problem: Recomputation, price_s_per_byte: float | np.ndarray) -> np.ndarray:
-    """[ops]: which run again, where a kept byte costs that many seconds; the fewest among equals.
+    """[ops]: whether each runs again, if a kept byte costs that many seconds; among equal choices the one with the fewest
+    ops.
 
     Args:
-      problem: what can be computed again.
+      problem: the ops and values.
       price_s_per_byte: of all values, or [values] of each.
     """
     from ortools.graph.python import max_flow

@@ -1,18 +1,18 @@
 """An op for fewer examples.
 
-Most primitives take their sizes from their operands. A few have sizes among their parameters; for these the table below says
-which become which:
+Most primitives take their sizes from their operands. A few have sizes among their parameters; the table below lists their
+new values:
 
-    shape, new_sizes        of what is made: `broadcast_in_dim`, `iota`, `empty`, `reshape`; `slice_sizes` of `dynamic_slice`
+    shape, new_sizes        of the result: `broadcast_in_dim`, `iota`, `empty`, `reshape`; `slice_sizes` of `dynamic_slice`
     reps                    as many as make the result of the operand: `tile`
     limits, edges, sizes    of pieces along the dim of the examples, where `batch_cut` lets them be: `slice`, `pad`, `split`
     slice_sizes             of the dims that are taken whole: `gather`
     counts of groups        where the examples are groups of a convolution's features, as under `vmap` over kernels
 
-Random bits (`random_bits`, `random_split`, `rng_bit_generator`, `iota_2x32_shape`) have the batch's size too, but those of
-fewer examples are other bits: they are made for all, and cut (`microbatch_body`). Kernels (`pallas_call`,
-`custom_partitioning`) have it inside, where no table reaches. Whether that was all is checked by JAX itself: its shape
-inference must come to the shapes wanted.
+Random bits (`random_bits`, `random_split`, `rng_bit_generator`, `iota_2x32_shape`) have the batch's size too, but other
+sizes give other bits: they are made for all examples, and cut (`microbatch_body`). Kernels (`pallas_call`,
+`custom_partitioning`) contain the size where no table reaches. JAX itself checks the new op: its shape inference must give
+the expected shapes.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,7 +38,7 @@ def _pad(op: Op, was: Sequence[Value], now: Sequence[Value], results: Sequence[V
 
 
 def _scaled(places: Sequence[int], was: Value, now: Value) -> tuple[int, ...]:
-    """Places along dims that have become smaller, which are multiples of how much smaller."""
+    """Places along dims, scaled with the dims; the places are multiples of the ratio."""
     return tuple(
         place if small == whole else place * small // whole
         for place, whole, small in zip(places, was.shape, now.shape, strict=True)
@@ -57,7 +57,8 @@ def _tile(op: Op, was: Sequence[Value], now: Sequence[Value], results: Sequence[
 def _convolution(
     op: Op, was: Sequence[Value], now: Sequence[Value], results: Sequence[Value]
 ) -> dict[str, Any]:
-    """Features in groups are as many groups as the kernel's inputs fit in; groups of the batch shrink with its outputs."""
+    """Counts of groups. There are as many feature groups as the kernel's inputs fit in the features; batch groups shrink
+    with the batch if the kernel's outputs do."""
     numbers, (lhs, kernel) = op.params["dimension_numbers"], now
     batch, features, *_ = numbers.lhs_spec
     made, read, *_ = numbers.rhs_spec
@@ -76,7 +77,7 @@ def _gather(op: Op, was: Sequence[Value], now: Sequence[Value], results: Sequenc
 
 
 def _taken(sizes: Sequence[int], was: Value, now: Value) -> tuple[int, ...]:
-    """Dims that have become smaller were taken whole, or one element at a time."""
+    """Sizes of a slice: a dim that has become smaller is taken whole, or one element at a time."""
     return tuple(
         small if small < whole and size == whole else size
         for size, whole, small in zip(sizes, was.shape, now.shape, strict=True)
@@ -84,7 +85,7 @@ def _taken(sizes: Sequence[int], was: Value, now: Value) -> tuple[int, ...]:
 
 
 def _to(parameter: str) -> _Resize:
-    """The result's shape is this parameter."""
+    """Sets this parameter to the result's shape."""
     return lambda op, was, now, results: {parameter: results[0].shape}
 
 
@@ -102,7 +103,7 @@ _RESIZES: dict[str, _Resize] = {
 
 
 class Resizer:
-    """Makes ops for fewer examples; what JAX says of ops that look alike is asked once."""
+    """Makes ops for fewer examples; JAX's shape inference runs once for ops that look alike."""
 
     def __init__(self) -> None:
         self._inferred: dict[Any, tuple[Value, ...] | None] = {}
@@ -114,13 +115,13 @@ class Resizer:
         operands: tuple[Sequence[Value], Sequence[Value]],
         results: tuple[Value, ...],
     ) -> Op | None:
-        """The op with these inputs and results; None where it does not come to such results.
+        """The op with these inputs and results; None if JAX infers other results.
 
         Args:
-          op: as it was.
-          inputs: what it reads now.
-          operands: what its operands were, and what they are now.
-          results: what it has to make now.
+          op: the original op.
+          inputs: its new operands.
+          operands: the types of its operands, before and now.
+          results: the types of its results now.
         """
         was, now = operands
         if not op.bodies and op.name in _RESIZES:

@@ -1,20 +1,20 @@
-"""Which values to keep, drop and compute again, on any graph, so that a budget of memory is held: the cheapest sequence.
+"""Which values to keep, drop and recompute, on any graph, so that memory stays within a budget: the cheapest sequence.
 
 A graph's nodes are computed in a given order, each from the results of others. A *sequence* lists every node at least once,
-first computations in that order; any node may be listed again wherever its operands are in memory, as what is dropped must
-be computed anew before it is read. While a node is computed, its operands, its own result and all that is retained for
-later are in memory together, and never more than the budget (the convention of Jain et al. 2020, "Checkmate", section 4).
-A result is dropped after the last reader of that copy; one without readers, as soon as it is there: what must outlive the
-step needs a reader at the end.
+with first computations in that order. A node may be listed more than once, wherever its operands are in memory: a dropped
+value must be recomputed before it is read. While a node is computed, its operands, its own result and all values retained
+for later are in memory together, and never more than the budget (the convention of Jain et al. 2020, "Checkmate", section
+4). A result is dropped after the last reader of that copy. A result without readers is dropped at once, so a value that must
+outlive the step needs a reader at the end.
 
-The sequence that costs least is NP-hard to find. `solve` starts from what an eviction rule finds (`search.memory.eviction`),
-or from the best checkpoints where the graph is a chain (`search.memory.checkpoints`). It goes on with an integer program
-over the stages between first computations (`search.memory.retention_program`), which CP-SAT solves. That gives a bound too,
-which proves the answer or says how far from the best it may be. As Checkmate's and that of Moccasin (Bartan et al. 2023),
-the program computes nodes again in the graph's order. Tight budgets sometimes want more than one such *run* in a stage:
-more are tried where one is not enough for all that is known, that is, for the bound over sequences in any order.
+The cheapest sequence is NP-hard to find. `solve` starts from the result of an eviction rule (`search.memory.eviction`), or
+from the best checkpoints if the graph is a chain (`search.memory.checkpoints`). It continues with an integer program over
+the stages between first computations (`search.memory.retention_program`), which CP-SAT solves. The program gives a bound
+too, which proves the answer or limits its distance from the best. Like Checkmate and Moccasin (Bartan et al. 2023), the
+program recomputes nodes in the graph's order. Tight budgets sometimes need more than one such *run* in a stage. More runs
+are tried if the answer does not reach the bound over sequences in any order.
 
-`footprints` says what any sequence takes, and knows nothing of how it was found. Every answer has gone through it.
+`footprints` gives the memory of any sequence, independently of its search. It checks every answer.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,25 +30,25 @@ from autoshard.search.memory.retention_program import Outcome, RetentionProgram
 from autoshard.search.memory.value_graph import ValueGraph
 
 MOST_RUNS = 3
-"""Of computing again in ascending order, between two first computations. Source: with up to three, all of 2,088 random
-problems of six to ten nodes came out as by a search over all sequences (measured); with one, 99 in 100."""
+"""Most runs of recomputation, in ascending order, between two first computations. Source: with up to three, all of 2,088
+random problems of six to ten nodes came out as by a search over all sequences (measured); with one, 99 in 100."""
 RESOLUTION = 10**9
-"""Parts of the sum of all costs that fractions of costs are rounded to."""
+"""Costs that are no whole numbers are rounded to this fraction of their sum."""
 LEAST_BUDGET_S = 5.0
-"""For the smallest budget that would do, where none is left. Source: a choice of ours."""
+"""Least time to search for a sufficient budget, if no sequence was found. Source: a choice of ours."""
 
 
 @dataclass(frozen=True, slots=True)
 class RetentionPlan:
-    """A sequence, and what it takes.
+    """A sequence, with its cost and its memory.
 
     Attributes:
       sequence: the nodes in the order of their computation.
-      cost: of all of them.
+      cost: of all computations.
       peak: the most memory.
       bound: no sequence of as many runs in each stage costs less.
       bound_any_order: no sequence whatsoever costs less.
-      num_runs: in each stage, of the program that gave `bound`.
+      num_runs: runs in each stage of the program that gave `bound`.
     """
 
     sequence: tuple[int, ...]
@@ -60,12 +60,12 @@ class RetentionPlan:
 
     @property
     def gap(self) -> float:
-        """By how much of the cost the bound falls short."""
+        """The cost less the bound, as a share of the cost."""
         return (self.cost - self.bound) / self.cost if self.cost else 0.0
 
     @property
     def is_optimal(self) -> bool:
-        """Whether the bound proves the sequence cheapest: of its number of runs, or of all if `bound_any_order` does too."""
+        """True if the bound proves the sequence cheapest: of its number of runs, or of all if `bound_any_order` does too."""
         return self.cost <= self.bound
 
 
@@ -75,13 +75,13 @@ def solve(
     """The cheapest sequence whose memory never exceeds a budget.
 
     Args:
-      graph: what is computed.
+      graph: the nodes to compute.
       budget: the most memory, in the unit of the graph's sizes.
       time_limit_s: after it, the best so far is returned, with its bound.
       num_workers: threads; with one, the same graph gives the same answer unless time runs out.
 
     Raises:
-      InfeasibleError: no sequence fits, or none was found in time; says what is needed at least.
+      InfeasibleError: no sequence fits, or none was found in time; the message says how much memory is needed at least.
 
     Example:
       >>> chain = ValueGraph([1, 1, 1, 0], [1, 1, 1, 0], [(0, 1), (1, 2), (0, 3), (2, 3)])
@@ -104,7 +104,7 @@ def solve(
 
 
 def footprints(graph: ValueGraph, sequence: Sequence[int]) -> list[int]:
-    """The memory at each computation of a sequence: its operands, its result, and what is retained for later.
+    """The memory at each computation of a sequence: its operands, its result, and the values retained for later.
 
     Raises:
       InputError: nodes are first computed in another order than the graph's, or not at all.
@@ -131,7 +131,7 @@ def footprints(graph: ValueGraph, sequence: Sequence[int]) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """The best sequence so far, if any, and what is proven of all others."""
+    """The best sequence so far, if any, and the proven bounds on all others."""
 
     sequence: tuple[int, ...] | None
     bound: float
@@ -140,7 +140,7 @@ class _Found:
 
 
 def _in_whole_units(graph: ValueGraph) -> ValueGraph:
-    """The same graph with whole costs and sizes, as small as they may be."""
+    """The graph with whole costs and sizes, as small as they may be."""
     costs, size_unit = graph.costs, gcd(*graph.sizes) or 1
     if all(cost == int(cost) for cost in costs):
         unit = gcd(*map(int, costs)) or 1
@@ -171,7 +171,7 @@ def _search(graph: ValueGraph, budget: int, end_s: float, num_workers: int) -> _
 def _with_runs(
     graph: ValueGraph, budget: int, best: _Found, num_runs: int, end_s: float, num_workers: int
 ) -> _Found:
-    """The best with as many runs in each stage, where it is better than the best so far."""
+    """The best sequence with that many runs in each stage, if it is better than the best so far."""
     program = RetentionProgram(graph, budget, num_runs)
     rounds = list(_rounds(program, graph, budget, best.sequence, end_s, num_workers))
     last, bound = rounds[-1], max(sum(graph.costs), *(outcome.bound for outcome in rounds))
@@ -192,7 +192,8 @@ def _rounds(
     end_s: float,
     num_workers: int,
 ) -> Iterator[Outcome]:
-    """Solves until no row is overrun, nothing is found or time is up; each round adds the rows that the last one overran."""
+    """Solves until no row is violated, no solution is found or time is up; each round adds the rows that the last one
+    violated."""
     is_new = True
     while is_new:
         outcome = program.solve(hint, end_s - monotonic(), num_workers)
@@ -209,7 +210,7 @@ def _cost(graph: ValueGraph, sequence: Sequence[int] | None) -> float:
 
 
 def _infeasible(graph: ValueGraph, budget: int, unit: int, end_s: float, num_workers: int) -> str:
-    """What would fit, found by the same program with the peak as its objective."""
+    """The error message, with a sufficient budget found by the same program with the peak as its objective."""
     plain = tuple(range(len(graph)))
     end_s = max(end_s, monotonic() + LEAST_BUDGET_S)
     rounds = list(_rounds(RetentionProgram(graph, None), graph, None, plain, end_s, num_workers))

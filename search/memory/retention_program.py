@@ -1,30 +1,30 @@
-"""The cheapest sequence under a budget as an integer program over stages, its memory rows added as they are overrun.
+"""The cheapest sequence under a budget as an integer program over stages, with memory rows added when they are violated.
 
 *Stage* t lies between the first computation of node t - 1 and that of node t, and ends with the latter. (With several runs,
 each stage is several, of which the last computes t.) Variables, for stage t and a node v that was computed before:
 
-    R[t, v]  v is computed again in stage t
+    R[t, v]  v is recomputed in stage t
     S[t, v]  v is in memory when stage t begins
 
 Objective: sum of cost[v] R[t, v]. Constraints (Jain et al. 2020, section 4; `_add_stage`):
 
-    S[t, v] <= S[t-1, v] + R[t-1, v]             what is there was there, or was computed
-    R[t, v] <= S[t, u] + R[t, u]    for u -> v   operands are there; for v = t too, where R is 1
-    S[t, v] + R[t, v] <= 1                       what is dropped and computed again in one stage counts as the latter
-    R[t, v], S[t, v] <= S[t+1, v] + sum of R[t, w] over readers w: nothing is there for nothing
+    S[t, v] <= S[t-1, v] + R[t-1, v]             a value in memory was there before, or was recomputed
+    R[t, v] <= S[t, u] + R[t, u]    for u -> v   operands are in memory; for v = t too, where R is 1
+    S[t, v] + R[t, v] <= 1                       a value dropped and recomputed in one stage counts as the latter
+    R[t, v], S[t, v] <= S[t+1, v] + sum of R[t, w] over readers w: every value in memory has a use
 
 Memory while v is computed in stage t, for each event (t, v), v = t included (`add_row`):
 
     sum over u < v of size[u] A[t, v, u]  +  size[v] R[t, v]  +  sum over u > v of size[u] S[t, u]  <=  budget
 
 where A[t, v, u] = S[t+1, u] or R[t, w] for any reader w >= v of u: in a run nodes are computed in ascending order, and u is
-there until its last reader, or for the next stage. Where R[t, v] = 0 the row follows from the next event's.
+in memory until its last reader, or for the next stage. Where R[t, v] = 0 the row follows from the next event's.
 
-Rows of the events (t, t) need no A's that are not S's or constants, and hold for any order of computation inside a stage:
-with these alone the program is a relaxation over all sequences. Other rows are added when a solution overruns them. Under
-budgets of 80% or 90% of the peak training graphs need none or a few of the n^2 / 2 rows, and the linear relaxation, from
-which the bound comes, stays small. Moccasin (Bartan et al. 2023) says the same by O(n) integers, the ends of the intervals
-in which copies are retained; the booleans are here for the sake of that relaxation.
+In the rows of the events (t, t), every A is an S or a constant. These rows hold for any order of computation inside a stage:
+with them alone the program is a relaxation over all sequences. Other rows are added when a solution violates them. Under
+budgets of 80% or 90% of the peak, training graphs need none or a few of the n^2 / 2 rows, and the linear relaxation, which
+gives the bound, stays small. Moccasin (Bartan et al. 2023) needs only O(n) integers, the ends of the intervals in which
+copies are retained; the booleans are here for the sake of that relaxation.
 """
 
 import math
@@ -38,18 +38,20 @@ if TYPE_CHECKING:
     from ortools.sat.python import cp_model
 
 SEED = 0
-"""The solver's, so that the same program gives the same answer."""
+"""The solver's seed, so that one program always gives one answer."""
 LEAST_SOLVE_S = 0.1
-"""What a solver gets even if time is up, so that it can at least look at its hint."""
+"""Least time of a solve, even if time is up, so that the solver can at least look at its hint."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What one solve found.
+    """The result of one solve.
 
     Attributes:
-      events: the best: stages and the nodes that they compute, in order; None if there is none, or none was found in time.
-      bound: no solution of the program's rows costs less; infinite where there is none.
+      events: the best solution: stages and the nodes that they compute, in order; None if there is none, or none was found
+        in
+        time.
+      bound: no solution of the program's rows costs less; infinite if there is none.
       is_finished: whether the solver finished.
     """
 
@@ -65,7 +67,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Nodes below `end` may be computed again; then node `end` is computed, if this is the last of its stages."""
+    """Nodes below `end` may be recomputed; then node `end` is computed, if this is the last of its stages."""
 
     end: int
     is_last: bool
@@ -76,8 +78,8 @@ class RetentionProgram:
 
     Args:
       graph: its costs are whole numbers.
-      budget: the most memory; None to minimise that instead of the cost.
-      num_runs: how often, between two first computations, nodes are computed again in ascending order.
+      budget: the most memory; None to minimise memory instead of the cost.
+      num_runs: runs of recomputation, in ascending order, between two first computations.
     """
 
     def __init__(self, graph: ValueGraph, budget: int | None, num_runs: int = 1) -> None:
@@ -107,7 +109,7 @@ class RetentionProgram:
                 self.add_row((j, stage.end))
 
     def add_row(self, event: tuple[int, int]) -> bool:
-        """Holds memory at an event, a stage's computation of a node, to the limit; whether it was not before."""
+        """Limits the memory at an event, a stage's computation of a node; returns whether the row is new."""
         if event in self._rows:
             return False
         self._rows.add(event)
@@ -122,7 +124,7 @@ class RetentionProgram:
         return True
 
     def solve(self, hint: Sequence[int] | None, time_limit_s: float, num_workers: int) -> Outcome:
-        """The cheapest under the rows so far.
+        """The cheapest solution under the rows so far.
 
         Args:
           hint: a sequence to start from.
@@ -150,7 +152,7 @@ class RetentionProgram:
         return Outcome(tuple(self._events(solver)), solver.best_objective_bound, status == cp_model.OPTIMAL)
 
     def _placed(self, sequence: Sequence[int]) -> list[tuple[int, int]]:
-        """A sequence's nodes with a stage for each; what the last run of a stage cannot hold goes there all the same."""
+        """A sequence's nodes with a stage for each; the last run of a stage takes its nodes in any order."""
         j, last, found = 0, -1, list[tuple[int, int]]()
         for v in sequence:
             stage = self.stages[j]
@@ -182,7 +184,7 @@ class RetentionProgram:
                 self._model.add_bool_or(kept[u], again[u])
 
     def _uses(self, j: int, v: int) -> "list[cp_model.IntVar] | None":
-        """What a node may be in memory for in a stage; None where it must be."""
+        """The possible uses of a node in a stage, as literals; None if the node must be in memory."""
         end = self.stages[j].end
         if self.stages[j].is_last and end in self._readers[v]:
             return None
@@ -190,7 +192,7 @@ class RetentionProgram:
         return [*readers, *([self._kept[j + 1][v]] if v in self._kept[j + 1] else [])]
 
     def _alive_at(self, j: int, at: int, u: int) -> "cp_model.LiteralT | None":
-        """Whether an earlier node is in memory while node `at` is computed; None where it never is."""
+        """The literal that an earlier node is in memory while node `at` is computed; None if it never is."""
         stage = self.stages[j]
         if stage.is_last and stage.end in self._readers[u]:
             return True
@@ -207,7 +209,7 @@ class RetentionProgram:
         return self._alive[j, reader, u]
 
     def _add_objective(self, budget: int | None) -> "int | cp_model.IntVar":
-        """What rows are held to: the budget, or a variable that is minimised."""
+        """The limit of all rows: the budget, or a variable that is minimised."""
         costs, sizes = self._graph.costs, self._graph.sizes
         if budget is None:
             peak = self._model.new_int_var(self._graph.least_budget(), sum(sizes), "peak")

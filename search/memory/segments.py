@@ -1,9 +1,10 @@
 """Where a chain of forward ops is cut into segments that are recomputed one by one.
 
-Recomputing all of a forward phase from its arguments saves nothing, as everything is there at once when the backward phase
-begins. So what crosses from one segment to the next is kept, and each segment is recomputed from that when the backward
-phase reaches it (Chen et al. 2016). The cuts are where least crosses: between layers, if a model has any. Long segments
-keep less and hold more while they are recomputed; of several lengths the one is taken with the smallest sum of both.
+Recomputing a whole forward phase from its arguments saves nothing: all its values are in memory at once when the backward
+phase begins. So the values that cross from one segment to the next are kept, and each segment is recomputed from them when
+the backward phase reaches it (Chen et al. 2016). The cuts are where the fewest bytes cross: between layers, if a model has
+any. Long segments keep less and hold more while they are recomputed. Of several lengths, the one with the smallest sum of
+both is taken.
 """
 
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 MOST_SEGMENTS = 512
-"""The shortest segments make one of so many parts of all that is made. Source: a choice of ours."""
+"""The shortest segments make this fraction of all bytes. Source: a choice of ours."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +22,7 @@ class Segments:
 
     Attributes:
       ends: the last position of each segment.
-      kept_bytes: of what crosses.
+      kept_bytes: of the values that cross.
       working_bytes: the most that one segment makes.
     """
 
@@ -44,11 +45,11 @@ def segments(
     """The cut that takes the least memory.
 
     Args:
-      num_bytes: [values].
+      num_bytes: [values] bytes of each.
       last_use: [values] the last position that reads each.
       maker: [values] the position that makes each.
-      num_positions: of ops.
-      repeats: [values] for how many each stands: all of these are kept, and one at a time is recomputed.
+      num_positions: number of ops.
+      repeats: [values] how many values each represents: all of these are kept, and one at a time is recomputed.
     """
     size, last, made_at = np.asarray(num_bytes, float), np.asarray(last_use), np.asarray(maker)
     order = np.argsort(made_at, kind="stable")
@@ -70,9 +71,9 @@ def _narrowest(
     num_positions: int,
     most_bytes: float,
 ) -> Segments:
-    """The segments that make no more than so much, unless they are a single op, with the least that crosses.
+    """The segments with the fewest crossing bytes, none of which makes more than `most_bytes` unless it is a single op.
 
-    By dynamic programming over the ends of segments: what crosses an end is charged to the segment that makes it.
+    By dynamic programming over the ends of segments: a value that crosses an end is charged to the segment that makes it.
     """
     first = np.searchsorted(made_at, np.arange(num_positions + 1))
     before = np.concatenate([[0.0], np.cumsum(size)])[first]
