@@ -1,19 +1,19 @@
-"""Loops and choices cut in two: statistics that are finished in a body are finished in one of their own, after it.
+"""Loops and conditionals cut in two: statistics that are finished inside a body are finished in a second one, after it.
 
 A loop over layers reports the standard deviation of each layer's activations. In microbatches the loop runs once for each of
-them, and makes sums over that one's examples; their square root is another matter, as it needs the sums of all. So the loop
-is cut: the first part makes the sums and hands them out for each iteration, the second, which no example enters, runs once
-after the last microbatch, and makes of them what the loop made.
+them, and sums over that one's examples; but the square root needs the sums over all examples. So the loop is cut. The first
+part makes the sums and returns them for each iteration. The second part reads no examples. It runs once, after the last
+microbatch, and computes the loop's results from the sums.
 
     for w in ws:  h = f(h, w); y = sqrt(mean(h * h))            as the user wrote it
     for w in ws:  h = f(h, w); s = mean(h * h)                  for each microbatch
     for s in ss:  y = sqrt(s)                                   once
 
-Values that depend on no example are made again in the second part from what they were made of. A loop cannot be cut where
-the second part needs examples: what is made of sums flows back into the work on each of them.
+Values that depend on no example are recomputed in the second part. A loop cannot be cut if the second part needs examples:
+then a function of the sums flows back into the work on each example.
 
-A differentiated loop hands out residuals even of a statistic whose gradient nobody asked for; such results go first, as
-nothing reads them.
+A differentiated loop returns residuals even of a statistic whose gradient is not used. Such results are removed first,
+because no op reads them.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -39,7 +39,7 @@ from autoshard.search.memory.written import Written
 
 
 def without_unread_results(graph: Graph) -> Graph:
-    """The graph without what its scans make for each iteration, or its choices make, and nobody reads."""
+    """The graph without unread results of its conditionals, and without unread stacks of its scans."""
     read = {a for op in graph.ops for a in op.operands} | {*graph.made}
     ops = (_without_unread(op, read) if op.name in ("scan", "cond") else op for op in graph.ops)
     return without_dead_ops(replace(graph, ops=tuple(ops)))
@@ -63,14 +63,14 @@ def _without_unread(op: Op, read: set[int]) -> Op:
 
 
 def with_loops_cut(graph: Graph, split: BatchSplit) -> Graph:
-    """The graph with each loop and choice cut that finishes something in its body, innermost first.
+    """The graph with each loop and conditional cut that finishes a value in its body, innermost first.
 
     Args:
       graph: the split's.
       split: by a walk that is not strict.
 
     Raises:
-      NotSplittableError: what is finished in a body is read there for each example.
+      NotSplittableError: a per-example op of a body reads a value that is finished there.
     """
     values, ops = list(graph.values), list[Op]()
     for i, op in enumerate(graph.ops):
@@ -104,16 +104,16 @@ class _Port:
 
 
 class _Late:
-    """What a second part runs to make some of a body's outputs, of what the first part has made.
+    """The second part of a body, which makes some of its outputs from values of the first part.
 
     Attributes:
       ops: the ops that run in the second part, by their places in the body.
-      handed: what the first part hands out for the second.
+      handed: the values that the first part returns for the second.
       repeated: the body's inputs that the second part reads, too.
     """
 
     def __init__(self, split: BatchSplit, outputs: Iterable[Atom], carried: Mapping[int, Atom]) -> None:
-        """`carried` says, by input, what is its value in the next iteration.
+        """`carried` gives, by input, the value that replaces it in the next iteration.
 
         Raises:
           NotSplittableError: the second part reads values of examples.
@@ -145,7 +145,7 @@ class _Late:
                 left += [carried[v]] if v in carried else []
 
     def _made_late(self, i: int, v: int) -> tuple[int, ...]:
-        """Puts an op into the second part; of what it makes a result."""
+        """Puts an op into the second part; returns the operands of one of its results."""
         self.ops.add(i)
         sources = _sources(self._body.ops[i], v)
         if any(isinstance(self._split.states[a], PerExample) for a in sources):
@@ -154,7 +154,7 @@ class _Late:
         return sources
 
     def _cause(self, op: Op) -> Op:
-        """Which op makes of all examples what one reads."""
+        """The op because of which an op's result is finished."""
         state = next(s for v in op.outputs if isinstance(s := self._split.states[v], Finished))
         return state.cause
 
@@ -165,7 +165,7 @@ class _Late:
 
 
 def _finished(split: BatchSplit) -> list[int]:
-    """The outputs of a body of examples that are finished, by their places."""
+    """The finished outputs of a body that holds examples, by their places."""
     has_examples = any(isinstance(s, PerExample) for s in split.states.values())
     return [r for r, state in enumerate(split.wanted) if isinstance(state, Finished) and has_examples]
 
@@ -184,7 +184,7 @@ class _Fission:
         self.begun = {p.inner for p, state in states if isinstance(state, PerExample)}
 
     def parts(self) -> tuple[Op, ...]:
-        """Both loops; the loop as it is where there is nothing to cut, or it cannot be cut."""
+        """Both loops; the given loop if there is nothing to cut, or it cannot be cut."""
         finished = _finished(self.split)
         carried = {p.inner: self.body.outputs[c] for c, p in enumerate(self.carries)}
         late = _Late(self.split, [self.body.outputs[r] for r in finished], carried)
@@ -200,13 +200,13 @@ class _Fission:
         again = self._repeated_carries(late)
         return begun, self._part(late.in_order, finished, consts, xs, again, {})
 
-    # --- what stands where
+    # --- operands of the parts
 
     def _unfinished(self, ports: Iterable[_Port]) -> list[_Port]:
         return [p for p in ports if not isinstance(self.split.states[p.inner], Finished)]
 
     def _repeated_carries(self, late: _Late) -> tuple[int, ...]:
-        """The carries that the second part runs through once more, though the first one makes them."""
+        """The carries that the second part computes once more, though the first part returns them."""
         states = self.split.wanted
         return tuple(
             c
@@ -228,12 +228,12 @@ class _Fission:
         """A loop that makes some of the results.
 
         Args:
-          ops: that make them, and maybe others.
+          ops: the ops that make them, and maybe others.
           results: of the loop, by their places.
-          consts: what it reads as it is.
-          xs: what it iterates over.
-          again: carries that it needs, but which another part hands on.
-          handed: the values of the body that it hands out besides, for each iteration, with what they are outside.
+          consts: the loop's constants.
+          xs: the arrays that it iterates over.
+          again: carries that it needs, but which another part returns.
+          handed: the values of the body that it stacks besides, with their stacks outside.
         """
         carried = sorted((*(r for r in results if r < len(self.carries)), *again))
         ys = [r for r in results if r >= len(self.carries)]
@@ -267,20 +267,20 @@ class _Fission:
         return len(self.values) - 1
 
     def _stack(self, v: int) -> int:
-        """The value outside that holds one of the body for each iteration."""
+        """A new value outside: the stack of one of the body."""
         value = self.body.values[v]
         self.values.append(replace(value, shape=(int(self.loop.params["length"]), *value.shape)))
         return len(self.values) - 1
 
 
 class _Choice:
-    """One choice between branches, cut in two: the second part chooses again, as the first did."""
+    """One conditional, cut in two; both parts take the same branch."""
 
     def __init__(self, choice: Op, splits: Sequence[BatchSplit], values: list[Value]) -> None:
         self.choice, self.splits, self.values = choice, splits, values
 
     def parts(self) -> tuple[Op, ...]:
-        """Both choices; the choice as it is where there is nothing to cut."""
+        """Both conditionals; the given one if there is nothing to cut."""
         finished = sorted({r for split in self.splits for r in _finished(split)})
         if not finished:
             return (self.choice,)
@@ -297,7 +297,7 @@ class _Choice:
         return self._part(first, read, (), stacks, begun), self._part(finished, again, stacks, (), made)
 
     def _input(self, b: int, place: int) -> int:
-        """What a branch calls an operand."""
+        """A branch's input for an operand."""
         return self.splits[b].graph.inputs[place]
 
     def _like(self, value: Value) -> int:
@@ -307,7 +307,8 @@ class _Choice:
     def _handing_out(
         self, b: int, read: Sequence[int], results: Sequence[int], handed: Sequence[tuple[int, int]]
     ) -> Graph:
-        """A branch that makes some of the results, and what it hands out; zeros for what others do."""
+        """A branch of the first part: some of the results, its values for the second part, and zeros for those of other
+        branches."""
         graph = self.splits[b].graph
         written = Written(graph.values)
         written.ops += graph.ops
@@ -334,7 +335,7 @@ class _Choice:
         results: Sequence[int],
         handed: Sequence[tuple[int, int]],
     ) -> Graph:
-        """A branch that makes the others of what was handed out."""
+        """A branch of the second part, which makes the other results."""
         graph = self.splits[b].graph
         values = list(graph.values)
         entering = list[int]()
@@ -372,7 +373,7 @@ def _zeros(value: Value) -> Any:
 
 
 def _sources(op: Op, v: int) -> tuple[int, ...]:
-    """The operands of which an op makes a result; a barrier makes each of one."""
+    """The operands from which an op makes a result; a barrier makes each result from one operand."""
     if op.name != "optimization_barrier":
         return op.operands
     source = op.inputs[op.outputs.index(v)]
@@ -380,7 +381,7 @@ def _sources(op: Op, v: int) -> tuple[int, ...]:
 
 
 def _only(body: Graph) -> Graph:
-    """A body without the ops that nothing needs, and without what barriers hold for these."""
+    """A body without unused ops, and without the operands that barriers hold for these."""
     live, kept = {a for a in body.outputs if isinstance(a, int)}, list[Op]()
     for op in reversed(body.ops):
         if op.name == "optimization_barrier":
@@ -392,7 +393,7 @@ def _only(body: Graph) -> Graph:
 
 
 def _held(op: Op, held: Sequence[int]) -> Op:
-    """A barrier that holds no more than some of its operands."""
+    """A barrier reduced to some of its operands."""
     inputs, outputs, values = (
         tuple(each[i] for i in held) for each in (op.inputs, op.outputs, op.result_values)
     )

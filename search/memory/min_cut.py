@@ -1,7 +1,7 @@
 """Which values to keep and which to recompute, at a price per kept byte: a minimum cut.
 
 A value is *at hand* in the backward phase if it is kept or its op runs again. An op runs again only if all its operands are
-at hand. Keeping a value costs the price of its bytes, and the time to keep it where that is for this alone; running an op
+at hand. Keeping a value costs the price of its bytes, and the time of writes and reads that serve this alone; running an op
 again costs its time. With a variable for each value (is it at hand) and for each op (does it run again), the costs are
 
     price x bytes + time to keep it

@@ -1,20 +1,20 @@
 """Sums of powers of the distance from a mean, made in microbatches.
 
-`sum((x - m) ** 2)`, with a mean m over all examples, reads for each example what is known only after the last one. A
+`sum((x - m) ** 2)`, with a mean m over all examples, reads for each example a value that is known only after the last one. A
 microbatch g has a mean of its own, m_g. The sum over its examples is a polynomial F_g in the mean, so Taylor's series around
 m_g ends, and is exact:
 
     F_g(m) = F_g(m_g) + F_g'(m_g) (m - m_g) + F_g''(m_g) / 2 (m - m_g)^2 + ...
 
-A microbatch hands out its m_g and the coefficients; the mean of all and the sum of these series are made after the last one.
+A microbatch returns its m_g and the coefficients; the mean of all and the sum of these series are made after the last one.
 For a variance this is the update of Chan, Golub and LeVeque ("Updating formulae and a pairwise algorithm for computing
-sample variances", 1982), which cancels nothing: sums of squares less the square of the sum would.
+sample variances", 1982). It avoids the cancellation in a sum of squares less the square of the sum.
 
 The distances may be weighted, chosen by a mask, converted to another type of float and raised to a power, if all of that
-works element by element and is a polynomial in the mean. Its degree is followed through the ops; its derivatives are JAX's.
+works element by element and is a polynomial in the mean. Its degree is followed through the ops; JAX makes its derivatives.
 Where the mean differs from one place to another (a variance for each feature), the sum over these places is made last.
 
-Any linear function of sums over examples may stand for `m`. Its counterpart m_g is that function of the microbatch's sums,
+Any linear function of sums over examples may replace `m`. Its counterpart m_g is that function of the microbatch's sums,
 times the number of microbatches. The series is exact around any other value, too, but its terms would be large.
 """
 
@@ -47,14 +47,14 @@ from autoshard.search.memory.microbatch_body import around, dealt
 from autoshard.search.memory.written import Written
 
 MOST = 4
-"""The highest power: of a kurtosis."""
+"""The highest power: that of a kurtosis."""
 
 _KEEPING = frozenset({"neg", "copy", "name", "convert_element_type"})
 _ADDING = frozenset({"add", "sub", "add_any"})
 
 
 def with_moments(graph: Graph, split: BatchSplit) -> Graph:
-    """The graph with such sums written as microbatches make them, in bodies too.
+    """The graph with sums of powers of such distances rewritten for microbatches, in bodies too.
 
     Args:
       graph: the split's.
@@ -72,7 +72,7 @@ def with_moments(graph: Graph, split: BatchSplit) -> Graph:
 
 
 def _rewritten(i: int, op: Op, split: BatchSplit, written: Written) -> bool:
-    """Appends an op as microbatches make it; whether it is as it was."""
+    """Appends an op as microbatches make it; returns whether it is unchanged."""
     if i in split.inner:
         bodies = {key: tuple(with_moments(s.graph, s) for s in each) for key, each in split.inner[i].items()}
         is_same = all(a is b for key in bodies for a, b in zip(bodies[key], op.bodies[key], strict=True))
@@ -87,7 +87,7 @@ def _rewritten(i: int, op: Op, split: BatchSplit, written: Written) -> bool:
 
 
 def _moment(op: Op, split: BatchSplit) -> "_Moment | None":
-    """The sum as a polynomial in a mean; None where it is none."""
+    """The sum as a polynomial in a mean; None if it is none."""
     search = _Search(op, split)
     degree = search.degree(op.inputs[0])
     if degree is None or not 1 <= degree <= MOST or len(search.means) != 1 or len(search.places) != 1:
@@ -105,13 +105,13 @@ def _moment(op: Op, split: BatchSplit) -> "_Moment | None":
 
 
 class _Search:
-    """Goes back from a sum's operand to what is there for each microbatch, and to the mean.
+    """Goes back from a sum's operand to the values available in each microbatch, and to the mean.
 
     Attributes:
-      ops: on the way.
-      leaves: what is there for each microbatch.
+      ops: the ops on the way.
+      leaves: the values available in each microbatch.
       means: the sums over all examples that are read.
-      places: where the leaves carry the examples.
+      places: the states of leaves that carry examples.
     """
 
     def __init__(self, op: Op, split: BatchSplit) -> None:
@@ -124,7 +124,7 @@ class _Search:
         self.number = {op: i for i, op in enumerate(split.graph.ops)}
 
     def degree(self, atom: Atom) -> int | None:
-        """Of an operand as a polynomial in the mean; None where it is none."""
+        """The degree of an operand as a polynomial in the mean; None if it is none."""
         if not isinstance(atom, int):
             return 0
         if atom not in self.degrees:
@@ -167,7 +167,7 @@ class _Search:
 
 @dataclass(frozen=True, slots=True)
 class _Aligned:
-    """A mean before it was broadcast: what it is, and its sizes, of 1 where it was."""
+    """A mean before its broadcast: the value, and its sizes, 1 for each broadcast dim."""
 
     source: int
     sizes: tuple[int, ...]
@@ -191,12 +191,12 @@ def _aligned(mean: int, split: BatchSplit, shape: tuple[int, ...]) -> _Aligned |
 
 
 class _Chain:
-    """How a mean is made of what there is for each microbatch.
+    """The ops that make a mean, from the values available in each microbatch.
 
     Attributes:
       ops: from sums over examples to the mean, by their places.
-      leaves: what these read.
-      is_linear: whether it can be made so for each microbatch.
+      leaves: the values that these read.
+      is_linear: whether each microbatch can make its own mean so.
     """
 
     def __init__(self, mean: int, split: BatchSplit) -> None:
@@ -226,15 +226,15 @@ class _Moment:
     """A sum over examples of a polynomial in a mean.
 
     Attributes:
-      op: that sums.
-      split: of the graph that it stands in.
+      op: the op that sums.
+      split: the states of its graph.
       degree: the polynomial's.
-      place: where its operand carries the examples.
+      place: the place of the examples in the op's operand.
       mean: the mean as the ops read it.
-      aligned: the mean before it was broadcast.
-      ops: that make the operand, by their places.
-      leaves: what they read besides the mean.
-      chain: how the mean is made.
+      aligned: the mean before its broadcast.
+      ops: the ops that make the operand, by their places.
+      leaves: the values that they read besides the mean.
+      chain: the ops that make the mean.
     """
 
     op: Op
@@ -248,13 +248,13 @@ class _Moment:
     chain: _Chain
 
     def write(self, written: Written) -> None:
-        """Appends the ops that make it."""
+        """Appends the ops that make the sum."""
         leaves = tuple(dict.fromkeys((*self.leaves, *self.chain.leaves)))
         of_each = written.write_all(partial(self._of_each, leaves), leaves, self.op)
         assert all(isinstance(v, int) for v in of_each)
         written.write(self._combined, (self.aligned.source, *of_each), self.op, self.op.outputs[0])
 
-    # --- what each microbatch makes
+    # --- in each microbatch
 
     def _of_each(self, leaves: Sequence[int], *arrays: Any) -> tuple[Any, ...]:
         """Each microbatch's mean and coefficients: [count, ...]."""
@@ -264,7 +264,8 @@ class _Moment:
         return tuple(checkpoint_name(x, OF_MICROBATCH) for x in made)
 
     def _state(self, v: int) -> State:
-        """How a leaf is dealt out: one of the operand's size is, also where it depends on no example."""
+        """The state by which a leaf is divided among microbatches: a leaf of the operand's size is divided even if it
+        depends on no example."""
         state, dim, summed = self.split.states[v], self.place.dim, self.split.graph.value(self.op.inputs[0])
         shape = self.split.graph.values[v].shape
         is_as_large = len(shape) == len(summed.shape) and shape[dim] == summed.shape[dim]
@@ -293,13 +294,13 @@ class _Moment:
         return mean, *coefficients
 
     def _own_mean(self, known: Mapping[int, Any]) -> Any:
-        """The mean of one microbatch, of the rank of what is summed."""
+        """The mean of one microbatch, of the rank of the op's operand."""
         made = self._evaluated(sorted(self.chain.ops), known)[self.aligned.source]
         scale = jnp.asarray(self.split.count, made.dtype)
         return jax.lax.stop_gradient(jnp.reshape(made * scale, self.aligned.sizes))
 
     def _total(self, known: Mapping[int, Any], mean: Any) -> Any:
-        """One microbatch's sum over the dims in which the mean is one number."""
+        """One microbatch's sum over the dims along which the mean is constant."""
         value, summed = self.split.graph.values[self.mean], self.split.graph.value(self.op.inputs[0])
         is_as_large = value.shape == summed.shape
         shape = local_value(value, self.place, self.split.count).shape if is_as_large else value.shape
@@ -315,15 +316,15 @@ class _Moment:
             known.update(zip(op.outputs, _applied(op, read), strict=True))
         return known
 
-    # --- what is made once
+    # --- once, after the last microbatch
 
     @property
     def _constant_axes(self) -> tuple[int, ...]:
-        """The dims summed in which the mean is one number."""
+        """The summed dims along which the mean is constant."""
         return tuple(d for d in self.op.params["axes"] if self.aligned.sizes[d] == 1)
 
     def _combined(self, mean: Any, own: Any, *coefficients: Any) -> Any:
-        """The sum, from all microbatches' means and coefficients."""
+        """The sum, from the means and coefficients of all microbatches."""
         dtype = coefficients[0].dtype
         distance = (jnp.reshape(mean, self.aligned.sizes)[None] - own).astype(dtype)
         distance = jnp.squeeze(distance, tuple(d + 1 for d in self._constant_axes))
@@ -334,7 +335,7 @@ class _Moment:
 
 
 def _applied(op: Op, read: list[Any]) -> list[Any]:
-    """An op's results, of operands that may have become fewer examples."""
+    """An op's results, for operands that may hold fewer examples."""
     return _jax.bind(op.primitive, read, op.params)
 
 

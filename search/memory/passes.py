@@ -49,8 +49,8 @@ class Passes:
         return self.fusion.program.ops
 
     def keep_s(self, v: int) -> float:
-        """Seconds to keep a value for the backward phase: a write, if no other kernel reads it, and a read for each backward
-        kernel that would otherwise compute it on the fly."""
+        """Seconds to keep a value for the backward phase: a write, if no other kernel reads it before, and a read for each
+        backward kernel that would otherwise compute it on the fly."""
         position, _ = self.fusion.program.maker[v]
         others = self._readers[Phase.FORWARD].get(v, set()) - {self._kernel(position)}
         passes = (not others) + (0 if self._is_array(position) else len(self._behind(position)))

@@ -11,8 +11,8 @@ strategies.
   be faster, even with memory to spare.
 * A needed value is kept if it crosses from one segment to the next (`search.memory.segments`), or is a loop's carry.
 * A residual that the backward phase reads soon after its last forward read counts for at most the bytes made in between.
-* Light ops on parameters, keys and constants alone (a cast, a mask) may always be recomputed. Parameters that rest on the
-  host may be fetched once more.
+* Light ops on parameters, keys and constants alone (a cast, a mask) may always be recomputed. Offloaded parameters may be
+  fetched once more.
 """
 
 from bisect import bisect_right

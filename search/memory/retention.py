@@ -33,7 +33,7 @@ MOST_RUNS = 3
 """Most runs of recomputation, in ascending order, between two first computations. Source: with up to three, all of 2,088
 random problems of six to ten nodes came out as by a search over all sequences (measured); with one, 99 in 100."""
 RESOLUTION = 10**9
-"""Costs that are no whole numbers are rounded to this fraction of their sum."""
+"""Costs that are no whole numbers are rounded to one part in this many of their sum."""
 LEAST_BUDGET_S = 5.0
 """Least time to search for a sufficient budget, if no sequence was found. Source: a choice of ours."""
 

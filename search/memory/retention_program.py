@@ -152,7 +152,8 @@ class RetentionProgram:
         return Outcome(tuple(self._events(solver)), solver.best_objective_bound, status == cp_model.OPTIMAL)
 
     def _placed(self, sequence: Sequence[int]) -> list[tuple[int, int]]:
-        """A sequence's nodes with a stage for each; the last run of a stage takes its nodes in any order."""
+        """A sequence's nodes with a stage for each; the last run of a stage also takes nodes that are not in ascending
+        order."""
         j, last, found = 0, -1, list[tuple[int, int]]()
         for v in sequence:
             stage = self.stages[j]
@@ -192,7 +193,8 @@ class RetentionProgram:
         return [*readers, *([self._kept[j + 1][v]] if v in self._kept[j + 1] else [])]
 
     def _alive_at(self, j: int, at: int, u: int) -> "cp_model.LiteralT | None":
-        """The literal that an earlier node is in memory while node `at` is computed; None if it never is."""
+        """The literal that an earlier node is in memory while node `at` is computed; True if it always is, None if it never
+        is."""
         stage = self.stages[j]
         if stage.is_last and stage.end in self._readers[u]:
             return True

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 MOST_SEGMENTS = 512
-"""The shortest segments make this fraction of all bytes. Source: a choice of ours."""
+"""The shortest segments make one in this many parts of all bytes. Source: a choice of ours."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,8 @@
 """Statistics that a step reports, written so that microbatches can make their part of them.
 
-A step reports the largest activation of a layer, or the standard deviation of its activations, and nothing of what it learns
-reads that. Its numbers are then combined over microbatches, exactly: sums are added up, maxima reduced, and all that is made
-of them is computed once, after the last microbatch. Two ways of writing stand against that, and are rewritten here, before
-the batch is followed:
+A step may report the largest activation of a layer, or the standard deviation of its activations, which no gradient depends
+on. Such numbers are combined over microbatches, exactly: sums are added up, maxima reduced, and functions of them are
+computed once, after the last microbatch. Two forms prevent that, and are rewritten here, before the batch is followed:
 
 * sums of powers of the distance from a mean, which need the mean before the sum (`moments`);
 * square roots, quotients and the like in the body of a loop, which would run for each microbatch (`fission`).
@@ -25,7 +24,7 @@ def with_statistics_apart(graph: Graph, follow: Callable[[Graph], BatchSplit]) -
       follow: walks over a graph, not strictly.
 
     Raises:
-      NotSplittableError: an op does with nothing less than all examples.
+      NotSplittableError: an op needs all examples at once.
     """
     graph = without_unread_results(graph)
     graph = with_moments(graph, follow(graph))
