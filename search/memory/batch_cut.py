@@ -2,12 +2,12 @@
 
 The factor rules decide. An operand's dim that carries examples is made of factors; the factor that holds the examples must
 be the same for all such operands. If it is parallel, the results carry examples too; if it is summed, they are sums over
-examples. Look-ups are exceptions: their indices count from the batch's first example (`positions` says when that is
+examples. Look-ups are exceptions. Their indices count from the batch's first example (`positions` says when that is
 harmless), and a scatter adds its sums to an array that must be counted once.
 
 Devices hold runs of neighbours, so no rule splits the dim along which arrays are joined, cut or padded. A microbatch holds
-every count-th example. It has its part of each piece if all pieces begin at multiples of that count, for example two views
-of a batch that are joined and later separated. So here such a dim has a minor factor, the greatest that divides all these
+every count-th example. It has its part of each piece if all pieces begin at multiples of that count. (A step may join two
+views of a batch, and later separate them.) So here such a dim has a minor factor, the greatest that divides all these
 places.
 """
 

@@ -1,9 +1,9 @@
 """Follows the batch through a step: the relation of each value to the examples.
 
 A step in microbatches must give the same numbers as the whole step. So the batch is followed from the arguments through the
-graph, by the factors of every op (`batch_cut`), and each value gets one of the states of `batch_states`. The step is not
-splittable if a per-example op reads a finished value (the statistics of a batch normalization, the other examples of a
-contrastive loss), or if an op needs all examples at once. The error names the ops that are the reason.
+graph, by the factors of every op (`batch_cut`). Each value gets one of the states of `batch_states`. Two kinds of ops make a
+step not splittable. A per-example op reads a finished value (the statistics of a batch normalization, the other examples of
+a contrastive loss), or an op needs all examples at once. The error names the ops that are the reason.
 
 A value that depends on the inputs alone is no such reason: it can be computed before the microbatches, from the whole batch.
 

@@ -17,7 +17,7 @@ import numpy as np
 from autoshard.search.memory.value_graph import ValueGraph
 
 MOST_SLOTS = 64
-"""Sizes are rounded up to whole parts of the budget, so many of them. Source: a choice of ours."""
+"""Number of parts of the budget; sizes are rounded up to whole parts. Source: a choice of ours."""
 MOST_NODES = 100
 """Of a chain; the program's time grows with the cube (a second at a hundred, measured). Longer chains are skipped."""
 

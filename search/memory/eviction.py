@@ -5,8 +5,8 @@ result does not fit, the value with the smallest score is evicted:
 
     cost of computing it again, with all that is missing for that  /  (its size x how far away its next reader is)
 
-The score follows Kirisame et al. (2021, "Dynamic tensor rematerialization"), who know the past alone and use the time since
-the last read. Operands of the nodes in computation stay. The rule may get stuck where a sequence exists.
+The score follows Kirisame et al. (2021, "Dynamic tensor rematerialization"). Their rule is online, knows the past alone, and
+uses the time since the last read. Operands of the nodes in computation stay. The rule may get stuck where a sequence exists.
 """
 
 from autoshard.search.memory.value_graph import ValueGraph

@@ -1,14 +1,14 @@
 """When offloaded values are fetched, and which ops are delayed for that.
 
-State is fetched once for each phase that reads it. Left alone, XLA may fetch all state as the step begins, or delay all
-updates to the end of the backward phase, with all gradients and all state on the device at once (XLA:GPU, measured). So:
+State is fetched once for each phase that reads it. Left alone, XLA may fetch all state as the step begins. Or it may delay
+all updates to the end of the backward phase, with all gradients and all state on the device at once (XLA:GPU, measured). So:
 
 * In the update, a fetch depends on its gradient. Arguments that are updated together are fetched together, as a *parcel*.
   Parcels are ordered by the arrival of their gradients, and each depends on the completion of an earlier one.
 * The backward phase does not run ahead of the updates: the op that makes a parcel's gradient depends on the completion of an
   earlier parcel too. (If all gradients must be complete first, as for a clipping by their global norm, it cannot.)
 * Residuals are copied to the host in the order in which they are made. A forward reader of a residual depends on the copy of
-  an earlier one; otherwise the compiler may hold all residuals until the forward phase is over.
+  an earlier one; otherwise the compiler may hold all residuals to the end of that phase.
 * In the other phases, a fetch depends on the last reader of an earlier fetch. The first fetches depend on the beginning of
   their phase.
 

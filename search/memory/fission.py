@@ -97,7 +97,7 @@ def with_loops_cut(graph: Graph, split: BatchSplit) -> Graph:
 
 @dataclass(frozen=True, eq=False)
 class _Port:
-    """An input of a loop's body: a constant, a carry or a slice of what it iterates over."""
+    """An input of a loop's body: a constant, a carry or a slice of a stacked array."""
 
     outer: Atom
     inner: int

@@ -10,8 +10,8 @@ A microbatch returns its m_g and the coefficients; the mean of all and the sum o
 For a variance this is the update of Chan, Golub and LeVeque ("Updating formulae and a pairwise algorithm for computing
 sample variances", 1982). It avoids the cancellation in a sum of squares less the square of the sum.
 
-The distances may be weighted, chosen by a mask, converted to another type of float and raised to a power, if all of that
-works element by element and is a polynomial in the mean. Its degree is followed through the ops; JAX makes its derivatives.
+The distances may be weighted, chosen by a mask, converted to another type of float and raised to a power. All of that must
+work element by element, and be a polynomial in the mean. Its degree is followed through the ops; JAX makes its derivatives.
 Where the mean differs from one place to another (a variance for each feature), the sum over these places is made last.
 
 Any linear function of sums over examples may replace `m`. Its counterpart m_g is that function of the microbatch's sums,

@@ -59,8 +59,8 @@ class Passes:
 
     def stacking_s_per_byte(self, v: int) -> float:
         """Seconds per byte to stack a value in a loop and to read it later. The passes are: one for zeros; one to write, two
-        beside a library call; one to read, two for a library call. (A library's result needs no extra read, because its
-        recomputation writes and reads it as well.)"""
+        beside a library call; one to read, two for a library call. (A library's result that no library reads counts no read:
+        its recomputation writes and reads it as well.)"""
         ops, uses = self._ops, self.fusion.uses
         stacks = [r for u in uses.get(v, ()) if ops[u].name == "stack" for r in ops[u].results]
         parts = [

@@ -22,7 +22,7 @@ in memory until its last reader, or for the next stage. Where R[t, v] = 0 the ro
 
 In the rows of the events (t, t), every A is an S or a constant. These rows hold for any order of computation inside a stage:
 with them alone the program is a relaxation over all sequences. Other rows are added when a solution violates them. Under
-budgets of 80% or 90% of the peak, training graphs need none or a few of the n^2 / 2 rows, and the linear relaxation, which
+budgets of 80% or 90% of the peak, training graphs need none or a few of the n^2 / 2 rows. So the linear relaxation, which
 gives the bound, stays small. Moccasin (Bartan et al. 2023) needs only O(n) integers, the ends of the intervals in which
 copies are retained; the booleans are here for the sake of that relaxation.
 """

@@ -1,8 +1,8 @@
 """Where a chain of forward ops is cut into segments that are recomputed one by one.
 
 Recomputing a whole forward phase from its arguments saves nothing: all its values are in memory at once when the backward
-phase begins. So the values that cross from one segment to the next are kept, and each segment is recomputed from them when
-the backward phase reaches it (Chen et al. 2016). The cuts are where the fewest bytes cross: between layers, if a model has
+phase begins. So the values that cross from one segment to the next are kept. When the backward phase reaches a segment, the
+segment is recomputed from them (Chen et al. 2016). The cuts are where the fewest bytes cross: between layers, if a model has
 any. Long segments keep less and hold more while they are recomputed. Of several lengths, the one with the smallest sum of
 both is taken.
 """
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 MOST_SEGMENTS = 512
-"""The shortest segments make one in this many parts of all bytes. Source: a choice of ours."""
+"""The shortest segments make all bytes divided by this number. Source: a choice of ours."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,8 +3,8 @@
 A choice takes some seconds to recompute and leaves some bytes to keep. Its cost is a line over the price of a byte. The
 cheapest choices make the lower envelope of all lines, which changes from one to the next at a *breakpoint*. The envelope is
 found without trying prices one by one (Eisner & Severance 1976, "Mathematical techniques for efficient record segmentation
-in large shared databases"). The lines of two neighbours found so far cross at one price. Either one of the two is cheapest
-there, and no choice lies between them; or a third choice is, and the search continues on both sides of it.
+in large shared databases"). The lines of two neighbours found so far cross at one price. If one of the two is cheapest
+there, no choice lies between them. Otherwise a third choice is cheapest, and the search continues on both sides of it.
 
 The widest gap is searched first. Gaps in which hardly any bytes would be saved are left.
 """
