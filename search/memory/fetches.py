@@ -12,7 +12,8 @@ all updates to the end of the backward phase, with all gradients and all state o
 * In the other phases, a fetch depends on the last reader of an earlier fetch. The first fetches depend on the beginning of
   their phase.
 
-The *window* limits the bytes in transfer or in use at a time. A wide window hides more transfers, and takes more memory.
+Here, the earlier one is the last before the *window*, which limits the bytes in transfer or in use at a time. A wide window
+hides more transfers, and takes more memory.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
