@@ -1,1 +1,1 @@
-"""What one device runs under a plan: its kernels, their order, their time and the memory that they hold."""
+"""Kernels that one device runs under a plan: their order, their time and the memory that they hold."""

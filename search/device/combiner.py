@@ -1,9 +1,9 @@
-"""XLA joins collectives of one kind that do not wait for one another: one launch, and all their results at once.
+"""XLA joins collectives of one kind that do not depend on one another: one launch, and all their results at once.
 
-Joined are collectives of one kind, over the same axes, of one dtype and in one loop, as long as they come to no more
-than `THRESHOLD_BYTES` together; reduce-scatters, as long as a device keeps no more than `JOINED_BYTES` of their results. The
-joined collective starts when all its members could, and ends for all; so gathered weights of several layers may be there
-before they are needed.
+A joined collective has members of one kind, over the same axes, of one dtype and in one loop. Together they have at
+most `THRESHOLD_BYTES`; for reduce-scatters, a device keeps at most `JOINED_BYTES` of their results. The joined
+collective starts when all its members could, and ends for all of them. So the gathered weights of several layers may be
+in memory before they are needed.
 """
 
 from collections.abc import Sequence
@@ -16,13 +16,13 @@ from autoshard.search.device.kernel_times import of_collective
 from autoshard.search.device.lowering import Communication, Kernel, Lowered, renumbered
 
 THRESHOLD_BYTES = 30 * 2**20
-"""Source: XLA, `xla_gpu_all_reduce_combine_threshold_bytes` and its like for all-gather."""
+"""Source: XLA, `xla_gpu_all_reduce_combine_threshold_bytes` and the corresponding flag for all-gather."""
 
 JOINED = frozenset({"all-reduce", "all-gather", "reduce-scatter"})
 
 
 def combined(lowered: Lowered, mesh: MeshModel) -> Lowered:
-    """The program with its collectives joined, in an order in which each kernel comes after what it needs."""
+    """The program with its collectives joined, each kernel after those that it depends on."""
     groups = _groups(lowered.kernels, mesh)
     kernels = [_joined([lowered.kernels[k] for k in g], mesh) for g in groups]
     group_of = {k: n for n, g in enumerate(groups) for k in g}
@@ -31,10 +31,11 @@ def combined(lowered: Lowered, mesh: MeshModel) -> Lowered:
 
 
 def _groups(kernels: Sequence[Kernel], mesh: MeshModel) -> list[list[int]]:
-    """Kernel numbers that become one kernel, by their first member.
+    """Groups of kernel numbers, each of which becomes one kernel, ordered by their first member.
 
-    Sets of groups are bits of an integer. A kernel joins a group unless it waits for it, directly or through groups
-    that wait for it by their other members: who waits for one of the `joined` may not know yet what else it waits for.
+    Sets of groups are bits of an integer. A kernel joins a group unless it depends on it, directly or through groups
+    that depend on it by their other members. A kernel that depends on a group in `joined` may gain dependencies when
+    that group gains members, so `_closure` looks them up each time.
     """
     made_by = {b: k for k, kernel in enumerate(kernels) for b in kernel.makes}
     waits: list[int] = []
@@ -71,14 +72,14 @@ def _groups(kernels: Sequence[Kernel], mesh: MeshModel) -> list[list[int]]:
 
 
 def _share(what: Communication, mesh: MeshModel) -> float:
-    """How much a collective is of all that may be joined."""
+    """A collective's part of the bytes that may be joined."""
     if what.kind == "reduce-scatter":
         return what.num_bytes / prod(mesh.shape[axis] for axis in what.axes) / JOINED_BYTES
     return what.num_bytes / THRESHOLD_BYTES
 
 
 def _closure(below: int, group_waits: Sequence[int], joined: int) -> int:
-    """These groups and all that they wait for."""
+    """These groups and all groups that they depend on."""
     seen = 0
     while waiting := below & joined & ~seen:
         g = waiting.bit_length() - 1
@@ -88,7 +89,7 @@ def _closure(below: int, group_waits: Sequence[int], joined: int) -> int:
 
 
 def _joined(members: Sequence[Kernel], mesh: MeshModel) -> Kernel:
-    """A group's one kernel."""
+    """The one kernel of a group."""
     first, *others = members
     if not others:
         return first
@@ -107,7 +108,7 @@ def _joined(members: Sequence[Kernel], mesh: MeshModel) -> Kernel:
 
 
 def _sorted(kernels: Sequence[Kernel]) -> list[int]:
-    """By their positions, but each ahead of the first one that needs it, as XLA's depth-first scheduler has it."""
+    """Kernels by their positions, but each ahead of the first one that needs it, as in XLA's depth-first scheduler."""
     made_by = {b: n for n, kernel in enumerate(kernels) for b in kernel.makes}
     needed = [
         dict.fromkeys((*(made_by[b] for b in kernel.reads if b in made_by), *kernel.after))

@@ -1,13 +1,13 @@
-"""Who wants what a program is handed in another order than it lies.
+"""Copies of a program's arguments and results in the order of dimensions that a product needs.
 
-Inside of a program XLA lays an array out as its readers want it. What one program hands to another lies row by row, as JAX
-has it. A product with batch dimensions wants these first (`search.problem.layouts`), and queries, keys and values, say, have
-their heads behind the positions. So the program writes such an array out, once for every order that its products want; and
-so does the one that made it, if it reads it as well.
+Inside a program, XLA lays an array out as its readers need it. An array that one program passes to another is
+row-major, as in JAX. A product with batch dimensions needs these first (`search.problem.layouts`), but queries, keys
+and values, say, have their heads behind the positions. So the reading program writes such an array out, once for every
+order that its products need. The program that made the array does too, if it reads it as well.
 
-Of a stack that comes in and of which a loop reads a part at a time, XLA writes out the whole before the loop, in the order
-that the first product wants. Where another product wants another order, it writes out the part, inside the loop. (What a
-loop stacks up is none of this: the product reads the part, and the stack is written from it.)
+A loop may read a stack that is an argument one part at a time. Then XLA writes out the whole stack before the loop, in
+the order of the first product. Where another product needs another order, it writes out the part, inside the loop. (A
+stack that a loop makes needs no such copy: the product reads the part, and the stack is written from it.)
 """
 
 from dataclasses import dataclass
@@ -21,14 +21,14 @@ from autoshard.search.problem.reshard_paths import ReshardPaths
 
 @dataclass(frozen=True, slots=True)
 class TurnedCopy:
-    """What a product has written out if it is handed over.
+    """The copy of an operand that a product needs if the operand is an argument of its program.
 
     Attributes:
       buffer: the array, or the stack of which it is a part.
-      order: of the product's operand.
-      num_bytes: of the copy of an array, or of one part.
-      is_part: whether it is a loop's part of a stack.
-      num_parts: how many parts the loop reads.
+      order: the product's order of the operand's dimensions.
+      num_bytes: bytes of the copy of an array, or of one part.
+      is_part: whether the array is a loop's part of a stack.
+      num_parts: number of parts that the loop reads.
     """
 
     buffer: int
@@ -39,17 +39,17 @@ class TurnedCopy:
 
 
 def turned(paths: ReshardPaths, fusion: Fusion, i: int, operand: int, buffer: int) -> TurnedCopy | None:
-    """How an op has an operand written out if the array that it is a view of lies row by row.
+    """The copy of an operand that an op needs if the array under its views is row-major.
 
     Args:
-      paths: of the program.
-      fusion: likewise.
+      paths: the reshard paths of the program.
+      fusion: the fusion of the program.
       i: the op.
-      operand: by number.
+      operand: the operand's number.
       buffer: the array.
 
     Returns:
-      None where the op reads the operand as it lies, or computes it on the fly.
+      None where the op reads the operand in its present order, or computes it on the fly.
     """
     program = paths.program
     op, v = program.ops[i], program.ops[i].operands[operand]
@@ -67,7 +67,7 @@ def turned(paths: ReshardPaths, fusion: Fusion, i: int, operand: int, buffer: in
 
 
 def _by_rows(program: FlatProgram, v: int) -> Order | None:
-    """How a value lies if the array that it is a view of lies row by row; None if that is not known."""
+    """A value's order of dimensions if the array under its views is row-major; None if that is not known."""
     op, rows = program.ops[program.maker[v][0]], large(program.values[v].shape)
     if not is_view(op):
         return rows

@@ -1,8 +1,8 @@
 """The orders in which a device may run its kernels: as written, and as XLA saves memory.
 
-XLA puts kernels in the order that takes the least memory, of a few that it tries
+XLA tries a few orders and takes the one that needs the least memory
 (`xla/hlo/transforms/simplifiers/hlo_memory_scheduler.cc`). Its list scheduler nearly always wins: of the kernels that
-could come next, the one that frees most does.
+could come next, it takes the one that frees most.
 
 An order lists kernel numbers; a collective appears twice, as `k` where it starts and as `~k` where it ends.
 """
@@ -20,13 +20,13 @@ def program_order(lowered: Lowered) -> tuple[int, ...]:
 
 
 def memory_saving(lowered: Lowered) -> Lowered:
-    """The program with its kernels in the order in which the next one is always one that frees most."""
+    """The program with its kernels in the list scheduler's order: the next kernel is always one that frees most."""
     region = Region(lowered, range(len(lowered.kernels)), ())
     return lowered.reordered([k for unit in _ListScheduler(region).run() for k in region.units[unit]])
 
 
 class _ListScheduler:
-    """One pass from the first unit to the last; an inner loop stays as it is."""
+    """One pass from the first unit to the last; an inner loop keeps its own order."""
 
     def __init__(self, region: Region) -> None:
         self.buffers = region.lowered.buffers

@@ -1,8 +1,8 @@
-"""What XLA's scheduler takes kernels for on GPUs before Hopper, of which it has no tables: they come in three sizes.
+"""Kernel times in XLA's scheduler on GPUs before Hopper, for which it has no tables: kernels come in three sizes.
 
-(`ApproximateLatencyEstimator` in `xla/service/latency_hiding_scheduler.cc`, and what
-`xla/service/gpu/gpu_latency_hiding_scheduler.cc` makes of it; `IsSupportedForModule` in
-`xla/service/gpu/model/sol_latency_estimator.cc` says where it has tables.)
+(`ApproximateLatencyEstimator` in `xla/service/latency_hiding_scheduler.cc`, with the overrides of
+`xla/service/gpu/gpu_latency_hiding_scheduler.cc`; `IsSupportedForModule` in
+`xla/service/gpu/model/sol_latency_estimator.cc` says for which GPUs there are tables.)
 """
 
 from dataclasses import replace
@@ -11,17 +11,17 @@ from autoshard.search.device.latency_hiding import EDGE_S
 from autoshard.search.device.lowering import Copies, Kernel, Lowered, Sums
 
 SMALL_S = EDGE_S
-"""A kernel that sums an array, or writes it in another order tile by tile. Source: as above, `kLowCost`."""
+"""A kernel that sums an array, or writes it in another order tile by tile. Source: XLA, `kLowCost`."""
 
 MEDIUM_S = 1e3 * EDGE_S
-"""A product, a convolution, or a kernel that is a plain loop. Source: as above, `kMediumCost`."""
+"""A product, a convolution, or a kernel that is a plain loop. Source: XLA, `kMediumCost`."""
 
 LARGE_S = 5e3 * EDGE_S
-"""A collective, or a copy to the host or from it. Source: as above, `kHighLatency`."""
+"""A collective, or a copy to the host or from it. Source: XLA, `kHighLatency`."""
 
 
 def sized(lowered: Lowered) -> Lowered:
-    """With what the scheduler takes each kernel for, however much it computes or moves."""
+    """The program with the scheduler's time for each kernel, which does not depend on its operations or bytes."""
     kernels = (replace(k, time=replace(k.time, scheduled_s=_size_s(k))) for k in lowered.kernels)
     return replace(lowered, kernels=tuple(kernels))
 

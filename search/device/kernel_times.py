@@ -1,8 +1,9 @@
-"""How long kernels take: by our cost model, and in the eyes of XLA's scheduler, which hides collectives behind kernels.
+"""Kernel times: by our cost model, and in XLA's scheduler, which hides collectives behind kernels.
 
-On Hopper and later, the scheduler has tables of products and of collectives inside a node, measured on H100s, which our
-model follows; what is in neither it guesses, and launches it leaves out of account. What it takes each kernel for, it logs
-(`xla/service/gpu/model/sol_latency_estimator.cc`; read with JAX 0.12). Before Hopper see `search.device.kernel_sizes`.
+On Hopper and later, the scheduler has tables of products and of collectives inside a node. They were measured on H100s,
+and our model follows them. For all other kernels the scheduler uses constants; launches take no time there. It logs its
+time for each kernel (`xla/service/gpu/model/sol_latency_estimator.cc`; read with JAX 0.12). Before Hopper see
+`search.device.kernel_sizes`.
 """
 
 from collections.abc import Collection, Sequence
@@ -17,23 +18,23 @@ from autoshard.search.problem.costs import CostedGraph
 from autoshard.search.problem.kernels import FusedKernel, runs_alone
 
 UNKNOWN_S = 5e-3
-"""What it takes a collective between nodes for. Source: its log."""
+"""The scheduler's time for a collective between nodes. Source: its log."""
 
 CONVOLUTION_S = 10e-6
-"""What it takes any convolution for. Source: its log."""
+"""The scheduler's time for any convolution. Source: its log."""
 
 MEASURED = 1.3
-"""How much slower than in our model collectives inside a node are in its table, from 1 to 64 MiB. Source:
+"""Time of a collective inside a node in the scheduler's table, relative to our model, from 1 to 64 MiB. Source:
 `xla/service/gpu/model/default_collective_perf_table.txtpb`, 2026, H100, the median."""
 
 
 @dataclass(frozen=True, slots=True)
 class KernelTime:
-    """How long one run takes.
+    """Time of one run.
 
     Attributes:
-      seconds: by our model; of an array made by a kernel that makes others too, its share of it.
-      scheduled_s: what XLA's scheduler takes it for.
+      seconds: by our model; for an op in a kernel that makes several arrays, its share of the kernel.
+      scheduled_s: the time that XLA's scheduler assumes.
     """
 
     seconds: float
@@ -47,14 +48,14 @@ class KernelTime:
 
 
 def of_collective(mesh: MeshModel, kind: str, axes: Collection[int], num_bytes: float) -> KernelTime:
-    """A collective's, with its bytes per device."""
+    """The time of a collective with this many bytes per device."""
     seconds = float(mesh.time_s(kind, axes, num_bytes))
     scheduled_s = UNKNOWN_S if mesh.group(axes).crosses_nodes else MEASURED * seconds
     return KernelTime(seconds, scheduled_s)
 
 
 class Times:
-    """Of the ops of a program under some strategies; remembers those of alike ones."""
+    """Kernel times of a program's ops under some strategies; ops of one class are computed once."""
 
     def __init__(self, costed: CostedGraph, chosen: Sequence[int]) -> None:
         self.costed, self.chosen, self.folded = costed, chosen, costed.graph.folded
@@ -64,7 +65,7 @@ class Times:
         self._moving: dict[float, KernelTime] = {}
 
     def of_op(self, i: int, moved_bytes: float) -> KernelTime:
-        """One run of the kernel that makes an op's results, which reads and writes so much for them."""
+        """One run of the kernel that makes an op's results, which reads and writes this many bytes for them."""
         op_class = self.folded.class_of[i]
         if runs_alone(self.folded, op_class):
             return self._of_alone(op_class)
@@ -88,12 +89,12 @@ class Times:
         return self._alone[op_class]
 
     def _chosen(self, op_class: int, of_strategies: np.ndarray) -> float:
-        """What holds under the chosen strategy of an op's group."""
+        """The entry of an array over strategies at the chosen strategy of an op's group."""
         strategy = self.chosen[self.costed.graph.node_of[op_class]]
         return float(of_strategies[strategy])
 
     def of_moving(self, num_bytes: float) -> KernelTime:
-        """A kernel that reads and writes so much."""
+        """A kernel that reads and writes this many bytes."""
         if num_bytes not in self._moving:
             seconds = float(kernel_s(self.device, num_bytes))
             self._moving[num_bytes] = KernelTime(seconds, num_bytes / self.device.memory_bytes_per_s)

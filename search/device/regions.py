@@ -1,6 +1,6 @@
-"""What a scheduler puts in order: the kernels of a loop's body, or of a step.
+"""The kernels that a scheduler puts in order together: those of a loop's body, or of a step.
 
-Each is put in order by itself. An inner loop is one *unit* there, as is any other kernel: it stays together.
+Each region is put in order by itself. An inner loop is one *unit* there, as is any other kernel: it stays together.
 """
 
 from collections.abc import Sequence
@@ -13,9 +13,9 @@ class Region:
 
     Attributes:
       lowered: all kernels.
-      units: their numbers, unit by unit.
-      loops_of: of units that are loops, the loops that they are in, their own included.
-      before: by unit, the units that it waits for.
+      units: kernel numbers, unit by unit.
+      loops_of: for units that are loops, the loops that they are in, their own included.
+      before: by unit, the units that it depends on.
     """
 
     def __init__(self, lowered: Lowered, members: Sequence[int], loops: Loops) -> None:
@@ -35,7 +35,7 @@ class Region:
             self.before[unit_of[k]] |= dict.fromkeys(unit_of[n] for n in needed if unit_of[n] != unit_of[k])
 
     def _unit(self, k: int, loops: Loops) -> int:
-        """The unit that a kernel belongs to, made where it is the first."""
+        """The unit of a kernel, made where the kernel is its first."""
         own = self.kernels[k].loops
         if len(own) > len(loops):
             inner = own[len(own) - len(loops) - 1 :]

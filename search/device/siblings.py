@@ -1,13 +1,13 @@
-"""XLA makes one kernel of fused kernels that read the same array over the same loops, unless one waits for the other.
+"""XLA makes one kernel of fused kernels that read the same array over the same loops, unless one depends on the other.
 
-(`xla/service/gpu/transforms/multi_output_fusion.cc`.) All their results are then there at once: a softmax that is recomputed
-beside the gradient of its scores, which reads those too, is not let go before that gradient is made. Sums are merged with
-sums over the same dimensions and with what runs over all that they sum. What is summed need not be there before: the kernel
-that makes an array sums it up as well, so that no array waits for the gradient of a bias. Likewise it also writes the array
-in the order in which a product wants it.
+(`xla/service/gpu/transforms/multi_output_fusion.cc`.) All results of the kernel are then in memory at once. A softmax
+that is recomputed beside the gradient of its scores, which reads those too, is not freed before that gradient is made.
+Sums are merged with sums over the same dimensions, and with kernels over the whole summed array. The summed array need
+not exist before: the kernel that makes it sums it up as well, so no array is kept for the gradient of a bias. A kernel
+that makes an array also writes it in the order in which a product needs it.
 
-What is copied to the host has to be an array, though the kernel that goes on with it could do without: it is one more
-result of that kernel. So an optimizer's new state is there all at once.
+A copy to the host needs an array, even if the array's other reader could compute it on the fly. That array is one more
+result of the reader's kernel. So an optimizer's new state is in memory all at once.
 """
 
 from collections.abc import Hashable, Sequence
@@ -16,14 +16,15 @@ from dataclasses import replace
 from autoshard.search.device.lowering import Copies, Kernel, Lowered, renumbered
 
 WINDOW = 64
-"""How many kernels before a kernel its siblings are looked for. Source: a choice of ours; siblings share operands."""
+"""Number of kernels before a kernel among which its siblings are looked for. Source: a choice of ours; siblings share
+operands."""
 
 LEAST_BYTES = 1 << 12
-"""Of an array whose readers are merged. Source: a choice of ours; XLA leaves out single numbers."""
+"""Smallest array whose readers are merged. Source: a choice of ours; XLA leaves out single numbers."""
 
 
 def merged(lowered: Lowered) -> Lowered:
-    """The program with sibling kernels merged, where the last of them stood."""
+    """The program with sibling kernels merged at the place of the last of them."""
     order: list[list[int]] = []
     nests: dict[Hashable, int] = {}
     nest_of = [nests.setdefault(kernel.nest, len(nests)) for kernel in lowered.kernels]
@@ -38,7 +39,7 @@ def merged(lowered: Lowered) -> Lowered:
 
 
 def _shareable(lowered: Lowered, kernel: Kernel) -> frozenset[int]:
-    """The buffers by which a kernel may become one with another: both read it, or one reads what the other makes."""
+    """The buffers by which a kernel may become one with another: both read it, or one reads it and the other makes it."""
     touched = {*kernel.reads, *kernel.makes}
     large = {b for b in touched if lowered.buffers[b].num_bytes >= LEAST_BYTES}
     return frozenset(large | (lowered.copied & touched))
@@ -47,7 +48,7 @@ def _shareable(lowered: Lowered, kernel: Kernel) -> frozenset[int]:
 def _merge_into_last(
     lowered: Lowered, order: list[list[int]], nest_of: Sequence[int], shareable: Sequence[frozenset[int]]
 ) -> None:
-    """Merges siblings into the last group of an order of groups; what waits for one of them goes behind it."""
+    """Merges siblings into the last group of an order of groups; groups that depend on one of them move behind it."""
     here, group = len(order) - 1, order[-1]
     loops, nest = lowered.kernels[group[0]].loops, nest_of[group[0]]
     shared = set(shareable[group[0]])
@@ -67,7 +68,7 @@ def _merge_into_last(
 
 
 def _are_one(lowered: Lowered, one: Sequence[int], other: Sequence[int]) -> bool:
-    """Whether kernels over the same loops become one; where a barrier makes some wait for others, they do not."""
+    """Whether kernels over the same loops become one; a barrier that orders them keeps them apart."""
     if any(not set(one).isdisjoint(lowered.kernels[k].after) for k in other):
         return False
     roots = {lowered.kernels[k].root for k in (*one, *other)} - {None}
@@ -84,20 +85,20 @@ def _are_one(lowered: Lowered, one: Sequence[int], other: Sequence[int]) -> bool
 
 
 def _goes_on(lowered: Lowered, one: Sequence[int], other: Sequence[int]) -> bool:
-    """Whether the other sums or copies what one makes, which is no sum itself."""
+    """Whether the other kernels all sum or copy, and read results of the one group that are no sums or copies."""
     read = {b for k in other for b in lowered.kernels[k].reads}
     makers = [k for k in one if not read.isdisjoint(lowered.kernels[k].makes)]
     return all(lowered.kernels[k].root for k in other) and not any(lowered.kernels[k].root for k in makers)
 
 
 def _hands_on(lowered: Lowered, one: Sequence[int], other: Sequence[int]) -> bool:
-    """Whether one makes for the other what but for a copy to the host would not be an array."""
+    """Whether the other kernels read an array that the one group makes and that exists only for a copy to the host."""
     read = {b for k in other for b in lowered.kernels[k].reads}
     return any(b in lowered.copied and b in read for k in one for b in lowered.kernels[k].makes)
 
 
 def _waits(kernels: Sequence[Kernel], one: Sequence[int], for_these: Sequence[int]) -> bool:
-    """Whether one of some kernels reads what one of the others makes, or waits for it."""
+    """Whether some kernels depend on others, by a buffer or by an explicit order."""
     made = {b for k in for_these for b in kernels[k].makes}
     return any(
         not (made.isdisjoint(kernels[k].reads) and set(for_these).isdisjoint(kernels[k].after)) for k in one
@@ -105,7 +106,7 @@ def _waits(kernels: Sequence[Kernel], one: Sequence[int], for_these: Sequence[in
 
 
 def _waiting(kernels: Sequence[Kernel], order: Sequence[Sequence[int]], at: int) -> list[int]:
-    """The places in an order of the groups that wait for the one at a place."""
+    """The places in an order of the groups that depend on the group at a place."""
     made = {b for k in order[at] for b in kernels[k].makes}
     waited_for = set(order[at])
     found: list[int] = []

@@ -1,11 +1,12 @@
-"""Products that are added to an array where it lies.
+"""Products that are added to an array in its own memory.
 
-cuBLAS computes `alpha * A @ B + beta * C` over `C`. XLA has it add a product to an array that is there before, if nothing
-else reads the product, nor the array from then on (`GemmRewriter`): then the product is no array of its own, and there is no
-kernel for the addition. So are gradients of microbatches added up, and what several products say of one gradient.
+cuBLAS computes `alpha * A @ B + beta * C` over `C`. XLA adds a product this way to an array that exists before, if
+nothing else reads the product, and nothing reads the array afterwards (`GemmRewriter`). Then the product has no array
+of its own, and the addition no kernel. Gradients of microbatches are added up so, and so are several products of one
+gradient.
 
-(Where others read the array too, XLA copies it first: as much memory as the product would take. And where the array is
-handed to a program and back, as sums over microbatches are by the programs of a pipeline's stages, nothing is added there.)
+(Where other ops read the array too, XLA copies it first, which takes as much memory as the product. And where programs
+of a pipeline's stages pass the array from one to the next, as sums over microbatches, nothing is added in place.)
 """
 
 from collections.abc import Iterator
@@ -20,11 +21,11 @@ from autoshard.search.problem.reshard_paths import ReshardPaths
 def sums_in_place(
     live_ranges: LiveRanges, paths: ReshardPaths, is_one_program: bool
 ) -> dict[int, tuple[int, int]]:
-    """By product: the addition, and the value that it is added to.
+    """By product: the addition, and the value that the product is added to.
 
     Args:
-      live_ranges: of the step.
-      paths: how its values travel.
+      live_ranges: live ranges of the step.
+      paths: the specs and reshards of its values.
       is_one_program: whether the loop over microbatches is part of the program.
     """
     return {i: (u, v) for i, u, v in _Sums(live_ranges, paths, is_one_program).found()}
@@ -49,13 +50,13 @@ class _Sums:
                 yield i, u, op.operands[1 - n]
 
     def _stays(self, u: int) -> bool:
-        """Whether an addition's operands and its result lie alike."""
+        """Whether an addition's operands and its result have one spec."""
         op = self.program.ops[u]
         read = (self.paths.to_reader(u, n).path for n in range(len(op.operands)))
         return not any(read) and not self.paths.to_rest(op.results[0])
 
     def _product(self, v: int) -> int | None:
-        """The product that makes a value for one reader alone, seen through views."""
+        """The product that makes a value, through views; None unless the addition is its only reader."""
         i = self.maker[v][0]
         op = self.program.ops[i]
         if len(self.uses[v]) > 1 or self.paths.to_rest(v):
@@ -67,7 +68,7 @@ class _Sums:
         return self._product(op.operands[0])
 
     def _lies_there(self, v: int, i: int, u: int) -> bool:
-        """Whether an array is there before a product and read by nothing but the addition, until their loop is over."""
+        """Whether an array exists before a product, and only the addition reads it until their loop ends."""
         at, loops = self.maker[v][0], self.live_ranges.loops_at
         start, end = loops[u][0] if loops[u] else (0, len(self.program.ops))
         maker, is_made = self.program.ops[at], v in self.sums or self.live_ranges.fusion.is_stored(v)

@@ -1,9 +1,9 @@
 """A device's memory and time over a schedule of its kernels.
 
-Memory: a buffer is there from the kernel that makes it to the last one that reads it; one from outside of a loop that
-the loop reads, to the loop's end; one that a loop stacks, from the loop's start. Four streams take the time: kernels run
-one after another, collectives beside them, one at a time, and so do copies to the host, and copies from it; what reads a
-collective's or a copy's result waits for it.
+Memory: a buffer is held from the kernel that makes it to its last reader. A buffer from outside of a loop that the loop
+reads is held to the loop's end; one that a loop stacks, from the loop's start. Time: there are four streams. Kernels
+run one after another; collectives, copies to the host and copies from it run beside them, one at a time of each. A
+reader of a collective's or a copy's result starts after it.
 """
 
 from collections.abc import Hashable, Iterable, Sequence
@@ -23,14 +23,14 @@ def peak(lowered: Lowered, order: Sequence[int]) -> Peak:
 
 
 class Occupancy:
-    """What the kernels of a device hold, whatever order they run in; who reads and makes what is tabulated once.
+    """The buffers that a device holds, in any order of its kernels; their makers and readers are tabulated once.
 
     Attributes:
       lowered: the kernels.
-      made: [of kernels and buffers that they make; kernel, buffer, loop], the loop being the outermost one between a kernel
-        and a buffer from further out, by number, or -1.
-      used: the same of what they read or make.
-      members: [kernel, loop that it is in].
+      made: [(kernel, buffer that it makes); kernel, buffer, loop]. The loop is the outermost one between a kernel and a
+        buffer from further out, by number, or -1.
+      used: [(kernel, buffer that it reads or makes); kernel, buffer, loop], with the loop as in `made`.
+      members: [(kernel, loop that it is in); kernel, loop].
     """
 
     def __init__(self, lowered: Lowered) -> None:
@@ -82,7 +82,8 @@ class Occupancy:
         return self._peak(float(total[where]), self.lowered.kernels[run[where]], held_there)
 
     def piled_up(self, order: Sequence[int]) -> Lowered:
-        """The kernels, with buffers as large as all for which they stand that are there together in a schedule."""
+        """The kernels, each buffer enlarged by those buffers for which it stands and that a schedule holds together
+        with it."""
         run = np.array([k if k >= 0 else ~k for k in order], np.int64)
         born, dies = self._stretches(np.array(order, np.int64) >= 0, run)
         buffers = list(self.lowered.buffers)
@@ -93,8 +94,8 @@ class Occupancy:
     def _likes(
         self, there: np.ndarray, born: np.ndarray, dies: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Buffers that stand for others that are there too (`search.problem.repeats`): which, for how many, and from where
-        on in the schedule."""
+        """Buffers that stand for others held at the same time (`search.problem.repeats`): which, for how many, and from
+        which place of the schedule on."""
         rows: list[tuple[int, int, int]] = []
         is_there = set(there.tolist()) if self._alike else set[int]()
         for bs in self._alike:
@@ -108,11 +109,11 @@ class Occupancy:
         return buffer, others, start
 
     def _peak(self, num_bytes: float, kernel: Kernel, alive: Iterable[tuple[int, float]]) -> Peak:
-        """What is alive while a kernel runs, by what it is.
+        """The peak while a kernel runs, by kind of resident.
 
         Args:
-          num_bytes: all together.
-          kernel: which runs.
+          num_bytes: bytes of all buffers together.
+          kernel: the kernel that runs.
           alive: buffers, each with its bytes.
         """
         residents, buffers = dict.fromkeys(Resident, 0.0), self.lowered.buffers
@@ -126,7 +127,7 @@ class Occupancy:
         return Peak(num_bytes, kernel.position, there, arrivals)
 
     def _stretches(self, is_start: np.ndarray, run: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Per buffer: the first and the last place in the schedule at which it is there."""
+        """Per buffer: the first and the last place in the schedule at which it is held."""
         num_kernels, places = len(self.lowered.kernels), np.arange(len(run))
         first, last = np.zeros(num_kernels, np.int64), np.zeros(num_kernels, np.int64)
         first[run[is_start]] = places[is_start]
@@ -143,7 +144,7 @@ class Occupancy:
 
 
 def seconds(lowered: Lowered, order: Sequence[int]) -> float:
-    """How long a schedule takes."""
+    """Seconds that a schedule takes."""
     now, free = 0.0, dict[str, float]()
     done: dict[int, float] = {}
     for k in order:
@@ -159,11 +160,12 @@ def seconds(lowered: Lowered, order: Sequence[int]) -> float:
 
 
 def _unless_inside(loop: np.ndarray, of_loops: np.ndarray, places: np.ndarray) -> np.ndarray:
-    """Places in a schedule, and instead of those inside of a loop the loop's own."""
+    """Places in a schedule; a place inside a loop is replaced by the loop's own."""
     return np.where(loop < 0, places, of_loops[loop]) if len(of_loops) else places
 
 
 def _in_place(kernel: Kernel) -> tuple[int, ...]:
-    """An all-reduce writes where it reads; several that are joined write to one flat array."""
+    """Buffers that a kernel writes over its operands: an all-reduce does, but several joined ones write to one flat
+    array."""
     is_all_reduce = kernel.collective is not None and kernel.collective.kind == "all-reduce"
     return kernel.makes if is_all_reduce and len(kernel.makes) == 1 else ()

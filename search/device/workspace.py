@@ -1,4 +1,4 @@
-"""Workspace memory of kernels: what cuBLAS and cuDNN ask for beside operands and results."""
+"""Workspace memory of kernels: cuBLAS and cuDNN allocate it beside operands and results."""
 
 from math import prod
 from typing import Any
@@ -12,10 +12,10 @@ from autoshard.search.problem.layouts import Order, product_order
 from autoshard.search.problem.reshard_paths import ReshardPaths
 
 WORKSPACE_BYTES = 4 * 2**20
-"""Of a matrix product. Source: XLA:GPU's default for cuBLASLt."""
+"""Workspace of a matrix product. Source: XLA:GPU's default for cuBLASLt."""
 
 SLICED_WORKSPACE_BYTES = 32 * 2**20
-"""Of a matrix product that reads a slice in place. Source: XLA:GPU on Hopper, cuBLAS's recommended workspace."""
+"""Workspace of a matrix product that reads a slice in place. Source: XLA:GPU on Hopper, cuBLAS's recommended workspace."""
 
 
 MERGED_BYTES = 64 * 2**20
@@ -24,7 +24,7 @@ MERGED_BYTES = 64 * 2**20
 
 
 class Workspaces:
-    """Of the ops of a program, as they lie under some strategies."""
+    """Workspaces and copied operands of a program's ops, under some strategies."""
 
     def __init__(self, paths: ReshardPaths, fusion: Fusion) -> None:
         self.paths, self.fusion = paths, fusion
@@ -33,7 +33,7 @@ class Workspaces:
         self.is_hopper = is_hopper_or_later(self.device.name)
 
     def num_bytes(self, i: int) -> float:
-        """What cuBLAS and cuDNN ask for."""
+        """Workspace bytes of an op's kernel."""
         op = self.paths.program.ops[i]
         if self.device.name == "CPU":
             return 0.0
@@ -57,14 +57,14 @@ class Workspaces:
         return self._is_merged(one) and self._is_of_one(v, one)
 
     def is_part_of_stack(self, i: int, operand: int) -> bool:
-        """Whether an op reads a loop's part of a stack where it is. A stack that was gathered is laid out otherwise, and its
-        parts are copied."""
+        """Whether an op reads a loop's part of a stack in place. A gathered stack has another layout, and its parts are
+        copied."""
         at, is_moved = self._viewed(i, operand), bool(self.paths.to_reader(i, operand).path)
         is_slice = self.paths.program.ops[at].name == "slice"
         return is_slice and not is_moved and not self.paths.to_reader(at, 0).path
 
     def _viewed(self, i: int, operand: int) -> int:
-        """The op that makes what an operand is a view of, or slices it."""
+        """The op that makes the array under an operand's views, or slices it."""
         at = self.paths.maker[self.paths.program.ops[i].operands[operand]][0]
         while is_view(made := self.paths.program.ops[at]) and made.name != "slice":
             at = self.paths.maker[made.operands[0]][0]
@@ -77,7 +77,7 @@ class Workspaces:
         return prod(n for d, n in zip(spec, mesh, strict=True) if d == 0) >= prod(first)
 
     def _is_merged(self, made: FlatOp) -> bool:
-        """Whether XLA computes a product together with others of the same left operand, so that it is a part of theirs."""
+        """Whether XLA merges a product with others of the same left operand, so that its result is a part of theirs."""
         if made.name != "dot_general":
             return False
         left, *_ = made.operands
@@ -91,12 +91,13 @@ class Workspaces:
         return len(twins) > 1 and moved <= MERGED_BYTES
 
     def copied_as(self, i: int, operand: int) -> ConvolutionCopy | Order | None:
-        """How an operand is written out for cuBLAS or cuDNN; None where it is read as it lies."""
+        """The form in which an operand is written out for cuBLAS or cuDNN; None where it is read in its present layout."""
         copy = None if self.device.name == "CPU" else self.fusion.copied_as(i, operand)
         return None if isinstance(copy, tuple) and self._lies_as_wanted(i, operand) else copy
 
     def _lies_as_wanted(self, i: int, operand: int) -> bool:
-        """Whether a device's part of a product's operand lies as the product wants it, as it has a single example, say."""
+        """Whether a device's part of a product's operand has the product's order already, for example because it is a
+        single example."""
         op, v = self.paths.program.ops[i], self.paths.program.ops[i].operands[operand]
         spec = self.paths.spec(self.paths.graph.ports[self.paths.folded.class_of[i], operand, False])
         part = shard_shape(spec, self.paths.program.values[v].shape, self.paths.costed.resharder.mesh.shape)
@@ -104,7 +105,7 @@ class Workspaces:
         return order is None or order == tuple(d for d in self.fusion.layouts.of[v].order if part[d] > 1)
 
     def copied_bytes(self, i: int, operand: int) -> float:
-        """Of such a copy."""
+        """Bytes per device of the copy of an operand for cuBLAS or cuDNN."""
         written, v = self.copied_as(i, operand), self.paths.program.ops[i].operands[operand]
         growth = written.growth if isinstance(written, ConvolutionCopy) else float(written is not None)
         port = self.paths.graph.ports[self.paths.folded.class_of[i], operand, False]
@@ -112,7 +113,7 @@ class Workspaces:
 
 
 def _summed(op: FlatOp) -> Any:
-    """Which dimensions of its left operand a product sums over, and which are a batch's."""
+    """A product's phase, and the dimensions of its left operand that it sums over and that are a batch's."""
     assert op.op is not None
     (contracting, _), (batch, _) = op.op.params["dimension_numbers"]
     return op.phase, contracting, batch

@@ -1,1 +1,2 @@
-"""From a traced step to the solver's problem: what is decided together, what each choice costs and holds."""
+"""From a traced step to the solver's problem: groups of ops that are decided together, and the time and memory of each
+choice."""
