@@ -1,32 +1,33 @@
 """The order in which XLA hides communication.
 
-On Hopper and later, and where a program asks for it, XLA starts over from the order that takes the least memory, and lists
-what it runs from the last to the first (`xla/service/latency_hiding_scheduler.cc`, with what
-`xla/service/gpu/gpu_latency_hiding_scheduler.cc` makes of it). A clock runs backwards meanwhile: each kernel moves it by its
-time. Of what nothing unlisted waits for, that is listed next which comes first by these rules, each asked where those before
-it say nothing:
+On Hopper and later, and where a program asks for it, XLA starts over from the order that takes the least memory. It
+lists the kernels from the last to the first (`xla/service/latency_hiding_scheduler.cc`, with the overrides of
+`xla/service/gpu/gpu_latency_hiding_scheduler.cc`). A clock runs backwards meanwhile: each kernel moves it by its time.
+A kernel is a candidate once all its dependents are listed. The next candidate comes first by these rules; each breaks
+the ties of those before it:
 
-1. Once more is in memory than the budget, what adds least to it; once more than half of it, what does not exceed it.
+1. Once memory exceeds the budget, the candidate that adds least to it. Once memory exceeds half of the budget, a
+   candidate that does not bring it above the budget.
 2. The end of a collective, if no other collective is under way.
-3. What is ready soonest. The start of a collective is ready when the clock has moved by the collective's time since its end
-   was listed; any other kernel `EDGE_S` after what reads it.
-4. If the end of another collective waits for its place, the start of the one that is under way; otherwise, whatever is not
-   the start of a collective that waits for no other.
-5. What the longest chain of collectives leads to.
-6. What takes most nearly as long as it is until something else is ready.
-7. What reads a collective's result, whose end can be listed next.
-8. What is the last one to read most arrays, whose makers can be listed next.
-9. Once more than half of the budget is in memory, what frees some.
-10. What stood last in the order that takes the least memory. There, collectives end right before their first reader and
-    start right behind what makes their operands.
+3. The candidate that is ready soonest. The start of a collective is ready when the clock has moved by the collective's
+   time since its end was listed. Any other kernel is ready `EDGE_S` after its reader.
+4. If the end of another collective is a candidate, the start of the one that is under way; otherwise, any kernel but
+   the start of a collective that depends on no other.
+5. The candidate at the end of the longest chain of collectives.
+6. The candidate whose time is closest to the time until another one is ready.
+7. A reader of a collective's result, because the collective's end can be listed next.
+8. The last reader of most arrays, because their makers can be listed next.
+9. Once memory exceeds half of the budget, a candidate that frees some.
+10. The last candidate in the order that takes the least memory. There, collectives end right before their first reader
+   and start right behind the makers of their operands.
 
-Whatever is only needed late, weight gradients above all, is thus put off into the windows of later collectives, and what it
-reads stays in memory meanwhile. Where there is no collective, in a loop's body or in the step outside of loops, all stays as
-it was. A loop takes no time in the scheduler's eyes; one that communicates inside is never put
-beside a collective.
+Kernels whose results are only needed late, weight gradients above all, thus move into the windows of later collectives.
+Their operands stay in memory meanwhile. Where there is no collective, in a loop's body or in the step outside of loops,
+the order does not change. A loop takes no time in the scheduler; one that communicates inside is never put beside a
+collective.
 
-What is one of several results, or has a workspace beside it, comes out of a tuple. Taking it out is a step of its own that
-is listed at once, so what makes it is ready `EDGE_S` later than others.
+A kernel with several results, or with a workspace, returns a tuple. Taking a result out of it is a step of its own that
+is listed at once, so the kernel is ready `EDGE_S` later than others.
 """
 
 from collections import Counter
@@ -38,22 +39,23 @@ from autoshard.search.device.lowering import Kernel, Loops, Lowered
 from autoshard.search.device.regions import Region
 
 EDGE_S = 1e-6
-"""How long the scheduler takes a result to be under way from one kernel to the next. Source: XLA, `kLowLatency`, in
-microseconds as `SolLatencyEstimator` has it."""
+"""The scheduler's latency of a result from one kernel to the next. Source: XLA, `kLowLatency`, in microseconds as in
+`SolLatencyEstimator`."""
 
 LAUNCH_S = 1e-6
-"""What it takes the start of a collective for, and the end, besides the collective. Source: as above, `kLowCost`."""
+"""The scheduler's time for the start of a collective, and for its end, besides the collective. Source: XLA, `kLowCost`."""
 
 LOOP_S = 1e-8
-"""What it takes a loop for. Source: as above, a hundredth of `kLowCost`."""
+"""The scheduler's time for a loop. Source: XLA, a hundredth of `kLowCost`."""
 
 
 def latency_hiding(lowered: Lowered, budget_bytes: float = inf) -> tuple[int, ...]:
-    """An order of kernels, which lie in the one that takes the least memory (see `search.device.kernel_order`).
+    """An order of kernels for overlap, from the order that takes the least memory (see `search.device.kernel_order`).
 
     Args:
-      lowered: the kernels.
-      budget_bytes: what the scheduler may use besides arguments and results. It counts the arguments too, all the same.
+      lowered: the kernels, in the order that takes the least memory.
+      budget_bytes: the memory that the scheduler may use besides arguments and results. It counts the arguments too,
+        nevertheless.
     """
     return _ordered(lowered, range(len(lowered.kernels)), (), budget_bytes, 0.0)
 
@@ -76,16 +78,16 @@ def _ordered(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Node:
-    """What is listed as one: a kernel, a loop, the start of a collective, or its end.
+    """One entry of the list: a kernel, a loop, the start of a collective, or its end.
 
     Attributes:
-      unit: in its region.
-      seconds: by how much it moves the clock.
-      depth_s: how long the longest chain of collectives takes that leads to it.
-      place: in the order that takes the least memory.
-      ready_s: when it is ready.
-      is_start: of a collective.
-      is_end: of a collective.
+      unit: its unit in the region.
+      seconds: the time by which it moves the clock.
+      depth_s: time of the longest chain of collectives that leads to it.
+      place: place in the order that takes the least memory.
+      ready_s: clock time when it is ready.
+      is_start: whether it is the start of a collective.
+      is_end: whether it is the end of a collective.
     """
 
     unit: int
@@ -102,13 +104,13 @@ class _Scheduler:
 
     Attributes:
       now_s: the clock.
-      ready: nodes that nothing unlisted waits for.
+      ready: nodes whose dependents are all listed.
       listed: nodes, from the last to the first.
-      is_under_way: whether a collective is whose start is not listed yet.
-      held_bytes: what is in memory.
-      held_beside: by loop, what is in memory when it is listed.
-      adds_bytes: by unit, what it reads that is not in memory.
-      frees_bytes: by unit, what it makes that is.
+      is_under_way: whether the end of a collective is listed and its start is not yet.
+      held_bytes: bytes in memory.
+      held_beside: by loop, the bytes in memory when it is listed.
+      adds_bytes: by unit, the bytes that it reads and that are not in memory.
+      frees_bytes: by unit, the bytes that it makes and that are in memory.
     """
 
     def __init__(self, region: Region, budget_bytes: float, held_bytes: float) -> None:
@@ -150,14 +152,14 @@ class _Scheduler:
             self._list(self._best())
         return self.listed
 
-    # --- what is known of a unit
+    # --- the properties of a unit
 
     def _collective(self, unit: int) -> Kernel | None:
         kernel = self.region.kernel(unit)
         return None if kernel is None or kernel.collective is None else kernel
 
     def _made_by_end(self, unit: int) -> tuple[int, ...]:
-        """What a collective makes that is taken out of no tuple."""
+        """The result of a collective that has only one, which needs no tuple."""
         kernel = self._collective(unit)
         return () if kernel is None or len(kernel.makes) > 1 else kernel.makes
 
@@ -175,7 +177,7 @@ class _Scheduler:
     # --- listing
 
     def _free(self, unit: int) -> None:
-        """Takes up a unit that nothing unlisted waits for."""
+        """Makes a unit whose dependents are all listed a candidate."""
         ready_s = max(self.now_s, self.wanted_s[unit])
         if self.listed and self._makes_tuple(unit):
             self.now_s = ready_s
@@ -211,7 +213,7 @@ class _Scheduler:
                 self._free(n)
 
     def _hold(self, unit: int) -> None:
-        """What a unit reads is in memory from here on."""
+        """Brings the operands of a unit into memory."""
         fresh = [b for b in self.reads[unit] if b not in self.live]
         self.live.update(fresh)
         for b in fresh:
@@ -224,7 +226,7 @@ class _Scheduler:
         self.held_beside[unit] = self.held_bytes
 
     def _let_go(self, unit: int) -> None:
-        """What a unit makes is not there before it."""
+        """Frees the results of a unit, which do not exist before it."""
         made = self.live.intersection(self.makes[unit])
         self.live -= made
         self.held_bytes -= sum(self.buffers[b].num_bytes for b in made)
@@ -249,7 +251,7 @@ class _Scheduler:
         return best
 
     def _urgency(self, node: _Node, is_wanted: bool) -> tuple[float, bool, bool, float, bool, bool, float]:
-        """By rules 1 to 5."""
+        """The node's key by rules 1 to 5; the smallest comes first."""
         growth_bytes, exceeds = self._pressure(node)
         return (
             growth_bytes,
@@ -262,24 +264,24 @@ class _Scheduler:
         )
 
     def _pressure(self, node: _Node) -> tuple[float, bool]:
-        """What a node adds to memory, if there is too much in it, and whether it brings it above the budget."""
+        """Bytes that a node adds to memory, if the budget is used up, and whether its operands exceed the budget."""
         if 2 * self.held_bytes <= self.budget_bytes:
             return 0.0, False
         growth_bytes = self._growth_bytes(node) if self.held_bytes >= self.budget_bytes else 0.0
         return growth_bytes, self.held_bytes + self.adds_bytes[node.unit] > self.budget_bytes
 
     def _growth_bytes(self, node: _Node) -> float:
-        """An end is seen together with its start, which lets go of the result."""
+        """Bytes that a node adds to memory. An end counts together with its start, which frees the result."""
         adds_bytes = 0.0 if node.is_end else self.adds_bytes[node.unit]
         return adds_bytes - self.frees_bytes[node.unit]
 
     def _until_next_s(self) -> float | None:
-        """How long it is until something is ready that is not yet; None where there is no such thing."""
+        """Seconds until another node is ready; None where all are."""
         soonest_s = min((node.ready_s for node in self.ready if node.ready_s > self.now_s), default=None)
         return None if soonest_s is None else soonest_s - self.now_s
 
     def _is_better(self, node: _Node, other: _Node, until_s: float | None) -> bool:
-        """By rules 6 to 10."""
+        """Whether a node comes before another by rules 6 to 10."""
         if until_s is not None:
             waste_s, others_s = (abs(until_s - n.seconds) for n in (node, other))
             if waste_s < others_s and not node.is_start:
@@ -289,7 +291,7 @@ class _Scheduler:
         return self._use(node) > self._use(other)
 
     def _use(self, node: _Node) -> tuple[bool, int, bool, float, int]:
-        """By rules 7 to 10."""
+        """The node's key by rules 7 to 10; the largest comes first."""
         reads = () if node.is_end else self.reads[node.unit]
         is_tight = 2 * self.held_bytes > self.budget_bytes
         frees = is_tight and self._growth_bytes(node) < 0

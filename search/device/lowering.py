@@ -1,9 +1,9 @@
-"""What one device runs under a full assignment: kernels, collectives, and the buffers between them.
+"""The program of one device under a full assignment: kernels, collectives, and the buffers between them.
 
 The solver sees nodes and strategies. A device sees kernels: an op that is not fused, with the light ops that it
-computes on the fly; a collective for every step of a resharding chain; and buffers, each with its local
-bytes. This module lowers the flat program to that form. `search.device.kernel_order` puts the kernels in an order, and
-from the order follow the memory and the time of a step.
+computes on the fly; a collective for every step of a resharding chain; and buffers, each with its local bytes. This
+module lowers the flat program to that form. `search.device.kernel_order` puts the kernels in an order, from which the
+memory and the time of a step follow.
 
 Kernels of a loop's body stand between those before and after it; `loops` says in which loops a kernel is.
 """
@@ -34,11 +34,11 @@ TO_HOST, FROM_HOST = TRANSFERS = ("to host", "from host")
 """Kinds of communication with the host."""
 
 SMALL_BYTES = 16 * 2**20
-"""Up to which an array that maxima are taken across is written rather than computed again. Source: XLA on an H100, softmaxes
-of grouped heads in float32: 8 and 16 MiB are written, 32 MiB are not."""
+"""Largest array across which maxima are taken that is written rather than computed twice. Source: XLA on an H100,
+softmaxes of grouped heads in float32: 8 and 16 MiB are written, 32 MiB are not."""
 
 REWRITING = frozenset({CONVOLUTION, PRODUCT})
-"""Ops whose kernels want operands laid out in their own way."""
+"""Ops whose kernels need operands in a layout of their own."""
 
 Loops = tuple[tuple[int, int], ...]
 """Ranges of op positions, inner loops first."""
@@ -49,13 +49,13 @@ class Buffer:
     """An array on one device.
 
     Attributes:
-      num_bytes: what it takes; zero if it lies where another array was (a new state over the old one).
-      resident: what it is.
-      is_argument: whether it is there from the step's start to its end.
-      loops: where it is made.
-      arrival: of what a collective hands to one reader alone.
-      repeats: for how many arrays it stands, one of each of the blocks alike.
-      alike: what it shares with its likes in other blocks; None where it has none.
+      num_bytes: its bytes; zero if it takes the memory of another array (a new state over the old one).
+      resident: its kind.
+      is_argument: whether it is held from the step's start to its end.
+      loops: the loops in which it is made.
+      arrival: the resharded operand, if a collective makes the buffer for one reader alone.
+      repeats: the number of arrays for which it stands, one of each of the corresponding blocks.
+      alike: a key that it shares with its counterparts in other blocks; None where it has none.
     """
 
     num_bytes: float
@@ -69,8 +69,8 @@ class Buffer:
 
 @dataclass(frozen=True, slots=True)
 class Communication:
-    """What a kernel communicates: a collective's kind, its mesh axes, bytes per device each time, and the dtype. A transfer
-    between a device and its host is one over no axes."""
+    """A kernel's communication: a collective's kind, its mesh axes, bytes per device each time, and the dtype. A
+    transfer between a device and its host is one over no axes."""
 
     kind: str
     axes: tuple[int, ...]
@@ -79,24 +79,24 @@ class Communication:
 
     @property
     def stream(self) -> str:
-        """What it keeps busy: the links between devices, or one direction of that to the host."""
+        """The stream that it occupies: the links between devices, or one direction of the link to the host."""
         return self.kind if self.kind in TRANSFERS else "collectives"
 
 
 @dataclass(frozen=True, slots=True)
 class Sums:
-    """A kernel sums over these dimensions, or the like."""
+    """The dimensions over which a kernel sums, or takes another reduction."""
 
     dims: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Copies:
-    """A kernel writes an array in another order of its dimensions.
+    """The order of dimensions in which a kernel writes an array that it reads in another.
 
     Attributes:
-      order: that order.
-      is_tiled: whether tile by tile: a plain loop writes several orders at once.
+      order: the order in which it writes.
+      is_tiled: whether it writes tile by tile; a kernel that is a plain loop writes several orders at once.
     """
 
     order: Order
@@ -108,18 +108,18 @@ class Kernel:
     """One launch on one device.
 
     Attributes:
-      position: of its op in the flat program.
-      reads: buffers.
-      makes: buffers.
-      after: kernels that must have run, besides those whose buffers it reads.
-      collective: what it communicates; None when it computes.
+      position: the position of its op in the flat program.
+      reads: buffers that it reads.
+      makes: buffers that it makes.
+      after: kernels that must have run, besides the makers of the buffers that it reads.
+      collective: its communication; None when it computes.
       workspace_bytes: workspace memory while it runs.
-      taken: how long it takes in one step, all its runs together.
+      time: time of all its runs in one step together.
       loops: the loops of the step that it is in.
-      nest: of a fused kernel, what it runs over; None for others.
-      root: of a fused kernel that reduces, the dimensions of that; of one that copies, the order in which it writes.
-      sliced: of what a matrix product reads, the stacks of which it reads a loop's part where that lies.
-      turned: of what it reads, what it has written out in another order if the program that runs it is handed it.
+      nest: the iteration space of a fused kernel; None for others.
+      root: the dimensions over which a fused kernel reduces, or the order in which one that copies writes.
+      sliced: the stacks of which a matrix product reads a loop's part in place.
+      turned: the copies of operands in another order that it needs if they are arguments of its program.
     """
 
     position: int
@@ -150,14 +150,14 @@ class Lowered:
         return frozenset(b for k in kernels for b in k.reads)
 
     def reordered(self, order: Sequence[int]) -> "Lowered":
-        """With its kernels, which this lists by number, in another order."""
+        """The program with its kernels in another order, listed by number."""
         place = {k: at for at, k in enumerate(order)}
         kernels = [self.kernels[k] for k in order]
         return replace(self, kernels=tuple(renumbered(kernels, place)))
 
 
 def renumbered(kernels: Sequence[Kernel], number: Mapping[int, int]) -> list[Kernel]:
-    """With new numbers for the kernels that they wait for."""
+    """The kernels with new numbers for those that they must follow (`after`)."""
     return [
         replace(k, after=tuple(dict.fromkeys(number[a] for a in k.after))) if k.after else k for k in kernels
     ]
@@ -166,7 +166,8 @@ def renumbered(kernels: Sequence[Kernel], number: Mapping[int, int]) -> list[Ker
 def lower(
     costed: CostedGraph, live_ranges: LiveRanges, chosen: Sequence[int], is_one_program: bool = True
 ) -> Lowered:
-    """The kernels of one step under a full assignment of strategies, run by one program or by one for each of its tasks."""
+    """The kernels of one step under a full assignment of strategies, run by one program or by one for each of its
+    tasks."""
     lowering = _Lowering(costed, live_ranges, chosen, is_one_program)
     for i in range(len(lowering.program.ops)):
         lowering.op(i)
@@ -204,7 +205,7 @@ class _Lowering:
         self.carried = self._carried()
 
     def _resharded(self) -> frozenset[int]:
-        """Values that a collective reads, so that they are arrays whoever makes them."""
+        """Values that a collective reads; they are arrays even if their makers are light."""
         found = set[int]()
         for (i, operand), values in self.folded.values_read:
             if any(s.kind != SLICE for s in self.paths.to_reader(i, operand).path):
@@ -242,13 +243,12 @@ class _Lowering:
                 self.waits |= dict.fromkeys(op.results, waits)
 
     def _is_kept_as_small(self, v: int) -> bool:
-        """Whether the kernel that takes maxima across an array writes it too, for later ones to read."""
+        """Whether the kernel that takes maxima across an array also writes it, for later ones to read."""
         is_across = v in self.live_ranges.fusion.layouts.across
         return is_across and self.paths.local_bytes(v, self.paths.made(v)) <= SMALL_BYTES
 
     def _waits(self, op: FlatOp) -> tuple[int, ...]:
-        """The kernels that an op waits for, besides those whose buffers it reads: those before a barrier that it, or what it
-        computes on the fly, stands behind."""
+        """The kernels before a barrier that an op, or a light op that it computes on the fly, must follow."""
         if not (self.waits or op.after):
             return ()
         found = [k for v in op.operands for k in self.waits.get(v, ())]
@@ -256,12 +256,12 @@ class _Lowering:
         return tuple(dict.fromkeys(found))
 
     def _as_first_read(self, v: int) -> tuple[int, ...]:
-        """A value's buffers as the first op has them that reads it."""
+        """A value's buffers in the spec of the first op that reads it."""
         read = self.paths.first_read(v)
         return self.sources[v] if read is None else self._sent(read[0], *read)
 
     def _is_copied_part(self, i: int, op: FlatOp) -> bool:
-        """Whether a loop copies its part of a stack: one that was gathered is laid out otherwise than its readers want."""
+        """Whether a loop copies its part of a stack: a gathered stack has another layout than its readers need."""
         return is_part(op) and any(s.kind != SLICE for s in self.paths.to_reader(i, 0).path)
 
     def _argument(self, op: FlatOp) -> None:
@@ -273,7 +273,7 @@ class _Lowering:
         self.sources[v] = (self._buffer(held_bytes, role, (), True),)
 
     def _kernels(self, i: int, op: FlatOp, read: tuple[int, ...]) -> None:
-        """An op's own kernel, and the collectives that bring its results to rest."""
+        """Makes an op's own kernel, and the collectives that bring its results to rest."""
         loops, addend = self._loops(i, op), self._addend(i)
         read += addend
         makes = tuple(
@@ -296,11 +296,11 @@ class _Lowering:
                 self.sources[v] = self._taken(i, v, "", None, self.sources[v], step)
 
     def _addend(self, i: int) -> tuple[int, ...]:
-        """The array over which a product is written that it is added to."""
+        """The array over which a product that is added to it is written."""
         return self.sources[self.added[i][1]] if i in self.added else ()
 
     def _reads(self, i: int) -> tuple[int, ...]:
-        """The buffers that an op reads, fused ops' included."""
+        """The buffers that an op reads, those of its fused operands included."""
         op = self.program.ops[i]
         read: dict[int, None] = {}
         for operand, v in enumerate(op.operands):
@@ -313,9 +313,9 @@ class _Lowering:
         return tuple(read)
 
     def _rewritten(self, i: int, operand: int, source: tuple[int, ...]) -> tuple[int, ...]:
-        """What an op reads: cuDNN an argument's kernel transposed, and it and cuBLAS a copy of what lies otherwise than they
-        want it, or of a device's part of a whole array. The copy serves all ops that read the array so, the backward phase's
-        too."""
+        """The buffers that an op reads instead of its operand. cuDNN reads a transposed copy of a kernel that is an
+        argument. cuDNN and cuBLAS read a copy of an operand in another layout than they need, and of a device's part of
+        a whole array. A copy serves all ops with the same need, the backward phase's too."""
         op = self.program.ops[i]
         if op.name not in REWRITING:
             return source
@@ -352,7 +352,8 @@ class _Lowering:
         root: Copies | None = None,
         after: tuple[int, ...] = (),
     ) -> tuple[int, ...]:
-        """A copy of an array, made once; by a kernel that copies the same in another order, if both are plain loops."""
+        """A copy of an array, made once. Copies of one array in several orders share a kernel, if their kernels are
+        plain loops."""
         key = (source, read, num_bytes)
         if key not in self.rewritten:
             loops, runs = self.live_ranges.loops_at[i], self.program.ops[i].count
@@ -369,7 +370,7 @@ class _Lowering:
         return self.rewritten[key]
 
     def _add(self, kernel: Kernel, k: int) -> None:
-        """What a kernel makes, another one makes too."""
+        """Adds the results of a kernel to those of another one."""
         one = self.kernels[k]
         self.kernels[k] = replace(one, makes=(*one.makes, *kernel.makes), time=one.time + kernel.time)
         self.made_by |= dict.fromkeys(kernel.makes, k)
@@ -395,7 +396,7 @@ class _Lowering:
         source: tuple[int, ...],
         step: ReshardStep,
     ) -> tuple[int, ...]:
-        """The buffers behind a step."""
+        """The buffers after a step of a reshard."""
         if step.kind == SLICE:
             return source
         moved = self.paths.moved(v, step)
@@ -407,7 +408,7 @@ class _Lowering:
         return (made,)
 
     def _tie(self, phase: str) -> tuple[int, ...]:
-        """The kernels for which what is read in a phase is held back: the last one of the backward phase in that."""
+        """The kernels that a reshard of a phase must follow: in the backward phase, its last kernel so far."""
         return self.last_backward if phase == ReadPhase.BACKWARD.value else ()
 
     def _launched(
@@ -475,8 +476,8 @@ class _Lowering:
         return self._append(Kernel(i, reads, makes, after, what, 0.0, time, self.live_ranges.loops_at[i]))
 
     def _nest(self, i: int) -> tuple[Hashable, Sums | None]:
-        """What a fused kernel runs over, a shape, divided as it is, and the dimensions that it sums over, or the like. What
-        writes in another order than it reads is like nothing else."""
+        """A fused kernel's iteration space, as a shape and its spec, and the dimensions of its reduction, if it has
+        one. None for a kernel that writes in another order than it reads."""
         op, op_class = self.program.ops[i], self.folded.class_of[i]
         is_turned = not self.live_ranges.fusion.layouts.turned.isdisjoint(op.results)
         if op.is_boundary or is_turned or runs_alone(self.folded, op_class):
@@ -502,7 +503,7 @@ class _Lowering:
         return len(self.kernels) - 1
 
     def _constant(self, pattern: int, loops: Loops) -> int:
-        """An array of one number: XLA makes it anew for each kernel that reads it, right before it."""
+        """An array of one number: XLA makes a new one for each kernel that reads it, right before it."""
         return self._buffer(self.buffers[pattern].num_bytes, Resident.TEMPORARIES, loops, False)
 
     def _buffer(self, num_bytes: float, resident: Resident, loops: Loops, is_argument: bool) -> int:
@@ -514,7 +515,7 @@ class _Lowering:
         return len(self.buffers) - 1
 
     def _loops(self, i: int, op) -> Loops:
-        """Where a result lives: what a loop carries or stacks lives outside of it."""
+        """The loops in which a result lives; a loop's stack lives outside of the loop."""
         inside = self.live_ranges.loops_at[i]
         return inside[1:] if op.name == "stack" else inside
 
@@ -524,7 +525,7 @@ class _Lowering:
         return self.paths.local_bytes(v, self.paths.made(v))
 
     def _carried(self) -> dict[tuple[int, int], list[tuple[int, int]]]:
-        """By loop: (position of the carry, its operand) of what the body hands to its next run."""
+        """By loop: (position of the carry, its operand) of the values that the body passes to its next run."""
         found: dict[tuple[int, int], list[tuple[int, int]]] = {}
         for i, op in enumerate(self.program.ops):
             if op.name == "carry":
@@ -536,7 +537,7 @@ class _Lowering:
         return found
 
     def loop_ends(self, position: int) -> None:
-        """What a body hands on is there until its end."""
+        """Keeps the values that a body passes to its next run until the body's end."""
         for loop in [k for k in self.carried if k[1] == position]:
             read: dict[int, None] = {}
             for i, operand in self.carried[loop]:
@@ -544,7 +545,7 @@ class _Lowering:
             self._kernel(position - 1, tuple(read), (), ())
 
     def finish(self) -> None:
-        """The new state's way to where the old one rests, and into its memory unless it has another type."""
+        """Reshards the new state to where the old one rests, and into its memory unless it has another type."""
         for i, op in enumerate(self.program.ops):
             if op.name == "input":
                 for operand, v in enumerate(op.operands):

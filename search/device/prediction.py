@@ -1,11 +1,11 @@
-"""What one device holds and does in a step, under a full assignment: the plan's peak and its exposed communication.
+"""The memory and time of one device in a step, under a full assignment: the plan's peak and its exposed communication.
 
-The kernels (`lowering`, `siblings`, `combiner`) are put in the order that takes the least memory (`kernel_order`), and from
-there into that of XLA's latency-hiding scheduler (`latency_hiding`), which puts kernels off into the windows of collectives
-and holds more meanwhile. Its budget is a goal that it overshoots: of 14 plans whose orders held more than their caps by our
-outline of it, ten did as compiled, by 3 to 193%, and the others held 3 to 6% less. So besides the order of least memory this
-one has to fit, too, and the predicted peak is its own; with a margin for what our outline of the compiler misses, as far as
-the cap leaves room for it.
+The kernels (`lowering`, `siblings`, `combiner`) are put in the order that takes the least memory (`kernel_order`). From
+there XLA's latency-hiding scheduler (`latency_hiding`) moves kernels into the windows of collectives, which takes more
+memory. Its budget is a goal that it overshoots: of 14 plans whose orders held more than their caps by our outline of
+it, ten did as compiled, by 3 to 193%; the others held 3 to 6% less. So the scheduler's order has to fit too, besides
+the order of least memory, and the predicted peak is that of the scheduler's order. It has a margin for the differences
+between our outline and the compiler, as far as the cap leaves room for it.
 """
 
 from collections.abc import Sequence
@@ -26,21 +26,21 @@ from autoshard.search.problem.live_ranges import ARGUMENTS, LiveRanges, Resident
 from autoshard.search.problem.memory_rows import Peak
 
 MARGIN = 0.03
-"""Of all that a step makes, for what our outline of the compiler misses. Source: the spread of predicted against compiled
-peaks (`benchmarks.truth`)."""
+"""Share of the bytes that a step makes, as a margin for the differences between our outline and the compiler. Source:
+the spread of predicted against compiled peaks (`benchmarks.truth`)."""
 
 SMALL_PART = 2
-"""The scheduler's order is not looked at where the one of least memory holds so many times less than the cap. Source: a
-choice of ours; up to 1.6 times as much has been seen."""
+"""If the order of least memory holds less than the cap divided by this, the scheduler's order is not computed. Source:
+a choice of ours; up to 1.6 times as much has been seen."""
 
 
 @dataclass(frozen=True, eq=False)
 class Prediction:
-    """A step on one device; what is not asked for is not simulated.
+    """A step on one device; each property is simulated when it is first read.
 
     Attributes:
       lowered: its kernels.
-      limit_bytes: the cap, by which the scheduler's budget is.
+      limit_bytes: the cap, from which the scheduler's budget follows.
       is_rescheduled: whether the compiler's scheduler moves kernels for overlap.
       apart: its kernels before any were joined.
     """
@@ -57,7 +57,8 @@ class Prediction:
 
     @cached_property
     def needed_bytes(self) -> float:
-        """What must fit: the least, and where that is no small part of the cap, what the scheduler's order holds."""
+        """The bytes that must fit under the cap: the least, or the scheduler's order if that is more. The latter counts
+        only where the least fits and is no small part of the cap."""
         least_bytes = self.least.num_bytes
         if not self.limit_bytes / SMALL_PART < least_bytes <= self.limit_bytes:
             return least_bytes
@@ -74,12 +75,12 @@ class Prediction:
 
     @cached_property
     def transfer_s(self) -> float:
-        """Copies to the host and from it, one after the other."""
+        """Seconds of the copies to the host and from it, one after the other."""
         return sum((k.time.seconds for k in self.lowered.kernels if _is_transfer(k)), 0.0)
 
     @cached_property
     def waited_s(self) -> float:
-        """What of the transfers nothing hides."""
+        """Seconds of the transfers that nothing hides."""
         if not self.transfer_s:
             return 0.0
         free = KernelTime(0.0, 0.0)
@@ -106,7 +107,7 @@ class Prediction:
 
     @cached_property
     def _overlapped(self) -> tuple[int, ...]:
-        """The kernels as the compiler's scheduler has them; in the least order where it moves none."""
+        """The kernels in the compiler's order; in the order of least memory where it moves none."""
         if not self.is_rescheduled:
             return program_order(self._plain)
         piled_up = self._occupancy.piled_up(program_order(self._plain))
@@ -119,7 +120,7 @@ def _is_transfer(kernel: Kernel) -> bool:
 
 
 def in_least_order(lowered: Lowered) -> Lowered:
-    """With the kernels in the order that takes the least memory."""
+    """The program in its own order or the list scheduler's, whichever takes less memory."""
     orders = (lowered, memory_saving(lowered))
     return min(orders, key=lambda order: peak(order, program_order(order)).num_bytes)
 
@@ -130,7 +131,7 @@ def _with_margin(found: Peak) -> Peak:
 
 
 def _grown(found: Peak, num_bytes: float) -> Peak:
-    """With so much more of temporaries."""
+    """A peak with so many more bytes of temporaries."""
     residents = dict(found.residents)
     residents[Resident.TEMPORARIES] = residents.get(Resident.TEMPORARIES, 0.0) + num_bytes
     return replace(found, num_bytes=found.num_bytes + num_bytes, residents=tuple(residents.items()))
@@ -143,13 +144,13 @@ def predict(
     limit_bytes: float,
     is_one_program: bool = True,
 ) -> Prediction:
-    """Runs the kernels of an assignment.
+    """Predicts the step of one device under an assignment.
 
     Args:
       costed: the strategy graph on its mesh.
-      live_ranges: of the same graph.
+      live_ranges: live ranges of the same graph.
       chosen: the strategy of each node.
-      limit_bytes: the cap, by which the scheduler's budget is.
+      limit_bytes: the cap, from which the scheduler's budget follows.
       is_one_program: whether one program runs them all, or one for each task of a pipeline's stages.
     """
     mesh = costed.resharder.mesh
