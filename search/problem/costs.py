@@ -1,8 +1,8 @@
 """The cost of every strategy and every edge on one mesh: the PBQP that the solver gets.
 
-A node's cost is its ops' time on the devices, by the roofline, for the part that one device computes, times
-how often they run, plus the reductions inside it. Light ops are fused by the compiler: what they move is what
-enters and leaves their group. An edge's cost is the cheapest reshard between the specs at its ends.
+A node's cost is its ops' time on the devices, by the roofline, for the part that one device computes, times their runs,
+plus the reductions inside it. The compiler fuses light ops: they move only the values that enter and leave their group.
+An edge's cost is the cheapest reshard between the specs at its ends.
 """
 
 from collections.abc import Sequence
@@ -36,8 +36,8 @@ from autoshard.search.problem.strategy_graph import Endpoint, Maker, Port, Resha
 from autoshard.search.solver.pbqp import Edge, Problem
 
 COMBINED_BYTES = 30 * 2**20
-"""XLA:GPU joins collectives of one kind that wait for nothing else of it, up to this size. Source: XLA,
-`service/collective_utils.h`, kDefaultAllReduceCombineThreshold and its like for all-gathers and reduce-scatters."""
+"""XLA:GPU joins collectives of one kind that do not depend on one another, up to this size. Source: XLA,
+`service/collective_utils.h`, kDefaultAllReduceCombineThreshold and the constants for all-gathers and reduce-scatters."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,7 +50,7 @@ class CostedGraph:
     strategies: tuple[Strategies, ...]
 
     def only(self, kept: Sequence[np.ndarray]) -> "CostedGraph":
-        """The same with some of each node's strategies."""
+        """The graph with only the kept strategies of each node."""
         left = zip(self.strategies, kept, strict=True)
         return replace(self, strategies=tuple(each.only(k) for each, k in left))
 
@@ -94,7 +94,7 @@ class CostedGraph:
         """The PBQP.
 
         Args:
-          hidden_s: per edge of the graph, what of its seconds costs nothing.
+          hidden_s: per edge of the graph, its seconds that computation hides.
         """
         costs = [compute + inside for compute, inside in self.node_seconds]
         edges = []
@@ -132,8 +132,8 @@ class CostedGraph:
         return self.resharder.once(key, lambda: self._resharding_seconds(edge, how, is_tied))
 
     def kinds(self, edge: ReshardEdge) -> tuple[tuple[Strategies, Dims, tuple[int, ...]], ...]:
-        """Of each end, what ports share that are alike: their nodes' strategies, and which factors a value has, and of which
-        it holds partial sums."""
+        """For each end of an edge, a key that ports with equal specs under equal strategies share: their node's
+        strategies, the value's factors, and the factors of which it holds partial sums."""
         ends = edge.source, edge.target
         return tuple((self.strategies[port.node], port.dims, port.partial_over) for port in ends)
 
@@ -150,13 +150,13 @@ class CostedGraph:
 
     @cached_property
     def _private(self) -> frozenset[int]:
-        """Copies with one reader: they lie as it wants them, or what it is handed would be in nobody's books."""
+        """Copies with one reader, which take the reader's spec: no row of memory counts a reshard after them."""
         return frozenset(c.node for c in self.graph.copies if len(c.targets) == 1)
 
     def handling(self, source: int, maker: Maker) -> Handling:
-        """What the compiler does with the collectives of these values on their way from a node. It sums what is scattered
-        over several axes in one collective too, what a loop adds up in its terms' type, and may move what is converted in
-        the narrower one."""
+        """The compiler's handling of the collectives of these values on their way from a node. It sums a scatter's
+        result over several axes in one collective too. It sums a loop's sum in its terms' type, and may move a
+        converted value in the narrower type."""
         is_scattered = self.graph.folded.op(maker[0]).name.startswith("scatter")
         term, narrowed = self.graph.terms.get(maker), self.graph.narrowed.get(maker)
         return Handling(
@@ -167,12 +167,12 @@ class CostedGraph:
         )
 
     def _joined_bytes(self, maker: Maker) -> float:
-        """The size of the collectives that these values' are joined into; zero where they are left alone."""
+        """The size of the collectives that these values' are joined into; zero where they are not joined."""
         return self._combined_bytes if maker in self.graph.combined else 0.0
 
     @cached_property
     def _combined_bytes(self) -> float:
-        """How large combined collectives get: a model may have fewer gradients than would fit."""
+        """Size of combined collectives: a model may have fewer gradients than would fit."""
         folded = self.graph.folded
         gradients = [(k, r) for k, r in self.graph.combined if folded.op(k).phase is Phase.BACKWARD]
         values = folded.program.values
@@ -209,7 +209,7 @@ class CostedGraph:
         return tuple(map(tuple, found))
 
     def kernel_bytes(self, kernel: FusedKernel) -> np.ndarray:
-        """[strategies]: what a fused kernel moves on one device."""
+        """[strategies]: bytes that a fused kernel moves on one device."""
         if kernel.op_classes not in self._kernel_bytes:
             node = self.graph.node_of[kernel.op_classes[0]]
             self._kernel_bytes[kernel.op_classes] = self._bytes(node, kernel.moved)
@@ -222,11 +222,11 @@ class CostedGraph:
 
     @property
     def device(self) -> Device:
-        """What it will run on."""
+        """The device that the plan runs on."""
         return self.resharder.mesh.cluster.device
 
     def op_seconds(self, op_class: int) -> np.ndarray:
-        """[strategies]: one run of an op that is a kernel of its own, on one device."""
+        """[strategies]: seconds of one run of an op that is a kernel of its own, on one device."""
         if op_class not in self._op_seconds:
             self._op_seconds[op_class] = self._alone_seconds(op_class)
         return self._op_seconds[op_class]
@@ -254,7 +254,7 @@ class CostedGraph:
         return np.asarray(product_s(self.device, self._product(op_class), num_bytes, peak_flops_per_s))
 
     def _decomposition_seconds(self, op_class: int, num_bytes: np.ndarray) -> Seconds:
-        """[strategies]: one run of an op that goes through the columns of a matrix, or of many."""
+        """[strategies]: seconds of one run of an op that goes through the columns of a matrix, or of many."""
         program, op = self.graph.folded.program, self.graph.folded.op(op_class)
         value = program.values[op.operands[0]]
         batch = {f for dim in op.rule.operands[0][:-2] for f in dim}
@@ -266,7 +266,7 @@ class CostedGraph:
         )
 
     def _copying_seconds(self, op_class: int) -> np.ndarray | float:
-        """[strategies]: what is copied for an op in one step, or filled with zeros."""
+        """[strategies]: seconds in one step of the copies for an op, or of filling with zeros."""
         if self.device.name == "CPU":
             return 0.0
         node, copied = self.graph.node_of[op_class], self.kernels.copied.get(op_class, ())
@@ -316,14 +316,14 @@ class CostedGraph:
         return float(self.graph.folded.op(op_class).rule.num_points)
 
     def _parts(self, op_class: int, loops: set[int]) -> np.ndarray:
-        """[strategies]: into how many parts some of an op's loops are cut."""
+        """[strategies]: the number of parts into which some of an op's loops are cut."""
         node = self.graph.node_of[op_class]
         factor_of = self.graph.groups[node].factor_of
         own = frozenset(factor_of[op_class, f] for f in loops if (op_class, f) in factor_of)
         return shards_over(own, self.strategies[node], self.resharder.mesh.shape)
 
     def _product_flops_per_s(self, op: FlatOp) -> float:
-        """The peak for an op's operands; a product that asks for all of float32's digits runs on ordinary cores."""
+        """The peak rate for an op's operands; a product that asks for all of float32's digits runs on ordinary cores."""
         device = self.device
         dtype = self.graph.folded.program.values[op.operands[0]].dtype
         asked = op.op.params.get("precision") if op.op is not None else None
@@ -333,7 +333,7 @@ class CostedGraph:
         return device.peak_flops_per_s(dtype)
 
     def reduction_seconds(self, op_class: int) -> np.ndarray:
-        """[strategies]: all-reduces of an op's results that its own group resolves."""
+        """[strategies]: seconds of the all-reduces of an op's results that its own group resolves."""
         total = np.zeros(len(self.strategies[self.graph.node_of[op_class]]))
         for axes, at, local_bytes, combined_bytes in self.reductions(op_class):
             total[at] += self.resharder.mesh.time_s("all-reduce", axes, local_bytes, combined_bytes)

@@ -1,8 +1,9 @@
 """A step without some of its repeated blocks.
 
-To leave a block out is to drop its ops, arguments and results, and to hand on what passes through it: what another block
-read from it, that block now reads from where this one read the same. What an op outside of all blocks reads of a block left
-out (all layers' losses, stacked), it reads of one that is kept: such an op stays as large as it is.
+To leave a block out is to drop its ops, arguments and results, and to rewire the values that pass through it: another
+block that read a value from it now reads the value that this block read in its place. An op outside of all blocks may
+read a value of a block left out (all layers' losses, stacked). It then reads that value of a block that is kept, so the
+op stays as large as it is.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,7 +32,7 @@ class Cut:
         """The step and its sharding without some blocks.
 
         Raises:
-          UnlikeError: it is not clear what to hand on.
+          UnlikeError: the value that an op should read instead is ambiguous, or has another type.
         """
         blocks = self.likeness.blocks
         ops = [i for i, b in enumerate(blocks.of_op) if b not in gone]
@@ -66,7 +67,7 @@ class Cut:
         return op if inputs == op.inputs else replace(op, inputs=inputs)
 
     def _instead(self, atom: Atom, reader: int | None, operand: int, gone: AbstractSet[int]) -> Atom:
-        """What is read where this value was: itself, or what the blocks left out hand on in its place."""
+        """The value that is read in place of a value: itself, or its substitute where its block is left out."""
         found = atom
         for _ in range(len(gone)):
             block = self.likeness.block_of(found)
@@ -100,7 +101,7 @@ class Cut:
 
 
 def _check_order(graph: Graph) -> None:
-    """Raises UnlikeError where an op reads what is now made after it."""
+    """Raises UnlikeError where an op reads a value that is now made after it."""
     made = {*graph.inputs, *(v for v, _ in graph.constants)}
     for op in graph.ops:
         if not made.issuperset(op.operands):
@@ -109,7 +110,7 @@ def _check_order(graph: Graph) -> None:
 
 
 def _by_position(in_tree: Any, arguments: Sequence[int]) -> Any:
-    """The pytree of `(args, {})` with a flat tuple per argument of the user's, so that the same ones are donated."""
+    """The pytree of `(args, {})` with a flat tuple for each of the user's arguments, so that donation stays the same."""
     args, kwargs = in_tree.children()
     counts, start = [], 0
     for tree in (*args.children(), *kwargs.children()):
@@ -121,7 +122,7 @@ def _by_position(in_tree: Any, arguments: Sequence[int]) -> Any:
 def _renumbered(
     sharding: StepSharding, ops: Sequence[int], arguments: Sequence[int], results: Sequence[int]
 ) -> StepSharding:
-    """The sharding of what is kept, under its new numbers."""
+    """The sharding of the ops, arguments and results that are kept, under their new numbers."""
     op_at = {i: n for n, i in enumerate(ops)}
     outside = {
         "input": {a: n for n, a in enumerate(arguments)},

@@ -1,12 +1,12 @@
-"""What ties a plan to a step: two steps with one fingerprint can be told the same decisions.
+"""The fingerprint of a step: a plan applies to every step with its fingerprint.
 
-It is made of all that decides which choices there are, what they are called, and what they cost: the arguments by
-name and role; of each op its primitive, phase, scope, factors, and who makes what it reads; its parameters as far as they
-are data (axes, dimension numbers, comparison kinds, paddings, precisions); the shapes and dtypes of all values.
+The fingerprint covers everything that decides the choices, their names and their costs: the arguments by name and role;
+of each op its primitive, phase, scope, factors, and the makers of its operands; its parameters as far as they are data
+(axes, dimension numbers, comparison kinds, paddings, precisions); the shapes and dtypes of all values.
 
-It leaves out what a plan survives: the content of literals and constants, so that another learning rate keeps its
-plan. And it leaves out what differs from one process to the next: source lines, addresses, the order of sets, and
-code, of which only its type is said; what code in a parameter means for the sharding, the op's factors say. A
+It leaves out the content of literals and constants, which a plan does not depend on: another learning rate keeps its
+plan. It also leaves out everything that differs from one process to the next: source lines, addresses, the order of
+sets, and code, of which only the type counts. The op's factors cover the meaning of such code for the sharding. A
 parameter that is None counts as absent, as later versions of JAX add such.
 """
 
@@ -25,7 +25,7 @@ _NUM_DIGITS = 16
 
 
 def fingerprint(step: Step) -> str:
-    """16 hex digits: the same for the same traced step in every process (see the module)."""
+    """The fingerprint: 16 hex digits, equal for one traced step in every process (see the module)."""
     graphs, looks = list(walk(step.graph)), _Looks()
     said = [
         *((a.name, a.role.value) for a in step.arguments),
@@ -38,11 +38,11 @@ def fingerprint(step: Step) -> str:
 
 
 class _Looks:
-    """What ops look like, each said once: primitive, parameters, factors, types of operands and results.
+    """The descriptions of ops, each stored once: primitive, parameters, factors, types of operands and results.
 
     Attributes:
       types: shapes and dtypes, with their numbers.
-      said: looks, in the order of their numbers.
+      said: descriptions, in the order of their numbers.
     """
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class _Looks:
         self._rules = OpRules()
 
     def graph(self, graph: Graph) -> tuple[Any, ...]:
-        """All of a graph, in terms whose `repr` is the same in every process."""
+        """A whole graph, in terms whose `repr` is equal in every process."""
         types = [self._type(v.shape, v.dtype) for v in graph.values]
         ops = tuple([self._op(op, graph, types) for op in graph.ops])
         constants = tuple(v for v, _ in graph.constants)
@@ -88,7 +88,7 @@ class _Looks:
 
 
 def data(value: Any) -> Any:
-    """A parameter in terms whose `repr` is the same in every process; of what is no data, its type."""
+    """A parameter in terms whose `repr` is equal in every process; only the type of a parameter that is no data."""
     if isinstance(value, Enum):
         return value.name
     if value is None or isinstance(value, bool | int | float | complex | str | bytes | np.generic):

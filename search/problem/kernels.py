@@ -1,20 +1,22 @@
-"""Which ops run as one kernel, and what each kernel moves through memory.
+"""The ops that run as one kernel, and the bytes that each kernel moves through memory.
 
-Products, look-ups, loops and ops with a dimension that cannot be split are kernels of their own. They read their operands
-and write their results, except those that look up or update a few places of a large array (gather, scatter, slices of it):
-these touch what they pick, and update in place.
+Products, look-ups, loops and ops with a dimension that cannot be split are kernels of their own. They read their
+operands and write their results, except those that look up or update a few places of a large array (gather, scatter,
+slices of it): these touch the places that they pick, and update in place.
 
-What else is stored (`search.problem.fusion`) is made by fused kernels. An array's op stands as *late* as its readers
-allow: what only the backward phase reads is computed there. Ops of one group that pass values on at one lateness are one
-kernel: it reads each array from outside once, whatever lies between, and writes those that are read outside of it. A sum
-ends its kernel, as its readers wait for it, and what they read besides they read again. One over rows may lie between where
-the sum only meets what it is a sum of: then a block of threads keeps its row at hand, as in a softmax or a norm (XLA's
-`SoftmaxRewriterTriton`), but not where the backward phase reads the sum too, or a mean is squared as well.
+All other stored arrays (`search.problem.fusion`) are made by fused kernels. An array's op is placed as *late* as its
+readers allow: an array that only the backward phase reads is computed there. Ops of one group that pass values on at
+one lateness are one kernel. It reads each array from outside once, and writes the arrays that are read outside of it. A
+sum ends its kernel, because its readers depend on it; they read their other operands once more. A sum over rows may lie
+inside a kernel where it only meets the array that it sums. Then a block of threads keeps its row at hand, as in a
+softmax or a norm (XLA's `SoftmaxRewriterTriton`), but not where the backward phase reads the sum too, or a mean is
+squared as well.
 
-A kernel is priced by its group's strategy alone. So what comes from another group counts as it is handed over.
+A kernel is priced by its group's strategy alone. So a value from another group counts in the spec in which this group
+reads it.
 
-Besides, arrays are copied for libraries, which products and convolutions call: what these do not read as it lies, and a
-loop's part of a stack, which they neither read nor write where it is. A stack is filled with zeros before its loop begins.
+Products and convolutions call libraries, which need copies of operands in another layout, and of a loop's part of a stack,
+which they neither read nor write in place. A stack is filled with zeros before its loop begins.
 
 All this happens on the flat program, op by op; kernels of the same classes are then one `FusedKernel` with a count.
 """
@@ -32,11 +34,11 @@ from autoshard.search.problem.fusion import Fusion, is_part
 from autoshard.search.problem.op_groups import OpGroup
 
 MAX_ROW = 1 << 14
-"""Elements of a row up to which a block of threads keeps it at hand. Source: XLA on an H100; softmaxes of 16,384 numbers in
-float32 take as many kernels as of 1,024, those of 32,768 more."""
+"""Elements of the longest row that a block of threads keeps at hand. Source: XLA on an H100; softmaxes of 16,384
+numbers in float32 take as many kernels as of 1,024, those of 32,768 more."""
 
 MAXIMA = frozenset({"reduce_max", "reduce_min"})
-"""Row by row these are taken again rather than kept. Source: XLA on an H100, which keeps of a softmax only the sums."""
+"""Reductions over rows that are recomputed, not kept. Source: XLA on an H100, which keeps of a softmax only the sums."""
 
 Endpoint = tuple[int, int, bool]
 """(class, index, whether a result): an operand or a result of a class."""
@@ -53,8 +55,9 @@ _TOUCHED = MappingProxyType(
         ),
     }
 )
-"""What ops move that touch parts of an array: operands or results, by index, and how often. A look-up reads and writes
-what it picks; an update reads what is new, and reads and writes, or only writes, where it goes."""
+"""The operands or results that ops move that touch parts of an array, by index, and how often. A look-up reads and
+writes the places that it picks. An update reads its new elements, and reads and writes their places, or only writes
+them."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -62,7 +65,7 @@ class FusedKernel:
     """Kernels of the same classes.
 
     Attributes:
-      op_classes: of its ops, ascending.
+      op_classes: the classes of its ops, ascending.
       moved: the values read or written, by the endpoint where each enters or leaves, and how often per run.
       count: runs in one step.
     """
@@ -92,10 +95,10 @@ class Kernels:
     """The kernels of a program.
 
     Attributes:
-      fused: ordered by their classes; kernels that run alone go without saying.
+      fused: ordered by their classes; kernels that run alone are not listed.
       of_op: by position, for ops whose results a fused kernel stores: that kernel, and the op's share of a run.
-      first: by position, for these: the first of them in the same run of the kernel.
-      copied: by class, what is moved besides what its kernel reads and writes.
+      first: by position, for the ops in `of_op`: the first of them in the same run of the kernel.
+      copied: by class, the copies beside the reads and writes of its kernel.
     """
 
     fused: tuple[FusedKernel, ...]
@@ -111,7 +114,7 @@ def runs_alone(folded: FoldedProgram, op_class: int) -> bool:
 
 
 def moved_alone(folded: FoldedProgram, op_class: int) -> tuple[tuple[Endpoint, float], ...]:
-    """What an op that is a kernel of its own moves."""
+    """The operands and results that an op moves that is a kernel of its own."""
     op = folded.op(op_class)
     if op.name in _TOUCHED:
         number = {i: n for n, (_, _, i) in enumerate(op.operand_places)}  # literals are no operands
@@ -151,7 +154,7 @@ def kernels(fusion: Fusion, groups: tuple[OpGroup, ...]) -> Kernels:
 
 
 def _copied(fusion: Fusion) -> dict[int, tuple[CopyKernel, ...]]:
-    """What is written out for libraries, and what stacks take besides."""
+    """By class: the operands written out for libraries, and the additional traffic of stacks."""
     runs: dict[tuple[Endpoint, float], float] = {}
     for endpoint, times, count in (*_written_out(fusion), *_stacked(fusion)):
         runs[endpoint, times] = runs.get((endpoint, times), 0.0) + count
@@ -162,8 +165,8 @@ def _copied(fusion: Fusion) -> dict[int, tuple[CopyKernel, ...]]:
 
 
 def _written_out(fusion: Fusion) -> Iterator[tuple[Endpoint, float, float]]:
-    """What products and convolutions have written out, in another order or with zeros around it: each array once, for the
-    first of its readers, read and written."""
+    """The operands that products and convolutions need in another order or with zeros around them. Each array counts
+    once, for the first of its readers, as read and written."""
     seen: set[tuple] = set()
     for p, op in enumerate(fusion.program.ops):
         for i, v in enumerate(op.operands):
@@ -176,9 +179,9 @@ def _written_out(fusion: Fusion) -> Iterator[tuple[Endpoint, float, float]]:
 
 
 def _stacked(fusion: Fusion) -> Iterator[tuple[Endpoint, float, float]]:
-    """What loops move of their stacks besides. Zeros are written first. What a product reads of a stack is read and written
-    for it; so is what it makes or reads of what is stacked up. Source: a GPT of 1.3B in bfloat16 on an H100, JAX 0.11.2;
-    without Triton's products XLA reads most parts of stacks where they lie."""
+    """The additional traffic of loops' stacks. Zeros are written first. A part of a stack that a product reads is read
+    and written for it; so is a part that a product makes or reads before it is stacked. Source: a GPT of 1.3B in
+    bfloat16 on an H100, JAX 0.11.2; without Triton's products XLA reads most parts of stacks in place."""
     for p, op in enumerate(fusion.program.ops):
         op_class = fusion.folded.class_of[p]
         if is_part(op) and fusion.is_read_by_library(op.results[0]):
@@ -191,13 +194,13 @@ def _stacked(fusion: Fusion) -> Iterator[tuple[Endpoint, float, float]]:
 
 
 def _summed_over(op: FlatOp) -> frozenset[int]:
-    """The factors that an op sums over, or the like."""
+    """The factors over which an op takes a sum or another reduction."""
     factors = enumerate(op.rule.factors) if op.operands else ()
     return frozenset(i for i, f in factors if f.kind in (Kind.SUM, Kind.REDUCE) and f.size > 1)
 
 
 def is_by_rows(op: FlatOp) -> bool:
-    """Whether an op sums, or the like, over the last dimensions of several rows, none too long."""
+    """Whether an op reduces over the last dimensions of several rows, none of them too long."""
     if not (summed := _summed_over(op)):
         return False
     loops = [f for dim in op.rule.operands[0] for f in dim if op.rule.factors[f].size > 1]
@@ -238,12 +241,12 @@ class _Collector:
         return [(tuple(sorted({self.folded.class_of[p] for p in ps})), ps) for ps in members.values()]
 
     def runs(self, positions: Sequence[int]) -> int:
-        """How often a kernel runs in one step. One of ops of two blocks runs for each block that begins it."""
+        """Runs of a kernel in one step. A kernel with ops of two blocks runs once for each block that begins it."""
         of_blocks = [p for p in positions if self.fusion.program.is_shortened and _is_of_block(self.ops[p])]
         return self.ops[min(of_blocks)].count if of_blocks else max(self.ops[p].count for p in positions)
 
     def moved(self, positions: list[int]) -> list[tuple[Endpoint, float]]:
-        """What a kernel moves in one step, by endpoint."""
+        """The values that a kernel moves in one step, by endpoint."""
         count = self.runs(positions)
         reads = self.reads.get(self.kernel_of[positions[0]], {})
         written = [
@@ -255,7 +258,7 @@ class _Collector:
         return [*((endpoint, float(count)) for endpoint in reads.values()), *written]
 
     def _sums(self) -> list[bool]:
-        """Per op: whether it makes sums that are read in later kernels, or goes on with nothing but such sums."""
+        """Per op: whether it makes sums that are read in later kernels, or computes on with nothing but such sums."""
         ends = [self._ends_kernel(members[0]) for members in self.folded.members]
         found = [ends[k] for k in self.folded.class_of]
         for p, op in enumerate(self.ops):
@@ -270,13 +273,13 @@ class _Collector:
         return all(prod(values[v].shape) <= most for v in (*op.operands, *op.results))
 
     def _ends_kernel(self, p: int) -> bool:
-        """Whether an op sums, or the like, so that what reads the sum is in another kernel."""
+        """Whether an op makes a reduction that is read only in other kernels."""
         is_sum = self.is_fused[p] and bool(_summed_over(self.ops[p]))
         return is_sum and not (is_by_rows(self.ops[p]) and self._meets_again(p))
 
     def _meets_again(self, p: int) -> bool:
-        """Whether a row's sum is read only where it meets what it is a sum of, in one phase. Maxima are taken anew in each
-        phase. In another order of memory rows are not at hand."""
+        """Whether a row's sum is read only where it meets the array that it sums, in one phase. Maxima are computed
+        anew in each phase. In another order of memory, rows are not at hand."""
         summed, (v, *others) = self.ops[p].operands[0], self.ops[p].results
         is_kept = self.ops[p].name not in MAXIMA and len(self.fusion.computed_in[v]) > 1
         if others or is_kept or summed in self.fusion.layouts.across:
@@ -295,8 +298,8 @@ class _Collector:
         return self.fusion.sources.get(v, frozenset((v,)))
 
     def _late(self) -> list[int]:
-        """Per op: how many kernels that run alone, or end in a sum, can stand before it on one path, at most, without
-        delaying any other."""
+        """Per op: the largest number of kernels that run alone, or end in a sum, that can stand before it on one path
+        without delaying any other."""
         depth = [0] * len(self.ops)
         for p, op in enumerate(self.ops):
             before = [self.maker[v][0] for v in op.operands if self.maker[v][0] < p]
@@ -314,7 +317,7 @@ class _Collector:
         return late
 
     def _waits(self, p: int, q: int) -> bool:
-        """Whether an op is in a later kernel than one that it reads."""
+        """Whether an op is in a later kernel than one whose result it reads."""
         return not self.is_fused[q] or (self.is_sum[q] and not self.is_sum[p])
 
     def _joined(self, late: list[int]) -> list[int]:
@@ -336,7 +339,7 @@ class _Collector:
         return [find(p) for p in range(len(self.ops))]
 
     def _read_all(self) -> None:
-        """What each kernel reads, and which arrays are read outside of the kernel that makes them."""
+        """Finds the arrays that each kernel reads, and the arrays that are read outside of the kernel that makes them."""
         behind: dict[int, dict[int, Endpoint]] = {}
         for p, op in enumerate(self.ops):
             if not self.is_fused[p]:
@@ -352,7 +355,7 @@ class _Collector:
                 self._read(self.kernel_of[p], seen)
 
     def _seen(self, p: int, i: int, v: int, behind: dict[int, dict[int, Endpoint]]) -> dict[int, Endpoint]:
-        """The arrays from which an op's operand can be had, and where they enter its group."""
+        """The arrays from which an op's operand can be computed, and where they enter its group."""
         q = self.maker[v][0]
         if self.is_fused[q] and self.groups[q] == self.groups[p] and q < p:
             return behind[v]

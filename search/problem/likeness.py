@@ -1,14 +1,15 @@
-"""Which blocks of a stack are alike, and what passes from one to the next.
+"""Blocks of a stack with equal structure, and the values that pass from one to the next.
 
-Blocks are alike when their ops, in program order, look alike, read alike (which op or argument of their own, which
-type from elsewhere), are laid out alike by the plan, and result in alike state. Where this tells any apart but the first
-and the last, update ops are put in an order of their own: leaves may come in that of their names. So the n-th op of one
-corresponds to the n-th op of another, and a value is known by its *slot*: the place of its op in the block, and which
-result it is (of an argument: the place of the op that reads it first, and which operand it is there).
+Blocks have equal structure when their ops, in program order, look alike; read alike (which op or argument of their own,
+which type from elsewhere); have equal specs in the plan; and make alike state. Where this separates blocks other than
+the first and the last, update ops are put in an order of their own, because leaves may be updated in the order of their
+names. So the n-th op of one block corresponds to the n-th op of another. A value is known by its *slot*: the place of
+its op in the block, and which result it is. An argument's slot is the place of the op that reads it first, and which
+operand it is there.
 
-What one block makes and another reads is *passed on*: a residual stream from layer to layer, gradients the other
-way, a running total in whatever order it visits the leaves. It is understood when each block reads it from a
-neighbour, in the order in which they make it or read it.
+A value that one block makes and another reads is *passed on*: a residual stream from layer to layer, gradients the
+other way, a running total in any order of the leaves. It is supported when each block reads it from a neighbour, in the
+order in which they make it or read it.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
@@ -26,7 +27,7 @@ Slot = tuple[str, int, int]
 
 
 class UnlikeError(Exception):
-    """Blocks hand something on in a way that is not understood here; says which."""
+    """Blocks pass on a value in an unsupported way; the message says which."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,7 @@ class Likeness:
     """Compares the blocks of a step.
 
     Attributes:
-      members: the ops of each block, as they correspond.
+      members: the ops of each block, in corresponding order.
       groups: of each stack, the largest set of blocks of one structure.
       result_block: the block of each result of the step: that of the state which it replaces, or of its maker.
     """
@@ -71,7 +72,7 @@ class Likeness:
             self._compare({b: self._in_order(ops) for b, ops in members.items()})
 
     def _compare(self, members: Mapping[int, Sequence[int]]) -> None:
-        """Compares the blocks with their ops in an order that is the same in those alike."""
+        """Compares the blocks with their ops in an order that is equal in corresponding blocks."""
         self.members = members
         self._place = {i: place for ops in members.values() for place, i in enumerate(ops)}
         self._first_read = self._first_reads()
@@ -82,9 +83,9 @@ class Likeness:
         self.groups = tuple(self._largest_alike(stack, results) for stack in self.blocks.stacks)
 
     def _in_order(self, ops: Sequence[int]) -> list[int]:
-        """A block's ops, each update op where its dataflow says.
+        """A block's ops, each update op ordered by its dataflow.
 
-        Its rank is made of the ranks of what it reads in the block, then of what reads it there.
+        Its rank is made of the ranks of its operands in the block, then of its readers there.
         """
         updates = [i for i in ops if self.ops[i].phase is Phase.UPDATE]
         others = [i for i in ops if self.ops[i].phase is not Phase.UPDATE]
@@ -109,7 +110,7 @@ class Likeness:
         return others + sorted(updates, key=lambda i: (last[i], i))
 
     def _rank(self, *what: Any) -> int:
-        """The number of what is known of an op or a value: the same in all blocks, and of nothing else."""
+        """The number of a description of an op or a value: equal in all blocks, and different for other descriptions."""
         return self._ranks.setdefault(what, len(self._ranks))
 
     def _first_reads(self) -> dict[int, Slot]:
@@ -132,14 +133,14 @@ class Likeness:
         return self.blocks.of_argument[self._argument[atom]] if atom in self._argument else None
 
     def slot_of(self, value: int) -> Slot:
-        """What a value of a block is known by."""
+        """The slot of a value of a block."""
         if value in self._argument:
             return self._first_read[self._argument[value]]
         i, r = self._maker[value]
         return "result", self._place[i], r
 
     def operand_slot(self, op: int, operand: int) -> Slot:
-        """The slot of what an op reads."""
+        """The slot of an op's operand."""
         return "operand", self._place[op], operand
 
     def at(self, block: int, slot: Slot) -> Atom:
@@ -149,7 +150,7 @@ class Likeness:
         return op.outputs[n] if what == "result" else op.inputs[n]
 
     def arguments_of(self, block: int) -> dict[Slot, int]:
-        """A block's arguments by slot; those that it only writes, by that of what it writes over them."""
+        """A block's arguments by slot; an argument that it only writes has the slot of its new value."""
         return self._arguments[block]
 
     @cached_property
@@ -163,7 +164,7 @@ class Likeness:
         return found
 
     def made_at(self, value: int) -> int:
-        """The op that makes a value; -1 for what comes from outside."""
+        """The op that makes a value; -1 for arguments and constants."""
         return self._maker[value][0] if value in self._maker else -1
 
     # --- which are alike
@@ -191,7 +192,7 @@ class Likeness:
         return self._origin(block, self.step.graph.outputs[o]), slot, self._sharding.get(("output", o))
 
     def _origin(self, block: int, atom: Atom) -> Any:
-        """What a block reads; of values from elsewhere, their type and how they lie."""
+        """The slot of a value that a block reads; for values from elsewhere, their type and spec."""
         if not isinstance(atom, int):
             return None
         if atom not in self._origins:
@@ -202,7 +203,7 @@ class Likeness:
         return "outside" if own is None else "passed", self.step.graph.values[atom], rest
 
     def _rest(self, value: int) -> Any:
-        """How a value lies, and whether it is state."""
+        """A value's spec; for an argument, also its role, whether it is replaced, and its mark."""
         if value not in self._argument:
             return self._sharding.get(("result", self._maker.get(value)))
         a = self._argument[value]
@@ -212,10 +213,10 @@ class Likeness:
     # --- what passes from one to the next
 
     def passed(self, group: Sequence[int]) -> tuple[Passed, ...]:
-        """What blocks that are alike pass on to one another.
+        """The values that blocks of one structure pass on to one another.
 
         Raises:
-          UnlikeError: a block reads what not its neighbour made.
+          UnlikeError: a block reads a value that a block other than its neighbours made.
         """
         found: dict[Passed, list[tuple[int, int]]] = {}
         for b in group:
@@ -239,7 +240,8 @@ class Likeness:
 
 
 def _by_op(sharding: StepSharding) -> dict[Any, Any]:
-    """What a sharding says: by op, of its operands, results and bodies; of each result, argument and output also alone."""
+    """The entries of a sharding: by op, those of its operands, results and bodies; those of each result, argument and
+    output also alone."""
     found: dict[Any, list[Any]] = {}
     for says in (sharding.specs, sharding.reshards):
         for (what, path, n), said in says.items():

@@ -1,9 +1,10 @@
-"""Which ops of a flat program are alike, where its step was shortened or stands beside one that was.
+"""Correspondence of ops between flat programs, where a step was shortened or stands beside one that was.
 
-A pass that rewrites a step hands on what its ops say of their likes (`search.ir.graph.Likes`) to all that it makes of them.
-So the ops of two flat programs correspond, of a whole step and of the one that stands for it, rewritten alike: what they
-were made of does, and so do their primitives and phases, and which of several such they are in their block. What enters a
-loop or goes round it corresponds as what makes it does: at which place depends on how many layers there are.
+A pass that rewrites a step copies the `search.ir.graph.Likes` of an op to all ops that it makes of it. So the ops of
+two flat programs correspond, those of a whole step and of the step that stands for it, if both are rewritten alike. Two
+ops correspond if the ops that they were made of do, if their primitives and phases are equal, and if they are the n-th
+such ops in their blocks. A value that enters a loop or goes round it corresponds as its maker does, because its place
+depends on the number of layers.
 """
 
 from collections import Counter
@@ -15,8 +16,8 @@ from autoshard.search.problem.folding import FoldedProgram, fold, partitioned
 
 
 def places(program: FlatProgram) -> tuple[Hashable, ...]:
-    """Per op, what it shares with its likes in other blocks; None where it has none. What enters a loop or goes round it
-    shares what its maker does."""
+    """Per op, the key that it shares with its counterparts in other blocks; None where it has none. An op at which a
+    value enters a loop or goes round it has its name and its maker's key."""
     arguments = program.step.arguments
     found: list[Hashable] = [
         arguments[op.number].place
@@ -38,7 +39,8 @@ def blocks(program: FlatProgram) -> tuple[int | None, ...]:
 
 
 def _handed_on_by(program: FlatProgram, i: int) -> int:
-    """The op that makes what a boundary hands on; one of them where loops' bodies hand it back and forth."""
+    """The op that makes the value that a boundary passes on; one of several makers where loops' bodies exchange the
+    value."""
     seen = set[int]()
     while i not in seen and program.ops[i].is_boundary and program.ops[i].operands:
         seen.add(i)
@@ -47,7 +49,8 @@ def _handed_on_by(program: FlatProgram, i: int) -> int:
 
 
 def folded_like(program: FlatProgram, short: FoldedProgram) -> FoldedProgram:
-    """A whole step's program folded as that of the one which stands for it; what has no like there, in its own way."""
+    """A whole step's program folded as the program of the step that stands for it. Ops without a counterpart there are
+    folded as in the whole program."""
     of_argument = {name: a.name for a in short.program.step.arguments for name in a.names}
     class_of = dict(zip(_stand_ins(short.program, of_argument), short.class_of, strict=True))
     own = fold(program).class_of
@@ -59,7 +62,7 @@ def folded_like(program: FlatProgram, short: FoldedProgram) -> FoldedProgram:
 
 
 def _stand_ins(program: FlatProgram, of_argument: Mapping[str, str]) -> list[Hashable]:
-    """Per op, what it is called in all programs, where what it stands for, or what stands for it, is called the same."""
+    """Per op, a name that is equal in all programs for an op and for the ops for which it stands."""
     arguments, results = program.step.arguments, program.step.results
     seen = Counter[Hashable]()
     found: list[Hashable] = []
@@ -89,7 +92,7 @@ def _stand_ins(program: FlatProgram, of_argument: Mapping[str, str]) -> list[Has
 def _described(
     program: FlatProgram,
 ) -> Iterator[tuple[FlatOp, Likes | None, tuple[Hashable, ...]]]:
-    """Each op with what is known of its likes, and what it is beside them."""
+    """Each op with its `Likes`, and a key that tells it from the other ops made of the same one."""
     known: Mapping[Site, Likes] = {
         (*path, i): op.likes
         for path, graph in walk(program.step.graph)

@@ -1,10 +1,10 @@
-"""Which arrays are in memory when: the program's liveness on a device, before any mesh.
+"""The live ranges of a program's arrays on a device, before any mesh.
 
-Program order is taken as the schedule. What is an array, `search.problem.fusion` says; a value that is computed on the fly
-keeps its fusion sources alive as long as it is used. What is resharded for one reader is an array of its own, until
-what that reader makes is stored. State is donated: the new state is written where the old one was, and a
-loop's sums where they are added up. A loop's operands live to its end; what it stacks is there from its start. A `LiveRange`
-is a stretch of the program over which a node's strategy costs bytes.
+Program order is taken as the schedule. `search.problem.fusion` says which values are arrays; a value that is computed
+on the fly keeps its fusion sources alive as long as it is used. An operand that is resharded for one reader is an array
+of its own, until the reader's result is stored. State is donated: the new state is written over the old one, and a
+loop's sums over their earlier values. A loop's operands live to its end; a stack that it fills exists from its start. A
+`LiveRange` is a stretch of the program over which a node's strategy costs bytes.
 """
 
 from collections import Counter
@@ -24,7 +24,7 @@ from autoshard.search.problem.strategy_graph import Port, StrategyGraph
 
 
 class Resident(StrEnum):
-    """What an array in memory is."""
+    """The kinds of arrays in memory."""
 
     PARAMETERS = "parameters"
     OPTIMIZER_STATE = "optimizer_state"
@@ -46,7 +46,7 @@ _RESIDENT_OF = {
 
 
 ARGUMENTS = frozenset(_RESIDENT_OF.values())
-"""What is there before the step and after it."""
+"""Kinds of arrays that are in memory before the step and after it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,14 +55,14 @@ class LiveRange:
 
     Attributes:
       port: the node whose strategy decides, and the value's dimensions there.
-      num_bytes: of the whole value.
+      num_bytes: bytes of the whole value.
       start: first op position.
       end: last op position.
-      copy_source: for a copy: only strategies that come by it in this way count.
-      resident: what it is.
+      way: for a copy: the range counts only under strategies with this source; None for other values.
+      resident: kind of the array.
       position: the op that made the value, or reads it resharded.
-      source: of what is resharded for one reader, the port of the array that it comes from; what counts is by how much it is
-        larger than that.
+      source: for a value resharded for one reader, the port of the array that it comes from; only the bytes by which it
+        is larger than that array count.
     """
 
     port: Port
@@ -76,7 +76,7 @@ class LiveRange:
 
 
 class LiveRanges:
-    """Which arrays are in memory, and for how long."""
+    """The arrays that are in memory, and their live ranges."""
 
     def __init__(self, graph: StrategyGraph, fusion: Fusion) -> None:
         self.graph, self.fusion = graph, fusion
@@ -94,7 +94,7 @@ class LiveRanges:
         return at
 
     def resident(self, v: int) -> Resident:
-        """What a value is that is made inside the step."""
+        """The kind of a value that is made inside the step."""
         born = read_phase(self.program.ops[self.maker[v][0]])
         read = self.fusion.computed_in[v]
         if born is ReadPhase.BACKWARD and ReadPhase.UPDATE in read:
@@ -104,11 +104,11 @@ class LiveRanges:
         return Resident.TEMPORARIES
 
     def resident_of_argument(self, op) -> Resident:
-        """What an argument of the step is."""
+        """The kind of an argument of the step."""
         return _RESIDENT_OF[self.program.step.arguments[op.number].role]
 
     def items(self) -> tuple[LiveRange, ...]:
-        """Everything that is ever in a device's memory."""
+        """The live ranges in a device's memory."""
         made = self._made(on_host=False)
         for v in made:
             self._hold(v)
@@ -119,7 +119,7 @@ class LiveRanges:
         return tuple(self._with_likes(found))
 
     def host_items(self) -> tuple[LiveRange, ...]:
-        """Everything that is ever in the host's."""
+        """The live ranges in the host's memory."""
         made = self._made(on_host=True)
         for v in made:
             self._hold(v)
@@ -157,8 +157,8 @@ class LiveRanges:
         return [v for op in self.program.ops for v in op.results if values[v].is_on_host is on_host]
 
     def _use(self, v: int, u: int) -> int:
-        """Where a use of a value at op `u` ends: at the end of the outermost loop that the value comes from
-        outside of."""
+        """The end of a use at op `u`: `u` itself, or the end of the innermost loop around `u` that the value enters
+        from outside."""
         born = self.maker[v][0]
         for start, end in self.loops_at[u]:
             if not start <= born < end:
@@ -167,7 +167,8 @@ class LiveRanges:
 
     @cached_property
     def _needed_until(self) -> list[int]:
-        """Per op, how long its operands are needed: what it makes may be computed on the fly, where that is read."""
+        """Per op, the position until which its operands are needed; its light results may be computed on the fly where
+        they are read."""
         until = [*range(len(self.program.ops))]
         for i in reversed(until):
             light = (v for v in self.program.ops[i].results if not self.fusion.is_stored(v))
@@ -176,7 +177,8 @@ class LiveRanges:
         return until
 
     def _until(self, v: int, uses: Sequence[int], others: Sequence[int] = ()) -> int:
-        """How long readers need a copy: where these and the others are all in one loop, it is made in there."""
+        """The position until which readers need a copy. Where these and the others are all in one loop, the copy is
+        made inside it."""
         together = [*uses, *others]
         if len({self.loops_at[u] for u in together}) == 1 and not any(
             is_part(self.program.ops[u]) for u in together
@@ -242,14 +244,14 @@ class LiveRanges:
         return Resident.TEMPORARIES
 
     def _copies_of_light(self, v: int) -> list[LiveRange]:
-        """A light value has no array of its own, but once resharded it is one."""
+        """The copies of a light value: it has no array of its own, but each reshard of it is one."""
         i, r = self.maker[v]
         copies = self._copies(v, self.folded.class_of[i], r, len(self.program.ops))
         return [item for item in copies if item.way is not CopySource.SAME]
 
     def _arriving(self, v: int) -> Iterator[LiveRange]:
-        """What ops read in another spec than that in which it is there is an array of its own. Readers may share one: where
-        several have theirs at a time, the first one's counts."""
+        """The arrays of operands that are read in another spec than the value has. Readers may share one: where several
+        have theirs at a time, the first one's counts."""
         value, until = self.program.values[v], dict[Port, int]()
         for u in self.uses.get(v, ()) if value.shape else ():
             op, op_class = self.program.ops[u], self.folded.class_of[u]
@@ -285,14 +287,14 @@ class LiveRanges:
         return found
 
     def _read_from(self, v: int, phase: ReadPhase) -> Port:
-        """Where a phase's readers get a value: from their own copy, if there is one."""
+        """The port at which a phase's readers get a value: their own copy's, if there is one."""
         i, r = self.maker[v]
         op_class, copy_of = self.folded.class_of[i], self.graph.copy_of
         copy = copy_of.get((op_class, r, phase)) or copy_of.get((op_class, r, ReadPhase.REST))
         return Port(copy.node, ()) if copy else self.graph.ports[op_class, r, True]
 
     def _readers(self, v: int, phase: ReadPhase) -> list[int]:
-        """The ops of a phase that do not read a value just as it is made."""
+        """The ops of a phase that read a value at a port other than its maker's."""
         (i, r), ports, class_of = self.maker[v], self.graph.ports, self.folded.class_of
         made = ports[class_of[i], r, True]
 

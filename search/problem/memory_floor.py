@@ -1,14 +1,13 @@
-"""What a device holds at least, whatever is recomputed, waits on the host or is shared out: a proof that nothing fits.
+"""A lower bound on a device's memory under any recomputation, offloading or sharding: a proof that nothing fits.
 
-Rows (`search.problem.memory_rows`) bound plans of the step as it is. Recomputation makes residuals go away, but while a
-matrix product runs its operands and results are arrays in the device's memory, as the product wants them, however they came
-there. (Rows leave out what is resharded for one reader alone, a device's kernels do not.) And the step's arguments are there
+Rows (`search.problem.memory_rows`) bound plans of the step as it is. Recomputation removes residuals. But while a
+matrix product runs, its operands and results are arrays in the device's memory, in the product's specs. (Rows leave out
+an operand that is resharded for one reader alone; a device's kernels do not.) And the step's arguments are in memory
 all the time, but for those that rest on the host.
 
-Each node takes the strategy that holds least: a product's own three arrays are of one node, so their sum is what one
-strategy
-can reach. What only hands an argument on is not counted beside the argument, nor is what is written over one. A loop's sums
-(gradients over microbatches) are there from its beginning to its end.
+Each node takes the strategy that holds least. A product's own three arrays are of one node, so one strategy can reach
+their sum. A value that only passes an argument on is not counted beside the argument, nor is a value that is written
+over one. A loop's sums (gradients over microbatches) are in memory from its beginning to its end.
 """
 
 from collections.abc import Sequence
@@ -22,10 +21,10 @@ from autoshard.search.problem.memory_rows import Memory
 
 
 def floor_bytes(memory: Memory, kept: Sequence[np.ndarray]) -> float:
-    """A lower bound on the peak of all of the kept strategies, and of steps that recompute what they read.
+    """A lower bound on the peak under all of the kept strategies, and of steps that recompute values.
 
     Args:
-      memory: a device's.
+      memory: the memory of a device.
       kept: per node, the strategies that are left.
     """
     if not all(map(len, kept)):
@@ -34,7 +33,8 @@ def floor_bytes(memory: Memory, kept: Sequence[np.ndarray]) -> float:
 
 
 def working_bytes(memory: Memory, kept: Sequence[np.ndarray]) -> float:
-    """The same besides the step's arguments, for steps in which these rest on the host, too."""
+    """A lower bound on the memory besides the step's arguments, which also holds for steps whose arguments rest on the
+    host."""
     return max(_sums_bytes(memory, kept), _product_bytes(memory, kept)) if all(map(len, kept)) else np.inf
 
 
@@ -48,7 +48,7 @@ def _arguments_bytes(memory: Memory, kept: Sequence[np.ndarray]) -> float:
 
 
 def _sums_bytes(memory: Memory, kept: Sequence[np.ndarray]) -> float:
-    """Of the loop that adds up most, the sums."""
+    """Bytes of the sums of the loop that adds up most."""
     graph, folded = memory.costed.graph, memory.costed.graph.folded
     total: dict[int, float] = {}
     for op_class in (k for k in range(len(folded.members)) if folded.op(k).is_accumulator):
@@ -62,7 +62,7 @@ def _sums_bytes(memory: Memory, kept: Sequence[np.ndarray]) -> float:
 
 
 def _product_bytes(memory: Memory, kept: Sequence[np.ndarray]) -> float:
-    """Of the largest product, operands and results, as far as they are no arguments."""
+    """Bytes of the largest product's operands and results that are no arguments."""
     graph, folded = memory.costed.graph, memory.costed.graph.folded
     inputs = {k for k in range(len(folded.members)) if folded.op(k).name == "input"}
     early, found = graph.handing_on(inputs), 0.0
@@ -74,7 +74,7 @@ def _product_bytes(memory: Memory, kept: Sequence[np.ndarray]) -> float:
 
 
 def _own_bytes(memory: Memory, op_class: int, early: set[int]) -> np.ndarray:
-    """[strategies]: of the arrays that a product reads and makes."""
+    """[strategies]: bytes of the arrays that a product reads and makes."""
     graph, folded = memory.costed.graph, memory.costed.graph.folded
     op, program = folded.op(op_class), folded.program
     made_in = {v: folded.class_of[program.maker[v][0]] for v in op.operands}

@@ -1,12 +1,11 @@
 """Memory on one mesh: the rows that the solver must respect, and the peak of a plan.
 
-Every program point is a row: the bytes per device of everything in memory there, a linear function of the
-strategies. The solver asks for rows as it needs them (`rows_over`); there are thousands of points and few of them
-bind.
+Every program point is a row: the bytes per device of everything in memory there, a linear function of the strategies.
+The solver asks for rows as it needs them (`rows_over`); there are thousands of points and few of them bind.
 
-What is resharded for one reader is one more array, if its spec is another than that of the array that it comes from. Whether
-it is no linear function, but by how much it is larger is a lower bound that is one: zero where the specs are the same. So a
-row counts that for all that is larger under the strategies that it is made for.
+A value that is resharded for one reader is one more array, if its spec differs from its source's. That condition is no
+linear function. The difference of the two sizes is one, and a lower bound: zero where the specs are equal. So a row
+counts the difference for all values that are larger under the strategies that it is made for.
 """
 
 from collections.abc import Container, Sequence
@@ -29,9 +28,9 @@ class Arrival:
     """A value that is resharded for one operand.
 
     Attributes:
-      port: of the operand, whose node's strategy decides how much arrives.
-      num_bytes: of the whole value.
-      source: the spec that it comes from, in which nothing would have to arrive.
+      port: the operand's port, whose node's strategy decides the bytes that arrive.
+      num_bytes: bytes of the whole value.
+      source: the spec that it comes from; in this spec nothing would have to arrive.
     """
 
     port: Port
@@ -44,10 +43,10 @@ class Peak:
     """The most memory that a device holds, and where.
 
     Attributes:
-      num_bytes: per device.
+      num_bytes: bytes per device.
       position: the op at which it occurs.
-      residents: bytes per device there, by what they are; only what is there.
-      arrivals: what was resharded for one reader and is there.
+      residents: bytes per device there, by kind of array; kinds without bytes are left out.
+      arrivals: the values in memory there that were resharded for one reader.
     """
 
     num_bytes: float
@@ -65,8 +64,8 @@ class Memory:
 
     @cached_property
     def _shares(self) -> tuple[np.ndarray, ...]:
-        """Per live range, [strategies of its node]: the share of the value that a device holds, zero where it does not
-        count."""
+        """Per live range, [strategies of its node]: the share of the value that a device holds, zero under strategies
+        for which the range does not count."""
         memo: dict = {}
         for item in self.items:
             key = (item.port, item.way)
@@ -80,12 +79,12 @@ class Memory:
 
     @cached_property
     def _arriving(self) -> np.ndarray:
-        """The live ranges that count by how much they are larger than other arrays."""
+        """The live ranges of which only the bytes beyond their sources' count."""
         return np.array([n for n, item in enumerate(self.items) if item.source is not None], np.int64)
 
     @cached_property
     def _sources(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """These arrays' nodes, all their shares in one array, and where each one's begin."""
+        """The nodes of these ranges' sources, all the sources' shares in one array, and the offset of each."""
         ports = [item.source for item in self.items if item.source is not None]
         flat, offsets = _in_one([self.costed.shares(port) for port in ports])
         return np.array([port.node for port in ports], np.int64), flat, offsets
@@ -100,7 +99,7 @@ class Memory:
 
     @cached_property
     def _flat(self) -> tuple[np.ndarray, np.ndarray]:
-        """All live ranges' shares in one array, and where each one's begin."""
+        """All live ranges' shares in one array, and the offset of each."""
         return _in_one(self._shares)
 
     def held(self, chosen: Sequence[int]) -> np.ndarray:
@@ -124,9 +123,11 @@ class Memory:
         return np.cumsum(change)[:num_points]
 
     def least_bytes(self, kept: Sequence[np.ndarray]) -> float:
-        """A lower bound on the peak of all of the kept strategies: at one point each node takes what holds least there.
+        """A lower bound on the peak under all of the kept strategies: at one point each node takes the strategy that
+        holds least there.
 
-        The point is the highest one where every value lies in as many parts as it can. Costs nothing beside a search.
+        The point is the highest one where every value is split into as many parts as possible. The bound costs nothing
+        beside a search.
         """
         _, _, nodes, num_bytes = self._stretches
         if not len(nodes) or not all(map(len, kept)):
@@ -171,7 +172,7 @@ class Memory:
 
         Args:
           at: the point.
-          larger: what counts of the live ranges that count by how much they are larger than other arrays.
+          larger: those of the live ranges with a source that are larger than it, and so count.
         """
         start, end, _, _ = self._stretches
         total: dict[int, np.ndarray] = {}
@@ -188,8 +189,8 @@ class Memory:
         return MemoryConstraint(f"op {at}", tuple(sorted(total.items(), key=lambda one: one[0])), 0.0)
 
     def row_of(self, peak: Peak, chosen: Sequence[int]) -> MemoryConstraint:
-        """The memory at the peak of a device's kernels, which these strategies make: what the rows know, what was resharded
-        for one reader there, by that reader's strategy, and the rest as it is."""
+        """The memory at the peak of a device's kernels under these strategies: the bytes that the rows know; those
+        resharded for one reader, by that reader's strategy; and the rest as a constant."""
         known = self.row(peak.position)
         total = dict(known.bytes)
         for arrival in peak.arrivals:

@@ -1,4 +1,4 @@
-"""How values lie and travel under a full assignment of strategies: specs, and the chains of collectives between them."""
+"""The specs of values under a full assignment of strategies, and the chains of collectives between them."""
 
 from collections.abc import Iterator, Sequence
 
@@ -15,10 +15,10 @@ STAYS = OperandReshard(())
 
 
 class ReshardPaths:
-    """The strategies' meaning, value by value.
+    """The specs and reshards of values that the strategies imply.
 
-    What is alike is asked again and again, once for each layer, so it is remembered: the spec of every port, and the way
-    that each dependency between two classes takes.
+    Lookups repeat for the layers of a model, so results are remembered: the spec of every port, and the path of each
+    dependency between two classes.
     """
 
     def __init__(self, costed: CostedGraph, chosen: Sequence[int]) -> None:
@@ -32,14 +32,14 @@ class ReshardPaths:
         self._to_readers: dict[int, OperandReshard] = {}
 
     def spec(self, port: Port) -> Spec:
-        """Of the value at a port."""
+        """The spec of the value at a port."""
         if port not in self._specs:
             row = port_specs(port, self.costed.strategies[port.node])[self.chosen[port.node]]
             self._specs[port] = tuple(int(d) for d in row)
         return self._specs[port]
 
     def made(self, v: int) -> Spec:
-        """In which a value is made."""
+        """The spec in which a value is made."""
         i, r = self.maker[v]
         alike = self.folded.class_of[i], r
         if alike not in self._made:
@@ -47,13 +47,13 @@ class ReshardPaths:
         return self._made[alike]
 
     def resting(self, v: int) -> Spec:
-        """To which it is brought at once."""
+        """The spec to which a value is brought as soon as it is made."""
         i, r = self.maker[v]
         rest = self.graph.copy_of.get((self.folded.class_of[i], r, ReadPhase.REST))
         return self.spec(Port(rest.node, ())) if rest else self.made(v)
 
     def chain(self, v: int, here: Spec, there: Spec) -> ReshardPath:
-        """The steps of its way from one spec to another."""
+        """The steps of a value's reshard from one spec to another."""
         if here == there:
             return ()
         made_at, r = self.maker[v]
@@ -62,7 +62,7 @@ class ReshardPaths:
         return self.costed.resharder.chain(self.program.values[v], here, there, how)
 
     def to_rest(self, v: int) -> ReshardPath:
-        """From where it is made."""
+        """The steps from the spec in which a value is made to its resting spec."""
         i, r = self.maker[v]
         alike = self.folded.class_of[i], r
         if alike not in self._to_rest:
@@ -71,14 +71,15 @@ class ReshardPaths:
         return self._to_rest[alike]
 
     def to_reader(self, i: int, operand: int) -> OperandReshard:
-        """How an op gets an operand."""
+        """The reshard by which an op gets an operand."""
         alike = self.folded.dependency_of[i][operand]
         if alike not in self._to_readers:
             self._to_readers[alike] = self._to_reader(i, operand)
         return self._to_readers[alike]
 
     def first_read(self, v: int) -> tuple[int, int] | None:
-        """The first op that reads a value, and as which operand; None where only loops' and branches' borders do."""
+        """The first op that reads a value, and as which operand; None where only the boundaries of loops and branches
+        read it."""
         for i in self.program.uses.get(v, ()):
             if not self.program.ops[i].is_boundary:
                 return i, self.program.ops[i].operands.index(v)
@@ -106,16 +107,16 @@ class ReshardPaths:
         return OperandReshard((*shared, *last), phase.value if is_fresh else "")
 
     def _read_forward_as(self, op_class: int, r: int, resting: Spec) -> Spec:
-        """Through what spec the forward phase's readers get a value: what is kept of theirs came the same way."""
+        """The spec in which the forward phase's readers get a value; a kept copy comes from there."""
         copy = self.graph.copy_of.get((op_class, r, ReadPhase.FORWARD))
         if copy is None or self.copy_source(copy.node) is CopySource.SAME:
             return resting
         return self.spec(Port(copy.node, ()))
 
     def steps(self) -> Iterator[tuple[int, ReshardStep, int]]:
-        """Every step that values take: the value, the step, and how often in one step of training.
+        """All steps of the values' reshards: the value, the step, and its number of runs in one training step.
 
-        A loop's carry is read inside the loop and after it; each of the two takes its steps apart.
+        A loop's carry is read inside the loop and after it; each of the two takes its steps separately.
         """
         read = {
             (v, n) for op in self.program.ops for v, n in zip(op.operands, op.operand_counts, strict=True)
@@ -131,8 +132,8 @@ class ReshardPaths:
         return iter(taken)
 
     def moved(self, v: int, step: ReshardStep) -> Value:
-        """What a collective moves of a value: a loop's sum in the type of its terms, where it is reduced, and what is
-        narrowed in the narrower type."""
+        """The value that a collective moves: a loop's sum has the type of its terms where it is reduced, and a narrowed
+        value the narrower type."""
         i, r = self.maker[v]
         own, maker = self.program.values[v], (self.folded.class_of[i], r)
         if step.is_narrowed:
@@ -140,10 +141,10 @@ class ReshardPaths:
         return self.graph.terms.get(maker, own) if step.kind in REDUCTIONS else own
 
     def copy_source(self, node: int) -> CopySource:
-        """How a copy comes by its spec."""
+        """The source of a copy under its strategy."""
         return self.costed.strategies[node].copy_sources[self.chosen[node]]
 
     def local_bytes(self, v: int, spec: Spec) -> float:
-        """What one device holds of a value; a partial one is whole everywhere."""
+        """Bytes of a value on one device; a partial value is whole on every device."""
         value = self.program.values[v]
         return value.itemsize * shard_size(spec, value.shape, self.costed.resharder.mesh.shape)

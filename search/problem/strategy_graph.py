@@ -1,15 +1,14 @@
-"""The search problem before any mesh: who decides, and what passes between them.
+"""The search problem before any mesh: the nodes that choose strategies, and the values that pass between them.
 
-Nodes are groups, and *copies*. A value is made in one spec and may be wanted in others. Where several
-consumers of one phase want it, they share one copy: a node whose strategy is a spec, resharded to once (the
-all-gather that queries, keys and values share). A value that the forward phase made and the backward phase
-reads again has a copy there too, because how it gets there is a choice: *fresh*, resharded again in the
-backward phase (FSDP's second all-gather), or *kept* from the forward phase. A value that may be partial and
-is read in several phases is first brought to *rest*, so that it is reduced once.
+Nodes are groups, and *copies*. A value is made in one spec and may be needed in others. Where several consumers of one
+phase need it, they share one copy: a node whose strategy is a spec, resharded to once (the all-gather that queries,
+keys and values share). A value that the forward phase made and the backward phase also reads has a copy there too,
+because it has two sources: *fresh*, resharded once more in the backward phase (FSDP's second all-gather), or *kept*
+from the forward phase. A value that may be partial and is read in several phases is first brought to *rest*, so that it
+is reduced once.
 
-A *port* is a place where a value enters or leaves a node: its dimensions as factors of the node, from which
-follows, for any mesh and strategy, its spec. An *edge* joins two ports and is handed over `count` times in one
-step.
+A *port* is a place where a value enters or leaves a node: its dimensions as factors of the node, from which its spec
+follows, for any mesh and strategy. An *edge* joins two ports; a value passes over it `count` times in one step.
 """
 
 from collections.abc import Iterator
@@ -72,12 +71,12 @@ class Copy:
       node: its number.
       maker: (class, result) of the value.
       value: its shape and dtype.
-      phase: whom it serves.
-      source: where it comes from.
-      targets: whom it serves, as ports.
-      kept_from: the ports that read the value in the forward phase, whose spec a kept copy has; empty if it
-        can't be kept.
-      count: how many there are in one step.
+      phase: the phase of its consumers.
+      source: the port that the value comes from.
+      targets: the ports of its consumers.
+      kept_from: the ports that read the value in the forward phase, whose spec a kept copy has; empty if it can't be
+        kept.
+      count: number of such copies in one step.
     """
 
     node: int
@@ -98,7 +97,7 @@ class StrategyGraph:
       folded: the folded program.
       groups: the first nodes, in order.
       copies: the other nodes, in order.
-      edges: what passes between nodes; an edge from a node to itself is a reshard inside a group.
+      edges: the values' ways between nodes; an edge from a node to itself is a reshard inside a group.
       node_of: for each class, its group.
       ports: of every operand and result.
     """
@@ -112,7 +111,7 @@ class StrategyGraph:
 
     @property
     def num_nodes(self) -> int:
-        """Clusters and copies."""
+        """Groups and copies."""
         return len(self.groups) + len(self.copies)
 
     def copy_at(self, node: int) -> Copy | None:
@@ -120,7 +119,7 @@ class StrategyGraph:
         return self.copies[node - len(self.groups)] if node >= len(self.groups) else None
 
     def extents(self, port: Port) -> tuple[int, ...]:
-        """Of the dimensions of the value at a port, as far as they can be split."""
+        """The extents of the dimensions of the value at a port, as far as they can be split."""
         if port.node >= len(self.groups):
             return self.copies[port.node - len(self.groups)].value.shape
         sizes = self.groups[port.node].sizes
@@ -132,7 +131,7 @@ class StrategyGraph:
 
     @cached_property
     def ports_of(self) -> tuple[tuple[Port, ...], ...]:
-        """Of each group."""
+        """The ports of each group."""
         found: list[dict[Port, None]] = [{} for _ in self.groups]
         for port in self.ports.values():
             found[port.node][port] = None
@@ -140,7 +139,8 @@ class StrategyGraph:
 
     @cached_property
     def summed(self) -> dict[int, tuple[tuple[int, tuple[int, ...]], ...]]:
-        """By class: the results that its own group reduces, and over which of its factors; none where there are none."""
+        """By class: the results that its own group reduces, and over which of its factors; classes without any are left
+        out."""
         found = {k: tuple(self._summed(k)) for k in range(len(self.folded.members))}
         return {k: results for k, results in found.items() if results}
 
@@ -159,7 +159,8 @@ class StrategyGraph:
 
     @cached_property
     def terms(self) -> dict[Maker, Value]:
-        """By what a loop adds up of converted terms: such a term as it was, if the sum may be partial."""
+        """By class and result of a loop's sum of converted terms: a term before its conversion, if the sum may be
+        partial."""
         found = dict[Maker, Value]()
         classes = range(len(self.folded.members))
         for k in (k for k in classes if self.folded.op(k).is_accumulator and self.is_sum(self.node_of[k])):
@@ -173,9 +174,10 @@ class StrategyGraph:
 
     @cached_property
     def narrowed(self) -> dict[Maker, Value]:
-        """By what may be moved in a narrower type, as it has no copies: what it was converted from, or what all its readers
-        convert it to. So does the compiler (XLA, `collective_quantizer.cc`); where another group converts it, what is moved
-        is decided there."""
+        """By maker of a value that may be moved in a narrower type: the value in that type. The value has no copies,
+        and its own group converts it from that type, or all its readers convert it to that type in their groups. The
+        compiler does this too (XLA, `collective_quantizer.cc`). Where another group converts the value, the type on its
+        way is decided there."""
         found, copied = dict[Maker, Value](), {copy.maker for copy in self.copies}
         for maker, readers in self._readers.items():
             others = (self._converted_from(maker), self._converted_to(readers), self._value(maker))
@@ -188,7 +190,7 @@ class StrategyGraph:
         return self.folded.program.values[self.folded.op(maker[0]).results[maker[1]]]
 
     def _converted_from(self, maker: Maker) -> Value | None:
-        """What a value was, if its own group converts it from another type."""
+        """The operand of a conversion, if the conversion's own group makes it."""
         sources = self.folded.dependencies_into.get(maker[0], ())
         if self.folded.op(maker[0]).name != CONVERSION or not sources:
             return None
@@ -196,27 +198,28 @@ class StrategyGraph:
         return self._value((producer, result)) if self.node_of[producer] == self.node_of[maker[0]] else None
 
     def _converted_to(self, readers: set[int]) -> Value | None:
-        """What all readers of a value make of it for others of their groups, if they only convert it, and alike."""
+        """The result of the conversion that all readers of a value are, if they convert it to one type and their own
+        groups read it."""
         if not all(self.folded.op(k).name == CONVERSION and self._is_read_inside(k) for k in readers):
             return None
         made = {value.dtype: value for value in (self._value((k, 0)) for k in readers)}
         return next(iter(made.values())) if len(made) == 1 else None
 
     def _is_read_inside(self, op_class: int) -> bool:
-        """Whether its own group reads what a class makes."""
+        """Whether its own group reads the result of a class."""
         readers = self._readers.get((op_class, 0), ())
         return any(self.node_of[k] == self.node_of[op_class] for k in readers)
 
     @cached_property
     def combined(self) -> frozenset[Maker]:
-        """Values whose collectives wait for nothing else of their kind, so that the compiler joins small ones: the
-        step's inputs, cast or not, and what is only for the update."""
+        """Values whose collectives depend on no others of their kind, so that the compiler joins small ones: the step's
+        inputs, cast or not, and values that only the update reads."""
         inputs = {k for k in range(len(self.folded.members)) if self.folded.op(k).name == "input"}
         early, late = self.handing_on(inputs), self.late
         return frozenset(m for m, r in self._readers.items() if m[0] in early or r <= late)
 
     def handing_on(self, inputs: set[int]) -> set[int]:
-        """Inputs of the step, and the classes that only hand on what comes from these."""
+        """Inputs of the step, and the classes that only pass their values on."""
         made_by: dict[int, set[int]] = {}
         for dependency in self.folded.dependencies:
             made_by.setdefault(dependency.consumer, set()).add(dependency.producer)
@@ -224,14 +227,14 @@ class StrategyGraph:
 
     @cached_property
     def late(self) -> set[int]:
-        """The classes of the update, and those that only hand on what goes there."""
+        """The classes of the update, and those that only pass values on to it."""
         folded, readers = self.folded, self._readers
         read_by = {k: readers[k, 0] for k in range(len(folded.members)) if (k, 0) in readers}
         updates = {k for k in range(len(folded.members)) if read_phase(folded.op(k)) is ReadPhase.UPDATE}
         return self._grown(updates, read_by)
 
     def _grown(self, op_classes: set[int], neighbours: dict[int, set[int]]) -> set[int]:
-        """These classes, and those that only hand on what comes from, or goes to, classes among them."""
+        """These classes, and those that only pass on values from them, or to them."""
         waiting = {k for k in neighbours if _hands_on(self.folded.op(k))} - op_classes
         while reached := {k for k in waiting if neighbours[k] <= op_classes}:
             op_classes = op_classes | reached
@@ -240,7 +243,7 @@ class StrategyGraph:
 
     @cached_property
     def _readers(self) -> dict[Maker, set[int]]:
-        """The classes that read each value; what a loop adds to its sum so far goes without saying."""
+        """The classes that read each value; a loop's addition to its own sum is not listed."""
         readers: dict[Maker, set[int]] = {}
         for dependency in self.folded.dependencies:
             node = self.node_of[dependency.producer]
@@ -305,7 +308,7 @@ def _named(rule: Rule, group: OpGroup, op_class: int, dims: Dims) -> Dims:
 
 
 Reads = dict[tuple[int, int], int]
-"""How often values of one class are read: by value and count, as a loop's carry is read inside the loop and after it."""
+"""Reads of the values of one class: by value and count, as a loop's carry is read inside the loop and after it."""
 
 
 class _EdgeCollector:
@@ -325,8 +328,8 @@ class _EdgeCollector:
     def _reads(self) -> dict[tuple[int, int], dict[ReadPhase, dict[Port, Reads]]]:
         """For each class's result, by phase and port: how often each value of that class is read.
 
-        Arguments that were separated have the same ports, be it that none of their own values is read there: so they have
-        the copies, and these the strategies, that they had together.
+        Arguments that were separated have equal ports, even if none of their own values is read there. So they have the
+        copies, and these the strategies, that they had together.
         """
         program, whole_of, dependencies = self.folded.program, self.folded.whole_of, self.folded.dependencies
         handed: dict[int, Reads] = {}

@@ -1,29 +1,32 @@
-"""What communication computation hides.
+"""The communication that computation hides.
 
-A device computes on one stream and communicates on another. Collectives that nothing waits for run while it computes, and
-cost only what computation does not cover: gathers of state, reductions of gradients and the like (`search.problem.traffic`).
-Those between one activation and the next cost in full.
+A device computes on one stream and communicates on another. Collectives that nothing depends on at once run while it
+computes, and cost only the time that computation does not cover: gathers of state, reductions of gradients and the like
+(`search.problem.traffic`). Those between one activation and the next cost in full.
 
-How much of them is hidden is decided value by value, so that a plan's time remains a sum over nodes and edges, which the
-solver can bound. A value's collective has
+The hidden time is determined value by value, so that a plan's time remains a sum over nodes and edges, which the solver
+can bound. A value's collective has
 
-* its *window*: the computation between what makes the value and what reads it (`search.problem.windows`), of the kind that
+* its *window*: the computation between the value's maker and its reader (`search.problem.windows`), of the kind that
   XLA puts beside it (`search.problem.traffic`);
-* its *share* of all computation of that kind. Shares are by size: a parameter with a third of all elements gets a third of
-  the time, and what is more than its window goes to the others. What several legs of one value share, the later ones have
-  what is left of.
+* its *share* of all computation of that kind. Shares are by size: a parameter with a third of all elements gets a third
+  of the time. A share beyond the window goes to the others. Several legs of one value share one share; a later leg has
+  the rest that the others leave.
 
-A value may travel in several legs: over one axis when the update returns it, over another when it is read. Legs must not
-have the same share twice, and all that an edge knows is how the value lies at its two ends. That is nearly enough: behind
-the forward phase it was gathered over every axis over which it lies whole, and its gradient reduced over these at the least.
-Whether examples are split over the others too, or the parameter's reader, an edge cannot know; across nodes the former is
-assumed, inside of nodes the latter. In the forward phase a leg to where others begin leaves them what they may take.
+A value may travel in several legs: over one axis when the update returns it, over another when it is read. Legs must
+not have the same share twice, but an edge knows only the value's specs at its two ends. That is nearly enough. After
+the forward phase, the value was gathered over every axis over which it is whole, and its gradient reduced over these at
+the least. On the other axes, either the examples are split or the parameter's reader; an edge cannot know which. Across
+nodes the former is assumed, inside of nodes the latter. In the forward phase, a leg before other legs leaves them the
+time that they may take.
 
-So whoever splits all parameters alike, as experts do, hides what streams would; where some communicate and others need not,
-what these would have hidden is not lent to those, and the real step is faster than the plan says.
+So a plan that splits all parameters alike, as experts' plans do, hides as much as the streams would. Where some values
+travel and others do not, the shares of the latter are not lent to the former, and the real step is faster than the
+estimate.
 
-Computation is taken at its fastest, as if it were split over all devices. A collective takes some of the device from the
-computation beside it: hiding it is not free. Copies to and from the host are not part of this (`search.device.prediction`).
+Computation is taken at its fastest, as if it were split over all devices. A collective takes some of the device from
+the computation beside it: hiding it is not free. Copies to and from the host are not part of this
+(`search.device.prediction`).
 """
 
 from collections import defaultdict
@@ -45,13 +48,13 @@ from autoshard.search.problem.traffic import Part, Pool, Ride, Traffic, Way
 from autoshard.search.solver.pbqp import Labels
 
 CONTENTION = 0.1
-"""Of a hidden collective's time, by how much it slows down the computation beside it: NCCL's kernels take some of the
-multiprocessors and of the memory's rate. Source: assumed."""
+"""Slowdown of the computation beside a collective, as a share of the hidden collective's time: NCCL's kernels take some
+of the multiprocessors and of the memory's rate. Source: assumed."""
 
 WASTED = 1.3
-"""How much more computation XLA's scheduler puts beside a gather than it takes. Beside reductions it puts what there is, too
-little as a rule. Source: how much slower than in our model collectives inside a node are in its table, from 1 to 64 MiB, the
-median: `xla/service/gpu/model/default_collective_perf_table.txtpb`, 2026, H100."""
+"""Computation that XLA's scheduler puts beside a gather, relative to the gather's time. Beside reductions it puts all
+there is, too little as a rule. Source: slowdown of collectives inside a node in its table against our model, from 1 to
+64 MiB, the median: `xla/service/gpu/model/default_collective_perf_table.txtpb`, 2026, H100."""
 
 MAX_WINDOWS = 6
 """Different windows of one edge that are told apart. Source: a choice of ours; a stack's differ by a layer each."""
@@ -65,13 +68,14 @@ class Hiding:
     traffic: Traffic
 
     def hidden_s(self, labels: Labels) -> float:
-        """Seconds under a full assignment."""
+        """Hidden seconds under a full assignment."""
         at = ((labels[edge.source.node], labels[edge.target.node]) for edge in self.costed.graph.edges)
         hidden = zip(at, self.seconds, strict=True)
         return float(sum(seconds[place] for place, seconds in hidden if isinstance(seconds, np.ndarray)))
 
     def hidden_once_s(self, labels: Labels) -> float:
-        """The same, where what readers of a value share on their way to it counts once, as it is done."""
+        """Hidden seconds under a full assignment, where the reshards that readers of a value share count once, as they
+        run."""
         hidden_s, apart_s, once_s = (
             defaultdict[Maker, float](float),
             defaultdict[Maker, float](float),
@@ -86,7 +90,7 @@ class Hiding:
         return sum(s * min(1.0, once_s[m] / apart_s[m]) for m, s in hidden_s.items() if apart_s[m])
 
     def _once_s(self, labels: Labels) -> Mapping[Maker, float]:
-        """By what makes a value: seconds of all its reshards, those that several readers share once."""
+        """By class and result: seconds of all reshards of the values; reshards that several readers share count once."""
         costed, paths, found = (
             self.costed,
             ReshardPaths(self.costed, labels),
@@ -125,11 +129,11 @@ class Hiding:
         return (1 - CONTENTION) * total_s
 
     def _share_s(self, ride: Ride) -> float:
-        """A value's share of the computation that may hide it."""
+        """Seconds of a value's share of the computation that may hide it."""
         return self._rates[ride.pool] * ride.num_elements
 
     def _taken_s(self, edge: ReshardEdge, ride: Ride, seconds: np.ndarray) -> np.ndarray | float:
-        """[strategies of source, strategies of target]: what other legs of the same values take of their shares."""
+        """[strategies of source, strategies of target]: seconds of the shares that other legs of the same values take."""
         lies_s, inside_s, whole_s = self._gathered_s(edge)
         if ride.is_forward:
             return whole_s - lies_s if self.traffic.goes_on(edge.target.node) else 0.0
@@ -137,7 +141,7 @@ class Hiding:
         return np.where(self._reduces(edge), 0.0, reduced_s + np.maximum(lies_s - seconds, 0.0))
 
     def _gathered_s(self, edge: ReshardEdge) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """[strategies of target]: what it takes to gather what is split over all axes until it lies as it does there, until
+        """[strategies of target]: seconds to gather a value that is split over all axes to its spec there, until
         nothing is split across nodes, and until nothing is split."""
         how = self.costed.handling(edge.source.node, edge.maker)
         (_, target), value = self.costed.kinds(edge), edge.value
@@ -154,13 +158,13 @@ class Hiding:
 
     @cached_property
     def _crosses(self) -> np.ndarray:
-        """[axes]: whether it leads across nodes."""
+        """[axes]: whether an axis leads across nodes."""
         mesh = self.costed.resharder.mesh
         return np.array([mesh.group((axis,)).crosses_nodes for axis in range(len(mesh.shape))])
 
     @cached_property
     def _windows_s(self) -> tuple[np.ndarray, ...]:
-        """By edge: the computation in each ride's window, in a step."""
+        """By edge: seconds of the computation in each ride's window, in a step."""
         before_s = self._computed_before
         return tuple(
             before_s[windows[:, 0], windows[:, 2]] - before_s[windows[:, 0], windows[:, 1]]
@@ -168,7 +172,7 @@ class Hiding:
         )
 
     def _reduces(self, edge: ReshardEdge) -> np.ndarray:
-        """[strategies of source, strategies of target]: whether partial values are added up on the way."""
+        """[strategies of source, strategies of target]: whether partial values are summed on the way."""
         return self.costed.resharder.once(
             ("reduces", *self.costed.kinds(edge)), lambda: self._is_reduced(edge)
         )
@@ -179,7 +183,7 @@ class Hiding:
 
     @cached_property
     def _rates(self) -> dict[Pool, float]:
-        """Seconds per element, by pool, at which all shares together are the computation that there is."""
+        """By pool: seconds per element at which all shares together are the pool's computation."""
         counted: dict[Pool, list[tuple[float, float]]] = {pool: [] for pool in self.traffic.pools}
         for rides, windows_s in zip(self.traffic.rides, self._windows_s, strict=True):
             for ride, window_s in zip(rides, windows_s.tolist(), strict=True):
@@ -188,7 +192,7 @@ class Hiding:
         return {pool: _rate(counted[pool], self._total_s(pool)) for pool in counted}
 
     def _total_s(self, pool: Pool) -> float:
-        """The computation of a pool that is of use."""
+        """Seconds of a pool's computation that can hide collectives."""
         wasted = WASTED if pool.part in (Part.FORWARD, Part.BACKWARD) else 1.0
         return float(self._computed_before[self.traffic.pools[pool], -1]) / wasted
 
@@ -200,7 +204,7 @@ class Hiding:
 
     @property
     def _least_s(self) -> np.ndarray:
-        """By position: what one run of an op takes under the strategies that make it fastest."""
+        """By position: seconds of one run of an op under the strategies that make it fastest."""
         found = np.array([self._alone_s.get(k, 0.0) for k in self.costed.graph.folded.class_of])
         for at, (kernel, share) in self.costed.kernels.of_op.items():
             found[at] = share * self._fused_s[kernel]
@@ -221,11 +225,12 @@ class Hiding:
 
 
 def _rate(rides: Sequence[tuple[float, float]], total_s: float) -> float:
-    """At which shares, each no more than its window, add up to the total; infinite if windows are no more together.
+    """Seconds per element at which shares, each no more than its window, add up to the total; infinite if the windows
+    together are no more.
 
     Args:
       rides: seconds of the window, and elements.
-      total_s: what there is to share.
+      total_s: seconds to share.
     """
     left_s, elements = total_s, sum(num for _, num in rides)
     for window_s, num in sorted(rides, key=lambda ride: ride[0] / max(ride[1], 1.0)):

@@ -1,24 +1,26 @@
-"""Communication that nothing waits for, mesh by mesh the same: which values travel when there is time.
+"""The communication that nothing depends on at once, for all meshes: the values that may travel beside computation.
 
-*Gathers* are of state that the step begins with, *reductions* of gradients on their way to the update, *returns* of what the
-update makes to where it rests. Ops that only hand a value on (a cast, a reshape, a slice of a stack) are part of its way:
-these too have collectives that wait for nothing, but the value counts once.
+*Gathers* are of state that the step begins with, *reductions* of gradients on their way to the update, *returns* of the
+update's results to their resting specs. Ops that only pass a value on (a cast, a reshape, a slice of a stack) are part
+of its way: their results may travel beside computation too, but the value counts once.
 
-A sum of rows, a broadcast, or whatever else makes a value of another size than it reads is no mere handing on: what is large
-on one side of it, an activation whose sum is a bias's gradient, is no state.
+A sum of rows, a broadcast, or any other op whose result has another size than its operand does not just pass a value
+on. The larger of the two, such as an activation whose sum is a bias's gradient, is no state.
 
-What a value may hide behind is what XLA's scheduler puts beside it, read from its schedules (`benchmarks.overlap`). It lists
-a program from its end to its beginning, with one collective under way at a time.
+The computation that may hide a collective follows from XLA's schedules (`benchmarks.overlap`). XLA lists a program from
+its end to its beginning, with one collective under way at a time.
 
-* Gathers run beside whatever stands before their readers.
-* Reductions, which only the update waits for, come last, and with them the products that make weight gradients, for which
-  nothing else waits either. They are never put beside those that make the activations' gradients; nor beside the update,
-  where it needs all gradients before it changes anything, as to clip them by their norm.
+* Gathers run beside any computation before their readers.
+* Reductions, which only the update depends on, come last. So do the products that make weight gradients, because
+  nothing else depends on these either. Reductions never run beside the products that make the activations' gradients.
+  They do not run beside the update where it needs all gradients before it changes anything, as to clip them by their
+  norm.
 * Nothing runs beside a loop, and nothing of one iteration beside another.
-* Small collectives of a kind are joined (`costs.COMBINED_BYTES`): they begin when the last of them can, and end when the
-  first is wanted.
+* Small collectives of a kind are joined (`costs.COMBINED_BYTES`): they begin when the last of them can, and end when
+  the first is needed.
 
-So computation is parted (`Part`), and what shares a part of a loop's body, or of the program, shares a `Pool`.
+So computation is divided into parts (`Part`). Collectives beside one part of a loop's body, or of the program, share a
+`Pool`.
 """
 
 from collections import defaultdict
@@ -38,7 +40,7 @@ from autoshard.search.problem.windows import Span, Windows
 
 
 class Way(StrEnum):
-    """Why a value's collective waits for nothing."""
+    """The kinds of collectives that may run beside computation."""
 
     GATHER = "gather"
     REDUCTION = "reduction"
@@ -46,19 +48,19 @@ class Way(StrEnum):
 
 
 class Part(StrEnum):
-    """Of the computation, what a ride may run beside."""
+    """The parts of the computation beside which collectives may run."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
-    """Of the backward phase, what makes gradients of activations."""
+    """The ops of the backward phase that make gradients of activations."""
     LATE = "late"
-    """What only the update waits for, and the update."""
+    """The ops whose results only the update needs, and the update."""
     UPDATE = "update"
 
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """Computation that rides share: a part of a loop's body, or of the whole program."""
+    """Computation that collectives share: a part of a loop's body, or of the whole program."""
 
     part: Part
     body: Span
@@ -66,15 +68,15 @@ class Pool:
 
 @dataclass(frozen=True, slots=True)
 class Ride:
-    """A value on its way.
+    """A value's reshard that may run beside computation.
 
     Attributes:
-      way: what kind.
+      way: its kind.
       pool: the computation that may hide it.
-      num_elements: of it, in a step.
-      num_bytes: of it, each time.
+      num_elements: elements of the value, in a step.
+      num_bytes: bytes of the value, each time.
       window: the ops that run meanwhile.
-      is_counted: whether it stands for itself, or hands on what stands elsewhere.
+      is_counted: whether the value counts at this reshard, or at another one on its way.
     """
 
     way: Way
@@ -86,26 +88,26 @@ class Ride:
 
     @property
     def is_forward(self) -> bool:
-        """Whether computation of the forward phase hides it, or that behind it."""
+        """Whether computation of the forward phase hides the reshard, rather than that after it."""
         return self.pool.part is Part.FORWARD
 
 
 @dataclass(frozen=True, eq=False)
 class Traffic:
-    """The rides of a step's values."""
+    """The reshards of a step that may run beside computation."""
 
     graph: StrategyGraph
 
     @cached_property
     def rides(self) -> tuple[tuple[Ride, ...], ...]:
-        """By edge: a ride for each value that goes this way and waits for nothing; none where it is of no such kind."""
+        """By edge: a ride for each value on the edge that may travel beside computation."""
         alone = [tuple(self._of(edge)) for edge in self.graph.edges]
         windows = iter(_joined([ride for rides in alone for ride in rides]))
         return tuple(tuple(_within(next(windows), ride) for ride in rides) for rides in alone)
 
     @cached_property
     def pools(self) -> dict[Pool, int]:
-        """The computation that rides share, numbered."""
+        """The pools of computation, numbered."""
         return {
             pool: n for n, pool in enumerate(dict.fromkeys(r.pool for rides in self.rides for r in rides))
         }
@@ -118,7 +120,7 @@ class Traffic:
 
     @cached_property
     def runs(self) -> np.ndarray:
-        """[pool; position]: how often an op computes in a step, beside what shares the pool."""
+        """[pool; position]: runs of an op in a step that may hide the collectives of the pool."""
         found = np.zeros((len(self.pools), len(self.graph.folded.program.ops)))
         computing = self._computing
         for pool, n in self.pools.items():
@@ -132,7 +134,7 @@ class Traffic:
 
     @property
     def _computing(self) -> np.ndarray:
-        """By position: how often an op computes in a step."""
+        """By position: computing runs of an op in a step."""
         ops = self.graph.folded.program.ops
         return np.array([0 if op.is_boundary or op.is_transfer else op.count for op in ops])
 
@@ -148,13 +150,13 @@ class Traffic:
         return np.array(found)
 
     def _within(self, part: Part) -> list[Part]:
-        """What belongs to a part."""
+        """The parts of ops that hide the collectives of a part."""
         updates_meanwhile = part is Part.LATE and not self._awaits_all
         return [part, Part.UPDATE] if updates_meanwhile else [part]
 
     @cached_property
     def _awaits_all(self) -> bool:
-        """Whether the update makes a number of most gradients, such as their norm."""
+        """Whether the update computes a single number from most gradients, such as their norm."""
         program, gradients, needs, numbers = self.graph.folded.program, dict[int, int](), dict[int, int](), []
         for op in program.ops:
             if op.phase is not Phase.UPDATE:
@@ -169,7 +171,8 @@ class Traffic:
         return any(2 * needed.bit_count() > len(gradients) for needed in numbers)
 
     def goes_on(self, node: int) -> bool:
-        """Whether state may have another leg of its way from a node: a copy for several, or ops that hand it on."""
+        """Whether state may have another reshard on its way from a node: a copy for several readers, or ops that pass
+        it on."""
         if copy := self._copy(node):
             return len(copy.targets) != 1
         return not self._early.isdisjoint(self.graph.groups[node].op_classes)
@@ -192,7 +195,7 @@ class Traffic:
             yield from repeat(ride, program.ops[made].repeats)
 
     def _is_last(self, way: Way, reader: int) -> bool:
-        """Whether what reads a value does not just hand it on, so that it counts there and nowhere else."""
+        """Whether the reader of a value does not just pass it on, so that the value counts there and nowhere else."""
         op = self.graph.folded.program.ops[reader]
         phase = read_phase(op)
         if way is not Way.GATHER:
@@ -201,7 +204,7 @@ class Traffic:
         return phase is not ReadPhase.UPDATE and not is_handed_on
 
     def _way(self, maker: int, readers: set[int]) -> Way | None:
-        """Why nothing waits for what a class makes on its way to others."""
+        """The kind of the reshard from a class to its readers; None if computation depends on it at once."""
         graph = self.graph
         if maker in self._early:
             return Way.GATHER if self._keeps_size(maker) else None
@@ -213,14 +216,14 @@ class Traffic:
         return Way.RETURN if reader.name == "input" and reader.phase is Phase.FORWARD else None
 
     def _keeps_size(self, op_class: int) -> bool:
-        """Whether an op's result has as many elements as what it reads: it is no sum of rows, and repeats nothing."""
+        """Whether an op's result has as many elements as its operands: it is no sum of rows, and repeats nothing."""
         op, values = self.graph.folded.op(op_class), self.graph.folded.program.values
         shapes = {values[v].shape for v in (*op.operands, *op.results)}
         return op.is_boundary or op.phase is Phase.UPDATE or len({np.prod(shape) for shape in shapes}) == 1
 
     @cached_property
     def _early(self) -> set[int]:
-        """The classes of the state that a step begins with, and those that only hand it on."""
+        """The classes of the state that a step begins with, and those that only pass it on."""
         folded = self.graph.folded
         roles = [argument.role for argument in folded.program.step.arguments]
         inputs = {k for k in range(len(folded.members)) if folded.op(k).name == "input"}
@@ -247,7 +250,7 @@ class Traffic:
 
 
 _PART = {Way.REDUCTION: Part.LATE, Way.RETURN: Part.UPDATE}
-"""What rides run beside that are no gathers."""
+"""The parts beside which reshards run that are no gathers."""
 
 
 def _gathered_in(reader: FlatOp) -> Part:
@@ -262,7 +265,7 @@ def _part(op: FlatOp, is_late: bool) -> Part:
 
 
 def _joined(rides: Sequence[Ride]) -> list[Span]:
-    """Their windows once XLA has joined them, in the order in which they are wanted, or made."""
+    """The rides' windows once XLA has joined their collectives, in the order in which they are needed, or made."""
     alike = defaultdict[tuple[Way, Pool], list[int]](list)
     for n, ride in enumerate(rides):
         if ride.is_counted:
@@ -283,7 +286,7 @@ def _within(window: Span, ride: Ride) -> Ride:
 
 
 def _filled(numbers: Sequence[int], num_bytes: Sequence[float]) -> Iterator[list[int]]:
-    """Neighbours, as many as are joined."""
+    """Consecutive groups of collectives, each as large as XLA joins them."""
     group, total = list[int](), 0.0
     for n, own in zip(numbers, num_bytes, strict=True):
         if group and total + own > COMBINED_BYTES:
