@@ -1,8 +1,9 @@
 """Arrays of one number, which XLA computes on the fly unless a scatter writes over one of them.
 
-XLA takes equal constants for one value, and what one of its readers cannot compute on the fly it stores for all. A scatter
-cannot: it writes over the zeros that it begins with. So the same zeros in an update, where it avoids a division by zero, are
-an array too. It is made anew right before each kernel that reads it (`HloRematerialization`).
+XLA merges equal constants into one value. If one of its readers cannot compute the value on the fly, XLA stores it for
+all. A scatter cannot: it writes over the zeros that it begins with. So equal zeros in an update, where they avoid a
+division by zero, are an array too. The array is made anew right before each kernel that reads it
+(`HloRematerialization`).
 """
 
 from collections.abc import Hashable
@@ -13,7 +14,7 @@ from autoshard.search.problem.flat_program import FlatOp, FlatProgram
 
 
 def shared_constants(program: FlatProgram) -> frozenset[int]:
-    """Constants, equal to one that a scatter of the same loop writes over, that others read."""
+    """Constants that other ops read and that equal one that a scatter of the same loop writes over."""
     number_of = _numbers(program)
     over = {op.operands[0] for op in program.ops if op.name.startswith("scatter") and op.operands}
     kind_of = {v: _kind(program, v, number) for v, number in number_of.items()}
@@ -22,14 +23,14 @@ def shared_constants(program: FlatProgram) -> frozenset[int]:
 
 
 def _kind(program: FlatProgram, v: int, number: Hashable) -> Hashable:
-    """What equal constants have in common: XLA compares them within one loop's body."""
+    """A key that equal constants share: XLA compares them within one loop's body."""
     value, (i, _) = program.values[v], program.maker[v]
     around = tuple(loop for loop in program.loops if loop[0] <= i < loop[1])
     return number, value.shape, str(value.dtype), around
 
 
 def _numbers(program: FlatProgram) -> dict[int, Hashable]:
-    """Values that are one number everywhere, and more than one element: which."""
+    """By value, the one number that all its elements are; for values of some rank."""
     found: dict[int, Hashable] = {}
     for op in program.ops:
         if op.name in ("broadcast_in_dim", "convert_element_type"):

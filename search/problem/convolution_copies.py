@@ -1,14 +1,14 @@
-"""What a convolution reads in a copy, as cuDNN takes neither uneven padding nor dilated operands.
+"""Copies of a convolution's operands: cuDNN takes neither uneven padding nor dilated operands.
 
-XLA:GPU writes such an operand out with its zeros, in the kernel that computes it (`ConvPaddingLegalization`). Of what only
-such copies read there is no array besides.
+XLA:GPU writes such an operand out with its zeros, in the kernel that computes it (`ConvPaddingLegalization`). A value
+that only such copies read has no other array.
 
-* A convolution whose padding is uneven reads a padded copy; so does the gradient of its kernel, which reads the same one.
-* A transposed convolution reads its images with zeros between the rows. Not so the gradient of a strided one, which is the
-  same but for a kernel that is reversed: that cuDNN does by itself, whatever its padding.
-* The gradient of a transposed convolution's kernel slides what is larger, the cotangent, over what is smaller. XLA lets the
-  operands change places (`AlgebraicSimplifier::SwapConvOperands`). Then batch and channels change theirs, and both are
-  written out so: the cotangent padded, the images with zeros between the rows.
+* A convolution whose padding is uneven reads a padded copy; the gradient of its kernel reads that copy too.
+* A transposed convolution reads its images with zeros between the rows. The gradient of a strided convolution differs
+  only by its reversed kernel, and does not: cuDNN computes it directly, with any padding.
+* The gradient of a transposed convolution's kernel slides the larger operand, the cotangent, over the smaller one. XLA
+  exchanges the operands (`AlgebraicSimplifier::SwapConvOperands`). Then batch and channels change places, and both
+  operands are written out so: the cotangent padded, the images with zeros between the rows.
 """
 
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ CONVOLUTION = "conv_general_dilated"
 
 @dataclass(frozen=True, slots=True)
 class ConvolutionCopy:
-    """How an operand is written out.
+    """The copy of a convolution's operand.
 
     Attributes:
       spatial: the extents of the images' dimensions, zeros included.
@@ -37,7 +37,7 @@ class ConvolutionCopy:
 
 
 def convolution_copy(program: FlatProgram, op: FlatOp, operand: int) -> ConvolutionCopy | None:
-    """How a convolution's operand is written out; None where it is read as it is."""
+    """The copy of a convolution's operand; None where the convolution reads the operand itself."""
     assert op.op is not None
     params, values = op.op.params, [program.values[v].shape for v in op.operands]
     dims = params["dimension_numbers"]
@@ -69,11 +69,12 @@ def _padded(extent: int, padding: tuple[int, int], dilation: int) -> int:
 
 
 def _is_uneven(params: Mapping[str, Any]) -> bool:
-    """Of a strided convolution's kernel gradient, the padding at the end may be less, by up to a stride."""
+    """Whether padding is uneven. In the kernel gradient of a strided convolution, the end may have less, by less than a
+    stride."""
     pads = zip(params["padding"], params["rhs_dilation"], strict=True)
     return any(not high <= low <= high + dilation - 1 for (low, high), dilation in pads)
 
 
 def _is_reversed(program: FlatProgram, op: FlatOp) -> bool:
-    """Whether its kernel is: of a dilated convolution, whether it is the gradient of a strided one."""
+    """Whether the kernel is reversed; a dilated convolution with one is the gradient of a strided convolution."""
     return program.ops[program.maker[op.operands[1]][0]].name == "rev"

@@ -1,20 +1,21 @@
-"""How long arrays are there of which one stands for many: in a step that was shortened, one of each of the blocks alike.
+"""Lifetimes of arrays that stand for many: in a step that was shortened, one array of each of several equal blocks.
 
-Of the arrays that equal blocks make, some are gone before the next block but one makes its own: what a layer computes with,
-what it hands to the next one. However many blocks there are, such an array is there once. Others wait, for the backward
-phase or the update, and pile up: residuals, gradients, arguments. Such an array is there for all of its block's likes from
-when the next block makes its own.
+Some of the arrays of equal blocks are freed before the next block but one makes its own: a layer's temporaries, and the
+value that it passes to the next one. For any number of blocks, such an array is in memory once. Others are kept for the
+backward phase or the update, and pile up: residuals, gradients, arguments. From the time when the next block makes its
+own, such an array counts for all the blocks for which its block stands.
 """
 
 from collections.abc import Sequence
 
 
 def piled_up_from(starts: Sequence[int], ends: Sequence[int]) -> list[int | None]:
-    """From where on each of some arrays alike is there for all of its likes; None where they do not pile up.
+    """From where on each of some corresponding arrays is held for all blocks of its run; None where they do not pile
+    up.
 
     Args:
-      starts: where they begin to be there, ascending.
-      ends: where they are there last.
+      starts: first positions of the arrays, ascending.
+      ends: last positions of the arrays.
     """
     if len(starts) < 2:
         return [None] * len(starts)

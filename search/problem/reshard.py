@@ -1,7 +1,7 @@
-"""What it costs to take a value from one spec to another: the cheapest chain of collectives.
+"""The cost of resharding a value from one spec to another: the cheapest chain of collectives.
 
-All specs of a value of rank r on a mesh of k axes number (r + 2)^k: per axis whole, partial, or one of the
-dimensions. Between them, one step changes a set of axes alike:
+All specs of a value of rank r on a mesh of k axes number (r + 2)^k: per axis whole, partial, or one of the dimensions.
+Between them, one step changes a set of axes in one way:
 
   =============  =======================  ===========================
   from           to                       by
@@ -13,21 +13,21 @@ dimensions. Between them, one step changes a set of axes alike:
   partial        split                    reduce-scatter
   =============  =======================  ===========================
 
-A step may only add or take the minor-most axes of a dimension, since shards lie in axis order. It cuts what a device
-holds into equal parts, or joins equal parts; only a dimension that is whole may be padded to be sliced, and sheds its
-padding when it is gathered whole. (Of an uneven sum XLA makes an all-reduce, of which it takes a slice; where a part is
-cut unevenly, it sends the borders about by a permute.) An all-to-all wants even splits of all dimensions. `num_bytes` of a
-step is the larger of what a device holds before and after it, padding included.
+A step may only add or take the minor-most axes of a dimension, since shards lie in axis order. It cuts a device's shard
+into equal parts, or joins equal parts. Only a whole dimension may be padded to be sliced, and sheds its padding when it
+is gathered whole. (XLA makes an uneven sum an all-reduce, and takes a slice of it; where a part is cut unevenly, it
+exchanges the borders by a permute.) An all-to-all needs even splits of all dimensions. `num_bytes` of a step is the
+larger of a device's bytes before and after it, padding included.
 
-The cheapest chains between all pairs are found for each size of value once. No step makes a value partial, so the chains
-among specs without partial axes are shortest paths of their own (Floyd 1962); a partial spec then takes its best reduction,
-those with fewer partial axes first. Each pair keeps the first move of its chain, and a chain is read from these. A move in a
-narrower type is a chain by itself, beside these.
+The cheapest chains between all pairs are found for each size of value once. No step makes a value partial, so the
+chains among specs without partial axes are shortest paths of their own (Floyd 1962). A partial spec then takes its best
+reduction, those with fewer partial axes first. Each pair keeps the first move of its chain, and a chain is read from
+these. A move in a narrower type is a chain by itself, beside these.
 
-What XLA:GPU makes of each step was measured (`tests/gpu/test_collectives.py`): with every step's spec imposed in
-turn, the collective named here, to the byte. Two things it does not do, and there are no such steps: a partial
-value does not move before it is reduced; and a sum of terms that are partial over several axes is reduced over all
-of them at once (`at_once`).
+XLA:GPU's collective for each step was measured (`tests/gpu/test_collectives.py`): with every step's spec imposed in
+turn, it is the collective named here, to the byte. Two things it does not do, and there are no such steps: a partial
+value does not move before it is reduced; and a sum of terms that are partial over several axes is reduced over all of
+them at once (`at_once`).
 """
 
 from collections import defaultdict
@@ -50,16 +50,17 @@ REDUCTIONS = ("all-reduce", "reduce-scatter")
 
 @dataclass(frozen=True, slots=True)
 class Handling:
-    """What the compiler does with the collectives of a value.
+    """The compiler's handling of the collectives of a value.
 
     Attributes:
       at_once: for sums of partial terms: XLA reduces them over all their axes in one collective.
-      combined_bytes: it joins small ones with others, into collectives of this size; zero if not.
-      term_itemsize: bytes of an element of a loop's sum before its terms were converted: XLA reduces it in their type, and
-        makes no reduce-scatter of that, as it converts the sum before it takes a part; zero if they were not.
-      narrow_itemsize: bytes of an element in a narrower type, from which the value is converted, or to which: in that XLA
-        moves it, if that takes one step and sums nothing (what it puts between steps hides the conversion); zero if there
-        is none.
+      combined_bytes: size of the collectives into which XLA joins small ones with others; zero if it does not.
+      term_itemsize: bytes of an element of the terms of a loop's sum before they were converted; zero if they were not.
+        XLA reduces the sum in the terms' type. It makes no reduce-scatter of that, because it converts the sum before
+        it takes a part.
+      narrow_itemsize: bytes of an element in a narrower type from which or to which the value is converted; zero if
+        there is none. XLA moves the value in that type, if the chain is one step and sums nothing (ops between several
+        steps hide the conversion).
     """
 
     at_once: bool = False
@@ -75,7 +76,7 @@ ALONE = Handling()
 class _Moves:
     """The steps possible between specs of one rank, before any sizes: parallel arrays.
 
-    `may_pad` says which slice a dimension that is whole, or gather one whole.
+    `may_pad` marks the moves that slice a dimension that is whole, or gather one whole.
     """
 
     specs: tuple[Spec, ...]
@@ -96,8 +97,8 @@ _Sized = tuple[tuple[int, ...], int]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Splits:
-    """What specs do to values: [values, specs] the elements that a device holds, padding included; whether every dimension
-    splits evenly, or nearly so with padding; and whether evenly."""
+    """The shards of values under specs: [values, specs] the elements that a device holds, padding included; whether
+    every dimension splits evenly, or nearly so with padding; and whether evenly."""
 
     held: np.ndarray
     fits: np.ndarray
@@ -123,7 +124,7 @@ class _Table:
 
 @dataclass(frozen=True, slots=True)
 class Resharder:
-    """Resharding costs on one mesh; remembers every size of value that it has seen, every chain, and what comes of them."""
+    """Resharding costs on one mesh; keeps the results for every size of value and every chain."""
 
     mesh: MeshModel
     _tables: dict = field(default_factory=dict)
@@ -144,7 +145,7 @@ class Resharder:
         return index
 
     def indices(self, specs: np.ndarray, rank: int) -> np.ndarray:
-        """The same of many: [specs, axes] to [specs]."""
+        """The indices of many specs: [specs, axes] to [specs]."""
         return (specs + 2) @ (rank + 2) ** np.arange(self.num_axes)[::-1]
 
     def specs(self, rank: int) -> tuple[Spec, ...]:
@@ -152,11 +153,11 @@ class Resharder:
         return _moves(rank, self.num_axes).specs
 
     def seconds(self, value: Value, how: Handling = ALONE) -> np.ndarray:
-        """Seconds from every spec (row) to every other (column); infinite where there is no way."""
+        """Seconds from every spec (row) to every other (column); infinite where no chain exists."""
         return self._table(value.shape, value.itemsize, how).best_s
 
     def gathered_s(self, value: Value, how: Handling = ALONE) -> np.ndarray:
-        """Seconds to gather what is split over all axes until it lies in a spec, for every spec."""
+        """Seconds to gather a value that is split over all axes to a spec, for every spec."""
         key = (value.shape, value.itemsize, how.combined_bytes)
         if key not in self._gathers:
             specs = self.specs(len(value.shape))
@@ -170,7 +171,7 @@ class Resharder:
         return self._gathers[key]
 
     def once[Found](self, key: Hashable, find: Callable[[], Found]) -> Found:
-        """What is found on this mesh for a key: once, in whatever step that occurs."""
+        """The result for a key on this mesh, computed once for all steps in which it occurs."""
         if key not in self._found:
             self._found[key] = find()
         return self._found[key]
@@ -203,7 +204,7 @@ class Resharder:
         return tuple(steps)
 
     def learn(self, wanted: Iterable[tuple[Value, Handling]]) -> None:
-        """Finds the tables of many values at once: those of one rank that are handled alike take little longer than one."""
+        """Finds the tables of many values at once: those of one rank and one handling take little longer than one."""
         alike = defaultdict[tuple[int, Handling], dict[_Sized, None]](dict)
         for value, how in wanted:
             if (value.shape, value.itemsize, how) not in self._tables:
@@ -249,7 +250,7 @@ class Resharder:
         return seconds
 
     def _splits(self, rank: int, sized: Sequence[_Sized]) -> _Splits:
-        """What each spec does to each value."""
+        """The shards of each value under each spec."""
         specs = np.array(self.specs(rank)).reshape(-1, 1, self.num_axes)
         parts = np.where(specs == np.arange(rank)[:, None], self.mesh.shape, 1).prod(axis=2)
         sizes = np.array([shape for shape, _ in sized], np.int64).reshape(len(sized), 1, rank)
@@ -260,7 +261,7 @@ class Resharder:
         )
 
     def _moved(self, moves: _Moves, splits: _Splits, itemsize: np.ndarray, how: Handling) -> np.ndarray:
-        """[values, moves]: bytes per device, the larger of what it holds before and after."""
+        """[values, moves]: bytes per device, the larger of those before and after."""
         held = splits.held[:, moves.source]
         sent = np.where(self._are_reductions(moves), how.term_itemsize or itemsize, itemsize)
         return sent * np.where(moves.are("all-gather"), held * self._parts(moves), held)
@@ -270,14 +271,14 @@ class Resharder:
         return np.logical_or.reduce([moves.are(kind) for kind in REDUCTIONS])
 
     def _are_made(self, moves: _Moves, splits: _Splits) -> np.ndarray:
-        """[values, moves]: whether the compiler makes them one step of such a value."""
+        """[values, moves]: whether the compiler makes each move of such a value in one step."""
         before, after, parts = splits.held[:, moves.source], splits.held[:, moves.target], self._parts(moves)
         cuts_evenly = (before == parts * after) | (before == after) | (parts * before == after)
         exchanges_evenly = splits.is_even[:, moves.source] & splits.is_even[:, moves.target]
         return np.where(moves.are("all-to-all"), exchanges_evenly, cuts_evenly | moves.may_pad)
 
     def _parts(self, moves: _Moves) -> np.ndarray:
-        """[moves]: how many devices take part in each."""
+        """[moves]: the number of devices that take part in each."""
         return np.array([prod(self.mesh.shape[a] for a in axes) for _, axes in moves.kinds])[moves.kind]
 
 
@@ -286,8 +287,8 @@ def _chains(
 ) -> tuple[np.ndarray, np.ndarray]:
     """[values, specs, specs]: seconds of the best chains, and their first moves.
 
-    If it `scatters`, a sum is scattered over every axis that the target splits, where that can be: an all-reduce of which
-    only a slice is wanted is made a reduce-scatter by the compiler, whatever we think of it.
+    If it `scatters`, a sum is scattered over every axis that the target splits, where that is possible. The compiler
+    makes an all-reduce of which only a slice is needed a reduce-scatter, at any cost.
     """
     num_values, num_specs = fits.shape
     best = np.full((num_values, num_specs, num_specs), np.inf)
@@ -321,8 +322,8 @@ def _shortest(best: np.ndarray, first: np.ndarray, is_via: np.ndarray) -> tuple[
 
 @lru_cache(maxsize=64)
 def _reductions(rank: int, num_axes: int, at_once: bool) -> tuple[tuple[int, np.ndarray, np.ndarray], ...]:
-    """For each spec that is partial, the moves that leave it, and [moves, targets] whether such a move leaves no axis whole
-    that was partial and that the target splits.
+    """For each spec that is partial, the moves that leave it, and [moves, targets] whether such a move leaves no axis
+    whole that was partial and that the target splits.
 
     Specs that are partial over fewer axes come first, since every move that leaves a partial spec reduces some of them.
     """
@@ -338,8 +339,8 @@ def _reductions(rank: int, num_axes: int, at_once: bool) -> tuple[tuple[int, np.
 
 
 SLICE_S = 1e-9
-"""Seconds; a slice is a local view or a cheap copy. No step takes less, not even an empty array's, or chains would go
-round."""
+"""Seconds; a slice is a local view or a cheap copy. No step takes less, not even an empty array's, or chains would be
+cyclic."""
 
 
 @lru_cache(maxsize=64)

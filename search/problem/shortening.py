@@ -1,10 +1,10 @@
 """A step of few blocks that stands for one of many: a search does not grow with a model's depth.
 
-Of a stack of blocks alike (`search.problem.blocks`, `search.problem.likeness`) few are kept, each for a run of its likes
-that follow one another: its ops and arguments say how many they stand for, and costs count them as often. What is decided of
-them is decided of all. The first two blocks and the last two, and those unlike the rest, stand for themselves, as what is
-near the ends of a stack may be decided otherwise than what is within. There is more than one representative, so that
-something may be recomputed in some layers and kept in others, and so that memory has places to peak between the first layer
+Of a stack of equal blocks (`search.problem.blocks`, `search.problem.likeness`) few are kept. Each stands for a run of
+consecutive blocks: its ops and arguments say how many, and costs count them as often. A decision for a kept block holds
+for its whole run. The first two blocks and the last two, and those with another structure, stand for themselves,
+because decisions near the ends of a stack may differ from those within. There is more than one representative, so that
+a residual may be recomputed in some layers and kept in others, and so that the memory can peak between the first layer
 and the last.
 """
 
@@ -20,13 +20,13 @@ from autoshard.search.problem.cut import Cut
 from autoshard.search.problem.likeness import Likeness, UnlikeError
 
 NUM_REPRESENTATIVES = 4
-"""Of the blocks of a stack that are alike, how many are kept. Source: a choice of ours."""
+"""Number of blocks that are kept of those of one structure in a stack. Source: a choice of ours."""
 
 MIN_SAVED = 4
-"""Blocks left out of a stack, at the least, for it to be shortened. Source: a choice of ours."""
+"""Smallest number of blocks left out of a stack for it to be shortened. Source: a choice of ours."""
 
 MIN_BLOCKS = NUM_REPRESENTATIVES + MIN_SAVED + 4
-"""Of a stack, at the least, for that: those at its ends stand for themselves."""
+"""Smallest stack that is shortened: the blocks at its ends stand for themselves."""
 
 _NOTHING_SAID = StepSharding((), (), {}, {})
 
@@ -36,10 +36,10 @@ class Shortened:
     """A step of few blocks.
 
     Attributes:
-      step: which stands for the whole one.
-      label: makes the whole one, whose ops and arguments say which stand for them.
-      paired: makes one in which some blocks that stand for others hand what they make to one of these first: what these hand
-        to one another in the whole step is in it.
+      step: the short step, which stands for the whole one.
+      label: makes the whole step, whose ops and arguments name their representatives.
+      paired: makes a step in which some representatives are followed by one more block of their runs. The values that
+        blocks of a run pass to one another in the whole step appear in it.
     """
 
     step: Step
@@ -48,16 +48,16 @@ class Shortened:
 
     @cached_property
     def whole(self) -> Step:
-        """The step for which it stands, whose ops and arguments say which stand for them."""
+        """The whole step, whose ops and arguments name their representatives."""
         return self.label()
 
 
 def shortened(step: Step, marks: Sequence[Hashable]) -> Shortened | None:
-    """A step that stands for a deeper one; None where nothing can be left out.
+    """A step that stands for a deeper one; None where no block can be left out.
 
     Args:
       step: the traced step.
-      marks: per argument, what keeps it apart from others.
+      marks: per argument, a mark; arguments with different marks do not correspond.
     """
     blocks = find_blocks(step)
     if all(len(stack) < MIN_BLOCKS for stack in blocks.stacks):
@@ -78,7 +78,7 @@ def shortened(step: Step, marks: Sequence[Hashable]) -> Shortened | None:
 
 
 def _runs(alike: Sequence[int]) -> list[Sequence[int]]:
-    """Blocks in as many runs as there shall be representatives, none where that saves little."""
+    """Blocks in one run for each representative; no runs where they save little."""
     within = alike[1:-1]
     if len(within) < NUM_REPRESENTATIVES + MIN_SAVED:
         return []
@@ -87,7 +87,7 @@ def _runs(alike: Sequence[int]) -> list[Sequence[int]]:
 
 
 class _Labels:
-    """Writes on ops and arguments who their likes are."""
+    """Records on ops and arguments which ops and arguments they correspond to."""
 
     def __init__(self, step: Step, likeness: Likeness, runs: Sequence[Sequence[int]]) -> None:
         self.step, self.likeness, self.runs = step, likeness, runs
@@ -100,17 +100,18 @@ class _Labels:
         """The step with the first block of each run only.
 
         Raises:
-          UnlikeError: what the others hand on, or their arguments, has no like.
+          UnlikeError: a value that the other blocks pass on, or one of their arguments, has no counterpart.
         """
         return self._cut(self.runs)
 
     def of_pairs(self, blocks: Container[int]) -> Step:
-        """The same with two blocks of runs that begin with some, of which the second stands for the rest."""
+        """The step with one block of each run, or two of the runs that begin with `blocks`; the second stands for the
+        rest."""
         parts = [(run[:1], run[1:]) if run[0] in blocks else (run,) for run in self.runs]
         return self._cut([part for some in parts for part in some if part])
 
     def _cut(self, runs: Sequence[Sequence[int]]) -> Step:
-        """The step without all but the first block of some runs; its ops and arguments say for how many they stand."""
+        """The step with only the first block of each run; its ops and arguments say for how many they stand."""
         gone = {block for _, *others in runs for block in others}
         repeats = {run[0]: len(run) for run in runs}
         alike = dict(chain.from_iterable(self._alike_arguments(run).items() for run in runs))
@@ -137,7 +138,7 @@ class _Labels:
         return replace(self.step, graph=graph, arguments=tuple(arguments))
 
     def _alike_arguments(self, run: Sequence[int]) -> Mapping[int, tuple[str, ...]]:
-        """For each argument of a run's first block, the names of those of the others."""
+        """For each argument of a run's first block, the names of the corresponding arguments of the others."""
         first, *others = [self.likeness.arguments_of(block) for block in run]
         if any(other.keys() != first.keys() for other in others):
             raise UnlikeError("an argument of one has no like in another")

@@ -1,13 +1,13 @@
-"""How long a collective may take beside computation.
+"""Time that a collective may take beside computation.
 
-A value is there once the kernels before it have run, and is wanted when the next kernel reads it. What lies between the two
-in program order is the *window* of a reshard on its way: all of the forward phase before the layer that reads a parameter,
-all of the backward phase behind the product that makes a gradient, nothing between one activation and the next. Light ops
-take no time of their own here, as they run when their operands are there or when their result is wanted: the cast of a
-parameter does not stand between it and the beginning of the step.
+A value exists once the kernels before it have run, and is needed when the next kernel reads it. The ops between the two
+in program order are the *window* of a reshard on its way: all of the forward phase before the layer that reads a
+parameter, all of the backward phase behind the product that makes a gradient, nothing between one activation and the
+next. Light ops take no time of their own here, as they run when their operands exist or when their result is needed:
+the cast of a parameter does not stand between it and the beginning of the step.
 
-Inside of a loop's body, windows end with the iteration: what a loop slices or carries is there when an iteration begins,
-what it stacks or hands on is wanted when it ends.
+Inside of a loop's body, windows end with the iteration. A value that a loop slices or carries exists when an iteration
+begins; a value that it stacks or passes on is needed when the iteration ends.
 """
 
 from dataclasses import dataclass
@@ -27,13 +27,13 @@ class Windows:
     folded: FoldedProgram
 
     def between(self, maker: int, reader: int) -> Span:
-        """The window between two ops, of which one reads what the other makes."""
+        """The window between two ops; the second reads a result of the first."""
         there = self._there[maker]
         return there, max(there, self._wanted_by(reader, maker, self._wanted))
 
     @cached_property
     def _there(self) -> list[int]:
-        """By op: from which position of its loop's body on its results are there."""
+        """By op: the position of its loop's body from which on its results exist."""
         found: list[int] = []
         for at, op in enumerate(self.folded.program.ops):
             if op.name == "carry":
@@ -49,7 +49,7 @@ class Windows:
         return found
 
     def _there_for(self, maker: int, reader: int, there: list[int]) -> int:
-        """From which position of the reader's body on a value is there."""
+        """The position of the reader's body from which on a value exists."""
         body = self.bodies[reader]
         if self.bodies[maker] == body:
             return there[maker]
@@ -58,7 +58,7 @@ class Windows:
 
     @cached_property
     def _wanted(self) -> list[int]:
-        """By op: at which position of its loop's body its results are wanted."""
+        """By op: the position of its loop's body at which its results are needed."""
         program = self.folded.program
         found = [0] * len(program.ops)
         for at in reversed(range(len(program.ops))):
@@ -68,7 +68,7 @@ class Windows:
         return found
 
     def _wanted_by(self, reader: int, maker: int, wanted: list[int]) -> int:
-        """At which position of the maker's body a reader wants a value."""
+        """The position of the maker's body at which a reader needs a value."""
         body, op = self.bodies[maker], self.folded.program.ops[reader]
         if reader <= maker or op.name in ("output", "stack"):  # for the next iteration, or the next step
             return body[1]
@@ -82,7 +82,7 @@ class Windows:
 
     @cached_property
     def bodies(self) -> list[Span]:
-        """By op: the innermost loop's body in which it stands, or the whole program; a stack is there behind its loop."""
+        """By op: the innermost loop's body in which it stands, or the whole program; a stack stands behind its loop."""
         program = self.folded.program
         found = [(0, len(program.ops))] * len(program.ops)
         for start, end in reversed(program.loops):  # inner ones last
@@ -101,7 +101,7 @@ class Windows:
         return max(loops, key=lambda loop: loop[1] - loop[0], default=None)
 
     def _loop_of_carry(self, at: int) -> Span:
-        """The loop that a carry stands before: the next one, and of those that begin there the longest."""
+        """The loop that a carry stands before: the next one, and the longest of those that begin there."""
         return min(
             (loop for loop in self.folded.program.loops if loop[0] > at), key=lambda loop: (loop[0], -loop[1])
         )
