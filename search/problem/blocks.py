@@ -1,19 +1,19 @@
-"""Which op of a step belongs to which repeated block.
+"""The repeated block to which each op of a step belongs.
 
-Nothing says so in a traced step, but four things can be read off it, with no name of a model or a library:
+A traced step does not name its blocks, but they follow from four rules, without the name of a model or a library:
 
 * *The spine.* A model's layers are traced one after the other, so the forward phase's ops repeat: a stack is the
-  longest periodic run of ops that look alike (primitive, types, parameters), and a block is one period of it.
-  Further stacks (a decoder, the next stage of a convolutional network) are looked for in what is left.
-* *What only one block reads* is its own: parameters, and their casts ahead of the first layer.
-* *What works on a block's values.* A backward op that reads a parameter or a residual of one block belongs to it, and
-  so does what only makes the gradient of one of its leaves. An op that reads nothing but gradients belongs where
-  the newest of them was made: one that comes from the next block is older than those made here. An update op
-  belongs to the block whose leaf it works on, even where a total over all leaves comes in.
-* *What only one block reads*, once more: moments, their decay.
+  longest periodic run of ops that look alike (primitive, types, parameters), and a block is one period of it. Further
+  stacks (a decoder, the next stage of a convolutional network) are looked for in the remaining ops.
+* *Values that only one block reads* are its own: parameters, and their casts ahead of the first layer.
+* *Ops on a block's values.* A backward op that reads a parameter or a residual of one block belongs to it, and so does
+  an op that only makes the gradient of one of its leaves. An op that reads nothing but gradients belongs where the
+  newest of them was made: one that comes from the next block is older than those made here. An update op belongs to the
+  block of its leaf, even where it also reads a total over all leaves.
+* *Values that only one block reads*, once more: moments, their decay.
 
-Anything else (the mask that all blocks read, the embedding, the loss) belongs to no block. A wrong guess is not
-dangerous: `shorten` treats only blocks of exactly the same structure as alike, and cuts nothing else.
+All other ops (the mask that all blocks read, the embedding, the loss) belong to no block. A wrong guess is not
+dangerous: `search.problem.shortening` cuts only blocks of exactly equal structure.
 """
 
 from collections.abc import Container, Iterable, Sequence
@@ -25,10 +25,10 @@ import numpy as np
 from autoshard.search.ir.graph import Graph, Op, Phase, Step
 
 MIN_BLOCKS = 5
-"""Of a stack worth cutting: the first, the last, two alike, and one to leave out."""
+"""Smallest stack that is cut: the first block, the last, two of one structure, and one to leave out."""
 
 MIN_SHARE = 0.1
-"""Of the forward ops, what a stack has to cover."""
+"""Smallest share of the forward ops that a stack has to cover."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,15 +81,15 @@ def _looks(ops: Iterable[Op]) -> list[int]:
 
 
 _WHERE_AND_WHO = frozenset({"start_indices", "limit_indices", "padding_config", "name"})
-"""Parameters in which the n-th block differs from the next: where its part of a stacked array lies, its name."""
+"""Parameters in which the n-th block differs from the next: the place of its part of a stacked array, its name."""
 
 
 def _look(op: Op, said: dict[Any, Any]) -> Any:
-    """What an op looks like.
+    """The look of an op: a key that ops which look alike share.
 
     Args:
       op: the op.
-      said: parameters that were said before.
+      said: memo of parameters.
     """
     bodies = tuple(
         [
@@ -112,7 +112,7 @@ def _params(op: Op, said: dict[Any, Any]) -> Any:
 
 
 def _said(value: Any) -> Any:
-    """A parameter as far as it can be compared; of code, only that it is code."""
+    """A parameter as far as it can be compared; the type of one that is code."""
     if callable(value) or hasattr(value, "eqns") or hasattr(value, "jaxpr"):
         return type(value).__name__
     if isinstance(value, tuple | list):
@@ -154,13 +154,13 @@ def _longest_run(looks: np.ndarray) -> tuple[int, int, int] | None:
 
 
 class _Flow:
-    """Who makes and who reads each value; nodes are the arguments, then the ops, in program order.
+    """The maker and the readers of each value; nodes are the arguments, then the ops, in program order.
 
     Attributes:
-      block: of a node, if it has one.
-      phase: of each node; None of an argument.
+      block: the block of a node, if it has one.
+      phase: the phase of each node; None for an argument.
       maker: the node that makes a value; constants have none.
-      readers: the nodes that read what a node makes.
+      readers: the nodes that read a node's results.
       reads: the nodes whose values a node reads.
     """
 
@@ -182,7 +182,7 @@ class _Flow:
         return self.num_arguments + op
 
     def own_what_it_alone_reads(self, phases: Container[Phase | None]) -> None:
-        """What has no block, and is read in these phases by one block only, belongs to it."""
+        """A node without a block that only one block reads, in these phases, belongs to that block."""
         for node in reversed(range(len(self.phase))):
             if node not in self.block and self.phase[node] in phases:
                 self._own(node, {self.block.get(r) for r in self.readers[node] if self.phase[r] in phases})
@@ -190,7 +190,7 @@ class _Flow:
     def own_what_works_on_it(self) -> None:
         """An op after the forward phase belongs to the block whose parameter or residual it reads.
 
-        What then becomes a leaf's gradient and nothing else (the sum that is a bias's) belongs where its known readers do.
+        An op whose results only become a leaf's gradient (the sum that is a bias's) belongs where its known readers do.
         """
         residuals = {node: block for node, block in self.block.items() if not self._is_passed_on(node)}
         later = [node for node, phase in enumerate(self.phase) if phase in (Phase.BACKWARD, Phase.UPDATE)]
@@ -219,7 +219,7 @@ class _Flow:
     def follow(self, looks: Sequence[int]) -> None:
         """Gives each other op the block that its operands belong to, in program order.
 
-        `origins` are the blocks that a value comes from: of a running total over leaves, all so far.
+        `origins` are the blocks that a value comes from; a running total over leaves comes from all blocks so far.
         """
         alone = {b: frozenset([b]) for b in self.block.values()}
         origins = {node: alone[b] for node, b in self.block.items()}

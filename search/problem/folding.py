@@ -74,7 +74,7 @@ class FoldedProgram:
 
     @cached_property
     def values_read(self) -> tuple[tuple[tuple[int, int], frozenset[int]], ...]:
-        """By dependency, an op and operand that it stands for, and the values that all such operands are."""
+        """By dependency, an op and operand that it stands for, and the values of all such operands."""
         first, values = dict[int, tuple[int, int]](), dict[int, set[int]]()
         for i, (op, alike) in enumerate(zip(self.program.ops, self.dependency_of, strict=True)):
             for operand, (v, n) in enumerate(zip(op.operands, alike, strict=True)):
@@ -84,25 +84,26 @@ class FoldedProgram:
 
     @cached_property
     def counts(self) -> tuple[int, ...]:
-        """How often the ops of each class run in one step, all together."""
+        """Runs of the ops of each class in one step, all together."""
         ops = self.program.ops
         return tuple(sum(ops[i].count for i in m) for m in self.members)
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """How many ops each class stands for."""
+        """Number of ops for which each class stands."""
         ops = self.program.ops
         return tuple(sum(ops[i].repeats for i in m) for m in self.members)
 
     @cached_property
     def is_heavy(self) -> tuple[bool, ...]:
-        """Whether a class contracts several operands (a matrix product, a convolution, a gather, a scatter), or is a kernel
-        that somebody wrote."""
+        """Whether a class contracts several operands (a matrix product, a convolution, a gather, a scatter), or is a
+        kernel of the user's."""
         return tuple(self._heavy(self.op(k)) for k in range(len(self.members)))
 
     @cached_property
     def is_light(self) -> tuple[bool, ...]:
-        """Whether a class computes element by element, or nearly so: what may be fused, and decided, with its neighbours."""
+        """Whether a class computes element by element, or nearly so, and may be fused, and decided, with its
+        neighbours."""
         return tuple(self._light(k) for k in range(len(self.members)))
 
     @cached_property
@@ -129,8 +130,8 @@ def fold(program: FlatProgram, marks: Sequence[Any] = ()) -> FoldedProgram:
 
     Args:
       program: the flat program.
-      marks: per argument of the step, what is told apart by its `repr` and keeps the argument, and what stands near it,
-        apart from others (a pin).
+      marks: per argument of the step, a mark, compared by its `repr`. It keeps the argument, and the ops near it, apart
+        from others (a pin).
 
     Returns:
       The folded program; its classes are ordered by their first op.
@@ -148,7 +149,7 @@ def partitioned(program: FlatProgram, members: tuple[tuple[int, ...], ...]) -> F
 
 
 def separate(folded: FoldedProgram, marks: Sequence[Any]) -> FoldedProgram:
-    """Takes apart the arguments of a class that are marked differently; all else stays folded as it is."""
+    """Takes apart the arguments of a class that are marked differently; all other ops stay folded."""
     parts: dict[tuple[int, Any], list[int]] = {}
     for position, op in enumerate(folded.program.ops):
         mark = marks[op.number] if op.name == "input" else None
@@ -202,7 +203,7 @@ def _first_colors(program: FlatProgram, marks: Sequence[Any]) -> np.ndarray:
 
 
 def _counts_of_one(program: FlatProgram, op: FlatOp) -> tuple[int, ...]:
-    """How often an op's operands are handed over, did none stand for several."""
+    """Reads of an op's operands in one step, if no op stood for several."""
     if not program.is_shortened:
         return op.operand_counts
     makers = (program.ops[program.maker[v][0]] for v in op.operands)
@@ -215,7 +216,7 @@ def _itemsize(value: Value) -> int:
 
 
 def _edges(program: FlatProgram) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Producer position, consumer position, and where they meet (result and operand index, mixed)."""
+    """Producer position, consumer position, and the place where they meet (result and operand index, mixed)."""
     maker = program.maker
     rows = [
         (maker[v][0], i, maker[v][1] * 1024 + position)

@@ -1,22 +1,23 @@
-"""Which values become arrays: what XLA fuses, and what it stores between kernels.
+"""The values that become arrays: XLA fuses ops into kernels, and stores only some values between them.
 
-XLA fuses elementwise ops into their readers, and those that only move elements: slices, pads, splits, concatenations. So a
-light value (of an op that is no product, no look-up, no loop) is an array only if
+XLA fuses elementwise ops into their readers, and those that only move elements: slices, pads, splits, concatenations.
+So a light value (of an op that is no product, no look-up, no loop) is an array only if
 
-* an op that reads whole arrays wants it: a product, a loop, a result of the step; cuBLAS that adds a product to it;
-* it is not in the order in which the op lies that reads it (`search.problem.layouts`);
+* an op that reads whole arrays needs it: a product, a loop, a result of the step; cuBLAS that adds a product to it;
+* its order of dimensions differs from that of the op that reads it (`search.problem.layouts`);
 * it is a reduction, or random bits, or made of more than `MAX_FUSION_SOURCES` large arrays, of `MAX_FUSION_OPERANDS` of
   any size, or of one at more than `MAX_PLACES` places;
 * it is expensive to compute (a tanh), read in several phases, and small enough an element that moving it is cheap.
 
-A scatter computes on the fly what it adds, and writes over what it adds to. What a product or a convolution reads in another
-order or with zeros around it is computed as it writes that copy (`copied_as`).
+A scatter computes its updates on the fly, and writes over the array that they are added to. An operand that a product
+or a convolution reads in another order or with zeros around it is computed by the kernel that writes that copy
+(`copied_as`).
 
-What is not stored is computed on the fly, in each kernel that reads it, from its *fusion sources*: the stored arrays behind
-it. Views (reshapes, transposes) are their operand's array.
+A value that is not stored is computed on the fly, in each kernel that reads it, from its *fusion sources*: the stored
+arrays behind it. Views (reshapes, transposes) are their operand's array.
 
-This one model says what the solver's kernels move (`search.problem.kernels`), what is alive when
-(`search.problem.live_ranges`), and which kernels a device launches (`search.device.lowering`).
+This one model gives the bytes that the solver's kernels move (`search.problem.kernels`), the live ranges of arrays
+(`search.problem.live_ranges`), and the kernels that a device launches (`search.device.lowering`).
 """
 
 from collections import Counter
@@ -45,16 +46,16 @@ VIEWS = frozenset(
         "enter",
     }
 )
-"""Ops that give their operand's array back."""
+"""Ops whose result is their operand's array."""
 
 LIBRARIES = frozenset({PRODUCT, CONVOLUTION})
 """Ops that call a library."""
 
 LOOKUPS = frozenset({"gather", "dynamic_slice"})
-"""Ops that read a few elements of what may itself be computed on the fly."""
+"""Ops that read a few elements of an operand, which may be computed on the fly."""
 
 MOVES = frozenset({"slice", "pad", "split", "concatenate"})
-"""Ops that only move elements: fused into their readers, as elementwise ops are, along whatever dimension they move them."""
+"""Ops that only move elements: fused into their readers, as elementwise ops are, along any dimension."""
 
 EXPENSIVE = frozenset(
     {"tanh", "erf", "erfc", "erf_inv", "logistic", "log", "log1p", "expm1", "pow", "sin", "cos", "tan"}
@@ -65,19 +66,20 @@ _ACTIVATION = frozenset({"mul", "add", "sub", "div", "integer_pow", "square", "c
 """Ops that activation functions are made of, besides the expensive ones."""
 
 CHEAPER = frozenset({"logistic"})
-"""Of these, what is taken for stored in 16 bits at most, on every device. Source: a choice of ours. XLA computes a logistic
-again even then; ours stands in for copies in another layout around 16-bit softmaxes, which we do not know."""
+"""Expensive ops whose results are taken as stored in 16 bits at most, on every device. Source: a choice of ours. XLA
+recomputes a logistic even then; ours stands in for copies in another layout around 16-bit softmaxes, which we do not
+know."""
 
 CHEAPER_ITEMSIZE = 2
-"""Bytes of an element up to which they are. Source: as above."""
+"""Largest element, in bytes, of a stored result of the `CHEAPER` ops. Source: a choice of ours, as for these ops."""
 
 EXPENSIVE_FLOPS = 60.0
-"""What an expensive op is taken to cost for an element. Source: XLA's fusion stores a tanh in bfloat16 on an H100 and in
-float32 on A100s of 40 and 80 GB, but computes it again in float32 on an H100: 50 to 80."""
+"""Floating-point operations per element that an expensive op is taken to cost. Source: XLA's fusion stores a tanh in
+bfloat16 on an H100 and in float32 on A100s of 40 and 80 GB, but recomputes it in float32 on an H100: 50 to 80."""
 
 
 def expensive_itemsize(device: Device) -> float:
-    """Bytes of an element up to which moving it beats computing it again with an expensive op."""
+    """Bytes of an element up to which moving it costs less than recomputing it with an expensive op."""
     return EXPENSIVE_FLOPS * device.memory_bytes_per_s / device.vector_flops_per_s
 
 
@@ -85,9 +87,9 @@ RANDOM = frozenset({"random_bits", "threefry2x32"})
 """Ops whose random bits the compiler draws inside the kernel that reads them: a mask is stored, never its bits."""
 
 MAX_FUSION_SOURCES = 2
-"""A value computed from more stored arrays is stored itself: fusions do not grow without end. (An optimizer's update does,
-to one kernel that reads a gradient and all state beside it; XLA:GPU, measured on AdamW. So do sums of gradients: those of
-what all layers read are added up by one kernel at the end, for which all wait.)"""
+"""A value computed from more stored arrays is stored itself: fusions do not grow without end. (An optimizer's update
+does, to one kernel that reads a gradient and all state beside it; XLA:GPU, measured on AdamW. Sums of gradients do too:
+one kernel at the end adds up the gradients of a value that all layers read.)"""
 
 MAX_FUSION_OPERANDS = 96
 """A value computed from as many stored arrays, of any size and in any phase, is stored itself. Source: XLA,
@@ -95,8 +97,9 @@ MAX_FUSION_OPERANDS = 96
 
 
 MAX_PLACES = 3
-"""At how many places of one array a kernel reads to compute one element: a value that takes more, as slices of slices do, is
-stored itself. Source: XLA on an associative scan, whose levels it fuses by twos: two places it reads, but not four."""
+"""Number of places of one array that a kernel reads to compute one element. A value that takes more, as slices of
+slices do, is stored itself. Source: XLA on an associative scan, whose levels it fuses by twos: two places it reads, but
+not four."""
 
 
 def is_part(op: FlatOp) -> bool:
@@ -105,7 +108,7 @@ def is_part(op: FlatOp) -> bool:
 
 
 def is_view(op: FlatOp) -> bool:
-    """Whether an op makes no array of its own; a loop's part of a stacked array is read where it is."""
+    """Whether an op makes no array of its own; a loop's part of a stacked array is read in place."""
     return len(op.operands) == 1 and (op.name in VIEWS or is_part(op))
 
 
@@ -116,14 +119,14 @@ Places = frozenset[tuple[int, tuple[int, ...]]]
 
 
 class Fusion:
-    """What is stored of a folded program, and from what the rest is computed.
+    """The stored values of a folded program, and the fusion sources of all others.
 
     Attributes:
       folded: the folded program.
-      is_reduction: by class, whether it reduces over something.
-      layouts: how what products make lies in memory.
+      is_reduction: by class, whether it reduces over some dimension.
+      layouts: the layouts of products' results in memory.
       shared_constants: arrays of one number, made for each kernel that reads them.
-      expensive_itemsize: up to how many bytes an element an expensive op's result is stored.
+      expensive_itemsize: largest element, in bytes, of an expensive op's stored result.
       sources: by value, the stored arrays that it is computed from: itself, if it is stored.
       computed_in: by value, the phases of the kernels that read it, or compute it on the fly.
     """
@@ -183,12 +186,12 @@ class Fusion:
         return own if is_many or is_shared or self._is_spread(v) else below
 
     def _is_added_on(self, v: int) -> bool:
-        """Whether a value is a sum of gradients that others are added to, and nothing else."""
+        """Whether a value is a sum of gradients that is only an operand of the next sum."""
         around = (self.maker[v][0], *self.uses.get(v, ()))
         return [self.program.ops[i].name for i in around] == ["add_any", "add_any"]
 
     def _places_read(self, i: int, v: int) -> "Places":
-        """Where a value's elements are read from, if some are through slices."""
+        """The places from which a value's elements are read, if some are read through slices."""
         op = self.program.ops[i]
         is_taken = op.name in ("slice", "split") and not op.is_boundary
         if not is_taken and not any(o in self._places for o in op.operands):
@@ -197,17 +200,18 @@ class Fusion:
         return frozenset((a, (*path, v)) for a, path in below) if is_taken else below
 
     def _places_of(self, v: int) -> "Places":
-        """Where a value's elements are; what a later iteration makes is nowhere yet."""
+        """The places of a value's elements; a value that a later iteration makes has none yet."""
         return self._places.get(v) or frozenset((a, ()) for a in self.sources.get(v, ()))
 
     def _is_spread(self, v: int) -> bool:
-        """Whether it takes too many places of one array to compute a value."""
+        """Whether a value reads too many places of one array."""
         places = self._places.get(v, ())
         return len(places) > MAX_PLACES and max(Counter(a for a, _ in places).values()) > MAX_PLACES
 
     def _is_gate(self, v: int, below: frozenset[int]) -> bool:
-        """Whether an expensive activation is multiplied with another array in the forward phase and in the backward one: the
-        kernel that makes the forward product then writes the activation too (XLA, measured on GELU in float32)."""
+        """Whether an expensive activation is multiplied with another array in the forward phase and in the backward
+        phase. The kernel that makes the forward product then writes the activation too (XLA, measured on GELU in
+        float32)."""
         times = [u for u in self.uses.get(v, ()) if self.program.ops[u].name == "mul"]
         if len({read_phase(self.program.ops[u]) for u in times}) < 2 or not self._is_expensive_to_make(v):
             return False
@@ -216,7 +220,7 @@ class Fusion:
         return any(o not in below and self._is_made_by_heavy(o) for o in others)
 
     def _is_expensive_to_make(self, v: int) -> bool:
-        """Whether an expensive op is among those that a value is computed from on the fly."""
+        """Whether a value is computed on the fly by an expensive op, among others."""
         seen, left = {v}, [v]
         while left:
             op = self.program.ops[self.maker[left.pop()][0]]
@@ -229,7 +233,7 @@ class Fusion:
         return False
 
     def seen_through(self, v: int) -> int:
-        """The value that a view is of."""
+        """The value under a chain of views."""
         op = self.program.ops[self.maker[v][0]]
         return self.seen_through(op.operands[0]) if is_view(op) else v
 
@@ -266,7 +270,7 @@ class Fusion:
         return found
 
     def _is_wanted(self, i: int, v: int) -> bool:
-        """Whether what a light op makes is an array; remembered, as every reader asks."""
+        """Whether a light op's result is an array; remembered, as every reader asks."""
         if v not in self._wanted:
             self._wanted[v] = self._stores(i, v)
         return self._wanted[v]
@@ -287,7 +291,7 @@ class Fusion:
         return is_overwritten or self._is_read_whole(v) or self._is_added_to_product(v)
 
     def _is_added_to_product(self, v: int) -> bool:
-        """Whether cuBLAS adds a product to a value: it reads that as an array (XLA, `GemmRewriter`)."""
+        """Whether cuBLAS adds a product to a value, which it reads as an array (XLA, `GemmRewriter`)."""
         adding = [self.program.ops[u] for u in self.uses.get(v, ()) if self.program.ops[u].name in ADDITIONS]
         return not self._is_added_on(v) and any(
             self._num_bytes[v] == self._num_bytes[op.results[0]]
@@ -306,19 +310,20 @@ class Fusion:
         return op.name == PRODUCT or (is_view(op) and self._is_bare_product(op.operands[0]))
 
     def copied_as(self, i: int, operand: int) -> ConvolutionCopy | Order | None:
-        """How an op that is not fused has an operand written out for it; None if it reads it as it lies."""
+        """The copy of an operand that a library needs, in another order or with zeros; None if the op reads the operand
+        itself."""
         op = self.program.ops[i]
         if op.name == CONVOLUTION:
             return convolution_copy(self.program, op, operand)
         return self.layouts.written_out(op, operand) if op.name == PRODUCT else None
 
     def is_at_library(self, v: int) -> bool:
-        """Whether a product or a convolution makes or reads an array, or a view of it, as it lies."""
+        """Whether a product or a convolution makes or reads an array, or a view of it, without a copy."""
         seen = self.seen_through(v)
         return self.program.ops[self.maker[seen][0]].name in LIBRARIES or self.is_read_by_library(seen)
 
     def is_read_by_library(self, v: int) -> bool:
-        """Whether a product or a convolution reads an array, or a view of it, as it lies."""
+        """Whether a product or a convolution reads an array, or a view of it, without a copy."""
         for u in self.uses.get(v, ()):
             op = self.program.ops[u]
             if op.name in LIBRARIES:

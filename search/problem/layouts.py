@@ -1,19 +1,20 @@
-"""In which order arrays lie in memory, and who wants them in another.
+"""The order of arrays' dimensions in memory, and the ops that need them in another order.
 
 XLA gives every array an order of its dimensions. A product writes `(batch, rows, columns)`, in the order of its result;
-elementwise ops and transposes take what they read as it lies, for free. Two things cost an array more:
+elementwise ops and transposes read their operands in any order, for free. Two cases need another array:
 
 * A product with batch dimensions reads its left operand as `(batch, rows, sums)` and its right one as `(batch, sums,
-  columns)`. cuBLAS transposes a matrix by itself, but where rows, columns or sums are several dimensions, they are made one
-  by a reshape, which XLA does not look through (`DotDecomposer`, `TransposeFolding`). Such an operand is written out in that
-  order, once for every order that products want: so are the probabilities of grouped heads, whose rows are a group's heads
-  and the queries, and the gradient of their scores. A plain loop, such as float32 in groups of less than eight takes, writes
-  all these orders at once (`multi_output_fusion.cc`): what the backward phase wants is there from the forward phase on.
-* Where an elementwise op reads what two products made in different orders, the later one's is first written out in the
-  order of the earlier's, in the type that it has there (`GpuLayoutAssignment` follows the products from the first on): so is
-  the gradient of those probabilities, in float32, where the softmax lies as its scores do.
+  columns)`. cuBLAS transposes a matrix by itself. But where rows, columns or sums are several dimensions, a reshape
+  makes them one, and XLA does not look through it (`DotDecomposer`, `TransposeFolding`). Such an operand is written out
+  in that order, once for every order that products need. Examples are the probabilities of grouped heads, whose rows
+  are a group's heads and the queries, and the gradient of their scores. A plain loop, such as float32 in groups of less
+  than eight takes, writes all these orders at once (`multi_output_fusion.cc`): the arrays of the backward phase exist
+  from the forward phase on.
+* An elementwise op may read results of two products in different orders. Then the later one's is first written out in
+  the order of the earlier's, in the type that it has there (`GpuLayoutAssignment` follows the products from the first
+  on). An example is the gradient of those probabilities, in float32, where the softmax has the order of its scores.
 
-Only what products make has an order here: of all else we take it that it lies as it is wanted.
+Only values that follow products have an order here: all others are taken to be in the order that is needed.
 """
 
 from collections.abc import Sequence
@@ -24,11 +25,12 @@ from autoshard.search.problem.flat_program import FlatOp, FlatProgram
 PRODUCT = "dot_general"
 
 LEAST_TILED, LEAST_TILED_OF_MANY, MANY_TILED = 16, 8, 64 * 128
-"""Elements of both innermost dimensions that XLA transposes in tiles, at the least; and of each and together, where there
-are many. Source: XLA, `xla/service/gpu/ir_emission_utils.h`, kMinDimensionToTransposeTiled and those below it."""
+"""Least number of elements of both innermost dimensions that XLA transposes in tiles; and of each and together, where
+there are many. Source: XLA, `xla/service/gpu/ir_emission_utils.h`, kMinDimensionToTransposeTiled and those below it."""
 
 LEAST_LOOPED_BYTES = 4
-"""Of an element that a plain loop writes in another order. Source: compiled programs; grouped heads in bfloat16 do not."""
+"""Smallest element, in bytes, that a plain loop writes in another order. Source: compiled programs; grouped heads in
+bfloat16 do not."""
 
 Order = tuple[int, ...]
 """Dimensions of a value, the outermost first; those of a single element are left out."""
@@ -36,11 +38,11 @@ Order = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How a value lies in memory.
+    """A value's order in memory.
 
     Attributes:
       maker: the position of the product that it follows.
-      order: of the dimensions that are known.
+      order: the order of the dimensions that are known.
     """
 
     maker: int
@@ -54,13 +56,13 @@ class Layout:
 
 @dataclass(frozen=True, eq=False)
 class Layouts:
-    """How the values of a program lie.
+    """The layouts of a program's values.
 
     Attributes:
       program: the flat program.
       of: by value that follows a product, its layout.
       turned: values that are written out in the order of others.
-      across: values of which maxima are taken over dimensions that do not lie innermost.
+      across: values of which maxima are taken over dimensions that are not innermost.
     """
 
     program: FlatProgram
@@ -69,8 +71,8 @@ class Layouts:
     across: frozenset[int]
 
     def written_out(self, op: FlatOp, operand: int) -> Order | None:
-        """The order in which a product has an operand written out, as the dimensions of what it is a transpose of; None if
-        it takes it as it lies."""
+        """The order in which a product has an operand written out, as dimensions of the value that the operand is a
+        transpose of; None if it reads the operand itself."""
         v = op.operands[operand]
         order = product_order(op, operand, self.program.values[v].shape)
         if order is None or v not in self.of or self.of[v].order == order:
@@ -84,13 +86,13 @@ class Layouts:
         """Whether a value is written out in another order tile by tile, as far as is known; if not, in a plain loop.
 
         XLA takes tiles unless one of the innermost dimensions, which change places, is short (`ir_emission_utils.cc`,
-        `GetDescriptionForTiledTransposeEmitter`), and packs what has less than four bytes into them.
+        `GetDescriptionForTiledTransposeEmitter`), and packs elements of less than four bytes into them.
 
         Args:
           v: the value.
           wanted: the order.
           part: the shape of a device's part of it.
-          itemsize: bytes of an element of what is written.
+          itemsize: bytes of an element of the written array.
         """
         lies = self.of[v].order if v in self.of else ()
         before, after = ([d for d in order if part[d] > 1] for order in (lies, wanted))
@@ -122,7 +124,8 @@ def layouts(program: FlatProgram) -> Layouts:
 
 
 def product_order(op: FlatOp, operand: int, shape: Sequence[int]) -> Order | None:
-    """In which order a product wants an operand of this shape, maybe a device's part; None if it transposes it by itself."""
+    """The order that a product needs of an operand of this shape, maybe a device's part; None if it transposes it by
+    itself."""
     first, free, sums = _parts(op, operand, shape)
     if not first or max(len(sums), len(free)) < 2:
         return None
@@ -130,8 +133,8 @@ def product_order(op: FlatOp, operand: int, shape: Sequence[int]) -> Order | Non
 
 
 def batch_first(op: FlatOp, operand: int, shape: Sequence[int], order: Order) -> Order | None:
-    """The order in which a product with batch dimensions has an operand written out that lies in a known one; None where it
-    takes it so. Rows and columns may change places, but the batch has to come first."""
+    """The order in which a product with batch dimensions has an operand of a known order written out; None where it
+    reads the operand itself. Rows and columns may change places, but the batch has to come first."""
     first, free, sums = _parts(op, operand, shape)
     wanted, turned = (*first, *free, *sums), (*first, *sums, *free)
     if operand == 1:
@@ -151,7 +154,7 @@ def _innermost(order: Sequence[int], other: Sequence[int], shape: Sequence[int])
 
 
 def _parts(op: FlatOp, operand: int, shape: Sequence[int]) -> tuple[Order, Order, Order]:
-    """Of a product's operand: the dimensions of the batch, those that stay, and those that are summed over."""
+    """The dimensions of a product's operand: those of the batch, those that stay, and those that are summed over."""
     assert op.op is not None
     summed, batch = (sides[operand] for sides in op.op.params["dimension_numbers"])
     there = large(shape)
@@ -169,7 +172,7 @@ def _is_across(op: FlatOp, found: dict[int, Layout]) -> bool:
 
 
 def _followed(program: FlatProgram, op: FlatOp, found: dict[int, Layout]) -> dict[int, Layout]:
-    """By operand, how an op's result would lie if it lay as that does."""
+    """By operand: the layout of an op's result if it follows that operand's."""
     known: dict[int, Layout] = {}
     for v in op.operands:
         if v not in found:
@@ -181,7 +184,7 @@ def _followed(program: FlatProgram, op: FlatOp, found: dict[int, Layout]) -> dic
 
 
 def placed(program: FlatProgram, op: FlatOp, v: int) -> dict[int, int] | None:
-    """Where an operand's dimensions are in the result; None where an op does not keep them."""
+    """An operand's dimensions in the result; None where an op does not keep them."""
     assert op.op is not None
     shape, result = program.values[v].shape, program.values[op.results[0]].shape
     if op.name == "transpose":
@@ -197,7 +200,8 @@ def placed(program: FlatProgram, op: FlatOp, v: int) -> dict[int, int] | None:
 
 
 def _kept(shape: Sequence[int], result: Sequence[int]) -> dict[int, int] | None:
-    """Of a reshape that only adds or drops dimensions of one element."""
+    """The dimensions of a reshape's operand in its result, if it only adds or drops dimensions of one element; else
+    None."""
     before, after = large(shape), large(result)
     if [shape[d] for d in before] != [result[d] for d in after]:
         return None

@@ -1,25 +1,23 @@
 """Ops that are decided by one choice.
 
-An elementwise chain between two matrix products has, for every sensible plan, one layout: its ops' factors
-are the same loops. So light ops (elementwise, broadcasts, reductions, reshapes, transposes) are joined along
-the values that they pass, the largest first, and their factors are unified; a *group* then has one factor
-list and one decision. Heavy ops (`Folded.is_heavy`), ops with loops that cannot be split, and boundaries
-stand alone.
+An elementwise chain between two matrix products has, for every sensible plan, one layout: its ops' factors are the same
+loops. So light ops (elementwise, broadcasts, reductions, reshapes, transposes) are joined along the values that they
+pass, the largest first, and their factors are unified; a *group* then has one factor list and one decision. Heavy ops
+(`FoldedProgram.is_heavy`), ops with loops that cannot be split, and boundaries stand alone.
 
-Two groups join only when that adds no loop: the union must have as many splittable factors as the larger of
-the two. A rotary table shared by queries and keys does not tie their heads together; layer-norm statistics
-join the activations that they normalise. The update phase never joins the others, so that a parameter can be
-updated in another layout than it is used in (ZeRO; Rajbhandari et al. 2020).
+Two groups join only when that adds no loop: the union must have as many splittable factors as the larger of the two. A
+rotary table shared by queries and keys does not tie their heads together; layer-norm statistics join the activations
+that they normalise. The update phase never joins the others, so that a parameter can be updated in another layout than
+it is used in (ZeRO; Rajbhandari et al. 2020).
 
-*Sums* are the one case where partial results should travel further: the gradient of a value read by three
-products is the sum of three products, reduced once, not thrice. Additive ops that are fed by contractions
-alone form groups of their own, with one factor more: splitting it over an axis means that everything in the
-group is partial over it.
+*Sums* are the one case where partial results should travel further: the gradient of a value read by three products is
+the sum of three products, reduced once, not thrice. Additive ops that are fed by contractions alone form groups of
+their own, with one factor more: splitting it over an axis means that everything in the group is partial over it.
 
-So it is with what a loop adds up, such as the gradients of microbatches: an accumulator and what leads to it are a group of
-this kind. What it adds need be no contraction; a bias's gradient is a sum of rows. Terms of a sum until the loop ends, it is
-reduced once, by its readers behind the loop: XLA moves the all-reduce of what a loop only adds up out of the loop, and makes
-it a reduce-scatter where a part is wanted (measured on XLA:GPU).
+The sums of a loop, such as the gradients of microbatches, are such groups too: an accumulator and the ops that lead to
+it. Its terms need be no contractions; a bias's gradient is a sum of rows. They stay terms of a sum until the loop ends,
+and the sum is reduced once, by its readers behind the loop. XLA moves the all-reduce of a loop's sum out of the loop,
+and makes it a reduce-scatter where a part is needed (measured on XLA:GPU).
 """
 
 from dataclasses import dataclass
@@ -40,8 +38,8 @@ MOVED = ADDITIONS | {
     "squeeze",
     "transpose",
 }
-"""Ops over which XLA moves an all-reduce to where a loop adds it up, as long as they keep all elements apart. Source: XLA,
-`while_loop_all_reduce_code_motion.cc`; of several all-reduces that are added, it first makes one."""
+"""Ops over which XLA moves an all-reduce to the place where a loop adds it up, as long as they keep all elements apart.
+Source: XLA, `while_loop_all_reduce_code_motion.cc`; of several all-reduces that are added, it first makes one."""
 
 Loop = tuple[int, int]
 """A factor of a class: (class, index into its rule's factors)."""
@@ -127,14 +125,14 @@ def _sum_classes(folded: FoldedProgram) -> set[int]:
 
 
 def _accumulation_classes(folded: FoldedProgram) -> set[int]:
-    """Accumulators whose sums the compiler reduces behind the loop, with what leads to them."""
+    """Accumulators whose sums the compiler reduces behind the loop, with the ops that lead to them."""
     accumulators = [k for k in range(len(folded.members)) if folded.op(k).is_accumulator]
     return set().union(*(_accumulation(folded, k) for k in accumulators))
 
 
 def _accumulation(folded: FoldedProgram, accumulator: int) -> set[int]:
-    """An accumulator, and the ops between it and the sums that it adds up; nothing where others read these too, or where
-    these are of several types."""
+    """An accumulator, and the ops between it and the sums that it adds up; nothing where other ops read these too, or
+    where the sums are of several types."""
     found, left, types = {accumulator}, [accumulator], set[str]()
     while left:
         for dependency in folded.dependencies_into[left.pop()]:
@@ -158,7 +156,7 @@ def _is_read_once(folded: FoldedProgram, op_class: int) -> bool:
 
 
 def _is_moved(folded: FoldedProgram, op_class: int) -> bool:
-    """Whether an all-reduce of an op's operands, none of them a number, may be one of its result."""
+    """Whether the all-reduces of an op's operands, none of them a number, may be replaced by one of its result."""
     op, values = folded.op(op_class), folded.program.values
     sizes = {prod(values[v].shape) for v in (*op.operands, *op.results)}
     num_operands = 2 if op.name in ADDITIONS else 1
@@ -166,7 +164,7 @@ def _is_moved(folded: FoldedProgram, op_class: int) -> bool:
 
 
 def _sums(folded: FoldedProgram, op_class: int) -> bool:
-    """Whether a class is what a sum's terms come from: a contraction, or a sum of rows."""
+    """Whether a class makes the terms of a sum: a contraction, or a sum of rows."""
     is_sum = any(f.kind is Kind.SUM and f.size > 1 for f in folded.op(op_class).rule.factors)
     return folded.is_heavy[op_class] or (folded.is_light[op_class] and is_sum)
 

@@ -1,12 +1,13 @@
-"""Plans as experts write them, by rule: where a search begins.
+"""Plans as experts write them, by rule: the points where a search begins.
 
-A rule says over which mesh axes the batch is split, and where state lies: whole (data parallelism), split over all axes
-(ZeRO-3, FSDP) or some (hybrid sharding), parameters whole and optimizer state split (ZeRO-1), or wherever its readers want
-it. Where a network is so slow that fewer devices would do, a frugal rule computes alike on some and splits state over all:
-these share the memory, and have each gradient without sending it.
-All else follows: every op that has a loop over examples splits this one over the batch's axes; then each in turn, in program
-order, takes the strategy that is cheapest for what lies already. Where the batch leaves an axis free, that gives Megatron's
-columns and rows, sequence or expert parallelism, as computation that is not split costs more than the collectives.
+A rule says over which mesh axes the batch is split, and the specs of state: whole (data parallelism), split over all
+axes (ZeRO-3, FSDP) or some (hybrid sharding), parameters whole and optimizer state split (ZeRO-1), or as its readers
+need it. Where a network is so slow that fewer devices would do, a frugal rule repeats the computation over some axes
+and splits state over all. Devices along these axes share the memory, and have each gradient without communication.
+Everything else follows. Every op that has a loop over examples splits this one over the batch's axes. Then each node in
+turn, in program order, takes the strategy that is cheapest for its neighbours' strategies so far. Where the batch
+leaves an axis free, that gives Megatron's columns and rows, sequence or expert parallelism, because computation that is
+not split costs more than the collectives.
 
 Rules know roles and sizes, and no model.
 """
@@ -30,9 +31,9 @@ Axes = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Over which mesh axes arguments are split, by what they are for; None for those that go where they are wanted.
+    """The mesh axes over which arguments are split, by role; None for those that take the spec that their readers need.
 
-    Where it is frugal, ops with a loop over examples compute alike over the axes that the batch leaves free.
+    If it is frugal, ops with a loop over examples are not split over the axes that the batch leaves free.
     """
 
     batch: Axes
@@ -41,7 +42,7 @@ class Rule:
     is_frugal: bool = False
 
     def axes(self, role: Role) -> Axes | None:
-        """Over which an argument of that role is split."""
+        """The axes over which an argument of that role is split."""
         weights = {Role.PARAMETER: self.parameters, Role.FROZEN: self.parameters}
         return ({Role.BATCH: self.batch} | weights).get(role, self.others)
 
@@ -60,7 +61,7 @@ def rules(num_devices: tuple[int, ...]) -> Iterator[Rule]:
 
 
 def seeds(costed: CostedGraph, problem: Problem, kept: Sequence[np.ndarray]) -> Iterator[Labels]:
-    """A full assignment by each rule, of the kept strategies; it may be forbidden all the same."""
+    """A full assignment by each rule, of the kept strategies; its cost may be infinite."""
     propagation = _Propagation(costed, problem, kept)
     for rule in rules(costed.resharder.mesh.shape):
         yield propagation.run(rule)
@@ -68,14 +69,14 @@ def seeds(costed: CostedGraph, problem: Problem, kept: Sequence[np.ndarray]) -> 
 
 @dataclass(frozen=True, eq=False)
 class _Propagation:
-    """Gives each node in program order the cheapest strategy for what was given to its neighbours."""
+    """Gives each node in program order the cheapest strategy for those of its neighbours so far."""
 
     costed: CostedGraph
     problem: Problem
     kept: Sequence[np.ndarray]
 
     def run(self, rule: Rule) -> Labels:
-        """What follows from a rule."""
+        """The full assignment that follows from a rule."""
         labels = self._placed(rule)
         for node in (node for node in self._order if node not in labels):
             cost_s = self.problem.node_cost_s[node]
@@ -102,8 +103,8 @@ class _Propagation:
         return found
 
     def _following(self, node: int, rule: Rule) -> np.ndarray:
-        """The strategies that split the loop over examples over the batch's axes and no others, under a frugal rule nothing
-        else either; all where there is no such loop."""
+        """The strategies that split the loop over examples over the batch's axes and no others, and under a frugal rule
+        no other loop; all where there is no such loop."""
         kept, factor = self.kept[node], self._batch_factors.get(node)
         if factor is None:
             return kept
@@ -113,7 +114,7 @@ class _Propagation:
 
     @cached_property
     def _neighbours(self) -> list[list[tuple[int, np.ndarray]]]:
-        """By node: its neighbours, and the costs between, theirs first."""
+        """By node: its neighbours, and the costs between them, the neighbour's strategies first."""
         found: list[list[tuple[int, np.ndarray]]] = [[] for _ in self.problem.node_cost_s]
         for edge in self.problem.edges:
             found[edge.u].append((edge.v, edge.cost_s.T))

@@ -30,12 +30,12 @@ MAX_LABELS = 130
 with four factors have 125."""
 
 REMEMBERED = 4096
-"""Answers that are kept for nodes and ports like those that they were found for, as many of a training step's are. Source: a
-choice of ours; a step has some hundred."""
+"""Size of the memos for nodes and ports with equal factors; many of a training step's have. Source: a choice of ours; a
+step has some hundred."""
 
 
 class CopySource(StrEnum):
-    """How a copy comes by its spec."""
+    """The source of a copy, under a strategy."""
 
     SAME = "same"
     """It is the source's own array."""
@@ -62,14 +62,14 @@ class Strategies:
         return len(self.assignment)
 
     def index(self, assignment: np.ndarray, source: CopySource | None = None) -> int:
-        """The place of one that there is."""
+        """The number of a strategy."""
         is_alike = (self.assignment == assignment).all(axis=1)
         if source is not None:
             is_alike &= np.array([one is source for one in self.copy_sources])
         return int(np.flatnonzero(is_alike)[0])
 
     def only(self, kept: np.ndarray) -> "Strategies":
-        """Some of them."""
+        """The kept ones of the strategies."""
         return Strategies(
             self.assignment[kept], tuple(self.copy_sources[k] for k in kept if self.copy_sources)
         )
@@ -80,9 +80,9 @@ def group_strategies(
 ) -> Strategies:
     """All strategies of a group whose values enter and leave at `ports`.
 
-    Arguments and results of the step must divide evenly (JAX wants it so), and so must what kernels are applied to and what
-    is only a part of some dimension; other factors may be padded. An axis of size one splits nothing: all that it could do
-    is the same.
+    Arguments and results of the step must divide evenly (JAX requires it), and so must the operands of kernels and
+    factors that are only a part of some dimension; other factors may be padded. An axis of size one has one choice,
+    because it splits nothing.
     """
     minor = frozenset(f for p in ports for dim in p.dims for f in dim[1:])
     even = frozenset(dim[0] for p in ports for dim in p.dims if len(dim) > 1)
@@ -111,7 +111,8 @@ def _of_factors(
     alone = {*places, *largest}
 
     def is_tried(strategy: tuple[int, ...]) -> bool:
-        """What a mesh of fewer axes allows, this one does."""
+        """Whether a strategy splits only the largest factors, or gives neighbouring axes one choice, as a mesh of fewer
+        axes does."""
         return alone.issuperset(strategy) or any(strategy[a] == strategy[b] for a, b in pairwise(splitting))
 
     choices = (*places, *factors)
@@ -184,7 +185,7 @@ def split_over(
 
 
 def shards_over(factors: frozenset[int], strategies: Strategies, mesh_shape: tuple[int, ...]) -> np.ndarray:
-    """[strategies]: into how many parts a loop nest over these factors is cut."""
+    """[strategies]: the number of parts into which a loop nest over these factors is cut."""
     split = splits(factors, strategies.assignment)
     return np.where(split, np.array(mesh_shape), 1).prod(axis=1)
 
