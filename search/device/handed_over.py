@@ -77,7 +77,7 @@ def _by_rows(program: FlatProgram, v: int) -> Order | None:
         return None
     if list(below) == sorted(below) and op.name != "transpose":
         return rows
-    if op.op is None:  # a loop's part of a stack, or what comes into a loop
+    if op.op is None:  # a loop's part of a stack, or a value that enters a loop
         return None if is_part(op) else below
     place = placed(program, op, viewed)
     return None if place is None else tuple(place[d] for d in below)

@@ -70,7 +70,7 @@ class Times:
         if runs_alone(self.folded, op_class):
             return self._of_alone(op_class)
         apart = self.of_moving(moved_bytes)
-        if i not in self.costed.kernels.of_op:  # it only hands arrays on
+        if i not in self.costed.kernels.of_op:  # it only passes arrays on
             return apart
         kernel, share = self.costed.kernels.of_op[i]
         return KernelTime(share * self._fused_s(kernel), apart.scheduled_s)

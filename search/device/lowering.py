@@ -281,7 +281,7 @@ class _Lowering:
             for v in op.results
         )
         self.sources |= {v: (b,) for v, b in zip(op.results, makes, strict=True)}
-        if read_phase(op) is ReadPhase.UPDATE:  # a convolution's kernel is updated as it lies in the copy
+        if read_phase(op) is ReadPhase.UPDATE:  # a convolution's kernel is updated in the layout of its copy
             copies = (self.rewritten.get(((b,), 1, self.buffers[b].num_bytes), ()) for b in read)
             read += tuple(copy for found in copies for copy in found)
         lower = self._transfer if op.is_transfer else self._kernel
@@ -300,7 +300,7 @@ class _Lowering:
         return self.sources[self.added[i][1]] if i in self.added else ()
 
     def _reads(self, i: int) -> tuple[int, ...]:
-        """The buffers that an op reads, those of its fused operands included."""
+        """The buffers that an op reads, also through its fused operands."""
         op = self.program.ops[i]
         read: dict[int, None] = {}
         for operand, v in enumerate(op.operands):

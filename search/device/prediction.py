@@ -131,7 +131,7 @@ def _with_margin(found: Peak) -> Peak:
 
 
 def _grown(found: Peak, num_bytes: float) -> Peak:
-    """A peak with so many more bytes of temporaries."""
+    """A peak with `num_bytes` more of temporaries."""
     residents = dict(found.residents)
     residents[Resident.TEMPORARIES] = residents.get(Resident.TEMPORARIES, 0.0) + num_bytes
     return replace(found, num_bytes=found.num_bytes + num_bytes, residents=tuple(residents.items()))

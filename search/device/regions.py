@@ -1,4 +1,4 @@
-"""The kernels that a scheduler puts in order together: those of a loop's body, or of a step.
+"""The kernels that a scheduler puts in order together: a loop's body, or a step.
 
 Each region is put in order by itself. An inner loop is one *unit* there, as is any other kernel: it stays together.
 """

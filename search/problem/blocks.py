@@ -6,10 +6,10 @@ A traced step does not name its blocks, but they follow from four rules, without
   longest periodic run of ops that look alike (primitive, types, parameters), and a block is one period of it. Further
   stacks (a decoder, the next stage of a convolutional network) are looked for in the remaining ops.
 * *Values that only one block reads* are its own: parameters, and their casts ahead of the first layer.
-* *Ops on a block's values.* A backward op that reads a parameter or a residual of one block belongs to it, and so does
-  an op that only makes the gradient of one of its leaves. An op that reads nothing but gradients belongs where the
-  newest of them was made: one that comes from the next block is older than those made here. An update op belongs to the
-  block of its leaf, even where it also reads a total over all leaves.
+* *Ops on a block's values.* A backward op that reads a parameter or a residual of one block belongs to it. So does an
+  op that only makes the gradient of one of its leaves. An op that reads nothing but gradients belongs where the newest
+  of them was made: one that comes from the next block is older than those made here. An update op belongs to the block
+  of its leaf, even where it also reads a total over all leaves.
 * *Values that only one block reads*, once more: moments, their decay.
 
 All other ops (the mask that all blocks read, the embedding, the loss) belong to no block. A wrong guess is not
@@ -25,7 +25,7 @@ import numpy as np
 from autoshard.search.ir.graph import Graph, Op, Phase, Step
 
 MIN_BLOCKS = 5
-"""Smallest stack that is cut: the first block, the last, two of one structure, and one to leave out."""
+"""Blocks of the smallest stack that is looked for: the first, the last, two of one structure, and one to leave out."""
 
 MIN_SHARE = 0.1
 """Smallest share of the forward ops that a stack has to cover."""
@@ -70,7 +70,7 @@ def find_blocks(step: Step) -> Blocks:
     return Blocks(tuple(stacks), ops, arguments, tuple(looks))
 
 
-# --- what looks alike
+# --- ops that look alike
 
 
 def _looks(ops: Iterable[Op]) -> list[int]:
@@ -136,7 +136,7 @@ def _longest_run(looks: np.ndarray) -> tuple[int, int, int] | None:
     """(Start, period, count) of the periodic run that covers most; None if it is too short."""
     best, covered = None, max(1, int(MIN_SHARE * len(looks)))
     for period in range(1, len(looks) // MIN_BLOCKS + 1):
-        # of a run that covers more, one op in so many at least looks like the next block's
+        # in a run that covers more, at least one op in `stride` looks like the next block's
         stride = covered - covered // MIN_BLOCKS
         if not (looks[:-period:stride] == looks[period::stride]).any():
             continue

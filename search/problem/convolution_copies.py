@@ -27,7 +27,7 @@ class ConvolutionCopy:
 
     Attributes:
       spatial: the extents of the images' dimensions, zeros included.
-      growth: bytes of the copy over those of the operand.
+      growth: bytes of the copy over bytes of the operand.
       is_turned: whether batch and channels change places.
     """
 

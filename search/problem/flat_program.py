@@ -1,22 +1,23 @@
 """The step as the search sees it: one flat list of ops, loops unrolled into counts.
 
-The graph nests: a `scan` holds its body. Sharding decisions do not care for nesting, only for what flows
-where and how often, so the bodies are laid out flat and every op gets a `count`, the number of times it runs
-in one step. What crosses a loop's border passes through *boundary* ops, which compute nothing and have a spec
-of their own like any other:
+The graph nests: a `scan` holds its body. Sharding decisions do not depend on nesting, but only on the values' paths and
+counts. So the bodies are laid out flat and every op gets a `count`, the number of times it runs in one step. A value
+that crosses a loop's border passes through *boundary* ops, which compute nothing and have a spec of their own like any
+other:
 
-* `input` stands for an argument of the step; its operand is the result that replaces it in the next step, so
-  state that comes back resharded pays for it. Where that has another type, it is an `output` of its own besides;
-* `carry` reads a loop's initial value once and the body's result every iteration: all three get one spec. One that begins
-  with zeros and that each iteration only adds to, an *accumulator*, reads no initial value, as zeros lie in any spec; it
-  is additive: it may hold terms of a sum from iteration to iteration. Its phase is its addition's;
-* `slice` takes an iteration's part of a stacked operand, `stack` collects the results: the stacked dimension
-  is not split, the others keep their spec;
-* `enter` and `join` carry other operands in and branch results out; an `enter` without an operand is an array that a graph
-  holds; `output` stands for a result of the step.
+* `input` stands for an argument of the step; its operand is the result that replaces it in the next step, so state that
+  comes back resharded pays for it. Where that has another type, it is an `output` of its own besides;
+* `carry` reads a loop's initial value once and the body's result every iteration: all three get one spec. One that
+  begins with zeros and that each iteration only adds to, an *accumulator*, reads no initial value, because zeros have
+  any spec; it is additive: it may hold terms of a sum from iteration to iteration. Its phase is its addition's;
+* `slice` takes an iteration's part of a stacked operand, `stack` collects the results: the stacked dimension is not
+  split, the others keep their spec;
+* `enter` and `join` carry other operands in and branch results out; an `enter` without an operand is an array that a
+  graph holds; `output` stands for a result of the step.
 
-A multi-operand identity (`optimization_barrier`) becomes one identity per operand that somebody reads behind it, which waits
-for the others. A `while` loop's trip count is not known; it is taken as one.
+A multi-operand identity (`optimization_barrier`) becomes one identity for each operand that is read behind it; each
+identity comes after some of the others' operands (`FlatOp.after`). A `while` loop's trip count is not known; it is
+taken as one.
 """
 
 from collections.abc import Mapping, Sequence
@@ -38,10 +39,10 @@ BARRIER = "optimization_barrier"
 ADDITIONS = frozenset({"add", "add_any"})
 
 ZEROS_STAY = frozenset({"broadcast_in_dim", "convert_element_type", "reshape", "copy"})
-"""Ops that make zeros of zeros, as what a sum begins with is made."""
+"""Ops that make zeros of zeros; the initial value of a sum is made by them."""
 
 ENTER = "enter"
-"""Where a value that was made before goes into a loop or a branch."""
+"""Boundary at which a value that was made before goes into a loop or a branch."""
 
 BOUNDARIES = frozenset({"input", "output", "carry", "slice", "stack", ENTER, "join"})
 
@@ -55,16 +56,17 @@ class FlatOp:
       rule: its factors; operands that are literals are left out.
       operands: the values read.
       results: the values made.
-      count: how often it runs in one step.
-      operand_counts: how often each operand is handed over: differs from `count` at a loop's border only.
-      phase: as in the graph.
+      count: number of its runs in one step.
+      operand_counts: number of times that each operand is read; differs from `count` at a loop's border only.
+      phase: its phase in the graph; an accumulator has its addition's.
       op: the graph's op; None for a boundary.
-      site: where that op, or the one at whose border it is, stands; for an input or output of the step, its index; for an
-        array that a graph holds, the graph's path, `enter` and its number, which is the site of no op.
+      site: where that op, or the one at whose border it is, stands; for an input or output of the step, its index; for
+        an array that a graph holds, the graph's path, `enter` and its number, which is the site of no op.
       operand_places: per operand, the place in the nested graph where it is read.
       result_places: per result, the places where it appears.
-      after: values that must be there before, besides those that it reads, and the places where it waits for them.
-      repeats: for how many ops alike it stands in a step that was shortened; `count` is that of all together.
+      after: values that must be made before the op, besides its operands, and the places where it depends on them.
+      repeats: number of corresponding ops for which it stands in a step that was shortened; `count` is that of all
+        together.
     """
 
     name: str
@@ -88,22 +90,22 @@ class FlatOp:
 
     @property
     def is_transfer(self) -> bool:
-        """Whether it takes an array between a device's memory and its host's."""
+        """Whether it copies an array between a device's memory and its host's."""
         return self.op is not None and self.op.is_transfer
 
     @property
     def is_accumulator(self) -> bool:
-        """Whether it is what a loop adds up, from zeros on."""
+        """Whether it is the sum of a loop, from zeros on."""
         return self.name == "carry" and self.rule.is_additive
 
     @property
     def number(self) -> int:
-        """Of an input or output of the step: its place among them."""
+        """The place of an input or output of the step among its inputs or outputs."""
         return self.site[0]
 
 
 class ReadPhase(StrEnum):
-    """The phase in which a value is read. What is read at REST serves all of them."""
+    """The phase in which a value is read. A value that is read at REST serves all of them."""
 
     REST = "rest"
     FORWARD = "forward"
@@ -213,7 +215,7 @@ def flatten(step: Step) -> FlatProgram:
 def _repeated(step: Step, ops: Sequence[FlatOp]) -> tuple[FlatOp, ...]:
     """The ops of a step that was shortened, counted as often as those run for which they stand.
 
-    A boundary stands for as many as what it hands over. A value is handed over as often as it is made.
+    A boundary stands for as many ops as the makers of its operands. A value is read as often as it is made.
     """
     repeats = {
         (*path, i): op.repeats
@@ -233,13 +235,13 @@ def _repeated(step: Step, ops: Sequence[FlatOp]) -> tuple[FlatOp, ...]:
 
 
 def _standing_for(op: FlatOp, repeats: int, made: Mapping[int, int]) -> FlatOp:
-    """An op that stands for so many, and reads values of which each stands for so many."""
+    """An op that stands for `repeats` ops, and reads values that each stand for `made` of them."""
     counts = tuple(made[v] * count for v, count in zip(op.operands, op.operand_counts, strict=True))
     return replace(op, count=repeats * op.count, operand_counts=counts, repeats=repeats)
 
 
 def _repeats_at(op: FlatOp, step: Step, repeats: Mapping[Site, int]) -> int:
-    """For how many ops one stands with all that it is in."""
+    """The number of ops for which an op stands, with all the ops that it is nested in."""
     if op.name == "input":
         return step.arguments[op.number].repeats
     if op.name == "output" or (op.is_boundary and not op.operands):
@@ -264,7 +266,7 @@ class _Flattening:
     def lay(
         self, graph: Graph, inputs: tuple[int | None, ...], count: int, path: Site
     ) -> tuple[int | None, ...]:
-        """Appends the graph's ops; None stands for a literal, among the inputs and the outputs alike."""
+        """Appends the graph's ops; None stands for a literal, among the inputs and the outputs."""
         number: dict[int, int | None] = dict(zip(graph.inputs, inputs, strict=True))
         for v, _ in graph.constants:
             constant = number[v] = self.new_value(graph.values[v])
@@ -353,7 +355,8 @@ class _Flattening:
     def _waited_for(
         self, there: dict[int, int], i: int, is_read: Sequence[bool], site: Site
     ) -> tuple[tuple[int, Place], ...]:
-        """What an operand of a barrier waits for: of those that are read too, only what goes to the host or comes."""
+        """The values that an operand of a barrier must follow: those that are not read behind it. Of the others only
+        values on the host count, or all if the operand itself is on the host."""
 
         def counts(j: int) -> bool:
             is_copied = self.values[there[i]].is_on_host or self.values[there[j]].is_on_host
@@ -370,7 +373,7 @@ class _Flattening:
         site: Site,
         after: tuple[tuple[int, Place], ...],
     ) -> int:
-        """One operand's way through a barrier."""
+        """The identity of one operand of a barrier."""
         value = self.values[operand]
         dims = tuple((i,) for i in range(len(value.shape)))
         rule = Rule(tuple(Factor(n) for n in value.shape), (dims,), (dims,), is_additive=True)

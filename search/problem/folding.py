@@ -1,4 +1,4 @@
-"""Repeated blocks share their variables: ops that look alike, and stand alike, are decided together.
+"""Repeated blocks share their variables: ops with equal looks and equal neighbourhoods are decided together.
 
 A model of depth 64 makes one decision per *class* of op, not sixty-four. Two ops are of one class when their
 neighbourhoods in the program agree up to a few steps: colour refinement (Weisfeiler and Leman 1968), stopped
@@ -11,12 +11,12 @@ Any partition would be sound, since deciding two ops together only restricts the
 larger. Colours are sums of 64-bit mixes (Steele, Lea and Flood 2014, SplitMix64), so the result does not
 depend on any order.
 
-The result is the folded program: *classes* of ops, each decided by one choice, and the dependencies between them: a
-result of one class is an operand of another, and is handed over so often in one step.
+The result is the folded program: *classes* of ops, each decided by one choice, and the dependencies between them. A
+result of one class is an operand of another, and is read a number of times in one step.
 
-Two arguments may look alike and yet be meant to differ. Known beforehand (a pin), that is a mark: it enters the first
-colour, so that the ops around a marked argument can follow it. Said afterwards, by an edited plan, it must not move
-the ops, whose decisions the plan holds: `separate` takes apart the arguments alone.
+Two arguments may look alike and yet be meant to differ. A difference that is known beforehand (a pin) is a mark: it
+enters the first colour, so that the ops around a marked argument can follow it. A difference that an edited plan makes
+later must not move the ops, whose decisions the plan holds: `separate` takes apart the arguments alone.
 """
 
 import re
@@ -126,7 +126,7 @@ class FoldedProgram:
 
 
 def fold(program: FlatProgram, marks: Sequence[Any] = ()) -> FoldedProgram:
-    """Folds a program: ops that look alike, and stand alike, become one class.
+    """Folds a program: ops with equal looks and equal neighbourhoods become one class.
 
     Args:
       program: the flat program.

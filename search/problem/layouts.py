@@ -25,8 +25,9 @@ from autoshard.search.problem.flat_program import FlatOp, FlatProgram
 PRODUCT = "dot_general"
 
 LEAST_TILED, LEAST_TILED_OF_MANY, MANY_TILED = 16, 8, 64 * 128
-"""Least number of elements of both innermost dimensions that XLA transposes in tiles; and of each and together, where
-there are many. Source: XLA, `xla/service/gpu/ir_emission_utils.h`, kMinDimensionToTransposeTiled and those below it."""
+"""Least extent of each of the two innermost dimensions that XLA transposes in tiles; for large ones, the least extent
+of each and their least product. Source: XLA, `xla/service/gpu/ir_emission_utils.h`, kMinDimensionToTransposeTiled and
+those below it."""
 
 LEAST_LOOPED_BYTES = 4
 """Smallest element, in bytes, that a plain loop writes in another order. Source: compiled programs; grouped heads in

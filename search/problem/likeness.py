@@ -1,11 +1,11 @@
 """Blocks of a stack with equal structure, and the values that pass from one to the next.
 
 Blocks have equal structure when their ops, in program order, look alike; read alike (which op or argument of their own,
-which type from elsewhere); have equal specs in the plan; and make alike state. Where this separates blocks other than
-the first and the last, update ops are put in an order of their own, because leaves may be updated in the order of their
-names. So the n-th op of one block corresponds to the n-th op of another. A value is known by its *slot*: the place of
-its op in the block, and which result it is. An argument's slot is the place of the op that reads it first, and which
-operand it is there.
+which type from elsewhere); have equal specs in the plan; and make corresponding state. Where this separates blocks
+other than the first and the last, update ops are put in an order of their own, because leaves may be updated in the
+order of their names. So the n-th op of one block corresponds to the n-th op of another. A value is known by its *slot*:
+the place of its op in the block, and which result it is. An argument's slot is the place of the op that reads it first,
+and which operand it is there.
 
 A value that one block makes and another reads is *passed on*: a residual stream from layer to layer, gradients the
 other way, a running total in any order of the leaves. It is supported when each block reads it from a neighbour, in the
@@ -167,7 +167,7 @@ class Likeness:
         """The op that makes a value; -1 for arguments and constants."""
         return self._maker[value][0] if value in self._maker else -1
 
-    # --- which are alike
+    # --- blocks of one structure
 
     def _largest_alike(self, stack: range, results: Mapping[int, Sequence[int]]) -> tuple[int, ...]:
         found: dict[Any, list[int]] = {}
@@ -210,7 +210,7 @@ class Likeness:
         mark = self._marks[a] if self._marks else None
         return self._sharding.get(("input", a)), self.step.arguments[a].role, a in self._replaced, mark
 
-    # --- what passes from one to the next
+    # --- values that pass from one to the next
 
     def passed(self, group: Sequence[int]) -> tuple[Passed, ...]:
         """The values that blocks of one structure pass on to one another.

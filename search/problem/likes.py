@@ -1,10 +1,10 @@
 """Correspondence of ops between flat programs, where a step was shortened or stands beside one that was.
 
 A pass that rewrites a step copies the `search.ir.graph.Likes` of an op to all ops that it makes of it. So the ops of
-two flat programs correspond, those of a whole step and of the step that stands for it, if both are rewritten alike. Two
-ops correspond if the ops that they were made of do, if their primitives and phases are equal, and if they are the n-th
-such ops in their blocks. A value that enters a loop or goes round it corresponds as its maker does, because its place
-depends on the number of layers.
+two flat programs correspond, those of a whole step and of the step that stands for it, if both are rewritten by the
+same passes. Two ops correspond if the ops that they were made of do, if their primitives and phases are equal, and if
+they are the n-th such ops in their blocks. A value that enters a loop or that it carries corresponds as its maker does,
+because its place depends on the number of layers.
 """
 
 from collections import Counter
@@ -17,7 +17,7 @@ from autoshard.search.problem.folding import FoldedProgram, fold, partitioned
 
 def places(program: FlatProgram) -> tuple[Hashable, ...]:
     """Per op, the key that it shares with its counterparts in other blocks; None where it has none. An op at which a
-    value enters a loop or goes round it has its name and its maker's key."""
+    value enters a loop or is carried by it has its name and its maker's key."""
     arguments = program.step.arguments
     found: list[Hashable] = [
         arguments[op.number].place

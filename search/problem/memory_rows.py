@@ -172,7 +172,7 @@ class Memory:
 
         Args:
           at: the point.
-          larger: those of the live ranges with a source that are larger than it, and so count.
+          larger: the live ranges with a source that count, because they are larger than it.
         """
         start, end, _, _ = self._stretches
         total: dict[int, np.ndarray] = {}

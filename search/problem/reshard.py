@@ -240,7 +240,7 @@ class Resharder:
             self._tables[*key, how] = _Table(*table)
 
     def _moves_s(self, moves: _Moves, moved: np.ndarray, how: Handling) -> np.ndarray:
-        """[values, moves]: seconds of each move of so many bytes."""
+        """[values, moves]: seconds of each move of `moved` bytes."""
         seconds = np.full(moved.shape, SLICE_S)
         for i, (kind, axes) in enumerate(moves.kinds):
             if kind != SLICE:

@@ -69,7 +69,7 @@ def seeds(costed: CostedGraph, problem: Problem, kept: Sequence[np.ndarray]) -> 
 
 @dataclass(frozen=True, eq=False)
 class _Propagation:
-    """Gives each node in program order the cheapest strategy for those of its neighbours so far."""
+    """Gives each node in program order the cheapest strategy for its neighbours' strategies so far."""
 
     costed: CostedGraph
     problem: Problem

@@ -20,7 +20,7 @@ from autoshard.search.problem.cut import Cut
 from autoshard.search.problem.likeness import Likeness, UnlikeError
 
 NUM_REPRESENTATIVES = 4
-"""Number of blocks that are kept of those of one structure in a stack. Source: a choice of ours."""
+"""Number of blocks that are kept among a stack's blocks of one structure. Source: a choice of ours."""
 
 MIN_SAVED = 4
 """Smallest number of blocks left out of a stack for it to be shortened. Source: a choice of ours."""

@@ -21,7 +21,7 @@ from autoshard.search.problem.reshard import Resharder
 from autoshard.search.problem.strategy_graph import STUCK, Copy, Port, StrategyGraph
 
 NONE = -1
-"""In an assignment: the axis splits no factor; the op is computed alike along it."""
+"""In an assignment: the axis splits no factor; devices along it repeat the computation."""
 ALL_PARTIAL = -2
 """In an assignment of a sum group: all its values are partial over the axis."""
 

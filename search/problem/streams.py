@@ -1,8 +1,8 @@
 """The communication that computation hides.
 
-A device computes on one stream and communicates on another. Collectives that nothing depends on at once run while it
-computes, and cost only the time that computation does not cover: gathers of state, reductions of gradients and the like
-(`search.problem.traffic`). Those between one activation and the next cost in full.
+A device computes on one stream and communicates on another. Collectives whose results nothing needs immediately run
+while it computes, and cost only the time that computation does not cover: gathers of state, reductions of gradients and
+the like (`search.problem.traffic`). Those between one activation and the next cost in full.
 
 The hidden time is determined value by value, so that a plan's time remains a sum over nodes and edges, which the solver
 can bound. A value's collective has
@@ -164,7 +164,7 @@ class Hiding:
 
     @cached_property
     def _windows_s(self) -> tuple[np.ndarray, ...]:
-        """By edge: seconds of the computation in each ride's window, in a step."""
+        """By edge: seconds of the computation in each reshard's window, in a step."""
         before_s = self._computed_before
         return tuple(
             before_s[windows[:, 0], windows[:, 2]] - before_s[windows[:, 0], windows[:, 1]]

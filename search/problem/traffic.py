@@ -1,4 +1,4 @@
-"""The communication that nothing depends on at once, for all meshes: the values that may travel beside computation.
+"""Communication whose results nothing needs immediately, for all meshes: the values that may travel beside computation.
 
 *Gathers* are of state that the step begins with, *reductions* of gradients on their way to the update, *returns* of the
 update's results to their resting specs. Ops that only pass a value on (a cast, a reshape, a slice of a stack) are part
@@ -100,7 +100,7 @@ class Traffic:
 
     @cached_property
     def rides(self) -> tuple[tuple[Ride, ...], ...]:
-        """By edge: a ride for each value on the edge that may travel beside computation."""
+        """By edge: a reshard for each value on the edge that may travel beside computation."""
         alone = [tuple(self._of(edge)) for edge in self.graph.edges]
         windows = iter(_joined([ride for rides in alone for ride in rides]))
         return tuple(tuple(_within(next(windows), ride) for ride in rides) for rides in alone)
@@ -114,7 +114,7 @@ class Traffic:
 
     @cached_property
     def windows(self) -> tuple[np.ndarray, ...]:
-        """By edge, [of its rides; pool, window's start, its end], for all meshes."""
+        """By edge, [its reshards; pool, window's start, its end], for all meshes."""
         table = ([(self.pools[ride.pool], *ride.window) for ride in rides] for rides in self.rides)
         return tuple(np.array(rows, np.int64).reshape(-1, 3) for rows in table)
 
@@ -204,7 +204,7 @@ class Traffic:
         return phase is not ReadPhase.UPDATE and not is_handed_on
 
     def _way(self, maker: int, readers: set[int]) -> Way | None:
-        """The kind of the reshard from a class to its readers; None if computation depends on it at once."""
+        """The kind of the reshard from a class to its readers; None if computation needs its result immediately."""
         graph = self.graph
         if maker in self._early:
             return Way.GATHER if self._keeps_size(maker) else None
@@ -265,7 +265,7 @@ def _part(op: FlatOp, is_late: bool) -> Part:
 
 
 def _joined(rides: Sequence[Ride]) -> list[Span]:
-    """The rides' windows once XLA has joined their collectives, in the order in which they are needed, or made."""
+    """The windows of reshards once XLA has joined their collectives, in the order in which they are needed, or made."""
     alike = defaultdict[tuple[Way, Pool], list[int]](list)
     for n, ride in enumerate(rides):
         if ride.is_counted:
