@@ -30,7 +30,7 @@ def _kind(program: FlatProgram, v: int, number: Hashable) -> Hashable:
 
 
 def _numbers(program: FlatProgram) -> dict[int, Hashable]:
-    """By value, the one number that all its elements are; for values of some rank."""
+    """By value: the number that all its elements are; values without dimensions are left out."""
     found: dict[int, Hashable] = {}
     for op in program.ops:
         if op.name in ("broadcast_in_dim", "convert_element_type"):

@@ -4,8 +4,8 @@ A model of depth 64 makes one decision per *class* of op, not sixty-four. Two op
 neighbourhoods in the program agree up to a few steps: colour refinement (Weisfeiler and Leman 1968), stopped
 early. An op starts with the colour of its primitive, factors, phase, trip count and name, numbers in names
 left out (`layers_3` and `layers_17` look alike); each round mixes in the colours of producers and consumers,
-with the positions at which they meet. Stopping early is what folds a stack: after `ROUNDS` rounds only the
-layers within that distance of an irregular op (the embedding, the head) differ from the rest.
+with the positions at which they meet. Early stopping folds a stack: after `ROUNDS` rounds only the layers within that
+distance of an irregular op (the embedding, the head) differ from the rest.
 
 Any partition would be sound, since deciding two ops together only restricts the plan; a finer one is merely
 larger. Colours are sums of 64-bit mixes (Steele, Lea and Flood 2014, SplitMix64), so the result does not

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 
 def piled_up_from(starts: Sequence[int], ends: Sequence[int]) -> list[int | None]:
-    """From where on each of some corresponding arrays is held for all blocks of its run; None where they do not pile
+    """The positions from which corresponding arrays are held for all blocks of their runs; None where they do not pile
     up.
 
     Args:
