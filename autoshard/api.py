@@ -1,4 +1,4 @@
-"""The face: `parallelize`, `search`, `emit` and `verify`."""
+"""The public functions: `parallelize`, `search`, `emit`, `verify` and `choices`."""
 
 import functools
 import os
@@ -56,56 +56,58 @@ def search(
     target_config: str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
 ) -> AnyPlan:
-    """Finds how to run a training step fastest on a cluster, without any of its devices.
+    """Searches for the fastest plan of a training step on a cluster, without any of its devices.
 
     Args:
       step: a training step for one device, e.g. `(state, batch) -> (state, metrics)`.
-      *abstract_args: its arguments' shapes: pytrees of `jax.ShapeDtypeStruct` (arrays work too).
-      cluster: a preset such as "64xH100-80GB", a `Cluster`, or a JSON file that describes one. Of several kinds of node
-        ("8xH100-80GB+16xA100-40GB", or a `MixedCluster`) the plan is a pipeline, whose stages each stand on one kind.
-      memory: the cap per device, such as "70GiB", bytes or "90%" of its memory; by default the device's memory less what the
-        runtime needs. Devices of several kinds have at most what each kind has by default, and a share is of the largest's.
-      mesh: sizes of the logical mesh's axes, outermost first; by default it is searched. Axes are named "data"
-        (one axis), "data" and "model" (two), "replica", "data" and "model" (three).
-      pin: specs in which arguments must rest, by pytree path, e.g. `{"params['emb']": P("model")}`: as `PartitionSpec` or
-        as a plan's text, `"P('model')"`. A path as `print(plan)` folds it, `"['layers'][*]['w*']"`, pins all that it stands
-        for; a `Plan` pins all arguments that its step shares with this one.
-      state: arguments, or parts of them by pytree path, that come back as results and are donated; by default those of which
-        it is evident from structure and dataflow. A warning names large ones that are in doubt.
-      remat: "never" to recompute nothing but what the step itself does (`jax.checkpoint`); by default, where memory is
-        scarce, what to recompute in the backward phase is searched with the sharding.
-      stages: in how many the step is cut, to run as a pipeline, on submeshes of their own; where they begin and how many
-        devices each has is searched. 1 for one program. By default it is one program, unless nothing fits so, or that waits
-        for communication or recomputes so much that a pipeline is searched, too, and is faster. "auto" searches both in any
-        case, which takes longer. `mesh`, `pin`, `offload`, `microbatches` or `time_limit_s` without stages mean one
-        program. With stages, `mesh` is that of each: how many replicas share out a microbatch, and one or two axes of
-        each one's devices.
-      schedule: of the pipeline: "gpipe", "1f1b", "eager-1f1b", "interleaved-1f1b", "circular", "zb-h1", "zb-h2", "zb-v",
-        "dualpipe-v" or "chimera"; by default "1f1b" and "zb-h1" are tried, and in one program "gpipe" and "circular".
-      microbatches: in how many the step goes through its batch, its gradients added up exactly, before it updates; by
-        default several are tried where memory is scarce, or for a pipeline. What couples the examples of a batch forbids
-        them.
-      executor: of the pipeline: "a program per stage", or "one program" for all stages, of a step whose layers are a loop
-        (`jax.lax.scan`): one dispatch a step, equal stages, under "gpipe" or "circular". By default what is predicted to be
-        faster; the plan's `executor` says which.
-      offload: what rests in pinned host memory and is on the device only while it is read, in a tuple: "optimizer_state",
-        "parameters", or pytree paths of arguments, whole or their beginnings; "residuals" may wait there for the backward
-        phase. "never" for nothing; by default all this but paths is tried where memory is scarce.
-      time_limit_s: processor seconds for the solver. By default it does as much work as takes about 15 on a usual machine,
-        so that the same inputs give the same plan on any. The plan states the gap that is left (`Plan.gap`).
-      verify: whether XLA's GPU compiler judges if the plan fits: where it does not, the search goes on under a
-        lower limit. Equal blocks are extrapolated as by `verify`, unless the peak comes close to the cap. Needs the
-        extra `autoshard[verify]`.
+      *abstract_args: the shapes of the step's arguments: pytrees of `jax.ShapeDtypeStruct` (arrays work too).
+      cluster: a preset such as "64xH100-80GB", a `Cluster`, or a JSON file that describes one. For several kinds of node
+        ("8xH100-80GB+16xA100-40GB", or a `MixedCluster`) the plan is a pipeline, and each stage runs on one kind.
+      memory: the cap per device, such as "70GiB", bytes or "90%" of its memory. The default is the device's memory less the
+        runtime's own need. With several kinds of device, each kind is also capped by its own default, and a percentage
+        refers to the largest memory.
+      mesh: sizes of the logical mesh's axes, outermost first; searched by default. Axes are named "data" (one axis),
+        "data" and "model" (two), "replica", "data" and "model" (three).
+      pin: fixed specs of arguments by pytree path, e.g. `{"params['emb']": P("model")}`. A spec is a `PartitionSpec` or a
+        plan's text, `"P('model')"`. A path as `print(plan)` folds it, `"['layers'][*]['w*']"`, pins every argument that
+        it matches. A `Plan` pins all arguments that its step shares with this one.
+      state: pytree paths of arguments, or of parts of them, that come back as results and are donated. By default they are
+        derived from structure and dataflow; a warning names large arguments that are in doubt.
+      remat: "never" recomputes only the parts that the step itself marks (`jax.checkpoint`). By default, if memory is
+        scarce, recomputation in the backward phase is searched together with the sharding.
+      stages: number of pipeline stages, each on a submesh of its own; the search cuts the step and chooses each stage's
+        devices. 1 means one program. The default is one program, unless none fits or a pipeline is faster; a pipeline is
+        searched only if one program waits for communication or recomputes a lot. "auto" searches both in any case, which
+        takes longer. `mesh`, `pin`, `offload`, `microbatches` or `time_limit_s` without stages mean one program. With
+        stages, `mesh` is the mesh of each stage: the number of replicas that share a microbatch, then one or two axes of
+        each replica's devices.
+      schedule: the pipeline's schedule: "gpipe", "1f1b", "eager-1f1b", "interleaved-1f1b", "circular", "zb-h1", "zb-h2",
+        "zb-v", "dualpipe-v" or "chimera". By default "1f1b" and "zb-h1" are tried, and in one program "gpipe" and
+        "circular".
+      microbatches: number of microbatches of a step; their gradients are added up exactly before the update. By default
+        several numbers are tried if memory is scarce, or for a pipeline. A step that couples the examples of its batch
+        cannot have microbatches.
+      executor: the pipeline's executor: "a program per stage", or "one program" for all stages. One program needs a step
+        whose layers are a loop (`jax.lax.scan`); it has one dispatch a step and equal stages, under "gpipe" or "circular".
+        The default is the faster one by prediction; the plan's `executor` names it.
+      offload: a tuple of values that rest in pinned host memory and are on the device only while they are read:
+        "optimizer_state", "parameters", or pytree paths of arguments, whole or their beginnings; "residuals" may wait there
+        for the backward phase. "never" offloads nothing. By default all of these but paths are tried if memory is scarce.
+      time_limit_s: processor seconds for the solver. By default the solver does a fixed amount of work, about 15 seconds on
+        a usual machine, so that equal inputs give equal plans on every machine. `Plan.gap` is the remaining gap.
+      verify: whether XLA's GPU compiler checks that the plan fits. If it does not, the search continues under a lower
+        limit. Equal blocks are extrapolated as by `verify`, unless the peak comes close to the cap. Needs the extra
+        `autoshard[verify]`.
       target_config: as for `verify`.
-      progress: called with one line per stage of the search; by default the logger `autoshard` is, at level INFO.
+      progress: called with one line per stage of the search; the default is the logger `autoshard`, at level INFO.
 
     Returns:
-      The fastest plan found, with its estimates and the solver's certified gap; where that is a pipeline, a `PipelinePlan`
-      or, if all its stages are one program, an `SpmdPlan`.
+      The fastest plan found, with its estimates and the solver's certified gap. A pipeline is a `PipelinePlan` or, if all
+      its stages are one program, an `SpmdPlan`.
 
     Raises:
       InputError: an argument, the cluster or an option cannot be used.
-      InfeasibleError: nothing fits the cap; says what would.
+      InfeasibleError: no plan fits the cap; the message says what would fit.
       CompilerError: the compiler that should verify failed.
 
     Example:
@@ -158,7 +160,7 @@ def search(
 def _found(
     step: Step, hardware: AnyCluster, wanted: Stages | None, asked: Asked, progress: Progress
 ) -> SearchResult | Pipeline | SpmdPipeline:
-    """One program, a pipeline, or what of them is faster."""
+    """One program or a pipeline; the faster one if both are allowed."""
     if isinstance(hardware, MixedCluster):
         across = pipelines.across_kinds(hardware, wanted)
         return pipelines.searched(step, hardware, across, asked, progress)
@@ -209,20 +211,21 @@ def emit(
     devices: Sequence[Any] | None = None,
     state: str | Sequence[str] | None = None,
 ) -> Program | tuple[Program, ...]:
-    """Writes a plan into its step, so that anyone can lower and read what runs.
+    """Writes a plan into its step: the result can be lowered, read and run.
 
     Args:
       step: the step that the plan was made for.
-      *abstract_args: its arguments' shapes.
+      *abstract_args: the shapes of the step's arguments.
       plan: a plan or its file.
-      devices: in the cluster's order; real, simulated or compile-only (`jax.experimental.topologies`). By
-        default those that JAX sees.
+      devices: the devices in the cluster's order; real, simulated or compile-only (`jax.experimental.topologies`). The
+        default is `jax.devices()`.
       state: as for `search`.
 
     Returns:
-      A `Program`: `program.fn.lower(*program.args)` is exactly what runs. Of NNX objects it takes the variables, and
-      returns those that change beside the result. Of a pipeline, one for each stage and what it does (`program.name`:
-      `forward 2`, `backward 2`, `weight gradient 2`, `reduce 2` for its replicas' sums, `update 2`), as they first run.
+      A `Program`: `program.fn.lower(*program.args)` is exactly the program that runs. It takes the variables of NNX
+      objects, and returns the changed ones beside the result. A pipeline has one program for each stage and task, in the
+      order of their first run (`program.name`: `forward 2`, `backward 2`, `weight gradient 2`, `reduce 2` for the sums
+      over the stage's replicas, `update 2`).
 
     Raises:
       PlanError: the plan is for another step, or decides something impossible.
@@ -249,25 +252,26 @@ def verify(
     timeout_s: float | None = None,
     progress: Progress | None = None,
 ) -> Verification | PipelineVerification:
-    """Compiles a plan's program with XLA's own GPU compiler, which needs no GPU, and compares.
+    """Compiles a plan's program with XLA's own GPU compiler and compares it with the prediction. No GPU is needed.
 
-    The compiler runs in a process of its own: JAX's platform and flags in this one stay as they are. It needs the
+    The compiler runs in a process of its own: JAX's platform and flags in this process do not change. It needs the
     extra `autoshard[verify]`.
 
     Args:
       step: the step that the plan was made for.
-      *abstract_args: its arguments' shapes.
+      *abstract_args: the shapes of the step's arguments.
       plan: a plan or its file.
-      full: whether to compile all of a stack of equal blocks; by default a few of them are, and the rest is
+      full: whether to compile all of a stack of equal blocks. By default a few blocks are compiled and the rest is
         extrapolated: collectives, arguments and host copies exactly, the device's peak as an estimate.
       state: as for `search`.
       target_config: XLA's `GpuTargetConfigProto` in text, or its file, for a GPU that is no preset.
-      timeout_s: seconds for the compiler and each program; by default it may take as long as it does.
+      timeout_s: seconds for the compiler and each program; by default there is no limit.
       progress: called with one line per stage, and every second while the compiler works; by default as for `search`.
 
     Returns:
-      Memory and collectives, predicted and compiled, and the verdict: `.fits`, `.differences`. Of a pipeline, stage by
-      stage: each different program is compiled once, for its submesh; peaks count what the schedule has there meanwhile.
+      Memory and collectives, predicted and compiled, and the verdict: `.fits`, `.differences`. A pipeline has a result for
+      each stage: each different program is compiled once, for its submesh, and its peak includes the arrays that the
+      schedule keeps there in the meantime.
 
     Raises:
       PlanError: the plan is for another step, or decides something impossible.
@@ -297,17 +301,17 @@ def choices(
     name: str,
     state: str | Sequence[str] | None = None,
 ) -> tuple[str, ...]:
-    """All that a decision of a plan may be edited to.
+    """The values that one decision of a plan may be edited to.
 
     Args:
       step: the step that the plan was made for.
-      *abstract_args: its arguments' shapes.
+      *abstract_args: the shapes of the step's arguments.
       plan: a plan or its file.
-      name: of the decision, as the plan has it, such as "forward dot_general".
+      name: the decision's name in the plan, such as "forward dot_general".
       state: as for `search`.
 
     Raises:
-      PlanError: the plan is for another step, or nothing is decided under this name.
+      PlanError: the plan is for another step, or has no decision of this name.
     """
     given, place = _given(plan)
     traced = _traced(step, planning.cluster(given, place), abstract_args, state)
@@ -344,36 +348,37 @@ def parallelize(
     come back as results) are donated. Flax NNX objects among the arguments are changed in place, as under `nnx.jit`.
 
     Args:
-      step: the training step; when left out, a decorator is returned.
-      cluster: the hardware; by default what the devices are.
-      memory: as for `search`; on GPUs that are attached, by default at most what JAX may use of each
+      step: the training step; without it, a decorator is returned.
+      cluster: the hardware; by default it is derived from the devices.
+      memory: as for `search`; for attached GPUs the default is at most JAX's share of each GPU
         (`XLA_PYTHON_CLIENT_MEM_FRACTION`).
       mesh: as for `search`.
       pin: as for `search`.
       state: as for `search`.
-      donate: arguments, or parts of them by pytree path, that are given up besides the state: a result of the same shape and
-        dtype that lies alike is made in their memory.
+      donate: pytree paths of arguments, or of parts of them, to donate besides the state: a result of equal shape, dtype and
+        sharding reuses their memory.
       remat: as for `search`.
       stages: as for `search`; `donate` and `like` without stages mean one program, too.
       schedule: as for `search`.
       executor: as for `search`.
       microbatches: as for `search`.
       offload: as for `search`.
-      plan: a plan or its file: no search. The step, its shapes and the number of devices must be the plan's; options that it
-        has decided (`cluster`, `memory`, `mesh`, `pin`, `remat`, `stages`, `schedule`, `microbatches`, `executor`,
-        `offload`) are refused beside it.
-      like: a parallelized step on the same state, or its plan or that one's file: what this step shares with it, such as the
-        parameters in an evaluation, rests as there, on the same mesh. Arguments are the same by pytree path; where their
-        names differ, by the rest of the path and by shape. What is in doubt is left to the search.
+      plan: a plan or its file, used instead of a search. The step, its shapes and the number of devices must be the plan's.
+        Options that the plan decides (`cluster`, `memory`, `mesh`, `pin`, `remat`, `stages`, `schedule`, `microbatches`,
+        `executor`, `offload`) and `like` are refused beside it.
+      like: a parallelized step on the same state, its plan, or the plan's file. Arguments that both steps share, such as the
+        parameters in an evaluation, keep their sharding, on the same mesh; `cluster` and `mesh` are refused beside it.
+        Arguments are matched by pytree path; if their names differ, by the rest of the path and by shape. Doubtful
+        matches are left to the search.
       time_limit_s: as for `search`.
-      devices: where to run; by default all that JAX sees.
+      devices: the devices to run on; by default all devices that JAX sees.
       static_argnums: positions of arguments that are constants of the step, as for `jax.jit`: each value has a plan of its
-        own. Those that are static to an already jitted step are so here.
-      static_argnames: the same by name.
+        own. Static arguments of an already jitted step stay static.
+      static_argnames: names of arguments that are constants of the step, as for `jax.jit`.
       progress: as for `search`; compiling is a stage, too.
 
     Returns:
-      A `Parallelized` step: call it as before; it has `.plan`, `.init` and `.lower` besides.
+      A `Parallelized` step: it is called like the step, and has `.plan`, `.init` and `.lower` besides.
 
     Raises:
       InputError: an option cannot be used, or the step is parallelized already.
@@ -443,12 +448,12 @@ def parallelize(
 
 
 def _given(plan: str | os.PathLike[str] | Plan) -> tuple[Plan, str]:
-    """A plan, and how messages call it."""
+    """A plan of one program, and its name in messages."""
     return (plan, "the plan") if isinstance(plan, Plan) else (Plan.load(plan), str(plan))
 
 
 def loaded(plan: str | os.PathLike[str] | AnyPlan) -> tuple[AnyPlan, str]:
-    """A plan of any kind, and how messages call it."""
+    """A plan of any kind, and its name in messages."""
     if isinstance(plan, AnyPlan):
         return plan, "the plan"
     data, place = read_file(plan), str(plan)
@@ -457,7 +462,7 @@ def loaded(plan: str | os.PathLike[str] | AnyPlan) -> tuple[AnyPlan, str]:
 
 
 def _refuse_beside(decider: str, **options: Any) -> None:
-    """What a plan, or a step that this one is like, has decided cannot be asked for beside it."""
+    """Refuses options that `plan=` or `like=` (the decider) has decided already."""
     if said := [name for name, value in options.items() if value is not None]:
         raise InputError(
             f"{decider}= has decided what {', '.join(f'{name}=' for name in said)} would say: leave that out, or leave out "

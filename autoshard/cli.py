@@ -1,10 +1,10 @@
 """The command line: `autoshard search`, `verify`, `show`, `schema`, `clusters` and `calibrate`.
 
-Results go to stdout; progress, warnings and errors to stderr. Exit status: 0, 1 when a verified plan differs
-from what it predicts, 2 for a user's mistake or a compiler that fails, 3 when nothing fits the memory cap or the
-compiled program does not, 4 for a plan that is damaged or foreign, 130 after Ctrl-C.
+Results go to stdout; progress, warnings and errors to stderr. Exit status: 0 for success, 1 if a verified plan differs
+from its prediction, 2 for a user's mistake or a compiler that fails, 3 if no plan fits the memory cap or the compiled
+program does not, 4 for a damaged plan or a plan of another step, 130 after Ctrl-C.
 
-Here is what may be asked for; what is done with it is in `autoshard.commands`.
+This module defines commands and options; `autoshard.commands` runs them.
 """
 
 import argparse
@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if not jax.config.jax_platforms and not options.uses_devices:
                 jax.config.update("jax_platforms", "cpu")
             return options.run(options)
-        except SystemExit as e:  # argparse has said what is wrong
+        except SystemExit as e:  # argparse has printed the error
             return int(e.code or 0)
         except AutoshardError as e:
             say(f"error: {e}")
@@ -49,13 +49,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         except KeyboardInterrupt:
             say("interrupted")
             return INTERRUPTED
-        except BrokenPipeError:  # the reader of our output has gone: nothing more to write, not even at exit
+        except BrokenPipeError:  # the reader closed the pipe: write nothing more, not even at exit
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 0
 
 
 class _Once(argparse.Action):
-    """Keeps an option's value, and refuses a second one, which would silently win."""
+    """Stores an option's value and refuses a second one, which would silently replace it."""
 
     def __call__(
         self,
@@ -72,7 +72,7 @@ class _Once(argparse.Action):
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says in one sentence what is wrong."""
+    """Reports a wrong command line in one sentence."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **options)
@@ -84,7 +84,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _with_negative(arguments: Sequence[str]) -> list[str]:
-    """The arguments, with values such as -1GiB joined to their options: by themselves they would be taken for options."""
+    """The arguments, with values such as -1GiB joined to their options: argparse would take them for options."""
     joined: list[str] = []
     for argument in arguments:
         is_value = re.match(r"-[.\d]", argument) and joined and re.fullmatch(r"--[a-z-]+", joined[-1])

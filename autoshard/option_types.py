@@ -1,8 +1,8 @@
-"""The types of options: each is looked at where the user writes it, before anything is traced.
+"""The types of options, checked where the user passes them, before the step is traced.
 
-A wrong type would else surface at the first call, below the search, as a `TypeError` that names a line of ours. The table
-has for each option a phrase and a predicate. None passes, since it stands for an option that was left out. The range of a
-value (a mesh of as many devices as the cluster, a schedule of that name) is checked where it is used.
+Without this check a wrong type would surface at the first call, inside the search, as a `TypeError` in a line of this
+library. The table `WANTED` has a phrase and a predicate for each option. None passes: it stands for an omitted option. The
+range of a value (a mesh of as many devices as the cluster, a known schedule) is checked by the code that uses it.
 """
 
 import os
@@ -23,7 +23,7 @@ from autoshard.pipelines import AUTO
 from autoshard.search.plan.plan import Plan
 
 MAX_SHOWN = 60
-"""Characters of a value in a message. Source: a choice of ours."""
+"""Characters of a value that a message shows at most. Source: a choice of ours."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ def check(**options: Any) -> None:
     """Refuses options of a wrong type.
 
     Raises:
-      InputError: one of them; says the type that is wanted.
+      InputError: an option has a wrong type; the message names the wanted one.
     """
     for name, value in options.items():
         wanted = WANTED[name]
@@ -52,7 +52,7 @@ def check(**options: Any) -> None:
 
 
 def _in_a_line(value: Any) -> str:
-    """The beginning of a value's text."""
+    """A value's `repr` on one line, at most `MAX_SHOWN` characters."""
     return f"{' '.join(repr(value).split()):.{MAX_SHOWN}}"
 
 
@@ -73,7 +73,7 @@ def _is_file(value: Any) -> bool:
 
 
 def _is_row_of(is_member: Callable[[Any], bool], value: Any) -> bool:
-    """Whether it is a list, a tuple or the like, with an order."""
+    """True for an ordered sequence of such members: a list, a tuple, a one-dimensional array; no text."""
     is_row = isinstance(value, Sequence) or (isinstance(value, np.ndarray) and value.ndim == 1)
     return is_row and not _is_text(value) and all(map(is_member, value))
 
@@ -135,4 +135,4 @@ WANTED = MappingProxyType(
         "progress": Wanted("progress as a function that takes a line, such as print", callable),
     }
 )
-"""By name: the options of `parallelize`, which `search`, `emit` and `verify` share in part, and `verify`'s time limit."""
+"""By option name. `search`, `emit` and `verify` share some options of `parallelize`; `timeout_s` is `verify`'s own."""

@@ -1,11 +1,12 @@
-"""Kernels that somebody wrote, of which the compiler knows neither what they compute nor how they split.
+"""Factor rules of hand-written kernels, whose semantics and sharding the compiler does not know.
 
-Some say it: what is wrapped in `jax.experimental.custom_partitioning` may carry a `sharding_rule`, which is Shardy's factor
-rule, as ours are. Its *reduction* factors are reduced by the wrapped function itself, so they are `REDUCE` here; factors
-that need replication or permutation stay whole, and so does one that only operands or only results have, of which the rule
-leaves open what splitting it would mean.
+A function wrapped in `jax.experimental.custom_partitioning` may carry a `sharding_rule`: a factor rule in Shardy's sense,
+like the rules here. The wrapped function reduces the rule's *reduction* factors itself, so they are `REDUCE`, unless a
+result has them. Factors that need replication or permutation cannot be split. Nor can other factors of operands only or of
+results only: the rule does not define such a split.
 
-A Pallas kernel says nothing, but under `vmap` it runs once for each batch, unaware of the others: batches are parallel.
+A Pallas kernel carries no rule, but under `vmap` it runs once for each batch, independent of the others: batches are
+parallel.
 """
 
 from collections.abc import Sequence
@@ -19,7 +20,8 @@ from autoshard.search.ir.factors.rule import Dims, Kind, Rule, RuleFn
 
 
 def custom_partitioning(ins: Sequence[Any], outs: Sequence[Any], params: dict[str, Any]) -> Rule:
-    """What its sharding rule says; dimensions of one factor that differ in size stay whole."""
+    """The kernel's sharding rule. If a dimension is a single factor of another size, no dimension with that factor can be
+    split."""
     said = _jax_kernels.sharding_rule(params, ins, outs)
     if said is None:
         return replace(opaque(ins, outs, params), is_kernel=True, is_unknown=True)
@@ -55,8 +57,8 @@ def _kind(said: ShardingRule, factor: int) -> Kind:
 
 
 def pallas_call(ins: Sequence[Any], outs: Sequence[Any], params: dict[str, Any]) -> Rule:
-    """The dimensions that `vmap` added are parallel. Operands without blocks are sizes of the grid and scalars for the index
-    maps."""
+    """Dimensions that `vmap` added are parallel; others cannot be split. Leading operands without blocks are sizes of the
+    grid and scalars for the index maps."""
     stepped = _jax_kernels.batch_dims(params)
     batches = sorted({step for steps in stepped for step in steps if step is not None})
     if not batches:
