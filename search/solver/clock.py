@@ -1,13 +1,13 @@
-"""The clock that a search goes by: the work that it has done, or the processor's time.
+"""The clock of a search: it counts either the work done or the processor's time.
 
-A search that stops when its time is up stops elsewhere on a slow machine than on a fast one, and finds another plan. So
-where nobody asked for real seconds, the clock counts work: whoever does something long says afterwards what it takes on one
-known machine (`spend`), and nothing else moves the clock. The same inputs then end a search at the same point of the same
-work everywhere, and its plan is the same, byte for byte. A limit in such *nominal* seconds still is about what one waits.
+A search under a limit of real seconds stops earlier on a slow machine than on a fast one, and finds another plan. Unless the
+user asks for real seconds, the clock therefore counts work. After each long operation, the code adds the operation's time on
+a reference machine (`spend`); nothing else moves the clock. Equal inputs then end a search at the same point on every
+machine, and the plans are equal byte for byte. Such *nominal* seconds are still close to the time that a user waits.
 
-The known machine is one core of a fourth-generation EPYC at 2.6 GHz. What things take there stands beside whatever does
-them, as constants that end in `_S`; `benchmarks/nominal_seconds.py` measures them, and how well their sum follows the
-processor. They need no precision, but that they are never changed lightly: a plan that ran out of time depends on them.
+The reference machine is one core of a fourth-generation EPYC at 2.6 GHz. The times of operations there are constants that
+end in `_S`, beside the code of the operation. `benchmarks/nominal_seconds.py` measures them, and how well their sum follows
+the processor. They need no precision, but must not change lightly: a plan that ran out of time depends on them.
 """
 
 import math
@@ -18,10 +18,10 @@ from typing import ClassVar
 
 
 class SearchClock(ABC):
-    """What a search goes by.
+    """The clock of a search.
 
     Attributes:
-      counts_work: whether only `spend` moves it: then nothing may be given a limit in real seconds.
+      counts_work: whether only `spend` moves the clock. If so, no solver may get a limit in real seconds.
     """
 
     counts_work: ClassVar[bool]
@@ -29,15 +29,15 @@ class SearchClock(ABC):
     @property
     @abstractmethod
     def now_s(self) -> float:
-        """Seconds since some beginning."""
+        """Seconds since an arbitrary start."""
 
     @abstractmethod
     def spend(self, nominal_s: float) -> None:
-        """Says that something was done, and what that takes on the known machine."""
+        """Adds the time of a finished operation on the reference machine."""
 
 
 class WorkClock(SearchClock):
-    """Counts what it is told of; mutable, one for each search."""
+    """Counts the nominal seconds that are spent; mutable, one for each search."""
 
     counts_work = True
 
@@ -53,7 +53,7 @@ class WorkClock(SearchClock):
 
 
 class ProcessorClock(SearchClock):
-    """What the processor spends on this thread, so that a busy machine finds the plan that it finds when idle."""
+    """This thread's processor time, so that a busy machine finds the same plan as an idle one."""
 
     counts_work = False
 
@@ -66,24 +66,24 @@ class ProcessorClock(SearchClock):
 
 
 PROCESSOR = ProcessorClock()
-"""For those who have no clock of their own."""
+"""The default clock of the solvers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Deadline:
-    """A moment by a clock. Parts get shares of what is left, never seconds of their own."""
+    """A moment by a clock. A part of a search gets a share of the time left, never seconds of its own."""
 
     clock: SearchClock
     end_s: float
 
     @classmethod
     def after(cls, seconds: float, clock: SearchClock) -> "Deadline":
-        """So many seconds from now."""
+        """The deadline this many seconds from now."""
         return cls(clock, clock.now_s + seconds)
 
     @property
     def left_s(self) -> float:
-        """Seconds until then, never less than zero."""
+        """Seconds until the deadline, never less than zero."""
         return max(0.0, self.end_s - self.clock.now_s)
 
     @property
@@ -92,7 +92,7 @@ class Deadline:
         return self.left_s == 0.0
 
     def share(self, part: float) -> "Deadline":
-        """The moment when a part of what is left will have passed."""
+        """The deadline at which this part (0 to 1) of the time left will have passed."""
         return Deadline.after(part * self.left_s, self.clock)
 
 

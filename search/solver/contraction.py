@@ -1,18 +1,18 @@
-"""A PBQP made smaller and smaller, until its minimum shows.
+"""Contracts a PBQP step by step until its minimum is known.
 
-Messages (`search.solver.trws`) raise a bound to that of the pairwise relaxation, slowly where they have far to go, and what
-cycles of the problem forbid they never see. Two steps that leave every minimum as it is help with both:
+Messages (`search.solver.trws`) raise a bound to that of the pairwise relaxation. They are slow over long distances and
+cannot see constraints of cycles. Two steps, which keep every minimum, help with both:
 
-  - A node with no more than two neighbours is eliminated: what it costs at least goes to them, or to the edge between them
+  - A node with at most two neighbours is eliminated: its minimum cost goes to them, or to the edge between them
     (reductions RI and RII of Scholz and Eckstein, "Register allocation for irregular architectures", 2002).
-  - Two neighbours become one node, whose labels are the pairs of theirs that may occur in an assignment worth having: the
-    clusters that tighten a relaxation (Sontag, Meltzer, Globerson, Jaakkola and Weiss, "Tightening LP relaxations for MAP
-    using message passing", 2008), but made for good. An edge mostly ties labels to one another, and what messages say of
-    labels they say of pairs as well: few pairs are left as a rule, and the cycles through both nodes are one edge shorter.
+  - Two neighbours become one node. Its labels are their pairs of labels that may occur in an assignment worth having. These
+    are the clusters that tighten a relaxation (Sontag, Meltzer, Globerson, Jaakkola and Weiss, "Tightening LP relaxations
+    for MAP using message passing", 2008), but permanent. Few pairs are left as a rule: an edge mostly ties labels to one
+    another, and messages bound pairs as well as labels. The cycles through both nodes become one edge shorter.
 
-So they take turns. Sweeps say which labels and pairs are hopeless, both steps are done wherever they make the problem no
-larger, or not by much, and the next sweeps go faster, reach further and say more. In a dozen turns most problems end in a
-single node, and an assignment of the least cost is read off backwards.
+Sweeps and steps alternate. Sweeps find hopeless labels and pairs. Both steps are applied wherever they do not enlarge the
+problem, or not by much. The next sweeps are then faster, reach further and give tighter bounds. In a dozen turns most
+problems end in a single node, and an assignment of the least cost is read off backwards.
 """
 
 from collections.abc import Mapping
@@ -29,31 +29,31 @@ from autoshard.search.solver.pbqp import Edge, Labels, Problem
 from autoshard.search.solver.trws import Trws
 
 SWEEPS = 10
-"""Of messages, before labels are dropped. Source: a choice of ours."""
+"""Message sweeps in a batch, before labels are dropped. Source: a choice of ours."""
 BATCHES = 4
-"""Of sweeps, in a turn. Source: a choice of ours; with half as many, turns are worth less than what they take besides."""
+"""Batches of sweeps in a turn. Source: a choice of ours; with half as many, a turn gains less than its other steps cost."""
 ENTRIES = 2e5
-"""Of all edges: up to so many, nodes are joined though that makes more. Source: a choice of ours; sweeps take a millisecond
-for so many, as they do for none."""
+"""Entries of all edges up to which nodes are joined even if the entries grow. Source: a choice of ours; sweeps over so many
+take a millisecond, as over none."""
 GROWTH = 1.35
-"""By how much there may be more entries after a turn, where there are more. Source: a choice of ours."""
+"""Beyond `ENTRIES`, joins may grow the entries of all edges by this factor in a turn. Source: a choice of ours."""
 MAX_TABLE = 1e7
-"""Entries over a node and two neighbours; one that has more is not eliminated."""
+"""Entries of the table over a node and its two neighbours; a node with a larger table is not eliminated."""
 NODE_S = 1e-4
-"""Of eliminating a node, besides its table's entries. Source: `benchmarks/nominal_seconds.py`, as all that follow."""
+"""Nominal seconds to eliminate a node, besides entries. Source: `benchmarks/nominal_seconds.py`, for all below."""
 JOIN_S = 2e-3
-"""Of joining two, besides the entries that are written."""
+"""Nominal seconds to join two nodes, besides the entries written."""
 ENTRY_S = 4e-9
-"""For an entry."""
+"""Nominal seconds for each entry."""
 
 
 Chosen = dict[int, int]
-"""By node: its label."""
+"""The label of each node, by node."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Dropped:
-    """Labels were dropped: per node, those that were kept."""
+    """A step that dropped labels: per node, the kept labels."""
 
     kept: Mapping[int, np.ndarray]
 
@@ -63,7 +63,7 @@ class _Dropped:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Eliminated:
-    """A node went: what its labels cost, and towards each neighbour, [its labels, the node's]."""
+    """A step that eliminated a node: its label costs, and per neighbour the edge's, [neighbour's labels, node's labels]."""
 
     node: int
     cost_s: np.ndarray
@@ -78,7 +78,7 @@ class _Eliminated:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Joined:
-    """A node took in another: of each label, what the two had."""
+    """A step that joined another node into a node: for each new label, the old labels of both."""
 
     node: int
     other: int
@@ -91,17 +91,17 @@ class _Joined:
 
 
 class Contraction:
-    """A problem while it is made smaller; mutable.
+    """A problem under contraction; mutable.
 
     Attributes:
-      fixed_s: what all assignments cost besides the nodes and edges that are left.
+      fixed_s: the cost of every assignment besides the remaining nodes and edges.
       worth_s: assignments that cost as much or more are left out.
     """
 
     def __init__(self, trws: Trws, clock: SearchClock = PROCESSOR) -> None:
         """Args:
-        trws: the problem as messages have left it, its present costs and labels.
-        clock: what is spent on it.
+        trws: the reparametrised problem, with its present costs and labels.
+        clock: counts the time spent.
         """
         self._clock, problem = clock, trws.reparametrised()
         self.fixed_s, self.worth_s = 0.0, np.inf
@@ -111,23 +111,23 @@ class Contraction:
 
     @property
     def num_nodes(self) -> int:
-        """How many are left."""
+        """Number of remaining nodes."""
         return len(self._cost_s)
 
     @property
     def is_done(self) -> bool:
-        """Whether no node is left: then `fixed_s` is the least that assignments cost, of those that were worth having."""
+        """True if no node is left: then `fixed_s` is the least cost of the assignments that were worth having."""
         return not self._cost_s
 
     def turn(self, worth_s: float, deadline: Deadline = NEVER) -> tuple[float, Labels | None]:
-        """Makes what is left smaller.
+        """Contracts the remaining problem by one turn.
 
         Args:
           worth_s: only assignments that cost less are worth having.
           deadline: after it assignments are improved no further.
 
         Returns:
-          A lower bound on the cost of assignments, `worth_s` where none costs less, and a good one, if any was met.
+          A lower bound on every assignment's cost (`worth_s` if none costs less), and a good assignment, if one was met.
         """
         assert worth_s <= self.worth_s, "assignments that are asked for were left out"
         self.worth_s = worth_s
@@ -149,7 +149,7 @@ class Contraction:
         return min(worth_s, self.fixed_s), best
 
     def _sweep(self, worth_s: float) -> tuple[float, Labels | None]:
-        """Drops what messages call hopeless; the bound, and the best assignment of what is left that they pick."""
+        """Drops labels and pairs whose bound is not below `worth_s`; the bound and the best remaining assignment met."""
         nodes, pairs, problem = sorted(self._cost_s), sorted(self._edges), self.problem
         fixed_s = self.fixed_s
         worth_s -= fixed_s
@@ -191,7 +191,7 @@ class Contraction:
 
     @property
     def problem(self) -> Problem:
-        """What is left, numbered from 0; edges by pair."""
+        """The remaining problem, nodes numbered from 0; edges sorted by pair."""
         nodes = sorted(self._cost_s)
         at = {node: index for index, node in enumerate(nodes)}
         edges = tuple(
@@ -200,14 +200,14 @@ class Contraction:
         return Problem(tuple(self._cost_s[node] for node in nodes), edges)
 
     def _original(self, labels: Labels) -> Labels:
-        """What an assignment of the nodes that are left says of all."""
+        """The assignment of all original nodes that follows from one of the remaining nodes."""
         labels_of: Chosen = dict(zip(sorted(self._cost_s), labels, strict=True))
         for step in reversed(self._steps):
             step.undo(labels_of)
         return tuple(int(labels_of[node]) for node in sorted(labels_of))
 
     def _eliminate(self) -> None:
-        """Eliminates nodes with few neighbours, until there are none."""
+        """Eliminates nodes with few neighbours until none is left."""
         pending = sorted(self._cost_s)
         while pending:
             touched = set[int]()
@@ -222,7 +222,7 @@ class Contraction:
         return degree < 2 or (degree == 2 and self._table(node) <= MAX_TABLE)
 
     def _table(self, node: int) -> float:
-        """Entries over a node and its neighbours."""
+        """Entries of the table over a node and its neighbours."""
         return prod(float(len(self._cost_s[n])) for n in (node, *self._around[node]))
 
     def _take_out(self, node: int) -> None:
@@ -240,7 +240,7 @@ class Contraction:
             self._add(u, v, ((towards[u] + cost_s)[:, None, :] + towards[v]).min(2))
 
     def _join(self) -> None:
-        """Joins neighbours, those first that make the problem smallest, while it does not become too large."""
+        """Joins neighbours, the pair with the least growth first, until the problem would become too large."""
         num_entries = float(sum(cost.size for cost in self._edges.values()))
         most = max(ENTRIES, GROWTH * num_entries)
         growth: dict[tuple[int, int], float] = {pair: self._growth(*pair) for pair in self._edges}
@@ -259,7 +259,7 @@ class Contraction:
         self._eliminate()
 
     def _growth(self, u: int, v: int) -> float:
-        """By how many entries there would be more, were two neighbours one."""
+        """Entries that joining two neighbours would add."""
         num_pairs = self._num_pairs(u, v)
         num = {node: len(self._cost_s[node]) for node in (u, v)}
         grown = -float(num[u] * num[v])
@@ -269,13 +269,13 @@ class Contraction:
         return grown
 
     def _num_pairs(self, u: int, v: int) -> int:
-        """How many pairs of labels two neighbours, u < v, may have."""
+        """Number of allowed label pairs of two neighbours, u < v."""
         if (u, v) not in self._counted:
             self._counted[u, v] = int(np.isfinite(self._edges[u, v]).sum())
         return self._counted[u, v]
 
     def _take_in(self, u: int, v: int) -> None:
-        """Makes two neighbours one."""
+        """Joins two neighbours, v into u."""
         between = self._remove(u, v)
         own, others = np.nonzero(np.isfinite(between))
         if not len(own):
@@ -292,7 +292,7 @@ class Contraction:
         self._clock.spend(JOIN_S + ENTRY_S * sum(cost.size for _, cost in edges))
 
     def _end(self, least_s: float) -> None:
-        """Nothing that is left costs less."""
+        """Removes all remaining nodes: no assignment of them costs less than `least_s`."""
         self.fixed_s = least_s
         self._take({}, {})
 
@@ -305,7 +305,7 @@ class Contraction:
         self._around[v].add(u)
 
     def _remove(self, u: int, v: int) -> np.ndarray:
-        """Takes an edge out: [labels of u, labels of v]."""
+        """Removes an edge and returns its costs, [labels of u, labels of v]."""
         pair = _pair(u, v)
         cost_s = self._edges.pop(pair)
         self._counted.pop(pair, None)

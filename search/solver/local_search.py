@@ -1,8 +1,8 @@
 """Improves an assignment by changing the labels of two joined nodes at a time.
 
-What falls is the cost plus a price on every byte by which a row overflows: from an assignment that fits, a
-dear enough price allows only moves that fit; from one that does not, it buys the missing bytes where they are
-cheapest. Single-node moves are among the pairs. The first pass that changes nothing ends it.
+Each move lowers the cost plus a price on every overflowing byte of a row. From an assignment that fits, a high enough
+price allows only moves that fit; from one that does not, it saves the missing bytes where they cost the least time.
+Single-node moves are among the pairs. The descent ends with the first pass that changes nothing.
 """
 
 from collections.abc import Sequence
@@ -13,17 +13,17 @@ from autoshard.search.solver.clock import PROCESSOR, SearchClock
 from autoshard.search.solver.pbqp import Edge, Labels, MemoryConstraint, Problem
 
 ROUNDING = 1e-12
-"""Relative; a smaller gain is none."""
+"""Relative; a smaller gain does not count."""
 MAX_PASSES = 20
-"""A guard; a handful of passes is usual."""
+"""A safety limit; a handful of passes is usual."""
 MOVE_S = 1e-5
-"""Of an edge's move, besides what follows. Source: `benchmarks/nominal_seconds.py`."""
+"""Nominal seconds of one edge's move, besides the parts below. Source: `benchmarks/nominal_seconds.py`, for all of them."""
 TERM_S = 6e-7
-"""Of a move, for a neighbour of its nodes."""
+"""Nominal seconds of a move for each neighbour of its nodes."""
 ROW_S = 5e-6
-"""Of a move, for a row that its nodes are in."""
+"""Nominal seconds of a move for each row that contains one of its nodes."""
 ENTRY_S = 3e-9
-"""Of a move, for an entry of its edge."""
+"""Nominal seconds of a move for each entry of its edge."""
 
 
 def descend(
@@ -38,17 +38,17 @@ def descend(
 
     Args:
       problem: merged.
-      rows: the memory rows that count.
-      limit_bytes: what each may hold.
+      rows: the memory rows to consider.
+      limit_bytes: the limit of each row.
       price_s: seconds a byte over the limit.
-      start: where to begin; it may overflow.
-      clock: what is spent on it.
+      start: the first assignment; it may overflow.
+      clock: counts the time spent.
     """
     return _Descent(problem, rows, limit_bytes, price_s, start, clock).run()
 
 
 class _Descent:
-    """The assignment under change, and what a change of each node's label does to cost and rows."""
+    """The current assignment, with each row's overflow in bytes and each node's rows and neighbours."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class _Descent:
             self.neighbours[edge.v].append((edge.u, edge.cost_s.T))
 
     def run(self) -> Labels:
-        """Passes over the edges; after the first, only over those whose surroundings changed."""
+        """Passes over the edges; after the first pass, only over edges at or beside a changed node."""
         changed = set(range(len(self.labels)))
         for _ in range(MAX_PASSES):
             around = changed | {other for node in sorted(changed) for other, _ in self.neighbours[node]}
@@ -86,7 +86,7 @@ class _Descent:
         return tuple(self.labels)
 
     def _move(self, edge: Edge) -> set[int]:
-        """Gives an edge's nodes the best labels, all others as they are; the nodes that changed."""
+        """Gives an edge's two nodes their best labels while all others stay; returns the nodes that changed."""
         u, v = edge.u, edge.v
         if edge.cost_s.size == 1:
             self._spend(edge, 0)
@@ -113,12 +113,12 @@ class _Descent:
         self.clock.spend(MOVE_S + TERM_S * num_terms + ROW_S * num_rows + ENTRY_S * edge.cost_s.size)
 
     def _change(self, node: int, row: int) -> np.ndarray:
-        """Bytes that each label adds to a row; one 0 where the node is not in it."""
+        """Bytes that each label adds to a row, against the present label; a single 0 if the row lacks the node."""
         per_label = self.bytes[node].get(row)
         return np.zeros(1) if per_label is None else per_label - per_label[self.labels[node]]
 
     def _cost(self, node: int, without: int) -> np.ndarray:
-        """A node's cost per label towards all its neighbours but one."""
+        """A node's cost per label: its own and its edges to all neighbours but one."""
         cost = self.problem.node_cost_s[node]
         for other, between in self.neighbours[node]:
             if other != without:
@@ -127,5 +127,5 @@ class _Descent:
 
 
 def _worth_s(cost_s: float) -> float:
-    """What a change must come below."""
+    """The cost that a changed assignment must stay below to count as better."""
     return cost_s - ROUNDING * abs(cost_s) if np.isfinite(cost_s) else cost_s

@@ -1,9 +1,9 @@
-"""The smallest peak: what an infeasible search tells its user, and how it knows that it is infeasible.
+"""The smallest peak: the proof that a search is infeasible, and the number in its message to the user.
 
-Without costs only memory and what is forbidden remain: minimise the largest row (`search.solver.milp.solve_peak`).
-Few edges forbid anything, so the program is small; what it has found when its time is up may still be far off, and is
-improved by pair moves (`search.solver.local_search`). Rows come on demand here too: solve, ask which points overflow, add
-the worst.
+Without costs, only memory and forbidden labels and pairs remain: minimise the largest row (`search.solver.milp.solve_peak`).
+Few edges forbid anything, so the program is small. If its time runs out, its assignment may still be far from the optimum;
+pair moves improve it (`search.solver.local_search`). Rows are added on demand: solve, ask which points overflow, add the
+worst.
 """
 
 from collections.abc import Sequence
@@ -19,18 +19,18 @@ from autoshard.search.solver.separation import ROWS_PER_ROUND, NoFitError, Viola
 from autoshard.search.solver.trws import Trws
 
 RELATIVE_GAP = 1e-3
-"""Of the smallest peak, which is for messages."""
+"""Relative gap of the smallest peak, which is for messages."""
 
 
 MAX_DESCENTS = 10
-"""After each program; each meets the rows that the last one brought to light."""
+"""Most descents after each integer program; each one sees the rows that the last one made overflow."""
 
 
 @dataclass(frozen=True, slots=True)
 class SmallestPeak:
-    """An assignment whose largest row is small, that row's value, and a lower bound on every assignment's.
+    """An assignment with a small largest row, the row's value, and a lower bound on every assignment's largest row.
 
-    Below the limit nothing is told apart: there the value and the bound are the limit.
+    Peaks below the limit are not distinguished: there the value and the bound are the limit.
     """
 
     labels: Labels
@@ -46,14 +46,14 @@ def minimise_peak(
     violated: Violated | None = None,
     deadline: Deadline = NEVER,
 ) -> SmallestPeak:
-    """The assignment with the smallest largest row where that exceeds `limit_bytes`, else one that fits.
+    """The assignment with the smallest largest row, or any assignment that fits `limit_bytes`.
 
     Args:
-      problem: its costs do not matter, what it forbids does.
+      problem: only its forbidden labels and pairs matter, not its finite costs.
       limit_bytes: the limit that `violated` reports overflows of.
       rows: rows known beforehand.
       violated: gives the rows that an assignment overflows.
-      deadline: after it, the best so far is returned, with its bound.
+      deadline: after it, the best assignment so far is returned, with its bound.
 
     Raises:
       NoFitError: the problem forbids every assignment, or none was found in time.
@@ -93,7 +93,7 @@ def minimise_peak(
 def smallest_peak(
     trws: Trws, rows: Sequence[MemoryConstraint], unit_bytes: float, deadline: Deadline
 ) -> Answer:
-    """The kept assignment whose largest of the given rows is smallest; the bound is in bytes."""
+    """The assignment of kept labels with the smallest maximum over the given rows; the bound is in bytes."""
     if not trws.is_feasible:
         return Answer(None, np.inf)
     rest_rows = [restricted_row(row, trws.kept) for row in rows]

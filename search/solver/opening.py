@@ -1,13 +1,13 @@
-"""How every search for the best labels of a problem begins, whatever its memory rows, its cutoff and its time.
+"""The beginning of every search on one problem, independent of memory rows, cutoff and time limit.
 
-The first sweeps of messages know nothing of rows, nor does what descends from their best assignment or from those that rules
-propose. Who solves a problem again under another cap (an estimate for each of many choices of what to recompute, a plan that
-is searched again under a lower limit) begins where this ended; and with the assignments that were met on the way, of which
-some may fit that cap, and which tell together what memory is worth.
+The first sweeps of messages use no rows, and nor do the descents from their best assignment and from the assignments that
+rules propose. A second search on the problem under another cap starts from these results: an estimate for each of many
+choices of recomputation, or a new search under a lower limit. It also starts from the assignments met before. Some may fit
+the new cap, and together they show the price of memory.
 
-Nor does the bound know of rows that all further sweeps and eliminations raise, before rows have prices. No such bound is
-above what any assignment costs, whether it fits or not: where the two have met, in this search or an earlier one, only
-prices tell more.
+Before rows have prices, further sweeps and eliminations raise a bound that does not depend on rows either. It is at most
+the cost of every assignment, fitting or not. Once it meets the cheapest assignment, in this search or an earlier one, only
+prices can raise it further.
 """
 
 from collections.abc import Callable, Iterable
@@ -22,21 +22,21 @@ from autoshard.search.solver.pbqp import Labels, Problem, merged
 from autoshard.search.solver.trws import Trws
 
 SWEEPS = 10
-"""Of messages, before assignments are looked at. Source: a choice of ours."""
+"""Message sweeps before assignments are considered. Source: a choice of ours."""
 START_RANGE = 1.5
-"""Of the assignments to begin with, those that cost up to so many times the cheapest are improved: which is best then, their
-costs do not tell (an encoder and decoder over Ethernet: from 350 ms to 346, from 376 to 326)."""
+"""Starting assignments that cost less than this multiple of the cheapest one are improved: their order may change then (an
+encoder and decoder over Ethernet: from 350 ms to 346, from 376 to 326)."""
 
 
 class Opening:
-    """The beginning for one problem; each part is made when it is first asked for, and never changed. What searches find
-    out of the problem without rows is remembered.
+    """The beginning for one problem. Each part is computed on its first use and never changed. Results of searches that do
+    not depend on rows are kept.
 
     Attributes:
       problem: merged.
-      clock: what is spent on it.
+      clock: counts the time spent.
       bound_s: a lower bound on every assignment's cost.
-      met_s: what the assignments cost that were met so far.
+      met_s: the cost of each assignment met so far.
     """
 
     def __init__(
@@ -47,8 +47,8 @@ class Opening:
     ) -> None:
         """Args:
         problem: nodes, labels, costs.
-        starts: gives assignments to begin with.
-        clock: what is spent on it.
+        starts: returns the starting assignments.
+        clock: counts the time spent.
         """
         self.problem, self.clock = merged(problem), clock
         self._starts = starts
@@ -57,13 +57,14 @@ class Opening:
         self._contraction: Contraction | None = None
 
     def contraction(self, worth_s: float) -> Contraction:
-        """The problem as small as earlier searches have made it, for whoever wants assignments that cost less."""
+        """The contraction of earlier searches, if it still holds all assignments that cost less than `worth_s`; else a new
+        one."""
         if self._contraction is None or self._contraction.worth_s < worth_s:
             self._contraction = Contraction(self.swept[0], self.clock)
         return self._contraction
 
     def bounded(self, bound_s: float) -> None:
-        """Remembers a lower bound on every assignment's cost."""
+        """Records a lower bound on every assignment's cost."""
         self.bound_s = max(self.bound_s, bound_s)
 
     @property
@@ -73,48 +74,48 @@ class Opening:
 
     @property
     def least_s(self) -> float:
-        """What that costs."""
+        """The cost of the cheapest assignment met so far; +inf before the first."""
         return min(self.met_s.values(), default=np.inf)
 
     def settled(self, relative_gap: float, known_s: float = -np.inf) -> Labels | None:
-        """The cheapest assignment without rows, if it is known so closely, or comes so near to a bound that is known of all
-        that fit: what is left is for prices to tell."""
+        """The cheapest assignment met, if its cost is within the gap of the bound without rows or of `known_s`, a known
+        bound on fitting assignments. None if the search without rows has to go on."""
         is_known = max(self.bound_s, known_s) >= self.least_s - relative_gap * abs(self.least_s)
         return self.cheapest if is_known else None
 
     @cached_property
     def consistent(self) -> Trws:
-        """The problem without labels that a neighbour forbids, before the first sweep; for others to copy."""
+        """The problem without labels that a neighbour forbids, before the first sweep; callers copy it."""
         trws = Trws(self.problem, self.clock)
         trws.make_consistent()
         return trws
 
     @cached_property
     def swept(self) -> tuple[Trws, tuple[tuple[float, Labels], ...]]:
-        """The same after the first sweeps, for others to copy; and the bound and the assignment of each of these."""
+        """The consistent problem after the first sweeps, for callers to copy; and each sweep's bound and assignment."""
         trws = self.consistent.copy()
         return trws, tuple(trws.sweep() for _ in range(SWEEPS))
 
     @property
     def promised_s(self) -> float:
-        """A lower bound on every assignment's cost: says which of several problems to solve first."""
+        """A lower bound on every assignment's cost, to choose which of several problems to solve first."""
         return max(bound for bound, _ in self.swept[1]) if self.consistent.is_feasible else np.inf
 
     @cached_property
     def descended(self) -> Labels:
-        """What descends from the best assignment of the first sweeps."""
+        """The local optimum below the best assignment of the first sweeps."""
         trws, sweeps = self.swept
         best = min((labels for _, labels in sweeps), key=self.problem.cost_s)
         return trws.original(descend(trws.rest(), (), np.inf, 0.0, trws.renumbered(best), self.clock))
 
     @cached_property
     def given(self) -> tuple[Labels, ...]:
-        """The assignments to begin with, the cheapest first."""
+        """The starting assignments, the cheapest first."""
         return tuple(sorted(self._starts(), key=self.problem.cost_s))
 
     @cached_property
     def starts(self) -> tuple[Labels, ...]:
-        """What descends from the cheaper ones of them, the cheapest first."""
+        """The local optima below the cheaper starting assignments (`START_RANGE`), the cheapest first."""
         cost_s = {labels: self.problem.cost_s(labels) for labels in self.given}
         most_s, found = START_RANGE * min(cost_s.values(), default=np.inf), dict[Labels, float]()
         for labels in (labels for labels in cost_s if cost_s[labels] < most_s):

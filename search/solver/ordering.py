@@ -1,9 +1,9 @@
-"""In which order message passing visits nodes.
+"""The order in which message passing visits nodes.
 
-Messages run along the order and back: what one node knows reaches, in a sweep, whoever a path of ever later nodes leads to.
-In the order in which problems are written down, a copy of a value stands behind all that reads it, and every path through
-a copy breaks there. Cuthill and McKee's order (1969), made to keep a sparse matrix's entries near its diagonal, visits nodes
-by their distance from the first: most edges lead on. On training steps bounds rise in about half the sweeps.
+Messages run along the order and back. In one sweep, a node's message reaches every node at the end of a path of ever later
+nodes. In the order of a problem's construction, a copy of a value comes after all its readers, so every path through the
+copy breaks there. Cuthill and McKee's order (1969), made to keep a sparse matrix's entries near its diagonal, visits nodes
+by their distance from the first: most edges lead forward. On training steps it halves the number of sweeps.
 """
 
 from collections.abc import Sequence

@@ -3,17 +3,16 @@
 Cost can be moved between a node and its edges without changing any assignment's total. Moved well, the sum of
 every node's and every edge's smallest cost, a lower bound on every assignment, rises to the value of the
 pairwise linear relaxation. This is sequential reweighted message passing (Kolmogorov, "A new look at
-reweighted message passing", TPAMI 2015), on pairwise costs the same as TRW-S: visit the nodes in order; each
-*pulls* from its edges to earlier nodes all that it can charge to its own labels, then *pushes* equal shares
-of its cost onto its edges to later nodes; then the same backwards. A sweep is linear in the edges' entries,
-and two or three dozen do what a simplex needs seconds for.
+reweighted message passing", TPAMI 2015), which equals TRW-S on pairwise costs. A sweep visits the nodes in order. Each
+node *pulls* from its edges to earlier nodes all cost that its own labels can carry, then *pushes* equal shares of its
+cost onto its edges to later nodes. The next sweep goes backwards. A sweep is linear in the edges' entries; two or three
+dozen sweeps replace a simplex that takes seconds.
 
 The order of the visits is `search.solver.ordering`'s: it decides how far one sweep carries a message.
 
-On the way, `sweep` also picks labels, each the best for what is picked already, and `label_bounds` says for
-each label what any assignment with it costs at least: a label whose bound exceeds a known assignment's cost
-can be dropped (`keep`), and what is dropped makes the next sweeps faster and tighter. `pair_bounds` says the same of
-two labels at once.
+On the way, `sweep` also picks for each node the best label given the labels picked before. `label_bounds` gives for each
+label a lower bound on every assignment with it. A label whose bound exceeds a known assignment's cost can be dropped
+(`keep`), which makes the next sweeps faster and tighter. `pair_bounds` gives the bounds for pairs of labels.
 """
 
 from collections.abc import Sequence
@@ -26,20 +25,20 @@ from autoshard.search.solver.ordering import cuthill_mckee
 from autoshard.search.solver.pbqp import Edge, Labels, Problem
 
 EDGE_S = 9e-6
-"""Of a sweep, for an edge, besides its entries. Source: `benchmarks/nominal_seconds.py`, as all that follow."""
+"""Nominal seconds of a sweep for each edge, besides its entries. Source: `benchmarks/nominal_seconds.py`, for all below."""
 ENTRY_S = 2.5e-9
-"""Of a sweep, for an entry of an edge."""
+"""Nominal seconds of a sweep for each entry of an edge."""
 BOUNDS_SWEEPS = 1.3
-"""What bounds on labels take, in sweeps."""
+"""Time of the label bounds, in sweeps."""
 KEEP_SWEEPS = 0.4
-"""What dropping labels takes, in sweeps."""
+"""Time to drop labels, in sweeps."""
 START_SWEEPS = 4.0
-"""What to begin takes, from posing the problem on, in sweeps."""
+"""Time to set up, from the problem's construction on, in sweeps."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Side:
-    """One edge as one of its nodes sees it."""
+    """One edge, seen from one of its nodes."""
 
     edge: int
     other: int
@@ -50,7 +49,7 @@ class Trws:
     """A merged problem under reparametrisation; mutable, in place.
 
     Attributes:
-      kept: per node, the labels still in play; empty for some node where nothing is feasible.
+      kept: per node, the labels not dropped yet; empty for some node if no assignment is feasible.
     """
 
     def __init__(self, problem: Problem, clock: SearchClock = PROCESSOR) -> None:
@@ -123,24 +122,24 @@ class Trws:
         return Problem(tuple(self._given), tuple(edges))
 
     def reparametrised(self) -> Problem:
-        """The same with its costs where the messages have moved them: every assignment costs as much, at present prices."""
+        """`rest` with the reparametrised costs: every assignment costs the same, plus the costs that `add` added."""
         edges = (Edge(u, v, cost) for (u, v), cost in zip(self._ends, self._left(), strict=True))
         return Problem(tuple(self._node), tuple(edges))
 
     def keeps(self, labels: Labels) -> bool:
-        """Whether all of an assignment's labels are in play."""
+        """True if all of an assignment's labels are kept."""
         return all(label in kept for label, kept in zip(labels, self.kept, strict=True))
 
     def renumbered(self, labels: Labels) -> Labels:
-        """An assignment of kept labels, in the numbers of `rest`."""
+        """An assignment of kept labels, from the original label numbers to those of `rest`."""
         return tuple(int(np.searchsorted(kept, label)) for kept, label in zip(self.kept, labels, strict=True))
 
     def original(self, labels: Labels) -> Labels:
-        """The inverse of `renumbered`."""
+        """An assignment of kept labels, from the label numbers of `rest` to the original ones."""
         return tuple(int(kept[index]) for kept, index in zip(self.kept, labels, strict=True))
 
     def add(self, node: int, cost: np.ndarray) -> None:
-        """Adds a cost to all of a node's original labels."""
+        """Adds a cost to a node: [original labels], seconds."""
         self._node[node] = self._node[node] + cost[self.kept[node]]
 
     def label_bounds(self) -> list[np.ndarray]:
@@ -171,11 +170,11 @@ class Trws:
         return found
 
     def _total(self, left: Sequence[np.ndarray]) -> float:
-        """The bound of nodes and edges as they are."""
+        """The lower bound of the present costs: the sum of every node's and every edge's minimum."""
         return sum(float(cost.min()) for cost in (*self._node, *left))
 
     def _left(self) -> list[np.ndarray]:
-        """Per edge: its costs, less what the messages have taken."""
+        """Per edge: its costs less the cost that messages have moved to its nodes."""
         messages = zip(self._edge, self._at_u, self._at_v, strict=True)
         return [cost - at_u[:, None] - at_v for cost, at_u, at_v in messages]
 
@@ -192,7 +191,7 @@ class Trws:
         self._spend(KEEP_SWEEPS)
 
     def make_consistent(self) -> None:
-        """Drops every label that some neighbour forbids altogether."""
+        """Drops every label that is forbidden with all labels of some neighbour."""
         self.keep([self._is_supported(node) for node in range(len(self._node))])
 
     def _spend(self, sweeps: float) -> None:
