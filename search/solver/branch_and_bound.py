@@ -1,28 +1,29 @@
 """The intra-op search's core: the cheapest assignment of labels whose memory fits at every program point.
 
 Minimise a PBQP's cost (`search.solver.pbqp`) under one memory row for each program point. There are thousands of
-points and few of them bind, so rows are made on demand: whenever an assignment looks good, ask which points
-it overflows, and from then on reckon with the worst of those.
+points and few of them bind, so rows are added on demand: the search asks which points a good assignment overflows, and
+keeps the worst of them as rows from then on.
 
-A bound and an incumbent close in on each other, in four stages, and most problems end before the last:
+A bound and an incumbent approach each other in four stages, and most problems end before the last:
 
-  1. `_begin` (`search.solver.opening`): sweeps of messages (`search.solver.trws`) without any memory row, and what descends
-     by pair moves (`search.solver.local_search`) from their best assignment and from those that rules propose. `_contract`:
-     more sweeps, and the problem smaller after each few of them (`search.solver.contraction`), until its cheapest assignment
-     shows, found on the way by moves of nearly all nodes at once (`search.solver.neighbourhoods`). All that knows nothing of
-     rows: who solves a problem again goes on from there at once, with the assignments that were met before. Where the
-     cheapest one overflows, it is repaired: it buys the missing bytes where they are cheapest.
-  2. `_price`: memory rows as prices (`search.solver.lagrangian`), raised until no price gives a better bound. Each
-     pricing's assignment is improved in the same two ways, repaired where it overflows, and offered as the incumbent.
-  3. `_fit`, if nothing fitted yet: the smallest peak (`search.solver.min_peak`) fits, or proves that nothing does. Where
-     prices rise out of all proportion, it is asked amid stage 2.
-  4. `_branch`: best first, on the node about whose memory good assignments disagree most. Every part is
-     priced like the whole, and a small one is solved as an integer program (`search.solver.milp`).
+  1. `_begin` (`search.solver.opening`): message sweeps (`search.solver.trws`) without memory rows, then descents by pair
+     moves (`search.solver.local_search`) from their best assignment and from the assignments that rules propose.
+     `_unpriced`: more sweeps alternate with contractions of the problem (`search.solver.contraction`), until its cheapest
+     assignment is known. Moves of nearly all nodes at once (`search.solver.neighbourhoods`) find it on the way. This stage
+     uses no rows, so a second search on the problem starts from its results and from the assignments met before. If the
+     cheapest assignment overflows, it is repaired: it saves the missing bytes where they cost the least time.
+  2. `_price`: memory rows become prices (`search.solver.lagrangian`), raised until no price gives a better bound. Each
+     pricing's assignment is repaired if it overflows, and offered as the incumbent; some are improved by both kinds of
+     moves first. `_finish` contracts the problem at the final prices.
+  3. `_fit`, if no assignment fits yet: the smallest peak (`search.solver.min_peak`) fits, or proves that no assignment
+     does. If prices rise out of all proportion, this check runs during stage 2.
+  4. `_branch`: best first, on the node about whose memory good assignments disagree most. Every part is priced like the
+     whole problem, and a small part is solved as an integer program (`search.solver.milp`).
 
-Without rows the bound is exact in the end, or nearly: what remains open after stage 2 is which of a few lumps of memory to
-spend, and that is what stage 4 branches on. All along, `_drop` removes labels that no assignment better than the incumbent
-(by more than the gap asked for) can have: of some thousand labels a few hundred remain. What was dropped is remembered in
-`floor_s`: no dropped assignment costs less.
+Without rows the bound is exact in the end, or nearly. After stage 2 the open question is which of a few large blocks of
+memory to spend; stage 4 branches on it. All along, `_drop` removes labels that no assignment better than the incumbent (by
+more than the requested gap) can have: of some thousand labels a few hundred remain. `floor_s` is a lower bound on the cost
+of every dropped assignment.
 """
 
 from collections.abc import Callable, Sequence
@@ -58,40 +59,40 @@ __all__ = [
 ]
 
 RELATIVE_GAP = 1e-4
-"""A plan within this of the optimum is called optimal: costs are not known any better."""
+"""Relative gap within which a plan counts as optimal: costs are not known any better."""
 ROUNDING = 1e-9
-"""Relative; sums of the same costs in another order differ by less."""
+"""Relative; two sums of equal costs in different orders differ by less."""
 SWEEPS_PER_PRICING = 6
 MAX_PRICINGS = 40
 MAX_STALLED_PRICINGS = 5
 MAX_REPAIRS = 12
-"""Of one assignment; each either pays four times as much for memory or reckons with new rows."""
+"""Most repairs of one assignment; each either multiplies the price of memory by four or adds rows."""
 LEAST_REPAIR = 1 / 64
-"""Of the cheapest assignment: what as much memory as the limit allows costs at first, where an assignment is repaired before
-memory has a price. Source: a choice of ours; where plans fit, the prices found for them are of that order."""
+"""First price of memory in a repair before rows have prices: memory as large as the limit costs this share of the cheapest
+assignment. Source: a choice of ours; if plans fit, their prices are of this order."""
 PRICINGS_PER_BRANCH = 3
 MAX_BRANCHES = 2000
 FAR = 2.0
-"""Times the cheapest assignment without rows; where bounds rise so far, most often nothing fits."""
+"""A bound above this multiple of the cheapest assignment without rows most often means that no assignment fits."""
 DOUBT_SHARE = 0.25
-"""Of the time left, what it may take to find that out; it is a hundredth as a rule."""
+"""Largest share of the time left for the check that an assignment fits at all; it takes a hundredth as a rule."""
 DEAR_S = 1.0
-"""Of a byte over the limit: so much that none is."""
+"""Seconds a byte over the limit: a price so high that no row overflows."""
 MAX_PROGRAM_LABELS = 300
-"""Labels beyond one a node; a part with fewer is cheaper to solve as an integer program than to branch on."""
+"""Labels beyond one a node; a part with at most so many is cheaper to solve as an integer program than to branch on."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """How an answer was found.
+    """Statistics of a search.
 
     Attributes:
-      search_s: by the search's clock.
-      num_pricings: prices tried in stage 2.
-      num_branches: parts that stage 3 looked at.
-      num_programs: mixed-integer programs that it solved.
-      num_rows: memory rows that had to be reckoned with.
-      num_labels: labels in play at the end, over all nodes.
+      search_s: seconds by the search's clock.
+      num_pricings: prices tried, in stages 2 and 4.
+      num_branches: parts that stage 4 created.
+      num_programs: mixed-integer programs that stage 4 solved for its small parts.
+      num_rows: memory rows that the search added.
+      num_labels: labels left at the end, over all nodes.
     """
 
     search_s: float
@@ -113,7 +114,7 @@ class Solution:
 
     @property
     def gap(self) -> float:
-        """How far from the optimum the cost may be, relative to the cost."""
+        """Largest distance of the cost from the optimum, relative to the cost."""
         return max(self.cost_s - self.bound_s, 0.0) / max(abs(self.cost_s), 1e-30)
 
 
@@ -134,19 +135,19 @@ def solve(
     """The cheapest assignment whose every row is at most `limit_bytes`.
 
     Args:
-      problem: nodes, labels, costs; or how searches for them begin, where there are several.
-      limit_bytes: what each row may hold.
+      problem: nodes, labels, costs; or the shared opening of several searches on one problem.
+      limit_bytes: the limit of every row.
       rows: rows known beforehand.
-      violated: gives the rows that an assignment overflows; called for assignments worth having only.
-      time_limit_s: after it, the incumbent is returned with the gap that it has; the first sweeps run in any case, as
-        an answer needs a bound.
+      violated: gives the rows that an assignment overflows; called only for assignments better than the incumbent.
+      time_limit_s: after it, the incumbent is returned with its gap. The first sweeps run in any case: an answer needs a
+        bound.
       relative_gap: stop when the gap is at most this.
-      cutoff_s: what an answer must beat by more than the gap; hopeless problems end early.
-      known_s: a lower bound on what fits that is known; an assignment within the gap of it is enough.
-      num_runs: how often what is solved for will be paid; the search takes no longer than this could win back. By default
-        that counts for nothing.
-      progress: called with one line a step.
-      clock: by which the time counts; that of the opening, where one is given.
+      cutoff_s: a cost that the answer must beat by more than the gap; hopeless problems end early.
+      known_s: a known lower bound on every fitting assignment's cost; an assignment within the gap of it is enough.
+      num_runs: number of times that the solution's cost will be paid. The search takes no longer than it can still save
+        over these runs; None, the default, sets no such limit.
+      progress: called with one line a stage.
+      clock: counts the time; an opening brings its own.
 
     Raises:
       NoFitError: no assignment fits and beats the cutoff, or none was found in time.
@@ -172,7 +173,7 @@ def solve(
 
 
 class _Search:
-    """One run of `solve`: the incumbent (a cutoff at first), the bound, what is left of the problem between them."""
+    """One run of `solve`: the incumbent (a cutoff at first), the bound, and the rest of the problem between them."""
 
     def __init__(
         self,
@@ -218,7 +219,7 @@ class _Search:
             self.progress(f"{name}: cost {self.cost_s:.6g} s, bound {self.bound_s:.6g} s")
 
     def _begin(self, whole: Relaxation) -> None:
-        """What the opening found, under these rows and this cutoff."""
+        """Takes over the opening's results under this search's rows and cutoff."""
         whole.take_note(self.opening.swept[1])
         whole.close(self.opening.bound_s)
         self._raise_bound(whole.best_bound_s)
@@ -237,8 +238,8 @@ class _Search:
         return self.opening.settled(self.relative_gap, self.known_s)
 
     def _unpriced(self, whole: Relaxation) -> None:
-        """All that can be said before rows have prices, unless an earlier search has said it as closely as is asked: then
-        the assignments to begin with are only looked at where its cheapest assignment cannot be repaired."""
+        """Contracts the problem without prices, unless an earlier search has found its minimum within the gap. In that case
+        the starting assignments are tried only if repairing the minimum leaves the problem open."""
         if (settled := self._settled) is not None:
             self._offer(settled)
             whole.close(self.opening.bound_s)
@@ -254,12 +255,12 @@ class _Search:
             self._drop(whole)
 
     def _finish(self, part: Relaxation) -> None:
-        """Makes a part as small as can be, as it is now."""
+        """Contracts a part at its present prices and labels."""
         self._contract(part, Contraction(part.trws, self.clock))
 
     def _contract(self, part: Relaxation, contraction: Contraction) -> None:
-        """Makes a part smaller at the present prices, until nothing in it is worth having or its cheapest assignment
-        shows."""
+        """Contracts a part at the present prices, until it is closed, its cheapest assignment is known, or a turn makes no
+        progress."""
         state, before = (-np.inf, np.inf), None
         while state != before and not contraction.is_done and self._is_open(part):
             wanted_s = min(self._wanted_s(part), contraction.worth_s)  # sums over more rows round otherwise
@@ -274,13 +275,13 @@ class _Search:
             self._raise_bound(part.best_bound_s)
 
     def _wanted_s(self, part: Relaxation) -> float:
-        """What an assignment must cost less than at the present prices, to be worth having, or the cheapest one of a part
-        whether that fits or not."""
+        """The priced cost, allowance included, that an assignment worth having must stay below. It must beat the incumbent
+        and the cheapest priced assignment met in the part, fitting or not, by more than the gap."""
         return min(self._worth_s(), self._within_gap(part.least_priced_s())) + part.allowance_s
 
     def _start(self) -> None:
-        """Offers what descends from the assignments to begin with, the cheapest first, until one of them fits; where none
-        does, they are offered as they are, and what descends from the first that fits is made to fit too."""
+        """Offers the local optima below the starting assignments, the cheapest first, until one fits. If none does, offers
+        the starting assignments themselves, and descends from the first that fits without leaving the limit."""
         for labels in self.opening.starts:
             if not self._offer(labels) and self.planes.fits(labels):
                 return
@@ -290,14 +291,14 @@ class _Search:
                 return
 
     def _improve_within(self, labels: Labels) -> None:
-        """Offers what descends from an assignment that fits, until that fits too."""
+        """Descends from an assignment that fits and offers the local optimum; repeats while that overflows new rows."""
         for _ in range(MAX_REPAIRS):
             rows = self.planes.rows
             if not self._offer(descend(self.problem, rows, self.limit_bytes, DEAR_S, labels, self.clock)):
                 return
 
     def _reoptimised(self, part: Relaxation, labels: Labels) -> Labels:
-        """The best priced assignment found around another; where it is the best there is, a bound."""
+        """The best priced assignment found around another; if it is the minimum of the part, its cost is a bound."""
         problem, trws = part.priced(), part.trws
         start = descend(problem, (), np.inf, 0.0, trws.renumbered(labels), self.clock)
         found, is_best = reoptimised(problem, start, self._deadline())
@@ -320,8 +321,8 @@ class _Search:
                 self._fit(whole, DOUBT_SHARE)
 
     def _fit(self, whole: Relaxation, share: float = 1.0) -> None:
-        """Where pricing found nothing that fits: the smallest peak fits, or proves that nothing does; in a share of the time
-        that is left."""
+        """If no assignment fits yet: the smallest peak fits, or proves that no assignment does; in a share of the time
+        left."""
         has_new_rows, deadline = self.cost_s == np.inf, self._deadline().share(share)
         while has_new_rows and not deadline.is_over:
             answer = smallest_peak(whole.trws, self.planes.rows, self.limit_bytes, deadline)
@@ -342,7 +343,7 @@ class _Search:
         self._raise_bound(parts[0][0] if parts else np.inf)
 
     def _children(self, part: Relaxation) -> list[Relaxation]:
-        """A part's pieces, tightened; none where the part could be solved outright."""
+        """The two branches of a part, tightened; none if the part is closed, e.g. solved outright."""
         self._finish(part)
         if part.trws.num_kept - len(part.trws.kept) <= MAX_PROGRAM_LABELS:
             self._settle(part)
@@ -355,7 +356,7 @@ class _Search:
         return children
 
     def _tighten(self, part: Relaxation) -> None:
-        """Raises a branch's bound by better prices, and looks for an incumbent once."""
+        """Raises a branch's bound by better prices, then tries once to find an incumbent."""
         self._drop(part)
         for _ in range(PRICINGS_PER_BRANCH):
             if not self._is_open(part):
@@ -370,13 +371,13 @@ class _Search:
             self._drop(part)
 
     def _reprice(self, part: Relaxation) -> Labels:
-        """One better pricing; its best assignment."""
+        """Sets the next prices and sweeps; the best priced assignment met."""
         self.num_pricings += 1
         part.set_prices(part.next_prices())
         return part.run(SWEEPS_PER_PRICING)[1]
 
     def _is_higher(self, bound_s: float, before_s: float) -> bool:
-        """Whether a bound rose enough to go on raising it."""
+        """True if a bound rose enough to go on raising it."""
         return bound_s > before_s + 0.1 * self.relative_gap * abs(bound_s)
 
     def _settle(self, part: Relaxation) -> None:
@@ -391,7 +392,7 @@ class _Search:
             has_new_rows = answer.labels is not None and self._offer(part.trws.original(answer.labels))
 
     def _repair(self, part: Relaxation, labels: Labels) -> None:
-        """Offers what descends from an assignment, paying ever more for the bytes that it overflows."""
+        """Descends from an assignment at ever higher prices of overflowing bytes, and offers each result that fits."""
         cheapest_s = self.opening.least_s if self.opening.least_s < np.inf else 0.0
         least_s = LEAST_REPAIR * abs(cheapest_s) / self.planes.unit_bytes
         price_s = max(2.0 * float(part.prices_s.max(initial=0.0)), least_s)
@@ -409,7 +410,7 @@ class _Search:
         return trws.original(descend(trws.rest(), rows, self.limit_bytes, price_s, start, self.clock))
 
     def _offer(self, labels: Labels) -> bool:
-        """Makes an assignment the incumbent if it is better and fits; whether it brought rows to light."""
+        """Makes an assignment the incumbent if it is better and fits; returns True if it overflowed new rows."""
         cost_s, _ = self.planes.of(labels)
         self.opening.met_s.setdefault(labels, cost_s)
         if not cost_s < self.cost_s or not self.planes.fits(labels):
@@ -422,7 +423,7 @@ class _Search:
         return bool(over)
 
     def _drop(self, part: Relaxation) -> None:
-        """Drops the labels that only assignments no better than the incumbent use."""
+        """Drops labels whose every assignment is no better than the incumbent by more than the gap."""
         if self.cost_s == np.inf or not part.trws.is_feasible:
             return
         worth_s = self._worth_s()
@@ -430,21 +431,21 @@ class _Search:
         part.trws.keep([bound < worth_s + ROUNDING * abs(worth_s) for bound in part.label_bounds()])
 
     def _worth_s(self) -> float:
-        """What an assignment must cost less than to be worth looking for."""
+        """The cost that an assignment worth searching for must stay below."""
         return self._within_gap(self.cost_s)
 
     def _within_gap(self, cost_s: float) -> float:
-        """What is less than a cost by more than the gap."""
+        """A cost less the gap; +inf stays +inf."""
         return cost_s - (self.relative_gap - ROUNDING) * abs(cost_s) if cost_s < np.inf else np.inf
 
     def _raise_bound(self, bound_s: float) -> None:
-        """Records a bound on what is left; what was dropped costs at least `floor_s`."""
+        """Records a bound on the remaining assignments; dropped ones cost at least `floor_s`."""
         self.bound_s = max(self.bound_s, min(bound_s, self.floor_s))
         if not self.num_pricings:
             self.opening.bounded(min(bound_s, self.floor_s))
 
     def _is_closed(self, part: Relaxation) -> bool:
-        """Whether a part holds nothing better than the incumbent."""
+        """True if a part holds no assignment better than the incumbent by more than the gap."""
         if not part.trws.is_feasible or part.best_bound_s == np.inf:
             return True
         bound_s = max(part.best_bound_s, self.known_s)
@@ -453,18 +454,18 @@ class _Search:
         return is_hopeless
 
     def _is_open(self, part: Relaxation) -> bool:
-        """Whether a part may hold something better and there is time to look."""
+        """True if a part may hold a better assignment and there is time to search it."""
         return self._left_s() > 0 and not self._is_closed(part)
 
     def _left_s(self) -> float:
-        """What is left of the time, or of what can still be won."""
+        """Seconds left of the time limit, or of the saving that is still possible over `num_runs`."""
         limit_s = self.time_limit_s
         if self.num_runs is not None and self.cost_s < np.inf:
             limit_s = min(limit_s, self.num_runs * (self.cost_s - self.bound_s))
         return limit_s - (self.clock.now_s - self.start_s)
 
     def _deadline(self) -> Deadline:
-        """When that is over."""
+        """The moment at which the time left is over."""
         return Deadline.after(self._left_s(), self.clock)
 
     def _stats(self, whole: Relaxation) -> Stats:
@@ -474,5 +475,5 @@ class _Search:
 
 
 def _is_due(number: int) -> bool:
-    """Whether it is time again for what takes long: at 2, 4, 8, 16, ..."""
+    """True at 2, 4, 8, 16, ...: the pricings after which the slow improvement runs."""
     return number > 1 and number & (number - 1) == 0

@@ -14,7 +14,7 @@ Constraints (the local polytope, the tightest pairwise relaxation of the graph p
 `solve_peak` asks for the smallest peak instead: no costs, one variable that every row must not exceed,
 minimised. Seconds and bytes are scaled to sizes near one before the solver sees them.
 
-OR-Tools takes a while to import, so it is when a program is solved.
+OR-Tools takes a while to import, so the import waits until a program is solved.
 """
 
 # pyright: reportMissingTypeStubs=false
@@ -34,20 +34,21 @@ if TYPE_CHECKING:
     from ortools.math_opt.python import mathopt
 
 BACKEND = "HIGHS"
-"""MathOpt's name of the fastest to prove optimality on our instances (benchmarks/solvers.py)."""
+"""MathOpt's name of the fastest solver to prove optimality on our instances (benchmarks/solvers.py)."""
 FEASIBILITY = 1e-9
-"""By how much of the limit HiGHS may overrun a row; its own 1e-6 would be 80 kB in 80 GB."""
+"""Share of the limit by which HiGHS may overrun a row; its default, 1e-6, would be 80 kB in 80 GB."""
 ENTRY_S = 3e-5
-"""Of a program, for an entry of its matrix: to make it, and presolve. Source: `benchmarks/nominal_seconds.py`."""
+"""Nominal seconds to build and presolve each entry of a program's matrix. Source: `benchmarks/nominal_seconds.py`."""
 STEP_S = 4e-8
-"""Of a simplex step, for an entry. Source: the same."""
+"""Nominal seconds of a simplex step for each entry. Source: `benchmarks/nominal_seconds.py`."""
 NODE_STEPS = 50
-"""Simplex steps for a node, where nodes have to be limited beforehand. Source: the same."""
+"""Assumed simplex steps a node, to turn a limit in nominal seconds into one of nodes.
+Source: `benchmarks/nominal_seconds.py`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What the solver found: labels None where it has none; a bound of +inf where it proved so."""
+    """The solver's result: labels are None if it found no assignment; the bound is +inf if it proved that there is none."""
 
     labels: Labels | None
     bound: float
@@ -81,12 +82,12 @@ def solve_peak(
     relative_gap: float,
     deadline: Deadline = NEVER,
 ) -> Answer:
-    """The allowed assignment whose largest row is smallest; the bound is on that, in bytes.
+    """The allowed assignment with the smallest largest row; the bound is on that row, in bytes.
 
     Args:
       problem: merged.
-      rows: the rows that count.
-      limit_bytes: no peak below this is asked for.
+      rows: the memory rows to consider.
+      limit_bytes: the unit; a peak below it counts as equal to it.
     """
     free = free_of_cost(problem)
     forbidding = tuple(edge for edge in free.edges if edge.cost_s.any())
@@ -105,14 +106,14 @@ def _scale_s(problem: Problem) -> float:
 
 
 def free_of_cost(problem: Problem) -> Problem:
-    """What the problem forbids, at no cost otherwise."""
+    """The problem with all finite costs zero: only its forbidden labels and pairs remain."""
     nodes = tuple(np.where(np.isfinite(cost), 0.0, np.inf) for cost in problem.node_cost_s)
     edges = (Edge(e.u, e.v, np.where(np.isfinite(e.cost_s), 0.0, np.inf)) for e in problem.edges)
     return Problem(nodes, tuple(edges))
 
 
 def _limit(num_entries: int, deadline: Deadline) -> dict[str, Any]:
-    """What the solver may take: seconds, or, where those do not count, nodes. The first node has no limit."""
+    """The solver's limit: seconds, or nodes if the clock counts work. The first node has no limit."""
     if deadline.left_s == np.inf:
         return {}
     if deadline.clock.counts_work:
@@ -151,7 +152,7 @@ class _Program:
         self._add_constraint(columns, coefficients, -np.inf, (limit_bytes - row.fixed_bytes) / unit_bytes)
 
     def add_peak(self) -> None:
-        """A variable that every later row is held against; at least one unit, the limit."""
+        """Adds the peak: a variable, at least one unit (the limit), that no later row may exceed."""
         self.peak = self._add_variables(np.ones(1))
 
     def solve(self, deadline: Deadline, relative_gap: float, backend: str) -> Answer:
@@ -198,7 +199,7 @@ class _Program:
         self._add_flow(flow.T, v_class, self.choices[edge.v])
 
     def _add_flow(self, flow: np.ndarray, classes: np.ndarray, choices: np.ndarray) -> None:
-        """What leaves each class of labels is what was chosen of it."""
+        """For each class of labels, the sum of its edge variables equals the sum of its labels' variables."""
         for index, out in enumerate(flow):
             leaving, chosen = out[out >= 0], choices[classes == index]
             signs = np.concatenate([np.ones(len(leaving)), -np.ones(len(chosen))])
