@@ -2,13 +2,12 @@
 
 To eliminate a node, add up the tables that it appears in, minimise over its labels, and keep the result as
 one table over its neighbours (bucket elimination; Dechter 1999). Nodes of degree one or two vanish for almost
-nothing: chains and trees of parameters, gradients and updates collapse; what grows is the tables around the
-residual stream. The order is greedy: always the node whose table is smallest. Labels that cost the same
-towards each other table's labels are merged first, and the merging is repeated on every new table: a table's
-dimension is a node's *classes*, not its labels.
+nothing: chains and trees of parameters, gradients and updates collapse. Only the tables around the residual
+stream grow. The order is greedy: the node with the smallest table is next. Labels with equal slices of a table
+are merged first, and in every new table: a table's dimension is a node's *classes*, not its labels.
 
-Widths are small for training steps, so most tables fit. Where one does not, whoever has an assignment may fix the label of
-a node that stands in the way and go on (`search.solver.neighbourhoods`).
+Widths are small for training steps, so most tables fit. If one does not, a caller with an assignment may fix the label of a
+node in that table and continue (`search.solver.neighbourhoods`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,9 +20,9 @@ from autoshard.search.solver.clock import PROCESSOR, SearchClock
 from autoshard.search.solver.pbqp import Labels, Problem
 
 NODE_S = 1.6e-4
-"""Of an elimination, besides its table's entries. Source: `benchmarks/nominal_seconds.py`."""
+"""Nominal seconds of an elimination, besides its table's entries. Source: `benchmarks/nominal_seconds.py`."""
 ENTRY_S = 6e-9
-"""Of an elimination, for an entry of its table."""
+"""Nominal seconds of an elimination for each entry of its table."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,7 +42,7 @@ class _Table:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Bucket:
-    """What a node's label was minimised over."""
+    """The costs and tables over which a node's label was minimised."""
 
     node: int
     cost: np.ndarray
@@ -54,7 +53,7 @@ class Elimination:
     """A merged problem under elimination; mutable.
 
     Attributes:
-      total: the minimum over the nodes that nothing is joined to any more.
+      total: the cost already settled: minima of nodes without tables left, and costs of fixed labels.
     """
 
     def __init__(self, problem: Problem, clock: SearchClock = PROCESSOR) -> None:
@@ -87,11 +86,11 @@ class Elimination:
         return tuple(self._sizes)
 
     def degree(self, node: int) -> int:
-        """With how many others a node shares tables."""
+        """Number of other nodes that share a table with a node."""
         return self._degrees[node]
 
     def run(self, max_entries: float) -> None:
-        """Eliminates nodes, the smallest table first, as long as that has at most `max_entries`."""
+        """Eliminates nodes, the smallest table first, while that table has at most `max_entries`."""
         while self._sizes:
             node = min(self._sizes, key=self._sizes.__getitem__)
             if self._sizes[node] > max_entries:
@@ -103,7 +102,7 @@ class Elimination:
             self._clock.spend(NODE_S + ENTRY_S * size)
 
     def fix(self, node: int, label: int) -> None:
-        """Leaves a node one label."""
+        """Fixes a node's label."""
         del self._sizes[node]
         self._fixed[node] = label
         self.total += float(self._cost[node][label])
@@ -111,7 +110,7 @@ class Elimination:
         self._replace(old, [_sliced(table, node, label) for table in old])
 
     def labels(self) -> Labels:
-        """Each node's best label, last eliminated first, once none is left."""
+        """The best labels, read off from the last eliminated node to the first; no node may be left."""
         labels = [self._fixed.get(node, -1) for node in range(len(self._cost))]
         for bucket in reversed(self._buckets):
             cost = bucket.cost
@@ -134,7 +133,7 @@ class Elimination:
             self._measure(node)
 
     def _add(self, table: _Table) -> None:
-        """A table over several nodes is one; over one, that node's cost; over none, a constant."""
+        """Adds a table; over one node it becomes that node's cost, over none a constant."""
         if not table.nodes:
             self.total += float(table.cost)
         elif len(table.nodes) == 1:
@@ -154,7 +153,7 @@ class Elimination:
 
 
 def _sliced(table: _Table, node: int, label: int) -> _Table:
-    """A table with one of its nodes' label fixed."""
+    """A table with the label of one of its nodes fixed."""
     dim = table.nodes.index(node)
     nodes = table.nodes[:dim] + table.nodes[dim + 1 :]
     classes = table.classes[:dim] + table.classes[dim + 1 :]

@@ -1,18 +1,18 @@
 """Memory rows as prices: the Lagrangian relaxation of a PBQP with rows.
 
-Charge every byte of a row a price instead of limiting the row: seconds a byte, a price a row. What remains is
-a plain PBQP, whose bound (`search.solver.trws`), less the price of the bytes that the limit allows, is a bound
-on every assignment that fits. The best prices maximise that bound. It is concave in them, and every
+Charge every byte of a row a price instead of limiting the row: seconds a byte, a price a row. The result is a
+PBQP without rows. Its bound (`search.solver.trws`), less the price of the bytes that the limit allows, bounds
+every assignment that fits. The best prices maximise that bound. It is concave in the prices, and every
 assignment x ever seen is a plane above it:
 
     bound(prices) <= cost(x) + sum over rows of price[row] * overflow(x, row)
 
 `Relaxation.next_prices` maximises the lowest of these planes (Kelley's cutting planes, a tiny linear program)
-and goes half-way from the best prices so far towards that (the in-out stabilisation of Ben-Ameur and Neto,
-2007). The linear program's dual is a *fractional solution*, weights of assignments that fits on average: where its
-members disagree about much memory is where to branch. Prices move node costs only, so the messages of one pricing are a warm
-start for the next: those of the prices tried last, or of the best so far, whichever prices are nearer. Messages are slow to
-forget prices that were far off, as the first ones always are.
+and goes half-way from the best prices so far towards that maximum (the in-out stabilisation of Ben-Ameur and
+Neto, 2007). The linear program's dual is a *fractional solution*: weights of assignments that fit on average. The search
+branches on the node where its members disagree about most memory. Prices change node costs only, so the messages of one
+pricing are a warm start for the next. The start is the last pricing or the best so far, whichever has the nearer prices:
+messages are slow to forget prices that were far off, as the first prices always are.
 """
 
 # pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
@@ -27,17 +27,19 @@ from autoshard.search.solver.pbqp import Labels, MemoryConstraint, Problem
 from autoshard.search.solver.trws import Trws
 
 INTERIOR = 0.5
-"""How far from the planes' best prices towards the best so far the next prices lie."""
+"""Weight of the best prices so far in the next prices; the rest is the weight of the planes' best prices."""
 MAX_RISE = 4.0
-"""A move raises a price to at most so many times the best, plus what makes the limit as dear as a step."""
+"""A pricing raises a price to at most this multiple of its best value, plus the price at which memory as large as the limit
+costs as much as the most expensive assignment seen."""
 MIN_WEIGHT = 1e-6
-"""Of an assignment in a fractional solution; less is the linear solver's rounding."""
+"""Least weight of an assignment in a fractional solution; a smaller one is the linear solver's rounding."""
 
 TIE = 1e-3
-"""Weight of a node's whole range of bytes beside the fractional solution's: decides where its members agree."""
+"""Weight of a node's whole range of priced bytes beside its spread in the fractional solution: it decides if the solution's
+members agree."""
 
 PRICING_S = 2e-3
-"""Of a linear program for prices. Source: `benchmarks/nominal_seconds.py`."""
+"""Nominal seconds of a linear program for prices. Source: `benchmarks/nominal_seconds.py`."""
 
 
 @dataclass(slots=True, eq=False)
@@ -45,8 +47,8 @@ class CuttingPlanes:
     """Assignments seen, with their costs and overflows; shared by all branches.
 
     Attributes:
-      rows: the rows that are priced, in order of arrival; it grows.
-      clock: what is spent on prices.
+      rows: the priced rows, in order of arrival; the list grows.
+      clock: counts the time spent on prices.
     """
 
     problem: Problem
@@ -59,7 +61,7 @@ class CuttingPlanes:
 
     @property
     def unit_bytes(self) -> float:
-        """What the linear program counts bytes in."""
+        """The linear program's unit of bytes."""
         return max(self.limit_bytes, 1.0)
 
     def add_row(self, row: MemoryConstraint) -> None:
@@ -68,18 +70,18 @@ class CuttingPlanes:
             overflow.append(row.total_bytes(labels) - self.limit_bytes)
 
     def of(self, labels: Labels, cost_s: float | None = None) -> tuple[float, list[float]]:
-        """An assignment's cost, which may be known, and, per row, bytes over the limit (negative: room left)."""
+        """An assignment's cost (`cost_s`, if known) and, per row, bytes over the limit (negative: room left)."""
         if labels not in self.seen:
             overflow = [row.total_bytes(labels) - self.limit_bytes for row in self.rows]
             self.seen[labels] = self.problem.cost_s(labels) if cost_s is None else cost_s, overflow
         return self.seen[labels]
 
     def fits(self, labels: Labels) -> bool:
-        """Whether an assignment overflows none of the rows known."""
+        """True if an assignment overflows none of the known rows."""
         return max(self.of(labels)[1], default=0.0) <= 0
 
     def within(self, kept: list[np.ndarray]) -> list[Labels]:
-        """The finite assignments that use kept labels only."""
+        """The assignments seen that have a finite cost and only kept labels."""
         finite = [labels for labels, (cost, _) in self.seen.items() if np.isfinite(cost)]
         table = np.array(finite, int).reshape(len(finite), len(kept))
         is_within = np.ones(len(finite), bool)
@@ -92,13 +94,15 @@ class CuttingPlanes:
 
 @dataclass(slots=True, eq=False)
 class Relaxation:
-    """The priced problem on the labels still in play; mutable.
+    """The priced problem on the kept labels; mutable.
 
     Attributes:
       trws: the reparametrised costs, prices included.
       planes: shared with other branches.
       prices_s: the present prices, seconds a byte, one a row.
-      best_bound_s: the highest bound so far; and the prices that gave it, and the costs as messages left them then.
+      best_prices_s: the prices of the highest bound so far.
+      best_bound_s: the highest bound so far.
+      best_trws: the reparametrised costs that gave the highest bound.
       fractional: (weight, assignment) of the last `next_prices`.
     """
 
@@ -114,7 +118,7 @@ class Relaxation:
         self.best_trws = self.trws.copy()
 
     def branch(self, node: int, mask: np.ndarray) -> "Relaxation":
-        """A copy in which a node has only the kept labels that the mask allows."""
+        """A copy that restricts a node to the kept labels in the mask."""
         trws = self.trws.copy()
         trws.keep([mask if index == node else np.ones(len(k), bool) for index, k in enumerate(trws.kept)])
         part = Relaxation(
@@ -124,7 +128,7 @@ class Relaxation:
         return part
 
     def branching_node(self) -> tuple[int, np.ndarray]:
-        """The node about whose bytes the fractional solution disagrees most, and the mask of its lighter half."""
+        """The node on whose priced bytes the fractional solution disagrees most, and the mask of its lighter labels."""
         kept = self.trws.kept
         priced = self._priced_bytes()
         weights = np.array([weight for weight, _ in self.fractional])
@@ -153,12 +157,12 @@ class Relaxation:
         return priced
 
     def run(self, num_sweeps: int) -> tuple[float, Labels]:
-        """Sweeps at the present prices: a bound on what fits, and the best priced assignment met."""
+        """Sweeps at the present prices: a bound on fitting assignments, and the best priced assignment met."""
         self._meet_new_rows()
         return self.take_note([self.trws.sweep() for _ in range(num_sweeps)])
 
     def take_note(self, swept: Sequence[tuple[float, Labels]]) -> tuple[float, Labels]:
-        """The same of sweeps at these prices that were done."""
+        """Records finished sweeps at the present prices: a bound on fitting assignments, and the best assignment met."""
         bound = max(bound for bound, _ in swept) - self.allowance_s
         self._raise_bound(bound)
         return bound, min((labels for _, labels in swept), key=self.priced_s)
@@ -174,11 +178,11 @@ class Relaxation:
         return Problem(tuple(costs), rest.edges)
 
     def close(self, priced_s: float) -> None:
-        """Takes note of the smallest cost of the priced problem."""
+        """Records the smallest cost of the priced problem, or a lower bound on it."""
         self._raise_bound(priced_s - self.allowance_s)
 
     def set_prices(self, prices_s: np.ndarray) -> None:
-        """Goes on with other prices, and with the messages of those tried that are nearer."""
+        """Changes the prices; messages start from the present or the best prices, whichever are nearer."""
         self._meet_new_rows()
         if np.abs(prices_s - self.best_prices_s).sum() < np.abs(prices_s - self.prices_s).sum():
             self._return_to_best()
@@ -189,7 +193,7 @@ class Relaxation:
         self.prices_s = prices_s
 
     def label_bounds(self) -> list[np.ndarray]:
-        """As `Trws.label_bounds`, of assignments that fit."""
+        """Per node and kept label: a lower bound on every fitting assignment that uses it."""
         allowance = self.allowance_s
         return [bound - allowance for bound in self.trws.label_bounds()]
 
@@ -214,7 +218,7 @@ class Relaxation:
         return INTERIOR * self.best_prices_s + (1 - INTERIOR) * (prices / scale)
 
     def _return_to_best(self) -> None:
-        """Goes back to the messages that gave the best bound, on the labels that are left."""
+        """Goes back to the prices and messages of the best bound, on the labels that are still kept."""
         trws = self.best_trws.copy()
         trws.keep([np.isin(before, left) for before, left in zip(trws.kept, self.trws.kept, strict=True)])
         self.trws, self.prices_s = trws, self.best_prices_s
@@ -230,12 +234,12 @@ class Relaxation:
 
     @property
     def allowance_s(self) -> float:
-        """What the limit's bytes cost at the present prices."""
+        """The cost, at the present prices, of the bytes that the limit allows."""
         rows = zip(self.prices_s, self.planes.rows, strict=False)
         return float(sum(price * (self.planes.limit_bytes - row.fixed_bytes) for price, row in rows if price))
 
     def least_priced_s(self) -> float:
-        """The least that an assignment of kept labels costs, of those met, at the present prices and less the allowance."""
+        """The least priced cost, less the allowance, of the assignments seen that have only kept labels."""
         self._meet_new_rows()
         return min(map(self.priced_s, self.planes.within(self.trws.kept)), default=np.inf)
 
@@ -247,8 +251,8 @@ class Relaxation:
 def _highest_bound(
     planes: Sequence[tuple[float, np.ndarray]], max_prices: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray] | None:
-    """The prices under which the lowest plane, `cost + prices @ overflow`, is highest, and each plane's weight in that
-    (the dual solution); None where the linear solver fails."""
+    """The prices that maximise the lowest plane, `cost + prices @ overflow`, and each plane's weight (the dual solution);
+    None if the linear solver fails."""
     from ortools.math_opt.python import mathopt  # it takes a while to import
 
     model = mathopt.Model()

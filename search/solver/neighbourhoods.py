@@ -1,14 +1,14 @@
 """Improves an assignment by changing most labels at once.
 
-Pair moves end where a better assignment differs in a parameter, its optimizer state, its gradient and all their copies: each
-step on the way costs more. Elimination (`search.solver.elimination`) finds the best of all assignments, but for the tables
-around the residual stream, which are too large. So where no table is small enough any more, the node with the most
-neighbours keeps the label that it has, which cuts a dimension from every table that it was in, and elimination goes on. What
-comes out is the best of all assignments that agree on the few nodes that were fixed: a very large neighbourhood, searched
-exactly (Ahuja, Ergun, Orlin and Punnen's survey, 2002; of graphical models, cutset conditioning, Pearl 1988). The next round
-fixes other nodes, until some rounds find nothing better. Where none has to be fixed, the answer is the minimum.
+Pair moves stop if a better assignment differs in a parameter, its optimizer state, its gradient and all their copies: each
+step on the way costs more. Elimination (`search.solver.elimination`) would find the minimum, but the tables around the
+residual stream are too large. So if no small table is left, the node with the most neighbours keeps its present label. This
+removes a dimension from each of its tables, and elimination continues. The result is the best assignment that agrees on the
+few fixed nodes: a very large neighbourhood, searched exactly (Ahuja, Ergun, Orlin and Punnen's survey, 2002; in graphical
+models, cutset conditioning, Pearl 1988). Each round fixes other nodes, until some rounds find nothing better. If no node has
+to be fixed, the answer is the minimum.
 
-The nodes that eliminate easily do so once, whatever is fixed then.
+Nodes with small tables are eliminated only once, before the rounds.
 """
 
 from collections import Counter
@@ -18,23 +18,23 @@ from autoshard.search.solver.elimination import Elimination
 from autoshard.search.solver.pbqp import Labels, Problem
 
 EASY_ENTRIES = 3e4
-"""Of a table before anything is fixed."""
+"""Largest table, in entries, before any node is fixed."""
 MAX_ENTRIES = 3e5
-"""Of a table: 2.4 MB of doubles, made in about a millisecond."""
+"""Largest table, in entries: 2.4 MB of doubles, computed in about a millisecond."""
 MAX_ROUNDS = 10
-"""A guard; three or four are usual."""
+"""A safety limit; three or four rounds are usual."""
 MAX_FUTILE = 1
-"""Rounds in a row that find nothing better, though each fixes other nodes."""
+"""Successive rounds without a better assignment, though each fixes other nodes, after which the search stops."""
 ROUNDING = 1e-9
-"""Relative; a smaller gain is none."""
+"""Relative; a smaller gain does not count."""
 
 
 def reoptimised(problem: Problem, start: Labels, deadline: Deadline = NEVER) -> tuple[Labels, bool]:
-    """An assignment of a merged problem that is no worse than `start`, and whether none is better.
+    """An assignment no worse than `start`, and whether it is proven to be the minimum.
 
     Args:
       problem: merged.
-      start: where to begin.
+      start: the first assignment.
       deadline: after it no round begins.
     """
     easy, fixed_before = Elimination(problem, deadline.clock), Counter[int]()
@@ -57,7 +57,7 @@ def reoptimised(problem: Problem, start: Labels, deadline: Deadline = NEVER) -> 
 def _best_around(
     elimination: Elimination, labels: Labels, fixed_before: Counter[int]
 ) -> tuple[Labels, list[int]]:
-    """The best assignment that agrees with another where nodes had to be fixed, and those nodes."""
+    """The best assignment that agrees with `labels` on the nodes that had to be fixed, and these nodes."""
     fixed: list[int] = []
     elimination.run(MAX_ENTRIES)
     while elimination.left:

@@ -1,4 +1,4 @@
-"""The search as a graph problem: one label a node, a price for every node and every pair of joined nodes.
+"""The search as a graph problem: one label a node, a cost for every node and every pair of joined nodes.
 
 A partitioned Boolean quadratic problem (PBQP; a pairwise Markov random field, in other words) is a graph
 whose nodes choose one label each. A node is an op or a stored value, a label a strategy or a spec, a node's
@@ -34,7 +34,7 @@ class Edge:
         assert self.u != self.v, f"edge from node {self.u} to itself"
 
     def turned(self) -> "Edge":
-        """The same edge, seen from v."""
+        """This edge seen from v."""
         return Edge(self.v, self.u, self.cost_s.T)
 
 
@@ -42,13 +42,13 @@ class Edge:
 class MemoryConstraint:
     """The memory in use at one point of the program: fixed_bytes + the chosen labels' bytes.
 
-    Every row is held against one limit. A row with a limit of its own (the host's memory, say) is one whose
-    `fixed_bytes` carry the difference of the two limits.
+    All rows share one limit. A row with a limit of its own (the host's memory, say) adds the difference of the two
+    limits to its `fixed_bytes`.
 
     Attributes:
       name: the program point, for messages.
       bytes: (node, [labels of node] bytes), sorted by node.
-      fixed_bytes: what is there whatever is chosen.
+      fixed_bytes: bytes in use under every choice of labels.
     """
 
     name: str
@@ -60,7 +60,7 @@ class MemoryConstraint:
         assert nodes == sorted(set(nodes)), f"row {self.name}: nodes not sorted or not distinct"
 
     def scaled(self, factor: float) -> "MemoryConstraint":
-        """The same row for a limit of `factor` times its own."""
+        """This row for a limit of `factor` times its own."""
         scaled = tuple((node, factor * per_label) for node, per_label in self.bytes)
         return MemoryConstraint(f"{self.name}, scaled", scaled, factor * self.fixed_bytes)
 
@@ -71,7 +71,7 @@ class MemoryConstraint:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Problem:
-    """Node costs and edge costs to minimise the sum of.
+    """Minimise the sum of node costs and edge costs.
 
     Attributes:
       node_cost_s: per node, [labels], seconds; +inf = forbidden.
@@ -93,13 +93,13 @@ class Problem:
         return tuple(len(cost) for cost in self.node_cost_s)
 
     def cost_s(self, labels: Sequence[int]) -> float:
-        """The cost of a full assignment, +inf where it uses something forbidden."""
+        """The cost of a full assignment, +inf if it has a forbidden label or pair."""
         nodes = sum(float(cost[label]) for cost, label in zip(self.node_cost_s, labels, strict=True))
         return nodes + sum(float(edge.cost_s[labels[edge.u], labels[edge.v]]) for edge in self.edges)
 
 
 def merged(problem: Problem) -> Problem:
-    """The same problem with one edge a pair, u < v, sorted by (u, v)."""
+    """An equal problem with one edge a pair, u < v, sorted by (u, v)."""
     costs: dict[tuple[int, int], np.ndarray] = {}
     for edge in problem.edges:
         edge = edge if edge.u < edge.v else edge.turned()

@@ -1,8 +1,8 @@
 """Memory rows on demand: which program points does an assignment overflow?
 
-There are thousands of program points, neighbours hold nearly the same, and few ever bind. So nobody writes
-all the rows down: whoever has an assignment worth looking at asks for the rows that it overflows and reckons
-with the worst of them from then on.
+There are thousands of program points, neighbours hold nearly equal bytes, and few points ever bind. So the
+rows are not all built: a solver with a good assignment asks for the rows that it overflows, and keeps the worst
+of them from then on.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ import numpy as np
 from autoshard.search.solver.pbqp import Labels, MemoryConstraint
 
 ROWS_PER_ROUND = 3
-"""Of the rows that an assignment overflows, this many of the worst are added."""
+"""Number of the worst overflowed rows that are added for one assignment."""
 
 Violated = Callable[[Labels], Sequence[MemoryConstraint]]
 """A full assignment -> rows that it overflows, the worst among them; empty where it fits."""
@@ -21,11 +21,11 @@ Violated = Callable[[Labels], Sequence[MemoryConstraint]]
 class NoFitError(Exception):
     """No assignment that satisfies the rows and beats the cutoff was found.
 
-    For whoever poses the problem, who knows what its rows and labels mean, to turn into a user's error.
+    The caller, who knows the meaning of rows and labels, turns it into a user's error.
 
     Attributes:
-      bound_s: none that satisfies the rows costs less; it says nothing of those that do not. +inf where there is none.
-      num_rows: memory rows that had to be reckoned with; None where that is not known.
+      bound_s: a lower bound on assignments that satisfy the rows (others may cost less); +inf if there is none.
+      num_rows: memory rows that the search added; None if unknown.
     """
 
     def __init__(self, message: str, *, bound_s: float, num_rows: int | None = None) -> None:
@@ -34,14 +34,14 @@ class NoFitError(Exception):
 
     @property
     def is_proven(self) -> bool:
-        """Whether no assignment satisfies the rows, rather than none was found in time or beats the cutoff."""
+        """True if no assignment satisfies the rows; False if none was found in time or beats the cutoff."""
         return self.bound_s == np.inf
 
 
 def separation_oracle(
     rows: Sequence[MemoryConstraint], violated: Violated | None, limit_bytes: float
 ) -> Violated:
-    """One callback for rows known beforehand and rows made on demand; the worst come first."""
+    """One callback for rows known beforehand and rows on demand; the worst come first."""
 
     def overflowed(labels: Labels) -> list[MemoryConstraint]:
         known = [row for row in rows if row.total_bytes(labels) > limit_bytes]
