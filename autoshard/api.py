@@ -1,4 +1,4 @@
-"""The public functions: `parallelize`, `search`, `emit`, `verify` and `choices`."""
+"""The public functions: `parallelize`, `search`, `emit` and `verify`."""
 
 import functools
 import os
@@ -75,12 +75,12 @@ def search(
         derived from structure and dataflow; a warning names large arguments that are in doubt.
       remat: "never" recomputes only the parts that the step itself marks (`jax.checkpoint`). By default, if memory is
         scarce, recomputation in the backward phase is searched together with the sharding.
-      stages: number of pipeline stages, each on a submesh of its own; the search cuts the step and chooses each stage's
-        devices. 1 means one program. The default is one program, unless none fits or a pipeline is faster; a pipeline is
-        searched only if one program waits for communication or recomputes a lot. "auto" searches both in any case, which
-        takes longer. `mesh`, `pin`, `offload`, `microbatches` or `time_limit_s` without stages mean one program. With
-        stages, `mesh` is the mesh of each stage: the number of replicas that share a microbatch, then one or two axes of
-        each replica's devices.
+      stages: number of pipeline stages, each on a submesh of its own; the search chooses where each stage begins and its
+        number of devices. 1 means one program. By default a pipeline is searched only if no program fits, or if the program
+        waits for communication or recomputes a lot; the faster plan wins. "auto" searches both in any case, which takes
+        longer. `mesh`, `pin`, `offload`, `microbatches` or `time_limit_s` without stages mean one program. With stages,
+        `mesh` is the mesh of each stage: the number of replicas that share a microbatch, then one or two axes of each
+        replica's devices.
       schedule: the pipeline's schedule: "gpipe", "1f1b", "eager-1f1b", "interleaved-1f1b", "circular", "zb-h1", "zb-h2",
         "zb-v", "dualpipe-v" or "chimera". By default "1f1b" and "zb-h1" are tried, and in one program "gpipe" and
         "circular".

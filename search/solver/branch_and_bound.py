@@ -201,7 +201,7 @@ class _Search:
         whole = Relaxation(self.planes, self.opening.consistent)
         if not self._is_closed(whole):
             whole.trws = self.opening.swept[0].copy()
-            self._run_stage(self._begin, whole)  # however little time there is: an answer needs a bound
+            self._run_stage(self._begin, whole)  # without a time limit: an answer needs a bound
         for stage in (self._unpriced, self._price, self._finish, self._fit, self._branch):
             if self._is_open(whole):
                 self._run_stage(stage, whole)
@@ -263,7 +263,7 @@ class _Search:
         progress."""
         state, before = (-np.inf, np.inf), None
         while state != before and not contraction.is_done and self._is_open(part):
-            wanted_s = min(self._wanted_s(part), contraction.worth_s)  # sums over more rows round otherwise
+            wanted_s = min(self._wanted_s(part), contraction.worth_s)  # more rows change the rounding
             bound_s, labels = contraction.turn(wanted_s, self._deadline())
             before, state = state, (bound_s, contraction.num_nodes)
             part.close(bound_s)

@@ -206,7 +206,7 @@ class Relaxation:
         self.planes.clock.spend(PRICING_S)
         whole_s = (
             max(abs(self.planes.of(labels)[0]) for labels in seen) or 1.0
-        )  # where all seen are free, any price
+        )  # if all assignments seen cost nothing, any positive price works
         planes = [(cost, np.array(overflow) / scale) for cost, overflow in map(self.planes.of, seen)]
         solved = _highest_bound(planes, MAX_RISE * self.best_prices_s * scale + whole_s)
         if solved is None:
