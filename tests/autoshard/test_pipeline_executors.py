@@ -6,7 +6,9 @@ from contextlib import suppress
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 
 import autoshard
 from autoshard import cli, pipelines
@@ -122,3 +124,31 @@ def test_devices_that_do_not_match_the_plan_are_refused(executor):
     args = [jnp.zeros(shape.shape, shape.dtype) for shape in SHAPES]
     with pytest.raises(InputError, match=r"needs \d devices"):
         autoshard.parallelize(step, plan=plan, devices=jax.devices()[:4])(*args)
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_a_steps_own_offload_policy_keeps_one_devices_numbers(executor):
+    """A loop's stack of residuals then lies in the host's memory."""
+    policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=["carry"],
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+
+    def layer(x, w):
+        x = checkpoint_name(x, "carry")
+        return x + jnp.tanh(x @ w), None
+
+    def offloading(params, x):
+        def loss_fn(params):
+            return jnp.mean(jax.lax.scan(jax.checkpoint(layer, policy=policy), x, params)[0] ** 2)
+
+        loss, grads = jax.value_and_grad(loss_fn)(params)
+        return params - 0.1 * grads, loss
+
+    params, x = 0.1 * jnp.ones((DEPTH, 8, 8)), jax.random.normal(jax.random.key(0), (BATCH, 8))
+    wanted = jax.jit(offloading)(params, x)
+    planned = autoshard.parallelize(offloading, stages=2, microbatches=2, executor=executor)
+    for got, one in zip(planned(jnp.copy(params), x), wanted, strict=True):
+        np.testing.assert_allclose(got, one, rtol=1e-5)
