@@ -1,6 +1,7 @@
 """What each of several processes does in `test_across_processes`: it trains in several ways, writes what came of it to
 a file, and then the last one dies."""
 
+import faulthandler
 import json
 import os
 import signal
@@ -20,6 +21,9 @@ NUM_STEPS = 3
 
 HEARTBEAT_S = 3
 """How soon a process is missed."""
+
+LIMIT_S = 300
+"""A process that takes longer says where it waits, and ends."""
 
 
 def connect(address: str, count: int, index: int) -> None:
@@ -114,6 +118,7 @@ def scenes(folder: Path) -> Mapping[str, Callable[[], Any]]:
 
 
 def main() -> None:
+    faulthandler.dump_traceback_later(LIMIT_S, exit=True)
     address, count, index, folder = sys.argv[1:]
     connect(address, int(count), int(index))
     told = {}
