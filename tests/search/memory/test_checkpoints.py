@@ -1,52 +1,92 @@
-"""The best checkpoints of a chain, against REVOLVE's recursion and all sequences."""
+"""The best checkpoints of a chain, against REVOLVE's closed form and all schedules."""
 
-from functools import cache
+import heapq
+import random
+from collections.abc import Iterator, Sequence
+from math import comb
 
 import pytest
 
-from autoshard.search.memory.checkpoints import checkpointed
-from autoshard.search.memory.retention import footprints
-from autoshard.search.memory.value_graph import ValueGraph
-from tests.search.memory.value_graphs import cheapest, revolve_chain
+from autoshard.search.memory.checkpoints import Sweep, checkpointed
 
 
-@cache
+def cost_of(sweeps: Sequence[Sweep], costs: Sequence[float], sizes: Sequence[int], budget: int) -> float:
+    """What the sweeps cost, run one by one: each starts from a stored state, and every state is read, last to first."""
+    stored, wanted, total = {0}, len(sizes) - 1, 0.0
+    for sweep in sweeps:
+        assert sweep.start in stored
+        total += sum(costs[sweep.start + 1 : sweep.end + 1])
+        if sweep.is_stored:
+            stored.add(sweep.end)
+        else:
+            assert sweep.end == wanted
+            stored.discard(wanted)
+            wanted -= 1
+        assert sum(sizes[v] for v in stored - {0}) <= budget
+    assert wanted == -1
+    return total
+
+
+def moves(state, sizes, costs, budget) -> Iterator[tuple[float, tuple]]:
+    """From what is next read, what is stored and where the sweep is: what may follow, with its cost."""
+    wanted, stored, at = state
+    if at == wanted:
+        yield 0, (wanted - 1, stored, at)
+    if at < wanted:
+        yield costs[at + 1], (wanted, stored, at + 1)
+    if sum(sizes[v] for v in stored - {0} | {at}) <= budget:
+        yield 0, (wanted, stored | {at}, at)
+    for v in stored:
+        yield 0, (wanted, stored - {v}, at)
+        yield 0, (wanted, stored, v)
+
+
+def cheapest(costs: Sequence[float], sizes: Sequence[int], budget: int) -> float:
+    """Dijkstra's algorithm over all schedules."""
+    start = (len(sizes) - 1, frozenset({0}), 0)
+    queue, best, count = [(0, 0, start)], {start: 0}, 0
+    while True:
+        cost, _, state = heapq.heappop(queue)
+        if state[0] < 0:
+            return cost
+        for more, after in moves(state, sizes, costs, budget):
+            if cost + more < best.get(after, float("inf")):
+                best[after], count = cost + more, count + 1
+                heapq.heappush(queue, (cost + more, count, after))
+
+
 def forward_steps(num_steps: int, num_slots: int) -> int:
-    """Griewank and Walther (2000), section 2: advance, reverse what is behind with a slot less, then what is before."""
-    if num_steps == 1 or num_slots == 1:
-        return num_steps * (num_steps - 1) // 2
-    return min(
-        m + forward_steps(num_steps - m, num_slots - 1) + forward_steps(m, num_slots)
-        for m in range(1, num_steps)
-    )
+    """Griewank and Walther (2000), proposition 1: r l - C(s + r, r - 1), C(s + r - 1, s) < l <= C(s + r, s)."""
+    r = next(r for r in range(num_steps) if num_steps <= comb(num_slots + r, num_slots))
+    return r * num_steps - (comb(num_slots + r, r - 1) if r else 0)
 
 
 @pytest.mark.parametrize("num_slots", range(1, 7))
-@pytest.mark.parametrize("num_steps", [1, 2, 3, 5, 8, 13, 21, 32])
-def test_unit_chains_are_reversed_as_by_revolve(num_steps, num_slots):
-    graph = revolve_chain(num_steps)
-    sequence = checkpointed(graph, num_slots + 1)
-    if num_steps == 1:
-        assert sequence is None or sequence == (0, 1)
-        return
-    assert sequence is not None
-    assert max(footprints(graph, sequence)) <= num_slots + 1
-    assert sum(graph.costs[v] for v in sequence) == forward_steps(num_steps, num_slots)
+@pytest.mark.parametrize("num_steps", [1, 2, 3, 5, 8, 13, 16, 32])
+def test_equal_states_are_reversed_in_as_few_steps_as_by_revolve(num_steps, num_slots):
+    """The first of its slots holds the initial state."""
+    chain = [1] * num_steps, [7] * num_steps, 7 * (num_slots - 1)
+    assert cost_of(checkpointed(*chain), *chain) == forward_steps(num_steps, num_slots)
 
 
-@pytest.mark.parametrize("budget", range(5, 12))
-def test_chains_of_several_sizes(budget):
-    """No sequence whatsoever is cheaper."""
-    chain = [(v, v + 1) for v in range(4)]
-    back = [(4, 5), (3, 6), (2, 7), (1, 8), (0, 9)] + [(v, v + 1) for v in range(5, 9)]
-    graph = ValueGraph([3, 1, 4, 1, 5, 0, 0, 0, 0, 0], [2, 3, 1, 2, 1, 0, 0, 0, 0, 0], chain + back)
-    sequence = checkpointed(graph, budget)
-    assert sequence is not None
-    assert max(footprints(graph, sequence)) <= budget
-    assert sum(graph.costs[v] for v in sequence) == cheapest(graph, budget)
+def test_sixteen_steps_with_three_slots_take_33():
+    chain = [1] * 16, [1] * 16, 2
+    assert cost_of(checkpointed(*chain), *chain) == 33
 
 
-def test_what_is_no_chain_or_does_not_fit():
-    diamond = ValueGraph([1] * 4, [1] * 4, [(0, 1), (0, 2), (1, 3), (2, 3)])
-    assert checkpointed(diamond, 100) is None
-    assert checkpointed(revolve_chain(8), 1) is None
+@pytest.mark.parametrize("seed", range(20))
+def test_no_schedule_is_cheaper(seed):
+    drawn = random.Random(seed)
+    costs, sizes = ([drawn.randint(1, 5) for _ in range(6)] for _ in range(2))
+    for budget in range(13):
+        chain = costs, sizes, budget
+        assert cost_of(checkpointed(*chain), *chain) == cheapest(*chain)
+
+
+def test_large_sizes_are_rounded_up():
+    """Bytes in the billions share no unit with the budget: the sweeps still keep to it."""
+    drawn = random.Random(0)
+    costs, sizes = [1] * 12, [drawn.randint(1, 2**30) for _ in range(12)]
+    for share in (0.1, 0.3, 0.7):
+        chain = costs, sizes, int(share * sum(sizes))
+        assert cost_of(checkpointed(*chain), *chain) < cost_of(checkpointed(costs, sizes, 0), costs, sizes, 0)
