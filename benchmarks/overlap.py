@@ -3,7 +3,7 @@
     python -m benchmarks.overlap [--cases "fsdp mlp" ...] [--flags="--xla_gpu_..."]
 
 A plan says how much of its communication costs nothing, value by value (`search.problem.streams`). Here its program is
-compiled, its schedule read (`cost_model.xla.schedule`) and replayed on two streams, one that computes and one that
+compiled, its schedule read (`benchmarks.compiled_schedule`) and replayed on two streams, one that computes and one that
 communicates, by the cost model's own times: what a device waits for is exposed, all else hidden. By kind of collective:
 milliseconds of a step, the share that the plan takes for hidden, what XLA's come to, the share that its schedule hides, and
 how many of its arrays move asynchronously. Whole steps stand in front, and what of them is computation: XLA's is that of the
@@ -28,7 +28,6 @@ from autoshard.cost_model.hardware import parse_cluster
 from autoshard.cost_model.xla._jax import lower, module_bytes
 from autoshard.cost_model.xla.hlo import HloCollective
 from autoshard.cost_model.xla.process import Compiler, compile_apart
-from autoshard.cost_model.xla.schedule import End, HloKernel, Loop, Schedule, Start, schedule
 from autoshard.executors.jit import build
 from autoshard.search import driver
 from autoshard.search.driver import SearchResult
@@ -37,6 +36,7 @@ from autoshard.search.options import Options
 from autoshard.search.problem.reshard import SLICE
 from autoshard.search.problem.reshard_paths import ReshardPaths
 from autoshard.search.problem.streams import CONTENTION
+from benchmarks.compiled_schedule import End, HloKernel, Loop, Schedule, Start, schedule
 from benchmarks.experts import experts, head, line, pins
 from tests.zoo import (
     Case,

@@ -20,7 +20,7 @@ import importlib.metadata
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 from jax.experimental import topologies
 
@@ -50,16 +50,6 @@ SLOP_FACTOR = "xla_gpu_memory_limit_slop_factor"
 
 PLUGINS = ("jax-cuda13-plugin", "jax-cuda12-plugin")
 """The wheels that hold the compiler's kernels, each with its `-pjrt` half, in the order in which JAX takes them."""
-
-
-class Lowerable(Protocol):
-    """A program to compile: an `executors.Program`, or any object with a jitted function and its arguments."""
-
-    @property
-    def fn(self) -> Any: ...
-
-    @property
-    def args(self) -> tuple[Any, ...]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,26 +130,6 @@ def described_devices(topology: str, config: str) -> Sequence[Any]:
     """Compile-only devices of a topology and a target config, in the cluster's order. The module states the process's
     requirements."""
     return topologies.get_topology_desc(platform="cuda", topology=topology, target_config=config).devices
-
-
-def compile_only_devices(cluster: Cluster, memory_bytes: int | None = None) -> Sequence[Any]:
-    """Compile-only devices of a cluster, in its order. The module states the process's requirements.
-
-    Args:
-      cluster: a cluster of a preset's GPUs.
-      memory_bytes: the memory of each device in its description; by default the GPU's own.
-
-    Raises:
-      InputError: as for `check`.
-    """
-    check(cluster)
-    return described_devices(topology(cluster), target_config(cluster.device.name, memory_bytes))
-
-
-def compile_for(program: Lowerable) -> Compiled:
-    """Compiles a program that is built for compile-only devices."""
-    executable = program.fn.trace(*program.args).lower(lowering_platforms=("cuda",)).compile()
-    return read(executable)
 
 
 def compile_module(module: bytes, devices: Sequence[Any], cuda_folder: str) -> Compiled:

@@ -50,21 +50,16 @@ class HloCollective:
     Attributes:
       kind: one of `KINDS`.
       axes: the mesh axes along which the members of a group differ, outermost first.
-      group_size: members of a group; smaller than the product of the axes' sizes if the group covers a part of
-        them. For a permute, that product.
       num_operands: arrays that it moves; XLA combines small ones.
       num_bytes: bytes per device and run, the larger of input and output.
       count: runs in one step.
-      op_name: its origin: the name stack and primitive that JAX gave to the compiler.
     """
 
     kind: str
     axes: tuple[str, ...]
-    group_size: int
     num_operands: int
     num_bytes: int
     count: int
-    op_name: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,11 +225,7 @@ def collective_of(
     coordinates = np.stack(np.unravel_index(groups, ids.shape))
     differs = (coordinates != coordinates[:, :, :1]).any(axis=(1, 2))
     axes = tuple(a for a, d in zip(mesh, differs, strict=True) if d)
-    size = prod(mesh[a] for a in axes) if pairs else groups.shape[1]
-    source = re.search(r'op_name="([^"]*)"', i.attributes)
-    return HloCollective(
-        kind, axes, size, max(1, len(i.operands)), num_bytes, count, source[1] if source else ""
-    )
+    return HloCollective(kind, axes, max(1, len(i.operands)), num_bytes, count)
 
 
 _EXPLICIT = re.compile(r"replica_groups=\{((?:\{[\d,]*\},?)*)\}")

@@ -8,8 +8,8 @@ from typing import Any
 
 import autoshard
 from autoshard.cost_model.hardware import parse_cluster
-from autoshard.cost_model.xla import compiler
 from autoshard.executors.jit import Program
+from tests.gpu.compile_only import compile_only_devices
 from tests.zoo import Case, make_gpt_scan, make_mlp
 
 CLUSTER = parse_cluster("4xA100-80GB")
@@ -21,7 +21,7 @@ def emitted(case: Case, **options: Any) -> Iterator[Program]:
     """What becomes of a plan under a cap that is far below the device's memory."""
     args = case.abstract_args()
     plan = autoshard.search(case.step, *args, cluster=CLUSTER, memory="1GiB", **options)
-    programs = autoshard.emit(case.step, *args, plan=plan, devices=compiler.compile_only_devices(CLUSTER))
+    programs = autoshard.emit(case.step, *args, plan=plan, devices=compile_only_devices(CLUSTER))
     yield from (programs,) if isinstance(programs, Program) else programs
 
 

@@ -22,7 +22,7 @@ from autoshard.cost_model.calibration.probes import (
     StreamProbe,
 )
 from autoshard.cost_model.hardware import parse_cluster
-from autoshard.cost_model.xla import compiler
+from tests.gpu.compile_only import compile_only_devices
 
 PROBES = {
     "launch": LaunchProbe(),
@@ -56,5 +56,5 @@ def kernels(probe: Probe, devices: list) -> Counter:
 
 
 if __name__ == "__main__":
-    h100s = list(compiler.compile_only_devices(parse_cluster("4xH100-80GB")))
+    h100s = list(compile_only_devices(parse_cluster("4xH100-80GB")))
     print(json.dumps({name: kernels(probe, h100s) for name, probe in PROBES.items()}))

@@ -3,7 +3,7 @@
 
 from autoshard.cost_model.compute import Product
 from autoshard.cost_model.xla.hlo import HloCollective
-from autoshard.cost_model.xla.schedule import End, HloKernel, Loop, Start, schedule
+from benchmarks.compiled_schedule import End, HloKernel, Loop, Start, schedule
 
 DOT = '"gemm_backend_config":{{"dot_dimension_numbers":{{"lhs_contracting_dimensions":["{}"],"rhs_contracting_dimensions":["1"],"lhs_batch_dimensions":[],"rhs_batch_dimensions":[]}}}}'
 
@@ -69,8 +69,8 @@ ENTRY %main (w: f32[64,512], x: f32[128,256], s: (s32[], f32[4,512,64], f32[4,64
 
 
 def test_what_runs_between_the_start_of_a_collective_and_its_end():
-    gather = HloCollective("all-gather", ("data",), 8, 1, 4 * 512 * 512, 1, "")
-    scatter = HloCollective("reduce-scatter", ("data",), 8, 1, 4 * 128 * 256, 1, "")
+    gather = HloCollective("all-gather", ("data",), 1, 4 * 512 * 512, 1)
+    scatter = HloCollective("reduce-scatter", ("data",), 1, 4 * 128 * 256, 1)
     product = HloKernel(4 * (2 * 128 * 256 + 128 * 128), Product(1, 128, 128, 256), "float32")
     found = schedule(STEP, {"data": 8})
     assert found[:5] == (
@@ -85,7 +85,7 @@ def test_what_runs_between_the_start_of_a_collective_and_its_end():
 
 def test_a_loop_touches_parts_of_its_stacks_and_waits_for_what_has_no_start():
     loop = schedule(STEP, {"data": 8})[5]
-    reduction = HloCollective("all-reduce", ("data",), 8, 1, 4 * 64, 1, "")
+    reduction = HloCollective("all-reduce", ("data",), 1, 4 * 64, 1)
     assert loop == Loop(
         4,
         (
