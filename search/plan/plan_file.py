@@ -284,19 +284,6 @@ class SpmdFile(TypedDict):
     """How the devices of a replica share its work, if there are several."""
 
 
-class ScheduleFile(TypedDict):
-    """A pipeline's schedule."""
-
-    name: str
-    """Of its family, such as 1f1b."""
-    num_stages: Count
-    """In how many the layers are cut."""
-    num_microbatches: Count
-    """In how many the batch is cut."""
-    workers: list[str]
-    """Of each, its tasks in order: F0.0 F0.1 B0.0 B0.1."""
-
-
 for _file in (
     CollectiveFile,
     EstimatesFile,
@@ -309,7 +296,6 @@ for _file in (
     PipelineFile,
     SpmdEstimatesFile,
     SpmdFile,
-    ScheduleFile,
 ):
     _file.__pydantic_config__ = _READ  # type: ignore[attr-defined]
 OptionsFile.__pydantic_config__ = ConfigDict(**_READ, extra="allow")  # type: ignore[attr-defined]

@@ -23,12 +23,10 @@ stashes is counted from the order.
 Words of a task: `F2.5` is the forward pass of stage 2 on microbatch 5, `B2.5` the backward pass, `W2.5` the weight gradient.
 """
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
-from typing import Any
 
 from autoshard.cost_model.errors import PlanError
 
@@ -46,10 +44,6 @@ class TaskKind(StrEnum):
         return self.value[0].upper()
 
     __hash__ = str.__hash__  # an enum's own is not C, and simulators look up tasks by the thousand
-
-
-_KIND = {kind.letter: kind for kind in TaskKind}
-_WORD = re.compile(rf"([{''.join(_KIND)}])(\d+)\.(\d+)")
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -92,8 +86,7 @@ class Schedule:
       splits_backward: whether weight gradients are tasks of their own.
 
     Raises:
-      PlanError: a task of no such stage, microbatch or kind. (Whether all are there, and can be run in this order, is said
-        by `search.pipeline.validity`.)
+      PlanError: a task of no such stage, microbatch or kind.
 
     Example:
       >>> F, B = TaskKind.FORWARD, TaskKind.BACKWARD
@@ -157,45 +150,3 @@ class Schedule:
     def _workers_of(self) -> tuple[tuple[int, ...], ...]:
         stages = range(self.num_stages)
         return tuple(tuple(w for w, held in enumerate(self._stages_of) if s in held) for s in stages)
-
-    def to_json(self) -> dict[str, Any]:
-        """The schedule as JSON-ready values: a line of words per worker."""
-        return {
-            "name": self.name,
-            "num_stages": self.num_stages,
-            "num_microbatches": self.num_microbatches,
-            "workers": [" ".join(map(str, tasks)) for tasks in self.workers],
-        }
-
-    @classmethod
-    def from_json(cls, data: Any, place: str = "schedule") -> "Schedule":
-        """A schedule from JSON-ready values.
-
-        Raises:
-          PlanError: a key is missing or of the wrong type, or a word names no task; says where.
-        """
-        from autoshard.search.plan.plan_file import ScheduleFile, read  # it takes a while to import
-
-        file = read(ScheduleFile, data, place)
-        lines = enumerate(file["workers"])
-        workers = tuple(_read_tasks(line, f"{place}: workers[{i}]") for i, line in lines)
-        return cls(
-            file["name"],
-            file["num_stages"],
-            file["num_microbatches"],
-            workers,
-            any(task.kind is TaskKind.WEIGHT_GRADIENT for tasks in workers for task in tasks),
-        )
-
-
-def _read_tasks(line: str, where: str) -> tuple[Task, ...]:
-    found: list[Task] = []
-    for word in line.split():
-        match = _WORD.fullmatch(word)
-        if match is None:
-            raise PlanError(
-                f"{where}: {word!r} is no task. Write F, B or W (forward, backward, weight gradient), the stage, a dot "
-                "and the microbatch, as in F2.5"
-            )
-        found.append(Task(int(match[2]), int(match[3]), _KIND[match[1]]))
-    return tuple(found)

@@ -61,7 +61,7 @@ def build_schedule(name: str, num_stages: int, num_microbatches: int, num_worker
     """A family's schedule for so many stages on so many workers.
 
     Example:
-      >>> build_schedule("1f1b", 2, 2, 2).to_json()["workers"]
+      >>> [" ".join(map(str, tasks)) for tasks in build_schedule("1f1b", 2, 2, 2).workers]
       ['F0.0 F0.1 B0.0 B0.1', 'F1.0 B1.0 F1.1 B1.1']
 
     Raises:

@@ -5,8 +5,8 @@ import pytest
 from autoshard.cost_model.errors import InputError
 from autoshard.search.pipeline.schedules.registry import FAMILIES, build_schedule
 from autoshard.search.pipeline.simulator import Simulation, StageCost, simulate
-from autoshard.search.pipeline.validity import check, in_flight, in_flight_together
 from autoshard.search.plan.schedule import Schedule
+from tests.search.pipeline.validity import check, in_flight, in_flight_together
 
 SIZES = [(1, 2), (2, 4), (4, 8), (4, 12), (6, 12), (8, 24)]
 """Workers and microbatches."""
@@ -39,7 +39,6 @@ def test_every_family_is_valid(name: str, workers: int, microbatches: int):
     check(schedule)
     assert schedule.name == name
     assert (schedule.num_workers, schedule.num_microbatches) == (workers, microbatches)
-    assert Schedule.from_json(schedule.to_json()) == schedule
 
 
 @pytest.mark.parametrize("microbatches", [1, 3, 5, 7])
@@ -137,7 +136,7 @@ def test_in_flight_of_interleaved_1f1b(chunks: int):
 
 def test_interleaved_1f1b_runs_microbatches_in_groups():
     schedule = family("interleaved-1f1b", 2, 4)
-    assert schedule.to_json()["workers"][1] == (
+    assert " ".join(map(str, schedule.workers[1])) == (
         "F1.0 F1.1 F3.0 B3.0 F3.1 B3.1 F1.2 B1.0 F1.3 B1.1 F3.2 B3.2 F3.3 B3.3 B1.2 B1.3"
     )
 
