@@ -21,7 +21,7 @@ from autoshard.cost_model.xla.process import Compiler
 from autoshard.search import driver
 from autoshard.search.driver import SearchResult
 from autoshard.search.ir.graph import Step
-from autoshard.search.ir.trace import trace_for
+from autoshard.search.ir.trace import trace_call
 from autoshard.search.options import Options, Progress
 from autoshard.search.problem.flat_program import flatten
 from autoshard.user_warning import AutoshardWarning
@@ -112,7 +112,7 @@ class Planner:
         cls, case: Case, cluster: Cluster, remat: str | None = None, is_compiled: bool = False
     ) -> "Planner":
         """Traces a case's step."""
-        step = trace_for(cluster.device.platform, case.step, *case.abstract_args())
+        step = trace_call(cluster.device.platform, case.step, case.abstract_args(), {})
         return cls(step, cluster, remat, is_compiled)
 
     def point(self, cap_bytes: int) -> Point:

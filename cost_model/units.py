@@ -44,14 +44,6 @@ _BITS_PER_S: Scales = _si("b/s", 1 / _BITS_PER_BYTE)
 _IEC_BYTES_PER_S: Scales = {f"{unit}/s": size for unit, size in _IEC_BYTES.items()}
 _RATES: Scales = _BYTES_PER_S | _BITS_PER_S | _IEC_BYTES_PER_S
 _FLOPS_PER_S: Scales = _si("FLOP/s")
-_COUNTS: Scales = {
-    "": Decimal(1),
-    "K": Decimal(10**3),
-    "M": Decimal(10**6),
-    "B": Decimal(10**9),
-    "T": Decimal(10**12),
-}
-
 _NUMBER = r"[-+]?(?:nan|inf(?:inity)?|(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e[-+]?[0-9]+)?)"
 _QUANTITY = re.compile(rf"\s*({_NUMBER})\s*([a-z/]*)\s*", re.IGNORECASE | re.ASCII)
 
@@ -136,11 +128,6 @@ def format_rate(bytes_per_s: float) -> str:
 def format_flops(flops_per_s: float) -> str:
     """A computing speed for people: `format_flops(9.89e14) == "989 TFLOP/s"`."""
     return _format(flops_per_s, _FLOPS_PER_S)
-
-
-def format_count(count: float) -> str:
-    """A number of things for people: `format_count(1_413_000_000) == "1.41B"` (K, M, billion, T)."""
-    return _format(count, _COUNTS).replace(" ", "")
 
 
 def format_mesh(shape: Sequence[int]) -> str:

@@ -55,12 +55,7 @@ def trace(step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Step:
       >>> [a.role.value for a in step.arguments]
       ['parameter', 'batch']
     """
-    return trace_for(None, step, *args, **kwargs)
-
-
-def trace_for(platform: str | None, step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Step:
-    """Traces `step` on the shapes of its arguments, for one platform (see `trace_call`)."""
-    return trace_call(platform, step, args, kwargs)
+    return trace_call(None, step, args, kwargs)
 
 
 def trace_call(

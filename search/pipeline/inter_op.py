@@ -46,18 +46,13 @@ NEAREST = 0.01
 """Of a cap: how exactly the smallest that would do is found, for a message. Source: a choice of ours."""
 
 
-def plan_stages(problem: InterOpProblem, relative_gap: float = RELATIVE_GAP) -> InterOpPlan | NoCut:
-    """The fastest cut into stages that fits, or why there is none.
+def fastest_cut(problem: InterOpProblem, relative_gap: float = RELATIVE_GAP) -> InterOpPlan | None:
+    """The fastest cut into stages that fits; None where none does.
 
     Args:
       problem: layers, devices and costs.
       relative_gap: how much slower than the best the plan may be; 0 for the best.
     """
-    return fastest_cut(problem, relative_gap) or nearest_cut(problem)
-
-
-def fastest_cut(problem: InterOpProblem, relative_gap: float = RELATIVE_GAP) -> InterOpPlan | None:
-    """The same; None where none fits."""
     return _Search(problem).run(relative_gap)
 
 

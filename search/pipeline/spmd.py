@@ -21,24 +21,14 @@ from autoshard.search.pipeline.split_loops import is_of_layers
 from autoshard.search.plan.spmd_step import LayerLoop, Segment, SpmdStep
 
 
-def spmd_step(traced: Step, num_parts: int, num_workers: int, stages_per_worker: int) -> SpmdStep:
+def written(traced: Step, step: PipelineStep, num_workers: int, stages_per_worker: int) -> SpmdStep:
     """One program for all stages.
 
     Args:
       traced: the step.
-      num_parts: in how many it goes through its batch, on all devices of a stage together.
+      step: the step taken apart, into as many parts as it goes through its batch in, on all devices of a stage together.
       num_workers: groups of devices.
       stages_per_worker: how many stages each has.
-
-    Raises:
-      InputError: there is no loop over so many equal layers.
-      NotSplittableError: the step has no microbatches; says why.
-    """
-    return written(traced, PipelineStep.of(traced, num_parts), num_workers, stages_per_worker)
-
-
-def written(traced: Step, step: PipelineStep, num_workers: int, stages_per_worker: int) -> SpmdStep:
-    """The same of a step that is taken apart already.
 
     Raises:
       InputError: there is no loop over so many equal layers.

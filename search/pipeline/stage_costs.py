@@ -57,18 +57,6 @@ class Node:
     kind: str = ""
 
 
-def submeshes(nodes: tuple[Node, ...], kind: str = "") -> tuple[Submesh, ...]:
-    """The shapes worth trying on nodes of a kind: 1, 2, 4, ... devices of a node, and whole nodes.
-
-    Source: Zheng et al. 2022, "Alpa", section 5.2.
-    """
-    alike = [node for node in nodes if node.kind == kind]
-    num_devices = alike[0].num_devices
-    powers = (2**i for i in range(num_devices.bit_length()))
-    parts = tuple(Submesh(1, size) for size in powers if size < num_devices)
-    return parts + tuple(Submesh(n, num_devices) for n in range(1, len(alike) + 1))
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class StageOption:
     """A way to run layers on a submesh. Arrays are [layers], of each; bytes are per device.

@@ -28,12 +28,10 @@ class ConvolutionCopy:
     Attributes:
       spatial: the extents of the images' dimensions, zeros included.
       growth: bytes of the copy over bytes of the operand.
-      is_turned: whether batch and channels change places.
     """
 
     spatial: tuple[int, ...]
     growth: float
-    is_turned: bool
 
 
 def convolution_copy(program: FlatProgram, op: FlatOp, operand: int) -> ConvolutionCopy | None:
@@ -46,9 +44,9 @@ def convolution_copy(program: FlatProgram, op: FlatOp, operand: int) -> Convolut
         made = [program.values[op.results[0]].shape[d] for d in dims.out_spec[2:]]
         dilated = [_dilated(n, d) for n, d in zip(images, params["lhs_dilation"], strict=True)]
         if operand == 0:
-            return _copy(images, dilated, is_turned=True)
+            return _copy(images, dilated)
         padded = [max(n, m + k - 1) for n, m, k in zip(kernel, made, dilated, strict=True)]
-        return _copy(kernel, padded, is_turned=True)
+        return _copy(kernel, padded)
     is_dilated = max(params["lhs_dilation"], default=1) > 1
     if operand == 0 and (not _is_reversed(program, op) if is_dilated else _is_uneven(params)):
         written = map(_padded, images, params["padding"], params["lhs_dilation"])
@@ -56,8 +54,8 @@ def convolution_copy(program: FlatProgram, op: FlatOp, operand: int) -> Convolut
     return None
 
 
-def _copy(shape: list[int], written: list[int], is_turned: bool = False) -> ConvolutionCopy:
-    return ConvolutionCopy(tuple(written), prod(written) / prod(shape), is_turned)
+def _copy(shape: list[int], written: list[int]) -> ConvolutionCopy:
+    return ConvolutionCopy(tuple(written), prod(written) / prod(shape))
 
 
 def _dilated(extent: int, dilation: int) -> int:

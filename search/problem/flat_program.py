@@ -44,8 +44,6 @@ ZEROS_STAY = frozenset({"broadcast_in_dim", "convert_element_type", "reshape", "
 ENTER = "enter"
 """Boundary at which a value that was made before goes into a loop or a branch."""
 
-BOUNDARIES = frozenset({"input", "output", "carry", "slice", "stack", ENTER, "join"})
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FlatOp:

@@ -19,8 +19,3 @@ class Numbering[Thing: Hashable]:
         if known is None:  # it is kept, so that no other object gets its id
             known = self._known[id(thing)] = thing, self._numbers.setdefault(thing, len(self._numbers))
         return known[1]
-
-    @property
-    def things(self) -> tuple[Thing, ...]:
-        """Each once, by number."""
-        return tuple(self._numbers)

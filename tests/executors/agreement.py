@@ -11,7 +11,7 @@ import numpy as np
 from autoshard.executors.jit import build
 from autoshard.search.driver import SearchResult
 from autoshard.search.ir.graph import Step
-from autoshard.search.ir.trace import trace_for
+from autoshard.search.ir.trace import trace_call
 from tests.zoo import Case
 
 NOISE = 1e-12
@@ -46,7 +46,7 @@ class Reference:
         start = jax.jit(case.init)()
         results = run_steps(jax.jit(case.step), case, start, num_steps)
         return cls(
-            case, trace_for("cpu", case.step, *case.abstract_args()), num_steps, _on_host(start), results
+            case, trace_call("cpu", case.step, case.abstract_args(), {}), num_steps, _on_host(start), results
         )
 
     def on_many_devices(self, found: SearchResult) -> tuple[Any, list[Any]]:

@@ -18,7 +18,8 @@ from autoshard.executors import jit, spmd
 from autoshard.search.ir.graph import Step
 from autoshard.search.ir.sharding import StepSharding
 from autoshard.search.ir.trace import trace
-from autoshard.search.pipeline.spmd import spmd_step
+from autoshard.search.pipeline.pipeline_step import PipelineStep
+from autoshard.search.pipeline.spmd import written
 from autoshard.search.plan.spmd_step import SpmdSharding
 from tests.executors.pipelines import pipelined, schedule_of
 
@@ -87,7 +88,7 @@ def as_one_program(step: Step) -> jit.Program:
 
 
 def as_one_program_for_all_stages(step: Step) -> jit.Program:
-    return spmd.build(spmd_step(step, 2, 2, 1), SpmdSharding(1), jax.devices())
+    return spmd.build(written(step, PipelineStep.of(step, 2), 2, 1), SpmdSharding(1), jax.devices())
 
 
 EXECUTORS: dict[str, Callable[[Step], Any]] = {

@@ -11,7 +11,8 @@ import pytest
 import autoshard
 from autoshard.cost_model.errors import InputError, PlanError
 from autoshard.search.ir.trace import trace
-from autoshard.search.pipeline.spmd import spmd_step
+from autoshard.search.pipeline.pipeline_step import PipelineStep
+from autoshard.search.pipeline.spmd import written
 from autoshard.search.plan.spmd_plan import SpmdPlan
 from autoshard.search.plan.spmd_step import LayerLoop
 from tests.executors.agreement import Reference, assert_equal, run_steps
@@ -129,7 +130,8 @@ def test_gradients_of_parameters_in_another_type_are_added_up_on_their_stages():
         }
         x = jax.random.normal(keys[2], (BATCH, WIDTH), jnp.float32)
         wanted, _ = jax.jit(cast_step)(params, x)
-        program = spmd_step(trace(cast_step, params, x), 8, 4, 1)
+        step = trace(cast_step, params, x)
+        program = written(step, PipelineStep.of(step, 8), 4, 1)
         _, backward = (part for part in program.parts if isinstance(part, LayerLoop))
         ((stack, total),) = ((v, t) for v, t in backward.sums.items() if t in program.layered)
         assert (program.values[stack].dtype, program.values[total].dtype) == (jnp.float32, jnp.float64)

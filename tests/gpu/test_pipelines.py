@@ -12,8 +12,9 @@ from autoshard.cost_model.xla.stats import CompiledStats
 from autoshard.executors.jit import Program
 from autoshard.executors.spmd import build
 from autoshard.search.ir.trace import trace
+from autoshard.search.pipeline.pipeline_step import PipelineStep
 from autoshard.search.pipeline.search import PipelineOptions
-from autoshard.search.pipeline.spmd import spmd_step
+from autoshard.search.pipeline.spmd import written
 from autoshard.search.pipeline.spmd_planning import find
 from autoshard.search.plan.spmd_step import LayerLoop, SpmdSharding
 from autoshard.verification.pipeline_result import PipelineVerification
@@ -38,7 +39,7 @@ def compiled(program: Program) -> CompiledStats:
 def test_one_program_sends_activations_adds_gradients_up_once_and_holds_all_residuals():
     case = make_gpt_scan(LAYERS, HIDDEN, 4, VOCAB, SEQ, BATCH)
     step = trace(case.step, *case.abstract_args())
-    parts = spmd_step(step, MICROBATCHES * REPLICAS, STAGES, 1)
+    parts = written(step, PipelineStep.of(step, MICROBATCHES * REPLICAS), STAGES, 1)
     stats = compiled(build(parts, SpmdSharding(REPLICAS), STAGES * REPLICAS))
     moved = {key: num_bytes for key, (_, num_bytes) in stats.collectives.items()}
 

@@ -12,7 +12,7 @@ import pytest
 from autoshard.cost_model.errors import InputError
 from autoshard.search.ir.factors import has_rule
 from autoshard.search.ir.graph import Phase, Role, Step, verify, walk
-from autoshard.search.ir.trace import trace, trace_for
+from autoshard.search.ir.trace import trace, trace_call
 from tests import zoo
 from tests.extended_dtypes import META, added_as_gradients, float_of, fp8_meta
 
@@ -325,7 +325,7 @@ def test_a_branch_by_platform_is_taken_at_trace(platform, name):
 
         return w - jax.grad(loss)(w)
 
-    found = primitives(trace_for(platform, step, W, X))
+    found = primitives(trace_call(platform, step, (W, X), {}))
     assert found[name] == 1
     assert not found.keys() & {"cond", "platform_index", "empty2", *({"sin", "tanh"} - {name})}
     assert primitives(trace(step, W, X)).keys() >= {"cond", "platform_index", "sin", "tanh"}
@@ -334,7 +334,7 @@ def test_a_branch_by_platform_is_taken_at_trace(platform, name):
 def test_a_platform_without_a_branch():
     line = by_platform.__code__.co_firstlineno + 1
     with pytest.raises(InputError, match=rf"at .*test_trace.py:{line} has no branch for rocm.*default="):
-        trace_for("rocm", by_platform, X)
+        trace_call("rocm", by_platform, (X,), {})
 
 
 def test_ops_of_library_functions_have_the_source_line_of_their_call():

@@ -6,11 +6,26 @@ from itertools import accumulate
 
 import numpy as np
 
-from autoshard.search.pipeline.stage_costs import Node, StageOption, submeshes
-from autoshard.search.pipeline.stage_plan import InterOpProblem
+from autoshard.search.pipeline.inter_op import fastest_cut, nearest_cut
+from autoshard.search.pipeline.stage_costs import Node, StageOption, Submesh
+from autoshard.search.pipeline.stage_plan import InterOpPlan, InterOpProblem, NoCut
 
 Chosen = list[tuple[StageOption, int, int, int]]
 """Per stage: option, first layer, end, first device."""
+
+
+def submeshes(nodes: tuple[Node, ...], kind: str = "") -> tuple[Submesh, ...]:
+    """The shapes on nodes of a kind: 1, 2, 4, ... devices of a node, and whole nodes."""
+    alike = [node for node in nodes if node.kind == kind]
+    num_devices = alike[0].num_devices
+    powers = (2**i for i in range(num_devices.bit_length()))
+    parts = tuple(Submesh(1, size) for size in powers if size < num_devices)
+    return parts + tuple(Submesh(n, num_devices) for n in range(1, len(alike) + 1))
+
+
+def plan_stages(problem: InterOpProblem, relative_gap: float = 0.0) -> InterOpPlan | NoCut:
+    """The fastest cut that fits, or why there is none."""
+    return fastest_cut(problem, relative_gap) or nearest_cut(problem)
 
 
 def drawn(seed: int) -> InterOpProblem:

@@ -5,10 +5,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from autoshard.search.pipeline.inter_op import NEAREST, plan_stages
+from autoshard.search.pipeline.inter_op import NEAREST
 from autoshard.search.pipeline.schedules.one_f_one_b import one_f_one_b
 from autoshard.search.pipeline.simulator import StageCost, simulate
-from autoshard.search.pipeline.stage_costs import Node, StageOption, Submesh, submeshes
+from autoshard.search.pipeline.stage_costs import Node, StageOption, Submesh
 from autoshard.search.pipeline.stage_plan import InterOpPlan, InterOpProblem, NoCut
 from tests.search.pipeline import cuts
 
@@ -18,7 +18,7 @@ def layers(num_layers: int, nodes: tuple[Node, ...], num_microbatches: int, **kw
     ones = np.ones(num_layers)
     options = tuple(
         StageOption(s, "keep", ones / s.size, ones / s.size, ones / s.size, 0 * ones, 0 * ones)
-        for s in submeshes(nodes)
+        for s in cuts.submeshes(nodes)
     )
     in_flight = tuple(range(1, num_microbatches + 1))
     free = np.zeros((2, num_layers + 1))
@@ -26,7 +26,7 @@ def layers(num_layers: int, nodes: tuple[Node, ...], num_microbatches: int, **kw
 
 
 def plan(problem: InterOpProblem, gap: float = 0.0) -> InterOpPlan:
-    found = plan_stages(problem, gap)
+    found = cuts.plan_stages(problem, gap)
     assert isinstance(found, InterOpPlan), str(found)
     return found
 
@@ -34,7 +34,7 @@ def plan(problem: InterOpProblem, gap: float = 0.0) -> InterOpPlan:
 @pytest.mark.parametrize("seed", range(60))
 def test_no_plan_is_faster(seed: int):
     problem = cuts.drawn(seed)
-    best_s, found = cuts.fastest_s(problem), plan_stages(problem, relative_gap=0.0)
+    best_s, found = cuts.fastest_s(problem), cuts.plan_stages(problem, relative_gap=0.0)
     if isinstance(found, NoCut):
         assert best_s == np.inf
         return
@@ -64,7 +64,7 @@ def kind_at(problem: InterOpProblem, device: int) -> str:
 @pytest.mark.parametrize("seed", range(20))
 def test_a_looser_gap_is_kept(seed: int):
     problem = cuts.drawn(seed)
-    found = plan_stages(problem, relative_gap=0.2)
+    found = cuts.plan_stages(problem, relative_gap=0.2)
     if isinstance(found, InterOpPlan):
         best_s = cuts.fastest_s(problem)
         assert found.bound_s <= best_s * (1 + 1e-7)
@@ -75,7 +75,7 @@ def test_a_looser_gap_is_kept(seed: int):
 def test_what_does_not_fit_is_said_with_what_it_lacks(seed: int):
     problem = cuts.drawn(seed)
     scarce = replace(problem, nodes=tuple(replace(n, memory_bytes=0.3) for n in problem.nodes))
-    found = plan_stages(scarce)
+    found = cuts.plan_stages(scarce)
     assert isinstance(found, NoCut)
     least = min((cuts.overflow_bytes(scarce, cut) for cut in cuts.wanted(scarce)), default=np.inf)
     if np.isinf(least):
@@ -90,7 +90,7 @@ def test_the_stage_that_does_not_fit_is_named():
     nodes = tuple(Node(1, 4.0) for _ in range(4))
     problem = layers(4, nodes, 8)
     parts = tuple(option for option in problem.options if option.submesh == Submesh(1, 1))
-    found = plan_stages(replace(problem, options=parts))
+    found = cuts.plan_stages(replace(problem, options=parts))
     assert isinstance(found, NoCut)
     assert found.over_bytes == pytest.approx(1.0, abs=NEAREST * 5)
     assert (
@@ -124,7 +124,7 @@ def test_heavy_layers_get_more_devices():
     options = tuple(
         StageOption(s, "keep", time_s / s.size**0.99, free, free, free, free, node.kind)
         for node in nodes
-        for s in submeshes(nodes, node.kind)
+        for s in cuts.submeshes(nodes, node.kind)
     )
     found = plan(InterOpProblem(nodes, options, 64, (1,), np.zeros((2, 4))))
     first = found.stages[0]

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from autoshard.search.pipeline.stage_costs import Node, StageTable, Submesh, prefix_sums, submeshes
+from autoshard.search.pipeline.stage_costs import StageTable, prefix_sums
 from autoshard.search.pipeline.stage_plan import InterOpProblem
 from tests.search.pipeline import cuts
 
@@ -36,10 +36,3 @@ def test_reversed_layers_cost_the_same(seed: int):
             there = of.latency_s[:, j] - of.latency_s[:, k]
             assert back.latency_s[:, size - k] - back.latency_s[:, size - j] == pytest.approx(there)
             assert np.array_equal(back.workspace_bytes[:, size - j, size - k], of.workspace_bytes[:, k, j])
-
-
-def test_submeshes_are_parts_of_a_node_and_whole_nodes():
-    nodes = (Node(8, 1.0),) * 3
-    assert list(map(str, submeshes(nodes))) == ["1x1", "1x2", "1x4", "1x8", "2x8", "3x8"]
-    assert list(map(str, submeshes((Node(12, 1.0),)))) == ["1x1", "1x2", "1x4", "1x8", "1x12"]
-    assert Submesh(3, 8).size == 24

@@ -15,7 +15,6 @@ from autoshard.search.ir.graph import Phase, walk
 from autoshard.search.ir.trace import trace
 from autoshard.search.memory.microbatches import microbatched
 from autoshard.search.problem.flat_program import (
-    BOUNDARIES,
     FlatOp,
     FlatProgram,
     ReadPhase,
@@ -381,7 +380,6 @@ def test_borders_hand_every_dimension_on_but_the_one_that_a_loop_stacks_over(ste
     for op in flat(step).ops:
         if not op.is_boundary:
             continue
-        assert op.name in BOUNDARIES
         whole = [f for f, factor in enumerate(op.rule.factors) if factor.kind is not Kind.PARALLEL]
         stacked = {"slice": op.rule.operands, "stack": op.rule.results}.get(op.name, ())
         assert [dims[0] for dims in stacked] == [tuple(whole)] * len(stacked)
