@@ -79,6 +79,10 @@ PROTOCOLS = (LL, LL128, SIMPLE)
 to 39 to 282 GB/s in a node, which is 0.33 to 0.39 of the links' rate from V100 to B200, and to 19 to 45 GB/s across
 nodes. Trees: 0.92, times 1/3.8 (LL) or 7/9 (LL128), times the mean of treeCorrectionFactor above 64 KiB."""
 
+SCHEDULED_RATIO = 1.3
+"""Time of a collective inside a node in the table of XLA's scheduler, relative to this model: the median from 1 to 64 MiB.
+Source: `xla/service/gpu/model/default_collective_perf_table.txtpb`, 2026, H100."""
+
 SWITCH_START_S = 25e-6
 """Fixed time of an all-reduce in NVLink's switches. Source: NCCL 2, `src/graph/tuning.cc`, hwLatencies, NVLS."""
 

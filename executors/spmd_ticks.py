@@ -23,10 +23,7 @@ import jax.numpy as jnp
 from autoshard.executors.rewrite import evaluator
 from autoshard.executors.spmd_layout import STAGE, Layout
 from autoshard.search.ir.sharding import OperandReshard, ReshardStep, StepSharding
-from autoshard.search.plan.spmd_step import LayerLoop, SpmdStep
-
-LOOP = (0,)
-"""The site of the loop in its part."""
+from autoshard.search.plan.spmd_step import LOOP, LayerLoop, SpmdStep
 
 NOTHING = StepSharding((), (), {}, {})
 

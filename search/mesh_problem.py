@@ -53,6 +53,9 @@ NUM_STEPS = 30_000
 """Of a training run, at the least: the solver takes no longer than such a run could win by what it may still find. Source: a
 choice of ours; a step of 1 ms with 3% left to gain is searched for 0.9 s, one of 1 s as long as there is time."""
 
+NO_CAP = 1 << 62
+"""Bytes per device: more than any device has."""
+
 ROUNDING = 1e-9
 """Relative; sums of the same bytes in another order differ by less."""
 

@@ -30,12 +30,18 @@ from autoshard.search.ir.graph import Site
 from autoshard.search.memory.fetches import WINDOW
 from autoshard.search.memory.residuals import residuals
 from autoshard.search.memory.trade_offs import Choice, trade_offs
-from autoshard.search.mesh_problem import FREE_GAP, RELATIVE_GAP, UNKNOWN, Known, MeshProblem, StepProblem
+from autoshard.search.mesh_problem import (
+    FREE_GAP,
+    NO_CAP,
+    RELATIVE_GAP,
+    UNKNOWN,
+    Known,
+    MeshProblem,
+    StepProblem,
+)
 from autoshard.search.solver.branch_and_bound import NoFitError
 from autoshard.search.solver.clock import Deadline
 from autoshard.search.solver.pbqp import Labels
-
-NO_CAP = 1 << 62
 
 SHARES = (0.25, 0.5, 0.75)
 """Between two prices, how much of the step is at the higher one. Source: a choice of ours."""

@@ -16,6 +16,7 @@ from autoshard.cost_model.units import format_mesh
 from autoshard.search.found import Found
 from autoshard.search.ir.graph import Site, Step
 from autoshard.search.mesh_problem import (
+    NO_CAP,
     RELATIVE_GAP,
     UNKNOWN,
     Known,
@@ -25,7 +26,7 @@ from autoshard.search.mesh_problem import (
 )
 from autoshard.search.options import Options, Progress, candidate_shapes
 from autoshard.search.problem.reshard import Resharder
-from autoshard.search.recomputation import MAX_MESHES, NO_CAP, FreeSolution
+from autoshard.search.recomputation import MAX_MESHES, FreeSolution
 from autoshard.search.solver.branch_and_bound import NoFitError
 from autoshard.search.solver.clock import Deadline, SearchClock
 from autoshard.search.stopwatch import Stopwatch

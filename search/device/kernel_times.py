@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autoshard.cost_model.collectives import MeshModel
+from autoshard.cost_model.collectives import SCHEDULED_RATIO, MeshModel
 from autoshard.cost_model.compute import kernel_s
 from autoshard.search.problem.convolution_copies import CONVOLUTION
 from autoshard.search.problem.costs import CostedGraph
@@ -22,10 +22,6 @@ UNKNOWN_S = 5e-3
 
 CONVOLUTION_S = 10e-6
 """The scheduler's time for any convolution. Source: its log."""
-
-MEASURED = 1.3
-"""Time of a collective inside a node in the scheduler's table, relative to our model, from 1 to 64 MiB. Source:
-`xla/service/gpu/model/default_collective_perf_table.txtpb`, 2026, H100, the median."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +46,7 @@ class KernelTime:
 def of_collective(mesh: MeshModel, kind: str, axes: Collection[int], num_bytes: float) -> KernelTime:
     """The time of a collective with this many bytes per device."""
     seconds = float(mesh.time_s(kind, axes, num_bytes))
-    scheduled_s = UNKNOWN_S if mesh.group(axes).crosses_nodes else MEASURED * seconds
+    scheduled_s = UNKNOWN_S if mesh.group(axes).crosses_nodes else SCHEDULED_RATIO * seconds
     return KernelTime(seconds, scheduled_s)
 
 

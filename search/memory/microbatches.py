@@ -185,6 +185,12 @@ def batch_divisors(step: Step) -> list[int]:
     return [n for n in range(1, size + 1) if size % n == 0]
 
 
+def batch_halvings(step: Step) -> list[int]:
+    """The batch's size, its half, the half of that, while they are whole; 1 if there is no batch."""
+    size = max(1, next(iter(_batch_sizes(step)), 1))
+    return [size // 2**k for k in range(size.bit_length()) if size % 2**k == 0]
+
+
 def _batch_sizes(step: Step) -> list[int]:
     """Candidates for the number of examples: the first dims of batch arguments, the most frequent first, then those with the
     most elements."""

@@ -26,7 +26,7 @@ from autoshard.search.ir.graph import Role, Value
 from autoshard.search.ir.sharding import Place, StepSharding
 from autoshard.search.ir.spec import AXIS_NAMES, PARTIAL, WHOLE, Spec, divides
 from autoshard.search.memory.microbatches import loop_over_microbatches
-from autoshard.search.mesh_problem import MeshProblem, StepProblem
+from autoshard.search.mesh_problem import NO_CAP, MeshProblem, StepProblem
 from autoshard.search.plan.plan import Decisions
 from autoshard.search.plan.shardings import step_sharding
 from autoshard.search.problem.flat_program import ENTER, FlatOp, FlatProgram
@@ -34,8 +34,6 @@ from autoshard.search.problem.reshard_paths import ReshardPaths
 from autoshard.search.problem.strategies import CopySource, port_specs
 from autoshard.search.solver.branch_and_bound import NoFitError
 from autoshard.search.solver.pbqp import Labels
-
-NO_CAP = 1 << 62
 
 LARGE_BYTES = 1 << 20
 """What tasks read of a parameter is large from there on. Source: a choice of ours, as biases and scales are not."""

@@ -21,7 +21,7 @@ from autoshard.cost_model.mixed_cluster import AnyCluster
 from autoshard.cost_model.units import format_bytes, format_seconds
 from autoshard.search.ir.graph import Role, Step
 from autoshard.search.memory.batch_states import NotSplittableError
-from autoshard.search.memory.microbatches import batch_divisors
+from autoshard.search.memory.microbatches import batch_divisors, batch_halvings
 from autoshard.search.memory.residuals import has_loops
 from autoshard.search.pipeline.drafts import GAP, Draft, Drafting, Wanted, num_workers, stands
 from autoshard.search.pipeline.inter_op import nearest_cut
@@ -363,8 +363,7 @@ class PipelineSearch:
         replicas = [n for n, _ in self._all_meshes]
         if asked is not None:
             return [asked * n for n in replicas if batch % (asked * n) == 0 or n == 1]
-        halves = (batch // 2**k for k in range(batch.bit_length()) if batch % 2**k == 0)
-        return [n for n in halves if any(self._meshes(n))]
+        return [n for n in batch_halvings(self.step) if any(self._meshes(n))]
 
     def _check_mesh(self) -> None:
         """That as many stages of the mesh that is asked for as are asked for have all devices."""

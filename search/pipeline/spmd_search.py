@@ -15,7 +15,7 @@ from autoshard.cost_model.cluster import Cluster
 from autoshard.cost_model.errors import InfeasibleError, InputError
 from autoshard.cost_model.units import format_bytes
 from autoshard.search.ir.graph import Role, Step
-from autoshard.search.memory.microbatches import batch_divisors
+from autoshard.search.memory.microbatches import batch_divisors, batch_halvings
 from autoshard.search.pipeline.intra_op import IntraOp
 from autoshard.search.pipeline.pipeline_step import PipelineStep
 from autoshard.search.pipeline.prepared import Prepared
@@ -332,9 +332,7 @@ class SpmdSearch:
     def _microbatches(self, num_replicas: int) -> Sequence[int]:
         if self.options.microbatches is not None:
             return (self.options.microbatches,)
-        batch = max(self._divisors, default=1)
-        halves = (batch // 2**k for k in range(batch.bit_length()) if batch % 2**k == 0)
-        counts = (count // num_replicas for count in halves if count % num_replicas == 0)
+        counts = (n // num_replicas for n in batch_halvings(self.step) if n % num_replicas == 0)
         return [n for n in counts if n <= MAX_MICROBATCHES]
 
     def _may_hold(self, num_replicas: int) -> bool:
@@ -344,17 +342,13 @@ class SpmdSearch:
         state_bytes = sum(self.step.graph.values[v].num_bytes for v in state)
         return num_replicas * state_bytes <= self.cluster.num_devices * self.options.memory_bytes
 
-    @cached_property
-    def _divisors(self) -> Sequence[int]:
-        return tuple(batch_divisors(self.step))
-
     # --- what to say
 
     def _undealt(self) -> InputError:
         stages, total = self.options.stages or "several", self.cluster.num_devices
         return InputError(
             f"{total} devices cannot be dealt to {stages} stages of equal layers, as many to each group, with parts of "
-            f"a batch of {max(self._divisors, default=1)}. Ask for a number of stages that gives a divisor of {total} groups"
+            f"a batch of {batch_halvings(self.step)[0]}. Ask for a number of stages that gives a divisor of {total} groups"
         )
 
     def _infeasible(self) -> InfeasibleError:

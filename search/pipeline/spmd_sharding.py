@@ -16,11 +16,8 @@ from autoshard.search.ir.spec import AXIS_NAMES, WHOLE, Spec
 from autoshard.search.pipeline.imposed import Imposed
 from autoshard.search.pipeline.intra_op import IntraOp
 from autoshard.search.pipeline.pipeline_step import PipelineStep
-from autoshard.search.plan.spmd_step import LayerLoop, Segment, SpmdSharding, SpmdStep
+from autoshard.search.plan.spmd_step import LOOP, LayerLoop, Segment, SpmdSharding, SpmdStep
 from autoshard.search.problem.reshard import SLICE
-
-LOOP = (0,)
-"""The place of a loop over layers in its part."""
 
 
 def spmd_sharding(

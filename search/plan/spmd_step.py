@@ -16,6 +16,9 @@ from autoshard.search.ir.graph import Graph, Op, Step, Value
 from autoshard.search.ir.sharding import StepSharding
 from autoshard.search.ir.spec import WHOLE, Spec
 
+LOOP = (0,)
+"""The place of a loop over layers in its part."""
+
 
 @dataclass(frozen=True, eq=False)
 class Segment:

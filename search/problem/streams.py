@@ -36,6 +36,7 @@ from functools import cached_property
 
 import numpy as np
 
+from autoshard.cost_model.collectives import SCHEDULED_RATIO
 from autoshard.cost_model.compute import kernel_s
 from autoshard.search.ir.spec import PARTIAL, WHOLE
 from autoshard.search.problem.costs import CostedGraph
@@ -50,11 +51,6 @@ from autoshard.search.solver.pbqp import Labels
 CONTENTION = 0.1
 """Slowdown of the computation beside a collective, as a share of the hidden collective's time: NCCL's kernels take some
 of the multiprocessors and of the memory's rate. Source: assumed."""
-
-WASTED = 1.3
-"""Computation that XLA's scheduler puts beside a gather, relative to the gather's time. Beside reductions it puts all
-there is, too little as a rule. Source: slowdown of collectives inside a node in its table against our model, from 1 to
-64 MiB, the median: `xla/service/gpu/model/default_collective_perf_table.txtpb`, 2026, H100."""
 
 MAX_WINDOWS = 6
 """Different windows of one edge that are told apart. Source: a choice of ours; a stack's differ by a layer each."""
@@ -192,9 +188,15 @@ class Hiding:
         return {pool: _rate(counted[pool], self._total_s(pool)) for pool in counted}
 
     def _total_s(self, pool: Pool) -> float:
-        """Seconds of a pool's computation that can hide collectives."""
-        wasted = WASTED if pool.part in (Part.FORWARD, Part.BACKWARD) else 1.0
-        return float(self._computed_before[self.traffic.pools[pool], -1]) / wasted
+        """Seconds of a pool's computation that can hide collectives.
+
+        XLA's scheduler puts as much of it beside a gather as it believes that the gather takes. Beside reductions it puts
+        all there is, too little as a rule.
+        """
+        is_gather = pool.part in (Part.FORWARD, Part.BACKWARD)
+        return float(self._computed_before[self.traffic.pools[pool], -1]) / (
+            SCHEDULED_RATIO if is_gather else 1.0
+        )
 
     @cached_property
     def _computed_before(self) -> np.ndarray:

@@ -14,10 +14,9 @@ from autoshard.cost_model.hardware import parse_cluster
 from autoshard.search import driver, infeasible
 from autoshard.search.infeasible import Smallest
 from autoshard.search.ir.trace import trace
-from autoshard.search.mesh_problem import MeshProblem
+from autoshard.search.mesh_problem import NO_CAP, MeshProblem
 from autoshard.search.options import Options, candidate_shapes
 from autoshard.search.problem.memory_rows import Peak
-from autoshard.search.recomputation import NO_CAP
 from autoshard.search.solver.branch_and_bound import NoFitError
 from tests.search.chain import chain
 

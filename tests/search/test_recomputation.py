@@ -18,7 +18,7 @@ from autoshard.search.attempts import Attempts
 from autoshard.search.ir.graph import Site
 from autoshard.search.ir.trace import trace
 from autoshard.search.memory.copies import SCOPE
-from autoshard.search.mesh_problem import UNKNOWN, MeshProblem, StepProblem
+from autoshard.search.mesh_problem import NO_CAP, UNKNOWN, MeshProblem, StepProblem
 from autoshard.search.options import Options
 from autoshard.search.plan.plan import Plan
 from autoshard.search.plan.retention import RetentionCodec
@@ -26,7 +26,7 @@ from autoshard.search.problem.flat_program import flatten
 from autoshard.search.problem.folding import fold
 from autoshard.search.problem.likes import folded_like
 from autoshard.search.problem.shortening import shortened
-from autoshard.search.recomputation import NO_CAP, Candidate, Estimates, FreeSolution
+from autoshard.search.recomputation import Candidate, Estimates, FreeSolution
 from autoshard.search.solver.branch_and_bound import NoFitError
 from autoshard.search.solver.clock import Deadline, WorkClock
 from autoshard.search.step_search import FIRST_SHARE, StepSearch

@@ -16,7 +16,7 @@ from autoshard.search.ir.graph import Graph, Op, Phase, Role, Step, walk
 from autoshard.search.ir.sharding import StepSharding
 from autoshard.search.ir.trace import trace
 from autoshard.search.memory.batch_states import NotSplittableError
-from autoshard.search.memory.microbatches import batch_divisors, microbatched
+from autoshard.search.memory.microbatches import batch_divisors, batch_halvings, microbatched
 from autoshard.search.memory.recompute import recomputed
 from autoshard.search.memory.written import SCOPE
 from tests.executors.agreement import NOISE, NOISE_GROWN_BY_ADAM
@@ -649,3 +649,11 @@ def test_the_batch_is_split_though_most_arguments_are_frozen_layers():
     )
     assert batch_divisors(traced) == [1, 2, 4, 8]
     assert microbatched(traced, 4).num_microbatches == 4
+
+
+def test_a_batch_is_halved_as_long_as_the_halves_are_whole():
+    traced = trace(
+        lambda w, x: w - jax.grad(lambda w: jnp.sum(x @ w))(w), jnp.ones((4, 2)), jnp.ones((24, 4))
+    )
+    assert batch_halvings(traced) == [24, 12, 6, 3]
+    assert batch_halvings(trace(lambda w: 0.9 * w, jnp.ones(()))) == [1]
