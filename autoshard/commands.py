@@ -137,10 +137,10 @@ def _show_choices(options: argparse.Namespace) -> int:
 
 def schema(options: argparse.Namespace) -> int:
     """Prints the JSON schema of a cluster file or a plan file."""
-    from autoshard.cost_model import cluster_schema  # these take a while to import
-    from autoshard.search.plan import plan_file
+    from autoshard.cost_model import cluster_file
+    from autoshard.search.plan import plan_file  # it takes a while to import
 
-    files = {"cluster": cluster_schema, "plan": plan_file}
+    files = {"cluster": cluster_file, "plan": plan_file}
     print(json.dumps(files[options.file].json_schema(), indent=1), flush=True)
     return 0
 

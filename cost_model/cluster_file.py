@@ -36,6 +36,13 @@ def read_cluster(path: Path) -> AnyCluster:
     return cluster
 
 
+def json_schema() -> dict[str, Any]:
+    """The JSON Schema of a cluster file."""
+    from autoshard.cost_model.cluster_schema import described  # it takes a while to import
+
+    return described(AnyCluster)
+
+
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     values = dict(pairs)
     if len(values) < len(pairs):

@@ -1,8 +1,8 @@
 """Cluster files: Pydantic reads, checks and describes them.
 
-Pydantic derives all three from the annotations of `cost_model.cluster`. An error names the path of its key, and editors
-complete and check a file by its JSON Schema (`autoshard schema cluster`). Pydantic imports slowly, so only the functions
-that read a file import this module.
+Pydantic derives all three from the annotations of a class, such as `cost_model.cluster.Cluster`. An error names the path of
+its key, and editors complete and check a file by its JSON Schema (`autoshard schema cluster`). Pydantic imports slowly, so
+only the functions that read a file import this module. It knows no class itself, so that a class can read its own files.
 """
 
 import json
@@ -14,10 +14,8 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
-from autoshard.cost_model.cluster import Cluster
 from autoshard.cost_model.errors import ClusterError, closest
 from autoshard.cost_model.file_forms import field_types, key_of, record_of
-from autoshard.cost_model.mixed_cluster import MixedCluster
 
 WANTED = MappingProxyType(
     {
@@ -33,19 +31,19 @@ WANTED = MappingProxyType(
 """The expected form, by Pydantic's error type. All numbers that have no unit and are no count are shares."""
 
 
-def json_schema() -> dict[str, Any]:
-    """The JSON Schema of a cluster file as it is written, so that defaults have their units."""
-    found = TypeAdapter(Cluster | MixedCluster).json_schema(mode="serialization")
+def described(kind: Any) -> dict[str, Any]:
+    """The JSON Schema of a class's file as it is written, so that defaults have their units."""
+    found = TypeAdapter(kind).json_schema(mode="serialization")
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **found}
 
 
-def checked[Kind: (Cluster, MixedCluster)](data: Any, place: str, kind: type[Kind]) -> Kind:
-    """The cluster that a JSON object describes.
+def checked[Kind](data: Any, place: str, kind: type[Kind]) -> Kind:
+    """The object that a JSON object describes.
 
     Args:
       data: the result of `json.loads`.
       place: the file's name, for messages.
-      kind: `Cluster` for one kind of node, `MixedCluster` for several.
+      kind: its class: `Cluster` for one kind of node, `MixedCluster` for several.
 
     Raises:
       ClusterError: a missing or unknown key, a value of the wrong form, or inconsistent values; names the place and
