@@ -27,7 +27,7 @@ from autoshard.search.pipeline.search import PipelineOptions
 from autoshard.search.pipeline.spmd_planning import find
 from autoshard.verification import pipeline_judge
 from autoshard.verification.judge import CompilerVerifier
-from autoshard.verification.pipeline_result import StageProof
+from autoshard.verification.records import StageProof
 from tests.gpu.compiled import HURRY
 from tests.zoo import Case, make_gpt_scan, make_llama, make_megatron
 from tests.zoo.case import Normal

@@ -30,7 +30,8 @@ import autoshard
 from autoshard.cost_model.units import format_seconds
 from autoshard.cost_model.xla.process import Compiler
 from autoshard.verification.judge import CompilerVerifier
-from autoshard.verification.result import FLOOR_BYTES, TRAFFIC_SHARE, Moved, Verification
+from autoshard.verification.records import FLOOR_BYTES, TRAFFIC_SHARE, Moved
+from autoshard.verification.result import Verification
 from tests.gpu.compiled import HURRY, JOBS, Job, planned
 
 MIB = 1 << 20

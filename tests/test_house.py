@@ -148,10 +148,16 @@ def waits_for(module: str) -> set[str]:
 
     The packages around the module itself are begun before it.
     """
-    named = {name for name, _ in imports(module, walk=at_once) if is_ours(name)}
-    files = {name if name in FILES else name.rpartition(".")[0] for name in named}
-    around = {package for file in files for package in FILES if is_in(file, package)}
+    around = {
+        package for file in files_named_by(module, at_once) for package in FILES if is_in(file, package)
+    }
     return {m for m in around if not is_in(module, m)}
+
+
+def files_named_by(module: str, walk: Callable[[ast.AST], Iterable[ast.AST]] = ast.walk) -> set[str]:
+    named = {name for name, _ in imports(module, walk) if is_ours(name)}
+    files = {name if name in FILES else name.rpartition(".")[0] for name in named}
+    return files - {module}
 
 
 def at_once(tree: ast.AST) -> Iterator[ast.AST]:
@@ -162,6 +168,17 @@ def at_once(tree: ast.AST) -> Iterator[ast.AST]:
     )
     for node in () if is_later else ast.iter_child_nodes(tree):
         yield from at_once(node)
+
+
+CIRCULAR = frozenset({"autoshard.search.plan"})
+"""Rooms inside which modules still import one another in circles, some of them from inside their functions."""
+
+
+@pytest.mark.parametrize("room", sorted(MAY_IMPORT.keys() - CIRCULAR))
+def test_no_circle_of_imports_inside_a_room(room):
+    """Imports inside functions count too."""
+    inside = [module for module in FILES if room_of(module) == room]
+    TopologicalSorter({module: files_named_by(module) & {*inside} for module in inside}).prepare()
 
 
 def test_any_module_can_be_imported_first():

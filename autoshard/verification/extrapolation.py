@@ -15,7 +15,7 @@ from autoshard.search.driver import SearchResult
 from autoshard.search.ir.graph import Step
 from autoshard.search.ir.sharding import StepSharding
 from autoshard.verification.omitted_memory import omitted_bytes
-from autoshard.verification.result import Extent
+from autoshard.verification.records import Extent
 from autoshard.verification.shorten import Shortened, Whole, shorten
 
 FIXED_OPS = 4_000

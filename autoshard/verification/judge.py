@@ -35,7 +35,8 @@ from autoshard.search.tightening import Round, tightened
 from autoshard.user_warning import warn
 from autoshard.verification.extrapolation import extrapolated, is_long, kept_blocks, omitted, to_compile
 from autoshard.verification.pipeline_result import PipelineVerification
-from autoshard.verification.result import Extent, Verification, compared
+from autoshard.verification.records import Extent
+from autoshard.verification.result import Verification, compared
 from autoshard.verification.shorten import Shortened
 
 Progress = Callable[[str], None]

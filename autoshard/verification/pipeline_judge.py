@@ -23,8 +23,9 @@ from autoshard.search.pipeline.planning import Pipeline
 from autoshard.search.pipeline.spmd_planning import SpmdPipeline
 from autoshard.search.stopwatch import Stopwatch
 from autoshard.verification.judge import CompilerVerifier, lowered, telling
-from autoshard.verification.pipeline_result import PipelineVerification, ProgramProof, StageProof
-from autoshard.verification.result import Footprint, paired
+from autoshard.verification.pipeline_result import PipelineVerification
+from autoshard.verification.records import Footprint, ProgramProof, StageProof
+from autoshard.verification.result import paired
 
 
 def verified(verifier: CompilerVerifier, found: Pipeline | SpmdPipeline) -> PipelineVerification:

@@ -11,66 +11,10 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from autoshard.cost_model.units import format_bytes
-from autoshard.verification.result import (
-    DIFFERS,
-    DOES_NOT_FIT,
-    Footprint,
-    Moved,
-    moved_difference,
-    peak_difference,
-)
-
-
-@dataclass(frozen=True, slots=True)
-class ProgramProof:
-    """A compiled program of a stage.
-
-    Attributes:
-      name: the program's name: `forward 2`.
-      stage: its stage.
-      worker: the worker whose devices run it.
-      count: number of its runs in a step.
-      held_bytes: most bytes on a device when it is dispatched: its operands, and all other arrays there.
-      fresh_bytes: its results that take over no operand's buffer.
-      temporary_bytes: the temporaries of its run.
-    """
-
-    name: str
-    stage: int
-    worker: int
-    count: int
-    held_bytes: int
-    fresh_bytes: int
-    temporary_bytes: int
-
-    @property
-    def peak_bytes(self) -> int:
-        """A device's peak while the program runs."""
-        return self.held_bytes + self.fresh_bytes + self.temporary_bytes
-
-
-@dataclass(frozen=True, slots=True)
-class StageProof:
-    """A stage: its memory and its collectives, predicted and compiled.
-
-    Attributes:
-      predicted: the predicted peak of its devices.
-      compiled: the compiled peak of its devices.
-      peak_at: the name of the program that has the compiled peak.
-      cap_bytes: the cap of its devices.
-      collectives: of all its programs in one step: every kind over every set of axes that either side has.
-    """
-
-    predicted: Footprint
-    compiled: Footprint
-    peak_at: str
-    cap_bytes: int
-    collectives: tuple[Moved, ...]
-
-    @property
-    def fullness(self) -> float:
-        """The compiled peak as a share of the cap."""
-        return self.compiled.peak_bytes / self.cap_bytes
+from autoshard.search.plan.text_table import plural
+from autoshard.verification import pipeline_table, table
+from autoshard.verification.records import Footprint, ProgramProof, StageProof
+from autoshard.verification.result import DIFFERS, DOES_NOT_FIT, moved_difference, peak_difference
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +116,16 @@ class PipelineVerification:
         }
 
     def __str__(self) -> str:
-        from autoshard.verification.pipeline_table import stage_by_stage  # it reads this module's types
-
-        return stage_by_stage(self)
+        stages = "all stages in one program" if self.is_one_program else plural(len(self.stages), "stage")
+        others = "; the others are like one of these" if self.num_compiled < len(self.programs) else ""
+        return table.text(
+            [
+                f"step {self.step} on {self.cluster}: {stages}, schedule {self.schedule}",
+                f"compiled {self.num_compiled} of {plural(len(self.programs), 'program')}{others}",
+            ],
+            pipeline_table.memory(self.stages),
+            pipeline_table.programs(self.programs),
+            pipeline_table.collectives(self.stages),
+            table.times(self.seconds),
+            table.verdict(self.fits, self.differences),
+        )

@@ -13,14 +13,8 @@ from autoshard.cost_model.cluster import Cluster
 from autoshard.cost_model.units import format_bytes
 from autoshard.cost_model.xla.stats import CompiledStats, Traffic
 from autoshard.search.plan.plan import Collective, Plan
-
-FLOOR_BYTES = 64 * 1024
-"""Largest difference in bytes that never counts: losses, norms and the like, which XLA merges or moves as it likes.
-Source: a choice of ours."""
-
-TRAFFIC_SHARE = 0.01
-"""Largest difference that does not count, as a share of a kind's bytes over its axes. Source: a choice of ours; where the
-model is right, both sides agree to the byte."""
+from autoshard.verification import table
+from autoshard.verification.records import FLOOR_BYTES, WHOLE, Copied, Extent, Footprint, Moved
 
 PEAK_ABOVE = 0.03
 """Largest share by which the compiled peak may exceed the predicted one: the error that a plan at its cap can afford.
@@ -32,78 +26,6 @@ costs speed and not the run. Source: a choice of ours."""
 
 DIFFERS, DOES_NOT_FIT = 1, 3
 """Exit statuses; `DOES_NOT_FIT` is that of `InfeasibleError`."""
-
-
-@dataclass(frozen=True, slots=True)
-class Footprint:
-    """Memory of one device at its highest.
-
-    Attributes:
-      peak_bytes: on the device.
-      host_bytes: pinned, on the host.
-      residents: the parts of the peak, in bytes by name.
-    """
-
-    peak_bytes: int
-    host_bytes: int
-    residents: Mapping[str, int]
-
-
-@dataclass(frozen=True, slots=True)
-class Moved:
-    """Traffic of one kind of collective over one set of mesh axes in one step, predicted and compiled.
-
-    Attributes:
-      kind: XLA's name for it.
-      axes: names of mesh axes.
-      predicted_count: number of collectives in the plan.
-      predicted_bytes: per device.
-      compiled_count: number of arrays that the compiled program moves; one collective may move several.
-      compiled_bytes: per device.
-    """
-
-    kind: str
-    axes: tuple[str, ...]
-    predicted_count: int
-    predicted_bytes: int
-    compiled_count: int
-    compiled_bytes: int
-
-    @property
-    def differs(self) -> bool:
-        """Whether the difference in bytes exceeds both tolerances."""
-        largest = max(self.predicted_bytes, self.compiled_bytes)
-        return abs(self.compiled_bytes - self.predicted_bytes) > max(FLOOR_BYTES, TRAFFIC_SHARE * largest)
-
-
-@dataclass(frozen=True, slots=True)
-class Copied:
-    """Copies between each device and its host in one step of the compiled program.
-
-    Attributes:
-      direction: `to host` or `from host`.
-      count: number of copies.
-      bytes: per device.
-    """
-
-    direction: str
-    count: int
-    bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Extent:
-    """The part of a step that was compiled.
-
-    Attributes:
-      compiled_blocks: number of compiled blocks in the stacks that were shortened.
-      num_blocks: number of blocks in these stacks of the whole step.
-      reason: why the whole step was compiled although that takes its time; else empty.
-    """
-
-    compiled_blocks: int = 0
-    num_blocks: int = 0
-    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +66,7 @@ class Verification:
     @property
     def is_extrapolated(self) -> bool:
         """Whether only some of the step's equal blocks were compiled; then the compiled peak is an estimate."""
-        return self.extent.compiled_blocks < self.extent.num_blocks
+        return self.extent.is_partial
 
     @property
     def compiled_cap_bytes(self) -> int:
@@ -193,9 +115,17 @@ class Verification:
         }
 
     def __str__(self) -> str:
-        from autoshard.verification.table import side_by_side  # it reads this module's types
-
-        return side_by_side(self)
+        mesh = " x ".join(f"{name}={size}" for name, size in self.mesh.items())
+        return table.text(
+            [f"step {self.step} on {self.cluster}, mesh {mesh}", *table.extent(self.extent)],
+            table.memory(self.predicted, self.compiled, self.cap_bytes, self.host_cap_bytes),
+            table.residents("predicted residents at the peak", self.predicted.residents),
+            table.residents("compiled residents at the peak", self.compiled.residents),
+            table.collectives(self.collectives),
+            table.copies(self.host_copies),
+            table.times(self.seconds),
+            table.verdict(self.fits, self.differences),
+        )
 
 
 def compared(
@@ -203,7 +133,7 @@ def compared(
     cluster: Cluster,
     stats: CompiledStats,
     seconds: Mapping[str, float],
-    extent: Extent = Extent(),
+    extent: Extent = WHOLE,
 ) -> Verification:
     """A plan's predictions beside the compiled program's statistics."""
     estimates = plan.estimates

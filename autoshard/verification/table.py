@@ -1,44 +1,34 @@
-"""A verification as a table, which `print(autoshard.verify(...))` shows."""
+"""The parts of a verification as lines of text, of which `print(autoshard.verify(...))` is made."""
 
 from collections.abc import Mapping, Sequence
 
 from autoshard.cost_model.units import format_bytes, format_seconds
 from autoshard.search.plan.text_table import Row, aligned, fitted
-from autoshard.verification.result import Moved, Verification
+from autoshard.verification.records import Copied, Extent, Footprint, Moved
 
 MARK = "differs"
 """The mark of rows that differ."""
 
 
-def side_by_side(v: Verification) -> str:
-    """Predicted and compiled figures as text, side by side, and the verdict."""
-    mesh = " x ".join(f"{name}={size}" for name, size in v.mesh.items())
-    parts = [
-        [f"step {v.step} on {v.cluster}, mesh {mesh}", *_extent(v)],
-        _memory(v),
-        _residents("predicted residents at the peak", v.predicted.residents),
-        _residents("compiled residents at the peak", v.compiled.residents),
-        _collectives(v.collectives),
-        _copies(v),
-        [f"verification time: {', '.join(f'{name} {format_seconds(s)}' for name, s in v.seconds.items())}"],
-        verdict(v.fits, v.differences),
-    ]
+def text(*parts: Sequence[str]) -> str:
+    """The lines of all parts, no wider than the terminal."""
     return fitted("\n".join(line for lines in parts for line in lines))
 
 
-def _extent(v: Verification) -> list[str]:
-    extent = v.extent
-    if v.is_extrapolated:
+def extent(part: Extent) -> list[str]:
+    """The part of the step that was compiled, if that needs saying."""
+    if part.is_partial:
         return [
-            f"compiled {extent.compiled_blocks} of {extent.num_blocks} repeated blocks; the rest is extrapolated, and the "
+            f"compiled {part.compiled_blocks} of {part.num_blocks} repeated blocks; the rest is extrapolated, and the "
             "compiled peak an estimate (--full compiles them all)"
         ]
-    return [f"compiled whole: {extent.reason}"] if extent.reason else []
+    return [f"compiled whole: {part.reason}"] if part.reason else []
 
 
-def _memory(v: Verification) -> list[str]:
-    device = (v.predicted.peak_bytes, v.compiled.peak_bytes, v.cap_bytes)
-    host = (v.predicted.host_bytes, v.compiled.host_bytes, v.host_cap_bytes)
+def memory(predicted: Footprint, compiled: Footprint, cap_bytes: int, host_cap_bytes: int) -> list[str]:
+    """The peaks of device and host beside their caps."""
+    device = (predicted.peak_bytes, compiled.peak_bytes, cap_bytes)
+    host = (predicted.host_bytes, compiled.host_bytes, host_cap_bytes)
     return numbers_right(
         [
             ("memory per device", "predicted", "compiled", "cap"),
@@ -48,16 +38,18 @@ def _memory(v: Verification) -> list[str]:
     )
 
 
-def _residents(title: str, residents: Mapping[str, int]) -> list[str]:
-    ordered = sorted(residents.items(), key=lambda item: -item[1])
+def residents(title: str, num_bytes: Mapping[str, int]) -> list[str]:
+    """The parts of a peak, the largest first."""
+    ordered = sorted(num_bytes.items(), key=lambda item: -item[1])
     return [title, *numbers_right([(f"  {name.replace('_', ' ')}", format_bytes(b)) for name, b in ordered])]
 
 
-def _collectives(collectives: tuple[Moved, ...]) -> list[str]:
-    if not collectives:
+def collectives(moved: Sequence[Moved]) -> list[str]:
+    """The traffic by kind and axes, the largest first."""
+    if not moved:
         return ["collectives per step: none, as predicted"]
     rows = [("collectives per step (bytes per device)", "predicted", "", "compiled", "", "")]
-    ordered = sorted(collectives, key=lambda c: -max(c.predicted_bytes, c.compiled_bytes))
+    ordered = sorted(moved, key=lambda c: -max(c.predicted_bytes, c.compiled_bytes))
     for c in ordered:
         rows.append(
             (
@@ -72,11 +64,17 @@ def _collectives(collectives: tuple[Moved, ...]) -> list[str]:
     return numbers_right(rows)
 
 
-def _copies(v: Verification) -> list[str]:
-    if not v.host_copies:
+def copies(copied: Sequence[Copied]) -> list[str]:
+    """The copies between device and host."""
+    if not copied:
         return ["copies to and from the host: none"]
-    rows = [(f"  {c.direction}", f"{c.count}x", format_bytes(c.bytes)) for c in v.host_copies]
+    rows = [(f"  {c.direction}", f"{c.count}x", format_bytes(c.bytes)) for c in copied]
     return ["copies to and from the host per step (bytes per device)", *numbers_right(rows)]
+
+
+def times(seconds: Mapping[str, float]) -> list[str]:
+    """The duration of the verification, by part."""
+    return [f"verification time: {', '.join(f'{name} {format_seconds(s)}' for name, s in seconds.items())}"]
 
 
 def verdict(is_fitting: bool, differences: Sequence[str]) -> list[str]:

@@ -12,7 +12,8 @@ from autoshard.cost_model.hardware import parse_cluster
 from autoshard.cost_model.xla.stats import CompiledStats
 from autoshard.search.plan.plan import Collective, Plan
 from autoshard.verification import judge
-from autoshard.verification.result import Extent, compared
+from autoshard.verification.records import Extent
+from autoshard.verification.result import compared
 
 CLUSTER = parse_cluster("8xH100-80GB")
 GIB = 1 << 30

@@ -1,0 +1,148 @@
+"""Records of a verification: footprints, collectives, copies, stages, each with what the plan says and the compiler made.
+
+Results (`verification.result`, `verification.pipeline_result`) hold them; tables show them.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+FLOOR_BYTES = 64 * 1024
+"""Largest difference in bytes that never counts: losses, norms and the like, which XLA merges or moves as it likes.
+Source: a choice of ours."""
+
+TRAFFIC_SHARE = 0.01
+"""Largest difference that does not count, as a share of a kind's bytes over its axes. Source: a choice of ours; where the
+model is right, both sides agree to the byte."""
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """Memory of one device at its highest.
+
+    Attributes:
+      peak_bytes: on the device.
+      host_bytes: pinned, on the host.
+      residents: the parts of the peak, in bytes by name.
+    """
+
+    peak_bytes: int
+    host_bytes: int
+    residents: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """Traffic of one kind of collective over one set of mesh axes in one step, predicted and compiled.
+
+    Attributes:
+      kind: XLA's name for it.
+      axes: names of mesh axes.
+      predicted_count: number of collectives in the plan.
+      predicted_bytes: per device.
+      compiled_count: number of arrays that the compiled program moves; one collective may move several.
+      compiled_bytes: per device.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    predicted_count: int
+    predicted_bytes: int
+    compiled_count: int
+    compiled_bytes: int
+
+    @property
+    def differs(self) -> bool:
+        """Whether the difference in bytes exceeds both tolerances."""
+        largest = max(self.predicted_bytes, self.compiled_bytes)
+        return abs(self.compiled_bytes - self.predicted_bytes) > max(FLOOR_BYTES, TRAFFIC_SHARE * largest)
+
+
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """Copies between each device and its host in one step of the compiled program.
+
+    Attributes:
+      direction: `to host` or `from host`.
+      count: number of copies.
+      bytes: per device.
+    """
+
+    direction: str
+    count: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """The part of a step that was compiled.
+
+    Attributes:
+      compiled_blocks: number of compiled blocks in the stacks that were shortened.
+      num_blocks: number of blocks in these stacks of the whole step.
+      reason: why the whole step was compiled although that takes its time; else empty.
+    """
+
+    compiled_blocks: int = 0
+    num_blocks: int = 0
+    reason: str = ""
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether only some of the step's equal blocks were compiled."""
+        return self.compiled_blocks < self.num_blocks
+
+
+WHOLE = Extent()
+"""All of the step was compiled."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramProof:
+    """A compiled program of a stage.
+
+    Attributes:
+      name: the program's name: `forward 2`.
+      stage: its stage.
+      worker: the worker whose devices run it.
+      count: number of its runs in a step.
+      held_bytes: most bytes on a device when it is dispatched: its operands, and all other arrays there.
+      fresh_bytes: its results that take over no operand's buffer.
+      temporary_bytes: the temporaries of its run.
+    """
+
+    name: str
+    stage: int
+    worker: int
+    count: int
+    held_bytes: int
+    fresh_bytes: int
+    temporary_bytes: int
+
+    @property
+    def peak_bytes(self) -> int:
+        """A device's peak while the program runs."""
+        return self.held_bytes + self.fresh_bytes + self.temporary_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class StageProof:
+    """A stage: its memory and its collectives, predicted and compiled.
+
+    Attributes:
+      predicted: the predicted peak of its devices.
+      compiled: the compiled peak of its devices.
+      peak_at: the name of the program that has the compiled peak.
+      cap_bytes: the cap of its devices.
+      collectives: of all its programs in one step: every kind over every set of axes that either side has.
+    """
+
+    predicted: Footprint
+    compiled: Footprint
+    peak_at: str
+    cap_bytes: int
+    collectives: tuple[Moved, ...]
+
+    @property
+    def fullness(self) -> float:
+        """The compiled peak as a share of the cap."""
+        return self.compiled.peak_bytes / self.cap_bytes
