@@ -26,7 +26,7 @@ more than the requested gap) can have: of some thousand labels a few hundred rem
 of every dropped assignment.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from operator import itemgetter
@@ -129,7 +129,6 @@ def solve(
     cutoff_s: float = np.inf,
     known_s: float = -np.inf,
     num_runs: float | None = None,
-    progress: Callable[[str], None] | None = None,
     clock: SearchClock = PROCESSOR,
 ) -> Solution:
     """The cheapest assignment whose every row is at most `limit_bytes`.
@@ -146,7 +145,6 @@ def solve(
       known_s: a known lower bound on every fitting assignment's cost; an assignment within the gap of it is enough.
       num_runs: number of times that the solution's cost will be paid. The search takes no longer than it can still save
         over these runs; None, the default, sets no such limit.
-      progress: called with one line a stage.
       clock: counts the time; an opening brings its own.
 
     Raises:
@@ -165,7 +163,6 @@ def solve(
         time_limit_s,
         relative_gap,
         cutoff_s,
-        progress,
         num_runs,
         known_s,
     )
@@ -183,7 +180,6 @@ class _Search:
         time_limit_s: float,
         relative_gap: float,
         cutoff_s: float,
-        progress: Callable[[str], None] | None,
         num_runs: float | None = None,
         known_s: float = -np.inf,
     ) -> None:
@@ -191,7 +187,7 @@ class _Search:
         self.limit_bytes, self.violated = limit_bytes, violated
         self.start_s, self.time_limit_s = self.clock.now_s, time_limit_s
         self.relative_gap = max(relative_gap, ROUNDING)
-        self.num_runs, self.progress = num_runs, progress
+        self.num_runs = num_runs
         self.planes = CuttingPlanes(self.problem, limit_bytes, self.clock)
         self.labels: Labels | None = None
         self.cost_s, self.bound_s, self.known_s, self.floor_s = cutoff_s, known_s, known_s, np.inf
@@ -201,22 +197,16 @@ class _Search:
         whole = Relaxation(self.planes, self.opening.consistent)
         if not self._is_closed(whole):
             whole.trws = self.opening.swept[0].copy()
-            self._run_stage(self._begin, whole)  # without a time limit: an answer needs a bound
+            self._begin(whole)  # without a time limit: an answer needs a bound
         for stage in (self._unpriced, self._price, self._finish, self._fit, self._branch):
             if self._is_open(whole):
-                self._run_stage(stage, whole)
+                stage(whole)
         if not whole.trws.is_feasible:
             self._raise_bound(np.inf)
         if self.labels is None:
             what, num_rows = "no assignment of strategies fits the memory limit", len(self.planes.rows)
             raise NoFitError(what, bound_s=self.bound_s, num_rows=num_rows)
         return Solution(self.labels, self.cost_s, min(self.bound_s, self.cost_s), self._stats(whole))
-
-    def _run_stage(self, stage: Callable[[Relaxation], None], whole: Relaxation) -> None:
-        stage(whole)
-        if self.progress is not None:
-            name = stage.__name__.strip("_")
-            self.progress(f"{name}: cost {self.cost_s:.6g} s, bound {self.bound_s:.6g} s")
 
     def _begin(self, whole: Relaxation) -> None:
         """Takes over the opening's results under this search's rows and cutoff."""
