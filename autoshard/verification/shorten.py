@@ -17,6 +17,10 @@ from autoshard.search.problem.blocks import find_blocks
 from autoshard.search.problem.cut import Cut
 from autoshard.search.problem.likeness import Likeness, UnlikeError
 
+REPEATED = 2
+"""Equal blocks of a stack that are kept, of which one is left out to see what it adds. The first block of a stack, its last
+and those unlike the rest are kept anyway."""
+
 
 @dataclass(frozen=True, eq=False)
 class Shortened:
@@ -57,30 +61,27 @@ class Whole:
     reason: str
 
 
-def shorten(step: Step, sharding: StepSharding, repeated: int = 2) -> Shortened | Whole:
+def shorten(step: Step, sharding: StepSharding) -> Shortened | Whole:
     """Shortens the stacks of repeated blocks in a step.
 
     Args:
       step: a traced step.
       sharding: a plan spelled out for the step.
-      repeated: number of equal blocks that are kept, at least two; the first block of a stack, its last and those unlike
-        the rest are kept anyway.
     """
-    assert repeated > 1, "one of them is left out to see what it adds"
     blocks = find_blocks(step)
     likeness = Likeness(step, sharding, blocks)
     inner = [
         [b for b in group if b not in (stack[0], stack[-1])]
         for stack, group in zip(blocks.stacks, likeness.groups, strict=True)
     ]
-    long = [alike for alike in inner if len(alike) > repeated]
+    long = [alike for alike in inner if len(alike) > REPEATED]
     if not long:
         return Whole(
-            f"the step {step.name!r} has no stack of {repeated + 3} layers or more, written one after the other and planned "
+            f"the step {step.name!r} has no stack of {REPEATED + 3} layers or more, written one after the other and planned "
             "alike"
         )
     # The first and the last equal block stay: in either direction of values, one precedes all blocks left out.
-    omitted = [alike[repeated - 1 : -1] for alike in long]
+    omitted = [alike[REPEATED - 1 : -1] for alike in long]
     gone = {b for s in omitted for b in s}
     without = (gone, *(gone | {alike[-1]} for alike in long))
     try:
