@@ -19,6 +19,7 @@ import os
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from time import process_time
 
@@ -108,7 +109,9 @@ def rows(options: argparse.Namespace, known: Mapping[str, Row]) -> Iterator[Row]
         for model in options.models:
             step, free_bytes = None, 0.0
             for percent in options.percent:
-                cap_bytes = cluster.device_memory_limit() if percent == 100 else int(free_bytes * percent / 100)
+                cap_bytes = (
+                    cluster.device_memory_limit() if percent == 100 else int(free_bytes * percent / 100)
+                )
                 row = known.get(f"{model} {preset} {percent}%")
                 if row is None:
                     step = step or _traced(model, cluster)
@@ -138,13 +141,16 @@ def line(row: Row, before: Row | None) -> str:
         f"{row.cpu_s:.1f}",
     ]
     if before is not None:
-        cells += [f"{1e3 * before.step_s:.5g}", before.mesh, f"{_change(row, before):+.2%}", f"{before.cpu_s:.1f}"]
+        cells += [
+            f"{1e3 * before.step_s:.5g}",
+            before.mesh,
+            f"{_change(row, before):+.2%}",
+            f"{before.cpu_s:.1f}",
+        ]
     return f"| {' | '.join(cells)} |"
 
 
-HEAD = (
-    "| model | cluster | cap | step ms | peak MiB | mesh | microbatches | recomputed, ms | host MiB | gap | CPU s "
-)
+HEAD = "| model | cluster | cap | step ms | peak MiB | mesh | microbatches | recomputed, ms | host MiB | gap | CPU s "
 BESIDE = "| recorded ms | mesh | change | CPU s "
 
 
@@ -164,8 +170,11 @@ def digest(found: Sequence[Row], before: Mapping[str, Row]) -> Iterator[str]:
             yield f"slower by more than {most:.0%}: {len(slower)} ({', '.join(slower)})"
         new, old = (sum(r.cpu_s for r in some) for some in (found, [before[n] for n in changes]))
         yield f"CPU seconds: {new:.0f}, recorded {old:.0f}"
-    for above, below in zip(found, found[1:], strict=False):
-        is_lower = (above.model, above.cluster) == (below.model, below.cluster) and below.percent < above.percent
+    for above, below in pairwise(found):
+        is_lower = (above.model, above.cluster) == (
+            below.model,
+            below.cluster,
+        ) and below.percent < above.percent
         if is_lower and below.step_s < above.step_s:
             yield f"faster under a lower cap: {above.name} {above.step_s:.5g} s, {below.name} {below.step_s:.5g} s"
 
