@@ -240,7 +240,7 @@ class Parallelized:
         Raises:
           InputError: `create` cannot be traced, or its state does not suit the step.
         """
-        creation = Creation.of(create, create_args)
+        creation = self._creation(create, create_args)
         return creation.on(*self._places(creation, args))
 
     @boundary
@@ -261,7 +261,7 @@ class Parallelized:
         Raises:
           InputError: as for `init`.
         """
-        creation = Creation.of(create, create_args)
+        creation = self._creation(create, create_args)
         (mesh, places), devices = self._places(creation, args), self._devices()
         shapes = jax.tree.leaves(creation.returned)
         places = {n: spread(shapes[n].shape, place, devices) for n, place in places.items()}
@@ -291,6 +291,10 @@ class Parallelized:
             )
         with _jax.no_mesh():
             return program.fn.lower(*program.args)
+
+    def _creation(self, create: Callable[..., Any], args: tuple[Any, ...]) -> Creation:
+        with planning.kernels_of(self._hardware()):
+            return Creation.of(create, args)
 
     def _places(self, creation: Creation, args: tuple[Any, ...]) -> tuple[Any, dict[int, Any]]:
         """The mesh of the first argument, and the shardings of the arrays to create, by their number."""

@@ -1,6 +1,7 @@
 """The way from user options to a plan on its traced step, shared by `search`, `emit`, `verify` and `parallelize`."""
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from decimal import Decimal, InvalidOperation
 from typing import Any
@@ -11,8 +12,10 @@ from autoshard.cost_model.cluster import Cluster, Device
 from autoshard.cost_model.errors import InputError, PlanError
 from autoshard.cost_model.mixed_cluster import AnyCluster, from_json
 from autoshard.cost_model.units import format_bytes, parse_bytes
+from autoshard.cost_model.xla.gpu_targets import compute_capability
 from autoshard.pins import ANYWHERE, Pins, Resting, allowed, pinned
 from autoshard.search import driver
+from autoshard.search.ir._jax_kernels import cudnn_of
 from autoshard.search.ir.graph import Step
 from autoshard.search.ir.retyping import retypings
 from autoshard.search.ir.trace import trace_call
@@ -65,7 +68,8 @@ def traced(
       InputError: the step cannot be traced, or returns nothing.
     """
     named = (state,) if isinstance(state, str) else tuple(state or ())
-    graph = trace_call(cluster.platform, step, args, kwargs, named)
+    with kernels_of(cluster):
+        graph = trace_call(cluster.platform, step, args, kwargs, named)
     if not graph.graph.outputs:
         raise InputError(
             f"{graph.name} returns no array, so there is nothing to compute. A training step returns its new state, as in "
@@ -79,6 +83,12 @@ def traced(
     for said in filter(None, (_left_out(graph), _retyped(graph), _doubts(graph))):
         warn(said)
     return graph
+
+
+def kernels_of(cluster: AnyCluster) -> AbstractContextManager[None]:
+    """A context in which code is traced for a cluster's own kernels, those of the oldest GPUs if there are several."""
+    known = [compute_capability(group.device.name) for group in cluster.groups]
+    return cudnn_of(cluster.platform, min((one for one in known if one is not None), default=None))
 
 
 def _left_out(step: Step) -> str:

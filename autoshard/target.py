@@ -19,6 +19,8 @@ from typing import Any
 
 from autoshard import api
 from autoshard.cost_model.errors import AutoshardError, InputError
+from autoshard.cost_model.xla.gpu_targets import compute_capability
+from autoshard.search.ir._jax_kernels import cudnn_of
 from autoshard.search.ir.trace import TRACE_ERRORS
 
 
@@ -82,7 +84,8 @@ def _function(module: types.ModuleType, name: str, text: str) -> Callable[[], An
 
 
 def _step_and_args(function: Callable[[], Any], text: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    made = _user_code(function, text)
+    with cudnn_of("cuda", compute_capability("B200")):  # the state's shapes may need a model's attention
+        made = _user_code(function, text)
     wanted = f"TARGET {text} must return (train_step, args)"
     if not isinstance(made, tuple) or len(made) != 2:
         size = f" of {len(made)}" if isinstance(made, tuple) else ""

@@ -106,6 +106,19 @@ def is_hopper_or_later(gpu: str) -> bool:
     return not gpu.startswith(_BEFORE_HOPPER)
 
 
+def compute_capability(gpu: str) -> tuple[int, int] | None:
+    """The compute capability of a preset's GPU, given by its name; None for other devices.
+
+    Example:
+      >>> compute_capability("H200"), compute_capability("L4"), compute_capability("CPU")
+      ((9, 0), (8, 9), None)
+    """
+    if gpu not in _GPUS:
+        return None
+    parts = dict(re.findall(r"(\w+): (\d+)", _CHIPS[_GPUS[gpu][0]]["cuda_compute_capability"]))
+    return int(parts["major"]), int(parts.get("minor", 0))
+
+
 def scheduler_options(gpu: str) -> dict[str, str]:
     """The compiler's options that make XLA hide the latencies of collectives on a GPU, given by its name.
 

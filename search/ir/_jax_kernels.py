@@ -1,5 +1,5 @@
-"""Hand-written kernels, `custom_partitioning` and `pallas_call`: their sharding rules and grids; and the expansion of ops
-that the compiler has no kernel for.
+"""Hand-written kernels, `custom_partitioning` and `pallas_call`: their sharding rules and grids; cuDNN's attention, traced
+for a GPU that need not be here; and the expansion of ops that the compiler has no kernel for.
 
 This module relies on these internals of JAX, all present in JAX 0.11 and 0.12:
 
@@ -9,21 +9,26 @@ This module relies on these internals of JAX, all present in JAX 0.11 and 0.12:
   any callables, without a name;
 * a `pallas_call` equation holds its grid and blocks in `grid_mapping`. `vmap` adds a dimension to the grid and to the
   arrays that the kernel does not see: it is listed in `vmapped_dims`, squeezed out of the blocks, and the index maps pass
-  its index through.
+  its index through;
+* while JAX traces cuDNN's attention, it asks three functions of one module for the versions of cuDNN and of this machine's
+  GPU. It finds them by name in this module.
 """
 
 # JAX and MLIR type these functions only in part.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 # pyright: reportMissingTypeStubs=false, reportPrivateUsage=false
 
+import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+import threading
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
+from jax._src.cudnn import fused_attention_stablehlo as cudnn
 from jax._src.custom_partitioning_sharding_rule import sdy_sharding_rule_to_mlir, str_to_sdy_sharding_rule
 from jax._src.interpreters import mlir
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
@@ -31,7 +36,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import sdy
 
 from autoshard.cost_model.errors import InputError
-from autoshard.search.ir._jax import open_jaxpr
+from autoshard.search.ir._jax import current_line, open_jaxpr
 
 
 def as_partitioning(eqn: Any) -> Any:
@@ -213,3 +218,73 @@ def pallas_on_shards(
         "grid_mapping": mapping.replace(grid=grid, block_mappings=tuple(blocks)),
         "out_avals": tuple(out_avals),
     }
+
+
+# --- cuDNN's attention
+
+CUDNN_VERSION = 91200
+"""The version of cuDNN where this machine has none: 9.12. Source: the oldest one that `jax-cuda13-plugin` 0.12 accepts."""
+
+_target = jax.make_user_context()
+"""The target of the current trace, a part of the key of JAX's caches: a platform and its GPU's compute capability."""
+
+_replacing = threading.RLock()
+
+
+@contextlib.contextmanager
+def cudnn_of(platform: str, capability: tuple[int, int] | None) -> Generator[None]:
+    """A context in which JAX traces cuDNN's attention for the target, on a machine that may lack cuDNN and GPUs.
+
+    JAX's own checks of shapes and dtypes remain. Other threads meet JAX's own functions, except that one context waits for
+    another to end.
+
+    Args:
+      platform: JAX's name of the target's platform in lowering, "cuda" or "cpu".
+      capability: the compute capability of its GPUs; if it is None, JAX asks this machine's.
+    """
+    with _replacing, _target((platform, capability)):
+        own = {name: getattr(cudnn, name) for name in _ANSWERS}
+        for name, answer in _ANSWERS.items():
+            setattr(cudnn, name, functools.partial(_answered, answer, own[name]))
+        try:
+            yield
+        finally:
+            for name, function in own.items():
+                setattr(cudnn, name, function)
+
+
+def _answered(answer: Callable[..., Any], own: Callable[..., Any], *args: Any) -> Any:
+    """An answer for the current trace's target; JAX's own answer where there is no target, as in other threads."""
+    return own(*args) if _target.value is None else answer(own, *_target.value, *args)
+
+
+def _version(own: Callable[[], int], platform: str, capability: tuple[int, int] | None) -> int:
+    if platform == "cpu":
+        raise InputError(
+            f"cuDNN's attention at {current_line()} runs on NVIDIA GPUs, and the cluster's devices are CPUs. Plan for a "
+            'cluster of GPUs, such as "8xH100-80GB", or choose implementation="xla" for a run on CPUs'
+        )
+    try:
+        return own()
+    except RuntimeError:  # JAX finds no cuDNN
+        return CUDNN_VERSION
+
+
+def _reaches(own: Callable[..., bool], platform: str, capability: Any, least: str) -> bool:
+    return own(least) if capability is None else capability >= _numbers(least)
+
+
+def _equals(own: Callable[..., bool], platform: str, capability: Any, wanted: str) -> bool:
+    return own(wanted) if capability is None else capability == _numbers(wanted)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(map(int, version.split(".")))
+
+
+_ANSWERS: dict[str, Callable[..., Any]] = {
+    "check_cudnn_version": _version,
+    "check_compute_capability": _reaches,
+    "is_cuda_compute_capability_equal": _equals,
+}
+"""The functions of JAX that ask for this machine's cuDNN and GPU, with the target's answers."""
