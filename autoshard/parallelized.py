@@ -293,7 +293,7 @@ class Parallelized:
             return program.fn.lower(*program.args)
 
     def _creation(self, create: Callable[..., Any], args: tuple[Any, ...]) -> Creation:
-        with planning.kernels_of(self._hardware()):
+        with planning.kernels_of(self._hardware(), self._devices()):
             return Creation.of(create, args)
 
     def _places(self, creation: Creation, args: tuple[Any, ...]) -> tuple[Any, dict[int, Any]]:
@@ -364,7 +364,7 @@ class Parallelized:
                 f"the cluster {hardware.name} has {hardware.num_devices} devices, and there are {len(devices)} to run on. "
                 "Leave cluster= out to plan for these, or use search to plan for others"
             )
-        traced = planning.traced(call.step, hardware, call.args, call.kwargs, request.state)
+        traced = planning.traced(call.step, hardware, call.args, call.kwargs, request.state, devices)
         leaves, tree = jax.tree.flatten(call.positional)
         types = tuple(map(type_of, leaves))
         given = self._plan_for(traced)

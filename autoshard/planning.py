@@ -58,8 +58,9 @@ def traced(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     state: str | Sequence[str] | None = None,
+    devices: Sequence[Any] = (),
 ) -> Step:
-    """Traces the step for a cluster's platform.
+    """Traces the step for a cluster's platform, to run on these devices if any are given.
 
     Warns:
       AutoshardWarning: an op has no factor rule, code names devices, state changes its type, or a large result may be state.
@@ -68,7 +69,7 @@ def traced(
       InputError: the step cannot be traced, or returns nothing.
     """
     named = (state,) if isinstance(state, str) else tuple(state or ())
-    with kernels_of(cluster):
+    with kernels_of(cluster, devices):
         graph = trace_call(cluster.platform, step, args, kwargs, named)
     if not graph.graph.outputs:
         raise InputError(
@@ -85,10 +86,12 @@ def traced(
     return graph
 
 
-def kernels_of(cluster: AnyCluster) -> AbstractContextManager[None]:
-    """A context in which code is traced for a cluster's own kernels, those of the oldest GPUs if there are several."""
+def kernels_of(cluster: AnyCluster, devices: Sequence[Any] = ()) -> AbstractContextManager[None]:
+    """A context in which code is traced for a cluster's own kernels, those of the oldest GPUs if there are several. CPUs may
+    simulate the cluster; they lack the kernels of GPUs."""
+    platform = "cpu" if any(device.platform == "cpu" for device in devices) else cluster.platform
     known = [compute_capability(group.device.name) for group in cluster.groups]
-    return cudnn_of(cluster.platform, min((one for one in known if one is not None), default=None))
+    return cudnn_of(platform, min((one for one in known if one is not None), default=None))
 
 
 def _left_out(step: Step) -> str:

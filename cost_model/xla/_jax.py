@@ -1,16 +1,18 @@
 """The compiler's only access to JAX's internals: lowers a program without devices, writes it as bytes, compiles bytes.
 
-It relies on three facts outside JAX's public API, true of JAX 0.11 and 0.12. A client can exist outside JAX's backends.
-A lowered module can be written as bytecode. The client of compile-only devices compiles a given module.
+It relies on four facts outside JAX's public API, true of JAX 0.11 and 0.12. A client can exist outside JAX's backends.
+A lowered module can be written as bytecode. The client of compile-only devices compiles a given module. JAX keeps a set of
+the primitives that it refuses to lower without devices.
 """
 
+import contextlib
 import io
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jax._src import compiler
+from jax._src import compiler, dispatch
 from jax._src.interpreters import mlir
 from jax._src.lib import xla_client  # type: ignore[attr-defined]
 from jaxlib.mlir import ir
@@ -24,8 +26,24 @@ def lower(fn: Any, args: Sequence[Any]) -> Any:
     client. A mesh that the user has set (`jax.set_mesh`) does not apply.
     """
     device = xla_client.make_cpu_client().local_devices()[0]
-    with jax.set_mesh(None), jax.default_device(device):
+    with jax.set_mesh(None), jax.default_device(device), _attention_without_devices():
         return fn.trace(*args).lower(lowering_platforms=("cuda",))
+
+
+@contextlib.contextmanager
+def _attention_without_devices() -> Generator[None]:
+    """A context in which JAX lowers cuDNN's attention without devices. It asks for them to partition it; executors apply it
+    to each device's shards, where nothing is left to partition."""
+    kernels = {
+        p
+        for p in dispatch.prim_requires_devices_during_lowering
+        if p.name.startswith("dot_product_attention")
+    }
+    dispatch.prim_requires_devices_during_lowering -= kernels
+    try:
+        yield
+    finally:
+        dispatch.prim_requires_devices_during_lowering |= kernels
 
 
 def module_bytes(lowered: Any) -> bytes:

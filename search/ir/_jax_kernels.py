@@ -239,7 +239,7 @@ def cudnn_of(platform: str, capability: tuple[int, int] | None) -> Generator[Non
     another to end.
 
     Args:
-      platform: JAX's name of the target's platform in lowering, "cuda" or "cpu".
+      platform: JAX's name of the target's platform in lowering: "cuda", or "cpu", where the attention is refused.
       capability: the compute capability of its GPUs; if it is None, JAX asks this machine's.
     """
     with _replacing, _target((platform, capability)):
@@ -261,8 +261,8 @@ def _answered(answer: Callable[..., Any], own: Callable[..., Any], *args: Any) -
 def _version(own: Callable[[], int], platform: str, capability: tuple[int, int] | None) -> int:
     if platform == "cpu":
         raise InputError(
-            f"cuDNN's attention at {current_line()} runs on NVIDIA GPUs, and the cluster's devices are CPUs. Plan for a "
-            'cluster of GPUs, such as "8xH100-80GB", or choose implementation="xla" for a run on CPUs'
+            f"cuDNN's attention at {current_line()} runs on NVIDIA GPUs only, not on CPUs. Plan for a cluster of GPUs, such "
+            'as search(..., cluster="8xH100-80GB"), or choose implementation="xla" where CPUs run the step'
         )
     try:
         return own()

@@ -1,10 +1,13 @@
 """From what a user asks to what the search is told."""
 
+import jax
+import jax.numpy as jnp
 import pytest
 
+import autoshard
 from autoshard.cost_model.errors import InputError
 from autoshard.cost_model.hardware import parse_cluster, parse_hardware
-from autoshard.planning import Asked, limit_bytes
+from autoshard.planning import Asked, limit_bytes, traced
 
 H100 = parse_cluster("8xH100-80GB").device.memory_bytes
 
@@ -28,3 +31,27 @@ def test_a_cap_is_a_size_or_a_share_of_the_largest_device(cluster, memory, num_b
 def test_a_share_that_is_none(memory):
     with pytest.raises(InputError, match="wanted a share of a device's memory such as '90%', got"):
         limit_bytes(parse_hardware("8xH100-80GB"), Asked(memory))
+
+
+def attended(x):
+    return jax.nn.dot_product_attention(x, x, x, implementation="cudnn")
+
+
+WIDE = jax.ShapeDtypeStruct((8, 16, 4, 256), jnp.bfloat16)
+"""Heads of 256 channels, which cuDNN's attention takes on Hopper and later."""
+
+
+@pytest.mark.parametrize("cluster", ["8xA100-80GB", "8xH100-80GB+8xA100-80GB"])
+def test_a_kernel_must_suit_the_oldest_gpu_of_the_cluster(cluster):
+    with pytest.raises(NotImplementedError, match="head dim must be <= 128"):
+        traced(attended, parse_hardware(cluster), (WIDE,), {})
+    assert traced(attended, parse_hardware("8xH100-80GB+8xH200"), (WIDE,), {}).graph.outputs
+
+
+@pytest.mark.parametrize("options", [{}, {"cluster": "8xH100-80GB"}], ids=str)
+def test_cpus_that_simulate_gpus_have_no_attention_of_cudnn(options):
+    step = autoshard.parallelize(attended, **options)
+    with pytest.raises(InputError, match=r"test_planning.py:\d+ runs on NVIDIA GPUs only, not on CPUs"):
+        step(jnp.zeros(WIDE.shape, WIDE.dtype))
+    with pytest.raises(InputError, match=r"test_planning.py:\d+ runs on NVIDIA GPUs only, not on CPUs"):
+        step.init(lambda: attended(jnp.zeros(WIDE.shape, WIDE.dtype)))

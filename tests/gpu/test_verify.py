@@ -6,8 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import pytest
 
+import autoshard
 from autoshard import cli
 from autoshard.cost_model.hardware import parse_cluster
 from autoshard.search.plan.plan import Plan
@@ -180,3 +183,19 @@ def test_who_cannot_be_asked(run, tmp_path, cluster, options, message):
     status, out, err = run("target", *options, cluster=cluster.format_map(given))
     assert (status, out, err.count("\n")) == (2, "", 1)
     assert message in err
+
+
+def test_attention_of_cudnn_compiles_as_planned():
+    def step(w, x):
+        def loss(w):
+            q, k, v = (jnp.einsum("btd,dnh->btnh", x, one) for one in (w["q"], w["k"], w["v"]))
+            attended = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
+            return jnp.sum(jnp.einsum("btnh,nhd->btd", attended, w["o"]).astype(jnp.float32) ** 2)
+
+        return jax.tree.map(jnp.subtract, w, jax.grad(loss)(w))
+
+    shapes = {"q": (64, 4, 64), "k": (64, 2, 64), "v": (64, 2, 64), "o": (4, 64, 64)}
+    w = {name: jax.ShapeDtypeStruct(shape, jnp.bfloat16) for name, shape in shapes.items()}
+    x = jax.ShapeDtypeStruct((2, 16, 64), jnp.bfloat16)
+    plan = autoshard.search(step, w, x, cluster="2xH100-80GB")
+    assert autoshard.verify(step, w, x, plan=plan).exit_status == 0

@@ -41,7 +41,7 @@ def test_attention_is_traced_with_its_gradient_for_gpus_that_are_not_here(kind: 
 
 
 def test_jax_refuses_a_dtype_that_cudnn_has_no_attention_for():
-    with pytest.raises(NotImplementedError, match="Q must be fp16/bf16.*got float32"):
+    with pytest.raises(NotImplementedError, match="got float32"):
         kernels(*arrays(dtype=jnp.float32))
 
 
@@ -58,8 +58,7 @@ def test_attention_of_cudnn_on_cpus_is_refused_by_its_line():
         trace(attended, *arrays())
     line = attended.__code__.co_firstlineno + 1
     assert str(caught.value).startswith(
-        f"cuDNN's attention at tests/search/ir/test_jax_kernels.py:{line} runs on NVIDIA GPUs, and the cluster's devices are "
-        "CPUs. "
+        f"cuDNN's attention at tests/search/ir/test_jax_kernels.py:{line} runs on NVIDIA GPUs only, not on CPUs. "
     )
 
 
