@@ -143,10 +143,16 @@ def jitted(
     if all(donated.issuperset(span) or donated.isdisjoint(span) for span in spans):
         whole = tuple(i for i, span in enumerate(spans) if not donated.isdisjoint(span))
         shardings = jax.tree.map(lambda s: s.sharding, positional)
-        fn = jax.jit(run, in_shardings=shardings, donate_argnums=whole, **options)
+        fn = jax.jit(run, in_shardings=shardings, donate_argnums=given_away(*whole), **options)
     else:
         fn = LeafwiseJit.of(run, positional, donated, on_retrace, options)
     return Program(step.name, fn, positional, mesh, donated, resting_bytes)
+
+
+def given_away(*argnums: int) -> tuple[int, ...]:
+    """The arguments that a program donates; none under `jax_debug_infs`, where JAX runs a failed program's ops again, one by
+    one. Under `jax_debug_nans` JAX itself donates none."""
+    return () if jax.config.jax_debug_infs else argnums  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True, eq=False)
@@ -186,7 +192,7 @@ class LeafwiseJit:
 
         run_leaves.__name__ = run_leaves.__qualname__ = run.__name__
         parts = _parted([s.sharding for s in leaves], is_donated)
-        jitted = jax.jit(run_leaves, in_shardings=parts, donate_argnums=0, **options)
+        jitted = jax.jit(run_leaves, in_shardings=parts, donate_argnums=given_away(0), **options)
         return cls(jitted, tree, is_donated, on_retrace)
 
     def __call__(self, *args: Any) -> Any:

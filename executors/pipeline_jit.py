@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from autoshard.executors.jit import Program, shard_bytes
+from autoshard.executors.jit import Program, given_away, shard_bytes
 from autoshard.executors.pipeline_program import Instruction, Slot
 from autoshard.executors.rewrite import evaluator
 from autoshard.executors.transfers import are_of_several_processes
@@ -289,7 +289,7 @@ class Agenda:
             self._function(one),
             in_shardings=tuple(a.sharding for a in args),
             out_shardings=[x.sharding for x in results],
-            donate_argnums=donated,
+            donate_argnums=given_away(*donated),
             compiler_options=self.compiler_options(one.seat[0], beside_bytes, resting_bytes) or None,
         )
         mesh = self.seating.meshes[one.seat[1]]

@@ -242,7 +242,7 @@ def provenance(scope: str, source_info: Any) -> Generator[None]:
             yield
         except FloatingPointError as e:
             where = source_line(source_info)
-            raise FloatingPointError(f"{e} at {where}" if where else str(e)) from None
+            raise FloatingPointError(f"{str(e).rstrip('.')} at {where}" if where else str(e)) from None
 
 
 PLACES = frozenset({"sharding_constraint", "reshard", "mesh_cast"})
