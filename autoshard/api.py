@@ -96,8 +96,8 @@ def search(
       time_limit_s: processor seconds for the solver. By default the solver does a fixed amount of work, about 15 seconds on
         a usual machine, so that equal inputs give equal plans on every machine. `Plan.gap` is the remaining gap.
       verify: whether XLA's GPU compiler checks that the plan fits. If it does not, the search continues under a lower
-        limit. Equal blocks are extrapolated as by `verify`, unless the peak comes close to the cap. Needs the extra
-        `autoshard[verify]`.
+        limit. Equal blocks are extrapolated as by `verify`, unless the peak comes close to the cap. Installs the
+        compiler as `verify` does.
       target_config: as for `verify`.
       progress: called with one line per stage of the search; the default is the logger `autoshard`, at level INFO.
 
@@ -254,8 +254,9 @@ def verify(
 ) -> Verification | PipelineVerification:
     """Compiles a plan's program with XLA's own GPU compiler and compares it with the prediction. No GPU is needed.
 
-    The compiler runs in a process of its own: JAX's platform and flags in this process do not change. It needs the
-    extra `autoshard[verify]`.
+    The compiler runs in a process of its own: JAX's platform and flags in this process do not change. It needs NVIDIA's JAX
+    plugin. If this environment lacks it, the first call installs it into a folder of the user's cache (0.4 GB), which only
+    the compiler's process sees.
 
     Args:
       step: the step that the plan was made for.

@@ -20,6 +20,7 @@ from autoshard.cost_model.units import format_bytes, format_seconds
 from autoshard.cost_model.xla import compiler
 from autoshard.cost_model.xla._jax import lower, module_bytes
 from autoshard.cost_model.xla.gpu_targets import ATTEMPTS
+from autoshard.cost_model.xla.plugin import provided
 from autoshard.cost_model.xla.process import Compiler, compile_apart
 from autoshard.cost_model.xla.stats import CompiledStats
 from autoshard.executors import jit
@@ -73,6 +74,7 @@ class CompilerVerifier:
     def __post_init__(self) -> None:
         for group in self.cluster.groups:
             compiler.check(group, self.compiler.target_config)
+        provided(self.progress)
 
     @property
     def _cluster(self) -> Cluster:

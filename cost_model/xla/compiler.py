@@ -1,8 +1,7 @@
 """XLA's own GPU compiler, on a machine without a GPU: it checks the cost model's predictions.
 
-The wheels `jax-cuda13-plugin` and `jax-cuda13-pjrt` (the extra `autoshard[verify]`), or those of CUDA 12, can
-describe an absent GPU and compile for it: real fusions, real NCCL collectives, real buffers. They need a process of
-their own:
+The wheels `jax-cuda13-plugin` and `jax-cuda13-pjrt`, or those of CUDA 12 (`cost_model.xla.plugin` has them), can describe an
+absent GPU and compile for it: real fusions, real NCCL collectives, real buffers. They need a process of their own:
 
 * `JAX_PLATFORMS=cpu` must be in the environment before JAX is imported, or the plugin looks for a driver;
 * so must `XLA_FLAGS` (see `ENVIRONMENT`): without a device, the autotuner has nothing to measure on.
@@ -16,7 +15,6 @@ the cap. So `memory_bytes` can be given, and `memory_for_cap` computes it. As th
 budget is a little less than the cap leaves (`gpu_targets.budget_bytes`).
 """
 
-import importlib.metadata
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -48,9 +46,6 @@ BUDGET_SHARE = 0.95
 SLOP_FACTOR = "xla_gpu_memory_limit_slop_factor"
 """XLA's option for that budget, in percent."""
 
-PLUGINS = ("jax-cuda13-plugin", "jax-cuda12-plugin")
-"""The wheels that hold the compiler's kernels, each with its `-pjrt` half, in the order in which JAX takes them."""
-
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
@@ -79,46 +74,18 @@ class Compiled:
 
 
 def check(cluster: Cluster, description: str | None = None) -> None:
-    """Raises an error if the compiler is not installed or cannot compile for a cluster.
+    """Raises an error if the compiler cannot compile for a cluster.
 
     Args:
       cluster: the cluster to compile for.
       description: XLA's target config in text, for a GPU that is not among the presets.
 
     Raises:
-      InputError: no plugin, a plugin that does not match this jaxlib, a cluster of CPUs, or an unknown GPU.
+      InputError: a cluster of CPUs, or an unknown GPU.
     """
-    _check_plugin()
     if cluster.device.name == "CPU":
         raise InputError(f"XLA's GPU compiler cannot be asked about {cluster.name}: its devices are no GPUs")
     target_config(cluster.device.name, 1, description)
-
-
-def _check_plugin() -> None:
-    versions = {name: version for name in PLUGINS if (version := _version(name)) is not None}
-    if not versions:
-        raise InputError(
-            "compiling for GPUs that are not there needs NVIDIA's JAX plugin: pip install 'autoshard[verify]'"
-        )
-    plugin, version = next(iter(versions.items()))
-    pjrt, jaxlib = plugin.replace("-plugin", "-pjrt"), _version("jaxlib") or ""
-    for name, found in ((plugin, version), (pjrt, _version(pjrt))):
-        if found is None or _minor(found) != _minor(jaxlib):
-            raise InputError(
-                f"jaxlib {jaxlib} needs {name} of the same version, and {found or 'none'} is installed: "
-                f"pip install '{name}=={jaxlib}'"
-            )
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _minor(version: str) -> list[str]:
-    return version.split(".")[:2]
 
 
 def topology(cluster: Cluster) -> str:

@@ -1,8 +1,9 @@
 """Runs the compiler in a process of its own, so that the user's JAX, flags and memory stay untouched.
 
 The child (`cost_model.xla.child`) receives the lowered programs through a pipe, and the environment that the compiler
-needs. It leads its own process group. So Ctrl-C does not reach it, the whole group is killed if the parent stops waiting
-early, and the group kills itself when its parent ends. The side that ends the child removes the compiler's temporary folder.
+needs, with the plugin on its path (`cost_model.xla.plugin`). It leads its own process group. So Ctrl-C does not reach it,
+the whole group is killed if the parent stops waiting early, and the group kills itself when its parent ends. The side that
+ends the child removes the compiler's temporary folder.
 
 XLA needs an assembler and a linker from the CUDA toolkit for its kernels. These kernels never run, and neither tool
 affects fusions, buffers or collectives. So stand-ins that write a dummy file replace both, and an empty library
@@ -28,6 +29,7 @@ from autoshard.cost_model.cluster import Cluster
 from autoshard.cost_model.errors import CompilerError
 from autoshard.cost_model.xla.compiler import ENVIRONMENT, Compiled, check, topology
 from autoshard.cost_model.xla.gpu_targets import scheduler_options, target_config
+from autoshard.cost_model.xla.plugin import provided
 
 _ROOT = Path(__file__).parents[3]
 _COMMAND = (sys.executable, "-P", "-m", "autoshard.cost_model.xla.child")
@@ -105,12 +107,13 @@ def compile_all_apart(
       progress: called about once a second with a line that names the current program and its elapsed time.
 
     Raises:
-      InputError: the compiler is not installed, or cannot compile for this cluster.
+      InputError: the compiler cannot be installed, or cannot compile for this cluster.
       CompilerError: the compiler failed, ran out of memory or took too long.
     """
     (name,) = {job.cluster.device.name for job in jobs}
     for job in jobs:
         check(job.cluster, compiler.target_config)
+    plugin = provided(progress)
     hiding = (f"--{k}={v}" for k, v in scheduler_options(name).items())
     flags = " ".join(filter(None, (*hiding, compiler.flags)))
     with (
@@ -121,7 +124,7 @@ def compile_all_apart(
         _write_stand_ins(Path(folder))
         child = subprocess.Popen(
             _COMMAND,
-            env=_environment(flags, folder),
+            env=_environment(flags, folder, plugin),
             stdin=subprocess.PIPE,
             stdout=answer,
             stderr=said,
@@ -156,8 +159,9 @@ def _write_stand_ins(folder: Path) -> None:
     (libdevice / "libdevice.10.bc").write_text("; an empty LLVM module\n")
 
 
-def _environment(flags: str, folder: str) -> dict[str, str]:
-    path = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))
+def _environment(flags: str, folder: str, plugin: Path | None = None) -> dict[str, str]:
+    own = [str(path) for path in (_ROOT, plugin) if path is not None]
+    path = os.pathsep.join(filter(None, (*own, os.environ.get("PYTHONPATH"))))
     environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": path, "TMPDIR": folder}
     environment["XLA_FLAGS"] += f" {flags}"
     return environment

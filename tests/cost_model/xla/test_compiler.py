@@ -12,42 +12,10 @@ from autoshard.cost_model.presets import PRESETS
 from autoshard.cost_model.xla import compiler
 from autoshard.cost_model.xla.gpu_targets import target_config
 
-SUITING = {
-    "jaxlib": "0.12.0.1",
-    "jax-cuda13-plugin": "0.12.0.1",
-    "jax-cuda13-pjrt": "0.12.0.1",
-}
-OF_CUDA_12 = {"jaxlib": "0.12.0.1", "jax-cuda12-plugin": "0.12.1", "jax-cuda12-pjrt": "0.12.1"}
 
-
-@pytest.fixture
-def installed(monkeypatch):
-    """Pretends that these distributions are installed, and no others."""
-    return lambda versions: monkeypatch.setattr(compiler, "_version", versions.get)
-
-
-@pytest.mark.parametrize(
-    ("versions", "gpu", "message"),
-    [
-        ({"jaxlib": "0.12.0.1"}, "H100-80GB", "needs NVIDIA's JAX plugin: pip install 'autoshard[verify]'"),
-        (
-            SUITING | {"jax-cuda13-plugin": "0.11.2"},
-            "H100-80GB",
-            "jaxlib 0.12.0.1 needs jax-cuda13-plugin of the same version, and 0.11.2 is installed: pip install "
-            "'jax-cuda13-plugin==0.12.0.1'",
-        ),
-        (
-            {k: v for k, v in SUITING.items() if "pjrt" not in k},
-            "H100-80GB",
-            "needs jax-cuda13-pjrt of the same version, and none is installed",
-        ),
-        (SUITING, "CPU", "cannot be asked about 8xCPU: its devices are no GPUs"),
-    ],
-)
-def test_who_cannot_be_asked(installed, versions, gpu, message):
-    installed(versions)
-    with pytest.raises(InputError, match=re.escape(message)):
-        compiler.check(parse_cluster(f"8x{gpu}"))
+def test_a_cluster_of_cpus_cannot_be_asked_about():
+    with pytest.raises(InputError, match="cannot be asked about 8xCPU: its devices are no GPUs"):
+        compiler.check(parse_cluster("8xCPU"))
 
 
 def of_another_gpu() -> Cluster:
@@ -55,27 +23,18 @@ def of_another_gpu() -> Cluster:
     return replace(cluster, device=replace(cluster.device, name="L40S"))
 
 
-def test_a_gpu_that_is_not_known(installed):
-    installed(SUITING)
+def test_a_gpu_that_is_not_known():
     what = "does not know 'L40S'. Describe it with --target-config FILE (target_config=)"
     with pytest.raises(InputError, match=re.escape(what)):
         compiler.check(of_another_gpu())
 
 
 @pytest.mark.parametrize("gpu", sorted(PRESETS.keys() - {"CPU"}))
-def test_the_gpus_of_all_presets_are_known(installed, gpu):
-    installed(SUITING)
+def test_the_gpus_of_all_presets_are_known(gpu):
     compiler.check(parse_cluster(f"8x{gpu}"))
 
 
-@pytest.mark.parametrize("versions", [SUITING, OF_CUDA_12])
-def test_either_plugin_will_do(installed, versions):
-    installed(versions)
-    compiler.check(parse_cluster("8xH100-80GB"))
-
-
-def test_a_gpu_that_is_described_need_not_be_known(installed):
-    installed(SUITING)
+def test_a_gpu_that_is_described_need_not_be_known():
     compiler.check(of_another_gpu(), "gpu_device_info { cuda_compute_capability { major: 8 minor: 9 } }")
 
 
