@@ -172,6 +172,10 @@ class Link:
         return self.latency_s + np.asarray(num_bytes, float) / self.sustained_bytes_per_s
 
 
+INVENTED = "invented"
+"""The beginning of a source that is none: the numbers of simulated devices."""
+
+
 @dataclass(frozen=True, slots=True)
 class Cluster:
     """The hardware that a plan is for."""
@@ -252,6 +256,18 @@ class Cluster:
     def link(self, first: int, second: int) -> Link:
         """The link between two devices."""
         return self.intra if self.node_of(first) == self.node_of(second) else self.inter
+
+    @property
+    def caveat(self) -> str:
+        """The end of a line with a predicted time: empty, unless the cluster's numbers are invented.
+
+        Example:
+          >>> from autoshard.cost_model.hardware import parse_cluster
+          >>> parse_cluster("8xCPU").caveat
+          ' (made up: 8xCPU stands for no real machine)'
+        """
+        is_invented = any(source.startswith(INVENTED) for _, source in self.sources)
+        return f" (made up: {self.name} stands for no real machine)" if is_invented else ""
 
     def fingerprint(self) -> str:
         """A hash of sixteen hexadecimal digits that depends on every number, but not on names or sources."""

@@ -62,6 +62,11 @@ class MixedCluster:
         """Devices of all groups."""
         return sum(group.num_devices for group in self.groups)
 
+    @property
+    def caveat(self) -> str:
+        """The end of a line with a predicted time: empty, unless the numbers of a group are invented."""
+        return next(filter(None, (group.caveat for group in self.groups)), "")
+
     def device_memory_limit(self) -> int:
         """Bytes that a program can use on the device with most memory, which is the default memory cap."""
         return max(group.device_memory_limit() for group in self.groups)

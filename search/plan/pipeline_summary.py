@@ -64,7 +64,7 @@ def _stages(plan: PipelinePlan) -> list[str]:
 
 def _time(plan: PipelinePlan) -> list[str]:
     seconds, bubble = format_seconds(plan.estimates.step_s), plan.estimates.bubble
-    return [f"predicted step time: {seconds}, in {bubble:.1%} of which workers wait"]
+    return [f"predicted step time: {seconds}, in {bubble:.1%} of which workers wait{cluster_of(plan).caveat}"]
 
 
 def _memory(plan: PipelinePlan) -> list[str]:

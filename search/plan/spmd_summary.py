@@ -1,7 +1,7 @@
 """A pipeline that is one program, summed up: what `print(plan)` shows."""
 
 from autoshard.cost_model.units import format_bytes, format_mesh, format_seconds
-from autoshard.search.plan.pipeline_head import head, recomputed
+from autoshard.search.plan.pipeline_head import cluster_of, head, recomputed
 from autoshard.search.plan.spmd_plan import SpmdPlan
 from autoshard.search.plan.text_table import aligned, fitted, plural, search_time
 
@@ -55,7 +55,8 @@ def _time(plan: SpmdPlan) -> list[str]:
         ("once, and the update", format_seconds(said.update_s), ""),
     ]
     return [
-        f"predicted step time: {format_seconds(said.step_s)}, in {said.bubble:.1%} of which stages wait",
+        f"predicted step time: {format_seconds(said.step_s)}, in {said.bubble:.1%} of which stages wait"
+        f"{cluster_of(plan).caveat}",
         *aligned(rows, right=(1,)),
     ]
 

@@ -50,7 +50,7 @@ def summary(plan: Plan) -> str:
         _microbatches(plan.decisions.microbatches),
         _recomputed(plan.decisions.retention),
         _collectives(plan.estimates),
-        _time(plan.estimates),
+        _time(plan.estimates, cluster.caveat),
         _memory(plan.estimates, plan.memory_bytes),
         _search(plan),
     ]
@@ -180,11 +180,12 @@ def time_parts(estimates: Estimates) -> dict[str, float]:
     return parts
 
 
-def _time(estimates: Estimates) -> list[str]:
+def _time(estimates: Estimates, caveat: str) -> list[str]:
     rows = [
         (name, format_seconds(s), _percent(s, estimates.step_s)) for name, s in time_parts(estimates).items()
     ]
-    return [f"predicted step time: {format_seconds(estimates.step_s)}", *aligned(rows, right=(1, 2))]
+    said = f"predicted step time: {format_seconds(estimates.step_s)}{caveat}"
+    return [said, *aligned(rows, right=(1, 2))]
 
 
 def _memory(estimates: Estimates, cap_bytes: int) -> list[str]:

@@ -17,7 +17,7 @@ def step(w, x):
 
 
 LINE = loss.__code__.co_firstlineno + 1
-PIPELINE = {"stages": 2, "microbatches": 2, "executor": "a program per stage"}
+PIPELINE = {"stages": 2, "microbatches": 2}
 
 
 @pytest.mark.parametrize(
