@@ -79,7 +79,7 @@ class Residuals:
         An op that is computed on the fly is listed in two cases only: it reads a listed op, or a listed op reads it. In the
         second case its result would otherwise become an array on the way.
         """
-        runs, is_stored = cheapest(self.problem, price_s_per_byte), np.array(self.is_stored)
+        runs, is_stored = cheapest(self.problem, price_s_per_byte), np.array(self.is_stored, bool)
         said = is_stored & runs
         for op in np.flatnonzero(runs).tolist():
             said[op] |= any(said[made] for made in self._made_of[op])

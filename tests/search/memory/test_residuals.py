@@ -213,3 +213,15 @@ def test_what_does_more_than_compute_runs_once():
     choices, recomputed = branching(noted)
     assert choices
     assert not choices & recomputed
+
+
+def test_where_nothing_is_kept_nothing_is_recomputed():
+    def layer(h, w):
+        return jnp.log(h @ w), None
+
+    def step(w, x):
+        return w - jax.grad(lambda w: jnp.sum(jax.lax.scan(layer, x, w)[0]))(w)
+
+    step = trace(step, jnp.ones((2, 8, 8)), jnp.ones((16, 8)))
+    empty = [part for part in residuals_of(step) if not part.sites]
+    assert [part.recomputed(1.0) for part in empty] == [frozenset()] * len(empty) != []
