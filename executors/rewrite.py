@@ -18,6 +18,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from autoshard.executors.bad_values import located
 from autoshard.executors.kernels import on_shards, reductions, sum_of_terms, terms_one_after_another
 from autoshard.search.ir._jax import abstract_value, bind, optimization_barrier_p, provenance, with_weak_type
 from autoshard.search.ir.graph import Graph, Op, Phase, Value
@@ -72,8 +73,7 @@ class _Evaluation:
             operands = [self._read(a, ("operand", site, n), op) for n, a in enumerate(op.inputs)]
             if op.primitive is optimization_barrier_p:
                 operands = self._waited_for(op, operands)
-            with provenance(op.scope, op.source_info):
-                results = self._applied(op, operands, site)
+            results = self._found(op, operands, site)
             is_summed = self._is_on_shards(op, site)
             for r, (v, x) in enumerate(zip(op.outputs, results, strict=True)):
                 self.env[v] = self._placed(v, x, ("result", site, r), is_summed)
@@ -83,6 +83,14 @@ class _Evaluation:
                     self.made_backward.add(v)
                     self.last_backward = self.env[v]
         return [self._read(a, ("output", self.path, i), None) for i, a in enumerate(self.graph.outputs)]
+
+    def _found(self, op: Op, operands: list[Any], site: tuple[Any, ...]) -> list[Any]:
+        """An op's results; where JAX runs it alone to find a bad value, an error names its line."""
+        try:
+            with provenance(op.scope, op.source_info):
+                return self._applied(op, operands, site)
+        except FloatingPointError as e:
+            raise located(e, op.source_info, op.primitive, operands, self._params(op, site)) from None
 
     def _applied(self, op: Op, operands: list[Any], site: tuple[Any, ...]) -> list[Any]:
         if not self._is_on_shards(op, site):

@@ -97,7 +97,12 @@ class _Run:
             axis_names={STAGE, REPLICA},
             check_vma=False,
         )
-        of_layers, of_all, pieces, stacks = run(layers, dealt, once)
+        try:
+            of_layers, of_all, pieces, stacks = run(layers, dealt, once)
+        except FloatingPointError as e:  # JAX runs the replicas' function as one op
+            raise FloatingPointError(
+                f"{str(e).rstrip('.')} in a loop of the pipeline. A program per stage (executor=) names the line"
+            ) from None
         for total in totals:
             term = of_all[total] if total in of_all else layout.put_together(of_layers[total], total)
             env[total] = jnp.add(env[total], term)

@@ -231,18 +231,13 @@ def relative(file: str) -> str:
 
 @contextlib.contextmanager
 def provenance(scope: str, source_info: Any) -> Generator[None]:
-    """A context whose operations carry this name scope and source line into the compiler's metadata. Where JAX runs them one
-    by one to find a NaN or an infinity (`jax_debug_nans`, `jax_debug_infs`), its error names the line."""
+    """A context whose operations carry this name scope and source line into the compiler's metadata."""
     stack = source_info_util.current_name_stack()
     for part in filter(None, scope.split("/")):
         stack = stack.extend(part)
     traceback = source_info.traceback if source_info is not None else None
     with source_info_util.user_context(traceback, name_stack=stack):
-        try:
-            yield
-        except FloatingPointError as e:
-            where = source_line(source_info)
-            raise FloatingPointError(f"{str(e).rstrip('.')} at {where}" if where else str(e)) from None
+        yield
 
 
 PLACES = frozenset({"sharding_constraint", "reshard", "mesh_cast"})
