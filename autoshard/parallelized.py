@@ -293,7 +293,7 @@ class Parallelized:
             return program.fn.lower(*program.args)
 
     def _creation(self, create: Callable[..., Any], args: tuple[Any, ...]) -> Creation:
-        with planning.kernels_of(self._hardware(), self._devices()):
+        with planning.kernels_of(self._hardware()):
             return Creation.of(create, args)
 
     def _places(self, creation: Creation, args: tuple[Any, ...]) -> tuple[Any, dict[int, Any]]:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from decimal import Decimal, InvalidOperation
+from functools import partial
 from typing import Any
 
 import jax
@@ -12,11 +13,12 @@ from autoshard.cost_model.cluster import Cluster, Device
 from autoshard.cost_model.errors import InputError, PlanError
 from autoshard.cost_model.mixed_cluster import AnyCluster, from_json
 from autoshard.cost_model.units import format_bytes, parse_bytes
-from autoshard.cost_model.xla.gpu_targets import compute_capability
+from autoshard.cost_model.xla.gpu_targets import NEWEST, compute_capability
 from autoshard.pins import ANYWHERE, Pins, Resting, allowed, pinned
 from autoshard.search import driver
-from autoshard.search.ir._jax_kernels import cudnn_of
-from autoshard.search.ir.graph import Step
+from autoshard.search.ir._jax_kernels import Target, cudnn_for
+from autoshard.search.ir.factors.attention import RULES as ATTENTION
+from autoshard.search.ir.graph import Op, Step, walk
 from autoshard.search.ir.retyping import retypings
 from autoshard.search.ir.trace import trace_call
 from autoshard.search.memory.microbatches import microbatched
@@ -66,16 +68,22 @@ def traced(
       AutoshardWarning: an op has no factor rule, code names devices, state changes its type, or a large result may be state.
 
     Raises:
-      InputError: the step cannot be traced, or returns nothing.
+      InputError: the step cannot be traced, returns nothing, or uses cuDNN's attention on CPUs.
     """
     named = (state,) if isinstance(state, str) else tuple(state or ())
-    with kernels_of(cluster, devices):
+    with kernels_of(cluster) as target:
         graph = trace_call(cluster.platform, step, args, kwargs, named)
+        if (attention := _attention(graph)) is not None and not target.was_asked:
+            graph = trace_call(
+                cluster.platform, partial(step), args, kwargs, named
+            )  # not JAX's trace for another target
     if not graph.graph.outputs:
         raise InputError(
             f"{graph.name} returns no array, so there is nothing to compute. A training step returns its new state, as in "
             "`return state, metrics`; perhaps its `return` is missing"
         )
+    if attention is not None and "cpu" in (cluster.platform, *(device.platform for device in devices)):
+        raise _no_attention(attention)
     for name, (count, where) in driver.primitives_without_rule(graph).items():
         warn(
             f"{name} has no factor rule and is computed alike on all devices ({count} in the step, first {where}). "
@@ -86,12 +94,25 @@ def traced(
     return graph
 
 
-def kernels_of(cluster: AnyCluster, devices: Sequence[Any] = ()) -> AbstractContextManager[None]:
-    """A context in which code is traced for a cluster's own kernels, those of the oldest GPUs if there are several. CPUs may
-    simulate the cluster; they lack the kernels of GPUs."""
-    platform = "cpu" if any(device.platform == "cpu" for device in devices) else cluster.platform
+def kernels_of(cluster: AnyCluster) -> AbstractContextManager[Target]:
+    """A context in which code is traced for a cluster's own kernels, those of the oldest GPUs if there are several. On CPUs
+    it is traced for the newest GPU, and refused afterwards."""
+    if cluster.platform == "cpu":
+        return cudnn_for(compute_capability(NEWEST))
     known = [compute_capability(group.device.name) for group in cluster.groups]
-    return cudnn_of(platform, min((one for one in known if one is not None), default=None))
+    return cudnn_for(min((one for one in known if one is not None), default=None))
+
+
+def _attention(step: Step) -> Op | None:
+    """The first op that is cuDNN's attention."""
+    return next((op for _, graph in walk(step.graph) for op in graph.ops if op.name in ATTENTION), None)
+
+
+def _no_attention(op: Op) -> InputError:
+    return InputError(
+        f"cuDNN's attention at {op.source} runs on NVIDIA GPUs only, not on CPUs. Plan for a cluster of GPUs, such as "
+        'search(..., cluster="8xH100-80GB"), or choose implementation="xla" where CPUs run the step'
+    )
 
 
 def _left_out(step: Step) -> str:

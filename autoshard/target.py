@@ -19,8 +19,8 @@ from typing import Any
 
 from autoshard import api
 from autoshard.cost_model.errors import AutoshardError, InputError
-from autoshard.cost_model.xla.gpu_targets import compute_capability
-from autoshard.search.ir._jax_kernels import cudnn_of
+from autoshard.cost_model.xla.gpu_targets import NEWEST, compute_capability
+from autoshard.search.ir._jax_kernels import cudnn_for
 from autoshard.search.ir.trace import TRACE_ERRORS
 
 
@@ -84,7 +84,7 @@ def _function(module: types.ModuleType, name: str, text: str) -> Callable[[], An
 
 
 def _step_and_args(function: Callable[[], Any], text: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    with cudnn_of("cuda", compute_capability("B200")):  # the state's shapes may need a model's attention
+    with cudnn_for(compute_capability(NEWEST)):  # the state's shapes may need a model's attention
         made = _user_code(function, text)
     wanted = f"TARGET {text} must return (train_step, args)"
     if not isinstance(made, tuple) or len(made) != 2:

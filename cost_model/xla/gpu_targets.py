@@ -78,6 +78,9 @@ _GPUS = MappingProxyType(
 """By device name: chip, memory in bytes, memory bandwidth in bytes/s. Source: XLA, `target_config/specs`; V100-32GB and L4
 as in `presets`."""
 
+NEWEST = "B200"
+"""The newest GPU of the presets."""
+
 _DNN = MappingProxyType({"V100": "{ major: 8 minor: 9 patch: 4 }", "A100": "{ major: 8 minor: 9 patch: 4 }"})
 """cuDNN's version for chips where it is not 9.7. Source: XLA, `target_config/specs`."""
 

@@ -210,14 +210,6 @@ def short_source_line(source_info: Any) -> str:
     return f"{'/'.join(PurePath(os.path.abspath(own.file_name)).parts[-2:])}:{own.start_line}" if own else ""
 
 
-def current_line() -> str:
-    """`file:line` of the user's code that runs, seen from a function of this folder that it calls, or an empty string."""
-    frames = source_info_util.user_frames(source_info_util.current().traceback)
-    here = os.path.dirname(__file__)
-    own = (f for f in frames if "site-packages" not in f.file_name and os.path.dirname(f.file_name) != here)
-    return next((f"{relative(f.file_name)}:{f.start_line}" for f in own), "")
-
-
 def _user_frame(source_info: Any) -> Any:
     """The innermost frame of the user's code; else the innermost of an installed package; else None."""
     frames = list(source_info_util.user_frames(source_info.traceback)) if source_info is not None else []

@@ -23,6 +23,7 @@ import functools
 import inspect
 import threading
 from collections.abc import Callable, Generator, Iterable, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,7 +37,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import sdy
 
 from autoshard.cost_model.errors import InputError
-from autoshard.search.ir._jax import current_line, open_jaxpr
+from autoshard.search.ir._jax import open_jaxpr
 
 
 def as_partitioning(eqn: Any) -> Any:
@@ -225,56 +226,70 @@ def pallas_on_shards(
 CUDNN_VERSION = 91200
 """The version of cuDNN where this machine has none: 9.12. Source: the oldest one that `jax-cuda13-plugin` 0.12 accepts."""
 
-_target = jax.make_user_context()
-"""The target of the current trace, a part of the key of JAX's caches: a platform and its GPU's compute capability."""
+
+@dataclass(eq=False, slots=True)
+class Target:
+    """The GPUs that a step is traced for.
+
+    Attributes:
+      capability: their compute capability; None if this machine's counts.
+      was_asked: whether JAX has asked for it. If not, the kernels in a trace are those of an earlier trace, which JAX kept.
+    """
+
+    capability: tuple[int, int] | None
+    was_asked: bool = False
+
+
+_target: ContextVar[Target | None] = ContextVar("_target", default=None)
+"""The current trace's target; other threads have none."""
 
 _replacing = threading.RLock()
 
 
 @contextlib.contextmanager
-def cudnn_of(platform: str, capability: tuple[int, int] | None) -> Generator[None]:
-    """A context in which JAX traces cuDNN's attention for the target, on a machine that may lack cuDNN and GPUs.
+def cudnn_for(capability: tuple[int, int] | None) -> Generator[Target]:
+    """A context in which JAX traces cuDNN's attention for a target, on a machine that may lack cuDNN and GPUs.
 
-    JAX's own checks of shapes and dtypes remain. Other threads meet JAX's own functions, except that one context waits for
-    another to end.
+    JAX's own checks of shapes and dtypes remain. JAX does not repeat them for a function that it has traced before.
+    Other threads meet JAX's own answers. If two threads want a context, one waits.
 
     Args:
-      platform: JAX's name of the target's platform in lowering: "cuda", or "cpu", where the attention is refused.
-      capability: the compute capability of its GPUs; if it is None, JAX asks this machine's.
+      capability: the compute capability of the target's GPUs; if it is None, JAX asks this machine's.
     """
-    with _replacing, _target((platform, capability)):
+    with _replacing:
         own = {name: getattr(cudnn, name) for name in _ANSWERS}
+        target = Target(capability)
+        token = _target.set(target)
         for name, answer in _ANSWERS.items():
             setattr(cudnn, name, functools.partial(_answered, answer, own[name]))
         try:
-            yield
+            yield target
         finally:
             for name, function in own.items():
                 setattr(cudnn, name, function)
+            _target.reset(token)
 
 
 def _answered(answer: Callable[..., Any], own: Callable[..., Any], *args: Any) -> Any:
-    """An answer for the current trace's target; JAX's own answer where there is no target, as in other threads."""
-    return own(*args) if _target.value is None else answer(own, *_target.value, *args)
+    """An answer for the current trace's target; JAX's own answer where there is no target."""
+    if (target := _target.get()) is None:
+        return own(*args)
+    target.was_asked = True
+    return answer(own, target.capability, *args)
 
 
-def _version(own: Callable[[], int], platform: str, capability: tuple[int, int] | None) -> int:
-    if platform == "cpu":
-        raise InputError(
-            f"cuDNN's attention at {current_line()} runs on NVIDIA GPUs only, not on CPUs. Plan for a cluster of GPUs, such "
-            'as search(..., cluster="8xH100-80GB"), or choose implementation="xla" where CPUs run the step'
-        )
+def _version(own: Callable[[], int], capability: tuple[int, int] | None) -> int:
     try:
         return own()
     except RuntimeError:  # JAX finds no cuDNN
         return CUDNN_VERSION
 
 
-def _reaches(own: Callable[..., bool], platform: str, capability: Any, least: str) -> bool:
+def _reaches(own: Callable[[str], bool], capability: tuple[int, int] | None, least: str) -> bool:
     return own(least) if capability is None else capability >= _numbers(least)
 
 
-def _equals(own: Callable[..., bool], platform: str, capability: Any, wanted: str) -> bool:
+def _equals(own: Callable[[str], bool], capability: tuple[int, int] | None, wanted: str) -> bool:
     return own(wanted) if capability is None else capability == _numbers(wanted)
 
 

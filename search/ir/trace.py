@@ -151,7 +151,10 @@ def _outline(
     traced = in_place.watched(step) if is_watched else step
     try:
         with _jax.implicit_mesh():
-            jaxpr, out_shape = jax.make_jaxpr(traced, return_shape=True)(*args, **kwargs)
+            anew = functools.partial(
+                traced
+            )  # JAX keeps the trace of a function, perhaps one for another cluster
+            jaxpr, out_shape = jax.make_jaxpr(anew, return_shape=True)(*args, **kwargs)
     except InputError:
         raise
     except (NameError, RuntimeError, _jax.ShardingTypeError, *TRACE_ERRORS) as e:
