@@ -50,7 +50,9 @@ def test_without_one_it_is_installed_once_beside_the_environment(world, versions
     folder = plugin.provided(told.append)
     assert [*kept.iterdir()] == [folder]
     assert (folder / "wheels").read_text() == "jax-cuda13-plugin==0.12.1 jax-cuda13-pjrt==0.12.1"
-    assert told == [f"installing NVIDIA's compiler, once, into {folder} (0.14 GB to download, 0.4 GB on disk)"]
+    assert told == [
+        f"installing NVIDIA's compiler, once, into {folder} (0.14 GB to download, 0.4 GB on disk)"
+    ]
     world(versions, FAILS)
     assert plugin.provided(told.append) == folder
     assert len(told) == 1
