@@ -29,6 +29,7 @@ from autoshard.search.plan.decisions import EDITED, apart, hosted, node_names
 from autoshard.search.plan.edits import marks_of
 from autoshard.search.plan.estimates import estimate
 from autoshard.search.plan.plan import Plan
+from autoshard.search.plan.recognition import check_is_for, outlined
 from autoshard.search.plan.reconciliation import ContradictionError, Reconciled, reconciled
 from autoshard.search.plan.retention import CoarseError, RetentionCodec
 from autoshard.search.plan.shardings import step_sharding
@@ -266,7 +267,7 @@ def apply(step: Step, plan: Plan, cluster: Cluster, place: str = "plan") -> Sear
       InfeasibleError: what it decides does not fit its memory cap.
     """
     watch = Stopwatch(step.trace_s)
-    plan.check_is_for(step, place)
+    check_is_for(plan, step, place)
     step_problem, short = _read(step, plan, cluster, place)
     watch.lap("graph")
     on_mesh = step_problem.on(cluster, tuple(plan.decisions.mesh.values()))
@@ -299,7 +300,7 @@ def choices(step: Step, plan: Plan, cluster: Cluster, name: str, place: str = "p
     Raises:
       PlanError: the plan is for another step, or decides nothing under this name.
     """
-    plan.check_is_for(step, place)
+    check_is_for(plan, step, place)
     step_problem, _ = _read(step, plan, cluster, place)
     on_mesh = step_problem.on(cluster, tuple(plan.decisions.mesh.values()))
     return on_mesh.codec.choices(name, place)
@@ -433,6 +434,7 @@ def _finished(
         estimates=estimate(costed, found.labels, found.device, found.hidden_s, found.host_bytes),
         gap=None,
         marks=marks_of(decisions),
+        outline=outlined(step),
     )
     watch.lap("plan")
     plan = replace(plan, search_s=watch.seconds)

@@ -42,6 +42,7 @@ from autoshard.search.plan.pipeline_plan import (
     StageEstimates,
 )
 from autoshard.search.plan.plan import Collective, Decisions
+from autoshard.search.plan.recognition import check_is_for, outlined
 from autoshard.search.plan.retention import RetentionCodec
 from autoshard.search.plan.schedule import Schedule
 from autoshard.search.plan.stage_programs import StageProgram, StagePrograms, StageSharding
@@ -150,7 +151,7 @@ def apply(step: Step, plan: PipelinePlan, place: str = "the plan") -> Pipeline:
     Raises:
       PlanError: it is for another step, or decides something impossible.
     """
-    plan.check_is_for(step, place)
+    check_is_for(plan, step, place)
     try:
         schedule = build_schedule(plan.schedule, len(plan.stages), plan.microbatches, plan.workers)
         given = from_json(plan.cluster, f"{place}: cluster")
@@ -295,6 +296,7 @@ def _plan(step: Step, found: Proposal, memory_bytes: int, taken: _Stages) -> Pip
         ),
         _estimates(found, taken),
         tuple(names) if is_mixed else (),
+        outline=outlined(step),
     )
 
 

@@ -23,6 +23,7 @@ from autoshard.search.pipeline.search import PipelineOptions
 from autoshard.search.pipeline.simulator import Simulation, StageCost, simulate
 from autoshard.search.pipeline.spmd_costs import AXES
 from autoshard.search.pipeline.spmd_search import Dealt, SpmdParts, SpmdProposal, SpmdSearch
+from autoshard.search.plan.recognition import check_is_for, outlined
 from autoshard.search.plan.retention import RetentionCodec
 from autoshard.search.plan.spmd_plan import SpmdEstimates, SpmdPlan
 from autoshard.search.plan.spmd_step import SpmdSharding, SpmdStep
@@ -89,7 +90,7 @@ def apply(step: Step, plan: SpmdPlan, place: str = "the plan") -> SpmdPipeline:
     Raises:
       PlanError: it is for another step, or decides something impossible.
     """
-    plan.check_is_for(step, place)
+    check_is_for(plan, step, place)
     cluster = Cluster.from_json(plan.cluster, f"{place}: cluster")
     if tuple(plan.mesh) != AXES:
         raise PlanError(f"{place}: wanted a mesh with the axes {AXES}, got {tuple(plan.mesh)}")
@@ -136,6 +137,7 @@ def _pipeline(step: Step, found: SpmdProposal, memory_bytes: int) -> SpmdPipelin
         RetentionCodec(problem.plain).said(problem.sites) if problem.sites else {},
         _estimates(found, memory_bytes),
         intra_op.on_mesh.codec.decisions(intra_op.labels) if is_shared else None,
+        outline=outlined(step),
     )
     return SpmdPipeline(plan, found.program, found.sharding)
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from autoshard.cost_model.errors import PlanError
 from autoshard.search.plan.json_file import schema_of
+from autoshard.search.plan.outline import Outline
 from autoshard.search.plan.plan import Collective, Decisions
 from autoshard.search.plan.saved import SavedPlan
 from autoshard.search.plan.spmd_plan import PROGRAM_PER_STAGE
@@ -100,7 +101,7 @@ class PipelineEstimates:
     stages: tuple[StageEstimates, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class PipelinePlan(SavedPlan):
     """How to run a training step as a pipeline.
 
@@ -119,6 +120,7 @@ class PipelinePlan(SavedPlan):
       estimates: what all this is predicted to take.
       groups: names of the cluster's groups of nodes, in the order in which stages stand on them; of several kinds alone.
       search_s: seconds of the search; not saved.
+      outline: of the traced step, to say how another step differs; None in a file without it.
     """
 
     step: str
@@ -134,7 +136,8 @@ class PipelinePlan(SavedPlan):
     decisions: tuple[Decisions, ...]
     estimates: PipelineEstimates
     groups: tuple[str, ...] = ()
-    search_s: Mapping[str, float] = field(default_factory=dict[str, float], compare=False)
+    search_s: Mapping[str, float] = field(default_factory=dict[str, float])
+    outline: Outline | None = None
 
     @property
     def num_replicas(self) -> int:
@@ -194,6 +197,7 @@ class PipelinePlan(SavedPlan):
                 for d in self.decisions
             ],
             "estimates": {**asdict(self.estimates), "stages": [_said(s) for s in self.estimates.stages]},
+            **({} if self.outline is None else {"outline": self.outline.to_json()}),
         }
 
     @classmethod
@@ -213,6 +217,7 @@ class PipelinePlan(SavedPlan):
             "stages": tuple(Stage(**stage) for stage in file["stages"]),
             "decisions": tuple(Decisions(**decisions) for decisions in file["decisions"]),
             "estimates": PipelineEstimates(**file["estimates"], stages=of_stages),
+            "outline": Outline(**file["outline"]) if "outline" in file else None,
         }
         return cls(**{f.name: file[f.name] for f in fields(cls) if f.name in file} | read_as)
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 from autoshard.cost_model.errors import PlanError
 from autoshard.search.plan.edits import Decision, edited, num_deleted
 from autoshard.search.plan.json_file import schema_of
+from autoshard.search.plan.outline import Outline
 from autoshard.search.plan.saved import SavedPlan
 
 if TYPE_CHECKING:
@@ -99,7 +100,7 @@ class Decisions:
     group: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Plan(SavedPlan):
     """How to run a training step on a cluster.
 
@@ -120,6 +121,7 @@ class Plan(SavedPlan):
         was found only.) None when decisions were edited since.
       marks: of the decisions that the estimates were made of (`search.plan.edits`); empty where that is not known.
       search_s: seconds of the search, in all and by part; not saved.
+      outline: of the traced step, to say how another step differs; None in a file without it.
 
     Example:
       >>> plan = search(step, state, batch, cluster="64xH100-80GB")  # doctest: +SKIP
@@ -137,7 +139,8 @@ class Plan(SavedPlan):
     estimates: Estimates
     gap: float | None
     marks: str = ""
-    search_s: Mapping[str, float] = field(default_factory=dict[str, float], compare=False)
+    search_s: Mapping[str, float] = field(default_factory=dict[str, float])
+    outline: Outline | None = None
 
     @property
     def num_devices(self) -> int:
@@ -197,6 +200,7 @@ class Plan(SavedPlan):
                 "gap": self.gap,
                 "marks": self.marks,
             },
+            **({} if self.outline is None else {"outline": self.outline.to_json()}),
         }
 
     @classmethod
@@ -228,6 +232,7 @@ class Plan(SavedPlan):
             Estimates(**estimates, collectives=collectives),
             gap,
             marks,
+            outline=Outline(**file["outline"]) if "outline" in file else None,
         )
 
     def compare(self, other: "Plan") -> "Comparison":

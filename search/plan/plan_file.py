@@ -101,6 +101,17 @@ class DecisionsFile(TypedDict):
     """By name, what of a class of forward ops is not kept for the backward phase."""
 
 
+class OutlineFile(TypedDict):
+    """The traced step in outline, for the message that refuses the plan for another step."""
+
+    arguments: dict[str, str]
+    """By pytree path, the type and the role of each argument."""
+    results: dict[str, str]
+    """By pytree path, the type of each result that replaces no argument."""
+    ops: dict[str, Count]
+    """The number of ops by primitive."""
+
+
 class OptionsFile(TypedDict):
     """The options that the search was given."""
 
@@ -128,6 +139,7 @@ class PlanFile(TypedDict):
     """The cap per device."""
     decisions: DecisionsFile
     estimates: EstimatesFile
+    outline: NotRequired[OutlineFile]
 
 
 class StageFile(TypedDict):
@@ -224,6 +236,7 @@ class PipelineFile(TypedDict):
     decisions: list[StageDecisionsFile]
     """For each mesh of a replica's devices, how these share the work."""
     estimates: PipelineEstimatesFile
+    outline: NotRequired[OutlineFile]
 
 
 class SpmdEstimatesFile(TypedDict):
@@ -282,12 +295,14 @@ class SpmdFile(TypedDict):
     """What is predicted."""
     decisions: NotRequired[StageDecisionsFile]
     """How the devices of a replica share its work, if there are several."""
+    outline: NotRequired[OutlineFile]
 
 
 for _file in (
     CollectiveFile,
     EstimatesFile,
     DecisionsFile,
+    OutlineFile,
     PlanFile,
     StageFile,
     StageDecisionsFile,

@@ -1,4 +1,4 @@
-"""What plans of all kinds have in common: a file each, and the step that they were made for."""
+"""Plans of all kinds have in common: a file each, and when two of them are equal."""
 
 import json
 import os
@@ -6,20 +6,22 @@ from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any, Self
 
-from autoshard.cost_model.errors import PlanError
 from autoshard.cost_model.whole_file import write_whole
-from autoshard.search.ir.graph import Step
 from autoshard.search.plan.json_file import read_file
-from autoshard.search.problem.fingerprint import fingerprint
+
+NO_DECISIONS = frozenset({"step", "jax", "options", "meshes", "estimates", "outline"})
+"""Keys of a plan's file that two equal plans may have different values of."""
 
 
 class SavedPlan(ABC):
-    """A plan that is kept as JSON."""
+    """A plan that is kept as JSON.
+
+    Two plans are equal if they say to do the same: equal decisions (schedule and stages included) for the same traced step
+    on an equal cluster under an equal memory cap. The rest does not count: the time of the search, its options and meshes,
+    the estimates, the certified gap, and the version of JAX. Equal plans have equal hashes.
+    """
 
     __slots__ = ()
-
-    step: str
-    fingerprint: str
 
     @abstractmethod
     def to_json(self) -> dict[str, Any]:
@@ -52,14 +54,15 @@ class SavedPlan(ABC):
         """
         return cls.from_json(read_file(path), str(path))
 
-    def check_is_for(self, step: Step, place: str) -> None:
-        """That it was made for this step.
+    def __eq__(self, other: object) -> bool:
+        """Whether both plans say to do the same."""
+        return self._decided == other._decided if isinstance(other, SavedPlan) else NotImplemented
 
-        Raises:
-          PlanError: it was made for another one.
-        """
-        if self.fingerprint != (own := fingerprint(step)):
-            raise PlanError(
-                f"{place} was made for another step (its {self.step!r} has fingerprint {self.fingerprint}, this "
-                f"{step.name!r} has {own}). Search again for this one"
-            )
+    def __hash__(self) -> int:
+        return hash(self._decided)
+
+    @property
+    def _decided(self) -> str:
+        """The part of the plan's file that the program depends on."""
+        said = {key: value for key, value in self.to_json().items() if key not in NO_DECISIONS}
+        return json.dumps(said, sort_keys=True)

@@ -10,6 +10,7 @@ from typing import Any
 
 from autoshard.cost_model.errors import PlanError
 from autoshard.search.plan.json_file import schema_of
+from autoshard.search.plan.outline import Outline
 from autoshard.search.plan.plan import Collective, Decisions
 from autoshard.search.plan.saved import SavedPlan
 
@@ -50,7 +51,7 @@ class SpmdEstimates:
     collectives: tuple[Collective, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class SpmdPlan(SavedPlan):
     """How to run a training step as a pipeline that is one program.
 
@@ -68,6 +69,7 @@ class SpmdPlan(SavedPlan):
       estimates: what all this is predicted to take.
       decisions: how the devices of a replica share its work, on a mesh of theirs; None where a replica is one device.
       search_s: seconds of the search; not saved.
+      outline: of the traced step, to say how another step differs; None in a file without it.
     """
 
     step: str
@@ -82,7 +84,8 @@ class SpmdPlan(SavedPlan):
     retention: Mapping[str, str]
     estimates: SpmdEstimates
     decisions: Decisions | None = None
-    search_s: Mapping[str, float] = field(default_factory=dict[str, float], compare=False)
+    search_s: Mapping[str, float] = field(default_factory=dict[str, float])
+    outline: Outline | None = None
 
     @property
     def num_workers(self) -> int:
@@ -132,7 +135,8 @@ class SpmdPlan(SavedPlan):
                 "copies": dict(d.copies),
             }
         collectives = [{**asdict(one), "axes": list(one.axes)} for one in self.estimates.collectives]
-        return said | {"estimates": {**asdict(self.estimates), "collectives": collectives}}
+        said["estimates"] = {**asdict(self.estimates), "collectives": collectives}
+        return said if self.outline is None else said | {"outline": self.outline.to_json()}
 
     @classmethod
     def from_json(cls, data: Any, place: str = "plan") -> "SpmdPlan":
@@ -151,6 +155,8 @@ class SpmdPlan(SavedPlan):
         del file["schema"], file["executor"]
         if "decisions" in file:
             file["decisions"] = Decisions(**file["decisions"])
+        if "outline" in file:
+            file["outline"] = Outline(**file["outline"])
         collectives = tuple(Collective(**one) for one in file["estimates"].pop("collectives", ()))
         file["estimates"] = SpmdEstimates(**file["estimates"], collectives=collectives)
         return cls(**file)

@@ -216,7 +216,7 @@ def plan():
 def test_a_search_and_a_call_agree(plan):
     step = parallelize(train_step)
     step.lower(create_state(jax.random.key(0)), make_batch())
-    assert step.plan == plan
+    assert step.plan.to_json() == plan.to_json()
 
 
 def test_a_plan_is_the_same_from_whichever_folder_it_is_searched(plan, tmp_path, monkeypatch):

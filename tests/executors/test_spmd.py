@@ -160,7 +160,7 @@ def test_layers_rest_on_their_stages_and_a_saved_plan_is_used_again(tmp_path):
     assert on_stages == {d: ((0, 4) if i < 4 else (4, 8)) for i, d in enumerate(jax.devices())}
     assert abstract["layers"].sharding == layers.sharding
     assert moments["layers"].sharding.spec[0] == layers.sharding.spec[0] == "stage"
-    assert SpmdPlan.load(path) == step.plan
+    assert SpmdPlan.load(path).to_json() == step.plan.to_json()
     assert step.plan.gap is None
     assert "2 stages of equal layers, schedule gpipe: one program" in str(step.plan)
     assert "8 microbatches on each replica of a stage" in str(step.plan)

@@ -365,7 +365,7 @@ def test_arguments_apart_cost_what_they_cost_together():
 
 def test_a_plan_for_another_step(tmp_path):
     plan = found_with({}).plan
-    message = rf"was made for another step \(its 'train_step' has fingerprint {plan.fingerprint}, this 'step' has \w{{16}}\)"
+    message = r"was made for another step, 'train_step'\. In 'step', it takes \d+ arguments? "
     with pytest.raises(PlanError, match=message):
         reloaded(traced("mlp"), plan, tmp_path)
 
