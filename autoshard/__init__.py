@@ -13,22 +13,42 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 __all__ = [
+    "Amount",
     "AutoshardError",
     "AutoshardWarning",
     "Cluster",
     "ClusterError",
     "Collective",
+    "Comparison",
     "CompilerError",
+    "Copied",
     "Decisions",
+    "Device",
     "Estimates",
+    "Extent",
+    "Footprint",
     "InfeasibleError",
     "InputError",
+    "Link",
     "MixedCluster",
+    "Moved",
+    "NotSplittableError",
+    "Outline",
     "Parallelized",
+    "PipelineEstimates",
+    "PipelinePlan",
+    "PipelineVerification",
     "Plan",
     "PlanError",
     "Program",
+    "ProgramProof",
+    "SpmdEstimates",
+    "SpmdPlan",
+    "Stage",
+    "StageEstimates",
+    "StageProof",
     "Verification",
+    "choices",
     "emit",
     "parallelize",
     "search",
@@ -37,14 +57,14 @@ __all__ = [
 
 if TYPE_CHECKING:
     from autoshard.public import *
+else:  # a type checker would take any name for one of ours
 
+    def __getattr__(name: str) -> Any:
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from autoshard import public  # JAX comes with it
 
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from autoshard import public  # JAX comes with it
-
-    return getattr(public, name)
+        return getattr(public, name)
 
 
 class _Face(_ModuleType):
@@ -53,7 +73,9 @@ class _Face(_ModuleType):
 
     @property
     def search(self) -> Any:
-        return __getattr__("search")
+        from autoshard import public
+
+        return public.search
 
     @search.setter
     def search(self, subpackage: _ModuleType) -> None:

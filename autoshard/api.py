@@ -1,24 +1,24 @@
-"""The public functions: `parallelize`, `search`, `emit` and `verify`."""
+"""The public functions: `parallelize`, `search`, `emit`, `verify` and `choices`."""
 
 import functools
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any, overload
+from typing import Any, Protocol, TypedDict, Unpack, overload
 
 import jax
 
-from autoshard import option_types, pipelines, planning, programs
-from autoshard.calls import Callee
+from autoshard import keywords, option_types, pipelines, planning, programs
+from autoshard.calls import Call, Callee
 from autoshard.cost_model.errors import InputError
 from autoshard.cost_model.hardware import parse_hardware
 from autoshard.cost_model.mixed_cluster import AnyCluster, MixedCluster
 from autoshard.cost_model.xla.process import Compiler
 from autoshard.executors.jit import Program
-from autoshard.parallelized import AnyPlan, Parallelized, Request
+from autoshard.parallelized import Parallelized, Request
 from autoshard.pins import Pins, Rested
 from autoshard.pipelines import Stages
-from autoshard.planning import Asked
+from autoshard.planning import AnyPlan, Asked
 from autoshard.progress import Progress, narrated
 from autoshard.search.driver import SearchResult
 from autoshard.search.ir.graph import Step
@@ -30,7 +30,6 @@ from autoshard.search.plan.pipeline_plan import PipelinePlan, is_of_pipeline
 from autoshard.search.plan.plan import Plan
 from autoshard.search.plan.spmd_plan import SpmdPlan, is_of_one_program
 from autoshard.tracebacks import boundary
-from autoshard.user_warning import AutoshardWarning
 from autoshard.verification import judge, pipeline_judge
 from autoshard.verification.pipeline_result import PipelineVerification
 from autoshard.verification.result import Verification
@@ -39,12 +38,13 @@ from autoshard.verification.result import Verification
 @boundary
 def search(
     step: Callable[..., Any],
+    /,
     *abstract_args: Any,
     cluster: str | os.PathLike[str] | AnyCluster,
     memory: str | int | None = None,
     mesh: Sequence[int] | None = None,
     pin: Pins | None = None,
-    state: str | Sequence[str] | None = None,
+    state: Any = None,
     remat: str | None = None,
     stages: int | str | None = None,
     schedule: str | None = None,
@@ -55,12 +55,15 @@ def search(
     verify: bool = False,
     target_config: str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
+    **abstract_kwargs: Any,
 ) -> AnyPlan:
     """Searches for the fastest plan of a training step on a cluster, without any of its devices.
 
     Args:
       step: a training step for one device, e.g. `(state, batch) -> (state, metrics)`.
-      *abstract_args: the shapes of the step's arguments: pytrees of `jax.ShapeDtypeStruct` (arrays work too).
+      *abstract_args: the shapes of the step's arguments: pytrees of `jax.ShapeDtypeStruct` (arrays work too). They may be
+        given by keyword, too (`batch=shapes`). If an option has the name of an argument, such as `state`, a value of the
+        option's type is the option, and any other value is the argument.
       cluster: a preset such as "64xH100-80GB", a `Cluster`, or a JSON file that describes one. For several kinds of node
         ("8xH100-80GB+16xA100-40GB", or a `MixedCluster`) the plan is a pipeline, and each stage runs on one kind.
       memory: the cap per device, such as "70GiB", bytes or "90%" of its memory. The default is the device's memory less the
@@ -100,6 +103,7 @@ def search(
         compiler as `verify` does.
       target_config: as for `verify`.
       progress: called with one line per stage of the search; the default is the logger `autoshard`, at level INFO.
+      **abstract_kwargs: the shapes of arguments that are given by keyword.
 
     Returns:
       The fastest plan found, with its estimates and the solver's certified gap. A pipeline is a `PipelinePlan` or, if all
@@ -118,7 +122,11 @@ def search(
       >>> search(step, w, x, cluster="8xH100-80GB").num_devices
       8
     """
-    option_types.check(
+    call, own = _told_apart(
+        "search",
+        step,
+        abstract_args,
+        abstract_kwargs,
         memory=memory,
         mesh=mesh,
         pin=pin,
@@ -130,19 +138,24 @@ def search(
         executor=executor,
         offload=offload,
         time_limit_s=time_limit_s,
+        verify=verify,
+        target_config=target_config,
         progress=progress,
     )
     hardware = parse_hardware(cluster)
-    asked = Asked(memory, mesh, pin, remat, microbatches, offload, time_limit_s)
-    wanted = pipelines.asked_for(stages, schedule, executor, is_open=pipelines.leaves_open(asked))
+    asked = Asked.of(own)
+    wanted = pipelines.asked_for(
+        own["stages"], own["schedule"], own["executor"], is_open=pipelines.leaves_open(asked)
+    )
     if wanted is not None:
-        pipelines.refuse(pin=pin or None, offload=offload, time_limit_s=time_limit_s)
-    with narrated(step_name(step), "tracing", progress) as tell:
-        traced = _traced(step, hardware, abstract_args, state)
-        if not verify:
+        pipelines.refuse(pin=asked.pin or None, offload=asked.offload, time_limit_s=asked.time_limit_s)
+    with narrated(step_name(step), "tracing", own["progress"]) as tell:
+        traced = _traced(call, hardware, own["state"])
+        if not own["verify"]:
             return _found(traced, hardware, wanted, asked, tell).plan
         cap_bytes = planning.limit_bytes(hardware, asked)
-        verifier = judge.CompilerVerifier(hardware, Compiler(judge.target_config_text(target_config)), tell)
+        target = judge.target_config_text(own["target_config"])
+        verifier = judge.CompilerVerifier(hardware, Compiler(target), tell)
         return judge.fitting(
             lambda limit, said: _found(
                 traced, hardware, wanted, replace(asked, memory_share=limit / cap_bytes), said
@@ -176,50 +189,59 @@ def _found(
 @overload
 def emit(
     step: Callable[..., Any],
+    /,
     *abstract_args: Any,
     plan: Plan | SpmdPlan,
     devices: Sequence[Any] | None = None,
-    state: str | Sequence[str] | None = None,
+    state: Any = None,
+    **abstract_kwargs: Any,
 ) -> Program: ...
 
 
 @overload
 def emit(
     step: Callable[..., Any],
+    /,
     *abstract_args: Any,
     plan: PipelinePlan,
     devices: Sequence[Any] | None = None,
-    state: str | Sequence[str] | None = None,
+    state: Any = None,
+    **abstract_kwargs: Any,
 ) -> tuple[Program, ...]: ...
 
 
 @overload
 def emit(
     step: Callable[..., Any],
+    /,
     *abstract_args: Any,
     plan: str | os.PathLike[str],
     devices: Sequence[Any] | None = None,
-    state: str | Sequence[str] | None = None,
+    state: Any = None,
+    **abstract_kwargs: Any,
 ) -> Program | tuple[Program, ...]: ...
 
 
 @boundary
 def emit(
     step: Callable[..., Any],
+    /,
     *abstract_args: Any,
     plan: str | os.PathLike[str] | AnyPlan,
     devices: Sequence[Any] | None = None,
-    state: str | Sequence[str] | None = None,
+    state: Any = None,
+    **abstract_kwargs: Any,
 ) -> Program | tuple[Program, ...]:
     """Writes a plan into its step: the result can be lowered, read and run.
 
     Args:
       step: the step that the plan was made for.
-      *abstract_args: the shapes of the step's arguments.
+      *abstract_args: the shapes of the step's arguments; by position or by keyword, as for `search`.
       plan: a plan or its file.
       devices: the devices in the cluster's order; real, simulated or compile-only (`jax.experimental.topologies`). The
         default is `jax.devices()`.
       state: as for `search`.
+      **abstract_kwargs: the shapes of arguments that are given by keyword.
 
     Returns:
       A `Program`: `program.fn.lower(*program.args)` is exactly the program that runs. It takes the variables of NNX
@@ -231,11 +253,12 @@ def emit(
       PlanError: the plan is for another step, or decides something impossible.
       InputError: there are fewer devices than the plan's mesh has.
     """
-    option_types.check(plan=plan, devices=devices, state=state)
-    given, place = loaded(plan)
+    options = {"plan": plan, "devices": devices, "state": state}
+    call, own = _told_apart("emit", step, abstract_args, abstract_kwargs, **options)
+    given, place = loaded(own["plan"])
     hardware = planning.hardware(given, place)
-    traced = _traced(step, hardware, abstract_args, state)
-    devices = jax.devices() if devices is None else devices
+    traced = _traced(call, hardware, own["state"])
+    devices = jax.devices() if own["devices"] is None else own["devices"]
     if isinstance(given, Plan):
         return programs.built(planning.applied(traced, given, place), hardware.groups[0], devices)
     return programs.emitted(pipelines.applied(traced, given, place), hardware, devices)
@@ -244,13 +267,15 @@ def emit(
 @boundary
 def verify(
     step: Callable[..., Any],
+    /,
     *abstract_args: Any,
     plan: str | os.PathLike[str] | AnyPlan,
     full: bool = False,
-    state: str | Sequence[str] | None = None,
+    state: Any = None,
     target_config: str | os.PathLike[str] | None = None,
     timeout_s: float | None = None,
     progress: Progress | None = None,
+    **abstract_kwargs: Any,
 ) -> Verification | PipelineVerification:
     """Compiles a plan's program with XLA's own GPU compiler and compares it with the prediction. No GPU is needed.
 
@@ -260,7 +285,7 @@ def verify(
 
     Args:
       step: the step that the plan was made for.
-      *abstract_args: the shapes of the step's arguments.
+      *abstract_args: the shapes of the step's arguments; by position or by keyword, as for `search`.
       plan: a plan or its file.
       full: whether to compile all of a stack of equal blocks. By default a few blocks are compiled and the rest is
         extrapolated: collectives, arguments and host copies exactly, the device's peak as an estimate.
@@ -268,6 +293,7 @@ def verify(
       target_config: XLA's `GpuTargetConfigProto` in text, or its file, for a GPU that is no preset.
       timeout_s: seconds for the compiler and each program; by default there is no limit.
       progress: called with one line per stage, and every second while the compiler works; by default as for `search`.
+      **abstract_kwargs: the shapes of arguments that are given by keyword.
 
     Returns:
       Memory and collectives, predicted and compiled, and the verdict: `.fits`, `.differences`. A pipeline has a result for
@@ -282,41 +308,98 @@ def verify(
     Example:
       >>> print(autoshard.verify(train_step, state, batch, plan="plan.json"))  # doctest: +SKIP
     """
-    option_types.check(plan=plan, state=state, timeout_s=timeout_s, progress=progress)
-    given, place = loaded(plan)
+    call, own = _told_apart(
+        "verify",
+        step,
+        abstract_args,
+        abstract_kwargs,
+        plan=plan,
+        full=full,
+        state=state,
+        target_config=target_config,
+        timeout_s=timeout_s,
+        progress=progress,
+    )
+    given, place = loaded(own["plan"])
     cluster = planning.hardware(given, place)
-    compiler = Compiler(judge.target_config_text(target_config), timeout_s)
-    with narrated(step_name(step), "tracing", progress) as tell:
+    compiler = Compiler(judge.target_config_text(own["target_config"]), own["timeout_s"])
+    with narrated(step_name(step), "tracing", own["progress"]) as tell:
         verifier = judge.CompilerVerifier(cluster, compiler, tell)
-        traced = _traced(step, cluster, abstract_args, state)
+        traced = _traced(call, cluster, own["state"])
         if isinstance(given, Plan):
-            return verifier.verified(planning.applied(traced, given, place), full)
+            return verifier.verified(planning.applied(traced, given, place), bool(own["full"]))
         return pipeline_judge.verified(verifier, pipelines.applied(traced, given, place))
 
 
 @boundary
 def choices(
     step: Callable[..., Any],
+    /,
     *abstract_args: Any,
     plan: str | os.PathLike[str] | Plan,
     name: str,
-    state: str | Sequence[str] | None = None,
+    state: Any = None,
+    **abstract_kwargs: Any,
 ) -> tuple[str, ...]:
     """The values that one decision of a plan may be edited to.
 
     Args:
       step: the step that the plan was made for.
-      *abstract_args: the shapes of the step's arguments.
+      *abstract_args: the shapes of the step's arguments; by position or by keyword, as for `search`.
       plan: a plan or its file.
       name: the decision's name in the plan, such as "forward dot_general".
       state: as for `search`.
+      **abstract_kwargs: the shapes of arguments that are given by keyword.
 
     Raises:
       PlanError: the plan is for another step, or has no decision of this name.
+      InputError: the plan is a pipeline's, or the step is given wrong arguments.
     """
-    given, place = _given(plan)
-    traced = _traced(step, planning.cluster(given, place), abstract_args, state)
-    return planning.choices(traced, given, name, place)
+    options = {"plan": plan, "name": name, "state": state}
+    call, own = _told_apart("choices", step, abstract_args, abstract_kwargs, **options)
+    given, place = _given("choices", own["plan"])
+    traced = _traced(call, planning.cluster(given, place), own["state"])
+    return planning.choices(traced, given, own["name"], place)
+
+
+class Options(TypedDict, total=False):
+    """The options of `parallelize`, as type checkers see them."""
+
+    cluster: str | os.PathLike[str] | AnyCluster | None
+    memory: str | int | None
+    mesh: Sequence[int] | None
+    pin: Pins | None
+    state: str | Sequence[str] | None
+    donate: str | Sequence[str] | None
+    remat: str | None
+    stages: int | str | None
+    schedule: str | None
+    microbatches: int | None
+    executor: str | None
+    offload: Sequence[str] | str | None
+    plan: str | os.PathLike[str] | AnyPlan | None
+    like: Parallelized[..., Any] | str | os.PathLike[str] | Plan | None
+    time_limit_s: float | None
+    devices: Sequence[Any] | None
+    static_argnums: int | Iterable[int] | None
+    static_argnames: str | Iterable[str] | None
+    progress: Progress | None
+
+
+class Decorator(Protocol):
+    """`parallelize` with options, waiting for its step."""
+
+    def __call__[**P, R](self, step: Callable[P, R], /) -> Parallelized[P, R]:
+        """The parallelized step."""
+        ...
+
+
+@overload
+def parallelize[**P, R](step: Callable[P, R], **options: Unpack[Options]) -> Parallelized[P, R]: ...
+
+
+@overload
+def parallelize(step: None = None, **options: Unpack[Options]) -> Decorator: ...
 
 
 @boundary
@@ -336,7 +419,7 @@ def parallelize(
     executor: str | None = None,
     offload: Sequence[str] | str | None = None,
     plan: str | os.PathLike[str] | AnyPlan | None = None,
-    like: Parallelized | str | os.PathLike[str] | Plan | None = None,
+    like: Parallelized[..., Any] | str | os.PathLike[str] | Plan | None = None,
     time_limit_s: float | None = None,
     devices: Sequence[Any] | None = None,
     static_argnums: int | Iterable[int] | None = None,
@@ -423,7 +506,7 @@ def parallelize(
     if like is not None:
         _refuse_beside("like", cluster=cluster, mesh=mesh)
     given = None if plan is None else loaded(plan)
-    asked = Asked(memory, mesh, pin, remat, microbatches, offload, time_limit_s)
+    asked = Asked.of(options)
     is_open = pipelines.leaves_open(asked, donate=donate, like=like, plan=plan)
     pipeline = pipelines.asked_for(stages, schedule, executor, is_open)
     is_asked = pipeline is not None and pipeline.always
@@ -431,7 +514,7 @@ def parallelize(
         pipelines.refuse(
             pin=pin or None, offload=offload, time_limit_s=time_limit_s, donate=donate, like=like
         )
-    shared = like if like is None or isinstance(like, Parallelized) else Rested.by(_given(like)[0])
+    shared = like if like is None or isinstance(like, Parallelized) else Rested.by(_given("like=", like)[0])
     request = Request(
         asked,
         pipeline,
@@ -448,15 +531,20 @@ def parallelize(
     return Parallelized(step, request)
 
 
-def _given(plan: str | os.PathLike[str] | Plan) -> tuple[Plan, str]:
+def _given(reader: str, plan: str | os.PathLike[str] | AnyPlan) -> tuple[Plan, str]:
     """A plan of one program, and its name in messages."""
-    return (plan, "the plan") if isinstance(plan, Plan) else (Plan.load(plan), str(plan))
+    given, place = loaded(plan)
+    if not isinstance(given, Plan):
+        raise InputError(f"{reader} wants the plan of one program, and {place} is a pipeline's")
+    return given, place
 
 
 def loaded(plan: str | os.PathLike[str] | AnyPlan) -> tuple[AnyPlan, str]:
     """A plan of any kind, and its name in messages."""
     if isinstance(plan, AnyPlan):
         return plan, "the plan"
+    if plan is None:
+        raise InputError("wanted plan as a plan or its file, got None")
     data, place = read_file(plan), str(plan)
     kind = SpmdPlan if is_of_one_program(data) else PipelinePlan if is_of_pipeline(data) else Plan
     return kind.from_json(data, place), place
@@ -471,12 +559,21 @@ def _refuse_beside(decider: str, **options: Any) -> None:
         )
 
 
-def _traced(
-    step: Callable[..., Any], cluster: AnyCluster, args: tuple[Any, ...], state: str | Sequence[str] | None
-) -> Step:
-    callee = step.callee if isinstance(step, Parallelized) else Callee.of(step)
-    call = callee.call(args, {})
+def _told_apart(
+    function: str, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], **options: Any
+) -> tuple[Call, dict[str, Any]]:
+    """A call of the step, and the options of a function that takes the step's arguments beside its own options.
+
+    Raises:
+      InputError: the step is no function, a keyword is unknown, or an option has a wrong type.
+    """
+    if not callable(step):
+        raise InputError(f"{function} wants a step, which is a function, got {type(step).__name__}")
+    callee, owner = (step.callee, step.owner) if isinstance(step, Parallelized) else (Callee.of(step), ())
+    args = (*owner, *args)
+    kwargs, own = keywords.told_apart(function, callee, len(args), kwargs, options)
+    return callee.call(args, kwargs, is_bound=bool(owner)), own
+
+
+def _traced(call: Call, cluster: AnyCluster, state: str | Sequence[str] | None) -> Step:
     return planning.traced(call.step, cluster, call.args, call.kwargs, state)
-
-
-__all__ = ["AutoshardWarning", "Parallelized", "emit", "parallelize", "search", "verify"]

@@ -7,7 +7,7 @@ split into a static graph and arrays (`autoshard.nnx_objects`). The remaining ar
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,6 +43,15 @@ class Call:
     def positional(self) -> tuple[Any, ...]:
         """The arguments as a `Program` takes them."""
         return (*self.args, *(self.kwargs[k] for k in sorted(self.kwargs)))
+
+    @property
+    def whole(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The positional and keyword arguments of the user's function, static ones included."""
+        args = list(self.args)
+        for key, value in self.static:
+            if isinstance(key, int):
+                args.insert(key, value)
+        return tuple(args), {**self.kwargs, **{k: v for k, v in self.static if isinstance(k, str)}}
 
     @property
     def form(self) -> nnx_objects.Form | None:
@@ -159,15 +168,29 @@ class Callee:
         args, kwargs = apart.pure
         return Call(nnx_objects.pure(step, apart.form), args, kwargs, static, apart)
 
-    def takes(self, count: int) -> bool:
-        """True if the step accepts this number of positional arguments, or has no signature."""
+    def refusal(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> TypeError | None:
+        """The error of a call that the step's own signature refuses; None for a call that it accepts."""
         if self.parameters is None:
-            return True
+            return None
         try:
-            self.parameters.bind(*[None] * count)
-        except TypeError:
-            return False
-        return True
+            self.parameters.bind(*args, **kwargs)
+        except TypeError as e:
+            return e
+        return None
+
+    def filled(
+        self, values: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Positional and keyword arguments: `kwargs`, and `values` for the first parameters that these leave, keyword-only
+        ones included."""
+        parameters = () if self.parameters is None else self.parameters.parameters.values()
+        free = [p for p in parameters if p.name not in kwargs and p.kind is not p.VAR_KEYWORD]
+        if len(values) > len(free) or any(p.kind is p.VAR_POSITIONAL for p in free):
+            return values, dict(kwargs)
+        pairs = list(zip(free, values, strict=False))
+        first = tuple(value for p, value in pairs if p.kind is p.POSITIONAL_ONLY)
+        named = {p.name: value for p, value in pairs if p.kind is not p.POSITIONAL_ONLY}
+        return self.by_position(first, {**named, **kwargs})
 
     def by_position(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -18,7 +18,7 @@ from autoshard import clusters as known_clusters
 from autoshard.calibrate import calibrate as measured
 from autoshard.cost_model.errors import InputError, first_line
 from autoshard.cost_model.whole_file import destination, write_whole
-from autoshard.parallelized import AnyPlan
+from autoshard.planning import AnyPlan
 from autoshard.search.pipeline import planning, spmd_planning, timeline
 from autoshard.search.pipeline.simulator import Simulation
 from autoshard.search.plan.pipeline_plan import PipelinePlan

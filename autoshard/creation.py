@@ -27,11 +27,13 @@ class Creation:
     """A traced call that creates state.
 
     Attributes:
-      call: the call in pure form.
+      name: the name of the function that creates the state.
+      call: its call in pure form.
       jaxpr: the call's jaxpr.
       returned: the shapes of its results.
     """
 
+    name: str
     call: Call
     jaxpr: Any
     returned: Any
@@ -41,8 +43,13 @@ class Creation:
         """Traces a call of `create`.
 
         Raises:
-          InputError: the call cannot be traced.
+          InputError: the call cannot be traced, or returns no array.
         """
+        if not callable(create):
+            raise InputError(
+                "wanted a function that creates the state, such as create in init(create, key, args=(batch,)), "
+                f"got {type(create).__name__}"
+            )
         call = Callee.of(create).call(args, {})
         try:
             with _jax.implicit_mesh():
@@ -56,7 +63,11 @@ class Creation:
         own_meshes.placements(
             jaxpr
         )  # refuses code per device; shardings are ignored, since the plan has its own
-        return cls(call, jaxpr, returned)
+        if not jax.tree.leaves(returned):
+            raise InputError(
+                f"{step_name(create)}, which shall create the state, returns no array; perhaps its `return` is missing"
+            )
+        return cls(step_name(create), call, jaxpr, returned)
 
     def shapes(self) -> Any:
         """The state with shapes in place of arrays."""

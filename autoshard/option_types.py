@@ -18,8 +18,9 @@ import numpy as np
 from autoshard.cost_model.cluster import Cluster
 from autoshard.cost_model.errors import InputError
 from autoshard.cost_model.mixed_cluster import MixedCluster
-from autoshard.parallelized import AnyPlan, Parallelized
+from autoshard.parallelized import Parallelized
 from autoshard.pipelines import AUTO
+from autoshard.planning import AnyPlan
 from autoshard.search.plan.plan import Plan
 
 MAX_SHOWN = 60
@@ -46,9 +47,13 @@ def check(**options: Any) -> None:
       InputError: an option has a wrong type; the message names the wanted one.
     """
     for name, value in options.items():
-        wanted = WANTED[name]
-        if value is not None and not wanted.is_met(value):
-            raise InputError(f"wanted {wanted.phrase}, got {_in_a_line(value)}")
+        if value is not None and not is_met(name, value):
+            raise InputError(f"wanted {WANTED[name].phrase}, got {_in_a_line(value)}")
+
+
+def is_met(name: str, value: Any) -> bool:
+    """True if a value has the type of an option."""
+    return WANTED[name].is_met(value)
 
 
 def _in_a_line(value: Any) -> str:
@@ -78,12 +83,17 @@ def _is_row_of(is_member: Callable[[Any], bool], value: Any) -> bool:
     return is_row and not _is_text(value) and all(map(is_member, value))
 
 
+def _are_of(is_member: Callable[[Any], bool], value: Any) -> bool:
+    """True for a collection of such members that is no mapping."""
+    return isinstance(value, Collection) and not isinstance(value, Mapping) and all(map(is_member, value))
+
+
 def _are_names(value: Any) -> bool:
-    return _is_text(value) or (isinstance(value, Collection) and all(map(_is_text, value)))
+    return _is_text(value) or _are_of(_is_text, value)
 
 
 def _are_positions(value: Any) -> bool:
-    return _is_count(value) or (isinstance(value, Collection) and all(map(_is_count, value)))
+    return _is_count(value) or _are_of(_is_count, value)
 
 
 def _are_pins(value: Any) -> bool:
@@ -132,7 +142,11 @@ WANTED = MappingProxyType(
         ),
         "static_argnums": Wanted("static_argnums as the position of an argument, or several", _are_positions),
         "static_argnames": Wanted("static_argnames as the name of an argument, or several", _are_names),
+        "verify": Wanted("verify as True or False", lambda v: isinstance(v, bool | np.bool)),
+        "full": Wanted("full as True or False", lambda v: isinstance(v, bool | np.bool)),
+        "target_config": Wanted("target_config as a text or its file", _is_file),
+        "name": Wanted("name as the name of a decision in the plan", _is_text),
         "progress": Wanted("progress as a function that takes a line, such as print", callable),
     }
 )
-"""By option name. `search`, `emit` and `verify` share some options of `parallelize`; `timeout_s` is `verify`'s own."""
+"""By option name. `search`, `emit`, `verify` and `choices` share some options of `parallelize`."""

@@ -10,11 +10,11 @@ A call whose signature is known runs its program without planning (`autoshard.si
 import contextlib
 import copy
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Concatenate, Self, overload
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
@@ -33,7 +33,7 @@ from autoshard.executors.pipeline_program import PipelineProgram
 from autoshard.executors.transfers import spread
 from autoshard.pins import ANYWHERE, Rested, as_in
 from autoshard.pipelines import Stages
-from autoshard.planning import Asked
+from autoshard.planning import AnyPlan, Asked
 from autoshard.processes import Processes
 from autoshard.progress import Progress, narrated
 from autoshard.search.ir import _jax
@@ -49,7 +49,7 @@ from autoshard.signatures import signature as signature_of
 from autoshard.tracebacks import boundary
 from autoshard.user_warning import warn
 
-AnyPlan = Plan | PipelinePlan | SpmdPlan
+NO_KEYWORDS: Mapping[str, Any] = MappingProxyType({})
 
 TRANSFORMATIONS = MappingProxyType(
     {
@@ -86,7 +86,7 @@ class Request:
     state: str | Sequence[str] | None = None
     donate: str | Sequence[str] | None = None
     plan: tuple[AnyPlan, str] | None = None
-    like: "Parallelized | Rested | None" = None
+    like: "Parallelized[..., Any] | Rested | None" = None
     devices: Sequence[Any] | None = None
     static_argnums: int | Iterable[int] | None = None
     static_argnames: str | Iterable[str] | None = None
@@ -106,6 +106,18 @@ class _Planned:
     types: tuple[Any, ...]
 
 
+def _check_others(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Checks the types of the step's other arguments, as `init` takes them."""
+    if not isinstance(args, tuple | list):
+        raise InputError(
+            f"wanted args as the step's other arguments in a tuple, such as (batch,), got {type(args).__name__}"
+        )
+    if not (isinstance(kwargs, Mapping) and all(isinstance(name, str) for name in kwargs)):
+        raise InputError(
+            f"wanted kwargs as arguments by name, such as {{'batch': batch}}, got {type(kwargs).__name__}"
+        )
+
+
 def _in_a_line(plan: AnyPlan | None) -> str:
     """A plan as `repr` sums it up."""
     if plan is None:
@@ -120,10 +132,11 @@ def _in_a_line(plan: AnyPlan | None) -> str:
     return f"{how}, {format_seconds(plan.estimates.step_s)} a step predicted"
 
 
-class Parallelized:
-    """A training step that runs on many devices; made by `parallelize`."""
+class Parallelized[**P, R]:
+    """A training step that runs on many devices; made by `parallelize`. `P` and `R` are the parameters and the results of
+    the function that it was made of."""
 
-    def __init__(self, step: Callable[..., Any], request: Request) -> None:
+    def __init__(self, step: Callable[P, R], request: Request) -> None:
         functools.update_wrapper(self, step, updated=())
         self.__name__: str = step_name(step)
         self.callee = Callee.of(step, request.static_argnums, request.static_argnames)
@@ -131,17 +144,25 @@ class Parallelized:
         self._planned: list[_Planned] = []
         """In the order of planning; bound methods share this list, and `_ran`."""
         self._ran: list[_Planned] = []
-        self._owner: tuple[Any, ...] = ()
+        self.owner: tuple[Any, ...] = ()
         self._last: _Planned | None = None
         self._plain = Known[_Planned]()
         """Single programs that have run and take a call's positional arguments as they come."""
 
-    def __get__(self, instance: Any, owner: Any = None) -> "Parallelized":
+    @overload
+    def __get__(self, instance: None, owner: Any = None) -> Self: ...
+
+    @overload
+    def __get__[S, **Q, T](
+        self: "Parallelized[Concatenate[S, Q], T]", instance: S, owner: Any = None
+    ) -> "Parallelized[Q, T]": ...
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
         """The step bound to an instance, as a method."""
         if instance is None:
             return self
         bound = copy.copy(self)
-        bound._owner, bound._plain = (instance,), Known[_Planned]()
+        bound.owner, bound._plain = (instance,), Known[_Planned]()
         return bound
 
     @property
@@ -165,16 +186,16 @@ class Parallelized:
     def __repr__(self) -> str:
         return f"<parallelized {self.__name__}: {_in_a_line(self._known_plan)}>"
 
-    def __copy__(self) -> "Parallelized":
+    def __copy__(self) -> Self:
         """Another one with the same plans and programs."""
         again = object.__new__(type(self))
         again.__dict__.update(self.__dict__)
         return again
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Parallelized":
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Parallelized[P, R]":
         """One that is not planned yet: the step may be a method, and plans are of the object that it had."""
         again = Parallelized(copy.deepcopy(self.callee.step, memo), self._request)
-        again._owner = copy.deepcopy(self._owner, memo)
+        again.owner = copy.deepcopy(self.owner, memo)
         return again
 
     @boundary
@@ -190,31 +211,32 @@ class Parallelized:
         )
 
     @boundary
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Runs one step; arguments and results are those of the decorated function."""
+        given, named = args, kwargs
         if self._plain.all:
-            args, kwargs = self.callee.by_position(args, kwargs)
-            known = None if kwargs else self._plain.like(args)
+            given, named = self.callee.by_position(args, kwargs)
+            known = None if named else self._plain.like(given)
             if known is not None:
                 self._last = known
                 try:
-                    return placing.called(known.program, args)
+                    return placing.called(known.program, given)
                 except placing.RetracedError:
                     pass
                 except placing.FAILURES:
-                    if not self._is_refused(known, args):
+                    if not self._is_refused(known, given):
                         raise
-        call = self._call(args, kwargs)
+        call = self._call(given, named)
         planned = self._prepared(call)
         is_first = planned not in self._ran
         narrated = self._narrated("compiling") if is_first else contextlib.nullcontext()
         with programs.room_for(planned.plan), narrated:
-            returned, given = placing.run(
+            returned, placed = placing.run(
                 planned.program, call.positional, planned.step, is_first, self._advice
             )
         if is_first:
             self._keep(planned, call)
-        return call.result(returned, given)
+        return call.result(returned, placed)
 
     def _is_refused(self, known: _Planned, args: tuple[Any, ...]) -> bool:
         """True if a program that was called without checks refused its arguments, so that nothing ran."""
@@ -226,13 +248,20 @@ class Parallelized:
         return is_refused
 
     @boundary
-    def init(self, create: Callable[..., Any], *create_args: Any, args: tuple[Any, ...] = ()) -> Any:
+    def init[State](
+        self,
+        create: Callable[..., State],
+        *create_args: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] = NO_KEYWORDS,
+    ) -> State:
         """Creates the state directly on its shards.
 
         Args:
           create: returns the step's first argument, or a tuple of its first ones; it is traced once and runs sharded.
           *create_args: the arguments of `create`, such as a PRNG key.
-          args: the step's other arguments, or their shapes.
+          args: the step's other arguments, or their shapes, in a tuple.
+          kwargs: those of them that are given by keyword, by name.
 
         Returns:
           The result of `create`, each array sharded as the plan says.
@@ -241,11 +270,15 @@ class Parallelized:
           InputError: `create` cannot be traced, or its state does not suit the step.
         """
         creation = self._creation(create, create_args)
-        return creation.on(*self._places(creation, args))
+        return creation.on(*self._places(creation, args, kwargs))
 
     @boundary
     def abstract_state(
-        self, create: Callable[..., Any], *create_args: Any, args: tuple[Any, ...] = ()
+        self,
+        create: Callable[..., Any],
+        *create_args: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] = NO_KEYWORDS,
     ) -> Any:
         """The state that `init` would create, as `jax.ShapeDtypeStruct`s with shardings, to restore a checkpoint to.
 
@@ -257,12 +290,13 @@ class Parallelized:
           create: as for `init`.
           *create_args: as for `init`.
           args: as for `init`.
+          kwargs: as for `init`.
 
         Raises:
           InputError: as for `init`.
         """
         creation = self._creation(create, create_args)
-        (mesh, places), devices = self._places(creation, args), self._devices()
+        (mesh, places), devices = self._places(creation, args, kwargs), self._devices()
         shapes = jax.tree.leaves(creation.returned)
         places = {n: spread(shapes[n].shape, place, devices) for n, place in places.items()}
         return creation.abstract(spread((), NamedSharding(mesh, PartitionSpec()), devices).mesh, places)
@@ -296,36 +330,55 @@ class Parallelized:
         with planning.kernels_of(self._hardware()):
             return Creation.of(create, args)
 
-    def _places(self, creation: Creation, args: tuple[Any, ...]) -> tuple[Any, dict[int, Any]]:
+    def _places(
+        self, creation: Creation, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[Any, dict[int, Any]]:
         """The mesh of the first argument, and the shardings of the arrays to create, by their number."""
+        _check_others(args, kwargs)
         shapes, numbers = creation.shapes(), creation.numbers()
-        if not self._are_several(shapes, args):
+        if not self._are_several(shapes, args, kwargs):
             shapes, numbers = (shapes,), (numbers,)
-        program = self._prepared(self._call((*shapes, *args), {})).program
-        created = jax.tree.leaves(self._call((*numbers, *args), {}).positional)
+        if (refusal := self._refusal((*shapes, *args), kwargs)) is not None:
+            raise InputError(
+                f"{self.__name__} cannot be called with the state that {creation.name} creates and with args= and kwargs=: "
+                f"{refusal}. args= has the step's other arguments in a tuple, and kwargs= those that are given by keyword"
+            )
+        program = self._prepared(self._filled((*shapes, *args), kwargs)).program
+        created = jax.tree.leaves(self._filled((*numbers, *args), kwargs).positional)
         shardings = jax.tree.leaves(program.shardings)
         places = zip(created, shardings, strict=True)
         return shardings[0].mesh, {n: sharding for n, sharding in places if isinstance(n, Number)}
 
-    def _are_several(self, state: Any, args: tuple[Any, ...]) -> bool:
+    def _are_several(self, state: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         """True if the elements of a state tuple are the step's first arguments, rather than the tuple its first one.
         Parameters with defaults may allow both; the tuple is then one argument if the step can be planned so."""
-        given = len(self._owner) + len(args)
-        if not (isinstance(state, tuple) and self.callee.takes(len(state) + given)):
+        if not isinstance(state, tuple) or self._refusal((*state, *args), kwargs) is not None:
             return False
-        return not (self.callee.takes(1 + given) and self._can_be_planned((state, *args)))
+        alone = (state, *args)
+        return self._refusal(alone, kwargs) is not None or not self._can_be_planned(alone, kwargs)
 
-    def _can_be_planned(self, args: tuple[Any, ...]) -> bool:
+    def _can_be_planned(self, values: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         try:
-            self._prepared(self._call(args, {}))
+            self._prepared(self._filled(values, kwargs))
         except InputError:
             return False
         return True
 
+    def _filled(self, values: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
+        """A call with `values` as the first arguments that `kwargs` leave."""
+        return self._pure(*self.callee.filled((*self.owner, *values), kwargs))
+
+    def _refusal(self, values: tuple[Any, ...], kwargs: Mapping[str, Any]) -> TypeError | None:
+        """The error of such a call that the step's own signature refuses."""
+        return self.callee.refusal(*self.callee.filled((*self.owner, *values), kwargs))
+
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        return self._pure((*self.owner, *args), kwargs)
+
+    def _pure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         last = self._last or next(iter(self._planned), None)
         like = None if last is None else last.form
-        return self.callee.call((*self._owner, *args), kwargs, like, bool(self._owner))
+        return self.callee.call(args, kwargs, like, bool(self.owner))
 
     def _prepared(self, call: Call) -> _Planned:
         """The plan and program for a call."""
@@ -343,7 +396,7 @@ class Parallelized:
         signature run it unchecked."""
         self._ran.append(planned)
         is_one_program = isinstance(planned.program, Program)
-        if is_one_program and not (call.kwargs or call.static or call.form or self._owner):
+        if is_one_program and not (call.kwargs or call.static or call.form or self.owner):
             self._plain.add(planned)
 
     def _narrated(self, first: str) -> AbstractContextManager[Progress]:
@@ -364,7 +417,7 @@ class Parallelized:
                 f"the cluster {hardware.name} has {hardware.num_devices} devices, and there are {len(devices)} to run on. "
                 "Leave cluster= out to plan for these, or use search to plan for others"
             )
-        traced = planning.traced(call.step, hardware, call.args, call.kwargs, request.state, devices)
+        traced = self._traced(call, hardware, devices)
         leaves, tree = jax.tree.flatten(call.positional)
         types = tuple(map(type_of, leaves))
         given = self._plan_for(traced)
@@ -373,6 +426,15 @@ class Parallelized:
         Processes.of(devices).agree_on(traced, devices, self._given)
         found, plan, program = self._made(traced, given, hardware, devices, tell)
         return _Planned(signature, call.form, found, plan, program, tree, types)
+
+    def _traced(self, call: Call, hardware: AnyCluster, devices: Sequence[Any]) -> Step:
+        """The step as this call gives it arguments. A call that the step's own signature refuses fails as the step does."""
+        try:
+            return planning.traced(call.step, hardware, call.args, call.kwargs, self._request.state, devices)
+        except InputError as e:
+            if isinstance(e.__cause__, TypeError) and self.callee.refusal(*call.whole) is not None:
+                raise e.__cause__ from None
+            raise
 
     def _made(
         self,
@@ -484,13 +546,13 @@ class Parallelized:
         if not self._planned or not isinstance(self._planned[0].plan, Plan):
             return planning.options(traced, hardware, asked, resting)
         options = planning.options(
-            traced, hardware, replace(asked, offload=None), as_in(traced, self.rested).then(resting)
+            traced, hardware, replace(asked, offload=None), as_in(traced, self._rested).then(resting)
         )
         return replace(options, offload=options.offload or "never")
 
     @property
     @boundary
-    def rested(self) -> Rested:
+    def _rested(self) -> Rested:
         """The layout of the state at rest, for another step that shares it.
 
         Raises:
@@ -513,7 +575,7 @@ class Parallelized:
     @property
     def _like(self) -> Rested | None:
         like = self._request.like
-        return like.rested if isinstance(like, Parallelized) else like
+        return like._rested if isinstance(like, Parallelized) else like
 
     @property
     def _given(self) -> AnyPlan | None:

@@ -14,7 +14,7 @@ from typing import Any, Protocol, Self
 
 from autoshard import planning
 from autoshard.cost_model.cluster import Cluster
-from autoshard.cost_model.errors import InfeasibleError, InputError, PlanError
+from autoshard.cost_model.errors import InfeasibleError, InputError
 from autoshard.cost_model.mixed_cluster import AnyCluster, MixedCluster
 from autoshard.cost_model.units import format_seconds
 from autoshard.planning import Asked
@@ -376,12 +376,10 @@ def applied(step: Step, plan: PipelinePlan | SpmdPlan, place: str) -> Pipeline |
     Raises:
       PlanError: the plan is for another step, or decides something impossible.
     """
-    try:
+    with planning.faults_of(plan, place):
         if isinstance(plan, SpmdPlan):
             return spmd_planning.apply(step, plan, place)
         return pipelines.apply(step, plan, place)
-    except InputError as e:
-        raise PlanError(str(e)) from e
 
 
 def _stage_mesh(asked: Asked) -> tuple[int, ...] | None:

@@ -1,8 +1,8 @@
 """The way from user options to a plan on its traced step, shared by `search`, `emit`, `verify` and `parallelize`."""
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, fields, replace
 from decimal import Decimal, InvalidOperation
 from functools import partial
 from typing import Any
@@ -29,6 +29,8 @@ from autoshard.search.plan.spmd_plan import SpmdPlan
 from autoshard.search.problem.fingerprint import fingerprint
 from autoshard.user_warning import warn
 
+AnyPlan = Plan | PipelinePlan | SpmdPlan
+
 LARGE_BYTES = 1 << 20
 LARGE_SHARE = 0.05
 """Smallest size of possible state, as a share of all arguments' bytes and not below `LARGE_BYTES`, that is worth a warning.
@@ -52,6 +54,11 @@ class Asked:
     time_limit_s: float | None = None
     memory_share: float = 1.0
     """The share of a device's memory cap that a plan may use."""
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> "Asked":
+        """The options of a search among all options of a function."""
+        return cls(**{f.name: options[f.name] for f in fields(cls) if f.name in options})
 
 
 def traced(
@@ -249,7 +256,7 @@ def fingerprint_of(step: Step) -> str:
     return fingerprint(step)
 
 
-def hardware(plan: Plan | PipelinePlan | SpmdPlan, place: str) -> AnyCluster:
+def hardware(plan: AnyPlan, place: str) -> AnyCluster:
     """The cluster that a plan is for.
 
     Raises:
@@ -273,19 +280,33 @@ def cluster(plan: Plan | SpmdPlan, place: str) -> Cluster:
 
 
 def applied(step: Step, plan: Plan, place: str) -> driver.SearchResult:
-    """Applies a given plan to its step. A plan of another JAX version is used, with a warning, if the fingerprint agrees."""
+    """Applies a given plan to its step."""
     there = cluster(plan, place)
-    versions = f"JAX {plan.jax}, and this is JAX {jax.__version__}" if plan.jax != jax.__version__ else ""
-    try:
+    with faults_of(plan, place):
         _check_cap(plan.memory_bytes, there, f"{place}: memory_bytes {plan.memory_bytes}")
         found = driver.apply(step, plan, there, place)
-    except (InputError, PlanError) as e:  # an impossible cluster or mesh in a plan is the plan's fault
-        raise PlanError(f"{e}. It was made with {versions}" if versions else str(e)) from e
     if found.anew:
         warn(_said_anew(plan, found, place))
+    return found
+
+
+@contextmanager
+def faults_of(plan: AnyPlan, place: str) -> Generator[None]:
+    """A context that applies a given plan: the plan is at fault if its cluster or mesh is impossible.
+
+    Warns:
+      AutoshardWarning: the plan was made with another version of JAX, and could be applied.
+
+    Raises:
+      PlanError: the plan could not be applied; the message says if it was made with another version of JAX.
+    """
+    versions = f"JAX {plan.jax}, and this is JAX {jax.__version__}" if plan.jax != jax.__version__ else ""
+    try:
+        yield
+    except (InputError, PlanError) as e:
+        raise PlanError(f"{e}. It was made with {versions}" if versions else str(e)) from e
     if versions:
         warn(f"{place} was made with {versions}; the step is the same, so it is used")
-    return found
 
 
 def choices(step: Step, plan: Plan, name: str, place: str) -> tuple[str, ...]:

@@ -1,9 +1,11 @@
-"""The public names of `autoshard`, which needs JAX; it is imported when the first of these names is accessed."""
+"""The public names of `autoshard`, which needs JAX; it is imported when the first of these names is accessed.
 
-# ruff: noqa: F401
+Users see one package. So every name here says that it comes from `autoshard`: in a `repr`, in a traceback and in a pickled
+plan, whatever module defines it.
+"""
 
-from autoshard.api import AutoshardWarning, Parallelized, emit, parallelize, search, verify
-from autoshard.cost_model.cluster import Cluster
+from autoshard.api import choices, emit, parallelize, search, verify
+from autoshard.cost_model.cluster import Cluster, Device, Link
 from autoshard.cost_model.errors import (
     AutoshardError,
     ClusterError,
@@ -14,5 +16,59 @@ from autoshard.cost_model.errors import (
 )
 from autoshard.cost_model.mixed_cluster import MixedCluster
 from autoshard.executors.jit import Program
+from autoshard.parallelized import Parallelized
+from autoshard.search.memory.batch_states import NotSplittableError
+from autoshard.search.plan.comparison import Amount, Comparison
+from autoshard.search.plan.outline import Outline
+from autoshard.search.plan.pipeline_plan import PipelineEstimates, PipelinePlan, Stage, StageEstimates
 from autoshard.search.plan.plan import Collective, Decisions, Estimates, Plan
-from autoshard.verification.result import Verification
+from autoshard.search.plan.spmd_plan import SpmdEstimates, SpmdPlan
+from autoshard.user_warning import AutoshardWarning
+from autoshard.verification.pipeline_result import PipelineVerification, ProgramProof, StageProof
+from autoshard.verification.result import Copied, Extent, Footprint, Moved, Verification
+
+__all__ = [
+    "Amount",
+    "AutoshardError",
+    "AutoshardWarning",
+    "Cluster",
+    "ClusterError",
+    "Collective",
+    "Comparison",
+    "CompilerError",
+    "Copied",
+    "Decisions",
+    "Device",
+    "Estimates",
+    "Extent",
+    "Footprint",
+    "InfeasibleError",
+    "InputError",
+    "Link",
+    "MixedCluster",
+    "Moved",
+    "NotSplittableError",
+    "Outline",
+    "Parallelized",
+    "PipelineEstimates",
+    "PipelinePlan",
+    "PipelineVerification",
+    "Plan",
+    "PlanError",
+    "Program",
+    "ProgramProof",
+    "SpmdEstimates",
+    "SpmdPlan",
+    "Stage",
+    "StageEstimates",
+    "StageProof",
+    "Verification",
+    "choices",
+    "emit",
+    "parallelize",
+    "search",
+    "verify",
+]
+
+for _name in __all__:
+    globals()[_name].__module__ = "autoshard"

@@ -19,7 +19,7 @@ import autoshard
 
 assert (search.MINE, executors.MINE, cost_model.MINE) == (1, 2, 3)
 assert graph.__file__.startswith(autoshard.__file__.removesuffix("__init__.py"))
-assert autoshard.InputError.__module__.startswith("autoshard.")
+assert autoshard.InputError.__module__ == "autoshard"
 
 def step(w, x):
     loss, gradient = jax.value_and_grad(lambda w: jnp.mean((x @ w) ** 2))(w)

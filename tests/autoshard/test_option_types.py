@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import autoshard
-from autoshard import InputError, PlanError, option_types, pipelines, planning
+from autoshard import InputError, PlanError, api, option_types, pipelines, planning
 
 WRONG = [
     ("mesh", 8, "wanted a mesh as sizes of its axes, such as (2, 4), got 8"),
@@ -22,6 +22,7 @@ WRONG = [
     ("pin", "w", "wanted pin as specs by pytree path"),
     ("state", True, "wanted state as the pytree path of an argument, or several, got True"),
     ("state", ("w", 0), "got ('w', 0)"),
+    ("state", {"w": 0}, "wanted state as the pytree path of an argument, or several, got {'w': 0}"),
     ("remat", True, 'wanted remat="never", or nothing to have it searched, got True'),
     ("stages", "2", "wanted stages as a whole number, or 'auto' to have it searched, got '2'"),
     ("stages", True, "got True"),
@@ -88,7 +89,29 @@ def test_search_refuses_a_wrong_type(name, value, said):
         (autoshard.emit, {"plan": "nowhere.json", "state": True}, "wanted state as the pytree path"),
         (autoshard.emit, {"plan": "nowhere.json", "devices": 4}, "wanted devices as different devices"),
         (autoshard.verify, {"plan": 3}, "wanted plan as a plan or its file, got 3"),
+        (autoshard.emit, {"plan": None}, "wanted plan as a plan or its file, got None"),
+        (
+            autoshard.emit,
+            {"plan": "p.json", "microbatches": 2},
+            "emit has no option 'microbatches', and train_step no",
+        ),
         (autoshard.verify, {"plan": "p.json", "timeout_s": "9"}, "wanted timeout_s as a number of seconds"),
+        (autoshard.verify, {"plan": "p.json", "full": "no"}, "wanted full as True or False, got 'no'"),
+        (
+            autoshard.verify,
+            {"plan": "p.json", "target_config": 3},
+            "wanted target_config as a text or its file",
+        ),
+        (
+            autoshard.verify,
+            {"plan": "p.json", "timeout": 3},
+            r"no option 'timeout' \(did you mean 'timeout_s'\?\)",
+        ),
+        (
+            autoshard.choices,
+            {"plan": "p.json", "name": 3},
+            "wanted name as the name of a decision in the plan",
+        ),
     ],
 )
 def test_emit_and_verify_refuse_wrong_types(face, options, said):
@@ -132,10 +155,23 @@ def test_all_forms_of_a_right_type_pass(name, value):
     option_types.check(**{name: value})
 
 
-def test_each_option_of_the_decorator_has_a_type_and_may_be_left_out():
+def test_each_option_of_the_decorator_may_be_left_out():
     options = inspect.signature(autoshard.parallelize).parameters.keys() - {"step"}
-    assert options == option_types.WANTED.keys() - {"timeout_s"}
     option_types.check(**dict.fromkeys(options))
+
+
+@pytest.mark.parametrize(
+    "face", [autoshard.parallelize, autoshard.search, autoshard.emit, autoshard.verify, autoshard.choices]
+)
+def test_each_option_of_a_public_function_has_a_type(face):
+    keyword_only = inspect.Parameter.KEYWORD_ONLY
+    options = {p.name for p in inspect.signature(face).parameters.values() if p.kind is keyword_only}
+    assert options <= option_types.WANTED.keys()
+
+
+def test_type_checkers_see_the_options_of_the_decorator():
+    options = inspect.signature(autoshard.parallelize).parameters.keys() - {"step"}
+    assert api.Options.__annotations__.keys() == options
 
 
 def test_numbers_of_numpy_are_python_s_in_a_plan():
