@@ -1,8 +1,9 @@
 """Required layouts of arguments at rest: the user's pins, and the layout of a step that shares the state.
 
-A pin names one argument by its pytree path, whose beginning may be omitted, or several by a folded path as in
-`print(plan)`. Its value is a `PartitionSpec`, or the text of one in a plan. A whole plan, or a step with a plan, pins every
-argument that both steps share. An evaluation then reads a training step's state without moving it.
+A pin names one argument by its pytree path, whose beginning may be omitted, or several: by a folded path as in
+`print(plan)`, or by the path of a subtree. If several pins name an argument, the one that says most of its path decides. A
+pin's value is a `PartitionSpec`, or the text of one in a plan. A whole plan, or a step with a plan, pins every argument that
+both steps share. An evaluation then reads a training step's state without moving it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,11 +16,14 @@ from autoshard.cost_model.errors import InputError, PlanError
 from autoshard.search.ir.graph import Step
 from autoshard.search.ir.spec import AXIS_NAMES, divides, from_partition_spec, read_partition_spec
 from autoshard.search.memory.offload import may_rest_on_host
-from autoshard.search.plan.argument_paths import Counterparts, ending_in, unfolded
+from autoshard.search.plan.argument_paths import Counterparts, ending_in, near, pieces, unfolded, within
 from autoshard.search.plan.decisions import ON_HOST
 from autoshard.search.plan.plan import Plan
 
 Pins = Mapping[str, PartitionSpec | str] | Plan
+
+Precision = tuple[int, bool]
+"""How much of an argument's path a pin says: up to which piece, and whether it names it without folding."""
 
 MAX_NAMES = 4
 """Largest number of arguments that a message names. Source: a choice of ours."""
@@ -115,14 +119,10 @@ def allowed(step: Step, pin: Pins, mesh: tuple[int, ...]) -> tuple[Pins | None, 
     shapes = dict(
         zip((a.name for a in step.arguments), (x.shape for x in step.abstract_inputs()), strict=True)
     )
-    names = {key: ending_in(key, tuple(shapes)) or unfolded(key, tuple(shapes)) for key in pin}
-    kept = {
-        name: pin[key]
-        for key in pin
-        for name in names[key]
-        if _may_rest(_read(key, pin[key])[0], shapes[name], mesh)
-    }
-    lost = [(key, name) for key in pin for name in names[key] if name not in kept]
+    deciding = _deciding({key: _named(key, tuple(shapes)) for key in pin})
+    asked = [(name, key) for name, keys in deciding.items() for key in keys]
+    kept = {name: pin[key] for name, key in asked if _may_rest(_read(key, pin[key])[0], shapes[name], mesh)}
+    lost = [(key, name) for name, key in asked if name not in kept]
     return kept, tuple(f"{name} of shape {shapes[name]} does not split as {pin[key]}" for key, name in lost)
 
 
@@ -155,17 +155,31 @@ def _may_rest(spec: PartitionSpec, shape: tuple[int, ...], mesh: tuple[int, ...]
 
 def _by_path(step: Step, pin: Mapping[str, Any]) -> Resting:
     names = [a.name for a in step.arguments]
+    read = {key: _read(key, said) for key, said in pin.items()}
+    deciding = _deciding({key: _checked(key, names) for key in pin})
     specs: dict[str, PartitionSpec] = {}
     on_host: list[str] = []
-    for key, said in pin.items():
-        spec, is_on_host = _read(key, said)
-        for name in _named(key, names):
-            if specs.setdefault(name, spec) != spec:
+    for name, keys in deciding.items():
+        specs[name], is_on_host = read[keys[0]]
+        for key in keys[1:]:
+            if read[key][0] != specs[name]:
                 raise InputError(
-                    f"pin {key!r} says {spec} of {name}, and another pin says {specs[name]}. Keep one of them"
+                    f"pin {key!r} says {pin[key]} of {name}, and pin {keys[0]!r} says {pin[keys[0]]}. Keep one of them"
                 )
-            on_host += [name] * (is_on_host and name not in on_host)
+            is_on_host |= read[key][1]
+        on_host += [name] * is_on_host
     return Resting(specs, tuple(on_host))
+
+
+def _deciding(named: Mapping[str, Mapping[str, Precision]]) -> dict[str, list[str]]:
+    """The pins that decide on each argument: those that say most of its path."""
+    found: dict[str, list[str]] = {}
+    for key, hits in named.items():
+        for name, precision in hits.items():
+            most = named[found[name][0]][name] if name in found else precision
+            if precision >= most:
+                found[name] = [*(found.get(name, []) if precision == most else []), key]
+    return found
 
 
 def _read(key: str, said: Any) -> tuple[PartitionSpec, bool]:
@@ -182,17 +196,34 @@ def _read(key: str, said: Any) -> tuple[PartitionSpec, bool]:
         ) from e
 
 
-def _named(key: str, names: Sequence[str]) -> tuple[str, ...]:
-    """The paths of the arguments that a pin names: one, or all that its folded path stands for."""
-    hits = ending_in(key, names)
-    if len(hits) > 1:
-        raise InputError(f"pin {key!r} matches {_some(hits)}. Name one argument by its pytree path")
-    if found := hits or unfolded(key, names):
-        return found
-    raise InputError(
-        f"pin {key!r} matches no argument; they are named like {names[0]}. Name one argument by its pytree path, or several "
-        "as print(plan) shows them, such as ['layers'][*]['w*']"
-    )
+def _named(key: str, names: Sequence[str]) -> dict[str, Precision]:
+    """The arguments that a pin names: one, all that its folded path stands for, or all of a subtree."""
+    if hits := ending_in(key, names):
+        return {name: (len(pieces(name)), True) for name in hits}
+    if hits := unfolded(key, names):
+        return {name: (len(pieces(name)), False) for name in hits}
+    above = {name: "".join(path) for name, path in within(key, names).items()}
+    return {name: (len(pieces(path)), bool(ending_in(key, (path,)))) for name, path in above.items()}
+
+
+def _checked(key: str, names: Sequence[str]) -> dict[str, Precision]:
+    """The arguments that a pin names.
+
+    Raises:
+      InputError: the pin names none, or does not say which of several arguments or subtrees it means.
+    """
+    found = _named(key, names)
+    if not found:
+        likely = near(key, names)
+        hint = f" (did you mean {' or '.join(likely)}?)" if likely else f"; they are named like {names[0]}"
+        raise InputError(
+            f"pin {key!r} matches no argument{hint}. Name one argument or a part of them by its pytree path, or several as "
+            "print(plan) shows them, such as ['layers'][*]['w*']"
+        )
+    meant = list(dict.fromkeys("".join(pieces(name)[:length]) for name, (length, _) in found.items()))
+    if len(meant) > 1 and all(is_exact for _, is_exact in found.values()):
+        raise InputError(f"pin {key!r} matches {_some(meant)}. Name one of them by its whole pytree path")
+    return found
 
 
 def _some(names: Any) -> str:

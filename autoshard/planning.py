@@ -23,6 +23,7 @@ from autoshard.search.ir.retyping import retypings
 from autoshard.search.ir.trace import trace_call
 from autoshard.search.memory.microbatches import microbatched
 from autoshard.search.options import Options
+from autoshard.search.plan.argument_paths import near
 from autoshard.search.plan.pipeline_plan import PipelinePlan
 from autoshard.search.plan.plan import Plan
 from autoshard.search.plan.spmd_plan import SpmdPlan
@@ -244,8 +245,10 @@ def arguments_of(step: Step, donate: str | Sequence[str] | None) -> frozenset[in
         inside = (f"{name}[", f"{name}.")
         hits = {i for i, a in enumerate(step.arguments) if a.name == name or a.name.startswith(inside)}
         if not hits:
+            likely = near(name, [a.name for a in step.arguments])
+            hint = f" (did you mean {' or '.join(likely)}?)" if likely else ""
             raise InputError(
-                f"donate={name!r} is no argument of {step.name}; they are named like {step.arguments[0].name}"
+                f"donate={name!r} is no argument of {step.name}{hint}; they are named like {step.arguments[0].name}"
             )
         found |= hits
     return frozenset(found)

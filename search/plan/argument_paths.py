@@ -3,6 +3,7 @@
 Plans call arguments by their pytree paths. What a summary prints of them is folded (`search.plan.argument_lines`):
 `['blocks'][*]['w*']` has a `*` where numbers stand, `['block_0-3']` some of them, `['key'|'query']` either name. `unfolded`
 reads such a path as it was printed: without its beginning, which stands in a title, and without NNX's closing `.value`.
+A path may also end early, and stand for the subtree there (`within`).
 
 Two steps on the same state call it differently: `state.params['head']['kernel']` here is `params['head']['kernel']` there,
 or `variables['params']['head']['kernel']`. `Counterparts` finds one's arguments among the other's: by the same path, or by a
@@ -10,8 +11,9 @@ path that is the same from some argument's name on, the longest first. A number 
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import cached_property
 
 Tokens = tuple[str, ...]
@@ -22,6 +24,9 @@ _TOKEN = re.compile(
 )
 """A key, several keys of which one is meant, a number, or an attribute."""
 
+NUM_NEAR = 3
+"""Most paths that a message proposes for a mistyped one. Source: a choice of ours."""
+
 _BOX = ".value"
 """What NNX puts behind the path of a variable."""
 
@@ -29,7 +34,7 @@ _BOX = ".value"
 def pieces(path: str) -> Tokens:
     """A path in pieces; one that is no path is one piece."""
     found = _TOKEN.findall(path)
-    return tuple(found) if "".join(found) == path else (path,)
+    return tuple(found) if path and "".join(found) == path else (path,)
 
 
 def ending_in(path: str, names: Sequence[str]) -> tuple[str, ...]:
@@ -46,6 +51,35 @@ def unfolded(path: str, names: Sequence[str]) -> tuple[str, ...]:
     """The names that a folded path stands for."""
     wanted = [re.compile(_pattern(piece)) for piece in pieces(path.removesuffix(_BOX))]
     return tuple(name for name in names if _ends_so(pieces(name.removesuffix(_BOX)), wanted))
+
+
+def within(path: str, names: Sequence[str]) -> dict[str, Tokens]:
+    """The names in the subtree that a path stands for, each with its own path up to there: those below this very path; or
+    below one that ends in it; or below all that it stands for, if it is folded."""
+    wanted = pieces(path.removesuffix(_BOX))
+    patterns = [re.compile(_pattern(piece)) for piece in wanted]
+    own = {name: pieces(name.removesuffix(_BOX)) for name in names}
+
+    def below(is_named: Callable[[Tokens], bool]) -> dict[str, Tokens]:
+        ends = {name: [e for e in range(1, len(p)) if is_named(p[:e])] for name, p in own.items()}
+        return {name: own[name][: found[0]] for name, found in ends.items() if found}
+
+    return (
+        below(lambda start: start == wanted)
+        or below(lambda start: start[-len(wanted) :] in (wanted, _dotted(wanted)))
+        or below(lambda start: _ends_so(start, patterns))
+    )
+
+
+def near(path: str, names: Sequence[str]) -> list[str]:
+    """Paths of arguments or subtrees that a mistyped one may mean, the nearest first."""
+    length = len(pieces(path))
+    runs = {
+        "".join(own[end - length : end]): "".join(own[:end])
+        for own in map(pieces, names)
+        for end in range(length, len(own) + 1)
+    }
+    return list(dict.fromkeys(runs[run] for run in get_close_matches(path, runs, NUM_NEAR)))
 
 
 def _dotted(path: Tokens) -> Tokens:
