@@ -31,7 +31,7 @@ from autoshard.creation import Creation, Number
 from autoshard.executors.jit import Program
 from autoshard.executors.pipeline_program import PipelineProgram
 from autoshard.executors.transfers import spread
-from autoshard.pins import ANYWHERE, Rested, as_in
+from autoshard.pins import ANYWHERE, Rested, as_in, resting_like
 from autoshard.pipelines import Stages
 from autoshard.planning import AnyPlan, Asked
 from autoshard.processes import Processes
@@ -540,7 +540,7 @@ class Parallelized[**P, R]:
     def _options(self, traced: Step, hardware: Cluster, asked: Asked) -> Options:
         """The options of the search; after the first plan they keep the layout of the state."""
         like = self._like
-        resting = ANYWHERE if like is None else as_in(traced, like)
+        resting = ANYWHERE if like is None else resting_like(traced, like)
         if asked.memory is None and like is not None:
             asked = replace(asked, memory=like.plan.memory_bytes)
         if not self._planned or not isinstance(self._planned[0].plan, Plan):

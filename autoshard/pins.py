@@ -95,10 +95,7 @@ def pinned(step: Step, pin: Pins, num_devices: int) -> Resting:
     if isinstance(pin, Plan):
         shared = as_in(step, Rested.by(pin))
         if not shared.specs:
-            theirs, ours = _some(pin.decisions.arguments), _some([a.name for a in step.arguments])
-            raise InputError(
-                f"pin= is a plan for {pin.step!r}, which shares no argument with {step.name!r}: {theirs} there; {ours} here"
-            )
+            raise InputError(_apart("pin", step, Rested.by(pin)))
         return shared if pin.num_devices == num_devices else Resting(shared.specs, shared.on_host)
     return _by_path(step, pin)
 
@@ -124,6 +121,29 @@ def allowed(step: Step, pin: Pins, mesh: tuple[int, ...]) -> tuple[Pins | None, 
     kept = {name: pin[key] for name, key in asked if _may_rest(_read(key, pin[key])[0], shapes[name], mesh)}
     lost = [(key, name) for name, key in asked if name not in kept]
     return kept, tuple(f"{name} of shape {shapes[name]} does not split as {pin[key]}" for key, name in lost)
+
+
+def resting_like(step: Step, rested: Rested) -> Resting:
+    """The layout in which the step of `like=` keeps the arguments that both share (see `as_in`).
+
+    Raises:
+      InputError: both share no argument.
+    """
+    others, own = Counterparts(rested.shapes), zip(step.arguments, step.abstract_inputs(), strict=True)
+    if not any(others.of(argument.name, x.shape) for argument, x in own):
+        raise InputError(_apart("like", step, rested))
+    return as_in(step, rested)
+
+
+def _apart(option: str, step: Step, rested: Rested) -> str:
+    """The message about another step that shares no argument with this one; with shapes, where they are known."""
+    theirs = [name if shape is None else f"{name} {shape}" for name, shape in rested.shapes.items()]
+    shapes = zip(step.arguments, step.abstract_inputs(), strict=True)
+    ours = [a.name if None in rested.shapes.values() else f"{a.name} {x.shape}" for a, x in shapes]
+    return (
+        f"{option}= is a plan for {rested.plan.step!r}, which shares no argument with {step.name!r}: {_some(theirs)} there; "
+        f"{_some(ours)} here"
+    )
 
 
 def as_in(step: Step, rested: Rested) -> Resting:

@@ -136,6 +136,18 @@ def test_a_step_that_has_no_plan_cannot_be_followed():
         autoshard.parallelize(of_params, like=step)(create(jax.random.key(0)).params, X)
 
 
+def test_a_step_that_shares_no_argument_is_no_model(trained):
+    step, _ = trained
+    said = r"like= is a plan for 'train', which shares no argument with 'other': .* there; y"
+    for one, shapes in ((step, r" \(24, 512\) here"), (step.plan, " here")):
+        with pytest.raises(InputError, match=said + shapes):
+            autoshard.parallelize(other, like=one)(X)
+    small = {name: jnp.ones((256, 256)) for name in NAMES}
+    said = r"params\['w0'\] \(512, 512\), .* there; params\['w0'\] \(256, 256\), "
+    with pytest.raises(InputError, match=said):
+        autoshard.parallelize(of_params, like=step)(small, X[:, :256])
+
+
 @pytest.mark.parametrize("options", [{"mesh": (8,)}, {"cluster": "8xCPU"}, {"plan": "plan.json"}])
 def test_what_it_decides_cannot_be_asked_for(trained, options):
     with pytest.raises(InputError, match=r"= has decided what .*= would say"):
