@@ -258,10 +258,10 @@ def emit(
     given, place = loaded(own["plan"])
     hardware = planning.hardware(given, place)
     traced = _traced(call, hardware, own["state"])
-    devices = jax.devices() if own["devices"] is None else own["devices"]
+    on: Sequence[Any] = jax.devices() if own["devices"] is None else own["devices"]
     if isinstance(given, Plan):
-        return programs.built(planning.applied(traced, given, place), hardware.groups[0], devices)
-    return programs.emitted(pipelines.applied(traced, given, place), hardware, devices)
+        return programs.built(planning.applied(traced, given, place), hardware.groups[0], on)
+    return programs.emitted(pipelines.applied(traced, given, place), hardware, on)
 
 
 @boundary
