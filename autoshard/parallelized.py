@@ -144,7 +144,7 @@ class Parallelized[**P, R]:
         self._planned: list[_Planned] = []
         """In the order of planning; bound methods share this list, and `_ran`."""
         self._ran: list[_Planned] = []
-        self.owner: tuple[Any, ...] = ()
+        self._owner: tuple[Any, ...] = ()
         self._last: _Planned | None = None
         self._plain = Known[_Planned]()
         """Single programs that have run and take a call's positional arguments as they come."""
@@ -162,8 +162,13 @@ class Parallelized[**P, R]:
         if instance is None:
             return self
         bound = copy.copy(self)
-        bound.owner, bound._plain = (instance,), Known[_Planned]()
+        bound._owner, bound._plain = (instance,), Known[_Planned]()
         return bound
+
+    @property
+    def owner(self) -> tuple[Any, ...]:
+        """The object of a bound method, as its first argument; empty for a function."""
+        return self._owner
 
     @property
     @boundary
@@ -195,7 +200,7 @@ class Parallelized[**P, R]:
     def __deepcopy__(self, memo: dict[int, Any]) -> "Parallelized[P, R]":
         """One that is not planned yet: the step may be a method, and plans are of the object that it had."""
         again = Parallelized(copy.deepcopy(self.callee.step, memo), self._request)
-        again.owner = copy.deepcopy(self.owner, memo)
+        again._owner = copy.deepcopy(self._owner, memo)
         return again
 
     @boundary
@@ -366,19 +371,19 @@ class Parallelized[**P, R]:
 
     def _filled(self, values: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
         """A call with `values` as the first arguments that `kwargs` leave."""
-        return self._pure(*self.callee.filled((*self.owner, *values), kwargs))
+        return self._pure(*self.callee.filled((*self._owner, *values), kwargs))
 
     def _refusal(self, values: tuple[Any, ...], kwargs: Mapping[str, Any]) -> TypeError | None:
         """The error of such a call that the step's own signature refuses."""
-        return self.callee.refusal(*self.callee.filled((*self.owner, *values), kwargs))
+        return self.callee.refusal(*self.callee.filled((*self._owner, *values), kwargs))
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        return self._pure((*self.owner, *args), kwargs)
+        return self._pure((*self._owner, *args), kwargs)
 
     def _pure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         last = self._last or next(iter(self._planned), None)
         like = None if last is None else last.form
-        return self.callee.call(args, kwargs, like, bool(self.owner))
+        return self.callee.call(args, kwargs, like, bool(self._owner))
 
     def _prepared(self, call: Call) -> _Planned:
         """The plan and program for a call."""
@@ -396,7 +401,7 @@ class Parallelized[**P, R]:
         signature run it unchecked."""
         self._ran.append(planned)
         is_one_program = isinstance(planned.program, Program)
-        if is_one_program and not (call.kwargs or call.static or call.form or self.owner):
+        if is_one_program and not (call.kwargs or call.static or call.form or self._owner):
             self._plain.add(planned)
 
     def _narrated(self, first: str) -> AbstractContextManager[Progress]:

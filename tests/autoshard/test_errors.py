@@ -430,6 +430,11 @@ def test_a_plan_for_another_step(plan):
         autoshard.emit(other_step, W, X, plan=plan)
 
 
+def test_a_plan_is_a_value(plan):
+    assert {plan, copy.deepcopy(plan), pickle.loads(pickle.dumps(plan))} == {plan}
+    assert search(W, X) == plan != edited(plan, memory_bytes=1 << 30)
+
+
 def test_a_plan_file_for_another_step_is_named(plan, tmp_path):
     plan.save(tmp_path / "mine.json")
     with pytest.raises(PlanError, match=r"mine\.json was made for another step"):

@@ -1,6 +1,7 @@
 """`parallelize(stages=...)`: a step that trains as a pipeline, and what is said where it cannot."""
 
 import functools
+import pickle
 import time
 from dataclasses import replace
 
@@ -67,6 +68,7 @@ def test_a_saved_plan_is_used_again(mlp, tmp_path):
     step = in_two_stages()
     step.plan.save(path)
     assert PipelinePlan.load(path).to_json() == step.plan.to_json()
+    assert {step.plan, PipelinePlan.load(path), pickle.loads(pickle.dumps(step.plan))} == {step.plan}
     schedule, predicted = step.plan.schedule, format_seconds(step.plan.estimates.step_s)
     assert repr(step).endswith(f": 2 stages, schedule {schedule}, {predicted} a step predicted>")
     again = autoshard.parallelize(case.step, plan=path)

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import pickle
 
 import jax
 import jax.numpy as jnp
@@ -161,6 +162,7 @@ def test_layers_rest_on_their_stages_and_a_saved_plan_is_used_again(tmp_path):
     assert abstract["layers"].sharding == layers.sharding
     assert moments["layers"].sharding.spec[0] == layers.sharding.spec[0] == "stage"
     assert SpmdPlan.load(path).to_json() == step.plan.to_json()
+    assert {step.plan, SpmdPlan.load(path), pickle.loads(pickle.dumps(step.plan))} == {step.plan}
     assert step.plan.gap is None
     assert "2 stages of equal layers, schedule gpipe: one program" in str(step.plan)
     assert "8 microbatches on each replica of a stage" in str(step.plan)
