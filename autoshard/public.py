@@ -1,7 +1,8 @@
 """The public names of `autoshard`, which needs JAX; it is imported when the first of these names is accessed.
 
-Users see one package. So every name here says that it comes from `autoshard`: in a `repr`, in a traceback and in a pickled
-plan, whatever module defines it.
+Users see one package. So a name here says that it comes from `autoshard`: in a `repr`, in a traceback and in a pickled plan,
+whatever module defines it. Clusters are an exception: Pydantic reads what their fields mean from the source of the module
+that a class says it comes from.
 """
 
 from autoshard.api import choices, emit, parallelize, search, verify
@@ -71,4 +72,5 @@ __all__ = [
 ]
 
 for _name in __all__:
-    globals()[_name].__module__ = "autoshard"
+    if not hasattr(globals()[_name], "__pydantic_config__"):
+        globals()[_name].__module__ = "autoshard"

