@@ -32,29 +32,36 @@ def told_apart(
       InputError: a keyword is neither an option nor an argument of the step, an option has a wrong type, or it has taken the
         value of an argument.
     """
-    known = _by_keyword(callee, num_args)
-    for name in keywords:
-        if not _takes(callee, known, name):
-            raise InputError(
-                f"{function} has no option {name!r}{closest(name, [*options])}, and {step_name(callee.step)} no argument of "
-                f"that name. Options are {', '.join(options)}"
-            )
+    _check_known(function, callee, keywords, options)
+    open_ones = _by_keyword(callee, num_args)
     ours = {
-        name
+        name: value
         for name, value in options.items()
-        if name in known and value is not None and not option_types.is_met(name, value)
+        if name in open_ones and value is not None and not option_types.is_met(name, value)
     }
     own = {name: None if name in ours else value for name, value in options.items()}
     option_types.check(**own)
-    for name, value in own.items():
-        parameter = known.get(name)
-        is_given = value is not None and value is not False
-        if is_given and parameter is not None and parameter.default is parameter.empty:
+    for name, parameter in open_ones.items():
+        if _is_given(own.get(name)) and parameter.default is parameter.empty:
             raise InputError(
                 f"{name}= is an option of {function}, and {step_name(callee.step)} lacks its argument of that name. Give "
                 "the argument by position, or rename it"
             )
-    return {**keywords, **{name: options[name] for name in options if name in ours}}, own
+    return {**keywords, **ours}, own
+
+
+def _check_known(
+    function: str, callee: Callee, keywords: Mapping[str, Any], options: Mapping[str, Any]
+) -> None:
+    """Refuses a keyword that is neither an option nor an argument of the step."""
+    if callee.parameters is None or _is_open(callee.parameters):
+        return
+    for name in keywords:
+        if name not in callee.parameters.parameters:
+            raise InputError(
+                f"{function} has no option {name!r}{closest(name, [*options])}, and {step_name(callee.step)} no argument of "
+                f"that name. Options are {', '.join(options)}"
+            )
 
 
 def _by_keyword(callee: Callee, num_args: int) -> dict[str, inspect.Parameter]:
@@ -62,18 +69,17 @@ def _by_keyword(callee: Callee, num_args: int) -> dict[str, inspect.Parameter]:
     if callee.parameters is None:
         return {}
     signature = inspect.signature(callee.step) if _is_open(callee.parameters) else callee.parameters
-    parameters = list(signature.parameters.values())
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     return {
         p.name: p
-        for i, p in enumerate(parameters)
+        for i, p in enumerate(signature.parameters.values())
         if p.kind in named and not (i < num_args and p.kind is p.POSITIONAL_OR_KEYWORD)
     }
 
 
-def _takes(callee: Callee, known: Mapping[str, inspect.Parameter], name: str) -> bool:
-    """True if the step takes this keyword, or may."""
-    return name in known or callee.parameters is None or _is_open(callee.parameters)
+def _is_given(value: Any) -> bool:
+    """True if an option is not left out."""
+    return value is not None and value is not False
 
 
 def _is_open(signature: inspect.Signature) -> bool:

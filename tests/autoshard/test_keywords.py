@@ -120,6 +120,11 @@ def test_a_keyword_that_nobody_knows_is_refused(step):
         told_apart(step, memroy="1GiB", options={"memory": None, "mesh": None})
 
 
+def test_an_argument_that_is_given_twice_is_the_step_s_error():
+    with pytest.raises(InputError, match=r"by_position\(\) got multiple values for argument 'batch'"):
+        autoshard.search(by_position, *SHAPES, batch=SHAPES[1], cluster="8xCPU")
+
+
 def test_arguments_of_the_name_of_the_first_parameter_are_free():
     def step(state, step):
         return state + step
