@@ -90,9 +90,10 @@ def search(
       microbatches: number of microbatches of a step; their gradients are added up exactly before the update. By default
         several numbers are tried if memory is scarce, or for a pipeline. A step that couples the examples of its batch
         cannot have microbatches.
-      executor: the pipeline's executor: "a program per stage", or "one program" for all stages. One program needs a step
-        whose layers are a loop (`jax.lax.scan`); it has one dispatch a step and equal stages, under "gpipe" or "circular".
-        The default is the faster one by prediction; the plan's `executor` names it.
+      executor: "jit" is one program without a pipeline. For a pipeline, "mpmd" runs a program per stage, and "spmd" one
+        program for all stages. "spmd" needs a step whose layers are a loop (`jax.lax.scan`); it has one dispatch a step
+        and equal stages, under "gpipe" or "circular". The default is the faster one by prediction; the plan's `executor`
+        names it.
       offload: a tuple of values that rest in pinned host memory and are on the device only while they are read:
         "optimizer_state", "parameters", or pytree paths of arguments, whole or their beginnings; "residuals" may wait there
         for the backward phase. "never" offloads nothing. By default all of these but paths are tried if memory is scarce.

@@ -163,8 +163,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     search.add_argument(
         "--executor",
-        metavar="WHAT",
-        help="of a pipeline: 'a program per stage' or 'one program'; by default what is predicted to be faster",
+        metavar="NAME",
+        help="jit (no pipeline), mpmd (a program per stage) or spmd (one program for all stages); by default the one with "
+        "the shortest predicted step",
     )
     search.add_argument(
         "--microbatches",

@@ -125,7 +125,7 @@ WANTED = MappingProxyType(
         ),
         "schedule": Wanted("schedule as the name of one, such as '1f1b'", _is_text),
         "microbatches": Wanted("microbatches as a whole number", _is_count),
-        "executor": Wanted("executor as the name of one, such as 'one program'", _is_text),
+        "executor": Wanted("executor as the name of one, such as 'spmd'", _is_text),
         "offload": Wanted(
             "offload=\"never\", or names of what rests on the host in a tuple, such as ('optimizer_state',)",
             _are_names,

@@ -28,15 +28,10 @@ from autoshard.search.pipeline.prepared import Prepared
 from autoshard.search.pipeline.proposals import DISPATCH_S, Parts
 from autoshard.search.pipeline.search import PipelineOptions
 from autoshard.search.pipeline.spmd_planning import SpmdPipeline
+from autoshard.search.plan.executors import EXECUTORS, FORMER_NAMES, JIT, MPMD, SPMD
 from autoshard.search.plan.pipeline_plan import PipelinePlan
 from autoshard.search.plan.plan import Plan
-from autoshard.search.plan.spmd_plan import (
-    EXECUTORS,
-    ONE_PROGRAM,
-    PROGRAM_PER_STAGE,
-    SpmdPlan,
-    is_of_one_program,
-)
+from autoshard.search.plan.spmd_plan import SpmdPlan, is_of_one_program
 from autoshard.user_warning import warn
 
 AUTO = "auto"
@@ -111,10 +106,15 @@ def asked_for(
     Raises:
       InputError: the number of stages or the executor is invalid, or a schedule or an executor is given without stages.
     """
-    if executor is not None and executor not in EXECUTORS:
-        raise InputError(
-            f"no executor is called {executor!r}. Choose one of {', '.join(map(repr, EXECUTORS))}"
-        )
+    if executor is not None:
+        _check_is_executor(executor)
+    if executor == JIT:
+        if stages not in (None, 1):
+            raise InputError(
+                f"executor={JIT!r} is one program, without a pipeline, and stages={stages!r} asks for one. Leave out one of "
+                f"them, or choose {MPMD!r} or {SPMD!r}"
+            )
+        return None
     if stages == AUTO:
         return Stages(None, schedule, executor)
     stages = None if stages is None else int(stages)
@@ -131,19 +131,29 @@ def asked_for(
     return WHERE_IT_PAYS if is_open and stages is None else None
 
 
+def _check_is_executor(name: str) -> None:
+    if name in FORMER_NAMES:
+        raise InputError(
+            f"executor={name!r} is now called {FORMER_NAMES[name]!r}. Write executor={FORMER_NAMES[name]!r}"
+        )
+    if name not in EXECUTORS:
+        known = ", ".join(f"{known!r} ({meaning})" for known, meaning in EXECUTORS.items())
+        raise InputError(f"no executor is called {name!r}. Choose one of {known}")
+
+
 def across_kinds(cluster: MixedCluster, wanted: Stages | None) -> Stages:
     """The pipeline for several kinds of node, where every plan is a pipeline with a program per stage.
 
     Raises:
       InputError: the user asks for one program, or for options that only one program has.
     """
-    if wanted is None or wanted.executor == ONE_PROGRAM:
+    if wanted is None or wanted.executor == SPMD:
         only = "executor=" if wanted else "stages=1, pin=, offload=, time_limit_s=, like=, donate="
         raise InputError(
             f"one program runs on devices of one kind, and {cluster.name} has several: {cluster}. Leave out what only one "
             f"program has ({only}), and say stages={AUTO!r} beside mesh= or microbatches=; or plan for devices of one kind"
         )
-    return replace(wanted, executor=PROGRAM_PER_STAGE)
+    return replace(wanted, executor=MPMD)
 
 
 def leaves_open(asked: Asked, **others: Any) -> bool:
@@ -190,7 +200,7 @@ def fastest[One: OneProgram](
     )
     try:
         faster = searched(step, cluster, wanted, asked, progress, processes, cutoff_s)
-        return _waited(faster, "one program", alone_s)
+        return _waited(faster, JIT, alone_s)
     except (InfeasibleError, InputError) as e:
         progress(f"no pipeline: {e}")
         if found is None:
@@ -322,15 +332,15 @@ def _faster(
     limit."""
     prepared = Prepared.within(math.inf if wanted.always else UNASKED_S)
     executor, as_one, start_s = wanted.executor, None, perf_counter()
-    if isinstance(cluster, Cluster) and executor != PROGRAM_PER_STAGE:
+    if isinstance(cluster, Cluster) and executor != MPMD:
         try:
             as_one = spmd_planning.find(step, cluster, options, progress, cutoff_s, prepared)
         except (InfeasibleError, InputError) as e:
-            if executor == ONE_PROGRAM:
+            if executor == SPMD:
                 raise
             progress(f"not as one program for all stages: {e}")
         else:
-            if executor == ONE_PROGRAM:
+            if executor == SPMD:
                 return as_one
             cutoff_s = as_one.plan.estimates.step_s
     as_one_s = perf_counter() - start_s
@@ -341,13 +351,13 @@ def _faster(
             told_s = perf_counter()
             _tell_of_parts(step, cluster, found.plan, plain, progress)
             found = _waited(found, "one kind of device alone", perf_counter() - told_s)
-        is_tried = isinstance(cluster, Cluster) and executor != PROGRAM_PER_STAGE
-        return _waited(found, "as one program", as_one_s) if is_tried else found
+        is_tried = isinstance(cluster, Cluster) and executor != MPMD
+        return _waited(found, SPMD, as_one_s) if is_tried else found
     except (InfeasibleError, InputError) as e:
         if as_one is None:
             raise
         progress(f"not with a program per stage: {e}")
-        return _waited(as_one, "with a program per stage", perf_counter() - start_s - as_one_s)
+        return _waited(as_one, MPMD, perf_counter() - start_s - as_one_s)
 
 
 def _tell_of_parts(

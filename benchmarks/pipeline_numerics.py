@@ -101,7 +101,7 @@ def of_one_program(single: Reference) -> Iterator[Run]:
             options = {"stages": stages, "schedule": name, "microbatches": microbatches, "mesh": mesh}
             yield (
                 f"{name:16} {stages} stages, one program, mesh {mesh}, {microbatches} microbatches",
-                partial(run_step, single, options | {"executor": "one program"}),
+                partial(run_step, single, options | {"executor": "spmd"}),
             )
 
 

@@ -27,7 +27,7 @@ from autoshard.search.pipeline.spmd import layer_loops, written
 from autoshard.search.pipeline.spmd_costs import SpmdCosts
 from autoshard.search.pipeline.spmd_memory import SpmdMemory
 from autoshard.search.pipeline.spmd_sharding import spmd_sharding
-from autoshard.search.plan.spmd_plan import ONE_PROGRAM
+from autoshard.search.plan.executors import SPMD
 from autoshard.search.plan.spmd_step import SpmdSharding, SpmdStep
 from autoshard.search.plan.text_table import plural
 from autoshard.search.solver.clock import Deadline
@@ -69,8 +69,8 @@ class Dealt:
         """
         if self.schedule not in STAGES_PER_WORKER:
             raise InputError(
-                f"schedule={self.schedule!r} cannot be run by {ONE_PROGRAM}, in which all stages do the same at any time. "
-                f"Choose one of {', '.join(STAGES_PER_WORKER)}, or leave out executor="
+                f"schedule={self.schedule!r} cannot be run by executor={SPMD!r}, in which all stages do the same at any "
+                f"time. Choose one of {', '.join(STAGES_PER_WORKER)}, or leave out executor="
             )
         check_numbers(self.schedule, self.stages, self.microbatches, self.workers)
         if (taken := self.workers * self.num_replicas * prod(self.shape)) != cluster.num_devices:

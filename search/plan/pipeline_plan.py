@@ -12,11 +12,11 @@ from itertools import accumulate
 from typing import Any
 
 from autoshard.cost_model.errors import PlanError
+from autoshard.search.plan.executors import MPMD
 from autoshard.search.plan.json_file import schema_of
 from autoshard.search.plan.outline import Outline
 from autoshard.search.plan.plan import Collective, Decisions
 from autoshard.search.plan.saved import SavedPlan
-from autoshard.search.plan.spmd_plan import PROGRAM_PER_STAGE
 
 SCHEMA = "autoshard.pipeline/2"
 
@@ -164,8 +164,8 @@ class PipelinePlan(SavedPlan):
 
     @property
     def executor(self) -> str:
-        """What runs it."""
-        return PROGRAM_PER_STAGE
+        """The name of its executor: a program per stage."""
+        return MPMD
 
     @property
     def gap(self) -> None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from autoshard.cost_model.errors import PlanError
 from autoshard.search.plan.edits import Decision, edited, num_deleted
+from autoshard.search.plan.executors import JIT
 from autoshard.search.plan.json_file import schema_of
 from autoshard.search.plan.outline import Outline
 from autoshard.search.plan.saved import SavedPlan
@@ -141,6 +142,11 @@ class Plan(SavedPlan):
     marks: str = ""
     search_s: Mapping[str, float] = field(default_factory=dict[str, float])
     outline: Outline | None = None
+
+    @property
+    def executor(self) -> str:
+        """The name of its executor: one program under `jax.jit`."""
+        return JIT
 
     @property
     def num_devices(self) -> int:

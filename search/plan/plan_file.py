@@ -280,7 +280,7 @@ class SpmdFile(TypedDict):
     memory_bytes: Count
     """The cap per device."""
     executor: str
-    """What runs it: one program."""
+    """The executor: spmd, one program for all stages."""
     schedule: str
     """The family's name: gpipe or circular."""
     microbatches: Size

@@ -9,17 +9,13 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from autoshard.cost_model.errors import PlanError
+from autoshard.search.plan.executors import SPMD
 from autoshard.search.plan.json_file import schema_of
 from autoshard.search.plan.outline import Outline
 from autoshard.search.plan.plan import Collective, Decisions
 from autoshard.search.plan.saved import SavedPlan
 
 SCHEMA = "autoshard.one-program/2"
-
-ONE_PROGRAM = "one program"
-PROGRAM_PER_STAGE = "a program per stage"
-EXECUTORS = (PROGRAM_PER_STAGE, ONE_PROGRAM)
-"""What runs a pipeline."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +100,8 @@ class SpmdPlan(SavedPlan):
 
     @property
     def executor(self) -> str:
-        """What runs it."""
-        return ONE_PROGRAM
+        """The name of its executor: one program for all stages."""
+        return SPMD
 
     @property
     def gap(self) -> None:

@@ -124,7 +124,7 @@ def test_a_mesh_that_no_one_kind_of_node_has_is_refused(mlp):
     [
         ({"stages": 1}, r"one program runs on devices of one kind, and mine has several"),
         ({"mesh": (2, 4)}, r"say stages='auto' beside mesh="),
-        ({"stages": 2, "executor": "one program"}, r"Leave out what only one program has \(executor=\)"),
+        ({"stages": 2, "executor": "spmd"}, r"Leave out what only one program has \(executor=\)"),
         (
             {"stages": 4, "schedule": "zb-v"},
             r"under 'zb-v' each worker runs several stages, and all have as many",

@@ -32,7 +32,7 @@ WRONG = [
     ("microbatches", 2.0, "wanted microbatches as a whole number, got 2.0"),
     ("microbatches", np.float32(2), "wanted microbatches as a whole number"),
     ("microbatches", True, "wanted microbatches as a whole number, got True"),
-    ("executor", ["one program"], "wanted executor as the name of one, such as 'one program'"),
+    ("executor", ["spmd"], "wanted executor as the name of one, such as 'spmd'"),
     ("offload", True, "wanted offload=\"never\", or names of what rests on the host in a tuple"),
     ("offload", (1,), "got (1,)"),
     ("time_limit_s", "60", "wanted time_limit_s as a number of seconds, got '60'"),
@@ -181,3 +181,12 @@ def test_numbers_of_numpy_are_python_s_in_a_plan():
     stages = pipelines.asked_for(two, None)
     assert stages is not None
     assert type(stages.count) is int
+
+
+def test_the_jit_executor_is_one_program_without_a_pipeline():
+    assert pipelines.asked_for(None, None, "jit", is_open=True) is None
+    assert pipelines.asked_for(1, None, "jit") is None
+    with pytest.raises(
+        InputError, match="executor='jit' is one program, without a pipeline, and stages='auto'"
+    ):
+        pipelines.asked_for("auto", None, "jit")

@@ -15,7 +15,7 @@ from autoshard import cli, pipelines
 from autoshard.cost_model.errors import InfeasibleError, InputError
 from autoshard.search.memory.batch_states import NotSplittableError
 
-EXECUTORS = ("a program per stage", "one program")
+EXECUTORS = ("mpmd", "spmd")
 DEPTH, WIDTH, BATCH = 4, 64, 16
 
 
@@ -102,8 +102,8 @@ def test_it_is_planned_without_a_pipeline_where_one_may_be_searched():
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_more_stages_than_layers_are_refused(executor):
     wanted = {
-        "a program per stage": r"wanted 16 stages, but",
-        "one program": r"the 4 layers of the loop at .*16 stages",
+        "mpmd": r"wanted 16 stages, but",
+        "spmd": r"the 4 layers of the loop at .*16 stages",
     }
     with pytest.raises(InputError, match=wanted[executor]):
         searched(step, executor, stages=16, cluster="16xA100-80GB")

@@ -178,7 +178,7 @@ def test_bfloat16_sums_in_one_program_with_replicas_and_devices_of_these():
     w = jax.random.normal(jax.random.key(0), (4, 16, 16), jnp.bfloat16) / 4
     x = jax.random.normal(jax.random.key(1), (16, 16), jnp.bfloat16)
     wanted, _ = jax.jit(step)(w, x)
-    options = {"stages": 2, "microbatches": 2, "mesh": (2, 2), "executor": "one program"}
+    options = {"stages": 2, "microbatches": 2, "mesh": (2, 2), "executor": "spmd"}
     got, _ = autoshard.parallelize(step, **options)(jnp.copy(w), x)
     np.testing.assert_allclose(got.astype(jnp.float32), wanted.astype(jnp.float32), atol=2e-2)
 
@@ -353,7 +353,7 @@ def test_the_search_time_is_all_that_was_waited_for(stages):
     start_s = time.perf_counter()
     plan = autoshard.search(step, {"a": weight, "b": weight}, x, cluster="2xH100-80GB", stages=stages)
     waited_s = time.perf_counter() - start_s
-    parts = {"one program", "pipelines"} if stages == "auto" else {"as one program"}
+    parts = {"jit", "pipelines"} if stages == "auto" else {"spmd"}
     assert not parts.isdisjoint(plan.search_s)
     assert 0.8 * waited_s < sum(plan.search_s.values()) <= waited_s
     assert f"search time: {format_seconds(sum(plan.search_s.values()))} (trace " in str(plan)

@@ -88,11 +88,11 @@ def test_it_trains_as_one_device(name, stages, schedule, microbatches, mesh):
         single = on_one_device(name)
         case = single.case
         options = {"stages": stages, "schedule": schedule, "microbatches": microbatches, "mesh": mesh}
-        step = autoshard.parallelize(case.step, executor="one program", **options)
+        step = autoshard.parallelize(case.step, executor="spmd", **options)
         # A copy: the step donates its state.
         state = jax.tree.map(jnp.copy, single.start)
         assert_equal(run_steps(step, case, state, NUM_STEPS), single.results)
-    assert step.plan.executor == "one program"
+    assert step.plan.executor == "spmd"
     assert step.plan.mesh["stage"] == (stages if schedule == "gpipe" else stages // 2)
 
 
@@ -100,7 +100,7 @@ def test_under_a_cap_it_recomputes_and_trains_alike():
     with jax.enable_x64(True):
         single = on_one_device("gpt")
         case = single.case
-        options = {"stages": 2, "mesh": (4, 1), "microbatches": 4, "executor": "one program"}
+        options = {"stages": 2, "mesh": (4, 1), "microbatches": 4, "executor": "spmd"}
         free = autoshard.search(case.step, *case.abstract_args(), cluster="8xCPU", **options)
         less = free.estimates.peak_bytes * 9 // 10
         step = autoshard.parallelize(case.step, memory=less, **options)
@@ -137,7 +137,7 @@ def test_gradients_of_parameters_in_another_type_are_added_up_on_their_stages():
         ((stack, total),) = ((v, t) for v, t in backward.sums.items() if t in program.layered)
         assert (program.values[stack].dtype, program.values[total].dtype) == (jnp.float32, jnp.float64)
         step = autoshard.parallelize(
-            cast_step, stages=4, mesh=(2, 1), microbatches=4, schedule="gpipe", executor="one program"
+            cast_step, stages=4, mesh=(2, 1), microbatches=4, schedule="gpipe", executor="spmd"
         )
         got, _ = step(params, x)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), got, wanted)
@@ -146,7 +146,7 @@ def test_gradients_of_parameters_in_another_type_are_added_up_on_their_stages():
 def test_layers_rest_on_their_stages_and_a_saved_plan_is_used_again(tmp_path):
     path, case = tmp_path / "plan.json", shared()
     with jax.enable_x64(True):
-        step = autoshard.parallelize(case.step, stages=2, mesh=(2, 2), microbatches=8, executor="one program")
+        step = autoshard.parallelize(case.step, stages=2, mesh=(2, 2), microbatches=8, executor="spmd")
         params, moments = step.init(case.init, args=(case.batch(0), *case.extra()))
         step.plan.save(path)
         again = autoshard.parallelize(case.step, plan=path)
@@ -164,7 +164,7 @@ def test_layers_rest_on_their_stages_and_a_saved_plan_is_used_again(tmp_path):
     assert SpmdPlan.load(path).to_json() == step.plan.to_json()
     assert {step.plan, SpmdPlan.load(path), pickle.loads(pickle.dumps(step.plan))} == {step.plan}
     assert step.plan.gap is None
-    assert "2 stages of equal layers, schedule gpipe: one program" in str(step.plan)
+    assert "2 stages of equal layers, schedule gpipe: spmd" in str(step.plan)
     assert "8 microbatches on each replica of a stage" in str(step.plan)
 
 
@@ -173,7 +173,7 @@ def test_layers_rest_on_their_stages_and_a_saved_plan_is_used_again(tmp_path):
     [
         (
             {"schedule": "1f1b"},
-            "schedule='1f1b' cannot be run by one program, in which all stages do the same",
+            "schedule='1f1b' cannot be run by executor='spmd', in which all stages do the same",
         ),
         (
             {"stages": 16, "schedule": "circular", "microbatches": 8},
@@ -181,9 +181,18 @@ def test_layers_rest_on_their_stages_and_a_saved_plan_is_used_again(tmp_path):
         ),
         (
             {"executor": "two programs"},
-            "no executor is called 'two programs'. Choose one of 'a program per stage'",
+            "no executor is called 'two programs'. Choose one of 'jit'",
         ),
-        ({"stages": 1}, "executor='one program' is of a pipeline, and there is none with stages=1"),
+        (
+            {"executor": "one program"},
+            "executor='one program' is now called 'spmd'. Write executor='spmd'",
+        ),
+        (
+            {"executor": "a program per stage"},
+            "executor='a program per stage' is now called 'mpmd'. Write executor='mpmd'",
+        ),
+        ({"executor": "jit"}, "executor='jit' is one program, without a pipeline, and stages=2 asks for one"),
+        ({"stages": 1}, "executor='spmd' is of a pipeline, and there is none with stages=1"),
         (
             {"microbatches": 3},
             "32 examples cannot be dealt to the 1 replica of each stage in 3 microbatches",
@@ -197,10 +206,10 @@ def test_layers_rest_on_their_stages_and_a_saved_plan_is_used_again(tmp_path):
 def test_what_one_program_cannot_do_is_said(options, said):
     case = shared()
     with jax.enable_x64(True), pytest.raises(InputError, match=said):
-        autoshard.parallelize(case.step, **({"stages": 2, "executor": "one program"} | options))(*case.args())
+        autoshard.parallelize(case.step, **({"stages": 2, "executor": "spmd"} | options))(*case.args())
 
 
 def test_layers_that_are_no_loop_are_refused():
     case = make_mlp()
     with pytest.raises(InputError, match=r"has no jax\.lax\.scan over layers with parameters of their own"):
-        autoshard.parallelize(case.step, stages=2, executor="one program", microbatches=2)(*case.args())
+        autoshard.parallelize(case.step, stages=2, executor="spmd", microbatches=2)(*case.args())

@@ -131,7 +131,7 @@ def test_what_is_imposed_on_a_barrier_goes_by_what_it_still_passes_on():
 def test_the_update_moves_no_gradient_of_a_square_weight():
     """The sum of a product's terms is that of a transposed weight; its dims are of one size."""
     case = make_mlp(widths=(128,) * 5, batch=32)
-    options = {"stages": 2, "mesh": (4, 1), "microbatches": 2, "executor": "a program per stage"}
+    options = {"stages": 2, "mesh": (4, 1), "microbatches": 2, "executor": "mpmd"}
     plan = autoshard.search(case.step, *case.abstract_args(), cluster="8xCPU", **options)
     programs = autoshard.emit(case.step, *case.abstract_args(), plan=plan, devices=jax.devices())
     updates = [p.fn.lower(*p.args).compile().as_text() for p in programs if p.name.startswith("update")]

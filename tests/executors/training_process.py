@@ -84,7 +84,7 @@ def scenes(folder: Path) -> Mapping[str, Callable[[], Any]]:
 
     def of_one_program() -> list[float]:
         layers = layered()
-        step = autoshard.parallelize(layers.step, stages=2, microbatches=2, executor="one program")
+        step = autoshard.parallelize(layers.step, stages=2, microbatches=2, executor="spmd")
         state = step.init(layers.init, args=(layers.batch(0), *layers.extra()))
         return losses(step, state, range(NUM_STEPS), layers)
 

@@ -29,8 +29,8 @@ def of_every_kind() -> Iterator[Program]:
     """One program, a program for each stage, and one for all stages."""
     mlp, scanned = make_mlp(widths=(64, 64, 64)), make_gpt_scan(num_layers=2, hidden=16, heads=2)
     yield from emitted(mlp, stages=1)
-    yield from emitted(mlp, **IN_PARTS, schedule="1f1b", executor="a program per stage")
-    yield from emitted(scanned, **IN_PARTS, schedule="gpipe", executor="one program")
+    yield from emitted(mlp, **IN_PARTS, schedule="1f1b", executor="mpmd")
+    yield from emitted(scanned, **IN_PARTS, schedule="gpipe", executor="spmd")
 
 
 if __name__ == "__main__":

@@ -145,7 +145,7 @@ def test_devices_of_a_replica_share_layers_and_only_their_terms_go_between_them(
 
 def test_what_is_predicted_of_one_program_is_what_is_compiled():
     case = make_megatron(4, 256, 4, 512, 128, 16, compute_dtype=jnp.bfloat16, scanned=True)
-    options = {"stages": 2, "mesh": (4, 1), "microbatches": 2, "executor": "one program"}
+    options = {"stages": 2, "mesh": (4, 1), "microbatches": 2, "executor": "spmd"}
     plan = autoshard.search(case.step, *case.abstract_args(), cluster="8xH100-80GB", **options)
     proof = autoshard.verify(case.step, *case.abstract_args(), plan=plan)
     assert isinstance(proof, PipelineVerification)
@@ -167,7 +167,7 @@ def test_layers_read_and_write_stacks_where_they_lie_and_go_to_their_stages_at_o
     x = jax.ShapeDtypeStruct((16, TOKENS, WIDTH), jnp.float32)
     options = {"stages": stages, "schedule": schedule, "mesh": mesh, "microbatches": 4}
     plan = autoshard.search(
-        wide_step, params, x, cluster="8xH100-80GB", executor="one program", remat="never", **options
+        wide_step, params, x, cluster="8xH100-80GB", executor="spmd", remat="never", **options
     )
     proof = autoshard.verify(wide_step, params, x, plan=plan)
     assert isinstance(proof, PipelineVerification)
@@ -231,7 +231,7 @@ def test_a_stage_writes_out_what_it_is_handed_in_the_orders_of_its_products():
         "schedule": "1f1b",
         "microbatches": 2,
         "mesh": (4, 1),
-        "executor": "a program per stage",
+        "executor": "mpmd",
     }
     step = scanned(layer)
     plan = autoshard.search(step, params, x, cluster="8xH100-80GB", **options)
@@ -264,6 +264,6 @@ def test_stages_on_several_kinds_of_node_are_compiled_each_for_its_own():
 def test_a_stages_programs_hold_and_send_what_is_predicted():
     """Of square weights, and of a batch of which each task reads its part."""
     case = make_mlp(widths=(1024,) * 9, batch=1024)
-    options = {"stages": 2, "mesh": (4, 1), "microbatches": 4, "executor": "a program per stage"}
+    options = {"stages": 2, "mesh": (4, 1), "microbatches": 4, "executor": "mpmd"}
     plan = autoshard.search(case.step, *case.abstract_args(), cluster="8xH100-80GB", **options)
     assert "fits, as predicted" in str(autoshard.verify(case.step, *case.abstract_args(), plan=plan))

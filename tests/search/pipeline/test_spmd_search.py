@@ -94,6 +94,9 @@ def test_under_a_cap_it_recomputes_and_below_that_says_what_is_nearest():
     assert less.estimates.step_s > free.estimates.step_s
     again = apply(trace(looped, *SHAPES), SpmdPlan.from_json(less.to_json())).plan
     assert again == less
+    of_an_earlier_version = {**less.to_json(), "executor": "one program"}
+    assert SpmdPlan.from_json(of_an_earlier_version) == less
+    assert less.to_json()["executor"] == "spmd"
     with pytest.raises(
         InfeasibleError, match=r"that is one program fits 64 MiB a device: the nearest needs \d+"
     ):
@@ -105,13 +108,13 @@ def test_under_a_cap_it_recomputes_and_below_that_says_what_is_nearest():
 def test_the_faster_executor_is_taken_and_either_can_be_asked_for():
     one, several = (
         autoshard.search(looped, *SHAPES, cluster=CLUSTER, stages=2, executor=name)
-        for name in ("one program", "a program per stage")
+        for name in ("spmd", "mpmd")
     )
     assert isinstance(one, SpmdPlan)
     assert isinstance(several, PipelinePlan)
     faster = min((one, several), key=lambda plan: plan.estimates.step_s)
     taken = autoshard.search(looped, *SHAPES, cluster=CLUSTER, stages=2)
-    assert taken.executor == faster.executor == "one program"  # each stage holds its part of the stack only
+    assert taken.executor == faster.executor == "spmd"  # each stage holds its part of the stack only
     assert taken.estimates.step_s == faster.estimates.step_s
     said = []
     taken = autoshard.search(unrolled, *SHAPES, cluster=CLUSTER, stages=2, progress=said.append)
@@ -121,7 +124,7 @@ def test_the_faster_executor_is_taken_and_either_can_be_asked_for():
 
 def test_print_says_what_is_predicted_and_who_runs_it():
     text = str(found(stages=4, schedule="gpipe", mesh=(2, 1), microbatches=4))
-    assert "4 stages of equal layers, schedule gpipe: one program" in text
+    assert "4 stages of equal layers, schedule gpipe: spmd" in text
     assert "4x2 (stage x replica)" in text
     assert "over stage" in text
     assert "predicted step time: " in text
