@@ -45,6 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return int(e.code or 0)
         except AutoshardError as e:
             say(f"error: {e}")
+            say(f"see {e.link}")
             return e.exit_status
         except KeyboardInterrupt:
             say("interrupted")

@@ -238,11 +238,14 @@ def _checked(key: str, names: Sequence[str]) -> dict[str, Precision]:
         hint = f" (did you mean {' or '.join(likely)}?)" if likely else f"; they are named like {names[0]}"
         raise InputError(
             f"pin {key!r} matches no argument{hint}. Name one argument or a part of them by its pytree path, or several as "
-            "print(plan) shows them, such as ['layers'][*]['w*']"
+            "print(plan) shows them, such as ['layers'][*]['w*']",
+            section="a-wrong-name",
         )
     meant = list(dict.fromkeys("".join(pieces(name)[:length]) for name, (length, _) in found.items()))
     if len(meant) > 1 and all(is_exact for _, is_exact in found.values()):
-        raise InputError(f"pin {key!r} matches {_some(meant)}. Name one of them by its whole pytree path")
+        raise InputError(
+            f"pin {key!r} matches {_some(meant)}. Name one of them by its whole pytree path", section="a-wrong-name"
+        )
     return found
 
 

@@ -138,7 +138,7 @@ def _check_is_executor(name: str) -> None:
         )
     if name not in EXECUTORS:
         known = ", ".join(f"{known!r} ({meaning})" for known, meaning in EXECUTORS.items())
-        raise InputError(f"no executor is called {name!r}. Choose one of {known}")
+        raise InputError(f"no executor is called {name!r}. Choose one of {known}", section="a-wrong-name")
 
 
 def across_kinds(cluster: MixedCluster, wanted: Stages | None) -> Stages:

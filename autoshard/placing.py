@@ -105,8 +105,9 @@ def _check_are_there(step: Step, arrays: Sequence[Any]) -> None:
     for argument, x in zip(step.arguments, arrays, strict=True):
         if isinstance(x, jax.Array) and x.is_deleted():
             raise InputError(
-                f"{argument.name} was given up to an earlier call: what {step.name} returned is in its memory. Pass that; "
-                "where the old one is needed too, make a copy beforehand (jax.tree.map(jnp.copy, ...))"
+                f"{argument.name} was donated to an earlier call: the state that {step.name} returned is in its memory. "
+                "Pass that state; if the old one is needed too, make a copy beforehand (jax.tree.map(jnp.copy, ...))",
+                section="a-donated-state",
             )
 
 
@@ -187,7 +188,7 @@ def _warn_of_moves(
     if num_bytes >= max(LARGE_BYTES, LARGE_SHARE * everything):
         names = _some([step.arguments[i].name for i in again])
         warn(
-            f"{format_bytes(num_bytes)} of what {step.name} is called with lie otherwise than its plan has them, and move "
+            f"{format_bytes(num_bytes)} of the arguments of {step.name} are not sharded as in its plan, and move "
             f"in each call: {names}. {advice}"
         )
 

@@ -94,7 +94,7 @@ def traced(
         raise _no_attention(attention)
     for name, (count, where) in driver.primitives_without_rule(graph).items():
         warn(
-            f"{name} has no factor rule and is computed alike on all devices ({count} in the step, first {where}). "
+            f"{name} has no factor rule and is computed in full on every device ({count} in the step, first {where}). "
             "To say how it splits, wrap it in jax.experimental.custom_partitioning with a sharding_rule"
         )
     for said in filter(None, (_left_out(graph), _retyped(graph), _doubts(graph))):
@@ -248,7 +248,8 @@ def arguments_of(step: Step, donate: str | Sequence[str] | None) -> frozenset[in
             likely = near(name, [a.name for a in step.arguments])
             hint = f" (did you mean {' or '.join(likely)}?)" if likely else ""
             raise InputError(
-                f"donate={name!r} is no argument of {step.name}{hint}; they are named like {step.arguments[0].name}"
+                f"donate={name!r} is no argument of {step.name}{hint}; they are named like {step.arguments[0].name}",
+                section="a-wrong-name",
             )
         found |= hits
     return frozenset(found)

@@ -250,7 +250,8 @@ def room_for(plan: Plan | PipelinePlan | SpmdPlan) -> Generator[None]:
         raise InfeasibleError(
             f"{said}. Its plan needs {format_bytes(plan.estimates.peak_bytes)} a device by prediction, under a cap of "
             f"{format_bytes(plan.memory_bytes)}: something else holds memory there, or JAX was given less "
-            "(XLA_PYTHON_CLIENT_MEM_FRACTION). Free it, or pass a lower memory="
+            "(XLA_PYTHON_CLIENT_MEM_FRACTION). Free it, or pass a lower memory=",
+            section="out-of-memory-at-the-first-step",
         ) from e
 
 

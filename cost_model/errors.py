@@ -3,17 +3,33 @@
 Each message states the expected value, the value received (with units), the place, and the remedy. Violations of internal
 invariants are assertions, not these errors. A message quotes the `first_line` of a foreign exception. For an unknown
 name it suggests the `closest` known one.
+
+Each error carries a link to its section of the documentation, as a note (PEP 678): tracebacks and the command line show it
+below the message, and `str(error)` is the message alone, so that one error can quote another.
 """
 
 import math
 from collections.abc import Sequence
 from difflib import get_close_matches
 
+PAGE = "docs/when-it-says-no.md"
+"""The page of the documentation that has a section for each error."""
+
 
 class AutoshardError(Exception):
-    """Base of every error that autoshard raises for a user's mistake."""
+    """Base of every error that autoshard raises for a user's mistake.
+
+    Attributes:
+      link: the section of the documentation that explains the error.
+    """
 
     exit_status = 2
+    section = "an-argument-that-cannot-be-used"
+
+    def __init__(self, message: str = "", *, section: str = "") -> None:
+        super().__init__(message)
+        self.link = f"{PAGE}#{section or self.section}"
+        self.add_note(f"See {self.link}")
 
 
 class InputError(AutoshardError, ValueError):
@@ -22,6 +38,8 @@ class InputError(AutoshardError, ValueError):
 
 class ClusterError(InputError):
     """An unknown cluster, unit or device, or a cluster file that does not make sense."""
+
+    section = "a-cluster-that-cannot-be-used"
 
 
 class InfeasibleError(AutoshardError):
@@ -32,20 +50,24 @@ class InfeasibleError(AutoshardError):
     """
 
     exit_status = 3
+    section = "nothing-fits"
 
-    def __init__(self, message: str = "", smallest_bytes: float = math.inf) -> None:
-        super().__init__(message)
+    def __init__(self, message: str = "", smallest_bytes: float = math.inf, *, section: str = "") -> None:
+        super().__init__(message, section=section)
         self.smallest_bytes = smallest_bytes
 
 
 class CompilerError(AutoshardError):
     """XLA's compiler failed on a program, ran out of memory or took too long."""
 
+    section = "the-compiler-fails"
+
 
 class PlanError(AutoshardError, ValueError):
     """A plan that is malformed, stale, or made for another step, cluster, JAX or schema."""
 
     exit_status = 4
+    section = "a-plan-is-refused"
 
 
 def first_line(error: BaseException) -> str:

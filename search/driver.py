@@ -127,7 +127,7 @@ class SearchResult:
             return self._handed_to(self.short.whole)
         except NoFitError as e:
             raise PlanError(
-                "what the plan decides of one layer for many does not go together in all of them. Undo the last edit, or "
+                "the decisions for one of several equal layers contradict each other in the others. Undo the last edit, or "
                 "search again"
             ) from e
 
@@ -147,7 +147,7 @@ class SearchResult:
             longer = self._handed_to(self.short.whole)
         if longer.on_mesh.predicted(longer.chosen, limit_bytes).needed_bytes > limit_bytes:
             raise NoFitError(
-                "what layers hand to their likes takes more than the memory limit", bound_s=self.bound_s
+                "values that layers pass to one another take more than the memory limit", bound_s=self.bound_s
             )
 
     def _handed_to(self, step: Step) -> "SearchResult":
@@ -279,7 +279,7 @@ def apply(step: Step, plan: Plan, cluster: Cluster, place: str = "plan") -> Sear
     except NoFitError as e:
         if not isinstance(e, TooLargeError) or e.predicted.least.num_bytes > plan.memory_bytes:
             raise InfeasibleError(
-                f"what {place} decides does not fit its cap of {format_bytes(plan.memory_bytes)} a device. "
+                f"the decisions of {place} do not fit its cap of {format_bytes(plan.memory_bytes)} a device. "
                 "Undo the last edit, or raise memory_bytes"
             ) from e
         labels, device = e.labels, e.predicted  # the compiler may have been asked, which has the last word
@@ -399,8 +399,8 @@ def _reconciled(on_mesh: MeshProblem, plan: Plan, place: str) -> Reconciled:
     except ContradictionError as e:
         said = [f"{codec.names[node][0]!r} as {codec.said(node, plan.decisions)!r}" for node in e.nodes]
         raise PlanError(
-            f"{place}: {' and '.join(said)} do not go together, and were both edited. Undo one of the two, or delete it to "
-            "have it decided anew"
+            f"{place}: {' and '.join(said)} contradict each other, and both were edited. Undo one of the two, or delete "
+            "it to have it decided anew"
         ) from e
 
 

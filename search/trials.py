@@ -225,7 +225,7 @@ class Trials:
             proven_s = self.proven_s(step_problem).get(on_mesh.shape, -math.inf)
             if proven_s < self.least_s and not (self.best and deadline.is_over):
                 said, mesh = said_of(step_problem.traced), format_mesh(on_mesh.shape)
-                self.progress(f"{said}mesh {mesh}, held to the cap")
+                self.progress(f"{said}mesh {mesh}, under the cap")
                 self.improve(step_problem, on_mesh, deadline.left_s, known=Known(bound_s=proven_s))
 
     def made_ready(self, step: Step) -> StepProblem:

@@ -42,7 +42,8 @@ def placements(jaxpr: Any) -> tuple[str, ...]:
                 f"jax.shard_map (or jax.pmap) {where} is code of several devices, on the mesh "
                 f"{dict(eqn.params['mesh'].shape)}, and a step for autoshard is the code of one, which it splits itself. "
                 "Call the mapped function on whole arrays, its collectives left out; if the compiler cannot split it, wrap "
-                "it in jax.experimental.custom_partitioning with a sharding_rule"
+                "it in jax.experimental.custom_partitioning with a sharding_rule",
+                section="a-step-that-names-devices",
             )
         if _jax.names_a_mesh(eqn):
             name = eqn.primitive.name

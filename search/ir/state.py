@@ -230,7 +230,8 @@ class _Pairing:
         if not whole:
             tops = dict.fromkeys(n.partition("[")[0].partition(".")[0] for n in names)
             raise InputError(
-                f"state {name!r} is no argument; they are {', '.join(tops)}. Name one by its pytree path"
+                f"state {name!r} is no argument; they are {', '.join(tops)}. Name one by its pytree path",
+                section="a-wrong-name",
             )
         fits = [(a, r) for a in whole for r in self.results if self._is_free(a, r) and self._are_alike(a, r)]
         if not fits:

@@ -163,7 +163,8 @@ def _outline(
         if not isinstance(e, TRACE_ERRORS):
             raise
         raise InputError(
-            f"the step {name!r} cannot be traced by jax.jit, which autoshard needs: {first_line(e)}{_where(e)}{advice}"
+            f"the step {name!r} cannot be traced by jax.jit, which autoshard needs: {first_line(e)}{_where(e)}{advice}",
+            section="a-python-value-decides-what-is-traced",
         ) from e
     placements = own_meshes.placements(jaxpr)
     graph, names = whole_graph(jaxpr, platform), _jax.argument_names(jaxpr)

@@ -29,6 +29,8 @@ from autoshard.search.memory.positions import Scope
 class NotSplittableError(InputError):
     """A step whose examples depend on one another: in microbatches, its numbers would differ."""
 
+    section = "not-split-into-microbatches"
+
 
 @dataclass(frozen=True, slots=True)
 class Whole:

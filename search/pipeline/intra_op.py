@@ -198,4 +198,4 @@ def decided(
     try:
         return IntraOp(step_problem, on_mesh, on_mesh.solve(kept, NO_CAP, SOLVE_S).labels)
     except NoFitError as e:
-        raise PlanError(f"{place}: what it decides for replicas of mesh {shape} does not go together") from e
+        raise PlanError(f"{place}: its decisions for replicas of mesh {shape} contradict each other") from e

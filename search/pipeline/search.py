@@ -393,7 +393,7 @@ class PipelineSearch:
 
     def _undealt(self) -> InputError:
         return InputError(
-            f"{self.cluster.num_devices} devices in {self._nodes} cannot be dealt to "
+            f"{self.cluster.num_devices} devices in {self._nodes} cannot be split into "
             f"{self.options.stages} stages{self._scheduled}: each takes 1, 2, 4, ... devices of a node, or whole nodes"
             + (", and all as many" if self.options.wanted.shares_workers else "")
             + ". Ask for another number of stages, or use other devices"
@@ -405,7 +405,7 @@ class PipelineSearch:
 
     def _indivisible(self) -> InputError:
         return InputError(
-            f"the batch of {self.step.name} cannot be dealt to the replicas of a stage in so many microbatches "
+            f"the batch of {self.step.name} cannot be split over the replicas of a stage in so many microbatches "
             f"({self.options.microbatches}, mesh {self.options.mesh}). Take another batch size, or leave one of the two out"
         )
 

@@ -81,7 +81,7 @@ class Dealt:
         divisors = batch_divisors(step)
         if divisors and self.count not in divisors:
             raise InputError(
-                f"{max(divisors)} examples cannot be dealt to the {plural(self.num_replicas, 'replica')} of each stage in "
+                f"{max(divisors)} examples cannot be split over the {plural(self.num_replicas, 'replica')} of each stage in "
                 f"{self.microbatches} microbatches on each: that makes {self.count} parts. Take a batch that is a multiple, "
                 "or other numbers of microbatches or stages"
             )
@@ -347,7 +347,7 @@ class SpmdSearch:
     def _undealt(self) -> InputError:
         stages, total = self.options.stages or "several", self.cluster.num_devices
         return InputError(
-            f"{total} devices cannot be dealt to {stages} stages of equal layers, as many to each group, with parts of "
+            f"{total} devices cannot be split into {stages} stages of equal layers, as many to each group, with parts of "
             f"a batch of {batch_halvings(self.step)[0]}. Ask for a number of stages that gives a divisor of {total} groups"
         )
 

@@ -330,7 +330,8 @@ class DecisionCodec:
         if name not in named:
             near = difflib.get_close_matches(name, named, n=MAX_SHOWN, cutoff=0.0)
             raise PlanError(
-                f"{place}: {name!r} names no decision of this step. Near it are: {'; '.join(near)}"
+                f"{place}: {name!r} names no decision of this step. Near it are: {'; '.join(near)}",
+                section="a-wrong-name",
             )
         return tuple(self.texts(named[name]))
 

@@ -49,6 +49,6 @@ def _refuse(schedule: Schedule, waiting: dict[Task, list[int]], at: list[Task | 
     said = [f"worker {w} at {at[w]} for {task}" for task, workers in waiting.items() for w in workers]
     more = f", and {len(said) - MAX_SHOWN} more" if len(said) > MAX_SHOWN else ""
     raise PlanError(
-        f"schedule {schedule.name} cannot be run: these wait for what never comes: {', '.join(said[:MAX_SHOWN])}{more}. "
-        "Put each task behind those that it reads"
+        f"schedule {schedule.name} cannot be run: these tasks wait for others that never run: "
+        f"{', '.join(said[:MAX_SHOWN])}{more}. Put each task behind those that it reads"
     )

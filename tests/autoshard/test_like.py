@@ -111,7 +111,9 @@ def test_a_smaller_last_batch_finds_them_there_too(trained):
 def test_without_it_a_warning_says_what_moves(trained):
     _, state = trained
     parallel = autoshard.parallelize(of_params, mesh=(8,), pin={"params['w0']": jax.P("data")})
-    message = r"MiB of what of_params is called with lie otherwise .*params\['w0'\].*like=that_step"
+    message = (
+        r"MiB of the arguments of of_params are not sharded as in its plan.*params\['w0'\].*like=that_step"
+    )
     with pytest.warns(AutoshardWarning, match=message):
         parallel(state.params, X)
     with warnings.catch_warnings():
@@ -230,7 +232,7 @@ def test_state_that_was_given_up_is_named():
     new = step(step(state, X), X)
     for _ in range(2):
         with pytest.raises(
-            InputError, match=r"state\.params\['w0'\] was given up to an earlier call: what train"
+            InputError, match=r"state\.params\['w0'\] was donated to an earlier call: the state that train"
         ):
             step(dataclasses.replace(new, params=state.params), X)
     step(new, X)

@@ -108,10 +108,10 @@ def test_a_batch_of_another_size_has_its_own_pipeline(mlp):
         ({"stages": 2.0}, "wanted stages as a whole number, or 'auto' to have it searched, got 2.0"),
         ({"stages": 2, "schedule": "2f2b"}, "no schedule is called '2f2b'. Choose one of gpipe"),
         ({"schedule": "1f1b"}, "schedule='1f1b' is of a pipeline, and there is none"),
-        ({"stages": 16}, "8 devices in nodes of 8 cannot be dealt to 16 stages"),
+        ({"stages": 16}, "8 devices in nodes of 8 cannot be split into 16 stages"),
         (
             {"stages": 6, "schedule": "zb-v"},
-            "8 devices in nodes of 8 cannot be dealt to 6 stages under 'zb-v'",
+            "8 devices in nodes of 8 cannot be split into 6 stages under 'zb-v'",
         ),
         ({"stages": 2, "microbatches": 7}, "24 examples, which is not a multiple of 7"),
         ({"stages": 2, "mesh": (8,)}, "wanted the mesh of a stage as its number of replicas and"),

@@ -150,7 +150,7 @@ def test_a_state_that_was_given_up_is_named_for_a_last_batch_too():
     step = autoshard.parallelize(train_step)
     w, _ = step(jnp.array(W), examples(32))
     step(w, examples(32))
-    with pytest.warns(AutoshardWarning), pytest.raises(InputError, match="w was given up to an earlier call"):
+    with pytest.warns(AutoshardWarning), pytest.raises(InputError, match="w was donated to an earlier call"):
         step(w, examples(33))
 
 

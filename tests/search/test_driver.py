@@ -258,7 +258,7 @@ def test_two_edits_that_contradict_each_other_are_both_named(tmp_path):
     with pytest.raises(PlanError) as raised:
         reloaded(stack(), edited, tmp_path)
     message = str(raised.value)
-    assert "do not go together, and were both edited. Undo one of the two" in message
+    assert "contradict each other, and both were edited. Undo one of the two" in message
     for key, said in {name: "kept P()", READER: other}.items():
         assert f"{key!r} as {said!r}" in message
 
@@ -276,7 +276,7 @@ def test_a_cap_is_not_taken_for_a_contradiction(tmp_path):
     plan = found_with({}).plan
     small = replace(plan, memory_bytes=plan.estimates.peak_bytes // 2)
     with pytest.raises(
-        InfeasibleError, match=r"does not fit its cap of .* a device\. Undo the last edit, or raise"
+        InfeasibleError, match=r"do not fit its cap of .* a device\. Undo the last edit, or raise"
     ):
         reloaded(stack(), small, tmp_path)
 

@@ -243,7 +243,7 @@ def test_a_plan_s_mesh_has_the_axes_of_its_number(names):
 
 
 def test_a_plan_that_does_not_fit_its_cap_is_refused():
-    with pytest.raises(InfeasibleError, match="what plan decides does not fit its cap of 1 MiB a device"):
+    with pytest.raises(InfeasibleError, match="the decisions of plan do not fit its cap of 1 MiB a device"):
         driver.apply(STEP, replace(find().plan, memory_bytes=2**20), CLUSTER)
 
 

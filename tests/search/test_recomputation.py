@@ -256,7 +256,7 @@ def test_the_fastest_mesh_is_held_to_the_cap_first_and_the_others_last(monkeypat
     cap_bytes = int(0.4 * found(True, None).plan.estimates.peak_bytes)
     options = Options(cap_bytes, offload="never", microbatches=1)
     best = driver.find(traced(True), CLUSTER, options, lines.append)
-    held = [n for n, line in enumerate(lines) if line.endswith("held to the cap")]
+    held = [n for n, line in enumerate(lines) if line.endswith("under the cap")]
     recomputing = [n for n, line in enumerate(lines) if line.startswith("recomputing")]
     assert best.plan.decisions.mesh == {"data": 8}
     assert lines[held[0]].startswith("mesh 8,")
@@ -345,7 +345,7 @@ def gelus_found(share, progress=lambda line: None):
 def test_what_costs_next_to_nothing_is_recomputed_before_the_plain_step_is_held_to_the_cap():
     lines = list[str]()
     gelus_found(0.9, lines.append)
-    held = [n for n, line in enumerate(lines) if line.endswith("held to the cap")]
+    held = [n for n, line in enumerate(lines) if line.endswith("under the cap")]
     recomputing = [n for n, line in enumerate(lines) if line.startswith("recomputing")]
     assert recomputing
     assert recomputing[0] < min(held, default=len(lines))

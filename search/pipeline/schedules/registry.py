@@ -54,7 +54,9 @@ def check_name(name: str) -> None:
       InputError: there is none.
     """
     if name not in FAMILIES:
-        raise InputError(f"no schedule is called {name!r}. Choose one of {', '.join(FAMILIES)}")
+        raise InputError(
+            f"no schedule is called {name!r}. Choose one of {', '.join(FAMILIES)}", section="a-wrong-name"
+        )
 
 
 def build_schedule(name: str, num_stages: int, num_microbatches: int, num_workers: int) -> Schedule:
