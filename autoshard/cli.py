@@ -44,8 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         except SystemExit as e:  # argparse has printed the error
             return int(e.code or 0)
         except AutoshardError as e:
-            say(f"error: {e}")
-            say(f"see {e.link}")
+            say(f"error: {e} (see {e.link})")
             return e.exit_status
         except KeyboardInterrupt:
             say("interrupted")

@@ -244,7 +244,8 @@ def _checked(key: str, names: Sequence[str]) -> dict[str, Precision]:
     meant = list(dict.fromkeys("".join(pieces(name)[:length]) for name, (length, _) in found.items()))
     if len(meant) > 1 and all(is_exact for _, is_exact in found.values()):
         raise InputError(
-            f"pin {key!r} matches {_some(meant)}. Name one of them by its whole pytree path", section="a-wrong-name"
+            f"pin {key!r} matches {_some(meant)}. Name one of them by its whole pytree path",
+            section="a-wrong-name",
         )
     return found
 

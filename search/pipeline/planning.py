@@ -34,6 +34,7 @@ from autoshard.search.pipeline.stage_collectives import stage_collectives
 from autoshard.search.pipeline.stage_memory import StageMemory
 from autoshard.search.pipeline.stage_sharding import stage_sharding
 from autoshard.search.pipeline.task_memory import ProgramKernels
+from autoshard.search.plan.measured_shares import measured_shares
 from autoshard.search.plan.pipeline_plan import (
     REPLICA,
     PipelineEstimates,
@@ -294,7 +295,12 @@ def _plan(step: Step, found: Proposal, memory_bytes: int, taken: _Stages) -> Pip
             replace(one.on_mesh.codec.decisions(one.labels), group=name if is_mixed else "")
             for (name, _), one in sorted(solutions.items())
         ),
-        _estimates(found, taken),
+        replace(
+            _estimates(found, taken),
+            shares=tuple(
+                measured_shares(one.on_mesh.memory.costed, one.labels) for _, one in sorted(solutions.items())
+            ),
+        ),
         tuple(names) if is_mixed else (),
         outline=outlined(step),
     )

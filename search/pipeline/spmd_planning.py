@@ -23,6 +23,7 @@ from autoshard.search.pipeline.search import PipelineOptions
 from autoshard.search.pipeline.simulator import Simulation, StageCost, simulate
 from autoshard.search.pipeline.spmd_costs import AXES
 from autoshard.search.pipeline.spmd_search import Dealt, SpmdParts, SpmdProposal, SpmdSearch
+from autoshard.search.plan.measured_shares import measured_shares
 from autoshard.search.plan.recognition import check_is_for, outlined
 from autoshard.search.plan.retention import RetentionCodec
 from autoshard.search.plan.spmd_plan import SpmdEstimates, SpmdPlan
@@ -143,7 +144,7 @@ def _pipeline(step: Step, found: SpmdProposal, memory_bytes: int) -> SpmdPipelin
 
 
 def _estimates(found: SpmdProposal, memory_bytes: int) -> SpmdEstimates:
-    costs, memory = found.costs, found.memory(memory_bytes)
+    costs, memory, intra_op = found.costs, found.memory(memory_bytes), found.intra_op
     return SpmdEstimates(
         found.step_s,
         found.bubble,
@@ -155,4 +156,5 @@ def _estimates(found: SpmdProposal, memory_bytes: int) -> SpmdEstimates:
         round(memory.residual_bytes),
         round(memory.resting_bytes),
         costs.collectives,
+        measured_shares(intra_op.on_mesh.memory.costed, intra_op.labels),
     )

@@ -1,10 +1,10 @@
-"""The arguments of a step, by how they lie: hundreds of them in a few lines.
+"""The arguments of a step by their shardings: hundreds of them in a few lines.
 
-A step has hundreds of arguments, and most lie alike. Three foldings bring them to a few lines, and none says
+A step has hundreds of arguments, and most are sharded alike. Three foldings bring them to a few lines, and none says
 more than the plan does:
 
 * *Followers.* A subtree that repeats the leaves of another (an optimizer's moments repeat the parameters) is
-  named once, and only those of its leaves are listed that lie otherwise. The subtree that is repeated, the
+  named once, and only those of its leaves are listed that are sharded differently. The subtree that is repeated, the
   *model*, is found by structure: the shallowest one with the most followers.
 * *Boxes.* Arguments with one spec whose paths differ in one place become one line, again and again:
   `['block_*']` stands for all numbers that occur there, `['block_0-3']` for these, `['key'|'query']` for
@@ -74,10 +74,10 @@ def _sections(specs: Mapping[Tokens, str]) -> Iterator[_Section]:
         return
     alike = sum(specs[q + tail] == specs[model + tail] for q in followers for tail in below[q])
     title = f"{''.join(model)} ({len(below[model])})"
-    title += f"; {alike} lie alike in {_names(followers)}" if alike else ""
+    title += f"; {alike} sharded alike in {_names(followers)}" if alike else ""
     yield _Section(title, {tail: specs[model + tail] for tail in below[model]}, 1, below[model])
     for prefixes, tails in _otherwise(specs, model, {q: below[q] for q in followers}).items():
-        title = f"{_names(prefixes)} ({len(prefixes) * len(tails)}, unlike their parameters)"
+        title = f"{_names(prefixes)} ({len(prefixes) * len(tails)}, sharded differently)"
         yield _Section(title, tails, len(prefixes), below[model])
     rest = {
         path: spec

@@ -1,10 +1,10 @@
-"""Two plans side by side: where the time goes, what is in memory, what is communicated, and what lies otherwise.
+"""Two plans side by side: time, memory, communication, and the arguments that are sharded differently.
 
 A plan's summary says what is; whoever judges a plan asks what another one would have done, such as one with an expert's
 pins. Both tell of one step, mostly on one cluster, so their numbers can be subtracted kind by kind. What is the same in both
-is left out of the text but for the totals, and arguments that lie otherwise are folded as the summary folds them
-(`search.plan.argument_lines`), each with both of its specs. A spec that names an axis lies otherwise too where that axis has
-another size.
+is left out of the text but for the totals, and arguments that are sharded differently are folded as the summary folds them
+(`search.plan.argument_lines`), each with both of its specs. A spec that names an axis is also another
+one if that axis has another size.
 """
 
 import re
@@ -56,7 +56,7 @@ class Comparison:
       memory: bytes per device at the peak, by what they are; the first is the peak.
       collectives: seconds by kind and axes, with sizes where plans have axes of one name but not of one size.
       num_bytes: the same in bytes per device.
-      arguments: by pytree path, both specs of those that lie otherwise.
+      arguments: by pytree path, both specs of those that are sharded differently.
     """
 
     plan: Plan
@@ -189,6 +189,6 @@ def _signed(amount: float, said: Callable[[float], str]) -> str:
 
 def _arguments(arguments: Mapping[str, tuple[str, str]]) -> list[str]:
     if not arguments:
-        return ["arguments: all lie alike"]
+        return ["arguments: all sharded alike"]
     lines = argument_lines({path: f"{this} | {other}" for path, (this, other) in arguments.items()})
-    return [f"arguments that lie otherwise (this | other): {plural(len(arguments), 'array')}", *lines[1:]]
+    return [f"arguments sharded differently (this | other): {plural(len(arguments), 'array')}", *lines[1:]]

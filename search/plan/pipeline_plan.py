@@ -17,6 +17,7 @@ from autoshard.search.plan.json_file import schema_of
 from autoshard.search.plan.outline import Outline
 from autoshard.search.plan.plan import Collective, Decisions
 from autoshard.search.plan.saved import SavedPlan
+from autoshard.search.plan.work_shares import WorkShares
 
 SCHEMA = "autoshard.pipeline/2"
 
@@ -93,12 +94,14 @@ class PipelineEstimates:
       bubble: of the workers' time in it, the share in which they wait.
       peak_bytes: device memory at its highest.
       stages: of each.
+      shares: for each of the plan's `decisions`, how its mesh axes share the work; none in files of earlier versions.
     """
 
     step_s: float
     bubble: float
     peak_bytes: int
     stages: tuple[StageEstimates, ...]
+    shares: tuple[WorkShares, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -196,7 +199,7 @@ class PipelinePlan(SavedPlan):
                 }
                 for d in self.decisions
             ],
-            "estimates": {**asdict(self.estimates), "stages": [_said(s) for s in self.estimates.stages]},
+            "estimates": _estimates_json(self.estimates),
             **({} if self.outline is None else {"outline": self.outline.to_json()}),
         }
 
@@ -213,10 +216,11 @@ class PipelinePlan(SavedPlan):
             raise PlanError(f"{place} has schema {schema!r}; wanted {SCHEMA!r}, as of a pipeline's plan")
         file = read(PipelineFile, data, place)
         of_stages = tuple(_stage_estimates(**stage) for stage in file["estimates"].pop("stages"))
+        shares = tuple(WorkShares.from_json(one) for one in file["estimates"].pop("shares", ()))
         read_as: dict[str, Any] = {
             "stages": tuple(Stage(**stage) for stage in file["stages"]),
             "decisions": tuple(Decisions(**decisions) for decisions in file["decisions"]),
-            "estimates": PipelineEstimates(**file["estimates"], stages=of_stages),
+            "estimates": PipelineEstimates(**file["estimates"], stages=of_stages, shares=shares),
             "outline": Outline(**file["outline"]) if "outline" in file else None,
         }
         return cls(**{f.name: file[f.name] for f in fields(cls) if f.name in file} | read_as)
@@ -227,9 +231,20 @@ class PipelinePlan(SavedPlan):
         return summary(self)
 
 
-def _said(stage: StageEstimates) -> dict[str, Any]:
-    said = asdict(stage)
-    return said | {"collectives": [{**one, "axes": list(one["axes"])} for one in said["collectives"]]}
+def _estimates_json(estimates: PipelineEstimates) -> dict[str, Any]:
+    shares = {"shares": [one.to_json() for one in estimates.shares]} if estimates.shares else {}
+    return {
+        "step_s": estimates.step_s,
+        "bubble": estimates.bubble,
+        "peak_bytes": estimates.peak_bytes,
+        "stages": [_stage_json(stage) for stage in estimates.stages],
+        **shares,
+    }
+
+
+def _stage_json(stage: StageEstimates) -> dict[str, Any]:
+    values = asdict(stage)
+    return values | {"collectives": [{**one, "axes": list(one["axes"])} for one in values["collectives"]]}
 
 
 def _stage_estimates(collectives: Sequence[Mapping[str, Any]] = (), **estimates: Any) -> StageEstimates:

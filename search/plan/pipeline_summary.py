@@ -1,9 +1,12 @@
 """A pipeline as an expert would sum it up: what `print(plan)` shows."""
 
 from autoshard.cost_model.units import format_bytes, format_mesh, format_seconds
-from autoshard.search.plan.pipeline_head import cluster_of, head, recomputed
+from autoshard.search.plan.headline import PlanShape, StageShape
+from autoshard.search.plan.pipeline_head import cluster_of, front, head, origin, recomputed
 from autoshard.search.plan.pipeline_plan import PipelinePlan
+from autoshard.search.plan.summary import memory_line
 from autoshard.search.plan.text_table import aligned, fitted, plural, search_time
+from autoshard.search.plan.work_shares import WorkShares
 
 
 def summary(plan: PipelinePlan) -> str:
@@ -13,14 +16,28 @@ def summary(plan: PipelinePlan) -> str:
       PlanError: a loaded plan's cluster does not make sense.
     """
     parts = [
+        front(plan, _shape(plan), plan.estimates.shares, _memory(plan)),
         _head(plan),
         _stages(plan),
         recomputed(plan),
-        _time(plan),
-        _memory(plan),
         search_time(plan.search_s),
+        origin(plan),
     ]
     return fitted("\n".join("\n".join(lines) for lines in parts if lines))
+
+
+def _shape(plan: PipelinePlan) -> PlanShape:
+    by_mesh: dict[tuple[str, tuple[int, ...]], WorkShares] = {
+        (one.group, tuple(one.mesh.values())): one_share
+        for one, one_share in zip(plan.decisions, plan.estimates.shares, strict=False)
+    }
+    groups = plan.stands_on or ("",) * len(plan.stages)
+    stages = tuple(
+        StageShape(stage.num_replicas, mesh, by_mesh.get((group, tuple(mesh.values()))))
+        for stage, group in zip(plan.stages, groups, strict=True)
+        for mesh in [stage.replica_mesh]
+    )
+    return PlanShape(stages, plan.schedule, plan.microbatches, plan.retention)
 
 
 def _head(plan: PipelinePlan) -> list[str]:
@@ -35,15 +52,15 @@ def _head(plan: PipelinePlan) -> list[str]:
         ),
         (
             "batch",
-            f"{microbatches}, each shared out among {replicas} of a stage",
+            f"{microbatches}, each split over {replicas} of a stage",
         ),
     ]
     return head(plan, *rows)
 
 
 def _stages(plan: PipelinePlan) -> list[str]:
-    """A line each: where it stands, and what it takes for a microbatch."""
-    rows = [("", "from op", "mesh", "forward", "backward", "update", "peak", "on" if plan.groups else "")]
+    """A line each: its submesh, its times for a microbatch, and its peak."""
+    rows = [("", "first op", "mesh", "forward", "backward", "update", "peak", "on" if plan.groups else "")]
     groups = plan.stands_on or ("",) * len(plan.stages)
     for n, (stage, taken) in enumerate(zip(plan.stages, plan.estimates.stages, strict=True)):
         rows.append(
@@ -62,11 +79,6 @@ def _stages(plan: PipelinePlan) -> list[str]:
     return [f"stages (mesh is {axes}; times are a microbatch's)", *aligned(rows, right=(1, 3, 4, 5, 6))]
 
 
-def _time(plan: PipelinePlan) -> list[str]:
-    seconds, bubble = format_seconds(plan.estimates.step_s), plan.estimates.bubble
-    return [f"predicted step time: {seconds}, in {bubble:.1%} of which workers wait{cluster_of(plan).caveat}"]
-
-
 def _memory(plan: PipelinePlan) -> list[str]:
     """A line for each kind of node."""
     cluster, lines = cluster_of(plan), list[str]()
@@ -75,7 +87,5 @@ def _memory(plan: PipelinePlan) -> list[str]:
         here = zip(plan.estimates.stages, groups, strict=True)
         peak = max((stage.peak_bytes for stage, name in here if name == group.name), default=0)
         on = f" on {group.name}" if plan.groups else ""
-        lines.append(
-            f"predicted peak memory{on}: {format_bytes(peak)} of {format_bytes(cap)} per device ({peak / cap:.0%})"
-        )
+        lines.append(memory_line(peak, cap, on))
     return lines

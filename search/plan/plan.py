@@ -17,6 +17,7 @@ from autoshard.search.plan.executors import JIT
 from autoshard.search.plan.json_file import schema_of
 from autoshard.search.plan.outline import Outline
 from autoshard.search.plan.saved import SavedPlan
+from autoshard.search.plan.work_shares import WorkShares
 
 if TYPE_CHECKING:
     from autoshard.search.plan.comparison import Comparison
@@ -58,6 +59,7 @@ class Estimates:
       residents: bytes per device at the peak, by what they are.
       peak_at: the op at which the peak occurs, with its source line.
       collectives: per kind and axes.
+      shares: how the mesh axes share the work; None in files of earlier versions.
     """
 
     step_s: float
@@ -70,6 +72,7 @@ class Estimates:
     residents: Mapping[str, int]
     peak_at: str
     collectives: tuple[Collective, ...]
+    shares: WorkShares | None = None
 
     @property
     def unhidden_s(self) -> float:
@@ -203,6 +206,7 @@ class Plan(SavedPlan):
                     }
                     for c in e.collectives
                 ],
+                **({"shares": e.shares.to_json()} if e.shares else {}),
                 "gap": self.gap,
                 "marks": self.marks,
             },
@@ -226,6 +230,7 @@ class Plan(SavedPlan):
         estimates: dict[str, Any] = {"transfer_s": 0.0, **file["estimates"]}
         gap, marks = estimates.pop("gap"), estimates.pop("marks", "")
         collectives = tuple(Collective(**one) for one in estimates.pop("collectives"))
+        shares = WorkShares.from_json(estimates.pop("shares")) if "shares" in estimates else None
         return cls(
             file["step"],
             file["fingerprint"],
@@ -235,14 +240,14 @@ class Plan(SavedPlan):
             file["meshes"],
             file["memory_bytes"],
             Decisions(**file["decisions"]),
-            Estimates(**estimates, collectives=collectives),
+            Estimates(**estimates, collectives=collectives, shares=shares),
             gap,
             marks,
             outline=Outline(**file["outline"]) if "outline" in file else None,
         )
 
     def compare(self, other: "Plan") -> "Comparison":
-        """What differs from another plan, in time, memory and collectives by kind, and which arguments lie otherwise."""
+        """The differences from another plan: time, memory, collectives, and arguments that are sharded differently."""
         from autoshard.search.plan.comparison import Comparison  # it needs plans itself
 
         return Comparison.of(self, other)

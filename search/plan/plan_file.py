@@ -55,6 +55,52 @@ class CollectiveFile(TypedDict):
     """Per step, predicted."""
 
 
+class AxisUseFile(TypedDict):
+    """What a mesh axis splits: shares between 0 and 1."""
+
+    axis: str
+    """Its name."""
+    size: Size
+    """Devices along it."""
+    examples: Number
+    """Of the FLOPs of the forward phase's products with weights: those in which it splits the examples of the batch."""
+    positions: Number
+    """Positions of a sequence or an image."""
+    features: Number
+    """Other loops that the weights do not have."""
+    weights: Number
+    """Loops of the weights."""
+    experts: Number
+    """A stack of weights, each of which meets its own part of the activations."""
+    sums_scattered: Number
+    """Of the sums over loops of the weights, those that are scattered along examples or positions."""
+    parameters: Number
+    """Of the bytes of parameters: those that it splits at rest."""
+    gathered: Number
+    """Those that it splits at rest and that are gathered where they are read."""
+    regathered: Number
+    """Of the gathered ones, those that the backward phase gathers once more."""
+    tables: Number
+    """Of the bytes of parameters: those that it splits at rest and that are looked up where they are."""
+    optimizer_state: Number
+    """Of the bytes of optimizer state: those that it splits at rest."""
+    reductions_scattered: Number
+    """Of the bytes of reductions over it: those of reduce-scatters."""
+
+
+class WorkSharesFile(TypedDict):
+    """How the mesh axes share the work, and how much work a step is."""
+
+    axes: list[AxisUseFile]
+    """The mesh axes with more than one device."""
+    model_flops: dict[str, Number]
+    """By dtype, FLOPs of the step's matrix products, convolutions and fused attention; recomputed ones are left out."""
+    recomputed: Number
+    """Of the forward phase's FLOPs, the share that is recomputed."""
+    runs: dict[str, Count]
+    """By name of an op in the decisions, its runs in a step."""
+
+
 class EstimatesFile(TypedDict):
     """What is predicted of the decisions; it is made anew whenever a step is given the plan."""
 
@@ -78,6 +124,8 @@ class EstimatesFile(TypedDict):
     """The op at which the peak occurs, with its source line."""
     collectives: list[CollectiveFile]
     """Per kind and mesh axes."""
+    shares: NotRequired[WorkSharesFile]
+    """How the mesh axes share the work."""
     gap: Number | None
     """Certified: no plan takes less time by more than this share; null when decisions were edited since."""
     marks: NotRequired[str]
@@ -204,6 +252,8 @@ class PipelineEstimatesFile(TypedDict):
     """Device memory at its highest, per device."""
     stages: list[StageEstimatesFile]
     """Of each stage."""
+    shares: NotRequired[list[WorkSharesFile]]
+    """For each of the decisions, how the mesh axes share the work."""
 
 
 class PipelineFile(TypedDict):
@@ -262,6 +312,8 @@ class SpmdEstimatesFile(TypedDict):
     """Always there."""
     collectives: NotRequired[list[CollectiveFile]]
     """By kind and mesh axes."""
+    shares: NotRequired[WorkSharesFile]
+    """How the axes of a replica's mesh share the work."""
 
 
 class SpmdFile(TypedDict):
@@ -300,6 +352,8 @@ class SpmdFile(TypedDict):
 
 for _file in (
     CollectiveFile,
+    AxisUseFile,
+    WorkSharesFile,
     EstimatesFile,
     DecisionsFile,
     OutlineFile,

@@ -14,6 +14,7 @@ from autoshard.search.plan.json_file import schema_of
 from autoshard.search.plan.outline import Outline
 from autoshard.search.plan.plan import Collective, Decisions
 from autoshard.search.plan.saved import SavedPlan
+from autoshard.search.plan.work_shares import WorkShares
 
 SCHEMA = "autoshard.one-program/2"
 
@@ -33,6 +34,7 @@ class SpmdEstimates:
       residual_bytes: of a microbatch and a stage.
       state_bytes: always there.
       collectives: per kind and axes, in a step.
+      shares: how the axes of a replica's mesh share the work; None in files of earlier versions.
     """
 
     step_s: float
@@ -45,6 +47,7 @@ class SpmdEstimates:
     residual_bytes: int
     state_bytes: int
     collectives: tuple[Collective, ...] = ()
+    shares: WorkShares | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -131,8 +134,11 @@ class SpmdPlan(SavedPlan):
                 "copies": dict(d.copies),
             }
         collectives = [{**asdict(one), "axes": list(one.axes)} for one in self.estimates.collectives]
-        said["estimates"] = {**asdict(self.estimates), "collectives": collectives}
-        return said if self.outline is None else said | {"outline": self.outline.to_json()}
+        estimates = {**asdict(self.estimates), "collectives": collectives}
+        estimates.pop("shares")
+        shares = {"shares": self.estimates.shares.to_json()} if self.estimates.shares else {}
+        outline = {} if self.outline is None else {"outline": self.outline.to_json()}
+        return said | {"estimates": estimates | shares} | outline
 
     @classmethod
     def from_json(cls, data: Any, place: str = "plan") -> "SpmdPlan":
@@ -154,7 +160,12 @@ class SpmdPlan(SavedPlan):
         if "outline" in file:
             file["outline"] = Outline(**file["outline"])
         collectives = tuple(Collective(**one) for one in file["estimates"].pop("collectives", ()))
-        file["estimates"] = SpmdEstimates(**file["estimates"], collectives=collectives)
+        shares = file["estimates"].pop("shares", None)
+        file["estimates"] = SpmdEstimates(
+            **file["estimates"],
+            collectives=collectives,
+            shares=WorkShares.from_json(shares) if shares else None,
+        )
         return cls(**file)
 
     def __str__(self) -> str:

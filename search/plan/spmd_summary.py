@@ -1,9 +1,12 @@
-"""A pipeline that is one program, summed up: what `print(plan)` shows."""
+"""A pipeline that is one program, as an expert would sum it up: the text of `print(plan)`."""
 
 from autoshard.cost_model.units import format_bytes, format_mesh, format_seconds
-from autoshard.search.plan.pipeline_head import cluster_of, head, recomputed
+from autoshard.search.plan.headline import PlanShape, StageShape
+from autoshard.search.plan.pipeline_head import front, head, origin, recomputed
 from autoshard.search.plan.spmd_plan import SpmdPlan
+from autoshard.search.plan.summary import memory_line
 from autoshard.search.plan.text_table import aligned, fitted, plural, search_time
+from autoshard.search.plan.work_shares import WorkShares
 
 
 def summary(plan: SpmdPlan) -> str:
@@ -13,14 +16,25 @@ def summary(plan: SpmdPlan) -> str:
       PlanError: a loaded plan's cluster does not make sense.
     """
     parts = [
+        front(plan, _shape(plan), _shares(plan), _memory(plan)),
         _head(plan),
         recomputed(plan),
         _collectives(plan),
         _time(plan),
-        _memory(plan),
         search_time(plan.search_s),
+        origin(plan),
     ]
     return fitted("\n".join("\n".join(lines) for lines in parts if lines))
+
+
+def _shares(plan: SpmdPlan) -> list[WorkShares]:
+    return [plan.estimates.shares] if plan.estimates.shares else []
+
+
+def _shape(plan: SpmdPlan) -> PlanShape:
+    mesh = plan.decisions.mesh if plan.decisions else dict[str, int]()
+    stage = StageShape(plan.num_replicas, mesh, plan.estimates.shares)
+    return PlanShape((stage,) * plan.stages, plan.schedule, plan.microbatches, plan.retention)
 
 
 def _head(plan: SpmdPlan) -> list[str]:
@@ -28,7 +42,7 @@ def _head(plan: SpmdPlan) -> list[str]:
     rows = [
         (
             "pipeline",
-            f"{plural(plan.stages, 'stage')} of equal layers, schedule {plan.schedule}: {plan.executor}",
+            f"{plural(plan.stages, 'stage')} of equal layers, schedule {plan.schedule}",
         ),
         ("mesh", f"{format_mesh(tuple(whole.values()))} ({' x '.join(whole)})"),
         ("batch", f"{plural(plan.microbatches, 'microbatch', 'es')} on each replica of a stage"),
@@ -47,22 +61,18 @@ def _collectives(plan: SpmdPlan) -> list[str]:
 
 
 def _time(plan: SpmdPlan) -> list[str]:
-    said = plan.estimates
+    estimates = plan.estimates
     rows = [
-        ("forward pass of a stage", format_seconds(said.forward_s), "a microbatch"),
-        ("backward pass of a stage", format_seconds(said.backward_s), "a microbatch"),
-        ("between loops over layers", format_seconds(said.between_s), ""),
-        ("once, and the update", format_seconds(said.update_s), ""),
+        ("forward pass of a stage", format_seconds(estimates.forward_s), "a microbatch"),
+        ("backward pass of a stage", format_seconds(estimates.backward_s), "a microbatch"),
+        ("between loops over layers", format_seconds(estimates.between_s), ""),
+        ("update, once a step", format_seconds(estimates.update_s), ""),
     ]
     return [
-        f"predicted step time: {format_seconds(said.step_s)}, in {said.bubble:.1%} of which stages wait"
-        f"{cluster_of(plan).caveat}",
+        "time per step",
         *aligned(rows, right=(1,)),
     ]
 
 
 def _memory(plan: SpmdPlan) -> list[str]:
-    peak, cap = plan.estimates.peak_bytes, plan.memory_bytes
-    return [
-        f"predicted peak memory: {format_bytes(peak)} of {format_bytes(cap)} per device ({peak / cap:.0%})"
-    ]
+    return [memory_line(plan.estimates.peak_bytes, plan.memory_bytes)]

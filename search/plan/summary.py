@@ -1,9 +1,7 @@
 """A plan as an expert would sum it up: what `print(plan)` shows."""
 
 import math
-import re
-from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from autoshard.cost_model.cluster import Cluster
@@ -12,21 +10,27 @@ from autoshard.cost_model.errors import InputError, PlanError
 from autoshard.cost_model.units import format_bytes, format_mesh, format_rate, format_seconds
 from autoshard.cost_model.xla.gpu_targets import AS_PLANNED, scheduler_options
 from autoshard.search.plan.argument_lines import argument_lines
+from autoshard.search.plan.headline import HEAVY, PlanShape, StageShape, headline, mfu
 from autoshard.search.plan.plan import Estimates, Plan
 from autoshard.search.plan.text_table import aligned, fitted, more_of, plural, search_time
+from autoshard.search.plan.work_shares import WorkShares
 
-_MAX_OP_LINES = 6
-"""Lines for the heavy ops, as they are many and much alike. Source: a choice of ours."""
+_MAX_OP_LINES = 8
+"""Lines for matrix products and for other lists of ops: a Transformer's layer has six products."""
 
 _MAX_EDITS = 4
 """Names of decisions in one line. Source: a choice of ours."""
 
-_HEAVY = re.compile(r"(?:^|[ /])(dot_general|conv_general_dilated|gather|scatter-add)(?: #\d+)?$")
-"""Op names of a plan that end in a primitive which moves or multiplies much."""
+_LABEL_WIDTH = len("compiler")
+"""Of labels such as `step` and `mesh`; none is longer."""
+
+_FORWARD = "forward "
+"""The beginning of the name of a forward op."""
 
 
 def summary(plan: Plan) -> str:
-    """The plan in plain text: how things lie, what is communicated, the time and the memory predicted.
+    """The plan in plain text. The answer comes first: the kind of plan, its time, its memory and its certificate. Then come
+    the details, and last those that only files and compilers need.
 
     Args:
       plan: from `search`, or loaded.
@@ -42,30 +46,56 @@ def summary(plan: Plan) -> str:
         model = MeshModel(cluster, tuple(plan.decisions.mesh.values()))
     except InputError as e:
         raise PlanError(str(e)) from e
+    decisions, estimates = plan.decisions, plan.estimates
     parts = [
-        _head(plan, cluster, model),
+        [headline(_shape(plan))],
+        [time_line(estimates.step_s, mfu([estimates.shares], [cluster], estimates.step_s), cluster.caveat)],
+        [memory_line(estimates.peak_bytes, plan.memory_bytes)],
+        [_gap(plan)],
         _edits(plan),
-        argument_lines(plan.decisions.arguments),
-        _ops(plan.decisions.ops),
-        _microbatches(plan.decisions.microbatches),
-        _recomputed(plan.decisions.retention),
-        _collectives(plan.estimates),
-        _time(plan.estimates, cluster.caveat),
-        _memory(plan.estimates, plan.memory_bytes),
-        _search(plan),
+        _head(plan, cluster, model),
+        argument_lines(decisions.arguments),
+        _ops(decisions.ops, estimates.shares),
+        _recomputed(decisions.retention),
+        _collectives(estimates),
+        _time(estimates),
+        _memory(estimates),
+        _certificate(plan),
+        search_time(plan.search_s),
+        _origin(plan, cluster),
     ]
     return fitted("\n".join("\n".join(lines) for lines in parts if lines))
+
+
+def time_line(step_s: float, utilization: float | None, caveat: str, bubble: float | None = None) -> str:
+    """The predicted step time, its MFU and, of a pipeline, its bubble; and the cluster's caveat."""
+    said = [f"predicted step time: {format_seconds(step_s)}"]
+    said += [] if utilization is None else [f"MFU {_percent(utilization, 1)}"]
+    said += [] if bubble is None else [f"bubble {bubble:.1%}"]
+    return ", ".join(said) + caveat
+
+
+def memory_line(peak_bytes: int, cap_bytes: int, where: str = "") -> str:
+    """The predicted peak and its share of the cap."""
+    of_cap = f"{format_bytes(cap_bytes)} per device ({_percent(peak_bytes, cap_bytes)})"
+    return f"predicted peak memory{where}: {format_bytes(peak_bytes)} of {of_cap}"
 
 
 # --- the parts
 
 
+def _shape(plan: Plan) -> PlanShape:
+    decisions = plan.decisions
+    stage = StageShape(1, decisions.mesh, plan.estimates.shares)
+    return PlanShape((stage,), "", decisions.microbatches, decisions.retention, decisions.arguments)
+
+
 def _head(plan: Plan, cluster: Cluster, model: MeshModel) -> list[str]:
     nodes = "1 node" if cluster.num_nodes == 1 else f"{cluster.num_nodes} nodes"
     mesh = plan.decisions.mesh
-    axes = [f"{name} {_lies(model, i)}" for i, (name, size) in enumerate(mesh.items()) if size > 1]
+    axes = [f"{name} {_place(model, i)}" for i, (name, size) in enumerate(mesh.items()) if size > 1]
     rows = [
-        ("step", f"{plan.step} (fingerprint {plan.fingerprint}, JAX {plan.jax})"),
+        ("step", plan.step),
         ("cluster", f"{cluster.name}: {nodes} of {cluster.devices_per_node} {cluster.device.name}"),
         (
             "mesh",
@@ -73,68 +103,83 @@ def _head(plan: Plan, cluster: Cluster, model: MeshModel) -> list[str]:
             + (f": {', '.join(axes)}" if axes else ""),
         ),
     ]
+    return labelled(rows)
+
+
+def _origin(plan: Plan, cluster: Cluster) -> list[str]:
+    """The traced step, the options, and the compiler's."""
     given = ", ".join(f"{key} {value}" for key, value in plan.options.items())
-    besides = (("compiler", compiler_options(cluster, AS_PLANNED)), ("given", given))
-    return aligned([*rows, *(row for row in besides if row[1])], indent=0)
+    rows = [("traced", f"fingerprint {plan.fingerprint}, JAX {plan.jax}")]
+    besides = (("given", given), ("compiler", compiler_options(cluster, AS_PLANNED)))
+    return labelled([*rows, *(row for row in besides if row[1])])
+
+
+def labelled(rows: Sequence[tuple[str, str]]) -> list[str]:
+    """Rows of a label and a text, all texts of a summary in one column."""
+    return aligned([(label.ljust(_LABEL_WIDTH), text) for label, text in rows], indent=0)
 
 
 def compiler_options(cluster: Cluster, besides: Mapping[str, str] = MappingProxyType({})) -> str:
-    """What programs ask the compiler for besides keeping to the cap; nothing where devices are simulated.
+    """The compiler options of a plan's programs, but for the memory cap; none if devices are simulated.
 
     Args:
-      cluster: where they run.
-      besides: what not all of them ask for.
+      cluster: the cluster that they run on.
+      besides: options of some programs only.
     """
     asked = scheduler_options(cluster.device.name)
-    said = {**asked, **besides} if asked else {}
-    return ", ".join(f"{key}={value}" for key, value in said.items())
+    options = {**asked, **besides} if asked else {}
+    return ", ".join(f"{key}={value}" for key, value in options.items())
 
 
 def _edits(plan: Plan) -> list[str]:
-    """What was edited by hand, as no estimate speaks of it."""
+    """The decisions that were edited by hand: no estimate covers them."""
     if not plan.is_edited:
         return []
     names = [name or table for table, name in plan.edited]
     shown = ", ".join(names[:_MAX_EDITS]) + ", ..." * (len(names) > _MAX_EDITS)
-    what = (
+    edits = (
         f"{plural(len(names), 'decision')} edited by hand: {shown}" if names else "decisions deleted by hand"
     )
-    return [what, "  the estimates below are those from before; what runs the plan makes new ones"]
+    return [edits, "  the estimates are those of the plan before; running the plan makes new ones"]
 
 
-def _lies(model: MeshModel, axis: int) -> str:
+def _place(model: MeshModel, axis: int) -> str:
     place = "across nodes" if model.group((axis,)).crosses_nodes else "inside a node"
     return f"{place} ({format_rate(model.axis_link(axis)[0])})"
 
 
-def _ops(ops: Mapping[str, str]) -> list[str]:
-    """How often each decision is taken for a kind of heavy op."""
-    taken = Counter((found[1], text) for name, text in ops.items() if (found := _HEAVY.search(name)))
-    rows = [(primitive, f"{count}x", text) for (primitive, text), count in taken.most_common()]
-    if not rows:
+def _ops(ops: Mapping[str, str], shares: WorkShares | None) -> list[str]:
+    """The forward phase's matrix products, convolutions and lookups: repeated layers once, with their runs."""
+    heavy = {name: text for name, text in ops.items() if HEAVY.search(name)}
+    forward = {name: text for name, text in heavy.items() if name.startswith(_FORWARD)} or heavy
+    if not forward:
         return []
-    more = more_of(sum(n for _, n in taken.most_common()[_MAX_OP_LINES:]), "kind")
+    runs = (shares or WorkShares()).runs
+    rows = [
+        (name.removeprefix(_FORWARD), f"{runs[name]}x" if name in runs else "", text)
+        for name, text in forward.items()
+    ]
+    more = more_of(len(rows[_MAX_OP_LINES:]), "kind")
+    others = plural(len(heavy) - len(forward), "kind")
+    title = "matrix products and lookups, forward phase"
     return [
-        f"heavy ops ({plural(taken.total(), 'kind')})",
+        f"{title} ({others} in other phases)" if len(forward) < len(heavy) else title,
         *aligned(rows[:_MAX_OP_LINES], right=(1,)),
         *more,
     ]
 
 
-def _microbatches(count: int) -> list[str]:
-    return [f"microbatches: {count}, their gradients added up before the update"] if count > 1 else []
-
-
 def _recomputed(retention: Mapping[str, str]) -> list[str]:
-    """Which of the heavy ops run again, what they are made of goes without saying; and what waits on the host."""
-    again = {name: said for name, said in retention.items() if "remat" in said}
-    rows = [(name.removeprefix("forward "), said) for name, said in again.items() if _HEAVY.search(name)]
+    """The recomputed products by name, the other recomputed ops by number; and the offloaded residuals."""
+    again = {name: text for name, text in retention.items() if "remat" in text}
+    rows = [(name.removeprefix(_FORWARD), text) for name, text in again.items() if HEAVY.search(name)]
     lines: list[str] = []
     if again:
-        light = len(again) - len(rows)
-        kinds = f"({plural(len(again), 'kind')} of ops, {light} of them light)"
-        lines += [f"recomputed in the backward phase {kinds}", *_cut(rows)]
-    rows = [(name.removeprefix("forward "), said) for name, said in retention.items() if "offload" in said]
+        cheap = len(again) - len(rows)
+        besides = f" ({plural(cheap, 'kind')} of cheap ops not listed)" * (cheap > 0)
+        lines += [f"recomputed in the backward phase{besides}"]
+        lines += _cut(rows)
+    rows = [(name.removeprefix(_FORWARD), text) for name, text in retention.items() if "offload" in text]
     if rows:
         lines += [f"on the host until the backward phase ({plural(len(rows), 'kind')} of ops)", *_cut(rows)]
     return lines
@@ -167,10 +212,10 @@ def _collectives(estimates: Estimates) -> list[str]:
 
 
 def time_parts(estimates: Estimates) -> dict[str, float]:
-    """Seconds of a step by kind; what is hidden counts less than nothing."""
+    """Seconds of a step by kind; hidden communication counts negatively."""
     parts = {"computation": estimates.compute_s}
     if estimates.recompute_s:
-        parts["of all, recomputed"] = estimates.recompute_s
+        parts["incl. recomputation"] = estimates.recompute_s
     if estimates.transfer_s:
         parts["copies to and from the host"] = estimates.transfer_s
     for c in estimates.collectives:
@@ -180,21 +225,18 @@ def time_parts(estimates: Estimates) -> dict[str, float]:
     return parts
 
 
-def _time(estimates: Estimates, caveat: str) -> list[str]:
+def _time(estimates: Estimates) -> list[str]:
     rows = [
         (name, format_seconds(s), _percent(s, estimates.step_s)) for name, s in time_parts(estimates).items()
     ]
-    said = f"predicted step time: {format_seconds(estimates.step_s)}{caveat}"
-    return [said, *aligned(rows, right=(1, 2))]
+    return ["time per step", *aligned(rows, right=(1, 2))]
 
 
-def _memory(estimates: Estimates, cap_bytes: int) -> list[str]:
+def _memory(estimates: Estimates) -> list[str]:
     peak = estimates.peak_bytes
     residents = sorted(estimates.residents.items(), key=lambda item: -item[1])
     rows = [(kind.replace("_", " "), format_bytes(b), _percent(b, peak)) for kind, b in residents]
-    of_cap = f"{format_bytes(cap_bytes)} per device ({_percent(peak, cap_bytes)})"
-    title = f"predicted peak memory: {format_bytes(peak)} of {of_cap}"
-    lines = [title, *aligned(rows, right=(1, 2)), f"  at {estimates.peak_at}"]
+    lines = ["memory at the peak, per device", *aligned(rows, right=(1, 2)), f"  at {estimates.peak_at}"]
     return (
         [*lines, f"  on the host: {format_bytes(estimates.host_bytes)} per device"]
         if estimates.host_bytes
@@ -202,38 +244,38 @@ def _memory(estimates: Estimates, cap_bytes: int) -> list[str]:
     )
 
 
-def _gap(plan: Plan) -> list[str]:
+def _gap(plan: Plan) -> str:
     if plan.gap is None:
-        return ["certified gap: none, as these decisions were edited by hand"]
+        return "certified gap: none, as these decisions were edited by hand"
     is_proven = plan.gap < 1e-9  # the solver's own rounding
     within = "it is the fastest" if is_proven else f"within {_rounded_up(100 * plan.gap)}% of the fastest"
-    cap = format_bytes(plan.memory_bytes)
+    return f"certified gap: {within} plan of its search space"
+
+
+def _certificate(plan: Plan) -> list[str]:
+    """The plans of which the certificate speaks."""
+    if plan.gap is None:
+        return []
     meshes, own = ", ".join(map(format_mesh, plan.meshes)), tuple(plan.decisions.mesh.values())
-    besides = (
-        [] if own in plan.meshes else [f"  (on mesh {format_mesh(own)}, where it lies, nothing is proven)"]
-    )
+    besides = [] if own in plan.meshes else [f"  nothing is proven on its own mesh, {format_mesh(own)}"]
     decisions = plan.decisions
-    alike = [
-        *["go through as many microbatches"] * (decisions.microbatches > 1),
-        *["recompute the same"] * any(said.startswith("remat") for said in decisions.retention.values()),
-        *["have the same on the host"] * bool(plan.estimates.host_bytes),
+    equals = [
+        *["number of microbatches"] * (decisions.microbatches > 1),
+        *["recomputation"] * any(text.startswith("remat") for text in decisions.retention.values()),
+        *["arrays on the host"] * bool(plan.estimates.host_bytes),
     ]
-    hold = f"hold at most {cap} in program order"
-    return [
-        f"certified gap: {within} plan of its search space",
-        f"  among plans that {', '.join([*alike, hold])}, on mesh {meshes}",
-        *besides,
+    rows = [
+        f"  need at most {format_bytes(plan.memory_bytes)} in program order",
+        f"  are on mesh {meshes}",
+        *[f"  have its {' and '.join(equals)}"] * bool(equals),
     ]
+    return ["the gap is certified among plans that", *rows, *besides]
 
 
 def _rounded_up(percent: float) -> str:
     """Two digits, never less than the number, as it is certified."""
     unit = 10.0 ** (math.floor(math.log10(percent)) - 1)
     return f"{math.ceil(percent / unit - 1e-6) * unit:.10g}"
-
-
-def _search(plan: Plan) -> list[str]:
-    return [*_gap(plan), *search_time(plan.search_s)]
 
 
 # --- text

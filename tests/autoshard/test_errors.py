@@ -148,7 +148,7 @@ def momentum():
 
 
 def test_only_more_devices_that_may_be_enough_are_tried():
-    with pytest.raises(InfeasibleError, match=r"would fit: a cap of [\d.]+ K?i?B \(step [^)]*\)\.$"):
+    with pytest.raises(InfeasibleError, match=r"would fit: a cap of [\d.]+ K?i?B \(step [^)]*\)\.\n"):
         search(W, X, memory=1, microbatches=1)  # no multiple of the devices holds so little
 
 

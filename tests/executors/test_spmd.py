@@ -164,7 +164,7 @@ def test_layers_rest_on_their_stages_and_a_saved_plan_is_used_again(tmp_path):
     assert SpmdPlan.load(path).to_json() == step.plan.to_json()
     assert {step.plan, SpmdPlan.load(path), pickle.loads(pickle.dumps(step.plan))} == {step.plan}
     assert step.plan.gap is None
-    assert "2 stages of equal layers, schedule gpipe: spmd" in str(step.plan)
+    assert str(step.plan).startswith("2 stages x GPipe, ")
     assert "8 microbatches on each replica of a stage" in str(step.plan)
 
 
@@ -195,7 +195,7 @@ def test_layers_rest_on_their_stages_and_a_saved_plan_is_used_again(tmp_path):
         ({"stages": 1}, "executor='spmd' is of a pipeline, and there is none with stages=1"),
         (
             {"microbatches": 3},
-            "32 examples cannot be dealt to the 1 replica of each stage in 3 microbatches",
+            "32 examples cannot be split over the 1 replica of each stage in 3 microbatches",
         ),
         (
             {"stages": 4, "schedule": "circular", "microbatches": 1},

@@ -46,7 +46,7 @@ def test_the_environment_is_the_compilers_and_the_users_stays(ask, monkeypatch):
     monkeypatch.setenv("JAX_PLATFORMS", "cuda")
     names = "('XLA_FLAGS', 'JAX_PLATFORMS')"
     code = f"import os, json; print(json.dumps({{'error': ' '.join(os.environ[k] for k in {names})}}))"
-    with pytest.raises(CompilerError, match=r"--xla_gpu_autotune_level=0 .* --xla_gpu_\w+=\w+ --hurry cpu$"):
+    with pytest.raises(CompilerError, match=r"--xla_gpu_autotune_level=0 .* --xla_gpu_\w+=\w+ --hurry cpu\n"):
         ask(code, compiler=Compiler(flags="--hurry"))
     assert (os.environ["XLA_FLAGS"], os.environ["JAX_PLATFORMS"]) == ("--users", "cuda")
 

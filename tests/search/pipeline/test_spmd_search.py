@@ -124,7 +124,8 @@ def test_the_faster_executor_is_taken_and_either_can_be_asked_for():
 
 def test_print_says_what_is_predicted_and_who_runs_it():
     text = str(found(stages=4, schedule="gpipe", mesh=(2, 1), microbatches=4))
-    assert "4 stages of equal layers, schedule gpipe: spmd" in text
+    assert text.startswith("4 stages x GPipe, 4 microbatches, data parallel over 2\n")
+    assert "executor  spmd: one program for all stages" in text
     assert "4x2 (stage x replica)" in text
     assert "over stage" in text
     assert "predicted step time: " in text

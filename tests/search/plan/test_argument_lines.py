@@ -71,9 +71,9 @@ def test_the_most_common_come_first_and_what_is_replicated_last():
 def test_a_model_its_followers_and_the_others():
     arguments = dict.fromkeys(("p['a']", "p['b']", "p['c']", "o.mu['a']", "o.mu['b']"), SPLIT)
     assert lines(arguments | {"o.mu['c']": OTHER, "step": WHOLE, "rate": WHOLE}) == [
-        "  p (3); 2 lie alike in o.mu",
+        "  p (3); 2 sharded alike in o.mu",
         "    P(None, 'model')  3x  ['a'|'b'|'c']",
-        "  o.mu (1, unlike their parameters)",
+        "  o.mu (1, sharded differently)",
         "    P('data')  1x  ['c']",
         "  others (2)",
         "    P()  2x  step|rate",
@@ -82,7 +82,7 @@ def test_a_model_its_followers_and_the_others():
 
 def test_of_two_that_repeat_each_other_the_parameters_are_the_model():
     leaves = [f"{tree}['{leaf}']" for tree in ("mu", "params") for leaf in "ab"]
-    assert lines(dict.fromkeys(leaves, SPLIT))[0] == "  params (2); 2 lie alike in mu"
+    assert lines(dict.fromkeys(leaves, SPLIT))[0] == "  params (2); 2 sharded alike in mu"
 
 
 def test_neighbours_in_a_list_do_not_follow_each_other():

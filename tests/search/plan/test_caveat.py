@@ -21,12 +21,12 @@ def step(w, x):
 
 OPTIONS = [
     {},
-    {"stages": 2, "microbatches": 2, "executor": "a program per stage"},
-    {"stages": 2, "microbatches": 2, "executor": "one program"},
+    {"stages": 2, "microbatches": 2, "executor": "mpmd"},
+    {"stages": 2, "microbatches": 2, "executor": "spmd"},
 ]
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=["one program", "a program per stage", "one for all"])
+@pytest.mark.parametrize("options", OPTIONS, ids=["jit", "mpmd", "spmd"])
 def test_a_printed_time_of_simulated_devices_is_called_made_up(options):
     plan = autoshard.search(step, W, X, cluster="2xCPU", **options)
     (line,) = (line for line in str(plan).splitlines() if line.startswith("predicted step time"))

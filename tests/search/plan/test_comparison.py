@@ -30,7 +30,7 @@ def test_a_plan_does_not_differ_from_itself():
         "  peak  10 GiB  10 GiB  +0 B",
         "collectives, by time: no difference",
         "collectives, by bytes per device: no difference",
-        "arguments: all lie alike",
+        "arguments: all sharded alike",
     ]
 
 
@@ -76,7 +76,7 @@ def test_arguments_that_lie_otherwise_with_both_specs():
     assert set(comparison.arguments.values()) == {(SPLIT, "P('data')")}
     assert len(comparison.arguments) == 4 * 3
     lines = str(comparison).splitlines()
-    assert "arguments that lie otherwise (this | other): 12 arrays" in lines
+    assert "arguments sharded differently (this | other): 12 arrays" in lines
     folded = "  P(None, 'model') | P('data')  12x  params['block_*']['attn']['query'|'key'|'value']['kernel']"
     assert lines[-1] == folded
 

@@ -1,0 +1,225 @@
+"""The first line of a printed plan: one that an expert would say.
+
+    FSDP over 8 x tensor parallel over 8, 12 of 48 layers recomputed
+    4 stages x 1F1B, 16 microbatches, data parallel over 8
+
+All kinds of plan have stages, of which a plan of one program has one. A stage has replicas and, on the mesh of each, an
+shares (`search.plan.work_shares`), which say what each axis splits. The words follow from these shares alone, the
+terms being those of the literature: ZeRO (Rajbhandari et al. 2020), FSDP (Zhao et al. 2023), tensor and sequence
+parallelism (Shoeybi et al. 2019, Korthikanti et al. 2022), expert parallelism (Lepikhin et al. 2020). A split that has no
+such name is said as it is.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from autoshard.cost_model.cluster import Cluster
+from autoshard.search.plan.work_shares import AxisUse, WorkShares
+
+NAMED = 0.1
+"""A kind of split is named if it has at least this share of the FLOPs: the rest is not what a plan is called by."""
+
+MOST = 0.49
+"""Of parameters, optimizer state or sums, the share that counts as most of them: a half, if shares are rounded."""
+
+SCHEDULES = MappingProxyType(
+    {
+        "gpipe": "GPipe",
+        "1f1b": "1F1B",
+        "eager-1f1b": "eager 1F1B",
+        "interleaved-1f1b": "interleaved 1F1B",
+        "circular": "circular",
+        "zb-h1": "ZB-H1",
+        "zb-h2": "ZB-H2",
+        "zb-v": "ZB-V",
+        "dualpipe-v": "DualPipe-V",
+        "chimera": "Chimera",
+    }
+)
+"""Schedules as their papers write them."""
+
+HEAVY = re.compile(r"(?:^|[ /])(dot_general|conv_general_dilated|gather|scatter-add)(?: #\d+)?$")
+"""Names of matrix products, convolutions, lookups and scatters in a plan's tables."""
+
+_SOME_RECOMPUTED = re.compile(r"remat (\d[\d, -]*) of (\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class StageShape:
+    """How the devices of a stage share its work.
+
+    Attributes:
+      num_replicas: groups of its devices, each with examples of its own.
+      mesh: sizes of the axes of a replica's mesh, by name.
+      shares: what these axes split; None if that is not known.
+    """
+
+    num_replicas: int
+    mesh: Mapping[str, int]
+    shares: WorkShares | None
+
+
+@dataclass(frozen=True, slots=True)
+class PlanShape:
+    """What the first line of a plan speaks of.
+
+    Attributes:
+      stages: in the order of the forward phase; a plan of one program has one.
+      schedule: of the pipeline; empty without one.
+      microbatches: in how many the step goes through its batch.
+      retention: as in `Decisions`.
+      arguments: as in `Decisions`.
+    """
+
+    stages: tuple[StageShape, ...]
+    schedule: str = ""
+    microbatches: int = 1
+    retention: Mapping[str, str] = field(default_factory=dict[str, str])
+    arguments: Mapping[str, str] = field(default_factory=dict[str, str])
+
+
+def headline(plan: PlanShape) -> str:
+    """The plan in one line."""
+    pipeline, microbatches = _pipeline(plan), _microbatches(plan)
+    sharing_of_all = [_sharing_of_stages(plan.stages)]
+    first = [*pipeline, *microbatches, *sharing_of_all] if pipeline else [*sharing_of_all, *microbatches]
+    return ", ".join([*first, *_memory_savers(plan)])
+
+
+def mfu(shares: Iterable[WorkShares | None], groups: Iterable[Cluster], step_s: float) -> float | None:
+    """Model FLOPs utilization: the model's FLOPs, over the devices' peak FLOP/s times the step's seconds.
+
+    FLOPs are those of `WorkShares.model_flops`: recomputed ones are left out. The peak is that of the operands' dtype; with
+    several dtypes, the time at peak speed of each is added up.
+
+    Args:
+      shares: of any meshes of the plan; each counts the work of the whole step.
+      groups: the cluster's groups of equal nodes.
+      step_s: seconds per step.
+
+    Returns:
+      A share between 0 and 1; None if the FLOPs are not known.
+    """
+    known = next((one for one in shares if one is not None), None)
+    if known is None or step_s <= 0:
+        return None
+    devices = [(group.num_devices, group.device) for group in groups]
+    at_peak_s = (
+        flops / sum(count * device.peak_flops_per_s(dtype) for count, device in devices)
+        for dtype, flops in known.model_flops.items()
+    )
+    return sum(at_peak_s) / step_s
+
+
+# --- parts of the line
+
+
+def _pipeline(plan: PlanShape) -> list[str]:
+    if not plan.schedule:
+        return []
+    return [f"{len(plan.stages)} stages x {SCHEDULES.get(plan.schedule, plan.schedule)}"]
+
+
+def _microbatches(plan: PlanShape) -> list[str]:
+    is_several = plan.microbatches > 1 or plan.schedule
+    return [f"{plan.microbatches} microbatch{'es' * (plan.microbatches > 1)}"] if is_several else []
+
+
+def _sharing_of_stages(stages: Sequence[StageShape]) -> str:
+    said: dict[str, list[int]] = {}
+    for n, stage in enumerate(stages):
+        said.setdefault(sharing(stage), []).append(n)
+    if len(said) == 1:
+        return next(iter(said))
+    return "; ".join(f"stage{'s' * (len(n) > 1)} {_numbers(n)}: {words}" for words, n in said.items())
+
+
+def _numbers(numbers: Sequence[int]) -> str:
+    """`0-2` of neighbours, `0, 2` of others."""
+    is_run = list(numbers) == list(range(numbers[0], numbers[-1] + 1))
+    return f"{numbers[0]}-{numbers[-1]}" if is_run and len(numbers) > 1 else ", ".join(map(str, numbers))
+
+
+def sharing(stage: StageShape) -> str:
+    """How devices share a stage: `FSDP over 8 x tensor parallel over 8`."""
+    replicas = AxisUse("replica", stage.num_replicas, examples=1.0)
+    if stage.shares is None:
+        axes = " x ".join(f"{name}={size}" for name, size in stage.mesh.items() if size > 1)
+        return f"split over {axes}" if axes else sharing(StageShape(stage.num_replicas, {}, WorkShares()))
+    sizes: dict[str, int] = {}
+    uses = [use for use in (replicas, *stage.shares.axes) if use.size > 1]
+    for use in uses:
+        words = axis_words(use)
+        sizes[words] = sizes.get(words, 1) * use.size
+    said = [words.format(size) for words, size in sizes.items()]
+    tables = [use for use in uses if use.tables >= MOST and use.examples >= NAMED]
+    return " x ".join(said) + "".join(f", tables split over {use.size}" for use in tables) or "one device"
+
+
+def axis_words(use: AxisUse) -> str:
+    """The words for an axis, with `{}` for its size: `FSDP over {}`."""
+    shares = {
+        _batch_words(use): use.examples,
+        "sequence parallel": use.positions,
+        "tensor parallel": use.weights,
+        "expert parallel": use.experts,
+        "feature parallel": use.features,
+    }
+    named = [words for words, share in shares.items() if share >= NAMED]
+    if not named:
+        return "parameters split over {}" if use.parameters >= MOST else "replicated over {}"
+    if use.positions >= NAMED > use.examples and _batch_words(use) != DATA_PARALLEL:
+        named.insert(0, _batch_words(use))
+    *others, last = named
+    joined = " + ".join([*(one.removesuffix(" parallel") for one in others), last])
+    with_sequence = use.weights >= NAMED and use.sums_scattered >= MOST
+    rest = 1.0 - sum(shares.values())
+    repeated = f" ({rest:.0%} of the FLOPs replicated)" if rest >= NAMED else ""
+    return f"{joined} over {{}}{' with sequence parallelism' * with_sequence}{repeated}"
+
+
+DATA_PARALLEL = "data parallel"
+
+
+def _batch_words(use: AxisUse) -> str:
+    """The kind of data parallelism, by what rests split."""
+    if use.gathered >= MOST and use.regathered >= MOST:
+        return "FSDP"
+    if use.gathered >= MOST or use.optimizer_state >= MOST:
+        return "ZeRO-2" if use.reductions_scattered >= MOST else "ZeRO-1"
+    return DATA_PARALLEL
+
+
+def _memory_savers(plan: PlanShape) -> list[str]:
+    """What is recomputed, and what is on the host."""
+    said = _recomputed(plan)
+    if any("offload" in text for text in plan.retention.values()):
+        said.append("residuals offloaded")
+    if any(spec.endswith("on host") for spec in plan.arguments.values()):
+        said.append("state on the host")
+    return said
+
+
+def _recomputed(plan: PlanShape) -> list[str]:
+    again = {name: text for name, text in plan.retention.items() if "remat" in text}
+    if not again:
+        return []
+    layers = Counter(
+        (_count(found[1]), int(found[2]))
+        for name, text in again.items()
+        if HEAVY.search(name) and (found := _SOME_RECOMPUTED.search(text))
+    )
+    if layers:
+        (count, total), _ = layers.most_common(1)[0]
+        return [f"{count} of {total} layers recomputed"]
+    share = max((s.shares.recomputed for s in plan.stages if s.shares), default=0.0)
+    return [f"{share:.0%} of the forward FLOPs recomputed" if share >= 0.005 else "cheap ops recomputed"]
+
+
+def _count(ranges: str) -> int:
+    """How many numbers `0-3, 7` has."""
+    runs = [run.split("-") for run in ranges.split(", ")]
+    return sum(int(run[-1]) - int(run[0]) + 1 for run in runs)

@@ -1,0 +1,84 @@
+"""The shares of a plan: how each mesh axis shares the work and the state, in shares between 0 and 1.
+
+An expert calls a plan by what its mesh axes split: examples (data parallelism), weights in computation (tensor parallelism),
+stacks of weights (experts), positions of a sequence, and parameters and optimizer state at rest (ZeRO, FSDP). They
+holds these shares. `search.plan.measured_shares` measures them, and `search.plan.headline` puts them into words.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class AxisUse:
+    """The use of one mesh axis.
+
+    The first five are shares of the FLOPs of the forward phase's products with weights: of those products in which the axis
+    splits such a loop. The rest of 1 is repeated on all devices of the axis. The others are shares of bytes.
+
+    Attributes:
+      axis: the axis.
+      size: number of devices along it.
+      examples: loops over the examples of the batch.
+      positions: loops over positions of an example: of a sequence, of an image.
+      features: other loops that the weights do not have.
+      weights: loops of the weights, over their outputs or over what is summed.
+      experts: loops over a stack of weights, each of which meets its own part of the activations.
+      sums_scattered: of sums over `weights` in the forward phase, those that are scattered along examples or positions.
+      parameters: parameters that are split at rest.
+      gathered: parameters that are split at rest, and gathered for products and lookups.
+      regathered: of these, those that the backward phase gathers once more.
+      tables: parameters that are split at rest and looked up where they are.
+      optimizer_state: optimizer state that is split at rest.
+      reductions_scattered: of the bytes of reductions over the axis, those of reduce-scatters.
+    """
+
+    axis: str
+    size: int
+    examples: float = 0.0
+    positions: float = 0.0
+    features: float = 0.0
+    weights: float = 0.0
+    experts: float = 0.0
+    sums_scattered: float = 0.0
+    parameters: float = 0.0
+    gathered: float = 0.0
+    regathered: float = 0.0
+    tables: float = 0.0
+    optimizer_state: float = 0.0
+    reductions_scattered: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class WorkShares:
+    """How a step is shared out on one mesh, and the work of all of it.
+
+    Attributes:
+      axes: the mesh axes with more than one device.
+      model_flops: by dtype of the operands, FLOPs of the step's matrix products, convolutions and fused attention, in all
+        phases and on all devices together. Recomputed FLOPs are left out.
+      recomputed: of the FLOPs of the forward phase, the share that the plan computes once more.
+      runs: by name of an op in the plan's decisions: its runs in a step, of matrix products, convolutions, lookups and
+        scatters.
+    """
+
+    axes: tuple[AxisUse, ...] = ()
+    model_flops: Mapping[str, float] = field(default_factory=dict[str, float])
+    recomputed: float = 0.0
+    runs: Mapping[str, int] = field(default_factory=dict[str, int])
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON-ready values."""
+        return {
+            "axes": [asdict(axis) for axis in self.axes],
+            "model_flops": dict(self.model_flops),
+            "recomputed": self.recomputed,
+            "runs": dict(self.runs),
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> "WorkShares":
+        """Shares from values that `plan_file` has checked."""
+        axes = tuple(AxisUse(**axis) for axis in data["axes"])
+        return cls(axes, data["model_flops"], data["recomputed"], data["runs"])
