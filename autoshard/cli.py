@@ -4,7 +4,8 @@ Results go to stdout; progress, warnings and errors to stderr. Exit status: 0 fo
 from its prediction, 2 for a user's mistake or a compiler that fails, 3 if no plan fits the memory cap or the compiled
 program does not, 4 for a damaged plan or a plan of another step, 130 after Ctrl-C.
 
-This module defines commands and options; `autoshard.commands` runs them.
+This module defines commands and options, and imports no JAX: a wrong command line is refused at once. `autoshard.commands`
+and `autoshard.listings` run the commands.
 """
 
 import argparse
@@ -12,18 +13,15 @@ import math
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NoReturn
 
-import jax
-from jax.sharding import PartitionSpec
-
-from autoshard import __version__, commands
-from autoshard.cost_model.errors import AutoshardError, PlanError
-from autoshard.search.ir.spec import read_partition_spec
-from autoshard.terminal import INTERRUPTED, one_line_warnings, say
+from autoshard import __version__
+from autoshard.cost_model.errors import AutoshardError
+from autoshard.interrupts import INTERRUPTED, leaving
+from autoshard.terminal import one_line_warnings, say
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -37,9 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     with one_line_warnings():
         try:
-            options = _parser().parse_args(_with_negative(sys.argv[1:] if argv is None else argv))
-            if not jax.config.jax_platforms and not options.uses_devices:
-                jax.config.update("jax_platforms", "cpu")
+            options = _parser().parse_args(sys.argv[1:] if argv is None else list(argv))
             return options.run(options)
         except SystemExit as e:  # argparse has printed the error
             return int(e.code or 0)
@@ -52,6 +48,30 @@ def main(argv: Sequence[str] | None = None) -> int:
         except BrokenPipeError:  # the reader closed the pipe: write nothing more, not even at exit
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 0
+
+
+def _with_jax(command: str, uses_devices: bool = False) -> Callable[[argparse.Namespace], int]:
+    """A command of `autoshard.commands`; JAX is imported when it runs."""
+
+    def run(options: argparse.Namespace) -> int:
+        with leaving():
+            from autoshard import commands
+        if not uses_devices:
+            commands.use_no_device()
+        return getattr(commands, command)(options)
+
+    return run
+
+
+def _without_jax(command: str) -> Callable[[argparse.Namespace], int]:
+    """A command of `autoshard.listings`."""
+
+    def run(options: argparse.Namespace) -> int:
+        with leaving():
+            from autoshard import listings
+        return getattr(listings, command)(options)
+
+    return run
 
 
 class _Once(argparse.Action):
@@ -75,24 +95,38 @@ class _Parser(argparse.ArgumentParser):
     """Reports a wrong command line in one sentence."""
 
     def __init__(self, **options: Any) -> None:
+        self._valued: set[str] = set()
         super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **options)
         self.register("action", None, _Once)
+
+    def add_argument(self, *names: Any, **options: Any) -> argparse.Action:  # type: ignore[override]
+        """Adds an argument, and remembers an option that takes a value."""
+        action = super().add_argument(*names, **options)
+        if action.nargs is None:
+            self._valued.update(action.option_strings)
+        return action
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # type: ignore[override]
+        """Parses as `argparse` does, but takes a value such as -1GiB for the value of the option before it."""
+        return super().parse_known_args(self._with_values(args), namespace)
+
+    def _with_values(self, arguments: Sequence[str]) -> list[str]:
+        """The arguments, with a value that starts with a hyphen joined to its option."""
+        joined: list[str] = []
+        for argument in arguments:
+            if joined and re.match("-[^-]", argument) and argument != "-h" and self._takes_value(joined[-1]):
+                joined[-1] += f"={argument}"
+            else:
+                joined.append(argument)
+        return joined
+
+    def _takes_value(self, option: str) -> bool:
+        """True for an option that takes a value, also abbreviated."""
+        return option.startswith("--") and any(known.startswith(option) for known in self._valued)
 
     def error(self, message: str) -> NoReturn:
         say(f"error: {message} (see {self.prog} --help)")
         self.exit(AutoshardError.exit_status)
-
-
-def _with_negative(arguments: Sequence[str]) -> list[str]:
-    """The arguments, with values such as -1GiB joined to their options: argparse would take them for options."""
-    joined: list[str] = []
-    for argument in arguments:
-        is_value = re.match(r"-[.\d]", argument) and joined and re.fullmatch(r"--[a-z-]+", joined[-1])
-        if is_value:
-            joined[-1] += f"={argument}"
-        else:
-            joined.append(argument)
-    return joined
 
 
 EXIT_STATUSES = MappingProxyType(
@@ -120,7 +154,6 @@ def _parser() -> argparse.ArgumentParser:
         description="Finds the fastest way to run a one-device JAX training step on a cluster.",
     )
     parser.add_argument("--version", action="version", version=f"autoshard {__version__}")
-    parser.set_defaults(uses_devices=False)
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
     search = subparsers.add_parser(
         "search",
@@ -192,7 +225,7 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="let XLA's GPU compiler judge if the plan fits, and search on where it does not",
     )
-    search.set_defaults(run=commands.search)
+    search.set_defaults(run=_with_jax("search"))
     verify = subparsers.add_parser(
         "verify",
         help="compile a plan's program, without a GPU, and compare",
@@ -204,7 +237,7 @@ def _parser() -> argparse.ArgumentParser:
         "--full", action="store_true", help="compile all equal blocks instead of extrapolating from a few"
     )
     verify.add_argument("--timeout", type=_seconds, metavar="S", help="seconds for the compiler")
-    verify.set_defaults(run=commands.verify)
+    verify.set_defaults(run=_with_jax("verify"))
     for command in (search, verify):
         command.add_argument(
             "--target-config",
@@ -229,7 +262,7 @@ def _parser() -> argparse.ArgumentParser:
     show.add_argument(
         "--trace", type=Path, metavar="FILE", help="write a pipeline's schedule for ui.perfetto.dev"
     )
-    show.set_defaults(run=commands.show)
+    show.set_defaults(run=_with_jax("show"))
     listing = subparsers.add_parser(
         "clusters",
         help="list the presets, or show a cluster with its sources",
@@ -237,14 +270,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     listing.add_argument("cluster", nargs="?", metavar="CLUSTER", help="a preset, 64xH100-80GB or a file")
     listing.add_argument("--json", action="store_true", help="print it as a cluster file, to be edited")
-    listing.set_defaults(run=commands.clusters)
+    listing.set_defaults(run=_without_jax("clusters"))
     schema = subparsers.add_parser(
         "schema",
         help="print the JSON Schema of a file, for editors",
         epilog=_ending("autoshard schema plan > plan.schema.json", 2),
     )
     schema.add_argument("file", choices=["cluster", "plan"], help="which file's")
-    schema.set_defaults(run=commands.schema)
+    schema.set_defaults(run=_without_jax("schema"))
     _add_calibrate(subparsers)
     for command in (search, verify, show):
         command.add_argument(
@@ -274,7 +307,7 @@ def _add_calibrate(subparsers: Any) -> None:
         action="store_true",
         help="join the other processes, as jax.distributed.initialize() finds them; run it in each",
     )
-    command.set_defaults(run=commands.calibrate, uses_devices=True)
+    command.set_defaults(run=_with_jax("calibrate", uses_devices=True))
 
 
 # --- options
@@ -305,10 +338,10 @@ def _seconds(text: str) -> float:
     return seconds
 
 
-def _pin(text: str) -> tuple[str, PartitionSpec]:
-    path, _, spec = text.partition("=")
-    try:
-        return path.strip(), read_partition_spec(spec)
-    except PlanError:
-        message = f"wanted PATH=SPEC such as \"params['emb']=P('model')\", got {text!r}"
-        raise argparse.ArgumentTypeError(message) from None
+def _pin(text: str) -> tuple[str, str]:
+    path, is_pair, spec = text.partition("=")
+    if not (path.strip() and is_pair):
+        raise argparse.ArgumentTypeError(
+            f"wanted PATH=SPEC such as \"params['emb']=P('model')\", got {text!r}"
+        )
+    return path.strip(), spec

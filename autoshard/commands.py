@@ -1,4 +1,4 @@
-"""The commands of the command line, each a function from its options to an exit status."""
+"""The commands of the command line that need JAX, each a function from its options to an exit status."""
 
 import argparse
 import contextlib
@@ -14,17 +14,23 @@ import jax
 from jax.sharding import PartitionSpec
 
 from autoshard import api, terminal
-from autoshard import clusters as known_clusters
 from autoshard.calibrate import calibrate as measured
-from autoshard.cost_model.errors import InputError, first_line
+from autoshard.cost_model.errors import InputError, PlanError, first_line
 from autoshard.cost_model.whole_file import destination, write_whole
 from autoshard.planning import AnyPlan
+from autoshard.search.ir.spec import read_partition_spec
 from autoshard.search.pipeline import planning, spmd_planning, timeline
 from autoshard.search.pipeline.simulator import Simulation
 from autoshard.search.plan.pipeline_plan import PipelinePlan
 from autoshard.search.plan.plan import Plan
 from autoshard.search.plan.spmd_plan import SpmdPlan
 from autoshard.target import target
+
+
+def use_no_device() -> None:
+    """Keeps JAX to the CPU, unless the user names a platform: planning needs no device, and takes none from others."""
+    if not jax.config.jax_platforms:
+        jax.config.update("jax_platforms", "cpu")
 
 
 def search(options: argparse.Namespace) -> int:
@@ -135,30 +141,6 @@ def _show_choices(options: argparse.Namespace) -> int:
     return 0
 
 
-def schema(options: argparse.Namespace) -> int:
-    """Prints the JSON schema of a cluster file or a plan file."""
-    from autoshard.cost_model import cluster_file
-    from autoshard.search.plan import plan_file  # it takes a while to import
-
-    files = {"cluster": cluster_file, "plan": plan_file}
-    print(json.dumps(files[options.file].json_schema(), indent=1), flush=True)
-    return 0
-
-
-def clusters(options: argparse.Namespace) -> int:
-    """Lists the presets, or shows a cluster."""
-    if options.cluster is None:
-        shown = {name: cluster.to_json() for name, cluster in known_clusters.presets().items()}
-        print(json.dumps(shown, indent=1) if options.json else known_clusters.preset_table(), flush=True)
-        return 0
-    cluster = known_clusters.named(options.cluster)
-    print(
-        json.dumps(cluster.to_json(), indent=1) if options.json else known_clusters.description(cluster),
-        flush=True,
-    )
-    return 0
-
-
 def calibrate(options: argparse.Namespace) -> int:
     """Measures the attached devices."""
     _check_writable(options.out)
@@ -205,9 +187,19 @@ def _check_writable(path: Path) -> None:
         raise InputError(f"--out {path}: the folder {folder} cannot be written to") from None
 
 
-def _pins(pairs: Sequence[tuple[str, PartitionSpec]]) -> dict[str, PartitionSpec]:
+def _pins(pairs: Sequence[tuple[str, str]]) -> dict[str, PartitionSpec]:
     pins: dict[str, PartitionSpec] = {}
-    for path, spec in pairs:
+    for path, text in pairs:
+        spec = _spec(path, text)
         if pins.setdefault(path, spec) != spec:
             raise InputError(f"--pin {path} is given twice: as {pins[path]} and as {spec}. Keep one of them")
     return pins
+
+
+def _spec(path: str, text: str) -> PartitionSpec:
+    try:
+        return read_partition_spec(text)
+    except PlanError:
+        raise InputError(
+            f"--pin: wanted PATH=SPEC such as \"params['emb']=P('model')\", got {f'{path}={text}'!r}"
+        ) from None

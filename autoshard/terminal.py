@@ -14,11 +14,9 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any
 
+from autoshard.interrupts import INTERRUPTED
 from autoshard.progress import each_stage
 from autoshard.user_warning import AutoshardWarning
-
-INTERRUPTED = 128 + 2
-"""Exit status after Ctrl-C: 128 + SIGINT, as shells have it."""
 
 
 def say(line: str) -> None:

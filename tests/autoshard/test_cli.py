@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import autoshard
-from autoshard import cli, commands
+from autoshard import cli, commands, listings
 from autoshard.calibrate import calibrate
 from autoshard.cost_model.hardware import parse_cluster
 from autoshard.cost_model.presets import PRESETS
@@ -345,7 +345,8 @@ def test_ctrl_c_while_jax_loads(tmp_path):
     (tmp_path / "jax.py").write_text(
         "import sys, time\nprint('now', file=sys.stderr, flush=True)\ntime.sleep(60)\n"
     )
-    process = command("clusters", env={"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}, stderr=subprocess.PIPE)
+    path = f"{tmp_path}{os.pathsep}{ROOT}"
+    process = command("show", "plan.json", env={"PYTHONPATH": path}, stderr=subprocess.PIPE)
     wait_for("now", process)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=30)
@@ -510,6 +511,29 @@ def test_no_command(run):
     assert run("--help")[0] == 0
 
 
+COMMAND_LINES = (
+    ("--version", 0),
+    ("--help", 0),
+    ("search --help", 0),
+    ("search train.py:target --no-such-flag", 2),
+    ("search train.py:target --cluster 8xCPU --mesh two", 2),
+    ("show", 2),
+    ("clusters 64xH100-80GB", 0),
+    ("schema plan", 0),
+)
+
+
+def test_a_command_line_is_parsed_before_jax_loads():
+    """JAX takes seconds to import; whoever mistypes an option or asks for help waits for none of it."""
+    source = (
+        "import sys; from autoshard import cli; "
+        f"ended = [cli.main(line.split()) for line, _ in {COMMAND_LINES}]; "
+        "print(ended, sorted({'jax', 'jaxlib', 'ortools', 'rich'} & set(sys.modules)), file=sys.stderr)"
+    )
+    ran = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert ran.stderr.splitlines()[-1] == f"{[status for _, status in COMMAND_LINES]} []"
+
+
 def test_version(run):
     assert run("--version") == (0, f"autoshard {autoshard.__version__}\n", "")
 
@@ -520,7 +544,8 @@ def test_help_ends_with_an_example_that_parses_and_the_exit_statuses(run, verb, 
     assert status == 0
     ending = out[out.index("example:") :].splitlines()
     assert {line.split()[0] for line in ending[4:]} >= {"0", "2", "130"}
-    monkeypatch.setattr(commands, verb, lambda options: 17)
+    where = listings if verb in ("clusters", "schema") else commands
+    monkeypatch.setattr(where, verb, lambda options: 17)
     assert run(*shlex.split(ending[1].partition(">")[0])[1:])[0] == 17
 
 
