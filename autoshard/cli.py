@@ -9,16 +9,15 @@ and `autoshard.listings` run the commands.
 """
 
 import argparse
-import math
 import os
-import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NoReturn
+from typing import Any
 
-from autoshard import __version__
+from autoshard import __version__, argument_parser
+from autoshard.argument_parser import Parser
 from autoshard.cost_model.errors import AutoshardError
 from autoshard.interrupts import INTERRUPTED, leaving
 from autoshard.terminal import one_line_warnings, say
@@ -74,61 +73,6 @@ def _without_jax(command: str) -> Callable[[argparse.Namespace], int]:
     return run
 
 
-class _Once(argparse.Action):
-    """Stores an option's value and refuses a second one, which would silently replace it."""
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: Any,
-        option: str | None = None,
-    ) -> None:
-        if getattr(namespace, self.dest) is not None:
-            raise argparse.ArgumentError(
-                self, f"it is given twice, the second time as {values}. Keep one of them"
-            )
-        setattr(namespace, self.dest, values)
-
-
-class _Parser(argparse.ArgumentParser):
-    """Reports a wrong command line in one sentence."""
-
-    def __init__(self, **options: Any) -> None:
-        self._valued: set[str] = set()
-        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **options)
-        self.register("action", None, _Once)
-
-    def add_argument(self, *names: Any, **options: Any) -> argparse.Action:  # type: ignore[override]
-        """Adds an argument, and remembers an option that takes a value."""
-        action = super().add_argument(*names, **options)
-        if action.nargs is None:
-            self._valued.update(action.option_strings)
-        return action
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # type: ignore[override]
-        """Parses as `argparse` does, but takes a value such as -1GiB for the value of the option before it."""
-        return super().parse_known_args(self._with_values(args), namespace)
-
-    def _with_values(self, arguments: Sequence[str]) -> list[str]:
-        """The arguments, with a value that starts with a hyphen joined to its option."""
-        joined: list[str] = []
-        for argument in arguments:
-            if joined and re.match("-[^-]", argument) and argument != "-h" and self._takes_value(joined[-1]):
-                joined[-1] += f"={argument}"
-            else:
-                joined.append(argument)
-        return joined
-
-    def _takes_value(self, option: str) -> bool:
-        """True for an option that takes a value, also abbreviated."""
-        return option.startswith("--") and any(known.startswith(option) for known in self._valued)
-
-    def error(self, message: str) -> NoReturn:
-        say(f"error: {message} (see {self.prog} --help)")
-        self.exit(AutoshardError.exit_status)
-
-
 EXIT_STATUSES = MappingProxyType(
     {
         0: "done",
@@ -149,7 +93,7 @@ def _ending(example: str, *statuses: int) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog="autoshard",
         description="Finds the fastest way to run a one-device JAX training step on a cluster.",
     )
@@ -172,11 +116,13 @@ def _parser() -> argparse.ArgumentParser:
         help="the cap per device, such as 70GiB, or 90%% of its memory; by default all but what the runtime needs",
     )
     search.add_argument(
-        "--mesh", type=_mesh, help="sizes of the mesh axes, such as 2x4 or 2,4; by default searched"
+        "--mesh",
+        type=argument_parser.mesh,
+        help="sizes of the mesh axes, such as 2x4 or 2,4; by default searched",
     )
     search.add_argument(
         "--pin",
-        type=_pin,
+        type=argument_parser.pin,
         action="append",
         default=[],
         metavar="PATH=SPEC",
@@ -187,7 +133,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     search.add_argument(
         "--stages",
-        type=_stages,
+        type=argument_parser.stages,
         metavar="N",
         help="how many stages a pipeline has, or auto; by default a pipeline is searched where it may pay",
     )
@@ -202,20 +148,20 @@ def _parser() -> argparse.ArgumentParser:
     )
     search.add_argument(
         "--microbatches",
-        type=int,
+        type=argument_parser.count,
         metavar="N",
         help="how many a step goes through; by default it is searched",
     )
     search.add_argument(
         "--offload",
-        type=_kinds,
+        type=argument_parser.kinds,
         metavar="WHAT",
         help="what is in the host's memory: never, or some of optimizer_state,parameters,residuals and paths of "
         "arguments; by default it is searched",
     )
     search.add_argument(
         "--time-limit",
-        type=_seconds,
+        type=argument_parser.seconds,
         metavar="S",
         help="processor seconds for the solver; by default a fixed amount of work",
     )
@@ -236,7 +182,9 @@ def _parser() -> argparse.ArgumentParser:
     verify.add_argument(
         "--full", action="store_true", help="compile all equal blocks instead of extrapolating from a few"
     )
-    verify.add_argument("--timeout", type=_seconds, metavar="S", help="seconds for the compiler")
+    verify.add_argument(
+        "--timeout", type=argument_parser.seconds, metavar="S", help="seconds for the compiler"
+    )
     verify.set_defaults(run=_with_jax("verify"))
     for command in (search, verify):
         command.add_argument(
@@ -299,7 +247,10 @@ def _add_calibrate(subparsers: Any) -> None:
     command.add_argument("--out", type=Path, required=True, metavar="FILE", help="the cluster file to write")
     command.add_argument("--name", help="of the cluster; by default the file's")
     command.add_argument(
-        "--devices", type=int, metavar="N", help="the first N; without a GPU, N simulated ones"
+        "--devices",
+        type=argument_parser.count,
+        metavar="N",
+        help="the first N; without a GPU, N simulated ones",
     )
     command.add_argument("--quick", action="store_true", help="fewer and smaller sizes")
     command.add_argument(
@@ -308,40 +259,3 @@ def _add_calibrate(subparsers: Any) -> None:
         help="join the other processes, as jax.distributed.initialize() finds them; run it in each",
     )
     command.set_defaults(run=_with_jax("calibrate", uses_devices=True))
-
-
-# --- options
-
-
-def _mesh(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(size) for size in re.split("[x,]", text.lower()))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"wanted sizes such as 2x4, got {text!r}") from None
-
-
-def _stages(text: str) -> int | str:
-    return int(text) if text.isdecimal() else text
-
-
-def _kinds(text: str) -> tuple[str, ...] | str:
-    return text if text == "never" else tuple(text.split(","))
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if not (math.isfinite(seconds) and seconds > 0):
-        raise argparse.ArgumentTypeError(f"wanted a positive number of seconds, got {text!r}")
-    return seconds
-
-
-def _pin(text: str) -> tuple[str, str]:
-    path, is_pair, spec = text.partition("=")
-    if not (path.strip() and is_pair):
-        raise argparse.ArgumentTypeError(
-            f"wanted PATH=SPEC such as \"params['emb']=P('model')\", got {text!r}"
-        )
-    return path.strip(), spec

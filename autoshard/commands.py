@@ -16,8 +16,11 @@ from jax.sharding import PartitionSpec
 from autoshard import api, terminal
 from autoshard.calibrate import calibrate as measured
 from autoshard.cost_model.errors import InputError, PlanError, first_line
+from autoshard.cost_model.hardware import parse_hardware
+from autoshard.cost_model.mixed_cluster import AnyCluster
 from autoshard.cost_model.whole_file import destination, write_whole
-from autoshard.planning import AnyPlan
+from autoshard.pipelines import asked_for
+from autoshard.planning import AnyPlan, Asked, limit_bytes
 from autoshard.search.ir.spec import read_partition_spec
 from autoshard.search.pipeline import planning, spmd_planning, timeline
 from autoshard.search.pipeline.simulator import Simulation
@@ -25,6 +28,7 @@ from autoshard.search.plan.pipeline_plan import PipelinePlan
 from autoshard.search.plan.plan import Plan
 from autoshard.search.plan.spmd_plan import SpmdPlan
 from autoshard.target import target
+from autoshard.verification.judge import target_config_text
 
 
 def use_no_device() -> None:
@@ -36,7 +40,8 @@ def use_no_device() -> None:
 def search(options: argparse.Namespace) -> int:
     """Plans a step."""
     if options.out is not None:
-        _check_writable(options.out)
+        _check_writable(options.out, "--out")
+    hardware, pins = _checked(options), _pins(options.pin)
     with terminal.progress() as progress, contextlib.redirect_stdout(sys.stderr):
         progress(f"loading {options.target}")
         with target(options.target) as (step, args), terminal.native_stdout_dropped():
@@ -44,10 +49,10 @@ def search(options: argparse.Namespace) -> int:
                 api.search,
                 step,
                 *args,
-                cluster=options.cluster,
+                cluster=hardware,
                 memory=options.memory,
                 mesh=options.mesh,
-                pin=_pins(options.pin),
+                pin=pins,
                 state=options.state,
                 remat=options.remat,
                 stages=options.stages,
@@ -67,9 +72,19 @@ def search(options: argparse.Namespace) -> int:
     return 0
 
 
+def _checked(options: argparse.Namespace) -> AnyCluster:
+    """The cluster, once all options that need no step are checked: the step may load and be traced slowly."""
+    hardware = parse_hardware(options.cluster)
+    limit_bytes(hardware, Asked(options.memory))
+    asked_for(options.stages, options.schedule, options.executor)
+    target_config_text(options.target_config)
+    return hardware
+
+
 def verify(options: argparse.Namespace) -> int:
     """Compiles a plan's program and compares it with the plan."""
     api.loaded(options.plan)  # before the target, which may load slowly
+    target_config_text(options.target_config)
     with terminal.progress() as progress, contextlib.redirect_stdout(sys.stderr):
         progress(f"loading {options.target}")
         with target(options.target) as (step, args), terminal.native_stdout_dropped():
@@ -108,7 +123,7 @@ def _show_pipeline(plan: PipelinePlan | SpmdPlan, options: argparse.Namespace) -
     """Prints the summary of a pipeline's plan, or draws its schedule."""
     _check_is_shown_alone(options)
     if options.trace is not None:
-        _check_writable(options.trace)
+        _check_writable(options.trace, "--trace")
         events = timeline.trace_events(_simulated(plan))
         write_whole(options.trace, json.dumps(events) + "\n", "the trace")
     if options.timeline:
@@ -143,7 +158,7 @@ def _show_choices(options: argparse.Namespace) -> int:
 
 def calibrate(options: argparse.Namespace) -> int:
     """Measures the attached devices."""
-    _check_writable(options.out)
+    _check_writable(options.out, "--out")
     if options.devices is not None and options.devices > 0:
         jax.config.update("jax_num_cpu_devices", options.devices)
     if options.distributed:
@@ -176,15 +191,15 @@ def _print(plan: AnyPlan, as_json: bool) -> None:
         print(plan, flush=True)
 
 
-def _check_writable(path: Path) -> None:
+def _check_writable(path: Path, option: str) -> None:
     """Refuses a path that cannot be written, before the work instead of after it."""
-    folder = destination(path, "--out").parent
+    folder = destination(path, option).parent
     if not folder.is_dir():
-        raise InputError(f"--out {path}: there is no folder {folder}")
+        raise InputError(f"{option} {path}: there is no folder {folder}")
     try:
         tempfile.TemporaryFile(dir=folder).close()
     except OSError:
-        raise InputError(f"--out {path}: the folder {folder} cannot be written to") from None
+        raise InputError(f"{option} {path}: the folder {folder} cannot be written to") from None
 
 
 def _pins(pairs: Sequence[tuple[str, str]]) -> dict[str, PartitionSpec]:

@@ -475,7 +475,7 @@ def test_a_file_that_cannot_be_imported(run, tmp_path, source, message):
             ["--cluster", "8xCPU", "--out", "/dev/null"],
             "--out cannot be written to /dev/null: it is no regular file",
         ),
-        (["--cluster", "8xCPU", "--microbatches", "0"], "wanted at least 1 microbatch, got 0"),
+        (["--cluster", "8xCPU", "--microbatches", "0"], "wanted a whole number, at least 1, got '0'"),
         (["--cluster", "8xCPU", "--microbatches", "3"], "x has 64 examples, which is not a multiple of 3"),
         (
             ["--cluster", "8xCPU", "--out", "/"],
@@ -503,6 +503,53 @@ def test_option_mistakes(run, train, options, message):
     assert (status, out) == (2, "")
     assert message in err
     assert "usage:" not in err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--cluster", ""], "wanted a cluster as '<count>x<GPU>' or a JSON file, got ''"),
+        (["--cluster", "-h100"], "got '-h100'"),
+        (["--cluster", "8xCPU", "--memory", "lots"], "wanted a size such as '70GiB', got 'lots'"),
+        (["--cluster", "8xCPU", "--mem", "-1GiB"], "got '-1GiB'"),
+        (["--cluster", "8xCPU", "--memory", "900TiB"], "memory='900TiB' is more than the"),
+        (["--cluster", "8xCPU", "--mesh", "0x8"], "wanted sizes such as 2x4, got '0x8'"),
+        (["--cluster", "8xCPU", "--mesh", "2", "4"], "unexpected argument: 4 (see autoshard search --help)"),
+        (["--cluster", "8xCPU", "--pin", "=P()"], "wanted PATH=SPEC such as"),
+        (["--cluster", "8xCPU", "--pin", "w='data'"], "wanted PATH=SPEC such as"),
+        (["--cluster", "8xCPU", "--stages", "1.5"], "wanted a number of stages, or auto, got '1.5'"),
+        (["--cluster", "8xCPU", "--schedule", "1f1b"], "schedule='1f1b' is of a pipeline"),
+        (["--cluster", "8xCPU", "--microbatches", "2.0"], "wanted a whole number, at least 1, got '2.0'"),
+        (
+            ["--cluster", "8xCPU", "--offload", "never,residuals"],
+            "wanted never, or names separated by commas",
+        ),
+        (["--cluster", "8xCPU", "--offload", ""], "wanted never, or names separated by commas"),
+        (["--cluster", "8xCPU", "--target-config", "nowhere.txt"], "nowhere.txt cannot be read"),
+        (["--cluster", "8xCPU", "--json=yes"], "--json takes no value, got 'yes'"),
+        (["--gpus", "8"], "there is no option --gpus (see autoshard search --help)"),
+        (["-c", "8xCPU"], "there is no option -c"),
+        (["--clusters", "8xCPU"], "there is no option --clusters (did you mean '--cluster'?)"),
+    ],
+)
+def test_a_wrong_option_is_refused_before_the_step_is_loaded(run, options, message):
+    status, out, err = run("search", "nowhere.py:target", *options)
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert message in err
+
+
+def test_an_option_before_the_command_is_said_to_stand_behind_it(run):
+    status, _, err = run("--json", "show", "plan.json")
+    assert status == 2
+    assert "there is no option --json. Options of a command stand behind it" in err
+
+
+def test_a_value_may_start_with_a_hyphen(run, train, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert (
+        run("search", f"{train}:target", "--cluster", "8xCPU", "--mesh", "8", "--out", "-plan.json")[0] == 0
+    )
+    assert Plan.load("-plan.json").step == "step"
 
 
 def test_no_command(run):
@@ -691,8 +738,8 @@ def test_calibrate_measures_and_search_takes_the_file(run, train, tmp_path):
         (("--out", "{tmp}/none/node.json"), "there is no folder"),
         (("--out", "{tmp}"), "is a folder; name a file in it"),
         ((), "--out"),
-        (("--out", "{tmp}/node.json", "--slow"), "unrecognized arguments: --slow"),
-        (("--out", "{tmp}/node.json", "--devices", "few"), "invalid int value: 'few'"),
+        (("--out", "{tmp}/node.json", "--slow"), "there is no option --slow"),
+        (("--out", "{tmp}/node.json", "--devices", "few"), "wanted a whole number, at least 1, got 'few'"),
     ],
 )
 def test_calibrate_refuses_before_it_measures(run, tmp_path, options, message, monkeypatch):
