@@ -103,7 +103,8 @@ def search(
         limit. Equal blocks are extrapolated as by `verify`, unless the peak comes close to the cap. Installs the
         compiler as `verify` does.
       target_config: as for `verify`.
-      progress: called with one line per stage of the search; the default is the logger `autoshard`, at level INFO.
+      progress: called with one line per stage of the search; the default is the logger `autoshard`, at level INFO, or the
+        screen if the program has not configured logging and the call takes more than a second.
       **abstract_kwargs: the shapes of arguments that are given by keyword.
 
     Returns:

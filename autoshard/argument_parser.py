@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from autoshard.cost_model.errors import AutoshardError, closest
-from autoshard.terminal import say
+from autoshard.display import say
 
 
 class Parser(argparse.ArgumentParser):

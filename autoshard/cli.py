@@ -19,8 +19,9 @@ from typing import Any
 from autoshard import __version__, argument_parser
 from autoshard.argument_parser import Parser
 from autoshard.cost_model.errors import AutoshardError
+from autoshard.display import say
 from autoshard.interrupts import INTERRUPTED, leaving
-from autoshard.terminal import one_line_warnings, say
+from autoshard.terminal import AbandonedError, one_line_warnings
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -41,8 +42,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         except AutoshardError as e:
             say(f"error: {e} (see {e.link})")
             return e.exit_status
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as e:
             say("interrupted")
+            if isinstance(e, AbandonedError):
+                os._exit(INTERRUPTED)
             return INTERRUPTED
         except BrokenPipeError:  # the reader closed the pipe: write nothing more, not even at exit
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

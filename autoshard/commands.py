@@ -19,6 +19,7 @@ from autoshard.cost_model.errors import InputError, PlanError, first_line
 from autoshard.cost_model.hardware import parse_hardware
 from autoshard.cost_model.mixed_cluster import AnyCluster
 from autoshard.cost_model.whole_file import destination, write_whole
+from autoshard.display import shown
 from autoshard.pipelines import asked_for
 from autoshard.planning import AnyPlan, Asked, limit_bytes
 from autoshard.search.ir.spec import read_partition_spec
@@ -42,7 +43,7 @@ def search(options: argparse.Namespace) -> int:
     if options.out is not None:
         _check_writable(options.out, "--out")
     hardware, pins = _checked(options), _pins(options.pin)
-    with terminal.progress() as progress, contextlib.redirect_stdout(sys.stderr):
+    with shown() as progress, contextlib.redirect_stdout(sys.stderr):
         progress(f"loading {options.target}")
         with target(options.target) as (step, args), terminal.native_stdout_dropped():
             searched = functools.partial(
@@ -85,7 +86,7 @@ def verify(options: argparse.Namespace) -> int:
     """Compiles a plan's program and compares it with the plan."""
     api.loaded(options.plan)  # before the target, which may load slowly
     target_config_text(options.target_config)
-    with terminal.progress() as progress, contextlib.redirect_stdout(sys.stderr):
+    with shown() as progress, contextlib.redirect_stdout(sys.stderr):
         progress(f"loading {options.target}")
         with target(options.target) as (step, args), terminal.native_stdout_dropped():
             proof = api.verify(
@@ -163,7 +164,7 @@ def calibrate(options: argparse.Namespace) -> int:
         jax.config.update("jax_num_cpu_devices", options.devices)
     if options.distributed:
         _join_processes()
-    with terminal.progress() as progress, terminal.native_stdout_dropped():
+    with shown() as progress, terminal.native_stdout_dropped():
         name = options.name or options.out.stem
         found = terminal.interruptible(
             functools.partial(measured, name, options.quick, options.devices, progress=progress)

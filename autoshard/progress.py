@@ -1,20 +1,28 @@
-"""Progress of a long call, one line per stage.
+"""Progress of a long call, stage by stage.
 
-The calling program decides which lines are shown. Lines go to `progress=`, and otherwise to the standard logger `autoshard`
-at level INFO; the library adds no handler and sets no level. Python shows INFO only on request
-(`logging.basicConfig(level=logging.INFO)`), but shows warnings always. So a long call whose lines nobody sees logs one
-warning, with its current stage and the way to see more.
+Stages go to `progress=`, if the user gives it. Otherwise they go to the standard logger `autoshard` at level INFO. Python
+shows INFO only on request (`logging.basicConfig(level=logging.INFO)`), and handlers show it in the program's own form.
+
+If the logger shows no stage, the screen does (`autoshard.display`), for a call of more than a second: a live line on a
+terminal and in a notebook, plain lines in a log. So each stage is shown once. A program that has configured logging gets no
+plain lines, but one warning with the current stage and the way to see more. It may still get a live line, as some libraries
+configure logging when they are imported (Orbax does). A handler, a level or `propagate = False` on the logger `autoshard`
+itself turns the screen off. No handler is added here, and no level set.
 """
 
 import contextlib
 import logging
-import re
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 
-Progress = Callable[[str], None]
+from autoshard import display
+from autoshard.display import Progress, each_stage
 
 LOGGER = logging.getLogger("autoshard")
+
+NOTICED_S = 1.0
+"""Seconds after which a call shows its stages: the user notices the delay. Source: J. Nielsen, "Usability Engineering",
+1993, section 5.5."""
 
 PATIENCE_S = 5.0
 """Seconds after which a silent call logs its stage. Source: a choice of ours."""
@@ -27,43 +35,50 @@ def narrated(step: str, first: str, progress: Progress | None) -> Generator[Prog
     Args:
       step: the step's name.
       first: the call's first stage.
-      progress: receives the stages; by default the logger does.
+      progress: receives the stages; by default the logger does, or the screen.
 
     Yields:
       A function to call with each further stage.
     """
+    with _receiver(step, progress) as tell:
+        tell(first)
+        yield tell
+
+
+def _receiver(step: str, progress: Progress | None) -> contextlib.AbstractContextManager[Progress]:
+    if progress is not None:
+        return contextlib.nullcontext(progress)
+    return display.shown(f"{step}: ", NOTICED_S) if _is_on_screen() else _logged(step)
+
+
+def _is_on_screen() -> bool:
+    """True if the screen shows the stages, since the logger shows none and the program has not asked for silence."""
+    has_own_setup = LOGGER.handlers or LOGGER.level > logging.INFO or not LOGGER.propagate
+    if has_own_setup or not LOGGER.isEnabledFor(logging.WARNING):
+        return False
+    if not LOGGER.hasHandlers():
+        return True
+    return not LOGGER.isEnabledFor(logging.INFO) and display.is_live()
+
+
+@contextlib.contextmanager
+def _logged(step: str) -> Generator[Progress]:
+    """Logs each stage once; or one hint, if the level hides the stages of a long call."""
     stages: list[str] = []
+    log = each_stage(lambda line: LOGGER.info("%s: %s", step, line))
     timer = threading.Timer(PATIENCE_S, lambda: _hint(step, stages[-1]))
     timer.daemon = True
+    if not LOGGER.isEnabledFor(logging.INFO):
+        timer.start()
 
     def tell(line: str) -> None:
         stages.append(line)
-        (progress or _log(step))(line)
+        log(line)
 
-    tell(first)
-    if progress is None and not LOGGER.isEnabledFor(logging.INFO):
-        timer.start()
     try:
         yield tell
     finally:
         timer.cancel()
-
-
-def each_stage(write: Progress) -> Progress:
-    """A `Progress` that writes each stage once: lines that differ only in their count of seconds are left out."""
-    written: list[str] = []
-
-    def tell(line: str) -> None:
-        stage = re.sub(r" \(\d+ s\)", "", line)
-        if stage not in written[-1:]:
-            written.append(stage)
-            write(stage)
-
-    return tell
-
-
-def _log(step: str) -> Progress:
-    return lambda line: LOGGER.info("%s: %s", step, line)
 
 
 def _hint(step: str, stage: str) -> None:

@@ -1,4 +1,4 @@
-"""The terminal of the command line: progress on stderr, a clean stdout, and Ctrl-C.
+"""The terminal of the command line: one-line warnings on stderr, a clean stdout, and Ctrl-C.
 
 Long work runs in a thread of its own, so that Ctrl-C takes effect at once: the solver's native code would delay it until
 the code returns. Native output on stdout, such as the solver's, is dropped; `commands` redirects the user's prints to
@@ -14,27 +14,8 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any
 
-from autoshard.interrupts import INTERRUPTED
-from autoshard.progress import each_stage
+from autoshard.display import say
 from autoshard.user_warning import AutoshardWarning
-
-
-def say(line: str) -> None:
-    """Writes a line to stderr."""
-    print(f"autoshard: {line}", file=sys.stderr, flush=True)
-
-
-@contextlib.contextmanager
-def progress() -> Iterator[Callable[[str], None]]:
-    """A status line on a terminal, and a line for each stage elsewhere."""
-    if not sys.stderr.isatty():
-        yield each_stage(say)
-        return
-    from rich.console import Console
-    from rich.markup import escape
-
-    with Console(stderr=True).status("") as status:
-        yield lambda line: status.update(escape(line))
 
 
 @contextlib.contextmanager
@@ -68,8 +49,16 @@ def native_stdout_dropped() -> Iterator[None]:
         os.close(nowhere)
 
 
+class AbandonedError(KeyboardInterrupt):
+    """Ctrl-C while a thread works on: the process must end without a teardown under it."""
+
+
 def interruptible[T](work: Callable[[], T]) -> T:
-    """Does the work in a thread and waits for it; Ctrl-C ends the wait at once, and the process with it."""
+    """Does the work in a thread and waits for it; Ctrl-C ends the wait at once.
+
+    Raises:
+      AbandonedError: Ctrl-C, and the work goes on, as the solver's native code cannot be stopped.
+    """
     future: Future[T] = Future()
 
     def run() -> None:
@@ -82,7 +71,6 @@ def interruptible[T](work: Callable[[], T]) -> T:
     try:
         return future.result()
     except KeyboardInterrupt:
-        if not future.done():  # the solver's thread cannot be stopped: exit without a teardown under it
-            say("interrupted")
-            os._exit(INTERRUPTED)
-        raise
+        if future.done():
+            raise
+        raise AbandonedError from None

@@ -467,6 +467,12 @@ def coordination() -> Any:
     return distributed.global_state.client
 
 
+def process_number() -> int:
+    """This process's number among those that `jax.distributed` has connected; 0 for a single process. Unlike
+    `jax.process_index`, it starts no backend."""
+    return distributed.global_state.process_id
+
+
 def copied(arrays: Sequence[Any], shardings: Sequence[Any]) -> list[Any]:
     """Copies of arrays on other devices of this process, with as many devices and the same shards as before."""
     devices = [sharding._internal_device_list for sharding in shardings]

@@ -1,5 +1,7 @@
-"""What is said of a long call: to who asks, to the logger, and in a hint where nobody would see it."""
+"""What is said of a long call: to who asks, to the logger, on the screen, and in a hint where nobody would see it."""
 
+import contextlib
+import io
 import logging
 import time
 import warnings
@@ -72,12 +74,94 @@ def test_who_asks_gets_no_hint(caplog, monkeypatch):
     assert caplog.records == []
 
 
-def test_stages_are_written_once_however_long_they_take():
-    written = []
-    write = progress.each_stage(written.append)
-    for line in ("tracing", "compiling (0 s), trace 1 s", "compiling (1 s), trace 1 s", "mesh 8 (1 of 1)"):
-        write(line)
-    assert written == ["tracing", "compiling, trace 1 s", "mesh 8 (1 of 1)"]
+TICKS = ("compiling (0 s), trace 1 s", "compiling (1 s), trace 1 s", "mesh 8 (1 of 1)")
+
+
+def test_a_logger_is_told_each_stage_once_however_long_it_takes(caplog):
+    caplog.set_level(logging.INFO, "autoshard")
+    with progress.narrated("step", "tracing", None) as tell:
+        for line in TICKS:
+            tell(line)
+    assert [r.getMessage() for r in caplog.records] == [
+        "step: tracing",
+        "step: compiling, trace 1 s",
+        "step: mesh 8 (1 of 1)",
+    ]
+
+
+def narrate(seconds):
+    """A call of one stage, as a step's first call narrates it."""
+    with progress.narrated("step", "tracing", None):
+        time.sleep(seconds)
+
+
+@pytest.fixture
+def plain_python(monkeypatch):
+    """To be called by a test: logging as Python starts with it, without pytest's handlers; and calls are soon long."""
+
+    def start():
+        monkeypatch.setattr(logging.root, "handlers", [])
+        monkeypatch.setattr(progress, "NOTICED_S", 0.05)
+
+    return start
+
+
+def test_without_logging_a_long_call_writes_plain_lines_and_a_short_one_none(
+    plain_python, capsys, monkeypatch
+):
+    plain_python()
+    narrate(0.3)
+    assert capsys.readouterr() == ("", "autoshard: step: tracing\n")
+    monkeypatch.setattr(progress, "NOTICED_S", 60.0)
+    narrate(0.0)
+    assert capsys.readouterr() == ("", "")
+    assert logging.getLogger("autoshard").handlers == []
+    assert logging.getLogger("autoshard").level == logging.NOTSET
+
+
+@contextlib.contextmanager
+def handling(name, level):
+    """Logging as a program configures it; gives what its handler writes."""
+    logger, written = logging.getLogger(name), io.StringIO()
+    handler, before = logging.StreamHandler(written), logger.level
+    logger.addHandler(handler)
+    logger.setLevel(level)
+    try:
+        yield written
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before)
+
+
+@pytest.mark.parametrize("name", ["", "autoshard"])
+@pytest.mark.parametrize(("level", "shown"), [(logging.INFO, "step: tracing\n"), (logging.WARNING, "")])
+def test_a_program_that_configures_logging_gets_each_stage_once_at_most(
+    plain_python, capsys, name, level, shown
+):
+    plain_python()
+    with handling(name, level=level) as written:
+        narrate(0.2)
+    assert written.getvalue() == shown
+    assert capsys.readouterr() == ("", "")
+
+
+def test_handlers_that_hide_the_stages_leave_the_live_line(plain_python, capsys, monkeypatch):
+    """Orbax adds a handler to the root logger when it is imported."""
+    plain_python()
+    monkeypatch.setattr(progress.display, "is_live", lambda: True)
+    with handling("", logging.WARNING) as written:
+        narrate(0.2)
+    assert (written.getvalue(), capsys.readouterr().err) == ("", "autoshard: step: tracing\n")
+
+
+@pytest.mark.parametrize(
+    ("attribute", "value"), [("level", logging.ERROR), ("propagate", False), ("disabled", True)]
+)
+def test_a_logger_that_is_turned_off_shows_nothing(plain_python, capsys, monkeypatch, attribute, value):
+    plain_python()
+    monkeypatch.setattr(logging.getLogger("autoshard"), attribute, value)
+    narrate(0.2)
+    assert capsys.readouterr() == ("", "")
 
 
 def unknown(w, x):
