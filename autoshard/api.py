@@ -334,6 +334,32 @@ def verify(
 
 
 @boundary
+def priced(
+    step: Callable[..., Any],
+    *abstract_args: Any,
+    plan: str | os.PathLike[str] | AnyPlan,
+    state: str | Sequence[str] | None = None,
+) -> AnyPlan:
+    """A plan with new estimates: those of its decisions, whatever its file says.
+
+    Args:
+      step: the step that the plan was made for.
+      *abstract_args: the shapes of the step's arguments.
+      plan: a plan or its file.
+      state: as for `search`.
+
+    Raises:
+      PlanError: the plan is for another step, or decides something impossible.
+      InfeasibleError: what it decides does not fit its memory cap.
+    """
+    given, place = loaded(plan)
+    traced = _traced(step, planning.hardware(given, place), abstract_args, state)
+    if isinstance(given, Plan):
+        return planning.applied(traced, given, place).plan
+    return pipelines.applied(traced, given, place).plan
+
+
+@boundary
 def choices(
     step: Callable[..., Any],
     /,

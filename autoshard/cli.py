@@ -1,8 +1,6 @@
 """The command line: `autoshard search`, `verify`, `show`, `schema`, `clusters` and `calibrate`.
 
-Results go to stdout; progress, warnings and errors to stderr. Exit status: 0 for success, 1 if a verified plan differs
-from its prediction, 2 for a user's mistake or a compiler that fails, 3 if no plan fits the memory cap or the compiled
-program does not, 4 for a damaged plan or a plan of another step, 130 after Ctrl-C.
+Results go to stdout; progress, warnings and errors to stderr. `EXIT_STATUSES` has the meaning of each exit status.
 
 This module defines commands and options, and imports no JAX: a wrong command line is refused at once. `autoshard.commands`
 and `autoshard.listings` run the commands.
@@ -79,10 +77,10 @@ def _without_jax(command: str) -> Callable[[argparse.Namespace], int]:
 EXIT_STATUSES = MappingProxyType(
     {
         0: "done",
-        1: "the compiled program fits, and differs from the prediction",
-        2: "a mistake in the arguments, the step or a file, or the compiler failed",
-        3: "nothing fits the memory cap, or the compiled program does not",
-        4: "the plan is damaged, or for another step",
+        1: "the compiled program fits the memory cap, but differs from the prediction",
+        2: "a mistake in the command line, the step or a file; or the compiler failed",
+        3: "no plan fits the memory cap, or the given plan does not",
+        4: "the plan is damaged, impossible, or for another step",
         INTERRUPTED: "interrupted by Ctrl-C",
     }
 )
@@ -99,6 +97,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="autoshard",
         description="Finds the fastest way to run a one-device JAX training step on a cluster.",
+        epilog=_ending("autoshard search train.py:target --cluster 64xH100-80GB --out plan.json", 1, 2, 3, 4),
     )
     parser.add_argument("--version", action="version", version=f"autoshard {__version__}")
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -110,18 +109,20 @@ def _parser() -> argparse.ArgumentParser:
     search.add_argument(
         "target",
         metavar="TARGET",
-        help="file.py:function or package.module:function; the function takes nothing and returns "
-        "(train_step, args), args a tuple of arrays or jax.ShapeDtypeStructs",
+        help="file.py:function or package.module:function; the function has no parameters and returns "
+        "(train_step, args), where args is a tuple of arrays or jax.ShapeDtypeStructs",
     )
-    search.add_argument("--cluster", required=True, help="such as 64xH100-80GB, or a JSON file")
+    search.add_argument(
+        "--cluster", required=True, help="the cluster: a preset such as 64xH100-80GB, or a JSON file"
+    )
     search.add_argument(
         "--memory",
-        help="the cap per device, such as 70GiB, or 90%% of its memory; by default all but what the runtime needs",
+        help="memory cap per device, such as 70GiB or 90%%; default: all memory but the runtime's own",
     )
     search.add_argument(
         "--mesh",
         type=argument_parser.mesh,
-        help="sizes of the mesh axes, such as 2x4 or 2,4; by default searched",
+        help="sizes of the mesh axes, such as 2x4 or 2,4; default: searched",
     )
     search.add_argument(
         "--pin",
@@ -129,19 +130,19 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="PATH=SPEC",
-        help="such as \"params['emb']=P('model')\"",
+        help="fix the sharding of an argument, such as \"params['emb']=P('model')\"; may be repeated",
     )
     search.add_argument(
-        "--remat", choices=["never"], help="recompute nothing for memory's sake; by default it is searched"
+        "--remat", choices=["never"], help="recompute no activations to save memory; default: searched"
     )
     search.add_argument(
         "--stages",
         type=argument_parser.stages,
         metavar="N",
-        help="how many stages a pipeline has, or auto; by default a pipeline is searched where it may pay",
+        help="number of pipeline stages, or auto; default: a pipeline is searched if it may be faster",
     )
     search.add_argument(
-        "--schedule", metavar="NAME", help="of a pipeline, such as 1f1b; by default it is searched"
+        "--schedule", metavar="NAME", help="pipeline schedule, such as 1f1b; default: searched"
     )
     search.add_argument(
         "--executor",
@@ -153,40 +154,43 @@ def _parser() -> argparse.ArgumentParser:
         "--microbatches",
         type=argument_parser.count,
         metavar="N",
-        help="how many a step goes through; by default it is searched",
+        help="number of microbatches per step; default: searched",
     )
     search.add_argument(
         "--offload",
         type=argument_parser.kinds,
         metavar="WHAT",
-        help="what is in the host's memory: never, or some of optimizer_state,parameters,residuals and paths of "
-        "arguments; by default it is searched",
+        help="keep in host memory: a list of optimizer_state,parameters,residuals and argument paths; or never; "
+        "default: searched",
     )
     search.add_argument(
         "--time-limit",
         type=argument_parser.seconds,
         metavar="S",
-        help="processor seconds for the solver; by default a fixed amount of work",
+        help="processor seconds for the search; default: a fixed amount of work",
     )
     search.add_argument("--out", type=Path, metavar="FILE", help="save the plan")
     search.add_argument(
         "--verify",
         action="store_true",
-        help="let XLA's GPU compiler judge if the plan fits, and search on where it does not",
+        help="compile the plan for the GPU, without one; if it does not fit, search again",
     )
     search.set_defaults(run=_with_jax("search"))
     verify = subparsers.add_parser(
         "verify",
-        help="compile a plan's program, without a GPU, and compare",
+        help="compile a plan for the GPU, without one, and compare memory and collectives",
         epilog=_ending("autoshard verify train.py:target plan.json", 1, 2, 3, 4),
     )
     verify.add_argument("target", metavar="TARGET", help="as for search")
-    verify.add_argument("plan", metavar="PLAN", help="what search --out wrote")
+    verify.add_argument("plan", metavar="PLAN", help="a plan's file, as search --out writes it")
     verify.add_argument(
-        "--full", action="store_true", help="compile all equal blocks instead of extrapolating from a few"
+        "--full", action="store_true", help="compile all layers; default: a few equal layers, extrapolated"
     )
     verify.add_argument(
-        "--timeout", type=argument_parser.seconds, metavar="S", help="seconds for the compiler"
+        "--timeout",
+        type=argument_parser.seconds,
+        metavar="S",
+        help="seconds for each program; default: no limit",
     )
     verify.set_defaults(run=_with_jax("verify"))
     for command in (search, verify):
@@ -194,40 +198,55 @@ def _parser() -> argparse.ArgumentParser:
             "--target-config",
             type=Path,
             metavar="FILE",
-            help="for a GPU that is no preset: XLA's GpuTargetConfigProto in text",
+            help="XLA's GpuTargetConfigProto as text, for a GPU without a preset",
         )
     show = subparsers.add_parser(
         "show",
-        help="sum up a saved plan",
-        epilog=_ending("autoshard show plan.json --against other.json", 2, 4),
+        help="print a saved plan; with its step, price it anew",
+        epilog=_ending("autoshard show plan.json --against other.json", 2, 3, 4),
     )
-    show.add_argument("plan", metavar="PLAN")
-    show.add_argument("target", nargs="?", metavar="TARGET", help="as for search; for --choices")
+    show.add_argument("plan", metavar="PLAN", help="a plan's file")
+    show.add_argument(
+        "target",
+        nargs="?",
+        metavar="TARGET",
+        help="the plan's step, as for search: the estimates are made anew from the decisions",
+    )
     show.add_argument(
         "--choices",
         metavar="NAME",
-        help="list what a decision, such as 'forward dot_general', may be edited to",
+        help="list the possible values of a decision, such as 'forward dot_general'; needs TARGET",
     )
-    show.add_argument("--against", metavar="PLAN", help="show what differs from this plan instead")
-    show.add_argument("--timeline", action="store_true", help="draw a pipeline's schedule in time")
     show.add_argument(
-        "--trace", type=Path, metavar="FILE", help="write a pipeline's schedule for ui.perfetto.dev"
+        "--against", metavar="PLAN", help="print the differences from this plan of the same step"
+    )
+    show.add_argument("--timeline", action="store_true", help="draw a pipeline's schedule over time")
+    show.add_argument(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="write a pipeline's schedule as a trace for ui.perfetto.dev",
     )
     show.set_defaults(run=_with_jax("show"))
     listing = subparsers.add_parser(
         "clusters",
-        help="list the presets, or show a cluster with its sources",
+        help="list the presets, or print a cluster's numbers with their sources",
         epilog=_ending("autoshard clusters 8xH100-80GB --json > node.json", 2),
     )
-    listing.add_argument("cluster", nargs="?", metavar="CLUSTER", help="a preset, 64xH100-80GB or a file")
-    listing.add_argument("--json", action="store_true", help="print it as a cluster file, to be edited")
+    listing.add_argument(
+        "cluster",
+        nargs="?",
+        metavar="CLUSTER",
+        help="a preset, COUNTxPRESET such as 64xH100-80GB, or a JSON file",
+    )
+    listing.add_argument("--json", action="store_true", help="print a cluster file, to be edited")
     listing.set_defaults(run=_without_jax("clusters"))
     schema = subparsers.add_parser(
         "schema",
         help="print the JSON Schema of a file, for editors",
         epilog=_ending("autoshard schema plan > plan.schema.json", 2),
     )
-    schema.add_argument("file", choices=["cluster", "plan"], help="which file's")
+    schema.add_argument("file", choices=["cluster", "plan"], help="the kind of file")
     schema.set_defaults(run=_without_jax("schema"))
     _add_calibrate(subparsers)
     for command in (search, verify, show):
@@ -235,7 +254,7 @@ def _parser() -> argparse.ArgumentParser:
             "--state",
             action="append",
             metavar="PATH",
-            help="an argument, or a part of one, that comes back as a result, where that is not evident",
+            help="path of an argument that the step returns updated, if results do not make it evident; may be repeated",
         )
         command.add_argument("--json", action="store_true", help="print the result as JSON")
     return parser
@@ -244,21 +263,21 @@ def _parser() -> argparse.ArgumentParser:
 def _add_calibrate(subparsers: Any) -> None:
     command = subparsers.add_parser(
         "calibrate",
-        help="measure the attached devices, for a cluster file",
+        help="measure the attached devices and write a cluster file",
         epilog=_ending("autoshard calibrate --out node.json", 2),
     )
     command.add_argument("--out", type=Path, required=True, metavar="FILE", help="the cluster file to write")
-    command.add_argument("--name", help="of the cluster; by default the file's")
+    command.add_argument("--name", help="the cluster's name; default: the file's")
     command.add_argument(
         "--devices",
         type=argument_parser.count,
         metavar="N",
-        help="the first N; without a GPU, N simulated ones",
+        help="measure the first N devices; without a GPU, N simulated ones",
     )
-    command.add_argument("--quick", action="store_true", help="fewer and smaller sizes")
+    command.add_argument("--quick", action="store_true", help="measure fewer and smaller sizes")
     command.add_argument(
         "--distributed",
         action="store_true",
-        help="join the other processes, as jax.distributed.initialize() finds them; run it in each",
+        help="measure across processes: run it in each, under a launcher that jax.distributed.initialize() knows",
     )
     command.set_defaults(run=_with_jax("calibrate", uses_devices=True))

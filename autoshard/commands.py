@@ -24,9 +24,9 @@ from autoshard.pipelines import asked_for
 from autoshard.planning import AnyPlan, Asked, limit_bytes
 from autoshard.search.ir.spec import read_partition_spec
 from autoshard.search.pipeline import planning, spmd_planning, timeline
-from autoshard.search.pipeline.simulator import Simulation
 from autoshard.search.plan.pipeline_plan import PipelinePlan
 from autoshard.search.plan.plan import Plan
+from autoshard.search.plan.spec_check import check_specs
 from autoshard.search.plan.spmd_plan import SpmdPlan
 from autoshard.target import target
 from autoshard.verification.judge import target_config_text
@@ -69,8 +69,7 @@ def search(options: argparse.Namespace) -> int:
             plan = terminal.interruptible(searched)
     if options.out is not None:
         plan.save(options.out)
-    _print(plan, options.json)
-    return 0
+    return _print(plan, options.json)
 
 
 def _checked(options: argparse.Namespace) -> AnyCluster:
@@ -104,45 +103,98 @@ def verify(options: argparse.Namespace) -> int:
 
 
 def show(options: argparse.Namespace) -> int:
-    """Prints the summary of a saved plan, its choices, or its differences from another plan."""
-    plan, place = api.loaded(options.plan)
-    if isinstance(plan, PipelinePlan | SpmdPlan):
-        return _show_pipeline(plan, options)
-    if options.timeline or options.trace:
-        raise InputError(f"{place} is a plan of one program: there is no schedule of a pipeline to draw")
+    """Prints the summary of a saved plan, its choices, its schedule, or its differences from another plan."""
+    if options.trace is not None:
+        _check_writable(options.trace, "--trace")
+    plan = _read(options.plan)
+    other = None if options.against is None else _read(options.against)
+    _check_is_of(plan, options)
     if options.choices is not None:
         return _show_choices(options)
-    if options.against is None:
-        _print(plan, options.json)
-        return 0
-    comparison = plan.compare(Plan.load(options.against))
+    if other is not None:
+        _check_comparable(plan, other, options)
+    if options.target is not None:
+        plan, other = _priced(options)
+    if other is not None:
+        return _show_comparison(plan, other, options)
+    return _show_schedule(plan, options) if options.timeline or options.trace else _print(plan, options.json)
+
+
+def _read(path: str) -> AnyPlan:
+    """A plan whose specs can be, as far as that is known without its step."""
+    plan, place = api.loaded(path)
+    of = plan.decisions if isinstance(plan, PipelinePlan) else (plan.decisions,)
+    for decisions in filter(None, of):
+        check_specs(decisions, place)
+    return plan
+
+
+def _check_is_of(plan: AnyPlan, options: argparse.Namespace) -> None:
+    """Refuses options that a plan of this kind does not have."""
+    if isinstance(plan, Plan):
+        if options.timeline or options.trace:
+            raise InputError(
+                f"{options.plan} is a plan of one program: there is no schedule of a pipeline to draw"
+            )
+    elif options.choices is not None or options.against is not None:
+        raise InputError(
+            f"{options.plan} is a pipeline's plan: --choices and --against are for those of one program"
+        )
+
+
+def _check_comparable(plan: AnyPlan, other: AnyPlan, options: argparse.Namespace) -> None:
+    if not isinstance(other, Plan):
+        raise InputError(
+            f"--against {options.against} is a pipeline's plan: only plans of one program are compared"
+        )
+    if plan.fingerprint != other.fingerprint:
+        raise PlanError(
+            f"{options.plan} is a plan of the step {plan.step!r} ({plan.fingerprint}), and --against {options.against} one "
+            f"of {other.step!r} ({other.fingerprint}): only plans of one step are compared"
+        )
+    edited = [path for path, one in ((options.plan, plan), (options.against, other)) if one.is_edited]
+    if edited and options.target is None:
+        raise InputError(
+            f"{edited[0]} was edited by hand, and its estimates were made before. To compare, give the step too: autoshard "
+            f"show {options.plan} train.py:target --against {options.against}"
+        )
+
+
+def _priced(options: argparse.Namespace) -> tuple[AnyPlan, AnyPlan | None]:
+    """The plan, and the one to compare it with, with new estimates: made of their decisions and the step."""
+    paths = [path for path in (options.plan, options.against) if path is not None]
+    with (
+        contextlib.redirect_stdout(sys.stderr),
+        target(options.target) as (step, args),
+        terminal.native_stdout_dropped(),
+    ):
+        plans = [api.priced(step, *args, plan=path, state=options.state) for path in paths]
+    return plans[0], next(iter(plans[1:]), None)
+
+
+def _show_comparison(plan: AnyPlan, other: AnyPlan, options: argparse.Namespace) -> int:
+    assert isinstance(plan, Plan)
+    assert isinstance(other, Plan)
+    comparison = plan.compare(other)
     print(json.dumps(comparison.to_json(), indent=1) if options.json else comparison, flush=True)
     return 0
 
 
-def _show_pipeline(plan: PipelinePlan | SpmdPlan, options: argparse.Namespace) -> int:
-    """Prints the summary of a pipeline's plan, or draws its schedule."""
-    _check_is_shown_alone(options)
-    if options.trace is not None:
-        _check_writable(options.trace, "--trace")
-        events = timeline.trace_events(_simulated(plan))
-        write_whole(options.trace, json.dumps(events) + "\n", "the trace")
-    if options.timeline:
-        print(timeline.text(_simulated(plan)), flush=True)
-    else:
-        _print(plan, options.json)
-    return 0
-
-
-def _simulated(plan: PipelinePlan | SpmdPlan) -> Simulation:
-    return spmd_planning.simulated(plan) if isinstance(plan, SpmdPlan) else planning.simulated(plan)
-
-
-def _check_is_shown_alone(options: argparse.Namespace) -> None:
-    if options.choices is not None or options.against is not None:
+def _show_schedule(plan: AnyPlan, options: argparse.Namespace) -> int:
+    """Draws a pipeline's schedule, or writes it to a file."""
+    if plan.is_edited:
         raise InputError(
-            f"{options.plan} is a pipeline's plan: --choices and --against are for those of one program"
+            f"{options.plan} was edited by hand, and its estimates were made before. To draw its schedule, give the step "
+            f"too: autoshard show {options.plan} train.py:target --timeline"
         )
+    assert not isinstance(plan, Plan)
+    simulated = spmd_planning.simulated(plan) if isinstance(plan, SpmdPlan) else planning.simulated(plan)
+    if options.trace is not None:
+        write_whole(options.trace, json.dumps(timeline.trace_events(simulated)) + "\n", "the trace")
+    if not options.timeline:
+        return _print(plan, options.json)
+    print(timeline.text(simulated), flush=True)
+    return 0
 
 
 def _show_choices(options: argparse.Namespace) -> int:
@@ -184,12 +236,13 @@ def _join_processes() -> None:
         ) from None
 
 
-def _print(plan: AnyPlan, as_json: bool) -> None:
+def _print(plan: AnyPlan, as_json: bool) -> int:
     if as_json:
         data = plan.to_json() | ({"search_s": dict(plan.search_s)} if plan.search_s else {})
         print(json.dumps(data, indent=1, allow_nan=False), flush=True)
     else:
         print(plan, flush=True)
+    return 0
 
 
 def _check_writable(path: Path, option: str) -> None:

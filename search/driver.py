@@ -287,7 +287,7 @@ def apply(step: Step, plan: Plan, cluster: Cluster, place: str = "plan") -> Sear
     forced = Found(step_problem, on_mesh, labels, plan.memory_bytes, device)
     found = _finished(step, forced, cluster, Options(plan.memory_bytes), plan.meshes, watch, short)
     was_s, is_s = plan.estimates.step_s, found.plan.estimates.step_s
-    gap = plan.gap if math.isclose(is_s, was_s, rel_tol=1e-6) else None
+    gap = plan.gap if plan.is_sealed and math.isclose(is_s, was_s, rel_tol=1e-6) else None
     found = replace(found, plan=replace(found.plan, options=plan.options, cluster=plan.cluster, gap=gap))
     gone = [name for _, name in on_mesh.codec.unknown(plan.decisions)]
     anew = [name for node in decisions.anew for name in on_mesh.codec.names[node]]

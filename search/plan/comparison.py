@@ -152,9 +152,23 @@ def _head(plan: Plan, against: Plan) -> list[str]:
     rows = [(name, said(plan), said(against)) for name, said in sides.items()]
     shown = [row for row in rows if row[0] == "mesh" or row[1] != row[2]]
     return [
-        _verdict(plan.estimates.step_s, against.estimates.step_s),
+        incomparable(plan, against) or _verdict(plan.estimates.step_s, against.estimates.step_s),
         *aligned([("", "this", "other"), *shown]),
     ]
+
+
+def incomparable(plan: Plan, against: Plan) -> str:
+    """The reason why the step times of two plans say nothing about which is better; empty if they do."""
+    if plan.fingerprint != against.fingerprint:
+        return (
+            f"the plans are of different steps, {plan.step} and {against.step}: their times are not compared"
+        )
+    if plan.cluster != against.cluster:
+        names = f"{plan.cluster.get('name')} and {against.cluster.get('name')}"
+        return f"the plans are for different clusters, {names}: their times are not compared"
+    if plan.is_edited or against.is_edited:
+        return "a plan was edited by hand, and its estimates were made before: their times are not compared"
+    return ""
 
 
 def _verdict(this_s: float, other_s: float) -> str:

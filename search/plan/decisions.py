@@ -49,7 +49,7 @@ ARGUMENT, EDITED = 1, 2
 MAX_SHOWN = 6
 """Strategies in a message, of up to 130. Source: a choice of ours."""
 
-_SPEC = re.compile(r"\b(?:jax\.)?(?:sharding\.)?P(?:artitionSpec)?\(((?:[^()]|\([^()]*\))*)\)")
+SPEC = re.compile(r"\b(?:jax\.)?(?:sharding\.)?P(?:artitionSpec)?\(((?:[^()]|\([^()]*\))*)\)")
 """A spec in a text, by any of its names."""
 
 _KINDS = {"arguments": "argument", "ops": "op", "copies": "copy"}
@@ -274,7 +274,7 @@ class DecisionCodec:
     def parse(self, text: str, name: str, place: str) -> Spec:
         """A spec of the plan, with the decision's name in the message."""
         try:
-            return parse_spec(_SPEC.sub(r"P(\1)", text), self.axis_names)
+            return parse_spec(SPEC.sub(r"P(\1)", text), self.axis_names)
         except PlanError as e:
             raise PlanError(f"{place}: {name}: {e}") from e
 
@@ -318,7 +318,7 @@ class DecisionCodec:
             return format_spec(self._spared(self.parse(found[0], name, place)), self.axis_names)
 
         spaced = re.sub(r"\s*(->|,)\s*", lambda mark: " -> " if mark[1] == "->" else ", ", text)
-        return re.sub(r"\s+", " ", _SPEC.sub(alike, spaced)).strip()
+        return re.sub(r"\s+", " ", SPEC.sub(alike, spaced)).strip()
 
     def choices(self, name: str, place: str) -> tuple[str, ...]:
         """All that a decision can be.

@@ -1,11 +1,16 @@
-"""A plan's file as JSON: read whole, or refused by a sentence that says where it breaks off; and which schema it has."""
+"""A plan's file as JSON: read whole, or refused by a sentence that says where it breaks off; its schema and its seal."""
 
+import hashlib
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
 from autoshard.cost_model.errors import InputError, PlanError
+
+SEAL_DIGITS = 16
+"""Hexadecimal digits of a seal, as many as in a step's fingerprint."""
 
 
 def read_file(path: str | os.PathLike[str]) -> Any:
@@ -35,3 +40,9 @@ def schema_of(data: Any) -> str | None:
     """What JSON-ready values say that they are, if they say so."""
     schema: Any = cast(dict[str, Any], data).get("schema") if isinstance(data, dict) else None
     return schema if isinstance(schema, str) else None
+
+
+def sealed(values: Mapping[str, Any]) -> dict[str, Any]:
+    """JSON-ready values with a digest of them all, by which a later edit of any of them is seen."""
+    text = json.dumps(values, sort_keys=True)
+    return {**values, "seal": hashlib.sha256(text.encode()).hexdigest()[:SEAL_DIGITS]}

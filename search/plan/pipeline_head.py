@@ -8,7 +8,7 @@ from autoshard.search.plan.executors import EXECUTORS
 from autoshard.search.plan.headline import PlanShape, headline, mfu
 from autoshard.search.plan.pipeline_plan import PipelinePlan
 from autoshard.search.plan.spmd_plan import SpmdPlan
-from autoshard.search.plan.summary import compiler_options, labelled, time_line
+from autoshard.search.plan.summary import EDITED, UNPRICED, compiler_options, labelled, time_line
 from autoshard.search.plan.text_table import plural
 from autoshard.search.plan.work_shares import WorkShares
 
@@ -55,6 +55,11 @@ def origin(plan: PipelinePlan | SpmdPlan) -> list[str]:
     options = dict.fromkeys(compiler_options(group) for group in cluster_of(plan).groups)
     traced = ("traced", f"fingerprint {plan.fingerprint}, JAX {plan.jax}")
     return labelled([traced, *(("compiler", one) for one in options if one)])
+
+
+def edited(plan: PipelinePlan | SpmdPlan) -> list[str]:
+    """What is said in place of a plan's estimates if these were made before an edit by hand."""
+    return [EDITED, UNPRICED] if plan.is_edited else []
 
 
 def recomputed(plan: PipelinePlan | SpmdPlan) -> list[str]:

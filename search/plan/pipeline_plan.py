@@ -124,6 +124,7 @@ class PipelinePlan(SavedPlan):
       groups: names of the cluster's groups of nodes, in the order in which stages stand on them; of several kinds alone.
       search_s: seconds of the search; not saved.
       outline: of the traced step, to say how another step differs; None in a file without it.
+      is_sealed: whether the estimates are known to be those of the rest; False after an edit by hand.
     """
 
     step: str
@@ -141,6 +142,7 @@ class PipelinePlan(SavedPlan):
     groups: tuple[str, ...] = ()
     search_s: Mapping[str, float] = field(default_factory=dict[str, float])
     outline: Outline | None = None
+    is_sealed: bool = field(default=True, compare=False, repr=False)
 
     @property
     def num_replicas(self) -> int:
@@ -174,8 +176,7 @@ class PipelinePlan(SavedPlan):
     def gap(self) -> None:
         """None: of a pipeline as a whole nothing is proven."""
 
-    def to_json(self) -> dict[str, Any]:
-        """The plan as JSON-ready values; the same plan gives the same values in the same order."""
+    def _values(self) -> dict[str, Any]:
         return {
             "schema": SCHEMA,
             "step": self.step,
@@ -223,7 +224,8 @@ class PipelinePlan(SavedPlan):
             "estimates": PipelineEstimates(**file["estimates"], stages=of_stages, shares=shares),
             "outline": Outline(**file["outline"]) if "outline" in file else None,
         }
-        return cls(**{f.name: file[f.name] for f in fields(cls) if f.name in file} | read_as)
+        plan = cls(**{f.name: file[f.name] for f in fields(cls) if f.name in file} | read_as)
+        return plan._read_from(file)
 
     def __str__(self) -> str:
         from autoshard.search.plan.pipeline_summary import summary  # it needs plans itself

@@ -2,7 +2,7 @@
 
 from autoshard.cost_model.units import format_bytes, format_mesh, format_seconds
 from autoshard.search.plan.headline import PlanShape, StageShape
-from autoshard.search.plan.pipeline_head import cluster_of, front, head, origin, recomputed
+from autoshard.search.plan.pipeline_head import cluster_of, edited, front, head, origin, recomputed
 from autoshard.search.plan.pipeline_plan import PipelinePlan
 from autoshard.search.plan.summary import memory_line
 from autoshard.search.plan.text_table import aligned, fitted, plural, search_time
@@ -16,11 +16,11 @@ def summary(plan: PipelinePlan) -> str:
       PlanError: a loaded plan's cluster does not make sense.
     """
     parts = [
-        front(plan, _shape(plan), plan.estimates.shares, _memory(plan)),
+        edited(plan) or front(plan, _shape(plan), plan.estimates.shares, _memory(plan)),
         _head(plan),
-        _stages(plan),
+        *([] if plan.is_edited else [_stages(plan)]),
         recomputed(plan),
-        search_time(plan.search_s),
+        *([] if plan.is_edited else [search_time(plan.search_s)]),
         origin(plan),
     ]
     return fitted("\n".join("\n".join(lines) for lines in parts if lines))

@@ -126,6 +126,7 @@ class Plan(SavedPlan):
       marks: of the decisions that the estimates were made of (`search.plan.edits`); empty where that is not known.
       search_s: seconds of the search, in all and by part; not saved.
       outline: of the traced step, to say how another step differs; None in a file without it.
+      is_sealed: whether the estimates are known to be those of the rest; False after an edit by hand.
 
     Example:
       >>> plan = search(step, state, batch, cluster="64xH100-80GB")  # doctest: +SKIP
@@ -145,6 +146,7 @@ class Plan(SavedPlan):
     marks: str = ""
     search_s: Mapping[str, float] = field(default_factory=dict[str, float])
     outline: Outline | None = None
+    is_sealed: bool = field(default=True, compare=False, repr=False)
 
     @property
     def executor(self) -> str:
@@ -163,11 +165,11 @@ class Plan(SavedPlan):
 
     @property
     def is_edited(self) -> bool:
-        """Whether the estimates are those of other decisions: some were edited, added or deleted since."""
-        return bool(self.edited or num_deleted(self.decisions, self.marks))
+        """Whether the estimates are those of other decisions: some were edited, added or deleted since; or whether
+        anything else in its file was edited."""
+        return not self.is_sealed or bool(self.edited or num_deleted(self.decisions, self.marks))
 
-    def to_json(self) -> dict[str, Any]:
-        """The plan as JSON-ready values; the same plan gives the same values in the same order."""
+    def _values(self) -> dict[str, Any]:
         d, e = self.decisions, self.estimates
         return {
             "schema": SCHEMA,
@@ -231,7 +233,7 @@ class Plan(SavedPlan):
         gap, marks = estimates.pop("gap"), estimates.pop("marks", "")
         collectives = tuple(Collective(**one) for one in estimates.pop("collectives"))
         shares = WorkShares.from_json(estimates.pop("shares")) if "shares" in estimates else None
-        return cls(
+        plan = cls(
             file["step"],
             file["fingerprint"],
             file["jax"],
@@ -245,6 +247,7 @@ class Plan(SavedPlan):
             marks,
             outline=Outline(**file["outline"]) if "outline" in file else None,
         )
+        return plan._read_from(file)
 
     def compare(self, other: "Plan") -> "Comparison":
         """The differences from another plan: time, memory, collectives, and arguments that are sharded differently."""

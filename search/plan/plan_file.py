@@ -188,6 +188,8 @@ class PlanFile(TypedDict):
     decisions: DecisionsFile
     estimates: EstimatesFile
     outline: NotRequired[OutlineFile]
+    seal: NotRequired[str]
+    """Digest of the rest, by which an edit by hand is seen."""
 
 
 class StageFile(TypedDict):
@@ -287,6 +289,8 @@ class PipelineFile(TypedDict):
     """For each mesh of a replica's devices, how these share the work."""
     estimates: PipelineEstimatesFile
     outline: NotRequired[OutlineFile]
+    seal: NotRequired[str]
+    """Digest of the rest, by which an edit by hand is seen."""
 
 
 class SpmdEstimatesFile(TypedDict):
@@ -348,6 +352,8 @@ class SpmdFile(TypedDict):
     decisions: NotRequired[StageDecisionsFile]
     """How the devices of a replica share its work, if there are several."""
     outline: NotRequired[OutlineFile]
+    seal: NotRequired[str]
+    """Digest of the rest, by which an edit by hand is seen."""
 
 
 for _file in (

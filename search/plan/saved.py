@@ -3,13 +3,14 @@
 import json
 import os
 from abc import ABC, abstractmethod
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, cast
 
 from autoshard.cost_model.whole_file import write_whole
-from autoshard.search.plan.json_file import read_file
+from autoshard.search.plan.json_file import read_file, sealed
 
-NO_DECISIONS = frozenset({"step", "jax", "options", "meshes", "estimates", "outline"})
+NO_DECISIONS = frozenset({"step", "jax", "options", "meshes", "estimates", "outline", "seal"})
 """Keys of a plan's file that two equal plans may have different values of."""
 
 
@@ -23,9 +24,29 @@ class SavedPlan(ABC):
 
     __slots__ = ()
 
+    step: str
+    fingerprint: str
+    is_sealed: bool
+    """Whether the estimates are known to be those of the rest. A file that was edited by hand has a broken seal."""
+
+    @property
+    def is_edited(self) -> bool:
+        """Whether the estimates may be those of another plan."""
+        return not self.is_sealed
+
     @abstractmethod
+    def _values(self) -> dict[str, Any]:
+        """The plan as JSON-ready values, without a seal."""
+
     def to_json(self) -> dict[str, Any]:
         """The plan as JSON-ready values; the same plan gives the same values in the same order."""
+        values = self._values()
+        return sealed(values) if self.is_sealed else values
+
+    def _read_from(self, file: dict[str, Any]) -> Self:
+        """This plan, sealed only if the file that it was read from is."""
+        is_sealed = file.get("seal") == sealed(self._values())["seal"]
+        return cast(Self, replace(cast(Any, self), is_sealed=is_sealed))
 
     @classmethod
     @abstractmethod

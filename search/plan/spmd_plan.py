@@ -69,6 +69,7 @@ class SpmdPlan(SavedPlan):
       decisions: how the devices of a replica share its work, on a mesh of theirs; None where a replica is one device.
       search_s: seconds of the search; not saved.
       outline: of the traced step, to say how another step differs; None in a file without it.
+      is_sealed: whether the estimates are known to be those of the rest; False after an edit by hand.
     """
 
     step: str
@@ -85,6 +86,7 @@ class SpmdPlan(SavedPlan):
     decisions: Decisions | None = None
     search_s: Mapping[str, float] = field(default_factory=dict[str, float])
     outline: Outline | None = None
+    is_sealed: bool = field(default=True, compare=False, repr=False)
 
     @property
     def num_workers(self) -> int:
@@ -110,8 +112,7 @@ class SpmdPlan(SavedPlan):
     def gap(self) -> None:
         """None: of a pipeline as a whole nothing is proven."""
 
-    def to_json(self) -> dict[str, Any]:
-        """The plan as JSON-ready values; the same plan gives the same values in the same order."""
+    def _values(self) -> dict[str, Any]:
         said: dict[str, Any] = {
             "schema": SCHEMA,
             "step": self.step,
@@ -155,6 +156,7 @@ class SpmdPlan(SavedPlan):
             )
         file = read(SpmdFile, data, place)
         del file["schema"], file["executor"]
+        seal = file.pop("seal", None)
         if "decisions" in file:
             file["decisions"] = Decisions(**file["decisions"])
         if "outline" in file:
@@ -166,7 +168,7 @@ class SpmdPlan(SavedPlan):
             collectives=collectives,
             shares=WorkShares.from_json(shares) if shares else None,
         )
-        return cls(**file)
+        return cls(**file)._read_from({"seal": seal})
 
     def __str__(self) -> str:
         from autoshard.search.plan.spmd_summary import summary  # it needs plans itself

@@ -2,7 +2,7 @@
 
 from autoshard.cost_model.units import format_bytes, format_mesh, format_seconds
 from autoshard.search.plan.headline import PlanShape, StageShape
-from autoshard.search.plan.pipeline_head import front, head, origin, recomputed
+from autoshard.search.plan.pipeline_head import edited, front, head, origin, recomputed
 from autoshard.search.plan.spmd_plan import SpmdPlan
 from autoshard.search.plan.summary import memory_line
 from autoshard.search.plan.text_table import aligned, fitted, plural, search_time
@@ -16,12 +16,10 @@ def summary(plan: SpmdPlan) -> str:
       PlanError: a loaded plan's cluster does not make sense.
     """
     parts = [
-        front(plan, _shape(plan), _shares(plan), _memory(plan)),
+        edited(plan) or front(plan, _shape(plan), _shares(plan), _memory(plan)),
         _head(plan),
         recomputed(plan),
-        _collectives(plan),
-        _time(plan),
-        search_time(plan.search_s),
+        *([] if plan.is_edited else [_collectives(plan), _time(plan), search_time(plan.search_s)]),
         origin(plan),
     ]
     return fitted("\n".join("\n".join(lines) for lines in parts if lines))

@@ -10,6 +10,7 @@ from autoshard.cost_model.errors import InputError, PlanError
 from autoshard.cost_model.units import format_bytes, format_mesh, format_rate, format_seconds
 from autoshard.cost_model.xla.gpu_targets import AS_PLANNED, scheduler_options
 from autoshard.search.plan.argument_lines import argument_lines
+from autoshard.search.plan.edits import num_deleted
 from autoshard.search.plan.headline import HEAVY, PlanShape, StageShape, headline, mfu
 from autoshard.search.plan.plan import Estimates, Plan
 from autoshard.search.plan.text_table import aligned, fitted, more_of, plural, search_time
@@ -26,6 +27,8 @@ _LABEL_WIDTH = len("compiler")
 
 _FORWARD = "forward "
 """The beginning of the name of a forward op."""
+EDITED = "edited by hand"
+UNPRICED = "  no estimates: they were made before. To make new ones: autoshard show PLAN TARGET"
 
 
 def summary(plan: Plan) -> str:
@@ -46,25 +49,40 @@ def summary(plan: Plan) -> str:
         model = MeshModel(cluster, tuple(plan.decisions.mesh.values()))
     except InputError as e:
         raise PlanError(str(e)) from e
-    decisions, estimates = plan.decisions, plan.estimates
+    decisions = plan.decisions
     parts = [
-        [headline(_shape(plan))],
-        [time_line(estimates.step_s, mfu([estimates.shares], [cluster], estimates.step_s), cluster.caveat)],
-        [memory_line(estimates.peak_bytes, plan.memory_bytes)],
-        [_gap(plan)],
-        _edits(plan),
+        _edits(plan) if plan.is_edited else _answer(plan, cluster),
         _head(plan, cluster, model),
         argument_lines(decisions.arguments),
-        _ops(decisions.ops, estimates.shares),
+        _ops(decisions.ops, None if plan.is_edited else plan.estimates.shares),
         _recomputed(decisions.retention),
-        _collectives(estimates),
-        _time(estimates),
-        _memory(estimates),
-        _certificate(plan),
-        search_time(plan.search_s),
+        *([] if plan.is_edited else _estimated(plan)),
         _origin(plan, cluster),
     ]
     return fitted("\n".join("\n".join(lines) for lines in parts if lines))
+
+
+def _answer(plan: Plan, cluster: Cluster) -> list[str]:
+    """The kind of plan, its time, its memory and its certificate."""
+    estimates = plan.estimates
+    utilization = mfu([estimates.shares], [cluster], estimates.step_s)
+    return [
+        headline(_shape(plan)),
+        time_line(estimates.step_s, utilization, cluster.caveat),
+        memory_line(estimates.peak_bytes, plan.memory_bytes),
+        _gap(plan),
+    ]
+
+
+def _estimated(plan: Plan) -> list[list[str]]:
+    """The parts that hold only for the decisions that the estimates were made of."""
+    return [
+        _collectives(plan.estimates),
+        _time(plan.estimates),
+        _memory(plan.estimates),
+        _certificate(plan),
+        search_time(plan.search_s),
+    ]
 
 
 def time_line(step_s: float, utilization: float | None, caveat: str, bubble: float | None = None) -> str:
@@ -132,15 +150,14 @@ def compiler_options(cluster: Cluster, besides: Mapping[str, str] = MappingProxy
 
 
 def _edits(plan: Plan) -> list[str]:
-    """The decisions that were edited by hand: no estimate covers them."""
-    if not plan.is_edited:
-        return []
+    """The decisions that were edited by hand. The estimates in the file are those of other decisions."""
     names = [name or table for table, name in plan.edited]
     shown = ", ".join(names[:_MAX_EDITS]) + ", ..." * (len(names) > _MAX_EDITS)
-    edits = (
+    deleted = num_deleted(plan.decisions, plan.marks)
+    said = (
         f"{plural(len(names), 'decision')} edited by hand: {shown}" if names else "decisions deleted by hand"
     )
-    return [edits, "  the estimates are those of the plan before; running the plan makes new ones"]
+    return [said if names or deleted else EDITED, UNPRICED]
 
 
 def _place(model: MeshModel, axis: int) -> str:

@@ -155,6 +155,63 @@ def test_show_against_another_plan_shows_what_differs(run, train, tmp_path):
     assert "none.json" in err
 
 
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """The target's file, and the JSON of a plan for it."""
+    folder = tmp_path_factory.mktemp("saved")
+    (folder / "train.py").write_text(TRAIN)
+    step, args = runpy.run_path(str(folder / "train.py"))["target"]()
+    return folder / "train.py", autoshard.search(step, *args, cluster="8xCPU", mesh=(8,)).to_json()
+
+
+def written(path, data, **changes):
+    """A plan's file, with changes in its decisions."""
+    path.write_text(json.dumps(data | {"decisions": data["decisions"] | changes}))
+    return path
+
+
+def test_show_with_the_step_prices_an_edited_plan_anew(run, saved, tmp_path):
+    train, data = saved
+    edited = written(tmp_path / "edited.json", data | {"estimates": data["estimates"] | {"step_s": 1e-9}})
+    status, out, _ = run("show", edited)
+    assert (status, "no estimates" in out, "step time" in out) == (0, True, False)
+    status, out, _ = run("show", edited, f"{train}:target", "--json")
+    assert status == 0
+    assert json.loads(out)["estimates"] == data["estimates"] | {"gap": None}
+    small = written(tmp_path / "small.json", data | {"memory_bytes": 1000})
+    assert run("show", small, f"{train}:target")[0] == 3
+
+
+def test_show_refuses_a_spec_that_cannot_be(run, saved, tmp_path):
+    train, data = saved
+    args = data["decisions"]["arguments"]
+    unknown = written(tmp_path / "unknown.json", data, arguments=args | {"w": "P('batch')"})
+    status, out, err = run("show", unknown)
+    assert (status, out, err.count("\n")) == (4, "", 1)
+    assert "unknown.json: w: axis 'batch' is not in the mesh" in err
+    deep = written(tmp_path / "deep.json", data, arguments=args | {"w": "P(None, None, 'data')"})
+    status, out, err = run("show", deep, f"{train}:target")
+    assert (status, out) == (4, "")
+    assert "cannot rest as P(None, None, 'data')" in err
+
+
+def test_show_compares_only_plans_of_one_step_whose_estimates_hold(run, saved, tmp_path):
+    train, data = saved
+    plan = written(tmp_path / "plan.json", data)
+    other_step = written(tmp_path / "other.json", data | {"step": "other", "fingerprint": "0" * 16})
+    status, out, err = run("show", plan, "--against", other_step)
+    assert (status, out, err.count("\n")) == (4, "", 1)
+    assert "only plans of one step are compared" in err
+    args = data["decisions"]["arguments"]
+    edited = written(tmp_path / "edited.json", data, arguments=args | {"x": "P('data')"})
+    status, out, err = run("show", plan, "--against", edited)
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert "edited.json was edited by hand" in err
+    status, out, _ = run("show", plan, f"{train}:target", "--against", edited)
+    assert status == 0
+    assert out.startswith("this plan is ")
+
+
 @pytest.mark.parametrize("command", [["clusters"], ["clusters", "64xH100-80GB"]])
 def test_tables_fit_the_terminal(run, monkeypatch, command):
     monkeypatch.setenv("COLUMNS", "80")

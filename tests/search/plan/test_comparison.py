@@ -34,6 +34,23 @@ def test_a_plan_does_not_differ_from_itself():
     ]
 
 
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (
+            {"fingerprint": "0" * 16, "step": "eval_step"},
+            "the plans are of different steps, train_step and eval_step",
+        ),
+        ({"cluster": PLAN.cluster | {"name": "mine"}}, "the plans are for different clusters, "),
+        ({"is_sealed": False}, "a plan was edited by hand"),
+    ],
+)
+def test_plans_whose_times_say_nothing_get_no_percentage(changes, said):
+    text = str(PLAN.compare(replace(OTHER, **changes)))
+    assert text.startswith(said)
+    assert "%" not in text
+
+
 def test_times_by_kind_are_those_of_both_and_add_up():
     comparison = PLAN.compare(OTHER)
     times = amounts(comparison.time)

@@ -50,9 +50,9 @@ def test_a_plan_as_it_was_made_is_not_edited(plan, tmp_path):
 )
 def test_what_was_edited_is_named(plan, table, said):
     name = next(iter(getattr(plan.decisions, table)))
-    changed = edit(plan, table, name, said)
-    assert changed.edited == ((table, name),)
-    assert changed.is_edited
+    loaded = edit(plan, table, name, said)
+    assert loaded.edited == ((table, name),)
+    assert loaded.is_edited
 
 
 def test_what_was_deleted_is_seen(plan):
@@ -64,16 +64,57 @@ def test_what_was_deleted_is_seen(plan):
     assert "decisions deleted by hand" in str(changed)
 
 
-def test_a_summary_says_that_its_estimates_are_from_before_the_edit(plan):
+ESTIMATES = ("step time", "peak memory", "collectives", "gap")
+
+
+def test_a_summary_of_an_edited_plan_shows_no_estimates(plan):
+    assert all(estimate in str(plan) for estimate in ESTIMATES)
     text = str(edit(plan, "arguments", "params['up']", "P()"))
-    assert "1 decision edited by hand: params['up']\n  the estimates below are those from before" in text
+    assert "1 decision edited by hand: params['up']\n  no estimates: they were made before" in text
+    assert not any(estimate in text for estimate in ESTIMATES)
 
 
-def test_a_plan_without_marks_says_nothing(plan):
-    data = copy.deepcopy(plan.to_json())
-    del data["estimates"]["marks"]
-    data["decisions"]["arguments"]["params['up']"] = "P()"
-    assert not Plan.from_json(data).is_edited
+def changed(data, path, value):
+    """A copy with one value changed; None removes it."""
+    data = copy.deepcopy(data)
+    *keys, last = path.split(".")
+    inner = data
+    for key in keys:
+        inner = inner[key]
+    inner.pop(last) if value is None else inner.update({last: value})
+    return data
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("estimates.step_s", 1e-9),
+        ("estimates.peak_bytes", 1),
+        ("estimates.gap", 0.0),
+        ("estimates.marks", None),
+        ("cluster.name", "mine"),
+        ("memory_bytes", 1 << 20),
+        ("decisions.microbatches", 2),
+        ("fingerprint", "0" * 16),
+        ("seal", None),
+    ],
+)
+def test_an_edit_of_anything_in_a_file_is_seen(plan, path, value):
+    loaded = Plan.from_json(changed(plan.to_json(), path, value))
+    assert loaded.is_edited
+    assert Plan.from_json(loaded.to_json()).is_edited
+    assert not any(estimate in str(loaded) for estimate in ESTIMATES)
+
+
+def test_a_gap_that_was_written_by_hand_is_not_believed(plan):
+    loaded = Plan.from_json(changed(plan.to_json(), "estimates.gap", 0.5))
+    step = autoshard.parallelize(train_step, plan=loaded)
+    step.lower(PARAMS, BATCH)
+    assert step.plan.gap is None
+
+
+def test_what_a_file_says_beside_a_plan_is_no_edit(plan):
+    assert not Plan.from_json(plan.to_json() | {"note": "from Monday"}).is_edited
 
 
 def test_a_plan_that_ran_is_no_longer_edited(plan):
