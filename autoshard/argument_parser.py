@@ -30,7 +30,7 @@ class Parser(argparse.ArgumentParser):
         self._options.update(dict.fromkeys(action.option_strings, action))
         return action
 
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # type: ignore[override]
         """Parses all arguments; there are no unknown ones, as these are refused."""
         arguments = self._with_values(args)
         self._check_options(arguments)

@@ -165,7 +165,11 @@ class Lines:
     """A line in a log for each stage."""
 
     def __init__(self) -> None:
-        self.show = each_stage(say)
+        self._write = each_stage(say)
+
+    def show(self, line: str) -> None:
+        """Writes a new stage."""
+        self._write(line)
 
     def close(self) -> None:
         """Ends nothing: the lines stay."""
