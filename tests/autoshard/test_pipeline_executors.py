@@ -3,6 +3,7 @@
 import json
 import math
 from contextlib import suppress
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -83,6 +84,12 @@ def test_a_plan_is_saved_shown_and_drawn(executor, tmp_path, capsys):
     assert second.startswith("1 .")
     slices = [event for event in json.loads(trace.read_text())["traceEvents"] if event["ph"] == "X"]
     assert {event["args"]["microbatch"] for event in slices} == {0, 1, 2, 3}
+    file = json.loads(Path(path).read_text())
+    Path(path).write_text(json.dumps(file | {"microbatches": 8}))
+    assert cli.main(["show", path]) == 0
+    assert "no estimates" in (shown := capsys.readouterr().out)
+    assert "predicted" not in shown
+    assert cli.main(["show", path, "--timeline"]) == 2
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
