@@ -58,6 +58,13 @@ class Call:
         """The static part of the objects; None without objects."""
         return None if self.apart is None else self.apart.form
 
+    def with_static_ones(self, values: Sequence[Any]) -> tuple[Any, ...]:
+        """Values of the `positional` arguments, with None for each static argument that was passed by position."""
+        whole = list(values)
+        for position in (key for key, _ in self.static if isinstance(key, int)):
+            whole.insert(position, None)
+        return tuple(whole)
+
     def result(self, returned: Any, given: Sequence[Any]) -> Any:
         """The call's result; the caller's objects are updated in place.
 

@@ -320,6 +320,26 @@ class Parallelized[**P, R]:
         return placing.spread_out(state, self._devices())
 
     @boundary
+    def in_shardings(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """The shardings in which a call wants its arguments, known before the first call. Use them to place batches ahead of
+        time, or to make global arrays of each process's part. The step is planned if it has no plan yet.
+
+        Args:
+          *args: as for a call; arrays or their shapes.
+          **kwargs: as for a call.
+
+        Returns:
+          For each argument by position, its pytree with a `jax.sharding.NamedSharding` for each array; None for a static
+          argument. Keyword-only arguments follow in alphabetical order.
+
+        Example:
+          >>> _, wanted = train_step.in_shardings(state, batch)  # doctest: +SKIP
+          >>> state, metrics = train_step(state, jax.device_put(batch, wanted))  # doctest: +SKIP
+        """
+        call = self._call(args, kwargs)
+        return call.with_static_ones(self._prepared(call).program.shardings)[len(self._owner) :]
+
+    @boundary
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """Lowers the step for its devices, as `jax.jit(...).lower` does; arguments may be shapes."""
         program = self._prepared(self._call(args, kwargs)).program

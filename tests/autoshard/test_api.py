@@ -204,6 +204,16 @@ def test_lower_takes_shapes_and_is_what_runs():
     assert any(kind in compiled.as_text() for kind in ("all-reduce", "all-gather"))
 
 
+def test_the_shardings_of_a_call_are_known_before_it():
+    step = parallelize(train_step)
+    shapes = jax.eval_shape(create_state, jax.random.key(0)), jax.eval_shape(make_batch_arrays)
+    wanted = step.in_shardings(*shapes)
+    (compiled, _), ranks = step.lower(*shapes).compile().input_shardings, jax.tree.map(jnp.ndim, shapes)
+    assert all(jax.tree.leaves(jax.tree.map(jax.sharding.Sharding.is_equivalent_to, wanted, compiled, ranks)))
+    ahead = jax.device_put(make_batch(), wanted[1])
+    assert_close(step(create_state(jax.random.key(0)), ahead), plain_steps(1))
+
+
 # --- plans
 
 

@@ -211,9 +211,11 @@ def test_a_static_argument_before_others():
     def step(w, power, x):
         return w - 0.1 * gradient(w, x) * (2 if power == "two" else 1)
 
-    parallel = parallelize(step, static_argnums=1)
+    parallel = parallelize(step, static_argnums=1, pin={"x": jax.P("data")})
     assert_close(parallel(W, "two", X), step(W, "two", X))
     assert [*parallel.plan.decisions.arguments] == ["w", "x"]
+    _, static, x = parallel.in_shardings(W, "two", X)
+    assert (static, x.spec) == (None, jax.P("data"))
 
 
 def test_a_jitted_step_is_searched_with_what_is_bound():
