@@ -2,7 +2,8 @@
 
 `jax.jit` accepts looser calls, and so does autoshard. Keyword arguments that have a position are passed by it, so that both
 spellings have one signature. Static arguments are bound into the step; other values are another signature. NNX objects are
-split into a static graph and arrays (`autoshard.nnx_objects`). The remaining arguments are arrays.
+split into a static graph and arrays (`autoshard.nnx_objects`). The leaves of Equinox modules that are no arrays become part
+of the arguments' structure (`autoshard.equinox_modules`). The remaining arguments are arrays.
 """
 
 import functools
@@ -14,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from autoshard import nnx_objects
+from autoshard import equinox_modules, nnx_objects
 from autoshard.cost_model.errors import InputError
 from autoshard.search.ir import _jax
 from autoshard.search.ir.in_place import InPlace
@@ -54,6 +55,12 @@ class Call:
         return tuple(args), {**self.kwargs, **{k: v for k, v in self.static if isinstance(k, str)}}
 
     @property
+    def is_as_given(self) -> bool:
+        """True if a program takes the caller's positional arguments as they are."""
+        is_split = self.apart is not None or equinox_modules.are_in(self.args)
+        return not (self.kwargs or self.static or is_split)
+
+    @property
     def form(self) -> nnx_objects.Form | None:
         """The static part of the objects; None without objects."""
         return None if self.apart is None else self.apart.form
@@ -73,7 +80,7 @@ class Call:
           given: the arguments of the program, perhaps moved to its devices.
         """
         if not isinstance(returned, InPlace):
-            return returned
+            return equinox_modules.whole(returned)
         assert self.apart is not None
         own = zip(jax.tree.leaves(self.positional), jax.tree.leaves(given), strict=True)
         held = [x if _is_spread(x) else there for x, there in own]
@@ -170,6 +177,8 @@ class Callee:
         args = tuple(x for i, x in enumerate(args) if i not in positions)
         kwargs = {k: x for k, x in kwargs.items() if k not in self.static_names}
         if not nnx_objects.holds_objects((args, kwargs)):
+            args, kwargs = equinox_modules.apart((args, kwargs))
+            step = equinox_modules.pure(step) if equinox_modules.are_in((args, kwargs)) else step
             return Call(step, args, kwargs, static, None)
         apart = nnx_objects.apart((args, kwargs), like)
         args, kwargs = apart.pure

@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from autoshard import nnx_objects
+from autoshard import equinox_modules, nnx_objects
 from autoshard.calls import Call, Callee
 from autoshard.cost_model.errors import InputError, first_line
 from autoshard.executors.rewrite import evaluator
@@ -20,6 +21,8 @@ from autoshard.search.ir.trace import TRACE_ERRORS, step_name, whole_graph
 
 class Number(int):
     """The index of an array among all created ones; it stands for the array in a pytree."""
+
+    dtype = np.dtype(int)
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,7 +56,7 @@ class Creation:
         call = Callee.of(create).call(args, {})
         try:
             with _jax.implicit_mesh():
-                jaxpr, returned = jax.make_jaxpr(call.step, return_shape=True)(
+                jaxpr, returned = jax.make_jaxpr(equinox_modules.pure(call.step), return_shape=True)(
                     *jax.tree.map(_unplaced, call.args)
                 )
         except TRACE_ERRORS as e:
@@ -128,7 +131,9 @@ class Creation:
         """The state with these leaves."""
         held = jax.tree.unflatten(self._tree, leaves)
         given = [None] * len(jax.tree.leaves(self.call.args))
-        return nnx_objects.put_together(held, given, None) if isinstance(held, InPlace) else held
+        if isinstance(held, InPlace):
+            return nnx_objects.put_together(held, given, None)
+        return equinox_modules.whole(held)
 
 
 def _unplaced(x: Any) -> Any:

@@ -420,8 +420,7 @@ class Parallelized[**P, R]:
         """Records a program that has run. If it is one program, and the call had positional arrays only, later calls of its
         signature run it unchecked."""
         self._ran.append(planned)
-        is_one_program = isinstance(planned.program, Program)
-        if is_one_program and not (call.kwargs or call.static or call.form or self._owner):
+        if isinstance(planned.program, Program) and call.is_as_given and not self._owner:
             self._plain.add(planned)
 
     def _narrated(self, first: str) -> AbstractContextManager[Progress]:
