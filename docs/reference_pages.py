@@ -48,12 +48,15 @@ def _usages() -> Iterator[str]:
 
 
 def _keys(schema: Mapping[str, Any]) -> Iterator[str]:
-    """A table for each kind of object in a file: its keys, their types and their meaning."""
+    """A table for each kind of object in a file, the outermost first: its keys, their types and their meaning."""
     kinds = {name: kind for name, kind in schema["$defs"].items() if "properties" in kind}
     if "properties" in schema:
         kinds = {schema["title"]: schema, **kinds}
-    for name, kind in kinds.items():
-        yield from (f"### {name}", "", kind.get("description", ""), "", *_table("key", "type", "meaning"))
+    outermost = [name for name in _referred(schema.get("anyOf", ())) if name in kinds]
+    for name in dict.fromkeys([*outermost, *kinds]):
+        kind = kinds[name]
+        meaning = kind.get("description", "").partition("\n\n")[0]
+        yield from (f"### {name}", "", meaning, "", *_table("key", "type", "meaning"))
         for key, said in kind["properties"].items():
             optional = "" if key in kind.get("required", ()) else ", optional"
             yield f"| `{key}` | {_type(said)}{optional} | {said.get('description', '')} |"
@@ -65,10 +68,15 @@ def _table(*titles: str) -> tuple[str, str]:
     return f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"
 
 
+def _referred(schemas: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+    """The names of the definitions that schemas refer to."""
+    return (schema["$ref"].rsplit("/", 1)[-1] for schema in schemas if "$ref" in schema)
+
+
 def _type(said: Mapping[str, Any]) -> str:
-    """A JSON Schema's type in words."""
-    if "$ref" in said:
-        return said["$ref"].rsplit("/", 1)[-1]
+    """A JSON Schema's type in words; a kind of object is a link to its table."""
+    for name in _referred([said]):
+        return f"[{name}](#{name.lower()})"
     if "anyOf" in said:
         return " or ".join(map(_type, said["anyOf"]))
     if isinstance(said.get("items"), dict):

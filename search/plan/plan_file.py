@@ -1,8 +1,9 @@
-"""Files of plans: the types of what stands in them, by which they are read, checked and described.
+"""The types of plan files, by which these are read, checked and described.
 
-Pydantic does all three from these types: a mistake is named with the path of its key, be that a name of the user's, and
-editors complete and check a plan by its JSON Schema (`autoshard schema plan`). It takes a while to import, so this module is
-imported where a plan is read.
+A plan has one of three forms: one program (`PlanFile`), a program per stage (`PipelineFile`), or one program for all stages
+(`SpmdFile`). Pydantic does all three tasks from these types: a message names the path of the wrong key, and editors complete
+and check a plan by its JSON Schema (`autoshard schema plan`). Pydantic takes a while to import, so this module is imported
+only where a plan is read.
 """
 
 import json
@@ -37,7 +38,7 @@ WANTED = MappingProxyType(
         "too_short": "given for one axis at least",
     }
 )
-"""What was wanted, by Pydantic's names for what may be wrong."""
+"""The wanted value, by Pydantic's name of the mistake."""
 
 
 class CollectiveFile(TypedDict):
@@ -102,14 +103,14 @@ class WorkSharesFile(TypedDict):
 
 
 class EstimatesFile(TypedDict):
-    """What is predicted of the decisions; it is made anew whenever a step is given the plan."""
+    """Predictions for the decisions; they are made anew whenever a step is given the plan."""
 
     step_s: Number
     """Seconds per step."""
     compute_s: Number
     """Seconds of computation."""
     recompute_s: Number
-    """Seconds for what the plan recomputes."""
+    """Seconds of recomputation."""
     transfer_s: NotRequired[Number]
     """Seconds of copies between the device and its host."""
     hidden_s: Number
@@ -119,7 +120,7 @@ class EstimatesFile(TypedDict):
     host_bytes: Count
     """Pinned host memory, per device."""
     residents: dict[str, Count]
-    """Bytes per device at the peak, by what they are."""
+    """Bytes per device at the peak, by kind."""
     peak_at: str
     """The op at which the peak occurs, with its source line."""
     collectives: list[CollectiveFile]
@@ -129,7 +130,7 @@ class EstimatesFile(TypedDict):
     gap: Number | None
     """Certified: no plan takes less time by more than this share; null when decisions were edited since."""
     marks: NotRequired[str]
-    """Of the decisions that the estimates were made of, to see edits by."""
+    """A fingerprint of the decisions that the estimates were made of; another one shows edits."""
 
 
 class DecisionsFile(TypedDict):
@@ -138,15 +139,15 @@ class DecisionsFile(TypedDict):
     mesh: Mesh
     """Size of each mesh axis, outermost first."""
     microbatches: NotRequired[Size]
-    """In how many a step goes through its batch."""
+    """The number of parts in which a step goes through its batch."""
     arguments: dict[str, str]
     """By pytree path, the spec in which an argument rests: P('data', None), P('model') on host."""
     ops: dict[str, str]
     """By name, the specs that a class of ops reads and makes: P('data'), P() -> P('data')."""
     copies: dict[str, str]
-    """By name, the spec of a value that is resharded for a phase, and how it comes by it."""
+    """By name, the spec of a value that is resharded for a phase, and its source."""
     retention: dict[str, str]
-    """By name, what of a class of forward ops is not kept for the backward phase."""
+    """By name, the results of a class of forward ops that are not kept for the backward phase."""
 
 
 class OutlineFile(TypedDict):
@@ -175,11 +176,11 @@ class PlanFile(TypedDict):
     step: str
     """The step function's name."""
     fingerprint: str
-    """Of the traced step."""
+    """The fingerprint of the traced step."""
     jax: str
     """The JAX version that traced it."""
     cluster: dict[str, Any]
-    """The cluster, as its file would say it."""
+    """The cluster, in the form of a cluster file."""
     options: OptionsFile
     meshes: Annotated[tuple[Shape, ...], Field(strict=False)]
     """The meshes that were searched: sizes of their axes."""
@@ -202,58 +203,58 @@ class StageFile(TypedDict):
 
 
 class StageDecisionsFile(TypedDict):
-    """How the devices of a stage's replica share its work, where they form such a mesh."""
+    """The sharding of a stage on the devices of one replica, for all stages with this mesh."""
 
     mesh: Mesh
-    """Size of each of its axes, outermost first."""
+    """Size of each axis of a replica's devices, outermost first."""
     group: NotRequired[str]
-    """Of a cluster with several kinds of node: the group of nodes that they are for."""
+    """The group of nodes that the decisions are for, in a cluster with several kinds of node."""
     arguments: dict[str, str]
-    """As in a plan of one program."""
+    """By pytree path, the spec in which an argument rests: P('data', None)."""
     ops: dict[str, str]
-    """Likewise."""
+    """By name, the specs that a class of ops reads and makes: P('data'), P() -> P('data')."""
     copies: dict[str, str]
-    """Likewise."""
+    """By name, the spec of a value that is resharded for a phase, and its source."""
 
 
 class StageEstimatesFile(TypedDict):
-    """What a stage is predicted to take: seconds of a microbatch, and bytes of a device."""
+    """Predictions for a stage: seconds per microbatch, and bytes per device."""
 
     forward_s: Number
-    """Forward pass."""
+    """The forward pass."""
     backward_s: Number
-    """Backward pass without weight gradients."""
+    """The backward pass without weight gradients."""
     weight_gradient_s: Number
-    """These."""
+    """The weight gradients."""
     send_s: Number
-    """Until what the forward pass made is on the next stage."""
+    """The transfer of forward results to the next stage."""
     return_s: Number
-    """Until the gradient of what the stage read is on the one before."""
+    """The transfer of gradients to the previous stage."""
     update_s: Number
-    """What is done once in a step."""
+    """Seconds per step of the work that is done once."""
     residual_bytes: Count
-    """Of a microbatch in flight."""
+    """Residuals of one microbatch in flight."""
     state_bytes: Count
-    """Always there."""
+    """State, which is always there."""
     workspace_bytes: Count
-    """While it runs."""
+    """Temporary arrays while the stage runs."""
     peak_bytes: Count
-    """At the highest, with all stages of its worker."""
+    """The peak of the stage's worker, with all its stages."""
     collectives: NotRequired[list[CollectiveFile]]
     """By kind and mesh axes."""
 
 
 class PipelineEstimatesFile(TypedDict):
-    """What is predicted of a pipeline; it is made anew whenever a step is given the plan."""
+    """Predictions for a pipeline; they are made anew whenever a step is given the plan."""
 
     step_s: Number
     """Seconds per step."""
     bubble: Number
-    """The share of it in which workers wait."""
+    """The share of the step in which workers wait."""
     peak_bytes: Count
     """Device memory at its highest, per device."""
     stages: list[StageEstimatesFile]
-    """Of each stage."""
+    """The predictions for each stage."""
     shares: NotRequired[list[WorkSharesFile]]
     """For each of the decisions, how the mesh axes share the work."""
 
@@ -266,27 +267,27 @@ class PipelineFile(TypedDict):
     step: str
     """The step function's name."""
     fingerprint: str
-    """Of the traced step."""
+    """The fingerprint of the traced step."""
     jax: str
     """The JAX version that traced it."""
     cluster: dict[str, Any]
-    """The cluster, as its file would say it."""
+    """The cluster, in the form of a cluster file."""
     groups: NotRequired[Annotated[tuple[str, ...], Field(strict=False)]]
-    """Of a cluster with several kinds of node: its groups of nodes, in the order in which stages stand on them."""
+    """The groups of nodes of a cluster with several kinds of node, in the order of their stages."""
     schedule: str
-    """The family's name, such as 1f1b."""
+    """The schedule's name, such as 1f1b."""
     memory_bytes: Count
     """The cap per device."""
     workers: Size
     """Groups of devices."""
     microbatches: Size
-    """In how many a step goes through its batch."""
+    """The number of parts in which a step goes through its batch."""
     stages: list[StageFile]
     """In the order of the forward phase."""
     retention: dict[str, str]
-    """By name, what of a class of forward ops is not kept for the backward phase."""
+    """By name, the results of a class of forward ops that are not kept for the backward phase."""
     decisions: list[StageDecisionsFile]
-    """For each mesh of a replica's devices, how these share the work."""
+    """The sharding within a replica, for each mesh that replicas have."""
     estimates: PipelineEstimatesFile
     outline: NotRequired[OutlineFile]
     seal: NotRequired[str]
@@ -294,26 +295,26 @@ class PipelineFile(TypedDict):
 
 
 class SpmdEstimatesFile(TypedDict):
-    """What is predicted of a pipeline that is one program; it is made anew whenever a step is given the plan."""
+    """Predictions for a pipeline that is one program; they are made anew whenever a step is given the plan."""
 
     step_s: Number
     """Seconds per step."""
     bubble: Number
-    """The share of it in which a stage computes what nobody reads."""
+    """The share of the step in which stages compute results that nobody reads."""
     peak_bytes: Count
     """Device memory at its highest, per device."""
     forward_s: Number
-    """Of a stage's layers on one microbatch, and of handing on what they make."""
+    """Seconds of the forward pass of a stage's layers on one microbatch, and of the transfer to the next stage."""
     backward_s: Number
-    """Likewise."""
+    """Seconds of the backward pass of a stage's layers on one microbatch, and of the transfer to the previous stage."""
     between_s: Number
-    """In a step, of what stands between loops over layers."""
+    """Seconds per step of the ops between loops over layers."""
     update_s: Number
-    """Of what is done once in a step."""
+    """Seconds per step of the work that is done once."""
     residual_bytes: Count
-    """Of a microbatch and a stage."""
+    """Residuals of one microbatch on a stage."""
     state_bytes: Count
-    """Always there."""
+    """State, which is always there."""
     collectives: NotRequired[list[CollectiveFile]]
     """By kind and mesh axes."""
     shares: NotRequired[WorkSharesFile]
@@ -328,29 +329,28 @@ class SpmdFile(TypedDict):
     step: str
     """The step function's name."""
     fingerprint: str
-    """Of the traced step."""
+    """The fingerprint of the traced step."""
     jax: str
     """The JAX version that traced it."""
     cluster: dict[str, Any]
-    """The cluster, as its file would say it."""
+    """The cluster, in the form of a cluster file."""
     memory_bytes: Count
     """The cap per device."""
     executor: str
     """The executor: spmd, one program for all stages."""
     schedule: str
-    """The family's name: gpipe or circular."""
+    """The schedule's name: gpipe or circular."""
     microbatches: Size
-    """In how many each replica goes through its part of the batch."""
+    """The number of parts in which each replica goes through its share of the batch."""
     stages: Size
-    """Runs of equally many layers."""
+    """The number of stages, each of equally many layers."""
     mesh: Mesh
     """Size of each axis: of groups of stages, and of the replicas of each."""
     retention: dict[str, str]
-    """By name, what of a class of forward ops is not kept for the backward phase."""
+    """By name, the results of a class of forward ops that are not kept for the backward phase."""
     estimates: SpmdEstimatesFile
-    """What is predicted."""
     decisions: NotRequired[StageDecisionsFile]
-    """How the devices of a replica share its work, if there are several."""
+    """The sharding within a replica of several devices."""
     outline: NotRequired[OutlineFile]
     seal: NotRequired[str]
     """Digest of the rest, by which an edit by hand is seen."""
@@ -377,20 +377,21 @@ OptionsFile.__pydantic_config__ = ConfigDict(**_READ, extra="allow")  # type: ig
 
 
 def json_schema() -> dict[str, Any]:
-    """What a plan's file looks like, as JSON Schema."""
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **_adapter(PlanFile).json_schema()}
+    """The JSON Schema of a plan's file, in any of its forms."""
+    forms = TypeAdapter[Any](PlanFile | PipelineFile | SpmdFile)
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **forms.json_schema()}
 
 
 def read(kind: type, data: Any, place: str) -> dict[str, Any]:
-    """JSON-ready values as a file of a kind has them.
+    """JSON-ready values, checked as a file of a kind.
 
     Args:
       kind: one of the types above.
-      data: what was read.
-      place: how messages call the file.
+      data: the file's content.
+      place: the file's name in messages.
 
     Raises:
-      PlanError: a key is missing or of the wrong type; names the first.
+      PlanError: a key is missing or of the wrong type; the message names the first.
     """
     try:
         return cast(dict[str, Any], _adapter(kind).validate_python(data))

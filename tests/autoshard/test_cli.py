@@ -745,7 +745,8 @@ def test_clusters_writes_a_file_to_start_from(run, tmp_path):
 def test_schema_prints_one_that_editors_read(run):
     status, out, err = run("schema", "plan")
     assert (status, err) == (0, "")
-    assert json.loads(out)["properties"]["decisions"] == {"$ref": "#/$defs/DecisionsFile"}
+    plan = json.loads(out)["$defs"]["PlanFile"]
+    assert plan["properties"]["decisions"] == {"$ref": "#/$defs/DecisionsFile"}
     status, out, err = run("schema", "cluster")
     assert (status, err) == (0, "")
     device = json.loads(out)["$defs"]["Device"]

@@ -228,19 +228,27 @@ def test_the_schema_describes_what_is_written(data):
     """All that it requires and knows is there, and nothing else, with a word on each key."""
     described = plan_file.json_schema()
     assert described["$schema"].startswith("https://json-schema.org/")
-    parts = {"": data, "DecisionsFile": data["decisions"], "EstimatesFile": data["estimates"]}
+    parts = {"PlanFile": data, "DecisionsFile": data["decisions"], "EstimatesFile": data["estimates"]}
     parts["CollectiveFile"] = data["estimates"]["collectives"][0]
     for name, part in parts.items():
-        known = described["$defs"][name] if name else described
+        known = described["$defs"][name]
         assert set(known["properties"]) == set(part)
         assert set(known["required"]) <= set(part)
-        assert all(
-            "description" in known["properties"][key] or "$ref" in known["properties"][key] for key in part
-        )
-    assert described["properties"]["memory_bytes"]["minimum"] == 0
+    assert described["$defs"]["PlanFile"]["properties"]["memory_bytes"]["minimum"] == 0
     assert described["$defs"]["DecisionsFile"]["properties"]["arguments"]["additionalProperties"] == {
         "type": "string"
     }
+
+
+def test_the_schema_has_all_forms_of_plans_and_a_word_on_each_key():
+    described = plan_file.json_schema()
+    assert [form["$ref"].rsplit("/", 1)[1] for form in described["anyOf"]] == [
+        "PlanFile",
+        "PipelineFile",
+        "SpmdFile",
+    ]
+    for known in described["$defs"].values():
+        assert all("description" in key or "$ref" in key for key in known["properties"].values())
 
 
 # --- edits
