@@ -1,12 +1,15 @@
-"""One name on the user's path: `autoshard`, whatever the user's own files are called."""
+"""Packages: the wheel has one name on the user's path, `autoshard`, and the source distribution makes that wheel."""
 
 import subprocess
 import sys
 import sysconfig
+import tarfile
 from pathlib import Path
 from zipfile import ZipFile
 
 import pytest
+
+import autoshard
 
 ROOT = Path(__file__).parents[1]
 
@@ -32,13 +35,40 @@ print(float(loss))
 """
 
 
+def built(source: Path, folder: Path, *targets: str) -> list[Path]:
+    """The packages that are made from a folder of sources."""
+    asked = [word for target in targets for word in ("-t", target)]
+    command = [sys.executable, "-m", "hatchling", "build", *asked, "-d", str(folder)]
+    subprocess.run(command, cwd=source, check=True, capture_output=True)
+    return sorted(folder.iterdir())
+
+
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("wheel")
-    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
-    (built,) = folder.glob("*.whl")
-    return built
+def packages(tmp_path_factory) -> list[Path]:
+    return built(ROOT, tmp_path_factory.mktemp("packages"), "sdist", "wheel")
+
+
+@pytest.fixture(scope="module")
+def wheel(packages) -> Path:
+    return packages[0]
+
+
+def test_packages_have_the_version_of_the_module(packages):
+    of_this = f"autoshard-{autoshard.__version__}"
+    assert [package.name for package in packages] == [f"{of_this}-py3-none-any.whl", f"{of_this}.tar.gz"]
+
+
+def test_the_source_distribution_is_the_repository_and_makes_the_same_wheel(packages, tmp_path):
+    wheel, sources = packages
+    with tarfile.open(sources) as packed:
+        packed.extractall(tmp_path, filter="data")
+    (unpacked,) = tmp_path.iterdir()
+    for folder in ("search", "executors", "cost_model"):
+        assert (unpacked / "autoshard" / folder).readlink() == Path("..", folder)
+    for file in ("examples/train_gpt.py", "tests/test_wheel.py", "docs/conf.py", "uv.lock"):
+        assert (unpacked / file).read_bytes() == (ROOT / file).read_bytes()
+    (again,) = built(unpacked, tmp_path / "again", "wheel")
+    assert again.read_bytes() == wheel.read_bytes()
 
 
 def test_a_wheel_installs_one_package(wheel):
