@@ -1,19 +1,18 @@
-"""A DLRM (deep learning recommendation model) in plain JAX: big embedding tables, small MLPs.
+"""A DLRM (deep learning recommendation model) in plain JAX: large embedding tables, small MLPs.
 
-The tables outgrow a device long before the arithmetic does. Which of them to split, over what, and
-which to keep whole next to the data-parallel MLPs, is for the search to find out.
+The tables outgrow a device long before the arithmetic does. The search decides which of them to split, over which dimension,
+and which to keep whole beside the data-parallel MLPs.
 
     python examples/dlrm.py             # on the GPUs here; without any, on 8 simulated devices
 
-The same step with the tables of the Criteo data set, planned for a cluster that this machine does
-not have:
+The tables of the Criteo data set, planned for a cluster that this machine does not have:
 
     autoshard search examples/dlrm.py:target --cluster 16xH100-80GB --memory 70GiB --out plan.json
 """
 
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
+from itertools import count, pairwise
 
 import jax
 import jax.numpy as jnp
@@ -23,12 +22,6 @@ import optax
 import autoshard
 
 OPTIMIZER = optax.adagrad(0.05)
-
-# Distinct values of each categorical column in Criteo's Kaggle data set.
-CRITEO_ROWS = (
-    *(1460, 583, 10131227, 2202608, 305, 24, 12517, 633, 3, 93145, 5683, 8351593, 3194),
-    *(27, 14992, 5461306, 10, 5652, 2173, 4, 7046547, 18, 15, 286181, 105, 142572),
-)
 
 
 @dataclass(frozen=True)
@@ -41,6 +34,11 @@ class Config:
     batch: int = 512
 
 
+# Distinct values of each categorical column in Criteo's Kaggle data set.
+CRITEO_ROWS = (
+    *(1460, 583, 10131227, 2202608, 305, 24, 12517, 633, 3, 93145, 5683, 8351593, 3194),
+    *(27, 14992, 5461306, 10, 5652, 2173, 4, 7046547, 18, 15, 286181, 105, 142572),
+)
 CRITEO = Config(
     rows=tuple(-(-rows // 64) * 64 for rows in CRITEO_ROWS),  # padded, so that they split evenly
     width=128,
@@ -52,9 +50,8 @@ CRITEO = Config(
 
 
 def create_state(config: Config):
-    keys = iter(jax.random.split(jax.random.key(0), 64))
-    vectors = len(config.rows) + 1
-    pairs = vectors * (vectors - 1) // 2
+    keys = (jax.random.fold_in(jax.random.key(0), i) for i in count())
+    num_pairs = len(config.rows) * (len(config.rows) + 1) // 2
 
     def mlp(*widths):
         he_normal = jax.nn.initializers.he_normal()
@@ -63,9 +60,9 @@ def create_state(config: Config):
     params = {
         "tables": [0.1 * jax.random.normal(next(keys), (rows, config.width)) for rows in config.rows],
         "bottom": mlp(config.num_dense, *config.bottom, config.width),
-        "top": mlp(config.width + pairs, *config.top, 1),
+        "top": mlp(config.width + num_pairs, *config.top, 1),
     }
-    return {"params": params, "opt_state": OPTIMIZER.init(params)}
+    return {"params": params, "moments": OPTIMIZER.init(params)}
 
 
 def apply_mlp(layers, x):
@@ -92,13 +89,12 @@ def loss_fn(params, batch):
 @autoshard.parallelize
 def train_step(state, batch):
     loss, grads = jax.value_and_grad(loss_fn)(state["params"], batch)
-    updates, opt_state = OPTIMIZER.update(grads, state["opt_state"], state["params"])
-    params = optax.apply_updates(state["params"], updates)
-    return {"params": params, "opt_state": opt_state}, {"loss": loss}
+    updates, moments = OPTIMIZER.update(grads, state["moments"], state["params"])
+    return {"params": optax.apply_updates(state["params"], updates), "moments": moments}, loss
 
 
 def target():
-    """What `autoshard search` plans: the step and the shapes of its arguments at full size."""
+    """The step and the shapes of its arguments at full size, for the command line."""
     config = CRITEO
     batch = {
         "dense": jax.ShapeDtypeStruct((config.batch, config.num_dense), jnp.float32),
@@ -127,9 +123,9 @@ def main(num_steps=100):
     state = train_step.init(partial(create_state, config), args=(next(batches),))
     print(train_step.plan)
     for i in range(1, num_steps + 1):
-        state, metrics = train_step(state, next(batches))
-        if i == 1 or i % 10 == 0:
-            print(f"step {i:4}  loss {metrics['loss']:.3f}")
+        state, loss = train_step(state, next(batches))
+        if i == 1 or i % 20 == 0:
+            print(f"step {i:4}  loss {loss:.2f}")
 
 
 if __name__ == "__main__":
