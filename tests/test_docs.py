@@ -87,6 +87,16 @@ def sections(file: str) -> set[str]:
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
+def test_each_table_of_benchmarks_has_its_command_and_date():
+    """In its own section."""
+    sections = re.split(r"^#+ ", (DOCS / "benchmarks.md").read_text(), flags=re.MULTILINE)
+    with_tables = [section for section in sections if "\n|---" in section]
+    assert len(with_tables) >= 10
+    for section in with_tables:
+        assert re.search(r"\d November 2026", section), section[:60]
+        assert re.search(r"`(python -m|autoshard) |The same GPU", section), section[:60]
+
+
 def test_the_readme_is_short_and_keeps_its_two_commands():
     lines = (ROOT / "README.md").read_text().splitlines()
     assert len(lines) <= 200
