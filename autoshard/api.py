@@ -458,6 +458,7 @@ def parallelize(
 
     The first call traces the step, searches and compiles; later calls only run. State arguments (those that
     come back as results) are donated. Flax NNX objects among the arguments are changed in place, as under `nnx.jit`.
+    Leaves of Equinox modules that are no arrays are constants of the step, as under `eqx.filter_jit`.
 
     Args:
       step: the training step; without it, a decorator is returned.

@@ -53,6 +53,11 @@ def whole(tree: Any) -> Any:
     return jax.tree.map(lambda x: x.value if _is_constant(x) else x, tree, is_leaf=_is_constant)
 
 
+def arrays(tree: Any) -> Any:
+    """A pytree with None in the place of its modules' constants, as `eqx.filter` leaves it."""
+    return jax.tree.map(lambda x: None if _is_constant(x) else x, tree, is_leaf=_is_constant)
+
+
 def are_in(tree: Any) -> bool:
     """True if there are `Constant`s in a pytree."""
     return "equinox" in sys.modules and any(map(_is_constant, jax.tree.leaves(tree, is_leaf=_is_constant)))

@@ -19,7 +19,7 @@ from typing import Any, Concatenate, Self, overload
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from autoshard import nnx_objects, pipelines, placing, planning, programs
+from autoshard import equinox_modules, nnx_objects, pipelines, placing, planning, programs
 from autoshard.calls import Call, Callee
 from autoshard.cost_model.attached import attached_hardware
 from autoshard.cost_model.cluster import Cluster
@@ -330,14 +330,16 @@ class Parallelized[**P, R]:
 
         Returns:
           For each argument by position, its pytree with a `jax.sharding.NamedSharding` for each array; None for a static
-          argument. Keyword-only arguments follow in alphabetical order.
+          argument, and for a leaf of an Equinox module that is no array. Keyword-only arguments follow in alphabetical
+          order.
 
         Example:
           >>> _, wanted = train_step.in_shardings(state, batch)  # doctest: +SKIP
           >>> state, metrics = train_step(state, jax.device_put(batch, wanted))  # doctest: +SKIP
         """
         call = self._call(args, kwargs)
-        return call.with_static_ones(self._prepared(call).program.shardings)[len(self._owner) :]
+        wanted = equinox_modules.arrays(self._prepared(call).program.shardings)
+        return call.with_static_ones(wanted)[len(self._owner) :]
 
     @boundary
     def lower(self, *args: Any, **kwargs: Any) -> Any:

@@ -9,6 +9,8 @@ import pytest
 
 import autoshard
 
+pytestmark = pytest.mark.devices
+
 OPTIMIZER = optax.adam(1e-2)
 X, Y = np.random.default_rng(0).standard_normal((2, 16, 8)).astype("float32")
 
@@ -62,6 +64,8 @@ def test_a_step_on_modules_trains_as_under_filter_jit(wrapped, alone):
     step = autoshard.parallelize(wrapped(train_step), pin={"model.mlp.layers[0].weight": "P('data')"})
     state = step.init(create, jax.random.key(0), args=(X, Y, jax.random.key(0)))
     assert state[0].mlp.layers[0].weight.sharding.spec == jax.P("data")
+    wanted, *_ = step.in_shardings(*state, X, Y, jax.random.key(0))
+    assert wanted == jax.tree.map(lambda x: x.sharding, eqx.filter(state[0], eqx.is_array))
     model, losses = trained(step, state)
     np.testing.assert_allclose(losses, alone[1], rtol=1e-5)
     jax.tree.map(
