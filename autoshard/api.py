@@ -336,9 +336,11 @@ def verify(
 @boundary
 def priced(
     step: Callable[..., Any],
+    /,
     *abstract_args: Any,
     plan: str | os.PathLike[str] | AnyPlan,
     state: str | Sequence[str] | None = None,
+    **abstract_kwargs: Any,
 ) -> AnyPlan:
     """A plan with new estimates: those of its decisions, whatever its file says.
 
@@ -352,8 +354,9 @@ def priced(
       PlanError: the plan is for another step, or decides something impossible.
       InfeasibleError: what it decides does not fit its memory cap.
     """
-    given, place = loaded(plan)
-    traced = _traced(step, planning.hardware(given, place), abstract_args, state)
+    call, own = _told_apart("priced", step, abstract_args, abstract_kwargs, plan=plan, state=state)
+    given, place = loaded(own["plan"])
+    traced = _traced(call, planning.hardware(given, place), own["state"])
     if isinstance(given, Plan):
         return planning.applied(traced, given, place).plan
     return pipelines.applied(traced, given, place).plan
