@@ -1,5 +1,14 @@
-"""Every test sees the simulated devices, and a wide terminal; none has a time limit."""
+"""Each test's marker says what it needs; each test sees the simulated devices and a wide terminal; none has a time limit.
 
+A `pure` test compiles no program and starts no process, so that `pytest -m pure` is quick. A `devices` test does, on simulated
+CPU devices; a `compiler` test asks XLA's GPU compiler. A test needs what it or its file is marked with, else what its room
+needs, else nothing. One that takes long and whose law a cheaper test shows in small is `slow` besides.
+"""
+
+import sys
+from pathlib import Path
+
+import jax
 import pytest
 from hypothesis import HealthCheck, settings
 
@@ -8,6 +17,46 @@ from tests.simulated import simulate_devices
 simulate_devices()
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
+
+NEEDS = ("pure", "devices", "compiler")
+
+OF_ROOM = {"executors": "devices", "gpu": "compiler"}
+"""By folder, where it is not `pure`."""
+
+
+class Purity:
+    """Fails pure tests that compile a program or start a process, at the line that does."""
+
+    def __init__(self) -> None:
+        self.is_wanted = False
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item):
+        self.is_wanted = item.get_closest_marker("pure") is not None
+        try:
+            return (yield)
+        finally:
+            self.is_wanted = False
+
+    def hear(self, event: str, *_, **__) -> None:
+        """Listens to JAX's events and to Python's."""
+        if self.is_wanted and event in ("/jax/core/compile/backend_compile_duration", "subprocess.Popen"):
+            pytest.fail(f"a pure test wanted {event}: give it shapes or NumPy arrays, or mark it `devices`")
+
+
+def pytest_configure(config):
+    purity = Purity()
+    config.pluginmanager.register(purity)
+    jax.monitoring.register_event_duration_secs_listener(purity.hear)
+    sys.addaudithook(purity.hear)
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if not any(map(item.get_closest_marker, NEEDS)):
+            room, *_ = item.path.relative_to(Path(__file__).parent).parts
+            item.add_marker(OF_ROOM.get(room, "pure"))
 
 
 @pytest.fixture(autouse=True)
