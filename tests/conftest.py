@@ -1,8 +1,8 @@
 """Each test's marker says what it needs; each test sees the simulated devices and a wide terminal; none has a time limit.
 
-A `pure` test compiles no program and starts no process, so that `pytest -m pure` is quick. A `devices` test does, on simulated
-CPU devices; a `compiler` test asks XLA's GPU compiler. A test needs what it or its file is marked with, else what its room
-needs, else nothing. One that takes long and whose law a cheaper test shows in small is `slow` besides.
+A `pure` test compiles no program and starts no process, so that `pytest -m pure` is quick. A `devices` test does, on
+simulated devices; a `compiler` test asks XLA for programs of GPUs. A test needs what it or its file is marked with, or
+else its room, or else nothing. One that takes long and whose law a cheaper test shows in small is `slow` besides.
 """
 
 import sys
