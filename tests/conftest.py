@@ -12,7 +12,7 @@ import jax
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.simulated import simulate_devices
+from tests.simulated import keep_programs, simulate_devices
 
 simulate_devices()
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -45,6 +45,8 @@ class Purity:
 
 
 def pytest_configure(config):
+    if hasattr(config, "cache"):
+        keep_programs(config.cache.mkdir("programs"))
     purity = Purity()
     config.pluginmanager.register(purity)
     jax.monitoring.register_event_duration_secs_listener(purity.hear)

@@ -24,6 +24,7 @@ from autoshard.search.problem.reshard_paths import ReshardPaths
 from tests import zoo
 from tests.executors import plans
 from tests.executors.agreement import Reference, assert_equal
+from tests.executors.test_spmd import shared
 
 NUM_STEPS = 3
 
@@ -53,31 +54,49 @@ MICROBATCHED = {
 
 RUN = {
     "mlp": tuple(PLANS),  # it compiles fast
-    "dlrm": ("8-smallest", "2x4-drawn", "2x2x2-smallest", "2x3-drawn"),
-    # As drawn with state, or residuals, on the host: below.
-    "moe": ("8-smallest", "2x2x2-fastest", "2x3-fastest"),
-    "resnet": ("8-smallest", "2x2x2-fastest", "2x3-fastest"),
+    "dlrm": ("2x4-drawn", "2x2x2-smallest"),
+    "moe": ("2x2x2-fastest",),
+    "resnet": ("2x3-fastest",),
     "gpt_linen": ("2x2x2-fastest",),
-    "gpt_scan": ("8-smallest",),
-    "autoencoder": ("2x4-drawn", "2x3-fastest"),
-    "lstm": ("2x4-drawn", "2x3-fastest"),
-    # Transformers of the same ops share the plans.
     "gpt_nnx": ("2x3-fastest",),
-    "gpt_nnx_optimizer": ("2x2x2-fastest",),
+    "layers": ("8-smallest", "2x4-drawn"),
+    "lstm": ("2x3-fastest",),
+    "autoencoder": ("2x3-fastest",),
     "megatron": ("2x4-drawn",),
-    **dict.fromkeys(("evoformer", "t5", "vit"), ("2x2x2-fastest",)),  # these take minutes as drawn
+    "vit": ("2x2x2-fastest",),
 }
 """By model, the plans to run: each kind of plan with each kind of model, not all with all."""
 
-RUNS = [(model, plan) for model, plans_of_it in RUN.items() for plan in plans_of_it]
+RUN_SLOWLY = {
+    "dlrm": ("8-smallest", "2x3-drawn"),
+    "moe": ("8-smallest", "2x3-fastest"),
+    "resnet": ("8-smallest", "2x2x2-fastest"),
+    "gpt_nnx_optimizer": ("2x2x2-fastest",),
+    "gpt_scan": ("8-smallest",),
+    "lstm": ("2x4-drawn",),
+    "autoencoder": ("2x4-drawn",),
+    "evoformer": ("2x2x2-fastest",),
+    "t5": ("2x2x2-fastest",),
+}
+"""Kinds of plan and of model that meet others above."""
+
+
+def runs(plans_of_models: dict[str, tuple[str, ...]], *marks: pytest.MarkDecorator) -> list[Any]:
+    return [pytest.param(m, plan, marks=marks) for m, named in plans_of_models.items() for plan in named]
+
+
+def slowly(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 @functools.cache
 def on_one_device(model: str, dtype: Any) -> Reference:
+    if model == "layers":
+        return Reference.of(shared(), NUM_STEPS)
     return Reference.of(zoo.make_small(model, dtype=dtype, **OPTIONS.get(model, {})), NUM_STEPS)
 
 
-@pytest.mark.parametrize(("model", "plan"), RUNS)
+@pytest.mark.parametrize(("model", "plan"), [*runs(RUN), *runs(RUN_SLOWLY, pytest.mark.slow)])
 def test_float64_losses_and_states_equal_one_devices(model, plan):
     with jax.enable_x64(True):
         single = on_one_device(model, jnp.float64)
@@ -85,7 +104,7 @@ def test_float64_losses_and_states_equal_one_devices(model, plan):
         assert_equal(single.on_many_devices(found), single.results)
 
 
-@pytest.mark.parametrize("model", ["mlp", "moe"])  # others: tests/scenarios/flax_examples
+@pytest.mark.parametrize("model", ["mlp", slowly("moe")])  # others: tests/scenarios/flax_examples
 def test_float32_losses_equal_one_devices(model):
     single = on_one_device(model, jnp.float32)
     _, history = single.on_many_devices(PLANS["2x4-fastest"](single.step))
@@ -97,7 +116,7 @@ def test_float32_losses_equal_one_devices(model):
     ("model", "plan"),
     [
         ("gpt_linen", "8-fastest"),
-        ("gpt_linen", "2x2x2-drawn"),
+        slowly("gpt_linen", "2x2x2-drawn"),
         ("llama", "2x4-fastest"),
     ],
 )
@@ -118,7 +137,8 @@ def test_terms_of_a_tied_embedding_for_which_recomputation_waits_equal_one_devic
 
 
 @pytest.mark.parametrize(
-    ("model", "plan"), [("gpt_linen", "8-fastest"), ("llama", "2x4-drawn"), ("autoencoder", "2x2x2-drawn")]
+    ("model", "plan"),
+    [("gpt_linen", "8-fastest"), slowly("llama", "2x4-drawn"), slowly("autoencoder", "2x2x2-drawn")],
 )
 def test_terms_for_which_recomputation_waits_in_microbatches_equal_one_devices(model, plan):
     with jax.enable_x64(True):
@@ -132,19 +152,24 @@ def test_terms_for_which_recomputation_waits_in_microbatches_equal_one_devices(m
         assert_equal(single.on_many_devices(found), single.results)
 
 
-@pytest.mark.parametrize("model", ["mlp", "dlrm", "gpt_linen", "gpt_scan"])
-def test_state_in_the_hosts_memory_that_microbatches_read_equals_one_devices(model, monkeypatch):
+@pytest.mark.parametrize(
+    ("model", "num_microbatches"),
+    [("mlp", 3), ("dlrm", 3), ("layers", 4), slowly("gpt_linen", 3), slowly("gpt_scan", 3)],
+)
+def test_state_in_the_hosts_memory_that_microbatches_read_equals_one_devices(
+    model, num_microbatches, monkeypatch
+):
     monkeypatch.setattr(offload, "MIN_BYTES", 1)
     with jax.enable_x64(True):
         single = on_one_device(model, jnp.float64)
-        step = microbatched(single.step, 3)
+        step = microbatched(single.step, num_microbatches)
         hosted = may_be_hosted(step)
         found = plans.drawn(step, (8,), 0, hosted)
         assert num_hosted(found) == len(hosted) > 0
         assert_equal(single.on_many_devices(found), single.results)
 
 
-@pytest.mark.parametrize("model", ["mlp", "dlrm", "llama", "moe", "resnet"])
+@pytest.mark.parametrize("model", ["mlp", "dlrm", slowly("llama"), slowly("moe"), slowly("resnet")])
 def test_state_and_residuals_that_wait_on_the_host_equal_one_devices(model, monkeypatch):
     monkeypatch.setattr(offload, "MIN_BYTES", 1 << 8)
     with jax.enable_x64(True):

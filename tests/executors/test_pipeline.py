@@ -60,9 +60,9 @@ def test_each_schedule_trains_as_one_device(name):
     ("model", "name", "num_stages", "num_microbatches", "num_replicas"),
     [
         ("gpt_nnx_optimizer", "zb-h1", 2, 4, 1),
-        ("t5", "1f1b", 2, 4, 1),
-        ("vit", "gpipe", 2, 8, 1),
         ("resnet", "zb-h2", 2, 4, 2),
+        pytest.param("t5", "1f1b", 2, 4, 1, marks=pytest.mark.slow),
+        pytest.param("vit", "gpipe", 2, 8, 1, marks=pytest.mark.slow),
     ],
 )
 def test_each_model_trains_as_on_one_device(model, name, num_stages, num_microbatches, num_replicas):
@@ -80,12 +80,12 @@ WIDTH, BATCH = 8, 8
 
 
 def clipped_step(params, batch, scale):
-    """Two layers, one of them used twice, whose gradients are clipped by the norm of all of them."""
+    """Layers, one of them used twice; the last reads the first one's result, too. The norm of all gradients clips them."""
 
     def loss_fn(params):
-        x = jnp.tanh(batch["x"] @ params["a"])
-        x = jnp.tanh(x @ params["shared"])
-        x = jnp.tanh(x @ params["b"])
+        first = jnp.tanh(batch["x"] @ params["a"])
+        x = jnp.tanh(first @ params["shared"])
+        x = jnp.tanh(x @ params["b"]) + first
         return jnp.mean((x @ params["shared"].T - batch["y"]) ** 2), x
 
     (loss, x), grads = jax.value_and_grad(loss_fn, has_aux=True)(params)
