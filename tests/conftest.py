@@ -2,7 +2,8 @@
 
 A `pure` test compiles no program and starts no process, so that `pytest -m pure` is quick. A `devices` test does, on
 simulated devices; a `compiler` test asks XLA for programs of GPUs. A test needs what it or its file is marked with, or
-else its room, or else nothing. One that takes long and whose law a cheaper test shows in small is `slow` besides.
+else its room, or else nothing. One that takes long and whose law a cheaper test shows in small is `slow` besides: it runs
+where `-m` says `slow`.
 """
 
 import sys
@@ -54,11 +55,14 @@ def pytest_configure(config):
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     for item in items:
         if not any(map(item.get_closest_marker, NEEDS)):
             room, *_ = item.path.relative_to(Path(__file__).parent).parts
             item.add_marker(OF_ROOM.get(room, "pure"))
+    if "slow" not in config.option.markexpr:
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("slow")])
+        items[:] = [item for item in items if not item.get_closest_marker("slow")]
 
 
 @pytest.fixture(autouse=True)

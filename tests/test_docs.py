@@ -104,6 +104,7 @@ def test_the_readme_is_short_and_keeps_its_two_commands():
         assert f"python -m pip install uv && python -m uv run {command}" in lines
 
 
+@pytest.mark.devices
 @pytest.mark.filterwarnings("ignore::autoshard.AutoshardWarning")
 def test_all_snippets_run(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)

@@ -11,6 +11,8 @@ import pytest
 
 import autoshard
 
+pytestmark = pytest.mark.devices
+
 ROOT = Path(__file__).parents[1]
 
 TRAIN = """

@@ -13,6 +13,8 @@ from autoshard import Parallelized, Plan
 from autoshard.search import driver
 from autoshard.search.memory import offload
 
+pytestmark = pytest.mark.devices
+
 
 def train_step(state, batch, rate=0.1):
     def loss_fn(params):

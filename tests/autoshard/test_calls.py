@@ -13,6 +13,8 @@ from jax.sharding import AxisType
 import autoshard
 from autoshard import AutoshardWarning, InputError
 
+pytestmark = pytest.mark.devices
+
 W, X = jnp.linspace(-1, 1, 256).reshape(16, 16), jnp.linspace(0, 1, 384).reshape(24, 16)
 
 

@@ -13,6 +13,8 @@ from flax import nnx
 
 import autoshard
 
+pytestmark = pytest.mark.devices
+
 OPTIMIZER = optax.adam(1e-2)
 X = np.linspace(-1, 1, 16 * 32, dtype="float32").reshape(16, 32)
 

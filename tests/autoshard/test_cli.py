@@ -22,6 +22,8 @@ from autoshard.cost_model.presets import PRESETS
 from autoshard.search.plan.plan import Plan
 from tests.stages import is_stage, without_stages
 
+pytestmark = pytest.mark.devices
+
 ROOT = Path(__file__).parents[2]
 
 TRAIN = """

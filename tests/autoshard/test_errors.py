@@ -223,6 +223,7 @@ def test_a_cap_that_no_device_has(memory):
         autoshard.search(train_step, W, X, cluster="8xH100-80GB", memory=memory)
 
 
+@pytest.mark.devices
 def test_more_devices_wanted_than_there_are():
     step = autoshard.parallelize(train_step, cluster="16xCPU")
     with pytest.raises(InputError, match="the cluster 16xCPU has 16 devices, and there are 8 to run on"):
@@ -232,6 +233,7 @@ def test_more_devices_wanted_than_there_are():
 # --- the step and its arguments
 
 
+@pytest.mark.devices
 def test_a_batch_that_does_not_divide_is_no_mistake():
     w, x = jnp.arange(63.0).reshape(9, 7) / 63, jnp.linspace(-1, 1, 27).reshape(3, 9)
     wanted = train_step(w, x)  # first: the step donates w
@@ -302,6 +304,7 @@ def test_nested_decoration(options):
         autoshard.parallelize(**options)(once)
 
 
+@pytest.mark.devices
 @pytest.mark.parametrize(
     ("transform", "named"),
     [
@@ -323,6 +326,7 @@ def test_a_parallelized_step_inside_a_transformation(transform, named):
         transform(autoshard.parallelize(train_step))(*arrays())
 
 
+@pytest.mark.devices
 @pytest.mark.parametrize("returned", [None, (), {"metrics": None}])
 def test_a_step_that_returns_nothing(returned):
     def step(w, x):
@@ -366,6 +370,7 @@ class Trainer:
         return w - self.rate * w
 
 
+@pytest.mark.devices
 def test_a_parallelized_step_is_copied_with_its_object_and_not_pickled():
     trainer = Trainer(0.5)
     w = jnp.ones(8)
@@ -382,6 +387,7 @@ def test_a_parallelized_step_is_copied_with_its_object_and_not_pickled():
     assert copy.copy(trainer.step).plan is trainer.step.plan
 
 
+@pytest.mark.devices
 def test_other_shapes_are_planned_again_with_a_warning():
     step = autoshard.parallelize(train_step)
     step(*arrays())
@@ -397,6 +403,7 @@ def test_other_shapes_are_planned_again_with_a_warning():
     assert step.plan.fingerprint != first.fingerprint
 
 
+@pytest.mark.devices
 @pytest.mark.parametrize(
     ("create", "message"),
     [
@@ -435,18 +442,21 @@ def test_a_plan_is_a_value(plan):
     assert search(W, X) == plan != edited(plan, memory_bytes=1 << 30)
 
 
+@pytest.mark.devices
 def test_a_plan_file_for_another_step_is_named(plan, tmp_path):
     plan.save(tmp_path / "mine.json")
     with pytest.raises(PlanError, match=r"mine\.json was made for another step"):
         autoshard.parallelize(other_step, plan=tmp_path / "mine.json")(*arrays())
 
 
+@pytest.mark.devices
 def test_a_plan_for_other_shapes(plan):
     said = r"made for another step\. In 'train_step', x is float32\[48,16\] instead of float32\[24,16\]\. Search again"
     with pytest.raises(PlanError, match=said):
         autoshard.parallelize(train_step, plan=plan)(*arrays(x=jax.ShapeDtypeStruct((48, 16), "float32")))
 
 
+@pytest.mark.devices
 def test_other_shapes_where_a_plan_is_given_are_planned_beside_it(plan):
     step, longer = autoshard.parallelize(train_step, plan=plan), jax.ShapeDtypeStruct((48, 16), "float32")
     step(*arrays())
@@ -457,6 +467,7 @@ def test_other_shapes_where_a_plan_is_given_are_planned_beside_it(plan):
     assert step.plan == plan
 
 
+@pytest.mark.devices
 def test_fewer_devices_than_the_plan_has(plan):
     few = jax.devices()[:4]
     with pytest.raises(InputError, match=r"the plan's mesh \d(x\d)? needs 8 devices, and there are 4"):
@@ -465,6 +476,7 @@ def test_fewer_devices_than_the_plan_has(plan):
         autoshard.emit(train_step, W, X, plan=plan, devices=few)
 
 
+@pytest.mark.devices
 def test_a_plan_of_another_jax_for_the_same_step_is_used_with_a_warning(plan):
     step = autoshard.parallelize(train_step, plan=replace(plan, jax="0.11.2"))
     with pytest.warns(

@@ -8,6 +8,8 @@ import pytest
 import autoshard
 from autoshard.search.ir.trace import trace
 
+pytestmark = pytest.mark.devices
+
 Space = jax.memory.Space
 HOST = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
 DEVICE = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="device")

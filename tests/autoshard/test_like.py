@@ -14,6 +14,8 @@ from flax import nnx
 import autoshard
 from autoshard import AutoshardWarning, InputError
 
+pytestmark = pytest.mark.devices
+
 NAMES = ("w0", "w1")
 SPLIT = {"params['w0']": "P(None, 'model')", "params['w1']": "P('model', 'data')"}
 X = np.linspace(-1, 1, 24 * 512, dtype="float32").reshape(24, 512)

@@ -16,6 +16,8 @@ from autoshard.search.plan.pipeline_plan import PipelinePlan
 from tests.executors.agreement import Reference, assert_equal, run_steps
 from tests.zoo import make_mlp
 
+pytestmark = pytest.mark.devices
+
 NUM_STEPS = 3
 
 

@@ -16,6 +16,8 @@ import autoshard
 from autoshard import AutoshardWarning, InputError
 from autoshard.search import driver
 
+pytestmark = pytest.mark.devices
+
 X = jnp.linspace(-1, 1, 32).reshape(8, 4)
 LABELS = jnp.arange(8) % 4
 

@@ -125,6 +125,7 @@ def test_a_stage_that_cannot_fit_is_refused(executor, memory, said):
         searched(step, executor, memory=memory)
 
 
+@pytest.mark.devices
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_devices_that_do_not_match_the_plan_are_refused(executor):
     plan = searched(step, executor, cluster="8xCPU", microbatches=4, mesh=(2, 2))
@@ -133,6 +134,7 @@ def test_devices_that_do_not_match_the_plan_are_refused(executor):
         autoshard.parallelize(step, plan=plan, devices=jax.devices()[:4])(*args)
 
 
+@pytest.mark.devices
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_a_steps_own_offload_policy_keeps_one_devices_numbers(executor):
     """A loop's stack of residuals then lies in the host's memory."""

@@ -16,6 +16,8 @@ from autoshard.search.ir.trace import trace
 from autoshard.search.options import Options
 from tests.search.chain import chain
 
+pytestmark = pytest.mark.devices
+
 MIB = 1 << 20
 SHAPES = [jax.ShapeDtypeStruct((512, 512), jnp.float32)] * 6, jax.ShapeDtypeStruct((4096, 512), jnp.float32)
 

@@ -14,6 +14,8 @@ import pytest
 import autoshard
 from autoshard import AutoshardWarning, progress
 
+pytestmark = pytest.mark.devices
+
 W, X = jnp.linspace(-1, 1, 256).reshape(16, 16), jnp.linspace(0, 1, 384).reshape(24, 16)
 
 

@@ -12,6 +12,8 @@ from flax import nnx
 import autoshard
 from autoshard import AutoshardWarning, InputError
 
+pytestmark = pytest.mark.devices
+
 
 def train_step(w, x, y=None):
     def loss(w):

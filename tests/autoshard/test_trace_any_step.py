@@ -22,6 +22,8 @@ from autoshard.search.ir.trace import trace
 from tests.executors import plans
 from tests.extended_dtypes import float_of, fp8_meta
 
+pytestmark = pytest.mark.devices
+
 KEY = jax.random.key(0)
 STEPS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {}
 

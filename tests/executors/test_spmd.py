@@ -78,9 +78,10 @@ def on_one_device(name: str) -> Reference:
 @pytest.mark.parametrize(
     ("name", "stages", "schedule", "microbatches", "mesh"),
     [
-        ("gpt", 2, "gpipe", 4, (2, 2)),
+        ("shared", 2, "gpipe", 4, (2, 2)),
         ("shared", 8, "circular", 4, None),
         ("recomputed", 4, "circular", 8, (1, 2, 2)),
+        pytest.param("gpt", 2, "gpipe", 4, (2, 2), marks=pytest.mark.slow),
     ],
 )
 def test_it_trains_as_one_device(name, stages, schedule, microbatches, mesh):
@@ -98,7 +99,7 @@ def test_it_trains_as_one_device(name, stages, schedule, microbatches, mesh):
 
 def test_under_a_cap_it_recomputes_and_trains_alike():
     with jax.enable_x64(True):
-        single = on_one_device("gpt")
+        single = on_one_device("shared")
         case = single.case
         options = {"stages": 2, "mesh": (4, 1), "microbatches": 4, "executor": "spmd"}
         free = autoshard.search(case.step, *case.abstract_args(), cluster="8xCPU", **options)

@@ -201,6 +201,7 @@ def planned(batch: int) -> tuple[Step, StepSharding]:
     return step, plans.fastest(step, (2, 4)).sharding
 
 
+@pytest.mark.devices
 @pytest.mark.parametrize("batch", [128, 8192])
 def test_collectives_and_arguments_of_the_whole_program_follow(batch):
     found = shortened(*planned(batch))
@@ -211,6 +212,7 @@ def test_collectives_and_arguments_of_the_whole_program_follow(batch):
     assert following == whole
 
 
+@pytest.mark.devices
 def test_numbers_are_those_of_fewer_layers_under_the_plan_of_many():
     found = shortened(*planned(128))
     shallow = deep_step(plain, 8 - found.missing[0])

@@ -17,6 +17,8 @@ from flax.training import dynamic_scale, train_state
 
 from tests.scenarios.flax_examples.numbers import NUM_STEPS, assert_trains_alike
 
+pytestmark = pytest.mark.devices
+
 
 def numbers_of(state, *others):
     return others, state.step, state.params, jax.tree.leaves(state.opt_state)

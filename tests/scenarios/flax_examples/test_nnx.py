@@ -17,6 +17,8 @@ from flax.training import train_state
 
 from tests.scenarios.flax_examples.numbers import NUM_STEPS, assert_trains_alike
 
+pytestmark = pytest.mark.devices
+
 
 def images(i, size=8, channels=1, count=16, num_classes=10):
     rng = np.random.default_rng(i)

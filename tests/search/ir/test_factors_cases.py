@@ -20,6 +20,8 @@ from jax.ad_checkpoint import checkpoint_name
 from autoshard.search.ir.factors import Rule, rule_for
 from autoshard.search.ir.factors.rule import Kind
 
+pytestmark = pytest.mark.devices
+
 
 @dataclass(frozen=True, slots=True)
 class Equation:

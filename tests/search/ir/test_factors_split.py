@@ -18,6 +18,8 @@ from jax import lax
 from autoshard.search.ir.factors.rule import Dims, Factor, Kind, Rule
 from tests.search.ir.test_factors_cases import CASES, Equation, capture, equation, floats
 
+pytestmark = pytest.mark.devices
+
 FILL = lax.GatherScatterMode.FILL_OR_DROP
 
 COMBINE: dict[str, Callable[..., Any]] = {
