@@ -341,17 +341,9 @@ def test_a_warning_is_one_line(run, train):
     assert line.startswith("autoshard: warning: pure_callback has no factor rule")
 
 
-def test_a_pipe_gets_a_line_for_each_stage(train):
-    process = command(
-        "search",
-        f"{train}:target",
-        "--cluster",
-        "8xH100-80GB",
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == 0
+def test_a_pipe_gets_a_line_for_each_stage(train, capsys):
+    assert cli.main(["search", f"{train}:target", "--cluster", "8xH100-80GB"]) == 0
+    out, err = capsys.readouterr()
     assert "\x1b" not in out + err
     said = err.splitlines()
     stages = [line.removeprefix("autoshard: ") for line in said if is_stage(line)]

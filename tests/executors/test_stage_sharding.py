@@ -19,7 +19,8 @@ from autoshard.search.plan.pipeline_plan import PipelinePlan
 from autoshard.search.plan.schedule import TaskKind
 from tests.executors.agreement import Reference, assert_equal
 from tests.executors.pipelines import trained
-from tests.executors.test_pipeline import on_one_device
+from tests.executors.test_pipeline import NUM_STEPS, on_one_device
+from tests.executors.test_spmd import shared
 from tests.zoo.gpt_linen import make_gpt_linen
 from tests.zoo.megatron import make_megatron
 from tests.zoo.mlp import make_mlp
@@ -37,17 +38,20 @@ def assert_trains_alike(single: Reference, pipeline: Pipeline) -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "options"),
+    ("model", "mesh", "schedule"),
     [
-        ("gpt_scan", {"stages": 2, "mesh": (2, 2), "microbatches": 2, "schedule": "zb-h1"}),
-        ("moe", {"stages": 2, "mesh": (1, 2, 2), "microbatches": 2}),
+        ("layers", (2, 2), "zb-h1"),
+        ("mlp", (1, 2, 2), None),
+        pytest.param("gpt_scan", (2, 2), "zb-h1", marks=pytest.mark.slow),
+        pytest.param("moe", (1, 2, 2), None, marks=pytest.mark.slow),
     ],
 )
-def test_stages_of_sharded_replicas_train_as_one_device(model, options):
+def test_stages_of_sharded_replicas_train_as_one_device(model, mesh, schedule):
     with jax.enable_x64(True):
-        pipeline = found(on_one_device(model), **options)
+        single = Reference.of(shared(), NUM_STEPS) if model == "layers" else on_one_device(model)
+        pipeline = found(single, stages=2, mesh=mesh, microbatches=2, schedule=schedule)
         assert any(d for s in pipeline.shardings for spec in s.specs.values() for d in spec[1:] if d >= 0)
-        assert_trains_alike(on_one_device(model), pipeline)
+        assert_trains_alike(single, pipeline)
 
 
 def handed_on_bytes(pipeline: Pipeline, stage: int) -> float:

@@ -20,6 +20,8 @@ from autoshard.search.ir import factors
 from autoshard.search.ir.factors import Kind, Rule, rule_for
 from tests.search.ir.test_factors_cases import BINARY, BITWISE, CASES, UNARY, capture, equation, floats
 
+pytestmark = pytest.mark.devices
+
 MARKS = {Kind.PARALLEL: "", Kind.SUM: "+", Kind.REDUCE: "^", Kind.UNSPLITTABLE: "!"}
 
 

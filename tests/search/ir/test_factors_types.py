@@ -20,6 +20,8 @@ from autoshard.search.ir.factors.rule import Dims, Kind
 from tests.search.ir.test_factors_cases import CASES, Equation, equation
 from tests.search.ir.test_factors_split import dots, reshapes
 
+pytestmark = pytest.mark.devices
+
 MESH = AbstractMesh((2, 2), ("x", "y"), axis_types=(AxisType.Explicit,) * 2)
 
 Assignment = dict[str, int]
