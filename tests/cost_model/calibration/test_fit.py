@@ -134,6 +134,7 @@ def test_what_was_not_measured_is_what_the_preset_sustains_and_says_so(tmp_path)
 # --- measuring
 
 
+@pytest.mark.devices
 @pytest.mark.parametrize(
     "probe",
     [

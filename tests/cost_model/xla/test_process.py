@@ -17,6 +17,8 @@ from autoshard.cost_model.hardware import parse_cluster
 from autoshard.cost_model.xla import process
 from autoshard.cost_model.xla.process import Compiler, Job, compile_all_apart, compile_apart, shortened
 
+pytestmark = pytest.mark.devices
+
 CLUSTER = parse_cluster("8xH100-80GB")
 
 

@@ -87,6 +87,7 @@ def test_an_unknown_primitive_splits_nothing():
     assert rule.results == (((2,),),)
 
 
+@pytest.mark.devices
 def test_random_bits_are_parallel_in_keys_and_places():
     keys = jax.random.split(jax.random.key(0), 4)
     trace = jax.make_jaxpr(jax.vmap(lambda key: jax.random.bits(key, (8, 6))))(keys)
@@ -96,6 +97,7 @@ def test_random_bits_are_parallel_in_keys_and_places():
     assert (rule.operands, rule.results) == ((((0,),),), (((0,), (1,), (2,)),))
 
 
+@pytest.mark.devices
 @pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices")
 @pytest.mark.parametrize("spec", [P("x"), P(None, "x")])
 def test_random_bits_are_the_same_in_pieces(spec: P):

@@ -13,6 +13,8 @@ from autoshard.search.ir.graph import Role
 from autoshard.search.ir.in_place import InPlace
 from autoshard.search.ir.trace import trace
 
+pytestmark = pytest.mark.devices
+
 X = jnp.linspace(-1, 1, 32).reshape(8, 4)
 
 

@@ -51,6 +51,7 @@ def test_what_has_no_line_takes_that_of_its_caller():
     assert _jax.source_line(None) == ""
 
 
+@pytest.mark.devices
 def test_bytes_of_an_element():
     assert [_jax.itemsize(np.dtype(d)) for d in ("float32", "int8", "bool", "complex64")] == [4, 1, 1, 8]
     assert _jax.itemsize(jnp.dtype(jnp.bfloat16)) == 2
@@ -69,6 +70,7 @@ def test_a_primitive_may_be_lowered_by_any_callable(lowering):
     assert _jax_kernels.as_partitioning(eqn) is None
 
 
+@pytest.mark.devices
 def test_a_loops_constants_come_before_its_carries():
     def step(w, x, rows):
         return jax.lax.scan(lambda carry, row: ((carry[0] @ w, carry[1] + row), None), (x, 0.0), rows)[0]
@@ -77,6 +79,7 @@ def test_a_loops_constants_come_before_its_carries():
     assert _jax.scan_counts(scan.params) == (1, 2)
 
 
+@pytest.mark.devices
 def test_doubles_are_narrow_only_while_there_are_none():
     double = np.dtype("float64")
     assert _jax.narrowed(double) == np.dtype("float32")

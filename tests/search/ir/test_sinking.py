@@ -82,6 +82,7 @@ def results(step: Step, flat) -> list[np.ndarray]:
     return jax.jit(evaluator(step.graph, StepSharding((1,), ("data",), {}, {}), mesh))(flat)
 
 
+@pytest.mark.devices
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("name", STEPS)
 def test_the_numbers_are_those_of_the_step(name, count):

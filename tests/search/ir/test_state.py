@@ -70,6 +70,7 @@ def test_two_batches_structured_like_two_parameters():
     assert replaced(step, (X, X), (W, W)) == (2, 3)
 
 
+@pytest.mark.devices
 def test_a_batch_that_is_used_again_is_still_there():
     @autoshard.parallelize(mesh=(8,))
     def step(ws, x):
@@ -472,6 +473,7 @@ def test_large_results_in_doubt_are_said():
     autoshard.search(step, large, large, cluster="8xCPU", state="average")
 
 
+@pytest.mark.devices
 def test_only_the_part_that_comes_back_is_donated():
     @autoshard.parallelize(mesh=(8,))
     def step(state, x):
@@ -487,6 +489,7 @@ def test_only_the_part_that_comes_back_is_donated():
     assert not frozen.is_deleted()
 
 
+@pytest.mark.devices
 def test_an_array_that_a_call_has_twice():
     @autoshard.parallelize(mesh=(8,))
     def step(params, target, x):
@@ -614,6 +617,7 @@ def test_a_change_of_type_is_said_with_the_leaf_its_dtypes_and_the_line():
         autoshard.search(step, {"w": BF16}, BF16, cluster="8xCPU", mesh=(8,), remat="never")
 
 
+@pytest.mark.devices
 def test_widened_state_stays_the_users_and_comes_to_rest_where_it_is_donated_from_then_on():
     @autoshard.parallelize(mesh=(8,), remat="never")
     def step(state, x):

@@ -124,6 +124,7 @@ def test_roles_in_a_train_state_with_statistics():
     assert found["batch['image']"] == "batch"
 
 
+@pytest.mark.devices
 def test_keys_are_told_apart():
     def step(w, x, key):
         return sgd(w, x + jax.random.normal(key, x.shape))
