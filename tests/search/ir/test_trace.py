@@ -373,6 +373,7 @@ def test_dead_code_is_dropped_and_effects_stay():
     assert names["debug_print"] + names["debug_callback"] == 1
 
 
+@pytest.mark.devices
 def test_size_zero_and_missing_leaves():
     def step(state, x):
         return {**state, "w": state["w"] - jax.grad(loss)(state["w"], x)}
@@ -382,6 +383,7 @@ def test_size_zero_and_missing_leaves():
     assert traced.replaces == (0, 1)
 
 
+@pytest.mark.devices
 def test_numbers_are_arguments_as_jit_takes_them():
     traced = trace(lambda w, x, rate, is_on: w - rate * is_on * jax.grad(loss)(w, x), W, X, 0.1, True)
     rate, is_on = (traced.graph.values[v] for v in traced.graph.inputs[2:])
@@ -451,6 +453,7 @@ def test_what_is_inside_an_updates_loop_is_update_even_a_gradient():
     assert any("transpose(" in op.scope for op in body.ops)
 
 
+@pytest.mark.devices
 def test_a_schedule_that_only_the_update_reads_is_update_through_and_through():
     def step(w, x, count):
         rate = jnp.exp(jnp.cos(count))
@@ -460,6 +463,7 @@ def test_a_schedule_that_only_the_update_reads_is_update_through_and_through():
     assert phases_of(traced, "cos") == phases_of(traced, "exp") == [Phase.UPDATE]
 
 
+@pytest.mark.devices
 def test_what_feeds_the_loss_through_others_is_forward_even_where_the_update_reads_it():
     def step(w, x, count):
         shift = jnp.exp(jnp.cos(count))
@@ -481,6 +485,7 @@ def test_what_the_forward_phase_makes_is_forward_until_a_gradient_is_read():
     assert phases_of(traced, "cos") == phases_of(traced, "tan") == [Phase.UPDATE]
 
 
+@pytest.mark.devices
 def test_a_loop_of_no_steps_hands_on_its_carry():
     keys = jax.random.split(jax.random.key(0), 0)
 

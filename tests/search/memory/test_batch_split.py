@@ -118,6 +118,7 @@ def test_examples_that_meet_are_refused_but_come_first_where_the_inputs_decide_t
     assert states(function, is_first=True)[0] in ("Whole", (0, 1))
 
 
+@pytest.mark.devices
 def test_a_ragged_product_is_not_linear_in_the_sizes_of_its_groups():
     def function(x, rows, matrices):
         return lax.ragged_dot(rows, matrices, jnp.int32(1) * (x > 0).sum(0).astype(jnp.int32))
@@ -129,6 +130,7 @@ def test_what_the_inputs_decide_is_whole_only_where_it_has_to_be():
     assert states(lambda x: (x > 0, x.sum()), is_first=True) == [(0, 1), "Whole"]
 
 
+@pytest.mark.devices
 def test_a_loop_is_followed_until_its_carries_stay():
     def function(x, w):
         def body(carry, w):
@@ -143,6 +145,7 @@ def test_a_loop_is_followed_until_its_carries_stay():
     ]
 
 
+@pytest.mark.devices
 def test_a_loop_may_not_need_what_is_finished():
     def function(x, w):
         return lax.scan(lambda c, w: (c + jnp.exp(c @ w), None), x.sum(0), w)[0]

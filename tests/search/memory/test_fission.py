@@ -118,6 +118,7 @@ def ever(x, w):
     return lax.scan(body, (x, -1.0, jnp.ones(4), False), w)[0]
 
 
+@pytest.mark.devices
 @pytest.mark.parametrize("function", [roots, carried, backwards, nested, behind_a_barrier, chosen])
 def test_a_cut_loop_makes_what_it_made(function):
     with jax.enable_x64(True):
