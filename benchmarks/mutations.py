@@ -52,7 +52,14 @@ UNCHANGED = (
     "pytest",
 )
 """What tests import and no mutant changes; none of it starts threads when it is imported."""
-PYTEST = ("-x", "-n0", "-pno:cacheprovider", "-Wignore:Module already imported", "--hypothesis-profile=ci")
+PYTEST = (
+    "-x",
+    "-n0",
+    "-mslow or not slow",
+    "-pno:cacheprovider",
+    "-Wignore:Module already imported",
+    "--hypothesis-profile=ci",
+)
 LOG = "pytest.log"
 HEADER = ("room", "drawn", "killed", "of these hung", "survived", "equivalent", "share killed")
 

@@ -114,7 +114,8 @@ def test_sequence_parallelism_replaces_all_reduces_when_memory_asks_for_it():
     assert tight.estimates.peak_bytes <= 0.95 * loose.estimates.peak_bytes
 
 
-def test_where_nodes_are_far_apart_the_search_finds_hybrid_sharding():
+@pytest.mark.parametrize("mesh", [(8, 8), pytest.param(None, marks=pytest.mark.slow)])
+def test_where_nodes_are_far_apart_the_search_finds_hybrid_sharding(mesh):
     """Scanned layers on Ethernet: kernels split inside the node and whole across nodes, found without being asked for. From
     data parallelism there, parameters, moments, gradients and copies of seven stacks have to change at once."""
     case = make_llama(**LLAMA_7B, scanned=True)
@@ -130,10 +131,9 @@ def test_where_nodes_are_far_apart_the_search_finds_hybrid_sharding():
     }
     assert len(pins) == 3 * 7
     expert = find(step, cluster, Options(cap_bytes, (8, 8), pins)).plan
-    for mesh in (None, (8, 8)):
-        plan = find(step, cluster, Options(cap_bytes, mesh)).plan
-        assert plan.estimates.step_s <= 1.005 * expert.estimates.step_s
-        assert plan.gap <= 0.01
+    plan = find(step, cluster, Options(cap_bytes, mesh)).plan
+    assert plan.estimates.step_s <= 1.005 * expert.estimates.step_s
+    assert plan.gap <= 0.01
 
 
 @pytest.mark.parametrize("share", [0.25, 0.5, 1])
@@ -152,19 +152,22 @@ def test_many_tokens_are_data_parallel_and_gradients_are_reduced_once():
     assert moved(plan, "reduce-scatter", "all-gather", "all-reduce") == pytest.approx(2 * two_bytes, rel=0.05)
 
 
-def test_a_falling_cap_turns_data_parallelism_into_fsdp():
+@pytest.mark.parametrize("shares", [(0.87,), pytest.param((0.96, 0.92, 0.87), marks=pytest.mark.slow)])
+def test_a_falling_cap_turns_data_parallelism_into_fsdp(shares):
     case = make_megatron(
         num_layers=12, hidden=2048, heads=16, vocab=512, seq=128, batch=256, compute_dtype=jnp.bfloat16
     )
     loose = plan_for(case, "8xH100-80GB", (8,))
-    caps = [share * loose.estimates.peak_bytes for share in (0.96, 0.92, 0.87)]
+    caps = [share * loose.estimates.peak_bytes for share in shares]
     plans = [loose, *(plan_for(case, "8xH100-80GB", (8,), cap) for cap in caps)]
     once = 2 * 12 * 2048**2 * 12
     gathered = [moved(plan, "all-gather") / once for plan in plans]
     assert gathered[0] == pytest.approx(1, rel=0.1)  # kept for the backward phase: ZeRO-1's traffic
     assert gathered == sorted(gathered)
     assert gathered[-1] > 1.7  # gathered again in the backward phase
-    assert [moved(plan, "reduce-scatter") / once for plan in plans] == pytest.approx([1] * 4, rel=0.05)
+    assert [moved(plan, "reduce-scatter") / once for plan in plans] == pytest.approx(
+        [1] * len(plans), rel=0.05
+    )
     assert plans[-1].estimates.step_s > loose.estimates.step_s
     copy_sources = plans[-1].decisions.copies.items()
     assert [name for name, way in copy_sources if way.startswith("fresh P()") and "backward" in name]
@@ -277,4 +280,4 @@ def test_search_cost_does_not_grow_with_depth():
         of_arguments = {f"{name} -> {phase}" for name in decisions.arguments for phase in ReadPhase}
         return len(decisions.ops) + len(decisions.copies.keys() - of_arguments)
 
-    assert num_decisions(24) == num_decisions(12)
+    assert num_decisions(12) == num_decisions(6)

@@ -397,6 +397,12 @@ def train_graph(jit):
     return numbers_of(state, history)
 
 
-@pytest.mark.parametrize("train", [train_wmt, train_ppo, train_vae, train_seq2seq, train_graph])
+SLOW = [train_seq2seq]  # tests/executors/test_numerics.py trains an LSTM
+
+
+@pytest.mark.parametrize(
+    "train",
+    [train_wmt, train_ppo, train_vae, train_graph, *(pytest.param(t, marks=pytest.mark.slow) for t in SLOW)],
+)
 def test_an_example_trains_as_under_jit(train):
     assert_trains_alike(train, jax.jit)

@@ -336,6 +336,11 @@ def train_gemma(jit):
     return metrics.compute(), states_of(model, optimizer, rngs)
 
 
-@pytest.mark.parametrize("train", [train_mnist, train_imagenet, train_lm1b, train_gemma])
+SLOW = [train_imagenet, train_gemma]  # tests/executors/test_numerics.py trains a ResNet and a Llama
+
+
+@pytest.mark.parametrize(
+    "train", [train_mnist, train_lm1b, *(pytest.param(t, marks=pytest.mark.slow) for t in SLOW)]
+)
 def test_an_example_trains_as_under_nnx_jit(train):
     assert_trains_alike(train, nnx.jit)
