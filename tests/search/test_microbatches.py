@@ -166,6 +166,7 @@ def test_a_number_that_makes_no_sense_is_refused():
         found(microbatches=3)
 
 
+@pytest.mark.devices
 @pytest.mark.parametrize(("share", "microbatches"), [(None, 4), (0.48, 2)])
 def test_on_simulated_devices_the_numbers_are_those_of_one(share, microbatches):
     result = found(share, microbatches)

@@ -164,6 +164,7 @@ def test_without_its_decisions_a_plan_keeps_everything():
     assert num_recomputed(again) == 0
 
 
+@pytest.mark.devices
 def test_the_program_gives_the_numbers_of_one_device():
     """Found for large arrays, done to small ones: the names are the same."""
     with jax.enable_x64(True):

@@ -324,6 +324,7 @@ def test_a_pinned_layer_is_pinned():
     assert plan.decisions.arguments[name] == "P(None, 'data')"
 
 
+@pytest.mark.devices
 def test_a_run_gives_the_numbers_of_a_single_device():
     width, batch = 64, 16
     step = stack(width, batch)

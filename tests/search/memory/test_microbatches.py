@@ -364,6 +364,7 @@ def traced(name: str) -> Step:
 # --- the numbers
 
 
+@pytest.mark.devices
 @pytest.mark.parametrize("name", STEPS)
 def test_the_numbers_stay(name):
     with jax.enable_x64(True):
@@ -371,6 +372,7 @@ def test_the_numbers_stay(name):
         assert_same(STEPS[name], microbatched(trace(STEPS[name], *args), 4), args)
 
 
+@pytest.mark.devices
 @pytest.mark.parametrize("name", ["mean over tokens", "by example", "layers under scan", "own rows"])
 def test_a_microbatch_may_be_one_example(name):
     with jax.enable_x64(True):
@@ -378,6 +380,7 @@ def test_a_microbatch_may_be_one_example(name):
         assert_same(STEPS[name], microbatched(trace(STEPS[name], *args), BATCH), args)
 
 
+@pytest.mark.devices
 @pytest.mark.parametrize("model", MODELS)
 def test_the_numbers_of_models_stay(model):
     with jax.enable_x64(True):
