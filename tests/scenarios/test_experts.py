@@ -152,15 +152,17 @@ def test_many_tokens_are_data_parallel_and_gradients_are_reduced_once():
     assert moved(plan, "reduce-scatter", "all-gather", "all-reduce") == pytest.approx(2 * two_bytes, rel=0.05)
 
 
-@pytest.mark.parametrize("shares", [(0.87,), pytest.param((0.96, 0.92, 0.87), marks=pytest.mark.slow)])
-def test_a_falling_cap_turns_data_parallelism_into_fsdp(shares):
+@pytest.mark.parametrize(
+    ("layers", "shares"), [(6, (0.87,)), pytest.param(12, (0.96, 0.92, 0.87), marks=pytest.mark.slow)]
+)
+def test_a_falling_cap_turns_data_parallelism_into_fsdp(layers, shares):
     case = make_megatron(
-        num_layers=12, hidden=2048, heads=16, vocab=512, seq=128, batch=256, compute_dtype=jnp.bfloat16
+        num_layers=layers, hidden=2048, heads=16, vocab=512, seq=128, batch=256, compute_dtype=jnp.bfloat16
     )
     loose = plan_for(case, "8xH100-80GB", (8,))
     caps = [share * loose.estimates.peak_bytes for share in shares]
     plans = [loose, *(plan_for(case, "8xH100-80GB", (8,), cap) for cap in caps)]
-    once = 2 * 12 * 2048**2 * 12
+    once = 2 * 12 * 2048**2 * layers
     gathered = [moved(plan, "all-gather") / once for plan in plans]
     assert gathered[0] == pytest.approx(1, rel=0.1)  # kept for the backward phase: ZeRO-1's traffic
     assert gathered == sorted(gathered)
