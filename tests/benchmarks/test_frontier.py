@@ -74,6 +74,7 @@ def test_a_checkpoint_around_each_layer_computes_its_products_once_more():
 # --- the models
 
 
+@pytest.mark.devices
 @pytest.mark.parametrize(
     ("make", "sizes", "make_unrolled"),
     [(make_scanned_gpt, GPT, make_megatron), (make_scanned_llama, LLAMA, make_llama)],
@@ -86,6 +87,7 @@ def test_a_scanned_model_has_the_loss_of_the_unrolled_one(make, sizes, make_unro
     np.testing.assert_allclose(found["loss"], wanted["loss"], rtol=1e-5)
 
 
+@pytest.mark.devices
 @pytest.mark.parametrize("way", BY_HAND)
 def test_what_is_kept_changes_no_gradient(way):
     layers = jnp.linspace(-1.0, 1.0, 4 * 3 * 3).reshape(4, 3, 3)

@@ -55,6 +55,7 @@ def test_the_tests_named_like_a_file_run_first(monkeypatch):
     assert sorted(in_order) == ROOMS["ir"].tests_of("")
 
 
+@pytest.mark.devices
 def test_mutants_are_judged_one_after_the_other(tmp_path):
     """The first two have one size and are written within a second: what was compiled of one must not serve the other."""
     (tmp_path / "m.py").write_text(SOURCE)

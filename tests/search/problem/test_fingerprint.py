@@ -222,6 +222,7 @@ def everything():
     return step, SQUARE, SQUARE, jax.eval_shape(lambda: jax.random.key(0))
 
 
+@pytest.mark.devices
 def test_it_is_the_same_in_every_process(tmp_path):
     """Made and traced again; under another hash seed, in another folder."""
     told = of(*everything())
