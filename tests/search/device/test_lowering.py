@@ -18,6 +18,12 @@ from autoshard.search.mesh_problem import StepProblem
 from autoshard.search.problem.live_ranges import Resident
 from autoshard.search.problem.strategies import CopySource
 
+
+def zeros(shape, dtype=np.float32):
+    """As `jnp.zeros`, but no program makes them."""
+    return np.zeros(shape, dtype)
+
+
 PLENTY_BYTES = 1 << 45
 
 
@@ -61,7 +67,7 @@ def convolved(padding):
     return step
 
 
-KERNEL, IMAGES = jnp.zeros((3, 3, 32, 32)), jnp.zeros((4, 64, 64, 32))
+KERNEL, IMAGES = zeros((3, 3, 32, 32)), zeros((4, 64, 64, 32))
 
 
 def test_uneven_padding_is_written_out_once_for_both_phases():
@@ -96,7 +102,7 @@ def test_a_kernel_is_transposed_for_cudnn_and_updated_as_it_lies_there():
 
 
 def test_a_product_reads_its_part_of_what_every_device_has_from_a_copy():
-    x, w = jnp.zeros((1 << 16, 1024)), jnp.zeros((1024, 1024))
+    x, w = zeros((1 << 16, 1024)), zeros((1024, 1024))
     found = lowered(lambda x, w: (x @ w, w @ w), x, w, mesh=(8,), pins={"x": P(), "w": P()})
     (argument,) = [b for b, one in enumerate(found.buffers) if one.is_argument and one.num_bytes == x.nbytes]
     (copied,) = [k for k in found.kernels if argument in k.reads]
@@ -118,7 +124,7 @@ def branches(weights, x):
 
 @pytest.mark.parametrize("num_branches", [1, 2, 3])
 def test_a_product_is_added_to_the_array_that_is_there(num_branches):
-    weights, x = [jnp.zeros((512, 512)) for _ in range(1 + num_branches)], jnp.zeros((2048, 512))
+    weights, x = [zeros((512, 512)) for _ in range(1 + num_branches)], zeros((2048, 512))
     found = lowered(branches, weights, x)
     products = [k for k in found.kernels if k.workspace_bytes]
     added = [k for k in products if not found.buffers[k.makes[0]].num_bytes]
@@ -134,7 +140,7 @@ def test_a_program_for_each_task_adds_nothing_to_what_it_is_handed(is_one_progra
         total, _ = lax.scan(lambda total, x: (total + x.T @ jnp.tanh(x @ w), None), jnp.zeros_like(w), xs)
         return w - total
 
-    found = lowered(step, jnp.zeros((512, 512)), jnp.zeros((4, 2048, 512)), is_one_program=is_one_program)
+    found = lowered(step, zeros((512, 512)), zeros((4, 2048, 512)), is_one_program=is_one_program)
     sizes = [found.buffers[k.makes[0]].num_bytes for k in found.kernels if k.workspace_bytes]
     assert sizes == [4 * 2048 * 512, 0 if is_one_program else 4 * 512 * 512]
 
@@ -162,8 +168,8 @@ def gated(activation):
     ids=["gelu in float32", "gelu in bfloat16", "gelu on an A100", "silu", "relu"],
 )
 def test_what_a_gated_layer_keeps_for_the_backward_phase(gpu, activation, dtype, kept):
-    weights = [jnp.zeros((256, 1024), dtype), jnp.zeros((256, 1024), dtype), jnp.zeros((1024, 256), dtype)]
-    x = jnp.zeros((2048, 256), dtype)
+    weights = [zeros((256, 1024), dtype), zeros((256, 1024), dtype), zeros((1024, 256), dtype)]
+    x = zeros((2048, 256), dtype)
     found = lowered(gated(activation), weights, x, gpu=gpu)
     size = 2048 * 1024 * dtype.dtype.itemsize
     residuals = [b for b in found.buffers if b.resident is Resident.RESIDUALS and b.num_bytes == size]
@@ -180,12 +186,12 @@ def layers(weights, x):
     return [w - 0.1 * g for w, g in zip(weights, jax.grad(loss)(weights), strict=True)]
 
 
-WEIGHTS = [jnp.zeros((256, 256))] * 3
+WEIGHTS = [zeros((256, 256))] * 3
 SHARDED = {f"weights[{i}]": P("data") for i in range(3)} | {"x": P("data")}
 
 
 def test_weights_are_gathered_for_their_reader_without_workspace():
-    found = lowered(layers, WEIGHTS, jnp.zeros((8192, 256)), mesh=(8,), pins=SHARDED)
+    found = lowered(layers, WEIGHTS, zeros((8192, 256)), mesh=(8,), pins=SHARDED)
     assert len(gathers(found)) == 3
     for gather in gathers(found):
         arrived = found.buffers[gather.makes[0]].arrival
@@ -196,7 +202,7 @@ def test_weights_are_gathered_for_their_reader_without_workspace():
 
 
 def test_what_is_gathered_again_for_the_backward_phase_waits_for_what_ran_there_before():
-    x = jnp.zeros((8192, 256))
+    x = zeros((8192, 256))
     found = lowered(layers, WEIGHTS, x, mesh=(8,), pins=SHARDED, gathers_again=True)
     again = gathers(found)[3:]
     assert len(again) == 2  # the first layer's input has no gradient
@@ -211,9 +217,9 @@ def test_a_new_state_that_travels_home_takes_no_array_but_the_old_one():
         momentum = 0.9 * momentum + grads.astype(jnp.float32)
         return weights - momentum.astype(jnp.bfloat16), momentum
 
-    weights, x = jnp.zeros((256, 256), jnp.bfloat16), jnp.zeros((8192, 256), jnp.bfloat16)
+    weights, x = zeros((256, 256), jnp.bfloat16), zeros((8192, 256), jnp.bfloat16)
     pins = {"weights": P(), "momentum": P("data"), "x": P("data")}
-    found = lowered(step, weights, jnp.zeros((256, 256)), x, mesh=(8,), pins=pins)
+    found = lowered(step, weights, zeros((256, 256)), x, mesh=(8,), pins=pins)
     (home,) = gathers(found)
     assert home == found.kernels[-1]
     (new,) = home.makes
@@ -233,7 +239,7 @@ def test_what_a_loop_carries_or_stacks_lives_outside_of_it():
 
         return lax.scan(body, x, None, length=4)
 
-    w, x = jnp.zeros((256, 256)), jnp.zeros((512, 256))
+    w, x = zeros((256, 256)), zeros((512, 256))
     found = lowered(step, w, x)
     first, product, tanh, _, stack, end, *results = found.kernels
     (loop,) = product.loops
@@ -291,7 +297,7 @@ def test_what_an_inner_loop_stacks_lives_in_the_outer_one():
 
         return lax.scan(outer, x, None, length=3)
 
-    found = lowered(step, jnp.zeros((256, 256)), jnp.zeros((512, 256)))
+    found = lowered(step, zeros((256, 256)), zeros((512, 256)))
     inside, around = max((kernel.loops for kernel in found.kernels), key=len)
     (rows,) = [b for b in found.buffers if b.num_bytes == 4 * 4 * 256]
     assert rows.loops == (around,)
@@ -312,7 +318,7 @@ def test_a_carry_s_first_value_is_not_held_by_the_loop_that_stacked_it():
         last, rows = lax.scan(lambda y, _: (jnp.tanh(y @ w), jnp.sum(y, 0)), x, None, length=4)
         return last, lax.scan(lambda y, _: (jnp.tanh(y @ w), None), rows, None, length=3)[0]
 
-    found = lowered(step, jnp.zeros((256, 256)), jnp.zeros((512, 256)))
+    found = lowered(step, zeros((256, 256)), zeros((512, 256)))
     first = found.kernels[1].loops
     *_, end = [kernel for kernel in found.kernels if kernel.loops == first]
     assert [found.buffers[b].num_bytes for b in end.reads] == [4 * 512 * 256]
@@ -325,7 +331,7 @@ def test_a_stack_is_gathered_once_and_its_parts_are_copied():
 
         return weights - 0.1 * jax.grad(loss)(weights)
 
-    weights, x = jnp.zeros((4, 256, 256)), jnp.zeros((8192, 256))
+    weights, x = zeros((4, 256, 256)), zeros((8192, 256))
     pins = {"weights": P(None, "data"), "x": P("data")}
     found = lowered(step, weights, x, mesh=(8,), pins=pins)
     (gather,) = gathers(found)
@@ -347,7 +353,7 @@ def fenced(w, x):
 
 
 def test_what_is_computed_behind_a_barrier_waits_for_all_that_goes_in():
-    found = lowered(fenced, jnp.zeros((512, 512)), jnp.zeros((512, 512)))
+    found = lowered(fenced, zeros((512, 512)), zeros((512, 512)))
     products = [k for k, kernel in enumerate(found.kernels) if kernel.workspace_bytes]
     behind = [kernel for kernel in found.kernels if products[0] in kernel.after]
     assert len(products) == 2
@@ -435,7 +441,7 @@ def test_a_plain_loop_writes_an_array_in_all_orders_that_products_want(heads, ro
 @pytest.mark.parametrize(("number", "more"), [(0.0, 1), (1.0, 0)])
 def test_zeros_like_those_that_a_scatter_writes_over_are_there_while_a_kernel_reads_them(number, more):
     """As XLA does with AdaGrad on a table: made anew for the update, and never kept."""
-    table, rows = jnp.zeros((4096, 64)), jnp.zeros((128, 64))
+    table, rows = zeros((4096, 64)), zeros((128, 64))
 
     def step(table, squares, at, rows):
         gradient = jnp.zeros_like(table).at[at].add(rows, mode="clip")
@@ -443,7 +449,7 @@ def test_zeros_like_those_that_a_scatter_writes_over_are_there_while_a_kernel_re
         safe = jnp.where(squares > 0, gradient * lax.rsqrt(squares), jnp.full_like(table, number))
         return table - safe, squares
 
-    found = lowered(step, table, table, jnp.zeros(128, int), rows)
+    found = lowered(step, table, table, zeros(128, int), rows)
     read = {b for kernel in found.kernels for b in kernel.reads}
     unread = [b for k in found.kernels for b in k.makes if b not in read]
     assert [found.buffers[b].num_bytes for b in unread] == [table.nbytes] * (2 + more)  # besides both results

@@ -22,6 +22,12 @@ from autoshard.search.mesh_problem import StepProblem
 from autoshard.search.problem.live_ranges import Resident
 from tests.search.device.programs import buffer, collective, kernel, programs
 
+
+def zeros(shape, dtype=np.float32):
+    """As `jnp.zeros`, but no program makes them."""
+    return np.zeros(shape, dtype)
+
+
 FREED_FIRST = Lowered(
     (kernel(0, [], [0]), kernel(1, [], [1]), kernel(2, [0], [2]), kernel(3, [1], [3])),
     (buffer(10.0), buffer(10.0), buffer(1.0), buffer(1.0)),
@@ -133,7 +139,7 @@ def test_a_step_is_lowered_and_joined_and_on_gpus_rescheduled(gpu, is_reschedule
     def step(weights, x):
         return [w - jnp.sum(x, 0) for w in weights]
 
-    args = [jnp.zeros(64), jnp.zeros(64)], jnp.zeros((512, 64))
+    args = [zeros(64), zeros(64)], zeros((512, 64))
     cluster = parse_cluster(gpu)
     on_mesh = StepProblem.of(trace(step, *args), (), cluster.device).on(cluster, (8,))
     chosen = on_mesh.solve([np.arange(n) for n in on_mesh.problem.num_labels], 1 << 40, 5.0).labels

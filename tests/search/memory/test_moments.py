@@ -59,6 +59,7 @@ MOMENTS = {
 }
 
 
+@pytest.mark.devices
 @pytest.mark.parametrize("name", MOMENTS)
 def test_a_power_of_the_distance_from_a_mean_is_made_in_microbatches(name):
     with jax.enable_x64(True):
@@ -72,6 +73,7 @@ def test_a_power_of_the_distance_from_a_mean_is_made_in_microbatches(name):
         )
 
 
+@pytest.mark.devices
 def test_the_variance_of_numbers_far_from_zero_keeps_its_digits():
     """As sums of squares less the square of the sum, it would keep none."""
     x = np.asarray(1e4 + RNG.normal(size=(BATCH, 4)), np.float32)
@@ -79,6 +81,7 @@ def test_the_variance_of_numbers_far_from_zero_keeps_its_digits():
     np.testing.assert_allclose(evaluated(made, x, MASK)[0], np.var(x.astype(np.float64)), 1e-5)
 
 
+@pytest.mark.devices
 def test_what_a_mask_leaves_out_may_be_anything():
     x = np.where(MASK[:, None], X, np.inf)
     with jax.enable_x64(True):
@@ -106,6 +109,7 @@ def test_what_is_no_polynomial_in_one_mean_is_refused(function):
         split(made, is_strict=True)
 
 
+@pytest.mark.devices
 def test_what_flows_back_into_the_work_on_examples_is_refused_all_the_same():
     def step(w, x):
         def loss(w):

@@ -117,6 +117,7 @@ def test_what_a_file_says_beside_a_plan_is_no_edit(plan):
     assert not Plan.from_json(plan.to_json() | {"note": "from Monday"}).is_edited
 
 
+@pytest.mark.devices
 def test_a_plan_that_ran_is_no_longer_edited(plan):
     changed = edit(plan, "arguments", "batch", "P()")
     step = autoshard.parallelize(train_step, plan=changed)

@@ -271,6 +271,7 @@ def test_a_valid_edit_is_honoured(plan):
     assert placed[0]["up"].spec == jax.P("model", "data")
 
 
+@pytest.mark.devices
 def test_a_valid_edit_is_priced_again(plan):
     change = edited(plan, "arguments", "params['up']", "P('model', 'data')")
     step = autoshard.parallelize(train_step, plan=change)
@@ -280,6 +281,7 @@ def test_a_valid_edit_is_priced_again(plan):
     assert step.plan.estimates.step_s >= plan.estimates.step_s
 
 
+@pytest.mark.devices
 def test_edited_estimates_are_not_trusted(plan):
     data = copy.deepcopy(plan.to_json())
     data["estimates"]["step_s"] = 1e-12

@@ -276,6 +276,7 @@ def test_parameters_as_data(value, told):
     assert data(value) == told
 
 
+@pytest.mark.devices
 def test_a_weak_type_makes_no_other_graph():
     def step(w, average, x):
         value, gradient = jax.value_and_grad(lambda w: jnp.mean(x @ w))(w)
@@ -289,6 +290,7 @@ def test_a_weak_type_makes_no_other_graph():
     assert trace(lambda w, x: (w, x), True, 1).weak_arguments == {1}  # a Python bool is not weak
 
 
+@pytest.mark.devices
 def test_a_weak_type_that_adapts_to_another_makes_another_graph():
     def step(w, scale):
         return w * scale

@@ -186,6 +186,7 @@ class Machine:
         return found
 
 
+@pytest.mark.devices
 @MODES
 def test_it_computes_what_the_step_computes(step):
     wanted = jax.tree.leaves(step(W, X))

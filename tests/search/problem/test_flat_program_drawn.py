@@ -17,6 +17,8 @@ from autoshard.search.ir.trace import trace
 from autoshard.search.problem.flat_program import FlatProgram, flatten
 from tests.executors import plans
 
+pytestmark = pytest.mark.devices
+
 Function = Callable[[jax.Array, jax.Array | float], jax.Array]
 """Of an array and a scalar, which may be a literal."""
 

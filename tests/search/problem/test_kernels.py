@@ -205,6 +205,7 @@ def test_one_kernel_writes_all_that_it_makes():
     assert sum(read) == 4 * SQUARE
 
 
+@pytest.mark.devices
 @pytest.mark.parametrize("as_read", [lambda y: y.reshape(64, 8, 256).reshape(512, 256), lambda y: y.T])
 def test_what_only_a_product_reads_is_written_however_it_is_read(as_read):
     """A view makes no array: the one that it is of is written."""
