@@ -429,7 +429,7 @@ def test_the_scores_of_small_grouped_heads_are_kept_in_float32():
 def test_a_plain_loop_writes_an_array_in_all_orders_that_products_want(heads, rows, dtype, num_orders):
     """As XLA does: probabilities for the forward and the backward phase. Others are transposed in tiles."""
     found = grouped(1, rows, heads, dtype)
-    num_bytes = 2 * heads * rows * rows * dtype(0).nbytes
+    num_bytes = 2 * heads * rows * rows * jnp.dtype(dtype).itemsize
     written = [[b for b in k.makes if found.buffers[b].num_bytes == num_bytes] for k in found.kernels]
     copies = [bs for k, bs in zip(found.kernels, written, strict=True) if isinstance(k.root, Copies)]
     assert max(map(len, copies)) == num_orders
