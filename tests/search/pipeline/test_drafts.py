@@ -7,6 +7,7 @@ from itertools import product
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 
 from autoshard.cost_model.cluster import Link
@@ -27,29 +28,65 @@ CLUSTER = parse_cluster("8xA100-80GB")
 SHAPES = ((1,), (2,))
 
 
+BLOCKS, EXAMPLES, TOKENS, WIDTH = 6, 16, 256, 512
+
+
 @cache
-def traced():
-    case = make_megatron(6, 512, 8, 1024, 256, 16)
+def traced() -> Step:
+    """Blocks of two products under AdamW: few ops, and as much to weigh as there is in a transformer."""
+    update = optax.adamw(1e-3)
+
+    def step(params, state, x):
+        def loss_fn(params):
+            y = x
+            for w in params:
+                y = y + jax.nn.gelu(y @ w["up"]) @ w["down"]
+            return jnp.mean(y**2)
+
+        loss, gradients = jax.value_and_grad(loss_fn)(params)
+        changes, state = update.update(gradients, state, params)
+        return optax.apply_updates(params, changes), state, loss
+
+    shapes = {"up": (WIDTH, 4 * WIDTH), "down": (4 * WIDTH, WIDTH)}
+    params = [{name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}] * BLOCKS
+    x = jax.ShapeDtypeStruct((EXAMPLES, TOKENS, WIDTH), jnp.float32)
+    return trace(step, params, jax.eval_shape(update.init, params), x)
+
+
+@cache
+def attending() -> Step:
+    """Layers of which some residuals are cheaper to recompute than others."""
+    case = make_megatron(2, 512, 8, 1024, 256, EXAMPLES)
     return trace(case.step, *case.abstract_args())
 
 
-@cache
+PREPARED = Prepared.within()
+
+
 def plain(count: int) -> Parts:
+    """As the searches prepare it."""
     step = traced()
-    return Parts.of(step, [""] * len(step.arguments), CLUSTER, count)
+    return PREPARED.in_parts(count, step, [""] * len(step.arguments), CLUSTER, MAX_LAYERS)
 
 
-def drafting(count: int, num_replicas: int, recomputing: bool = False, **wanted) -> Drafting:
-    parts = plain(count)
-    all_that_may_be = parts.recomputing(parts.choices(SHAPES[-1])[-1].sites)
-    among = (parts, all_that_may_be) if recomputing else (parts,)
-    return Drafting(among, num_replicas, SHAPES, Wanted(**{"memory_bytes": 80 << 30, **wanted}), CLUSTER)
+@cache
+def may_recompute() -> tuple[Parts, Parts]:
+    """A step in eight parts: all is kept, and all is recomputed that may be."""
+    step = attending()
+    parts = Parts.of(step, [""] * len(step.arguments), CLUSTER, 8)
+    return parts, parts.recomputing(parts.choices(SHAPES[-1])[-1].sites)
+
+
+def drafting(num_replicas: int, among: tuple[Parts, ...] = (), **wanted) -> Drafting:
+    """Of the step in eight parts."""
+    options = Wanted(**{"memory_bytes": 80 << 30, **wanted})
+    return Drafting(among or (plain(8),), num_replicas, SHAPES, options, CLUSTER)
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-h2", "eager-1f1b", "gpipe"])
 @pytest.mark.parametrize("num_replicas", [1, 2])
 def test_no_schedule_takes_less_than_a_draft_says(name, num_replicas):
-    draft = drafting(8, num_replicas, schedule=name, stages=4).draft()
+    draft = drafting(num_replicas, schedule=name, stages=4).draft()
     assert draft is not None
     proposal = draft.proposal()
     assert isinstance(proposal, Proposal)
@@ -58,7 +95,7 @@ def test_no_schedule_takes_less_than_a_draft_says(name, num_replicas):
 
 
 def test_what_is_promised_is_what_is_worked_out_where_nothing_is_recomputed():
-    draft = drafting(8, 2).draft()
+    draft = drafting(2).draft()
     assert draft is not None
     proposal = draft.proposal()
     assert isinstance(proposal, Proposal)
@@ -67,10 +104,11 @@ def test_what_is_promised_is_what_is_worked_out_where_nothing_is_recomputed():
 
 @pytest.mark.parametrize("share", [0.9, 0.7, 0.65])
 def test_what_is_promised_of_stages_that_recompute_is_about_what_they_take(share):
-    free = drafting(8, 2, stages=2).draft()
+    kept, recomputed = may_recompute()
+    free = drafting(2, (kept,), stages=2).draft()
     assert free is not None
     cap_bytes = share * free.fullness * free.drafting.wanted.memory_bytes
-    draft = drafting(8, 2, recomputing=True, memory_bytes=cap_bytes, stages=2).draft()
+    draft = drafting(2, (kept, recomputed), memory_bytes=cap_bytes, stages=2).draft()
     assert draft is not None
     proposal = draft.proposal()
     assert isinstance(proposal, Proposal)
@@ -81,7 +119,7 @@ def test_what_is_promised_of_stages_that_recompute_is_about_what_they_take(share
 
 def test_numbers_that_suit_no_schedule_are_refused_before_anything_is_worked_out():
     with pytest.raises(InputError, match="wants microbatches in groups of as many as there are workers"):
-        drafting(8, 4, schedule="interleaved-1f1b", stages=8).draft()
+        drafting(4, schedule="interleaved-1f1b", stages=8).draft()
 
 
 @pytest.mark.parametrize("microbatches", [1, 4, 8])
@@ -89,7 +127,7 @@ def test_nothing_that_is_passed_over_is_faster(microbatches):
     """Each number of replicas worked out."""
     step = traced()
     options = PipelineOptions(80 << 30, microbatches=microbatches, remat="never")
-    search = PipelineSearch(step, [""] * len(step.arguments), CLUSTER, options)
+    search = PipelineSearch(step, [""] * len(step.arguments), CLUSTER, options, prepared=PREPARED)
     found_s = search.run().step_s
     least_s = math.inf
     for num_replicas, shapes in [(1, ((1,), (2,), (4,))), (2, ((1,), (2,))), (4, ((1,),))]:
@@ -105,15 +143,18 @@ def test_nothing_that_is_passed_over_is_faster(microbatches):
 MIXED = MixedCluster("mixed", (parse_cluster("4xH100-80GB"), parse_cluster("4xA100-40GB")), Link(1e10, 1e-5))
 
 
+PREPARED_MIXED = Prepared.within()
+
+
 @pytest.mark.parametrize("cap_bytes", [40 << 30, 150 << 20])
 def test_groups_of_nodes_stand_in_the_order_that_is_best(cap_bytes):
     """Each order worked out, for each number of replicas."""
     step = traced()
     options = PipelineOptions(cap_bytes, microbatches=4, remat="never")
-    search = PipelineSearch(step, [""] * len(step.arguments), MIXED, options)
+    search = PipelineSearch(step, [""] * len(step.arguments), MIXED, options, prepared=PREPARED_MIXED)
     found_s, by_order = search.run().step_s, dict[str, float]()
     for num_replicas, shapes in [(1, ((1,), (2,), (4,))), (2, ((1,), (2,))), (4, ((1,),))]:
-        parts = Parts.of(step, [""] * len(step.arguments), MIXED.groups[0], 4 * num_replicas)
+        parts = PREPARED_MIXED.parts[4 * num_replicas]
         for order, one in product(MIXED.orders, (parts, parts.lean)):
             draft = Drafting((one,), num_replicas, shapes, options.wanted, order).draft()
             proposal = None if draft is None else draft.proposal()
@@ -144,7 +185,7 @@ def test_a_stage_takes_what_its_own_kind_of_device_takes():
 
 
 def test_a_draft_without_a_cap_is_the_fastest():
-    capped = drafting(8, 2, memory_bytes=1 << 28)
+    capped = drafting(2, memory_bytes=1 << 28)
     free, tight = capped.without_cap.draft(), capped.draft()
     assert free is not None
     assert tight is None or free.cut.step_s <= tight.cut.step_s
@@ -152,7 +193,8 @@ def test_a_draft_without_a_cap_is_the_fastest():
 
 def test_where_another_plan_is_faster_anyway_nothing_is_drafted():
     step = traced()
-    search = PipelineSearch(step, [""] * len(step.arguments), CLUSTER, PipelineOptions(80 << 30))
+    options = PipelineOptions(80 << 30, microbatches=4)
+    search = PipelineSearch(step, [""] * len(step.arguments), CLUSTER, options, prepared=PREPARED)
     with pytest.raises(
         InfeasibleError, match=r"pipelines of step take .* or more, and there is a plan of 1 us"
     ):
