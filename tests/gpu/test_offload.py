@@ -50,7 +50,9 @@ def test_parameters_come_once_for_each_phase():
     assert proof.predicted.peak_bytes == pytest.approx(proof.compiled.peak_bytes, rel=SHARE)
 
 
-@pytest.mark.parametrize(("num_devices", "num_layers", "share"), [(1, 16, 0.85), (8, 24, 0.45)])
+@pytest.mark.parametrize(
+    ("num_devices", "num_layers", "share"), [(1, 16, 0.85), pytest.param(8, 24, 0.45, marks=pytest.mark.slow)]
+)
 def test_residuals_wait_on_the_host_and_leave_the_device(num_devices, num_layers, share):
     free = verified("never", num_devices, num_layers=num_layers)
     cap_bytes = int(share * free.compiled.peak_bytes)

@@ -72,7 +72,7 @@ def proven(name: str, cap_bytes: int | None = None) -> Verification:
     return CompilerVerifier(cluster, Compiler(flags=HURRY), progress=lambda line: None).verified(found)
 
 
-@pytest.mark.parametrize("name", ASKED)
+@pytest.mark.parametrize("name", ["chain", "AdamW", pytest.param("experts", marks=pytest.mark.slow)])
 def test_the_compiler_emits_what_the_plan_lists(name):
     assert not proven(name).differing
 
