@@ -38,6 +38,8 @@ SMALLEST = ("mlp", "gpt_scan", "resnet", "message_passing")
 """Models of which the fastest plan, and that of the smallest peak, are made too; of all models one is drawn."""
 PLANS = [(model, "drawn") for model in MAKERS]
 PLANS += [(model, "fastest") for model in FASTEST] + [(model, "smallest") for model in SMALLEST]
+SLOW = {"evoformer", "moe", "t5", "unet", "vit"}
+"""Models of which plans take long to make, of ops that other models are of."""
 
 
 @functools.cache
@@ -105,7 +107,9 @@ def as_bytes(plan: Plan) -> str:
 # --- plans as they were found
 
 
-@pytest.mark.parametrize(("model", "kind"), PLANS)
+@pytest.mark.parametrize(
+    ("model", "kind"), [pytest.param(*p, marks=[pytest.mark.slow] if p[0] in SLOW else []) for p in PLANS]
+)
 def test_every_plan_is_taken_by_its_step(model, kind, tmp_path):
     step, number = traced(model), list(MAKERS).index(model)
     mesh = (2, 2, 2) if model in THREE_AXES else MESHES[number % len(MESHES)]

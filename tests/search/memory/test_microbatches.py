@@ -25,6 +25,9 @@ from tests.zoo import MAKERS, make_gpt_linen, make_small
 MODELS = ("autoencoder", "dlrm", "gpt_linen", "gpt_scan", "lstm", "message_passing", "moe", "t5", "unet")
 """Those that differ most."""
 
+SLOW = {"gpt_linen", "moe", "t5", "unet"}
+"""Models that take long to compile, of ops that other models and `STEPS` are of."""
+
 BATCH, SEQ, HIDDEN, VOCAB, LAYERS = 8, 4, 6, 10, 3
 
 
@@ -381,7 +384,9 @@ def test_a_microbatch_may_be_one_example(name):
 
 
 @pytest.mark.devices
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    "model", [pytest.param(m, marks=[pytest.mark.slow] if m in SLOW else []) for m in MODELS]
+)
 def test_the_numbers_of_models_stay(model):
     with jax.enable_x64(True):
         case = make_small(model, dtype=jnp.float64)

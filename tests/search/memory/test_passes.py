@@ -35,7 +35,9 @@ def solved(step) -> tuple[StepProblem, MeshProblem, Labels, tuple[Residuals, ...
     return step_problem, on_mesh, labels, parts
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    "model", ["mixer", "resnet", *(pytest.param(m, marks=pytest.mark.slow) for m in ("vit", "unet"))]
+)
 def test_a_rewritten_step_takes_as_much_longer_as_estimated(model):
     case = MODELS[model]()
     step = trace(case.step, *case.abstract_args())

@@ -34,6 +34,9 @@ MODELS = {
 }
 """And the share of their ops that is recomputed; `STEPS` are tried under several."""
 
+SLOW = {"gpt_linen", "evoformer", "unet"}
+"""Models that take long to compile and are of ops that others are of."""
+
 
 def layer(w, x):
     h = jax.nn.gelu(x @ w["up"])
@@ -149,7 +152,10 @@ def test_the_numbers_stay(name, seed, share):
 
 
 @pytest.mark.devices
-@pytest.mark.parametrize(("model", "share"), MODELS.items())
+@pytest.mark.parametrize(
+    ("model", "share"),
+    [pytest.param(*m, marks=[pytest.mark.slow] if m[0] in SLOW else []) for m in MODELS.items()],
+)
 def test_the_numbers_of_models_stay(model, share):
     with jax.enable_x64(True):
         case = make_small(model, dtype=jnp.float64)

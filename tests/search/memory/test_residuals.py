@@ -19,7 +19,13 @@ from tests.zoo import MAKERS
 
 CLUSTER = parse_cluster("8xH100-80GB")
 PRICES = (0.0, 1e-13, 1e-12, 1e-11, 1e-10, 1e-9, 1e-6)
-MODELS = ("mlp", "gpt_linen", "gpt_scan", "resnet", "lstm", "unet")
+MODELS = (
+    "mlp",
+    "gpt_scan",
+    "resnet",
+    "lstm",
+    *(pytest.param(m, marks=pytest.mark.slow) for m in ("gpt_linen", "unet")),
+)
 
 
 def residuals_of(step) -> tuple[Residuals, ...]:

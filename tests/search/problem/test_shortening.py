@@ -31,6 +31,9 @@ DEEP = {
     "t5": {"num_layers": NUM_LAYERS},
     "vit": {"num_layers": NUM_LAYERS},
 }
+SLOW = {"gpt_nnx_optimizer", "mixer", "t5"}
+"""Models that take long to trace, whose blocks are as those of others, of one stack and of two."""
+MODELS = [pytest.param(m, marks=[pytest.mark.slow] if m in SLOW else []) for m in DEEP]
 CLUSTER = parse_cluster("8xH100-80GB")
 
 
@@ -69,13 +72,13 @@ def on_mesh(model: str) -> tuple[MeshProblem, MeshProblem, tuple[int, ...]]:
 # --- what is kept
 
 
-@pytest.mark.parametrize("model", DEEP)
+@pytest.mark.parametrize("model", MODELS)
 def test_its_arguments_stand_for_all(model):
     names = [name for a in short(model).arguments for name in a.names]
     assert sorted(names) == sorted(a.name for a in traced(model).arguments)
 
 
-@pytest.mark.parametrize("model", DEEP)
+@pytest.mark.parametrize("model", MODELS)
 def test_its_arguments_stand_for_their_like(model):
     step = traced(model)
     types = {
@@ -129,7 +132,7 @@ def test_what_is_marked_stands_for_itself():
 # --- the same problem
 
 
-@pytest.mark.parametrize("model", DEEP)
+@pytest.mark.parametrize("model", MODELS)
 def test_as_many_ops_run(model):
     one, other = (Counter[tuple[str, str]]() for _ in range(2))
     for counted, is_short in ((one, True), (other, False)):
@@ -138,20 +141,20 @@ def test_as_many_ops_run(model):
     assert one == other
 
 
-@pytest.mark.parametrize("model", DEEP)
+@pytest.mark.parametrize("model", MODELS)
 def test_the_same_decisions_under_the_same_names(model):
     names = [[set(said) for said in node_names(problem(model, is_short).graph)] for is_short in (True, False)]
     assert names[0] == names[1]
 
 
-@pytest.mark.parametrize("model", DEEP)
+@pytest.mark.parametrize("model", MODELS)
 def test_as_much_is_handed_over(model):
     one, other = (problem(model, is_short).graph.edges for is_short in (True, False))
     handed = [sum(edge.count * edge.value.num_bytes for edge in edges) for edges in (one, other)]
     assert handed[0] == pytest.approx(handed[1], rel=0.01)
 
 
-@pytest.mark.parametrize("model", DEEP)
+@pytest.mark.parametrize("model", MODELS)
 def test_computation_and_communication_cost_the_same(model):
     one, other, chosen = on_mesh(model)
     costed = one.memory.costed, other.memory.costed
@@ -166,7 +169,7 @@ def test_computation_and_communication_cost_the_same(model):
     assert hidden_s[0] == pytest.approx(hidden_s[1], rel=0.03)
 
 
-@pytest.mark.parametrize("model", DEEP)
+@pytest.mark.parametrize("model", MODELS)
 def test_a_device_holds_as_much(model):
     one, other, chosen = on_mesh(model)
     peaks = [p.predicted(chosen, 1e12).least for p in (one, other)]
