@@ -43,8 +43,16 @@ WHAT_IT_SHOWS = {
 }
 """By case of `compiled`: kinds of collectives without which it would not be what it is called."""
 
-SLOW = {"fsdp", "mixed on 8x8", "recomputed in microbatches", "recomputed in microbatches on 2x4"}
-"""Transformers of which products in a row show the law, and what splits the batch or recomputes, but not both."""
+SLOW = {
+    "tensor parallel": "vocabulary parallel",
+    "fsdp": "mlp on 8",
+    "mixed on 8x8": "mlp on 8x8",
+    "scanned with checkpoint on 2x4": "scanned, tight",
+    "microbatches on 2x4": "microbatches of grouped heads",
+    "recomputed in microbatches": "microbatches of grouped heads",
+    "recomputed in microbatches on 2x4": "microbatches of grouped heads",
+}
+"""Cases that take long to compile, and the one that shows their law in small; of what recomputes, the test below does."""
 
 
 @pytest.mark.parametrize(
