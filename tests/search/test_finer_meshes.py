@@ -108,6 +108,7 @@ def test_what_only_recomputes_is_not_tried_where_the_plain_step_gains_nothing(
     assert finer._may_gain((2, 4, 8), best, plain, floors_s) == may_gain
 
 
+@pytest.mark.slow  # `test_what_is_faster_recomputed_than_stacked_...` shows it for the mesh that is the fastest anyway
 def test_what_is_faster_for_recomputing_on_three_axes_is_asked_of_others():
     """The fastest one is another than for the step as it is."""
     cluster = parse_cluster("1000xH100-80GB")
@@ -187,6 +188,7 @@ def test_a_best_plan_on_three_axes_of_which_little_is_proven_is_searched_on(
     assert tried == [(best.on_mesh, (0, 1), 0.9)] * is_tried
 
 
+@pytest.mark.slow  # `test_a_split_of_the_best_mesh_...` shows that what promises most is found
 def test_fewer_examples_than_devices_are_fastest_on_a_mesh_that_does_not_split_the_best_one():
     """That mesh is found: it promises most."""
     case = make_vit(num_layers=1, hidden=1024, heads=16, image=224, patch=16, batch=256)

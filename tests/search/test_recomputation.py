@@ -233,7 +233,7 @@ def test_what_misses_on_one_mesh_is_tried_on_another(monkeypatch):
     assert num_recomputed(best)
 
 
-@pytest.mark.slow  # `test_what_costs_next_to_nothing_is_recomputed_before_...` shows it on one mesh
+@pytest.mark.slow  # on one mesh `test_what_is_faster_for_recomputing_is_certified_by_itself` shows it
 def test_what_misses_by_little_does_not_keep_the_rest_from_being_tried():
     """What recomputes nothing fits on another mesh, 9% slower; what costs next to nothing to recompute does not fit."""
     cluster = parse_cluster("64xA100-80GB-Ethernet")
