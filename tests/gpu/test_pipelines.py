@@ -19,7 +19,7 @@ from autoshard.search.pipeline.spmd_planning import find
 from autoshard.search.plan.spmd_step import LayerLoop, SpmdSharding
 from autoshard.verification.pipeline_result import PipelineVerification
 from tests.gpu.compiled import HURRY
-from tests.zoo import make_gpt_scan
+from tests.zoo import Case, make_gpt_scan
 from tests.zoo.megatron import make_megatron
 from tests.zoo.mlp import make_mlp
 
@@ -143,6 +143,7 @@ def test_devices_of_a_replica_share_layers_and_only_their_terms_go_between_them(
     assert predicted == {key: num_bytes for key, (_, num_bytes) in stats.collectives.items()}
 
 
+@pytest.mark.slow  # products alone show it: `test_layers_read_and_write_stacks_where_they_lie_and_go_...`
 def test_what_is_predicted_of_one_program_is_what_is_compiled():
     case = make_megatron(4, 256, 4, 512, 128, 16, compute_dtype=jnp.bfloat16, scanned=True)
     options = {"stages": 2, "mesh": (4, 1), "microbatches": 2, "executor": "spmd"}
@@ -242,10 +243,10 @@ def test_a_stage_writes_out_what_it_is_handed_in_the_orders_of_its_products():
         assert abs(stage.predicted.peak_bytes / stage.compiled.peak_bytes - 1) < 0.05
 
 
-def test_stages_on_several_kinds_of_node_are_compiled_each_for_its_own():
-    case = make_megatron(4, 256, 4, 512, 128, 32)
-    options = {"stages": 3, "microbatches": 4, "schedule": "1f1b"}
+def verified_on_two_kinds_of_node(case: Case, stages: int) -> PipelineVerification:
+    """A plan that is compiled for both, each stage for its own."""
     cluster = "4xH100-80GB+4xA100-40GB"
+    options = {"stages": stages, "microbatches": 4, "schedule": "1f1b"}
     plan = autoshard.search(case.step, *case.abstract_args(), cluster=cluster, **options)
     proof = autoshard.verify(case.step, *case.abstract_args(), plan=plan)
     assert isinstance(proof, PipelineVerification)
@@ -255,6 +256,16 @@ def test_stages_on_several_kinds_of_node_are_compiled_each_for_its_own():
     assert {*plan.stands_on} == caps.keys()
     for stage in proof.stages:
         assert stage.predicted.peak_bytes == pytest.approx(stage.compiled.peak_bytes, rel=0.1)
+    return proof
+
+
+def test_stages_on_several_kinds_of_node_are_compiled_each_for_its_own():
+    verified_on_two_kinds_of_node(make_mlp(widths=(1024,) * 7, batch=512), stages=3)
+
+
+@pytest.mark.slow  # products alone show that each stage is compiled for its own
+def test_a_transformers_stages_on_several_kinds_of_node_gather_nothing_in_each_task():
+    proof = verified_on_two_kinds_of_node(make_megatron(4, 256, 4, 512, 128, 32), stages=3)
     shared = [c for stage in proof.stages for c in stage.collectives if c.axes == ("data",)]
     assert shared
     for c in shared:  # parameters are not gathered by each task
