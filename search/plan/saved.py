@@ -26,8 +26,7 @@ class SavedPlan(ABC):
 
     step: str
     fingerprint: str
-    is_sealed: bool
-    """Whether the estimates are known to be those of the rest. A file that was edited by hand has a broken seal."""
+    is_sealed: bool  # whether the estimates are known to be those of the rest: an edit by hand breaks the seal
 
     @property
     def is_edited(self) -> bool:

@@ -22,6 +22,8 @@ from autoshard.search.memory.written import SCOPE
 from tests.executors.agreement import NOISE, NOISE_GROWN_BY_ADAM
 from tests.zoo import MAKERS, make_gpt_linen, make_small
 
+pytestmark = pytest.mark.devices
+
 MODELS = ("autoencoder", "dlrm", "gpt_linen", "gpt_scan", "lstm", "message_passing", "moe", "t5", "unet")
 """Those that differ most."""
 
@@ -367,7 +369,6 @@ def traced(name: str) -> Step:
 # --- the numbers
 
 
-@pytest.mark.devices
 @pytest.mark.parametrize("name", STEPS)
 def test_the_numbers_stay(name):
     with jax.enable_x64(True):
@@ -375,7 +376,6 @@ def test_the_numbers_stay(name):
         assert_same(STEPS[name], microbatched(trace(STEPS[name], *args), 4), args)
 
 
-@pytest.mark.devices
 @pytest.mark.parametrize("name", ["mean over tokens", "by example", "layers under scan", "own rows"])
 def test_a_microbatch_may_be_one_example(name):
     with jax.enable_x64(True):
@@ -383,7 +383,6 @@ def test_a_microbatch_may_be_one_example(name):
         assert_same(STEPS[name], microbatched(trace(STEPS[name], *args), BATCH), args)
 
 
-@pytest.mark.devices
 @pytest.mark.parametrize(
     "model", [pytest.param(m, marks=[pytest.mark.slow] if m in SLOW else []) for m in MODELS]
 )

@@ -21,6 +21,8 @@ from tests.executors.agreement import NOISE_GROWN_BY_ADAM
 from tests.search.chain import chain
 from tests.zoo import make_small
 
+pytestmark = pytest.mark.devices
+
 LAYERS = 4
 MODELS = {
     "mlp": 0.5,
@@ -140,7 +142,6 @@ def plain(name: str) -> tuple[Step, list, list[np.ndarray]]:
     return step, flat, results(step, flat)
 
 
-@pytest.mark.devices
 @pytest.mark.parametrize(("seed", "share"), [(0, 1.0), (1, 0.8), (2, 0.5), (3, 0.2)])
 @pytest.mark.parametrize("name", STEPS)
 def test_the_numbers_stay(name, seed, share):
@@ -151,7 +152,6 @@ def test_the_numbers_stay(name, seed, share):
         assert_same(wanted, again, flat)
 
 
-@pytest.mark.devices
 @pytest.mark.parametrize(
     ("model", "share"),
     [pytest.param(*m, marks=[pytest.mark.slow] if m[0] in SLOW else []) for m in MODELS.items()],
@@ -258,7 +258,6 @@ def test_masks_and_numbers_are_made_anew_and_pass_no_barrier():
     assert not [v for v in large if v in makers and makers[v].name == "broadcast_in_dim"]
 
 
-@pytest.mark.devices
 def test_each_piece_waits_for_the_weight_gradients_before_the_last_piece():
     """Of a chain of layers, each recomputed from the one before: what is held for one layer is let go two layers on."""
     widths = [jnp.zeros((8, 8))] * 5
