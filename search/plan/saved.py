@@ -26,7 +26,7 @@ class SavedPlan(ABC):
 
     step: str
     fingerprint: str
-    is_sealed: bool  # whether the estimates are known to be those of the rest: an edit by hand breaks the seal
+    is_sealed: bool  # whether the estimates are those of the rest: an edit by hand breaks the seal
 
     @property
     def is_edited(self) -> bool:
