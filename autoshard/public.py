@@ -24,6 +24,7 @@ from autoshard.search.plan.outline import Outline
 from autoshard.search.plan.pipeline_plan import PipelineEstimates, PipelinePlan, Stage, StageEstimates
 from autoshard.search.plan.plan import Collective, Decisions, Estimates, Plan
 from autoshard.search.plan.spmd_plan import SpmdEstimates, SpmdPlan
+from autoshard.search.plan.work_shares import AxisUse, WorkShares
 from autoshard.user_warning import AutoshardWarning
 from autoshard.verification.pipeline_result import PipelineVerification, ProgramProof, StageProof
 from autoshard.verification.result import Copied, Extent, Footprint, Moved, Verification
@@ -32,6 +33,7 @@ __all__ = [
     "Amount",
     "AutoshardError",
     "AutoshardWarning",
+    "AxisUse",
     "Cluster",
     "ClusterError",
     "Collective",
@@ -64,6 +66,7 @@ __all__ = [
     "StageEstimates",
     "StageProof",
     "Verification",
+    "WorkShares",
     "choices",
     "emit",
     "parallelize",

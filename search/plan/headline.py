@@ -3,7 +3,7 @@
     FSDP over 8 x tensor parallel over 8, 12 of 48 layers recomputed
     4 stages x 1F1B, 16 microbatches, data parallel over 8
 
-All kinds of plan have stages, of which a plan of one program has one. A stage has replicas and, on the mesh of each, an
+All kinds of plan have stages, of which a plan of one program has one. A stage has replicas and, on the mesh of each,
 shares (`search.plan.work_shares`), which say what each axis splits. The words follow from these shares alone, the
 terms being those of the literature: ZeRO (Rajbhandari et al. 2020), FSDP (Zhao et al. 2023), tensor and sequence
 parallelism (Shoeybi et al. 2019, Korthikanti et al. 2022), expert parallelism (Lepikhin et al. 2020). A split that has no
