@@ -1,10 +1,9 @@
 """Two plans side by side: time, memory, communication, and the arguments that are sharded differently.
 
-A plan's summary says what is; whoever judges a plan asks what another one would have done, such as one with an expert's
-pins. Both tell of one step, mostly on one cluster, so their numbers can be subtracted kind by kind. What is the same in both
-is left out of the text but for the totals, and arguments that are sharded differently are folded as the summary folds them
-(`search.plan.argument_lines`), each with both of its specs. A spec that names an axis is also another
-one if that axis has another size.
+A plan is judged beside another one, such as one with an expert's pins. Both plan one step, mostly on one cluster, so their
+numbers can be subtracted kind by kind. Equal parts are left out of the text, totals excepted. Arguments that are sharded
+differently are folded as the summary folds them (`search.plan.argument_lines`), each with both of its specs. A spec that
+names an axis is also another one if that axis has another size.
 """
 
 import re
@@ -30,9 +29,9 @@ class Amount:
     """One quantity under both plans.
 
     Attributes:
-      name: what it is.
+      name: its name.
       this: under the plan that is compared.
-      other: under the plan that it is held against.
+      other: under the plan that it is compared with.
     """
 
     name: str
@@ -41,21 +40,21 @@ class Amount:
 
     @property
     def more(self) -> float:
-        """By how much this plan's is more."""
+        """The difference: this plan's amount less the other's."""
         return self.this - self.other
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What differs between a plan and another; `print` it.
+    """The differences between two plans; `print` it.
 
     Attributes:
       plan: the plan.
-      against: the one that it is held against.
+      against: the plan that it is compared with.
       time: seconds of a step by kind; the first is the whole step.
-      memory: bytes per device at the peak, by what they are; the first is the peak.
+      memory: bytes per device at the peak, by kind; the first is the peak.
       collectives: seconds by kind and axes, with sizes where plans have axes of one name but not of one size.
-      num_bytes: the same in bytes per device.
+      num_bytes: bytes per device of collectives, by kind and axes.
       arguments: by pytree path, both specs of those that are sharded differently.
     """
 

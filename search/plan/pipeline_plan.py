@@ -2,7 +2,7 @@
 
 A stage's submesh has replicas, over which examples are split, and the devices of each, which share the work as `decisions`
 say: in the words of a plan of one program, for each mesh that a stage's replicas form. All of it can be edited by hand and
-is honoured. `estimates` are what the cost model says of that, stage by stage: from them alone the schedule can be drawn.
+is honoured. `estimates` are the cost model's predictions, stage by stage: from them alone the schedule can be drawn.
 """
 
 import math
@@ -56,19 +56,19 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class StageEstimates:
-    """What a stage is predicted to take.
+    """The predictions for a stage; bytes are those of a device.
 
     Attributes:
-      forward_s: seconds of a microbatch.
-      backward_s: likewise, without weight gradients.
-      weight_gradient_s: likewise.
-      send_s: until what the forward pass made is on the next stage.
-      return_s: until the gradient of what the stage read is on the one before.
-      update_s: seconds of what is done once in a step: the update, with the gradients' reduction over replicas.
-      residual_bytes: a device's, of a microbatch in flight.
-      state_bytes: a device's, always there.
-      workspace_bytes: a device's, while it runs.
-      peak_bytes: a device's, with all stages of its worker.
+      forward_s: seconds of the forward pass of a microbatch.
+      backward_s: seconds of the backward pass of a microbatch, without weight gradients.
+      weight_gradient_s: seconds of the weight gradients of a microbatch.
+      send_s: seconds of the transfer of activations to the next stage.
+      return_s: seconds of the transfer of gradients to the previous stage.
+      update_s: seconds per step of the update, with the gradients' reduction over replicas.
+      residual_bytes: residuals of a microbatch in flight.
+      state_bytes: state, which is always there.
+      workspace_bytes: temporaries while the stage runs.
+      peak_bytes: the peak, with all stages of the device's worker.
       collectives: per kind and axes of its submesh, in a step.
     """
 
@@ -87,13 +87,13 @@ class StageEstimates:
 
 @dataclass(frozen=True, slots=True)
 class PipelineEstimates:
-    """What the cost model predicts of a pipeline.
+    """The cost model's predictions for a pipeline.
 
     Attributes:
       step_s: seconds per step.
       bubble: of the workers' time in it, the share in which they wait.
       peak_bytes: device memory at its highest.
-      stages: of each.
+      stages: the predictions for each stage.
       shares: for each of the plan's `decisions`, how its mesh axes share the work; none in files of earlier versions.
     """
 
@@ -116,15 +116,15 @@ class PipelinePlan(SavedPlan):
       memory_bytes: the cap per device.
       schedule: the family's name, such as `1f1b`.
       workers: groups of devices; each may run several stages.
-      microbatches: in how many the step goes through its batch.
+      microbatches: the number of parts in which the step goes through its batch.
       stages: in the order of the forward phase.
-      retention: per class of forward ops, by name, what is not kept of them, as in a plan of one program.
+      retention: per class of forward ops, by name, the results that are not kept, as in a plan of one program.
       decisions: for each mesh that the replicas of a stage form, on nodes of each kind, how their devices share the work.
-      estimates: what all this is predicted to take.
+      estimates: the predictions for these choices.
       groups: names of the cluster's groups of nodes, in the order in which stages stand on them; of several kinds alone.
       search_s: seconds of the search; not saved.
-      outline: of the traced step, to say how another step differs; None in a file without it.
-      is_sealed: whether the estimates are known to be those of the rest; False after an edit by hand.
+      outline: the traced step's types and ops, to say how another step differs; None in a file without it.
+      is_sealed: whether the estimates are those of the decisions; False after an edit by hand.
     """
 
     step: str

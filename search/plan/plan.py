@@ -1,9 +1,9 @@
 """The plan: the search's answer, the JSON's content, the executor's input.
 
 `decisions` are the contract: readable, one value per line, keyed by pytree paths and op names, in
-PartitionSpec terms. They can be edited by hand and are honoured. `estimates` are what the cost model says of
-them: they are recomputed whenever a plan is loaded against a step, never trusted. A fingerprint ties the plan
-to the traced step.
+PartitionSpec terms. They can be edited by hand and are honoured. `estimates` are the cost model's
+predictions for them: they are recomputed whenever a plan is loaded against a step, never trusted. A fingerprint ties the
+plan to the traced step.
 """
 
 import math
@@ -46,17 +46,17 @@ class Collective:
 
 @dataclass(frozen=True, slots=True)
 class Estimates:
-    """What the cost model predicts of a plan.
+    """The cost model's predictions for a plan.
 
     Attributes:
       step_s: seconds per step: `compute_s`, the collectives' seconds and `transfer_s`, less `hidden_s`.
       compute_s: seconds of computation.
-      recompute_s: seconds of it, and of communication, for what the plan recomputes.
+      recompute_s: seconds of computation and communication of recomputed ops.
       transfer_s: seconds of copies between the device and its host.
       hidden_s: seconds of collectives and copies that run behind computation.
       peak_bytes: device memory at its highest, per device.
       host_bytes: pinned host memory, per device.
-      residents: bytes per device at the peak, by what they are.
+      residents: bytes per device at the peak, by kind.
       peak_at: the op at which the peak occurs, with its source line.
       collectives: per kind and axes.
       shares: how the mesh axes share the work; None in files of earlier versions.
@@ -89,9 +89,10 @@ class Decisions:
       arguments: per argument of the step, by pytree path: the spec it rests in.
       ops: per class of ops, by name: the specs that it reads and makes.
       copies: per value that is resharded for a phase, by its op's name: its spec there and how it comes by it.
-      retention: per class of forward ops, by name, what is not kept of them for the backward phase: `remat`, or which of
-        them are recomputed. The names of `ops` and `copies` are those of the step that recomputes so.
-      microbatches: in how many the step goes through its batch. The names of the others are those of the step that does.
+      retention: per class of forward ops, by name, the results that are not kept for the backward phase: `remat` for all,
+        or the numbers of the recomputed ones. The names of `ops` and `copies` are those of the step with recomputation.
+      microbatches: the number of parts in which the step goes through its batch. All names are those of the step that does
+        so.
       group: of a pipeline on several kinds of node: the group of nodes that they are for.
     """
 
@@ -113,20 +114,19 @@ class Plan(SavedPlan):
       fingerprint: of the traced step.
       jax: the JAX version that traced it.
       cluster: the cluster, as its JSON file would say it.
-      options: the options that the search was given. What it pinned stands apart, and is named so in `decisions`.
+      options: the options that the search was given. Pinned arguments are named apart in `decisions`.
       meshes: the meshes that were searched: sizes of their axes.
       memory_bytes: the cap per device.
       decisions: the choices.
-      estimates: what they are predicted to cost.
-      gap: certified by the solver: no plan takes less time than this one by more than this share of it. Of plans, those of
-        the search space count, on `meshes`, within the options, in as many microbatches, that recompute what this one does,
-        have on the host what it has there, and hold at most `memory_bytes` in program order; of time, what computation
-        takes, and communication that it does not hide, by this cost model. (What kernels hold is simulated of the plan that
-        was found only.) None when decisions were edited since.
-      marks: of the decisions that the estimates were made of (`search.plan.edits`); empty where that is not known.
+      estimates: the predictions for these choices.
+      gap: certified by the solver: by this cost model, no plan takes less time than this one by more than this share of
+        it. The certificate covers plans on `meshes` and within the options, with the same microbatches, recomputation and
+        offloading, that hold at most `memory_bytes` in program order. (The kernels' memory is simulated for the plan found
+        only.) None if decisions were edited since.
+      marks: digests of the decisions that the estimates are for (`search.plan.edits`); empty if unknown.
       search_s: seconds of the search, in all and by part; not saved.
-      outline: of the traced step, to say how another step differs; None in a file without it.
-      is_sealed: whether the estimates are known to be those of the rest; False after an edit by hand.
+      outline: the traced step's types and ops, to say how another step differs; None in a file without it.
+      is_sealed: whether the estimates are those of the decisions; False after an edit by hand.
 
     Example:
       >>> plan = search(step, state, batch, cluster="64xH100-80GB")  # doctest: +SKIP

@@ -66,7 +66,7 @@ class SavedPlan(ABC):
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
-        """Reads what `save` wrote.
+        """Reads a plan that `save` wrote.
 
         Raises:
           InputError: no such file, or it cannot be read.

@@ -1,7 +1,7 @@
 """The plan of a pipeline that is one program: how many stages of equal layers, on which mesh, in which order.
 
 It says less than the plan of a pipeline whose stages have programs of their own: all stages are alike. All of it may be
-edited by hand; `estimates` are what the cost model says of that.
+edited by hand; `estimates` are the cost model's predictions.
 """
 
 from collections.abc import Mapping
@@ -21,18 +21,18 @@ SCHEMA = "autoshard.one-program/2"
 
 @dataclass(frozen=True, slots=True)
 class SpmdEstimates:
-    """What the cost model predicts of a pipeline that is one program; bytes are a device's.
+    """The cost model's predictions for a pipeline that is one program; bytes are those of a device.
 
     Attributes:
       step_s: seconds per step.
-      bubble: the share of it in which a stage computes what nobody reads.
+      bubble: the share of the step in which a stage has no microbatch, and its results are thrown away.
       peak_bytes: device memory at its highest.
-      forward_s: seconds of a stage's layers on one microbatch, and of handing on what they make: a tick.
-      backward_s: likewise.
-      between_s: seconds in a step of what stands between loops over layers, and of taking values there and back.
-      update_s: seconds of what is done once in a step: the update, with the gradients' reduction.
-      residual_bytes: of a microbatch and a stage.
-      state_bytes: always there.
+      forward_s: seconds of the forward pass of a stage's layers on one microbatch, and of the transfer to the next stage.
+      backward_s: seconds of the backward pass of a stage's layers on one microbatch, and of the transfer back.
+      between_s: seconds per step of the ops between loops over layers, transfers included.
+      update_s: seconds per step of the update, with the gradients' reduction.
+      residual_bytes: residuals of one microbatch on a stage.
+      state_bytes: state, which is always there.
       collectives: per kind and axes, in a step.
       shares: how the axes of a replica's mesh share the work; None in files of earlier versions.
     """
@@ -61,15 +61,15 @@ class SpmdPlan(SavedPlan):
       cluster: the cluster, as its JSON file would say it.
       memory_bytes: the cap per device.
       schedule: `gpipe` or `circular`.
-      microbatches: in how many each replica goes through its part of the batch.
+      microbatches: the number of parts in which each replica goes through its share of the batch.
       stages: runs of equally many layers.
       mesh: size of each axis by name: of groups of devices, each with as many stages, and of the replicas of each.
-      retention: per class of forward ops, by name, what is not kept of them, as in a plan of one program.
-      estimates: what all this is predicted to take.
+      retention: per class of forward ops, by name, the results that are not kept, as in a plan of one program.
+      estimates: the predictions for these choices.
       decisions: how the devices of a replica share its work, on a mesh of theirs; None where a replica is one device.
       search_s: seconds of the search; not saved.
-      outline: of the traced step, to say how another step differs; None in a file without it.
-      is_sealed: whether the estimates are known to be those of the rest; False after an edit by hand.
+      outline: the traced step's types and ops, to say how another step differs; None in a file without it.
+      is_sealed: whether the estimates are those of the decisions; False after an edit by hand.
     """
 
     step: str
