@@ -12,7 +12,7 @@ import pytest
 
 import autoshard
 from autoshard import public
-from autoshard.cost_model.cluster_schema import json_schema
+from autoshard.cost_model.cluster_file import json_schema
 
 USERS_FILE = """
 from typing import assert_type
@@ -73,6 +73,7 @@ def wrong(state: State, batch: jax.Array) -> None:
 """
 
 
+@pytest.mark.devices
 def test_a_type_checker_knows_a_step_by_its_own_signature(tmp_path):
     (tmp_path / "train.py").write_text(USERS_FILE)
     command = ["-m", "pyright", "--outputjson", "--pythonpath", sys.executable, "train.py"]
@@ -107,8 +108,8 @@ def test_the_fields_of_a_cluster_are_described_in_its_schema(name):
 def test_an_error_is_called_by_its_public_name_in_a_traceback():
     with pytest.raises(autoshard.InputError) as caught:
         autoshard.parallelize(3)
-    last = traceback.format_exception_only(caught.value)[-1]
-    assert last.startswith("autoshard.InputError: parallelize wants a function")
+    said, *_ = traceback.format_exception_only(caught.value)
+    assert said.startswith("autoshard.InputError: parallelize wants a function")
 
 
 def annotated(value):

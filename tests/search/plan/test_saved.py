@@ -85,10 +85,22 @@ OTHERS = {
     "groups": ("slow", "fast"),
     "search_s": {"solve": 3.0},
     "outline": None,
+    "is_sealed": False,
 }
 """Another value of each field; that of decisions, stages and estimates depends on the kind of plan."""
 
-SAID_ONLY = {"step", "jax", "options", "meshes", "estimates", "gap", "marks", "search_s", "outline"}
+SAID_ONLY = {
+    "step",
+    "jax",
+    "options",
+    "meshes",
+    "estimates",
+    "gap",
+    "marks",
+    "search_s",
+    "outline",
+    "is_sealed",
+}
 """Fields that say how a plan came to be, or what is predicted of it: two equal plans may differ in them."""
 
 
