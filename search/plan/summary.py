@@ -27,7 +27,7 @@ _LABEL_WIDTH = len("compiler")
 
 _FORWARD = "forward "
 """The beginning of the name of a forward op."""
-EDITED = "edited by hand"
+EDITED = "edited by hand, or made by an earlier version"
 UNPRICED = "  no estimates: they were made before. To make new ones: autoshard show PLAN TARGET"
 
 

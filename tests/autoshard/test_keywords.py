@@ -11,6 +11,8 @@ import autoshard
 from autoshard import InputError, keywords
 from autoshard.calls import Callee
 
+pytestmark = pytest.mark.devices
+
 W, X = jnp.ones((16, 8)) / 16, jnp.linspace(-1, 1, 24 * 16).reshape(24, 16)
 SHAPES = jax.eval_shape(lambda: (W, X))
 

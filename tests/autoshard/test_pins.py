@@ -128,6 +128,7 @@ def test_a_spec_of_too_many_dimensions_names_the_leaf():
         autoshard.search(step, STATE, BATCH, cluster="8xCPU", mesh=(8,), pin={"batch": "P(None, 'data')"})
 
 
+@pytest.mark.devices
 def test_a_mistyped_argument_to_donate_is_near_another():
     parallel = autoshard.parallelize(lambda state, batch: state, donate="batsch['x']")
     with pytest.raises(

@@ -48,6 +48,7 @@ def test_a_kernel_must_suit_the_oldest_gpu_of_the_cluster(cluster):
     assert traced(attended, parse_hardware("8xH100-80GB+8xH200"), (WIDE,), {}).graph.outputs
 
 
+@pytest.mark.devices
 @pytest.mark.parametrize("options", [{}, {"cluster": "8xH100-80GB"}], ids=str)
 def test_cpus_that_simulate_gpus_have_no_attention_of_cudnn(options):
     step = autoshard.parallelize(attended, **options)

@@ -44,6 +44,7 @@ def test_a_plugin_of_the_users_environment_is_used_as_it_is(world, versions):
     assert not kept.exists()
 
 
+@pytest.mark.devices
 @pytest.mark.parametrize("versions", [BARE, OF_AN_OLDER_JAX, HALF], ids=["none", "another JAX's", "half"])
 def test_without_one_it_is_installed_once_beside_the_environment(world, versions):
     kept, told = world(versions, FILLS), list[str]()
@@ -65,6 +66,7 @@ def test_only_the_compilers_process_sees_the_folder(monkeypatch):
     assert "/cache/plugin" not in sys.path
 
 
+@pytest.mark.devices
 def test_where_nothing_can_be_installed_the_error_has_the_command(world):
     kept = world(BARE, FAILS)
     with pytest.raises(InputError) as caught:
