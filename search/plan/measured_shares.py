@@ -209,8 +209,9 @@ class _Measured:
 
     @cached_property
     def _counted(self) -> tuple[tuple[int, FlatOp, float], ...]:
-        """The ops that tell what an axis splits."""
-        forward = [one for one in self._ops if one[1].phase is Phase.FORWARD and not one[1].is_boundary]
+        """The ops that tell what an axis splits. Ops without results, such as prints, do not."""
+        made = [one for one in self._ops if one[1].results and not one[1].is_boundary]
+        forward = [one for one in made if one[1].phase is Phase.FORWARD]
         products = [one for one in forward if one[1].name in PRODUCTS and self._weight_operands(one[1])]
         weighed = [one for one in products if len(self._weight_operands(one[1])) < len(one[1].operands)]
         reached = [one for one in forward if any(v not in self.followed.weights for v in one[1].operands)]

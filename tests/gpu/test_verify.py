@@ -142,7 +142,7 @@ def test_a_program_that_the_compiler_refuses(run):
     assert (status, out) == (2, "")
     assert err.splitlines()[-1] == (
         "autoshard: error: the compiler refused the program: No FFI handler registered for nowhere on a platform CUDA "
-        "(canonical cuda)"
+        "(canonical cuda) (see docs/when-it-says-no.md#the-compiler-fails)"
     )
 
 
@@ -158,7 +158,8 @@ def test_too_little_time(run):
     status, _, err = run("target", "--timeout", "0.1")
     assert (status, err) == (
         2,
-        "autoshard: error: the compiler was stopped after 0.1 s, the time limit. Give it more time, or a smaller program\n",
+        "autoshard: error: the compiler was stopped after 0.1 s, the time limit. Give it more time, or a smaller program "
+        "(see docs/when-it-says-no.md#the-compiler-fails)\n",
     )
 
 

@@ -72,7 +72,7 @@ def test_as_many_as_are_asked_for():
     assert loops(four) == [4]
     assert four.plan.decisions.microbatches == four.plan.options["microbatches"] == 4
     assert four.plan.estimates.peak_bytes < 0.5 * found().plan.estimates.peak_bytes
-    assert "microbatches: 4, their gradients added up before the update" in str(four.plan)
+    assert str(four.plan).splitlines()[0].endswith(", 4 microbatches")
 
 
 def test_where_memory_is_plenty_there_is_one():

@@ -221,6 +221,7 @@ def test_what_does_more_than_compute_runs_once():
     assert not choices & recomputed
 
 
+@pytest.mark.devices
 def test_where_nothing_is_kept_nothing_is_recomputed():
     def layer(h, w):
         return jnp.log(h @ w), None
