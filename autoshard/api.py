@@ -3,12 +3,11 @@
 import functools
 import os
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from typing import Any, Protocol, TypedDict, Unpack, overload
 
 import jax
 
-from autoshard import keywords, option_types, pipelines, planning, programs
+from autoshard import compiled_peaks, keywords, option_types, pipelines, planning, programs
 from autoshard.calls import Call, Callee
 from autoshard.cost_model.errors import InputError
 from autoshard.cost_model.hardware import parse_hardware
@@ -18,7 +17,7 @@ from autoshard.executors.jit import Program
 from autoshard.parallelized import Parallelized, Request
 from autoshard.pins import Pins, Rested
 from autoshard.pipelines import Stages
-from autoshard.planning import AnyPlan, Asked
+from autoshard.planning import IN_DOUBT, AnyPlan, Asked
 from autoshard.progress import Progress, narrated
 from autoshard.search.driver import SearchResult
 from autoshard.search.ir.graph import Step
@@ -52,7 +51,7 @@ def search(
     executor: str | None = None,
     offload: Sequence[str] | str | None = None,
     time_limit_s: float | None = None,
-    verify: bool = False,
+    verify: str = IN_DOUBT,
     target_config: str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
     **abstract_kwargs: Any,
@@ -97,11 +96,14 @@ def search(
       offload: a tuple of values that rest in pinned host memory and are on the device only while they are read:
         "optimizer_state", "parameters", or pytree paths of arguments, whole or their beginnings; "residuals" may wait there
         for the backward phase. "never" offloads nothing. By default all of these but paths are tried if memory is scarce.
-      time_limit_s: processor seconds for the solver. By default the solver does a fixed amount of work, about 15 seconds on
-        a usual machine, so that equal inputs give equal plans on every machine. `Plan.gap` is the remaining gap.
-      verify: whether XLA's GPU compiler checks that the plan fits. If it does not, the search continues under a lower
-        limit. Equal blocks are extrapolated as by `verify`, unless the peak comes close to the cap. Installs the
-        compiler as `verify` does.
+      time_limit_s: processor seconds for the solver, and seconds for the compiler. By default the solver does a fixed
+        amount of work, about 15 seconds on a usual machine, so that equal inputs give equal plans on every machine.
+        `Plan.gap` is the remaining gap.
+      verify: which plans XLA's GPU compiler judges, without a GPU. If a plan is compiled to more than the cap, the search
+        continues under a lower limit. "auto" compiles a plan that may exceed the cap by the usual error of predicted peaks,
+        if the compiler is installed; equal blocks are extrapolated as by `verify`. "always" compiles each plan, in full if
+        an extrapolated peak is close to the cap, and installs the compiler as `verify` does. "never" compiles none. The
+        plan's `estimates.compiled_peak_bytes` is the compiled peak, None if the plan was not compiled.
       target_config: as for `verify`.
       progress: called with one line per stage of the search; the default is the logger `autoshard`, at level INFO, or the
         screen if the program has not configured logging and the call takes more than a second.
@@ -113,8 +115,8 @@ def search(
 
     Raises:
       InputError: an argument, the cluster or an option cannot be used.
-      InfeasibleError: no plan fits the cap; the message says what would fit.
-      CompilerError: the compiler that should verify failed.
+      InfeasibleError: no plan fits the cap, as predicted or as compiled; the message says what would fit.
+      CompilerError: the compiler failed, with `verify="always"`.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -153,23 +155,7 @@ def search(
         pipelines.refuse(pin=asked.pin or None, offload=asked.offload, time_limit_s=asked.time_limit_s)
     with narrated(step_name(step), "tracing", own["progress"]) as tell:
         traced = _traced(call, hardware, own["state"])
-        if not own["verify"]:
-            return _found(traced, hardware, wanted, asked, tell).plan
-        cap_bytes = planning.limit_bytes(hardware, asked)
-        target = judge.target_config_text(own["target_config"])
-        verifier = judge.CompilerVerifier(hardware, Compiler(target), tell)
-        return judge.fitting(
-            lambda limit, said: _found(
-                traced, hardware, wanted, replace(asked, memory_share=limit / cap_bytes), said
-            ),
-            lambda found, full: (
-                verifier.verified(found, full)
-                if isinstance(found, SearchResult)
-                else pipeline_judge.verified(verifier, found)
-            ),
-            cap_bytes,
-            tell,
-        ).plan
+        return _found(traced, hardware, wanted, asked, tell).plan
 
 
 def _found(
@@ -183,7 +169,8 @@ def _found(
         return pipelines.searched(step, hardware, wanted, asked, progress)
 
     def alone() -> SearchResult:
-        return planning.find(step, hardware, planning.options(step, hardware, asked), progress)
+        options = planning.options(step, hardware, asked)
+        return compiled_peaks.one_program(step, hardware, options, asked, progress)
 
     return alone() if wanted is None else pipelines.fastest(step, hardware, wanted, asked, alone, progress)
 
@@ -411,6 +398,7 @@ class Options(TypedDict, total=False):
     plan: str | os.PathLike[str] | AnyPlan | None
     like: Parallelized[..., Any] | str | os.PathLike[str] | Plan | None
     time_limit_s: float | None
+    verify: str
     devices: Sequence[Any] | None
     static_argnums: int | Iterable[int] | None
     static_argnames: str | Iterable[str] | None
@@ -452,6 +440,7 @@ def parallelize(
     plan: str | os.PathLike[str] | AnyPlan | None = None,
     like: Parallelized[..., Any] | str | os.PathLike[str] | Plan | None = None,
     time_limit_s: float | None = None,
+    verify: str = IN_DOUBT,
     devices: Sequence[Any] | None = None,
     static_argnums: int | Iterable[int] | None = None,
     static_argnames: str | Iterable[str] | None = None,
@@ -487,6 +476,8 @@ def parallelize(
         Arguments are matched by pytree path; if their names differ, by the rest of the path and by shape. Doubtful
         matches are left to the search.
       time_limit_s: as for `search`.
+      verify: as for `search`. On GPUs, a program is compiled before its first step anyway, and judged by that; "never" takes
+        it as it is. A given plan is not searched, and not judged.
       devices: the devices to run on; by default all devices that JAX sees.
       static_argnums: positions of arguments that are constants of the step, as for `jax.jit`: each value has a plan of its
         own. Static arguments of an already jitted step stay static.
@@ -519,6 +510,7 @@ def parallelize(
         "plan": plan,
         "like": like,
         "time_limit_s": time_limit_s,
+        "verify": verify,
         "devices": devices,
         "static_argnums": static_argnums,
         "static_argnames": static_argnames,

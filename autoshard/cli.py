@@ -172,8 +172,12 @@ def _parser() -> argparse.ArgumentParser:
     search.add_argument("--out", type=Path, metavar="FILE", help="save the plan")
     search.add_argument(
         "--verify",
-        action="store_true",
-        help="compile the plan for the GPU, without one; if it does not fit, search again",
+        nargs="?",
+        choices=["auto", "always", "never"],
+        const="always",
+        default="auto",
+        help="compile plans for the GPU, without one, and search again if one does not fit: always (meant without a value), "
+        "never, or auto: those that may exceed the cap, if the compiler is installed; default: auto",
     )
     search.set_defaults(run=_with_jax("search"))
     verify = subparsers.add_parser(

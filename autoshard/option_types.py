@@ -20,7 +20,7 @@ from autoshard.cost_model.errors import InputError
 from autoshard.cost_model.mixed_cluster import MixedCluster
 from autoshard.parallelized import Parallelized
 from autoshard.pipelines import AUTO
-from autoshard.planning import AnyPlan
+from autoshard.planning import ALWAYS, IN_DOUBT, NEVER, AnyPlan
 from autoshard.search.plan.plan import Plan
 
 MAX_SHOWN = 60
@@ -142,7 +142,9 @@ WANTED = MappingProxyType(
         ),
         "static_argnums": Wanted("static_argnums as the position of an argument, or several", _are_positions),
         "static_argnames": Wanted("static_argnames as the name of an argument, or several", _are_names),
-        "verify": Wanted("verify as True or False", lambda v: isinstance(v, bool | np.bool)),
+        "verify": Wanted(
+            f"verify as {NEVER!r}, {IN_DOUBT!r} or {ALWAYS!r}", lambda v: v in (NEVER, IN_DOUBT, ALWAYS)
+        ),
         "full": Wanted("full as True or False", lambda v: isinstance(v, bool | np.bool)),
         "target_config": Wanted("target_config as a text or its file", _is_file),
         "name": Wanted("name as the name of a decision in the plan", _is_text),

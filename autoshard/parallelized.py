@@ -483,7 +483,9 @@ class Parallelized[**P, R]:
 
         def alone() -> programs.Built:
             options = self._options(traced, cluster, asked)
-            return programs.searched(traced, cluster, options, devices, placing.retraced, tell, given_up)
+            return programs.searched(
+                traced, cluster, options, devices, placing.retraced, tell, given_up, asked
+            )
 
         processes = Processes.of(devices)
         wanted = self._pipeline if plan is None else plan
@@ -544,7 +546,9 @@ class Parallelized[**P, R]:
         """The options of this search: with a given plan, only its memory cap. For other shapes than the first call's,
         options that do not suit them are left out."""
         given = self._given
-        asked = self._request.asked if given is None else Asked(given.memory_bytes)
+        asked = self._request.asked
+        if given is not None:
+            asked = Asked(given.memory_bytes, verify=asked.verify)
         if not self._planned:
             return asked
         first = self._planned[0].plan

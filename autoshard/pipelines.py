@@ -12,12 +12,12 @@ from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any, Protocol, Self
 
-from autoshard import planning
+from autoshard import compiled_peaks, planning
 from autoshard.cost_model.cluster import Cluster
 from autoshard.cost_model.errors import InfeasibleError, InputError
 from autoshard.cost_model.mixed_cluster import AnyCluster, MixedCluster
 from autoshard.cost_model.units import format_seconds
-from autoshard.planning import Asked
+from autoshard.planning import ALWAYS, Asked
 from autoshard.processes import ALONE, Processes
 from autoshard.progress import Progress
 from autoshard.search.ir.graph import Step
@@ -29,6 +29,7 @@ from autoshard.search.pipeline.proposals import DISPATCH_S, Parts
 from autoshard.search.pipeline.search import PipelineOptions
 from autoshard.search.pipeline.spmd_planning import SpmdPipeline
 from autoshard.search.plan.executors import EXECUTORS, FORMER_NAMES, JIT, MPMD, SPMD
+from autoshard.search.plan.peak_band import compiled_as
 from autoshard.search.plan.pipeline_plan import PipelinePlan
 from autoshard.search.plan.plan import Plan
 from autoshard.search.plan.spmd_plan import SpmdPlan, is_of_one_program
@@ -311,13 +312,19 @@ def searched(
     `found`."""
     options = _options(cluster, wanted, asked)
 
+    def search(limit_bytes: int, _: float | None, said: Progress) -> Pipeline | SpmdPipeline:
+        lower = replace(options, memory_share=options.memory_share * limit_bytes / options.memory_bytes)
+        return _faster(step, cluster, lower, wanted, said, cutoff_s)
+
+    def kept() -> Pipeline | SpmdPipeline:
+        judge = compiled_peaks.judge_of(cluster, asked, progress)
+        return compiled_peaks.kept(search, judge, options.memory_bytes, progress, asked.verify == ALWAYS)
+
     def apply(data: Any, place: str) -> Pipeline | SpmdPipeline:
         kind = SpmdPlan if is_of_one_program(data) else PipelinePlan
         return applied(step, kind.from_json(data, place), place)
 
-    return processes.found_by_the_first(
-        lambda: _faster(step, cluster, options, wanted, progress, cutoff_s), apply
-    )
+    return processes.found_by_the_first(kept, apply)
 
 
 def _faster(
@@ -387,9 +394,9 @@ def applied(step: Step, plan: PipelinePlan | SpmdPlan, place: str) -> Pipeline |
       PlanError: the plan is for another step, or decides something impossible.
     """
     with planning.faults_of(plan, place):
-        if isinstance(plan, SpmdPlan):
-            return spmd_planning.apply(step, plan, place)
-        return pipelines.apply(step, plan, place)
+        one = isinstance(plan, SpmdPlan)
+        found = spmd_planning.apply(step, plan, place) if one else pipelines.apply(step, plan, place)
+    return replace(found, plan=compiled_as(found.plan, plan))
 
 
 def _stage_mesh(asked: Asked) -> tuple[int, ...] | None:

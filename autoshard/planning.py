@@ -1,5 +1,6 @@
 """The way from user options to a plan on its traced step, shared by `search`, `emit`, `verify` and `parallelize`."""
 
+import os
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, fields, replace
@@ -24,6 +25,7 @@ from autoshard.search.ir.trace import trace_call
 from autoshard.search.memory.microbatches import microbatched
 from autoshard.search.options import Options
 from autoshard.search.plan.argument_paths import near
+from autoshard.search.plan.peak_band import compiled_as
 from autoshard.search.plan.pipeline_plan import PipelinePlan
 from autoshard.search.plan.plan import Plan
 from autoshard.search.plan.spmd_plan import SpmdPlan
@@ -37,6 +39,9 @@ LARGE_SHARE = 0.05
 """Smallest size of possible state, as a share of all arguments' bytes and not below `LARGE_BYTES`, that is worth a warning.
 Source: a choice of ours."""
 
+
+NEVER, IN_DOUBT, ALWAYS = "never", "auto", "always"
+"""The values of `verify=`: no plan is compiled; each one that may exceed its cap, where the compiler is there; each one."""
 
 MAX_NAMES = 4
 """Largest number of decisions that a warning names. Source: a choice of ours."""
@@ -53,6 +58,9 @@ class Asked:
     microbatches: int | None = None
     offload: Sequence[str] | str | None = None
     time_limit_s: float | None = None
+    verify: str | None = NEVER
+    """Which plans the compiler judges; None stands for `IN_DOUBT`, the default of a user's search."""
+    target_config: str | os.PathLike[str] | None = None
     memory_share: float = 1.0
     """The share of a device's memory cap that a plan may use."""
 
@@ -291,7 +299,7 @@ def applied(step: Step, plan: Plan, place: str) -> driver.SearchResult:
         found = driver.apply(step, plan, there, place)
     if found.anew:
         warn(_said_anew(plan, found, place))
-    return found
+    return replace(found, plan=compiled_as(found.plan, plan))
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 On GPUs the compiler decides the memory in the end. A program passes its plan's cap to XLA's scheduler, which otherwise
 spends all of a larger device's memory on overlap. It is compiled before its first step. If its peak exceeds the cap, XLA's
 own rematerialization may reduce it. If that fails too, the search continues under a lower limit, as
-`search(..., verify=True)` does without the devices.
+`search(..., verify="auto")` does without the devices.
 """
 
 import contextlib
@@ -14,7 +14,8 @@ from typing import Any
 
 import jax
 
-from autoshard import planning
+from autoshard import compiled_peaks, planning
+from autoshard.compiled_peaks import Judgement
 from autoshard.cost_model.cluster import Cluster
 from autoshard.cost_model.errors import InfeasibleError, first_line
 from autoshard.cost_model.mixed_cluster import AnyCluster, MixedCluster
@@ -25,6 +26,7 @@ from autoshard.executors import jit, pipeline, spmd
 from autoshard.executors.jit import Program
 from autoshard.executors.pipeline_jit import CompilerOptions
 from autoshard.executors.pipeline_program import PipelineProgram
+from autoshard.planning import IN_DOUBT, NEVER, Asked
 from autoshard.processes import Processes
 from autoshard.progress import Progress
 from autoshard.search.driver import SearchResult
@@ -37,6 +39,9 @@ from autoshard.search.plan.plan import Plan
 from autoshard.search.plan.spmd_plan import SpmdPlan
 from autoshard.verification import judge
 from autoshard.verification.result import Verification
+
+BY_DEFAULT = Asked(verify=IN_DOUBT)
+"""The options of a user who gives none."""
 
 OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
 """The status in XLA's error message when an allocation fails."""
@@ -137,9 +142,10 @@ def searched(
     on_retrace: Callable[[], None],
     progress: Progress = lambda line: None,
     given_up: AbstractSet[int] = frozenset(),
+    asked: Asked = BY_DEFAULT,
 ) -> Built:
     """Searches for the fastest plan that fits, and builds its program. On GPUs the program is compiled, and the compiled one
-    fits.
+    fits, unless the user's `verify=` says "never". On simulated devices the compiler is asked as by `autoshard.search`.
 
     Raises:
       InfeasibleError: nothing fits; the message tells how it could.
@@ -149,29 +155,29 @@ def searched(
     """
     processes = Processes.of(devices)
 
-    def find(options: Options, progress: Progress) -> SearchResult:
+    def find(options: Options, progress: Progress, verify: str | None) -> SearchResult:
+        judged = replace(asked, verify=verify)
         return processes.found_by_the_first(
-            lambda: planning.find(step, cluster, options, progress),
+            lambda: compiled_peaks.one_program(step, cluster, options, judged, progress),
             lambda data, place: planning.applied(step, Plan.from_json(data, place), place),
         )
 
-    if not _are_gpus(devices):
-        found = find(options, progress)
+    if not _are_gpus(devices) or asked.verify == NEVER:
+        found = find(options, progress, asked.verify)
         return Built(found, built(found, cluster, devices, on_retrace, given_up))
     programs: list[Program] = []
 
-    def verified(found: SearchResult, full: bool) -> Verification:
-        del full  # the whole program is always compiled
+    def judged(found: SearchResult, _: float | None) -> Judgement:
         progress("compiling")
         program, proof = _compiled(found, cluster, devices, on_retrace, given_up)
         programs.append(program)
-        return proof
+        return Judgement.of(proof)
 
-    found = judge.fitting(
-        lambda limit, said: find(replace(options, memory_bytes=limit), said),
-        verified,
-        options.memory_bytes,
-        progress,
+    def search(limit_bytes: int, limit_s: float | None, said: Progress) -> SearchResult:
+        return find(replace(options, memory_bytes=limit_bytes, time_limit_s=limit_s), said, NEVER)
+
+    found = compiled_peaks.kept(
+        search, judged, options.memory_bytes, progress, time_limit_s=options.time_limit_s
     )
     return Built(found, programs[-1])
 

@@ -14,9 +14,9 @@ from typing import Any
 import jax
 
 from autoshard.cost_model.cluster import Cluster
-from autoshard.cost_model.errors import CompilerError, InfeasibleError, InputError, first_line
+from autoshard.cost_model.errors import CompilerError, InputError, first_line
 from autoshard.cost_model.mixed_cluster import AnyCluster
-from autoshard.cost_model.units import format_bytes, format_seconds
+from autoshard.cost_model.units import format_seconds
 from autoshard.cost_model.xla import compiler
 from autoshard.cost_model.xla._jax import lower, module_bytes
 from autoshard.cost_model.xla.gpu_targets import ATTEMPTS
@@ -29,11 +29,7 @@ from autoshard.search.driver import SearchResult
 from autoshard.search.ir import _jax
 from autoshard.search.ir.graph import Step, walk
 from autoshard.search.ir.sharding import StepSharding
-from autoshard.search.pipeline.planning import Pipeline
-from autoshard.search.pipeline.spmd_planning import SpmdPipeline
 from autoshard.search.stopwatch import Stopwatch
-from autoshard.search.tightening import Round, tightened
-from autoshard.user_warning import warn
 from autoshard.verification.extrapolation import extrapolated, is_long, kept_blocks, omitted, to_compile
 from autoshard.verification.pipeline_result import PipelineVerification
 from autoshard.verification.records import Extent
@@ -42,16 +38,6 @@ from autoshard.verification.shorten import Shortened
 
 Progress = Callable[[str], None]
 Proof = Verification | PipelineVerification
-
-MAX_ROUNDS = 4
-"""Largest number of plans that `fitting` verifies before it gives up. Source: a choice of ours; each costs a search and a
-compilation, and the second nearly always fits."""
-
-NEAR = 0.03
-"""Share of the cap: a plan whose extrapolated peak comes this close to the cap is compiled in full before it is returned.
-Source: a choice of ours; the extrapolated peak of a Megatron GPT of 24 layers was 0.2% below the full program's."""
-
-AnyPipeline = Pipeline | SpmdPipeline
 
 _CALLBACKS = frozenset({"debug_callback", "debug_print", "io_callback", "pure_callback"})
 """JAX's primitives that call Python."""
@@ -175,84 +161,6 @@ def verified_here(found: SearchResult, cluster: Cluster, program: Program) -> Ve
     return compared(found.plan, cluster, stats, watch.seconds, Extent())
 
 
-def fitting[Found: (SearchResult, AnyPipeline, SearchResult | AnyPipeline)](
-    search: Callable[[int, Progress], Found],
-    verified: Callable[[Found, bool], Proof],
-    cap_bytes: int,
-    progress: Progress,
-) -> Found:
-    """The first plan whose compiled program keeps to the cap.
-
-    Args:
-      search: the fastest plan under a limit in bytes, which may be lower than the cap.
-      verified: verifies a plan by the compiler: by some of its blocks, or by all if the flag is set.
-      cap_bytes: the user's cap; the plan states this cap, whatever limit it was found under.
-      progress: called with one line per stage of the search and the verification.
-
-    Raises:
-      InfeasibleError: no plan fits, as predicted or as compiled; the message names the last compiled plan.
-
-    Warns:
-      AutoshardWarning: a plan before this one was found not to fit.
-    """
-    misfits: list[str] = []
-    proofs: list[Proof] = []
-    rounds: list[Round[tuple[Found, Proof]]] = []
-
-    def propose(limit_bytes: float, _: object) -> Round[tuple[Found, Proof]]:
-        last = misfits[-1] if misfits else ""
-        said = _after(progress, f"round {len(misfits) + 1}, as {last}" if last else "")
-        try:
-            found = search(int(limit_bytes), said)
-        except InfeasibleError as e:
-            raise InfeasibleError(f"{last}; under a lower limit {e}" if last else str(e)) from e
-        found = replace(found, plan=replace(found.plan, memory_bytes=cap_bytes))
-        proofs.append(verified(found, False))
-        is_near = proofs[-1].compiled.peak_bytes > (1 - NEAR) * cap_bytes
-        if proofs[-1].fits and proofs[-1].is_extrapolated and is_near:
-            proofs.append(verified(found, True))
-        proof = proofs[-1]
-        scale = cap_bytes / proof.compiled_cap_bytes  # some devices of a mixed cluster have less
-        return Round((found, proof), scale * proof.predicted.peak_bytes, scale * proof.compiled.peak_bytes)
-
-    for latest in tightened(propose, cap_bytes, MAX_ROUNDS):
-        rounds.append(latest)
-        found, proof = latest.proposal
-        if proof.fits:
-            if misfits:
-                warn(f"{misfits[-1]}: it was searched again, under a lower limit")
-            found = _certified(found, rounds[0].proposal[0])
-            search_s = {**found.plan.search_s, "verify": sum(map(_judged_s, proofs))}
-            if misfits:
-                search_s["rounds before"] = sum(
-                    _found_s(one.proposal[0].plan.search_s) for one in rounds[:-1]
-                )
-            return replace(found, plan=replace(found.plan, search_s=search_s))
-        misfits.append(
-            f"the plan predicted to need {format_bytes(proof.predicted.peak_bytes)} a device was compiled to "
-            f"{format_bytes(proof.compiled.peak_bytes)}, above the cap of {format_bytes(proof.compiled_cap_bytes)}"
-        )
-    smallest_bytes = min(one.needed_bytes for one in rounds)
-    raise InfeasibleError(
-        f"{misfits[-1]}, and the smallest of {len(rounds)} was compiled to {format_bytes(smallest_bytes)}. "
-        f"Allow {format_bytes(1.01 * smallest_bytes)} a device, use more devices or a smaller batch"
-    )
-
-
-def _found_s(search_s: Mapping[str, float]) -> float:
-    """Seconds of a search, without the trace that all rounds share."""
-    return sum(s for part, s in search_s.items() if part != "trace")
-
-
-def _certified[Found: (SearchResult, AnyPipeline, SearchResult | AnyPipeline)](
-    found: Found, first: Found
-) -> Found:
-    """The plan with the bound of the first plan, which was searched under the cap itself."""
-    if isinstance(found, AnyPipeline) or isinstance(first, AnyPipeline):
-        return found
-    return found.bounded(first.bound_s)
-
-
 def target_config_text(given: str | os.PathLike[str] | None) -> str | None:
     """XLA's description of a GPU: the given text, or the text of the file with this name.
 
@@ -287,10 +195,6 @@ def lowered(step: Step, program: Program) -> Any:
         raise CompilerError(f"{step.name} cannot be lowered for GPUs: {first_line(e)}") from e
 
 
-def _judged_s(proof: Proof) -> float:
-    return sum(proof.seconds.values()) - proof.seconds["trace"]
-
-
 def _argument_bytes(program: Program) -> int:
     return sum(map(_shard_bytes, jax.tree.leaves(program.args)))
 
@@ -303,11 +207,6 @@ def _shard_bytes(x: jax.ShapeDtypeStruct) -> int:
     for n in x.sharding.shard_shape(x.shape):
         size *= n
     return size * _jax.itemsize(x.dtype)
-
-
-def _after(progress: Progress, said: str) -> Progress:
-    """Progress lines that give the reason for another round."""
-    return (lambda line: progress(f"{line} ({said})")) if said else progress
 
 
 def telling(progress: Progress, which: str, watch: Stopwatch) -> Progress:

@@ -25,7 +25,7 @@ from jax.experimental import topologies
 from autoshard.cost_model.cluster import Cluster
 from autoshard.cost_model.errors import InputError
 from autoshard.cost_model.xla import _jax
-from autoshard.cost_model.xla.gpu_targets import budget_bytes, target_config
+from autoshard.cost_model.xla.gpu_targets import budget_bytes, compute_capability, target_config
 
 ENVIRONMENT = MappingProxyType(
     {
@@ -86,6 +86,13 @@ def check(cluster: Cluster, description: str | None = None) -> None:
     if cluster.device.name == "CPU":
         raise InputError(f"XLA's GPU compiler cannot be asked about {cluster.name}: its devices are no GPUs")
     target_config(cluster.device.name, 1, description)
+
+
+def can_compile_for(cluster: Cluster, description: str | None = None) -> bool:
+    """True if `check` finds nothing to refuse."""
+    if cluster.device.name == "CPU":
+        return False
+    return description is not None or compute_capability(cluster.device.name) is not None
 
 
 def topology(cluster: Cluster) -> str:

@@ -47,6 +47,11 @@ def provided(progress: Callable[[str], None] = lambda line: None) -> Path | None
     return folder
 
 
+def is_there() -> bool:
+    """True if nothing needs to be installed: the plugin is in this environment or in its own folder."""
+    return is_installed() or own_folder().is_dir()
+
+
 def is_installed() -> bool:
     """True if this environment has both halves of a plugin for its jaxlib."""
     jaxlib = _minor(_version("jaxlib"))

@@ -15,6 +15,7 @@ from autoshard.cost_model.errors import PlanError
 from autoshard.search.plan.executors import MPMD
 from autoshard.search.plan.json_file import schema_of
 from autoshard.search.plan.outline import Outline
+from autoshard.search.plan.peak_band import compiled_json
 from autoshard.search.plan.plan import Collective, Decisions
 from autoshard.search.plan.saved import SavedPlan
 from autoshard.search.plan.work_shares import WorkShares
@@ -95,6 +96,8 @@ class PipelineEstimates:
       peak_bytes: device memory at its highest.
       stages: the predictions for each stage.
       shares: for each of the plan's `decisions`, how its mesh axes share the work; none in files of earlier versions.
+      compiled_peak_bytes: the compiled peak of the stage that needs the largest share of its cap; None if the stages'
+        programs were not compiled.
     """
 
     step_s: float
@@ -102,6 +105,7 @@ class PipelineEstimates:
     peak_bytes: int
     stages: tuple[StageEstimates, ...]
     shares: tuple[WorkShares, ...] = ()
+    compiled_peak_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -241,6 +245,7 @@ def _estimates_json(estimates: PipelineEstimates) -> dict[str, Any]:
         "peak_bytes": estimates.peak_bytes,
         "stages": [_stage_json(stage) for stage in estimates.stages],
         **shares,
+        **compiled_json(estimates),
     }
 
 

@@ -4,7 +4,7 @@ from autoshard.cost_model.units import format_bytes, format_mesh, format_seconds
 from autoshard.search.plan.headline import PlanShape, StageShape
 from autoshard.search.plan.pipeline_head import cluster_of, edited, front, head, origin, recomputed
 from autoshard.search.plan.pipeline_plan import PipelinePlan
-from autoshard.search.plan.summary import memory_line
+from autoshard.search.plan.summary import memory_line, predicted_line
 from autoshard.search.plan.text_table import aligned, fitted, plural, search_time
 from autoshard.search.plan.work_shares import WorkShares
 
@@ -80,12 +80,15 @@ def _stages(plan: PipelinePlan) -> list[str]:
 
 
 def _memory(plan: PipelinePlan) -> list[str]:
-    """A line for each kind of node."""
-    cluster, lines = cluster_of(plan), list[str]()
-    groups = plan.stands_on or (cluster.groups[0].name,) * len(plan.stages)
+    """A line for each kind of node, and with several kinds one for the fullest stage as compiled."""
+    cluster, lines, compiled = cluster_of(plan), list[str](), plan.estimates.compiled_peak_bytes
+    if not (groups := plan.stands_on):
+        return [memory_line(plan.estimates, plan.memory_bytes, cluster.platform)]
     for group, cap in zip(cluster.groups, cluster.caps(plan.memory_bytes), strict=True):
         here = zip(plan.estimates.stages, groups, strict=True)
         peak = max((stage.peak_bytes for stage, name in here if name == group.name), default=0)
-        on = f" on {group.name}" if plan.groups else ""
-        lines.append(memory_line(peak, cap, on))
+        errs = compiled is None and group.platform != "cpu"
+        lines.append(predicted_line(peak, cap, errs, f" on {group.name}"))
+    if compiled is not None:
+        lines.append(f"peak memory of the fullest stage: {format_bytes(compiled)} (compiled)")
     return lines

@@ -16,6 +16,7 @@ from autoshard.search.plan.edits import Decision, edited, num_deleted
 from autoshard.search.plan.executors import JIT
 from autoshard.search.plan.json_file import schema_of
 from autoshard.search.plan.outline import Outline
+from autoshard.search.plan.peak_band import compiled_json
 from autoshard.search.plan.saved import SavedPlan
 from autoshard.search.plan.work_shares import WorkShares
 
@@ -60,6 +61,7 @@ class Estimates:
       peak_at: the op at which the peak occurs, with its source line.
       collectives: per kind and axes.
       shares: how the mesh axes share the work; None in files of earlier versions.
+      compiled_peak_bytes: device memory at its highest in the compiled program; None if it was not compiled.
     """
 
     step_s: float
@@ -73,6 +75,7 @@ class Estimates:
     peak_at: str
     collectives: tuple[Collective, ...]
     shares: WorkShares | None = None
+    compiled_peak_bytes: int | None = None
 
     @property
     def unhidden_s(self) -> float:
@@ -209,6 +212,7 @@ class Plan(SavedPlan):
                     for c in e.collectives
                 ],
                 **({"shares": e.shares.to_json()} if e.shares else {}),
+                **compiled_json(e),
                 "gap": self.gap,
                 "marks": self.marks,
             },

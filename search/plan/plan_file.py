@@ -127,6 +127,8 @@ class EstimatesFile(TypedDict):
     """Per kind and mesh axes."""
     shares: NotRequired[WorkSharesFile]
     """How the mesh axes share the work."""
+    compiled_peak_bytes: NotRequired[Count]
+    """Device memory at its highest in the compiled program, per device; missing if it was not compiled."""
     gap: Number | None
     """Certified: no plan takes less time by more than this share; null when decisions were edited since."""
     marks: NotRequired[str]
@@ -257,6 +259,8 @@ class PipelineEstimatesFile(TypedDict):
     """The predictions for each stage."""
     shares: NotRequired[list[WorkSharesFile]]
     """For each of the decisions, how the mesh axes share the work."""
+    compiled_peak_bytes: NotRequired[Count]
+    """Device memory at its highest in the compiled program, per device; missing if it was not compiled."""
 
 
 class PipelineFile(TypedDict):
@@ -319,6 +323,8 @@ class SpmdEstimatesFile(TypedDict):
     """By kind and mesh axes."""
     shares: NotRequired[WorkSharesFile]
     """How the axes of a replica's mesh share the work."""
+    compiled_peak_bytes: NotRequired[Count]
+    """Device memory at its highest in the compiled program, per device; missing if it was not compiled."""
 
 
 class SpmdFile(TypedDict):

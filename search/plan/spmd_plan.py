@@ -12,6 +12,7 @@ from autoshard.cost_model.errors import PlanError
 from autoshard.search.plan.executors import SPMD
 from autoshard.search.plan.json_file import schema_of
 from autoshard.search.plan.outline import Outline
+from autoshard.search.plan.peak_band import compiled_json
 from autoshard.search.plan.plan import Collective, Decisions
 from autoshard.search.plan.saved import SavedPlan
 from autoshard.search.plan.work_shares import WorkShares
@@ -35,6 +36,7 @@ class SpmdEstimates:
       state_bytes: state, which is always there.
       collectives: per kind and axes, in a step.
       shares: how the axes of a replica's mesh share the work; None in files of earlier versions.
+      compiled_peak_bytes: device memory at its highest in the compiled program; None if it was not compiled.
     """
 
     step_s: float
@@ -48,6 +50,7 @@ class SpmdEstimates:
     state_bytes: int
     collectives: tuple[Collective, ...] = ()
     shares: WorkShares | None = None
+    compiled_peak_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -136,10 +139,10 @@ class SpmdPlan(SavedPlan):
             }
         collectives = [{**asdict(one), "axes": list(one.axes)} for one in self.estimates.collectives]
         estimates = {**asdict(self.estimates), "collectives": collectives}
-        estimates.pop("shares")
+        del estimates["shares"], estimates["compiled_peak_bytes"]
         shares = {"shares": self.estimates.shares.to_json()} if self.estimates.shares else {}
         outline = {} if self.outline is None else {"outline": self.outline.to_json()}
-        return said | {"estimates": estimates | shares} | outline
+        return said | {"estimates": estimates | shares | compiled_json(self.estimates)} | outline
 
     @classmethod
     def from_json(cls, data: Any, place: str = "plan") -> "SpmdPlan":

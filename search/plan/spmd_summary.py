@@ -2,7 +2,7 @@
 
 from autoshard.cost_model.units import format_bytes, format_mesh, format_seconds
 from autoshard.search.plan.headline import PlanShape, StageShape
-from autoshard.search.plan.pipeline_head import edited, front, head, origin, recomputed
+from autoshard.search.plan.pipeline_head import cluster_of, edited, front, head, origin, recomputed
 from autoshard.search.plan.spmd_plan import SpmdPlan
 from autoshard.search.plan.summary import memory_line
 from autoshard.search.plan.text_table import aligned, fitted, plural, search_time
@@ -73,4 +73,4 @@ def _time(plan: SpmdPlan) -> list[str]:
 
 
 def _memory(plan: SpmdPlan) -> list[str]:
-    return [memory_line(plan.estimates.peak_bytes, plan.memory_bytes)]
+    return [memory_line(plan.estimates, plan.memory_bytes, cluster_of(plan).platform)]

@@ -12,6 +12,7 @@ from autoshard.cost_model.xla.gpu_targets import AS_PLANNED, scheduler_options
 from autoshard.search.plan.argument_lines import argument_lines
 from autoshard.search.plan.edits import num_deleted
 from autoshard.search.plan.headline import HEAVY, PlanShape, StageShape, headline, mfu
+from autoshard.search.plan.peak_band import HasPeaks, band, may_exceed
 from autoshard.search.plan.plan import Estimates, Plan
 from autoshard.search.plan.text_table import aligned, fitted, more_of, plural, search_time
 from autoshard.search.plan.work_shares import WorkShares
@@ -69,7 +70,7 @@ def _answer(plan: Plan, cluster: Cluster) -> list[str]:
     return [
         headline(_shape(plan)),
         time_line(estimates.step_s, utilization, cluster.caveat),
-        memory_line(estimates.peak_bytes, plan.memory_bytes),
+        memory_line(estimates, plan.memory_bytes, cluster.platform),
         _gap(plan),
     ]
 
@@ -93,10 +94,31 @@ def time_line(step_s: float, utilization: float | None, caveat: str, bubble: flo
     return ", ".join(said) + caveat
 
 
-def memory_line(peak_bytes: int, cap_bytes: int, where: str = "") -> str:
-    """The predicted peak and its share of the cap."""
-    of_cap = f"{format_bytes(cap_bytes)} per device ({_percent(peak_bytes, cap_bytes)})"
-    return f"predicted peak memory{where}: {format_bytes(peak_bytes)} of {of_cap}"
+def memory_line(estimates: HasPeaks, cap_bytes: int, platform: str) -> str:
+    """The compiled peak and its share of the cap; or the predicted one, with its error band if that is known."""
+    predicted, compiled = estimates.peak_bytes, estimates.compiled_peak_bytes
+    if compiled is None:
+        return predicted_line(predicted, cap_bytes, platform != "cpu")
+    of_cap = _of_cap(compiled, cap_bytes)
+    return (
+        f"peak memory: {format_bytes(compiled)} (compiled) of {of_cap}, {format_bytes(predicted)} predicted"
+    )
+
+
+def predicted_line(peak_bytes: int, cap_bytes: int, has_band: bool, where: str = "") -> str:
+    """The predicted peak and its share of the cap; with its error band, and a doubt if the band crosses the cap."""
+    said = f"predicted peak memory{where}: {format_bytes(peak_bytes)} of {_of_cap(peak_bytes, cap_bytes)}"
+    if not has_band:
+        return said
+    there = band(peak_bytes)
+    doubt = "; it may not fit" if may_exceed(peak_bytes, cap_bytes) else ""
+    return (
+        f"{said}, not compiled: {format_bytes(there.least_bytes)} to {format_bytes(there.most_bytes)}{doubt}"
+    )
+
+
+def _of_cap(peak_bytes: int, cap_bytes: int) -> str:
+    return f"{format_bytes(cap_bytes)} per device ({_percent(peak_bytes, cap_bytes)})"
 
 
 # --- the parts

@@ -1,16 +1,16 @@
-"""Verdicts on made-up compiled programs, and the search that tightens until one fits."""
+"""Verdicts on made-up compiled programs."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 import autoshard
-from autoshard.cost_model.errors import InfeasibleError, InputError
+from autoshard.cost_model.errors import InputError
 from autoshard.cost_model.hardware import parse_cluster
 from autoshard.cost_model.xla.stats import CompiledStats
-from autoshard.search.plan.plan import Collective, Plan
+from autoshard.search.plan.plan import Collective
 from autoshard.verification import judge
 from autoshard.verification.records import Extent
 from autoshard.verification.result import compared
@@ -143,124 +143,6 @@ def test_why_a_long_step_was_compiled_whole_is_said(plan):
     assert str(found).splitlines()[1] == "compiled whole: no layer can be left out"
     assert "compiled whole" not in str(verdict(plan))
     assert not verdict(plan).to_json()["is_extrapolated"]
-
-
-# --- searching until it fits
-
-
-@dataclass(frozen=True)
-class SearchResult:
-    """As much of `driver.SearchResult` as the loop looks at; every plan costs 100 s."""
-
-    plan: Plan
-    bound_s: float = 0.0
-
-    def bounded(self, bound_s):
-        return replace(self, plan=replace(self.plan, gap=1 - bound_s / 100.0))
-
-
-class Compiler:
-    """Stands in for the search and the compiler: plans use all of the limit, and compile to so many times as much."""
-
-    def __init__(self, plan, times):
-        self.plan, self.times, self.found = plan, times, SearchResult(plan)
-        self.limits, self.lines = [], []
-
-    def search(self, limit_bytes, progress):
-        self.limits.append(limit_bytes)
-        progress("mesh 8 (1 of 1)")
-        estimates = replace(self.plan.estimates, peak_bytes=limit_bytes)
-        plan = replace(self.plan, estimates=estimates, memory_bytes=limit_bytes)
-        return replace(self.found, plan=plan, bound_s=90.0 + len(self.limits))
-
-    def verified(self, found, full):
-        return verdict(found.plan, peak_bytes=int(found.plan.estimates.peak_bytes * self.times))
-
-    def fitting(self):
-        return judge.fitting(self.search, self.verified, 20 * GIB, self.lines.append).plan
-
-
-def test_a_plan_that_fits_is_returned_at_once(plan):
-    compiler = Compiler(plan, 0.9)
-    assert compiler.fitting().memory_bytes == 20 * GIB
-    assert (compiler.limits, compiler.lines) == ([20 * GIB], ["mesh 8 (1 of 1)"])
-
-
-def test_the_limit_is_lowered_by_the_overshoot_and_the_plan_keeps_the_cap(plan):
-    compiler = Compiler(plan, 1.1)
-    with pytest.warns(
-        autoshard.AutoshardWarning, match="compiled to 22 GiB, above the cap of 20 GiB: it was searched again"
-    ):
-        found = compiler.fitting()
-    assert found.memory_bytes == 20 * GIB
-    assert len(compiler.limits) == 2
-    assert compiler.limits[1] == int(18 * GIB - 0.005 * 20 * GIB)
-    assert found.estimates.peak_bytes * 1.1 <= 20 * GIB
-    assert found.search_s["verify"] == 4.0
-    assert compiler.lines[1] == (
-        "mesh 8 (1 of 1) (round 2, as the plan predicted to need 20 GiB a device was compiled to 22 GiB, above the "
-        "cap of 20 GiB)"
-    )
-
-
-def test_the_gap_counts_what_fits_the_cap_and_not_only_the_lower_limit(plan):
-    compiler = Compiler(plan, 1.1)
-    with pytest.warns(autoshard.AutoshardWarning):
-        found = compiler.fitting()
-    assert found.gap == pytest.approx(1 - 91 / 100)
-
-
-@pytest.mark.parametrize(("share", "asked"), [(0.9, [False]), (0.98, [False, True])])
-def test_a_peak_near_the_cap_is_not_left_to_extrapolation(plan, share, asked):
-    compiler, found = Compiler(plan, share), []
-
-    def verified(plan, full):
-        found.append(full)
-        proof = compiler.verified(plan, full)
-        return proof if full else replace(proof, extent=Extent(5, 24))
-
-    judge.fitting(compiler.search, verified, 20 * GIB, compiler.lines.append)
-    assert found == asked
-
-
-def test_the_whole_program_has_the_last_word(plan):
-    """Extrapolated, the first plan fits narrowly; in full it does not, and the second does."""
-    compiler, peaks = Compiler(plan, 1.0), iter([19.5, 20.5, 18.0])
-
-    def verified(found, full):
-        proof = verdict(found.plan, peak_bytes=int(next(peaks) * GIB))
-        return proof if full else replace(proof, extent=Extent(5, 24))
-
-    with pytest.warns(autoshard.AutoshardWarning, match="above the cap of 20 GiB"):
-        found = judge.fitting(compiler.search, verified, 20 * GIB, compiler.lines.append).plan
-    assert len(compiler.limits) == 2
-    assert found.search_s["verify"] == 6.0
-
-
-@pytest.mark.parametrize(("times", "rounds"), [(1.9, 4), (3.0, 1)])
-def test_it_gives_up_in_the_end_and_says_what_was_compiled_last(plan, times, rounds):
-    compiler = Compiler(plan, times)
-    compiler.verified = lambda found, full: verdict(found.plan, peak_bytes=int(20 * GIB * times))
-    with pytest.raises(
-        InfeasibleError, match=r"was compiled to .* above the cap of 20 GiB, .* Allow .* a device"
-    ):
-        compiler.fitting()
-    assert len(compiler.limits) <= rounds
-
-
-def test_nothing_under_the_lower_limit(plan):
-    compiler = Compiler(plan, 1.1)
-
-    def search(limit_bytes, progress):
-        if compiler.limits:
-            raise InfeasibleError("nothing fits 17.9 GiB a device")
-        return Compiler.search(compiler, limit_bytes, progress)
-
-    compiler.search = search
-    with pytest.raises(
-        InfeasibleError, match=r"was compiled to 22 GiB, above .*; under a lower limit nothing fits 17.9 GiB"
-    ):
-        compiler.fitting()
 
 
 def test_a_target_config_is_text_or_a_file(tmp_path):

@@ -8,6 +8,7 @@ import pytest
 from autoshard.cost_model.errors import PlanError
 from autoshard.cost_model.hardware import parse_cluster
 from autoshard.cost_model.xla.gpu_targets import AS_PLANNED, scheduler_options
+from autoshard.search.plan.peak_band import compiled
 from autoshard.search.plan.plan import Collective, Decisions, Estimates, Plan
 from autoshard.search.plan.summary import summary
 from autoshard.search.plan.work_shares import WorkShares
@@ -159,6 +160,33 @@ def test_times_and_bytes_add_up():
     assert "predicted peak memory: 10 GiB of 20 GiB per device (50%)" in text
     shares = text[text.index("memory at the peak") : text.index("the gap is certified")]
     assert sum(int(n) for n in re.findall(r"GiB +(\d+)%", shares)) == 100
+
+
+@pytest.mark.parametrize(
+    ("peak_gib", "said"),
+    [
+        (10, "predicted peak memory: 10 GiB of 20 GiB per device (50%), not compiled: 7.9 GiB to 13.6 GiB"),
+        (
+            18,
+            "predicted peak memory: 18 GiB of 20 GiB per device (90%), not compiled: 14.2 GiB to 24.5 GiB; it may not fit",
+        ),
+    ],
+)
+def test_a_predicted_peak_has_its_error_band(peak_gib, said):
+    plan = make_plan(gpt())
+    plan = replace(plan, estimates=replace(plan.estimates, peak_bytes=peak_gib << 30))
+    assert said in summary(plan).splitlines()
+
+
+def test_a_compiled_peak_has_none():
+    plan = compiled(make_plan(gpt()), 12 << 30)
+    said = "peak memory: 12 GiB (compiled) of 20 GiB per device (60%), 10 GiB predicted"
+    assert said in summary(plan).splitlines()
+
+
+def test_nothing_is_known_of_the_error_on_simulated_devices():
+    text = summary(make_plan(gpt(), cluster="16xCPU"))
+    assert "predicted peak memory: 10 GiB of 20 GiB per device (50%)" in text.splitlines()
 
 
 def test_hidden_communication_is_shown():

@@ -1,0 +1,82 @@
+"""The error band of predicted peaks, and the peak that the compiler gave a plan.
+
+A predicted peak is a model's. On models that its rules have never seen it is off by so much that a plan may not fit although
+its predicted peak does. The compiler's own peak has no such error. A plan holds it if the compiler was asked, and a file
+keeps it as long as nothing in the file is edited. Without a compiled peak, the summary says the error band.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import jax
+
+PEAK_BAND = (0.79, 1.36)
+"""The least and the largest compiled peak of a plan for a model that no rule was made for, as shares of its predicted peak.
+Source: docs/benchmarks.md, "Models measured once" (predictions up to 26% too high) and "Plans under a cap" (31 plans, up to
+36% more than their cap)."""
+
+
+class HasPeaks(Protocol):
+    """Estimates of a plan of any kind."""
+
+    @property
+    def peak_bytes(self) -> int:
+        """Device memory at its highest, predicted."""
+        ...
+
+    @property
+    def compiled_peak_bytes(self) -> int | None:
+        """Device memory at its highest in the compiled program; None if it was not compiled."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """The peaks that a plan's program may turn out to have."""
+
+    least_bytes: int
+    most_bytes: int
+
+
+def band(peak_bytes: float) -> Range:
+    """The compiled peaks that a predicted peak may stand for.
+
+    Example:
+      >>> band(1000)
+      Range(least_bytes=790, most_bytes=1360)
+    """
+    least, most = PEAK_BAND
+    return Range(round(least * peak_bytes), round(most * peak_bytes))
+
+
+def may_exceed(peak_bytes: float, cap_bytes: float) -> bool:
+    """True if a plan with this predicted peak may be compiled to more than its cap.
+
+    Example:
+      >>> may_exceed(700, 1000), may_exceed(990, 1000)
+      (False, True)
+    """
+    return PEAK_BAND[1] * peak_bytes > cap_bytes
+
+
+def compiled[Planned: Any](plan: Planned, peak_bytes: int | None) -> Planned:
+    """A plan of any kind with the peak of its compiled program."""
+    return replace(plan, estimates=replace(plan.estimates, compiled_peak_bytes=peak_bytes))
+
+
+def compiled_as[Planned: Any](plan: Planned, file: Any) -> Planned:
+    """A plan whose estimates were made anew, with the compiled peak in its file. The peak is dropped if the file was edited,
+    or if another version of JAX compiled it.
+
+    Args:
+      plan: the plan with new estimates.
+      file: the plan as it was read.
+    """
+    is_of_it = not file.is_edited and file.jax == jax.__version__
+    return compiled(plan, file.estimates.compiled_peak_bytes if is_of_it else None)
+
+
+def compiled_json(estimates: HasPeaks) -> dict[str, int]:
+    """The compiled peak as an entry of a plan's file; empty without one."""
+    peak_bytes = estimates.compiled_peak_bytes
+    return {} if peak_bytes is None else {"compiled_peak_bytes": peak_bytes}
