@@ -15,7 +15,7 @@ such: its estimates have no compiled peak. A plan that was compiled to more than
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from time import perf_counter
+from time import monotonic, perf_counter
 from typing import Any, Protocol
 
 from autoshard import planning
@@ -37,6 +37,7 @@ from autoshard.search.plan.peak_band import compiled, may_exceed
 from autoshard.search.tightening import Round, tightened
 from autoshard.user_warning import warn
 from autoshard.verification import pipeline_judge
+from autoshard.verification.extrapolation import is_long
 from autoshard.verification.judge import CompilerVerifier, Proof, target_config_text
 
 Found = SearchResult | Pipeline | SpmdPipeline
@@ -110,8 +111,8 @@ class CompilerJudge:
 
     def __call__(self, found: Found, timeout_s: float | None, /) -> Judgement:
         """Compiles a plan: equal blocks a few times, and a pipeline stage by stage."""
-        asked = replace(self.verifier.compiler, timeout_s=timeout_s)
-        verifier = replace(self.verifier, compiler=asked)
+        until_s = None if timeout_s is None else monotonic() + timeout_s
+        verifier = replace(self.verifier, compiler=replace(self.verifier.compiler, until_s=until_s))
         if not isinstance(found, SearchResult):
             return Judgement.of(pipeline_judge.verified(verifier, found))
         proof = verifier.verified(found)
@@ -133,6 +134,14 @@ def judge_of(cluster: AnyCluster, asked: Asked, progress: Progress) -> CompilerJ
     if not is_asked and not (is_there() and all(can_compile_for(one, target) for one in cluster.groups)):
         return None
     return CompilerJudge(CompilerVerifier(cluster, Compiler(target), progress), is_asked)
+
+
+def judge_of_pipelines(
+    step: Step, cluster: AnyCluster, asked: Asked, progress: Progress
+) -> CompilerJudge | None:
+    """The judge of a step's pipelines. Stages are not shortened, so that it takes minutes to compile those of a long step:
+    they are judged only if the user asks for that."""
+    return None if asked.verify != ALWAYS and is_long(step) else judge_of(cluster, asked, progress)
 
 
 def one_program(

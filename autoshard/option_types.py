@@ -143,7 +143,8 @@ WANTED = MappingProxyType(
         "static_argnums": Wanted("static_argnums as the position of an argument, or several", _are_positions),
         "static_argnames": Wanted("static_argnames as the name of an argument, or several", _are_names),
         "verify": Wanted(
-            f"verify as {NEVER!r}, {IN_DOUBT!r} or {ALWAYS!r}", lambda v: v in (NEVER, IN_DOUBT, ALWAYS)
+            f"verify as {NEVER!r}, {IN_DOUBT!r} or {ALWAYS!r}",
+            lambda v: _is_text(v) and v in (NEVER, IN_DOUBT, ALWAYS),
         ),
         "full": Wanted("full as True or False", lambda v: isinstance(v, bool | np.bool)),
         "target_config": Wanted("target_config as a text or its file", _is_file),

@@ -317,7 +317,7 @@ def searched(
         return _faster(step, cluster, lower, wanted, said, cutoff_s)
 
     def kept() -> Pipeline | SpmdPipeline:
-        judge = compiled_peaks.judge_of(cluster, asked, progress)
+        judge = compiled_peaks.judge_of_pipelines(step, cluster, asked, progress)
         return compiled_peaks.kept(search, judge, options.memory_bytes, progress, asked.verify == ALWAYS)
 
     def apply(data: Any, place: str) -> Pipeline | SpmdPipeline:

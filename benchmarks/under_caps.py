@@ -2,7 +2,7 @@
 
 A cap is met by the best plan that the search finds, so a lower one cannot have a faster plan: where it does, the search has
 missed that plan above (`faster_below`). And what a plan is compiled to may not exceed its cap. Where that of the first plan
-does (`over_the_cap`), the search goes on until the compiler agrees, as with `--verify`: that plan counts, and the first
+does (`over_the_cap`), the search goes on until the compiler agrees, as with `--verify always`: that plan counts, and the first
 one's overshoot is kept.
 """
 
@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Protocol
 
+from autoshard.compiled_peaks import Judgement, kept
 from autoshard.cost_model.cluster import Cluster
 from autoshard.cost_model.errors import AutoshardError, InfeasibleError
 from autoshard.cost_model.units import parse_bytes
@@ -25,7 +26,7 @@ from autoshard.search.ir.trace import trace_call
 from autoshard.search.options import Options, Progress
 from autoshard.search.problem.flat_program import flatten
 from autoshard.user_warning import AutoshardWarning
-from autoshard.verification.judge import CompilerVerifier, fitting
+from autoshard.verification.judge import CompilerVerifier
 from autoshard.verification.result import Verification
 from tests.gpu.compiled import HURRY
 from tests.zoo import Case
@@ -179,7 +180,7 @@ class _Judged:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", AutoshardWarning)
             try:
-                fitting(self._found, self._verified, self.cap_bytes, lambda line: None)
+                kept(self._found, self._judged, self.cap_bytes, lambda line: None)
             except AutoshardError as e:
                 failure = f"{type(e).__name__}: {e}"
         if not self.proofs:
@@ -194,19 +195,19 @@ class _Judged:
             failure=failure,
         )
 
-    def _found(self, limit_bytes: int, _: Progress) -> SearchResult:
+    def _found(self, limit_bytes: int, _: float | None, said: Progress) -> SearchResult:
         start_s = time.perf_counter()
         found = self.planner.found(limit_bytes)
         self.planned.append(_planned(found, self.cap_bytes, time.perf_counter() - start_s))
         return found
 
-    def _verified(self, found: SearchResult, full: bool) -> Verification:
+    def _judged(self, found: SearchResult, _: float | None) -> Judgement:
         """An extrapolated peak above the cap is not taken at its word."""
-        proof = self.verifier.verified(found, full=full)
+        proof = self.verifier.verified(found)
         if proof.is_extrapolated and not proof.fits:
             proof = self.verifier.verified(found, full=True)
         self.proofs[len(self.planned) - 1 :] = [proof]
-        return proof
+        return Judgement.of(proof)
 
 
 def frontier(planner: Planner, percents: Sequence[int]) -> Iterator[Point]:

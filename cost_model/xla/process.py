@@ -13,6 +13,7 @@ and saves time (a 7B model, scanned: 16 s instead of 27 s, with equal HLO and si
 
 import contextlib
 import json
+import math
 import os
 import re
 import signal
@@ -59,12 +60,20 @@ class Compiler:
     Attributes:
       target_config: XLA's description of the GPU in text, for a GPU that is not among the presets.
       timeout_s: time limit for one program; None for no limit.
+      until_s: the time, by `time.monotonic`, when all compiling must have ended; None for no end.
       flags: options added to `XLA_FLAGS`.
     """
 
     target_config: str | None = None
     timeout_s: float | None = None
+    until_s: float | None = None
     flags: str = ""
+
+    def left_s(self, elapsed_s: float) -> float:
+        """Seconds that are left for a program that has taken so many."""
+        of_program = math.inf if self.timeout_s is None else self.timeout_s - elapsed_s
+        of_all = math.inf if self.until_s is None else self.until_s - time.monotonic()
+        return min(of_program, of_all)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +144,7 @@ def compile_all_apart(
             _send(child, json.dumps(asked).encode() + b"\n")
             for job in jobs:
                 _send(child, job.module)
-            _wait(child, Path(answer.name), len(jobs), compiler.timeout_s, progress)
+            _wait(child, Path(answer.name), len(jobs), compiler, progress)
         finally:
             _end(child)
         return _answers(child.returncode, _text(answer), _text(said))
@@ -178,7 +187,7 @@ def _wait(
     child: "subprocess.Popen[bytes]",
     answer: Path,
     num_jobs: int,
-    timeout_s: float | None,
+    compiler: Compiler,
     progress: Callable[[str], None],
 ) -> None:
     """Waits until the child has ended; each line of its answer is a finished program."""
@@ -189,10 +198,11 @@ def _wait(
         elapsed_s = time.monotonic() - start_s
         which = f"{min(num_done + 1, num_jobs)} of {num_jobs} " if num_jobs > 1 else ""
         progress(f"compiling {which}({elapsed_s:.0f} s)")
-        left_s = _TICK_S if timeout_s is None else min(_TICK_S, timeout_s - elapsed_s)
+        left_s = min(_TICK_S, compiler.left_s(elapsed_s))
         if left_s <= 0:
+            limit_s = round(elapsed_s) if compiler.timeout_s is None else compiler.timeout_s
             raise CompilerError(
-                f"the compiler was stopped after {timeout_s:g} s, the time limit. Give it more time, or a smaller program"
+                f"the compiler was stopped after {limit_s:g} s, the time limit. Give it more time, or a smaller program"
             )
         with contextlib.suppress(subprocess.TimeoutExpired):
             child.wait(left_s)

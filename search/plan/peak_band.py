@@ -49,6 +49,11 @@ def band(peak_bytes: float) -> Range:
     return Range(round(least * peak_bytes), round(most * peak_bytes))
 
 
+def is_known(platform: str) -> bool:
+    """True if the band is that of programs for this platform: of GPUs, and not of simulated devices."""
+    return platform != "cpu"
+
+
 def may_exceed(peak_bytes: float, cap_bytes: float) -> bool:
     """True if a plan with this predicted peak may be compiled to more than its cap.
 

@@ -2,6 +2,7 @@
 
 from autoshard.cost_model.units import format_bytes, format_mesh, format_seconds
 from autoshard.search.plan.headline import PlanShape, StageShape
+from autoshard.search.plan.peak_band import is_known
 from autoshard.search.plan.pipeline_head import cluster_of, edited, front, head, origin, recomputed
 from autoshard.search.plan.pipeline_plan import PipelinePlan
 from autoshard.search.plan.summary import memory_line, predicted_line
@@ -87,7 +88,7 @@ def _memory(plan: PipelinePlan) -> list[str]:
     for group, cap in zip(cluster.groups, cluster.caps(plan.memory_bytes), strict=True):
         here = zip(plan.estimates.stages, groups, strict=True)
         peak = max((stage.peak_bytes for stage, name in here if name == group.name), default=0)
-        errs = compiled is None and group.platform != "cpu"
+        errs = compiled is None and is_known(group.platform)
         lines.append(predicted_line(peak, cap, errs, f" on {group.name}"))
     if compiled is not None:
         lines.append(f"peak memory of the fullest stage: {format_bytes(compiled)} (compiled)")

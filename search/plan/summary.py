@@ -12,7 +12,7 @@ from autoshard.cost_model.xla.gpu_targets import AS_PLANNED, scheduler_options
 from autoshard.search.plan.argument_lines import argument_lines
 from autoshard.search.plan.edits import num_deleted
 from autoshard.search.plan.headline import HEAVY, PlanShape, StageShape, headline, mfu
-from autoshard.search.plan.peak_band import HasPeaks, band, may_exceed
+from autoshard.search.plan.peak_band import HasPeaks, band, is_known, may_exceed
 from autoshard.search.plan.plan import Estimates, Plan
 from autoshard.search.plan.text_table import aligned, fitted, more_of, plural, search_time
 from autoshard.search.plan.work_shares import WorkShares
@@ -98,7 +98,7 @@ def memory_line(estimates: HasPeaks, cap_bytes: int, platform: str) -> str:
     """The compiled peak and its share of the cap; or the predicted one, with its error band if that is known."""
     predicted, compiled = estimates.peak_bytes, estimates.compiled_peak_bytes
     if compiled is None:
-        return predicted_line(predicted, cap_bytes, platform != "cpu")
+        return predicted_line(predicted, cap_bytes, is_known(platform))
     of_cap = _of_cap(compiled, cap_bytes)
     return (
         f"peak memory: {format_bytes(compiled)} (compiled) of {of_cap}, {format_bytes(predicted)} predicted"

@@ -253,6 +253,18 @@ def test_a_saved_plan_suits_the_step_that_it_was_made_for(run, train, tmp_path):
         assert Plan.load(path).step == getattr(step, "__name__", "partial")
 
 
+@pytest.mark.parametrize(
+    ("said", "asked"), [([], "auto"), (["--verify"], "always"), (["--verify", "never"], "never")]
+)
+def test_search_hands_on_which_plans_are_compiled(run, train, monkeypatch, said, asked):
+    def search(*args, verify, **options):
+        raise autoshard.InputError(f"verify is {verify}")
+
+    monkeypatch.setattr("autoshard.api.search", search)
+    _, _, err = run("search", f"{train}:target", "--cluster", "8xH100-80GB", *said)
+    assert f"verify is {asked} " in err
+
+
 @pytest.mark.parametrize("status", [0, 1, 3])
 def test_verify_ends_with_the_verdicts_status(run, train, tmp_path, monkeypatch, status):
     path = tmp_path / "plan.json"

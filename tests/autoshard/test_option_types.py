@@ -11,6 +11,8 @@ import autoshard
 from autoshard import InputError, PlanError, api, option_types, pipelines, planning
 
 WRONG = [
+    ("verify", True, "wanted verify as 'never', 'auto' or 'always', got True"),
+    ("verify", "yes", "wanted verify as 'never', 'auto' or 'always', got 'yes'"),
     ("mesh", 8, "wanted a mesh as sizes of its axes, such as (2, 4), got 8"),
     ("mesh", (2.0, 4), "wanted a mesh as sizes of its axes, such as (2, 4), got (2.0, 4)"),
     ("mesh", (True, 8), "got (True, 8)"),

@@ -99,6 +99,12 @@ def test_a_compiler_that_takes_too_long_is_ended(ask):
         ask("import time; time.sleep(60)", compiler=Compiler(timeout_s=0.3))
 
 
+def test_programs_share_one_end(ask):
+    """However much time each program has by itself."""
+    with pytest.raises(CompilerError, match=r"was stopped after 60 s, the time limit"):
+        ask("import time; time.sleep(60)", compiler=Compiler(timeout_s=60, until_s=time.monotonic() + 0.3))
+
+
 def test_ctrl_c_ends_the_compiler_and_what_it_started(ask, tmp_path):
     code = """if True:
         import os, subprocess, sys
