@@ -9,7 +9,7 @@ such a device has, or above. A row of the first table is a cap; it shows, per de
 * the step's time, as predicted;
 * its peak as predicted and as compiled with the cap as the device's memory; of deep unrolled models the compiled one is
   extrapolated from a shortened stack (`~`), unless that exceeds the cap. Where the search's first plan does, by `first over`
-  of the cap, the search goes on together with the compiler, as with `--verify always`, and the row is the plan that this ends with;
+  of the cap, the search goes on together with the compiler, as with `--verify`, and the row is the plan that this ends with;
 * the arithmetic of matrix products and convolutions that the step does more than the one without a cap, on all devices
   together, as a share of that one's: counted in the step's own jaxpr, with what is recomputed and loops' lengths;
 * host memory, microbatches, and of how many classes of ops residuals are recomputed.

@@ -2,7 +2,7 @@
 
 A cap is met by the best plan that the search finds, so a lower one cannot have a faster plan: where it does, the search has
 missed that plan above (`faster_below`). And what a plan is compiled to may not exceed its cap. Where that of the first plan
-does (`over_the_cap`), the search goes on until the compiler agrees, as with `--verify always`: that plan counts, and the first
+does (`over_the_cap`), the search goes on until the compiler agrees, as with `--verify`: that plan counts, and the first
 one's overshoot is kept.
 """
 
