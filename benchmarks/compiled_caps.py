@@ -3,8 +3,8 @@
     python -m benchmarks.compiled_caps --record FILE [--models gan rnn] [--percent 85 70 55 40] [--cluster 8xA100-40GB]
 
 Each model of `benchmarks.unseen_models` is searched without a cap, and then under caps that are shares of that plan's
-predicted peak: once with `verify="never"`, whose plan is then verified, and once with `verify="auto"`, as a user asks. A row
-that the file `--record` holds already is not made again, so that a run may be ended and resumed.
+predicted peak, without pipelines: as with `verify="never"`, whose plan is compiled afterwards, and with `verify="auto"`.
+A row that the file `--record` holds already is not made again, so that a run may be ended and resumed.
 
 The table has the compiled peak over the cap for both, the predicted step times, and the seconds of both searches as a user
 waits for them, tracing excluded; "compiler" is the part of it in `auto`. Below it: how many plans exceed their cap, the
@@ -18,15 +18,30 @@ import os
 import statistics
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import autoshard
-from autoshard.search.plan.plan import Plan
-from benchmarks.unseen_models import UNSEEN, Unseen
+from autoshard import planning
+from autoshard.compiled_peaks import CompilerJudge, Judgement, judge_of, kept
+from autoshard.cost_model.cluster import Cluster
+from autoshard.cost_model.errors import InfeasibleError
+from autoshard.cost_model.hardware import parse_cluster
+from autoshard.planning import IN_DOUBT, Asked
+from autoshard.progress import Progress
+from autoshard.search.driver import SearchResult
+from autoshard.search.ir.graph import Step
+from autoshard.search.ir.trace import trace_call
+from autoshard.search.options import Options
+from benchmarks.unseen_models import UNSEEN
+
+
+def _silent(line: str) -> None:
+    del line
+
 
 CLUSTER, PERCENT = "8xA100-40GB", (85, 70, 55, 40)
 
@@ -72,45 +87,73 @@ class Row:
         return self.compiled_bytes > self.cap_bytes
 
 
-def _searched_s(plan: Plan) -> float:
-    return sum(s for part, s in plan.search_s.items() if part != "trace")
+@dataclass(frozen=True, slots=True)
+class Asker:
+    """Searches one step for one cluster.
 
+    Attributes:
+      model: its name.
+      step: the traced step.
+      cluster: where it will run.
+      judge: compiles its plans.
+    """
 
-def made(one: Unseen, model: str, cluster: str, percent: int, verify: str, cap_bytes: int) -> Row:
-    """Searches for one row, and compiles its plan if the search did not."""
-    (step, args), what = one, (model, cluster, percent, verify, cap_bytes)
-    try:
-        plan: Any = autoshard.search(
-            step, *args, cluster=cluster, memory=cap_bytes, stages=1, verify=verify, progress=_silent
-        )
-    except autoshard.InfeasibleError as e:
-        return Row(*what, said=str(e))
-    peak_bytes = plan.estimates.compiled_peak_bytes
-    if peak_bytes is None:
-        peak_bytes = autoshard.verify(step, *args, plan=plan, progress=_silent).compiled.peak_bytes
-    estimates = plan.estimates
-    seconds = _searched_s(plan), plan.search_s.get("compiler", 0.0)
-    return Row(*what, estimates.step_s, estimates.peak_bytes, peak_bytes, *seconds)
+    model: str
+    step: Step
+    cluster: Cluster
+    judge: CompilerJudge
 
+    @classmethod
+    def of(cls, model: str, cluster: Cluster) -> "Asker":
+        """Traces a model's step."""
+        step, args = UNSEEN[model]()
+        judge = judge_of(cluster, Asked(verify=IN_DOUBT), _silent)
+        assert judge is not None, "the compiler is not installed: autoshard[verify]"
+        return cls(model, trace_call(cluster.platform, step, args, {}), cluster, judge)
 
-def _silent(line: str) -> None:
-    del line
+    def found(self, limit_bytes: int, limit_s: float | None = None, said: Progress = _silent) -> SearchResult:
+        """The plan under a limit, as predicted."""
+        return planning.find(self.step, self.cluster, Options(limit_bytes, time_limit_s=limit_s), said)
+
+    def rows(self, percent: int, cap_bytes: int) -> Iterator[Row]:
+        """The rows of one cap. The first plan of `auto` is that of `never`: it is searched once, and compiled for both."""
+        first = list[tuple[SearchResult, Judgement]]()
+
+        def judged(found: SearchResult, timeout_s: float | None) -> Judgement:
+            judgement = self.judge(found, timeout_s)
+            first.append((found, judgement))
+            return judgement
+
+        what = (self.model, self.cluster.name, percent)
+        try:
+            auto = kept(self.found, judged, cap_bytes, _silent, is_asked=False)
+        except InfeasibleError as e:
+            row = Row(*what, "auto", cap_bytes, said=str(e))
+        else:
+            if not first:
+                judged(auto, None)
+            row = self._row((*what, "auto"), cap_bytes, auto, first[-1][1])
+        yield self._row((*what, "never"), cap_bytes, *first[0]) if first else replace(row, verify="never")
+        yield row
+
+    def _row(
+        self, what: tuple[str, str, int, str], cap_bytes: int, found: SearchResult, judgement: Judgement
+    ) -> Row:
+        estimates, search_s = found.plan.estimates, found.plan.search_s
+        seconds = sum(s for part, s in search_s.items() if part != "trace")
+        peaks = estimates.peak_bytes, judgement.compiled_bytes
+        return Row(*what, cap_bytes, estimates.step_s, *peaks, seconds, search_s.get("compiler", 0.0))
 
 
 def rows(options: argparse.Namespace, known: dict[Any, Row]) -> Iterator[Row]:
     """All rows that are asked for and not known."""
     for model in options.models:
-        wanted = [(p, v) for p in options.percent for v in ("never", "auto")]
-        if all((model, options.cluster, p, v) in known for p, v in wanted):
-            continue
-        step, args = one = UNSEEN[model]()
-        free: Any = autoshard.search(
-            step, *args, cluster=options.cluster, stages=1, verify="never", progress=_silent
-        )
-        for percent, verify in wanted:
-            if (model, options.cluster, percent, verify) not in known:
-                cap_bytes = free.estimates.peak_bytes * percent // 100
-                yield made(one, model, options.cluster, percent, verify, cap_bytes)
+        wanted = [p for p in options.percent if (model, options.cluster, p, "auto") not in known]
+        if wanted:
+            asker = Asker.of(model, parse_cluster(options.cluster))
+            free = asker.found(asker.cluster.device_memory_limit())
+            for percent in wanted:
+                yield from asker.rows(percent, free.plan.estimates.peak_bytes * percent // 100)
 
 
 def table(found: Sequence[Row]) -> Iterator[str]:
