@@ -175,7 +175,6 @@ def _parser() -> argparse.ArgumentParser:
         nargs="?",
         choices=["auto", "always", "never"],
         const="always",
-        default="auto",
         help="compile plans for the GPU, without one, and search again if one does not fit: always (meant without a value), "
         "never, or auto: those that may exceed the cap, if the compiler is installed; default: auto",
     )

@@ -254,7 +254,8 @@ def test_a_saved_plan_suits_the_step_that_it_was_made_for(run, train, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("said", "asked"), [([], "auto"), (["--verify"], "always"), (["--verify", "never"], "never")]
+    ("said", "asked"),
+    [([], None), (["--verify"], "always"), (["--verify", "never"], "never"), (["--verify", "auto"], "auto")],
 )
 def test_search_hands_on_which_plans_are_compiled(run, train, monkeypatch, said, asked):
     def search(*args, verify, **options):

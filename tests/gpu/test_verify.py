@@ -186,6 +186,22 @@ def test_who_cannot_be_asked(run, tmp_path, cluster, options, message):
     assert message in err
 
 
+def test_a_search_near_its_cap_asks_the_compiler_and_returns_what_it_says():
+    def step(w, x):
+        return w - 0.1 * jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w)
+
+    args = jax.ShapeDtypeStruct((1024, 1024), "float32"), jax.ShapeDtypeStruct((64, 1024), "float32")
+    free = autoshard.search(step, *args, cluster="8xH100-80GB")
+    assert free.estimates.compiled_peak_bytes is None, "far below the device's memory"
+    assert "compiler" not in free.search_s
+    cap_bytes = int(1.1 * free.estimates.peak_bytes)
+    plan = autoshard.search(step, *args, cluster="8xH100-80GB", memory=cap_bytes)
+    proof = autoshard.verify(step, *args, plan=plan)
+    assert plan.estimates.compiled_peak_bytes == proof.compiled.peak_bytes <= cap_bytes
+    assert plan.search_s["compiler"] > 0
+    assert "(compiled) of" in str(plan)
+
+
 def test_attention_of_cudnn_compiles_as_planned():
     def step(w, x):
         def loss(w):
