@@ -7,7 +7,9 @@ import pytest
 import autoshard
 from autoshard.cost_model.errors import InputError
 from autoshard.cost_model.hardware import parse_cluster, parse_hardware
-from autoshard.planning import Asked, limit_bytes, traced
+from autoshard.planning import Asked, applied, limit_bytes, traced
+from autoshard.search.plan.peak_band import compiled
+from autoshard.search.plan.plan import Plan
 
 H100 = parse_cluster("8xH100-80GB").device.memory_bytes
 
@@ -31,6 +33,20 @@ def test_a_cap_is_a_size_or_a_share_of_the_largest_device(cluster, memory, num_b
 def test_a_share_that_is_none(memory):
     with pytest.raises(InputError, match="wanted a share of a device's memory such as '90%', got"):
         limit_bytes(parse_hardware("8xH100-80GB"), Asked(memory))
+
+
+def test_a_compiled_peak_outlives_new_estimates_but_no_edit():
+    def step(w, x):
+        return w - x.sum() * w
+
+    shapes = jax.ShapeDtypeStruct((8, 8), "float32"), jax.ShapeDtypeStruct((8, 8), "float32")
+    cluster = parse_cluster("2xH100-80GB")
+    plan = compiled(autoshard.search(step, *shapes, cluster=cluster, mesh=(2,)), 123_456)
+    saved = plan.to_json()
+    on_step = traced(step, cluster, shapes, {})
+    assert applied(on_step, Plan.from_json(saved), "plan").plan.estimates.compiled_peak_bytes == 123_456
+    edited = Plan.from_json({**saved, "memory_bytes": saved["memory_bytes"] - 1})
+    assert applied(on_step, edited, "plan").plan.estimates.compiled_peak_bytes is None
 
 
 def attended(x):
