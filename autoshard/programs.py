@@ -117,7 +117,7 @@ def _compiled(
         program = built(found, cluster, devices, on_retrace, given_up, besides)
         return program, judge.verified_here(found, cluster, program)
 
-    return judge.first_fitting(verified, lambda made: made[1].fits)
+    return judge.first_fitting(verified, lambda made: made[1])
 
 
 def _options(

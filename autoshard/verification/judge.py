@@ -7,7 +7,6 @@ of a device whose memory makes its scheduler aim at the plan's cap.
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +80,7 @@ class CompilerVerifier:
             asked = replace(self.compiler, flags=" ".join(filter(None, flags)))
             return replace(self, compiler=asked)._compiled(found, full)
 
-        return first_fitting(compiled, lambda proof: proof.fits)
+        return first_fitting(compiled, lambda proof: proof)
 
     def _compiled(self, found: SearchResult, full: bool) -> Verification:
         step, watch = found.step, Stopwatch(found.step.trace_s)
@@ -136,16 +135,22 @@ class CompilerVerifier:
         return stats
 
 
-def first_fitting[Made](compiled: Callable[[Mapping[str, str]], Made], fits: Callable[[Made], bool]) -> Made:
-    """A program compiled as planned; or with other options, if only these keep it to its cap.
+def first_fitting[Made](
+    compiled: Callable[[Mapping[str, str]], Made], proof_of: Callable[[Made], Verification]
+) -> Made:
+    """A program compiled as planned; or with other options, if only these keep it to its cap. If none does, the program with
+    the smallest peak: its overshoot is what a plan has to save.
 
     Args:
       compiled: makes and compiles the program with the given options of the compiler.
-      fits: whether the compiled program keeps to its cap.
+      proof_of: the verification of a compiled program.
     """
-    as_planned, *others = ATTEMPTS
-    first = compiled(as_planned)
-    return next((made for made in chain((first,), map(compiled, others)) if fits(made)), first)
+    tried = list[Made]()
+    for options in ATTEMPTS:
+        tried.append(compiled(options))
+        if proof_of(tried[-1]).fits:
+            return tried[-1]
+    return min(tried, key=lambda made: proof_of(made).compiled.peak_bytes)
 
 
 def verified_here(found: SearchResult, cluster: Cluster, program: Program) -> Verification:

@@ -9,6 +9,7 @@ import pytest
 import autoshard
 from autoshard.cost_model.errors import InputError
 from autoshard.cost_model.hardware import parse_cluster
+from autoshard.cost_model.xla.gpu_targets import ATTEMPTS
 from autoshard.cost_model.xla.stats import CompiledStats
 from autoshard.search.plan.plan import Collective
 from autoshard.verification import judge
@@ -151,3 +152,20 @@ def test_a_target_config_is_text_or_a_file(tmp_path):
     assert judge.target_config_text(path) == judge.target_config_text("gpu_device_info { }")
     with pytest.raises(InputError, match=r"the target config /nowhere cannot be read"):
         judge.target_config_text("/nowhere")
+
+
+@pytest.mark.parametrize(
+    ("peaks_gib", "kept_gib", "num_compiled"),
+    [((19, 1, 1), 19, 1), ((22, 18, 1), 18, 2), ((22, 25, 20), 20, 3), ((25, 22, 23), 22, 3)],
+)
+def test_of_programs_the_first_that_fits_is_kept_or_else_the_smallest(
+    plan, peaks_gib, kept_gib, num_compiled
+):
+    asked = list[object]()
+
+    def compiled(options):
+        asked.append(options)
+        return verdict(plan, peak_bytes=peaks_gib[len(asked) - 1] * GIB)
+
+    kept = judge.first_fitting(compiled, lambda proof: proof)
+    assert (kept.compiled.peak_bytes, asked) == (kept_gib * GIB, [*ATTEMPTS[:num_compiled]])
