@@ -78,14 +78,13 @@ def search(
       remat: "never" recomputes only the parts that the step itself marks (`jax.checkpoint`). By default, if memory is
         scarce, recomputation in the backward phase is searched together with the sharding.
       stages: number of pipeline stages, each on a submesh of its own; the search chooses where each stage begins and its
-        number of devices. 1 means one program. By default a pipeline is searched only if no program fits, or if the program
-        waits for communication or recomputes a lot; the faster plan wins. "auto" searches both in any case, which takes
-        longer. `mesh`, `pin`, `offload`, `microbatches` or `time_limit_s` without stages mean one program. With stages,
-        `mesh` is the mesh of each stage: the number of replicas that share a microbatch, then one or two axes of each
-        replica's devices.
+        number of devices. 1 means one program. By default a pipeline is searched in the time limit if no program fits, or as
+        far as its lower bound is below the program's time; the faster plan wins. "auto" does so without a limit. `mesh`,
+        `pin`, `offload` or `microbatches` without stages mean one program. With stages, `mesh` is the mesh of each stage:
+        the number of replicas that share a microbatch, then one or two axes of each replica's devices.
       schedule: the pipeline's schedule: "gpipe", "1f1b", "eager-1f1b", "interleaved-1f1b", "circular", "zb-h1", "zb-h2",
-        "zb-v", "dualpipe-v" or "chimera". By default "1f1b" and "zb-h1" are tried, and in one program "gpipe" and
-        "circular".
+        "zb-v", "dualpipe-v" or "chimera". By default all are tried as far as their bounds let them, and in one program
+        "gpipe" and "circular".
       microbatches: number of microbatches of a step; their gradients are added up exactly before the update. By default
         several numbers are tried if memory is scarce, or for a pipeline. A step that couples the examples of its batch
         cannot have microbatches.
@@ -152,7 +151,7 @@ def search(
         own["stages"], own["schedule"], own["executor"], is_open=pipelines.leaves_open(asked)
     )
     if wanted is not None:
-        pipelines.refuse(pin=asked.pin or None, offload=asked.offload, time_limit_s=asked.time_limit_s)
+        pipelines.refuse(pin=asked.pin or None, offload=asked.offload)
     with narrated(step_name(step), "tracing", own["progress"]) as tell:
         traced = _traced(call, hardware, own["state"])
         return _found(traced, hardware, wanted, asked, tell).plan
@@ -535,9 +534,7 @@ def parallelize(
     pipeline = pipelines.asked_for(stages, schedule, executor, is_open)
     is_asked = pipeline is not None and pipeline.always
     if is_asked or (given is not None and not isinstance(given[0], Plan)):
-        pipelines.refuse(
-            pin=pin or None, offload=offload, time_limit_s=time_limit_s, donate=donate, like=like
-        )
+        pipelines.refuse(pin=pin or None, offload=offload, donate=donate, like=like)
     shared = like if like is None or isinstance(like, Parallelized) else Rested.by(_given("like=", like)[0])
     request = Request(
         asked,

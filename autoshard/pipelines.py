@@ -1,8 +1,9 @@
 """Pipelines as users ask for them: from `stages=` and its neighbours to a pipeline on its step.
 
-Without `stages=`, the user gets a pipeline if it is faster than one program or the only plan that fits. Searching a pipeline
-takes much longer than searching one program, so it is searched only if it may pay. Both do the same arithmetic. A pipeline
-can therefore save at most one program's exposed communication, recomputation and replicated work.
+Without `stages=`, the user gets a pipeline if it is faster than one program or the only plan that fits. To make a step ready
+for pipelines takes longer than to search one program. So bounds come first: the work of the step is known from one program,
+and a family of pipelines that can be no faster is not looked at (`search.pipeline.bounds`). Both searches share one clock
+and one time limit.
 """
 
 import math
@@ -21,37 +22,36 @@ from autoshard.planning import ALWAYS, Asked
 from autoshard.processes import ALONE, Processes
 from autoshard.progress import Progress
 from autoshard.search.ir.graph import Step
+from autoshard.search.mesh_problem import MeshProblem
+from autoshard.search.options import DEFAULT_TIME_LIMIT_S
 from autoshard.search.pipeline import planning as pipelines
 from autoshard.search.pipeline import spmd_planning
+from autoshard.search.pipeline.bounds import Bounds
 from autoshard.search.pipeline.planning import Pipeline
 from autoshard.search.pipeline.prepared import Prepared
-from autoshard.search.pipeline.proposals import DISPATCH_S, Parts
-from autoshard.search.pipeline.search import PipelineOptions
+from autoshard.search.pipeline.proposals import Parts
+from autoshard.search.pipeline.search import PipelineOptions, PipelineSearch
 from autoshard.search.pipeline.spmd_planning import SpmdPipeline
+from autoshard.search.pipeline.spmd_search import SpmdSearch
+from autoshard.search.pipeline.step_work import StepWork
 from autoshard.search.plan.executors import EXECUTORS, FORMER_NAMES, JIT, MPMD, SPMD
 from autoshard.search.plan.peak_band import compiled_as
 from autoshard.search.plan.pipeline_plan import PipelinePlan
 from autoshard.search.plan.plan import Plan
 from autoshard.search.plan.spmd_plan import SpmdPlan, is_of_one_program
+from autoshard.search.solver.clock import PROCESSOR, Deadline, WorkClock
 from autoshard.user_warning import warn
 
 AUTO = "auto"
 """The value of `stages=` that searches for the best number of stages, or one program, however long that takes."""
 
-WORTH = 0.15
-"""A pipeline that nobody asked for is searched only if it may save this share of the step's time. Source: a choice of ours;
-the pipeline's own bubble and transfers take about half of the saving."""
+LATEST = 1.25
+"""Times the time limit: a pipeline is not begun later. One program may have needed all of the limit. Source: the promise
+that a search ends within a quarter of its limit."""
 
 MUCH_FASTER = 1.3
 """Largest speed-up of one program over a pipeline's microbatches on busy devices: its kernels take more examples at a time.
 Source: a choice of ours."""
-
-UNASKED_S = 75.0
-"""Nominal seconds (`search.solver.clock`) for the search of a pipeline that nobody asked for; work in progress is finished.
-Source: a choice of ours; 39B parameters in 48 unrolled layers on 64 devices take 63, GPT-3's 96 layers on 1,024 take 52."""
-
-LEAST_TASKS = 8
-"""Fewest tasks of a pipeline: two stages, two microbatches, forward and backward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class Stages:
       count: number of stages; None to search it, and to prefer one program if that is faster.
       schedule: the name of a schedule family; None to search it.
       executor: the executor; None for the one with the shorter predicted step.
-      always: whether the search also runs if a pipeline can save little.
+      always: whether the search has no time limit unless the user sets one.
     """
 
     count: int | None
@@ -84,8 +84,8 @@ class OneProgram(Protocol):
         ...
 
     @property
-    def saveable_s(self) -> float:
-        """Seconds of a step that a plan of another kind may save at most."""
+    def on_mesh(self) -> MeshProblem:
+        """The problem that the plan solves."""
         ...
 
     def waited(self, part: str, seconds: float) -> Self:
@@ -149,7 +149,7 @@ def across_kinds(cluster: MixedCluster, wanted: Stages | None) -> Stages:
       InputError: the user asks for one program, or for options that only one program has.
     """
     if wanted is None or wanted.executor == SPMD:
-        only = "executor=" if wanted else "stages=1, pin=, offload=, time_limit_s=, like=, donate="
+        only = "executor=" if wanted else "stages=1, pin=, offload=, like=, donate="
         raise InputError(
             f"one program runs on devices of one kind, and {cluster.name} has several: {cluster}. Leave out what only one "
             f"program has ({only}), and say stages={AUTO!r} beside mesh= or microbatches=; or plan for devices of one kind"
@@ -158,9 +158,9 @@ def across_kinds(cluster: MixedCluster, wanted: Stages | None) -> Stages:
 
 
 def leaves_open(asked: Asked, **others: Any) -> bool:
-    """True if the user's options allow a pipeline as well as one program. Without `stages=`, a mesh, pins, offloading,
-    microbatches and a time limit mean one program, and so do the options in `others`."""
-    of_one = (asked.mesh, asked.pin or None, asked.offload, asked.microbatches, asked.time_limit_s)
+    """True if the user's options allow a pipeline as well as one program. Without `stages=`, a mesh, pins, offloading
+    and microbatches mean one program, and so do the options in `others`."""
+    of_one = (asked.mesh, asked.pin or None, asked.offload, asked.microbatches)
     return all(one is None for one in (*of_one, *others.values()))
 
 
@@ -187,20 +187,21 @@ def fastest[One: OneProgram](
     Raises:
       InfeasibleError: neither fits; the message tells how one program could fit.
     """
-    found, refused, start_s = None, InfeasibleError(), perf_counter()
+    found, refused, start_s, clock_s = None, InfeasibleError(), perf_counter(), PROCESSOR.now_s
     try:
         found = alone()
     except InfeasibleError as e:
         refused = e
     alone_s = perf_counter() - start_s
-    if found is not None and not (wanted.always or _may_pay(found)):
-        return found
+    prepared = _prepared(step, cluster, wanted, asked, found, clock_s)
     cutoff_s = math.inf if found is None else found.plan.estimates.step_s
-    progress(
-        "looking for a pipeline, " + ("as nothing else fits" if found is None else "which may be faster")
-    )
     try:
-        faster = searched(step, cluster, wanted, asked, progress, processes, cutoff_s)
+        if found is not None and _least_s(step, cluster, wanted, asked, prepared) >= cutoff_s:
+            return found.waited("pipelines", perf_counter() - start_s - alone_s)
+        progress(
+            "looking for a pipeline, " + ("as nothing else fits" if found is None else "which may be faster")
+        )
+        faster = searched(step, cluster, wanted, asked, progress, processes, cutoff_s, prepared)
         return _waited(faster, JIT, alone_s)
     except (InfeasibleError, InputError) as e:
         progress(f"no pipeline: {e}")
@@ -209,18 +210,56 @@ def fastest[One: OneProgram](
     return found.waited("pipelines", perf_counter() - start_s - alone_s)
 
 
+def _prepared(
+    step: Step, cluster: Cluster, wanted: Stages, asked: Asked, found: OneProgram | None, clock_s: float
+) -> Prepared:
+    """The clock of the search so far goes on, and the work of the step is that of one program.
+
+    Args:
+      step: the traced step.
+      cluster: the cluster that it will run on.
+      wanted: the pipeline that the user asks for, or allows.
+      asked: the other options of the search.
+      found: one program, if one fits.
+      clock_s: the processor's time when the search began.
+    """
+    limit_s = math.inf if wanted.always else DEFAULT_TIME_LIMIT_S
+    limit_s = LATEST * (limit_s if asked.time_limit_s is None else asked.time_limit_s)
+    if found is None:
+        return (
+            Prepared.within(limit_s)
+            if asked.time_limit_s is None
+            else Prepared(Deadline(PROCESSOR, clock_s + limit_s))
+        )
+    clock, again_s = found.on_mesh.clock, cluster.num_devices * found.plan.estimates.recompute_s
+    began_s = 0.0 if clock.counts_work else clock_s
+    work = StepWork.of(found.on_mesh.memory.costed, again_s)
+    return Prepared(Deadline(clock, began_s + limit_s), bounds=Bounds(step, cluster, work))
+
+
+def _least_s(step: Step, cluster: Cluster, wanted: Stages, asked: Asked, prepared: Prepared) -> float:
+    """Seconds of a step of any pipeline, at least."""
+    options = _options(cluster, wanted, asked)
+    searches = [PipelineSearch(step, [""] * len(step.arguments), cluster, options, prepared=prepared).least_s]
+    if wanted.executor != MPMD:
+        searches.append(SpmdSearch(step, cluster, options, prepared=prepared).least_s)
+    found, refused = list[float](), list[InputError]()
+    for least_s in searches:
+        try:
+            found.append(least_s())
+        except InputError as e:
+            refused.append(e)
+    if not found:
+        raise refused[0]
+    return min(found)
+
+
 def _waited[Found: (Pipeline, SpmdPipeline, Pipeline | SpmdPipeline)](
     found: Found, part: str, seconds: float
 ) -> Found:
     """A copy of a pipeline whose search times also hold these seconds under the name `part`."""
     search_s = {**found.plan.search_s, part: seconds}
     return replace(found, plan=replace(found.plan, search_s=search_s))
-
-
-def _may_pay(found: OneProgram) -> bool:
-    """True if one program leaves enough time to save for the search of a pipeline."""
-    least_s = max(WORTH * found.plan.estimates.step_s, LEAST_TASKS * DISPATCH_S)
-    return found.plan.num_devices > 1 and found.saveable_s > least_s
 
 
 def refuse(**options: Any) -> None:
@@ -307,14 +346,18 @@ def searched(
     progress: Progress = lambda line: None,
     processes: Processes = ALONE,
     cutoff_s: float = math.inf,
+    prepared: Prepared | None = None,
 ) -> Pipeline | SpmdPipeline:
-    """Searches for a pipeline whose step takes less than `cutoff_s`; the other arguments, and the errors, are those of
-    `found`."""
+    """Searches for a pipeline whose step takes less than `cutoff_s`, with the time and the bounds of `prepared`; the other
+    arguments, and the errors, are those of `found`."""
     options = _options(cluster, wanted, asked)
+    limit_s = LATEST * (math.inf if asked.time_limit_s is None else asked.time_limit_s)
+    clock = WorkClock() if asked.time_limit_s is None else PROCESSOR
+    ready = prepared or Prepared(Deadline.after(limit_s, clock))
 
     def search(limit_bytes: int, _: float | None, said: Progress) -> Pipeline | SpmdPipeline:
         lower = replace(options, memory_share=options.memory_share * limit_bytes / options.memory_bytes)
-        return _faster(step, cluster, lower, wanted, said, cutoff_s)
+        return _faster(step, cluster, lower, wanted, said, cutoff_s, ready)
 
     def kept() -> Pipeline | SpmdPipeline:
         judge = compiled_peaks.judge_of_pipelines(step, cluster, asked, progress)
@@ -334,10 +377,10 @@ def _faster(
     wanted: Stages,
     progress: Progress,
     cutoff_s: float,
+    prepared: Prepared,
 ) -> Pipeline | SpmdPipeline:
     """The pipeline with the shorter predicted step among the executors. Both searches share the prepared step and the time
     limit."""
-    prepared = Prepared.within(math.inf if wanted.always else UNASKED_S)
     executor, as_one, start_s = wanted.executor, None, perf_counter()
     if isinstance(cluster, Cluster) and executor != MPMD:
         try:

@@ -31,6 +31,7 @@ from autoshard.processes import Processes
 from autoshard.progress import Progress
 from autoshard.search.driver import SearchResult
 from autoshard.search.ir.graph import Step
+from autoshard.search.mesh_problem import MeshProblem
 from autoshard.search.options import Options
 from autoshard.search.pipeline.planning import Pipeline
 from autoshard.search.pipeline.spmd_planning import SpmdPipeline
@@ -60,9 +61,9 @@ class Built:
         return self.found.plan
 
     @property
-    def saveable_s(self) -> float:
-        """Seconds of a step that a plan of another kind may save at most."""
-        return self.found.saveable_s
+    def on_mesh(self) -> MeshProblem:
+        """The problem that the plan solves."""
+        return self.found.on_mesh
 
     def waited(self, part: str, seconds: float) -> "Built":
         """A copy whose search times also hold these seconds under the name `part`."""

@@ -29,7 +29,7 @@ from autoshard.cost_model.cluster import Cluster, Link
 from autoshard.cost_model.mixed_cluster import AnyCluster
 from autoshard.search.ir.graph import Site
 from autoshard.search.pipeline.inter_op import fastest_cut
-from autoshard.search.pipeline.proposals import Parts, Placed, Proposal
+from autoshard.search.pipeline.proposals import Parts, Placed, Proposal, Stages
 from autoshard.search.pipeline.schedules.registry import FAMILIES, build_schedule, check_numbers
 from autoshard.search.pipeline.stage_costs import Node, StageOption, Submesh
 from autoshard.search.pipeline.stage_plan import InterOpPlan, InterOpProblem, NoCut, StagePlan
@@ -37,8 +37,11 @@ from autoshard.search.pipeline.stage_plan import InterOpPlan, InterOpProblem, No
 GAP = 0.01
 """Proved of a cut: finer than what costs are known to. Source: a choice of ours."""
 
-SEARCHED = ("1f1b", "zb-h1")
-"""Schedules that are tried where the caller names none: they hold least. Source: Qi et al. 2024, table 1."""
+APART = tuple(name for name, family in FAMILIES.items() if not family.shares_workers)
+"""The families with a stage on each worker. Stages that are cut once suit all of them."""
+
+SHARED = tuple(name for name, family in FAMILIES.items() if family.shares_workers)
+"""The families with several stages on each worker."""
 
 VIRTUAL_STAGES = 2
 """Stages per worker where a family leaves that open. Source: a choice of ours, the fewest there can be."""
@@ -81,18 +84,20 @@ class Wanted:
       stages: how many, if the caller says so.
       schedule: the family's name, if the caller says so.
       memory_share: the share of a cap that stages may take; infinite for no cap.
+      among: the families to try, if the caller names none.
     """
 
     memory_bytes: int
     stages: int | None = None
     schedule: str | None = None
     memory_share: float = 1.0
+    among: tuple[str, ...] = APART
 
     @property
     def shares_workers(self) -> bool:
         """Whether workers hold several stages, so that all have as many devices."""
         family = FAMILIES.get(self.schedule or "")
-        return self.schedule == "chimera" or (family is not None and family.stages_per_worker != 1)
+        return family is not None and family.shares_workers
 
     def may_stand(self, size: int, group: Cluster) -> bool:
         """Whether a stage may have so many devices of a group of nodes; of stages that share workers, each has its share."""
@@ -101,7 +106,7 @@ class Wanted:
     @property
     def schedules(self) -> tuple[str, ...]:
         """The families to try."""
-        return SEARCHED if self.schedule is None else (self.schedule,)
+        return self.among if self.schedule is None else (self.schedule,)
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,9 +133,8 @@ class Drafting:
         again = f", recomputing {up_to}{len(sites)} ops" if sites else ""
         groups = [group.name for group in self.cluster.groups]
         first = f", {groups[0]} first" if len(groups) > 1 else ""
-        return (
-            f"{self.num_microbatches} microbatches, {self.num_replicas} replicas of each stage{again}{first}"
-        )
+        name = f", {self.wanted.schedule}" if self.wanted.shares_workers else ""
+        return f"{self.num_microbatches} microbatches, {self.num_replicas} replicas of each stage{name}{again}{first}"
 
     def draft(self) -> "Draft | None":
         """The fastest cut; None where none fits.
@@ -141,10 +145,12 @@ class Drafting:
         cut = fastest_cut(self.problem, GAP)
         if cut is None:
             return None
-        for name in self.wanted.schedules:
-            count = len(cut.stages)
+        count, names = len(cut.stages), self.wanted.schedules
+        if self.wanted.schedule is None:
+            names = tuple(name for name in names if FAMILIES[name].suits(count, self.num_microbatches))
+        for name in names:
             check_numbers(name, count, self.num_microbatches, num_workers(name, count))
-        return Draft(self, cut)
+        return Draft(self, cut, names) if names else None
 
     @property
     def plain(self) -> Parts:
@@ -253,10 +259,12 @@ class Draft:
     Attributes:
       drafting: of what.
       cut: where stages begin, and how each is run.
+      schedules: the families that suit it.
     """
 
     drafting: Drafting
     cut: InterOpPlan
+    schedules: tuple[str, ...]
 
     @property
     def least_s(self) -> float:
@@ -309,17 +317,31 @@ class Draft:
         return plain.recomputing(frozenset(sites)) if sites else plain
 
     def _proposals(self, run_as: Sequence[Parts]) -> list[Proposal]:
-        """Its schedules, if stages are priced by these."""
-        return [self._proposal(run_as, name) for name in self.drafting.wanted.schedules]
+        """Its schedules, if stages are priced by these: those with the lowest bound first, until one fits that takes no
+        longer than any other can."""
+        stages, count, wanted = self._placed(run_as), len(self.cut.stages), self.drafting.wanted
+        numbers = {
+            name: (self.drafting.num_microbatches, num_workers(name, count)) for name in self.schedules
+        }
+        found, best_s = list[Proposal](), inf
+        for least_s, name in sorted((stages.least_s(name, *numbers[name]), name) for name in self.schedules):
+            if least_s >= best_s:
+                break
+            found.append(stages.proposal(build_schedule(name, count, *numbers[name])))
+            if found[-1].fullness(wanted.memory_bytes) <= wanted.memory_share:
+                best_s = min(best_s, found[-1].step_s)
+        return found
 
-    def _proposal(self, run_as: Sequence[Parts], name: str) -> Proposal:
-        drafting, num_stages = self.drafting, len(self.cut.stages)
-        workers = num_workers(name, num_stages)
-        schedule = build_schedule(name, num_stages, drafting.num_microbatches, workers)
+    def _placed(self, run_as: Sequence[Parts]) -> Stages:
+        """The stages where they stand: all families that suit a cut have them on the same devices."""
+        drafting, count, name = self.drafting, len(self.cut.stages), self.schedules[0]
+        workers = [*enumerate(FAMILIES[name].stages_of_workers(count, num_workers(name, count)))]
+        worker_of = {stage: w for w, stages in reversed(workers) for stage in stages}
         placed: list[Placed] = []
         for n, stage in enumerate(self.cut.stages):
             shape = drafting.way(stage).shape
-            worker_devices = schedule.workers_of(n)[0] * drafting.num_replicas * prod(shape)
-            device = worker_devices if drafting.wanted.shares_workers else stage.first_device
+            device = worker_of[n] * drafting.num_replicas * prod(shape)
+            device = device if drafting.wanted.shares_workers else stage.first_device
             placed.append(Placed(stage.first_layer, stage.end_layer, device, shape))
-        return Proposal.of(run_as, drafting.cluster, drafting.num_replicas, placed, schedule)
+        copies = 2 if name == "chimera" else 1
+        return Stages(run_as, drafting.cluster, drafting.num_replicas, placed, copies)

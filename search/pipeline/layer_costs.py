@@ -85,7 +85,7 @@ class Ledger:
             by_part["forward"],
             by_part["backward"],
             by_part["weight gradient"],
-            by_part[ONCE] / num_replicas + self._reduction_s(num_replicas),
+            by_part[ONCE] / num_replicas + self.reduction_s(num_replicas),
             residuals,
             later,
             kept + self._split_bytes(num_replicas) + self._whole_bytes,
@@ -124,8 +124,8 @@ class Ledger:
             found[part] += self.shares.of_op[kernel.position] * (seen * kernel.time.seconds / runs)
         return found
 
-    def _reduction_s(self, num_replicas: int) -> Array:
-        """Once a step: gradients are added up over replicas, each gets its part, and what tasks read is gathered."""
+    def reduction_s(self, num_replicas: int) -> Array:
+        """By layer, once a step: gradients are added up over replicas, each has its part, and parameters are gathered."""
         if num_replicas == 1:
             return np.zeros(self._num_layers)
         size = int(np.prod(self.intra_op.mesh_shape))

@@ -1,4 +1,4 @@
-"""What searches for pipelines of one step share: the step in parts, made ready, and the time that they have."""
+"""What searches for pipelines of one step share: the step in parts, made ready, bounds, and the time that they have."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -6,21 +6,24 @@ from math import inf
 
 from autoshard.cost_model.cluster import Cluster
 from autoshard.search.ir.graph import Step
+from autoshard.search.pipeline.bounds import Bounds
 from autoshard.search.pipeline.proposals import Parts
 from autoshard.search.solver.clock import Deadline, SearchClock, WorkClock
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Prepared:
     """What is known of a step.
 
     Attributes:
       deadline: after it nothing more is begun; all that is done for the step goes by its clock.
       parts: by how many it is in, the step in them.
+      bounds: the least times of its pipelines, once its work is known.
     """
 
     deadline: Deadline
     parts: dict[int, Parts] = field(default_factory=dict[int, Parts])
+    bounds: Bounds | None = None
 
     @classmethod
     def within(cls, nominal_s: float = inf) -> "Prepared":

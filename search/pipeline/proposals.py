@@ -17,6 +17,7 @@ from autoshard.search.memory.microbatches import looped
 from autoshard.search.memory.residuals import Residuals, residuals
 from autoshard.search.memory.trade_offs import HIGHEST_S_PER_BYTE, Choice
 from autoshard.search.mesh_problem import StepProblem
+from autoshard.search.pipeline.bounds import dispatch_s, least_makespan_s
 from autoshard.search.pipeline.intra_op import IntraOp, as_tasks, solved
 from autoshard.search.pipeline.layer_costs import LayerCosts, Ledger
 from autoshard.search.pipeline.layer_shares import LayerShares
@@ -26,8 +27,12 @@ from autoshard.search.pipeline.simulator import Simulation, StageCost, simulate
 from autoshard.search.plan.schedule import Schedule
 from autoshard.search.solver.clock import PROCESSOR, SearchClock
 
-DISPATCH_S = 2e-4
-"""What it takes a host to hand out a task. Source: `benchmarks/pipeline_dispatch.py`, on a core of a server."""
+PARTS_S = 1e-4
+"""Nominal seconds (`search.solver.clock`), for an op, in which a step is cut into parts and layers, besides those of a step
+problem. Source: a transformer of 6 unrolled layers, against `OP_S`."""
+
+LEDGER_S = 5e-5
+"""Nominal seconds, for an op, in which layers are priced by a solution. Source: as of `PARTS_S`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,6 +99,7 @@ class Parts:
         """
         device = cluster.device
         problem = StepProblem.of(looped(step, count), marks, device, sites, clock=clock, as_run=as_tasks)
+        clock.spend(PARTS_S * len(problem.graph.folded.program.ops))
         return cls(problem, cluster, borders, most_layers=most_layers)
 
     @cached_property
@@ -160,6 +166,7 @@ class Parts:
         """What layers cost when a replica's devices form such a mesh."""
         if shape not in self.ledgers:
             self.ledgers[shape] = Ledger(self.solution(shape), self.shares, self.cluster)
+            self.step_problem.clock.spend(LEDGER_S * len(self.step_problem.graph.folded.program.ops))
         return self.ledgers[shape]
 
     def costs(self, shape: tuple[int, ...], num_replicas: int) -> LayerCosts:
@@ -287,13 +294,8 @@ class Proposal:
         schedule: Schedule,
     ) -> "Proposal":
         """Runs a schedule of stages in time, each priced by a step: the same, unless they are drafted."""
-        links = _links(cluster, num_replicas, placed)
-        stages = [
-            _priced(parts.on(cluster.locate(one.first_device)[0]), one, num_replicas, *at)
-            for parts, one, at in zip(run_as, placed, links, strict=True)
-        ]
-        simulation = simulate(schedule, [one.cost for one in stages])
-        return cls(run_as[0], cluster, num_replicas, tuple(stages), simulation)
+        copies = len(schedule.workers_of(0))
+        return Stages(run_as, cluster, num_replicas, placed, copies).proposal(schedule)
 
     @property
     def schedule(self) -> Schedule:
@@ -326,9 +328,10 @@ class Proposal:
     @property
     def _handed_out_s(self) -> float:
         """Until the busiest host has handed out a step's tasks: those of all stages that begin on its node."""
-        stages = Counter(self.cluster.node_of(stage.placed.first_device) for stage in self.stages)
-        per_stage = len(self.schedule.kinds) * self.schedule.num_microbatches
-        return max(stages.values()) * per_stage * DISPATCH_S
+        schedule = self.schedule
+        return dispatch_s(
+            schedule.name, schedule.num_microbatches, _stages_of_a_node(self.cluster, self.stages)
+        )
 
     def _stages_of(self, worker: int) -> list[StageProposal]:
         return [self.stages[stage] for stage in self.schedule.stages_of(worker)]
@@ -354,6 +357,53 @@ class Proposal:
         return max(peak / caps[schedule.stages_of(w)[0]] for w, peak in enumerate(self.peak_bytes))
 
 
+@dataclass(frozen=True, eq=False)
+class Stages:
+    """Stages on their devices, before a schedule runs them.
+
+    Attributes:
+      run_as: by stage, the step that it runs a part of.
+      cluster: where they stand.
+      num_replicas: of each stage.
+      placed: by stage, its place.
+      copies: workers that hold a stage, which add up its gradients.
+    """
+
+    run_as: Sequence[Parts]
+    cluster: AnyCluster
+    num_replicas: int
+    placed: Sequence[Placed]
+    copies: int = 1
+
+    @cached_property
+    def priced(self) -> tuple[StageProposal, ...]:
+        """What each takes."""
+        links = _links(self.cluster, self.num_replicas, self.placed)
+        return tuple(
+            _priced(
+                parts.on(self.cluster.locate(one.first_device)[0]), one, self.num_replicas, self.copies, *at
+            )
+            for parts, one, at in zip(self.run_as, self.placed, links, strict=True)
+        )
+
+    def least_s(self, name: str, num_microbatches: int, num_workers: int) -> float:
+        """Seconds of a step under any schedule of a family, at least."""
+        costs = [one.cost for one in self.priced]
+        busy_s = least_makespan_s(name, costs, num_microbatches, num_workers)
+        told_s = dispatch_s(name, num_microbatches, _stages_of_a_node(self.cluster, self.priced))
+        return max(busy_s + max(one.once_s for one in self.priced), told_s)
+
+    def proposal(self, schedule: Schedule) -> Proposal:
+        """The stages under a schedule."""
+        simulation = simulate(schedule, [one.cost for one in self.priced])
+        return Proposal(self.run_as[0], self.cluster, self.num_replicas, self.priced, simulation)
+
+
+def _stages_of_a_node(cluster: AnyCluster, stages: Sequence[StageProposal]) -> int:
+    """Stages that begin on the node where most do."""
+    return max(Counter(cluster.node_of(stage.placed.first_device) for stage in stages).values())
+
+
 def _links(cluster: AnyCluster, num_replicas: int, placed: Sequence[Placed]) -> Iterator[tuple[Link, Link]]:
     """By stage: the link to the next one, and that from the one before; at the ends of a row nothing goes over them."""
     ends = [one.first_device + num_replicas * prod(one.shape) - 1 for one in placed]
@@ -361,7 +411,9 @@ def _links(cluster: AnyCluster, num_replicas: int, placed: Sequence[Placed]) -> 
     return zip([*between, cluster.groups[-1].intra], [cluster.groups[0].intra, *between], strict=True)
 
 
-def _priced(parts: Parts, placed: Placed, num_replicas: int, behind: Link, before: Link) -> StageProposal:
+def _priced(
+    parts: Parts, placed: Placed, num_replicas: int, copies: int, behind: Link, before: Link
+) -> StageProposal:
     costs, inside = parts.costs(placed.shape, num_replicas), slice(placed.first_layer, placed.end_layer)
     residual_bytes = float(costs.residual_bytes[inside].sum())
     cost = StageCost(
@@ -378,7 +430,16 @@ def _priced(parts: Parts, placed: Placed, num_replicas: int, behind: Link, befor
         parts.cluster,
         parts.solution(placed.shape),
         cost,
-        float(costs.once_s[inside].sum()),
+        float(costs.once_s[inside].sum()) + _copied_s(parts, placed, num_replicas, copies),
         float(costs.state_bytes[inside].sum()),
         float(costs.workspace_bytes[inside].max()),
     )
+
+
+def _copied_s(parts: Parts, placed: Placed, num_replicas: int, copies: int) -> float:
+    """Once a step: what it takes longer to add up gradients over the replicas of all copies of a stage than over its own."""
+    if copies == 1:
+        return 0.0
+    ledger, inside = parts.ledger(placed.shape), slice(placed.first_layer, placed.end_layer)
+    of_all, of_one = ledger.reduction_s(copies * num_replicas), ledger.reduction_s(num_replicas)
+    return float((of_all - of_one)[inside].sum())

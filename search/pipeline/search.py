@@ -1,21 +1,28 @@
-"""The search for a pipeline: over microbatches, replicas, and what is recomputed, the best of what is proposed for each.
+"""The search for a pipeline: over microbatches, replicas, schedules, and what is recomputed, the best of what is proposed.
 
 How many examples a replica takes at a time decides over the bubble, and over how much of a device's rate its kernels reach;
-how many replicas there are, over how much is communicated for each microbatch and how much once in a step. The search begins
-with one example at a time, and takes twice as many as long as that finds better pipelines. For each number of replicas a
-bound says what any pipeline takes at least: all devices at work all the time, each at the rate of a replica's best mesh.
-Those that promise most come first, and a bound above the best pipeline ends it.
+how many replicas there are, over how much is communicated for each microbatch and how much once in a step. A family of
+pipelines has a number of parts of the batch, of replicas, of devices of a replica, and a schedule. Its bound is known before
+the step is made ready in so many parts (`search.pipeline.bounds`). The families with the least bound come first, and a bound
+above the best plan ends the search. So do parts in which no pipeline is better than in others before: what is won by larger
+microbatches is lost again in the bubble. With the step made ready, each number of replicas has a tighter bound: all devices
+at work all the time, each at the rate of a replica's best mesh.
+
+The work of a step is known from one program for it. Where there is none, the search begins with one example at a time, and
+takes the work from there.
 
 Where nothing fits, or the cap makes pipelines slower, the same step is searched with lean stages, whose devices have a part
 each of what tasks read of parameters, and with stages that may recompute.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 from math import inf, prod
+from typing import NamedTuple
 
+from autoshard.cost_model.cluster import Cluster
 from autoshard.cost_model.errors import InfeasibleError, InputError
 from autoshard.cost_model.mixed_cluster import AnyCluster
 from autoshard.cost_model.units import format_bytes, format_seconds
@@ -23,28 +30,27 @@ from autoshard.search.ir.graph import Role, Step
 from autoshard.search.memory.batch_states import NotSplittableError
 from autoshard.search.memory.microbatches import batch_divisors, batch_halvings
 from autoshard.search.memory.residuals import has_loops
-from autoshard.search.pipeline.drafts import GAP, Draft, Drafting, Wanted, num_workers, stands
+from autoshard.search.pipeline.bounds import Bounds, Pipelines
+from autoshard.search.pipeline.drafts import (
+    APART,
+    GAP,
+    VIRTUAL_STAGES,
+    Draft,
+    Drafting,
+    Wanted,
+    num_workers,
+    stands,
+)
 from autoshard.search.pipeline.inter_op import nearest_cut
 from autoshard.search.pipeline.layers import MAX_LAYERS
 from autoshard.search.pipeline.prepared import Prepared
 from autoshard.search.pipeline.proposals import Parts, Proposal
-from autoshard.search.pipeline.schedules.registry import check_name
+from autoshard.search.pipeline.schedules.registry import FAMILIES, check_name
 from autoshard.search.pipeline.stage_plan import InterOpProblem, NoCut
-from autoshard.search.solver.clock import Deadline
+from autoshard.search.pipeline.step_work import StepWork
 
 MAX_MICROBATCHES = 1024
 """Source: a choice of ours; schedules have tasks for each of them on each stage."""
-
-TIME_LIMIT_S = 30.0
-"""Nominal seconds (`search.solver.clock`) after which no more examples at a time are tried. Source: a choice of ours; a step
-of ten thousand ops takes about as long each time."""
-
-NEAR = 2
-"""Numbers of replicas are near one another up to so many times. Source: a choice of ours."""
-
-WORTH = 0.01
-"""By how much a pipeline that takes more examples at a time has to be better, for still more to be tried. Source: a choice
-of ours, what costs are known to."""
 
 CRAMPED = 0.02
 """By how much a pipeline has to be slower for the cap, for stages that recompute to be tried. Source: a choice of ours; they
@@ -90,6 +96,27 @@ class PipelineOptions:
 Shapes = tuple[tuple[int, ...], ...]
 
 
+class Kind(NamedTuple):
+    """Pipelines of a step in parts that are cut into stages together.
+
+    Attributes:
+      bound_s: seconds of a step, at least.
+      num_replicas: of each stage.
+      shapes: the meshes that a replica's devices may form.
+      wanted: what a proposal has to be.
+    """
+
+    bound_s: float
+    num_replicas: int
+    shapes: Shapes
+    wanted: Wanted
+
+    @staticmethod
+    def rank(one: "Kind") -> tuple[float, int, Shapes, bool]:
+        """Those with the least bound come first, of these those with a stage on each worker."""
+        return one.bound_s, one.num_replicas, one.shapes, one.wanted.shares_workers
+
+
 class PipelineSearch:
     """One search.
 
@@ -114,8 +141,8 @@ class PipelineSearch:
         self.step, self.marks, self.cluster = step, marks, cluster
         self.options, self.progress = options, progress
         self.prepared = prepared or Prepared.within()
-        self.deadline = Deadline.after(TIME_LIMIT_S, self.prepared.clock)
         self.best: Proposal | None = None
+        self.cutoff_s = inf
         self.nearest = NoCut(())
         self.uncut: list[InterOpProblem] = []
         self.passed_over_s = inf
@@ -138,41 +165,120 @@ class PipelineSearch:
         counts = self._counts()
         if not counts:
             raise self._indivisible()
-        before_s = inf
-        for n, count in enumerate(counts):
-            if self._is_late:
+        self.cutoff_s, left = cutoff_s, [*counts]
+        while left and not self._is_late:
+            worth = [count for count in left if self._least_s(count) < self._target_s]
+            if not worth:
+                self.passed_over_s = min(self.passed_over_s, *map(self._least_s, left))
                 break
+            count = min(worth, key=self._promise_s)
+            left.remove(count)
+            before_s = self._best_s
             try:
                 self._in_parts(count, cutoff_s)
             except NotSplittableError as e:
                 self.refused.append(e)
-            is_best = n > 0 and self._best_s > (1 - WORTH) * before_s
-            if self.options.microbatches is None and self.best and (is_best or self.deadline.is_over):
+            if self.best and self._best_s == before_s and self.options.microbatches is None:
                 break
-            before_s = self._best_s
         if self.best and self.best.step_s < cutoff_s:
             return self.best
         raise self._infeasible(cutoff_s)
+
+    def least_s(self) -> float:
+        """Seconds of a step of any pipeline, at least.
+
+        Raises:
+          InputError: there is nothing like what is asked for.
+        """
+        return min(map(self._least_s, self._counts()), default=inf)
+
+    @property
+    def _target_s(self) -> float:
+        """What the next pipeline has to take less than."""
+        return min(self._best_s, self.cutoff_s)
+
+    def _least_s(self, count: int) -> float:
+        """Seconds of a step in so many parts, at least."""
+        return min((least_s for least_s, *_ in self._families(count)), default=inf)
+
+    def _promise_s(self, count: int) -> tuple[float, float]:
+        """What a step in so many parts takes about: the bound, first of the smallest replicas, of which it leaves out least,
+        as their devices have least to tell one another."""
+        families = [*self._families(count)]
+        smallest = min(prod(shape) for _, _, shape, _ in families)
+        of_smallest = min(least_s for least_s, _, shape, _ in families if prod(shape) == smallest)
+        return of_smallest, min(least_s for least_s, *_ in families)
+
+    def _families(self, count: int) -> Iterator[tuple[float, int, tuple[int, ...], str]]:
+        """The families of pipelines in so many parts: their bound, replicas, the mesh of each, and the schedule."""
+        for num_replicas, shapes in self._meshes(count):
+            for shape, name in product(shapes, self._names):
+                yield self._bounded_s(count, num_replicas, shape, name), num_replicas, shape, name
+
+    def _bounded_s(self, count: int, num_replicas: int, shape: tuple[int, ...], name: str) -> float:
+        if self.prepared.bounds is None:
+            return 0.0
+        family = Pipelines(name, count // num_replicas, num_replicas, shape)
+        return self.prepared.bounds.least_s(family, self.options.stages)
+
+    @property
+    def _names(self) -> Sequence[str]:
+        return tuple(FAMILIES) if self.options.schedule is None else (self.options.schedule,)
 
     def _in_parts(self, count: int, cutoff_s: float) -> None:
         """Looks for better pipelines of the step in so many parts."""
         self.progress(f"the step in {count} parts")
         parts = self._parts(count)
         self._check_layers(parts)
-        left = sorted((self._bound_s(parts, n, shapes), n, shapes) for n, shapes in self._meshes(count))
-        left = self._wanting([parts], left, 1.0, cutoff_s)
-        if left and max(prod(shape) for _, _, shapes in left for shape in shapes) > 1:
+        self._take_work_from(parts)
+        left = self._wanting([parts], sorted(self._worth_a_look(parts), key=Kind.rank), 1.0, cutoff_s)
+        if left and max(prod(shape) for one in left for shape in one.shapes) > 1:
             self._wanting([parts.lean], left, 1.0, cutoff_s)
             parts = parts.lean if self.best is None or self.best.parts.is_lean else parts
         self._recomputing(parts, left, cutoff_s)
 
-    def _recomputing(self, parts: Parts, left: Sequence[tuple[float, int, Shapes]], cutoff_s: float) -> None:
+    def _take_work_from(self, parts: Parts) -> None:
+        """The work of the step, where that is not known from one program."""
+        if self.prepared.bounds is None and isinstance(self.cluster, Cluster):
+            shape = min(min(shapes) for _, shapes in self._meshes(parts.count))
+            work = StepWork.of(parts.solution(shape).on_mesh.memory.costed)
+            self.prepared.bounds = Bounds(self.step, self.cluster, work)
+
+    def _worth_a_look(self, parts: Parts) -> Iterator[Kind]:
+        """The pipelines of a step in parts that may be faster than the best plan: those with a stage on each worker by their
+        number of replicas, all others one by one."""
+        apart = dict[int, dict[tuple[int, ...], set[str]]]()
+        for least_s, num_replicas, shape, name in self._families(parts.count):
+            if least_s >= self._target_s:
+                continue
+            if FAMILIES[name].shares_workers:
+                wanted = self._sharing(name, num_replicas * prod(shape))
+                if wanted is not None:
+                    yield self._kind(parts, num_replicas, (shape,), wanted)
+            else:
+                apart.setdefault(num_replicas, {}).setdefault(shape, set()).add(name)
+        for num_replicas, names in apart.items():
+            among = tuple(name for name in APART if any(name in some for some in names.values()))
+            yield self._kind(parts, num_replicas, tuple(names), replace(self.options.wanted, among=among))
+
+    def _sharing(self, name: str, size: int) -> Wanted | None:
+        """What is wanted of stages that share workers of some size; None where there is no such number of stages."""
+        wanted, total = self.options.wanted, self.cluster.num_devices
+        per_worker = FAMILIES[name].stages_per_worker or VIRTUAL_STAGES
+        stages = wanted.stages or total // size * per_worker
+        is_dealt = num_workers(name, stages) * size == total and len(self.cluster.groups) == 1
+        return replace(wanted, schedule=name, stages=stages) if is_dealt else None
+
+    def _kind(self, parts: Parts, num_replicas: int, shapes: Shapes, wanted: Wanted) -> Kind:
+        return Kind(self._bound_s(parts, num_replicas, shapes), num_replicas, shapes, wanted)
+
+    def _recomputing(self, parts: Parts, left: Sequence[Kind], cutoff_s: float) -> None:
         """Looks for better pipelines that recompute."""
         if not left or self.options.remat == "never":
             return
         for choice in parts.choices(max(shapes[-1] for _, shapes in self._all_meshes)):
             times = min(choice.times, 1.0)
-            if left and not self._is_late and left[0][0] * times < min(self._best_s, cutoff_s):
+            if left and not self._is_late and left[0].bound_s * times < min(self._best_s, cutoff_s):
                 again = parts.recomputing(choice.sites)
                 if self.options.wanted.shares_workers or not again.has_layers_of(parts):
                     left = self._wanting([again], left, choice.times, cutoff_s)
@@ -186,23 +292,23 @@ class PipelineSearch:
     def _wanting(
         self,
         among: Sequence[Parts],
-        left: Sequence[tuple[float, int, Shapes]],
+        left: Sequence[Kind],
         times: float,
         cutoff_s: float,
-    ) -> list[tuple[float, int, Shapes]]:
+    ) -> list[Kind]:
         """Looks for better pipelines on each number of replicas, unless that takes so many times its bound, of stages that
         recompute in one of some ways; those that are worth a look with less in memory, with what they take at least."""
-        looked_at = list[tuple[float, Drafting, Draft | None]]()
-        for (bound_s, num_replicas, shapes), cluster in product(left, self.cluster.orders):
-            if bound_s * times >= min(self._best_s, cutoff_s):
-                self.passed_over_s = min(self.passed_over_s, bound_s * times)
+        looked_at = list[tuple[Kind, Drafting, Draft | None]]()
+        for kind, cluster in product(left, self.cluster.orders):
+            if kind.bound_s * times >= min(self._best_s, cutoff_s):
+                self.passed_over_s = min(self.passed_over_s, kind.bound_s * times)
                 break
             if self._is_late:
                 break
-            drafting = Drafting(tuple(among), num_replicas, shapes, self.options.wanted, cluster)
+            drafting = Drafting(tuple(among), kind.num_replicas, kind.shapes, kind.wanted, cluster)
             self.progress(str(drafting))
             try:
-                looked_at.append((bound_s, drafting, drafting.draft()))
+                looked_at.append((kind, drafting, drafting.draft()))
             except InputError as e:  # the schedule suits no such number of microbatches
                 self.refused.append(e)
         drafts = [draft for _, _, draft in looked_at if draft is not None]
@@ -212,12 +318,12 @@ class PipelineSearch:
             if not self._takes(draft)
         ]
         self.uncut += [drafting.problem for _, drafting, draft in looked_at if draft is None]
-        wanting = dict[tuple[int, Shapes], float]()
-        for bound_s, drafting, draft in looked_at:
-            mesh = drafting.num_replicas, drafting.shapes
+        wanting = dict[Kind, float]()
+        for kind, drafting, draft in looked_at:
             least_s = self._saving_s(drafting, None if drafting in misfits else draft)
-            wanting[mesh] = min(max(bound_s, least_s), wanting.get(mesh, inf))
-        return sorted((least_s, *mesh) for mesh, least_s in wanting.items() if least_s < inf)
+            wanting[kind] = min(max(kind.bound_s, least_s), wanting.get(kind, inf))
+        found = [kind._replace(bound_s=least_s) for kind, least_s in wanting.items() if least_s < inf]
+        return sorted(found, key=Kind.rank)
 
     def _takes(self, draft: Draft) -> bool:
         """Works out what promises to be better than the best pipeline, and takes it if it is; false if it turns out not to
@@ -282,21 +388,11 @@ class PipelineSearch:
 
     def _meshes(self, count: int) -> Iterator[tuple[int, Shapes]]:
         """Numbers of replicas that a step in so many parts may have, and the meshes that each may form."""
-        for num_replicas, shapes in self._left_meshes:
+        for num_replicas, shapes in self._all_meshes:
             num_microbatches, rest = divmod(count, num_replicas)
             asked = self.options.microbatches
             if not rest and num_microbatches <= MAX_MICROBATCHES and asked in (None, num_microbatches):
                 yield num_replicas, shapes
-
-    @property
-    def _left_meshes(self) -> tuple[tuple[int, Shapes], ...]:
-        """Those near the best pipeline's, if there is one: what is best changes little with how many examples there are."""
-        if self.best is None or self.options.microbatches is not None:
-            return self._all_meshes
-        best, taken = self.best.num_replicas, {stage.placed.shape for stage in self.best.stages}
-        near = [(n, shapes) for n, shapes in self._all_meshes if best <= NEAR * n <= NEAR * NEAR * best]
-        found = ((n, tuple(s for s in shapes if s in taken or n != best)) for n, shapes in near)
-        return tuple((n, shapes) for n, shapes in found if shapes)
 
     @cached_property
     def _all_meshes(self) -> tuple[tuple[int, Shapes], ...]:
@@ -418,8 +514,7 @@ class PipelineSearch:
             )
         if self._is_late:
             return InfeasibleError(
-                f"no pipeline of {self.step.name} was found in as much time as one takes at most that nobody asks for. Ask "
-                "for one with stages="
+                f"no pipeline of {self.step.name} was found in the time limit. Allow more with time_limit_s="
             )
         nearest = min((self.nearest, *map(nearest_cut, self.uncut)), key=lambda one: one.over_bytes)
         if self.refused and not nearest.nearest:

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from autoshard.cost_model.errors import InputError
 from autoshard.search.ir import _jax
-from autoshard.search.ir.graph import Atom, Graph, Op, Role, Step, verify
+from autoshard.search.ir.graph import Atom, Graph, Op, Role, Step, verify, walk
 from autoshard.search.pipeline.pipeline_step import PipelineStep
 from autoshard.search.pipeline.split_loops import is_of_layers
 from autoshard.search.plan.spmd_step import LayerLoop, Segment, SpmdStep
@@ -37,6 +37,24 @@ def written(traced: Step, step: PipelineStep, num_workers: int, stages_per_worke
     return _Writing(traced, step, loops).run(num_workers, stages_per_worker)
 
 
+def check_has_loops(step: Step) -> None:
+    """That a step has a loop that may be one over layers, which is known before it is taken apart.
+
+    Raises:
+      InputError: it has none.
+    """
+    if not any(op.name == "scan" for _, graph in walk(step.graph) for op in graph.ops):
+        raise _without_loops(step.name)
+
+
+def _without_loops(name: str) -> InputError:
+    return InputError(
+        f"the step {name!r} cannot run as one program for all stages: that is for layers in a loop, and its forward phase "
+        "has no jax.lax.scan over layers with parameters of their own. Write its layers as one (nn.scan, nnx.scan), or "
+        "leave out executor="
+    )
+
+
 def layer_loops(step: PipelineStep, num_stages: int) -> tuple[Op, ...]:
     """The loops over layers, forward and backward, in program order.
 
@@ -45,11 +63,7 @@ def layer_loops(step: PipelineStep, num_stages: int) -> tuple[Op, ...]:
     """
     forward = [op for op in step.body if is_of_layers(step, op)]
     if not forward:
-        raise InputError(
-            f"the step {step.step.name!r} cannot run as one program for all stages: that is for layers in a loop, and its "
-            "forward phase has no jax.lax.scan over layers with parameters of their own. Write its layers as one (nn.scan, "
-            "nnx.scan), or leave out executor="
-        )
+        raise _without_loops(step.step.name)
     lengths = {int(op.params["length"]) for op in forward}
     for op in forward:
         if (length := int(op.params["length"])) % num_stages:

@@ -1,9 +1,9 @@
 """The search for a pipeline that is one program: over microbatches, replicas, stages and what is recomputed.
 
-All stages are alike, so there is nothing to cut: what is left are a few numbers. In how many parts the batch is taken is
-tried as for stages with programs of their own (`search.pipeline.search`): one example at a time first, then twice as many as
-long as that is better; with the step made ready so often, each number of replicas and of stages is a matter of adding up.
-The fastest that fits is the answer; where none does, the same is tried with something recomputed.
+All stages are alike, so there is nothing to cut: a few numbers are left. Numbers of parts of the batch are tried as for
+stages with programs of their own (`search.pipeline.search`): those with the least bound first, until a bound is above the
+best plan. With the step made ready in so many parts, each number of replicas and of stages is a matter of adding up. The
+fastest that fits is the answer; where none does, the search goes on with steps that recompute.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -13,24 +13,24 @@ from math import inf, prod
 
 from autoshard.cost_model.cluster import Cluster
 from autoshard.cost_model.errors import InfeasibleError, InputError
-from autoshard.cost_model.units import format_bytes
+from autoshard.cost_model.units import format_bytes, format_seconds
 from autoshard.search.ir.graph import Role, Step
 from autoshard.search.memory.microbatches import batch_divisors, batch_halvings
+from autoshard.search.pipeline.bounds import Pipelines
 from autoshard.search.pipeline.intra_op import IntraOp
 from autoshard.search.pipeline.pipeline_step import PipelineStep
 from autoshard.search.pipeline.prepared import Prepared
 from autoshard.search.pipeline.proposals import Parts
 from autoshard.search.pipeline.schedules.registry import build_schedule, check_numbers
-from autoshard.search.pipeline.search import MAX_MICROBATCHES, NEAR, TIME_LIMIT_S, WORTH, PipelineOptions
+from autoshard.search.pipeline.search import MAX_MICROBATCHES, PipelineOptions
 from autoshard.search.pipeline.simulator import Simulation, StageCost, simulate
-from autoshard.search.pipeline.spmd import layer_loops, written
+from autoshard.search.pipeline.spmd import check_has_loops, layer_loops, written
 from autoshard.search.pipeline.spmd_costs import SpmdCosts
 from autoshard.search.pipeline.spmd_memory import SpmdMemory
 from autoshard.search.pipeline.spmd_sharding import spmd_sharding
 from autoshard.search.plan.executors import SPMD
 from autoshard.search.plan.spmd_step import SpmdSharding, SpmdStep
 from autoshard.search.plan.text_table import plural
-from autoshard.search.solver.clock import Deadline
 
 STAGES_PER_WORKER = {"gpipe": 1, "circular": 2}
 """By schedule. Source: a choice of ours, the fewest there can be."""
@@ -190,6 +190,7 @@ class SpmdSearch:
     Attributes:
       best: the best pipeline so far.
       least_bytes: what that one needs that misses the cap by least.
+      passed_over_s: what those take at least that are not looked at.
       prepared: what other searches for the same step share with it.
     """
 
@@ -203,9 +204,8 @@ class SpmdSearch:
     ) -> None:
         self.step, self.cluster, self.options, self.progress = step, cluster, options, progress
         self.prepared = prepared or Prepared.within()
-        self.deadline = Deadline.after(TIME_LIMIT_S, self.prepared.clock)
         self.best: SpmdProposal | None = None
-        self.least_bytes = inf
+        self.least_bytes = self.passed_over_s = inf
 
     def run(self, cutoff_s: float = inf) -> SpmdProposal:
         """The fastest that fits.
@@ -218,24 +218,45 @@ class SpmdSearch:
         by_count: dict[int, list[Dealt]] = {}
         for dealt in (one for one in self._all() if self._may_hold(one.num_replicas)):
             by_count.setdefault(dealt.count, []).append(dealt)
-        before_s = inf
-        for n, count in enumerate(sorted(by_count, reverse=True)):
-            if self.prepared.deadline.is_over:
+        left = sorted(by_count, reverse=True)
+        while left and not self.prepared.deadline.is_over:
+            least_s = {count: min(map(self._least_s, by_count[count])) for count in left}
+            count = min(left, key=least_s.__getitem__)
+            if (target_s := min(self._best_s, cutoff_s)) <= least_s[count]:
+                self.passed_over_s = least_s[count]
                 break
-            self._in_parts(count, by_count[count], cutoff_s)
-            is_worse = n > 0 and self._best_s > (1 - WORTH) * before_s
-            if self.best is not None and (is_worse or self.deadline.is_over):
+            left.remove(count)
+            before_s, ways = self._best_s, [one for one in by_count[count] if self._least_s(one) < target_s]
+            self._in_parts(count, ways, cutoff_s)
+            if self.prepared.bounds is None and self._best_s == before_s < inf:
                 break
-            before_s = self._best_s
         if self.best is None:
-            raise self._infeasible()
+            raise self._infeasible(cutoff_s)
         return self.best
+
+    def least_s(self) -> float:
+        """Seconds of a step of any pipeline, at least.
+
+        Raises:
+          InputError: no numbers go together.
+        """
+        return min(
+            (self._least_s(one) for one in self._all() if self._may_hold(one.num_replicas)), default=inf
+        )
+
+    def _least_s(self, dealt: Dealt) -> float:
+        """Seconds of a step, at least."""
+        if self.prepared.bounds is None:
+            return 0.0
+        family = Pipelines(
+            dealt.schedule, dealt.microbatches, dealt.num_replicas, dealt.shape, is_one_program=True
+        )
+        return self.prepared.bounds.least_s(family, dealt.stages)
 
     def _in_parts(self, count: int, ways: Sequence[Dealt], cutoff_s: float) -> None:
         self.progress(f"the step in {count} parts, as one program")
         marks, most_layers = [""] * len(self.step.arguments), self.options.most_layers
         parts = self.prepared.in_parts(count, self.step, marks, self.cluster, most_layers)
-        ways = self._near(ways)
         if self._has_fit(parts, ways, cutoff_s) or self.options.remat == "never":
             return
         for choice in parts.choices(max(way.shape for way in ways)):
@@ -263,19 +284,6 @@ class SpmdSearch:
                 return proposal is found[0]
         return False
 
-    def _near(self, ways: Sequence[Dealt]) -> Sequence[Dealt]:
-        """Those near the best, if there is one: what is best changes little with how many examples there are."""
-        if self.best is None:
-            return ways
-        sizes = [self._sizes(way) for way in ways]
-        best = self._sizes(self.best.dealt)
-        is_near = [all(b <= NEAR * n <= NEAR * NEAR * b for b, n in zip(best, s, strict=True)) for s in sizes]
-        return [way for way, near in zip(ways, is_near, strict=True) if near]
-
-    @staticmethod
-    def _sizes(dealt: Dealt) -> tuple[int, int]:
-        return dealt.num_replicas, prod(dealt.shape)
-
     @property
     def _best_s(self) -> float:
         return self.best.step_s if self.best else inf
@@ -288,6 +296,7 @@ class SpmdSearch:
         Raises:
           InputError: none do.
         """
+        check_has_loops(self.step)
         found, refused = list[Dealt](), list[InputError]()
         for dealt in self._asked():
             try:
@@ -351,7 +360,12 @@ class SpmdSearch:
             f"a batch of {batch_halvings(self.step)[0]}. Ask for a number of stages that gives a divisor of {total} groups"
         )
 
-    def _infeasible(self) -> InfeasibleError:
+    def _infeasible(self, cutoff_s: float) -> InfeasibleError:
+        if self.passed_over_s < inf:
+            return InfeasibleError(
+                f"pipelines of {self.step.name} that are one program take {format_seconds(self.passed_over_s)} or more, and "
+                f"there is a plan of {format_seconds(cutoff_s)}"
+            )
         cap = format_bytes(self.options.memory_bytes)
         nearest = f": the nearest needs {format_bytes(self.least_bytes)}" if self.least_bytes < inf else ""
         return InfeasibleError(

@@ -303,6 +303,14 @@ class CostedGraph:
         ]
         return Product(*local)
 
+    def whole_product(self, op_class: int) -> tuple[float, float, float]:
+        """Of a matrix product that one device computes alone: results, terms of each, and the peak rate in FLOP/s."""
+        op = self.graph.folded.op(op_class)
+        made = {f for dim in op.rule.results[0] for f in dim}
+        points = float(prod(max(1, op.rule.factors[f].size) for f in made))
+        depth = self._points(op_class) * op.rule.flops_per_point / (FLOPS_PER_PRODUCT_SUM * points)
+        return points, depth, self._product_flops_per_s(op)
+
     def _flops(self, op_class: int) -> np.ndarray:
         """[strategies]: floating-point operations of one device."""
         rule = self.graph.folded.op(op_class).rule

@@ -15,6 +15,7 @@ import autoshard
 from autoshard import cli, pipelines
 from autoshard.cost_model.errors import InfeasibleError, InputError
 from autoshard.search.memory.batch_states import NotSplittableError
+from autoshard.search.options import DEFAULT_TIME_LIMIT_S
 
 EXECUTORS = ("mpmd", "spmd")
 DEPTH, WIDTH, BATCH = 4, 64, 16
@@ -47,21 +48,29 @@ SHAPES = (
 
 
 @pytest.mark.parametrize(
-    ("stages", "limit_s"), [(None, pipelines.UNASKED_S), ("auto", math.inf), (2, math.inf)]
+    ("options", "least_s", "most_s"),
+    [
+        ({}, 10.0, 1.25 * DEFAULT_TIME_LIMIT_S),
+        ({"stages": "auto"}, math.inf, math.inf),
+        ({"stages": 2}, math.inf, math.inf),
+        ({"time_limit_s": 4}, 0.0, 5.0),
+        ({"stages": 2, "time_limit_s": 4}, 4.0, 5.0),
+    ],
 )
-def test_only_who_asks_for_a_pipeline_waits_for_it(stages, limit_s, monkeypatch):
+def test_a_pipeline_has_the_time_that_one_program_left(options, least_s, most_s, monkeypatch):
     left_s = list[float]()
 
     def misses(*args):
         left_s.append(args[-1].deadline.left_s)
         raise InfeasibleError("as if")
 
-    monkeypatch.setattr(pipelines, "_may_pay", lambda found: True)
+    monkeypatch.setattr(pipelines, "_least_s", lambda *args: 0.0)
     monkeypatch.setattr(pipelines.spmd_planning, "find", misses)
     monkeypatch.setattr(pipelines.pipelines, "find", misses)
     with suppress(InfeasibleError):
-        autoshard.search(step, *SHAPES, cluster="8xA100-80GB", stages=stages)
-    assert left_s == [limit_s] * 2
+        autoshard.search(step, *SHAPES, cluster="8xA100-80GB", **options)
+    assert len(left_s) == 2
+    assert least_s <= min(left_s) <= max(left_s) <= most_s
 
 
 def searched(a_step, executor, **options):

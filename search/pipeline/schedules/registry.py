@@ -24,11 +24,35 @@ class Family:
       build: from the numbers of workers and microbatches.
       stages_per_worker: cut from the layers for each worker; None where it is for the caller to say, at least two.
       check: raises an InputError where there is none for some numbers of workers and microbatches; None if there always is.
+      splits_backward: whether weight gradients are tasks of their own.
+      is_mirrored: whether the stages of a worker are as far from the first stage as from the last one.
     """
 
     build: Callable[..., Schedule]
     stages_per_worker: int | None = 1
     check: Callable[[int, int], None] | None = None
+    splits_backward: bool = False
+    is_mirrored: bool = False
+
+    @property
+    def shares_workers(self) -> bool:
+        """Whether a worker holds several stages."""
+        return self.stages_per_worker != 1 or self.is_mirrored
+
+    def suits(self, num_workers: int, num_microbatches: int) -> bool:
+        """Whether there is a schedule for these numbers."""
+        try:
+            if self.check is not None:
+                self.check(num_workers, num_microbatches)
+        except InputError:
+            return False
+        return True
+
+    def stages_of_workers(self, num_stages: int, num_workers: int) -> list[tuple[int, ...]]:
+        """By worker, its stages."""
+        if self.is_mirrored:
+            return [(w, num_stages - 1 - w) for w in range(num_workers)]
+        return [tuple(range(w, num_stages, num_workers)) for w in range(num_workers)]
 
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
@@ -38,11 +62,11 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "eager-1f1b": Family(eager_one_f_one_b),
         "interleaved-1f1b": Family(interleaved_one_f_one_b, None, check_interleaved),
         "circular": Family(circular, None, check_circular),
-        "zb-h1": Family(zb_h1),
-        "zb-h2": Family(zb_h2),
-        "zb-v": Family(zb_v, 2),
-        "dualpipe-v": Family(dualpipe_v, 2, check_dualpipe_v),
-        "chimera": Family(chimera, 1, check_chimera),
+        "zb-h1": Family(zb_h1, splits_backward=True),
+        "zb-h2": Family(zb_h2, splits_backward=True),
+        "zb-v": Family(zb_v, 2, splits_backward=True, is_mirrored=True),
+        "dualpipe-v": Family(dualpipe_v, 2, check_dualpipe_v, splits_backward=True, is_mirrored=True),
+        "chimera": Family(chimera, 1, check_chimera, is_mirrored=True),
     }
 )
 

@@ -137,7 +137,7 @@ def test_nothing_that_is_passed_over_is_faster(microbatches):
             ).draft()
             proposal = None if draft is None else draft.proposal()
             least_s = min(least_s, proposal.step_s) if isinstance(proposal, Proposal) else least_s
-    assert found_s == pytest.approx(least_s)
+    assert found_s <= least_s * (1 + 1e-9)
 
 
 MIXED = MixedCluster("mixed", (parse_cluster("4xH100-80GB"), parse_cluster("4xA100-40GB")), Link(1e10, 1e-5))
@@ -208,7 +208,7 @@ def test_where_time_is_over_nothing_more_is_begun(limit_s, begun):
     step, said = traced(), list[str]()
     options, prepared = PipelineOptions(80 << 30), Prepared.within(limit_s)
     search = PipelineSearch(step, [""] * len(step.arguments), CLUSTER, options, said.append, prepared)
-    with pytest.raises(InfeasibleError, match="Ask for one with stages="):
+    with pytest.raises(InfeasibleError, match="was found in the time limit"):
         search.run()
     assert (said, len(prepared.parts)) == (begun, len(begun))
 

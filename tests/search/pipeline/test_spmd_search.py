@@ -107,13 +107,13 @@ def test_under_a_cap_it_recomputes_and_below_that_says_what_is_nearest():
 
 def test_the_faster_executor_is_taken_and_either_can_be_asked_for():
     one, several = (
-        autoshard.search(looped, *SHAPES, cluster=CLUSTER, stages=2, executor=name)
+        autoshard.search(looped, *SHAPES, cluster=CLUSTER, stages=2, executor=name, schedule="gpipe")
         for name in ("spmd", "mpmd")
     )
     assert isinstance(one, SpmdPlan)
     assert isinstance(several, PipelinePlan)
     faster = min((one, several), key=lambda plan: plan.estimates.step_s)
-    taken = autoshard.search(looped, *SHAPES, cluster=CLUSTER, stages=2)
+    taken = autoshard.search(looped, *SHAPES, cluster=CLUSTER, stages=2, schedule="gpipe")
     assert taken.executor == faster.executor == "spmd"  # each stage holds its part of the stack only
     assert taken.estimates.step_s == faster.estimates.step_s
     said = []

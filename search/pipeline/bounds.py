@@ -1,0 +1,188 @@
+"""The least time of a pipeline, before anything of it is made ready.
+
+*Of given stages.* Tasks of a microbatch form a chain: forward through all stages, then backward. So whatever its order, a
+worker cannot begin before the first microbatch has passed all stages in front of its first stage; it is busy with all of its
+tasks; and after the last backward pass of one of its stages, that microbatch's gradient passes all stages in front of that
+one. A step takes at least
+
+    start + all tasks of a worker                                           (1)
+    start + its forward and backward passes + the way back                  (2)
+    one microbatch through all stages and back                              (3)
+
+for each worker; where weight gradients are no tasks of their own they belong to the backward pass, and (1) is part of (2).
+Under GPipe a stage has no task between its last forward and its first backward pass, in which the last microbatch passes
+all stages behind it and comes back: so it also waits for these (4).
+
+*Of a family.* A family is a schedule, a number of microbatches m, of replicas r, and of devices z of a replica: on D devices
+it has p = D / (r z) workers. All families are compared as if their stages took equally long and shared the work of the step
+evenly: the work of a step in m r parts on z devices each (`search.pipeline.step_work`), transfers left out. To that comes
+
+* the update, and all else that may run once, shared evenly by all devices;
+* the sums of gradients over replicas. A stage with P_s bytes of gradients takes rho P_s / z, since each of its devices holds
+  P_s / z of them; rho are the seconds of a byte in a reduce-scatter and an all-gather. The longest stage takes no less than
+  the average over devices, which is rho r P / D for every cut;
+
+and the hosts have to hand out all tasks.
+
+Stages of different lengths can fill a pipeline sooner, if those behind are shorter: a cut of divisible layers may be faster
+by some percent than equal stages are. Layers are not divisible. So a family's bound is one for its cuts into equal stages,
+and ranks families whose stages differ.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from math import ceil, inf, prod
+
+import numpy as np
+
+from autoshard.cost_model.cluster import Cluster
+from autoshard.cost_model.collectives import MeshModel
+from autoshard.search.ir.graph import Role, Step
+from autoshard.search.pipeline.schedules.registry import FAMILIES
+from autoshard.search.pipeline.simulator import StageCost
+from autoshard.search.pipeline.step_work import StepWork
+from autoshard.search.problem.costs import COMBINED_BYTES
+
+DISPATCH_S = 2e-4
+"""What it takes a host to hand out a task. Source: `benchmarks/pipeline_dispatch.py`, on a core of a server."""
+
+NARROW_BYTES = 2
+"""Bytes of an element of a gradient, at least: it may be in a narrower type than its parameter."""
+
+
+def least_makespan_s(name: str, costs: Sequence[StageCost], num_microbatches: int, num_workers: int) -> float:
+    """Seconds from the first start to the last end, at least, of any schedule of a family.
+
+    Args:
+      name: the family's.
+      costs: of each stage.
+      num_microbatches: of each replica.
+      num_workers: groups of devices.
+    """
+    m, splits_backward = num_microbatches, FAMILIES[name].splits_backward
+    forward_s = np.array([cost.forward_s for cost in costs])
+    later_s = np.array([cost.weight_gradient_s if splits_backward else 0.0 for cost in costs])
+    backward_s = np.array([cost.backward_s + cost.weight_gradient_s for cost in costs]) - later_s
+    passes_s, to_front_s = forward_s + backward_s, np.concatenate([[0.0], np.cumsum(backward_s)[:-1]])
+    before_s = np.concatenate([[0.0], np.cumsum(forward_s)[:-1]])
+    stages, runs = _stages_of_workers(name, len(costs), num_workers), m / 2 if name == "chimera" else m
+    ends_s = np.maximum(runs * later_s[stages].sum(axis=1), to_front_s[stages].min(axis=1))
+    busy_s = before_s[stages].min(axis=1) + runs * passes_s[stages].sum(axis=1) + ends_s
+    waiting_s = (m - 1) * passes_s.max() if name == "gpipe" else 0.0
+    return max(float(busy_s.max()), float(passes_s.sum() + waiting_s))
+
+
+@lru_cache
+def _stages_of_workers(name: str, num_stages: int, num_workers: int) -> np.ndarray:
+    """[workers, stages of each]."""
+    return np.array(FAMILIES[name].stages_of_workers(num_stages, num_workers))
+
+
+def dispatch_s(name: str, num_microbatches: int, stages_of_a_node: int) -> float:
+    """Seconds in which a node's host hands out the tasks of so many stages."""
+    kinds = 3 if FAMILIES[name].splits_backward else 2
+    return stages_of_a_node * kinds * num_microbatches * DISPATCH_S
+
+
+@dataclass(frozen=True, slots=True)
+class Pipelines:
+    """A family of pipelines.
+
+    Attributes:
+      schedule: the name of its schedule.
+      num_microbatches: of each replica.
+      num_replicas: of each stage.
+      shape: the mesh of a replica's devices.
+      is_one_program: whether one program runs all stages, so that no host hands out tasks.
+    """
+
+    schedule: str
+    num_microbatches: int
+    num_replicas: int
+    shape: tuple[int, ...]
+    is_one_program: bool = False
+
+    @property
+    def count(self) -> int:
+        """In how many parts the step goes through its batch."""
+        return self.num_microbatches * self.num_replicas
+
+
+@dataclass(frozen=True, eq=False)
+class Bounds:
+    """The least times of a step's pipelines on a cluster.
+
+    Attributes:
+      step: the traced step.
+      cluster: the devices.
+      work: the step's work.
+    """
+
+    step: Step
+    cluster: Cluster
+    work: StepWork
+    _least_s: dict[tuple[Pipelines, int | None], float] = field(
+        default_factory=dict[tuple[Pipelines, int | None], float], init=False, repr=False
+    )
+
+    def least_s(self, one: Pipelines, num_stages: int | None = None) -> float:
+        """Seconds of a step of pipelines with equal stages, at least; infinite where there are none.
+
+        Args:
+          one: the family.
+          num_stages: the number of stages, if it is given.
+        """
+        key = one, num_stages
+        if key not in self._least_s:
+            self._least_s[key] = self._bounded_s(one, num_stages)
+        return self._least_s[key]
+
+    def _bounded_s(self, one: Pipelines, num_stages: int | None) -> float:
+        total, size, m = self.cluster.num_devices, prod(one.shape), one.num_microbatches
+        family, workers = FAMILIES[one.schedule], self._num_workers(one, num_stages)
+        per_worker = family.stages_per_worker or 2
+        stages = workers * per_worker
+        if not workers or stages > self._most_stages or not family.suits(workers, m):
+            return inf
+        passes, longest_s = self.work.passes(one.count * size), self.work.longest_s(one.count * size)
+        cost = StageCost(*passes.times(1 / (total * m * per_worker)))
+        busy_s = max(least_makespan_s(one.schedule, [cost] * stages, m, workers), m * longest_s)
+        copies = 2 if one.schedule == "chimera" else 1  # of each stage, on two workers
+        once_s = copies * (self.work.once_s + self._reduction_s(one.num_replicas, size)) / total
+        told_s = (
+            0.0 if one.is_one_program else dispatch_s(one.schedule, m, ceil(stages / self.cluster.num_nodes))
+        )
+        return max(busy_s + once_s, told_s)
+
+    def _num_workers(self, one: Pipelines, num_stages: int | None) -> int:
+        """Groups of devices, zero for none. Where each has a stage, replicas may be of several sizes: then as few as there
+        would be of this size."""
+        family, (workers, rest) = (
+            FAMILIES[one.schedule],
+            divmod(self.cluster.num_devices, one.num_replicas * prod(one.shape)),
+        )
+        if not family.shares_workers:
+            return num_stages or max(workers, 2)
+        is_asked = num_stages in (None, workers * (family.stages_per_worker or 2))
+        return workers if not rest and workers > 1 and is_asked else 0
+
+    @property
+    def _most_stages(self) -> float:
+        """A stage has at least a kernel of the forward pass."""
+        return self.work.num_forward_kernels or inf
+
+    def _reduction_s(self, num_replicas: int, size: int) -> float:
+        """Seconds of the devices together for gradients, and for what is read of the new parameters."""
+        if num_replicas == 1 or not self._gradient_bytes:
+            return 0.0
+        mesh, num_bytes = MeshModel(self.cluster, (num_replicas, size)), self._gradient_bytes
+        kinds = ("reduce-scatter", "all-gather")
+        return num_replicas * sum(float(mesh.time_s(kind, (0,), num_bytes, COMBINED_BYTES)) for kind in kinds)
+
+    @cached_property
+    def _gradient_bytes(self) -> float:
+        """Of all parameters, at least."""
+        values = zip(self.step.graph.inputs, self.step.arguments, strict=True)
+        learned = [self.step.graph.values[v] for v, a in values if a.role is Role.PARAMETER]
+        return sum(v.num_bytes * min(1.0, NARROW_BYTES / v.itemsize) for v in learned)

@@ -1,0 +1,97 @@
+"""The work of a step in parts, against the cost model and against steps that were made ready."""
+
+from functools import cache
+from itertools import product
+
+import pytest
+
+from autoshard.cost_model.compute import Product, product_s
+from autoshard.cost_model.hardware import parse_cluster
+from autoshard.search.ir.graph import Step
+from autoshard.search.ir.trace import trace
+from autoshard.search.mesh_problem import StepProblem
+from autoshard.search.pipeline.proposals import Parts
+from autoshard.search.pipeline.step_work import StepWork, product_part_s
+from tests.zoo import make_llama
+from tests.zoo.case import Case
+from tests.zoo.megatron import make_megatron
+
+CLUSTER = parse_cluster("8xA100-80GB")
+FLOPS_PER_S = CLUSTER.device.peak_flops_per_s("bfloat16")
+
+
+@pytest.mark.parametrize(
+    "sizes", [(1, 4096, 4096, 4096), (1, 128, 1024, 1024), (16, 256, 256, 64), (1, 512, 64, 8192)]
+)
+def test_no_way_to_cut_a_product_takes_less(sizes):
+    """Each of its loops cut into 1, 2, 4 ... parts."""
+    b, m, n, k = sizes
+    num_bytes = 2 * b * (m * k + k * n + m * n)
+    for cut in product((1, 2, 8, 64), repeat=4):
+        parts = cut[0] * cut[1] * cut[2] * cut[3]
+        if all(size % by == 0 for size, by in zip(sizes, cut, strict=True)):
+            local = Product(*(size // by for size, by in zip(sizes, cut, strict=True)))
+            took_s = product_s(CLUSTER.device, local, num_bytes / parts, FLOPS_PER_S)
+            least_s = product_part_s(CLUSTER.device, b * m * n, k, FLOPS_PER_S, num_bytes, parts)
+            assert least_s <= took_s * (1 + 1e-9)
+
+
+def scanned() -> Case:
+    return make_llama(
+        num_layers=2, hidden=256, heads=4, kv_heads=2, ffn=512, vocab=512, seq=128, batch=8, scanned=True
+    )
+
+
+def unrolled() -> Case:
+    return make_megatron(2, 256, 4, 512, 128, 8)
+
+
+@cache
+def step_of(make) -> Step:
+    case = make()
+    return trace(case.step, *case.abstract_args())
+
+
+@cache
+def work_of(make, num_microbatches: int = 1) -> StepWork:
+    """Of the step as one program."""
+    step = step_of(make)
+    if num_microbatches > 1:
+        return StepWork.of(parts_of(make, num_microbatches).solution((1,)).on_mesh.memory.costed)
+    problem = StepProblem.of(step, [""] * len(step.arguments), CLUSTER.device)
+    return StepWork.of(problem.on(CLUSTER, (8,)).memory.costed)
+
+
+@cache
+def parts_of(make, count: int) -> Parts:
+    step = step_of(make)
+    return Parts.of(step, [""] * len(step.arguments), CLUSTER, count)
+
+
+@pytest.mark.parametrize("make", [scanned, unrolled])
+@pytest.mark.parametrize("count", [1, 4])
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_step_that_was_made_ready_takes_no_less(make, count, size):
+    costs = parts_of(make, count).costs((size,), 1)
+    passes = work_of(make).passes(count * size)
+    each = costs.forward_s, costs.backward_s, costs.weight_gradient_s
+    took_s = [count * size * float(seconds.sum()) for seconds in each]
+    assert 0 < passes.forward_s <= took_s[0]
+    assert passes.forward_s + passes.backward_s <= took_s[0] + took_s[1]
+    assert 0.5 * sum(took_s) < passes.total_s <= sum(took_s), "a bound from far away bounds nothing"
+
+
+@pytest.mark.parametrize("make", [scanned, unrolled])
+def test_a_step_in_microbatches_says_no_more_of_other_numbers_than_they_take(make):
+    for count in (1, 4):
+        costs = parts_of(make, count).costs((1,), 1)
+        took_s = count * float((costs.forward_s + costs.backward_s + costs.weight_gradient_s).sum())
+        assert 0 < work_of(make, 4).passes(count).total_s <= took_s * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("make", [scanned, unrolled])
+def test_more_parts_never_take_less(make):
+    work = work_of(make)
+    totals = [work.passes(parts).total_s for parts in (1, 2, 3, 4, 8, 64)]
+    assert totals == sorted(totals)
+    assert 0 < work.longest_s(8) <= work.longest_s(1)
