@@ -95,9 +95,10 @@ def search(
       offload: a tuple of values that rest in pinned host memory and are on the device only while they are read:
         "optimizer_state", "parameters", or pytree paths of arguments, whole or their beginnings; "residuals" may wait there
         for the backward phase. "never" offloads nothing. By default all of these but paths are tried if memory is scarce.
-      time_limit_s: processor seconds for the solver, and seconds for the compiler. By default the solver does a fixed
-        amount of work, about 15 seconds on a usual machine, so that equal inputs give equal plans on every machine.
-        `Plan.gap` is the remaining gap.
+      time_limit_s: processor seconds for the search of one program and of pipelines together, and seconds for the compiler.
+        By default the search does a fixed amount of work, about 15 seconds on a usual machine, so that equal inputs give
+        equal plans on every machine. `Plan.gap` is the remaining gap. A pipeline that `stages` asks for has no limit by
+        default.
       verify: which plans XLA's GPU compiler judges, without a GPU. If a plan is compiled to more than the cap, the search
         continues under a lower limit. "auto" compiles a plan that may exceed the cap by the usual error of predicted peaks,
         if the compiler is installed; equal blocks are extrapolated as by `verify`. "always" compiles each plan, in full if

@@ -196,7 +196,12 @@ def fastest[One: OneProgram](
     prepared = _prepared(step, cluster, wanted, asked, found, clock_s)
     cutoff_s = math.inf if found is None else found.plan.estimates.step_s
     try:
-        if found is not None and _least_s(step, cluster, wanted, asked, prepared) >= cutoff_s:
+        least_s = _least_s(step, cluster, wanted, asked, prepared)
+        if found is not None and least_s >= cutoff_s:
+            if wanted.always:
+                progress(
+                    f"no pipeline: none can take less than the {format_seconds(cutoff_s)} of one program"
+                )
             return found.waited("pipelines", perf_counter() - start_s - alone_s)
         progress(
             "looking for a pipeline, " + ("as nothing else fits" if found is None else "which may be faster")

@@ -325,7 +325,7 @@ class Draft:
         }
         found, best_s = list[Proposal](), inf
         for least_s, name in sorted((stages.least_s(name, *numbers[name]), name) for name in self.schedules):
-            if least_s >= best_s:
+            if least_s > best_s:
                 break
             found.append(stages.proposal(build_schedule(name, count, *numbers[name])))
             if found[-1].fullness(wanted.memory_bytes) <= wanted.memory_share:

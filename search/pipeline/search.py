@@ -45,7 +45,7 @@ from autoshard.search.pipeline.inter_op import nearest_cut
 from autoshard.search.pipeline.layers import MAX_LAYERS
 from autoshard.search.pipeline.prepared import Prepared
 from autoshard.search.pipeline.proposals import Parts, Proposal
-from autoshard.search.pipeline.schedules.registry import FAMILIES, check_name
+from autoshard.search.pipeline.schedules.registry import FAMILIES, check_name, check_numbers
 from autoshard.search.pipeline.stage_plan import InterOpProblem, NoCut
 from autoshard.search.pipeline.step_work import StepWork
 
@@ -167,7 +167,7 @@ class PipelineSearch:
             raise self._indivisible()
         self.cutoff_s, left = cutoff_s, [*counts]
         while left and not self._is_late:
-            worth = [count for count in left if self._least_s(count) < self._target_s]
+            worth = [count for count in left if self._is_worth(self._least_s(count))]
             if not worth:
                 self.passed_over_s = min(self.passed_over_s, *map(self._least_s, left))
                 break
@@ -192,10 +192,10 @@ class PipelineSearch:
         """
         return min(map(self._least_s, self._counts()), default=inf)
 
-    @property
-    def _target_s(self) -> float:
-        """What the next pipeline has to take less than."""
-        return min(self._best_s, self.cutoff_s)
+    def _is_worth(self, least_s: float) -> bool:
+        """Whether pipelines that take so many seconds at least may be better. Of two that wait for their hosts, that is the
+        better one whose devices are done sooner."""
+        return least_s < self.cutoff_s and least_s <= self._best_s
 
     def _least_s(self, count: int) -> float:
         """Seconds of a step in so many parts, at least."""
@@ -249,7 +249,8 @@ class PipelineSearch:
         number of replicas, all others one by one."""
         apart = dict[int, dict[tuple[int, ...], set[str]]]()
         for least_s, num_replicas, shape, name in self._families(parts.count):
-            if least_s >= self._target_s:
+            if not self._is_worth(least_s):
+                self._refuse(name, parts.count // num_replicas)
                 continue
             if FAMILIES[name].shares_workers:
                 wanted = self._sharing(name, num_replicas * prod(shape))
@@ -260,6 +261,15 @@ class PipelineSearch:
         for num_replicas, names in apart.items():
             among = tuple(name for name in APART if any(name in some for some in names.values()))
             yield self._kind(parts, num_replicas, tuple(names), replace(self.options.wanted, among=among))
+
+    def _refuse(self, name: str, num_microbatches: int) -> None:
+        """Notes why the schedule that is asked for does not suit these numbers, if it does not."""
+        if self.options.schedule is None or (stages := self.options.stages) is None:
+            return
+        try:
+            check_numbers(name, stages, num_microbatches, num_workers(name, stages))
+        except InputError as e:
+            self.refused.append(e)
 
     def _sharing(self, name: str, size: int) -> Wanted | None:
         """What is wanted of stages that share workers of some size; None where there is no such number of stages."""

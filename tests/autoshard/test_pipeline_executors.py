@@ -80,7 +80,7 @@ def searched(a_step, executor, **options):
 
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_a_plan_is_saved_shown_and_drawn(executor, tmp_path, capsys):
-    plan = searched(step, executor, microbatches=4)
+    plan = searched(step, executor, microbatches=4, schedule="gpipe")
     assert plan.executor == executor
     path, trace = str(tmp_path / "plan.json"), tmp_path / "trace.json"
     plan.save(path)

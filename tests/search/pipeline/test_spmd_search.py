@@ -114,7 +114,7 @@ def test_the_faster_executor_is_taken_and_either_can_be_asked_for():
     assert isinstance(several, PipelinePlan)
     faster = min((one, several), key=lambda plan: plan.estimates.step_s)
     taken = autoshard.search(looped, *SHAPES, cluster=CLUSTER, stages=2, schedule="gpipe")
-    assert taken.executor == faster.executor == "spmd"  # each stage holds its part of the stack only
+    assert taken.executor == faster.executor
     assert taken.estimates.step_s == faster.estimates.step_s
     said = []
     taken = autoshard.search(unrolled, *SHAPES, cluster=CLUSTER, stages=2, progress=said.append)
