@@ -43,7 +43,7 @@ class Reference:
     @classmethod
     def of(cls, case: Case, num_steps: int) -> "Reference":
         """One device's results."""
-        start = jax.jit(case.init)()
+        start = case.start()
         results = run_steps(jax.jit(case.step), case, start, num_steps)
         return cls(
             case, trace_call("cpu", case.step, case.abstract_args(), {}), num_steps, _on_host(start), results

@@ -26,7 +26,7 @@ from autoshard.search.solver.clock import PROCESSOR, Deadline
 PLENTY_BYTES = 1 << 40
 """No cap for a tiny model."""
 
-SEARCH_S = 4.0
+SEARCH_S = 1.0
 """A good plan is enough, it need not be proven the best."""
 
 

@@ -51,7 +51,7 @@ MOMENTUM = optax.sgd(0.1, momentum=0.9)
 """Adam's update would be a third of what there is to compile."""
 
 SMALL = {
-    "gpt_linen": {"num_layers": 1},
+    "gpt_linen": {"num_layers": 1, "optimizer": MOMENTUM},
     "gpt_nnx_optimizer": {"num_layers": 1},
     "gpt_scan": {"optimizer": MOMENTUM},
     "megatron": {"num_layers": 1},
@@ -60,8 +60,10 @@ SMALL = {
     "t5": {"num_layers": 1},
     "vit": {"num_layers": 1, "optimizer": MOMENTUM},
     "autoencoder": {"optimizer": MOMENTUM},
-    "lstm": {"num_layers": 1},
+    "lstm": {"num_layers": 1, "optimizer": MOMENTUM},
+    "resnet": {"stage_features": (16,), "blocks_per_stage": (1,), "stem": (3, 2)},
     "evoformer": {"num_layers": 1, "optimizer": MOMENTUM},
+    "message_passing": {"num_layers": 1, "optimizer": MOMENTUM},
 }
 """By name, options of its maker."""
 

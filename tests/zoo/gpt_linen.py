@@ -51,11 +51,19 @@ class GPT(nn.Module):
 
 
 def make_gpt_linen(
-    num_layers=2, hidden=32, heads=8, vocab=64, seq=16, batch=24, dropout=0.1, dtype=jnp.float32
+    num_layers=2,
+    hidden=32,
+    heads=8,
+    vocab=64,
+    seq=16,
+    batch=24,
+    dropout=0.1,
+    optimizer=None,
+    dtype=jnp.float32,
 ) -> Case:
     """Tied embeddings; the batch holds `seq + 1` tokens, sliced into inputs and targets."""
     model = GPT(num_layers, hidden, heads, vocab, dropout, dtype)
-    optimizer = optax.adamw(1e-3, weight_decay=0.01)
+    optimizer = optimizer or optax.adamw(1e-3, weight_decay=0.01)
 
     def init():
         params_key, dropout_key = jax.random.split(jax.random.key(0))

@@ -26,10 +26,10 @@ class LSTM(nn.Module):
         return nn.Dense(self.vocab, **types, name="head")(x)
 
 
-def make_lstm(num_layers=2, hidden=32, vocab=64, seq=12, batch=24, dtype=jnp.float32) -> Case:
-    """Adam after clipping by the global norm, as recurrent networks want."""
+def make_lstm(num_layers=2, hidden=32, vocab=64, seq=12, batch=24, optimizer=None, dtype=jnp.float32) -> Case:
+    """By default Adam after clipping by the global norm, as recurrent networks want."""
     model = LSTM(num_layers, hidden, vocab, dtype)
-    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2))
+    optimizer = optimizer or optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2))
 
     def init():
         params = model.init(jax.random.key(0), jnp.zeros((1, seq), jnp.int32))["params"]

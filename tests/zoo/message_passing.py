@@ -25,10 +25,17 @@ def energy(params, nodes, edges, senders, receivers):
 
 
 def make_message_passing(
-    num_layers=2, features=16, hidden=32, num_nodes=8, num_edges=24, batch=24, dtype=jnp.float32
+    num_layers=2,
+    features=16,
+    hidden=32,
+    num_nodes=8,
+    num_edges=24,
+    batch=24,
+    optimizer=None,
+    dtype=jnp.float32,
 ) -> Case:
     """`num_nodes` and `num_edges` are those of one graph of `batch`."""
-    tx = optax.adam(1e-3)
+    tx = optimizer or optax.adam(1e-3)
 
     def init():
         keys = iter(jax.random.split(jax.random.key(0), 4 * num_layers + 6))

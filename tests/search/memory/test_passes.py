@@ -21,7 +21,7 @@ PRICES = (0.0, 3e-12, 1e-11)
 
 MODELS = {
     "vit": lambda: zoo.make_vit(num_layers=3, hidden=512, heads=8, image=128, patch=16, batch=1024),
-    "mixer": lambda: zoo.make_mixer(num_layers=3, channels=256, token_ffn=128, channel_ffn=512, batch=1024),
+    "mixer": lambda: zoo.make_mixer(num_layers=1, channels=256, token_ffn=128, channel_ffn=512, batch=1024),
     "resnet": lambda: zoo.make_resnet(image=128, batch=256),
     "unet": lambda: zoo.make_unet(stage_features=(64, 128), image=64, batch=256),
 }
