@@ -123,6 +123,42 @@ def train_wmt(jit):
     return numbers_of(state, history, state.dynamic_scale.fin_steps)
 
 
+# --- WMT's loss scale alone
+
+
+def train_scaled(jit):
+    @jit
+    def train_step(state, x, labels):
+        def loss_fn(params):
+            logits = state.apply_fn({"params": params}, x)
+            return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+        scale, is_finite, loss, grads = state.dynamic_scale.value_and_grad(loss_fn)(state.params)
+        new = state.replace(dynamic_scale=scale).apply_gradients(grads=grads)
+        params = jax.tree.map(partial(jnp.where, is_finite), new.params, state.params)
+        return new.replace(params=params), {"loss": loss, "scale": scale.scale}
+
+    model = nn.Dense(64)
+    state = ScaledState.create(
+        apply_fn=model.apply,
+        params=model.init(jax.random.key(0), jnp.ones((1, 256)))["params"],
+        tx=optax.sgd(0.1, momentum=0.9),
+        dynamic_scale=dynamic_scale.DynamicScale(
+            growth_interval=2, fin_steps=jnp.int32(0), scale=jnp.float32(2.0**127)
+        ),
+    )
+    history = []
+    for i in range(NUM_STEPS):
+        rng = np.random.default_rng(i)
+        x, labels = (
+            4 * rng.standard_normal((256, 256), np.float32),
+            rng.integers(64, size=256, dtype=np.int32),
+        )
+        state, metrics = train_step(state, x, labels)
+        history.append(metrics)
+    return numbers_of(state, history)
+
+
 # --- PPO: convolutions over bytes, several updates in one step, a static batch size
 
 
@@ -397,12 +433,19 @@ def train_graph(jit):
     return numbers_of(state, history)
 
 
-SLOW = [train_seq2seq]  # tests/executors/test_numerics.py trains an LSTM
+# tests/executors/test_numerics.py trains loops and attention; `train_scaled` has WMT's loss scale, `train_vae` static
+# arguments, the MNIST of NNX convolutions
+SLOW = [train_seq2seq, train_wmt, train_ppo]
 
 
 @pytest.mark.parametrize(
     "train",
-    [train_wmt, train_ppo, train_vae, train_graph, *(pytest.param(t, marks=pytest.mark.slow) for t in SLOW)],
+    [
+        train_scaled,
+        train_vae,
+        train_graph,
+        *(pytest.param(t, marks=pytest.mark.slow) for t in SLOW),
+    ],
 )
 def test_an_example_trains_as_under_jit(train):
     assert_trains_alike(train, jax.jit)

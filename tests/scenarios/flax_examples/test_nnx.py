@@ -242,6 +242,31 @@ def train_lm1b(jit):
     return history, state.step, nnx.to_pure_dict(state.params), jax.tree.leaves(state.opt_state)
 
 
+# --- LM1B's state alone: one layer
+
+
+def train_layer(jit):
+    def train_step(state, batch, learning_rate_fn):
+        def loss_fn(params):
+            logits = nnx.merge(state.graphdef, params)(batch["x"])
+            return optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"]).mean()
+
+        loss, grads = jax.value_and_grad(loss_fn)(state.params)
+        return state.apply_gradients(grads=grads), {"loss": loss, "rate": learning_rate_fn(state.step)}
+
+    step, learning_rate = jit(train_step, static_argnums=2), optax.linear_schedule(0.1, 0, 10)
+    graphdef, params = nnx.split(nnx.Linear(256, 64, rngs=nnx.Rngs(0)), nnx.Param)
+    optimizer = optax.sgd(learning_rate, momentum=0.9)
+    state = TrainState.create(apply_fn=graphdef.apply, params=params, tx=optimizer, graphdef=graphdef)
+    history = []
+    for i in range(NUM_STEPS):
+        rng = np.random.default_rng(i)
+        batch = {"x": rng.standard_normal((256, 256), np.float32), "labels": rng.integers(64, size=256)}
+        state, metrics = step(state, batch, learning_rate)
+        history.append(metrics)
+    return history, state.step, nnx.to_pure_dict(state.params), jax.tree.leaves(state.opt_state)
+
+
 # --- Gemma: grouped heads, rotary positions, gated layers, tied tables; metrics with masks of their own
 
 
@@ -336,11 +361,12 @@ def train_gemma(jit):
     return metrics.compute(), states_of(model, optimizer, rngs)
 
 
-SLOW = [train_imagenet, train_gemma]  # tests/executors/test_numerics.py trains a ResNet and a Llama
+# tests/executors/test_numerics.py trains a ResNet and attention, and `train_layer` has LM1B's state
+SLOW = [train_imagenet, train_lm1b, train_gemma]
 
 
 @pytest.mark.parametrize(
-    "train", [train_mnist, train_lm1b, *(pytest.param(t, marks=pytest.mark.slow) for t in SLOW)]
+    "train", [train_mnist, train_layer, *(pytest.param(t, marks=pytest.mark.slow) for t in SLOW)]
 )
 def test_an_example_trains_as_under_nnx_jit(train):
     assert_trains_alike(train, nnx.jit)
