@@ -20,7 +20,7 @@ from autoshard.search.plan.estimates import estimate
 from autoshard.search.problem.costs import price
 from autoshard.search.problem.kernels import moved_alone
 from autoshard.search.problem.reshard import Resharder
-from tests.zoo import MAKERS
+from tests.zoo import make_small
 
 
 def zeros(shape, dtype=np.float32):
@@ -295,10 +295,10 @@ def test_reductions_inside_a_group_run_as_often_as_the_loops_around_them():
     assert {columns, rows} <= set(found.strategies[node].assignment.ravel().tolist())
 
 
-@pytest.mark.parametrize("name", ["llama", "moe"])
+@pytest.mark.parametrize("name", ["llama", pytest.param("moe", marks=pytest.mark.slow)])
 def test_what_is_priced_once_for_edges_that_are_alike_is_the_price_of_each(name):
     """Also where two steps share what is known of a mesh, here one with an argument on the host."""
-    case, cluster = MAKERS[name](), parse_cluster("8xH100-80GB")
+    case, cluster = make_small(name), parse_cluster("8xH100-80GB")
     step, mesh = microbatched(trace(case.step, *case.abstract_args()), 2), MeshModel(cluster, (2, 4))
     shared, met = Resharder(mesh), list[np.ndarray]()
     for hosted in (frozenset[int](), frozenset({0})):

@@ -108,7 +108,6 @@ def check_rules(program: FlatProgram) -> None:
                 assert sizes == program.values[v].shape, op.name
 
 
-@settings(max_examples=80)
 @given(f=functions())
 def test_rules_fit_the_values_in_any_nesting(f: Function):
     check_rules(flatten(trace(trained(f), W, X)))
@@ -120,7 +119,7 @@ def test_a_literal_handed_into_a_body(wrap: Callable[[Function], Function], leaf
     check_rules(flatten(trace(trained(handed_a_literal(wrap(LEAVES[leaf]))), W, X)))
 
 
-@settings(max_examples=4)
+@settings(max_examples=3)
 @given(f=functions(), seed=st.integers(0, 99))
 def test_any_nesting_gives_one_devices_numbers(f: Function, seed: int):
     """In 64 bits: five loops deep, 32 bits' rounding grows to a thousandth."""

@@ -7,7 +7,7 @@ from math import prod
 import jax
 import jax.numpy as jnp
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from jax import lax
 
@@ -273,7 +273,6 @@ def check(whole: FoldedProgram, group: OpGroup) -> None:
     )
 
 
-@settings(max_examples=40)
 @given(programs())
 def test_every_group_unifies_loops_of_equal_size_and_adds_none(whole):
     groups = op_groups(whole)
@@ -283,7 +282,6 @@ def test_every_group_unifies_loops_of_equal_size_and_adds_none(whole):
         check(whole, group)
 
 
-@settings(max_examples=60)
 @given(programs())
 def test_ops_join_as_long_as_that_adds_no_loop_the_largest_values_first(whole):
     groups, tied = op_groups(whole), joined(whole)

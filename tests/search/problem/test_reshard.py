@@ -11,7 +11,7 @@ from math import inf, prod
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from autoshard.cost_model.collectives import MeshModel
@@ -335,7 +335,6 @@ HANDLINGS = st.builds(
 )
 
 
-@settings(max_examples=60)
 @given(
     st.sampled_from([(2,), (8,), (4, 2), (3, 4), (16, 16), (2, 2, 2), (3, 2, 4), (16, 2, 16)]),
     st.lists(SIZES, max_size=3).map(tuple),
