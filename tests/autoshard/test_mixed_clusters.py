@@ -39,7 +39,8 @@ MIXED = MixedCluster("mine", (SLOW, FAST), Link(1e9, 1e-6))
 @pytest.fixture(scope="module")
 def mlp():
     with jax.enable_x64(True):
-        yield Reference.of(make_mlp(dtype=jnp.float64), NUM_STEPS)
+        case = make_mlp(dtype=jnp.float64)
+        yield Reference.of(case, NUM_STEPS, case.init())
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from tests.search.chain import chain
 pytestmark = pytest.mark.devices
 
 MIB = 1 << 20
-SHAPES = [jax.ShapeDtypeStruct((512, 512), jnp.float32)] * 6, jax.ShapeDtypeStruct((4096, 512), jnp.float32)
+SHAPES = [jax.ShapeDtypeStruct((512, 512), jnp.float32)] * 4, jax.ShapeDtypeStruct((4096, 512), jnp.float32)
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def peaks(monkeypatch):
     def holding_more(executable):
         found = read(executable)
         if len(made) < num_larger[0]:
-            found = replace(found, temporary_bytes=int(1.25 * found.temporary_bytes))
+            found = replace(found, temporary_bytes=int(1.5 * found.temporary_bytes))
         made.append(found.peak_bytes)
         return found
 

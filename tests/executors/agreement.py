@@ -41,9 +41,9 @@ class Reference:
     results: tuple[Any, list[Any]]
 
     @classmethod
-    def of(cls, case: Case, num_steps: int) -> "Reference":
-        """One device's results."""
-        start = case.start()
+    def of(cls, case: Case, num_steps: int, start: Any = None) -> "Reference":
+        """One device's results, from a state of the case's own or from this one."""
+        start = case.start() if start is None else start
         results = run_steps(jax.jit(case.step), case, start, num_steps)
         return cls(
             case, trace_call("cpu", case.step, case.abstract_args(), {}), num_steps, _on_host(start), results

@@ -64,6 +64,7 @@ class Job:
       pins: as `autoshard.search` takes them.
       remat: likewise.
       microbatches: into how many the batch is split.
+      cap_bytes: the cap, where it is known already.
     """
 
     make: Callable[[], Case]
@@ -72,6 +73,7 @@ class Job:
     pins: dict[str, P] | None = None
     remat: str | None = "never"
     microbatches: int = 1
+    cap_bytes: int | None = None
 
 
 def _megatron(**sizes) -> Callable[[], Case]:
@@ -237,8 +239,8 @@ def planned(job: Job) -> tuple[Step, Cluster, SearchResult]:
     """The step, for which cluster, and the plan."""
     case, cluster = job.make(), parse_cluster(f"{prod(job.mesh)}xH100-80GB")
     step = microbatched(trace(case.step, *case.abstract_args()), job.microbatches)
-    cap_bytes = cluster.device_memory_limit()
-    if job.slack is not None:
+    cap_bytes = job.cap_bytes or cluster.device_memory_limit()
+    if job.slack is not None and job.cap_bytes is None:
         cap_bytes = int(_smallest_peak(step, cluster, job.mesh) * job.slack)
     return (
         step,
