@@ -448,9 +448,8 @@ def test_ctrl_c_while_the_solver_runs(tmp_path):
     assert (process.returncode, out, err) == (130, "", "autoshard: interrupted\n")
 
 
-def test_a_reader_that_goes_away(train, tmp_path):
-    path = tmp_path / "plan.json"
-    cli.main(["search", f"{train}:target", "--cluster", "8xCPU", "--out", str(path)])
+def test_a_reader_that_goes_away(saved, tmp_path):
+    path = written(tmp_path / "plan.json", saved[1])
     with command("show", path, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
         process.stdout.close()

@@ -100,7 +100,7 @@ def test_unknown_units(memory, message):
 
 def test_a_cap_that_nothing_fits():
     with pytest.raises(InfeasibleError) as caught:
-        search(W, X, memory=16)
+        search(W, X, memory=16, stages=1)
     assert caught.value.exit_status == 3
 
 

@@ -58,6 +58,7 @@ ASKED = {name: replace(job, cap_bytes=CAPS.get(name)) for name, job in JOBS.item
 SLOW = {
     "tensor parallel": "vocabulary parallel",
     "fsdp": "mlp on 8",
+    "grouped heads on 2x4": "mlp on 2x4",
     "mixed on 8x8": "mlp on 8x8",
     "scanned with checkpoint on 2x4": "scanned, tight",
     "microbatches on 2x4": "microbatches of an MLP",

@@ -36,8 +36,14 @@ MODELS = {
 }
 """Name -> layers, layers of the shortened model, blocks left out per stack."""
 
+SLOW = {"gpt_nnx_optimizer", "t5", "vit"}
+"""Models that take long to trace. Stacks of their own has the convolutional network below, too, and twelve layers, of which
+"layer_10" comes before "layer_2", the plain small model."""
 
-@pytest.mark.parametrize("name", MODELS)
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] if n in SLOW else []) for n in MODELS]
+)
 def test_each_result_is_that_of_the_model_with_fewer_layers(name):
     deep, shallow, missing = MODELS[name]
     found = shortened(traced_from_zoo(name, num_layers=deep))
