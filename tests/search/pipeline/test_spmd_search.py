@@ -81,8 +81,8 @@ def test_a_step_takes_its_ticks_and_says_what_it_sends(schedule, per_worker):
 
 
 def test_devices_that_share_a_replica_are_searched_and_what_is_found_is_the_fastest():
-    plans = [found(stages=2, mesh=mesh) for mesh in ((4, 1), (2, 2), (1, 4))]
-    assert found(stages=2).estimates.step_s == min(plan.estimates.step_s for plan in plans)
+    plans = [found(stages=2, mesh=mesh, microbatches=4) for mesh in ((4, 1), (2, 2), (1, 4))]
+    assert found(stages=2, microbatches=4).estimates.step_s == min(plan.estimates.step_s for plan in plans)
 
 
 def test_under_a_cap_it_recomputes_and_below_that_says_what_is_nearest():
@@ -106,18 +106,18 @@ def test_under_a_cap_it_recomputes_and_below_that_says_what_is_nearest():
 
 
 def test_the_faster_executor_is_taken_and_either_can_be_asked_for():
+    asked = {"cluster": CLUSTER, "stages": 2}
     one, several = (
-        autoshard.search(looped, *SHAPES, cluster=CLUSTER, stages=2, executor=name, schedule="gpipe")
-        for name in ("spmd", "mpmd")
+        autoshard.search(looped, *SHAPES, **asked, executor=name, schedule="gpipe") for name in ("spmd", "mpmd")
     )
     assert isinstance(one, SpmdPlan)
     assert isinstance(several, PipelinePlan)
     faster = min((one, several), key=lambda plan: plan.estimates.step_s)
-    taken = autoshard.search(looped, *SHAPES, cluster=CLUSTER, stages=2, schedule="gpipe")
+    taken = autoshard.search(looped, *SHAPES, **asked, schedule="gpipe")
     assert taken.executor == faster.executor
     assert taken.estimates.step_s == faster.estimates.step_s
     said = []
-    taken = autoshard.search(unrolled, *SHAPES, cluster=CLUSTER, stages=2, progress=said.append)
+    taken = autoshard.search(unrolled, *SHAPES, **asked, progress=said.append)
     assert isinstance(taken, PipelinePlan)
     assert any("not as one program for all stages: the step" in line for line in said)
 
