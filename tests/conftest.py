@@ -3,7 +3,8 @@
 A `pure` test compiles no program and starts no process, so that `pytest -m pure` is quick. A `devices` test does, on
 simulated devices; a `compiler` test asks XLA for programs of GPUs. A test needs what it or its file is marked with, or
 else its room, or else nothing. One that takes long and whose law a cheaper test shows in small is `slow` besides: it runs
-where `-m` says `slow`.
+where `-m` says `slow`. Laws are tried on a few drawn examples, the same in each run; `--hypothesis-profile thorough` draws
+many.
 """
 
 import sys
@@ -16,8 +17,10 @@ from hypothesis import HealthCheck, settings
 from tests.simulated import keep_programs, simulate_devices
 
 simulate_devices()
-settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("untimed")
+UNTIMED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("quick", UNTIMED, max_examples=25, derandomize=True)
+settings.register_profile("thorough", UNTIMED, max_examples=200)
+settings.load_profile("quick")
 
 NEEDS = ("pure", "devices", "compiler")
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from jax.experimental import pallas as pl
 
@@ -174,7 +174,6 @@ def twins(draw):
     return mixed, arguments, results
 
 
-@settings(max_examples=25)
 @given(twins())
 def test_twin_trees_keep_their_pairing_in_any_order(case):
     mixed, arguments, results = case

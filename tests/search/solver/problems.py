@@ -3,12 +3,10 @@
 from dataclasses import replace
 
 import numpy as np
-from hypothesis import settings
 from hypothesis import strategies as st
 
 from autoshard.search.solver.pbqp import Edge, MemoryConstraint, Problem
 
-SETTINGS = settings(max_examples=40)
 UNITS_S = st.sampled_from([1e-6, 1.0, 10.0])
 ROUNDING = 1e-9
 

@@ -1,7 +1,7 @@
 """The whole search against brute force: its optimum, its bound at any gap and under any cutoff, its stages one by one."""
 
 from contextlib import suppress
-from itertools import count
+from itertools import count, product
 
 import numpy as np
 import pytest
@@ -17,7 +17,6 @@ from autoshard.search.solver.milp import solve_milp
 from autoshard.search.solver.opening import Opening
 from autoshard.search.solver.pbqp import Edge, MemoryConstraint, Problem, merged
 from tests.search.solver.problems import (
-    SETTINGS,
     at_most,
     every_cost_s,
     every_fitting_cost_s,
@@ -49,20 +48,17 @@ def check(problem, rows, limit_bytes, relative_gap, violated=None):
     assert found.gap == pytest.approx(1 - found.bound_s / found.cost_s if found.cost_s else 0.0, abs=1e-12)
 
 
-@SETTINGS
 @given(problems(), GAPS)
 def test_optimum_without_rows(problem, relative_gap):
     check(problem, (), np.inf, relative_gap)
 
 
-@SETTINGS
 @given(limited_problems(), GAPS)
 def test_optimum_with_rows(limited, relative_gap):
     problem, rows, limit_bytes = limited
     check(problem, rows, limit_bytes, relative_gap)
 
 
-@SETTINGS
 @given(limited_problems(), st.integers(1, 2))
 def test_lazy_rows_equal_eager_ones(limited, num_at_once):
     problem, rows, limit_bytes = limited
@@ -73,7 +69,6 @@ def test_lazy_rows_equal_eager_ones(limited, num_at_once):
     check(problem, rows, limit_bytes, 0.0, violated)
 
 
-@SETTINGS
 @given(limited_problems())
 def test_same_inputs_same_answer(limited):
     problem, rows, limit_bytes = limited
@@ -94,9 +89,17 @@ def test_every_stage_agrees_with_one_integer_program(seed):
     assert found.cost_s == pytest.approx(problem.cost_s(program.labels), rel=1e-9)
 
 
-@pytest.mark.parametrize("max_program_labels", [-1, 500])
-@pytest.mark.parametrize("relative_gap", [0.0, 0.1, 0.3])
-@pytest.mark.parametrize("seed", range(3))
+MANY_BRANCHES = {(1, 0.0, -1), (2, 0.0, -1)}
+"""Cases that take long; of the first seed there are fewer branches, and of drawn problems."""
+
+
+@pytest.mark.parametrize(
+    ("seed", "relative_gap", "max_program_labels"),
+    [
+        pytest.param(*case, marks=[pytest.mark.slow] if case in MANY_BRANCHES else [])
+        for case in product(range(3), (0.0, 0.1, 0.3), (-1, 500))
+    ],
+)
 def test_branching_is_exact(monkeypatch, seed, relative_gap, max_program_labels):
     monkeypatch.setattr(branch_and_bound, "MAX_PROGRAM_LABELS", max_program_labels)
     problem, rows = layered(3, 2, 4, seed)
@@ -104,7 +107,6 @@ def test_branching_is_exact(monkeypatch, seed, relative_gap, max_program_labels)
         check(problem, rows, limit_bytes, relative_gap)
 
 
-@SETTINGS
 @given(limited_problems(), st.sampled_from([0.5, 0.999, 1.001, 1.5, 4.0]), GAPS)
 def test_a_cutoff_never_loses_what_beats_it_nor_lifts_the_bound(limited, times, relative_gap):
     """What is dropped because it cannot beat the cutoff stays in the bound."""
@@ -125,7 +127,6 @@ def test_a_cutoff_never_loses_what_beats_it_nor_lifts_the_bound(limited, times, 
     assert bound_s >= min(times * (1 - relative_gap), 1 - relative_gap) * want_s * (1 - 1e-6)
 
 
-@SETTINGS
 @given(limited_problems(), st.sampled_from([0.5, 0.9, 1.0]), GAPS)
 def test_a_bound_that_is_known_ends_a_search_within_the_gap_of_it_and_no_sooner(limited, share, relative_gap):
     problem, rows, limit_bytes = limited
@@ -288,7 +289,6 @@ def test_ties_go_to_the_same_labels_whatever_the_edges_order():
     assert solve(problem, **given_rows).labels == solve(turned(problem), **given_rows).labels
 
 
-@SETTINGS
 @given(limited_problems(), GAPS)
 def test_who_solves_again_under_rows_finds_as_much(limited, relative_gap):
     """What is remembered of the problem without rows, and of it under a higher limit, proves no more than is true."""

@@ -10,7 +10,7 @@ from autoshard.search.solver.clock import WorkClock
 from autoshard.search.solver.contraction import Contraction
 from autoshard.search.solver.pbqp import Edge, Problem, merged
 from autoshard.search.solver.trws import Trws
-from tests.search.solver.problems import SETTINGS, at_most, every_cost_s, layered, optimum_s, problems
+from tests.search.solver.problems import at_most, every_cost_s, layered, optimum_s, problems
 
 MAX_TURNS = 50
 
@@ -38,7 +38,6 @@ def ended(problem, worth_s=np.inf, num_sweeps=0):
     return made, turns
 
 
-@SETTINGS
 @given(problems(), st.integers(0, 3))
 def test_the_minimum_shows_in_the_end(problem, num_sweeps):
     assume(allows_something(problem))
@@ -68,7 +67,6 @@ def test_neighbours_joined_cost_what_they_did(monkeypatch, seed, worth):
     np.testing.assert_allclose(found_s, want_s, rtol=1e-9)
 
 
-@SETTINGS
 @given(problems(), st.floats(0.5, 2.0))
 def test_bounds_hold_and_what_is_dearer_is_left_out(problem, share):
     assume(allows_something(problem))

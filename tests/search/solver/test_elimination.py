@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from autoshard.search.solver.elimination import Elimination
 from autoshard.search.solver.pbqp import Edge, Problem, merged
-from tests.search.solver.problems import SETTINGS, chains, every_cost_s, layered, optimum_s, problems
+from tests.search.solver.problems import chains, every_cost_s, layered, optimum_s, problems
 
 PLENTY = 1e6
 
@@ -26,13 +26,11 @@ def check(problem):
     np.testing.assert_allclose(every_cost_s(problem)[labels], optimum_s(problem), rtol=1e-9)
 
 
-@SETTINGS
 @given(problems())
 def test_the_minimum_and_where_it_is(problem):
     check(problem)
 
 
-@SETTINGS
 @given(chains())
 def test_the_minimum_of_a_chain(problem):
     check(problem)
@@ -102,7 +100,6 @@ def test_the_smallest_table_goes_first():
     assert eliminate(star, 9) is not None
 
 
-@SETTINGS
 @given(problems(), st.data())
 def test_a_fixed_node_keeps_its_label_and_the_others_are_best_for_it(problem, data):
     problem = merged(problem)

@@ -9,7 +9,6 @@ from autoshard.search.solver.lagrangian import CuttingPlanes, Relaxation
 from autoshard.search.solver.pbqp import Edge, MemoryConstraint, Problem, merged
 from autoshard.search.solver.trws import Trws
 from tests.search.solver.problems import (
-    SETTINGS,
     at_most,
     chains,
     cheapest_with,
@@ -56,7 +55,6 @@ def best_dual_s(problem, row, limit_bytes):
 # --- bounds
 
 
-@SETTINGS
 @given(st.data())
 def test_bounds_hold_under_any_prices(data):
     problem, rows, limit_bytes = data.draw(limited_problems())
@@ -72,7 +70,6 @@ def test_bounds_hold_under_any_prices(data):
     assert at_most(bound, whole.best_bound_s)
 
 
-@SETTINGS
 @given(st.data())
 def test_on_a_chain_the_bound_is_that_of_the_prices(data):
     """There message passing is exact: the cheapest assignment, bytes over the limit charged."""
@@ -93,7 +90,7 @@ def test_on_a_chain_the_bound_is_that_of_the_prices(data):
     assert priced_s[labels] == pytest.approx(priced_s.min(), abs=tolerance)
 
 
-@settings(SETTINGS, max_examples=15)
+@settings(max_examples=15)
 @given(st.data())
 def test_the_best_prices_of_one_row_are_found(data):
     problem = data.draw(chains(forbidden=False, max_nodes=3))
@@ -242,7 +239,6 @@ def test_a_new_row_is_free_until_it_is_priced():
 # --- branches
 
 
-@SETTINGS
 @given(st.data())
 def test_branches_share_a_nodes_labels_and_lose_nothing(data):
     problem, rows, limit_bytes = data.draw(limited_problems())

@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 from autoshard.search.solver.local_search import descend
 from autoshard.search.solver.pbqp import Edge, MemoryConstraint, Problem, merged
 from tests.search.solver.problems import (
-    SETTINGS,
     assignments,
     every_cost_s,
     every_row_bytes,
@@ -29,7 +28,6 @@ def around(labels, edge):
     return tuple(slice(None) if node in (edge.u, edge.v) else label for node, label in enumerate(labels))
 
 
-@SETTINGS
 @given(st.data())
 def test_it_ends_no_higher_than_it_starts_where_no_pair_can_move(data):
     problem, rows, limit_bytes = data.draw(limited_problems())
@@ -43,7 +41,6 @@ def test_it_ends_no_higher_than_it_starts_where_no_pair_can_move(data):
         assert table[end] <= best_s * (1 + 1e-9) or table[end] == best_s == np.inf
 
 
-@SETTINGS
 @given(st.data())
 def test_a_dear_price_keeps_what_fits_fitting(data):
     problem, rows, limit_bytes = data.draw(limited_problems(forbidden=False))

@@ -9,7 +9,6 @@ from autoshard.search.solver.clock import PROCESSOR, Deadline, WorkClock
 from autoshard.search.solver.milp import free_of_cost, solve_milp, solve_peak
 from autoshard.search.solver.pbqp import Edge, MemoryConstraint, Problem, merged
 from tests.search.solver.problems import (
-    SETTINGS,
     at_most,
     every_cost_s,
     every_fitting_cost_s,
@@ -20,7 +19,6 @@ from tests.search.solver.problems import (
 )
 
 
-@SETTINGS
 @given(limited_problems(), st.sampled_from([0.0, 0.3]))
 def test_the_cheapest_that_fits(limited, relative_gap):
     problem, rows, limit_bytes = limited
@@ -37,7 +35,6 @@ def test_the_cheapest_that_fits(limited, relative_gap):
     assert found.bound >= table[found.labels] * (1 - relative_gap - 1e-6) - rounding_s
 
 
-@SETTINGS
 @given(limited_problems())
 def test_the_smallest_peak(limited):
     problem, rows, limit_bytes = limited
@@ -98,7 +95,6 @@ def test_nodes_without_an_allowed_label():
     assert solve_milp(nothing, (), 1.0, relative_gap=0.0).bound == np.inf
 
 
-@SETTINGS
 @given(problems())
 def test_free_of_cost_forbids_the_same(problem):
     free = every_cost_s(free_of_cost(problem))

@@ -13,7 +13,6 @@ from autoshard.search.solver.pbqp import Edge, MemoryConstraint, Problem, merged
 from autoshard.search.solver.separation import NoFitError
 from autoshard.search.solver.trws import Trws
 from tests.search.solver.problems import (
-    SETTINGS,
     every_cost_s,
     every_peak_bytes,
     layered,
@@ -41,14 +40,12 @@ def check(problem, rows, limit_bytes, violated=None):
     assert want_bytes * (1 - RELATIVE_GAP) <= found.bound_bytes <= want_bytes * (1 + 1e-9)
 
 
-@SETTINGS
 @given(limited_problems())
 def test_rows_known_beforehand(limited):
     problem, rows, limit_bytes = limited
     check(problem, rows, limit_bytes)
 
 
-@SETTINGS
 @given(limited_problems(), st.integers(1, 2))
 def test_rows_on_demand(limited, num_at_once):
     problem, rows, limit_bytes = limited

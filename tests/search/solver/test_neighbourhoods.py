@@ -10,10 +10,9 @@ from autoshard.search.solver import neighbourhoods
 from autoshard.search.solver.local_search import descend
 from autoshard.search.solver.neighbourhoods import reoptimised
 from autoshard.search.solver.pbqp import Edge, Problem, merged
-from tests.search.solver.problems import SETTINGS, assignments, every_cost_s, optimum_s, problems
+from tests.search.solver.problems import assignments, every_cost_s, optimum_s, problems
 
 
-@SETTINGS
 @given(st.data())
 def test_small_problems_are_solved_whatever_the_start(data):
     problem = merged(data.draw(problems()))
@@ -23,7 +22,6 @@ def test_small_problems_are_solved_whatever_the_start(data):
     np.testing.assert_allclose(every_cost_s(problem)[labels], optimum_s(problem), rtol=1e-9)
 
 
-@SETTINGS
 @given(st.data())
 def test_with_little_room_it_is_no_worse_and_says_so(data):
     problem = merged(data.draw(problems()))

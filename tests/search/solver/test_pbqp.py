@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 
 from autoshard.search.solver.pbqp import Edge, MemoryConstraint, Problem, merged, restricted_row
 from tests.search.solver.problems import (
-    SETTINGS,
     assignments,
     every_cost_s,
     every_row_bytes,
@@ -20,7 +19,6 @@ from tests.search.solver.problems import (
 LABELS = np.array([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
 
 
-@SETTINGS
 @given(st.data())
 def test_the_cost_and_the_bytes_of_an_assignment(data):
     problem, rows, _ = data.draw(limited_problems())
@@ -30,7 +28,6 @@ def test_the_cost_and_the_bytes_of_an_assignment(data):
         assert row.total_bytes(labels) == every_row_bytes(problem, row)[labels]
 
 
-@SETTINGS
 @given(problems())
 def test_merging_leaves_one_edge_a_pair_and_every_cost(problem):
     whole = merged(problem)
@@ -39,13 +36,11 @@ def test_merging_leaves_one_edge_a_pair_and_every_cost(problem):
     np.testing.assert_allclose(every_cost_s(whole), every_cost_s(problem), rtol=1e-12)
 
 
-@SETTINGS
 @given(problems())
 def test_merging_does_not_depend_on_order_or_direction(problem):
     np.testing.assert_allclose(every_cost_s(merged(turned(problem))), every_cost_s(problem), rtol=1e-12)
 
 
-@SETTINGS
 @given(st.data())
 def test_a_restricted_row_counts_the_kept_labels_alike(data):
     problem = data.draw(problems())

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from autoshard.search.solver.pbqp import Edge, Problem, merged
 from autoshard.search.solver.trws import Trws
 from tests.search.solver.problems import (
-    SETTINGS,
     along,
     at_most,
     chains,
@@ -42,7 +41,6 @@ def every_moved_cost_s(trws):
     return every_cost_s(Problem(tuple(trws._node), edges))
 
 
-@SETTINGS
 @given(problems(), st.integers(0, 5))
 def test_moving_costs_changes_no_assignments_cost(problem, num_sweeps):
     trws, _ = swept(problem, num_sweeps)
@@ -55,7 +53,6 @@ def test_moving_costs_changes_no_assignments_cost(problem, num_sweeps):
     )
 
 
-@SETTINGS
 @given(problems())
 def test_bounds_hold_and_never_fall(problem):
     _, found = swept(problem, 8)
@@ -64,7 +61,6 @@ def test_bounds_hold_and_never_fall(problem):
     assert all(at_most(earlier, later) for earlier, later in pairwise(bounds))
 
 
-@SETTINGS
 @given(chains())
 def test_on_a_chain_two_sweeps_find_the_minimum(problem):
     trws, found = swept(problem, 2)
@@ -75,7 +71,6 @@ def test_on_a_chain_two_sweeps_find_the_minimum(problem):
     np.testing.assert_allclose(every_cost_s(problem)[labels], want, rtol=1e-9, atol=1e-15)
 
 
-@SETTINGS
 @given(problems(), st.integers(0, 6))
 def test_label_bounds_hold_for_each_label(problem, num_sweeps):
     trws, _ = swept(problem, num_sweeps)
@@ -84,7 +79,6 @@ def test_label_bounds_hold_for_each_label(problem, num_sweeps):
         assert all(map(at_most, bounds, cheapest_with(table, node)[kept]))
 
 
-@SETTINGS
 @given(problems(), st.integers(0, 6))
 def test_pair_bounds_hold_for_each_pair(problem, num_sweeps):
     trws, _ = swept(problem, num_sweeps)
@@ -95,7 +89,6 @@ def test_pair_bounds_hold_for_each_pair(problem, num_sweeps):
         assert all(map(at_most, bounds.ravel(), want.ravel()))
 
 
-@SETTINGS
 @given(problems(), st.integers(0, 6))
 def test_pair_bounds_say_no_less_than_those_of_labels(problem, num_sweeps):
     trws, _ = swept(problem, num_sweeps)
@@ -105,7 +98,6 @@ def test_pair_bounds_say_no_less_than_those_of_labels(problem, num_sweeps):
         assert all(map(at_most, of_labels[edge.v], bounds.min(0)))
 
 
-@SETTINGS
 @given(chains())
 def test_label_bounds_are_exact_where_a_chains_messages_end(problem):
     trws, _ = swept(problem, 2)
@@ -113,7 +105,6 @@ def test_label_bounds_are_exact_where_a_chains_messages_end(problem):
     np.testing.assert_allclose(trws.label_bounds()[0], want, rtol=1e-9, atol=1e-15)
 
 
-@SETTINGS
 @given(problems())
 def test_label_bounds_are_no_lower_than_the_bound(problem):
     trws, found = swept(problem, 4)
@@ -121,7 +112,6 @@ def test_label_bounds_are_no_lower_than_the_bound(problem):
         assert at_most(found[-1][0], bounds.min())
 
 
-@SETTINGS
 @given(problems())
 def test_only_labels_that_no_assignment_can_have_are_inconsistent(problem):
     trws = Trws(merged(problem))
@@ -138,7 +128,6 @@ def test_only_labels_that_no_assignment_can_have_are_inconsistent(problem):
         assert allowed.any(1).all()
 
 
-@SETTINGS
 @given(st.data())
 def test_dropping_loses_only_what_it_is_told_to(data):
     """Halfway through, masks drop labels: every assignment without them keeps its cost, and bounds hold for it."""
@@ -162,7 +151,6 @@ def test_dropping_loses_only_what_it_is_told_to(data):
     assert all(label in kept for label, kept in zip(labels, trws.kept, strict=True))
 
 
-@SETTINGS
 @given(st.data())
 def test_what_is_added_to_a_node_is_added_to_its_labels(data):
     problem = data.draw(problems())
@@ -177,7 +165,6 @@ def test_what_is_added_to_a_node_is_added_to_its_labels(data):
     assert at_most(trws.sweep()[0], table.min())
 
 
-@SETTINGS
 @given(problems())
 def test_a_copy_goes_its_own_way(problem):
     trws, _ = swept(problem, 1)
@@ -192,7 +179,6 @@ def test_a_copy_goes_its_own_way(problem):
     assert all(map(np.array_equal, before[2], after[2]))
 
 
-@SETTINGS
 @given(problems())
 def test_numbers_of_kept_labels_and_back(problem):
     trws, found = swept(problem, 1)
